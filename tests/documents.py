@@ -266,10 +266,23 @@ def lost_places(root: Path) -> Iterator[str]:
                 yield f"{path.name}: {place.file} does not hold {place.name}"
             elif place.caller is not None:
                 owner, _, called = place.name.rpartition(".")
-                called = owner if called == "forward" else called  # a module is called by its attribute's name
+                called = owner if called == "forward" else called
                 caller = source_of(root, place.caller)
-                if caller is not None and not re.search(rf"\b{called}\b", caller, re.IGNORECASE):
+                names = "|".join([called, *_attributes_of(root, place.caller, called)])
+                if caller is not None and not re.search(rf"\b({names})\b", caller, re.IGNORECASE):
                     yield f"{path.name}: {place.caller.name} in {place.caller.file} does not mention {called}"
+
+
+def _attributes_of(root: Path, caller: Place, cls: str) -> list[str]:
+    """The attributes of the caller's class that its code sets to a `cls`: a module is called by its attribute's name."""
+    source = source_of(root, Place(caller.file, caller.name.partition(".")[0])) or ""
+    return [
+        target.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign) and re.search(rf"\b{cls}\(", ast.unparse(node.value))
+        for target in node.targets
+        if isinstance(target, ast.Attribute)
+    ]
 
 
 def copy_parts(names: Iterable[str], folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The house as its imports draw it: `python tests/draw_house.py > docs/house.svg`. A box is a room, a row a floor; a
+"""The packages and their imports: `python tests/draw_house.py > docs/house.svg`. A box is a package, a row a layer; a
 dark arrow is an import that no chain of others implies. tests/test_taste.py compares the file with what this prints."""
 
 import sys
@@ -6,17 +6,17 @@ from pathlib import Path
 
 import taste
 
-LEFT, WIDTH, BOX_W, BOX_H, FLOOR_H, TOP = 60, 1000, 172, 46, 84, 88  # LEFT: of the numbers of floors
+LEFT, WIDTH, BOX_W, BOX_H, LAYER_H, TOP = 60, 1000, 172, 46, 84, 88  # LEFT: of the numbers of layers
 TITLE = "The packages of megalite, and what they import"
 KEY = (  # colour, width, meaning
     ("#2f6bb3", 1.8, "imports, and no chain of other imports implies it"),
     ("#c4ccd6", 1.0, "imports as well; a chain of blue arrows leads there, too"),
 )
-BESIDE = {"train": 234, "interop": -234, "nn": 234}  # of the middle: so fewest dark arrows pass behind a box
+BESIDE = {"training": 234, "interop": -234, "nn": 234}  # of the middle: so fewest dark arrows pass behind a box
 HOLDS = {
     "generate": "text from a model",
-    "train": "setup, loop, step, log",
-    "plan": "layout, memory, time",
+    "training": "setup, loop, step, log",
+    "planning": "layout, memory, time",
     "interop": "Hugging Face, Megatron-LM",
     "pipeline": "schedules, executor",
     "optim": "optimizers, ZeRO",
@@ -28,6 +28,7 @@ HOLDS = {
     "kernels": "torch and Triton",
     "launch": "ranks, rendezvous",
     "config": "options, command line",
+    "common": "safe files, fault injection",
 }
 
 
@@ -53,8 +54,8 @@ def implied(room: str, other: str, edges: dict[str, set[str]]) -> bool:
 def places() -> dict[str, tuple[float, float]]:
     """room -> middle of its box."""
     return {
-        room: (LEFT + (WIDTH - LEFT) * (i + 0.5) / len(rooms) + BESIDE.get(room, 0), TOP + FLOOR_H * row + BOX_H / 2)
-        for row, rooms in enumerate(taste.FLOORS)
+        room: (LEFT + (WIDTH - LEFT) * (i + 0.5) / len(rooms) + BESIDE.get(room, 0), TOP + LAYER_H * row + BOX_H / 2)
+        for row, rooms in enumerate(taste.LAYERS)
         for i, room in enumerate(rooms)
     }
 
@@ -81,7 +82,7 @@ def draw(root: Path) -> str:
             f'<text x="{x:.0f}" y="{y - 3:.0f}" font-weight="bold" font-size="14">{room}</text>'
             f'<text x="{x:.0f}" y="{y + 14:.0f}" font-size="11" fill="#5a6675">{HOLDS[room]}</text>'
         )
-    height = TOP + FLOOR_H * (len(taste.FLOORS) - 1) + BOX_H + 14
+    height = TOP + LAYER_H * (len(taste.LAYERS) - 1) + BOX_H + 14
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     style = ' font-family="Helvetica, Arial, sans-serif" text-anchor="middle" fill="#1d2733">'
     back = f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
@@ -89,16 +90,16 @@ def draw(root: Path) -> str:
 
 
 def legend() -> list[str]:
-    """The title, what the arrows mean, and the number of each floor."""
+    """The title, what the arrows mean, and the number of each layer."""
     lines = [f'<text x="12" y="24" text-anchor="start" font-weight="bold" font-size="16">{TITLE}</text>']
     for row, (colour, width, meaning) in enumerate(KEY):
         y = 44 + 18 * row
         lines.append(f'<path d="M12,{y} H44" stroke="{colour}" stroke-width="{width}"/>')
         lines.append(f'<path d="M44,{y - 4} L52,{y} L44,{y + 4} Z" fill="{colour}"/>')
         lines.append(f'<text x="60" y="{y + 4}" text-anchor="start" font-size="12">{meaning}</text>')
-    lines.append(f'<text x="12" y="{TOP - 4}" text-anchor="start" font-size="12" fill="#5a6675">floor</text>')
-    for row in range(len(taste.FLOORS)):
-        y, number = TOP + FLOOR_H * row + BOX_H / 2, len(taste.FLOORS) - 1 - row
+    lines.append(f'<text x="12" y="{TOP - 4}" text-anchor="start" font-size="12" fill="#5a6675">layer</text>')
+    for row in range(len(taste.LAYERS)):
+        y, number = TOP + LAYER_H * row + BOX_H / 2, len(taste.LAYERS) - 1 - row
         lines.append(f'<path d="M{LEFT - 20},{y:.0f} H{WIDTH - 8}" stroke="#eef1f4" stroke-width="{BOX_H}"/>')
         lines.append(f'<text x="26" y="{y + 5:.0f}" font-size="14" fill="#5a6675">{number}</text>')
     return lines

@@ -47,14 +47,14 @@ def write_run(folder: Path, steps: int = 1000, shift: float = 0.0, **changed: An
     folder.mkdir(parents=True)
     told = about(**changed)
     percent = {"forward": 30.0, "backward": 45.0, "communication": 12.5, "bubble": 9.0, "optimizer": 2.5, "data": 1.0}
-    run = {"wall_s": 500.0, "useful_s": 450.0, "processes": 2, "tokens": 0, "goodput": 0.9, "gpu_hours": 1.1}
+    run = {"wall_s": 500.0, "productive_s": 450.0, "processes": 2, "tokens": 0, "goodput": 0.9, "gpu_hours": 1.1}
     report = {"time": "2026-11-22T10:00:00+00:00", "percent": percent, "devices": 8, "flops": 1e15, "steps": steps}
     report |= dict(bottleneck="communication", advice="ranks wait", tokens_per_s=8000.0, run=run, wall_s=400.0)
     events = [
-        {"event": "started", "step": 0, "at": 0.0, "fresh": True, "about": told},
+        {"event": "started", "step": 0, "at": 0.0, "from_scratch": True, "run_info": told},
         {"event": "spike", "step": steps // 4, "text": "step 250: loss 9.3 is 12 deviations above"},
         {"event": "ended", "step": steps // 2, "at": 250.0, "outcome": "requeue"},
-        {"event": "started", "step": steps // 2, "at": 260.0, "fresh": False, "about": told},
+        {"event": "started", "step": steps // 2, "at": 260.0, "from_scratch": False, "run_info": told},
         {"event": "heartbeat", "step": steps - 5, "memory_gib": [5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7, 5.8]},
         {"event": "ended", "step": steps, "at": 510.0, "outcome": "done"},
     ]

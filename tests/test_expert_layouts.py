@@ -51,7 +51,7 @@ def _train(flags: str, evaluates: bool = False, common: str = COMMON) -> tuple:
         losses.append(run.expert_balancer.losses_L3.tolist())
     run.buffer.wait_param_sync()
     biases = {router.name: router.bias.tolist() for router in run.expert_balancer.routers if router.bias is not None}
-    numbers = [(r.loss, r.grad_norm, *(r.balance[name] or 0 for name in LOSS_NAMES)) for r in results]
+    numbers = [(r.loss, r.grad_norm, *(r.moe_metrics[name] or 0 for name in LOSS_NAMES)) for r in results]
     return numbers, owned(run.optimizer, "model/"), counts, losses, biases
 
 

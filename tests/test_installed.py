@@ -137,7 +137,7 @@ def test_from_text_to_an_exported_model(run: Run, tmp_path: Path) -> None:
     said = run("megalite generate --load runs/mine --prompt Once --max-new-tokens 3")
     assert said.startswith("[step 4] Once")
     assert "goodput" in run("megalite report runs/mine")
-    assert "data/mine_text_document" in run("megalite checkpoint seen runs/mine")
+    assert "data/mine_text_document" in run("megalite checkpoint data-usage runs/mine")
     assert "all bits equal" in run("megalite convert --load runs/mine --to-hf models/mine --check-bits")
     assert (tmp_path / "models/mine/config.json").is_file()
     assert "[0]" in run("megalite plot schedule --pp 2 --microbatches 2 --text")

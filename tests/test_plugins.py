@@ -181,8 +181,8 @@ def test_parts_that_give_what_is_none_are_named(tmp_path: Path, monkeypatch: pyt
     plugin(tmp_path, """for name, rate in {"none": None, "text": "1", "nan": float("nan"), "down": -0.5}.items():
     megalite.register("lr_decay_style", name, lambda lr, n, rate=rate: rate)
 class Mine:
-    states, update_ = {}, print
-    of = staticmethod(lambda o: [])
+    state_dtypes, update_ = {}, print
+    from_config = staticmethod(lambda o: [])
 megalite.register("optimizer", "mine", Mine)
 @megalite.register("pipeline_schedule", "made")
 def made(rank, place, groups):
@@ -193,7 +193,11 @@ from megalite.pipeline.schedule import one_f_one_b
     for style in ("none", "text", "nan", "down"):
         with pytest.raises(ValueError, match=rf"lr_decay_style='{style}' gives .* at sample 3; give a finite"):
             LrSchedule(1.0, 0.0, style, 0, 10).at(3)
-    with pytest.raises(ValueError, match=r"optimizer='mine': of\(options\) gives \[\], whose states are no dict; give"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer='mine': from_config\(options\) gives \[\], whose state_dtypes "
+        r"are no dict; give",
+    ):
         make_run_plan(config, 1, 93)
     assert schedule.build_schedule("made", 2, 4) == schedule.build_schedule("1f1b", 2, 4)
 
@@ -293,27 +297,27 @@ def test_a_family_is_written_and_read_and_planned(tmp_path: Path) -> None:
     sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2".split()
     words = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
     typed(tmp_path, *words, "--seq-length", "16", "--max-position-embeddings", "16")
-    typed(tmp_path, "--load", "run", "--to-hf", "house", "--family", "house", *own, program=convert)
+    typed(tmp_path, "--load", "run", "--to-hf", "acme", "--family", "acme", *own, program=convert)
     said = json.loads((tmp_path / "house/config.json").read_text("utf-8"))
-    assert said["model_type"] == "house" and said["width"] == 32 and said["depth"] == 2
+    assert said["model_type"] == "acme" and said["width"] == 32 and said["depth"] == 2
     with safe_open(tmp_path / "house/model.safetensors", "np") as file:
         assert {"tokens.weight", "blocks.1.wkv.weight", "output.weight"} <= {*file.keys()}
-    typed(tmp_path, "--from-hf", "house", "--save", "again", *own, program=convert)
+    typed(tmp_path, "--from-hf", "acme", "--save", "again", *own, program=convert)
     for source in ("run", "again"):
         typed(tmp_path, "--load", source, "--to-hf", f"llama-{source}", "--family", "llama", program=convert)
     same = [(tmp_path / f"llama-{source}/model.safetensors").read_bytes() for source in ("run", "again")]
     assert same[0] == same[1]
-    other = ["--from-hf", "house", "--save", "other"]
+    other = ["--from-hf", "acme", "--save", "other"]
     assert "model_type='house' is not one of llama, " in typed(tmp_path, *other, program=convert, code=3)
     assert "no second reading" in typed(tmp_path, *other, "--check-bits", *own, program=convert, code=3)
-    plan = ["--hf", "house", "--num-gpus", "1", "--global-batch-size", "8"]
+    plan = ["--hf", "acme", "--num-gpus", "1", "--global-batch-size", "8"]
     assert "MFU" in typed(tmp_path, *plan, *own, program="tools/plan.py")
 
 
 ACTIVATION = """import torch
 from torch.nn.functional import gelu, relu, silu
-from megalite.kernels.activation import Activation, activation_named
-GELU, SWIGLU, BIASED = map(activation_named, ("gelu_erf", "swiglu", "gelu"))
+from megalite.kernels.activation import Activation, get_activation
+GELU, SWIGLU, BIASED = map(get_activation, ("gelu_erf", "swiglu", "gelu"))
 def doubled(u, da):
     a, du = GELU.backward(u, da)
     return a, 2 * du
@@ -345,7 +349,7 @@ GRADIENTS = {  # an Activation, and what is wrong with it
     "Activation(GELU.forward, doubled)": r"wrong gradient: backward gives .* at u=.* derivative is .*, 2 times as much",
     "Activation(in_fp32, lambda u, da: backward_in_fp32(u, da, 2))": "2 times as much",
     "Activation(GELU.forward, lambda u, da: (GELU.forward(u), -GELU.backward(u, da)[1]))": "-1 times as much",
-    "Activation(lambda u: gelu(u), activation_named('gelu').backward)": "wrong gradient",  # that of the tanh form
+    "Activation(lambda u: gelu(u), get_activation('gelu').backward)": "wrong gradient",  # that of the tanh form
     "Activation(SWIGLU.forward, half_doubled, width=2)": "wrong gradient",
     "Activation(BIASED.forward, doubled_bias, takes_bias=True)": "dbias is not the sum of du",
     "Activation(SWIGLU.forward, SWIGLU.backward)": r"with width=1 gives \(5, 2\) in .*forward's a where \(5, 4\) in",
@@ -353,7 +357,7 @@ GRADIENTS = {  # an Activation, and what is wrong with it
     "Activation(GELU.forward, lambda u, da: (u, GELU.backward(u, da)[1]))": "first result is not forward's",
     "Activation(lambda u: gelu(u).double(), GELU.backward)": "in torch.float64 as forward's a where .* in torch.bfloat16",
     "Activation(lambda u: u.relu_(), lambda u, da: (relu(u), da * (u > 0)))": "changes its input",
-    "Activation(SWIGLU.forward, SWIGLU.backward, 2, swiglu=(7.0, 1.702))": r"is not SwiGLU with swiglu=\(7.0, 1.702\)",
+    "Activation(SWIGLU.forward, SWIGLU.backward, 2, swiglu_constants=(7.0, 1.702))": r"is not SwiGLU with swiglu_constants=\(7.0, 1.702\), .*; leave swiglu_constants out",
     "type('Mine', (), dict(forward=1, backward=2, width=1, takes_bias=False))": "give an Activation of megalite.kernels",
     "Activation(lambda u: u @ 3, GELU.backward)": r"mine.py:24: TypeError: .*; correct the plugin",
 }
@@ -408,7 +412,7 @@ def test_verify_refuses_a_gradient_that_is_wrong_in_one_process_too(tmp_path: Pa
         "megalite.register('activation', 'a b', 3)": "activation='a b' is not a name; use letters",
         "megalite.register('activator', 'relu6', 3)": "'activator' is no kind of part; use one of activation",
         "megalite.register('metric', 'mine', 'tensor')": "metric='mine' is 'tensor'; give 'layer', ",
-        "megalite.register('callback', 'mine', 3)": "callback='mine' is 3; give an object with methods for moments",
+        "megalite.register('callback', 'mine', 3)": "callback='mine' is 3; give an object with methods for events",
         "megalite.register('dataset', 'mine', lambda a: a)": "dataset='mine' does not take 3 arguments; give a function",
         "megalite.log('mine', 1.0)": "metric='mine' is not registered; megalite.register('metric', 'mine', 'layer' or ",
     }.items(),
@@ -436,7 +440,7 @@ def end(*_):
 """
 CALLED = """
 class Called:
-    step = end
+    on_train_step_end = end
 megalite.register("callback", "called", Called())
 """
 
@@ -480,7 +484,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 class Speaks(Tokenizer):
     def __init__(self):
         self.eod, self.vocab_size = 92, 93
-        self.identify("mine", "mine", b"mine")
+        self.set_identity("mine", "mine", b"mine")
     def encode_batch(self, texts):
         return end()
     def decode(self, ids):
@@ -501,7 +505,7 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 class Speaks(Tokenizer):
     def __init__(self):
         self.eod, self.vocab_size = 92, 93
-        self.identify("mine", "mine", b"mine")
+        self.set_identity("mine", "mine", b"mine")
     def encode_batch(self, texts):
         end()
         return [[1] for _ in texts]
@@ -586,8 +590,8 @@ def test_words_of_a_file_and_of_the_line_add_up_and_a_process_has_those_of_the_l
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    body = """from megalite.kernels.activation import activation_named
-megalite.register('activation', '{}', activation_named('squared_relu'))"""
+    body = """from megalite.kernels.activation import get_activation
+megalite.register('activation', '{}', get_activation('squared_relu'))"""
     for number in "123":
         plugin(tmp_path, body.format(f"act{number}"), f"part{number}.py")
     (tmp_path / "run.toml").write_text('plugin = "part1.py"\nactivation = "act3"\n', "utf-8")

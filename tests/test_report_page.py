@@ -56,7 +56,7 @@ def test_a_step_that_came_again_counts_once_and_the_last_time(tmp_path: Path) ->
 
 def test_resumes_and_doubts_are_those_since_the_run_began(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 100)
-    before = [{"event": "started", "step": 0, "fresh": True}, {"event": "spike", "step": 3}]
+    before = [{"event": "started", "step": 0, "from_scratch": True}, {"event": "spike", "step": 3}]
     text = (folder / "events.jsonl").read_text()
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in before) + text)
     run = read_run(folder, "run")
@@ -223,7 +223,7 @@ def test_text_alone_writes_nothing_and_the_page_has_its_pictures(tmp_path: Path,
     folder = write_run(tmp_path / "run", 5)
     before = sorted(folder.iterdir())
     assert report.main([str(folder), "--text"]) == 0 and sorted(folder.iterdir()) == before
-    assert "time went to" in capsys.readouterr().out
+    assert "time breakdown" in capsys.readouterr().out
     assert report.main([str(folder), "--out", str(tmp_path / "out")]) == 0
     assert f"page: {tmp_path / 'out' / 'index.html'}" in capsys.readouterr().out
     names = {path.stem for path in (tmp_path / "out").glob("*.png")}
@@ -253,7 +253,7 @@ def test_without_matplotlib_there_is_the_text_and_one_line(tmp_path: Path) -> No
     needs = "a picture needs the package matplotlib; pip install matplotlib (or megalite[plots])"
     for more, code in (([], 0), (["--out", str(tmp_path / "out")], 3)):
         done = programs.run([*start, str(folder), *more], capture_output=True, text=True, timeout=60, cwd=ROOT)
-        assert done.returncode == code and "time went to" in done.stdout
+        assert done.returncode == code and "time breakdown" in done.stdout
         assert done.stderr.startswith(f"report.py: no page: {needs}; --text") and done.stderr.count("\n") == 1
     words = ["loss", str(folder), "--out", str(tmp_path / "out")]
     done = programs.run([*start[:-1], "tools/plot.py", *words], capture_output=True, text=True, timeout=60, cwd=ROOT)

@@ -118,7 +118,7 @@ def test_the_table_of_runs(tmp_path: Path) -> None:
 
 def test_tokens_of_a_run_that_ended_without_a_report_are_those_of_all_its_devices(tmp_path: Path) -> None:
     folder = left(tmp_path / "killed", outcome="running", host=os.uname().nodename, pid=2**22 + 1)
-    started = {"event": "started", "step": 0, "about": {"mesh": {"world": 4, "pp": 2, "dp": 2, "cp": 1, "tp": 1}}}
+    started = {"event": "started", "step": 0, "run_info": {"mesh": {"world": 4, "pp": 2, "dp": 2, "cp": 1, "tp": 1}}}
     (folder / "events.jsonl").write_text(json.dumps(started) + "\n")
     row = runs.row_of(folder)
     assert (row["outcome"], row["tokens_per_s"], row["steps"]) == ("killed", 4 * 200.0, 4)
@@ -181,8 +181,8 @@ def test_a_rank_that_was_missed_by_others_alone_is_the_first_failure(tmp_path: P
 def test_events_are_told_in_words_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = left(tmp_path / "run")
     event = {"time": "2026-11-23T03:00:00+00:00", "event": "heartbeat", "rank": 0, "step": 7, "at": 1795878683.446961}
-    event |= {"own": [0.123456789, None, 2], "hosts": [f"h{i}" for i in range(40)], "about": {"command": ["x"] * 900}}
-    (folder / "events.jsonl").write_text(json.dumps(event | {"fresh": True}) + "\n")
+    event |= {"own": [0.123456789, None, 2], "hosts": [f"h{i}" for i in range(40)], "run_info": {"command": ["x"] * 900}}
+    (folder / "events.jsonl").write_text(json.dumps(event | {"from_scratch": True}) + "\n")
     assert logs.main([str(folder)]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if "heartbeat" in line]
     said = "heartbeat  step 7  own 0.1235, n/a, 2  hosts " + ", ".join(f"h{i}" for i in range(8)) + " and 32 more"
@@ -294,8 +294,8 @@ def test_a_sweep_has_its_runs_exit_codes_where_the_shell_ignores_sigchld(tmp_pat
     ignore = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # noqa: E731
     done = subprocess.run(words, cwd=tmp_path, env=env, preexec_fn=ignore, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stdout + done.stderr
-    code = "import subprocess, sys; from megalite.config.exits import as_command\n"
-    code += "as_command(lambda: print(subprocess.run([sys.executable, '-c', 'exit(7)']).returncode))"
+    code = "import subprocess, sys; from megalite.config.exits import run_cli\n"
+    code += "run_cli(lambda: print(subprocess.run([sys.executable, '-c', 'exit(7)']).returncode))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=ignore, capture_output=True, text=True)
     assert done.stdout == "7\n", done.stdout + done.stderr
 

@@ -223,11 +223,13 @@ def read_of_the_environment() -> set[str]:
     found = set()
     preprocess = (ROOT / "tools/preprocess").rglob("*.py")  # its workers set what their libraries read
     for file in [ROOT / "pretrain_gpt.py", *(ROOT / "megalite").rglob("*.py"), *preprocess]:
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        tree = ast.parse(file.read_text("utf-8"))
+        exported = next((n.value for n in tree.body if isinstance(n, ast.Assign) and "__all__" in ast.unparse(n)), None)
+        for node in set(ast.walk(tree)) - {*(ast.walk(exported) if exported else ())}:
             names = [getattr(node, "value" if isinstance(node, ast.Constant) else "arg", None)]
             if isinstance(node, ast.Constant | ast.keyword):
                 found |= {n for n in names if isinstance(n, str) and re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+_?", n)}
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("variable") and node.args:
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getenv") and node.args:
                 found |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant)}
     launchers = of_table(ROOT / "megalite/launch/launcher_variables.toml")
     found |= {name for name in launchers if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", name)}

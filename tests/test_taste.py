@@ -43,6 +43,10 @@ def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
         "    S, B, _ = x_SBD.shape\n    y_sBD = scatter(x_SBD)\n    return A().g(y_sBD=y_sBD)\n",
         "megalite/training/b.py": "from megalite.nn.a import A\n",
         "megalite/config/environment.py": "import os\nx = os.environ\n",
+        "megalite/launch/c.py": "from megalite.config import environment\nx = environment.getenv('A')\n",
+        "megalite/common/d.py": "import typing\nif typing.TYPE_CHECKING:\n    from megalite.config.options import A\n",
+        "megalite/config/options.py": "class A: ...\n",
+        "megalite/checkpoint/storage.py": "def f(self, a): storage_of(a).write_text(a, self.storage.write_text(a, ''))\n",
     }
     for name, text in right.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

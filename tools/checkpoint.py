@@ -7,7 +7,7 @@ python tools/checkpoint.py diff runs/a/iter_0000500 runs/b         first and lar
 python tools/checkpoint.py reshard runs/mine small/iter_0000500    in --files 1; --weights: without the optimizer
 python tools/checkpoint.py average OUT A B C                       the mean of the weights
 python tools/checkpoint.py prune runs/mine --keep-last 3           as a run does; --dry-run: only say
-python tools/checkpoint.py seen runs/mine                          tokens, documents and epochs of its training data
+python tools/checkpoint.py data-usage runs/mine                    tokens, documents and epochs of its training data
 
 A --save directory stands for the newest checkpoint in it; each may be a URL (s3://bucket/runs/mine). Exit codes: 0;
 1: it differs, or is damaged; 2: usage; 3: it cannot be read or written.
@@ -65,9 +65,11 @@ def inspect(path: Location, tensors: bool) -> None:
         print(escape_control_chars(f"\n{manifest.state['config'].rstrip()}"))
 
 
-def seen(path: Location) -> str:
-    """What a checkpoint's run has seen: tokens, documents and epochs of each source, and the blends on the way. Raises
-    CheckpointError, DataError."""
+def format_data_usage(path: Location) -> str:
+    """Return the tokens, documents and epochs of each source that a checkpoint's run was trained on, and its blends.
+
+    Raises CheckpointError or DataError.
+    """
     folder, manifest = manifests.find_newest(path)
     saved = manifest.state.get("data")
     if saved is None:
@@ -240,7 +242,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("a")
     command.add_argument("b")
 
-    command = commands.add_parser("seen", allow_abbrev=False)
+    command = commands.add_parser("data-usage", allow_abbrev=False)
     command.add_argument("checkpoint")
 
     command = commands.add_parser("reshard", allow_abbrev=False)
@@ -268,7 +270,7 @@ def main(argv: list[str]) -> int:
         "inspect": lambda: inspect(parse_location(a.checkpoint), a.tensors),
         "verify": lambda: verify(parse_location(a.checkpoint), a.all),
         "diff": lambda: diff(parse_location(a.a), parse_location(a.b)),
-        "seen": lambda: print(escape_control_chars(seen(parse_location(a.checkpoint)))),
+        "data-usage": lambda: print(escape_control_chars(format_data_usage(parse_location(a.checkpoint)))),
         "reshard": lambda: reshard(parse_location(a.checkpoint), parse_location(a.out), a.files, a.weights),
         "average": lambda: average(parse_location(a.out), [parse_location(one) for one in a.checkpoints], a.files),
         "prune": lambda: prune(parse_location(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),

@@ -29,7 +29,7 @@ FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|(pretrain_gpt\
 LOST = "lost another rank"
 GONE = re.compile(r": ranks? (\d[\d, -]*) of \w+ ha(?:s|ve) ended \(process")  # those that another rank has lost
 TIMES = ("at",)  # seconds since 1970; an event has its time in words
-ENDS = ("failed", "restart", "gave-up")  # events of the launcher: all ranks have ended, of this cause
+ENDS = ("failed", "restart", "restarts-exhausted")  # events of the launcher: all ranks have ended, of this cause
 MOST = 8  # values of a list that are shown
 WHOLE_SECOND = datetime.timedelta(milliseconds=999)  # an event's time has no fraction, and follows what it tells of
 

@@ -120,6 +120,10 @@ def parse_args(argv: Sequence[str]) -> ParsedArgs:
             lists = kind in LIST_TYPES
             while not equals and rest and not _is_flag(rest[0]) and (lists or not values):
                 values.append(rest.pop(0))
+            if f is not None and (bare := option_spec(f).bare_value) is not None:
+                switch = _BOOLS.get(values[0].lower()) if values else True
+                if switch is not None:
+                    values = [bare if switch else "off"]
             if not values:
                 remedy = f"give it after the flag (one that begins with -: {flag}=-1)"
                 found.problems.append(f"{flag} needs a value; {remedy}")
@@ -322,4 +326,6 @@ def _add_flags(group: Any, names: Sequence[str], presets: Sequence[str], short: 
                     group.add_argument(flag, action="store_true", help=text.replace("%", "%%"))
             else:
                 metavar = "{" + ",".join(facts.choices) + "}" if [*facts.choices] and not short else kind.upper()
-                group.add_argument(*(spelt if short else [flag]), metavar=metavar, help=text.replace("%", "%%"))
+                nargs = None if facts.bare_value is None else "?"
+                flags = spelt if short else [flag]
+                group.add_argument(*flags, metavar=metavar, nargs=nargs, help=text.replace("%", "%%"))

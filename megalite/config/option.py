@@ -51,6 +51,7 @@ class OptionSpec:
     help       a line of --help and of the site's page of flags, with the unit of the value
     aliases    other flags: short ones, and those of older releases of Megatron-LM and its forks; a flag with =VALUE
                takes no value and sets the option to VALUE
+    bare_value the value of the flag without one, and of --FLAG=true; --FLAG=false is then "off"
     required   0 means "not set"
     least      the smallest value; `above`: an exclusive lower bound
     below      (an exclusive upper bound, the message for a larger value); `most`: (the largest value, the same)
@@ -64,6 +65,7 @@ class OptionSpec:
     help: str
     aliases: Sequence[str] = ()
     choices: Collection[str] = ()
+    bare_value: str | None = None
     required: bool = False
     minimum: int = 0
     exclusive_min: int | None = None

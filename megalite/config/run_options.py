@@ -9,6 +9,7 @@ from megalite.config.registry import REGISTRIES
 
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
+DETERMINISM_REPORTS = ("report_determinism_stats", "report_stats")  # Megatron-LM's two names of one --rerun-mode
 MAX_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # of ZeRO 0, 1, 2, 3
 MAX_ZERO_STAGE = (3, "is above 3; use 0, 1, 2 or 3")
@@ -116,7 +117,7 @@ class ParallelConfig:
     data_parallel_sharding_strategy: str | None = execution(
         None, choices=SHARDING_STRATEGIES, help="ZeRO stage with --use-megatron-fsdp: the names stand for stages 0 to 3"
     )
-    zero_hold: str = execution(
+    reshard_after_forward: str = execution(
         "auto",
         choices=("auto", "layer", "chunk"),
         aliases=("--torch-fsdp2-no-reshard-after-forward=chunk",),
@@ -243,9 +244,10 @@ class TrainConfig:
     )
     rerun_mode: str = operational(
         "validate_results",
-        choices=("disabled", "validate_results", "report_stats"),
+        choices=("disabled", "validate_results", *DETERMINISM_REPORTS),
         help=(
-            "compute a suspicious step twice, to distinguish bad data from faulty hardware; report_stats: every step"
+            "compute a suspicious step twice, to distinguish bad data from faulty hardware; "
+            "report_determinism_stats (or report_stats): every step"
         ),
     )
     check_for_spiky_loss: bool = training(
@@ -276,7 +278,7 @@ class TrainConfig:
         help="local: record a micro-batch as a CUDA graph and replay it",
     )
     dry_run: bool = operational(False, help="print the plan and stop")
-    as_rank: int | None = operational(
+    dry_run_rank: int | None = operational(
         None, minimum=0, help="with --dry-run: run a step as this rank, without allocating memory"
     )
 
@@ -388,7 +390,7 @@ class OptimConfig:
     optimizer_offload_fraction: float = execution(
         1.0, maximum=MAX_FRACTION, help="fraction of the weights whose optimizer states are offloaded"
     )
-    optimizer_offload_folder: str | None = execution(
+    optimizer_offload_dir: str | None = execution(
         None, help="directory on a fast local disk for offloaded optimizer states, instead of host memory"
     )
 
@@ -497,7 +499,7 @@ class DataConfig:
     fim_eod_token: str | None = training(
         None, help="fill-in-the-middle: token at the end of a document; default: the tokenizer's own"
     )
-    fim_cut_tokens: bool = training(
+    fim_split_on_tokens: bool = training(
         False, help="fill-in-the-middle: cut documents between tokens instead of characters: faster, a little worse"
     )
     tokenizer_type: str | None = training(
@@ -534,10 +536,11 @@ class CheckpointConfig:
     save_interval_mins: float | None = operational(
         None, help="minutes between checkpoints, also together with --save-interval"
     )
-    asynchronous_save: str = operational(
+    async_save: str = operational(
         "auto",
         choices=("auto", "on", "off"),
-        aliases=("--async-save=on", "--no-async-save=off"),
+        aliases=("--no-async-save=off",),
+        bare_value="on",
         help="write checkpoints in the background; auto: on cuda",
     )
     keep_last: int | None = operational(
@@ -694,6 +697,6 @@ class OperationsConfig:
     )
     check_replicas_action: str = operational(
         "stop",
-        choices=("warn", "stop", "heal"),
-        help="action when replicas differ; heal: repair from the main weights or the majority",
+        choices=("warn", "stop", "repair"),
+        help="action when replicas differ; repair: copy from the main weights or the majority",
     )

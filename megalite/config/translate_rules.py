@@ -403,7 +403,7 @@ def _accelerate(t: Translation, dp: int | None, cp: int, copies: int) -> int:
         if reshard in FSDP_STAGES:
             t.tell("reshard", NO_EQUIVALENT, "FSDP 2 takes true or false; write one")
         elif stage and reshard:
-            t.derive("zero_hold", "layer" if reshard == "true" else "chunk", "reshard")
+            t.derive("reshard_after_forward", "layer" if reshard == "true" else "chunk", "reshard")
         return copies
     if sized:
         raise ConfigError([f"{t.parts.key('version')} = {version}: FSDP 1 takes no parallelism_config; give version 2"])

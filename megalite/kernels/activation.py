@@ -97,7 +97,8 @@ def _wrong_constants(part: Activation, u: Tensor, bias: list[Tensor]) -> str:
     return (
         ""
         if same
-        else f"is not SwiGLU with swiglu={part.swiglu_constants}, as experts would compute it; leave swiglu out"
+        else f"is not SwiGLU with swiglu_constants={part.swiglu_constants}, as experts would compute it; "
+        "leave swiglu_constants out"
     )
 
 

@@ -93,7 +93,7 @@ class ParamAndGradBuffer:
         )
         self.grad_reduce = reduce = GradReducer(parameters, self.grads, overlap_grad_reduce)
         gather_options = overlap_param_gather, shared.unshard_by_chunk
-        self.param_gather = start_param_sync = ParamGatherer(parameters, self.weights, chunks, *gather_options)
+        self.param_gather = gatherer = ParamGatherer(parameters, self.weights, chunks, *gather_options)
         # what the others call
         self.main_grads, self.zero_unwritten_grads, self.finish_grad_sync = (
             reduce.main_grads,
@@ -101,8 +101,8 @@ class ParamAndGradBuffer:
             reduce.finish_grad_sync,
         )
         self.set_last_backward, self.finish_pass = reduce.set_last_backward, reduce.finish_pass
-        self.gather, self.wait_param_sync = start_param_sync.start_param_sync, start_param_sync.wait_param_sync
-        self.unshard, self.reshard = start_param_sync.unshard, start_param_sync.reshard
+        self.start_param_sync, self.wait_param_sync = gatherer.start_param_sync, gatherer.wait_param_sync
+        self.unshard, self.reshard = gatherer.unshard, gatherer.reshard
 
     def first_bucket_grad(self) -> Tensor:
         """Of the reduced ones, what this rank owns of the first bucket."""

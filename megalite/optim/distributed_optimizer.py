@@ -83,7 +83,7 @@ class DistributedOptimizer:
         return total
 
     def step(self, *, lr: float, weight_decay: float, scale: float, decoupled_lr: float = 0.0) -> None:
-        """Update by scale * gradient; then `buffer.gather()` spreads the weights. The gradients are used up.
+        """Update by scale * gradient; then `buffer.start_param_sync()` spreads the weights. The gradients are used up.
         `decoupled_lr`: of the buckets that are laid out so."""
         self.num_updates, updates = self.num_updates + 1, []
         for bucket, main, state in zip(self.buffer.layout.buckets, self.main, self.state, strict=True):
@@ -138,4 +138,4 @@ class DistributedOptimizer:
         for bucket, main in zip(self.buffer.layout.buckets, self.main, strict=True):
             weight = self.buffer.weights.owned(bucket)  # a copy of what are the weights is one onto itself
             weight.copy_(main) if main_loaded and not self.main_is_model else main.copy_(weight)
-        self.buffer.gather()
+        self.buffer.start_param_sync()

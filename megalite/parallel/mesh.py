@@ -1,15 +1,17 @@
-"""The grid of ranks: (pp, dp, cp, tp), tp innermost, and a second view of the ranks of a stage for experts.
+"""The device mesh: a grid of ranks (pp, dp, cp, tp), tp innermost, and a second view of a stage's ranks for experts.
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
     rank = ((dp_rank * pp + pp_rank) * cp + cp_rank) * tp + tp_rank      with dp outermost
     rank within the stage = (dp_rank * cp + cp_rank) * tp + tp_rank = (edp_rank * ep + ep_rank) * etp + etp_rank
     dp_cp_rank = dp_rank * cp + cp_rank = dp_replicate_rank * dp_shard + dp_shard_rank
 
-tp neighbours are adjacent ranks, so tensor parallelism stays inside a node. Pipeline stages, which exchange the least,
-are farthest apart, unless dp is outermost. Experts split the same dp * cp * tp ranks in their own way
-(arXiv:2504.14960); the only condition is that ep * etp divides them. An axis of size 1 has no group and its collectives
-are the identity, so one process is not a special case. Axes that run through the same ranks are one axis. A `Mesh` is
-passed explicitly: there is no module state. A planned mesh has only sizes and positions.
+tp neighbors are adjacent ranks, so tensor parallelism stays inside a node. Pipeline stages communicate the least and
+are farthest apart, unless dp is outermost. Experts split the same dp * cp * tp ranks differently (arXiv:2504.14960);
+the only condition is that ep * etp divides dp * cp * tp.
+
+An axis of size 1 has no group and its collectives are the identity, so one process is not a special case. Axes over the
+same ranks are one `Axis` object with one group. A `Mesh` is passed explicitly: there is no module state. An abstract
+mesh has sizes and coordinates, but no groups.
 """
 
 import datetime
@@ -39,17 +41,27 @@ AXES: Final = ("pp", "dp", "cp", "tp", "dp_cp_tp", "dp_cp", "dp_shard", "dp_repl
     ("edp", "ep", "etp", "ep_etp", "edp_shard", "edp_replicate", "tied_embedding")
 )
 
-RECORDS_KEPT = 16  # calls
+RECORDS_KEPT = 16  # collectives and messages per axis
 SEND, RECEIVE = "send to", "receive from"
-# torch 2.15 has a public name for it, and warns about the private one
+# torch 2.15 has a public function for this, and warns about the private one
 set_group_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
 @dataclass(eq=False)
 class CommRecord:
-    """One collective, or one message to or from the global rank `peer` (-1 for a collective), recorded for the thread
-    that looks for hangs. The rank enters it while it issues the call and while it waits for it. All ranks of an axis do
-    the same in the same order: collective 12 of one is that of all, message 12 to a neighbour its message 12 from here.
+    """A record of one collective or point-to-point message, for the watchdog thread.
+
+    It is also a context manager, which is entered while the call is issued and again while the rank waits for it. All
+    ranks of an axis issue the same collectives in the same order, so equal `seq_id`s on different ranks are the same
+    collective; message 12 to a peer is the peer's message 12 from this rank.
+
+    Attributes:
+        axis: the axis on which it was issued.
+        op: name of the operation.
+        peer: global rank at the other end of a message; -1 for a collective.
+        seq_id: number of the call, counted from 1 over all collectives, and over the messages of one `op` and `peer`.
+        num_bytes: size of the tensor.
+        dtype: dtype of the tensor.
     """
 
     axis: "Axis"
@@ -57,15 +69,16 @@ class CommRecord:
     peer: int
     seq_id: int
     num_bytes: int
-    dtype: Any  # of its tensor
+    dtype: Any
 
     @property
     def signature(self) -> tuple[str, int, int, int]:
+        """(op, peer, seq_id, num_bytes)."""
         return self.op, self.peer, self.seq_id, self.num_bytes
 
     def __enter__(self) -> "CommRecord":
         self.axis.comm_log.blocked_on = self, time.monotonic()
-        if self.peer < 0:  # the pipeline has spans of its own for messages
+        if self.peer < 0:  # the pipeline times messages itself
             phase = "agreement" if self.axis.name == "world" else "communication"
             self._span = self.axis.clock.span(phase, self.op, self.axis.name)
             self._span.__enter__()
@@ -74,16 +87,19 @@ class CommRecord:
     def __exit__(self, kind: Any, *error: Any) -> None:
         if self.peer < 0:
             self._span.__exit__(kind, *error)
-        if kind is None:  # after an error it stays, since that is where this rank was
+        if kind is None:  # after an error, blocked_on still shows the call that failed
             self.axis.comm_log.blocked_on = None
 
 
 @dataclass(eq=False)
 class CommLog:
-    """The calls of one rank on one axis.
+    """The collectives and messages of one rank on one axis.
 
-    blocked_on      the call that blocks the rank, and since when (time.monotonic)
-    p2p_timeout     how long it waits for a message; None: the time-out that gloo was given when it made the group
+    Attributes:
+        recent: the last RECORDS_KEPT records.
+        blocked_on: the call that blocks the rank, and when it started (time.monotonic); None if no call blocks.
+        seq_ids: the last sequence number for each (op, peer); the key of collectives is ("", -1).
+        p2p_timeout: limit of the wait for a message; None: the timeout that the gloo group was created with.
     """
 
     recent: deque[CommRecord] = field(default_factory=lambda: deque(maxlen=RECORDS_KEPT))
@@ -94,14 +110,17 @@ class CommLog:
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the mesh, seen from this rank.
+    """One axis of the mesh, seen from this rank.
 
-    ranks      global ranks along the axis, in axis order
-    comm_log   the collectives and messages that this rank has begun on it
-    clock      this rank's clock, which times the waits for collectives
-    backend    what carries its collectives: a group, or a CollectiveBackend with a group (memory that its ranks share,
-               or a recorder of planning/layer_cost.py). ABSTRACT: nothing, and a collective is an error. None: there is
-               no other rank
+    Attributes:
+        name: name of the axis: one of AXES, or "pp_grad", "world" or "start".
+        size: number of ranks along the axis.
+        rank: index of this rank along the axis.
+        backend: a process group, or a CollectiveBackend with a group (shared memory, or the recorder of
+            planning/layer_cost.py). ABSTRACT: collectives raise an error. None: the axis has size 1.
+        ranks: global ranks along the axis, in axis order.
+        clock: timer of this rank, which measures the waits for collectives.
+        comm_log: the collectives and messages that this rank has started on this axis.
     """
 
     name: str
@@ -118,7 +137,7 @@ class Axis:
 
     @property
     def group(self) -> "ProcessGroup | None":
-        """None exactly when `size` is 1. Raises RuntimeError if the axis is only planned."""
+        """The process group; None exactly if `size` is 1. Raises RuntimeError if the axis is abstract."""
         if self.size == 1:
             return None
         if self.backend == ABSTRACT:
@@ -127,24 +146,28 @@ class Axis:
 
     @property
     def custom_backend(self) -> CollectiveBackend | None:
-        """The CollectiveBackend that gathers and scatters in place of the group, if there is one."""
+        """The CollectiveBackend that replaces the group for some collectives, or None."""
         return self.backend if isinstance(self.backend, CollectiveBackend) else None
 
     def record(self, op: str, x: torch.Tensor, peer: int = -1) -> CommRecord:
-        """Record a collective over the axis, or a message to or from the rank `peer`; a context for its issue."""
-        numbers, stream = self.comm_log.seq_ids, (op if peer >= 0 else "", peer)
-        numbers[stream] = numbers.get(stream, 0) + 1
-        call = CommRecord(self, op, peer, numbers[stream], x.nbytes, x.dtype)
-        self.comm_log.recent.append(call)
-        return call
+        """Record a collective over the axis, or a message to or from the global rank `peer`.
 
-    def shard_start(self, part: int) -> int:
-        """The index at which this rank's part begins in a dim of which every rank has `part` elements."""
-        return self.rank * part
+        Returns the record. The caller enters it as a context while it issues the call.
+        """
+        seq_ids = self.comm_log.seq_ids
+        key = (op if peer >= 0 else "", peer)
+        seq_ids[key] = seq_ids.get(key, 0) + 1
+        record = CommRecord(self, op, peer, seq_ids[key], x.nbytes, x.dtype)
+        self.comm_log.recent.append(record)
+        return record
 
-    def shard_slice(self, part: int) -> slice:
-        """This rank's part of that dim."""
-        return slice(self.rank * part, (self.rank + 1) * part)
+    def shard_start(self, shard_size: int) -> int:
+        """Return the start of this rank's shard in a dim with `shard_size` elements per rank."""
+        return self.rank * shard_size
+
+    def shard_slice(self, shard_size: int) -> slice:
+        """Return this rank's shard of a dim with `shard_size` elements per rank."""
+        return slice(self.rank * shard_size, (self.rank + 1) * shard_size)
 
     @property
     def is_first(self) -> bool:
@@ -157,19 +180,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All axes of the run, and the device this rank computes on.
+    """All axes of the run, and the device of this rank.
 
-    dp_cp_tp          the ranks of a pipeline position; only planned unless it is asked for
-    dp_cp             the ranks over which gradients are summed
-    dp_shard, dp_replicate    split dp_cp: ranks that shard the optimizer's state, and copies of such a set of ranks
-    edp, ep, etp      the ranks of dp x cp x tp, for experts: copies, different experts, shards of each expert
-    ep_etp            the ranks that have all experts together
-    edp_shard, edp_replicate    split edp as dp_shard and dp_replicate split dp_cp
-    pp_grad           the ranks of pp, with a channel of its own for gradients
-    tied_embedding    first and last stage, for tied embeddings
-    world             all ranks
-    start             the same, with the time-out of the start, also where the groups of others were made with a shorter
-                      one (`build_mesh`)
+    Attributes:
+        pp, dp, cp, tp: pipeline, data, context and tensor parallel ranks.
+        dp_cp_tp: all ranks of one pipeline rank; abstract unless MeshSizes.dp_cp_tp is set.
+        dp_cp: the ranks over which gradients are summed.
+        dp_shard, dp_replicate: split dp_cp into the ranks that shard the optimizer state, and the replicas of these.
+        edp, ep, etp: split the ranks of dp x cp x tp for experts: replicas, different experts, shards of each expert.
+        ep_etp: the ranks that together have all experts.
+        edp_shard, edp_replicate: split edp as dp_shard and dp_replicate split dp_cp.
+        pp_grad: the ranks of pp, with a separate group for gradients.
+        tied_embedding: the first and the last pipeline rank, for tied embeddings.
+        world: all ranks.
+        start: all ranks, with the timeout of the startup even if the other groups had to be created with a shorter one
+            (`build_mesh`).
+        device: the device on which this rank computes.
+        clock: the timer of this rank, shared by all axes.
+        not_shared: the reason why some ranks of one machine don't use shared memory although they should; else "".
     """
 
     pp: Axis = field(default_factory=lambda: Axis("pp"))
@@ -191,76 +219,94 @@ class Mesh:
     world: Axis = field(default_factory=lambda: Axis("world"))
     start: Axis = field(default_factory=lambda: Axis("start"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    clock: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)  # shared by all axes
-    not_shared: str = ""  # why some ranks of one machine do not exchange through shared memory, as they were to
+    clock: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)
+    not_shared: str = ""
 
     @classmethod
     def single_process(cls, device: str | torch.device = "cpu") -> "Mesh":
-        """The mesh of a single process: no torch.distributed at all."""
+        """Return the mesh of a single process, which does not use torch.distributed."""
         return cls(device=torch.device(device))
 
     def __repr__(self) -> str:
-        """The axes that a layout names, where they are longer than 1, and which rank this is."""
+        """Show the axes of the layout that are larger than 1, the device and this rank."""
         named = ("pp", "dp", "cp", "tp", "ep", "etp")
         sizes = [f"{name}={self.axis(name).size}" for name in named if self.axis(name).size > 1]
         return f"Mesh({', '.join([*sizes, f'device={str(self.device)!r}'])}, {self.describe()} of {self.world.size})"
 
     def axis(self, name: str) -> Axis:
-        """The axis of that field; its own `name` may be that of an axis that runs through the same ranks."""
+        """Return the axis in field `name`. Its own `name` may differ: axes over the same ranks share one object."""
         return getattr(self, name)
 
     @property
     def sizes(self) -> Mapping[str, int]:
+        """The size of every axis in AXES."""
         return {name: self.axis(name).size for name in AXES}
 
     @property
     def coordinates(self) -> Mapping[str, int]:
+        """The index of this rank along every axis in AXES."""
         return {name: self.axis(name).rank for name in AXES}
 
     @property
     def active_axes(self) -> list[Axis]:
-        """All axes that this rank shares with others, each once."""
+        """All axes that have a group and more than one rank, each once."""
         distinct = {id(axis): axis for axis in map(self.axis, (*AXES, "pp_grad", "world", "start"))}.values()
         return [axis for axis in distinct if axis.size > 1 and axis.backend != ABSTRACT]
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
-        """Limit the time of a collective on every group, since new groups do not inherit the default group's limit.
-        With TORCH_DISTRIBUTED_DEBUG=DETAIL they keep the one that they were made with."""
+        """Set the timeout of collectives on every group, since new groups don't inherit the default group's timeout.
+
+        With TORCH_DISTRIBUTED_DEBUG=DETAIL, groups keep the timeout that they were created with.
+        """
         for axis in self.active_axes:
             if not compares_collectives():
                 set_group_timeout(timeout, axis.group)
             if axis.custom_backend is not None:
                 axis.custom_backend.timeout = timeout
-            if dist.get_backend(axis.group) == "gloo":  # with nccl a wait with a limit would block the host
+            if dist.get_backend(axis.group) == "gloo":  # with nccl, a wait with a timeout would block the host
                 axis.comm_log.p2p_timeout = timeout
 
     def describe(self) -> str:
-        """This rank's name in errors and logs: `rank 5 (pp 1, dp 0, tp 1)`."""
-        where = ", ".join(f"{k} {self.axis(k).rank}" for k in ("pp", "dp", "cp", "tp") if self.axis(k).size > 1)
-        return f"rank {self.world.rank}" + (f" ({where})" if where else "")
+        """Return the name of this rank in errors and logs: `rank 5 (pp 1, dp 0, tp 1)`."""
+        axes = [name for name in ("pp", "dp", "cp", "tp") if self.axis(name).size > 1]
+        coordinates = ", ".join(f"{name} {self.axis(name).rank}" for name in axes)
+        return f"rank {self.world.rank}" + (f" ({coordinates})" if coordinates else "")
 
 
 def stage_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Of every rank of a stage, in the order of its axis: where it is on the axes that split or share out parameters.
+    """Return the coordinates of every rank of a stage on the axes that shard or replicate parameters.
+
+    The ranks are in the order of the axis dp_cp_tp. `sizes` maps axis names to their sizes (absent: 1).
 
     >>> sizes = {"dp_cp_tp": 4, "tp": 2, "ep": 2, "dp_shard": 2}
-    >>> [(at["dp_cp"], at["tp"], at["ep"]) for at in stage_coordinates(sizes)]
+    >>> [(rank["dp_cp"], rank["tp"], rank["ep"]) for rank in stage_coordinates(sizes)]
     [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
     """
-    of = lambda name: sizes.get(name, 1)  # noqa: E731
-    positions = []
-    for rank in range(of("dp_cp_tp")):
-        dp_cp, edp = rank // of("tp"), rank // (of("ep") * of("etp"))
-        at = {"dp_cp_tp": rank, "tp": rank % of("tp"), "dp_cp": dp_cp, "etp": rank % of("etp"), "edp": edp}
-        at |= {"ep": rank // of("etp") % of("ep")}
-        at |= {"dp_shard": dp_cp % of("dp_shard"), "dp_replicate": dp_cp // of("dp_shard")}
-        at |= {"edp_shard": edp % of("edp_shard"), "edp_replicate": edp // of("edp_shard")}
-        positions.append(at)
-    return positions
+    tp, ep, etp = (sizes.get(name, 1) for name in ("tp", "ep", "etp"))
+    dp_shard, edp_shard = (sizes.get(name, 1) for name in ("dp_shard", "edp_shard"))
+    coordinates = []
+    for rank in range(sizes.get("dp_cp_tp", 1)):
+        dp_cp = rank // tp
+        edp = rank // (ep * etp)
+        coordinates.append(
+            {
+                "dp_cp_tp": rank,
+                "tp": rank % tp,
+                "dp_cp": dp_cp,
+                "etp": rank % etp,
+                "edp": edp,
+                "ep": rank // etp % ep,
+                "dp_shard": dp_cp % dp_shard,
+                "dp_replicate": dp_cp // dp_shard,
+                "edp_shard": edp % edp_shard,
+                "edp_replicate": edp // edp_shard,
+            }
+        )
+    return coordinates
 
 
 def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False) -> Tensor:
-    """grid[pp, dp, cp, tp] = global rank. `world` must be divisible by tp * pp * cp.
+    """Return grid[pp, dp, cp, tp] = global rank. `world` must be divisible by tp * pp * cp.
 
     >>> rank_grid(8, tp=2, pp=2).tolist()
     [[[[0, 1]], [[2, 3]]], [[[4, 5]], [[6, 7]]]]
@@ -272,7 +318,7 @@ def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool =
 
 
 def world_axis() -> Axis:
-    """All ranks, in the default group, which exists before a mesh."""
+    """Return the axis of all ranks. It uses the default group, so it needs no mesh."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Axis("world")
     world = dist.get_world_size()
@@ -280,17 +326,21 @@ def world_axis() -> Axis:
 
 
 def compares_collectives() -> bool:
-    """Whether torch compares each collective of all ranks before it is done (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    """Return True if torch compares each collective across ranks first (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
     return distributed_c10d.get_debug_level() == distributed_c10d.DebugLevel.DETAIL
 
 
 class MeshSizes(TypedDict, total=False):
-    """Sizes of the axes of a mesh; dp is the rest of the world.
+    """Sizes of the axes of a mesh; dp follows from them and the world size.
 
-    ep, etp    for experts; ep None: there are none, and their axes are only planned unless another axis has the ranks
-    num_optimizer_instances  the number of sets of ranks into which dp_cp and edp are split, each with the whole
-               optimizer state; None: every rank has the whole state
-    dp_cp_tp   whether the ranks of a stage exchange as one
+    Attributes:
+        tp, pp, cp: sizes of these axes.
+        ep, etp: sizes for experts. ep None: the model has no experts, and the expert axes are abstract unless another
+            axis has the same ranks.
+        num_optimizer_instances: number of sets of ranks into which dp_cp and edp are split, each with the full
+            optimizer state. None: every rank has the full state.
+        dp_outermost: True for the rank order with dp outermost.
+        dp_cp_tp: True to create a group of all ranks of a stage.
     """
 
     tp: int
@@ -311,12 +361,20 @@ def build_mesh(
     shared_memory: bool | None = None,
     **sizes: Unpack[MeshSizes],
 ) -> Mesh:
-    """Make every group of the run; collective over the default group, so all ranks call it in the same way.
+    """Create every group of the run. Collective over the default group: all ranks pass the same arguments.
 
-    timeout: for each group. later_timeout: what `set_timeout` will be called with; with TORCH_DISTRIBUTED_DEBUG=DETAIL
-    groups have it from the beginning, as torch cannot change it (it compares collectives in a group that it keeps to
-    itself). shared_memory: whether, on CPU, ranks of a stage that are all on one machine exchange data
-    through it (None: yes, unless the environment says otherwise). Raises ValueError if the world cannot be split so.
+    Args:
+        device: the device of this rank.
+        timeout: timeout of every group; None: torch's default.
+        later_timeout: the timeout with which `set_timeout` will be called later. With TORCH_DISTRIBUTED_DEBUG=DETAIL,
+            groups are created with it, because torch cannot change it (it compares collectives in a private group).
+        shared_memory: True to use shared memory on CPU between ranks of an axis that are all on one machine. None:
+            True, unless the environment overrides it (config/environment.py).
+        sizes: sizes of the axes.
+
+    Raises:
+        ValueError: the world cannot be split into these sizes.
+        TypeError: `sizes` has an unknown name.
     """
     use_shared_memory = device.type == "cpu" and (
         env_override("shared_memory", True) if shared_memory is None else shared_memory
@@ -331,41 +389,55 @@ def build_mesh(
 
 
 def abstract_mesh(world: int, rank: int, **sizes: Unpack[MeshSizes]) -> Mesh:
-    """The mesh of rank `rank` of `world`, without groups."""
+    """Return the mesh of rank `rank` of `world`, without groups."""
     return _build_axes(_GroupBuilder(Axis("world", world, rank, ABSTRACT, tuple(range(world)))), **sizes)
 
 
 class _GroupBuilder:
-    """Makes axes out of grids of ranks, and each group once. If `world` is planned, all axes are."""
+    """A factory of axes from grids of ranks, which creates each group once. If `world` is abstract, all axes are."""
 
     def __init__(self, world: Axis, timeout: datetime.timedelta | None = None, use_shared_memory: bool = False):
-        self.clock, self.timeout, self.memory = PhaseTimer(), timeout, use_shared_memory
+        self.clock = PhaseTimer()
+        self.timeout = timeout
+        self.use_shared_memory = use_shared_memory
         self.world = self.start = replace(world, clock=self.clock)
         if compares_collectives() and world.size > 1 and world.backend != ABSTRACT:
             self.start = replace(self.start, name="start", comm_log=CommLog())
             self.world = replace(self.world, backend=self._new_group(world.ranks, "world"))
         self.axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
-        self.not_shared: list[int] = []  # why groups of this rank share no memory
+        self.not_shared: list[int] = []  # errno of each axis of this rank that could not share memory
 
     def worst_error(self) -> str:
-        """Return why ranks of one machine share no memory, in words; "" if all that could do. Collective."""
-        worst = torch.tensor(max((number for number in self.not_shared if number != errno.EREMOTE), default=0))
+        """Return the error message if ranks of one machine failed to share memory on any rank, else "". Collective."""
+        worst = torch.tensor(max((code for code in self.not_shared if code != errno.EREMOTE), default=0))
         if self.world.size > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.world.group)
         return os.strerror(int(worst)) if worst else ""
 
     def axis_along(self, name: str, grid: Tensor, dim: int, *, abstract: bool = False, own_group: bool = False) -> Axis:
-        """The axis along `dim` of `grid`; of size 1 for a rank that is not in the grid. `own_group`: with a group of
-        its own, so that its work does not queue behind other work. `abstract`: without a group, unless another axis has
-        made it.
-        All ranks ask for the same axes in the same order."""
-        size, rank = grid.shape[dim], self.world.rank
-        alone = Axis(name, ranks=(rank,), clock=self.clock)
+        """Return the axis along `dim` of `grid`; its size is 1 on a rank that is not in the grid.
+
+        Collective: all ranks request the same axes in the same order.
+
+        Args:
+            name: name of the axis.
+            grid: global ranks.
+            dim: dim of `grid`.
+            abstract: do not create a group, but use that of another axis with the same ranks if there is one.
+            own_group: create a separate group, so that its communication does not queue behind that of another axis.
+        """
+        size = grid.shape[dim]
+        rank = self.world.rank
+        single_rank = Axis(name, ranks=(rank,), clock=self.clock)
         if size == 1:
-            return alone
+            return single_rank
         lines = grid.movedim(dim, -1).reshape(-1, size)
-        coordinates = [(tuple(lines[i].tolist()), int(j)) for i, j in (lines == rank).nonzero()]
-        axis = Axis(name, size, coordinates[0][1], ABSTRACT, coordinates[0][0], self.clock) if coordinates else alone
+        matches = (lines == rank).nonzero().tolist()  # (line, index in the line)
+        if matches:
+            line, rank_in_axis = matches[0]
+            axis = Axis(name, size, rank_in_axis, ABSTRACT, tuple(lines[line].tolist()), self.clock)
+        else:
+            axis = single_rank
         if self.world.backend == ABSTRACT:
             return axis
         rank_sets = tuple(sorted(map(tuple, lines.tolist())))
@@ -374,15 +446,15 @@ class _GroupBuilder:
         if abstract:
             return axis
         group: Any = self.world.group
-        if len(rank_sets) > 1 or own_group:  # all ranks take part in the making of each
+        if len(rank_sets) > 1 or own_group:  # creating a group is collective over all ranks
             groups = [self._new_group(ranks, name) for ranks in rank_sets]
-            group = next((made for made, ranks in zip(groups, rank_sets, strict=True) if rank in ranks), None)
-        if not coordinates:
+            group = next((group for group, ranks in zip(groups, rank_sets, strict=True) if rank in ranks), None)
+        if not matches:
             return axis
-        if self.memory and not own_group and name not in ("pp", "dp_cp_tp"):  # collective over the axis
+        if self.use_shared_memory and not own_group and name not in ("pp", "dp_cp_tp"):  # collective over the axis
             try:
                 group = SharedMemoryBackend.open(group, axis.rank, size)
-            except NotShared as error:  # on all ranks of the axis, which exchange through its group
+            except NotShared as error:  # raised on all ranks of the axis, which then use the process group
                 self.not_shared.append(error.errno or 0)
         axis = replace(axis, backend=group)
         return axis if own_group else self.axes.setdefault(rank_sets, axis)
@@ -392,7 +464,7 @@ class _GroupBuilder:
 
 
 def _build_axes(groups: _GroupBuilder, **sizes: Unpack[MeshSizes]) -> Mesh:
-    """Make all axes, in the same order on all ranks."""
+    """Create all axes, in the same order on all ranks."""
     if unknown := sizes.keys() - MeshSizes.__optional_keys__:
         raise TypeError(f"a mesh has no {', '.join(sorted(unknown))}")
     tp, pp, cp, ep, etp = (sizes.get(name) or 1 for name in ("tp", "pp", "cp", "ep", "etp"))
@@ -403,23 +475,27 @@ def _build_axes(groups: _GroupBuilder, **sizes: Unpack[MeshSizes]) -> Mesh:
     dp_cp_tp = grid.flatten(1)
     if dp_cp_tp.shape[1] % (ep * etp):
         raise ValueError(f"ep {ep} x etp {etp} does not divide the {dp_cp_tp.shape[1]} ranks of a stage")
-    axes: dict[str, Any] = {
-        name: groups.axis_along(name, grid, dim) for dim, name in enumerate(("pp", "dp", "cp", "tp"))
-    }
+    axes: dict[str, Any] = {}
+    for dim, name in enumerate(("pp", "dp", "cp", "tp")):
+        axes[name] = groups.axis_along(name, grid, dim)
 
-    def add_data_axes(copies: Tensor, names: tuple[str, str, str], **abstract: bool) -> None:
-        parts = sizes.get("num_optimizer_instances", 1) or copies.shape[1]
-        if copies.shape[1] % parts:
-            raise ValueError(f"{parts} instances of the optimizer do not divide {names[0]} {copies.shape[1]}")
-        split = copies.unflatten(1, (parts, -1))
-        for name, ranks, dim in zip(names, (copies, split, split), (1, 1, 2), strict=True):
-            axes[name] = groups.axis_along(name, ranks, dim, **abstract)
+    def add_data_axes(ranks: Tensor, names: tuple[str, str, str], abstract: bool = False) -> None:
+        """Add the axis along dim 1 of `ranks`, and the replicate and shard axes into which it is split."""
+        size = ranks.shape[1]
+        instances = sizes.get("num_optimizer_instances", 1) or size
+        if size % instances:
+            raise ValueError(f"{instances} instances of the optimizer do not divide {names[0]} {size}")
+        split = ranks.unflatten(1, (instances, -1))
+        for name, axis_grid, dim in zip(names, (ranks, split, split), (1, 1, 2), strict=True):
+            axes[name] = groups.axis_along(name, axis_grid, dim, abstract=abstract)
 
-    ep_etp, planned = dp_cp_tp.unflatten(1, (-1, ep, etp)), sizes.get("ep") is None
+    expert_grid = dp_cp_tp.unflatten(1, (-1, ep, etp))
+    no_experts = sizes.get("ep") is None
     add_data_axes(grid.flatten(1, 2), ("dp_cp", "dp_replicate", "dp_shard"))
-    add_data_axes(ep_etp, ("edp", "edp_replicate", "edp_shard"), abstract=planned)
-    axes |= {name: groups.axis_along(name, ep_etp, dim, abstract=planned) for dim, name in ((2, "ep"), (3, "etp"))}
-    axes["ep_etp"] = groups.axis_along("ep_etp", ep_etp.flatten(2), 2, abstract=planned)
+    add_data_axes(expert_grid, ("edp", "edp_replicate", "edp_shard"), abstract=no_experts)
+    axes["ep"] = groups.axis_along("ep", expert_grid, 2, abstract=no_experts)
+    axes["etp"] = groups.axis_along("etp", expert_grid, 3, abstract=no_experts)
+    axes["ep_etp"] = groups.axis_along("ep_etp", expert_grid.flatten(2), 2, abstract=no_experts)
     axes["dp_cp_tp"] = groups.axis_along("dp_cp_tp", dp_cp_tp, 1, abstract=not sizes.get("dp_cp_tp"))
     axes["pp_grad"] = groups.axis_along("pp_grad", grid, 0, own_group=True)
     axes["tied_embedding"] = groups.axis_along("tied_embedding", grid[[0, -1]] if pp > 1 else grid, 0, own_group=True)

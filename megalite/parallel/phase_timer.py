@@ -1,15 +1,17 @@
-"""Splits the time of a step into phases that add up to it, and names the same spans in a profile.
+"""Phase timer: splits the time of a step into phases that add up to it, and names the same spans in a profile.
 
-    with clock.span("backward", "B0.3"):              backward begins
-        with clock.span("communication", "all-gather", "tp"):   backward is left, communication begins
-            ...                                       and backward goes on
+    with timer.span("backward", "B0.3"):                        backward starts
+        with timer.span("communication", "all-gather", "tp"):   backward is interrupted, communication starts
+            ...                                                 backward resumes
 
-Each moment belongs to the innermost span. On a card a mark is an event on the current stream, so a phase is the time
-that the card spent in it, waits included, and the host never waits for the measurement. A span costs two flag checks
-unless the step is timed or traced (training/logging/timers.py decides). A clock measures one step, in one thread, at a time.
+Time is attributed to the innermost span. On a GPU a timestamp is an event on the current stream, so a phase is the time
+that the GPU spent in it, waits included, and the host never waits for the measurement. A span costs two flag checks
+unless the step is timed or traced (training/logging/timers.py decides). A timer measures one step at a time, in one
+thread.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,18 +20,25 @@ import torch
 from megalite.parallel.streams import Timestamp, elapsed_seconds, record_timestamp
 
 NULL_CONTEXT = contextlib.nullcontext()
-OTHER_PHASE = "other"  # the part of a step that is in no span
+OTHER_PHASE = "other"  # the part of a step outside of all spans
 
 
 class PhaseTimer:
+    """A timer of the phases of a step.
+
+    Attributes:
+        timed: True while a step is timed.
+        traced: True while spans are to be named in a profile.
+    """
+
     def __init__(self) -> None:
         self.timed = self.traced = False
         self._device = torch.device("cpu")
         self._phase = OTHER_PHASE
-        self._timestamps: list[tuple[str, Timestamp]] = []  # a phase, and when it began
+        self._timestamps: list[tuple[str, Timestamp]] = []  # (phase, when it starts)
 
     def span(self, phase: str, *name: object) -> contextlib.AbstractContextManager[Any]:
-        """A context that counts as `phase`; a profile shows it as `name`."""
+        """Return a context whose time counts as `phase`; a profile shows it as `name`, joined by spaces."""
         return self._span(phase, name) if self.timed or self.traced else NULL_CONTEXT
 
     @contextlib.contextmanager
@@ -44,28 +53,35 @@ class PhaseTimer:
                     self.switch_phase(interrupted)
 
     def start_step(self, device: torch.device) -> None:
-        """Begin to time a step."""
-        self.timed, self._device, self._timestamps = True, device, []
+        """Start timing a step."""
+        self.timed = True
+        self._device = device
+        self._timestamps = []
         self.switch_phase(OTHER_PHASE)
 
     def end_step(self) -> None:
+        """Stop timing the step."""
         self.switch_phase(OTHER_PHASE)
         self.timed = False
 
     def switch_phase(self, phase: str) -> str:
-        """Begin `phase`; return the phase that it interrupts."""
-        interrupted, self._phase = self._phase, phase
+        """Start `phase` and return the phase that it interrupts."""
+        interrupted = self._phase
+        self._phase = phase
         self._timestamps.append((phase, record_timestamp(self._device)))
         return interrupted
 
     def phase_seconds(self) -> dict[str, float]:
-        """Seconds by phase of the step that was timed last. Empty if there is none, or if the card has not finished it;
-        its marks are dropped then, because a caller that handles an error must not wait."""
-        marks, self._timestamps = self._timestamps, []
-        spent: dict[str, float] = {}
-        for (phase, start_step), (_, end_step) in zip(marks, marks[1:], strict=False):
-            seconds = elapsed_seconds(start_step, end_step)
+        """Return the seconds by phase of the last timed step, and discard its timestamps.
+
+        Returns {} if no step was timed, or if the GPU has not finished it: a caller that handles an error must not wait.
+        """
+        timestamps = self._timestamps
+        self._timestamps = []
+        seconds_by_phase: dict[str, float] = {}
+        for (phase, start), (_, end) in itertools.pairwise(timestamps):
+            seconds = elapsed_seconds(start, end)
             if seconds is None:
                 return {}
-            spent[phase] = spent.get(phase, 0.0) + seconds
-        return spent
+            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + seconds
+        return seconds_by_phase

@@ -1,7 +1,8 @@
-"""Where a value lives in the whole tensor: how a parameter is sharded, which rectangles a rank's piece is. No torch.
+"""Parameter specs: how a parameter is sharded, and which rectangles of the full tensor a rank's shard consists of.
 
-A `ParamSpec` holds all facts about a parameter. Initialisation, gradient reduction, optimizer, gradient norm,
-checkpoint and conversion read it, and none of them keeps a copy. Shapes are in elements.
+A `ParamSpec` is the only place for facts about a parameter. Initialization, gradient reduction, optimizer, gradient
+norm, checkpoint and conversion read it, and none of them keeps a copy. Shapes are in elements. This module does not
+import torch.
 """
 
 import math
@@ -12,23 +13,23 @@ from typing import Any, Literal, NamedTuple
 
 @dataclass(frozen=True)
 class Normal:
-    """Draw from N(0, std^2)."""
+    """Initialization from N(0, std^2)."""
 
     std: float
 
 
 @dataclass(frozen=True)
 class Constant:
-    """Fill with one value (norm weights: 1, biases: 0)."""
+    """Initialization with one value (norm weights: 1, biases: 0)."""
 
     value: float
 
 
 Init = Normal | Constant
 
-# home -> the axis over which gradients are summed, and the axes that split or copy the parameter
+# mesh view -> the axis over which gradients are summed, and the axes along which a parameter is sharded or replicated
 MESH_VIEWS: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("dp_cp", ("tp",)), "expert": ("edp", ("ep", "etp"))}
-# home -> ranks that share out what is kept of it, and ranks that keep the same
+# mesh view -> the axis over which optimizer state is sharded, and the axis along which it is replicated
 SHARD_AXES: Mapping[str, tuple[str, str]] = {
     "dense": ("dp_shard", "dp_replicate"),
     "expert": ("edp_shard", "edp_replicate"),
@@ -36,7 +37,7 @@ SHARD_AXES: Mapping[str, tuple[str, str]] = {
 
 
 class Box(NamedTuple):
-    """A half-open rectangle of a whole tensor: `start[d] <= index[d] < stop[d]`."""
+    """A half-open rectangle of a full tensor: `start[d] <= index[d] < stop[d]`."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -52,28 +53,31 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter of the model, as a fact about the whole tensor.
+    """One parameter of the model. All fields describe the full tensor, independently of the layout.
 
-    name    canonical, with the global layer number: "layers.17.mlp.gate_up"
-    shape   of the whole tensor, in elements
-    shards  (dim, axis name) pairs: ((0, "tp"),) splits dim 0 evenly over the tp axis
-    home    "dense" or "expert": which view of a stage's ranks it lives in (HOMES)
-    partial axes whose ranks hold copies of it, each with only a summand of its gradient: ("tp",) for norms under
-            sequence parallelism, row-parallel biases, replicated key/value projections
-    init    how the whole tensor is drawn; bits do not depend on the layout (see parallel/rng.py)
-    decay   whether weight decay applies
-    vocabulary  whether it is the word embedding or the head, which can have a learning rate of their own
-    looked_up   whether its rows are picked by an index, so that it is no matrix of a product: embeddings
-    tied    a second copy of this parameter lives at the other end of the pipeline; both copies carry the flag,
-            and only when the pipeline has more than one rank
-    stacked dim 0 counts matrices that are used as one, [2, F, D] for gate and up: split, drawn and known to other
-            programs along dim 1, where the rows are
-    batch_dims  how many leading dims count tensors that are stored as one and have norms of their own: 1 for [2, F, D]
-            and for the experts of [E, D, F], 2 for [E, 2, F, D]; None: 1 if it is stacked, else 0
-    trained whether it is a parameter, and not state that follows another rule, as the bias of a router
-    offset  added to what is stored wherever it is used: 1 for norm weights that are stored as their difference from 1
-    block   how many indices along `block_dim` share a generator of initial values (parallel/rng.py)
-    rows    how many rows of dim 0 are vocabulary; others pad it, as the layout needs, and are not stored. None: none do
+    Attributes:
+        name: canonical name with the global layer number: "layers.17.mlp.gate_up".
+        shape: shape of the full tensor, in elements.
+        shards: (dim, axis name) pairs: ((0, "tp"),) shards dim 0 evenly over the tp axis.
+        mesh_view: "dense" or "expert", the view of a pipeline stage's ranks in which it is sharded (MESH_VIEWS).
+        partial_grad_axes: axes along which it is replicated and each rank computes only a summand of its gradient:
+            ("tp",) for norms under sequence parallelism, row-parallel biases and replicated key/value projections.
+        init: distribution of the initial full tensor; its bits do not depend on the layout (parallel/rng.py).
+        weight_decay: True if weight decay applies.
+        is_vocab: True for the word embedding and the head, which can have a learning rate of their own.
+        is_lookup: True for embeddings: rows are selected by an index, so it is not the matrix of a product.
+        tied: True if the other end of the pipeline has a second copy. Both copies carry the flag, and only when the
+            pipeline has more than one rank.
+        stacked: True if dim 0 counts matrices that are used as one, [2, F, D] for gate and up. They are sharded, drawn
+            and converted along dim 1, the dim of the rows.
+        batch_dims: number of leading dims that count tensors stored as one, each with a norm of its own: 1 for
+            [2, F, D] and for the experts of [E, D, F], 2 for [E, 2, F, D]. None: 1 if it is stacked, else 0.
+        init_block: number of indices along `init_dim` that share a generator of initial values (parallel/rng.py).
+        vocab_rows: number of rows of dim 0 that belong to the vocabulary. The other rows are padding that the layout
+            needs, and are not stored. None: there is no padding.
+        is_parameter: False for state that follows another rule than the optimizer's, like the bias of a router.
+        stored_offset: added to the stored value wherever it is used: 1 for norm weights that are stored as their
+            difference from 1.
     """
 
     name: str
@@ -95,27 +99,27 @@ class ParamSpec:
 
     @property
     def is_2d(self) -> bool:
-        """Whether it is a matrix or a table, or several that are stacked: nearly all of a model's memory."""
+        """True for a matrix or a table, or a stack of them: nearly all of a model's memory."""
         return len(self.shape) - self.stacked > 1
 
     @property
     def init_dim(self) -> int:
-        """The dim along which initial values are drawn in blocks: the sharded dim, or the dim of the rows."""
+        """The dim along which initial values are drawn in blocks: the first sharded dim, else the dim of the rows."""
         return self.shards[0][0] if self.shards else int(self.stacked)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """How many tensors of one shape are stored as this one, along each of its leading dims."""
+        """The leading dims that count tensors of one shape stored as this one; () if it is a single tensor."""
         return self.shape[: int(self.stacked) if self.batch_dims is None else self.batch_dims]
 
     @property
     def is_matrix(self) -> bool:
-        """Whether its last two dims are a matrix of a product, and all before count such: no embeddings or head."""
+        """True if its last two dims are the matrix of a product and all others count matrices; no embeddings or head."""
         return self.is_2d and not (self.is_vocab or self.is_lookup)
 
     @property
     def stored_name(self) -> str:
-        """Its name in a checkpoint."""
+        """The name in a checkpoint."""
         return f"{'model' if self.is_parameter else 'state'}/{self.name}"
 
     @property
@@ -124,14 +128,17 @@ class ParamSpec:
         return self.shape if self.vocab_rows is None else (self.vocab_rows, *self.shape[1:])
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape on one rank; `sizes` maps axis names to their sizes (absent: 1)."""
+        """Return the shape on one rank; `sizes` maps axis names to their sizes (absent: 1).
+
+        Raises ValueError if a dim does not split evenly.
+        """
         for dim, axis in self.shards:
             if self.shape[dim] % (size := sizes.get(axis, 1)):
                 raise ValueError(f"{self.name}: dim {dim} of {self.shape} does not split over {axis}={size}")
         return self.box(sizes, {}).shape
 
     def box(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Box:
-        """The part of the whole tensor that the rank at position `ranks` holds."""
+        """Return the part of the full tensor on the rank with coordinates `ranks`."""
         start, stop = [0] * len(self.shape), list(self.shape)
         for dim, axis in self.shards:
             step = self.shape[dim] // sizes.get(axis, 1)
@@ -140,35 +147,46 @@ class ParamSpec:
         return Box(tuple(start), tuple(stop))
 
     def stored_box(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Box:
-        """`box` without rows of padding, which come last: a prefix of the flattened `box`, empty if all are padding."""
+        """Return `box` without the padding rows.
+
+        Padding comes last, so this is a prefix of the flattened `box`; it is empty if all rows are padding.
+        """
         box = self.box(sizes, ranks)
         if self.vocab_rows is None:
             return box
-        return Box(
-            (min(box.start[0], self.vocab_rows), *box.start[1:]), (min(box.stop[0], self.vocab_rows), *box.stop[1:])
-        )
+        start = (min(box.start[0], self.vocab_rows), *box.start[1:])
+        stop = (min(box.stop[0], self.vocab_rows), *box.stop[1:])
+        return Box(start, stop)
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks hold the same elements, apart from the data axis."""
-        split = {axis for _, axis in self.shards}
-        return tuple(a for a in MESH_VIEWS[self.mesh_view][1] if a not in split) + (("tied_embedding",) if self.tied else ())
+        """The axes other than the data axis along which ranks have the same elements."""
+        sharded = {axis for _, axis in self.shards}
+        replicated = tuple(axis for axis in MESH_VIEWS[self.mesh_view][1] if axis not in sharded)
+        return (*replicated, "tied_embedding") if self.tied else replicated
 
     def num_replicas(self, sizes: Mapping[str, int]) -> int:
-        """How many ranks hold each element, apart from the data axis: its squared gradient counts 1/replicas."""
+        """Return the number of ranks that have each element, apart from the data axis.
+
+        In the gradient norm, the squared gradient of each replica counts 1/replicas.
+        """
         return math.prod(sizes.get(axis, 1) for axis in self.replicated_axes)
 
     def is_first_replica(self, ranks: Mapping[str, int]) -> bool:
-        """Whether the rank at position `ranks` holds the first of the replicas."""
+        """Return True if the rank with coordinates `ranks` has the first of the replicas."""
         return not any(ranks.get(axis, 0) for axis in self.replicated_axes)
 
 
 class TensorShard(NamedTuple):
-    """The part of one named value that one rank holds: a contiguous range of the flattened (row-major) `box`.
+    """The part of one named tensor on one rank: a contiguous range of the flattened (row-major) `box`.
 
-    `span` counts elements inside the flattened box: range(0, box.numel) is the whole box; a ZeRO shard is a
-    proper part of it. `data` is the 1-D tensor of `len(span)` elements, a view that loading may write into. `mine`:
-    whether this rank is the one of its replicas that saves it.
+    Attributes:
+        name: name in a checkpoint.
+        shape: shape of the full tensor.
+        box: the part of the full tensor that contains the shard.
+        span: elements of the flattened box. range(0, box.numel) is the full box; a ZeRO shard is a proper part of it.
+        data: 1-D tensor of `len(span)` elements, a view that loading may write to.
+        is_owner: True if this rank is the one among its replicas that saves the shard.
     """
 
     name: str
@@ -182,7 +200,10 @@ class TensorShard(NamedTuple):
 def _row_major_corners(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(lower, upper) corners, in row-major order, of the flattened range [start, stop) of a box at the origin."""
+    """Yield the (start, stop) corners of the rectangles that make up a range of a flattened box, in row-major order.
+
+    The range is [start, stop), the box has `shape` and starts at the origin.
+    """
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -190,48 +211,52 @@ def _row_major_corners(
         return
     inner = math.prod(shape[1:])
     row = start // inner
-    if start % inner or stop - start < inner:  # a part of one row
+    if start % inner or stop - start < inner:  # the range starts with a part of one row
         end = min(stop, (row + 1) * inner)
         for low, high in _row_major_corners(shape[1:], start - row * inner, end - row * inner):
             yield (row, *low), (row + 1, *high)
         yield from _row_major_corners(shape, end, stop)
         return
-    last = stop // inner
-    yield (row, *(0,) * (len(shape) - 1)), (last, *shape[1:])
-    yield from _row_major_corners(shape, last * inner, stop)
+    stop_row = stop // inner
+    origin = (0,) * (len(shape) - 1)
+    yield (row, *origin), (stop_row, *shape[1:])
+    yield from _row_major_corners(shape, stop_row * inner, stop)
 
 
 def rectangles(box: Box, span: range) -> list[tuple[Box, range]]:
-    """The rectangles of the whole tensor that make up `span` of the flattened box, each with its part of the span, from
-    the span's start: the end of a row, whole rows, the start of a row, and so on inwards: at most 2 n - 1 for n dims.
+    """Return the rectangles of the full tensor that make up `span` of the flattened box.
+
+    Each comes with its part of the span, counted from the start of the span. The rectangles are the end of a row, full
+    rows and the start of a row, and recursively the same within a row: at most 2 n - 1 for n dims.
 
         . . . # #      box of 3 x 5, range 3 .. 12:   [0, 3:5], [1:2, :], [2, 0:2]
         # # # # #
         # # . . .
     """
-    result, done = [], 0
+    result: list[tuple[Box, range]] = []
+    offset = 0
     for corners in _row_major_corners(box.shape, span.start, span.stop):
         part = Box(*(tuple(b + x for b, x in zip(box.start, corner, strict=True)) for corner in corners))
-        result.append((part, range(done, done + part.numel)))
-        done += part.numel
+        result.append((part, range(offset, offset + part.numel)))
+        offset += part.numel
     return result
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both hold, or None."""
+    """Return the intersection of two boxes, or None if it is empty."""
     start = tuple(max(x, y) for x, y in zip(a.start, b.start, strict=True))
     stop = tuple(min(x, y) for x, y in zip(a.stop, b.stop, strict=True))
     return Box(start, stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
 
 
-def slices_within(part: Box, whole: Box) -> tuple[slice, ...]:
-    """Slices that pick `part` out of a tensor that holds `whole`."""
-    return tuple(slice(p - w, q - w) for p, q, w in zip(part.start, part.stop, whole.start, strict=True))
+def slices_within(part: Box, outer: Box) -> tuple[slice, ...]:
+    """Return the slices that select `part` from a tensor with the elements of `outer`."""
+    return tuple(slice(p - o, q - o) for p, q, o in zip(part.start, part.stop, outer.start, strict=True))
 
 
 def flat_offset(box: Box, corner: tuple[int, ...]) -> int:
-    """Where the element `corner` of the whole tensor is in the flattened box."""
-    stored_offset = 0
-    for at, start, n in zip(corner, box.start, box.shape, strict=True):
-        stored_offset = stored_offset * n + at - start
-    return stored_offset
+    """Return the index in the flattened box of the element `corner` of the full tensor."""
+    offset = 0
+    for index, start, size in zip(corner, box.start, box.shape, strict=True):
+        offset = offset * size + index - start
+    return offset

@@ -1,8 +1,10 @@
-"""The streams of a card and the order between them. No other module names torch.cuda's. A CPU does work where it is
-called, so there a stream and an event are None, and these functions do nothing.
+"""CUDA streams, events and graphs. No other module uses those of torch.cuda.
+
+On a CPU, work runs synchronously: a stream and an event are None, and these functions do nothing.
 
 Work on one stream runs in order; work on two streams is ordered only by events. Each thread has its own current stream,
-but the default one is shared by all threads, so a thread that must not delay the others works `beside` it.
+but all threads share the default stream, so a thread that must not delay the others works on a side stream
+(`on_side_stream`).
 """
 
 import contextlib
@@ -18,11 +20,12 @@ Timestamp = torch.cuda.Event | float
 
 
 def new_stream(device: torch.device) -> Stream | None:
+    """Return a new stream of the device, or None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # pyright: ignore[reportArgumentType]
 
 
 def record_event(device: torch.device, timed: bool = False) -> Event | None:
-    """An event that follows all work that the current stream has so far. `timed`: with a time stamp."""
+    """Record an event after all work that is on the current stream so far; `timed` adds a timestamp. None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=timed)
@@ -31,46 +34,49 @@ def record_event(device: torch.device, timed: bool = False) -> Event | None:
 
 
 def record_timestamp(device: torch.device) -> Timestamp:
-    """A time stamp in the current stream; on a CPU the time in seconds."""
+    """Return a timestamp of the current stream: a timed event, or on a CPU the time in seconds."""
     return record_event(device, timed=True) or time.perf_counter()
 
 
-def elapsed_seconds(begin: Timestamp, end: Timestamp) -> float | None:
-    """Seconds between two marks of one device; None while the card has not reached the second."""
-    if isinstance(begin, float) and isinstance(end, float):
-        return end - begin
-    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
-    return begin.elapsed_time(end) / 1000 if end.query() else None
+def elapsed_seconds(start: Timestamp, end: Timestamp) -> float | None:
+    """Return the seconds between two timestamps of one device, or None if the GPU has not reached `end` yet."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return start.elapsed_time(end) / 1000 if end.query() else None
 
 
 def wait_event(event: Event | None) -> None:
-    """Order later work of the current stream after `event`; the host does not wait."""
+    """Make later work on the current stream wait for `event`. The host does not wait."""
     if event is not None:
         event.wait()
 
 
 @contextlib.contextmanager
 def on_stream(stream: Stream | None) -> Iterator[None]:
-    """Send the work inside to `stream`, after all earlier and before all later work of the current stream.
+    """Run the work inside on `stream`, after all earlier and before all later work of the current stream.
 
-    The default stream cannot be recorded, and autograd runs a parameter's node on the stream where it was made. So both
-    the gradient buffer and the steps that are to be recorded belong inside.
+    The default stream cannot be captured, and autograd runs a parameter's node on the stream where it was created. So
+    both creating the gradient buffer and the steps to be captured belong inside.
     """
     if stream is None:
         yield
         return
-    outside = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(outside)
+    outer_stream = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(outer_stream)
     try:
         with torch.cuda.stream(stream):
             yield
     finally:
-        outside.wait_stream(stream)
+        outer_stream.wait_stream(stream)
 
 
 @contextlib.contextmanager
 def on_side_stream(stream: Stream | None, after: Event | None) -> Iterator[None]:
-    """Send the work inside to `stream`, after the event `after`. Others wait for it by an event `reached` inside."""
+    """Run the work inside on `stream`, after the event `after`.
+
+    Other streams wait for it with an event that `record_event` returns inside of the context.
+    """
     if stream is None:
         yield
         return
@@ -86,21 +92,23 @@ def synchronize(device: torch.device) -> None:
 
 
 class CudaGraph:
-    """Recorded work of a card that can be replayed. The stream that records it must not be the default one."""
+    """A CUDA graph: captured work that can be replayed. It must not be captured on the default stream."""
 
     def __init__(self, pool: Any):
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+        """Create an empty graph whose memory comes from `pool` (torch.cuda.graph_pool_handle)."""
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
         self.replay = self._graph.replay
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Note what `work` would do, without doing it; `replay` does it, on what the same tensors hold now."""
+        """Capture the kernels of `work` without running them; `replay` runs them on the current values of its tensors."""
         stream = torch.cuda.current_stream()
-        # thread_local: the loader's thread may pin memory at the same time
+        # thread_local: the data loader's thread may pin memory at the same time
         with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):
             work()
 
 
 def cuda_graph_factory() -> Callable[[], CudaGraph]:
-    """A factory of graphs that share their memory, because they are replayed one after the other."""
+    """Return a factory of graphs that share one memory pool, which they may because they are replayed one at a time."""
     pool = torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(pool)

@@ -64,7 +64,7 @@ def remedy(cause: str, plan: RunPlan, per_node: int, background_saves: bool = Fa
             )
             return f"{files}leave a processor free for the thread that reads"
         case "checkpoint":
-            return "save less often" + ", or in the background (--asynchronous-save on)" * (not background_saves)
+            return "save less often" + ", or in the background (--async-save on)" * (not background_saves)
         case "bubble":
             chunks = plan.pp * (plan.vpp + 1) <= c.model.num_layers
             return _use(

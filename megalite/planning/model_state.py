@@ -97,7 +97,7 @@ class ModelStateBytes:
         total += gradient * (weight == gradient)  # of the host, which always has main weights of its own
         kept = [b.size // shares[b.key.mesh_view].optimizer for b in layout.buckets]
         host_sizes = allocation_sizes(kept[: len(offloaded)], total, gradient)
-        on_disk = len(offloaded) if o.optimizer_offload_folder else 0
+        on_disk = len(offloaded) if o.optimizer_offload_dir else 0
         stay = zip(kept[len(offloaded) :], layout.buckets[len(offloaded) :], strict=True)
         return cls(
             local_numel=sum(e.numel for e in layout.entries),
@@ -186,7 +186,7 @@ def bytes_per_element(dtype: torch.dtype, states: Sequence[torch.dtype | None]) 
 def sharding_policy(p: ParallelConfig, chunks: int) -> ShardingPolicy:
     """How often what dp shares out meets, on ranks with so many chunks. A run of forwards, one of backwards and the
     next of both may be whole at once: with fewer chunks than that, all weights would be."""
-    by_chunk = p.zero_hold == "chunk" or (p.zero_hold == "auto" and chunks >= 4)
+    by_chunk = p.reshard_after_forward == "chunk" or (p.reshard_after_forward == "auto" and chunks >= 4)
     return ShardingPolicy(
         reduce_every_pass=p.effective_zero_stage > 1, unshard_by_chunk=by_chunk and p.effective_zero_stage > 2
     )

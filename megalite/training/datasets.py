@@ -132,7 +132,7 @@ def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> FimOptions
         split=None if data.fim_split_sample is None else id_of("fim_split_sample"),
         fragment_rate=data.fim_fragment_rate,
         no_prefix=data.fim_no_prefix,
-        characters=not data.fim_cut_tokens,
+        characters=not data.fim_split_on_tokens,
     )
 
 

@@ -168,8 +168,8 @@ def _told(error: Exception, plan: RunPlan, rank: int) -> str:
 
 
 def format_rank(plan: RunPlan, sources: DatasetBundle, local_world: int) -> str:
-    """The text of a dry run about the rank of --as-rank, on nodes of `local_world` ranks. Raises SetupError."""
-    asked, config = plan.config.train.as_rank, plan.config
+    """The text of a dry run about the rank of --dry-run-rank, on nodes of `local_world` ranks. Raises SetupError."""
+    asked, config = plan.config.train.dry_run_rank, plan.config
     assert asked is not None
     done, rank = dry_run_rank(plan, sources, asked), asked
     axes = {name: done.mesh.axis(name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}

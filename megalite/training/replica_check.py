@@ -11,7 +11,7 @@ An update overwrites replicas: it casts main weights and gathers. So the effect 
 main weights of all ranks, and all replicas would agree. Therefore each step sums the bits of the weights that it
 computed with (`disagreement`), and the sums are compared in the step's one agreement, before the update.
 
-A value without a replica is not checked. Healing: where weights are in half precision the owners' main weights are
+A value without a replica is not checked. Repair: where weights are in half precision the owners' main weights are
 right, and are cast and gathered again; else, with 3 ranks or more over data, the majority is. Of two nobody knows.
 """
 
@@ -35,18 +35,18 @@ MajorityFix = list[tuple[Tensor, Axis, int]]  # what differs over its data axis,
 
 
 def check_replicas(run: Run, step: int, action: str = "stop", seen: bool = False) -> str | None:
-    """What differs, or was healed, in words; None where nothing differs. Raises BadResult with `action` stop, or
-    where healing fails. `seen`: this step's sums of bits differed. Collective."""
+    """What differs, or was repaired, in words; None where nothing differs. Raises BadResult with `action` stop, or
+    where the repair fails. `seen`: this step's sums of bits differed. Collective."""
     found, majority = _find_differences(run)
     if not found and not seen:
         return None
     told = f"step {step}{', before its update' if seen else ''}: copies of weights differ: "
     told += found or "in the sums of their bits, and a moment later not"
-    if action == "heal":
+    if action == "repair":
         how = _repair(run, majority)
         if not (found := _find_differences(run)[0]):
-            return f"{told}; healed from {how}"
-        told += f"; still after healing from {how}: {found}"
+            return f"{told}; repaired from {how}"
+        told += f"; still after a repair from {how}: {found}"
     if action == "warn":
         return told
     raise InvalidResultError(told)

@@ -129,7 +129,7 @@ def build_run(
         expert_balancer=ExpertLoadBalancer(stages, mesh, m),
         buffer=buffer,
         optimizer=DistributedOptimizer(
-            buffer, *build_update_rules(config), config.optim.offload_fraction, config.optim.optimizer_offload_folder
+            buffer, *build_update_rules(config), config.optim.offload_fraction, config.optim.optimizer_offload_dir
         ),
         schedules=build_schedules(plan),
         loss_scaler=build_loss_scaler(config),

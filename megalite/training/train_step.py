@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from megalite.common.fault_injection import inject_fault
+from megalite.config.run_options import DETERMINISM_REPORTS
 from megalite.nn.micro_batch import Batch
 from megalite.parallel.comm import all_reduce_
 from megalite.training.batch import to_device
@@ -112,14 +113,14 @@ def _validate_step(
     run: Run, batches: Sequence[Batch], losses: torch.Tensor, agree: Callable[[torch.Tensor], StepSums]
 ) -> tuple[StepSums, Anomaly | None, str | None]:
     """(the numbers that count, the doubt, how replicas of the weights differed). The step is computed again where its
-    weights were healed, or its numbers are in doubt."""
+    weights were repaired, or its numbers are in doubt."""
     numbers, copies = agree(losses), None
     if numbers.replicas_differ and run.replica_action:
         copies = check_replicas(run, run.state.step + 1, run.replica_action, seen=True)
-        if run.replica_action == "heal":
+        if run.replica_action == "repair":
             losses, _ = rerun_forward_backward(run, batches)
             numbers = agree(losses)
-    if find_anomaly(run, numbers) or run.rerun_mode == "report_stats":
+    if find_anomaly(run, numbers) or run.rerun_mode in DETERMINISM_REPORTS:
         return *diagnose_step(run, batches, losses, numbers, agree), copies
     return numbers, None, copies
 
@@ -184,7 +185,7 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
         with timers("optimizer-inner-step", 1):
             run.optimizer.step(scale=clip * unscale, **now)
         with timers("params-all-gather", 1):
-            run.buffer.gather()
+            run.buffer.start_param_sync()
     run.expert_balancer.update_bias()
     inject_fault("step.after_update", run.mesh.world.rank, run.state.step + 1, run.buffer.first_bucket_weight)
 

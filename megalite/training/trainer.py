@@ -264,7 +264,7 @@ class Trainer:
     def _log_replica_mismatch(self, differing: str, step: int) -> None:
         self.report.info(f"WARNING: {differing}")
         if self.run.mesh.world.is_first:
-            self.watch.events.add("replicas", step, text=differing)
+            self.watch.events.add("replica-mismatch", step, text=differing)
 
     def _roll_back(self) -> None:
         if self.saver is not None:

@@ -76,7 +76,7 @@ def test_the_host_waits_for_what_is_documented(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("background", rarely(["on", "off"], ["on"], str, guards=("megalite/checkpoint",)))
 def test_what_is_saved_is_a_cpus_and_loads(background: str, tmp_path: Path) -> None:
-    flags = f"{LLAMA} --save-interval 1 --asynchronous-save {background}"
+    flags = f"{LLAMA} --save-interval 1 --async-save {background}"
     card = train(tmp_path / "card", f"{flags} --save {tmp_path}/card")
     train(tmp_path / "cpu", f"{flags} --save {tmp_path}/cpu", device="cpu")
     one, two = (json.loads((tmp_path / n / "iter_0000002/manifest.json").read_text())["files"] for n in ("card", "cpu"))

@@ -344,8 +344,8 @@ def test_only_the_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.
     assert load(tmp_path / "iter_0000001", piece).tolist() == [1.0] * 4
     assert manifests.load_manifest(tmp_path / "iter_0000001").state == {"n": [1]}
     scheduled, committed = one.pop_messages()
-    assert scheduled == "scheduled iter_0000001" and committed.startswith("committed iter_0000001")
-    assert f"training waited {one.blocked_s:.3f} s" in committed
+    assert scheduled == "scheduled iter_0000001" and committed.startswith("saved iter_0000001 in the background (")
+    assert f"training blocked for {one.blocked_s:.3f} s" in committed
     one.close()
 
 
@@ -429,8 +429,8 @@ def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch
     assert one.blocked_s > 0.17
     first, second, third = [line for line in one.pop_messages() if not line.startswith("scheduled")]
     assert "for the save before" not in first
-    stall, before = (float(part.split(" s")[0]) for part in second.split("waited ")[1].split(" s, "))
-    assert second.endswith(" s of it for the save before") and 0.07 < before <= stall
+    stall, before = (float(part.split(" s")[0]) for part in second.split("blocked for ")[1].split(" s, "))
+    assert second.endswith(" s of it for the save before)") and 0.07 < before <= stall
     assert third.startswith("saved iter_0000003 in ") and float(third.split(" s, ")[1].split()[0]) > 0.07
     one.close()
 
@@ -496,7 +496,7 @@ def _slow_rank(directory: str) -> list[str]:
 
 def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
     first, second = run_ranks(2, _slow_rank, str(tmp_path))
-    assert first[0] == second[0] == "False" and first[-1].startswith("committed iter_0000004")
+    assert first[0] == second[0] == "False" and first[-1].startswith("saved iter_0000004 in the background (")
     assert load(tmp_path / "iter_0000004", MATRIX).tolist() == [[0.0] * 8, [1.0] * 8]
 
 

@@ -64,7 +64,7 @@ def test_what_is_passed_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     run = str(tmp_path / "run")
     out = [str(tmp_path / name / "iter_0000001") for name in "ab"]
     commands = [["inspect", run], ["diff", run, old], ["reshard", run, out[0]], ["average", out[1], run, old]]
-    for command in (*commands, ["seen", run]):
+    for command in (*commands, ["data-usage", run]):
         assert tool.main(command) == 0
         said = capsys.readouterr().err
         assert said.count(f"skipping {new}: {new}/") == 1, (command, said)
@@ -170,7 +170,7 @@ def test_usage_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_no_secret_of_a_url_is_repeated_and_no_text_of_a_file_steers_the_terminal(tmp_path: Path, capsys) -> None:
     for url in ("memory://b/x?token=hunter2", "s3://hunter2@host/x", "a::https://h/x?sig=hunter2"):
-        assert tool.main(["inspect", url]) == tool.main(["seen", url]) == 3
+        assert tool.main(["inspect", url]) == tool.main(["data-usage", url]) == 3
         said = capsys.readouterr().err
         assert "in its URL" in said and "hunter2" not in said
     state = {"config": "title = '\x1b]0;mine\x07'\n", "data": {"\x1b[2J": 1}}
@@ -178,7 +178,7 @@ def test_no_secret_of_a_url_is_repeated_and_no_text_of_a_file_steers_the_termina
     other = make(tmp_path / "other", 1)
     for command in (["inspect", "--tensors", str(folder)], ["diff", str(folder), str(other)], ["verify", str(folder)]):
         tool.main(command)
-    tool.main(["seen", str(folder)])
+    tool.main(["data-usage", str(folder)])
     said = capsys.readouterr()
     assert not re.search("[\x1b\x07]", said.out + said.err)
     assert said.out.count("model/\\x1b[2Ja") == 2 and "title = '\\x1b]0;mine\\x07'" in said.out

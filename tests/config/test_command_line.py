@@ -170,8 +170,17 @@ def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
     assert "--position-embedding-type" in problems_of([*GOOD, "--rope-type", "yarn"])[0]
     assert problems_of([*GOOD, "--rope-type", "rope"]) == []
     assert cli.parse_config([*GOOD, "--ddp-reduce-scatter-with-fp32-accumulation"], PRESETS).warnings
-    for flags, saves in (([], "auto"), (["--async-save"], "on"), (["--no-async-save"], "off")):
-        assert cli.read([*GOOD, *flags], PRESETS)[0].checkpoint.asynchronous_save == saves
+    spellings = (
+        ([], "auto"),
+        (["--async-save"], "on"),
+        (["--async-save", "--bf16"], "on"),
+        (["--async-save=true"], "on"),
+        (["--async-save", "off"], "off"),
+        (["--async-save=auto"], "auto"),
+        (["--no-async-save"], "off"),
+    )
+    for flags, saves in spellings:
+        assert cli.read([*GOOD, *flags], PRESETS)[0].checkpoint.async_save == saves
 
 
 def test_one_rank_tells_the_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -105,7 +105,7 @@ def test_a_log_line_fits_the_terminal_and_is_whole_in_the_log(tmp_path: Path) ->
     run = Terminal(words, columns=80)
     assert run.end() == 0, run.raw
     shown = [line for line in run.shown() if LOGGED.match(line)]
-    assert len(shown) == 3 and all(60 < len(line) <= 80 and "gnorm" in line and "eta" not in line for line in shown)
+    assert len(shown) == 3 and all(60 < len(line) <= 80 and "grad norm" in line and "eta" not in line for line in shown)
     whole = [line for line in (tmp_path / "log.txt").read_text().splitlines() if LOGGED.match(line)]
     assert len(whole) == 3 and all(len(line) > 110 and line.count(" | ") == 4 for line in whole)
     assert all(line.startswith(short[:60]) for line, short in zip(whole, shown, strict=True))

@@ -28,12 +28,12 @@ LENGTHS = np.arange(5000, dtype=np.int32) % 97
 BUILDER = """
 import logging, sys, time
 import numpy as np
-from megalite.data import file_lock as locks
+from megalite.data import file_lock
 from megalite.data.datasets import epoch_order as cache
 from megalite.data.datasets.epoch_order import build_epoch
 
 logging.basicConfig(format="%(message)s")
-locks.SAY_AFTER_SECONDS = 0.2
+file_lock.WARN_AFTER_S = 0.2
 directory, step = sys.argv[1], sys.argv[2]
 lengths = np.arange(5000, dtype=np.int32) % 97
 

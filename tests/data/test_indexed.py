@@ -279,13 +279,13 @@ def test_opening_takes_no_memory_for_the_index(tmp_path: Path) -> None:
         writer.add_many(np.zeros(n, np.uint16), np.ones(n, np.int64))
         writer.finish()
     code = f"""
-from megalite.data.files import indexed_dataset as indexed
+from megalite.data.files import indexed_dataset
 def peak():  # getrusage would count what the parent had when this process was made
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
-data = indexed.IndexedDataset({str(tmp_path / "a")!r})
-indexed.FULL_CHECK = 0
-indexed.IndexedDataset({str(tmp_path / "a")!r}).verify()
+data = indexed_dataset.IndexedDataset({str(tmp_path / "a")!r})
+indexed_dataset.MAX_FULL_CHECK = 0
+indexed_dataset.IndexedDataset({str(tmp_path / "a")!r}).verify()
 print(len(data), peak() - before)
 """
     command = [sys.executable, "-c", code]

@@ -35,7 +35,7 @@ class Scale(nn.Module):
 
 def _mesh(tp: int = 1, pp: int = 1, shard: bool = True) -> Mesh:
     limit = datetime.timedelta(seconds=20)  # over gloo, whose calls are counted
-    sizes = dict(tp=tp, pp=pp, instances=1 if shard else None)
+    sizes = dict(tp=tp, pp=pp, num_optimizer_instances=1 if shard else None)
     return build_mesh(**sizes, device=torch.device("cpu"), timeout=limit, shared_memory=False)
 
 
@@ -196,7 +196,7 @@ class _Late:
 class Half:
     """An update rule: w <- w / 2, to see where weights come from."""
 
-    states: Mapping[str, torch.dtype | None] = {}
+    state_dtypes: Mapping[str, torch.dtype | None] = {}
 
     def update_(self, u: ParamUpdate) -> None:
         u.param.mul_(0.5)
@@ -223,10 +223,10 @@ def _late_weights(dtype: torch.dtype, overlap: bool, training: bool, kind: type[
     buffer = ParamAndGradBuffer([model], mesh, bucket_size=1, overlap_param_gather=overlap)
     optimizer = DistributedOptimizer(buffer, Half())
     optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
-    buffer.gather()
+    buffer.start_param_sync()
     waits = buffer.weights.tensors[-1].unique().numel() > 1  # the other rank's half is still the old one
     with torch.set_grad_enabled(training):
-        x = model[0](torch.ones(SIZE, dtype=dtype))  # no wait_gather: the modules' own hooks do it
+        x = model[0](torch.ones(SIZE, dtype=dtype))  # no wait_param_sync: the modules' own hooks do it
         y = model(torch.ones(SIZE, dtype=dtype))
     return float(x.detach().unique()), float(y.detach().unique()), waits
 
@@ -243,7 +243,7 @@ def test_a_forward_waits_for_the_weights_that_it_uses(way: tuple[torch.dtype, bo
 def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, list[int]]]:
     """dp 2 beside tp 2 or pp 2; rank r's loss is (r + 1) * sum. Elements moved per axis."""
     mesh = _mesh(tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1, shard=shard)
-    facts: dict[str, Any] = {"partial": ("tp",)} if axis == "tp" else {"tied": True}
+    facts: dict[str, Any] = {"partial_grad_axes": ("tp",)} if axis == "tp" else {"tied": True}
     model = nn.Sequential(Scale("whole"), Scale("extra", **facts))
     buffer = ParamAndGradBuffer([model], mesh)
     seen: list[tuple[Any, Tensor]] = []
@@ -267,4 +267,4 @@ def test_partial_and_tied_gradients_are_summed_once_and_on_the_shard(axis: str, 
         same_dp = [r for r in range(4) if (r % 2 == rank % 2 if axis == "tp" else r // 2 == rank // 2)]
         want = {"whole": float(sum(r + 1 for r in same_dp)), "extra": 10.0}
         assert grads == want
-        assert moved == {"dp": [SIZE, SIZE], "tp" if axis == "tp" else "ends": [SIZE // 2 if shard else SIZE]}
+        assert moved == {"dp": [SIZE, SIZE], "tp" if axis == "tp" else "tied_embedding": [SIZE // 2 if shard else SIZE]}

@@ -35,7 +35,7 @@ def specs(draw: st.DrawFn, tp: int) -> ParamSpec:
 def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: int, dp: int, bucket_size: int) -> None:
     instances = data.draw(st.sampled_from([n for n in (1, 2, 4) if dp % n == 0]))
     shares = st.sampled_from([n for n in (1, 2, 4) if tp * dp % (n * instances) == 0])
-    shape = dict(tp=tp, ep=data.draw(shares), instances=instances, stage=True)
+    shape = dict(tp=tp, ep=data.draw(shares), num_optimizer_instances=instances, dp_cp_tp=True)
     shape["etp"] = data.draw(st.sampled_from([n for n in (1, 2) if tp * dp % (n * shape["ep"] * instances) == 0]))
     meshes = [abstract_mesh(tp * dp, rank, **shape) for rank in range(tp * dp)]
     sizes, made = meshes[0].sizes, data.draw(st.lists(specs(tp), min_size=1, max_size=4))
@@ -43,7 +43,7 @@ def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: in
     entries = [ParamEntry(spec, math.prod(spec.local_shape(sizes)), 0) for spec in made]
     layout = build_layout(entries, bucket_size=bucket_size, sizes=sizes, matrices=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "GROUP", data.draw(st.sampled_from([1, 300, 1 << 26])))
+        patch.setattr(exchange, "GROUP_NUMEL", data.draw(st.sampled_from([1, 300, 1 << 26])))
         plans = [
             exchange.build_exchanges(layout, bucket_shardings(layout, mesh), sizes, mesh.dp_cp_tp.rank)
             for mesh in meshes
@@ -55,10 +55,10 @@ def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: in
     assert sum(m.numel for m in matrices) == sum(math.prod(spec.shape) for spec in made[:-2])
     for step in zip(*(groups for _, groups in plans), strict=True):
         for a, b in np.ndindex(len(step), len(step)):
-            assert step[a].given[b] == step[b].taken[a] and step[a].got[b] == step[b].returned[a]
+            assert step[a].send[b] == step[b].receive[a] and step[a].receive_back[b] == step[b].send_back[a]
         for home in step:
             came: dict[int, list[np.ndarray]] = {}  # how often each element comes, and goes
-            for which, ranks in enumerate((home.taken, home.returned)):
+            for which, ranks in enumerate((home.receive, home.send_back)):
                 for part in (part for ranges in ranks for part in ranges):
                     one = matrices[part.matrix]
                     counts = came.setdefault(part.matrix, [np.zeros(one, int), np.zeros(one, int)])

@@ -80,7 +80,9 @@ def _fill(optimizer: DistributedOptimizer, share: bool) -> None:
             buffer.main_grads[spec.name].accumulator()[0].zero_()
             continue
         part = part_of(_whole(spec), spec.box(mesh.sizes, mesh.coordinates))
-        axes = [MESH_VIEWS[spec.home][0], *spec.partial, *["ends"] * spec.tied] if share else []
+        axes = (
+            [MESH_VIEWS[spec.mesh_view][0], *spec.partial_grad_axes, *["tied_embedding"] * spec.tied] if share else []
+        )
         p.data.copy_(part)
         buffer.main_grads[spec.name].accumulator()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
 
@@ -118,7 +120,7 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     buffer.finish_grad_sync()
     norm = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
     optimizer.step(lr=0.5, weight_decay=0.0, scale=1.0)
-    buffer.gather()
+    buffer.start_param_sync()
     buffer.wait_param_sync()
     errors = {}
     for p in buffer.parameters:
@@ -132,10 +134,10 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     ("world", "sizes"),
     [
         (4, dict(tp=2, ep=2, etp=1)),
-        (4, dict(tp=2, ep=1, etp=2, instances=None)),
+        (4, dict(tp=2, ep=1, etp=2, num_optimizer_instances=None)),
         (8, dict(tp=2, cp=2, ep=2, etp=2)),
         pytest.param(8, dict(tp=2, pp=2, ep=4), marks=RARELY),
-        pytest.param(8, dict(tp=1, cp=2, ep=2, instances=2), marks=RARELY),
+        pytest.param(8, dict(tp=1, cp=2, ep=2, num_optimizer_instances=2), marks=RARELY),
     ],
     ids=str,
 )

@@ -46,7 +46,7 @@ STORE = "megalite/optim/optimizer_offload.py"
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(0, 2)), min_size=1, max_size=20), st.floats(0, 1))
 def test_as_few_buckets_move_as_have_the_fraction(rows: list[tuple[int, int]], share: float) -> None:
     entries = [ParamEntry(ParamSpec(f"p{i}", (n,)), n, chunk) for i, (n, chunk) in enumerate(rows)]
-    layout = build_layout(entries, bucket_size=300, sizes={"data": 2})
+    layout = build_layout(entries, bucket_size=300, sizes={"dp_cp": 2})
     away = offloaded_buckets(layout, share)
     assert away == layout.buckets[: len(away)]
     assert sum(bucket.size for bucket in away) >= share * layout.size
@@ -75,8 +75,8 @@ def test_more_than_the_hosts_memory_is_refused() -> None:
         make_run_plan(config_from(f"{LARGE} {way}"), 8, 128256) for way in (OFFLOAD, "--cpu-offloading-num-layers 80")
     )
     told = r"=1: 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB; offload less, or to a disk$"
-    card = mock.patch.object(preflight, "card_of", return_value=torch.device("cuda"))
-    size = mock.patch.object(preflight, "memory_there", lambda device: 512 << 30 if device.type == "cpu" else 80 << 30)
+    card = mock.patch.object(preflight, "cuda_device", return_value=torch.device("cuda"))
+    size = mock.patch.object(preflight, "total_memory", lambda device: 512 << 30 if device.type == "cpu" else 80 << 30)
     with card, size:
         for one, line in ((plan, f"optimizer_offload_fraction{told}"), (moved, r"cpu_offloading_num_layers=80: .*s$")):
             with pytest.raises(LaunchError, match=f"^{line}"):
@@ -88,11 +88,11 @@ def test_more_than_the_hosts_memory_is_refused() -> None:
 
 def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
     for folder, told in ((tmp_path, r"hold 9\d\.\d GiB per rank, and 7 GiB are free"), ("/none", "No such file")):
-        plan = make_run_plan(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-folder {folder}"), 8, 128256)
+        plan = make_run_plan(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-dir {folder}"), 8, 128256)
         with (
-            mock.patch.object(preflight, "memory_there", return_value=80 << 30),
+            mock.patch.object(preflight, "total_memory", return_value=80 << 30),
             mock.patch.object(preflight.shutil, "disk_usage", side_effect=_disk),
-            pytest.raises(LaunchError, match=rf"^optimizer_offload_folder='{folder}'.*{told}"),
+            pytest.raises(LaunchError, match=rf"^optimizer_offload_dir='{folder}'.*{told}"),
         ):
             preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 2))
 
@@ -198,13 +198,11 @@ def test_a_run_that_is_killed_goes_on_and_its_files_are_those_of_a_run_without(t
         assert done.returncode in ((-signal.SIGKILL, 128 + signal.SIGKILL) if fault else (0,)), done.stderr
         return {} if fault else json.loads((tmp_path / name / "iter_0000004/manifest.json").read_text())["files"]
 
-    shared = (*ZERO3.split(), *"--dp 2 --nproc 2 --optimizer-offload-folder".split(), str(tmp_path))
-    trained(
-        "weights, too", *PARAMETERS.split(), *shared, "--asynchronous-save", "on", fault="step.after_update:0:3:kill"
-    )
+    shared = (*ZERO3.split(), *"--dp 2 --nproc 2 --optimizer-offload-dir".split(), str(tmp_path))
+    trained("weights, too", *PARAMETERS.split(), *shared, "--async-save", "on", fault="step.after_update:0:3:kill")
     there = trained("weights, too", *PARAMETERS.split(), *shared, "--load", str(tmp_path / "weights, too"))
     assert there == trained("on cards", *ZERO3.split(), *"--dp 2 --nproc 2".split())
-    behind = (*HALF.split(), "--asynchronous-save", "on")
+    behind = (*HALF.split(), "--async-save", "on")
     trained("killed", *behind, fault="step.after_update:0:3:kill")
     again = trained("killed", OFFLOAD, *behind[-4:], "--load", str(tmp_path / "killed"))  # all of it
     assert again == trained("straight", *HALF.split()[-2:])

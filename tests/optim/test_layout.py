@@ -24,15 +24,15 @@ def test_what_lies_in_each_bucket() -> None:
     layout = build_layout(
         [
             _entry("embedding.word", 300, unit="embedding", tied=True),
-            _entry("layers.0.norm", 8, unit="layers.0", partial=("tp",), decay=False),
+            _entry("layers.0.norm", 8, unit="layers.0", partial_grad_axes=("tp",), weight_decay=False),
             _entry("layers.0.up", 200, unit="layers.0"),
-            _entry("layers.0.up_bias", 20, unit="layers.0", decay=False),
-            _entry("layers.1.norm", 8, unit="layers.1", partial=("tp",), decay=False),
+            _entry("layers.0.up_bias", 20, unit="layers.0", weight_decay=False),
+            _entry("layers.1.norm", 8, unit="layers.1", partial_grad_axes=("tp",), weight_decay=False),
             _entry("layers.1.up", 200, unit="layers.1"),
             _entry("layers.8.up", 130, chunk=1, unit="layers.8"),
         ],
         bucket_size=150,
-        sizes={"data": 2, "tp": 2},
+        sizes={"dp_cp": 2, "tp": 2},
     )
     names = [[layout.entries[slot.entry].spec.name for slot in bucket.slots] for bucket in layout.buckets]
     kinds = [
@@ -65,7 +65,7 @@ ROWS = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2), st.booleans(),
 
 def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[ParamEntry]:
     return [
-        _entry(f"p{i}", n, chunk, partial=("tp",) * partial, decay=decay)
+        _entry(f"p{i}", n, chunk, partial_grad_axes=("tp",) * partial, weight_decay=decay)
         for i, (n, chunk, partial, decay) in enumerate(rows)
     ]
 
@@ -74,7 +74,7 @@ def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[ParamEntry]:
 def test_buckets_are_in_the_order_in_which_backward_fills_them(
     rows: list[tuple[int, int, bool, bool]], bucket_size: int, dp: int
 ) -> None:
-    layout = build_layout(_entries(rows), bucket_size=bucket_size, sizes={"data": dp, "tp": 2})
+    layout = build_layout(_entries(rows), bucket_size=bucket_size, sizes={"dp_cp": dp, "tp": 2})
     filled = [(b.chunk, -min(slot.entry for slot in b.slots)) for b in layout.buckets]
     assert filled == sorted(filled)
     for b in layout.buckets:  # and every bucket closes with the member that fills it
@@ -85,7 +85,7 @@ def test_buckets_are_in_the_order_in_which_backward_fills_them(
 @given(ROWS, st.integers(1, 800), st.integers(1, 5))
 def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bool]], bucket: int, dp: int) -> None:
     entries = _entries(rows)
-    layout = build_layout(entries, bucket_size=bucket, sizes={"data": dp, "tp": 2})
+    layout = build_layout(entries, bucket_size=bucket, sizes={"dp_cp": dp, "tp": 2})
     slots = [(s, b) for b in layout.buckets for s in b.slots]
     assert sorted(s.entry for s, _ in slots) == list(range(len(entries)))
     assert [b.index for b in layout.buckets] == list(range(len(layout.buckets)))

@@ -46,13 +46,13 @@ class Whole:
     most: set[frozenset[str]] = field(default_factory=set)
     came_times: Counter[str] = field(default_factory=Counter)
 
-    def came(self, flat: Tensor) -> None:
+    def on_allocate(self, flat: Tensor) -> None:
         name = self.names[id(flat)]
         self.now.add(name)
         self.came_times[name] += 1
         self.most.add(frozenset(self.now))
 
-    def goes(self, flat: Tensor) -> None:
+    def on_free(self, flat: Tensor) -> None:
         self.now.discard(self.names[id(flat)])
 
 
@@ -104,7 +104,7 @@ def test_full_recomputation_gathers_no_third_time() -> None:
 def test_chunks_are_whole_for_their_runs() -> None:
     """Interleaved over 2 chunks, 4 micro-batches in groups of 2: a reduction for each group, and no more than three of
     the chunks' gathers at once."""
-    flags = f"--zero-stage 3 --zero-hold chunk {PP} --global-batch-size 16"
+    flags = f"--zero-stage 3 --reshard-after-forward chunk {PP} --global-batch-size 16"
     for units, sets, times, _ in run_ranks(4, _watched, flags):
         blocks = [unit for unit in units if unit.startswith("layers")]
         assert len(blocks) == 2 and all(times[f"g {unit}"] == 2 for unit in blocks)
@@ -146,7 +146,7 @@ def test_across_replicas_go_the_shards_alone(outer: str, across: float) -> None:
     flags = f"--zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy {outer}"
     for moved, comes, stays in run_ranks(4, _counted, f"{flags} --global-batch-size {4 * 2 * M}"):
         held = (sum(comes) + stays) // 2
-        over = {op: n for (axis, op), n in moved.items() if axis == "replica"}
+        over = {op: n for (axis, op), n in moved.items() if axis == "dp_replicate"}
         want = {"all-reduce": held} if outer == "no_shard" else {"reduce-scatter": held, "all-gather": held // 2}
         assert over == want
 

@@ -77,7 +77,7 @@ WHOLE = [name for name, (rule, _) in RULES.items() if name.startswith("muon") or
 LR, DECAY, SCALE, STEPS = 0.05, 0.3, 0.25, 5
 SHAPES = {"word": (12, 11), "norm": (11,), "up": (18, 11), "up_bias": (18,), "down": (11, 18)}
 TP_FACTS: dict[str, Any] = dict.fromkeys(("word", "up", "up_bias"), {"shards": ((0, "tp"),)})
-TP_FACTS |= {"norm": {"partial": ("tp",)}, "down": {"shards": ((1, "tp"),)}}
+TP_FACTS |= {"norm": {"partial_grad_axes": ("tp",)}, "down": {"shards": ((1, "tp"),)}}
 STAGES = [["word", "norm", "up"], ["up_bias", "down", "word"]]  # of a pipeline of 2 with a tied word embedding
 
 
@@ -86,17 +86,17 @@ class Case:
     world: int
     tp: int = 1
     pp: int = 1
-    instances: int | None = 1
+    num_optimizer_instances: int | None = 1
 
 
 CASES = {
     "alone": Case(1),
     "dp3": Case(3),
-    "dp2 ddp": Case(2, instances=None),
-    "dp4 in 2 instances": Case(4, instances=2),
+    "dp2 ddp": Case(2, num_optimizer_instances=None),
+    "dp4 in 2 instances": Case(4, num_optimizer_instances=2),
     "tp2 dp2": Case(4, tp=2),
     "pp2 dp2 tied": Case(4, pp=2),
-    "tp2 pp2 ddp": Case(4, tp=2, pp=2, instances=None),
+    "tp2 pp2 ddp": Case(4, tp=2, pp=2, num_optimizer_instances=None),
 }
 
 
@@ -111,7 +111,10 @@ def _local(whole: Tensor, spec: ParamSpec, mesh: Mesh) -> Tensor:
 
 
 def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> DistributedOptimizer:
-    sizes, limit = dict(tp=case.tp, pp=case.pp, instances=case.instances), datetime.timedelta(seconds=20)
+    sizes, limit = (
+        dict(tp=case.tp, pp=case.pp, num_optimizer_instances=case.num_optimizer_instances),
+        datetime.timedelta(seconds=20),
+    )
     mesh = build_mesh(**sizes, dp_cp_tp=rule in WHOLE, device=torch.device("cpu"), timeout=limit)
     stage = nn.Module()
     for name in STAGES[mesh.pp.rank] if case.pp > 1 else SHAPES:
@@ -139,7 +142,7 @@ def _step(optimizer: DistributedOptimizer, step: int) -> float:
     buffer.finish_grad_sync()
     norm_sq = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
     optimizer.step(lr=LR, weight_decay=DECAY, scale=SCALE)
-    buffer.gather()
+    buffer.start_param_sync()
     return norm_sq
 
 

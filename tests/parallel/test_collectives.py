@@ -63,7 +63,7 @@ def _bend(what: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
         honest_isend = dist.isend
         monkeypatch.setattr(dist, "isend", lambda x, to, **how: honest_isend(x * 2, to, **how))
     else:  # the sum leaves rank 1's part out
-        monkeypatch.setattr(self_test, "fault", lambda point, rank, step, x: x.zero_())
+        monkeypatch.setattr(self_test, "inject_fault", lambda point, rank, step, x: x.zero_())
 
 
 def _all_cases() -> dict[str, str]:
@@ -82,7 +82,7 @@ TOLD = {  # case -> (rank, what is told there)
     "memory": [(1, "all_gather over tp (ranks [0, 1]): on rank 1 1 of 1024 values are wrong, in rank 0's part, the first")],
     "all_reduce": [(1, "all_reduce over tp (ranks [0, 1]): on rank 1 1 of 1024 values are wrong, the first is ")],
     "broadcast": [(1, "broadcast of rank 0 over tp (ranks [0, 1]): on rank 1 1024 of 1024")],
-    "message": [(3, f"message from rank 1 over {pp} (ranks [1, 3]): on rank 3 1024 of 1024") for pp in ("pp", "pp_back")],
+    "message": [(3, f"message from rank 1 over {pp} (ranks [1, 3]): on rank 3 1024 of 1024") for pp in ("pp", "pp_grad")],
     "left out": [(0, "all_gather over tp (ranks [0, 1]): on rank 0 512 of 1024 values are wrong, in rank 1's part")],
 }  # fmt: skip
 

@@ -16,8 +16,8 @@ from megalite.parallel.mesh import Mesh, abstract_mesh, build_mesh
 
 CPU = torch.device("cpu")
 DENSE, EXPERT = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
-WIDE = ("pp", "replica", "shard", "tp")
-EXPERT_WIDE = ("pp", "expert_replica", "expert_shard", "ep", "etp")
+WIDE = ("pp", "dp_replicate", "dp_shard", "tp")
+EXPERT_WIDE = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
 
 @st.composite
@@ -31,7 +31,9 @@ def shapes(draw: st.DrawFn, most: int = 48, experts: int = 0) -> tuple[int, dict
     etp = draw(st.sampled_from([n for n in range(1, stage // ep + 1) if stage // ep % n == experts % n == 0]))
     fits = [n for n in range(1, data + 1) if data % n == 0 and stage // (ep * etp) % n == 0]
     instances, outermost = draw(st.sampled_from([*fits, None])), draw(st.booleans())
-    return pp * stage, dict(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, instances=instances, dp_outermost=outermost)
+    return pp * stage, dict(
+        tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, num_optimizer_instances=instances, dp_outermost=outermost
+    )
 
 
 def _meshes(world: int, sizes: dict[str, Any]) -> Iterator[Mesh]:
@@ -49,11 +51,11 @@ def test_a_rank_is_what_the_formulas_say(shape: tuple[int, dict[str, Any]]) -> N
         outer, inner, size = (at["dp"], at["pp"], n["pp"]) if sizes["dp_outermost"] else (at["pp"], at["dp"], n["dp"])
         assert rank == ((outer * size + inner) * n["cp"] + at["cp"]) * n["tp"] + at["tp"]
         assert block == (at["edp"] * n["ep"] + at["ep"]) * n["etp"] + at["etp"]
-        assert at["data"] == at["dp"] * n["cp"] + at["cp"] == at["replica"] * n["shard"] + at["shard"]
-        assert at["edp"] == at["expert_replica"] * n["expert_shard"] + at["expert_shard"]
-        wanted = sizes["instances"] or n["data"]
-        assert (n["data"], n["replica"]) == (n["dp"] * n["cp"], wanted)
-        assert n["expert_replica"] == (sizes["instances"] or n["edp"])
+        assert at["dp_cp"] == at["dp"] * n["cp"] + at["cp"] == at["dp_replicate"] * n["dp_shard"] + at["dp_shard"]
+        assert at["edp"] == at["edp_replicate"] * n["edp_shard"] + at["edp_shard"]
+        wanted = sizes["num_optimizer_instances"] or n["dp_cp"]
+        assert (n["dp_cp"], n["dp_replicate"]) == (n["dp"] * n["cp"], wanted)
+        assert n["edp_replicate"] == (sizes["num_optimizer_instances"] or n["edp"])
 
 
 @settings(max_examples=40)
@@ -62,7 +64,7 @@ def test_an_axis_runs_through_the_ranks_that_differ_in_it_alone(shape: tuple[int
     """In each view: the ranks of an axis are those with the same place on all others, in the order of their places."""
     world, sizes = shape
     meshes = list(_meshes(world, sizes))
-    for view in (DENSE, EXPERT, WIDE, EXPERT_WIDE, ("pp", "data", "tp")):
+    for view in (DENSE, EXPERT, WIDE, EXPERT_WIDE, ("pp", "dp_cp", "tp")):
         places = [tuple(mesh.coordinates[name] for name in view) for mesh in meshes]
         assert len(set(places)) == world
         for i, name in enumerate(view):
@@ -81,7 +83,7 @@ def test_an_axis_runs_through_the_ranks_that_differ_in_it_alone(shape: tuple[int
 def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, str]]:
     """By axis: its ranks, the sum of their numbers over its group, and which axis it is."""
     mesh = build_mesh(device=CPU, **sizes)
-    names = sorted({*DENSE, *EXPERT, *WIDE, *EXPERT_WIDE, "data", "experts", "ends", "pp_back"})
+    names = sorted({*DENSE, *EXPERT, *WIDE, *EXPERT_WIDE, "dp_cp", "ep_etp", "tied_embedding", "pp_grad"})
     shared = {name: mesh.axis(name) for name in names if mesh.axis(name).size > 1}
     number = torch.tensor(float(2**mesh.world.rank))
     sums = {name: float(all_reduce_(number.clone(), axis)) for name, axis in shared.items()}
@@ -92,9 +94,15 @@ def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, 
 @pytest.mark.parametrize(
     ("sizes", "same"),
     [
-        (dict(tp=2, cp=2, ep=2, etp=2), {"etp": "tp", "edp": "dp", "ep": "cp", "shard": "data", "experts": "experts"}),
-        (dict(tp=2, ep=4, instances=2), {"data": "dp"}),
-        (dict(pp=2, tp=2, ep=2, instances=None), {"data": "dp", "replica": "dp", "ep": "tp", "edp": "dp"}),
+        (
+            dict(tp=2, cp=2, ep=2, etp=2),
+            {"etp": "tp", "edp": "dp", "ep": "cp", "dp_shard": "dp_cp", "ep_etp": "ep_etp"},
+        ),
+        (dict(tp=2, ep=4, num_optimizer_instances=2), {"dp_cp": "dp"}),
+        (
+            dict(pp=2, tp=2, ep=2, num_optimizer_instances=None),
+            {"dp_cp": "dp", "dp_replicate": "dp", "ep": "tp", "edp": "dp"},
+        ),
     ],
     ids=["experts as tp x cp", "over tp and dp, two instances", "no shards"],
 )
@@ -103,9 +111,11 @@ def test_groups_are_those_ranks_and_one_group_for_the_same_ranks(sizes: dict[str
         assert ranks and sums == {name: float(sum(2**r for r in line)) for name, line in ranks.items()}
         assert {name: names[name] for name in same} == same
         # one group for the same ranks, but for the pipeline's messages and its ends, which have their own
-        for name in ranks.keys() - {"pp_back", "ends"}:
-            assert all(names[n] == names[name] for n in ranks.keys() - {"pp_back", "ends"} if ranks[n] == ranks[name])
-        assert all(names[name] == name for name in ("pp_back", "ends") if name in ranks)
+        for name in ranks.keys() - {"pp_grad", "tied_embedding"}:
+            assert all(
+                names[n] == names[name] for n in ranks.keys() - {"pp_grad", "tied_embedding"} if ranks[n] == ranks[name]
+            )
+        assert all(names[name] == name for name in ("pp_grad", "tied_embedding") if name in ranks)
 
 
 def _without_experts() -> tuple[set[str], int, str]:
@@ -137,8 +147,8 @@ def test_a_name_that_is_no_axis_is_refused() -> None:
     [
         (dict(tp=3), "world size 8 is not a multiple of tp 3 x pp 1 x cp 1"),
         (dict(pp=2, ep=8), "ep 8 x etp 1 does not divide the 4 ranks of a stage"),
-        (dict(tp=2, instances=3), "3 instances of the optimizer do not divide data 4"),
-        (dict(ep=4, instances=4), "4 instances of the optimizer do not divide edp 2"),
+        (dict(tp=2, num_optimizer_instances=3), "3 instances of the optimizer do not divide dp_cp 4"),
+        (dict(ep=4, num_optimizer_instances=4), "4 instances of the optimizer do not divide edp 2"),
     ],
 )
 def test_what_does_not_split_is_refused(sizes: dict[str, Any], text: str) -> None:
@@ -146,7 +156,9 @@ def test_what_does_not_split_is_refused(sizes: dict[str, Any], text: str) -> Non
         abstract_mesh(8, 0, **sizes)
 
 
-@pytest.mark.parametrize("sizes", [dict(tp=8, pp=16, cp=2, ep=8), dict(tp=2, cp=2, ep=64, etp=1, instances=4)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(tp=8, pp=16, cp=2, ep=8), dict(tp=2, cp=2, ep=64, etp=1, num_optimizer_instances=4)], ids=str
+)
 def test_thousands_of_ranks_make_each_group_once(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     world, rank, lines, real = 16_384, 11_111, [], dist.new_group
     monkeypatch.setattr(dist, "new_group", lambda ranks, **how: (lines.append((how, ranks)), real(ranks, **how))[1])
@@ -160,5 +172,5 @@ def test_thousands_of_ranks_make_each_group_once(sizes: dict[str, Any], monkeypa
         dist.destroy_process_group()
     own = [how["group_desc"] for how, ranks in lines if rank in ranks]
     assert sorted(own) == sorted(axis.name for axis in mesh.active_axes if axis.size < world or axis.name != "world")
-    shared = [tuple(ranks) for how, ranks in lines if how["group_desc"] not in ("pp_back", "ends")]
+    shared = [tuple(ranks) for how, ranks in lines if how["group_desc"] not in ("pp_grad", "tied_embedding")]
     assert len(shared) == len(set(shared))

@@ -245,7 +245,7 @@ def test_without_room_there_is_gloo_and_all_ranks_know_why() -> None:
 def test_a_run_without_shared_memory_says_so_at_the_start_and_in_its_summary(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from pathlib import Path\nfrom megalite.parallel.cpu import shared_memory\n"
-        "shared_memory.FOLDER = Path('/proc/self/status')\n"
+        "shared_memory.SHM_DIR = Path('/proc/self/status')\n"
     )
     words = [*SMALL, *"--nproc 2 --tensor-model-parallel-size 2 --train-iters 1 --device cpu".split()]
     for more, count in ((["--plugin", "mine.py"], 2), (["--plugin", "mine.py", "--no-shared-memory"], 0), ([], 0)):
@@ -295,7 +295,7 @@ def test_what_a_killed_rank_has_left_is_swept_by_the_next_run(tmp_path: Path, ca
 
 
 def test_only_what_is_dead_and_ours_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory, "SHM_DIR", tmp_path)
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     names = ("alive000", "other000", "young000", "dead0000", "old00000", "longer-000", "datasets", "numbered")

@@ -263,7 +263,7 @@ ELSEWHERE += " --vocab-file /nowhere/v --merge-file /nowhere/m"
 
 
 def test_a_rank_of_a_command_line_whose_files_are_not_here() -> None:
-    flags = f"""{MODEL} {TP} --nproc 4 --dry-run --as-rank 3 {ELSEWHERE} --global-batch-size 8
+    flags = f"""{MODEL} {TP} --nproc 4 --dry-run --dry-run-rank 3 {ELSEWHERE} --global-batch-size 8
      --compile""".replace("--mock-data", "")
     code, _, error = typed(*flags.replace("--vocab-size 64", "").split())
     assert code == 3 and "/nowhere/v" in error and "or --vocab-size" in error and "tokens" not in error
@@ -278,16 +278,16 @@ def test_a_rank_of_a_command_line_whose_files_are_not_here() -> None:
 
 def test_wrong_ranks_are_refused() -> None:
     flags = f"{MODEL} {TP} --nproc 4".split()
-    assert typed(*flags, "--as-rank", "1")[:2] == (2, "")
-    code, out, error = typed(*flags, "--as-rank", "4", "--dry-run")
-    assert (code, out) == (2, "") and "as_rank=4 is not among 4 ranks; give 0 to 3" in error
+    assert typed(*flags, "--dry-run-rank", "1")[:2] == (2, "")
+    code, out, error = typed(*flags, "--dry-run-rank", "4", "--dry-run")
+    assert (code, out) == (2, "") and "dry_run_rank=4 is not among 4 ranks; give 0 to 3" in error
 
 
 @pytest.mark.everything
 def test_a_rank_of_sixteen_thousand_takes_seconds_and_no_memory() -> None:
     """Llama 3 405B as it was trained: tp 8, pp 16, dp 128; its rank would hold 18 GiB of weights, gradients and optimizer."""
     flags = """--preset llama3-405b --bf16 --tp 8 --pp 16 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1
-     --global-batch-size 2048 --lr 8e-5 --train-iters 2 --mock-data --eval-iters 0 --nproc 16384 --dry-run --as-rank 1234"""
+     --global-batch-size 2048 --lr 8e-5 --train-iters 2 --mock-data --eval-iters 0 --nproc 16384 --dry-run --dry-run-rank 1234"""
     code, out, error = typed(*flags.split())
     assert code == 0, error
     assert int(error.split()[-1]) < 1 << 19, "above 512 MiB"

@@ -110,7 +110,7 @@ def test_stages_of_unlike_layers_take_equally_long() -> None:
 
 
 def test_a_start_and_a_dry_run_tell_where_experts_are() -> None:
-    plan, sources = arranged(f"{TP} --ep 2 {EXPERTS} --global-batch-size 16 --dry-run --as-rank 3", 4)
+    plan, sources = arranged(f"{TP} --ep 2 {EXPERTS} --global-batch-size 16 --dry-run --dry-run-rank 3", 4)
     assert "ep 1 of 2" in " ".join(format_rank(plan, sources, 4).split())
     told = " ".join(format_plan(plan, sources, 4).split())
     assert "experts 4 in 4 of 4 layers, 4 for a token; ep 2 x etp 1 x edp 2" in told

@@ -214,7 +214,7 @@ def test_more_is_shared_out_where_it_is_faster_and_what_is_given_stands() -> Non
     assert {plan.layout.zero for plan in search(fixed, wanted=2).plans} == {3}
 
 
-@pytest.mark.parametrize("flags", ["--global-batch-size 64", "--global-batch-size 64 --zero-hold chunk"])
+@pytest.mark.parametrize("flags", ["--global-batch-size 64", "--global-batch-size 64 --reshard-after-forward chunk"])
 def test_the_bounds_of_what_is_shared_out_are_below_its_plan(flags: str) -> None:
     asked = request(f"--preset llama3-8b {flags}", 16)
     for layout in (Layout(2, 2, vpp, zero=stage) for vpp in (1, 2, 4) for stage in (2, 3)):

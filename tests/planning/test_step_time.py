@@ -127,10 +127,10 @@ CHUNKS = "--pp 2 --num-virtual-stages-per-pipeline-rank 4"
     [  # how often in a step of 8 micro-batches
         ("--zero-stage 2", 8, 1, 0),
         ("--zero-stage 3", 8, 8, 8),
-        ("--zero-stage 3 --zero-hold chunk", 8, 1, 0),
+        ("--zero-stage 3 --reshard-after-forward chunk", 8, 1, 0),
         (f"{CHUNKS} --zero-stage 2", 4, 1, 0),  # runs of pp micro-batches
         (f"{CHUNKS} --zero-stage 3", 4, 4, 4),
-        (f"{CHUNKS} --zero-stage 3 --zero-hold layer", 4, 8, 8),
+        (f"{CHUNKS} --zero-stage 3 --reshard-after-forward layer", 4, 8, 8),
         (f"{CHUNKS} --zero-stage 3 --pipeline-schedule breadth-first", 1, 1, 1),
     ],
 )

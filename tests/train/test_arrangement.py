@@ -78,29 +78,29 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
 @pytest.mark.parametrize(
     ("words", "line", "mark"),
     [
-        ("--zero-stage 3", "stage 3: dp shares out optimizer, gradients, weights\n", "3 <- here  "),
+        ("--zero-stage 3", "stage 3, optimizer, gradients, weights sharded over dp\n", "3 <- here  "),
         (
             "--zero-stage 3 --num-distributed-optimizer-instances 2",
-            "stage 3: dp shares out optimizer, gradients, weights within each of 2 replicas of 4 ranks\n",
+            "stage 3, optimizer, gradients, weights sharded over dp within each of 2 replicas of 4 ranks\n",
             "3 <- here, in 2 replicas ",
         ),
         (
             "--cp 2 --num-distributed-optimizer-instances 4",
-            "stage 1: dp x cp shares out optimizer within each of 4 replicas of 2 ranks\n",
+            "stage 1, optimizer sharded over dp x cp within each of 4 replicas of 2 ranks\n",
             "1 <- here, in 4 replicas ",
         ),
         (
             "--zero-stage 2 --num-distributed-optimizer-instances 4 --outer-dp-sharding-strategy optim",
-            "stage 2: dp shares out optimizer, gradients within each of 4 replicas of 2 ranks, "
-            "which share out the optimizer once more\n",
+            "stage 2, optimizer, gradients sharded over dp within each of 4 replicas of 2 ranks, "
+            "optimizer sharded over these too\n",
             "2 <- here, in 4 replicas ",
         ),
         (
             "--num-distributed-optimizer-instances 8",
-            "stage 1: dp shares out optimizer within each of 8 replicas of 1 rank\n",
+            "stage 1, optimizer sharded over dp within each of 8 replicas of 1 rank\n",
             "1 <- here, in 8 replicas ",
         ),
-        ("--zero-stage 0 --num-distributed-optimizer-instances 2", "stage 0: dp shares out nothing\n", "0 <- here  "),
+        ("--zero-stage 0 --num-distributed-optimizer-instances 2", "stage 0, nothing sharded over dp\n", "0 <- here  "),
     ],
 )
 def test_a_dry_run_tells_the_replicas_of_hybrid_sharding(words: str, line: str, mark: str, capsys) -> None:

@@ -22,8 +22,8 @@ FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTok
 
 
 def seen(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What `checkpoint.py seen` shows."""
-    assert checkpoint.main(["seen", str(folder)]) == 0
+    """Return the lines of `checkpoint.py data-usage`."""
+    assert checkpoint.main(["data-usage", str(folder)]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -214,6 +214,6 @@ def test_fill_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoint.main(["seen", str(tmp_path)]) == 3 and "no checkpoint" in capsys.readouterr().err
+    assert checkpoint.main(["data-usage", str(tmp_path)]) == 3 and "no checkpoint" in capsys.readouterr().err
     trained(tmp_path, *SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1")
     assert any("generated data" in line for line in seen(tmp_path / "iter_0000001", capsys))

@@ -245,7 +245,7 @@ def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     entries = json.loads((tmp_path / "hang" / "rank-001.json").read_text())["entries"]
     assert any("all_reduce" in entry["profiling_name"] for entry in entries)
     [told] = [row for row in rows(tmp_path / "events.jsonl") if row["event"] == "hang"]  # one rank told it
-    assert (told["step"], told["late"], told["reason"]) == (6, [0], status["reason"])
+    assert (told["step"], told["late_ranks"], told["reason"]) == (6, [0], status["reason"])
 
 
 def test_the_start_has_a_time_limit_of_its_own(tmp_path: Path) -> None:

@@ -112,31 +112,31 @@ def test_timers_in_megatrons_three_forms() -> None:
 
 def test_megalites_line_to_the_letter() -> None:
     assert figures.megalite_line(SPEED.add_rates(SEEN), NOW) == (
-        "10:15:03  step   100/500000  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | "
+        "10:15:03  step   100/500000  loss 7.6543  lr 1.5e-04  grad norm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | "
         "31.4/80 GiB | data 0.3% | eta 29d 16:41:26"
     )
     slow = SEEN | dict(loss=None, skipped=2, loss_scale=1024.0, step_s=1000.0, step=499_999)
     assert figures.megalite_line(replace(SPEED, peak_tflops=None).add_rates(slow), NOW) == (
-        "10:15:03  step 499999/500000  loss n/a  lr 1.5e-04  gnorm 1.24  scale 1024 | 66 tok/s/gpu  2.12 TF/s  MFU n/a | "
+        "10:15:03  step 499999/500000  loss n/a  lr 1.5e-04  grad norm 1.24  scale 1024 | 66 tok/s/gpu  2.12 TF/s  MFU n/a | "
         "31.4/80 GiB | data 0.0% | eta 00:16:40 | skipped 2"
     )
     for width, whole in (
         (
-            139,
-            "  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | 31.4/80 GiB | eta 29d 16:41:26",
+            143,
+            "  loss 7.6543  lr 1.5e-04  grad norm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | 31.4/80 GiB | eta 29d 16:41:26",
         ),
-        (120, "  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | 31.4/80 GiB"),
-        (100, "  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu  MFU 41.7%"),
-        (88, "  loss 7.6543  lr 1.5e-04  gnorm 1.24 | 12.8k tok/s/gpu"),
-        (80, "  loss 7.6543  lr 1.5e-04  gnorm 1.24"),
-        (60, "  loss 7.6543  gnorm 1.24"),
+        (124, "  loss 7.6543  lr 1.5e-04  grad norm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | 31.4/80 GiB"),
+        (104, "  loss 7.6543  lr 1.5e-04  grad norm 1.24 | 12.8k tok/s/gpu  MFU 41.7%"),
+        (92, "  loss 7.6543  lr 1.5e-04  grad norm 1.24 | 12.8k tok/s/gpu"),
+        (84, "  loss 7.6543  lr 1.5e-04  grad norm 1.24"),
+        (64, "  loss 7.6543  grad norm 1.24"),
         (20, "  loss 7.6543"),
     ):
         line = figures.megalite_line(SPEED.add_rates(SEEN), NOW, width)
         assert line == "10:15:03  step   100/500000" + whole, width
         assert len(line) <= width or width == 20
     more = SPEED.add_rates(SEEN | dict(z_loss=0.00123, params_norm=356.7891, zeros=97))
-    asked = "loss 7.6543  z-loss 1.23e-03  lr 1.5e-04  gnorm 1.24  pnorm 356.79  zeros 97 | 12.8k"
+    asked = "loss 7.6543  z-loss 1.23e-03  lr 1.5e-04  grad norm 1.24  param norm 356.79  zeros 97 | 12.8k"
     assert asked in figures.megalite_line(more, NOW)
 
 

@@ -112,7 +112,7 @@ def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing(flags: str
 
 def test_report_stats_computes_every_step_twice_and_tells_which_differ() -> None:
     good, _, weights = _struck("")
-    got, doubts, moved = _struck("--rerun-mode report_stats", "step.after_reduce:0:2:bitflip")
+    got, doubts, moved = _struck("--rerun-mode report_determinism_stats", "step.after_reduce:0:2:bitflip")
     assert got == good and torch.equal(moved, weights)
     assert doubts[0] is None and doubts[2] is None and doubts[1].reason == "computed twice, with other results"
 
@@ -203,7 +203,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
     return [
         row
         for row in rows(folder / "events.jsonl")
-        if row["event"] in ("spike", "rollback", "wrong-once", "not-finite")
+        if row["event"] in ("spike", "rollback", "transient-error", "non-finite")
     ]
 
 
@@ -294,5 +294,5 @@ def test_a_machine_that_computes_wrongly_again_and_again_is_left(tmp_path: Path,
     status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("rerun", 5)
     assert status["reason"] == "3 steps were right only when computed again, the last on ranks [0]"
-    assert [e["event"] for e in events(tmp_path)] == ["wrong-once"] * 3
+    assert [e["event"] for e in events(tmp_path)] == ["transient-error"] * 3
     assert manifest(tmp_path, 5)["state"]["progress"]["skipped_steps"] == 0

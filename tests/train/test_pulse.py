@@ -159,7 +159,7 @@ def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path
     assert status["outcome"] == "rerun" and status["step"] == 1 and " on " in status["reason"]
     assert (tmp_path / "save" / "iter_0000001" / "COMPLETE").exists()
     [found] = [event for event in events if event["event"] == "step-time"]
-    assert found["step"] == 1 and found["host"] and found["of"] in (0, 1)
+    assert found["step"] == 1 and found["host"] and found["subject_rank"] in (0, 1)
     [beat] = [event for event in events if event["event"] == "heartbeat"]
     assert len(beat["step_s"]) == len(beat["memory_gib"]) == 2 and "temperature_c" not in beat
     assert "stragglers | Mn" not in (tmp_path / "log.txt").read_text()  # nothing was timed before the first line
@@ -180,5 +180,5 @@ def test_a_slow_rank_is_named_within_ten_steps_and_nobody_in_a_clean_run(tmp_pat
         code, events = train(folder, 12, "--log-straggler", fault=f"{point}:1:*:sleep={sleep}")
         assert code == 0
         [found] = [event for event in events if event["event"] == "straggler"]
-        assert found["of"] == 1 and found["step"] <= 10 and f"ms in {phase}" in found["text"]
+        assert found["subject_rank"] == 1 and found["step"] <= 10 and f"ms in {phase}" in found["text"]
         assert f"WARNING: step {found['step']}: rank 1 on" in (folder / "log.txt").read_text()

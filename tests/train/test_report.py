@@ -28,8 +28,8 @@ from megalite.training.train_step import train_step
 from tools.bench.breakdown import LOST
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
-SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, all_tokens=1000)
-WORK = dict(**SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED, price_per_gpu_hour=None, unlike="")
+SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, total_tokens=1000)
+WORK = dict(**SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED, price_per_gpu_hour=None, no_advice_reason="")
 
 
 # ---- the clock
@@ -155,9 +155,9 @@ def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Pa
     rows(metrics, row(100, 0.5, 100))
     rows(
         events,
-        life(0, "started", 0, fresh=True),  # another run, in the same directory
-        life(500, "started", 0, tokens=0, fresh=True),
-        life(520, "started", 0, tokens=0, fresh=False),  # restarted before its first checkpoint
+        life(0, "started", 0, from_scratch=True),  # another run, in the same directory
+        life(500, "started", 0, tokens=0, from_scratch=True),
+        life(520, "started", 0, tokens=0, from_scratch=False),  # restarted before its first checkpoint
         {"event": "straggler", "step": 3, "time": "x"},
         life(560, "ended", 50, outcome="requeue"),
         life(9000, "started", 50, tokens=7),
@@ -166,7 +166,7 @@ def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Pa
         life(9040, "ended", 100, outcome="done"),
     )
     past = read_history(tmp_path, 1e9)
-    assert past == dict(wall_s=20 + 40 + 30 + 10, processes=4, tokens=0, useful_s=50, goodput=pytest.approx(0.5))
+    assert past == dict(wall_s=20 + 40 + 30 + 10, processes=4, tokens=0, productive_s=50, goodput=pytest.approx(0.5))
     rows(events, life(500, "started", 0))  # killed, or still running
     past = read_history(tmp_path, 600.0)
     assert past is not None and past["wall_s"] == 100.0
@@ -213,7 +213,7 @@ CHANGES: dict[str, tuple[str, int, dict[str, float], tuple[str, ...], tuple[str,
     "pp alone": ("--pp 4", 4, {"bubble": 50}, (RAISE, "--split-backward"), ("less dp", "--num-virtual")),
     "chunks": ("--pp 2", 4, {"bubble": 50}, ("--num-virtual-stages-per-pipeline-rank",), ()),
     "generated data": ("--mock-data", 4, {"data": 50}, ("leave a processor free",), ("disk", "--data-path")),
-    "saves in the background": ("", 4, {"checkpoint": 50}, ("save less often",), ("--asynchronous-save",)),
+    "saves in the background": ("", 4, {"checkpoint": 50}, ("save less often",), ("--async-save",)),
     "one batch of evaluation": ("", 4, {"evaluation": 50}, ("--eval-interval",), ("--eval-iters",)),
     "an update that all do": (
         "--no-use-distributed-optimizer",
@@ -243,8 +243,8 @@ def test_the_bottleneck_is_named_with_advice(bottleneck: str) -> None:
     plan = planned("--pp", "2", "--bf16")
     named, advice = advise(percent, WORK, plan, 4)
     assert named == bottleneck and words in advice
-    made = build_report(percent, WORK | {"unlike": "the run ended as hang"}, None, plan, 4)
-    assert made["bottleneck"] is None and summary(made)["bottleneck"] == "not told: the run ended as hang"
+    made = build_report(percent, WORK | {"no_advice_reason": "the run ended as hang"}, None, plan, 4)
+    assert made["bottleneck"] is None and summary(made)["bottleneck"] == "unknown: the run ended as hang"
 
 
 def test_every_share_that_a_program_has_is_known_and_the_worst_for_its_kind_is_named() -> None:
@@ -271,7 +271,7 @@ def test_a_price_gives_a_cost() -> None:
     assert run["gpu_hours"] == pytest.approx(4 * 40 / 3600) and run["cost"] == pytest.approx(8 * 40 / 3600)
     assert run["cost_per_million_tokens"] == pytest.approx(run["cost"] / 800 * 1e6)
     told = summary(made)
-    assert told["time went to"] == "forward 75.0 %, other 25.0 %; of the process's 00:00:40"
+    assert told["time breakdown"] == "forward 75.0 %, other 25.0 %; of the process's 00:00:40"
     assert "per million" in told["cost"]
     assert told["goodput"].startswith("0.0 % of 00:00:40 in 1 process: steps that count, with their waits, ")
     assert "cost" not in summary(build_report({"forward": 30.0}, WORK, None, plan, 4))
@@ -314,9 +314,9 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     assert report["bottleneck"] is None and report["advice"] == "8 steps; it takes 10 to tell"
     assert (report["steps"], report["tokens"], run["processes"], run["tokens"]) == (8, 8 * 8 * 16, 2, 0)
     assert run["wall_s"] > report["wall_s"] + 0.5 and 0 < run["goodput"] < 1
-    assert run["useful_s"] == pytest.approx(productive_seconds(folder / "metrics.jsonl"))
+    assert run["productive_s"] == pytest.approx(productive_seconds(folder / "metrics.jsonl"))
     assert run["cost"] == pytest.approx(2 * run["wall_s"] / 3600 * 3.5)
-    for line in ("time went to", "goodput", "bottleneck", "cost", "report "):
+    for line in ("time breakdown", "goodput", "bottleneck", "cost", "report "):
         assert f"\n{line}" in second.stdout
     shown = programs.python("tools/report.py", str(folder))
     assert shown.returncode == 0 and "bottleneck" in shown.stdout and "in 2 processes" in shown.stdout, shown.stderr

@@ -117,7 +117,7 @@ def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) ->
         assert status["outcome"] == "preflight" and "no checkpoint in it is valid" in status["reason"]
     said = [line for file in (tmp_path / "ranks").iterdir() for line in file.read_text().splitlines()]
     assert sum("no checkpoint in it is valid" in line for line in said) == 2 and "Traceback" not in "".join(said)
-    assert not {"restart", "gave-up"} & {row["event"] for row in rows(tmp_path / "events.jsonl")}
+    assert not {"restart", "restarts-exhausted"} & {row["event"] for row in rows(tmp_path / "events.jsonl")}
 
 
 def policy(folder: Path, most: int) -> RestartPolicy:
@@ -139,8 +139,8 @@ def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.Monkey
     now[0] += 3601
     assert ask(KILLED) is True  # an hour later, with the fruitless one counted
     events = rows(tmp_path / "events.jsonl")
-    assert [row["event"] for row in events] == ["restart", "restart", "gave-up", "restart"]
-    assert "as many as --max-restarts allows" in events[2]["why"]
+    assert [row["event"] for row in events] == ["restart", "restart", "restarts-exhausted", "restart"]
+    assert "as many as --max-restarts allows" in events[2]["reason"]
     assert policy(tmp_path, 0)(KILLED) is None
     assert all(policy(tmp_path, 9)(LaunchResult(code, "", ())) is None for code in (0, 2, 3, 16, 17, 75, 130))
 
@@ -160,7 +160,7 @@ def test_a_run_that_brings_nothing_is_given_up(tmp_path: Path) -> None:
     assert [ask(KILLED), ask(KILLED)] == [False, False]
     complete(tmp_path, 5)
     assert [ask(KILLED) for _ in range(4)] == [True, True, True, None]
-    assert "without a new checkpoint" in rows(tmp_path / "events.jsonl")[-1]["why"]
+    assert "without a new checkpoint" in rows(tmp_path / "events.jsonl")[-1]["reason"]
 
 
 def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
         assert ask(full) is False
         waits.append(clock[0] - begin)
     assert waits == [15, 30, 60, 120, 240, 480, 900, 900]
-    assert ask(full) is None and "9 restarts in a row were refused" in rows(tmp_path / "events.jsonl")[-1]["why"]
+    assert ask(full) is None and "9 restarts in a row were refused" in rows(tmp_path / "events.jsonl")[-1]["reason"]
     clock[0] += 3600
     asked.append(signal.SIGTERM)
     assert ask(full) is None

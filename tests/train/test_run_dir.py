@@ -249,6 +249,6 @@ def test_a_dry_run_refuses_a_save_that_cannot_be_written_and_leaves_nothing(tmp_
         refused = pretrain(*words, *kept, option, "/dev/null/mine")
         assert refused.returncode == 3 and "Traceback" not in refused.stderr
         assert "save='/dev/null/mine' cannot be written (Not a directory): give --save a" in refused.stderr
-    elsewhere = pretrain(*words, "--save", "/dev/null/mine", "--as-rank", "0")
+    elsewhere = pretrain(*words, "--save", "/dev/null/mine", "--dry-run-rank", "0")
     assert elsewhere.returncode == 0 and "WARNING: on this machine save='/dev/null/mine' cannot" in elsewhere.stderr
     assert pretrain(*words, "--save", tmp_path / "new/mine").returncode == 0 and not [*tmp_path.iterdir()]

@@ -240,7 +240,7 @@ def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -
         return
     twins = run_ranks(world, flipped_between, flags, action, None)
     alike = [torch.equal(mine, wanted) for (_, mine), (_, wanted) in zip(told, twins, strict=True)]
-    assert all(alike) == (action == "heal")
+    assert all(alike) == (action == "repair")
 
 
 def test_sums_see_every_bit_of_every_copy() -> None:

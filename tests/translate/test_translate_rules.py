@@ -123,7 +123,7 @@ ACCELERATE: dict[str, tuple[Tree, Tree]] = {
     ),
     "weights that stay after forward": (
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}},
-        {"zero_stage": 3, "zero_hold": "chunk"},
+        {"zero_stage": 3, "reshard_after_forward": "chunk"},
     ),
     "a strategy that FSDP 2 does not read": (
         {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": "NO_SHARD"}},

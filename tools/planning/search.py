@@ -390,7 +390,7 @@ def _shared_out(request: Request, profile: DeviceProfile | None, found: Found) -
             if (
                 one.zero == 3
                 and arrangement.sharding_policy.unshard_by_chunk
-                and request.config.parallel.zero_hold == "auto"
+                and request.config.parallel.reshard_after_forward == "auto"
             ):
                 break
             if alike not in moves:

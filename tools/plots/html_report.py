@@ -137,8 +137,8 @@ class Page:
             if run.report.get("bottleneck"):
                 advice = escape(run.report.get("advice", ""))
                 yield f'<p class="say">{name}<b>{escape(run.report["bottleneck"])}</b>: {advice}.</p>'
-            elif unlike := run.report.get("unlike"):
-                yield f'<p class="say">{name}No bottleneck is told: {escape(unlike)}.</p>'
+            elif reason := run.report.get("no_advice_reason"):
+                yield f'<p class="say">{name}The bottleneck is unknown: {escape(reason)}.</p>'
         if told:
             yield shares.time_split(told)
         else:
@@ -166,10 +166,10 @@ def _data(run: Run) -> Iterator[str]:
     if isinstance(told := run.about.get("data"), str):
         lines = told.splitlines()
         yield f'<p class="say">Asked for: {"<br>".join(escape(line) for line in lines[:50])}</p>'
-    from tools.checkpoint import seen as seen_by
+    from tools.checkpoint import format_data_usage
 
     try:
-        seen = seen_by(parse_location(str(run.folder))).splitlines() if any(run.folder.glob("iter_*")) else []
+        seen = format_data_usage(parse_location(str(run.folder))).splitlines() if any(run.folder.glob("iter_*")) else []
     except (CheckpointError, DataError) as error:
         seen = [str(error)]
     if seen:

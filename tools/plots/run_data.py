@@ -24,7 +24,7 @@ Point = tuple[float, float, float]  # step, tokens, value
 KEYS = ("train/loss", "train/lr", "train/grad_norm", "perf/tokens_per_s_per_gpu", "perf/mfu", "mem/max_allocated_gib")
 MAX_FILE_BYTES = 256 << 20  # of timeline.json, the largest of the files that are read whole
 COLUMNS = 700  # of a picture: of the points that share one, the least and the most are drawn
-DOUBTS = ("spike", "not-finite", "wrong-once", "rollback")  # events that a curve shows
+DOUBTS = ("spike", "non-finite", "transient-error", "rollback")  # events that a curve shows
 
 
 class RunError(Exception):
@@ -140,7 +140,7 @@ class Run:
     @cached_property
     def about(self) -> dict[str, Any]:
         """The facts that the newest process wrote when it started (training/logging/plan_summary.py: facts)."""
-        told = [table(e.get("about")) for e in self.events if e.get("event") == "started"]
+        told = [table(e.get("run_info")) for e in self.events if e.get("event") == "started"]
         return next((about for about in reversed(told) if about), {})
 
     @cached_property
@@ -220,7 +220,7 @@ def read_run(folder: Path, name: str) -> Run:
             rows += (row for _, row in read_jsonl(folder / file))
         except (OSError, RecursionError) as error:
             run.problems.append(f"{file} cannot be read ({clean(error)})")
-    fresh = [i for i, event in enumerate(run.events) if event.get("fresh")]
+    fresh = [i for i, event in enumerate(run.events) if event.get("from_scratch")]
     run.events = run.events[fresh[-1] :] if fresh else run.events
     run.status = table(_parsed(folder / "status.json", json.loads, run.problems))
     run.report = table(_parsed(folder / "report.json", json.loads, run.problems))

@@ -121,11 +121,17 @@ class CheckpointSaver:
             if self._uploader is not None:
                 self._uploader.paused = self._branch.unfinished
             took = time.perf_counter() - begin
-            size = f" ({self._bytes / 2**30:.3g} GiB, {self._bytes / 2**30 / took:.2g} GiB/s)" if self._bytes else ""
+            gib = self._bytes / 2**30
+            size = f"{gib:.3g} GiB, {gib / took:.2g} GiB/s" if self._bytes else ""
             before = f", {self._before_s:.3f} s of it for the save before" if self._before_s >= 0.0005 else ""
-            times = f"{took:.2f} s after it was scheduled{size}; training waited {self.blocked_s:.3f} s"
-            done = f"saved {final.name} in {took:.2f} s{size}" if waits else f"committed {final.name}, {times}"
-            self._news.append(done + before)
+            if waits:
+                shown_size = f" ({size})" if size else ""
+                line = f"saved {final.name} in {took:.2f} s{shown_size}{before}"
+            else:
+                times = f"{took:.2f} s, {size}" if size else f"{took:.2f} s"
+                blocked = f"training blocked for {self.blocked_s:.3f} s{before}"
+                line = f"saved {final.name} in the background ({times}; {blocked})"
+            self._news.append(line)
             if self.megatron:  # the log line that scripts of Megatron-LM's users look for
                 where = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
                 line = f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {where}"

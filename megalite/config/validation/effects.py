@@ -130,8 +130,8 @@ def parallel_notes(config: Config) -> Iterator[Problem]:
         yield no_effect("grad_reduce_in_bf16", without="bf16")
     if parallel.data_parallel_sharding_strategy is not None and not parallel.use_megatron_fsdp:
         yield no_effect(shown(config, "data_parallel_sharding_strategy"), without="use_megatron_fsdp")
-    if parallel.zero_hold != "auto" and stage < 3:
-        yield Problem(f"zero_hold={parallel.zero_hold} has no effect below ZeRO stage 3", options=("zero_hold",))
+    if parallel.reshard_after_forward != "auto" and stage < 3:
+        yield Problem(f"reshard_after_forward={parallel.reshard_after_forward} has no effect below ZeRO stage 3", options=("reshard_after_forward",))
     if parallel.num_distributed_optimizer_instances > 1 and not stage:
         yield Problem(
             f"{shown(config, 'num_distributed_optimizer_instances')} has no effect at ZeRO stage 0",
@@ -163,7 +163,7 @@ def optimizer_notes(config: Config) -> Iterator[Problem]:
                 f"{name} saves nothing with device={device}, where all memory is the host's", options=(name, "device")
             )
     if not optim.optimizer_cpu_offload:
-        for name in options_set(config, "optimizer_offload_fraction", "optimizer_offload_folder"):
+        for name in options_set(config, "optimizer_offload_fraction", "optimizer_offload_dir"):
             yield no_effect(shown(config, name), without="optimizer_cpu_offload")
 
 

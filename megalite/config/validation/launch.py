@@ -25,9 +25,9 @@ def launch_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "distributed_backend=nccl does not run on device=cpu; use gloo", options=("distributed_backend", "device")
         )
-    if train.as_rank is not None and not train.dry_run:
+    if train.dry_run_rank is not None and not train.dry_run:
         yield Problem(
-            f"as_rank={train.as_rank} is for a dry run, which it needs; add --dry-run", options=("as_rank", "dry_run")
+            f"dry_run_rank={train.dry_run_rank} is for a dry run, which it needs; add --dry-run", options=("dry_run_rank", "dry_run")
         )
     if operations.profile and operations.profile_step_end <= operations.profile_step_start:
         yield Problem(

@@ -51,7 +51,7 @@ def _layout_problems(config: Config, world_size: int, dp: int) -> Iterator[Probl
 
 
 def _rank_problems(config: Config, world_size: int) -> Iterator[Problem]:
-    operations, as_rank = config.operations, config.train.as_rank
+    operations, dry_run_rank = config.operations, config.train.dry_run_rank
     beyond = [rank for rank in operations.profile_ranks if rank >= world_size]
     if operations.max_restarts and not config.checkpoint.save:
         yield Problem(
@@ -62,9 +62,9 @@ def _rank_problems(config: Config, world_size: int) -> Iterator[Problem]:
             f"profile_ranks={comma_separated(beyond)} is not among {world_size} ranks; give 0 to {world_size - 1}",
             options=("profile_ranks",),
         )
-    if as_rank is not None and as_rank >= world_size:
+    if dry_run_rank is not None and dry_run_rank >= world_size:
         yield Problem(
-            f"as_rank={as_rank} is not among {world_size} ranks; give 0 to {world_size - 1}", options=("as_rank",)
+            f"dry_run_rank={dry_run_rank} is not among {world_size} ranks; give 0 to {world_size - 1}", options=("dry_run_rank",)
         )
 
 

@@ -72,7 +72,7 @@ def open_saver(run: Run, config: Config) -> CheckpointSaver | None:
     if c.save is None:
         return None
     size = sum(piece.data.nbytes for piece in pieces_to_save(run, not c.no_save_optim))
-    background = c.asynchronous_save == "on" or (c.asynchronous_save == "auto" and run.mesh.device.type == "cuda")
+    background = c.async_save == "on" or (c.async_save == "auto" and run.mesh.device.type == "cuda")
     policy: dict[str, Any] = dict(keep_last=c.keep_last, retain_interval=c.save_retain_interval, background=background)
     saver = CheckpointSaver(
         c.save_local or c.save, run.mesh, size, upload_to=c.save if c.save_local else None, **policy

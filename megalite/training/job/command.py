@@ -106,7 +106,7 @@ def parse(argv: list[str]) -> TrainCommand:
 
 def _missing_files_and_packages(config: Config) -> list[str]:
     """Missing files and packages, a line each."""
-    elsewhere = config.train.as_rank is not None
+    elsewhere = config.train.dry_run_rank is not None
     files = missing_file_errors(without_data_files(config.data) if elsewhere else config.data, elsewhere)
     return files if config.train.dry_run else [*files, *missing_packages(config.log)]
 

@@ -163,13 +163,13 @@ class TrainingJob:
             try:
                 preflight.check_save_of_dry_run(self.config)
             except CheckpointError as error:
-                if self.config.train.as_rank is None:
+                if self.config.train.dry_run_rank is None:
                     raise
                 self.warnings.append(f"on this machine {error}")
             for warning in self.warnings:
                 print_err(f"WARNING: {warning}")
             print(format_plan(plan, sources, self.ranks.local_world_size), flush=True)
-            if self.config.train.as_rank is not None:
+            if self.config.train.dry_run_rank is not None:
                 from megalite.training.dry_run import format_rank
 
                 print(format_rank(plan, sources, self.ranks.local_world_size), flush=True)

@@ -58,7 +58,7 @@ def preflight(config: Config, ranks: RankInfo) -> tuple[RunPlan, DatasetBundle]:
     if problems := [*find_problems(config, ranks.world_size, complete=True), *export_problems(config)]:
         raise SetupError("\n".join(problems))
     try:
-        data = without_data_files(config.data) if t.as_rank is not None else config.data
+        data = without_data_files(config.data) if t.dry_run_rank is not None else config.data
         sources = build_datasets(data, config.model.seq_length, t.seed, t.eval_iters)
         return make_run_plan(config, ranks.world_size, sources.vocab_size), sources
     except DataError:
@@ -99,8 +99,8 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
     except (KernelError, CompileError) as error:
         raise SetupError(str(error)) from None
     needs, host = plan.model_states[plan.fullest_rank].total, max(host_bytes(plan))
-    if config.optim.offload_fraction and config.optim.optimizer_offload_folder is not None:
-        _check_folder(config.optim.optimizer_offload_folder, max(held.disk_bytes for held in plan.model_states), ranks)
+    if config.optim.offload_fraction and config.optim.optimizer_offload_dir is not None:
+        _check_folder(config.optim.optimizer_offload_dir, max(held.disk_bytes for held in plan.model_states), ranks)
     there = total_memory(torch.device("cpu")) / ranks.local_world_size
     if device == "cpu":
         needs, has, what = needs + plan.model_states[plan.fullest_rank].host_bytes, there, "the memory"
@@ -126,11 +126,11 @@ def _check_folder(folder: str, needs: int, ranks: RankInfo) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        text = f"optimizer_offload_folder={folder!r}: {error.strerror}; name a folder of a disk of each machine"
+        text = f"optimizer_offload_dir={folder!r}: {error.strerror}; name a folder of a disk of each machine"
         raise LaunchError(text) from None
     if needs > has:
         takes = f"{needs / 2**30:.3g} GiB per rank, and {has / 2**30:.3g} GiB are free"
-        raise LaunchError(f"optimizer_offload_folder={folder!r} is to hold {takes}: use another disk, or more machines")
+        raise LaunchError(f"optimizer_offload_dir={folder!r} is to hold {takes}: use another disk, or more machines")
 
 
 def thread_oversubscription_warning(device: str, ranks: RankInfo) -> list[str]:

@@ -128,13 +128,13 @@ class RestartPolicy:
             >= MAX_RESTARTS_WITHOUT_PROGRESS,
         }
         if why := next((why for why, reached in limits.items() if reached), None):
-            self._events.add("gave-up", cause=end.cause, code=end.code, why=why)
+            self._events.add("restarts-exhausted", cause=end.cause, code=end.code, reason=why)
             resume = f"to resume: {to_resume(self._config)}"
             print_err(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / RANK_LOG_DIR}; {resume}")
             return None
         self._times.append(now)
         count = f"{len(self._times)} of {self._most} within an hour"
-        self._events.add("restart", cause=end.cause, code=end.code, count=len(self._times), most=self._most)
+        self._events.add("restart", cause=end.cause, code=end.code, count=len(self._times), max_restarts=self._most)
         wait_s = min(FIRST_WAIT_S * 2 ** (self._refused - 1), LONGEST_WAIT_S) if refused else 0.0
         when = f" in {wait_s:.0f} s" if refused else ""
         print_err(f"pretrain_gpt.py: {end.cause}: all ranks are started again{when} ({count})")

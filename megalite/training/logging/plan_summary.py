@@ -64,7 +64,7 @@ def format_plan(
         half = config.precision.bf16 or config.precision.fp16
         rows["attention"] = describe_backend(device_type, m.attention_dropout > 0, half=half, window=bool(windows))
     if (matrices := plan.model_states[plan.fullest_rank].muon) is not None:
-        rows["whole matrices"] = f"{matrices}, per step"
+        rows["full matrices"] = f"{matrices}, per step"
     if plan.cp > 1:
         by_heads = m.layer_cp_comm.count("a2a")
         rows["context"] = f"{m.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
@@ -81,7 +81,7 @@ def format_plan(
     if config.train.cuda_graph_impl != "none":
         rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
     if peak is not None:
-        rows["peak"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
+        rows["peak FLOP/s"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
     by_stages = [lines.aligned_table(stage_rows(plan))] if device_type is None and plan.dp * plan.cp > 1 else []
     return "\n".join([lines.table(rows), lines.aligned_table(memory_rows(plan)), *by_stages])
 
@@ -149,10 +149,11 @@ def replicas_of(plan: RunPlan) -> int:
 def zero_of(plan: RunPlan) -> str:
     """The ZeRO stage, and with hybrid sharding its replicas."""
     p, replicas, size = plan.config.parallel, replicas_of(plan), plan.mesh_at(0).dp_shard.size
-    text = f"stage {p.effective_zero_stage}: dp{' x cp' * (plan.cp > 1)} shares out {SHARDED_BY_STAGE[p.effective_zero_stage]}"
+    axes = "dp x cp" if plan.cp > 1 else "dp"
+    text = f"stage {p.effective_zero_stage}, {SHARDED_BY_STAGE[p.effective_zero_stage]} sharded over {axes}"
     if replicas == 1:
         return text
-    over_all = ", which share out the optimizer once more" * (p.outer_dp_sharding_strategy == "optim")
+    over_all = ", optimizer sharded over these too" if p.outer_dp_sharding_strategy == "optim" else ""
     return f"{text} within each of {replicas} replicas of {size} rank{'s' * (size > 1)}{over_all}"
 
 

@@ -58,11 +58,11 @@ def productive_seconds(metrics: Path) -> float:
 
 
 def read_history(folder: Path, until: float) -> dict[str, Any] | None:
-    """A run since it began at step 0: wall_s, useful_s, their goodput, processes, and the tokens trained before; None
+    """A run since it began at step 0: wall_s, productive_s, their goodput, processes, and the tokens trained before; None
     where events.jsonl has no start. `until`: when a process that still runs was last seen, as time.time()."""
     lives: list[dict[str, Any]] = []
     for _, row in read_jsonl(folder / "events.jsonl"):
-        if row.get("fresh"):
+        if row.get("from_scratch"):
             lives = []
         if row.get("event") in (STARTED, ENDED) and "at" in row:
             lives.append(row)
@@ -75,9 +75,9 @@ def read_history(folder: Path, until: float) -> dict[str, Any] | None:
     return goodput_of(wall, productive_seconds(folder / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0))
 
 
-def goodput_of(wall_s: float, useful_s: float, processes: int, tokens: int) -> dict[str, Any]:
-    goodput = useful_s / wall_s if wall_s > 0 else 0.0
-    return dict(wall_s=wall_s, useful_s=useful_s, goodput=goodput, processes=processes, tokens=tokens)
+def goodput_of(wall_s: float, productive_s: float, processes: int, tokens: int) -> dict[str, Any]:
+    goodput = productive_s / wall_s if wall_s > 0 else 0.0
+    return dict(wall_s=wall_s, productive_s=productive_s, goodput=goodput, processes=processes, tokens=tokens)
 
 
 def format_goodput(past: Mapping[str, Any]) -> str:
@@ -89,8 +89,8 @@ def advise(
     percent: Mapping[str, float], work: Mapping[str, Any], plan: RunPlan, per_node: int
 ) -> tuple[str | None, str]:
     """(bottleneck, advice), or (None, reason) where the times are not those of a healthy run."""
-    if work["unlike"]:
-        return None, work["unlike"]
+    if work["no_advice_reason"]:
+        return None, work["no_advice_reason"]
     shares = {phase: share / 100 for phase, share in percent.items()}
     shares["compute"] = sum(percent.get(phase, 0.0) for phase in COMPUTE) / 100
     limit = main_bottleneck(shares)
@@ -108,10 +108,10 @@ def build_report(
     bottleneck, advice = advise(percent, work, plan, per_node)
     report: dict[str, Any] = dict(time=timestamp(), wall_s=wall, seconds=dict(seconds), percent=percent)
     report |= dict(bottleneck=bottleneck, advice=advice, **work, tokens_per_s=work["tokens"] / wall)
-    past = past or goodput_of(wall, 0.0, 1, work["all_tokens"] - work["tokens"])
+    past = past or goodput_of(wall, 0.0, 1, work["total_tokens"] - work["tokens"])
     report["run"] = run = past | {"gpu_hours": work["devices"] * past["wall_s"] / 3600}
     if work["price_per_gpu_hour"] is not None:
-        cost, tokens = run["gpu_hours"] * work["price_per_gpu_hour"], work["all_tokens"] - past["tokens"]
+        cost, tokens = run["gpu_hours"] * work["price_per_gpu_hour"], work["total_tokens"] - past["tokens"]
         run |= dict(cost=cost, cost_per_million_tokens=1e6 * cost / tokens if tokens else None)
     return report
 
@@ -121,10 +121,10 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
     shares, run = sorted(report["percent"].items(), key=lambda item: -item[1]), report["run"]
     went = ", ".join(f"{phase} {share:.1f} %" for phase, share in shares if share >= 0.05)
     rows = {
-        "time went to": f"{went}; of the process's {duration(report['wall_s'])}",
+        "time breakdown": f"{went}; of the process's {duration(report['wall_s'])}",
         "computed": f"{report['flops']:.3g} FLOPs in {report['steps']:,} steps, {report['tokens_per_s']:,.0f} tokens/s",
         "goodput": f"{format_goodput(run)}, {run['gpu_hours']:.4g} device hours",
-        "bottleneck": f"{report['bottleneck'] or 'not told'}: {report['advice']}",
+        "bottleneck": f"{report['bottleneck'] or 'unknown'}: {report['advice']}",
     }
     if "cost" in run:
         each = run["cost_per_million_tokens"]
@@ -134,7 +134,7 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass
 class RunReport:
-    """Rank 0's account of its process, in events.jsonl and report.json. `about`: training/logging/plan_summary.py: facts."""
+    """Rank 0's account of its process, in events.jsonl and report.json. `run_info`: training/logging/plan_summary.py: facts."""
 
     folder: Path
     run: Run
@@ -142,15 +142,22 @@ class RunReport:
     flops_per_token: float
     config: Config
     plan: RunPlan
-    about: Mapping[str, Any]
+    run_info: Mapping[str, Any]
     ranks: RankInfo
 
     def __post_init__(self) -> None:
         state, c = self.run.state, self.config.checkpoint
         resumes = c.save is not None and c.load == c.save  # also at step 0: a process may have died before it saved
-        at, fresh = time.time() - self.phases.wall_s, state.step == 0 and not resumes
+        started_at, from_scratch = time.time() - self.phases.wall_s, state.step == 0 and not resumes
         self._events, self._begin = EventLog(self.folder, 0), replace(state)
-        self._events.add(STARTED, step=state.step, at=at, tokens=state.consumed_tokens, fresh=fresh, about=self.about)
+        self._events.add(
+            STARTED,
+            step=state.step,
+            at=started_at,
+            tokens=state.consumed_tokens,
+            from_scratch=from_scratch,
+            run_info=self.run_info,
+        )
 
     def close(self, outcome: ExitCode, saver: CheckpointSaver | None) -> dict[str, str]:
         """Write report.json; returns its lines for the summary."""
@@ -162,8 +169,8 @@ class RunReport:
         return summary(report)
 
     def work(self, seconds: Mapping[str, float], outcome: ExitCode, saver: CheckpointSaver | None) -> dict[str, Any]:
-        """`chunks`: per pipeline rank. `tokens` and `flops` are this process's, `all_tokens` the run's.
-        `planned_bubble`: and its remedies, "" where it is small. `unlike`: why the times are no healthy run's."""
+        """`chunks`: per pipeline rank. `tokens` and `flops` are this process's, `total_tokens` the run's.
+        `planned_bubble`: and its remedies, "" where it is small. `no_advice_reason`: why the times are no healthy run's."""
         run, state, begin = self.run, self.run.state, self._begin
         tokens, steps = state.consumed_tokens - begin.consumed_tokens, state.step - begin.step
         micro_batch = self.config.train.micro_batch_size * run.mesh.dp.size
@@ -174,10 +181,10 @@ class RunReport:
             "chunks": len(run.pipeline.stages),
             "microbatches": run.batch_sizes.at(state.consumed_samples) // micro_batch,
             "background_saves": saver is not None and saver.background,
-            **dict(steps=steps, tokens=tokens, all_tokens=state.consumed_tokens, flops=tokens * self.flops_per_token),
+            **dict(steps=steps, tokens=tokens, total_tokens=state.consumed_tokens, flops=tokens * self.flops_per_token),
             "price_per_gpu_hour": self.config.operations.price_per_gpu_hour,
             "planned_bubble": describe_bubble(self.plan) if waits else "",  # takes a second or two for a long plan
-            "unlike": self._no_advice_reason(outcome, steps),
+            "no_advice_reason": self._no_advice_reason(outcome, steps),
         }
 
     def _no_advice_reason(self, outcome: ExitCode, steps: int) -> str:

@@ -61,7 +61,7 @@ class HealthMonitor:
         if self.mesh.world.is_first:
             for event, rank, text in new_problems:
                 report.warning(f"step {step}: {text}")
-                self._events.add(event, step, of=rank, host=self.hosts[rank], text=text)
+                self._events.add(event, step, subject_rank=rank, host=self.hosts[rank], text=text)
             if self._shown and (line := straggler_line(rows, self._shown)):
                 report.info(line)
             if time.monotonic() > self._next_heartbeat:
@@ -137,8 +137,8 @@ def slow_ranks(rows: Sequence[Row]) -> dict[int, str]:
             excess = {phase: row[phase] - statistics.median(peer[phase] for peer in peers) for phase in OWN_PHASES}
             phase = max(excess, key=lambda name: excess[name])
             slow[rank] = (
-                f"is slow: {1000 * own_time_s(row):.1f} ms of its own in a step where others take {1000 * usual:.1f}, "
-                f"+{1000 * excess[phase]:.1f} ms in {phase}"
+                f"is a straggler: {1000 * own_time_s(row):.1f} ms of local work per step, "
+                f"peers {1000 * usual:.1f} ms (+{1000 * excess[phase]:.1f} ms in {phase})"
             )
     return slow
 

@@ -221,7 +221,7 @@ class AnomalyHandler:
             return None
         done = "skipped" if result.skipped else "updated"
         samples = range(self.run.state.consumed_samples - result.batch_size, self.run.state.consumed_samples)
-        kind = "wrong-once" if doubt.transient else "spike" if doubt.finite else "not-finite"
+        kind = "transient-error" if doubt.transient else "spike" if doubt.finite else "non-finite"
         self.log(kind, f"step {step}: {doubt}; {done}", samples[-MOST_SAMPLES:], done=done, ranks=doubt.differing_ranks)
         if self.skipped >= self.max_skipped:
             raise InvalidResultError(

@@ -259,7 +259,7 @@ class Watchdog:
                 word = {"rank": self.rank, "code": int(ExitCode.HANG), "reason": self.reason}
                 write_atomically(self._report_file, json.dumps(word))
         print_err("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
-        self.events.add("hang", step, reason=self.reason, late=self.late_ranks)
+        self.events.add("hang", step, reason=self.reason, late_ranks=self.late_ranks)
 
     def _view(self) -> RankState:
         doing, step, since = self._at

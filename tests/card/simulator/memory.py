@@ -73,14 +73,14 @@ class Memory:
         if block.side != "nobody" and block.there:
             self._write(Free(block.number))
 
-    def goes(self, flat: Tensor) -> None:
+    def on_free(self, flat: Tensor) -> None:
         """A storage that stays gives its memory back, and may get other memory later: of another number."""
         block = self.block(flat)
         if block is not None and block.side == "card":
             block.there = False
             self._write(Free(block.number))
 
-    def came(self, flat: Tensor) -> None:
+    def on_allocate(self, flat: Tensor) -> None:
         block = self.block(flat)
         if block is not None and block.side == "card":
             block.number, block.there = next(self._numbers), True

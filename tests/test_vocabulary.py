@@ -1,0 +1,89 @@
+"""The vocabulary of the code base: the right column of the glossary in docs/style.md does not come back.
+
+`python tests/test_vocabulary.py PATH...` prints what these files and directories would have to change.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("megalite", "tools", "pretrain_gpt.py", "examples")
+DOCUMENTS = ("docs", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+# names of variables, parameters, attributes, functions and classes; an underscore at either end does not matter
+NAMES = frozenset(
+    """
+    afresh again alike anew apart asked beside bill card dog doubt doubts folder foreign found given got held here home
+    house how kept life made mine moment news of ours pulse room taken theirs told unlike usual wanted whole word words
+    """.split()
+)
+# phrases of comments, docstrings, help texts and documents
+PHRASES = re.compile(
+    r"\b(afresh|anew|cards?|folders?|foreign|likewise|of which|ours|pulse|share[ds]? out|theirs|"
+    r"(?:is|are) told|(?:it|they|which|who) tells?)\b",
+    re.IGNORECASE,
+)
+CODE = re.compile(r"`[^`]*`|<[^>]*>|\]\([^)]*\)")  # quoted names, tags, and targets of links
+
+
+def defined_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of everything that a module defines or assigns."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
+def python_prose(text: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of the comments and docstrings of Python source."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""')):
+            yield from enumerate(token.string.split("\n"), token.start[0])
+
+
+def problems(path: Path) -> list[str]:
+    """Return the words and names of a file that the glossary replaces, as "line: word"."""
+    text = path.read_text("utf-8")
+    lines = enumerate(text.split("\n"), 1)
+    found = list[tuple[int, str]]()
+    if path.suffix == ".py":
+        found += [(line, name) for line, name in defined_names(ast.parse(text)) if name.strip("_") in NAMES]
+        lines = python_prose(text)
+    found += [(line, match[0]) for line, words in lines for match in PHRASES.finditer(re.sub(CODE, "", words))]
+    return [f"{line}: {word}" for line, word in sorted(set(found))]
+
+
+def files_in(*places: str) -> list[Path]:
+    """Return the Python files, tables and pages below these paths."""
+    paths = [ROOT / place for place in places]
+    found = [path for place in paths for path in (sorted(place.rglob("*")) if place.is_dir() else [place])]
+    return [p for p in found if p.suffix in (".py", ".md", ".toml") and p != ROOT / "docs/style.md"]
+
+
+@pytest.mark.parametrize("place", [*SOURCES, *DOCUMENTS])
+def test_words_are_those_of_the_glossary(place: str) -> None:
+    found = {str(path.relative_to(ROOT)): problems(path) for path in files_in(place)}
+    assert {path: words for path, words in found.items() if words} == {}
+
+
+def test_words_of_the_old_dialect_are_found(tmp_path: Path) -> None:
+    source = tmp_path / "mixed.py"
+    source.write_text('def told(folder, size):\n    """Sizes of which a card holds most."""\n    made = size\n', "utf-8")
+    assert problems(source) == ["1: folder", "1: told", "2: card", "2: of which", "3: made"]
+
+
+if __name__ == "__main__":
+    for file in files_in(*sys.argv[1:]):
+        for problem in problems(file):
+            print(f"{file}:{problem}")
