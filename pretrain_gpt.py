@@ -11,33 +11,34 @@ mpirun -n 4 python pretrain_gpt.py FLAGS            the same, under Open MPI, MP
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: nothing has begun
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
 
 from megalite.launch.rank_info import RankInfo
 from megalite.training.job.command import TrainCommand, parse, run_main
 
 
 def train(ranks: RankInfo, command: TrainCommand) -> int:
-    """One rank, from its place in the world to its exit code."""
-    stop = command.install_signal_handler(ranks)  # for signals, before torch is imported
+    """Train on one rank and return its exit code."""
+    signals = command.install_signal_handler(ranks)  # before the imports of torch, which take seconds
     from megalite.training.job.job import TrainingJob
     from megalite.training.setup import build_run
     from megalite.training.train_step import train_step
 
-    with TrainingJob(command, ranks, stop) as life:  # how it ends is told here, whatever happens: life/run.py: failure
-        plan, sources = life.preflight()
+    with TrainingJob(command, ranks, signals) as job:  # reports every outcome and sets the exit code
+        plan, sources = job.preflight()
         if plan.config.train.dry_run:
-            return life.print_plan(plan, sources)
-        with life.join_process_group(plan, sources) as device:
-            run = build_run(plan.config, ranks, device, sources=sources, arrangement=plan)
-            with life.trainer(run, plan, sources) as training:  # from a checkpoint, a branch or fresh weights
-                for step_options in training.steps():  # until the last one, or a reason to stop that all ranks agree on
-                    training.end_step(train_step(run, **step_options))  # log, evaluate, save, look for what is wrong
-    return life.exit_code
+            return job.print_plan(plan, sources)
+        with job.join_process_group(plan, sources) as device:
+            run = build_run(plan.config, ranks, device, sources=sources, plan=plan)
+            with job.trainer(run, plan, sources) as trainer:  # loads a checkpoint or other weights first
+                for step_options in trainer.steps():  # until the last step, or until all ranks agree to stop
+                    trainer.end_step(train_step(run, **step_options))  # log, evaluate, save, check health
+    return job.exit_code
 
 
 def main(argv: list[str]) -> int:
-    return parse(argv).launch(train)  # as one process, as --nproc of them and their restarts, or as a launcher's rank
+    """Run as a single process, as a launcher of --nproc ranks with restarts, or as a rank of another launcher."""
+    return parse(argv).launch(train)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """megalite: 3D-parallel pretraining of large language models.
 
-The Python API (docs/python.md) is the names in `__all__`. They come from megalite/api.py, which is imported when the
-first of them is used, so that `import megalite` stays cheap.
+The Python API (docs/python.md) is the names in `__all__`. megalite/api.py is imported when the first of them is used,
+so `import megalite` is cheap.
 """
 
 import importlib

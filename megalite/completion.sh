@@ -1,12 +1,12 @@
-# Completes `megalite` in bash and zsh: source <(megalite completion bash). Commands and flags are those that
-# --help all shows behind the words before the cursor, asked when they are needed and kept until others are.
+# Completes `megalite` in bash and zsh: source <(megalite completion bash). Commands and flags come from --help all of the
+# command before the cursor. The last answer is cached.
 if [ -n "${ZSH_VERSION:-}" ]; then
   autoload -Uz compinit bashcompinit && compinit && bashcompinit
 fi
 _megalite_before=none
 
-_megalite_in_help() { # of a help text: the commands in its usage, and the flags that its lines begin with
-  sed -n 's/.*{\([a-z,]*\)} \.\.\.$/\1/p' <<<"$1" | tr , '\n'
+_megalite_in_help() { # prints the commands in the usage of a help text, and the flags at the start of its lines
+  sed -n 's/.*{\([a-z,-]*\)} \.\.\.$/\1/p' <<<"$1" | tr , '\n'
   sed -n 's/^  *\(-.*\)/\1/p' <<<"$1" | sed 's/   *.*//' | grep -o -e '--[a-z][a-z0-9_-]*' | sort -u
 }
 

@@ -113,7 +113,7 @@ def test_a_layout_is_verified(run: Path) -> None:
 
 
 def test_an_argument_that_cannot_be_is_a_config_error(run: Path) -> None:
-    small, paths = megalite.Config(SMALL, train_iters=2), "is not a path; give the folder's"
+    small, paths = megalite.Config(SMALL, train_iters=2), "is not a path; give that of a directory"
     says: dict[str, Any] = {
         "config='--preset tiny' is of type str, not a megalite.Config; give megalite.Config('--preset tiny')": [
             lambda: megalite.train("--preset tiny"),

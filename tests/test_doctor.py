@@ -53,9 +53,9 @@ def test_a_sound_machine_with_its_storage_and_data_is_0(tmp_path: Path, capsys) 
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether that stops a run
-    "NCCL_P2P_DISABLE=1: cards of a machine exchange by a detour": (dict(NCCL_P2P_DISABLE="1"), "warn"),
+    "NCCL_P2P_DISABLE=1: GPUs of a machine exchange data without NVLink": (dict(NCCL_P2P_DISABLE="1"), "warn"),
     "give --distributed-timeout-minutes": (dict(NCCL_TIMEOUT="60"), "warn"),
-    "no card is visible": (dict(CUDA_VISIBLE_DEVICES=""), "warn"),
+    "no GPU is visible": (dict(CUDA_VISIBLE_DEVICES=""), "warn"),
     "this run is made to fail": (dict(MEGALITE_FAULT="init.collectives:1:0:bitflip"), "warn"),
     "MEGALITE_KERNELS=fast is unknown": (dict(MEGALITE_KERNELS="fast"), "bad"),
     "NCCL_SOCKET_IFNAME=nic7 is no interface": (dict(NCCL_SOCKET_IFNAME="nic7"), "bad"),

@@ -138,7 +138,7 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     (train,) = [command for command in typed("from_hugging_face.md") if command.words[1] == "train"]
     words = [word for word in train.words if word not in ("--export-hf", "models/Qwen3-8B-mine")]
     again = shell.type(documents.Command(train.place, tuple(words)))
-    assert "iter_0000002" in again and "begin afresh" not in again
+    assert "iter_0000002" in again and "start from scratch" not in again
 
 
 @pytest.mark.everything(guards=("docs/from_megatron.md",))

@@ -298,9 +298,9 @@ def test_a_family_is_written_and_read_and_planned(tmp_path: Path) -> None:
     words = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
     typed(tmp_path, *words, "--seq-length", "16", "--max-position-embeddings", "16")
     typed(tmp_path, "--load", "run", "--to-hf", "acme", "--family", "acme", *own, program=convert)
-    said = json.loads((tmp_path / "house/config.json").read_text("utf-8"))
+    said = json.loads((tmp_path / "acme/config.json").read_text("utf-8"))
     assert said["model_type"] == "acme" and said["width"] == 32 and said["depth"] == 2
-    with safe_open(tmp_path / "house/model.safetensors", "np") as file:
+    with safe_open(tmp_path / "acme/model.safetensors", "np") as file:
         assert {"tokens.weight", "blocks.1.wkv.weight", "output.weight"} <= {*file.keys()}
     typed(tmp_path, "--from-hf", "acme", "--save", "again", *own, program=convert)
     for source in ("run", "again"):
@@ -308,7 +308,7 @@ def test_a_family_is_written_and_read_and_planned(tmp_path: Path) -> None:
     same = [(tmp_path / f"llama-{source}/model.safetensors").read_bytes() for source in ("run", "again")]
     assert same[0] == same[1]
     other = ["--from-hf", "acme", "--save", "other"]
-    assert "model_type='house' is not one of llama, " in typed(tmp_path, *other, program=convert, code=3)
+    assert "model_type='acme' is not one of llama, " in typed(tmp_path, *other, program=convert, code=3)
     assert "no second reading" in typed(tmp_path, *other, "--check-bits", *own, program=convert, code=3)
     plan = ["--hf", "acme", "--num-gpus", "1", "--global-batch-size", "8"]
     assert "MFU" in typed(tmp_path, *plan, *own, program="tools/plan.py")

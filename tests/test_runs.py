@@ -181,12 +181,16 @@ def test_a_rank_that_was_missed_by_others_alone_is_the_first_failure(tmp_path: P
 def test_events_are_told_in_words_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = left(tmp_path / "run")
     event = {"time": "2026-11-23T03:00:00+00:00", "event": "heartbeat", "rank": 0, "step": 7, "at": 1795878683.446961}
-    event |= {"own": [0.123456789, None, 2], "hosts": [f"h{i}" for i in range(40)], "run_info": {"command": ["x"] * 900}}
+    event |= {
+        "own": [0.123456789, None, 2],
+        "hosts": [f"h{i}" for i in range(40)],
+        "run_info": {"command": ["x"] * 900},
+    }
     (folder / "events.jsonl").write_text(json.dumps(event | {"from_scratch": True}) + "\n")
     assert logs.main([str(folder)]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if "heartbeat" in line]
     said = "heartbeat  step 7  own 0.1235, n/a, 2  hosts " + ", ".join(f"h{i}" for i in range(8)) + " and 32 more"
-    assert line.endswith(f" | {said}  fresh yes  (about: in events.jsonl)")
+    assert line.endswith(f" | {said}  from_scratch yes  (run_info: in events.jsonl)")
 
 
 def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> None:

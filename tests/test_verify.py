@@ -338,7 +338,9 @@ HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "name",
-    rarely([*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp", "experts"], str, guards=("tools/verify.py", "tools/verification")),
+    rarely(
+        [*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp", "experts"], str, guards=("tools/verify.py", "tools/verification")
+    ),
 )
 def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"

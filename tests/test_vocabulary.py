@@ -79,7 +79,9 @@ def test_words_are_those_of_the_glossary(place: str) -> None:
 
 def test_words_of_the_old_dialect_are_found(tmp_path: Path) -> None:
     source = tmp_path / "mixed.py"
-    source.write_text('def told(folder, size):\n    """Sizes of which a card holds most."""\n    made = size\n', "utf-8")
+    source.write_text(
+        'def told(folder, size):\n    """Sizes of which a card holds most."""\n    made = size\n', "utf-8"
+    )
     assert problems(source) == ["1: folder", "1: told", "2: card", "2: of which", "3: made"]
 
 

@@ -118,13 +118,13 @@ def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None 
     """From the run's step to its last, without a log."""
     from megalite.training.job.stop_signals import StopSignalHandler
     from megalite.training.logging.metrics_logger import NullLogger
-    from megalite.training.logging.timers import PhaseTimer, Timers
+    from megalite.training.logging.timers import TimeBreakdown, Timers
     from megalite.training.monitoring.watchdog import Watchdog
     from megalite.training.train_step import train_step
     from megalite.training.trainer import Monitors, Trainer  # torch: others want the command lines alone
 
     dog = Watchdog(run.mesh, folder, Timers(), 600.0)
-    watch = Monitors(config, run, folder, PhaseTimer(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
+    watch = Monitors(config, run, folder, TimeBreakdown(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
     try:
         training = Trainer(run, config, folder, NullLogger(), StopSignalHandler(), saver, None, watch)
         with watch.collector.running(), contextlib.closing(watch.profiler):

@@ -62,11 +62,11 @@ def timed_steps(run: Any, steps: int) -> dict[str, float]:
     clock.span = span
     try:
         for _ in range(steps):
-            clock.begin(run.mesh.device)
+            clock.start_step(run.mesh.device)
             train_step(run)
-            clock.end()
+            clock.end_step()
             synchronize(run.mesh.device)
-            for phase, seconds in clock.read().items():
+            for phase, seconds in clock.phase_seconds().items():
                 spent[phase] = spent.get(phase, 0.0) + seconds
     finally:
         del clock.span
@@ -84,7 +84,7 @@ def megalite_rank(ranks: RankInfo, task: dict[str, Any]) -> None:
         steps = time_steps(step, device, task["warmup"], task["steps"])
         memory = peak_memory(device)
         parts, axes = parts_of(timed_steps(run, max(2, task["steps"] // 2)))
-        run.buffer.wait_gather()
+        run.buffer.wait_param_sync()
         facts: dict[str, Any] = dict(steps=steps, losses=losses, memory=memory, parts=parts, axes=axes)
         facts |= facts_of(run, config, ranks)
         write(task, ranks.rank, **facts)

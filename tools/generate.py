@@ -24,7 +24,7 @@ from megalite.config.console import escape_control_chars, print_err
 from megalite.config.exits import end_at_once
 from megalite.config.text_file import TextFileError, read_small_text
 from megalite.launch.local_launcher import INTERRUPTED, launch_local
-from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, other_number, process_group, read_environment
+from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, nproc_error, process_group, read_environment
 from tools.cli_common import Plugins, number, parser_of, positive
 
 LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
@@ -162,7 +162,7 @@ def main(argv: list[str]) -> int:
     except (LaunchError, ValueError) as error:
         parser.error(str(error))
     nproc = args.nproc or 1
-    problem = other_number(ranks, args.nproc) or misuse(args, nproc if ranks is None else ranks.world_size)
+    problem = nproc_error(ranks, args.nproc) or misuse(args, nproc if ranks is None else ranks.world_size)
     if problem is not None:
         parser.error(problem)
     if ranks is None and nproc > 1:

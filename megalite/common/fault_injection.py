@@ -1,11 +1,11 @@
-"""Faults on demand, for tests and drills: MEGALITE_FAULT="POINT:RANK:STEP:KIND", several separated by commas.
+"""Injected faults for tests and drills: MEGALITE_FAULT="POINT:RANK:STEP:KIND", several separated by commas.
 
     MEGALITE_FAULT="step.after_reduce:1:3:kill"       rank 1 dies in step 3
     MEGALITE_FAULT="data.get:*:5:sleep=2.5"           every rank waits in step 5
 
-RANK and STEP may be *. faults.toml says where each POINT is, and which value nan, inf and bitflip change there. A fault
-strikes once per process, except where STEP is *; with MEGALITE_FAULT_ONCE=FOLDER once per run, restarts included, as a
-file in FOLDER records. Where none is set, a point costs one look-up in a dictionary.
+RANK and STEP may be *. fault_points.toml lists the points, and the values that nan, inf and bitflip change there. A
+fault occurs once per process, unless STEP is *. With MEGALITE_FAULT_ONCE=DIR it occurs once per run, restarts included,
+which a file in DIR records. Without faults, a point costs one dictionary lookup.
 """
 
 import errno
@@ -31,19 +31,19 @@ FORM = re.compile(
 
 
 class InjectedFault(RuntimeError):
-    """Raised by the kind `raise`."""
+    """The exception that the kind `raise` raises."""
 
 
 class FaultInjector:
-    """The faults that `env` asks for. Raises ValueError for one that is not of the form."""
+    """The faults of the environment variable. Raises ValueError for one that cannot be parsed."""
 
     def __init__(self, env: Mapping[str, str] = os.environ):
-        self._of: dict[str, list[re.Match[str]]] = {}
-        self._struck: set[str] = set()
-        self._once = env.get(FAULT_ONCE_VARIABLE)
-        if self._once is not None and not os.path.isdir(self._once):
+        self._faults_by_point: dict[str, list[re.Match[str]]] = {}
+        self._injected: set[str] = set()
+        self._once_dir = env.get(FAULT_ONCE_VARIABLE)
+        if self._once_dir is not None and not os.path.isdir(self._once_dir):
             raise ValueError(
-                f"{FAULT_ONCE_VARIABLE}={self._once!r} is not a directory; make it, or unset {FAULT_ONCE_VARIABLE}"
+                f"{FAULT_ONCE_VARIABLE}={self._once_dir!r} is not a directory; make it, or unset {FAULT_ONCE_VARIABLE}"
             )
         for text in filter(None, env.get(FAULT_VARIABLE, "").split(",")):
             if (match := FORM.fullmatch(text)) is None:
@@ -52,37 +52,33 @@ class FaultInjector:
                 )
             if match["point"] not in POINTS:
                 raise ValueError(f"{FAULT_VARIABLE}={text!r} names no known point: {', '.join(POINTS)}")
-            self._of.setdefault(match["point"], []).append(match)
+            self._faults_by_point.setdefault(match["point"], []).append(match)
 
     def __call__(self, point: str, rank: int, step: int, tensor: Any = None) -> None:
-        """Strike, if a fault was asked for here. nan, inf and bitflip change `tensor`, or the one that it returns."""
-        for inject_fault in self._of.get(point, ()):
-            if (
-                inject_fault["rank"] in ("*", str(rank))
-                and inject_fault["step"] in ("*", str(step))
-                and self._first(inject_fault, rank)
-            ):
-                _inject(
-                    inject_fault["kind"],
-                    float(inject_fault["value"] or 3600),
-                    f"{point} on rank {rank}, step {step}",
-                    tensor,
-                )
+        """Inject the faults for this point, rank and step.
 
-    def _first(self, inject_fault: re.Match[str], rank: int) -> bool:
-        if self._once is not None:
+        nan, inf and bitflip change `tensor`, or the tensor that it returns if it is a function.
+        """
+        for fault in self._faults_by_point.get(point, ()):
+            matches = fault["rank"] in ("*", str(rank)) and fault["step"] in ("*", str(step))
+            if matches and self._is_due(fault, rank):
+                _inject(fault["kind"], float(fault["value"] or 3600), f"{point} on rank {rank}, step {step}", tensor)
+
+    def _is_due(self, fault: re.Match[str], rank: int) -> bool:
+        """Return True, and record it, if a fault that occurs once has not occurred yet."""
+        if self._once_dir is not None:
             try:
-                (Path(self._once) / f"{inject_fault[0].replace('*', 'any')}.{rank}").touch(exist_ok=False)
+                (Path(self._once_dir) / f"{fault[0].replace('*', 'any')}.{rank}").touch(exist_ok=False)
                 return True
             except FileExistsError:
                 return False
-        first = inject_fault[0] not in self._struck or inject_fault["step"] == "*"
-        self._struck.add(inject_fault[0])
-        return first
+        is_due = fault[0] not in self._injected or fault["step"] == "*"
+        self._injected.add(fault[0])
+        return is_due
 
 
 def _inject(kind: str, value: float, where: str, tensor: Any = None) -> None:
-    """`value`: seconds of sleep."""
+    """Inject a fault of this kind; `value` is the duration of a sleep in seconds."""
     print(f"{FAULT_VARIABLE}: {kind} at {where}", file=sys.stderr, flush=True)
     match kind:
         case "kill" | "stop" | "term":
@@ -91,7 +87,7 @@ def _inject(kind: str, value: float, where: str, tensor: Any = None) -> None:
             raise InjectedFault(f"asked for by {FAULT_VARIABLE} at {where}")
         case "eio":
             raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (asked for by {FAULT_VARIABLE} at {where})")
-        case "full":  # as a disk is: every file ends at 4 kB
+        case "full":  # like a full disk: no file can grow beyond 4 kB
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         case "exit0":
@@ -99,15 +95,16 @@ def _inject(kind: str, value: float, where: str, tensor: Any = None) -> None:
         case "sleep":
             time.sleep(value)
         case "nan" | "inf":
-            _first_of(tensor)[0] = float(kind)
+            _flat(tensor)[0] = float(kind)
         case "bitflip":
             import torch
 
-            raw = _first_of(tensor).view(torch.uint8)
+            raw = _flat(tensor).view(torch.uint8)
             raw[0] = raw[0] ^ 1
 
 
-def _first_of(tensor: Any) -> Any:
+def _flat(tensor: Any) -> Any:
+    """Return the tensor, or the one that it returns, as a flat view."""
     if tensor is None:
         raise ValueError("there is no tensor at this point")
     value: Any = tensor() if callable(tensor) else tensor

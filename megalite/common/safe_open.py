@@ -1,7 +1,8 @@
-"""Opens a run's files, in a folder where others may write: never through a link, so that nobody can make a run write to
-another file of its user. (A new file is made with mode "x", which follows no link either.)
+"""Openers for a run's files that follow no link.
 
-Both openers are for `open`, do not block on a pipe, and raise OSError.
+Others may be able to write in the run directory. A link there must not make a run write to another file of its user.
+(New files are created with mode "x", which follows no link either.) Both openers are for `open`, do not block on a
+pipe, and raise OSError.
 """
 
 import errno
@@ -12,31 +13,32 @@ from pathlib import Path
 
 
 class SymlinkError(OSError):
+    """A file or directory of a run is a link."""
+
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 def open_nofollow(path: str | Path, flags: int) -> int:
-    """For a file in a folder that the user named, which may itself be a link."""
+    """Open a file in a directory that the user named, which may itself be a link."""
     return _open(path, path, flags, None)
 
 
 def open_in_run_dir(path: str | Path, flags: int) -> int:
-    """For a file in a folder that the run made, which must not be a link either."""
-    folder, name = os.path.split(path)
+    """Open a file in a directory that the run created, which must not be a link either."""
+    directory, name = os.path.split(path)
     try:
-        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise _refusal(folder) if os.path.islink(folder) else error from None
+        raise _symlink_error(directory) if os.path.islink(directory) else error from None
     try:
-        return _open(path, name, flags, number)
+        return _open(path, name, flags, dir_fd)
     finally:
-        os.close(number)
+        os.close(dir_fd)
 
 
 def remove(path: str | Path) -> None:
-    """Remove whatever stands at a path that a run takes for itself: a directory with all that is in it, or a file or a
-    link, never what the link names. Nothing there is fine. Raises OSError."""
+    """Remove a directory with its contents, a file, or a link (not its target), if there is one. Raises OSError."""
     try:
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -47,25 +49,25 @@ def remove(path: str | Path) -> None:
         os.unlink(path)
 
 
-def _open(path: str | Path, name: str | Path, flags: int, folder: int | None) -> int:
-    """Truncates only after the check for hard links, which needs the open file."""
-    safe = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+def _open(path: str | Path, name: str | Path, flags: int, dir_fd: int | None) -> int:
+    """Open `name`, and truncate it only after the check for hard links, which needs the open file."""
+    safe_flags = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        number = os.open(name, safe, 0o666, dir_fd=folder)
+        fd = os.open(name, safe_flags, 0o666, dir_fd=dir_fd)
     except OSError as error:
-        raise _refusal(path) if error.errno == errno.ELOOP else error from None
+        raise _symlink_error(path) if error.errno == errno.ELOOP else error from None
     try:
-        status = os.fstat(number)
+        status = os.fstat(fd)
         if stat.S_ISREG(status.st_mode):
             if status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
-                raise _refusal(path)
+                raise _symlink_error(path)
             if flags & os.O_TRUNC:
-                os.ftruncate(number, 0)
+                os.ftruncate(fd, 0)
     except OSError:
-        os.close(number)
+        os.close(fd)
         raise
-    return number
+    return fd
 
 
-def _refusal(path: str | Path) -> SymlinkError:
+def _symlink_error(path: str | Path) -> SymlinkError:
     return SymlinkError(errno.ELOOP, "is a link to another file, and a run opens none; remove it", str(path))

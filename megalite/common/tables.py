@@ -1,4 +1,4 @@
-"""Tables of facts: TOML files beside the modules that read them."""
+"""Tables of facts: TOML files next to the modules that read them."""
 
 import tomllib
 from functools import cache
@@ -8,5 +8,5 @@ from typing import Any
 
 @cache
 def load_table(module: str, name: str) -> dict[str, Any]:
-    """NAME.toml beside the file of a module."""
+    """Return the contents of NAME.toml in the directory of a module."""
     return tomllib.loads(Path(module).with_name(f"{name}.toml").read_text(encoding="utf-8"))

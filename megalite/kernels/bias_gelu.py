@@ -26,9 +26,9 @@ from megalite.kernels.row_sum import sum_rows
 if TYPE_CHECKING:
     import triton.language as tl
 
-FORWARD = TileConfig(1, 2048, 4)  # 16 elements per thread: two 16-byte loads of bf16
+FORWARD_TILE = TileConfig(1, 2048, 4)  # 16 elements per thread: two 16-byte loads of bf16
 # Backward walks down the rows of its columns and holds their sums for db; 4 programs of 4 warps per multiprocessor.
-BACKWARD = TileConfig(1, 1024, 4, 4)
+BACKWARD_TILE = TileConfig(1, 1024, 4, 4)
 
 
 def bias_gelu_forward_reference(u: Tensor, bias: Tensor | None = None, *, tanh: bool) -> Tensor:
@@ -117,7 +117,7 @@ def _backward(
         tl.store(own, tl.sum(db, 0, keep_dims=True), mask=at < columns)
 
 
-def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileConfig = FORWARD) -> Tensor:
+def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileConfig = FORWARD_TILE) -> Tensor:
     """gelu(u + bias), u [..., F], bias [F]."""
     if not use_triton(u):
         return bias_gelu_forward_reference(u, bias, tanh=tanh)
@@ -134,7 +134,7 @@ def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, block: Til
 
 
 def backward(
-    u: Tensor, da: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileConfig = BACKWARD
+    u: Tensor, da: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileConfig = BACKWARD_TILE
 ) -> tuple[Tensor, ...]:
     """a again and du, both of u's shape, and with a bias db [F]."""
     if not use_triton(u):

@@ -1,7 +1,7 @@
-"""Interpreters that this process starts: they find the modules that it finds, and none in the working directory.
+"""Start interpreters that find this process's modules, and none in the working directory.
 
 multiprocessing starts its resource tracker, its fork server and spawned workers as `python -c ...`. The first entry of
-`sys.path` of such a process is the working directory, so a `socket.py` that lies there would run.
+`sys.path` of such a process is the working directory, so a `socket.py` in that directory would run.
 """
 
 import contextlib
@@ -33,25 +33,25 @@ def module_path() -> list[str]:
 
 
 def with_module_path(code: str) -> str:
-    """Return `code`, for `python -c`, that finds the modules which this process finds."""
+    """Return `code` for `python -c` with this process's `module_path` in front."""
     return f"import sys; sys.path[:] = {module_path()!r}; {code}"
 
 
 @contextlib.contextmanager
 def safe_start() -> Iterator[None]:
-    """Within, multiprocessing starts interpreters with -P and `module_path`.
+    """Make multiprocessing start interpreters with -P and `module_path` inside the block.
 
-    PYTHONSAFEPATH would do, but all processes that a rank or a user's plugin starts would inherit it. multiprocessing
-    has no option for it, so its function is replaced; other threads that start processes meanwhile are not harmed.
+    PYTHONSAFEPATH would be inherited by all processes that a rank or a user's plugin starts. multiprocessing has no
+    option for it, so its function is replaced. Other threads that start processes in the meantime are not harmed.
     """
     with _lock:
         spawn: Any = util.spawnv_passfds  # pyright: ignore[reportAttributeAccessIssue]
 
-        def start(executable: Any, words: Sequence[Any], passed: Sequence[int]) -> int:
-            words = [*words]
-            at = words.index("-c") + 1
-            words[at] = with_module_path(words[at])
-            return spawn(executable, [words[0], "-P", *words[1:]], passed)
+        def start(executable: Any, args: Sequence[Any], fds: Sequence[int]) -> int:
+            args = [*args]
+            code = args.index("-c") + 1
+            args[code] = with_module_path(args[code])
+            return spawn(executable, [args[0], "-P", *args[1:]], fds)
 
         util.spawnv_passfds = start  # pyright: ignore[reportAttributeAccessIssue]
         try:

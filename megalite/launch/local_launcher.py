@@ -1,7 +1,7 @@
-"""Starts ranks on this machine without any other launcher.
+"""The launcher of --nproc: it starts ranks on this machine.
 
-They come from a fork server that has imported torch once (0.2 s for 8 ranks; 8 interpreters take 11 s on 2 cores), and
-meet through a file and gloo's loopback device, so no port is opened that another machine could reach.
+Ranks are forked from a server that has imported torch once (0.2 s for 8 ranks; 8 interpreters take 11 s on 2 cores).
+Their rendezvous uses a file and gloo's loopback device, so no port is opened that another machine could reach.
 
 When a rank dies, the launcher ends the others, and restarts all of them if its caller wants that. When the launcher is
 killed, its ranks end themselves: PR_SET_PDEATHSIG would watch the fork server, which lives as long as a rank does.
@@ -47,18 +47,22 @@ FORWARDED_SIGNALS = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
 KILL_SIGNALS = (signal.SIGQUIT,)  # Ctrl-\\: kills the ranks without a wait
 BLOCKED_SIGNALS = (*FORWARDED_SIGNALS, *KILL_SIGNALS)
 ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (training/logging/run_dir.py)
-WORK_DONE = 254  # of a rank whose target has returned, for `_watch` alone: any other end with 0 came too early
+WORK_DONE = 254  # exit code of a rank whose target has returned: a rank that exits with 0 has exited too early
 FORKSERVER_DIED = 255  # the exit code that multiprocessing reports when the fork server is gone
 ORDERLY_S = 600.0
-# what the fork server imports for all ranks; the first backward needs the third, with sympy (1 s for each rank)
+# imported by the fork server for all ranks; the first backward needs the third, with sympy (1 s for each rank)
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.training.job.job"]
-SCRATCH, YOUNG_S = "megalite-ranks-", 60.0  # a younger folder may not have its lock yet
-MAX_SOCKET_ROOT = 47  # bytes: the path of the fork server's socket has 103 at most (Linux 107), names below take 56
+SCRATCH, MIN_AGE_S = "megalite-ranks-", 60.0  # a younger directory may not be locked yet
+MAX_SOCKET_ROOT = 47  # bytes: the path of the fork server's socket is limited to 103 (107 on Linux), 56 below here
 
 
 class LaunchResult(NamedTuple):
-    """How the ranks that were started together ended. `code`: the exit code of the first that failed, 0 if none did.
-    `cause`: what happened to it, in words. `asked`: the signals that came for all ranks, also after this was made."""
+    """The end of ranks that were started together.
+
+    code     exit code of the rank that failed first; 0 if none failed
+    cause    description of that failure
+    signals  signals received for all ranks; later ones are appended
+    """
 
     code: int
     cause: str
@@ -66,26 +70,26 @@ class LaunchResult(NamedTuple):
 
 
 def cpu_count() -> int:
-    """The number of processors that this process may use; a container's quota of processor time is rounded down."""
+    """Return the number of processors that this process may use; a container's quota is rounded down."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(usable, int(_quota())))
 
 
 def _quota(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """The smallest quota of this control group and the groups around it, in processors; a large number if none."""
-    least, texts = 1e6, list[str]()
+    """Return the smallest quota of this control group and its parents in processors; a large number if none is set."""
+    min_quota, texts = 1e6, list[str]()
     with contextlib.suppress(OSError, ValueError):
         group = Path(own.read_text("utf-8").rpartition("::")[2].strip())
-        for folder in (group, *group.parents):
+        for directory in (group, *group.parents):
             with contextlib.suppress(OSError):
-                texts.append((mounted / folder.relative_to("/") / "cpu.max").read_text("utf-8"))
+                texts.append((mounted / directory.relative_to("/") / "cpu.max").read_text("utf-8"))
     with contextlib.suppress(OSError):  # cgroup version 1
         texts.append(" ".join((mounted / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period")))
     for text in texts:
-        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max 100000" is none
+        with contextlib.suppress(ValueError, ZeroDivisionError):  # "max 100000": no quota
             quota, period = map(int, text.split())
-            least = min(least, quota / period) if quota > 0 else least
-    return least
+            min_quota = min(min_quota, quota / period) if quota > 0 else min_quota
+    return min_quota
 
 
 def launch_local(
@@ -97,61 +101,72 @@ def launch_local(
     grace_s: float = 1.5,
     timeout_s: float | None = None,
     keep_signals_blocked: bool = False,
-    on_exit: Callable[[LaunchResult], bool | None] = lambda end: None,
+    on_exit: Callable[[LaunchResult], bool | None] = lambda result: None,
 ) -> int:
-    """Run `target(ranks, *args)` in `nproc` local processes. Returns 0, or its first failing exit code or SystemExit.
+    """Run `target(ranks, *args)` in `nproc` local processes.
 
-    `target` must be importable (a module-level function). FORWARDED signals are passed on to every rank, AT_ONCE kills
-    the ranks; the fork server never gets a signal, because ranks die with it. With `holds_signals` they stay blocked
-    until `target` unblocks them. When one rank fails the others get `grace_s` seconds to notice, then SIGKILL; after an
-    orderly stop (ORDERLY) they get ORDERLY_S, because rank 0 may still be closing its logs.
-    `ended` is called when all have ended, and returns the `Ranks.resumes` of the next start, or None for no restart.
-    `threads`: CPU threads per rank; default: the cores divided by the ranks, unless OMP_NUM_THREADS is set.
+    FORWARDED_SIGNALS are passed on to every rank; KILL_SIGNALS kill the ranks. The fork server never gets a signal,
+    because ranks die with it.
+
+    Args:
+        nproc: number of ranks.
+        target: an importable (module-level) function.
+        args: its further arguments.
+        threads: CPU threads per rank; default: cores divided by ranks, unless OMP_NUM_THREADS is set.
+        grace_s: when a rank fails, seconds until the others get SIGKILL. After an orderly stop (ORDERLY) they have
+            ORDERLY_S, because rank 0 may still be closing its logs.
+        timeout_s: limit after which all ranks are killed.
+        keep_signals_blocked: signals stay blocked until `target` unblocks them.
+        on_exit: called when all ranks have ended; returns the `RankInfo.is_restart` of the next start, or None for no
+            restart.
+
+    Returns:
+        0, or the exit code of the rank that failed first.
     """
     requested = threads_of(os.environ.get("OMP_NUM_THREADS", ""))
     os.environ["OMP_NUM_THREADS"] = str(requested or threads or max(1, cpu_count() // nproc))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes: list[Any] = []
-    with _scratch_folder() as scratch, _forward_signals(processes) as seen:
+    with _scratch_dir() as scratch, _forward_signals(processes) as seen:
         with safe_start():
             resource_tracker.ensure_running()  # its start unblocks signals, so it must not happen below
-        resumes: bool | None = False
-        while resumes is not None:
+        is_restart: bool | None = False
+        while is_restart is not None:
             processes.clear()
             before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
             with safe_start():
                 forkserver.ensure_running()  # it and the ranks that it forks inherit the mask
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            folder = tempfile.mkdtemp(dir=scratch)  # each start needs a rendezvous file of its own
+            shared_dir = tempfile.mkdtemp(dir=scratch)  # each start needs a rendezvous file of its own
             for rank in range(nproc):
-                ranks = RankInfo(rank, nproc, rank, nproc, f"file://{folder}/rendezvous", resumes, folder)
+                ranks = RankInfo(rank, nproc, rank, nproc, f"file://{shared_dir}/rendezvous", is_restart, shared_dir)
                 rank_args = (ranks, target, args, keep_signals_blocked, plugins.plugin_sources())
                 process = context.Process(target=_local_rank, args=rank_args, name=f"rank {rank}")
                 discard_unwritable_output()  # `start` flushes it, which fails if its disk is full
                 with safe_start():  # if the fork server has died, this starts another
-                    process.start()  # the first waits until torch is imported
+                    process.start()  # the first one waits until torch is imported
                 processes.append(process)
                 for number in seen:
                     _signal(process, number)
-            code, cause = _watch(processes, grace_s, timeout_s, Path(folder))
+            code, cause = _watch(processes, grace_s, timeout_s, Path(shared_dir))
             for number in set(seen).intersection(KILL_SIGNALS):
                 code, cause = INTERRUPTED, signal.Signals(number).name
-            resumes = on_exit(LaunchResult(code, cause, seen))
+            is_restart = on_exit(LaunchResult(code, cause, seen))
         return code
 
 
-def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder: Path) -> tuple[int, str]:
-    """Wait until all have ended. Returns the first failing exit code, or 0, and what happened to that rank."""
+def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, shared_dir: Path) -> tuple[int, str]:
+    """Wait until all have ended. Return the exit code of the rank that failed first, or 0, and the cause."""
     failed, cause, early, alive = 0, "", "", list(processes)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while alive:
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not (on_exit := connection.wait([p.sentinel for p in alive], wait)):
+        if not (exited := connection.wait([p.sentinel for p in alive], wait)):
             for process in alive:
                 process.kill()
             failed = failed or 124
-        dead = [p for p in alive if p.sentinel in on_exit]
+        dead = [p for p in alive if p.sentinel in exited]
         for process in dead:
             process.join()
         for process in sorted(dead, key=lambda p: (p.exitcode >= 0, p.exitcode)):  # killed ones first
@@ -160,113 +175,129 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, folder
                 early = f", after {process.name} had ended with exit code 0"
             if code != WORK_DONE and not failed:
                 failed = code if code > 0 else 128 - code if code else 1
-                died = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                died = "with exit code 0 before its work was done" if code == 0 else died
-                died = "with the fork server, which was killed" if code == FORKSERVER_DIED else died
-                failed, cause = _first_failure(folder, failed, f"{process.name} ended {died}{early}")
-                if code not in (2, 3, *ORDERLY, INTERRUPTED):  # those ranks have explained themselves
-                    print_err(f"{process.name} ended {died}; ending the others")
+                ending = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+                if code == 0:
+                    ending = "with exit code 0 before its work was done"
+                elif code == FORKSERVER_DIED:
+                    ending = "with the fork server, which was killed"
+                failed, cause = _first_failure(shared_dir, failed, f"{process.name} ended {ending}{early}")
+                if code not in (2, 3, *ORDERLY, INTERRUPTED):  # these ranks have printed the reason
+                    print_err(f"{process.name} ended {ending}; ending the others")
                 deadline = time.monotonic() + (ORDERLY_S if code in ORDERLY else grace_s)
         alive = [p for p in alive if p.is_alive()]
     return failed, cause
 
 
-def _first_failure(folder: Path, code: int, cause: str) -> tuple[int, str]:
-    """The report of the rank that failed first, which need not be the first that ended. A killed rank is the first that
-    failed; an abort may be NCCL's answer to another rank's death or to a hang."""
+def _first_failure(shared_dir: Path, code: int, cause: str) -> tuple[int, str]:
+    """Return the exit code and cause of the rank that failed first, which need not be the first that ended.
+
+    A killed rank is the first that failed. An abort may be NCCL's reaction to another rank's death or to a hang.
+    """
     if code > 128 and code != 128 + signal.SIGABRT:
         return code, cause
-    hang = read_first_failure(folder, HANG_REPORT) if code > 128 else None
-    return read_first_failure(folder) or (hang and (hang[0], f"{hang[1]}; {cause}")) or (code, cause)
+    hang = read_first_failure(shared_dir, HANG_REPORT) if code > 128 else None
+    return read_first_failure(shared_dir) or (hang and (hang[0], f"{hang[1]}; {cause}")) or (code, cause)
 
 
 @contextlib.contextmanager
-def _scratch_folder() -> Iterator[str]:
-    """A locked folder of this launcher; those of killed ones have no lock and are removed. Raises LaunchError."""
+def _scratch_dir() -> Iterator[str]:
+    """Provide a locked temporary directory for this launcher. Raises LaunchError.
+
+    Directories of killed launchers are not locked, and are removed.
+    """
     try:
-        own = tempfile.gettempdir()
-        root = own if len(os.fsencode(own)) <= MAX_SOCKET_ROOT else "/tmp"
-        for path in (path for folder in {own, root} for path in Path(folder).glob(f"{SCRATCH}????????")):
+        temp_dir = tempfile.gettempdir()
+        root = temp_dir if len(os.fsencode(temp_dir)) <= MAX_SOCKET_ROOT else "/tmp"
+        for path in (path for parent in {temp_dir, root} for path in Path(parent).glob(f"{SCRATCH}????????")):
             with contextlib.suppress(OSError):
                 _remove_stale_scratch(path)
         _place_forkserver_socket(root)
         scratch = tempfile.TemporaryDirectory(prefix=SCRATCH)
     except OSError as error:
-        text = f"no folder for temporary files: {error}; set TMPDIR to a short path that can be written"
+        text = f"no directory for temporary files: {error}; set TMPDIR to a short path that can be written"
         raise LaunchError(text) from None
-    with scratch as folder:
-        number = _lock_dir(folder)
+    with scratch as path:
+        fd = _lock_dir(path)
         try:
-            yield folder
+            yield path
         finally:
-            os.close(number)
+            os.close(fd)
 
 
-def _lock_dir(folder: str) -> int:
-    """Lock `folder`; the lock lasts as long as the returned file descriptor is open."""
-    number = os.open(folder, os.O_RDONLY)
+def _lock_dir(path: str) -> int:
+    """Lock a directory; the lock lasts as long as the returned file descriptor is open."""
+    fd = os.open(path, os.O_RDONLY)
     with contextlib.suppress(OSError):
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return number
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return fd
 
 
 @cache
 def _place_forkserver_socket(root: str) -> None:
-    """Put the fork server's socket into a folder with our prefix, so that a later launcher can remove it if this one is
-    killed; multiprocessing's own prefix, pymp-, is used by every program. Raises OSError."""
-    folder = tempfile.mkdtemp(prefix=SCRATCH, dir=root)
-    _lock_dir(folder)  # until this process ends, as the server does
-    util.Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)  # after its own, -100
-    before, tempfile.tempdir = tempfile.tempdir, folder
+    """Put the fork server's socket into a directory with megalite's prefix. Raises OSError.
+
+    A later launcher can then remove it if this one is killed; multiprocessing's prefix, pymp-, is used by every
+    program.
+    """
+    socket_dir = tempfile.mkdtemp(prefix=SCRATCH, dir=root)
+    _lock_dir(socket_dir)  # until this process, and with it the server, ends
+    util.Finalize(None, shutil.rmtree, (socket_dir,), {"ignore_errors": True}, exitpriority=-200)  # after its own, -100
+    before, tempfile.tempdir = tempfile.tempdir, socket_dir
     try:
-        util.get_temp_dir()  # remembers the folder for this process
+        util.get_temp_dir()  # which remembers the directory for this process
     finally:
         tempfile.tempdir = before
 
 
-def _remove_stale_scratch(folder: Path) -> None:
-    """Remove the folder of a killed launcher of this user, with only the files that launchers make. Raises OSError if
-    it holds anything else, or if its launcher lives."""
-    facts = folder.lstat()
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or time.time() < facts.st_mtime + YOUNG_S:
+def _remove_stale_scratch(directory: Path) -> None:
+    """Remove the directory of a killed launcher of this user, with only the files that launchers create.
+
+    Raises OSError if it contains anything else, or if its launcher is alive.
+    """
+    info = directory.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or time.time() < info.st_mtime + MIN_AGE_S:
         return
-    number = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    fd = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for attempt in folder.glob("tmp????????"):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for attempt in directory.glob("tmp????????"):
             for name in ("rendezvous", FIRST_FAILURE, FAILURE_PRINTED, HANG_REPORT, WAITS):
                 (attempt / name).unlink(missing_ok=True)
             attempt.rmdir()
-        for server in folder.glob("pymp-????????"):
+        for server in directory.glob("pymp-????????"):
             for listener in server.glob("listener-????????"):
                 listener.unlink()
             server.rmdir()
-        folder.rmdir()
+        directory.rmdir()
     finally:
-        os.close(number)
+        os.close(fd)
 
 
 def _signal(process: Any, number: int) -> None:
+    """Send a signal to a process if it is alive."""
     if process.pid is not None and process.is_alive():
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL if number in KILL_SIGNALS else number)
 
 
 def print_stopping(number: int) -> None:
-    """Print at once that the run is stopping, which may take a while; safe in a signal handler amid a print."""
+    """Print that the run is stopping, which may take a while; safe in a signal handler that interrupts a print."""
     with contextlib.suppress(OSError):
         os.write(2, f"stopping: {signal.Signals(number).name}\n".encode())
 
 
 @contextlib.contextmanager
 def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
-    """Forward signals to the living `processes`. Yields the signals so far, for processes that start later. Ctrl-C and
-    AT_ONCE raise KeyboardInterrupt while there is no process yet."""
+    """Forward signals to the living `processes` inside the block.
+
+    Yields the signals received so far, for processes that start later. Ctrl-C and KILL_SIGNALS raise KeyboardInterrupt
+    while there is no process yet.
+    """
     seen: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
         if number in (signal.SIGINT, *KILL_SIGNALS) and not processes:
-            # else the fork server would continue to import torch and keep the launcher's stdout open
+            # otherwise the fork server would continue to import torch and keep the launcher's stdout open
             server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
             if server._forkserver_pid is not None:
                 with contextlib.suppress(OSError):
@@ -280,13 +311,13 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield seen
         return
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     before = {n: signal.signal(n, forward) for n in BLOCKED_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     try:
         yield seen
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -296,13 +327,14 @@ def _local_rank(
     target: Callable[..., int | None],
     args: tuple[Any, ...],
     keep_signals_blocked: bool,
-    parts: plugins.PluginSources,
+    plugin_sources: plugins.PluginSources,
 ) -> None:
-    die_with_parent()  # its parent is the fork server
+    """Run `target` as a rank, and exit."""
+    die_with_parent()  # the parent is the fork server
 
     def end_with_launcher() -> None:
         if (launcher := multiprocessing.parent_process()) is not None:
-            launcher.join()  # by a pipe that only the launcher holds open
+            launcher.join()  # through a pipe that only the launcher keeps open
             os.kill(os.getpid(), signal.SIGKILL)
 
     if not keep_signals_blocked:
@@ -313,8 +345,8 @@ def _local_rank(
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        plugins.load_plugins([*parts], parts)
-    except ConfigError as error:  # one that fails on some ranks alone, or a module that has changed
+        plugins.load_plugins([*plugin_sources], plugin_sources)
+    except ConfigError as error:  # a plugin that fails on some ranks only, or a module that has changed
         print_err(f"rank {ranks.rank}: {error}")
         sys.exit(2)
     try:

@@ -1,13 +1,13 @@
-"""Lets ranks of several machines find each other, and finds out why they did not.
+"""The rendezvous of ranks on several machines, and its diagnosis if it fails.
 
-torchrun keeps one store over restarts, with the addresses of ranks that died, and each of its nodes counts restarts by
-itself, so the counts differ after a node was replaced. Ranks therefore give every meeting a name of its own:
+torchrun keeps one store over restarts, with the addresses of ranks that died. Its nodes count restarts separately, so
+the counts differ after a node was replaced. Ranks therefore agree on a new store prefix at every rendezvous:
 
-    rank r > 0   writes a new word under "hello r", waits for the answer, which is the name, and confirms it
-    rank 0       answers every new word until each rank has confirmed
+    rank r > 0   writes a new token under "hello r", waits for the answer, which is the prefix, and confirms it
+    rank 0       answers every new token until each rank has confirmed
 
-It also answers the word of a rank that died, which does no harm. Rank 0 knows who has come, so it can name the others,
-and every rank that waits says for which ones, from a few seconds on.
+Rank 0 also answers the token of a rank that died, which does no harm. It knows which ranks have arrived and can name
+the missing ones. Every rank that waits for more than a few seconds prints for which ranks it waits.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from megalite.config.console import print_err
 T = TypeVar("T")
 PAUSE_S = 0.02
 PROBE_S = 3.0
-NOTICE_S = 10.0  # how long a rank waits before it says for whom; then it says so after twice as long, and so on
+NOTICE_S = 10.0  # until a waiting rank first prints for which ranks it waits; the interval then doubles
 SIOCGIFADDR = 0x8915
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class RendezvousError(Exception):
-    """Not all ranks came; the text says which, and the likely cause."""
+    """Not all ranks arrived. The text names the missing ranks and the likely cause."""
 
 
 def rendezvous(
@@ -48,28 +48,40 @@ def rendezvous(
     nodes: int,
     gloo: bool,
     serves: bool = True,
-    tell: Callable[[str], None] = print_err,
+    report: Callable[[str], None] = print_err,
 ) -> Any:
-    """The store at `url` in which these ranks, and no others, exchange their addresses; collective. `nodes`: the number
-    of machines. Sets in `env` the interface that `gloo` needs to reach other machines. `serves`: rank 0 starts the
-    store at tcp://HOST:PORT, not its launcher. `tell` is called with the ranks that this one waits for, if it waits
-    long. Raises MeetingError."""
+    """Return a store at `url` in which only these ranks exchange their addresses. Collective.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        url: tcp://HOST:PORT, or file:// for the ranks of one machine.
+        env: environment, in which the interface that gloo needs to reach other machines is set.
+        timeout: limit for the rendezvous.
+        nodes: number of machines.
+        gloo: gloo will be used.
+        serves: rank 0 starts the store at tcp://HOST:PORT, not its launcher.
+        report: called with the ranks that this one waits for, if it waits long.
+
+    Raises:
+        RendezvousError: if not all ranks arrive in time.
+    """
     from torch import distributed
 
     stores: Any = distributed  # TCPStore and others have no other public name, and are not declared there
 
-    of_this_machine, serves = url.startswith("file:"), serves and rank == 0
+    is_local, serves = url.startswith("file:"), serves and rank == 0
     host, _, number = url.removeprefix("tcp://").rpartition(":")
-    host, port = host.strip("[]"), 0 if of_this_machine else int(number)
-    where = "on this machine" if of_this_machine else f"at {host}:{port}"
+    host, port = host.strip("[]"), 0 if is_local else int(number)
+    where = "on this machine" if is_local else f"at {host}:{port}"
     interface = "GLOO_SOCKET_IFNAME"
     if nodes > 1 and gloo and interface not in env and (name := interface_for_others(host, port)) is not None:
         env[interface] = name
     missing = set(range(1, world)) if rank == 0 else {0}
     connected = threading.Event()
 
-    def find() -> Any:
-        if of_this_machine:  # in a folder that no other ranks know
+    def connect() -> Any:
+        if is_local:  # in a directory that no other ranks use
             store: Any = stores.FileStore(url.removeprefix("file://"), world)
             store.set_timeout(timeout)
         else:
@@ -79,43 +91,46 @@ def rendezvous(
         connected.set()
         return stores.PrefixStore(agree_on_prefix(store, rank, world, timeout, missing, where), store)
 
-    def waits() -> None:
+    def report_missing() -> None:
         if not connected.is_set():
             absent = f"the store {where}" if rank == 0 else f"1 of {world} ranks {where}: rank 0"
-            tell(f"waiting for {absent}; {likely_cause(host, port, serves, nodes, '')}")
+            report(f"waiting for {absent}; {likely_cause(host, port, serves, nodes, '')}")
         elif absent := sorted(missing.copy()):
             ranks = f"rank{'s' * (len(absent) > 1)} {format_ranks(absent)}"
-            tell(f"waiting for {len(absent)} of {world} ranks {where}: {ranks}")
+            report(f"waiting for {len(absent)} of {world} ranks {where}: {ranks}")
 
     try:
-        return call_with_timeout(timeout.total_seconds() + PROBE_S, find, waits)
+        return call_with_timeout(timeout.total_seconds() + PROBE_S, connect, report_missing)
     except (distributed.DistError, RuntimeError, ValueError, TimeoutError) as error:
         first = str(error).partition("\n")[0][:200]
-        cause = "rank 0 does not answer" if of_this_machine else likely_cause(host, port, serves, nodes, first)
+        cause = "rank 0 does not answer" if is_local else likely_cause(host, port, serves, nodes, first)
         raise RendezvousError(
             f"rank {rank} of {world} on {socket.gethostname()} could not meet the others {where} within "
             f"{timeout.total_seconds():.0f} s: {cause} ({first})"
         ) from error
 
 
-def call_with_timeout(seconds: float, do: Callable[[], T], waits: Callable[[], None] = lambda: None) -> T:
-    """Return or raise what `do` does; raise TimeoutError after `seconds` and leave it behind in its thread. torch's own
-    time-out does not end a wait for a listener that accepts a connection and then says nothing. `waits` is called
-    after NOTICE_S, and again each time that has doubled."""
+def call_with_timeout(seconds: float, function: Callable[[], T], on_wait: Callable[[], None] = lambda: None) -> T:
+    """Call `function` in a thread and return its result or raise its exception.
+
+    After `seconds` a TimeoutError is raised and the thread is abandoned. torch's own time-out does not end a wait for a
+    listener that accepts a connection and then sends nothing. `on_wait` is called after NOTICE_S, and again each time
+    the interval has doubled.
+    """
     outcome = Future[T]()
 
     def run() -> None:
         try:
-            outcome.set_result(do())
+            outcome.set_result(function())
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="megalite-meeting", daemon=True).start()
-    begin, notice = time.monotonic(), NOTICE_S
-    while not futures.wait([outcome], max(0.0, min(begin + notice, begin + seconds) - time.monotonic())).done:
-        if time.monotonic() >= begin + seconds:
+    threading.Thread(target=run, name="megalite-rendezvous", daemon=True).start()
+    start, notice = time.monotonic(), NOTICE_S
+    while not futures.wait([outcome], max(0.0, min(start + notice, start + seconds) - time.monotonic())).done:
+        if time.monotonic() >= start + seconds:
             raise TimeoutError(f"silent for {seconds:.0f} s")
-        waits()
+        on_wait()
         notice *= 2
     return outcome.result()
 
@@ -123,53 +138,62 @@ def call_with_timeout(seconds: float, do: Callable[[], T], waits: Callable[[], N
 def agree_on_prefix(
     store: Any, rank: int, world: int, timeout: timedelta, missing: set[int] | None = None, where: str = ""
 ) -> str:
-    """Agree on a name that only the ranks of this meeting know. Raises MeetingError on rank 0, else torch's errors.
-    `missing`: loses the ranks that have come. `where`: for the error."""
+    """Return a prefix that only the ranks of this rendezvous know.
+
+    Ranks that have arrived are removed from `missing`. `where` is the address in the error. Raises RendezvousError on
+    rank 0, and torch's errors on other ranks.
+    """
     missing = {*range(1, world)} if missing is None else missing
-    word = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"
+    token = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"
     if rank:
-        store.set(f"hello {rank}", word)
-        name = store.get(f"answer {word}").decode()
+        store.set(f"hello {rank}", token)
+        prefix = store.get(f"answer {token}").decode()
         missing.clear()
-        store.set(f"here {word}", name)
-        return name
-    end, heard = time.monotonic() + timeout.total_seconds(), dict[int, str]()
+        store.set(f"here {token}", prefix)
+        return prefix
+    end, tokens = time.monotonic() + timeout.total_seconds(), dict[int, str]()
     while missing:
         for other in [other for other in sorted(missing) if store.check([f"hello {other}"])]:
-            if (hello := store.get(f"hello {other}").decode()) != heard.get(other):
-                store.set(f"answer {hello}", word)
-                heard[other] = hello
-            elif store.check([f"here {hello}"]) and store.get(f"here {hello}").decode() == word:  # of this meeting
+            if (hello := store.get(f"hello {other}").decode()) != tokens.get(other):
+                store.set(f"answer {hello}", token)
+                tokens[other] = hello
+            elif store.check([f"here {hello}"]) and store.get(f"here {hello}").decode() == token:  # of this rendezvous
                 missing.remove(other)
         if missing and time.monotonic() > end:
-            came = [other for other in range(1, world) if other not in missing]
-            hosts = {word.split()[0], *(heard[other].split()[0] for other in came)}
+            arrived = [other for other in range(1, world) if other not in missing]
+            hosts = {token.split()[0], *(tokens[other].split()[0] for other in arrived)}
             remedy = (
                 "They were started here, and have not come as far: look for what they do in ranks/ of the run directory"
                 if where == "on this machine"
                 else "Are their nodes running, do they have the same address, and can they reach it (firewall)?"
             )
+            present = format_ranks([0, *arrived])
             raise RendezvousError(
-                f"only ranks {format_ranks([0, *came])} of {world} came within {timeout.total_seconds():.0f} s, from "
+                f"only ranks {present} of {world} came within {timeout.total_seconds():.0f} s, from "
                 f"{', '.join(sorted(hosts))}; missing: {format_ranks(sorted(missing))}. {remedy}"
             )
         time.sleep(PAUSE_S if missing else 0)
-    return word
+    return token
 
 
-def format_ranks(ranks: list[int], most: int = 16) -> str:
-    """
-    >>> listed([0, 1, 5]), listed([0, 1, 5], most=2)
+def format_ranks(ranks: list[int], max_shown: int = 16) -> str:
+    """Return a list of ranks as text.
+
+    >>> format_ranks([0, 1, 5]), format_ranks([0, 1, 5], max_shown=2)
     ('0, 1, 5', '0, 1 and 1 more')
     """
-    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
+    more = len(ranks) - max_shown
+    return ", ".join(map(str, ranks[:max_shown])) + (f" and {more} more" if more > 0 else "")
 
 
 def likely_cause(host: str, port: int, server: bool, nodes: int, error: str) -> str:
-    """Try again to find out why a rank could not use the store at `host`:`port`. `server`: this rank starts it."""
+    """Return why a rank could not use the store at `host`:`port`, after another attempt to connect.
+
+    `server`: this rank starts the store.
+    """
     if server:
-        taken = "EADDRINUSE" in error or "in use" in error
-        return f"port {port} is taken, by another job? Set MASTER_PORT" if taken else "it cannot listen there"
+        in_use = "EADDRINUSE" in error or "in use" in error
+        return f"port {port} is taken, by another job? Set MASTER_PORT" if in_use else "it cannot listen there"
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
@@ -191,17 +215,20 @@ def likely_cause(host: str, port: int, server: bool, nodes: int, error: str) -> 
 
 
 def interface_for_others(host: str, port: int) -> str | None:
-    """The network interface that gloo needs if this machine's name is a loopback address (127.0.1.1 in Debian's
-    /etc/hosts), which no other machine can reach; None if the name will do. Raises MeetingError if it cannot choose."""
+    """Return the network interface that gloo needs to reach other machines, or None if the host name suffices.
+
+    It is needed if this machine's name is a loopback address (127.0.1.1 in Debian's /etc/hosts), which no other machine
+    can reach. Raises RendezvousError if there are several candidates.
+    """
     with contextlib.suppress(OSError):
-        own = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
-        if not all(ipaddress.ip_address(address).is_loopback for address in own):
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+        if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
             return None
     names = {address: name for name, address in interfaces().items()}
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-        towards.connect((host, port))  # sends nothing
-        if (way := names.get(towards.getsockname()[0])) is not None:
-            return way
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        if (name := names.get(probe.getsockname()[0])) is not None:
+            return name
     if len(names) != 1:
         raise RendezvousError(
             f"the name {socket.gethostname()} is a loopback address here, which no other machine can reach: set "
@@ -211,11 +238,11 @@ def interface_for_others(host: str, port: int) -> str | None:
 
 
 def interfaces() -> dict[str, str]:
-    """Name -> IPv4 address of the interfaces that lead to other machines."""
+    """Return name -> IPv4 address of the interfaces other than loopback."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no such address
+            with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 address = ipaddress.ip_address(answer[20:24])
                 if not address.is_loopback:

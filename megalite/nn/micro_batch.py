@@ -16,23 +16,23 @@ RNG_SITE_EMBEDDING, RNG_SITE_ATTENTION, RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, RN
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: this rank's S tokens of each of its B samples. What a Stage adds for its blocks: rope, again.
+    """One micro-batch: this rank's S tokens of each of its B samples. A Stage adds rope and in_full_recompute for its blocks.
 
     labels_SB     None: the last stage returns logits_SBv
     mask_SB       1 where a token counts; None: all do
     sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
     positions_SB  position of each token; None: 0 .. S - 1
     documents     those of whole samples that attention is limited to (kernels/attention.py); None: each sample is one
-    counted       labels that count, where the loader has counted them; unpadded: tokens that are not padding
+    num_targets   labels that count, where the loader has counted them; unpadded: tokens that are not padding
     padding_SB    whether a token only fills its sample, so that routers do not count it; None: no sample is filled
-    loss_weight   the gradient that the loss will get in backward (nn/loss.py); None: unknown
+    loss_grad     the gradient that the loss will get in backward (nn/loss.py); None: unknown
     token_weight  labels that count per token that is not padding, in the step: gradients are divided by the former, and
                   those of routers' losses are means over the latter
-    later         where weight gradients wait (nn/wgrad_store.py)
-    places        how the samples are cut over cp; None: they are whole
-    places_S      the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
+    wgrad_store   where weight gradients wait (nn/wgrad_store.py)
+    cp_sharding   how the samples are sharded over cp; None: they are whole
+    cp_positions_S  the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
-    again         the layers are computed again in backward, as a whole
+    in_full_recompute  the layers are computed again in backward, as a whole
     """
 
     tokens_SB: Tensor

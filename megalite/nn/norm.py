@@ -67,8 +67,8 @@ class Norm(nn.Module):
 
 def _all_gather_means(tp: Axis, products: Sequence[Tensor]) -> Sequence[Tensor]:
     """The mean [..., 1] of each product [..., c] over its channels on all ranks; all travel together."""
-    kv_rows = torch.stack([product.mean(-1, keepdim=True) for product in products])
-    return start_all_gather(kv_rows[None], tp).wait().mean(0).unbind(0)
+    means = torch.stack([product.mean(-1, keepdim=True) for product in products])
+    return start_all_gather(means[None], tp).wait().mean(0).unbind(0)
 
 
 class _TensorParallelRMSNorm(Function):

@@ -1,4 +1,4 @@
-"""AdamW as a rule for the sharded optimizer: two moments, one call per bucket."""
+"""AdamW as an update rule: two moments, one call per bucket."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -12,7 +12,13 @@ from megalite.optim.update_rule import ParamUpdate
 
 @dataclass(frozen=True)
 class AdamW:
-    """`exp_avg_dtype`, `exp_avg_sq_dtype`: None, that of the main weights, or bf16 (kernels/adamw.py)."""
+    """AdamW (kernels/adamw.py).
+
+    Attributes:
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        exp_avg_dtype, exp_avg_sq_dtype: dtypes of the moments, bf16 or None for the dtype of the main weights.
+    """
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -20,18 +26,28 @@ class AdamW:
     exp_avg_sq_dtype: torch.dtype | None = None
 
     @classmethod
-    def from_config(cls, o: OptimConfig) -> "AdamW":
-        dtypes = [torch.bfloat16 if dtype == "bf16" else None for dtype in (o.exp_avg_dtype, o.exp_avg_sq_dtype)]
-        kind = ApexAdamW if o.optimizer_impl == "apex" else AdamW
-        return kind((o.adam_beta1, o.adam_beta2), o.adam_eps, *dtypes)
+    def from_config(cls, config: OptimConfig) -> "AdamW":
+        """Return the rule with the options of a run; an ApexAdamW if optimizer_impl is "apex"."""
+        rule_class = ApexAdamW if config.optimizer_impl == "apex" else AdamW
+        return rule_class(
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            exp_avg_dtype=torch.bfloat16 if config.exp_avg_dtype == "bf16" else None,
+            exp_avg_sq_dtype=torch.bfloat16 if config.exp_avg_sq_dtype == "bf16" else None,
+        )
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype | None]:
+        """The dtypes of the moments."""
         return {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
 
     def update_(self, update: ParamUpdate) -> None:
+        """Update the weights and the moments."""
         adamw_(
-            *(update.param, update.grad, update.state["exp_avg"], update.state["exp_avg_sq"]),
+            update.param,
+            update.grad,
+            update.state["exp_avg"],
+            update.state["exp_avg_sq"],
             lr=update.lr,
             betas=self.betas,
             eps=self.eps,
@@ -43,22 +59,24 @@ class AdamW:
 
 
 class ApexAdamW(AdamW):
-    """The same update by NVIDIA apex's multi-tensor kernel, where apex's CUDA extension is installed.
+    """AdamW with the multi-tensor kernel of NVIDIA apex, if apex's CUDA extension is installed.
 
-    Probed by the extension `amp_C`: a package named `apex` on the index is an unrelated web framework.
+    The check is for the extension `amp_C`, because the package named `apex` on PyPI is an unrelated web framework.
     """
 
     @staticmethod
     def available() -> bool:
+        """Return True if the extension is installed and there is a GPU."""
         return importlib.util.find_spec("amp_C") is not None and torch.cuda.is_available()
 
     def update_(self, update: ParamUpdate) -> None:
+        """Update the weights and the moments."""
         import amp_C  # type: ignore[import-not-found]
 
         update.grad.mul_(update.scale)
         overflow = torch.zeros(1, dtype=torch.int32, device=update.param.device)
         tensors = [[update.grad], [update.param], [update.state["exp_avg"]], [update.state["exp_avg_sq"]]]
-        # mode 1 is decoupled decay, bias correction on
+        # the two ones: mode 1 (decoupled weight decay), and bias correction
         amp_C.multi_tensor_adam(
             65536, overflow, tensors, update.lr, *self.betas, self.eps, update.step, 1, 1, update.weight_decay
         )

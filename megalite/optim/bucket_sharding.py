@@ -1,15 +1,17 @@
-"""What is done with the buckets of a kind: how they are shared out, over which ranks gradients are summed and in which
-dtype, whether weights are gathered. Storage, reduction, gathering and the optimizer read it here; none of them asks the
-mesh, or what else a kind is.
+"""The sharding of buckets: over which ranks weights are gathered, and gradients summed and sharded, and in which dtype.
 
-                      gradient, whole           what is kept of it               weight
-    shared out        reduce-scatter (shard)    all-reduce (replica, partial)    all-gather (shard)
-    and once more     reduce-scatter (shard)    reduce-scatter (replica)         all-gather (replica, then shard)
-                                                all-reduce (partial)
-    not shared out    all-reduce (replica)      all-reduce (partial)
+Buffers, gradient reduction, weight gathering and the optimizer read it from here; none of them looks at the mesh or at
+other properties of a bucket.
 
-"Once more" is for replicas far apart (ZeRO++'s secondary partition, arXiv:2306.10209, sec. 3.2): weights stay shared
-out within a set of ranks, and what the optimizer keeps is shared out over all of them.
+                     full gradient                  shard of the gradient               weight
+    sharded          reduce-scatter (dp_shard)      all-reduce (dp_replicate,           all-gather (dp_shard)
+                                                    partial_grad_axes)
+    sharded twice    reduce-scatter (dp_shard)      reduce-scatter (dp_replicate),      all-gather (dp_replicate,
+                                                    all-reduce (partial_grad_axes)      then dp_shard)
+    not sharded      all-reduce (dp_replicate)      all-reduce (partial_grad_axes)
+
+"Sharded twice" is for replicas on distant nodes (ZeRO++'s secondary partition, arXiv:2306.10209, sec. 3.2): weights are
+sharded within a set of ranks, and the optimizer state over all sets.
 """
 
 from collections.abc import Mapping
@@ -24,16 +26,21 @@ from megalite.parallel.spec import SHARD_AXES
 
 @dataclass(frozen=True)
 class BucketSharding:
-    """Of one kind, on one rank.
+    """The sharding and reduction of all buckets with one key, seen from one rank.
 
-    shard    shares a bucket out; of size 1 where each rank owns all of it, without the distributed optimizer
-    replica  ranks that hold the same
-    outer    shares out once more, over `replica`, what these hold: to each rank what it owns; or of size 1
-    sums     what is owned is summed over these, in this order, after the whole was over `shard` or else `replica`
-    ends     and at last, where the parameter is tied, over the pipeline's ends
-    moved_as the dtype of the whole gradient on its way; None: its own
-    copies   ranks that own each element
-    owners   what the mesh calls `shard` and `replica`, which may have the names of other axes with the same ranks
+    Attributes:
+        shard_axis: ranks that shard a bucket; size 1 without the distributed optimizer, where each rank owns all of it.
+        replicate_axis: ranks with the same shard.
+        outer_shard_axis: if its size is not 1, these ranks of `replicate_axis` split each shard again, and each of them
+            owns a part.
+        sum_axes: axes over which the owned part of the gradient is all-reduced, in this order, after the full gradient
+            was reduced over `shard_axis`, or over `replicate_axis` if it is not sharded.
+        tied_axis: the first and the last pipeline rank, over which the gradients of tied parameters are summed last;
+            None for other parameters.
+        reduce_dtype: dtype of the full gradient in its reduction; None: its own.
+        num_owners: number of ranks that own each element.
+        axis_names: names of `shard_axis` and `replicate_axis` in the mesh. Their own names may differ: axes over the
+            same ranks share one object.
     """
 
     shard_axis: Axis
@@ -47,48 +54,55 @@ class BucketSharding:
 
     @property
     def is_sharded(self) -> bool:
+        """True if ranks have different shards of a bucket."""
         return self.shard_axis.size > 1
 
     def shard_range(self, bucket: Bucket) -> range:
-        """The elements of `bucket` that are this rank's part of those that share it out."""
+        """Return the elements of `bucket` in this rank's shard."""
         return bucket.shard_range(self.shard_axis.size, self.shard_axis.rank)
 
     def owned_range(self, bucket: Bucket) -> range:
-        """Of these the elements that this rank owns: that it keeps the optimizer's states of, and updates."""
+        """Return the part of its shard that this rank owns: it updates these elements and has their optimizer state."""
         shard_range = self.shard_range(bucket)
         size = len(shard_range) // self.outer_shard_axis.size
         return shard_range[self.outer_shard_axis.rank * size : (self.outer_shard_axis.rank + 1) * size]
 
-    def on_rank_at(self, position: Mapping[str, int]) -> "BucketSharding":
-        """The rule of the rank of the stage that is at `position`."""
-        shard_rank, replicate_rank = (position[name] for name in self.axis_names)
-        outer = self.outer_shard_axis
-        return replace(
-            self,
-            shard_axis=replace(self.shard_axis, rank=shard_rank),
-            outer_shard_axis=replace(outer, rank=replicate_rank) if outer.size > 1 else outer,
-        )
+    def on_rank_at(self, coordinates: Mapping[str, int]) -> "BucketSharding":
+        """Return the sharding seen from the rank of the same pipeline stage with these coordinates."""
+        shard_rank, replicate_rank = (coordinates[name] for name in self.axis_names)
+        outer_shard_axis = self.outer_shard_axis
+        if outer_shard_axis.size > 1:
+            outer_shard_axis = replace(outer_shard_axis, rank=replicate_rank)
+        return replace(self, shard_axis=replace(self.shard_axis, rank=shard_rank), outer_shard_axis=outer_shard_axis)
 
 
 def bucket_shardings(
     layout: BufferLayout, mesh: Mesh, reduce_in_bf16: bool = False, shard_over_replicas: bool = False
 ) -> Mapping[BucketKey, BucketSharding]:
-    """Of every kind that `layout` has. `once_more`: what is shared out is so over replicas, too."""
-    rules = {}
-    for kind in {bucket.key for bucket in layout.buckets}:
-        shard_axis, replicate_axis = map(mesh.axis, SHARD_AXES[kind.mesh_view])
+    """Return the sharding for every key in `layout`.
+
+    Args:
+        layout: the buckets.
+        mesh: the mesh.
+        reduce_in_bf16: reduce full gradients in bf16.
+        shard_over_replicas: split the shards again over replicas.
+    """
+    shardings = {}
+    for key in {bucket.key for bucket in layout.buckets}:
+        axis_names = SHARD_AXES[key.mesh_view]
+        shard_axis, replicate_axis = map(mesh.axis, axis_names)
         outer_shard_axis = replicate_axis if shard_over_replicas and shard_axis.size > 1 else Axis("dp_replicate")
-        rules[kind] = BucketSharding(
+        sum_axes = [mesh.axis(name) for name in key.partial_grad_axes]
+        if shard_axis.size > 1 and outer_shard_axis.size == 1:
+            sum_axes.insert(0, replicate_axis)
+        shardings[key] = BucketSharding(
             shard_axis,
             replicate_axis,
             outer_shard_axis,
-            sum_axes=(
-                *[replicate_axis] * (shard_axis.size > 1 and outer_shard_axis.size == 1),
-                *map(mesh.axis, kind.partial_grad_axes),
-            ),
-            tied_axis=mesh.tied_embedding if kind.tied else None,
+            sum_axes=tuple(sum_axes),
+            tied_axis=mesh.tied_embedding if key.tied else None,
             reduce_dtype=torch.bfloat16 if reduce_in_bf16 else None,
-            num_owners=kind.replicas * replicate_axis.size // outer_shard_axis.size,
-            axis_names=SHARD_AXES[kind.mesh_view],
+            num_owners=key.replicas * replicate_axis.size // outer_shard_axis.size,
+            axis_names=axis_names,
         )
-    return rules
+    return shardings

@@ -1,14 +1,14 @@
-"""Weights and gradients in buckets; gradients are reduced as they arrive, weights gathered as needed.
+"""Weights and gradients in buckets. Gradients are reduced as they become ready, weights are gathered as needed.
 
     backward (last of a chunk)   ... layer 3 | layer 2 | layer 1 ...
-    reduce-scatter over data                  bucket 0 | bucket 1         one per bucket and step
+    reduce-scatter over dp                    bucket 0 | bucket 1         one per bucket and step
     update of this rank's shard                                  |----|
     all-gather over dp                                                | bucket 1 | bucket 0      one per bucket and step
     next forward                                                        layer 1  | layer 2 ...
 
-Four parts: what is done with a bucket of each kind and who owns what (bucket_rule.py), where weights and gradients lie
-(flat_storage.py), how gradients land and are reduced (grad_reduce.py), how updated weights come to all ranks
-(param_gather.py). The optimizer asks for what is owned alone.
+It has four parts: the sharding of each bucket (bucket_sharding.py), the storage of weights and gradients
+(flat_buffers.py), the accumulation and reduction of gradients (grad_reduce.py), and the all-gather of updated weights
+(param_gather.py). The optimizer uses only the elements that its rank owns.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,16 @@ DEFAULT_BUCKET_SIZE = 40_000_000  # elements
 
 
 def chunk_layout(
-    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, **apart: bool
+    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, **separate_buckets: bool
 ) -> tuple[list[nn.Parameter], BufferLayout]:
-    """The parameters of `chunks`, each once, and where they lie: entry i of the layout is parameter i. `apart`: what
-    lies apart (optim/layout.py: build_layout)."""
+    """Return the parameters of `chunks`, each once, and their layout: entry i of the layout is parameter i.
+
+    Args:
+        chunks: modules whose parameters have a `.spec`.
+        mesh: the mesh.
+        bucket_size: minimum number of elements of a bucket; None: DEFAULT_BUCKET_SIZE.
+        separate_buckets: reasons for separate buckets (layout.build_layout).
+    """
     chunk_of_param: dict[int, tuple[int, nn.Parameter]] = {}
     for chunk, module in enumerate(chunks):
         for p in module.parameters():
@@ -39,16 +45,18 @@ def chunk_layout(
     parameters = [p for _, p in chunk_of_param.values()]
     entries = [ParamEntry(spec_of(p), p.numel(), chunk, getattr(p, "unit", "")) for chunk, p in chunk_of_param.values()]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
-    return parameters, build_layout(entries, bucket_size=size, sizes=mesh.sizes, **apart)
+    return parameters, build_layout(entries, bucket_size=size, sizes=mesh.sizes, **separate_buckets)
 
 
 class ZeroConfig(NamedTuple):
-    """What data-parallel ranks share out beside what the optimizer keeps (arXiv:1910.02054).
+    """The sharding of weights and gradients over data-parallel ranks (ZeRO, arXiv:1910.02054).
 
-    stage      2: gradients of matrices come and go, 3: their weights, too
-    by_chunk   these weights come for a run of a chunk, not for each unit
-    once_more  replicas share out among them what the optimizer keeps
-    on_host    weights that come do so from host memory
+    Attributes:
+        zero_stage: 1: only the optimizer state is sharded. 2: the gradients of matrices are resharded, too. 3: their
+            weights, too.
+        unshard_by_chunk: unshard weights for a pass of a chunk, not for each unit.
+        shard_over_replicas: shard the optimizer state over replicas, too.
+        offload_params: keep the shards of resharded weights in host memory.
     """
 
     zero_stage: int = 1
@@ -58,12 +66,7 @@ class ZeroConfig(NamedTuple):
 
 
 class ParamAndGradBuffer:
-    """Takes over the storage of all parameters of `chunks` (modules whose parameters carry `.spec`).
-
-    reduce_in_bf16  the first sum moves bf16: half the bytes; each rank's own sum, and the extra ones, stay as they are
-    shared          what comes and goes
-    apart           what lies in buckets of its own
-    """
+    """The storage of all weights and gradients of a rank, and their synchronization (it is a pipeline's ParamSync)."""
 
     def __init__(
         self,
@@ -74,42 +77,70 @@ class ParamAndGradBuffer:
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
         reduce_in_bf16: bool = False,
-        shared: ZeroConfig = ZeroConfig(),  # noqa: B008 (frozen)
-        **apart: bool,
+        zero_config: ZeroConfig = ZeroConfig(),  # noqa: B008 (frozen)
+        **separate_buckets: bool,
     ):
-        self.reduce_every_pass, self.unshard_by_chunk = shared.zero_stage > 1, shared.unshard_by_chunk
-        self.parameters, self.layout = chunk_layout(chunks, mesh, bucket_size, by_unit=shared.zero_stage > 1, **apart)
-        parameters, layout = self.parameters, self.layout
-        dtypes, device = {p.dtype for p in parameters}, parameters[0].device
+        """Move all parameters of `chunks` to the buffer.
+
+        Args:
+            chunks: modules whose parameters have a `.spec`.
+            mesh: the mesh.
+            bucket_size: minimum number of elements of a bucket; None: DEFAULT_BUCKET_SIZE.
+            overlap_grad_reduce: reduce gradients during the backward.
+            overlap_param_gather: all-gather weights during the forward.
+            reduce_in_bf16: reduce gradients over the data axis in bf16, which halves the bytes. The sum of a rank's
+                micro-batches, and the sums over other axes, keep the dtype of the gradients.
+            zero_config: the sharding of weights and gradients.
+            separate_buckets: reasons for separate buckets (layout.build_layout).
+
+        Raises:
+            ValueError: the parameters have several dtypes.
+        """
+        reshard_grads = zero_config.zero_stage > 1
+        reshard_weights = zero_config.zero_stage > 2
+        self.reduce_every_pass = reshard_grads
+        self.unshard_by_chunk = zero_config.unshard_by_chunk
+        parameters, layout = chunk_layout(chunks, mesh, bucket_size, by_unit=reshard_grads, **separate_buckets)
+        self.parameters = parameters
+        self.layout = layout
+        dtypes = {p.dtype for p in parameters}
+        device = parameters[0].device
         if len(dtypes) != 1:
             raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
         dtype = dtypes.pop()
-        self.mesh, self.shardings = mesh, bucket_shardings(layout, mesh, reduce_in_bf16, shared.shard_over_replicas)
+        self.mesh = mesh
+        self.shardings = bucket_shardings(layout, mesh, reduce_in_bf16, zero_config.shard_over_replicas)
         self.weights = FlatBuffers(
-            layout, self.shardings, dtype, device, parameters, shared.zero_stage > 2, shared.offload_params
+            layout,
+            self.shardings,
+            dtype,
+            device,
+            parameters,
+            resizable=reshard_weights,
+            on_host=zero_config.offload_params,
         )
-        self.grads = FlatBuffers(
-            layout, self.shardings, main_param_dtype(dtype), device, resizable=shared.zero_stage > 1
-        )
-        self.grad_reduce = reduce = GradReducer(parameters, self.grads, overlap_grad_reduce)
-        gather_options = overlap_param_gather, shared.unshard_by_chunk
-        self.param_gather = gatherer = ParamGatherer(parameters, self.weights, chunks, *gather_options)
-        # what the others call
-        self.main_grads, self.zero_unwritten_grads, self.finish_grad_sync = (
-            reduce.main_grads,
-            reduce.zero_unwritten_grads,
-            reduce.finish_grad_sync,
-        )
-        self.set_last_backward, self.finish_pass = reduce.set_last_backward, reduce.finish_pass
-        self.start_param_sync, self.wait_param_sync = gatherer.start_param_sync, gatherer.wait_param_sync
-        self.unshard, self.reshard = gatherer.unshard, gatherer.reshard
+        self.grads = FlatBuffers(layout, self.shardings, main_param_dtype(dtype), device, resizable=reshard_grads)
+        reducer = GradReducer(parameters, self.grads, overlap_grad_reduce)
+        gatherer = ParamGatherer(parameters, self.weights, chunks, overlap_param_gather, zero_config.unshard_by_chunk)
+        self.grad_reduce = reducer
+        self.param_gather = gatherer
+        # the methods that the pipeline, the trainer and the optimizer call
+        self.main_grads = reducer.main_grads
+        self.zero_unwritten_grads = reducer.zero_unwritten_grads
+        self.set_last_backward = reducer.set_last_backward
+        self.finish_pass = reducer.finish_pass
+        self.finish_grad_sync = reducer.finish_grad_sync
+        self.start_param_sync = gatherer.start_param_sync
+        self.wait_param_sync = gatherer.wait_param_sync
+        self.unshard = gatherer.unshard
+        self.reshard = gatherer.reshard
 
     def first_bucket_grad(self) -> Tensor:
-        """Of the reduced ones, what this rank owns of the first bucket."""
+        """Return the part of the first bucket's reduced gradient that this rank owns."""
         return self.grads.owned(self.layout.buckets[0])
 
     def first_bucket_weight(self) -> Tensor:
-        """The first bucket, once no weight is on its way; of one that comes and goes what this rank owns."""
+        """Return the first bucket after all gathers are complete; only the owned part if it is resharded."""
         self.wait_param_sync()
         bucket = self.layout.buckets[0]
         return self.weights.full(bucket) if self.weights.is_resident(bucket) else self.weights.owned(bucket)

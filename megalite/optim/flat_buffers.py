@@ -1,10 +1,11 @@
-"""The memory of weights or of gradients: a flat tensor for each bucket, so that each can come and go by itself.
+"""Flat storage for weights or gradients: one tensor per bucket, so that each bucket can be allocated and freed alone.
 
-                  whole                              held
-    stays         always there                       this rank's part of it
-    comes, goes   from `come` to `go` (Elastic)      memory of its own, always there, the device's or the host's
+    bucket       full tensor                              this rank's shard
+    resident     always allocated                         a view of the full tensor
+    resharded    from `allocate` to `free`                a separate tensor, always allocated, on the device or the host
+                 (ResizableStorage)
 
-What a rank owns is all that it holds, or where that is shared out once more (bucket_rule.py) a part of it.
+A rank owns its full shard, or a part of it if the shard is split again over replicas (bucket_sharding.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,60 +24,68 @@ from megalite.optim.layout import Bucket, BucketKey, BufferLayout, ParamSlot, Sh
 
 
 class AllocationObserver(Protocol):
-    """Is told when memory came, and before it goes, which is no operation of torch's: no dispatch mode sees it."""
+    """An observer of allocations by ResizableStorage, which are not operations that a torch dispatch mode would see."""
 
-    def on_allocate(self, flat: Tensor) -> None: ...
-    def on_free(self, flat: Tensor) -> None: ...
+    def on_allocate(self, flat: Tensor) -> None:
+        """Handle memory that has been allocated."""
+        ...
+
+    def on_free(self, flat: Tensor) -> None:
+        """Handle memory that is about to be freed."""
+        ...
 
 
-_observer: ContextVar[AllocationObserver | None] = ContextVar("watcher", default=None)
-observe_allocations = partial(
-    context_value, _observer
-)  # listening(watcher): inside, `watcher` is told by every Elastic
+_observer: ContextVar[AllocationObserver | None] = ContextVar("observer", default=None)
+# observe_allocations(observer) is a context in which every ResizableStorage calls `observer`
+observe_allocations = partial(context_value, _observer)
 
 
 class ResizableStorage:
-    """A flat tensor [numel] whose memory can be freed and allocated again. Its views, and the views that autograd has
-    saved, share one storage object, so they are valid again as soon as it is, with the values that were written since.
+    """A flat tensor [numel] whose memory can be freed and reallocated.
 
-    A parameter's version counter is not that of the flat tensor that its data is part of, so autograd does not notice,
-    and backward uses the values that are there at that time. Nothing checks that the memory is there: reading a view
-    without it ends the process (SIGSEGV on a CPU).
+    Its views, and the views that autograd has saved, share one storage object. So they are valid again as soon as the
+    memory is reallocated, with the values that have been written since then.
+
+    A parameter has another version counter than the flat tensor that contains its data, so autograd does not notice,
+    and backward uses the values that are in memory at that time. Nothing checks that the memory is allocated: reading a
+    view of freed memory ends the process (SIGSEGV on a CPU).
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
         self.flat = torch.empty(numel, dtype=dtype, device=device)
-        self._bytes = self.flat.untyped_storage().nbytes()
+        self._nbytes = self.flat.untyped_storage().nbytes()
 
     @property
     def is_allocated(self) -> bool:
-        return self.flat.untyped_storage().nbytes() == self._bytes
+        """True if the tensor has memory."""
+        return self.flat.untyped_storage().nbytes() == self._nbytes
 
     def allocate(self) -> Tensor:
-        """Allocate the memory unless it is there, with arbitrary values; return the flat tensor."""
+        """Allocate the memory, with arbitrary values, unless it is allocated. Return the flat tensor."""
         if not self.is_allocated:
-            self.flat.untyped_storage().resize_(self._bytes)
-            if (watcher := _observer.get()) is not None:
-                watcher.on_allocate(self.flat)
+            self.flat.untyped_storage().resize_(self._nbytes)
+            if (observer := _observer.get()) is not None:
+                observer.on_allocate(self.flat)
         return self.flat
 
     def free(self) -> None:
-        """Free the memory. On CUDA the allocator may give it to the current stream at once, so wait first for any other
-        stream that still reads it (parallel/streams.py)."""
-        if self.is_allocated and (watcher := _observer.get()) is not None:
-            watcher.on_free(self.flat)
+        """Free the memory.
+
+        On CUDA the allocator may reuse it on the current stream at once, so first wait for any other stream that still
+        reads it (parallel/streams.py).
+        """
+        if self.is_allocated and (observer := _observer.get()) is not None:
+            observer.on_free(self.flat)
         self.flat.untyped_storage().resize_(0)
 
 
-def main_param_dtype(weights: torch.dtype) -> torch.dtype:
-    """What gradients, main weights and states are kept in."""
-    return torch.float64 if weights == torch.float64 else torch.float32
+def main_param_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of gradients, main weights and optimizer state."""
+    return torch.float64 if weight_dtype == torch.float64 else torch.float32
 
 
 class FlatBuffers:
-    """Zeros for the entries of `layout`, whose kinds have `rules`; or, where they are given, the values of
-    `parameters`, which become views of it. `elastic`: buckets of a unit that are shared out come and go; they are away
-    at first. `on_host`: what is held of these is in host memory."""
+    """The buckets of weights or of gradients."""
 
     def __init__(
         self,
@@ -88,39 +97,56 @@ class FlatBuffers:
         resizable: bool = False,
         on_host: bool = False,
     ):
-        self.layout, self.rules, self.dtype, self.on_host = layout, shardings, dtype, on_host
-        self.tensors: list[Tensor] = []  # of the buckets, in order
-        self._resizable: dict[int, ResizableStorage] = {}
-        self._shards: dict[int, Tensor] = {}  # of these
-        # views, made while there is memory: torch takes none of a tensor that has none
+        """Allocate the buckets of `layout`.
+
+        Args:
+            layout: the buckets.
+            shardings: the sharding for every key of a bucket.
+            dtype: dtype of the tensors.
+            device: device of the tensors.
+            parameters: the parameters of the entries, whose values are moved to the buffers: they become views. Without
+                them the buffers are zeros.
+            resizable: make sharded buckets with a unit resharded buckets, which are not allocated at first.
+            on_host: keep the shards of resharded buckets in host memory.
+        """
+        self.layout = layout
+        self.shardings = shardings
+        self.dtype = dtype
+        self.on_host = on_host
+        self.tensors: list[Tensor] = []  # by bucket
+        self._resizable: dict[int, ResizableStorage] = {}  # resharded buckets
+        self._shards: dict[int, Tensor] = {}  # shards of resharded buckets
+        # views are created here, while memory is allocated: torch cannot create views of an empty storage
         self._full_shard_views: list[Tensor] = []
         self._param_views: dict[ParamSlot, Tensor] = {}
-        self._padding: dict[int, list[Tensor]] = {}  # padding of what comes and goes
+        self._padding: dict[int, list[Tensor]] = {}  # padding of resharded buckets
         resizable_buckets = [b for b in layout.buckets if resizable and b.key.unit and shardings[b.key].is_sharded]
-        numbers = {b.index for b in resizable_buckets}
-        sizes = [len(shardings[b.key].shard_range(b)) * dtype.itemsize for b in resizable_buckets if on_host]
-        self.host_bytes, host_tensors = pinned_bytes(sizes), allocate_pinned(sizes, device)
-        for bucket in layout.buckets:  # one by one: what a parameter had is let go of before the next
-            if is_resizable := bucket.index in numbers:
+        resizable_indices = {b.index for b in resizable_buckets}
+        host_sizes = [len(shardings[b.key].shard_range(b)) * dtype.itemsize for b in resizable_buckets if on_host]
+        self.host_bytes = pinned_bytes(host_sizes)
+        host_tensors = allocate_pinned(host_sizes, device)
+        for bucket in layout.buckets:  # one at a time: the old memory of its parameters is freed before the next
+            is_resizable = bucket.index in resizable_indices
+            if is_resizable:
                 self._resizable[bucket.index] = ResizableStorage(bucket.size, dtype, device)
-            flat = (
-                self._resizable[bucket.index].flat
-                if is_resizable
-                else torch.zeros(bucket.size, dtype=dtype, device=device)
-            )
-            shard = shardings[bucket.key].shard_range(bucket)
+                flat = self._resizable[bucket.index].flat
+            else:
+                flat = torch.zeros(bucket.size, dtype=dtype, device=device)
+            shard_range = shardings[bucket.key].shard_range(bucket)
             self.tensors.append(flat)
-            self._full_shard_views.append(flat[shard.start : shard.stop])
+            self._full_shard_views.append(flat[shard_range.start : shard_range.stop])
             self._param_views |= {slot: flat[slot.start : slot.stop] for slot in bucket.slots}
             if is_resizable:
-                ends = [0, *(slot.stop for slot in bucket.slots)]
-                padding = zip(ends, [*(slot.start for slot in bucket.slots), bucket.size], strict=True)
-                self._padding[bucket.index] = [flat[a:b].zero_() for a, b in padding if a < b]
-            for slot in bucket.slots if parameters else ():
-                p = parameters[slot.entry]
-                view = self.param_view(slot).view_as(p)
-                write_initial_values(p, view, slot.overlap(shard).span if is_resizable else None)
-                p.data = view
+                gap_starts = [0, *(slot.stop for slot in bucket.slots)]
+                gap_stops = [*(slot.start for slot in bucket.slots), bucket.size]
+                gaps = zip(gap_starts, gap_stops, strict=True)
+                self._padding[bucket.index] = [flat[start:stop].zero_() for start, stop in gaps if start < stop]
+            if parameters:
+                for slot in bucket.slots:
+                    p = parameters[slot.entry]
+                    view = self.param_view(slot).view_as(p)
+                    write_initial_values(p, view, slot.overlap(shard_range).span if is_resizable else None)
+                    p.data = view
             if is_resizable:
                 full_shard_view = self.full_shard_view(bucket)
                 shard = next(host_tensors).view(dtype) if on_host else torch.zeros_like(full_shard_view)
@@ -129,61 +155,65 @@ class FlatBuffers:
 
     @property
     def nbytes(self) -> int:
-        """That are always there, on the device."""
-        stay = (flat.nbytes for n, flat in enumerate(self.tensors) if n not in self._resizable)
-        return sum(stay) + sum(shard.nbytes for shard in self._shards.values() if not self.on_host)
+        """The bytes that are always allocated on the device."""
+        resident = sum(flat.nbytes for index, flat in enumerate(self.tensors) if index not in self._resizable)
+        return resident + sum(shard.nbytes for shard in self._shards.values() if not self.on_host)
 
     def is_resident(self, bucket: Bucket) -> bool:
-        """Whether the whole bucket is always there."""
+        """Return True if the full bucket is always allocated."""
         return bucket.index not in self._resizable
 
     def is_allocated(self, bucket: Bucket) -> bool:
+        """Return True if the full bucket is allocated."""
         return self.is_resident(bucket) or self._resizable[bucket.index].is_allocated
 
     def allocate(self, bucket: Bucket) -> None:
-        """The whole bucket has memory from here on; what had none holds arbitrary values, and zeros as padding."""
+        """Allocate the full bucket unless it is allocated; its values are arbitrary then, and its padding is zero."""
         if not self.is_allocated(bucket):
             self._resizable[bucket.index].allocate()
             for gap in self._padding[bucket.index]:
                 gap.zero_()
 
     def free(self, bucket: Bucket) -> None:
-        """The whole bucket, where it does not stay, is read by nobody until it comes again."""
+        """Free the full bucket unless it is resident. It must not be read until it is allocated again."""
         if not self.is_resident(bucket):
             self._resizable[bucket.index].free()
 
     def full(self, bucket: Bucket) -> Tensor:
-        """All elements of the bucket, padding included."""
+        """Return all elements of the bucket, padding included."""
         return self.tensors[bucket.index]
 
     def full_shard_view(self, bucket: Bucket) -> Tensor:
-        """This rank's part of the whole bucket; where that stays, what it holds."""
+        """Return this rank's part of the full bucket. If the bucket is resident, this is its shard."""
         return self._full_shard_views[bucket.index]
 
     def shard(self, bucket: Bucket) -> Tensor:
-        """The elements that are this rank's part of those that share the bucket out."""
+        """Return this rank's shard of the bucket, which is always allocated."""
         return self.full_shard_view(bucket) if self.is_resident(bucket) else self._shards[bucket.index]
 
     def owned(self, bucket: Bucket) -> Tensor:
-        """The elements that this rank owns."""
-        shard, owned, rule = self.shard(bucket), self.rules[bucket.key].owned_range(bucket), self.rules[bucket.key]
-        first = owned.start - rule.shard_range(bucket).start
-        return shard[first : first + len(owned)]
+        """Return the elements that this rank owns, a view of its shard."""
+        sharding = self.shardings[bucket.key]
+        owned_range = sharding.owned_range(bucket)
+        start = owned_range.start - sharding.shard_range(bucket).start
+        return self.shard(bucket)[start : start + len(owned_range)]
 
     def param_view(self, slot: ParamSlot) -> Tensor:
-        """All elements of a parameter, flat."""
+        """Return all elements of a parameter, flat."""
         return self._param_views[slot]
 
     def owned_slice(self, slot: ParamSlot) -> ShardSlice:
-        """Of a parameter what this rank owns: which of its elements, and where in `owned`."""
+        """Return the elements of a parameter that this rank owns, and their position in `owned`."""
         bucket = self.layout.buckets[slot.bucket]
-        return slot.overlap(self.rules[bucket.key].owned_range(bucket))
+        return slot.overlap(self.shardings[bucket.key].owned_range(bucket))
 
     def resident_slice(self, slot: ParamSlot) -> tuple[range, Tensor]:
-        """Of a parameter what is always there, all or, where the bucket comes and goes, what is held: which of its
-        elements, and their values."""
+        """Return the elements of a parameter that are always allocated, as (element range, values).
+
+        These are all elements if the bucket is resident, otherwise those in this rank's shard.
+        """
         bucket = self.layout.buckets[slot.bucket]
         if self.is_resident(bucket):
             return range(slot.stop - slot.start), self.param_view(slot)
-        param_view = slot.overlap(self.rules[bucket.key].shard_range(bucket))
-        return param_view.span, param_view.select(self.shard(bucket))
+        shard_slice = slot.overlap(self.shardings[bucket.key].shard_range(bucket))
+        return shard_slice.span, shard_slice.select(self.shard(bucket))

@@ -1,22 +1,26 @@
-"""Gradients land in their views and are reduced over their data axis, a bucket at a time, while backward is under way.
+"""Accumulation of gradients in their buckets, and reduction over the data axis, bucket by bucket during the backward.
 
-A matrix's gradient is added into its fp32 view by the matmul that computes it (`parameter.sink`, nn/linear.py); what
-autograd accumulates itself, a hook adds and drops. The hook is on the parameter's node of the graph, which runs once
-per backward, after all uses of the parameter and also if autograd saw no gradient: so it tells that the parameter is
-done. The first gradient of a run of backwards writes over the sum; what gets none is zeroed when its bucket is
-reduced. The pipeline says which backward of a chunk is the last of its run. A full bucket waits for those before it,
-so every rank runs its collectives in one order, even where ranks get gradients for different parameters. Gradients are
-sums: tokens, loss scale and clipping are one factor in the optimizer. The extra sums (over replicas, tp, the
-pipeline's ends) run on what a rank owns, a fraction of the bytes.
+The matmul that computes a matrix's gradient adds it to the fp32 main_grad (`main_grad_of`, nn/linear.py). A hook adds
+gradients that autograd accumulates to the main_grad and drops them. The hook is on the parameter's node of the graph,
+which runs once per backward, after all uses of the parameter and even if autograd saw no gradient: so it also reports
+that the gradient is ready.
 
-A bucket that stays is reduced once in a step. One that comes and goes (ZeRO-2, arXiv:1910.02054) has memory from the
-first gradient of a run until its reduction is through, and is reduced once for each run of backwards of its chunk:
+The first gradient of a pass overwrites the main_grad. A main_grad without a gradient is zeroed when its bucket is
+reduced. The pipeline announces the last backward of a pass of a chunk. A bucket whose gradients are all ready waits for
+the buckets before it, so that every rank starts its collectives in the same order, even if ranks get gradients for
+different parameters.
 
-    backward, last of a run   layer 3 lands | layer 2 lands  | layer 1 lands
-    reduce-scatter                          | layer 3        | layer 2          at most two whole at once
-    sum of what is held                           += layer 3 |  += layer 2
+Gradients are sums: the number of tokens, loss scale and clipping are one factor in the optimizer. The additional sums
+(over replicas, tp, the first and last pipeline rank) are computed only on the owned part, a fraction of the bytes.
 
-Rejected: hooks that count backward passes to find the last one; they break when a micro-batch skips a layer.
+A resident bucket is reduced once in a step. A resharded bucket (ZeRO-2, arXiv:1910.02054) is allocated from the first
+gradient of a pass until its reduction is complete, and is reduced once in each pass of backwards of its chunk:
+
+    last backward of a pass   layer 3 ready | layer 2 ready  | layer 1 ready
+    reduce-scatter                          | layer 3        | layer 2          at most two full buckets
+    sum of the shards                             += layer 3 |  += layer 2
+
+Rejected: hooks that count backwards to find the last one. They break when a micro-batch skips a layer.
 """
 
 import weakref
@@ -34,116 +38,160 @@ from megalite.parallel.comm import Pending, all_reduce_, start_all_reduce, start
 
 
 class ParamMainGrad:
-    """The view of one parameter's gradient, [its shape] (nn/parameter.py, GradientSink)."""
+    """The main_grad of one parameter, in the parameter's shape (implements nn/parameter.py: MainGrad)."""
 
-    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reduce: "GradReducer"):
-        """`slot`: its bucket and its entry. `reduce` is kept weakly: Python does not see through the parameter's node,
-        to free a cycle of them."""
-        self._name, self._main_grad, self.slot, self._reducer = name, grad, slot, weakref.ref(reduce)
-        self._in_flight, self._written = reduce.in_flight, reduce.written[slot[0]]
+    def __init__(self, name: str, grad: Tensor, slot: tuple[int, int], reducer: "GradReducer"):
+        """Wrap `grad`, the view of a bucket.
+
+        Args:
+            name: name of the parameter.
+            grad: the main_grad.
+            slot: indices of its bucket and its entry.
+            reducer: the owner of this object. Only a weak reference is kept: the reducer keeps the parameter's node,
+                which keeps this object, and Python's garbage collector does not find cycles through a node.
+        """
+        self._name = name
+        self._main_grad = grad
+        self.slot = slot
+        self._reducer = weakref.ref(reducer)
+        self._in_flight = reducer.in_flight
+        self._written = reducer.written[slot[0]]
 
     def accumulator(self) -> tuple[Tensor, bool]:
-        (bucket, entry), reduce = self.slot, self._reducer()
-        # what is being reduced may be the sum of an earlier run: that is waited for
-        if bucket in self._in_flight and not (reduce is not None and reduce.finish_reduce(bucket)):
-            text = "a gradient came after its bucket was reduced; arm only the last backward"
+        """Return the main_grad, to which the caller adds at once, and True if the caller must overwrite it.
+
+        Raises RuntimeError if a resident bucket was reduced already.
+        """
+        bucket, entry = self.slot
+        reducer = self._reducer()
+        # a resharded bucket may still be in the reduction of the pass before, which is finished here
+        if bucket in self._in_flight and not (reducer is not None and reducer.finish_reduce(bucket)):
+            text = "a gradient came after its bucket was reduced; call set_last_backward only before the last backward"
             raise RuntimeError(f"{self._name}: {text}")
-        begin = entry not in self._written
-        if not self._written and reduce is not None:
-            reduce.grads.allocate(reduce.buckets[bucket])
+        overwrite = entry not in self._written
+        if not self._written and reducer is not None:
+            reducer.grads.allocate(reducer.buckets[bucket])
         self._written.add(entry)
-        return self._main_grad, begin
+        return self._main_grad, overwrite
 
     def mark_ready(self) -> None:
-        if (reduce := self._reducer()) is not None:
-            reduce.mark_ready(*self.slot)
+        """Report that the gradient is complete in this backward."""
+        if (reducer := self._reducer()) is not None:
+            reducer.mark_ready(*self.slot)
 
     def accumulate_and_mark_ready(self, p: nn.Parameter, *_: Any) -> None:
-        """The hook on the parameter's node."""
+        """Add the gradient that autograd has accumulated, if any (the hook on the parameter's node)."""
         if p.grad is not None:
-            grad, begin = self.accumulator()
-            grad.copy_(p.grad) if begin else grad.add_(p.grad)
+            grad, overwrite = self.accumulator()
+            if overwrite:
+                grad.copy_(p.grad)
+            else:
+                grad.add_(p.grad)
             p.grad = None
         self.mark_ready()
 
 
 class GradReducer:
-    """Puts a sink on each of `parameters`, the entries of the layout of `grads`.
+    """The main_grads of all parameters, and their reduction.
 
-    overlap  reductions begin in the last backward; else all of them in `finish`, and those of buckets that come and go
-             are waited for where they begin
+    Attributes:
+        in_flight: buckets whose reduction has been started -> the reduction; None if there is only one rank.
+        written: for each bucket, the entries whose main_grad has a gradient of the current pass. The other main_grads
+            contain old values.
+        pre_reduce_hook: called with each bucket before it is reduced, when it contains the sum of this rank.
+        main_grads: the main_grads by name of the parameter.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], grads: FlatBuffers, overlap: bool):
-        self.grads, self.shardings, self.overlap = grads, grads.rules, overlap
+        """Attach a main_grad to each parameter.
+
+        Args:
+            parameters: the parameters of the entries of the layout.
+            grads: the buckets.
+            overlap: start reductions during the last backward; otherwise in `finish_grad_sync`, except for resharded
+                buckets, whose reductions are waited for as soon as they are started.
+        """
+        self.grads = grads
+        self.shardings = grads.shardings
+        self.overlap = overlap
         self.buckets = grads.layout.buckets
-        self._unready: dict[int, set[int]] = {}  # armed and not yet reduced, in order: entries still to land
-        self.in_flight: dict[int, Pending | None] = {}  # None: nobody has other summands
-        self._reduce_dtype_copies: dict[int, Tensor] = {}  # what is owned of buckets on their way in another dtype
-        # of each bucket, entries whose gradient is of this run of backwards; all else is left from the last
+        self._unready: dict[int, set[int]] = {}  # buckets to reduce, in order -> entries that are not ready
+        self.in_flight: dict[int, Pending | None] = {}
+        self._reduce_dtype_copies: dict[int, Tensor] = {}  # shards of buckets that are reduced in another dtype
         self.written: list[set[int]] = [set() for _ in self.buckets]
-        self._accumulated: set[int] = set()  # buckets that come and go of which what is held has a sum of this step
-        self.pre_reduce_hook: Callable[[Bucket], None] | None = (
-            None  # gets each bucket before it is reduced: this rank's own sum
-        )
+        self._accumulated: set[int] = set()  # resharded buckets whose shard contains a sum of this step
+        self.pre_reduce_hook: Callable[[Bucket], None] | None = None
         self.main_grads: dict[str, ParamMainGrad] = {}
-        self._nodes: list[Any] = []  # the parameters' nodes of the graph: autograd itself does not keep them
-        for b, bucket in enumerate(self.buckets):
+        self._nodes: list[Any] = []  # the parameters' graph nodes, which autograd itself does not keep alive
+        for bucket in self.buckets:
             for slot in bucket.slots:
-                p, name = parameters[slot.entry], grads.layout.entries[slot.entry].spec.name
-                grad = grads.param_view(slot).view_as(p)
-                p.sink = self.main_grads[name] = sink = ParamMainGrad(name, grad, (b, slot.entry), self)  # type: ignore[attr-defined]
+                p = parameters[slot.entry]
+                name = grads.layout.entries[slot.entry].spec.name
+                main_grad = ParamMainGrad(name, grads.param_view(slot).view_as(p), (bucket.index, slot.entry), self)
+                self.main_grads[name] = main_grad
+                p.sink = main_grad  # type: ignore[attr-defined]
                 node = get_gradient_edge(p).node
-                node.register_hook(partial(sink.accumulate_and_mark_ready, p))
+                node.register_hook(partial(main_grad.accumulate_and_mark_ready, p))
                 self._nodes.append(node)
 
     def zero_unwritten_grads(self) -> None:
-        """Zero what got no gradient in this run so far: all that come are added."""
+        """Zero the main_grads without a gradient in this pass, so that all later gradients are added."""
         for bucket in self.buckets:
             self._zero_unwritten(bucket)
 
     def _zero_unwritten(self, bucket: Bucket) -> None:
         written = self.written[bucket.index]
-        if not written:
+        if written:
+            unwritten = [slot for slot in bucket.slots if slot.entry not in written]
+            for slot in unwritten:
+                self.grads.param_view(slot).zero_()
+        else:
+            unwritten = list(bucket.slots)
             self.grads.allocate(bucket)
-        unwritten = [slot for slot in bucket.slots if slot.entry not in written]
-        for flat in map(self.grads.param_view, unwritten) if written else [self.grads.full(bucket)]:
-            flat.zero_()
+            self.grads.full(bucket).zero_()
         written.update(slot.entry for slot in unwritten)
 
     def set_last_backward(
         self, chunk: int, main_grads: Iterable[MainGrad] | None = None, last_in_step: bool = True
     ) -> None:
-        """The next backward of `chunk` is the last of its run, and of the step: reduce each bucket when its last
-        gradient lands. `sinks`: where the weight gradients that come next are the last, those; all other gradients are
-        there. `of_step` False: more runs follow, so buckets that stay are not reduced."""
-        still_to_come = (
-            None if main_grads is None else {sink.slot[1] for sink in main_grads if isinstance(sink, ParamMainGrad)}
-        )
-        for bucket in self._buckets_ending(chunk, last_in_step and self.overlap):
-            self._unready[bucket.index] = {
-                s.entry for s in bucket.slots if still_to_come is None or s.entry in still_to_come
-            }
+        """Announce that the next backward of `chunk` is the last of its pass: reduce each bucket once it is ready.
+
+        Args:
+            chunk: index of the chunk.
+            main_grads: with a split backward, the gradients that the last W will complete; all other gradients are
+                ready.
+            last_in_step: True if the pass is also the last of the step; otherwise resident buckets are not reduced.
+        """
+        pending_entries: set[int] | None = None
+        if main_grads is not None:
+            pending_entries = {grad.slot[1] for grad in main_grads if isinstance(grad, ParamMainGrad)}
+        for bucket in self._buckets_to_reduce(chunk, last_in_step and self.overlap):
+            entries = {slot.entry for slot in bucket.slots}
+            self._unready[bucket.index] = entries if pending_entries is None else entries & pending_entries
         self._start_ready()
 
     def finish_pass(self, chunk: int, last_in_step: bool = True) -> None:
-        """The run is through: what has not been reduced on the way is, so that all ranks reduce as often."""
-        for bucket in self._buckets_ending(chunk, last_in_step and self.overlap):
+        """Finish a pass: reduce the buckets that are still waiting, so that all ranks call the same collectives."""
+        for bucket in self._buckets_to_reduce(chunk, last_in_step and self.overlap):
             if self._unready.pop(bucket.index, None) is not None:
                 self._start_reduce(bucket.index)
 
-    def _buckets_ending(self, chunk: int, last_in_step: bool) -> list[Bucket]:
-        """Buckets of a chunk that a run ends for."""
-        return [b for b in self.buckets if b.chunk == chunk and (last_in_step or not self.grads.is_resident(b))]
+    def _buckets_to_reduce(self, chunk: int, include_resident: bool) -> list[Bucket]:
+        """Return the buckets of a chunk that are reduced at the end of a pass."""
+        return [b for b in self.buckets if b.chunk == chunk and (include_resident or not self.grads.is_resident(b))]
 
     def mark_ready(self, b: int, entry: int) -> None:
+        """Report that the gradient of an entry of bucket `b` is complete in this backward."""
         if b in self._unready:
             self._unready[b].discard(entry)
             self._start_ready()
 
     def _start_ready(self) -> None:
-        """Reduce the full buckets at the head of the queue. One behind a bucket that is not full waits: ranks
-        that start collectives in different orders would sum gradients of different parameters."""
+        """Reduce the buckets at the head of the queue that are ready.
+
+        A bucket waits for those before it: ranks that start collectives in different orders would sum gradients of
+        different parameters.
+        """
         for b in list(self._unready):
             if self._unready[b]:
                 return
@@ -151,49 +199,58 @@ class GradReducer:
             self._start_reduce(b)
 
     def _start_reduce(self, b: int) -> None:
+        """Start to reduce a bucket over its data axis."""
         bucket = self.buckets[b]
-        rule = self.shardings[bucket.key]
-        if not self.grads.is_resident(bucket):
+        sharding = self.shardings[bucket.key]
+        if not self.grads.is_resident(bucket):  # free the buckets before it, so that at most two are allocated
             for other in list(self.in_flight):
                 self.finish_reduce(other)
         self._zero_unwritten(bucket)
         if self.pre_reduce_hook is not None:
             self.pre_reduce_hook(bucket)
         self.in_flight[b] = None
-        if rule.shard_axis.size == rule.replicate_axis.size == 1:
+        if sharding.shard_axis.size == sharding.replicate_axis.size == 1:
             return
-        whole, mine = self.grads.full(bucket), self.grads.full_shard_view(bucket)
-        if rule.reduce_dtype is not None:
-            held, whole = rule.shard_range(bucket), whole.to(rule.reduce_dtype)
-            mine = self._reduce_dtype_copies[b] = whole[held.start : held.stop]
-        if rule.is_sharded:
-            self.in_flight[b] = start_reduce_scatter_into(mine, whole, rule.shard_axis)
+        full = self.grads.full(bucket)
+        shard = self.grads.full_shard_view(bucket)
+        if sharding.reduce_dtype is not None:
+            shard_range = sharding.shard_range(bucket)
+            full = full.to(sharding.reduce_dtype)
+            shard = self._reduce_dtype_copies[b] = full[shard_range.start : shard_range.stop]
+        if sharding.is_sharded:
+            self.in_flight[b] = start_reduce_scatter_into(shard, full, sharding.shard_axis)
             if not self.overlap:
                 self.finish_reduce(b)
         else:
-            self.in_flight[b] = start_all_reduce(whole, rule.replicate_axis)
+            self.in_flight[b] = start_all_reduce(full, sharding.replicate_axis)
 
     def finish_reduce(self, b: int) -> bool:
-        """Wait for the sum of a bucket that comes and goes, add what this rank holds of it to those of earlier runs of
-        the step, and let go of the rest. False: the bucket stays."""
+        """Wait for the reduction of a resharded bucket, add this rank's shard to that of earlier passes, and free it.
+
+        Returns False if the bucket is resident; then this does nothing.
+        """
         bucket = self.buckets[b]
         if self.grads.is_resident(bucket):
             return False
         work = self.in_flight.pop(b)
-        assert work is not None  # it is shared out
+        assert work is not None  # resharded buckets are sharded over several ranks
         work.wait()
-        part, held = self._reduce_dtype_copies.pop(b, self.grads.full_shard_view(bucket)), self.grads.shard(bucket)
-        held.add_(part) if b in self._accumulated else held.copy_(part)
+        new_shard = self._reduce_dtype_copies.pop(b, self.grads.full_shard_view(bucket))
+        shard = self.grads.shard(bucket)
+        if b in self._accumulated:
+            shard.add_(new_shard)
+        else:
+            shard.copy_(new_shard)
         self._accumulated.add(b)
         self.grads.free(bucket)
         self.written[b].clear()
         return True
 
     def finish_grad_sync(self) -> None:
-        """The step's backwards are through: every gradient this rank owns is complete (summed over data, tp, ends)."""
+        """Complete the gradients of the step: the owned ones are summed over the data, tp and tied-embedding axes."""
         for b in [*self._unready, *range(len(self.buckets))]:
-            through = b in self.in_flight or (b in self._accumulated and not self.written[b])
-            if not through:  # behind a parameter that got no gradient here, or never armed
+            is_reduced = b in self.in_flight or (b in self._accumulated and not self.written[b])
+            if not is_reduced:  # it waited for a bucket without some gradient on this rank, or was never announced
                 self._start_reduce(b)
         self._unready.clear()
         for b, work in list(self.in_flight.items()):
@@ -203,13 +260,16 @@ class GradReducer:
             self.grads.shard(self.buckets[b]).copy_(rounded)
         self._reduce_dtype_copies.clear()
         for bucket in self.buckets:
-            if (outer := self.shardings[bucket.key].outer_shard_axis).size > 1:
+            sharding = self.shardings[bucket.key]
+            outer = sharding.outer_shard_axis
+            if outer.size > 1:
                 start_reduce_scatter_into(self.grads.owned(bucket), self.grads.shard(bucket), outer).wait()
-            for axis in self.shardings[bucket.key].sum_axes:
+            for axis in sharding.sum_axes:
                 all_reduce_(self.grads.owned(bucket), axis)
         for bucket in self.buckets:
-            if (ends := self.shardings[bucket.key].tied_axis) is not None:
-                all_reduce_(self.grads.owned(bucket), ends)
+            tied_axis = self.shardings[bucket.key].tied_axis
+            if tied_axis is not None:
+                all_reduce_(self.grads.owned(bucket), tied_axis)
         for written in self.written:
             written.clear()
         self.in_flight.clear()

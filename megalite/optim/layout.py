@@ -1,14 +1,17 @@
-"""Where every parameter lies in the flat tensors of weights and gradients, and which rank owns what of them. Pure.
+"""The layout of parameters in buckets, the flat tensors of weights and gradients. All functions are pure.
 
-    | bucket 0 (chunk 0, last layers)  | bucket 1 ...     | ...  | partial | tied |      a flat tensor each
+    | bucket 0 (chunk 0, last layers)  | bucket 1 ...     | ...  | partial | tied |      one flat tensor each
     | 0    | 1    | 2    | 3           |                             each bucket splits evenly over its data axis
 
-Parameters are laid in reverse order of use, the order in which their gradients arrive, and cut into buckets of about
-`bucket_size` elements that never span model chunks. What is reduced, counted or decayed differently gets buckets of
-its own (partial gradients, tied ends, experts, no decay, a rate of its own), so that each of these is one collective or
-one update of a whole bucket, and no code below asks what a parameter is. Where gradients or weights come and go
-(ZeRO-2 and 3), the matrices of a unit of the model, one of its blocks, are a bucket: they are used at once. Norms and
-biases stay as they are, a thousandth of the memory. Padding: slots start at multiples of `ALIGN`.
+Parameters are placed in reverse order of use, the order in which their gradients become ready, and split into buckets
+of about `bucket_size` elements that never span model chunks. Parameters that are reduced, counted or decayed in another
+way get separate buckets (partial gradients, tied embeddings, experts, no weight decay, a decoupled learning rate). So
+each of these is one collective or one update of a full bucket, and no later code needs to know what a parameter is.
+
+If gradients or weights are resharded (ZeRO-2 and 3), the matrices of each unit of the model (a block) are one bucket,
+since they are used together. Norms and biases stay in resident buckets; they take a thousandth of the memory.
+
+Slots start at multiples of `ALIGN`, with padding before them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +26,14 @@ ALIGN = 64  # elements; 128 bytes in bf16, so that every matmul operand is align
 
 
 class ParamEntry(NamedTuple):
-    """One local parameter: its spec, its number of local elements, the model chunk it is used in, and the unit of the
-    model that it was made for (nn/parameter.py: Maker)."""
+    """One local parameter.
+
+    Attributes:
+        spec: its spec.
+        numel: number of local elements.
+        chunk: index of the model chunk that uses it.
+        unit: name of the unit of the model that it was created for (nn/parameter.py: ParamFactory).
+    """
 
     spec: ParamSpec
     numel: int
@@ -33,10 +42,19 @@ class ParamEntry(NamedTuple):
 
 
 class BucketKey(NamedTuple):
-    """What all parameters of a bucket have in common (parallel/spec.py). `partial`: of axes that have other ranks.
-    `replicas`: ranks that hold each element, the data axis aside. `decoupled_lr`: the learning rate is that of embedding
-    and head. `matrix`: they are matrices, which the optimizer updates as such. `unit`: of the model, whose matrices and
-    tables they are, where these come and go together; "": they stay."""
+    """The properties that all parameters of a bucket share (see also parallel/spec.py: ParamSpec).
+
+    Attributes:
+        mesh_view: "dense" or "expert".
+        partial_grad_axes: axes with more than one rank over which partial gradients are summed.
+        tied: True if the other end of the pipeline has a second copy.
+        weight_decay: True if weight decay applies.
+        decoupled_lr: True for parameters with the learning rate of embedding and head.
+        replicas: number of ranks that have each element, apart from the data axis.
+        is_matrix: True for matrices that the optimizer updates with its rule for matrices.
+        unit: name of the unit whose matrices and tables the bucket contains, if these are resharded together; "" for
+            resident buckets.
+    """
 
     mesh_view: str
     partial_grad_axes: tuple[str, ...]
@@ -49,32 +67,41 @@ class BucketKey(NamedTuple):
 
 
 class ParamSlot(NamedTuple):
-    """Elements [start, stop) of bucket number `bucket` are entry number `entry`."""
+    """The place of one parameter: elements [start, stop) of bucket `bucket` are those of entry `entry`."""
 
     bucket: int
     entry: int
     start: int
     stop: int
 
-    def overlap(self, mine: range) -> "ShardSlice":
-        """What lies in elements `mine` of the bucket, maybe nothing."""
-        first, last = max(self.start, mine.start), min(self.stop, mine.stop)
-        return ShardSlice(range(first - self.start, max(first, last) - self.start), first - mine.start)
+    def overlap(self, shard: range) -> "ShardSlice":
+        """Return the part of the parameter in the elements `shard` of the bucket; it may be empty."""
+        start = max(self.start, shard.start)
+        stop = max(start, min(self.stop, shard.stop))
+        return ShardSlice(range(start - self.start, stop - self.start), start - shard.start)
 
 
 class ShardSlice(NamedTuple):
-    """Elements `span` of a parameter, which begin at element `start` of what a rank has of the bucket."""
+    """The part of a parameter in a shard: elements `span` of the parameter start at element `start` of the shard."""
 
     span: range
     start: int
 
-    def select(self, mine: "Tensor") -> "Tensor":
-        """Their values, where `mine` has those of all that the rank has of the bucket."""
-        return mine[self.start : self.start + len(self.span)]
+    def select(self, shard: "Tensor") -> "Tensor":
+        """Return the view of these elements in the shard."""
+        return shard[self.start : self.start + len(self.span)]
 
 
 class Bucket(NamedTuple):
-    """`size` elements, padding included; what one collective moves. `number`: its place in the layout."""
+    """A set of parameters in one flat tensor, which one collective transfers.
+
+    Attributes:
+        index: index in the layout.
+        chunk: index of the model chunk.
+        key: the properties that its parameters share.
+        size: number of elements, padding included.
+        slots: the places of its parameters.
+    """
 
     index: int
     chunk: int
@@ -82,54 +109,61 @@ class Bucket(NamedTuple):
     size: int
     slots: tuple[ParamSlot, ...]
 
-    def shard_range(self, ranks: int, rank: int) -> range:
-        """The elements that rank `rank` of `ranks` owns, a divisor of its data axis."""
-        size = self.size // ranks
+    def shard_range(self, num_ranks: int, rank: int) -> range:
+        """Return the elements in shard `rank` of `num_ranks`, which must divide the size of the data axis."""
+        size = self.size // num_ranks
         return range(rank * size, (rank + 1) * size)
 
 
 class BufferLayout(NamedTuple):
-    """All buckets, in the order in which a rank reduces them."""
+    """The local parameters and the buckets, in the order in which a rank reduces them."""
 
     entries: tuple[ParamEntry, ...]
     buckets: tuple[Bucket, ...]
 
     @property
     def size(self) -> int:
-        """Elements of all buckets."""
+        """The number of elements of all buckets, padding included."""
         return sum(bucket.size for bucket in self.buckets)
 
 
 def build_layout(
-    entries: Sequence[ParamEntry], *, bucket_size: int, sizes: Mapping[str, int], **apart: bool
+    entries: Sequence[ParamEntry], *, bucket_size: int, sizes: Mapping[str, int], **separate_buckets: bool
 ) -> BufferLayout:
-    """Lay the entries (in order of use) into buckets of at least `bucket_size` elements (the last of a kind: less).
-    `sizes`: of the axes (absent: 1). `apart`: `decoupled_lr`, embedding and head have a learning rate of their own;
-    `matrices`, the optimizer has another rule for these; `by_unit`, those of each unit that have two dims are a bucket,
-    whatever their size.
+    """Assign the entries to buckets.
 
-    Buckets of a chunk are in the order in which backward fills them: that of their last members.
+    The buckets of a chunk are in the order in which backward completes them: the order of their last entries.
+
+    Args:
+        entries: the local parameters, in order of use.
+        bucket_size: minimum number of elements of a bucket; the last bucket with a key may be smaller.
+        sizes: axis names -> sizes (absent: 1).
+        separate_buckets: reasons for separate buckets, False by default. `decoupled_lr`: embedding and head have a
+            separate learning rate. `matrices`: the optimizer has a separate rule for matrices. `by_unit`: the
+            parameters with two dims of a unit are one bucket of any size.
     """
     buckets: list[Bucket] = []
-    for chunk in sorted({e.chunk for e in entries}):
-        open_slots: dict[BucketKey, list[int]] = {}
-        closed: list[tuple[BucketKey, list[int]]] = []
+    for chunk in sorted({entry.chunk for entry in entries}):
+        open_buckets: dict[BucketKey, list[int]] = {}  # indices of entries
+        closed_buckets: list[tuple[BucketKey, list[int]]] = []
         for index in reversed(range(len(entries))):
             entry = entries[index]
             if entry.chunk != chunk:
                 continue
-            kind = _bucket_key(entry, sizes, **apart)
-            members = open_slots.setdefault(kind, [])
+            key = _bucket_key(entry, sizes, **separate_buckets)
+            members = open_buckets.setdefault(key, [])
             members.append(index)
-            if not kind.unit and sum(entries[i].numel for i in members) >= bucket_size:
-                closed.append((kind, open_slots.pop(kind)))
-        for kind, members in sorted([*closed, *open_slots.items()], key=lambda bucket: -bucket[1][-1]):
-            number, slots, position = len(buckets), [], 0
+            if not key.unit and sum(entries[i].numel for i in members) >= bucket_size:
+                closed_buckets.append((key, open_buckets.pop(key)))
+        for key, members in sorted([*closed_buckets, *open_buckets.items()], key=lambda bucket: -bucket[1][-1]):
+            bucket_index = len(buckets)
+            slots: list[ParamSlot] = []
+            position = 0
             for index in members:
-                slots.append(ParamSlot(number, index, position, position + entries[index].numel))
+                slots.append(ParamSlot(bucket_index, index, position, position + entries[index].numel))
                 position = _round_up(slots[-1].stop, ALIGN)
-            size = _round_up(position, ALIGN * sizes.get(MESH_VIEWS[kind.mesh_view][0], 1))
-            buckets.append(Bucket(number, chunk, kind, size, tuple(slots)))
+            size = _round_up(position, ALIGN * sizes.get(MESH_VIEWS[key.mesh_view][0], 1))
+            buckets.append(Bucket(bucket_index, chunk, key, size, tuple(slots)))
     return BufferLayout(tuple(entries), tuple(buckets))
 
 
@@ -141,11 +175,15 @@ def _bucket_key(
     by_unit: bool = False,
 ) -> BucketKey:
     spec = entry.spec
-    partial_grad_axes = tuple(axis for axis in spec.partial_grad_axes if sizes.get(axis, 1) > 1)
-    rate, is_matrix = spec.is_vocab and decoupled_lr, spec.is_matrix and matrices
-    unit = entry.unit if by_unit and spec.is_2d else ""
     return BucketKey(
-        spec.mesh_view, partial_grad_axes, spec.tied, spec.weight_decay, rate, spec.num_replicas(sizes), is_matrix, unit
+        mesh_view=spec.mesh_view,
+        partial_grad_axes=tuple(axis for axis in spec.partial_grad_axes if sizes.get(axis, 1) > 1),
+        tied=spec.tied,
+        weight_decay=spec.weight_decay,
+        decoupled_lr=spec.is_vocab and decoupled_lr,
+        replicas=spec.num_replicas(sizes),
+        is_matrix=spec.is_matrix and matrices,
+        unit=entry.unit if by_unit and spec.is_2d else "",
     )
 
 

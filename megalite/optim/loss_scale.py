@@ -1,8 +1,9 @@
-"""Loss scaling for fp16 (arXiv:1710.03740): the loss is multiplied before backward, the gradients divided after.
+"""Loss scaling for fp16 (arXiv:1710.03740): the loss is multiplied before the backward, the gradients divided after it.
 
-A step whose gradients overflow is skipped. Dynamic, counted as in Megatron-LM: each overflow takes one of
-`hysteresis` lives, and from the last on halves the scale; `window` clean steps in a row double it and give the lives
-back. Fewer clean steps give none back, so that a scale on the edge comes down soon. fp32 and bf16: constant, 1.
+A step whose gradients overflow is skipped. Dynamic scaling counts as Megatron-LM does: the `hysteresis`-th overflow and
+each one after it halve the scale. `growth_interval` steps in a row without overflow double the scale and restart the
+count of overflows. Fewer such steps don't restart it, so that a scale near the limit is lowered soon. For fp32 and bf16
+the scale is a constant 1.
 """
 
 import math
@@ -12,30 +13,45 @@ from typing import Any
 
 
 class LossScaleExhausted(RuntimeError):
-    """The scale is at its floor and gradients still overflow: no step would ever be taken again."""
+    """Error: the scale is at its minimum and gradients still overflow, so all further steps would be skipped."""
 
 
 @dataclass
 class LossScaler:
+    """The loss scale.
+
+    Attributes:
+        scale: the current scale.
+        dynamic: True if the scale is adapted; False if it is constant.
+        minimum: lower limit of the scale.
+        growth_interval: number of steps in a row without overflow that double the scale.
+        hysteresis: number of overflows that halve the scale.
+        good_steps: steps in a row without overflow so far.
+        hysteresis_left: overflows left before the scale is halved; None: all of `hysteresis`.
+    """
+
     scale: float = 1.0
     dynamic: bool = False
     minimum: float = 1.0
     growth_interval: int = 1000
     hysteresis: int = 2
     good_steps: int = 0
-    hysteresis_left: int | None = None  # overflows left before the scale halves; None: all of `hysteresis`
+    hysteresis_left: int | None = None
 
     def update(self, overflow: bool) -> None:
+        """Adapt the scale after a step. Raises LossScaleExhausted if it would fall below the minimum."""
         if not self.dynamic:
             return
         if not overflow:
             self.good_steps += 1
             if self.good_steps == self.growth_interval:
-                self.good_steps, self.hysteresis_left = 0, None
+                self.good_steps = 0
+                self.hysteresis_left = None
                 self.scale *= 2
             return
         self.good_steps = 0
-        self.hysteresis_left = max(0, (self.hysteresis if self.hysteresis_left is None else self.hysteresis_left) - 1)
+        hysteresis_left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
+        self.hysteresis_left = max(0, hysteresis_left - 1)
         if self.hysteresis_left == 0:
             if self.scale <= self.minimum:
                 raise LossScaleExhausted(
@@ -44,7 +60,7 @@ class LossScaler:
             self.scale = max(self.scale / 2, self.minimum)
 
     def to_json(self) -> dict[str, float | int | bool | None]:
-        """The moving numbers; `dynamic` says whether they mean anything."""
+        """Return the state; if `dynamic` is False the other values are not used."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,
@@ -53,18 +69,21 @@ class LossScaler:
         }
 
     def from_json(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state. The settings stay those of this run; a run that was not dynamic says nothing.
-        Raises KeyError, ValueError for a damaged one: a scale of NaN, for instance, would skip all steps."""
+        """Restore a saved state; the settings remain those of this run. If either run has a constant scale, do nothing.
+
+        Raises KeyError or ValueError if the state is damaged. A scale of NaN, for instance, would skip all steps.
+        """
         dynamic, scale = state["dynamic"], state["scale"]
-        clean_steps, patience = state["clean_steps"], state["patience"]
-        counts = [n for n in (clean_steps, patience or 0) if type(n) is not int]
-        number = type(scale) in (int, float) and 0 < scale < math.inf
-        if type(dynamic) is not bool or not number or counts or clean_steps < 0:
+        good_steps, hysteresis_left = state["clean_steps"], state["patience"]
+        are_counts = type(good_steps) is int and type(hysteresis_left or 0) is int
+        is_scale = type(scale) in (int, float) and 0 < scale < math.inf
+        if type(dynamic) is not bool or not is_scale or not are_counts or good_steps < 0:
             raise ValueError(f"loss_scaler: {str(dict(state))[:160]}")
         if not (self.dynamic and dynamic):
             return
         self.scale = max(float(scale), self.minimum)
-        self.good_steps = min(int(clean_steps), self.growth_interval - 1)  # the window may have been shortened
-        self.hysteresis_left = (
-            None if patience is None else max(0, min(patience, self.hysteresis))
-        )  # older files have -1
+        self.good_steps = min(int(good_steps), self.growth_interval - 1)  # the interval may have been shortened
+        if hysteresis_left is None:
+            self.hysteresis_left = None
+        else:
+            self.hysteresis_left = max(0, min(hysteresis_left, self.hysteresis))  # older files contain -1

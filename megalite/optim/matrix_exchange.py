@@ -1,15 +1,18 @@
-"""Whole matrices out of the parts that ranks own of them, and back: who sends what to whom. Pure.
+"""The exchange that assembles full matrices from owned parts and returns the results. All functions are pure.
 
-    rank 0 owns  | A A A B |       home of A: rank 1       rank 0 -> rank 1: A A A       and then the same elements of
-    rank 1 owns  | B B B C |       of B, C: rank 0         rank 1 -> rank 0: B B B C     the results the other way
+    rank 0 owns  | A A A B |       owner rank of A: 1       rank 0 -> rank 1: A A A       then the same elements of the
+    rank 1 owns  | B B B C |       of B and C: 0            rank 1 -> rank 0: B B B C     results in reverse
 
-What a rank owns of a matrix is a range of its flattened box, cut by tp and by the edges of the ZeRO shards: some
-rectangles of the matrix (parallel/spec.py), each in one piece where it is owned. Of copies the first is sent, and
-all get the result. A rank can tell from the layout and the sizes of the axes what each rank of its stage owns, so
-nothing is asked. Bytes per rank: 2 e P / d for P elements in e bytes on a stage of d owners, less what stays.
+The owner rank of a matrix computes with the full matrix. Every rank owns a range of a matrix's flattened box, limited
+by tp and by the bounds of the ZeRO shards. It consists of some rectangles of the matrix (parallel/spec.py), each of
+which is contiguous in the owned part of the bucket. If several ranks own the same elements, the first one sends them,
+and all get the result. Layout and axis sizes determine what each rank of the stage owns, so ranks need not ask each
+other. Bytes sent per rank: 2 e P / d for P elements of e bytes on a stage of d ranks that own different parts, less the
+parts whose owner rank is the rank itself.
 
-Homes balance the cubic work, longest first (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969). Matrices
-go in groups: one travels while another is worked on, and little is in memory twice.
+Owner ranks balance the cubic work, largest matrix first (R. L. Graham, Bounds on multiprocessing timing anomalies,
+1969). Matrices are exchanged in groups, so that the exchange of one group overlaps with the work on another, and only
+few matrices are in memory twice.
 """
 
 import itertools
@@ -22,28 +25,36 @@ from megalite.optim.layout import Bucket, BucketKey, BufferLayout, ParamSlot
 from megalite.parallel.mesh import stage_coordinates
 from megalite.parallel.spec import Box, ParamSpec, flat_offset, rectangles
 
-GROUP_NUMEL = 1 << 26  # elements of a group per rank of the stage: 128 MiB of bf16 to send
+GROUP_NUMEL = 1 << 26  # elements of a group per rank of the stage: each rank sends 128 MiB in bf16
 
 
 class MatrixShape(NamedTuple):
-    """[rows, columns]; several may be stored as one parameter."""
+    """The shape of a matrix; a parameter may consist of several matrices."""
 
     rows: int
     columns: int
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return self.rows * self.columns
 
     @property
     def relative_flops(self) -> int:
-        """In proportion to the FLOPs of products of the matrix with itself."""
+        """A number proportional to the FLOPs of the product of the matrix with itself."""
         return min(self.rows, self.columns) * self.numel
 
 
 class MatrixShard(NamedTuple):
-    """The rectangle `box` of matrix number `matrix` is elements [start, stop) of what the rank owns of the bucket.
-    `first`: of those ranks that own the same."""
+    """A rectangle of a matrix in the owned part of a bucket.
+
+    Attributes:
+        matrix: index of the matrix in the stage.
+        box: the rectangle.
+        bucket: index of the bucket.
+        start, stop: its elements in the owned part of the bucket.
+        is_first_replica: True if the rank is the first of those that own the same elements.
+    """
 
     matrix: int
     box: Box
@@ -54,79 +65,102 @@ class MatrixShard(NamedTuple):
 
 
 class _MatrixStack(NamedTuple):
-    """What lies in `slot` of `bucket`: matrices from number `first` on."""
+    """The matrices of one parameter, numbered from `first_matrix`."""
 
     bucket: Bucket
     slot: ParamSlot
     spec: ParamSpec
-    is_first_replica: int
+    first_matrix: int
 
     @property
     def matrix_ids(self) -> range:
-        return range(self.is_first_replica, self.is_first_replica + math.prod(self.spec.shape[:-2]))
+        """The indices of its matrices in the stage."""
+        return range(self.first_matrix, self.first_matrix + math.prod(self.spec.shape[:-2]))
 
     def shards(
-        self, rule: BucketSharding, sizes: Mapping[str, int], position: Mapping[str, int]
+        self, sharding: BucketSharding, sizes: Mapping[str, int], coordinates: Mapping[str, int]
     ) -> Iterator[MatrixShard]:
-        """What the rank of the stage at `position` owns, in order."""
-        spec, rule = self.spec, rule.on_rank_at(position)
-        box, part = spec.box(sizes, position), self.slot.overlap(rule.owned_range(self.bucket))
-        is_first_replica = (
-            rule.outer_shard_axis.size > 1 or not position[rule.axis_names[1]]
-        ) and spec.is_first_replica(position)
-        stacked, one = Box((0,) * len(spec.shape[:-2]), spec.shape[:-2]), Box(box.start[-2:], box.stop[-2:])
+        """Yield the rectangles that the rank of the stage with these coordinates owns, in order."""
+        spec = self.spec
+        sharding = sharding.on_rank_at(coordinates)
+        box = spec.box(sizes, coordinates)
+        owned = self.slot.overlap(sharding.owned_range(self.bucket))
+        is_first_owner = sharding.outer_shard_axis.size > 1 or not coordinates[sharding.axis_names[1]]
+        is_first_replica = is_first_owner and spec.is_first_replica(coordinates)
+        all_indices = Box((0,) * len(spec.shape[:-2]), spec.shape[:-2])
+        matrix_box = Box(box.start[-2:], box.stop[-2:])
         for i, index in enumerate(itertools.product(*map(range, box.start[:-2], box.stop[:-2]))):
-            begin = i * one.numel
-            start, stop = max(part.span.start, begin), min(part.span.stop, begin + one.numel)
-            number = self.is_first_replica + flat_offset(stacked, index)
-            at = part.start + start - part.span.start
-            for rectangle, span in rectangles(one, range(start - begin, stop - begin)):
+            matrix = self.first_matrix + flat_offset(all_indices, index)
+            matrix_start = i * matrix_box.numel  # in the flattened box
+            start = max(owned.span.start, matrix_start)
+            stop = min(owned.span.stop, matrix_start + matrix_box.numel)
+            offset = owned.start + start - owned.span.start
+            for rectangle, span in rectangles(matrix_box, range(start - matrix_start, stop - matrix_start)):
                 yield MatrixShard(
-                    number, rectangle, self.bucket.index, at + span.start, at + span.stop, is_first_replica
+                    matrix, rectangle, self.bucket.index, offset + span.start, offset + span.stop, is_first_replica
                 )
 
 
 def _matrix_stacks(layout: BufferLayout) -> list[_MatrixStack]:
-    """All that are updated as matrices, in the order of the buckets."""
-    found, is_first_replica = [], 0
+    """Return the parameters that are updated as matrices, in the order of the buckets."""
+    stacks: list[_MatrixStack] = []
+    first_matrix = 0
     for bucket in layout.buckets:
-        for slot in bucket.slots if bucket.key.is_matrix else ():
-            found.append(_MatrixStack(bucket, slot, layout.entries[slot.entry].spec, is_first_replica))
-            is_first_replica = found[-1].matrix_ids.stop
-    return found
+        if not bucket.key.is_matrix:
+            continue
+        for slot in bucket.slots:
+            stacks.append(_MatrixStack(bucket, slot, layout.entries[slot.entry].spec, first_matrix))
+            first_matrix = stacks[-1].matrix_ids.stop
+    return stacks
 
 
 def matrix_shapes(layout: BufferLayout) -> list[MatrixShape]:
-    """In the order of their numbers."""
+    """Return the full shapes of all matrices of a stage, by index."""
     return [MatrixShape(*stack.spec.shape[-2:]) for stack in _matrix_stacks(layout) for _ in stack.matrix_ids]
 
 
-def group_matrices(matrices: Sequence[MatrixShape], ranks: int) -> list[range]:
-    """Numbers of matrices that travel together."""
-    groups, begin, numel = [], 0, 0
-    for number, matrix in enumerate(matrices):
+def group_matrices(matrices: Sequence[MatrixShape], num_ranks: int) -> list[range]:
+    """Return the indices of the matrices that are exchanged together, for each group."""
+    groups: list[range] = []
+    start = 0
+    numel = 0
+    for index, matrix in enumerate(matrices):
         numel += matrix.numel
-        if numel >= GROUP_NUMEL * ranks:
-            groups.append(range(begin, number + 1))
-            begin, numel = number + 1, 0
-    return groups + [range(begin, len(matrices))] * (begin < len(matrices))
+        if numel >= GROUP_NUMEL * num_ranks:
+            groups.append(range(start, index + 1))
+            start = index + 1
+            numel = 0
+    if start < len(matrices):
+        groups.append(range(start, len(matrices)))
+    return groups
 
 
-def assign_owners(matrices: Sequence[MatrixShape], ranks: int) -> list[int]:
-    """The rank of a stage that each is whole on: in each group the longest first, to the rank with the least so far."""
-    loads, owner_ranks = [0] * ranks, [0] * len(matrices)
-    for group in group_matrices(matrices, ranks):
-        for number in sorted(group, key=lambda n: -matrices[n].relative_flops):
-            owner_ranks[number] = loads.index(min(loads))
-            loads[owner_ranks[number]] += matrices[number].relative_flops
+def assign_owners(matrices: Sequence[MatrixShape], num_ranks: int) -> list[int]:
+    """Return the owner rank of each matrix, an index in the stage.
+
+    In each group the matrix with the most work is assigned first, to the rank with the least work so far.
+    """
+    loads = [0] * num_ranks
+    owner_ranks = [0] * len(matrices)
+    for group in group_matrices(matrices, num_ranks):
+        for index in sorted(group, key=lambda i: -matrices[i].relative_flops):
+            owner_rank = loads.index(min(loads))
+            owner_ranks[index] = owner_rank
+            loads[owner_rank] += matrices[index].relative_flops
     return owner_ranks
 
 
 class GroupExchange(NamedTuple):
-    """Of one group, on one rank. By rank of the stage, in its order; a range is told as it is where it is owned.
+    """The exchange of one group on one rank.
 
-    given, got       of what this rank owns: what goes to each home, and what comes back
-    taken, returned  of what each rank owns: what comes to this home, and what goes back
+    Each field is a list for every rank of the stage, in order. A MatrixShard describes the elements on the rank that
+    owns them.
+
+    Attributes:
+        send: parts that this rank owns and sends to each owner rank of a matrix.
+        receive_back: parts that this rank owns and whose results it receives from each owner rank.
+        receive: parts that this rank receives, as an owner rank, from each rank.
+        send_back: parts whose results this rank, as an owner rank, sends to each rank.
     """
 
     send: list[list[MatrixShard]]
@@ -136,22 +170,31 @@ class GroupExchange(NamedTuple):
 
 
 def build_exchanges(
-    layout: BufferLayout, rules: Mapping[BucketKey, BucketSharding], sizes: Mapping[str, int], rank: int
+    layout: BufferLayout, shardings: Mapping[BucketKey, BucketSharding], sizes: Mapping[str, int], rank: int
 ) -> tuple[list[MatrixShape], list[GroupExchange]]:
-    """The matrices of a stage, and its groups on rank `rank` of it."""
-    matrices, positions = matrix_shapes(layout), stage_coordinates(sizes)
-    owner_ranks, groups = assign_owners(matrices, len(positions)), group_matrices(matrices, len(positions))
-    done = [GroupExchange(*([[] for _ in positions] for _ in range(4))) for _ in groups]
-    of = {number: exchange for group, exchange in zip(groups, done, strict=True) for number in group}
+    """Return the matrices of a stage, and the exchanges of its groups on rank `rank` of the stage."""
+    matrices = matrix_shapes(layout)
+    coordinates_by_rank = stage_coordinates(sizes)
+    num_ranks = len(coordinates_by_rank)
+    owner_ranks = assign_owners(matrices, num_ranks)
+    groups = group_matrices(matrices, num_ranks)
+    exchanges = [GroupExchange(*([[] for _ in range(num_ranks)] for _ in range(4))) for _ in groups]
+    exchange_of = {matrix: exchange for group, exchange in zip(groups, exchanges, strict=True) for matrix in group}
     for stack in _matrix_stacks(layout):
-        is_owner = rank in (owner_ranks[number] for number in stack.matrix_ids)
-        for owner, position in enumerate(positions):
-            for part in stack.shards(rules[stack.bucket.key], sizes, position) if is_owner or owner == rank else ():
-                exchange, home = of[part.matrix], owner_ranks[part.matrix]
-                if owner == rank:
-                    exchange.receive_back[home].append(part)
-                    exchange.send[home] += [part] * part.is_first_replica
-                if home == rank:
-                    exchange.send_back[owner].append(part)
-                    exchange.receive[owner] += [part] * part.is_first_replica
-    return matrices, done
+        sharding = shardings[stack.bucket.key]
+        is_owner_rank = rank in (owner_ranks[matrix] for matrix in stack.matrix_ids)
+        for shard_rank, coordinates in enumerate(coordinates_by_rank):
+            if not is_owner_rank and shard_rank != rank:
+                continue
+            for shard in stack.shards(sharding, sizes, coordinates):
+                exchange = exchange_of[shard.matrix]
+                owner_rank = owner_ranks[shard.matrix]
+                if shard_rank == rank:
+                    exchange.receive_back[owner_rank].append(shard)
+                    if shard.is_first_replica:
+                        exchange.send[owner_rank].append(shard)
+                if owner_rank == rank:
+                    exchange.send_back[shard_rank].append(shard)
+                    if shard.is_first_replica:
+                        exchange.receive[shard_rank].append(shard)
+    return matrices, exchanges

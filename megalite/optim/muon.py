@@ -1,21 +1,22 @@
-"""Muon: momentum, orthogonalised by Newton-Schulz (K. Jordan, 2024; at scale: arXiv:2502.16982), for matrices.
+"""Muon for matrices: momentum, orthogonalized by Newton-Schulz (K. Jordan, 2024; at scale: arXiv:2502.16982).
 
-    m = b m + (1 - b) g;    u = g + b (m - g) with Nesterov's look ahead, else m          each rank, of what it owns
-    o = scale * newton_schulz(u)                                                       the home of each whole matrix
-    w = w (1 - lr wd) - lr o                                                              each rank, of what it owns
+    m = b m + (1 - b) g;    u = g + b (m - g) with Nesterov momentum, else m      each rank, for the elements it owns
+    o = scale * newton_schulz(u)                                                  the owner rank of each matrix
+    w = w (1 - lr wd) - lr o                                                      each rank, for the elements it owns
 
-Queries, keys, values, gate and up are matrices of their own, since they are stored so (nn/attention.py, nn/mlp.py).
-Each matrix is orthogonalised once, as a whole, by one rank of its stage, under every layout: what ranks own of it
-travels there and back (exchange.py), in the precision of the matmuls. The definition is that of NVIDIA's
-Emerging-Optimizers; gate and up are one matrix there. The state is one momentum.
+Queries, keys, values, gate and up are separate matrices, since they are stored separately (nn/attention.py,
+nn/mlp.py). With every layout, one rank of the stage orthogonalizes the full matrix once: the parts that ranks own are
+sent to it, and results back (matrix_exchange.py), in the precision of the matmuls. The definition is that of NVIDIA's
+Emerging-Optimizers, where gate and up are one matrix. The state is one momentum.
 
 Scales of an [m, n] matrix: spectral sqrt(max(m, n)), shape_scaling sqrt(max(1, m / n)), unit_rms_norm sqrt(m / n).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from megalite.optim.matrix_exchange import (
 from megalite.optim.update_rule import Finalizer, ParamUpdate
 from megalite.parallel.comm import Pending, start_all_to_all
 
-BATCH_NUMEL = 1 << 26  # elements that are worked on at a time: a matrix of 8,192 x 8,192, or many small ones
+BATCH_NUMEL = 1 << 26  # elements in one Newton-Schulz batch: a matrix of 8,192 x 8,192, or many small ones
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda m, n: math.sqrt(max(m, n)),
     "shape_scaling": lambda m, n: math.sqrt(max(1.0, m / n)),
@@ -45,7 +46,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class Muon:
-    """`in_bf16`: the matmuls, and what travels, where weights are kept in fp32."""
+    """Muon; `in_bf16` uses bf16 for the matmuls and the exchange if the main weights are in fp32."""
 
     momentum: float = 0.95
     nesterov: bool = False
@@ -56,131 +57,194 @@ class Muon:
     in_bf16: bool = True
 
     @classmethod
-    def from_config(cls, o: OptimConfig) -> "Muon":
-        ways: dict[str, Any] = dict(coefficient_type=o.muon_coefficient_type, scale_mode=o.muon_scale_mode)
-        ways |= dict(extra_scale=o.muon_extra_scale_factor, in_bf16=o.muon_fp32_matmul_prec == "medium")
-        return cls(o.muon_momentum, o.muon_nesterov, o.muon_num_ns_steps, **ways)
+    def from_config(cls, config: OptimConfig) -> "Muon":
+        """Return the rule with the options of a run."""
+        return cls(
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            steps=config.muon_num_ns_steps,
+            coefficient_type=cast("CoefficientType", config.muon_coefficient_type),
+            scale_mode=config.muon_scale_mode,
+            extra_scale=config.muon_extra_scale_factor,
+            in_bf16=config.muon_fp32_matmul_prec == "medium",
+        )
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype | None]:
+        """The dtype of the momentum."""
         return {"momentum_buffer": None}
 
     @torch.no_grad()
     def update_(self, update: ParamUpdate) -> None:
+        """Update the momentum and replace the gradient by u."""
         momentum_buffer = update.state["momentum_buffer"]
         momentum_buffer.lerp_(update.grad.mul_(update.scale), 1 - self.momentum)
-        update.grad.lerp_(momentum_buffer, self.momentum) if self.nesterov else update.grad.copy_(momentum_buffer)
+        if self.nesterov:
+            update.grad.lerp_(momentum_buffer, self.momentum)
+        else:
+            update.grad.copy_(momentum_buffer)
 
     def make_finalizer(self, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]) -> Finalizer:
+        """Return the second half of the update."""
         return _DistributedNewtonSchulz(self, buffer, buckets).finalize
 
 
 class _DistributedNewtonSchulz:
-    """One rank's second half, group after group: one travels to its homes while another is worked on."""
+    """The second half of the update on one rank, group by group: exchanges overlap with the work on another group."""
 
     def __init__(self, rule: Muon, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]):
-        self.rule, self.axis = rule, buffer.mesh.dp_cp_tp
+        self.rule = rule
+        self.axis = buffer.mesh.dp_cp_tp
         self.steps = coefficients(rule.coefficient_type, rule.steps)
-        self.index_of_bucket = {bucket.index: i for i, bucket in enumerate(buckets)}  # in what `finish` gets
-        sizes, rank = buffer.mesh.sizes, buffer.mesh.dp_cp_tp.rank
-        self.matrices, self.groups = build_exchanges(buffer.layout, buffer.shardings, sizes, rank)
+        self.update_index = {bucket.index: i for i, bucket in enumerate(buckets)}  # bucket -> index in the updates
+        self.matrices, self.groups = build_exchanges(buffer.layout, buffer.shardings, buffer.mesh.sizes, self.axis.rank)
 
     @torch.no_grad()
     def finalize(self, updates: Sequence[ParamUpdate]) -> None:
+        """Update the weights. Collective over the stage."""
         incoming = [self._send_momentum(group, updates) for group in self.groups[:1]]
         outgoing: list[tuple[GroupExchange, Pending]] = []
-        for group, after in zip(self.groups, [*self.groups, None][1:], strict=True):
-            incoming += [self._send_momentum(after, updates)] if after else []
+        for i, group in enumerate(self.groups):
+            if i + 1 < len(self.groups):
+                incoming.append(self._send_momentum(self.groups[i + 1], updates))
             results = self._orthogonalize(group, incoming.pop(0).wait())
             outgoing.append((group, self._start_exchange(results, group.send_back, group.receive_back)))
             if len(outgoing) > 1:
                 self._scatter_updates(*outgoing.pop(0), updates)
-        for last in outgoing:
-            self._scatter_updates(*last, updates)
-        for u in updates:
-            u.param.mul_(1 - u.lr * u.weight_decay).add_(u.grad, alpha=-u.lr)
-            if u.model_param is not None:
-                u.model_param.copy_(u.param)
+        for exchange in outgoing:
+            self._scatter_updates(*exchange, updates)
+        for update in updates:
+            update.param.mul_(1 - update.lr * update.weight_decay).add_(update.grad, alpha=-update.lr)
+            if update.model_param is not None:
+                update.model_param.copy_(update.param)
 
     def _send_momentum(self, group: GroupExchange, updates: Sequence[ParamUpdate]) -> Pending:
-        parts = [
-            updates[self.index_of_bucket[r.bucket]].grad[r.start : r.stop] for ranges in group.send for r in ranges
-        ]
+        """Start to send u to the owner ranks of a group."""
         grad = updates[0].grad
         dtype = torch.bfloat16 if self.rule.in_bf16 and grad.dtype == torch.float32 else grad.dtype
-        given = torch.cat([part.to(dtype) for part in parts]) if parts else grad.new_empty(0, dtype=dtype)
-        return self._start_exchange(given, group.send, group.receive)
+        parts = [self._grad_of(shard, updates).to(dtype) for shards in group.send for shard in shards]
+        momentum = torch.cat(parts) if parts else grad.new_empty(0, dtype=dtype)
+        return self._start_exchange(momentum, group.send, group.receive)
+
+    def _grad_of(self, shard: MatrixShard, updates: Sequence[ParamUpdate]) -> Tensor:
+        return updates[self.update_index[shard.bucket]].grad[shard.start : shard.stop]
 
     def _start_exchange(self, x: Tensor, send: list[list[MatrixShard]], receive: list[list[MatrixShard]]) -> Pending:
-        return start_all_to_all(x, _counts(send), _counts(receive), self.axis)
+        return start_all_to_all(x, _split_sizes(send), _split_sizes(receive), self.axis)
 
-    def _orthogonalize(self, group: GroupExchange, arrived: Tensor) -> Tensor:
-        """Of the ranges in `group.taken`, one after the other, those in `group.returned`."""
-        taken, returned = _slices_by_matrix(group.receive), _slices_by_matrix(group.send_back)
-        results = arrived.new_empty(sum(_counts(group.send_back)))
-        for numbers in _batches(self.matrices, taken):
-            whole = arrived.new_empty(len(numbers), *self.matrices[numbers[0]])
-            for one, number in zip(whole, numbers, strict=True):
-                for receive, at in taken[number]:
-                    one[receive].copy_(arrived[at].view_as(one[receive]))
-            for one, number in zip(newton_schulz(whole, self.steps), numbers, strict=True):
-                for receive, at in returned[number]:
-                    results[at].view_as(one[receive]).copy_(one[receive])
+    def _orthogonalize(self, group: GroupExchange, received: Tensor) -> Tensor:
+        """Orthogonalize the matrices of a group that this rank is the owner rank of.
+
+        `received` has the shards of `group.receive` one after the other; the result has those of `group.send_back`.
+        """
+        input_slices = _slices_by_matrix(group.receive)
+        output_slices = _slices_by_matrix(group.send_back)
+        results = received.new_empty(sum(_split_sizes(group.send_back)))
+        for batch in _batches(self.matrices, input_slices):
+            matrices = received.new_empty(len(batch), *self.matrices[batch[0]])
+            for matrix, index in zip(matrices, batch, strict=True):
+                for rectangle, elements in input_slices[index]:
+                    matrix[rectangle].copy_(received[elements].view_as(matrix[rectangle]))
+            for matrix, index in zip(newton_schulz(matrices, self.steps), batch, strict=True):
+                for rectangle, elements in output_slices[index]:
+                    results[elements].view_as(matrix[rectangle]).copy_(matrix[rectangle])
         return results
 
     def _scatter_updates(self, group: GroupExchange, results: Pending, updates: Sequence[ParamUpdate]) -> None:
-        """Put what came back in the place of the gradients."""
-        at, flat, rule = 0, results.wait(), self.rule
-        for part in (part for ranges in group.receive_back for part in ranges):
-            grad = updates[self.index_of_bucket[part.bucket]].grad[part.start : part.stop]
-            scale = rule.extra_scale * SCALES[rule.scale_mode](*self.matrices[part.matrix])
-            grad.copy_(flat[at : at + part.box.numel]).mul_(scale)
-            at += part.box.numel
+        """Replace the gradients by the scaled results of a group."""
+        flat = results.wait()
+        offset = 0
+        for shard in itertools.chain.from_iterable(group.receive_back):
+            scale = self.rule.extra_scale * SCALES[self.rule.scale_mode](*self.matrices[shard.matrix])
+            self._grad_of(shard, updates).copy_(flat[offset : offset + shard.box.numel]).mul_(scale)
+            offset += shard.box.numel
+
+
+class _GroupNumels(NamedTuple):
+    """The number of elements in the buffers of one group on one rank, and the bytes of its workspace."""
+
+    processing: float = 0.0  # received matrices and results
+    incoming: float = 0.0  # momentum on its way to owner ranks: this rank's, and what it receives
+    outgoing: float = 0.0  # results on their way back: this rank's, and what it receives
+    workspace_bytes: int = 0
 
 
 def peak_bytes(
-    matrices: Sequence[MatrixShape], ranks: int, copies: float, size: int, work: Callable[[int, MatrixShape, int], int]
+    matrices: Sequence[MatrixShape],
+    num_ranks: int,
+    num_owners: float,
+    itemsize: int,
+    workspace: Callable[[int, MatrixShape, int], int],
 ) -> int:
-    """The most that `finish` takes, on the rank where that is most: what comes of a group and goes back of it, of the
-    next what is on its way there, and of the one before on its way back. What ranks own of a group is taken as even.
-    copies: ranks that own an element; size: bytes of one on its way; work(k, matrix, size): of k that are worked on."""
-    homes, groups, most = assign_owners(matrices, ranks), group_matrices(matrices, ranks), 0.0
-    owned = [sum(matrices[n].numel for n in group) / ranks * (ranks > 1) for group in groups]  # alone nothing travels
-    at_home: list[list[list[int]]] = [[[] for _ in groups] for _ in range(ranks)]
-    for g, number in ((g, number) for g, group in enumerate(groups) for number in group):
-        at_home[homes[number]][g].append(number)
-    for receive in filter(any, at_home):
-        found = [(0.0, 0.0, 0.0, 0)]
-        for numbers, each in zip(receive, owned, strict=True):
-            busy = max((work(len(some), matrices[some[0]], size) for some in _batches(matrices, numbers)), default=0)
-            numel = sum(matrices[n].numel for n in numbers)
-            found.append((numel * (1 + copies), numel + each, (numel + each) * copies, busy))
-        around = zip(found, found[1:], [*found[2:], found[0]], strict=False)
-        most = max(most, *(size * (x[0] + after[1] + before[2]) + x[3] for before, x, after in around))
-    return round(most)
+    """Return the peak bytes of `finalize` on the busiest rank.
+
+    These are one group's matrices and results, the next group's incoming and the previous group's outgoing buffers. The
+    shards of a group are assumed to be evenly distributed.
+
+    Args:
+        matrices: the matrices of the stage.
+        num_ranks: number of ranks of the stage.
+        num_owners: number of ranks that own each element.
+        itemsize: bytes per element in the exchange.
+        workspace: (number of matrices, shape, itemsize) -> bytes of Newton-Schulz on such a batch.
+    """
+    owner_ranks = assign_owners(matrices, num_ranks)
+    groups = group_matrices(matrices, num_ranks)
+    shard_numels = [0.0 for _ in groups]  # elements that a rank sends; with one rank nothing is sent
+    if num_ranks > 1:
+        shard_numels = [sum(matrices[n].numel for n in group) / num_ranks for group in groups]
+    assigned: list[list[list[int]]] = [[[] for _ in groups] for _ in range(num_ranks)]  # [rank][group] -> matrices
+    for g, group in enumerate(groups):
+        for index in group:
+            assigned[owner_ranks[index]][g].append(index)
+    peak = 0.0
+    for indices_by_group in assigned:
+        if not any(indices_by_group):
+            continue
+        numels = [_GroupNumels()]
+        for indices, shard_numel in zip(indices_by_group, shard_numels, strict=True):
+            batches = _batches(matrices, indices)
+            batch_bytes = (workspace(len(batch), matrices[batch[0]], itemsize) for batch in batches)
+            numel = sum(matrices[n].numel for n in indices)
+            numels.append(
+                _GroupNumels(
+                    processing=numel * (1 + num_owners),
+                    incoming=numel + shard_numel,
+                    outgoing=(numel + shard_numel) * num_owners,
+                    workspace_bytes=max(batch_bytes, default=0),
+                )
+            )
+        numels.append(_GroupNumels())
+        for previous, current, following in zip(numels, numels[1:], numels[2:], strict=False):
+            numel = current.processing + following.incoming + previous.outgoing
+            peak = max(peak, itemsize * numel + current.workspace_bytes)
+    return round(peak)
 
 
-def _batches(matrices: Sequence[MatrixShape], numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Of one shape each, of BATCH elements at most."""
-    shapes: dict[MatrixShape, list[int]] = {}
-    for number in sorted(numbers):
-        shapes.setdefault(matrices[number], []).append(number)
-    for one, alike in shapes.items():
-        most = max(1, BATCH_NUMEL // one.numel)
-        yield from (alike[i : i + most] for i in range(0, len(alike), most))
+def _batches(matrices: Sequence[MatrixShape], indices: Iterable[int]) -> Iterator[list[int]]:
+    """Yield the indices in batches of matrices of one shape, with at most BATCH_NUMEL elements or a single matrix."""
+    indices_by_shape: dict[MatrixShape, list[int]] = {}
+    for index in sorted(indices):
+        indices_by_shape.setdefault(matrices[index], []).append(index)
+    for shape, same_shape in indices_by_shape.items():
+        batch_size = max(1, BATCH_NUMEL // shape.numel)
+        for i in range(0, len(same_shape), batch_size):
+            yield same_shape[i : i + batch_size]
 
 
-def _counts(ranks: Sequence[Sequence[MatrixShard]]) -> list[int]:
-    """Elements to or from each rank."""
-    return [sum(part.box.numel for part in ranges) for ranges in ranks]
+def _split_sizes(shards_by_rank: Sequence[Sequence[MatrixShard]]) -> list[int]:
+    """Return the number of elements for each rank."""
+    return [sum(shard.box.numel for shard in shards) for shards in shards_by_rank]
 
 
-def _slices_by_matrix(ranks: Sequence[Sequence[MatrixShard]]) -> dict[int, list[tuple[tuple[slice, ...], slice]]]:
-    """Of each matrix: its rectangles, and where each lies in all of them flat."""
-    found: dict[int, list[tuple[tuple[slice, ...], slice]]] = {}
-    at = 0
-    for part in (part for ranges in ranks for part in ranges):
-        receive = tuple(map(slice, part.box.start, part.box.stop))
-        found.setdefault(part.matrix, []).append((receive, slice(at, at + part.box.numel)))
-        at += part.box.numel
-    return found
+def _slices_by_matrix(
+    shards_by_rank: Sequence[Sequence[MatrixShard]],
+) -> dict[int, list[tuple[tuple[slice, ...], slice]]]:
+    """Return for each matrix (rectangle of the matrix, elements of the flat buffer of all shards)."""
+    slices: dict[int, list[tuple[tuple[slice, ...], slice]]] = {}
+    offset = 0
+    for shard in itertools.chain.from_iterable(shards_by_rank):
+        rectangle = tuple(map(slice, shard.box.start, shard.box.stop))
+        slices.setdefault(shard.matrix, []).append((rectangle, slice(offset, offset + shard.box.numel)))
+        offset += shard.box.numel
+    return slices

@@ -1,13 +1,15 @@
-"""Main weights and states in host memory, where the host updates them (ZeRO-Offload, arXiv:2101.06840).
+"""Main weights and optimizer state in host memory, updated by the host (ZeRO-Offload, arXiv:2101.06840).
 
-    gradients | 0 down | 1 down |         | 2 down |              two are on the host at most
-    host               | 0 updated        | 1 updated        | 2 updated |
-    weights                               | 0 up   |         | 1 up  |   | 2 up |
-    card      | updates of what has stayed |
+    D2H copies  | grad 0 | grad 1 |         | grad 2 |              at most two gradients are on the host
+    host                 | update 0         | update 1         | update 2 |
+    H2D copies                              | weight 0 |       | weight 1 |  | weight 2 |
+    GPU         | updates of buckets that are not offloaded |
 
-All comes after the step's one agreement: nothing is speculative or stale, and buckets may come and go. What goes up in
-another dtype lies where its gradient came. Rejected: to fetch during backward, which hides the first way down, too, but
-keeps every gradient on the host. A CPU does the same, and saves nothing.
+All of this is after the step's all-reduce of the norm: nothing is speculative or stale, and buckets may be resharded.
+Weights in another dtype are uploaded from the memory of their gradient. On a CPU the same code runs, and saves no
+memory.
+
+Rejected: copying gradients during the backward. This also hides the first copy, but keeps every gradient on the host.
 """
 
 import itertools
@@ -24,66 +26,97 @@ from megalite.parallel.streams import Event, new_stream, on_side_stream, record_
 
 
 def offloaded_buckets(layout: BufferLayout, fraction: float) -> tuple[Bucket, ...]:
-    """The buckets whose state the host has: the first, as few as have `fraction` of all elements."""
+    """Return the buckets whose state is offloaded: the first ones, as few as have `fraction` of all elements."""
     sizes = [bucket.size for bucket in layout.buckets]
     return tuple(b for b in layout.buckets if sum(sizes[: b.index]) < fraction * layout.size)
 
 
-def allocation_sizes(owned: Sequence[int], state: int, gradient: int) -> list[int]:
-    """Bytes: of each bucket `state` for every element that this rank owns, then of two gradients."""
-    return [*(n * state for n in owned), *[max(owned) * gradient] * 2] if owned else []
+def allocation_sizes(owned_numels: Sequence[int], state_bytes: int, grad_bytes: int) -> list[int]:
+    """Return the sizes in bytes of the allocations on the host: the state of each bucket, then two gradients.
+
+    Args:
+        owned_numels: number of elements that this rank owns of each offloaded bucket.
+        state_bytes: bytes per element of main weight and optimizer state.
+        grad_bytes: bytes per element of a gradient.
+    """
+    if not owned_numels:
+        return []
+    grad_size = max(owned_numels) * grad_bytes
+    return [*(numel * state_bytes for numel in owned_numels), grad_size, grad_size]
 
 
 class OffloadedState:
-    """Of `fraction` of the elements of `buffer`. `kept`: bucket -> main weights and `states` of what this rank owns, in
-    a mapped file of `folder` where one is given."""
+    """The main weights and optimizer state of the offloaded buckets.
+
+    Attributes:
+        state: bucket -> the owned part of main weights and optimizer state.
+        host_bytes: pinned memory in bytes.
+        disk: size of the mapped file in bytes.
+    """
 
     def __init__(
-        self, buffer: ParamAndGradBuffer, states: Mapping[str, torch.dtype | None], fraction: float, folder: str
+        self,
+        buffer: ParamAndGradBuffer,
+        state_dtypes: Mapping[str, torch.dtype | None],
+        fraction: float,
+        directory: str,
     ):
-        self._device, main = buffer.mesh.device, buffer.grads.dtype
-        dtypes, buckets = (
-            [main, *(dtype or main for dtype in states.values())],
-            offloaded_buckets(buffer.layout, fraction),
+        """Allocate the state and copy the weights to it.
+
+        Args:
+            buffer: the weights and gradients.
+            state_dtypes: names and dtypes of the optimizer state (UpdateRule.state_dtypes).
+            fraction: fraction of the elements that are offloaded.
+            directory: a directory for a mapped file with the state; "": the state is in memory.
+        """
+        self._device = buffer.mesh.device
+        main_dtype = buffer.grads.dtype
+        dtypes = [main_dtype, *(dtype or main_dtype for dtype in state_dtypes.values())]
+        buckets = offloaded_buckets(buffer.layout, fraction)
+        owned_numels = [len(buffer.shardings[bucket.key].owned_range(bucket)) for bucket in buckets]
+        sizes = allocation_sizes(owned_numels, sum(dtype.itemsize for dtype in dtypes), main_dtype.itemsize)
+        num_on_disk = len(owned_numels) if directory else 0
+        self.host_bytes = pinned_bytes(sizes[num_on_disk:])
+        self.disk = sum(sizes[:num_on_disk])
+        host_tensors = itertools.chain(
+            allocate_mapped(sizes[:num_on_disk], directory, self._device),
+            allocate_pinned(sizes[num_on_disk:], self._device),
         )
-        owned = [len(buffer.shardings[bucket.key].owned_range(bucket)) for bucket in buckets]
-        parts = allocation_sizes(owned, sum(dtype.itemsize for dtype in dtypes), main.itemsize)
-        on_disk = len(owned) if folder else 0
-        self.host_bytes, self.disk = pinned_bytes(parts[on_disk:]), sum(parts[:on_disk])
-        disk_bytes = allocate_mapped(parts[:on_disk], folder, self._device)
-        host_tensors = itertools.chain(disk_bytes, allocate_pinned(parts[on_disk:], self._device))
         self.state: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
-        for bucket, n in zip(buckets, owned, strict=True):
-            flats = next(host_tensors).split([n * dtype.itemsize for dtype in dtypes])
-            weight, *rest = (flat.view(dtype) for flat, dtype in zip(flats, dtypes, strict=True))
-            self.state[bucket.index] = weight.copy_(buffer.weights.owned(bucket)), dict(zip(states, rest, strict=True))
-        self._grads = [flat.view(main) for flat in host_tensors]
+        for bucket, numel in zip(buckets, owned_numels, strict=True):
+            flats = next(host_tensors).split([numel * dtype.itemsize for dtype in dtypes])
+            main, *state = (flat.view(dtype) for flat, dtype in zip(flats, dtypes, strict=True))
+            main.copy_(buffer.weights.owned(bucket))
+            self.state[bucket.index] = main, dict(zip(state_dtypes, state, strict=True))
+        self._grads = [flat.view(main_dtype) for flat in host_tensors]  # the last two allocations
         self._stream = new_stream(self._device) if buckets else None
 
     def update_(self, rule: UpdateRule, updates: Sequence[ParamUpdate]) -> None:
-        """Those of `kept`, in order; their `grad` and `copy` are on the device. After this the current stream has the
-        new weights, and may write the gradients again."""
-        begin, last_upload, incoming = (
-            record_event(self._device),
-            None,
-            [],
-        )  # from `begin` on nobody reads the old weights
+        """Update the buckets in `state`, in order; `grad` and `model_param` of their updates are on the device.
+
+        Afterwards the current stream has the new weights, and may overwrite the gradients.
+        """
+        start_event = record_event(self._device)  # no later work reads the old weights
+        last_upload = None
+        host_grads: list[tuple[Tensor, Event | None]] = []
         for i, update in enumerate(updates):
-            incoming += [
-                self._copy_grad_to_host(n, updates[n], begin) for n in range(len(incoming), min(i + 2, len(updates)))
-            ]
-            (grad, copy_event), param, copy = incoming[i], update.param, update.model_param
-            assert copy is not None
+            for n in range(len(host_grads), min(i + 2, len(updates))):
+                host_grads.append(self._copy_grad_to_host(n, updates[n], start_event))
+            grad, copy_event = host_grads[i]
+            main, weight = update.param, update.model_param
+            assert weight is not None
             if copy_event is not None:
                 copy_event.synchronize()
             rule.update_(update._replace(grad=grad, model_param=None))
-            source = param if copy.dtype == grad.dtype else grad.view(copy.dtype)[: len(copy)].copy_(param)
-            with on_side_stream(self._stream, after=begin):
-                copy.copy_(source, non_blocking=True)
+            # the gradient is no longer needed, so its memory takes the weight in its own dtype
+            source = main if weight.dtype == grad.dtype else grad.view(weight.dtype)[: len(weight)].copy_(main)
+            with on_side_stream(self._stream, after=start_event):
+                weight.copy_(source, non_blocking=True)
                 last_upload = record_event(self._device)
         wait_event(last_upload)
 
-    def _copy_grad_to_host(self, i: int, update: ParamUpdate, begin: Event | None) -> tuple[Tensor, Event | None]:
-        with on_side_stream(self._stream, after=begin):
+    def _copy_grad_to_host(self, i: int, update: ParamUpdate, start_event: Event | None) -> tuple[Tensor, Event | None]:
+        """Start to copy the gradient of the i-th update; return it with the event of its completion."""
+        with on_side_stream(self._stream, after=start_event):
             grad = self._grads[i % 2][: len(update.grad)].copy_(update.grad, non_blocking=True)
             return grad, record_event(self._device)

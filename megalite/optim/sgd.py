@@ -1,4 +1,4 @@
-"""SGD with momentum as a rule for the sharded optimizer; equals torch.optim.SGD (decay is added to the gradient)."""
+"""SGD with momentum as an update rule; equals torch.optim.SGD (weight decay is added to the gradient)."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,27 @@ from megalite.optim.update_rule import ParamUpdate
 
 @dataclass(frozen=True)
 class SGD:
+    """SGD; without momentum it has no state."""
+
     momentum: float = 0.9
 
     @classmethod
-    def from_config(cls, o: OptimConfig) -> "SGD":
-        return cls(o.sgd_momentum)
+    def from_config(cls, config: OptimConfig) -> "SGD":
+        """Return the rule with the options of a run."""
+        return cls(config.sgd_momentum)
 
     @property
     def state_dtypes(self) -> dict[str, torch.dtype | None]:
-        return {"momentum_buffer": None} if self.momentum else {}  # plain SGD keeps nothing
+        """The dtype of the momentum."""
+        return {"momentum_buffer": None} if self.momentum else {}
 
     @torch.no_grad()
     def update_(self, update: ParamUpdate) -> None:
+        """Update the weights and the momentum."""
         grad = update.grad.mul_(update.scale)
         if update.weight_decay:
             grad.add_(update.param, alpha=update.weight_decay)
-        if self.momentum:  # torch starts the buffer as the first gradient; so does 0 * momentum + gradient
+        if self.momentum:  # torch initializes the buffer with the first gradient, which is 0 * momentum + gradient
             grad = update.state["momentum_buffer"].mul_(self.momentum).add_(grad)
         update.param.add_(grad, alpha=-update.lr)
         if update.model_param is not None:

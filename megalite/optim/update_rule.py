@@ -1,5 +1,7 @@
-"""What an optimizer is here: a rule for how one flat tensor of main weights moves (optim/adamw.py, optim/sgd.py), or
-one in two halves, with an exchange of ranks between them, for whole tensors (optim/muon.py, optim/lamb.py)."""
+"""The interface of an optimizer: a rule that updates a flat tensor of main weights (optim/adamw.py, optim/sgd.py).
+
+Rules that need full tensors have a second half, in which ranks communicate (optim/muon.py, optim/lamb.py).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -16,12 +18,18 @@ if TYPE_CHECKING:
 
 
 class ParamUpdate(NamedTuple):
-    """What a rule gets for what this rank owns of a bucket: flat tensors of one length, and this step's numbers.
+    """The arguments of an update of the part of a bucket that this rank owns. All tensors are flat, of one length.
 
-    param  the main weights, and `state` the tensors kept beside them: both updated in place
-    grad   a sum; its gradient is scale * grad. Used up
-    step   counts from 1
-    model_param  gets the new weights in its own dtype, for the gather; None: the main weights are the weights
+    Attributes:
+        param: the main weights, updated in place.
+        grad: a sum of gradients; the gradient is scale * grad. The update may overwrite it.
+        state: the optimizer state by name, updated in place.
+        lr: learning rate.
+        weight_decay: weight decay.
+        step: number of the update, counted from 1.
+        scale: factor of `grad`.
+        model_param: receives the new weights in its own dtype, for the all-gather; None: the main weights are the
+            weights of the model.
     """
 
     param: Tensor
@@ -35,16 +43,21 @@ class ParamUpdate(NamedTuple):
 
 
 class UpdateRule(Protocol):
-    """`from_config`: with a run's options. `state_dtypes` names the tensors that it keeps, with their dtype (None: that
-    of the main weights)."""
+    """An elementwise update rule."""
 
     @classmethod
-    def from_config(cls, o: OptimConfig) -> "UpdateRule": ...
+    def from_config(cls, config: OptimConfig) -> "UpdateRule":
+        """Return the rule with the options of a run."""
+        ...
 
     @property
-    def state_dtypes(self) -> Mapping[str, torch.dtype | None]: ...
+    def state_dtypes(self) -> Mapping[str, torch.dtype | None]:
+        """The names of the tensors of its state, with their dtype (None: the dtype of the main weights)."""
+        ...
 
-    def update_(self, update: ParamUpdate) -> None: ...
+    def update_(self, update: ParamUpdate) -> None:
+        """Update the owned part of one bucket."""
+        ...
 
 
 Finalizer = Callable[[Sequence[ParamUpdate]], None]
@@ -52,17 +65,30 @@ Finalizer = Callable[[Sequence[ParamUpdate]], None]
 
 @runtime_checkable
 class WholeTensorRule(UpdateRule, Protocol):
-    """A rule for whole tensors: `update_` makes of a bucket's gradient what the tensors are to be judged by, and moves
-    no weight. Then, once a step, what `make_finalizer` returned gets the updates of all `buckets` of `buffer` that have
-    the rule, in their order, and moves the weights; collective over the stage."""
+    """A rule that needs full tensors.
 
-    def make_finalizer(self, buffer: "ParamAndGradBuffer", buckets: "Sequence[Bucket]") -> Finalizer: ...
+    `update_` replaces the gradient of a bucket by the quantity that the second half needs, and changes no weight. The
+    second half, a Finalizer, updates the weights.
+    """
+
+    def make_finalizer(self, buffer: "ParamAndGradBuffer", buckets: "Sequence[Bucket]") -> Finalizer:
+        """Return the second half of the update.
+
+        It is called once per step, with the updates of all `buckets` of `buffer` that have this rule, in order.
+        Collective over the stage.
+        """
+        ...
 
 
-def build_rules(o: OptimConfig) -> tuple[UpdateRule, UpdateRule | None]:
-    """The rule that the options name, and of matrices, where they have another one."""
-    rule: UpdateRule = REGISTRIES["optimizer"].get(o.optimizer).from_config(o)
+def build_rules(config: OptimConfig) -> tuple[UpdateRule, UpdateRule | None]:
+    """Return the update rule of the optimizer, and the rule for matrices if it has a separate one (Muon), else None.
+
+    Raises ValueError if a plugin's optimizer is not an UpdateRule.
+    """
+    rule: UpdateRule = REGISTRIES["optimizer"].get(config.optimizer).from_config(config)
     if not isinstance(getattr(rule, "state_dtypes", None), Mapping):
         text = f"from_config(options) gives {rule!r}, whose state_dtypes are no dict; give a rule as"
-        raise ValueError(f"optimizer={o.optimizer!r}: {text} megalite.optim.update_rule: UpdateRule")
-    return (REGISTRIES["optimizer"].get("adam").from_config(o), rule) if o.is_muon else (rule, None)
+        raise ValueError(f"optimizer={config.optimizer!r}: {text} megalite.optim.update_rule: UpdateRule")
+    if config.is_muon:
+        return REGISTRIES["optimizer"].get("adam").from_config(config), rule
+    return rule, None

@@ -74,7 +74,7 @@ class PhaseTimer:
     def phase_seconds(self) -> dict[str, float]:
         """Return the seconds by phase of the last timed step, and discard its timestamps.
 
-        Returns {} if no step was timed, or if the GPU has not finished it: a caller that handles an error must not wait.
+        Returns {} if no step was timed or the GPU has not finished it: a caller that handles an error must not wait.
         """
         timestamps = self._timestamps
         self._timestamps = []

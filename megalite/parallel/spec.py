@@ -114,7 +114,7 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """True if its last two dims are the matrix of a product and all others count matrices; no embeddings or head."""
+        """True if its last two dims are the matrix of a product and all others count matrices; not embeddings, head."""
         return self.is_2d and not (self.is_vocab or self.is_lookup)
 
     @property

@@ -101,7 +101,7 @@ class CudaGraph:
         self.replay = self._graph.replay
 
     def capture(self, work: Callable[[], None]) -> None:
-        """Capture the kernels of `work` without running them; `replay` runs them on the current values of its tensors."""
+        """Capture the kernels of `work` without running them; `replay` runs them with the tensors' current values."""
         stream = torch.cuda.current_stream()
         # thread_local: the data loader's thread may pin memory at the same time
         with torch.cuda.graph(self._graph, self._pool, stream, capture_error_mode="thread_local"):

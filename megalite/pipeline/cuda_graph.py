@@ -1,16 +1,19 @@
-"""Micro-batches replayed as one CUDA graph: forward, backward and the sums into the gradient buffer cost the host one
-call, where a small model's kernels would wait for Python.
+"""A pipeline that replays micro-batches as one CUDA graph.
+
+Forward, backward and the accumulation of gradients cost the host one call; the kernels of a small model would otherwise
+wait for Python.
 
     step, dp 1     zero all gradients | replay | replay | ... | replay |
-    step, dp > 1   eager              | replay | replay | ... | eager  |     weights are gathered behind the first,
-                                                                             gradients are reduced behind the last
+    step, dp > 1   eager              | replay | replay | ... | eager  |
 
-A graph repeats kernels with the arguments they had, so what changes between micro-batches lies in tensors that keep
-their place: a static batch, into which each one is copied, and the loss weight (batch size, loss scale). Gradients are
-always added, never written over, which is why they are zeroed first. No Python runs in a replay, so no hook of a
-parameter tells the buffer of its gradient. The first micro-batch of a shape runs eagerly, since compiling a kernel or
-loading a library cannot be recorded; the next one records. The graph keeps the memory of a micro-batch's activations;
-with dp > 1 the eager ones take as much again.
+With dp > 1, weights are all-gathered during the first micro-batch and gradients are reduced during the last one.
+
+A graph repeats kernels with the same arguments, so values that change between micro-batches are in tensors with a fixed
+address: a static batch, into which each batch is copied, and loss_grad (it depends on batch size and loss scale).
+Graphs always accumulate gradients and never overwrite them, so gradients are zeroed first. A replay runs no Python, so
+no hook of a parameter reports its gradient to the buffer. The first micro-batch of a shape runs eagerly, since
+compiling a kernel or loading a library cannot be captured; the second one is captured. The graph keeps the memory of a
+micro-batch's activations; with dp > 1, the eager micro-batches take the same amount in addition.
 """
 
 import dataclasses
@@ -25,13 +28,7 @@ from megalite.pipeline.runtime import InFlight, Pipeline
 
 
 class CudaGraphPipeline(Pipeline):
-    """A pipeline of one stage on one rank (pp 1) whose micro-batches are replayed; evaluation is eager.
-
-    graphs       makes an empty graph
-    begin_all()  zeroes every gradient that has no sum yet in this step; from then on all are added to
-    apart        the first and the last micro-batch of a step are eager (above)
-    stream       where steps run; None: where they are called
-    """
+    """A pipeline with one stage (pp 1) whose training micro-batches are replayed; evaluation is eager."""
 
     def __init__(
         self,
@@ -42,42 +39,55 @@ class CudaGraphPipeline(Pipeline):
         stream: Stream | None = None,
         **options: Any,
     ):
+        """Create the pipeline.
+
+        Args:
+            args, options: arguments of Pipeline.
+            new_graph: returns an empty graph.
+            zero_unwritten_grads: zeroes every gradient that has no value yet in this step; from then on all gradients
+                are accumulated.
+            eager_first_and_last: run the first and the last micro-batch of a step eagerly (see above).
+            stream: stream on which steps run; None: the current stream of the caller.
+        """
         super().__init__(*args, **options)
-        assert self.last_stage == 0 and self.split is None
-        self.graphs, self.begin_all, self.apart, self.stream = (
-            new_graph,
-            zero_unwritten_grads,
-            eager_first_and_last,
-            stream,
-        )
-        self.enabled = True  # False, or a timeline that is wanted: steps are eager
-        self._weight = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        # shape -> static batch, losses, graph; None: seen once
+        assert self.last_stage == 0 and self.split_backward is None
+        self.new_graph = new_graph
+        self.zero_unwritten_grads = zero_unwritten_grads
+        self.eager_first_and_last = eager_first_and_last
+        self.stream = stream
+        self.enabled = True  # if False, or if a timeline is recorded, steps are eager
+        self._loss_grad = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        # signature -> static batch, losses, graph; None: the signature has occurred once
         self._captured: dict[tuple[Any, ...], tuple[Any, Tensor, CudaGraph] | None] = {}
 
     def step(self, batches: Sequence[Any], loss_grad: float, more_microbatches: bool = False) -> Tensor:
-        inner = batches[1:-1] if self.apart else batches
+        """Run forward and backward of all micro-batches, as Pipeline.step does."""
+        inner = batches[1:-1] if self.eager_first_and_last else batches
         with on_stream(self.stream):
             if not inner or not self.enabled or self.timeline is not None:
                 return super().step(batches, loss_grad, more_microbatches)
             total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-            if self.apart:
+            if self.eager_first_and_last:
                 total += super().step(batches[:1], loss_grad, more_microbatches=True)
-            self.begin_all()
-            self._weight.fill_(loss_grad)
+            self.zero_unwritten_grads()
+            self._loss_grad.fill_(loss_grad)
             for batch in inner:
                 losses = self._replay(batch, loss_grad)
                 total[: len(losses)] += losses
-            if self.apart:
+            if self.eager_first_and_last:
                 total += super().step(batches[-1:], loss_grad, more_microbatches)
             return total
 
     def _replay(self, batch: Any, loss_grad: float) -> Tensor:
-        shape = tuple(_signature(name, value) for name, value in vars(batch).items())
-        if shape not in self._captured:
-            self._captured[shape] = None
+        """Run one micro-batch: eagerly the first time that its signature occurs, then as a graph. Return its losses."""
+        signature = tuple(_signature(name, value) for name, value in vars(batch).items())
+        if signature not in self._captured:
+            self._captured[signature] = None
             return super().step([batch], loss_grad, more_microbatches=True)
-        static_batch, losses, graph = self._captured[shape] = self._captured[shape] or self._capture(batch)
+        captured = self._captured[signature]
+        if captured is None:
+            captured = self._captured[signature] = self._capture(batch)
+        static_batch, losses, graph = captured
         for name, value in vars(batch).items():
             if isinstance(value, Tensor):
                 getattr(static_batch, name).copy_(value)
@@ -86,29 +96,36 @@ class CudaGraphPipeline(Pipeline):
         return losses
 
     def _capture(self, batch: Any) -> tuple[Any, Tensor, CudaGraph]:
+        """Capture a micro-batch like `batch`. Return the static batch, the losses of a replay and the graph."""
         tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        static_batch, graph = dataclasses.replace(batch, **tensors), self.graphs()
+        static_batch = dataclasses.replace(batch, **tensors)
+        graph = self.new_graph()
         losses: list[Tensor] = []
 
         def forward_backward() -> None:
             flight = InFlight()
-            losses.append(self._forward(flight, (0, 0), 0, static_batch, self._weight))
-            self._backward(flight, (0, 0), self._weight)
+            losses.append(self._forward(flight, (0, 0), 0, static_batch, self._loss_grad))
+            self._backward(flight, (0, 0), self._loss_grad)
 
-        clock = self.mesh.clock
-        timed, clock.timed = clock.timed, False  # a mark that is recorded tells no time
+        timer = self.mesh.clock
+        was_timed = timer.timed
+        timer.timed = False  # a captured event has no timestamp
         try:
             graph.capture(forward_backward)
         except RuntimeError as error:
             text = f"a micro-batch could not be recorded as a CUDA graph ({error}); drop --cuda-graph-impl"
             raise RuntimeError(text) from error
         finally:
-            clock.timed = timed
+            timer.timed = was_timed
         return static_batch, losses[0], graph
 
 
 def _signature(name: str, value: Any) -> Any:
-    """What a graph is recorded for: of tensors all but the elements; other values are no part of what it computes."""
+    """Return the properties of a batch's field for which a graph is captured.
+
+    They are all but the elements of a tensor. Numbers are not part of what the graph computes. Raises TypeError for
+    values of other types.
+    """
     if isinstance(value, Tensor):
         return name, value.shape, value.dtype
     if value is not None and not isinstance(value, int | float):

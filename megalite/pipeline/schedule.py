@@ -1,14 +1,15 @@
-"""Pipeline schedules as data: each rank's list of actions, messages included. Pure.
+"""Pipeline schedules as data: each rank's list of actions, messages included. All functions are pure.
 
-1F1B for pp 3, 4 micro-batches (rows are ranks; arXiv:2104.04473, fig. 4 draws the same):
+1F1B for pp 3 and 4 micro-batches, one line per rank (the same as in arXiv:2104.04473, fig. 4):
 
     0 | F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
     1 | F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
     2 | F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3
 
-With vpp > 1 micro-batches pass through a rank's chunks group by group (`group_sizes`). Any number of them works, also
-fewer than pp and not a multiple of it. A new schedule is one more generator of compute lists; its twin with a split
-backward needs nothing, since any order of F and B is filled (`Split`).
+With vpp > 1, micro-batches pass through a rank's chunks group by group (`microbatch_groups`). The number of
+micro-batches may be smaller than pp, and need not be a multiple of it. A new schedule is one more function that returns
+the order of F and B on a rank. It needs no variant with a split backward, since W is inserted into any order of F and B
+(`SplitBackward`).
 """
 
 import functools
@@ -23,9 +24,13 @@ from megalite.config.registry import REGISTRIES
 
 
 class Op(StrEnum):
-    """B is the whole backward, or, in a row that has W, the part that gives the gradient of the input: W is the rest,
-    the gradients of the weights, for which nobody waits. Of what is shared out over dp: GATHER the weights of a stage,
-    FREE them, REDUCE its gradients."""
+    """The operation of an action.
+
+    F and B are the forward and the backward of one stage for one micro-batch. On a rank that has W, B computes only the
+    gradient of the input, and W the gradients of the weights, for which no other rank waits. SEND and RECV are messages
+    between stages. UNSHARD, RESHARD and REDUCE_GRAD unshard and reshard the weights of a stage that are sharded over
+    dp, and reduce its gradients.
+    """
 
     F = "F"
     B = "B"
@@ -39,42 +44,48 @@ class Op(StrEnum):
     REDUCE_GRAD = "R"
 
 
-ActionCosts = tuple[float, float, float]  # of F, B and W of one stage; a backward that is not split takes B + W
-ActionMemory = tuple[float, float]  # of one forward: from F to B, and, where backward is split, from B to W
+ActionCosts = tuple[float, float, float]  # time of F, B and W of one stage; a backward that is not split takes B + W
+ActionMemory = tuple[float, float]  # memory saved by one forward: from F to B, and with a split backward from B to W
 EQUAL_COSTS: ActionCosts = (1, 1, 1)
 UNIT_MEMORY: ActionMemory = (1, 1)
 
 
 class StagePlacement(NamedTuple):
-    """Which rank of pp holds which stage, known here alone: stage s is on rank s % pp as its chunk s // pp of `vpp`."""
+    """The placement of stages on pipeline ranks: stage s is chunk s // pp of the `vpp` chunks of rank s % pp."""
 
     pp: int
     vpp: int = 1
 
     @property
     def num_stages(self) -> int:
+        """The number of stages of all ranks."""
         return self.pp * self.vpp
 
     def rank(self, stage: int) -> int:
+        """Return the pipeline rank of a stage."""
         return stage % self.pp
 
     def chunk(self, stage: int) -> int:
+        """Return the index of a stage among the stages of its rank."""
         return stage // self.pp
 
     def stages_of_rank(self, rank: int) -> range:
-        """Of a rank, by chunk."""
+        """Return the stages of a rank, by chunk."""
         return range(rank, self.num_stages, self.pp)
 
 
 class SplitBackward(NamedTuple):
-    """Backward in two halves. A rank keeps its order of F and B; whenever the next of them cannot run yet, and when it
-    would make the rank hold more than it may, a W runs: the newest, whose operands are still in a cache, and when no F
-    or B is left the oldest (arXiv:2401.10241 writes such a schedule by hand: 1F1B, filled, is its ZB-H1).
+    """Options of a backward that is split into B and W.
 
-    costs  of every stage; None: F, B and W take equally long, everywhere
-    held   memory of a forward on every stage; None: 1 until its W has run
-    most   what a rank may hold; None: as much as the fullest rank holds without the split. Where nothing waits that
-           could make room, the order goes on
+    A rank keeps its order of F and B. A W runs whenever the next F or B cannot run yet, or would exceed the memory
+    limit: the newest W, whose operands are still in the cache, or the oldest if no F or B is left. arXiv:2401.10241
+    constructs such a schedule by hand: 1F1B with W inserted is its ZB-H1.
+
+    Attributes:
+        costs: times of F, B and W on every stage; None: 1 each.
+        memory: memory of one forward on every stage; None: 1 until its W has run.
+        memory_limit: memory that a rank may use; None: the peak of any rank without the split. If no W is pending that
+            could free memory, the next action runs even if it exceeds the limit.
     """
 
     costs: tuple[ActionCosts, ...] | None = None
@@ -83,8 +94,11 @@ class SplitBackward(NamedTuple):
 
 
 class Action(NamedTuple):
-    """Prints as F0.3: operation, stage, micro-batch. RECV_F and SEND_B are the input side of `stage`, SEND_F and
-    RECV_B its output side: SF0.3 on one rank meets RF1.3 on the next, SB1.3 meets RB0.3."""
+    """An action of a rank, printed as F0.3: operation, stage, micro-batch.
+
+    RECV_F and SEND_B are messages on the input side of `stage`, SEND_F and RECV_B on its output side: SF0.3 on one rank
+    matches RF1.3 on the next, and SB1.3 matches RB0.3.
+    """
 
     op: Op
     stage: int
@@ -95,181 +109,227 @@ class Action(NamedTuple):
 
 
 def microbatch_groups(num_microbatches: int, pp: int, size: int | None = None) -> list[int]:
-    """How many micro-batches run through one chunk before the next chunk has its turn: `size` (default pp) each, the
-    largest group first. A remainder is a group of its own if it has pp or more, else the others take it, evenly.
+    """Return the sizes of the groups of micro-batches that run through one chunk before the next chunk starts.
 
-    A group below pp would make the first stage wait for its micro-batches to come back from the last one. With none,
-    the bubble is (pp - 1) / (vpp m + pp - 1) for every m >= pp. torch.distributed.pipelining sizes its rounds alike.
+    Groups have `size` (default pp) micro-batches. A remainder of pp or more is a separate, last group; a smaller one is
+    distributed evenly over the groups, the first of which are the largest.
 
-    >>> group_sizes(8, 4), group_sizes(11, 4), group_sizes(3, 4), group_sizes(5, 2, 3)
+    A group smaller than pp would make the first stage wait until its micro-batches return from the last stage. Without
+    such a group, the bubble is (pp - 1) / (vpp m + pp - 1) for every m >= pp. torch.distributed.pipelining computes the
+    size of its rounds in the same way.
+
+    >>> microbatch_groups(8, 4), microbatch_groups(11, 4), microbatch_groups(3, 4), microbatch_groups(5, 2, 3)
     ([4, 4], [6, 5], [3], [3, 2])
     """
-    full, rest = divmod(num_microbatches, size or pp)
-    if rest >= pp and full:
-        return [size or pp] * full + [rest]
-    each, more = divmod(num_microbatches, max(1, full))
-    return [each + (i < more) for i in range(max(1, full))]
+    size = size or pp
+    num_full, remainder = divmod(num_microbatches, size)
+    if remainder >= pp and num_full:
+        return [size] * num_full + [remainder]
+    num_groups = max(1, num_full)
+    min_size, num_larger = divmod(num_microbatches, num_groups)
+    return [min_size + 1 if i < num_larger else min_size for i in range(num_groups)]
 
 
 def _in_group_order(rank: int, placement: StagePlacement, groups: Sequence[int], op: Op) -> list[Action]:
-    """All F (or B) of one rank: a group of micro-batches runs through all chunks before the next group."""
-    stages = placement.stages_of_rank(rank) if op is Op.F else placement.stages_of_rank(rank)[::-1]
-    runs = [range(stop - size, stop) for stop, size in zip(itertools.accumulate(groups), groups, strict=True)]
-    return [Action(op, stage, i) for run in runs for stage in stages for i in run]
+    """Return all F (or B) of one rank: a group of micro-batches runs through all chunks before the next group."""
+    stages = placement.stages_of_rank(rank)
+    if op is Op.B:
+        stages = stages[::-1]
+    ranges = [range(stop - size, stop) for stop, size in zip(itertools.accumulate(groups), groups, strict=True)]
+    return [Action(op, stage, i) for microbatches in ranges for stage in stages for i in microbatches]
 
 
 def gpipe(rank: int, placement: StagePlacement, groups: Sequence[int]) -> list[Action]:
-    """All forwards, then all backwards (arXiv:1811.06965)."""
+    """Return GPipe: all forwards, then all backwards (arXiv:1811.06965)."""
     return [*_in_group_order(rank, placement, groups, Op.F), *_in_group_order(rank, placement, groups, Op.B)]
 
 
 def breadth_first(rank: int, placement: StagePlacement, groups: Sequence[int]) -> list[Action]:
-    """GPipe in which all micro-batches run through a chunk before the next one (arXiv:2211.05953): a chunk's gradients
-    are complete, and can be reduced, while other chunks have all their backwards to go."""
+    """Return GPipe in which all micro-batches run through a chunk before the next chunk starts (arXiv:2211.05953).
+
+    The gradients of a chunk are complete and can be reduced before the backwards of the other chunks run.
+    """
     return gpipe(rank, placement, [sum(groups)])
 
 
 def one_f_one_b(rank: int, placement: StagePlacement, groups: Sequence[int]) -> list[Action]:
-    """1F1B (arXiv:2006.09503, PipeDream-flush), interleaved over chunks when vpp > 1 (arXiv:2104.04473, sec. 2.2)."""
+    """Return 1F1B (arXiv:2006.09503, PipeDream-flush), interleaved if vpp > 1 (arXiv:2104.04473, sec. 2.2)."""
     forwards = _in_group_order(rank, placement, groups, Op.F)
     backwards = _in_group_order(rank, placement, groups, Op.B)
-    behind = placement.pp - rank - 1
-    warm_up = behind if placement.vpp == 1 else behind * 2 + (placement.vpp - 1) * groups[0]
-    actions = forwards[:warm_up]
-    for pair in zip(forwards[warm_up:], backwards, strict=False):
+    num_warmup = placement.pp - rank - 1
+    if placement.vpp > 1:
+        num_warmup = num_warmup * 2 + (placement.vpp - 1) * groups[0]
+    actions = forwards[:num_warmup]
+    for pair in zip(forwards[num_warmup:], backwards, strict=False):
         actions += pair
-    return actions + backwards[max(0, len(forwards) - warm_up) :]
+    return actions + backwards[max(0, len(forwards) - num_warmup) :]
 
 
-FORWARD_ONLY = "forward"  # the schedule of one, which has no backwards
+FORWARD_ONLY = "forward"  # the schedule of an evaluation
 
 
 def compute_actions(name: str, rank: int, placement: StagePlacement, groups: Sequence[int]) -> list[Action]:
-    """What a rank computes, and in which order, in the schedule `name`, an option or EVALUATION. Raises ValueError
-    where a plugin's has not each F and B of its rank's stages once."""
+    """Return F and B of one rank, in order, in the schedule `name`: a value of pipeline_schedule, or FORWARD_ONLY.
+
+    Raises ValueError if a plugin's schedule does not have each F and B of the rank's stages exactly once.
+    """
     if name == FORWARD_ONLY:
         return _in_group_order(rank, placement, groups, Op.F)
-    row: list[Action] = [*(REGISTRIES["pipeline_schedule"].get(name)(rank, placement, groups) or ())]
+    schedule = REGISTRIES["pipeline_schedule"].get(name)
+    actions: list[Action] = [*(schedule(rank, placement, groups) or ())]
     if name in REGISTRIES["pipeline_schedule"].added:
-        there, due = (
-            Counter(row),
-            Counter(a for op in (Op.F, Op.B) for a in _in_group_order(rank, placement, groups, op)),
-        )
-        if wrong := [*(due - there), *(there - due)]:
-            text = f"pipeline_schedule={name!r}: rank {rank} of {placement.pp} has {wrong[0]} {there[wrong[0]]} times"
-            raise ValueError(f"{text}, not {due[wrong[0]]}; each F and B of its stages has to come once")
-    return row
+        counts = Counter(actions)
+        expected = Counter(a for op in (Op.F, Op.B) for a in _in_group_order(rank, placement, groups, op))
+        if wrong := [*(expected - counts), *(counts - expected)]:
+            text = f"pipeline_schedule={name!r}: rank {rank} of {placement.pp} has {wrong[0]} {counts[wrong[0]]} times"
+            raise ValueError(f"{text}, not {expected[wrong[0]]}; each F and B of its stages has to come once")
+    return actions
 
 
-def peak_in_flight(row: Sequence[Action], memory: Sequence[ActionMemory] | None = None) -> float:
-    """The most that one rank holds at once of forwards whose backward, or its W, has not run; by default each is 1."""
-    split = any(a.op is Op.W for a in row)
-    return max(
-        itertools.accumulate(memory_change(a.op, memory[a.stage] if memory else UNIT_MEMORY, split) for a in row)
-    )
+def peak_in_flight(actions: Sequence[Action], memory: Sequence[ActionMemory] | None = None) -> float:
+    """Return the peak memory on one rank of forwards whose backward (with a split: whose W) has not run yet.
+
+    `memory` is the memory of a forward on every stage; None: 1, so that the result is a number of forwards.
+    """
+    split = any(action.op is Op.W for action in actions)
+    changes = (memory_change(a.op, memory[a.stage] if memory else UNIT_MEMORY, split) for a in actions)
+    return max(itertools.accumulate(changes))
 
 
 def memory_change(op: Op, memory: ActionMemory, split: bool) -> float:
-    """What a rank holds after an action, less what it held before."""
-    saved, waits = memory
-    return {Op.F: saved, Op.B: (waits if split else 0) - saved, Op.W: -waits}.get(op, 0)
+    """Return the memory that an action allocates; negative if it frees memory."""
+    until_b, until_w = memory
+    if op is Op.F:
+        return until_b
+    if op is Op.B:
+        return (until_w if split else 0) - until_b
+    if op is Op.W:
+        return -until_w
+    return 0
 
 
 class ShardingPolicy(NamedTuple):
-    """How often what is shared out over dp meets.
+    """How often gradients and weights that are sharded over dp are reduced and unsharded.
 
-    every_run   gradients are reduced at the end of each run of a stage's backwards, so that they are whole during it
-                alone (ZeRO-2); else once in a step
-    by_chunk    weights are whole during the runs of a stage alone (ZeRO-3)
+    Attributes:
+        reduce_every_pass: reduce the gradients of a stage after each pass of backwards, so that full gradients exist
+            only during a pass (ZeRO-2); otherwise once per step.
+        unshard_by_chunk: full weights of a stage exist only during its passes (ZeRO-3).
     """
 
     reduce_every_pass: bool = False
     unshard_by_chunk: bool = False
 
 
-@functools.lru_cache(maxsize=16)  # each step asks for the same
-def add_sharding_actions(row: tuple[Action, ...], sharing: ShardingPolicy) -> tuple[Action, ...]:
-    """Insert GATHER, FREE and REDUCE into a rank's row. All ranks of dp have the same row, so they begin the same
-    collectives in the same order; the row's order stays what it was, so it waits for nothing new.
+@functools.lru_cache(maxsize=16)  # every step calls it with the same arguments
+def add_sharding_actions(actions: tuple[Action, ...], policy: ShardingPolicy) -> tuple[Action, ...]:
+    """Insert UNSHARD, RESHARD and REDUCE_GRAD into one rank's actions.
 
-    A run of backwards: what gives gradients of weights (W where there is one, else B) of one stage, up to that of
-    another; where the rank has one stage alone, each is a run. Its REDUCE stands behind its last action. A run of
-    weights: forwards of one stage, up to the forward of another, and the same of backwards; runs of one stage with at
-    most one action between are one. GATHER stands one action before the run, which hides it.
+    The existing order does not change, and all data-parallel ranks have the same actions. So they start the same
+    collectives in the same order, and no rank waits for anything new.
+
+    A pass is a sequence of forwards (or backwards) of one stage that no forward (backward) of another stage interrupts.
+
+    Gradient passes consist of W if the backward is split, else of B. If the rank has a single stage, each of these
+    actions is a pass. REDUCE_GRAD follows the last action of a gradient pass.
+
+    Weights are unsharded one compute action before a pass, which overlaps with it, and resharded after the pass. Passes
+    of one stage with at most one compute action between them are merged.
     """
-    inserted: dict[int, list[Action]] = {}  # by where in the row they stand
+    inserted: dict[int, list[Action]] = {}  # index in `actions` -> what is inserted before it, in order
 
-    def insert(at: int, op: Op, like: Action, last: bool = True) -> None:
-        inserted.setdefault(at, []).insert(len(inserted.get(at, [])) if last else 0, Action(op, *like[1:]))
+    def insert(index: int, op: Op, target: Action, first: bool = False) -> None:
+        """Insert `op` for the stage and micro-batch of `target` before `index`: as the first action there, or last."""
+        new_actions = inserted.setdefault(index, [])
+        new_actions.insert(0 if first else len(new_actions), Action(op, target.stage, target.microbatch))
 
-    grads = Op.W if any(a.op is Op.W for a in row) else Op.B
-    runs = _passes(row, grads)
-    if len({row[run.start].stage for run in runs}) == 1:
-        runs = [range(i, i + 1) for i, a in enumerate(row) if a.op is grads]
-    ends = {row[run.stop - 1].stage: run.stop for run in runs}
-    for run in runs:
-        if sharing.reduce_every_pass or ends[row[run.stop - 1].stage] == run.stop:
-            insert(run.stop, Op.REDUCE_GRAD, row[run.stop - 1])
-    if sharing.unshard_by_chunk:
-        computes = [i for i, a in enumerate(row) if a.op in (Op.F, Op.B)]
-        for run in _merge_adjacent_passes(row, [*_passes(row, Op.F), *_passes(row, Op.B)]):
-            insert(run.stop, Op.RESHARD, row[run.stop - 1], last=False)
-            before = [i for i in computes if i < run.start]
-            insert(before[-1] if before else 0, Op.UNSHARD, row[run.start])
-    return tuple(a for i in range(len(row) + 1) for a in (*inserted.get(i, ()), *row[i : i + 1]))
-
-
-def _passes(row: Sequence[Action], op: Op) -> list[range]:
-    """Of actions `op` of one stage, with what is between them but one of another; from the first to behind the last."""
-    own = [i for i, action in enumerate(row) if action.op is op]
-    runs = (list(run) for _, run in itertools.groupby(own, lambda i: row[i].stage))
-    return [range(run[0], run[-1] + 1) for run in runs]
+    grad_op = Op.W if any(action.op is Op.W for action in actions) else Op.B
+    grad_passes = _passes(actions, grad_op)
+    if len({actions[grad_pass.start].stage for grad_pass in grad_passes}) == 1:
+        grad_passes = [range(i, i + 1) for i, action in enumerate(actions) if action.op is grad_op]
+    last_stops = {actions[grad_pass.stop - 1].stage: grad_pass.stop for grad_pass in grad_passes}
+    for grad_pass in grad_passes:
+        last_action = actions[grad_pass.stop - 1]
+        if policy.reduce_every_pass or last_stops[last_action.stage] == grad_pass.stop:
+            insert(grad_pass.stop, Op.REDUCE_GRAD, last_action)
+    if policy.unshard_by_chunk:
+        compute_indices = [i for i, action in enumerate(actions) if action.op in (Op.F, Op.B)]
+        chunk_passes = [*_passes(actions, Op.F), *_passes(actions, Op.B)]
+        for chunk_pass in _merge_adjacent_passes(actions, chunk_passes):
+            insert(chunk_pass.stop, Op.RESHARD, actions[chunk_pass.stop - 1], first=True)
+            earlier = [i for i in compute_indices if i < chunk_pass.start]
+            insert(earlier[-1] if earlier else 0, Op.UNSHARD, actions[chunk_pass.start])
+    return tuple(a for i in range(len(actions) + 1) for a in (*inserted.get(i, ()), *actions[i : i + 1]))
 
 
-def _merge_adjacent_passes(row: Sequence[Action], runs: list[range]) -> list[range]:
-    """Runs of one stage that overlap, or follow each other with one action between, as one."""
-    joined: dict[int, list[range]] = {}
-    for run in sorted(runs, key=lambda run: run.start):
-        passes_of_stage = joined.setdefault(row[run.start].stage, [])
-        if passes_of_stage and sum(a.op in (Op.F, Op.B) for a in row[passes_of_stage[-1].stop : run.start]) <= 1:
-            passes_of_stage[-1] = range(passes_of_stage[-1].start, max(passes_of_stage[-1].stop, run.stop))
-        else:
-            passes_of_stage.append(run)
-    return [run for stage in joined.values() for run in stage]
+def _passes(actions: Sequence[Action], op: Op) -> list[range]:
+    """Return the passes of `op` as half-open index ranges.
+
+    A pass is consecutive `op` actions of one stage, with actions of any other kind between them.
+    """
+    indices = [i for i, action in enumerate(actions) if action.op is op]
+    groups = (list(group) for _, group in itertools.groupby(indices, lambda i: actions[i].stage))
+    return [range(group[0], group[-1] + 1) for group in groups]
+
+
+def _merge_adjacent_passes(actions: Sequence[Action], passes: list[range]) -> list[range]:
+    """Merge passes of one stage that overlap or have at most one compute action between them."""
+    merged: dict[int, list[range]] = {}  # by stage
+    for chunk_pass in sorted(passes, key=lambda chunk_pass: chunk_pass.start):
+        passes_of_stage = merged.setdefault(actions[chunk_pass.start].stage, [])
+        if passes_of_stage:
+            previous = passes_of_stage[-1]
+            if sum(a.op in (Op.F, Op.B) for a in actions[previous.stop : chunk_pass.start]) <= 1:
+                passes_of_stage[-1] = range(previous.start, max(previous.stop, chunk_pass.stop))
+                continue
+        passes_of_stage.append(chunk_pass)
+    return [chunk_pass for passes_of_stage in merged.values() for chunk_pass in passes_of_stage]
 
 
 class _ScheduleBuilder:
-    """Compute lists run once in simulated time; `rows` grow to what with_messages returns."""
+    """A simulation of all ranks that turns lists of F and B into schedules with messages and W.
+
+    Attributes:
+        actions_by_rank: the actions that have started; complete after `run`.
+        queued: the F and B of each rank that have not started.
+    """
 
     def __init__(self, compute: Sequence[Sequence[Action]], placement: StagePlacement, split: SplitBackward | None):
-        self.place, self.split = placement, split
+        self.placement = placement
+        self.split = split
         self.costs = split.costs if split and split.costs else (EQUAL_COSTS,) * placement.num_stages
-        self.rows: list[list[Action]] = [[] for _ in compute]
-        self.queued = [deque(row) for row in compute]
         self.memory = split.memory if split and split.memory else (UNIT_MEMORY,) * placement.num_stages
-        memory_limit = split.memory_limit if split else None
-        self.most = max(peak_in_flight(row, self.memory) for row in compute) if memory_limit is None else memory_limit
+        if split and split.memory_limit is not None:
+            self.memory_limit = split.memory_limit
+        else:
+            self.memory_limit = max(peak_in_flight(actions, self.memory) for actions in compute)
+        self.actions_by_rank: list[list[Action]] = [[] for _ in compute]
+        self.queued = [deque(actions) for actions in compute]
         self.memory_in_use = [0.0] * len(compute)
         self.pending_w: list[deque[Action]] = [deque() for _ in compute]  # W that may run, oldest first
         self.idle = [True] * len(compute)
-        self.available: set[tuple[Op, int, int]] = set()  # inputs that have come
+        self.available: set[tuple[Op, int, int]] = set()  # inputs that have arrived: (op, stage, micro-batch)
         self.done: set[Action] = set()
-        self.events: list[tuple[float, int, Action]] = []
+        self.events: list[tuple[float, int, Action]] = []  # a heap of (end, rank, action)
 
     def run(self) -> None:
-        now, ready_ranks = 0.0, {*range(len(self.rows))}  # ranks for which something has changed
+        """Simulate until no action can start; actions left in `queued` wait for each other."""
+        now = 0.0
+        changed_ranks = {*range(len(self.actions_by_rank))}  # ranks that may be able to start an action
         while True:
-            for rank in sorted(ready_ranks):
+            for rank in sorted(changed_ranks):
                 self._start(rank, now)
             if not self.events:
                 return
-            now, ready_ranks = self.events[0][0], set()
-            while self.events and self.events[0][0] == now:  # all messages of this moment, so that receives come early
+            now = self.events[0][0]
+            changed_ranks = set()
+            # all messages of this time before any action starts, so that receives are posted early
+            while self.events and self.events[0][0] == now:
                 _, rank, action = heapq.heappop(self.events)
-                ready_ranks |= self._finish(rank, action)
+                changed_ranks |= self._finish(rank, action)
 
     def _start(self, rank: int, now: float) -> None:
-        """Let an idle rank begin what is next, or a W."""
+        """Start the next action of an idle rank, or a W if that cannot run."""
         if not self.idle[rank]:
             return
         if self.queued[rank] and self._can_run(rank, self.queued[rank][0]):
@@ -278,61 +338,71 @@ class _ScheduleBuilder:
             action = self.pending_w[rank].pop() if self.queued[rank] else self.pending_w[rank].popleft()
         else:
             return
-        f, b, w = self.costs[action.stage]
-        cost = f if action.op is Op.F else w if action.op is Op.W else b if self.split else b + w
         self.memory_in_use[rank] += self._memory_change(action)
-        self.rows[rank].append(action)
+        self.actions_by_rank[rank].append(action)
         self.idle[rank] = False
-        heapq.heappush(self.events, (now + cost, rank, action))
+        heapq.heappush(self.events, (now + self._cost(action), rank, action))
+
+    def _cost(self, action: Action) -> float:
+        f, b, w = self.costs[action.stage]
+        if action.op is Op.F:
+            return f
+        if action.op is Op.W:
+            return w
+        return b if self.split else b + w
 
     def _can_run(self, rank: int, action: Action) -> bool:
-        op, stage, m = action.op, action.stage, action.microbatch
-        if self.pending_w[rank] and self.memory_in_use[rank] + self._memory_change(action) > self.most:
+        """Return True if the inputs of F or B have arrived and no pending W has to free memory first."""
+        op, stage, microbatch = action
+        if self.pending_w[rank] and self.memory_in_use[rank] + self._memory_change(action) > self.memory_limit:
             return False
-        is_pipeline_end = stage == (0 if op is Op.F else self.place.num_stages - 1)
-        return (op is Op.F or Action(Op.F, stage, m) in self.done) and (
-            is_pipeline_end or (op, stage, m) in self.available
-        )
+        if op is Op.B and Action(Op.F, stage, microbatch) not in self.done:
+            return False
+        has_no_input = stage == (0 if op is Op.F else self.placement.num_stages - 1)
+        return has_no_input or (op, stage, microbatch) in self.available
 
     def _memory_change(self, action: Action) -> float:
         return memory_change(action.op, self.memory[action.stage], self.split is not None)
 
     def _finish(self, rank: int, action: Action) -> set[int]:
-        """The ranks that hear of it."""
-        op, stage, m = action.op, action.stage, action.microbatch
+        """Finish an action: add its send and receive. Return the ranks that it may enable to start an action."""
+        op, stage, microbatch = action
         self.idle[rank] = True
         self.done.add(action)
         if op is Op.B and self.split:
-            self.pending_w[rank].append(Action(Op.W, stage, m))
+            self.pending_w[rank].append(Action(Op.W, stage, microbatch))
         target = stage + (1 if op is Op.F else -1)
-        if op is Op.W or not 0 <= target < self.place.num_stages:
+        if op is Op.W or not 0 <= target < self.placement.num_stages:
             return {rank}
-        self.available.add((op, target, m))
-        if (peer := self.place.rank(target)) != rank:
-            self.rows[rank].append(Action(Op.SEND_F if op is Op.F else Op.SEND_B, stage, m))
-            self.rows[peer].append(Action(Op.RECV_F if op is Op.F else Op.RECV_B, target, m))
+        self.available.add((op, target, microbatch))
+        peer = self.placement.rank(target)
+        if peer != rank:
+            self.actions_by_rank[rank].append(Action(Op.SEND_F if op is Op.F else Op.SEND_B, stage, microbatch))
+            self.actions_by_rank[peer].append(Action(Op.RECV_F if op is Op.F else Op.RECV_B, target, microbatch))
         return {rank, peer}
 
 
 def add_send_recv(
     compute: Sequence[Sequence[Action]], placement: StagePlacement, split: SplitBackward | None = None
 ) -> list[list[Action]]:
-    """Insert each send and its receive into the rows of compute actions of all ranks, and with a `split` each W.
+    """Insert each send and its receive, and with `split` each W, into the F and B of all ranks.
 
-    The rows are run once in simulated time; when an action finishes, its send goes to the end of the producer's row
-    and the receive to the end of the consumer's row as they are at that moment. So the result is a projection of one
-    sequential execution in which each message is one event for both ends. Whatever the real speeds, the oldest event of
-    that execution which has not happened has all its predecessors behind it on both ranks, so it can happen: no
-    deadlock, even when a send blocks until its receive is posted.
+    The actions are run once in simulated time. When an action finishes, its send is appended to the producer's list and
+    the receive to the consumer's list as they are at that time. So the result is a projection of one sequential
+    execution in which each message is one event at both ends. Whatever the real speeds are, consider the oldest event
+    of that execution that has not happened: on both ranks all its predecessors have happened, so it can happen. There
+    is no deadlock, even if a send blocks until its receive is posted.
+
+    Raises ValueError if actions of `compute` wait for each other.
     """
-    execution = _ScheduleBuilder(compute, placement, split)
-    execution.run()
-    if stuck := [str(queued[0]) for queued in execution.queued if queued]:
+    builder = _ScheduleBuilder(compute, placement, split)
+    builder.run()
+    if stuck := [str(queued[0]) for queued in builder.queued if queued]:
         raise ValueError(f"these actions wait for each other: {', '.join(stuck)}")
-    return execution.rows
+    return builder.actions_by_rank
 
 
-@functools.lru_cache(maxsize=16)  # a second at pp 16, 256 micro-batches, 6 chunks: not to be spent on every step
+@functools.lru_cache(maxsize=16)  # takes a second at pp 16, 256 micro-batches, 6 chunks: too slow for every step
 def build_schedule(
     name: str,
     pp: int,
@@ -341,13 +411,25 @@ def build_schedule(
     group_size: int | None = None,
     split: SplitBackward | None = None,
 ) -> tuple[tuple[Action, ...], ...]:
-    """The rows of all ranks, messages included, of the schedule called `name`. Raises ValueError where they cannot run
-    to their end."""
+    """Return the actions of all ranks, messages included, of the schedule `name`.
+
+    Args:
+        name: a value of pipeline_schedule, or FORWARD_ONLY.
+        pp: number of pipeline ranks.
+        num_microbatches: micro-batches of a step.
+        vpp: chunks per rank.
+        group_size: micro-batches per group (`microbatch_groups`); None: pp.
+        split: how to split the backward; None: not at all.
+
+    Raises:
+        ValueError: num_microbatches is not positive, or the schedule would deadlock.
+    """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} is not positive; a step needs at least 1")
-    groups, placement = microbatch_groups(num_microbatches, pp, group_size), StagePlacement(pp, vpp)
-    computed = [compute_actions(name, rank, placement, groups) for rank in range(pp)]
+    groups = microbatch_groups(num_microbatches, pp, group_size)
+    placement = StagePlacement(pp, vpp)
+    compute = [compute_actions(name, rank, placement, groups) for rank in range(pp)]
     try:
-        return tuple(tuple(row) for row in add_send_recv(computed, placement, split))
+        return tuple(tuple(actions) for actions in add_send_recv(compute, placement, split))
     except ValueError as error:
         raise ValueError(f"pipeline_schedule={name!r} would hang: {error}; put each behind what it needs") from None

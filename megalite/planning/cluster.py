@@ -134,7 +134,7 @@ _measured = functools.cache(measure_cpu_peak)
 @dataclass(frozen=True)
 class Link:
     """A message of n bytes takes `latency_s` + n / `bytes_per_s`, the rate per device and direction that large
-    collectives reach. `label`: the vendor's figure, bytes/s."""
+    collectives reach. `nominal_bytes_per_s`: the vendor's figure."""
 
     latency_s: float
     bytes_per_s: float
@@ -346,7 +346,10 @@ class DeviceProfile:
     collective: Link | None = None
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        values = dataclasses.asdict(self)
+        for link in filter(None, (values["message"], values["collective"])):
+            link["label"] = link.pop("nominal_bytes_per_s")  # the key in the file
+        path.write_text(json.dumps(values, indent=1) + "\n")
 
 
 def read_profile(path: Path) -> DeviceProfile:
@@ -359,9 +362,13 @@ def read_profile(path: Path) -> DeviceProfile:
         raise ValueError(f"{path} is not a profile ({error}); {remedy}") from error
 
 
+def _link_from_profile(latency_s: float, bytes_per_s: float, label: float = 0.0) -> Link:
+    return Link(latency_s, bytes_per_s, label)
+
+
 def _profile(values: dict[str, Any]) -> DeviceProfile:
     """Raises any of the errors above where these are no values of a profile."""
-    links = {k: Link(**values[k]) for k in ("message", "collective") if values.get(k)}
+    links = {k: _link_from_profile(**values[k]) for k in ("message", "collective") if values.get(k)}
     pairs = {k: tuple(map(float, values[k])) for k in ("attention", "attention_half")}
     blocks = {name: tuple(map(float, times)) for name, times in values["blocks"].items()}
     if any(len(pair) != 2 for pair in pairs.values()) or any(len(times) != 3 for times in blocks.values()):

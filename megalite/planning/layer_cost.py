@@ -116,7 +116,7 @@ class _RecordingBackend(CollectiveBackend):
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
         return self._record_start("reduce-scatter", x)
 
-    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Any:
+    def start_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Any:
         return self._record_start("all-to-all", max(out, x, key=len))
 
 

@@ -46,7 +46,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
 class LayerSetting:
     """The facts of a rank that a bill depends on. `recompute_modules`: the parts of a block that are computed again in
     backward; `split_backward`: weight gradients wait. `cp_sharding`: how ranks share the tokens; None: they do not.
-    `ep`, `etp`: of experts, which all tokens choose alike (nn/token_dispatch.py: even_routing)."""
+    `ep`, `etp`: of experts, which all tokens choose alike (nn/token_dispatch.py: balanced_routing)."""
 
     tp: int
     micro_batch: int

@@ -1,6 +1,10 @@
-"""Converts numpy micro-batches to the model's batches: `host_batch` in the loader's thread, `on_device` in the step."""
+"""Convert numpy micro-batches to the model's batches.
+
+`to_host_batch` runs in the loader's thread, `to_device` in the training step.
+"""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,61 +31,72 @@ def to_host_batch(
     windows: Sequence[int | None],
     padding: bool = False,
 ) -> Batch:
-    """tokens [B, T + 1] -> inputs and labels [S, B], those that this rank of `cp` has, in host memory (pinned with
-    `pin`). `positions`: count them within each document; `documents`: let tokens attend to their own document only.
-    Both need micro.first. `windows`: of every layer, as of ModelConfig; the cut over cp depends on them. `padding`:
-    mark the tokens that only fill their samples."""
-    places = own = None
+    """Return a micro-batch in host memory, with inputs and labels [S, B] cut from its tokens [B, T + 1].
+
+    S is this rank's share of the T positions if cp > 1, otherwise T.
+
+    Args:
+        pin: Use pinned memory.
+        positions: Count positions within each document; needs micro.document_start.
+        documents: Restrict attention to the token's document; needs micro.document_start.
+        windows: The attention window of every layer, as in ModelConfig; the sharding over cp depends on them.
+        padding: Mark the tokens that only fill up their samples.
+    """
+    sharding = local_positions = None
     if cp.size > 1:
-        places = shard_sequence(
+        sharding = shard_sequence(
             micro.tokens.shape[1] - 1, cp.size, windows, micro.document_start if documents else None
         )
-        own = places.positions(cp.rank)
+        local_positions = sharding.positions(cp.rank)
 
-    def ready(array: NDArray[np.generic]) -> Tensor:
+    def to_tensor(array: NDArray[np.generic]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor.pin_memory() if pin else tensor
 
-    def tensor(rows_BT: NDArray[np.generic]) -> Tensor:
-        return ready((rows_BT if own is None else rows_BT[:, own]).T)
+    def shard(array_BT: NDArray[np.generic]) -> Tensor:
+        """Select this rank's positions and transpose to [S, B]."""
+        return to_tensor((array_BT if local_positions is None else array_BT[:, local_positions]).T)
 
     positions_SB = None
     if positions:
         assert micro.document_start is not None
-        positions_SB = tensor(np.arange(micro.document_start.shape[1], dtype=np.int64) - micro.document_start)
-    mask_SB = None if micro.loss_mask is None else tensor(micro.loss_mask)
-    tokens_SB = tensor(micro.tokens[:, :-1])
-    padding_SB = None if micro.padding is None else tensor(micro.padding)
+        positions_SB = shard(np.arange(micro.document_start.shape[1], dtype=np.int64) - micro.document_start)
+    batch_documents = None
+    if documents and micro.document_start is not None:
+        batch_documents = _documents(micro.document_start, to_tensor(micro.document_start))
+    mask_SB = None if micro.loss_mask is None else shard(micro.loss_mask)
+    tokens_SB = shard(micro.tokens[:, :-1])
+    padding_SB = None if micro.padding is None else shard(micro.padding)
     return Batch(
         tokens_SB=tokens_SB,
-        labels_SB=tensor(micro.tokens[:, 1:]),
+        labels_SB=shard(micro.tokens[:, 1:]),
         mask_SB=mask_SB,
-        sample_ids_B=ready(micro.sample_ids),
+        sample_ids_B=to_tensor(micro.sample_ids),
         step=0,
         positions_SB=positions_SB,
-        documents=_documents(micro.document_start, ready(micro.document_start))
-        if documents and micro.document_start is not None
-        else None,
-        cp_sharding=places,
-        cp_positions_S=None if own is None else ready(own),
+        documents=batch_documents,
+        cp_sharding=sharding,
+        cp_positions_S=None if local_positions is None else to_tensor(local_positions),
         num_targets=tokens_SB.numel() if mask_SB is None else int(mask_SB.sum(dtype=torch.float64)),
         unpadded=tokens_SB.numel() - (0 if padding_SB is None else int(padding_SB.sum())),
         padding_SB=padding_SB if padding else None,
     )
 
 
-def _documents(first_BT: NDArray[np.generic], first_BS: Tensor) -> Documents:
+def _documents(document_start_BT: NDArray[np.generic], document_start_BS: Tensor) -> Documents:
+    """Return the documents as (sample, start, stop) spans, from the position at which each token's document starts."""
     spans = []
-    for row, first_S in enumerate(first_BT):
-        begins = [*np.flatnonzero(first_S == np.arange(len(first_S))).tolist(), len(first_S)]
-        spans += [(row, a, b) for a, b in zip(begins, begins[1:], strict=False)]
-    return Documents(tuple(spans), first_BS)
+    for sample, document_start_T in enumerate(document_start_BT):
+        length = len(document_start_T)
+        bounds = [*np.flatnonzero(document_start_T == np.arange(length)).tolist(), length]
+        spans += [(sample, start, stop) for start, stop in itertools.pairwise(bounds)]
+    return Documents(tuple(spans), document_start_BS)
 
 
-def to_device(b: Batch, device: torch.device, step: int) -> Batch:
-    """The batch on the device; copies from pinned memory do not block."""
+def to_device(batch: Batch, device: torch.device, step: int) -> Batch:
+    """Copy the batch to the device, as a batch of `step`; copies from pinned memory do not block the host."""
     to = functools.partial(Tensor.to, device=device, non_blocking=True)
-    moved: dict[str, Any] = {name: to(x) for name, x in vars(b).items() if isinstance(x, Tensor)}
-    if b.documents is not None:
-        moved["documents"] = b.documents._replace(document_start_BS=to(b.documents.document_start_BS))
-    return replace(b, step=step, **moved)
+    copies: dict[str, Any] = {name: to(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    if batch.documents is not None:
+        copies["documents"] = batch.documents._replace(document_start_BS=to(batch.documents.document_start_BS))
+    return replace(batch, step=step, **copies)

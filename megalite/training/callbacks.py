@@ -1,9 +1,9 @@
-"""What plugins see of a run, while it trains: `log`, for figures of their own, and moments at which they are called.
+"""The interface of plugins to a training run: `log` for their own metrics, and callbacks on events of the run.
 
-A figure is a mean, weighted by counts: sum of values / sum of counts. So it is the same under every layout:
-micro-batches and ranks add up, tp ranks that hold parts of a tensor log their parts, and copies on several ranks, or a
-forward that runs again in backward, change nothing, where they would change a sum. Values stay on the device until a
-line of the log is due, which takes one all-reduce; where no plugin registers a metric nothing of this happens.
+A metric is a mean weighted by counts: sum of values / sum of counts. It is therefore the same under every layout. The
+sums of micro-batches and ranks add up, tp ranks that hold shards of a tensor log their shards, and replicas on several
+ranks or a recomputed forward do not change a mean, although they would change a sum. Values remain on the device until
+a log line is due, which takes one all-reduce. If no plugin registers a metric, none of this happens.
 """
 
 import math
@@ -19,23 +19,29 @@ from megalite.models.gpt import Block, Stage
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 
-_current: list[tuple["PluginMetrics | None", int | None]] = [
-    (None, None)
-]  # of this process's run, and the layer that computes
+# The metrics of this process's run, and the layer that is computing.
+_current: list[tuple["PluginMetrics | None", int | None]] = [(None, None)]
 
 
 class PluginMetrics:
-    """Of the metrics that plugins registered, since they were taken last. `sums_MLs`: of each metric and layer, and of
-    what is outside of layers, the sums of values and of counts."""
+    """The metrics that plugins registered, summed since the last log line.
+
+    Attributes:
+        names: The M registered metrics.
+        sums_MLs: fp64 [M, layers + 1, 2]: sum of values and sum of counts of each metric and layer; the last row is for
+            values that were logged outside of layers.
+    """
 
     def __init__(self, stages: Iterable[Any], mesh: Mesh, layers: int):
-        self.mesh, self.names = mesh, list(REGISTRIES["metric"].added)
+        self.mesh = mesh
+        self.names = list(REGISTRIES["metric"].added)
         self.sums_MLs = torch.zeros(len(self.names), layers + 1, 2, dtype=torch.float64, device=mesh.device)
         _current[0] = self, None
-        blocks = [block for stage in stages if isinstance(stage, Stage) for block in stage.blocks]
-        for block in blocks if self.names else ():
+        if not self.names:
+            return
+        for block in (block for stage in stages if isinstance(stage, Stage) for block in stage.blocks):
             assert isinstance(block, Block)
-            for module in block.modules():  # a part of it may run again by itself, in backward
+            for module in block.modules():  # backward may recompute a single module of the block
                 module.register_forward_pre_hook(self._enter(block.layer))
             block.register_forward_hook(self._leave)
 
@@ -49,47 +55,60 @@ class PluginMetrics:
         _current[0] = self, None
 
     def add(self, metric: int, layer: int | None, value: Any, count: Any) -> None:
+        """Add the elements of `value` to the metric of this index; `count` is their number by default."""
         values = torch.as_tensor(value, device=self.mesh.device).detach()
-        at = self.sums_MLs[metric, -1 if layer is None else layer]
-        at[0] += values.sum(dtype=torch.float64)
-        at[1] += values.numel() if count is None else count
+        sums = self.sums_MLs[metric, -1 if layer is None else layer]
+        sums[0] += values.sum(dtype=torch.float64)
+        sums[1] += values.numel() if count is None else count
 
     def reduce_and_reset(self) -> dict[str, Any]:
-        """Rows of metrics.jsonl: metric/NAME, the mean over layers, and where it is one per layer metric/NAME/layers.
-        None where nothing was logged. Collective, where there are metrics."""
+        """Return the metrics as fields of metrics.jsonl, and reset the sums; collective if there are metrics.
+
+        metric/NAME is the mean over layers; a metric of kind "layer" also has metric/NAME/layers with one mean per
+        layer. A value is None if nothing was logged.
+        """
         if not self.names:
             return {}
         sums_MLs = all_reduce_(self.sums_MLs.clone(), self.mesh.world).cpu()
         self.sums_MLs.zero_()
-        found = dict[str, Any]()
+        metrics = dict[str, Any]()
         for name, sums_Ls in zip(self.names, sums_MLs.tolist(), strict=True):
-            of_layers = [total / count if count else None for total, count in sums_Ls]
-            there = [mean for mean in of_layers if mean is not None]
-            found[f"metric/{name}"] = sum(there) / len(there) if there else None
-            if REGISTRIES["metric"].get(name) == "layer":  # JSON has no nan
-                finite = [mean if mean is not None and math.isfinite(mean) else None for mean in of_layers]
-                found[f"metric/{name}/layers"] = finite[:-1]
-        return found
+            means = [total / count if count else None for total, count in sums_Ls]
+            logged_means = [mean for mean in means if mean is not None]
+            metrics[f"metric/{name}"] = sum(logged_means) / len(logged_means) if logged_means else None
+            if REGISTRIES["metric"].get(name) == "layer":
+                layer_means = means[:-1]
+                metrics[f"metric/{name}/layers"] = [  # JSON has no nan
+                    mean if mean is not None and math.isfinite(mean) else None for mean in layer_means
+                ]
+        return metrics
 
 
 def log(name: str, value: float | Tensor, count: float | Tensor | None = None) -> None:
-    """Add to the metric `name`: `value`, the sum of a tensor's elements, which count 1 each, or `count` together. From
-    a forward in a block, or a callback. A run counts the metrics that were there when it began. Raises ValueError where
-    no plugin has registered it."""
+    """Add a value to the metric `name`, from a forward within a block or from a callback.
+
+    A run has the metrics that were registered when it started; a value of another metric is dropped.
+
+    Args:
+        value: A number, or a tensor whose elements are summed.
+        count: The weight of the value in the mean; by default the number of its elements.
+
+    Raises:
+        ValueError: if no plugin has registered the metric, or if an argument is neither a number nor a tensor.
+    """
     if name not in REGISTRIES["metric"]:
         raise ValueError(f"metric={name!r} is not registered; megalite.register('metric', {name!r}, 'layer' or 'step')")
     if not isinstance(value, Real | Tensor) or not isinstance(count, Real | Tensor | None):
         kinds = f"{type(value).__name__}, with a count of type {type(count).__name__}"
         raise ValueError(f"metric={name!r} is logged with a value of type {kinds}; give numbers or tensors")
-    figures, layer = _current[0]
-    if (
-        figures is not None and name in figures.names and not (isinstance(value, Tensor) and value.is_meta)
-    ):  # a plan has no values
-        figures.add(figures.names.index(name), layer, value, count)
+    metrics, layer = _current[0]
+    is_meta = isinstance(value, Tensor) and value.is_meta  # a dry run has no values
+    if metrics is not None and name in metrics.names and not is_meta:
+        metrics.add(metrics.names.index(name), layer, value, count)
 
 
-def run_callbacks(moment: str, *about: Any) -> None:
-    """Call the callbacks of plugins that have this moment, on every rank."""
+def run_callbacks(event: str, *args: Any) -> None:
+    """Call the method `event` of each registered callback that has it, on every rank."""
     _current[0] = _current[0][0], None
     for callback in REGISTRIES["callback"].added.values():
-        getattr(callback, moment, lambda *_: None)(*about)
+        getattr(callback, event, lambda *_: None)(*args)

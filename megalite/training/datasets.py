@@ -1,5 +1,6 @@
-"""Opens the data of a run: tokenizer, training, validation and test sets, and the vocabulary they agree on."""
+"""Open the data of a run: the tokenizer, the training, validation and test sets, and the vocabulary size."""
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,108 +26,125 @@ Data = TypeVar("Data")
 
 @dataclass(frozen=True)
 class NamedDataset(Generic[Data]):
-    """A validation or test set; `name` is empty where there is only one. `bytes_per_token`: of its text, if known."""
+    """A validation or test set."""
 
-    name: str
+    name: str  # empty if there is only one set
     data: Data  # a Dataset, or a rank's loader of it
-    bytes_per_token: float | None = None
+    bytes_per_token: float | None = None  # mean over the text, if known
 
 
 @dataclass(frozen=True)
 class DatasetBundle:
-    """`vocab_size`: without padding. `eod`: end of document. `ledger`: of what `train` reads; None: generated data."""
+    """The datasets of a run, and the vocabulary that they share."""
 
-    vocab_size: int
-    eod: int | None
+    vocab_size: int  # without padding
+    eod: int | None  # id of the end-of-document token
     train: Dataset
     tokenizer: Tokenizer | None
-    ledger: DataLedger | None = None
+    ledger: DataLedger | None = None  # record of the samples that `train` reads; None for generated data
     valid: list[NamedDataset[Dataset]] = field(default_factory=list)
     test: list[NamedDataset[Dataset]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # for the log
-    ignored_label: int | None = None  # pads samples of `train`
+    notes: list[str] = field(default_factory=list)  # lines for the log
+    ignored_label: int | None = None  # id that pads samples of `train` and does not count as a label
 
 
 def open_tokenizer(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer that the options name; None where they give only a vocabulary size."""
-    return (
-        None
-        if data.tokenizer_type is None
-        else build_tokenizer(**{name: getattr(data, name) for name in TOKENIZER_OPTIONS})
-    )
+    """Open the tokenizer that the options name; return None if they give only a vocabulary size."""
+    if data.tokenizer_type is None:
+        return None
+    return build_tokenizer(**{name: getattr(data, name) for name in TOKENIZER_OPTIONS})
 
 
 def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int) -> DatasetBundle:
-    """Open everything without reading tokens; validation and test sets only if eval_iters > 0. Raises DataError for
-    data that is missing, damaged or too little."""
+    """Open the datasets without reading tokens; validation and test sets only if eval_iters > 0.
+
+    Raises:
+        DataError: if data is missing, damaged or too little.
+    """
     tokenizer = open_tokenizer(data)
     vocab_size = true_vocab_size(data, tokenizer)
     eod = None if tokenizer is None else tokenizer.eod
+    valid: list[NamedDataset[Dataset]] = []
+    test: list[NamedDataset[Dataset]] = []
+    eval_sets = {"valid": valid, "test": test}
     if data.mock_data:
-        train, *others = (MockDataset(vocab_size, seq_length, seed, name) for name in SPLITS)
-        valid, test = ([NamedDataset[Dataset]("", dataset_)] if eval_iters > 0 else [] for dataset_ in others)
+        if eval_iters > 0:
+            for split, named_datasets in eval_sets.items():
+                named_datasets.append(NamedDataset("", MockDataset(vocab_size, seq_length, seed, split)))
+        train = MockDataset(vocab_size, seq_length, seed, "train")
         return DatasetBundle(vocab_size, eod, train, tokenizer, None, valid, test)
     if data.dataset is not None:
-        splits = SPLITS if eval_iters > 0 else SPLITS[:1]
-        own, *rest = (build_plugin_dataset(data.dataset, split, seq_length, seed, tokenizer) for split in splits)
-        if own is None:
+        plugin = functools.partial(
+            build_plugin_dataset, data.dataset, seq_length=seq_length, seed=seed, tokenizer=tokenizer
+        )
+        plugin_train = plugin("train")
+        if eval_iters > 0:
+            for split, named_datasets in eval_sets.items():
+                if dataset := plugin(split):
+                    named_datasets.append(NamedDataset("", dataset))
+        if plugin_train is None:
             raise DataError(f"dataset={data.dataset!r} gives nothing for the split train; it has to")
-        ledger = DataLedger(blends.BlendedDataset([own], [1]), seed)
-        valid, test = ([NamedDataset[Dataset]("", one)] if one else [] for one in rest or (None, None))
+        ledger = DataLedger(blends.BlendedDataset([plugin_train], [1]), seed)
         return DatasetBundle(vocab_size, eod, ledger.blend, tokenizer, ledger, valid, test)
 
-    def blend(paths: Paths, split: str, part: tuple[float, float]) -> blends.BlendedDataset:
-        return blends.build_blend(paths, seq_length, seed, split, part, data, tokenizer)
+    def blend(paths: Paths, split: str, fractions: tuple[float, float]) -> blends.BlendedDataset:
+        return blends.build_blend(paths, seq_length, seed, split, fractions, data, tokenizer)
 
-    lists, parts = split_data_paths(data)
-    if lists["train"] is None or parts["train"] is None:
+    paths_by_split, fractions_by_split = split_data_paths(data)
+    train_paths, train_fractions = paths_by_split["train"], fractions_by_split["train"]
+    if train_paths is None or train_fractions is None:
         raise DataError(f"split={data.split!r} leaves nothing to train on; give the first part a weight")
-    train: Dataset
-    ledger = DataLedger(blend(lists["train"], "train", parts["train"]), seed)
-    train, ignored = ledger.blend, None
+    ledger = DataLedger(blend(train_paths, "train", train_fractions), seed)
+    train_dataset: Dataset = ledger.blend
+    ignored_label = None
     notes = list(ledger.blend.notes)
     if data.fim_data and tokenizer is not None:
-        fim = _fim(data, tokenizer, notes)
-        train, ignored = FimDataset(train, fim, seed, tokenizer), None if fim.pad == tokenizer.eod else fim.pad
-    sets: dict[str, list[NamedDataset[Dataset]]] = {"valid": [], "test": []}
-    for split, named in sets.items():
-        paths, part = lists[split], parts[split]
-        if eval_iters <= 0 or not paths or part is None:
+        fim = _fim_options(data, tokenizer, notes)
+        train_dataset = FimDataset(train_dataset, fim, seed, tokenizer)
+        ignored_label = None if fim.pad == tokenizer.eod else fim.pad
+    for split, named_datasets in eval_sets.items():
+        paths, fractions = paths_by_split[split], fractions_by_split[split]
+        if eval_iters <= 0 or not paths or fractions is None:
             continue
-        each = {"": list(paths)}
+        paths_by_name = {"": list(paths)}
         if split == "valid" and data.multiple_validation_sets:
-            each = blends.one_set_per_prefix(each[""], data.validation_set_names)
+            paths_by_name = blends.one_set_per_prefix(list(paths), data.validation_set_names)
         elif split == "valid":
-            each = blends.parse_named_sets(each[""], unnamed="")
-        for name, own_paths in each.items():
+            paths_by_name = blends.parse_named_sets(list(paths), unnamed="")
+        for name, set_paths in paths_by_name.items():
             try:
-                dataset = blend(own_paths, split, part)
+                dataset = blend(set_paths, split, fractions)
             except DataError as error:
-                if part == (0.0, 1.0):
+                if fractions == (0.0, 1.0):
                     raise
-                notes.append(f"no {split} set: {error}")  # as in Megatron-LM, which splits small data nevertheless
+                # Splitting small data may leave an empty set; Megatron-LM continues without it too.
+                notes.append(f"no {split} set: {error}")
                 continue
             notes += [f"{split} set{' ' + name if name else ''}: {note}" for note in dataset.notes]
-            named.append(NamedDataset(name, dataset, blends.bytes_per_token(*blends.parse_data_path(own_paths))))
-    if data.fim_data and (sets["valid"] or sets["test"]):
+            bytes_per_token = blends.bytes_per_token(*blends.parse_data_path(set_paths))
+            named_datasets.append(NamedDataset(name, dataset, bytes_per_token))
+    if data.fim_data and (valid or test):
         notes.append("fim_data rearranges the training data alone; Megatron-LM rearranges validation and test too")
-    return DatasetBundle(vocab_size, eod, train, tokenizer, ledger, sets["valid"], sets["test"], notes, ignored)
+    return DatasetBundle(vocab_size, eod, train_dataset, tokenizer, ledger, valid, test, notes, ignored_label)
 
 
-def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> FimOptions:
+def _fim_options(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> FimOptions:
+    """Return the options of fill-in-the-middle, with the ids of its tokens; adds to `notes`."""
+
     def id_of(name: str) -> int:
-        if (number := tokenizer.token_id(getattr(data, name))) is not None:
-            return number
-        lacks = f"{name}={getattr(data, name)!r} is not a token of {tokenizer.name}"
+        token_id = tokenizer.token_id(getattr(data, name))
+        if token_id is not None:
+            return token_id
+        problem = f"{name}={getattr(data, name)!r} is not a token of {tokenizer.name}"
         if tokenizer.unk_id is None:
-            raise DataError(f"{lacks}; name one that it has, or train a tokenizer with it")
-        notes.append(f"{lacks}: its unknown token, id {tokenizer.unk_id}, stands for it, as in Megatron-LM")
+            raise DataError(f"{problem}; name one that it has, or train a tokenizer with it")
+        notes.append(f"{problem}: its unknown token, id {tokenizer.unk_id}, stands for it, as in Megatron-LM")
         return tokenizer.unk_id
 
     return FimOptions(
         rate=data.fim_rate,
         spm_rate=data.fim_spm_rate,
-        **{name: id_of(f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad")},
+        **{part: id_of(f"fim_{part}_token") for part in ("prefix", "middle", "suffix", "pad")},
         eod=tokenizer.eod if data.fim_eod_token is None else id_of("fim_eod_token"),
         unknown=tokenizer.unk_id,
         split=None if data.fim_split_sample is None else id_of("fim_split_sample"),
@@ -137,58 +155,71 @@ def _fim(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> FimOptions
 
 
 def true_vocab_size(data: DataConfig, tokenizer: Tokenizer | None) -> int:
-    """The size given, or the tokenizer's, or 0. Raises DataError where they do not agree."""
-    given = data.vocab_size or 0
-    own = 0 if tokenizer is None else tokenizer.vocab_size
-    if 0 < given < own:
-        raise DataError(f"vocab_size={given} is below the {own} of {tokenizer and tokenizer.name}; leave it out")
-    size, rows = max(given, own), data.padded_vocab_size
-    if rows is not None and rows < size:
-        raise DataError(f"padded_vocab_size={rows} is below the vocabulary of {size}; give more, or leave it out")
+    """Return the vocabulary size without padding: --vocab-size, or else the tokenizer's, or else 0.
+
+    Raises:
+        DataError: if --vocab-size is below the tokenizer's, or --padded-vocab-size below the result.
+    """
+    requested = data.vocab_size or 0
+    tokens = 0 if tokenizer is None else tokenizer.vocab_size
+    if 0 < requested < tokens:
+        raise DataError(f"vocab_size={requested} is below the {tokens} of {tokenizer and tokenizer.name}; leave it out")
+    size, padded_size = max(requested, tokens), data.padded_vocab_size
+    if padded_size is not None and padded_size < size:
+        raise DataError(
+            f"padded_vocab_size={padded_size} is below the vocabulary of {size}; give more, or leave it out"
+        )
     return size
 
 
 def split_data_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[str, tuple[float, float] | None]]:
-    """For each split (its list as of --data-path, its begin and end as fractions); None where it has no data."""
-    whole: dict[str, tuple[float, float] | None] = dict.fromkeys(SPLITS, (0.0, 1.0))
+    """Return for each split its list of paths (in the form of --data-path), and which fraction of them it takes.
+
+    A fraction is a pair (start, stop) in [0, 1]. A split without data has None.
+    """
+    everything: dict[str, tuple[float, float] | None] = dict.fromkeys(SPLITS, (0.0, 1.0))
     if data.per_split_data_args_path is not None:
-        lists = _read_json(data.per_split_data_args_path)
-        _check_paths(data.per_split_data_args_path, [path for paths in lists.values() for path in paths or ()])
-        return lists, whole
+        paths_by_split = _read_paths_json(data.per_split_data_args_path)
+        all_paths = [path for paths in paths_by_split.values() for path in paths or ()]
+        _check_paths(data.per_split_data_args_path, all_paths)
+        return paths_by_split, everything
     if data.train_data_path is not None:
-        return dict(zip(SPLITS, (data.train_data_path, data.valid_data_path, data.test_data_path), strict=True)), whole
+        return {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}, everything
     paths: Paths = data.data_path or ()
     if data.data_args_path is not None:
-        paths = _read_list(data.data_args_path).split()
+        paths = _read_text(data.data_args_path).split()
         _check_paths(data.data_args_path, paths)
-    return dict.fromkeys(SPLITS, paths), dict(
-        zip(SPLITS, blends.split_fractions(data.split or DEFAULT_SPLIT), strict=True)
-    )
+    fractions = blends.split_fractions(data.split or DEFAULT_SPLIT)
+    return dict.fromkeys(SPLITS, paths), dict(zip(SPLITS, fractions, strict=True))
 
 
 def _check_paths(file: str, paths: Paths) -> None:
-    """Raises DataError for a path that the command line would refuse."""
-    for reason in filter(None, (invalid_text_reason(path, path=True) for path in paths)):
-        raise DataError(f"{file}: a path in it {reason}")
+    """Raise DataError if `file` names a path that the command line would refuse."""
+    for path in paths:
+        if reason := invalid_text_reason(path, path=True):
+            raise DataError(f"{file}: a path in it {reason}")
 
 
-def _read_list(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return read_small_text(path, "a text file with the data paths")
     except TextFileError as error:
         raise DataError(str(error)) from None
 
 
-def _read_json(path: str) -> dict[str, Paths | None]:
-    form = 'write {"train": [...], "valid": [...], "test": [...]}, each a list as of --data-path'
-    text = _read_list(path)
+def _read_paths_json(path: str) -> dict[str, Paths | None]:
+    """Read the file of --per-split-data-args-path: a JSON object with a list of weights and paths for each split."""
+    remedy = 'write {"train": [...], "valid": [...], "test": [...]}, each a list as of --data-path'
+    text = _read_text(path)
     try:
         lists = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON ({error}); {form}") from None
-    right = isinstance(lists, dict) and bool(lists.get("train")) and not lists.keys() - set(SPLITS)
-    for words in [words for words in lists.values() if words is not None] if right else ():
-        right &= isinstance(words, list) and all(isinstance(word, str | float | int) for word in words)
-    if not right:
-        raise DataError(f"{path}: {form}")
-    return {split: None if lists.get(split) is None else [str(word) for word in lists[split]] for split in SPLITS}
+        raise DataError(f"{path}: not JSON ({error}); {remedy}") from None
+    is_valid = isinstance(lists, dict) and bool(lists.get("train")) and not lists.keys() - set(SPLITS)
+    if is_valid:
+        for items in lists.values():
+            if items is not None:
+                is_valid &= isinstance(items, list) and all(isinstance(item, str | float | int) for item in items)
+    if not is_valid:
+        raise DataError(f"{path}: {remedy}")
+    return {split: None if lists.get(split) is None else [str(item) for item in lists[split]] for split in SPLITS}

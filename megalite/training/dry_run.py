@@ -1,12 +1,12 @@
-"""One rank's part of a run, without the others and without memory: built and stepped once on the meta device.
+"""Dry run of a single rank: build its part of a run on the meta device and take one step, without the other ranks.
 
-    mesh, stages, buffers, optimizer, schedule    those of the run (training/setup.py), on tensors without data
-    collectives and messages                      torch's fake process group, which moves nothing
-    the step                                      the run's own, so parts that do not fit fail as they would there
+    mesh, stages, buffers, optimizer, schedule    the run's own (training/setup.py), on tensors without data
+    collectives and messages                      torch's fake process group, which transfers nothing
+    step                                          the run's own, so that errors of shapes are raised as in the run
 
-Kernels are a card's, whose launches are counted and not run (planning/meta_mode.py); with --device cpu they are torch's forms,
-except attention, which always has the shapes of a fused kernel. Values that the host reads from the device are 1: loss
-and gradient norm are finite, and the step is taken.
+Kernels are the GPU's, and their launches are counted but not executed (planning/meta_mode.py). With --device cpu they
+are the PyTorch implementations, except attention, which always has the shapes of a fused kernel. Values that the host
+reads from the device are 1, so loss and gradient norm are finite and the step updates the weights.
 """
 
 import contextlib
@@ -29,34 +29,33 @@ from megalite.pipeline.schedule import Action
 from megalite.planning.meta_mode import META, MetaMode
 from megalite.planning.run_plan import RunPlan
 from megalite.training.datasets import DatasetBundle
-from megalite.training.logging import log_format as figures
+from megalite.training.logging import log_format
 from megalite.training.setup import SetupError, build_run
 from megalite.training.state import Run
 from megalite.training.train_step import train_step
 
 PACKAGE = Path(megalite.__file__).resolve().parent
 NOTE = "bytes: of the tensor that the rank gives, or gets as a message; logs, evaluation and saves are not in a step"
-MAX_SIZES = 4
-MAX_FRAMES = 3  # lines of code that an error names
-REFUSED = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
+MAX_SIZES = 4  # tensor sizes of one kind of collective that are listed separately
+MAX_FRAMES = 3  # stack frames that an error message lists
+STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
 
 
 @dataclass(frozen=True, order=True)
 class CollectiveCall:
-    """A collective over an axis of `ranks` ranks (`peer` -1), or a message to or from the global rank `peer`. `bytes`:
-    of the tensor that this rank gives, or gets as a message."""
+    """A collective over an axis, or a message between two ranks."""
 
     axis: str
     op: str
-    ranks: int
-    peer: int
+    ranks: int  # size of the axis
+    peer: int  # global rank of the other end of a message; -1 for a collective
     dtype: str
-    bytes: int
+    bytes: int  # of the tensor that this rank contributes, or receives as a message
 
 
 @contextlib.contextmanager
 def record_collectives(mesh: Mesh) -> Iterator[Counter[CollectiveCall]]:
-    """Counts the collectives and messages that this rank issues inside, on any device; complete on exit."""
+    """Count the collectives and messages that this rank starts within the context; the counter is filled on exit."""
     counts: Counter[CollectiveCall] = Counter()
     for axis in mesh.active_axes:
         axis.comm_log.recent = deque()
@@ -68,21 +67,20 @@ def record_collectives(mesh: Mesh) -> Iterator[Counter[CollectiveCall]]:
 
 @dataclass(frozen=True)
 class RankDryRun:
-    """One rank's memory and calls. Exact bytes: `parts` are held all the time, by name, flat weights and gradients, the
-    optimizer's own tensors and rotary tables; `in_flight`: the most that micro-batches keep after a forward; `peak`:
-    the most at any time. `parameters`: elements that this rank holds."""
+    """One rank's memory, in exact bytes, and its collectives in a step."""
 
     mesh: Mesh
-    layers: dict[int, range]  # of each stage of this rank
-    parameters: int
-    parts: dict[str, int]
-    host: int  # of this, nothing is in `peak`
-    in_flight: int
-    peak: int
-    record_collectives: Counter[CollectiveCall]
+    layers: dict[int, range]  # layers of each stage of this rank
+    parameters: int  # elements of this rank's parameters
+    parts: dict[str, int]  # always allocated: flat weights and gradients, the optimizer's tensors, rotary tables
+    host: int  # in host memory, not part of `peak`
+    in_flight: int  # maximum of the activations that micro-batches keep between forward and backward
+    peak: int  # maximum at any time
+    calls: Counter[CollectiveCall]
 
     @property
     def state(self) -> int:
+        """Return the bytes that are always allocated."""
         return sum(self.parts.values())
 
 
@@ -91,7 +89,7 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
     if world == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend, too
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # the import registers the backend "fake"
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Set timeout is now only supported")
@@ -103,116 +101,151 @@ def _fake_group(rank: int, world: int) -> Iterator[None]:
 
 
 def dry_run_rank(plan: RunPlan, sources: DatasetBundle, rank: int) -> RankDryRun:
-    """Build the part of `rank` and take one step of the final batch size. Raises SetupError where that fails."""
+    """Build the part of the run that `rank` has and take one step of the final batch size.
+
+    Raises:
+        SetupError: if building or the step fails; the message says where.
+    """
     config = plan.config
     train = replace(config.train, compile=False, cuda_graph_impl="none")
     plan = plan if train == config.train else replace(plan, config=replace(config, train=train))
     device = "cpu" if config.parallel.device == "cpu" else "cuda"
     with _fake_group(rank, plan.world), MetaMode(device) as shapes:
         try:
-            run = build_run(plan.config, RankInfo(rank, plan.world), META, sources=sources, arrangement=plan)
-            return _stepped(run, plan, shapes)
-        except REFUSED as error:
-            raise SetupError(_told(error, plan, rank)) from error
+            run = build_run(plan.config, RankInfo(rank, plan.world), META, sources=sources, plan=plan)
+            return _run_step(run, plan, shapes)
+        except STEP_ERRORS as error:
+            raise SetupError(_error_message(error, plan, rank)) from error
 
 
-def _stepped(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
-    run.rerun_mode = "disabled"  # a second computation would not give equal numbers
+def _run_step(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
+    """Take one step and return the memory and the collectives that `shapes` and the mesh have recorded."""
+    run.rerun_mode = "disabled"  # a rerun would not give equal results
     run.state.consumed_samples = run.batch_sizes.milestones[-1][0]
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
-    post, alive = run.pipeline._start_p2p, [0]
+    start_p2p = run.pipeline._start_p2p
+    bytes_after_forward = [0]
 
-    def post_and_wait(op: str, action: Action, tensor: Tensor) -> Pending:
-        pending = post(op, action, tensor)
-        if op == SEND:  # the fake group never completes it by itself, and would keep all tensors sent
+    def start_and_wait(op: str, action: Action, tensor: Tensor) -> Pending:
+        pending = start_p2p(op, action, tensor)
+        if op == SEND:  # the fake group never completes a send by itself, and would keep all tensors sent
             pending.wait()
         return pending
 
-    run.pipeline._start_p2p = post_and_wait
+    run.pipeline._start_p2p = start_and_wait
     for stage in stages:
-        stage.register_forward_hook(lambda *_: alive.append(shapes.live))
-    state, main, weights = shapes.live, run.optimizer, run.buffer.weights
-    host = main.offloaded.host_bytes + weights.host_bytes
-    shapes.peak = state
+        stage.register_forward_hook(lambda *_: bytes_after_forward.append(shapes.live))
+    state_bytes, optimizer, weights = shapes.live, run.optimizer, run.buffer.weights
+    host_bytes = optimizer.offloaded.host_bytes + weights.host_bytes
+    shapes.peak = state_bytes
     with record_collectives(run.mesh) as calls:
         train_step(run)
         run.buffer.wait_param_sync()  # as the next step would
     run.close()
-    kept = [n for n in range(len(main.main)) if n not in main.offloaded.state]
-    held = [x for n in kept for x in main.state[n].values()] + (
-        [] if main.main_is_model else [main.main[n] for n in kept]
-    )
-    optimizer = sum(x.nbytes for x in held)
-    parts = {"weights": weights.nbytes, "gradients": run.buffer.grads.nbytes, "optimizer": optimizer}
-    if tables := sum(x.nbytes for stage in stages for x in stage.rope or ()):
-        parts["rotary tables"] = tables
+    on_device = [n for n in range(len(optimizer.main)) if n not in optimizer.offloaded.state]
+    optimizer_tensors = [tensor for n in on_device for tensor in optimizer.state[n].values()]
+    if not optimizer.main_is_model:
+        optimizer_tensors += [optimizer.main[n] for n in on_device]
+    parts = {
+        "weights": weights.nbytes,
+        "gradients": run.buffer.grads.nbytes,
+        "optimizer": sum(tensor.nbytes for tensor in optimizer_tensors),
+    }
+    if rotary_bytes := sum(table.nbytes for stage in stages for table in stage.rope or ()):
+        parts["rotary tables"] = rotary_bytes
     return RankDryRun(
         mesh=run.mesh,
         layers={number: plan.layer_ranges[number] for number in plan.placement.stages_of_rank(run.mesh.pp.rank)},
         parameters=sum(entry.numel for entry in run.buffer.layout.entries),
         parts=parts,
-        host=host,
-        in_flight=max(alive) - state,
-        peak=shapes.peak - host - main.offloaded.disk,
-        record_collectives=calls,
+        host=host_bytes,
+        in_flight=max(bytes_after_forward) - state_bytes,
+        peak=shapes.peak - host_bytes - optimizer.offloaded.disk,
+        calls=calls,
     )
 
 
-def _told(error: Exception, plan: RunPlan, rank: int) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(f.filename).parents]
-    frames = [f for f in frames if Path(f.filename).name != "meta.py"]
-    places = [f"{Path(f.filename).relative_to(PACKAGE.parent)}:{f.lineno}" for f in reversed(frames[-MAX_FRAMES:])]
-    where = abstract_mesh(plan.world, rank, **plan.mesh_sizes).describe()
-    what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return f"{where} cannot take a step in this layout: {what} (in {', of '.join(places)}); change the layout"
+def _error_message(error: Exception, plan: RunPlan, rank: int) -> str:
+    """Return the message about a failed dry run, with the innermost lines of megalite."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if PACKAGE in Path(frame.filename).parents]
+    frames = [frame for frame in frames if Path(frame.filename).name != "meta_mode.py"]
+    locations = [
+        f"{Path(frame.filename).relative_to(PACKAGE.parent)}:{frame.lineno}" for frame in reversed(frames[-MAX_FRAMES:])
+    ]
+    position = abstract_mesh(plan.world, rank, **plan.mesh_sizes).describe()
+    first_line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return (
+        f"{position} cannot take a step in this layout: {first_line} (in {', of '.join(locations)}); change the layout"
+    )
 
 
 def format_rank(plan: RunPlan, sources: DatasetBundle, local_world: int) -> str:
-    """The text of a dry run about the rank of --dry-run-rank, on nodes of `local_world` ranks. Raises SetupError."""
-    asked, config = plan.config.train.dry_run_rank, plan.config
-    assert asked is not None
-    done, rank = dry_run_rank(plan, sources, asked), asked
-    axes = {name: done.mesh.axis(name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}
-    place = (f"{name} {axis.rank} of {axis.size}" for name, axis in axes.items() if axis.size > 1)
-    device = "a CPU" if config.parallel.device == "cpu" else "a card"
-    left_out = ["--compile"] * config.train.compile + ["CUDA graphs"] * (config.train.cuda_graph_impl != "none")
+    """Return the report about the rank of --dry-run-rank, on nodes of `local_world` ranks.
+
+    Raises:
+        SetupError: if the dry run fails.
+    """
+    config = plan.config
+    rank = config.train.dry_run_rank
+    assert rank is not None
+    result = dry_run_rank(plan, sources, rank)
+    axes = {name: result.mesh.axis(name) for name in ("pp", "dp", "cp", "tp", "ep", "etp")}
+    position = ", ".join(f"{name} {axis.rank} of {axis.size}" for name, axis in axes.items() if axis.size > 1)
+    stages = [
+        f"{number} (layers {layers.start} to {layers.stop - 1})" if layers else f"{number}"
+        for number, layers in result.layers.items()
+    ]
+    temporary = result.peak - result.state - result.in_flight
+    assumed = f"on a {'CPU' if config.parallel.device == 'cpu' else 'GPU'} with fused attention"
+    assumed += "; loss and gradient are finite"
+    ignored = []
+    if config.train.compile:
+        ignored.append("--compile")
+    if config.train.cuda_graph_impl != "none":
+        ignored.append("CUDA graphs")
+    if ignored:
+        assumed += f"; without {' and '.join(ignored)}"
     rows = {
-        f"rank {rank:,}": ", ".join(place)
-        + f"; node {rank // local_world:,}, its rank {rank % local_world} of {local_world}",
-        "stages": ", ".join(f"{n} (layers {r.start} to {r.stop - 1})" if r else f"{n}" for n, r in done.layers.items()),
-        "parameters": f"{done.parameters:,}",
-        **{name: f"{size:,} bytes, {_size(size)}" for name, size in done.parts.items()},
-        **({"on the host": f"{done.host:,} bytes, {_size(done.host)}"} if done.host else {}),
-        "peak": f"{_size(done.peak)}: {_size(done.state)} of these, {_size(done.in_flight)} that micro-batches keep, "
-        f"and {_size(done.peak - done.state - done.in_flight)} for a moment",
-        "assumed": f"on {device} with fused attention; loss and gradient are finite"
-        + (f"; without {' and '.join(left_out)}" if left_out else ""),
+        f"rank {rank:,}": f"{position}; node {rank // local_world:,}, its rank {rank % local_world} of {local_world}",
+        "stages": ", ".join(stages),
+        "parameters": f"{result.parameters:,}",
     }
-    return "\n".join(
-        [
-            figures.table(rows),
-            *([figures.aligned_table(_table(done.record_collectives)), NOTE] if done.record_collectives else []),
-        ]
+    for name, size in result.parts.items():
+        rows[name] = f"{size:,} bytes, {_format_size(size)}"
+    if result.host:
+        rows["on the host"] = f"{result.host:,} bytes, {_format_size(result.host)}"
+    rows["peak"] = (
+        f"{_format_size(result.peak)}: {_format_size(result.state)} of these, "
+        f"{_format_size(result.in_flight)} that micro-batches keep, and {_format_size(temporary)} for a moment"
     )
+    rows["assumed"] = assumed
+    tables = [log_format.table(rows)]
+    if result.calls:
+        tables += [log_format.aligned_table(_call_rows(result.calls)), NOTE]
+    return "\n".join(tables)
 
 
-def _size(size: int) -> str:
+def _format_size(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 
-def _table(calls: Counter[CollectiveCall]) -> list[tuple[str, ...]]:
-    """Rows, the head first. A kind with more than MOST_SIZES sizes of tensors has one row for all of them."""
-    kinds: dict[CollectiveCall, dict[int, int]] = {}
-    for one, times in sorted(calls.items()):
-        kinds.setdefault(replace(one, bytes=0), {})[one.bytes] = times
+def _call_rows(calls: Counter[CollectiveCall]) -> list[tuple[str, ...]]:
+    """Return the table of collectives, the head first.
+
+    A kind with more than MAX_SIZES tensor sizes has a single row for all of them.
+    """
+    counts_by_kind: dict[CollectiveCall, dict[int, int]] = {}  # kind -> bytes -> count
+    for call, count in sorted(calls.items()):
+        counts_by_kind.setdefault(replace(call, bytes=0), {})[call.bytes] = count
     rows = [("in a step", "ranks", "dtype", "bytes each", "times", "GiB in all")]
-    for kind, times in kinds.items():
+    for kind, counts in counts_by_kind.items():
         peer = f" {kind.peer:,}" if kind.peer >= 0 else ""
         name = f"{kind.axis}: {kind.op}{peer}"
-        parts = [{size: n} for size, n in times.items()] if len(times) <= MAX_SIZES else [times]
-        for some in parts:
-            each = " - ".join(f"{size:,}" for size in dict.fromkeys((min(some), max(some))))
-            total = sum(size * n for size, n in some.items()) / 2**30
-            counts = (f"{sum(some.values()):,}", f"{total:,.3f}")
-            rows.append((name, f"{kind.ranks:,}", kind.dtype, each, *counts))
+        groups = [counts]
+        if len(counts) <= MAX_SIZES:
+            groups = [{size: count} for size, count in counts.items()]
+        for group in groups:
+            sizes = " - ".join(f"{size:,}" for size in dict.fromkeys((min(group), max(group))))
+            total_gib = sum(size * count for size, count in group.items()) / 2**30
+            rows.append((name, f"{kind.ranks:,}", kind.dtype, sizes, f"{sum(group.values()):,}", f"{total_gib:,.3f}"))
     return rows

@@ -1,18 +1,18 @@
-"""Checks that replicas of shared values have the same bits: one that differs is a broken device's work, or a bug's.
+"""Check that replicas of the same value have the same bits. A mismatch means a faulty device or a bug.
 
-    weights       all over data, those that are not split over tp, tied ones over the pipeline's ends (Megatron-LM
-                  compares the first), those of experts over their own axes. Weights that ZeRO-3 shares out have copies
-                  on replicas alone; what is gathered of them for a moment is not compared
-    biases        of routers, over data and tp
-    main weights  against their copies in half precision, or on the device, on the rank that owns them
+    weights       data-parallel replicas (as Megatron-LM); weights that tp does not split, over tp; tied weights, over
+                  the first and last pipeline stage; weights of experts, over the axes of the expert mesh. Weights that
+                  ZeRO-3 shards have replicas only with hybrid sharding; their unsharded form is not compared
+    biases        router biases, over data parallelism and tp
+    main weights  against the model weights (half precision, or on the device) of the rank that owns them
     progress      step, samples, updates, loss scale: the coordinates of all randomness and of the data
 
-An update overwrites replicas: it casts main weights and gathers. So the effect of a flipped bit would remain in the
-main weights of all ranks, and all replicas would agree. Therefore each step sums the bits of the weights that it
-computed with (`disagreement`), and the sums are compared in the step's one agreement, before the update.
+An update destroys the evidence: it casts the main weights and all-gathers them, so all replicas agree on weights that a
+flipped bit has already changed. Each step therefore sums the bits of the weights that it used (`replica_checksums`),
+and the sums are compared in the step's all-reduce, before the update.
 
-A value without a replica is not checked. Repair: where weights are in half precision the owners' main weights are
-right, and are cast and gathered again; else, with 3 ranks or more over data, the majority is. Of two nobody knows.
+A value without a replica is not checked. To repair weights in half precision, the owners' main weights are cast and
+gathered. Otherwise the majority of the data-parallel ranks decides, which takes at least 3 of them.
 """
 
 import json
@@ -31,123 +31,154 @@ from megalite.training.state import InvalidResultError, Run
 
 CAST_BLOCK = 1 << 22  # main weights that are cast at a time, to reuse memory
 CHECKSUM_PRIME = 2**32 - 5  # divides no power of two, so flipping one bit changes the remainder of a sum of bits
-MajorityFix = list[tuple[Tensor, Axis, int]]  # what differs over its data axis, and a rank there that is right
+MAX_DIFFERENCES = 5  # that each rank reports, and that the message lists
+MajorityFix = list[tuple[Tensor, Axis, int]]  # tensor that differs, its data axis, and a rank there with the right bits
 
 
-def check_replicas(run: Run, step: int, action: str = "stop", seen: bool = False) -> str | None:
-    """What differs, or was repaired, in words; None where nothing differs. Raises BadResult with `action` stop, or
-    where the repair fails. `seen`: this step's sums of bits differed. Collective."""
-    found, majority = _find_differences(run)
-    if not found and not seen:
+def check_replicas(run: Run, step: int, action: str = "stop", checksums_differ: bool = False) -> str | None:
+    """Compare all replicas and return a message about what differs or was repaired, or None if nothing differs.
+
+    Collective over all ranks.
+
+    Args:
+        action: --check-replicas-action: stop, repair or warn.
+        checksums_differ: This step's checksums differed, so there is something to report even if the replicas match.
+
+    Raises:
+        InvalidResultError: if replicas differ and `action` is stop, or if the repair fails.
+    """
+    differences, majority = _find_differences(run)
+    if not differences and not checksums_differ:
         return None
-    told = f"step {step}{', before its update' if seen else ''}: copies of weights differ: "
-    told += found or "in the sums of their bits, and a moment later not"
+    message = f"step {step}{', before its update' if checksums_differ else ''}: copies of weights differ: "
+    message += differences or "in the sums of their bits, and a moment later not"
     if action == "repair":
-        how = _repair(run, majority)
-        if not (found := _find_differences(run)[0]):
-            return f"{told}; repaired from {how}"
-        told += f"; still after a repair from {how}: {found}"
+        source = _repair(run, majority)
+        remaining = _find_differences(run)[0]
+        if not remaining:
+            return f"{message}; repaired from {source}"
+        message += f"; still after a repair from {source}: {remaining}"
     if action == "warn":
-        return told
-    raise InvalidResultError(told)
+        return message
+    raise InvalidResultError(message)
 
 
 def replica_checksums(run: Run) -> Tensor:
-    """[2] in fp64, whose sum over the world is [0, 0] if replicas over data have the same bits, and main weights those
-    of their copies. For each home the first rank subtracts what the others add; sums are exact below 2^53, so up to
-    2^21 ranks. Reads all weights once, what this rank owns once more with its main weights; the host does not wait."""
+    """Return two fp64 values whose sums over the world are 0 if the replicas agree.
+
+    The first covers the data-parallel replicas of weights and router biases, the second main weights and the model
+    weights that were cast from them. On each axis the first rank subtracts what the others add. The sums are exact
+    below 2^53, which allows 2^21 ranks. All weights are read once, and the owned ones again with their main weights;
+    the host does not wait for the device.
+    """
     buffer, optimizer = run.buffer, run.optimizer
     buffer.wait_param_sync()
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
-    sums: dict[str, Tensor] = {}  # by the axis that has copies
+    sums: dict[str, Tensor] = {}  # axis with replicas -> sum of bits
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        stays, copy = buffer.weights.is_resident(bucket), buffer.weights.owned(bucket)
-        over = _copied_over(bucket.key.mesh_view, stays)
-        copies = buffer.weights.full(bucket) if stays else buffer.weights.shard(bucket)
-        sums[over] = copies.view(torch.int64).sum() + sums.get(over, 0)
+        resident = buffer.weights.is_resident(bucket)
+        owned = buffer.weights.owned(bucket)
+        axis_name = _replica_axis(bucket.key.mesh_view, resident)
+        weights = buffer.weights.full(bucket) if resident else buffer.weights.shard(bucket)
+        sums[axis_name] = weights.view(torch.int64).sum() + sums.get(axis_name, 0)
         if optimizer.has_separate_main(bucket):
-            casts = (block.to(copy.dtype).view(torch.int64).sum() for block in main.split(CAST_BLOCK))
-            total[1] += sum(casts, -copy.view(torch.int64).sum()).remainder(CHECKSUM_PRIME)
+            casts = (block.to(owned.dtype).view(torch.int64).sum() for block in main.split(CAST_BLOCK))
+            total[1] += sum(casts, -owned.view(torch.int64).sum()).remainder(CHECKSUM_PRIME)
     for bias in run.expert_balancer.state_shards():
-        sums["data"] = bias.data.view(torch.int32).sum() + sums.get("data", 0)
-    for over, bits in sums.items():
-        axis = run.mesh.axis(over)
+        sums["dp_cp"] = bias.data.view(torch.int32).sum() + sums.get("dp_cp", 0)
+    for axis_name, bits in sums.items():
+        axis = run.mesh.axis(axis_name)
         total[0] += bits.remainder(CHECKSUM_PRIME) * (1 - axis.size if axis.is_first else 1)
     return total
 
 
-def _copied_over(home: str, stays: bool) -> str:
-    """The axis of data that has copies of a bucket's weights: of those that come and go only of what a rank holds."""
-    return MESH_VIEWS[home][0] if stays else SHARD_AXES[home][1]
+def _replica_axis(mesh_view: str, resident: bool) -> str:
+    """Return the axis over which a bucket's weights, or if it is not resident their shards, are replicated."""
+    return MESH_VIEWS[mesh_view][0] if resident else SHARD_AXES[mesh_view][1]
 
 
 def _find_differences(run: Run) -> tuple[str, MajorityFix]:
-    """(differences on all ranks in words, majorities). Copies replicated weights to the host, a parameter at a time."""
+    """Compare the hashes of all replicas and return (message, majorities), with an empty message if they agree.
+
+    Collective. Replicated weights are copied to the host, a parameter at a time.
+    """
     mesh, layout, buffer = run.mesh, run.buffer.layout, run.buffer
     buffer.wait_param_sync()
-    slots = [(slot, layout.entries[slot.entry].spec) for bucket in layout.buckets for slot in bucket.slots]
-    stay = [buffer.weights.is_resident(layout.buckets[slot.bucket]) for slot, _ in slots]
-    over = [(_copied_over(s.mesh_view, stays), *s.replicated_axes) for (_, s), stays in zip(slots, stay, strict=True)]
-    copies = [
-        (s.name, axes, buffer.weights.resident_slice(slot)[1]) for (slot, s), axes in zip(slots, over, strict=True)
-    ]
-    copies += [(bias.name.partition("/")[2], ("dp_cp", "tp"), bias.data) for bias in run.expert_balancer.state_shards()]
-    hashes: dict[int, int] = {}
-    found, majority = _main_weight_mismatches(run), []
-    for name in ("dp_cp", "dp_replicate", "edp", "edp_replicate", "tp", "ep", "etp", "tied_embedding"):
-        chosen = [i for i, (_, axes, _) in enumerate(copies) if name in axes]
-        axis = mesh.axis(name)
-        if not chosen or axis.size == 1:
+    replicated: list[tuple[str, tuple[str, ...], Tensor]] = []  # name, axes (the data axis first), values
+    for bucket in layout.buckets:
+        resident = buffer.weights.is_resident(bucket)
+        for slot in bucket.slots:
+            spec = layout.entries[slot.entry].spec
+            axes = (_replica_axis(spec.mesh_view, resident), *spec.replicated_axes)
+            replicated.append((spec.name, axes, buffer.weights.resident_slice(slot)[1]))
+    for bias in run.expert_balancer.state_shards():
+        replicated.append((bias.name.partition("/")[2], ("dp_cp", "tp"), bias.data))
+    hashes: dict[int, int] = {}  # index in `replicated` -> hash
+    differences = _main_weight_mismatches(run)
+    majority: MajorityFix = []
+    for axis_name in ("dp_cp", "dp_replicate", "edp", "edp_replicate", "tp", "ep", "etp", "tied_embedding"):
+        indices = [i for i, (_, axes, _) in enumerate(replicated) if axis_name in axes]
+        axis = mesh.axis(axis_name)
+        if not indices or axis.size == 1:
             continue
-        table = torch.zeros(axis.size, len(chosen), dtype=torch.int64, device=mesh.device)
-        for i in chosen:
-            hashes[i] = hashes.get(i) or _hash(copies[i][2])
-        table[axis.rank] = torch.tensor([hashes[i] for i in chosen], dtype=torch.int64)
+        table = torch.zeros(axis.size, len(indices), dtype=torch.int64, device=mesh.device)
+        for i in indices:
+            hashes[i] = hashes.get(i) or _hash(replicated[i][2])
+        table[axis.rank] = torch.tensor([hashes[i] for i in indices], dtype=torch.int64)
         rows = all_reduce_(table, axis).tolist()
-        for i, column in zip(chosen, zip(*rows, strict=True), strict=True):
-            [(usual, times), *rest] = Counter(column).most_common()
-            if rest and name == copies[i][1][0] and 2 * times > axis.size:
-                majority.append((copies[i][2], axis, column.index(usual)))
-            if rest and axis.is_first:  # of two that differ nobody can say which is right
-                odd = [r for r, h in zip(axis.ranks, column, strict=True) if h != usual or times == rest[0][1]]
-                found.append(f"{copies[i][0]} differs over {axis.name} on rank{'s' * (len(odd) > 1)} {odd}")
-    place = json.dumps([run.state.to_json(), run.optimizer.num_updates, run.loss_scaler.to_json()])
-    mine = _hash(torch.frombuffer(bytearray(place.encode()), dtype=torch.uint8))
-    numbers = torch.tensor([len(found), mine, -mine], dtype=torch.int64, device=mesh.device)
-    most, high, low = all_reduce_(numbers, mesh.world, dist.ReduceOp.MAX).tolist()
-    if high != -low:
-        found.append(f"{mesh.describe()} is at {place[:200]}")
-    if not most and high == -low:  # texts of all ranks would take gigabytes on thousands of them
+        for i, column in zip(indices, zip(*rows, strict=True), strict=True):
+            name, axes, values = replicated[i]
+            [(most_common, count), *others] = Counter(column).most_common()
+            if others and axis_name == axes[0] and 2 * count > axis.size:
+                majority.append((values, axis, column.index(most_common)))
+            if others and axis.is_first:
+                # In a tie nobody can say which hash is right, so all ranks are listed.
+                is_tie = count == others[0][1]
+                odd = [rank for rank, hash_ in zip(axis.ranks, column, strict=True) if hash_ != most_common or is_tie]
+                differences.append(f"{name} differs over {axis.name} on rank{'s' * (len(odd) > 1)} {odd}")
+    progress = json.dumps([run.state.to_json(), run.optimizer.num_updates, run.loss_scaler.to_json()])
+    progress_hash = _hash(torch.frombuffer(bytearray(progress.encode()), dtype=torch.uint8))
+    local = torch.tensor([len(differences), progress_hash, -progress_hash], dtype=torch.int64, device=mesh.device)
+    max_differences, max_hash, negated_min_hash = all_reduce_(local, mesh.world, dist.ReduceOp.MAX).tolist()
+    same_progress = max_hash == -negated_min_hash
+    if not same_progress:
+        differences.append(f"{mesh.describe()} is at {progress[:200]}")
+    if not max_differences and same_progress:  # gathering texts would take gigabytes with thousands of ranks
         return "", []
-    words = [
-        word for text in all_gather_strings("\n".join(found[:5]), mesh.world, mesh.device) for word in text.splitlines()
-    ]
-    return "; ".join(words[:5]) + (f"; and {len(words) - 5} more" if len(words) > 5 else ""), majority
+    texts = all_gather_strings("\n".join(differences[:MAX_DIFFERENCES]), mesh.world, mesh.device)
+    lines = [line for text in texts for line in text.splitlines()]
+    message = "; ".join(lines[:MAX_DIFFERENCES])
+    if len(lines) > MAX_DIFFERENCES:
+        message += f"; and {len(lines) - MAX_DIFFERENCES} more"
+    return message, majority
 
 
 def _hash(data: Tensor) -> int:
     raw: Any = data.view(torch.uint8).cpu().numpy()
-    return int.from_bytes(hash_constructor(DEFAULT_HASH)(raw).digest()[:8]) >> 1  # 63 bits, for a signed integer
+    return int.from_bytes(hash_constructor(DEFAULT_HASH)(raw).digest()[:8]) >> 1  # 63 bits fit a signed integer
 
 
 def _main_weight_mismatches(run: Run) -> list[str]:
-    """Parameters whose part that this rank owns is not its rounded main weight."""
-    buffer, optimizer, found = run.buffer, run.optimizer, []
+    """Return a line for each bucket in which a weight that this rank owns is not its main weight, rounded."""
+    buffer, optimizer = run.buffer, run.optimizer
+    lines = []
     for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        wrong = (owned := buffer.weights.owned(bucket)) != main.to(owned)
-        if not optimizer.has_separate_main(bucket) or not bool(wrong.any()):
+        owned = buffer.weights.owned(bucket)
+        differs = owned != main.to(owned)
+        if not optimizer.has_separate_main(bucket) or not bool(differs.any()):
             continue
-        at = buffer.shardings[bucket.key].owned_range(bucket).start + int(wrong.nonzero()[0])
-        slot = next(slot for slot in bucket.slots if at < slot.stop)
+        offset = buffer.shardings[bucket.key].owned_range(bucket).start + int(differs.nonzero()[0])
+        slot = next(slot for slot in bucket.slots if offset < slot.stop)
         name = buffer.layout.entries[slot.entry].spec.name
-        found.append(f"{name} is not its main weight on {run.mesh.describe()}")
-    return found
+        lines.append(f"{name} is not its main weight on {run.mesh.describe()}")
+    return lines
 
 
 def _repair(run: Run, majority: MajorityFix) -> str:
+    """Overwrite replicas that differ and return where the right values came from; collective."""
     run.before_update()
-    for kept, axis, source in majority:
-        kept.copy_(broadcast_(kept.to(run.mesh.device), axis, source))  # which may be the host's
+    for values, axis, source in majority:
+        values.copy_(broadcast_(values.to(run.mesh.device), axis, source))  # `values` may lie in host memory
     if run.optimizer.main_is_model:
         return "what most replicas have"
     run.optimizer.sync_after_load()

@@ -1,4 +1,4 @@
-"""Builds a run: the only module that sees the whole configuration, and hands each part the values that it needs."""
+"""Build a run. Only this module sees the full configuration; it passes each part the values that it needs."""
 
 import datetime
 import functools
@@ -38,59 +38,77 @@ from megalite.training.state import Loader, Run
 
 
 class SetupError(Exception):
-    """The configuration does not fit the ranks, the data or the machine; a line for each problem."""
+    """The configuration does not fit the ranks, the data or the machine; the message has a line for each problem."""
 
 
 def build_schedules(plan: RunPlan) -> OptimSchedules:
-    """The schedules of learning rates and weight decay, over samples; an iteration counts as a global batch."""
-    o, t, batch = plan.config.optim, plan.config.train, plan.batch_size
+    """Build the schedules of learning rates and weight decay, in samples; an iteration counts as a global batch."""
+    optim, train = plan.config.optim, plan.config.train
 
-    def samples(iters: int | None, count: int | None) -> float:
-        return float(count) if count else float((iters or 0) * batch)
+    def to_samples(iters: int | None, samples: int | None) -> float:
+        return float(samples) if samples else float((iters or 0) * plan.batch_size)
 
-    whole = float(t.train_samples or (plan.total_samples if t.rampup_batch_size else (t.train_iters or 0) * batch))
-    decay = samples(o.lr_decay_iters, o.lr_decay_samples) or whole
-    warm_up = samples(o.lr_warmup_iters, o.lr_warmup_samples)
-    if o.lr_warmup_fraction is not None:
-        warm_up = o.lr_warmup_fraction * decay
-    shape: dict[str, Any] = dict(style=o.lr_decay_style, warm_up=warm_up, decay=decay, warm_up_init=o.lr_warmup_init)
-    shape |= dict(wsd=samples(o.lr_wsd_decay_iters, o.lr_wsd_decay_samples), wsd_style=o.lr_wsd_decay_style)
-    lr = LrSchedule(o.lr or 0.0, o.min_lr, **shape)  # not given: an evaluation alone
-    least = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
-    apart = None if o.decoupled_lr is None else LrSchedule(o.decoupled_lr, least, **shape)
-    if o.lr_base_batch_size is not None:
-        factor = plan.batch_sizes.final / o.lr_base_batch_size
-        lr, apart = lr.scaled(factor), apart and apart.scaled(factor)
-    start, end = o.weight_decay, o.weight_decay
-    if o.start_weight_decay is not None and o.end_weight_decay is not None:
-        start, end = o.start_weight_decay, o.end_weight_decay
-    return OptimSchedules(lr, WeightDecaySchedule(start, end, o.weight_decay_incr_style, whole), apart)
+    if train.train_samples:
+        total = float(train.train_samples)
+    elif train.rampup_batch_size:
+        total = float(plan.total_samples)
+    else:
+        total = to_samples(train.train_iters, None)
+    decay = to_samples(optim.lr_decay_iters, optim.lr_decay_samples) or total
+    warm_up = to_samples(optim.lr_warmup_iters, optim.lr_warmup_samples)
+    if optim.lr_warmup_fraction is not None:
+        warm_up = optim.lr_warmup_fraction * decay
+    shape: dict[str, Any] = dict(
+        style=optim.lr_decay_style,
+        warm_up=warm_up,
+        decay=decay,
+        warm_up_init=optim.lr_warmup_init,
+        wsd=to_samples(optim.lr_wsd_decay_iters, optim.lr_wsd_decay_samples),
+        wsd_style=optim.lr_wsd_decay_style,
+    )
+    lr = LrSchedule(optim.lr or 0.0, optim.min_lr, **shape)  # a run that only evaluates needs no --lr
+    decoupled = None
+    if optim.decoupled_lr is not None:
+        decoupled_min_lr = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
+        decoupled = LrSchedule(optim.decoupled_lr, decoupled_min_lr, **shape)
+    if optim.lr_base_batch_size is not None:
+        factor = plan.batch_sizes.final / optim.lr_base_batch_size
+        lr = lr.scaled(factor)
+        if decoupled is not None:
+            decoupled = decoupled.scaled(factor)
+    start, end = optim.weight_decay, optim.weight_decay
+    if optim.start_weight_decay is not None and optim.end_weight_decay is not None:
+        start, end = optim.start_weight_decay, optim.end_weight_decay
+    return OptimSchedules(lr, WeightDecaySchedule(start, end, optim.weight_decay_incr_style, total), decoupled)
 
 
 def build_update_rules(config: Config) -> tuple[UpdateRule, UpdateRule | None]:
-    """And of matrices, where they have another one."""
+    """Return the update rule of the optimizer, and the rule for matrices if it has a separate one (Muon), else None."""
     if config.train.skip_train:
-        return SGD(momentum=0.0), None  # has no states
+        return SGD(momentum=0.0), None  # it has no optimizer state
     if config.optim.optimizer_impl == "apex" and not ApexAdamW.available():
         raise SetupError("optimizer_impl=apex needs apex's CUDA extension amp_C on a CUDA device; use auto")
     return build_rules(config.optim)
 
 
 def build_loss_scaler(config: Config) -> LossScaler:
-    p = config.precision
-    if not p.fp16:
+    """Build the loss scaler: none without fp16, a constant one with --loss-scale, otherwise a dynamic one."""
+    precision = config.precision
+    if not precision.fp16:
         return LossScaler()
-    if p.loss_scale is not None:
-        return LossScaler(scale=p.loss_scale)
-    return LossScaler(p.initial_loss_scale, True, p.min_loss_scale, p.loss_scale_window, p.hysteresis)
+    if precision.loss_scale is not None:
+        return LossScaler(scale=precision.loss_scale)
+    return LossScaler(
+        precision.initial_loss_scale, True, precision.min_loss_scale, precision.loss_scale_window, precision.hysteresis
+    )
 
 
 def step_timeout(config: Config) -> datetime.timedelta:
-    """The time limit of a collective once the start is over."""
-    p = config.parallel
-    if p.distributed_timeout_seconds_after_init is not None:
-        return datetime.timedelta(seconds=p.distributed_timeout_seconds_after_init)
-    return datetime.timedelta(minutes=p.distributed_timeout_minutes)
+    """Return the timeout of collectives after start-up."""
+    parallel = config.parallel
+    if parallel.distributed_timeout_seconds_after_init is not None:
+        return datetime.timedelta(seconds=parallel.distributed_timeout_seconds_after_init)
+    return datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
 
 
 def build_run(
@@ -100,120 +118,174 @@ def build_run(
     *,
     dtype: torch.dtype | None = None,
     sources: DatasetBundle | None = None,
-    arrangement: RunPlan | None = None,
+    plan: RunPlan | None = None,
     compile_backend: Backend = "inductor",
     graphs: Callable[[], CudaGraph] | None = None,
 ) -> Run:
-    """All parts of a run on this rank; collective. Raises SetupError before any memory is taken.
+    """Build all parts of a run on this rank; collective.
 
-    `dtype`: of the weights, instead of the configuration's (tests use fp64). `sources`: open already. `arrangement`: of
-    a configuration that was checked. `compile_backend`: with --compile. `graphs`: of --cuda-graph-impl, not CUDA's.
+    Args:
+        dtype: The dtype of the weights; by default the plan's (tests use fp64).
+        sources: The datasets, if they are open already.
+        plan: The plan of the run, if there is one; the configuration is then assumed to be valid.
+        compile_backend: The backend of torch.compile, used with --compile.
+        graphs: A factory of graphs that replaces CUDA's and turns on graph capture.
+
+    Raises:
+        SetupError: if the configuration is invalid, before any memory is allocated.
     """
-    m, p, t, o = config.model, config.parallel, config.train, config.operations
-    if arrangement is None and (problems := find_problems(config, ranks.world_size)):
+    model, parallel, train, operations = config.model, config.parallel, config.train, config.operations
+    if plan is None and (problems := find_problems(config, ranks.world_size)):
         raise SetupError("\n".join(problems))
-    sources = sources or build_datasets(config.data, m.seq_length, t.seed, t.eval_iters)
-    plan = arrangement or make_run_plan(config, ranks.world_size, sources.vocab_size)
-    limits = dict(timeout=datetime.timedelta(minutes=p.distributed_timeout_minutes), later_timeout=step_timeout(config))
-    shared_memory = env_override("shared_memory", p.shared_memory)
-    mesh = build_mesh(**plan.mesh_sizes, device=device, shared_memory=shared_memory, **limits)
-    set_kernel_options(p.kernels, p.attention_kernel)
+    sources = sources or build_datasets(config.data, model.seq_length, train.seed, train.eval_iters)
+    plan = plan or make_run_plan(config, ranks.world_size, sources.vocab_size)
+    mesh = build_mesh(
+        **plan.mesh_sizes,
+        device=device,
+        shared_memory=env_override("shared_memory", parallel.shared_memory),
+        timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
+        later_timeout=step_timeout(config),
+    )
+    set_kernel_options(parallel.kernels, parallel.attention_kernel)
     stages = plan.build_stages(mesh, dtype or plan.dtype, deferred=True)
-    if t.compile:
+    if train.compile:
         compile_blocks(stages, compile_backend)
     buffer, pipeline = _build_pipeline(plan, stages, mesh, dtype or plan.dtype, graphs)
-    data, valid, test = _open_loaders(plan, sources, mesh)
+    train_loader, valid_loaders, test_loaders = _open_loaders(plan, sources, mesh)
+    rule, matrix_rule = build_update_rules(config)
     return Run(
         mesh=mesh,
         pipeline=pipeline,
-        expert_balancer=ExpertLoadBalancer(stages, mesh, m),
+        expert_balancer=ExpertLoadBalancer(stages, mesh, model),
         buffer=buffer,
         optimizer=DistributedOptimizer(
-            buffer, *build_update_rules(config), config.optim.offload_fraction, config.optim.optimizer_offload_dir
+            buffer, rule, matrix_rule, config.optim.offload_fraction, config.optim.optimizer_offload_dir
         ),
         schedules=build_schedules(plan),
         loss_scaler=build_loss_scaler(config),
         batch_sizes=plan.batch_sizes,
         eval_batch_size=plan.eval_batch_size,
         last_step=plan.num_steps,
-        train_loader=data,
-        valid_loaders=valid,
-        test_loaders=test,
+        train_loader=train_loader,
+        valid_loaders=valid_loaders,
+        test_loaders=test_loaders,
         ledger=sources.ledger,
         tokenizer=sources.tokenizer,
-        seq_length=m.seq_length,
+        seq_length=model.seq_length,
         clip_grad=config.optim.clip_grad,
-        check_finite=t.check_for_nan_in_loss_and_grad,
+        check_finite=train.check_for_nan_in_loss_and_grad,
         vocab_size=sources.vocab_size,
-        rerun_mode=t.rerun_mode,
-        replica_action=o.check_replicas_action if o.check_weight_hash_across_dp_replicas_interval else None,
-        spikes=SpikeDetector.of(t),
-        plugin_metrics=PluginMetrics(stages, mesh, m.num_layers),
+        rerun_mode=train.rerun_mode,
+        replica_action=(
+            operations.check_replicas_action if operations.check_weight_hash_across_dp_replicas_interval else None
+        ),
+        spikes=SpikeDetector.of(train),
+        plugin_metrics=PluginMetrics(stages, mesh, model.num_layers),
     )
 
 
 def _build_pipeline(
     plan: RunPlan, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, graphs: Callable[[], CudaGraph] | None
 ) -> tuple[ParamAndGradBuffer, Pipeline]:
-    config, p, t, stream = plan.config, plan.config.parallel, plan.config.train, None
-    for stage in stages if t.cpu_offloading_num_layers else ():
-        stage.offload = ActivationOffload(t.cpu_offloading_num_layers, t.min_offloaded_tensor_size, mesh.device)
-    if t.cuda_graph_impl != "none" and graphs is None:
+    """Build the buffer of weights and gradients, and the pipeline, with CUDA graphs if they are enabled."""
+    config, parallel, train = plan.config, plan.config.parallel, plan.config.train
+    if train.cpu_offloading_num_layers:
+        for stage in stages:
+            stage.offload = ActivationOffload(
+                train.cpu_offloading_num_layers, train.min_offloaded_tensor_size, mesh.device
+            )
+    stream = None
+    if train.cuda_graph_impl != "none" and graphs is None:
         stream, graphs = new_stream(mesh.device), cuda_graph_factory()
-    over_replicas = p.outer_dp_sharding_strategy == "optim"
     with on_stream(stream):
         buffer = ParamAndGradBuffer(
             stages,
             mesh,
-            bucket_size=p.ddp_bucket_size,
-            overlap_grad_reduce=p.overlap_grad_reduce,
-            overlap_param_gather=p.overlap_param_gather,
-            reduce_in_bf16=p.grad_reduce_in_bf16 and dtype == torch.bfloat16,
-            shared=ZeroConfig(
-                p.effective_zero_stage, plan.sharding_policy.unshard_by_chunk, over_replicas, p.param_cpu_offload
+            bucket_size=parallel.ddp_bucket_size,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+            reduce_in_bf16=parallel.grad_reduce_in_bf16 and dtype == torch.bfloat16,
+            zero_config=ZeroConfig(
+                parallel.effective_zero_stage,
+                plan.sharding_policy.unshard_by_chunk,
+                parallel.outer_dp_sharding_strategy == "optim",
+                parallel.param_cpu_offload,
             ),
             **config.optim.separate_buckets,
         )
-    options: dict[str, Any] = dict(schedule=p.pipeline_schedule, dtype=dtype, param_sync=buffer)
-    options |= dict(hidden_size=config.model.hidden_size, split_backward=plan.split_backward)
-    options |= dict(group_size=p.microbatch_group_size_per_virtual_pipeline_stage)
+    options: dict[str, Any] = dict(
+        schedule=parallel.pipeline_schedule,
+        dtype=dtype,
+        param_sync=buffer,
+        hidden_size=config.model.hidden_size,
+        split_backward=plan.split_backward,
+        group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    )
     if graphs is None:
         return buffer, Pipeline(stages, mesh, **options)
-    eager = mesh.dp_cp.size > 1  # weights are gathered and gradients are reduced
-    graphed = dict(new_graph=graphs, zero_unwritten_grads=buffer.zero_unwritten_grads, eager_first_and_last=eager)
-    return buffer, CudaGraphPipeline(stages, mesh, **graphed, stream=stream, **options)
+    pipeline = CudaGraphPipeline(
+        stages,
+        mesh,
+        new_graph=graphs,
+        zero_unwritten_grads=buffer.zero_unwritten_grads,
+        # The first and last micro-batches gather weights and reduce gradients, which a graph does not record.
+        eager_first_and_last=mesh.dp_cp.size > 1,
+        stream=stream,
+        **options,
+    )
+    return buffer, pipeline
 
 
 def host_batch_options(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """What `host_batch` is told of a run."""
-    d, windows, padding = config.data, config.model.layer_windows, any(config.model.moe_layers)
-    documents = d.reset_attention_mask
-    return dict(positions=d.reset_position_ids, documents=documents, cp=mesh.cp, windows=windows, padding=padding)
+    """Return the keyword arguments of `to_host_batch` that are the same for all batches of a run."""
+    return dict(
+        positions=config.data.reset_position_ids,
+        documents=config.data.reset_attention_mask,
+        cp=mesh.cp,
+        windows=config.model.layer_windows,
+        padding=any(config.model.moe_layers),
+    )
 
 
 def _open_loaders(
     plan: RunPlan, sources: DatasetBundle, mesh: Mesh
 ) -> tuple[Loader, list[NamedDataset[Loader]], list[NamedDataset[Loader]]]:
-    """Loaders of training, validation and test data. Between the pipeline's ends samples are read where documents are
-    kept apart, or where routers have to know the padding."""
-    d, t, seq_length = plan.config.data, plan.config.train, plan.config.model.seq_length
-    documents = d.reset_position_ids or d.reset_attention_mask
-    padded = d.document_packing == "best-fit" or sources.ignored_label is not None
-    reads = mesh.pp.is_first or mesh.pp.is_last or documents or (padded and plan.has_experts)
-    borders = DocumentBoundaries(sources.eod, d.eod_mask_loss, documents)
+    """Open the loaders of the training, validation and test data.
+
+    Middle pipeline stages read samples only if documents are separated, or if routers have to know the padding.
+    """
+    data, train = plan.config.data, plan.config.train
+    separate_documents = data.reset_position_ids or data.reset_attention_mask
+    is_padded = data.document_packing == "best-fit" or sources.ignored_label is not None
+    reads_samples = mesh.pp.is_first or mesh.pp.is_last or separate_documents or (is_padded and plan.has_experts)
+    boundaries = DocumentBoundaries(sources.eod, data.eod_mask_loss, separate_documents)
     prepare = functools.partial(to_host_batch, pin=mesh.device.type == "cuda", **host_batch_options(plan.config, mesh))
 
-    def loader(
-        dataset: Dataset, micro_batch_size: int, size_at: Callable[[int], int], ignored_label: int | None = None
+    def open_loader(
+        dataset: Dataset, micro_batch_size: int, batch_size_at: Callable[[int], int], ignored_label: int | None = None
     ) -> Loader:
-        of, dp = dataset if reads else PlaceholderDataset(seq_length), mesh.dp
-        batches = Batches(of, micro_batch_size, dp.rank, dp.size, sources.vocab_size, borders, ignored_label)
-        return Prefetcher(batches, prepare, size_at)
+        batches = Batches(
+            dataset if reads_samples else PlaceholderDataset(plan.config.model.seq_length),
+            micro_batch_size,
+            mesh.dp.rank,
+            mesh.dp.size,
+            sources.vocab_size,
+            boundaries,
+            ignored_label,
+        )
+        return Prefetcher(batches, prepare, batch_size_at)
 
-    def evaluation(sets: list[NamedDataset[Dataset]]) -> list[NamedDataset[Loader]]:
-        size, micro = plan.eval_batch_size, t.eval_micro_batch_size or t.micro_batch_size
-        size_at = lambda n: size if n < t.eval_iters * size else 0  # noqa: E731
-        return [NamedDataset(one.name, loader(one.data, micro, size_at), one.bytes_per_token) for one in sets]
+    def eval_batch_size_at(sample: int) -> int:
+        return plan.eval_batch_size if sample < train.eval_iters * plan.eval_batch_size else 0
 
-    train = loader(sources.train, t.micro_batch_size, plan.batch_sizes.at, sources.ignored_label)
-    return train, evaluation(sources.valid), evaluation(sources.test)
+    def open_eval_loaders(datasets: list[NamedDataset[Dataset]]) -> list[NamedDataset[Loader]]:
+        micro_batch_size = train.eval_micro_batch_size or train.micro_batch_size
+        return [
+            NamedDataset(
+                dataset.name, open_loader(dataset.data, micro_batch_size, eval_batch_size_at), dataset.bytes_per_token
+            )
+            for dataset in datasets
+        ]
+
+    train_loader = open_loader(sources.train, train.micro_batch_size, plan.batch_sizes.at, sources.ignored_label)
+    return train_loader, open_eval_loaders(sources.valid), open_eval_loaders(sources.test)

@@ -1,4 +1,4 @@
-"""The parts of a run, the few numbers that a resume needs, and the results of a step."""
+"""The parts of a run, the few numbers that a resume needs, and the results of a training step."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ Loader = Prefetcher[Batch]
 
 
 class InvalidResultError(RuntimeError):
-    """Numbers that further training would not repair; raised on all ranks."""
+    """A result that further training would not repair; raised on all ranks."""
 
 
 @dataclass
@@ -36,9 +36,10 @@ class Progress:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_steps: int = 0
-    skipped_samples: int = 0  # of steps without an update, which the learning rate does not count
+    skipped_samples: int = 0  # samples of steps without an update, which the learning rate schedule does not count
 
     def advance(self, samples: int, tokens: int, skipped: bool) -> None:
+        """Count a finished step; `skipped` if it did not update the weights."""
         self.step += 1
         self.consumed_samples += samples
         self.consumed_tokens += tokens
@@ -52,18 +53,17 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepSums:
-    """A step's sums over all ranks. `tokens`: labels that count; `unpadded`: tokens that are not padding. `unscale`:
-    the factor that turns a gradient into the mean over `tokens`."""
+    """A step's sums over all ranks."""
 
-    norm_sq: float
-    loss_sum: float
-    tokens: float
-    unpadded: float
-    stop_requests: float
-    z_sum: float
-    unscale: float
-    zeros: float | None
-    replicas_differ: bool = False  # replicas of the weights that the step was computed with
+    norm_sq: float  # squared norm of the gradient before `unscale`
+    loss_sum: float  # nats
+    tokens: float  # labels that count
+    unpadded: float  # tokens that are not padding
+    stop_requests: float  # ranks that want to stop
+    z_sum: float  # sum of the z-loss
+    unscale: float  # the factor that turns a gradient into the mean over `tokens`
+    zeros: float | None  # elements of the gradient that are 0, if they were counted
+    replicas_differ: bool = False  # replicas of the weights that the step used have different checksums
 
     @property
     def finite(self) -> bool:
@@ -80,13 +80,13 @@ class StepSums:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Why a step is not trusted: the same on all ranks."""
+    """Why a step is suspicious; the same on all ranks."""
 
-    reason: str  # what is wrong with its numbers
+    reason: str  # the problem with its loss or gradient norm
     finding: str = ""  # the result of the search for the cause
-    transient: bool = False  # the second computation was right, and was used
-    differing_ranks: tuple[int, ...] = ()  # ranks whose second result has other bits
-    finite: bool = True  # its numbers are finite, but too large
+    transient: bool = False  # the rerun was right, and its result was used
+    differing_ranks: tuple[int, ...] = ()  # ranks whose rerun gave other bits
+    finite: bool = True  # its values are finite, but too large
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.finding}" if self.finding else self.reason
@@ -94,23 +94,23 @@ class Anomaly:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank but for the times. Seconds; loss in nats per token. `lr`: of the next update."""
+    """The result of a training step; the same on every rank except for the times."""
 
-    loss: float
+    loss: float  # nats per token
     grad_norm: float
-    lr: float
+    lr: float  # of the next update
     batch_size: int
-    skipped: bool
-    stop: bool
-    data_s: float
+    skipped: bool  # the weights were not updated
+    stop: bool  # a rank wants to stop
+    data_s: float  # wait for the batch, part of step_s
     step_s: float
     tokens: int = 0  # without padding
-    labels: int | None = None  # that count; None: not known
-    z_loss: float = 0.0  # added to the loss, and not part of `loss`
-    zeros: int | None = None  # elements of the gradient that are 0, where they were counted
+    labels: int | None = None  # labels that count; None if unknown
+    z_loss: float = 0.0  # trained on in addition to `loss`, which does not contain it
+    zeros: int | None = None  # elements of the gradient that are 0, if they were counted
     anomaly: Anomaly | None = None
-    replica_mismatch: str | None = None  # how replicas of weights differed
-    moe_metrics: Mapping[str, Any] = field(default_factory=dict)  # of experts (training/expert_balancer.py: figures)
+    replica_mismatch: str | None = None  # message if replicas of the weights differed
+    moe_metrics: Mapping[str, Any] = field(default_factory=dict)  # from ExpertLoadBalancer.metrics
 
 
 @dataclass
@@ -132,23 +132,24 @@ class Run:
     clip_grad: float
     check_finite: bool
     vocab_size: int
-    plugin_metrics: PluginMetrics  # of plugins
+    plugin_metrics: PluginMetrics
     rerun_mode: str = "disabled"  # --rerun-mode
-    replica_action: str | None = None  # --check-replicas-action, where replicas of weights are compared
+    replica_action: str | None = None  # --check-replicas-action; None if replicas of weights are not compared
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
     state: Progress = field(default_factory=Progress)
     valid_loaders: list[NamedDataset[Loader]] = field(default_factory=list)
     test_loaders: list[NamedDataset[Loader]] = field(default_factory=list)
-    ledger: DataLedger | None = None  # of the data that was read; None: generated data
-    tokenizer: Tokenizer | None = None  # None: unknown
-    before_update: Callable[[], None] = lambda: None  # waits while a save copies what an update changes
+    ledger: DataLedger | None = None  # record of the training data; None for generated data
+    tokenizer: Tokenizer | None = None  # None if unknown
+    before_update: Callable[[], None] = lambda: None  # waits while a save still copies the state that an update changes
 
     def skip_step(self) -> None:
         """Skip the next step and its samples."""
-        size = self.batch_sizes.at(self.state.consumed_samples)
-        self.state.advance(size, tokens=size * self.seq_length, skipped=True)
+        batch_size = self.batch_sizes.at(self.state.consumed_samples)
+        self.state.advance(batch_size, tokens=batch_size * self.seq_length, skipped=True)
 
     def close(self) -> None:
-        """Stop the threads that read."""
-        for data in (self.train_loader, *(one.data for one in (*self.valid_loaders, *self.test_loaders))):
-            data.close()
+        """Stop the threads of the data loaders."""
+        self.train_loader.close()
+        for loader in (*self.valid_loaders, *self.test_loaders):
+            loader.data.close()

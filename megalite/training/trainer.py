@@ -1,4 +1,4 @@
-"""The training loop around the steps: what comes before and after each, until the last one or a reason to stop."""
+"""The training loop: prepare each step, then log, evaluate and save after it, until the last step or a stop request."""
 
 import math
 import time
@@ -25,7 +25,7 @@ from megalite.training.job.stop_signals import StopSignalHandler
 from megalite.training.logging.device_memory import memory_line, memory_metrics, memory_tags
 from megalite.training.logging.metrics_logger import MetricsLogger
 from megalite.training.logging.run_dir import EventLog, ExitCode
-from megalite.training.logging.timers import GarbageCollector, PhaseTimer, Profiler, Timers, write_timeline
+from megalite.training.logging.timers import GarbageCollector, Profiler, TimeBreakdown, Timers, write_timeline
 from megalite.training.monitoring.health import HealthMonitor
 from megalite.training.monitoring.rerun import AnomalyHandler
 from megalite.training.monitoring.watchdog import Watchdog
@@ -33,35 +33,44 @@ from megalite.training.replica_check import check_replicas
 from megalite.training.state import Loader, Run, StepResult
 from megalite.training.train_step import parameter_norm
 
-LOOK_S = 2.0  # between two agreements of the ranks, during an evaluation, on whether to stop
-STOP_FILE = "stop"  # in the run directory: making it stops the run as a signal does
+STOP_CHECK_S = 2.0  # interval at which ranks agree, during an evaluation, on whether to stop
+STOP_FILE = "stop"  # creating this file in the run directory stops the run as a signal does
 
 
 class Monitors:
-    """Observers of a run. `hosts`: of all ranks. `dog`: runs since the start."""
+    """The observers of a run: timers, profiler, garbage collector, time breakdown, event log, watchdog, health monitor.
+
+    Args:
+        hosts: The host names of all ranks.
+        watchdog: The watchdog that has been running since the process started.
+    """
 
     def __init__(
-        self, config: Config, run: Run, folder: Path, phases: PhaseTimer, hosts: list[str], watchdog: Watchdog
+        self, config: Config, run: Run, folder: Path, phases: TimeBreakdown, hosts: list[str], watchdog: Watchdog
     ) -> None:
-        p, log, o = config.parallel, config.log, config.operations
+        log, operations = config.log, config.operations
         timed = effective_log_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
         self.timers = Timers(log.timing_log_level if timed else -1, run.mesh, log.barrier_with_level_1_timing)
-        self.profiler = Profiler(o, run.mesh, folder / "trace")
-        self.collector = GarbageCollector(o.manual_gc, o.manual_gc_interval, o.manual_gc_eval)
-        self.phases, self.events = phases, EventLog(folder, run.mesh.world.rank)
-        watchdog.attach(run.mesh, 60 * p.distributed_timeout_minutes)
-        self.dog, watchdog.timers = watchdog, self.timers
-        self.pulse = HealthMonitor(run.mesh, phases, hosts, self.events, o)
+        self.profiler = Profiler(operations, run.mesh, folder / "trace")
+        self.collector = GarbageCollector(
+            operations.manual_gc, operations.manual_gc_interval, operations.manual_gc_eval
+        )
+        self.phases = phases
+        self.events = EventLog(folder, run.mesh.world.rank)
+        watchdog.attach(run.mesh, 60 * config.parallel.distributed_timeout_minutes)
+        watchdog.timers = self.timers
+        self.dog = watchdog
+        self.pulse = HealthMonitor(run.mesh, phases, hosts, self.events, operations)
         self.begin = time.monotonic()
 
 
-def _is_due(every: int | None, step: int) -> bool:
-    """`every`: steps; None or 0: never."""
-    return bool(every) and step % (every or 1) == 0
+def _is_due(interval: int | None, step: int) -> bool:
+    """Return True if `step` is a multiple of `interval` (in steps; None or 0 means never)."""
+    return bool(interval) and step % (interval or 1) == 0
 
 
 def why_no_label_counts(data: DataConfig) -> str:
-    """The likely reason, with the flag, and what to do."""
+    """Return the likely reason why no label counts, with the flag that causes it and a remedy."""
     reasons = []
     if data.eod_mask_loss:
         reasons.append("--eod-mask-loss masks the label after each end of a document, and all tokens seem to be one")
@@ -75,19 +84,28 @@ def why_no_label_counts(data: DataConfig) -> str:
 
 
 class EvaluationInterrupted(Exception):
-    """Some rank wanted to stop an evaluation; raised on all, after the same batch."""
+    """A rank asked to stop during an evaluation; raised on all ranks after the same batch."""
 
 
 def evaluate(
     run: Run,
     data: Loader,
     iters: int,
-    done: Callable[[int], None] = lambda batches: None,
-    wants_end: Callable[[], bool] | None = None,
+    on_batch: Callable[[int], None] = lambda batches: None,
+    stop_requested: Callable[[], bool] | None = None,
 ) -> float:
-    """Mean loss per token over the first `iters` global batches of a set, NaN where no label counts; collective. `done`
-    is called with 1 after each. `wants_end`: whether this rank wants to stop. Raises BrokenOffError."""
-    loss_sum, labels = evaluation_sums(run, data, iters, done, wants_end)
+    """Return the mean loss per token over the first `iters` global batches of a set, or NaN if no label counts.
+
+    Collective over all ranks.
+
+    Args:
+        on_batch: Called with 1 after each global batch.
+        stop_requested: Returns True if this rank wants to stop.
+
+    Raises:
+        EvaluationInterrupted: if some rank wants to stop.
+    """
+    loss_sum, labels = evaluation_sums(run, data, iters, on_batch, stop_requested)
     return loss_sum / labels if labels else math.nan
 
 
@@ -95,34 +113,47 @@ def evaluation_sums(
     run: Run,
     data: Loader,
     iters: int,
-    done: Callable[[int], None] = lambda batches: None,
-    wants_end: Callable[[], bool] | None = None,
+    on_batch: Callable[[int], None] = lambda batches: None,
+    stop_requested: Callable[[], bool] | None = None,
 ) -> tuple[float, float]:
-    """(sum of the losses, labels that count); the rest as of `evaluate`."""
-    mesh, size = run.mesh, run.eval_batch_size
+    """Return the sum of the losses and the number of labels that count; arguments and errors as for `evaluate`."""
+    mesh = run.mesh
+    size = run.eval_batch_size
     inject_fault("eval.begin", mesh.world.rank, run.state.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    begin, look = time.monotonic(), 1
+    start = time.monotonic()
+    next_check = 1  # in batches
     for i in range(iters):
-        hosts, _ = data.get(i * size, size)
-        loss = run.pipeline.evaluate([to_device(host, mesh.device, run.state.step) for host in hosts])
+        host_batches, _ = data.get(i * size, size)
+        loss = run.pipeline.evaluate([to_device(batch, mesh.device, run.state.step) for batch in host_batches])
         if mesh.pp.is_last and mesh.tp.is_first:
             sums[0] += loss
-            sums[1:] += float(sum(host.num_targets for host in hosts))
-        done(1)
-        if wants_end is not None and i + 1 == look < iters:  # the same on all ranks: LOOK_S at the slowest rank's pace
-            now = torch.tensor([time.monotonic() - begin, wants_end()], dtype=torch.float64, device=mesh.device)
-            seconds, ends = all_reduce_(now, mesh.world, dist.ReduceOp.MAX).tolist()
-            if ends:
-                raise EvaluationInterrupted(f"after {look} of {iters} batches")
-            look += max(1, min(look, int(LOOK_S * look / seconds))) if seconds else 1
+            sums[1:] += float(sum(batch.num_targets for batch in host_batches))
+        on_batch(1)
+        # All ranks check after the same batch: every STOP_CHECK_S at the pace of the slowest rank.
+        if stop_requested is not None and i + 1 == next_check < iters:
+            status = [time.monotonic() - start, stop_requested()]
+            reduced = all_reduce_(
+                torch.tensor(status, dtype=torch.float64, device=mesh.device), mesh.world, dist.ReduceOp.MAX
+            )
+            seconds, should_stop = reduced.tolist()
+            if should_stop:
+                raise EvaluationInterrupted(f"after {next_check} of {iters} batches")
+            next_check += max(1, min(next_check, int(STOP_CHECK_S * next_check / seconds))) if seconds else 1
     loss_sum, labels = all_reduce_(sums, mesh.world).tolist()
     return loss_sum, labels
 
 
 @dataclass
 class Trainer:
-    """A run in training. `config` is kept in checkpoints. `saved`: the step of the newest checkpoint, if any."""
+    """The training loop around `train_step`.
+
+    Attributes:
+        config: The configuration that checkpoints store.
+        report: The logger.
+        saved_step: The step of the newest checkpoint, or None.
+        watch: The observers.
+    """
 
     run: Run
     config: Config
@@ -134,22 +165,30 @@ class Trainer:
     watch: Monitors
 
     def __post_init__(self) -> None:
-        self._begin, self._first = time.monotonic(), self.run.state.step + 1
+        self._start = time.monotonic()
+        self._first_step = self.run.state.step + 1
         self._config_toml = dump_config(self.config)
         self._log_interval = effective_log_interval(self.config, self.run.last_step)
         self._steps_since_log: list[StepResult] = []  # steps since the last log line
-        self._lines = 0
+        self._num_log_lines = 0
+        self._before_s = 0.0  # duration of `_begin_step`, part of the step's time
         self._stop_reason: str | None = None  # why this rank asks to stop
-        self._health_problem: str | None = None  # what the pulse found at the last log line
-        self._exit: tuple[ExitCode, str] | None = None  # how the run ends before its last step
-        most, why_empty = self.config.train.max_skipped_steps, why_no_label_counts(self.config.data)
-        self._anomalies = AnomalyHandler(self.run, self.watch.events, self.report.info, most, why_empty)
+        self._health_problem: str | None = None  # found by the health monitor at the last log line
+        self._exit: tuple[ExitCode, str] | None = None  # outcome and reason if the run ends before its last step
+        self._anomalies = AnomalyHandler(
+            self.run,
+            self.watch.events,
+            self.report.info,
+            self.config.train.max_skipped_steps,
+            why_no_label_counts(self.config.data),
+        )
         minutes = self.config.checkpoint.save_interval_mins
         self._save_timer = None if minutes is None else SaveTimer(60 * minutes, self.run.mesh, self.run.state.step)
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """The arguments of `train_step` for each step; `after` takes its result."""
-        run, skip = self.run, self.config.train.iterations_to_skip
+        """Yield the keyword arguments of `train_step` for each step; pass its result to `end_step`."""
+        run = self.run
+        skip = self.config.train.iterations_to_skip
         run_callbacks("on_train_start", run)
         while self._exit is None and run.state.step < run.last_step:
             if skip and run.state.step + 1 in skip:
@@ -158,27 +197,33 @@ class Trainer:
                 yield self._begin_step()
 
     def finish(self) -> tuple[ExitCode, str]:
-        """Save and evaluate for the last time. Returns the outcome, the same on all ranks, and this rank's reason."""
+        """Save and evaluate for the last time.
+
+        Returns the outcome, which is the same on all ranks, and this rank's reason. A background save that failed
+        raises here, on all ranks.
+        """
         outcome, reason = self._exit or (ExitCode.DONE, "reached the last step")
         self.run.buffer.wait_param_sync()
         self._save(last=True)
         if self.saver is not None:
             with self.watch.phases("checkpoint"):
-                self.saver.wait()  # a failed save in the background ends the run here, on all ranks
+                self.saver.wait()
             self._log_saves()
         self.report.log_saves_done()
-        last = (self.run.valid_loaders, " on validation set"), (self.run.test_loaders, " on test set")
-        if outcome is ExitCode.DONE and any(self._evaluate(*sets) for sets in last):  # a requeued run evaluates again
-            outcome, reason = ExitCode.REQUEUE, self._stop_reason or "asked by another rank"
+        # A run that will be requeued evaluates after its real last step, not here.
+        if outcome is ExitCode.DONE:
+            final_sets = ((self.run.valid_loaders, " on validation set"), (self.run.test_loaders, " on test set"))
+            if any(self._evaluate(loaders, what) for loaders, what in final_sets):
+                outcome, reason = ExitCode.REQUEUE, self._stop_reason or "asked by another rank"
         run_callbacks("on_train_end", self.run, outcome.outcome)
         if outcome is ExitCode.REQUEUE:
             self.signals.is_final = all_reduce_int(bool(self.signals.received), self.run.mesh) == 0
-        if outcome is ExitCode.REQUEUE and self.saver is None:  # a requeued run could not resume
+        if outcome is ExitCode.REQUEUE and self.saver is None:  # without a checkpoint the requeued run could not resume
             return ExitCode.DONE, f"{reason}; nothing was saved"
         return outcome, reason
 
     def _begin_step(self) -> dict[str, Any]:
-        """Prepare the observers for a step; returns its arguments."""
+        """Prepare the observers for a step and return the keyword arguments of `train_step`."""
         run, log, timers = self.run, self.config.log, self.watch.timers
         step = run.state.step + 1
         self.watch.dog.set_activity("step", step)
@@ -187,53 +232,60 @@ class Trainer:
         with self.watch.phases("profiler"):
             self.watch.profiler.before(step)
         self.watch.phases.before_step()
-        begin = time.perf_counter()  # from here on it is this rank's own time, for which the others wait
+        start = time.perf_counter()  # from here on, a slow rank makes all others wait
         inject_fault("step.begin", run.mesh.world.rank, step)
         self._stop_reason = self._find_stop_reason()
-        self._before_s = time.perf_counter() - begin
-        zeros, level = log.log_num_zeros_in_grad, self.config.operations.empty_unused_memory_level
-        return dict(want_stop=self._stop_reason is not None, count_zeros=zeros, timers=timers, empty_cache_level=level)
+        self._before_s = time.perf_counter() - start
+        return dict(
+            want_stop=self._stop_reason is not None,
+            count_zeros=log.log_num_zeros_in_grad,
+            timers=timers,
+            empty_cache_level=self.config.operations.empty_unused_memory_level,
+        )
 
     def end_step(self, result: StepResult) -> None:
-        """Log, evaluate, save, and check the run, where each is due."""
-        run, t, c, o = self.run, self.config.train, self.config.checkpoint, self.config.operations
+        """Log, check the replicas, evaluate and save if due, and decide whether the run ends."""
+        run, train, operations = self.run, self.config.train, self.config.operations
         result = replace(result, step_s=self._before_s + result.step_s)
         self._record_step(result)
         if result.replica_mismatch:
             self._log_replica_mismatch(result.replica_mismatch, run.state.step)
         unreliable = self._anomalies.handle(result)
         step, stop = run.state.step, result.stop
-        stopping = result.stop or bool(unreliable) or _is_due(t.exit_interval, step)
-        logged = _is_due(self._log_interval, step) or step in (self._first, run.last_step) or stopping
+        stopping = result.stop or bool(unreliable) or _is_due(train.exit_interval, step)
+        logged = _is_due(self._log_interval, step) or step in (self._first_step, run.last_step) or stopping
         run_callbacks("on_train_step_end", run, result)
         self._log(result, logged)
         self.report.update_bar(step, run.last_step, result.loss)
         with self.watch.phases("profiler"):
             self.watch.profiler.after(step, logged)
-        if _is_due(o.check_weight_hash_across_dp_replicas_interval, step):
-            if differing := check_replicas(run, step, o.check_replicas_action):
-                self._log_replica_mismatch(differing, step)
+        if _is_due(operations.check_weight_hash_across_dp_replicas_interval, step):
+            if mismatch := check_replicas(run, step, operations.check_replicas_action):
+                self._log_replica_mismatch(mismatch, step)
             else:
                 self.report.info(f">>> Weight hashes match after {step} iterations...")
         self.watch.collector.after(step)
-        if _is_due(t.eval_interval, step) and step < run.last_step:
+        if _is_due(train.eval_interval, step) and step < run.last_step:
             stop = self._evaluate(run.valid_loaders, "") or stop
         if result.skipped and result.anomaly is not None and result.anomaly.finite and run.spikes.action == "rollback":
             self._roll_back()
-        by_clock = self._save_timer is not None and self._save_timer.is_due(step)
-        if by_clock or _is_due(c.save_interval, step) or (self._health_problem and o.health_action == "checkpoint"):
+        save_due = self._save_timer is not None and self._save_timer.is_due(step)
+        save_due = save_due or _is_due(self.config.checkpoint.save_interval, step)
+        if save_due or (self._health_problem and operations.health_action == "checkpoint"):
             self._save()
         self._log_saves()
-        if wrong := unreliable or (self._health_problem if o.health_action == "exit" else None):
-            self._exit = ExitCode.RERUN, wrong
+        health_problem = self._health_problem if operations.health_action == "exit" else None
+        if problem := unreliable or health_problem:
+            self._exit = ExitCode.RERUN, problem
         elif stop:
             self._exit = ExitCode.REQUEUE, self._stop_reason or self._find_stop_reason() or "asked by another rank"
         elif stopping and step < run.last_step:
-            self._exit = ExitCode.REQUEUE, f"exit_interval={t.exit_interval}"
+            self._exit = ExitCode.REQUEUE, f"exit_interval={train.exit_interval}"
 
     def _record_step(self, result: StepResult) -> None:
-        """Tell the observers of a step."""
-        run, step = self.run, self.run.state.step
+        """Pass a finished step to the observers."""
+        run = self.run
+        step = run.state.step
         self.watch.dog.set_activity("after the step", step)
         self.watch.phases.after_step(result.data_s, result.step_s)
         self._steps_since_log.append(result)
@@ -243,7 +295,7 @@ class Trainer:
         run.pipeline.timeline = None
 
     def _stop_requested(self) -> bool:
-        """Whether a signal or the stop file asks to stop; one rank alone reads the file, and removes it."""
+        """Return True if a signal or the stop file asks this rank to stop; only rank 0 reads and removes the file."""
         file = self.folder / STOP_FILE
         if self.signals.received:
             self._stop_reason = self.signals.received[0]
@@ -253,51 +305,63 @@ class Trainer:
         return bool(self.signals.received) or self._stop_reason == str(file)
 
     def _find_stop_reason(self) -> str | None:
-        """Why this rank asks the run to stop."""
+        """Return why this rank asks the run to stop, or None."""
         if self._stop_requested():
             return self._stop_reason
         minutes = self.config.train.exit_duration_in_mins
-        if minutes is not None and time.monotonic() - self._begin > 60 * minutes:
+        if minutes is not None and time.monotonic() - self._start > 60 * minutes:
             return "exit_duration_in_mins"
         return "a save failed" if self.saver is not None and self.saver.failed else None
 
-    def _log_replica_mismatch(self, differing: str, step: int) -> None:
-        self.report.info(f"WARNING: {differing}")
+    def _log_replica_mismatch(self, mismatch: str, step: int) -> None:
+        self.report.info(f"WARNING: {mismatch}")
         if self.run.mesh.world.is_first:
-            self.watch.events.add("replica-mismatch", step, text=differing)
+            self.watch.events.add("replica-mismatch", step, text=mismatch)
 
     def _roll_back(self) -> None:
+        """Return to the last checkpoint and skip the samples since."""
         if self.saver is not None:
-            self.saver.wait()  # for the checkpoint to return to
-        c = self.config.checkpoint
-        load = lambda step: resume(self.run, c.save or "", self.config, LoadOptions(step), c.save_local)  # noqa: E731
+            self.saver.wait()  # the checkpoint to return to may still be written in the background
+        checkpoint = self.config.checkpoint
+
+        def load(step: int) -> object:
+            return resume(self.run, checkpoint.save or "", self.config, LoadOptions(step), checkpoint.save_local)
+
         if self._anomalies.roll_back(self.saved_step, load):
-            self._save()  # else a restart would train on the samples that were passed over
+            self._save()  # otherwise a restart would train on the skipped samples
 
     def _log(self, result: StepResult, due: bool) -> None:
-        """Write a log line if `due`, and a point of TensorBoard if that is due; collective where it needs all ranks."""
-        run, log, report, step = self.run, self.config.log, self.report, self.run.state.step
-        point = log.tensorboard_dir is not None and _is_due(log.tensorboard_log_interval, step)
-        norm = parameter_norm(run) if log.log_params_norm and (due or point) else None
-        if point:
+        """Write a log line if `due`, and a TensorBoard point if its interval is due.
+
+        Collective if a line is due, or if a point needs the norm of the parameters.
+        """
+        run, log, report = self.run, self.config.log, self.report
+        step = run.state.step
+        tensorboard_due = log.tensorboard_dir is not None and _is_due(log.tensorboard_log_interval, step)
+        norm = parameter_norm(run) if log.log_params_norm and (due or tensorboard_due) else None
+        if tensorboard_due:
             memory = memory_tags(run.mesh) if log.log_memory_to_tensorboard else {}
             report.log_step(step_metrics(run, [result], norm), memory)
         if not due:
             return
-        figures: dict[str, Any] = {"of_plugins": run.plugin_metrics.reduce_and_reset(), **memory_metrics(run.mesh)}
-        figures |= step_metrics(run, self._steps_since_log, norm)
-        report.log_train(figures)
-        self._lines += 1
-        # at the second line the optimizer has its state
-        early = self._lines <= 2 and effective_log_style(self.config) == "megatron"
+        metrics: dict[str, Any] = {"of_plugins": run.plugin_metrics.reduce_and_reset(), **memory_metrics(run.mesh)}
+        metrics |= step_metrics(run, self._steps_since_log, norm)
+        report.log_train(metrics)
+        self._num_log_lines += 1
+        # In Megatron-LM's style the first two lines report memory: by the second the optimizer state is allocated.
+        early = self._num_log_lines <= 2 and effective_log_style(self.config) == "megatron"
         if (early or _is_due(log.log_memory_interval, step)) and run.mesh.dp.is_first:
             line = memory_line(run.mesh, step, log.log_device_memory_used)
-            report.info(line) if run.mesh.world.is_first else print_out(line)
+            if run.mesh.world.is_first:
+                report.info(line)
+            else:
+                print_out(line)
         self._log_timers(self.watch.timers.step_names, len(self._steps_since_log))
-        self._health_problem = self.watch.pulse.check(self._steps_since_log, step, figures["memory_gib"], report)
+        self._health_problem = self.watch.pulse.check(self._steps_since_log, step, metrics["memory_gib"], report)
         self._steps_since_log.clear()
 
     def _save(self, last: bool = False) -> None:
+        """Save a checkpoint of the current step, unless there is one already; collective."""
         run, saver, report = self.run, self.saver, self.report
         if saver is None or self.saved_step == run.state.step:
             return
@@ -314,22 +378,29 @@ class Trainer:
         self._log_timers(("save-checkpoint",))
 
     def _evaluate(self, sets: Sequence[NamedDataset[Loader]], what: str) -> bool:
-        """Whether a wish to stop has ended it; a set that was not finished is not logged."""
-        report, state, iters, watch = self.report, self.run.state, self.config.train.eval_iters, self.watch
+        """Evaluate the sets and return True if a stop request interrupted that; an unfinished set is not logged.
+
+        Args:
+            what: "" during training, " on validation set" or " on test set" at its end (`log_validation`).
+        """
+        report, state, watch = self.report, self.run.state, self.watch
+        iters = self.config.train.eval_iters
         for named in sets if iters > 0 else ():
             watch.dog.set_activity("evaluate", state.step)
             with watch.collector.evaluation(), watch.timers("evaluate", 0), watch.phases("evaluation"):
                 with report.evaluation_bar(state.step, named.name, iters) as bar:
                     try:
                         loss_sum, labels = evaluation_sums(self.run, named.data, iters, bar.add, self._stop_requested)
-                    except EvaluationInterrupted as end:
-                        why = self._stop_reason or "asked by another rank"
-                        report.info(f"stopping ({why}): the evaluation of step {state.step} ends {end}, without a loss")
+                    except EvaluationInterrupted as error:
+                        reason = self._stop_reason or "asked by another rank"
+                        report.info(
+                            f"stopping ({reason}): the evaluation of step {state.step} ends {error}, without a loss"
+                        )
                         return True
             if not labels:
-                which = f"the set {named.name}" if named.name else "an evaluation"
-                why = why_no_label_counts(self.config.data)
-                report.info(f"WARNING: step {state.step}: no label of {which} counts, so it has no loss: {why}")
+                set_name = f"the set {named.name}" if named.name else "an evaluation"
+                reason = why_no_label_counts(self.config.data)
+                report.info(f"WARNING: step {state.step}: no label of {set_name} counts, so it has no loss: {reason}")
                 continue
             loss = loss_sum / labels
             report.log_validation(state, loss, named, what)
@@ -338,33 +409,40 @@ class Trainer:
         return False
 
     def _log_saves(self) -> None:
-        for line in self.saver.pop_messages() if self.saver is not None else ():
-            self.report.info(line)
+        if self.saver is not None:
+            for line in self.saver.pop_messages():
+                self.report.info(line)
 
     def _log_timers(self, names: Sequence[str], steps: int = 1) -> None:
-        """Collective if timers are on."""
+        """Log the timers `names` per step and reset them; collective if timers are on."""
         if seconds := self.watch.timers.reduce_and_reset(names, steps):
             self.report.timers(self.run.state.step, seconds)
 
 
-def step_metrics(run: Run, since: Sequence[StepResult], params_norm: float | None) -> dict[str, Any]:
-    """By name, over the steps since the last line: losses (nats per token) are means over those that updated, times
-    (seconds) over all; what is not named here is the last step's."""
-    n, used = len(since), [r for r in since if not r.skipped]
-    means = {name: sum(getattr(r, name) for r in used) / len(used) if used else None for name in ("loss", "z_loss")}
+def step_metrics(run: Run, results: Sequence[StepResult], params_norm: float | None) -> dict[str, Any]:
+    """Return the metrics of the steps since the last log line, by name.
+
+    Losses (nats per token) are means over the steps that updated the weights, and times (seconds) are means over all
+    steps. Every value that is not computed here is the last step's.
+    """
+    num_steps = len(results)
+    updated = [result for result in results if not result.skipped]
+    means: dict[str, float | None] = {"loss": None, "z_loss": None}
+    if updated:
+        means = {name: sum(getattr(result, name) for result in updated) / len(updated) for name in means}
     return {
-        **vars(since[-1]),
-        **since[-1].moe_metrics,
+        **vars(results[-1]),
+        **results[-1].moe_metrics,
         **run.state.to_json(),
         **means,
-        "z_loss": means["z_loss"] or None,  # 0 only where it is off
+        "z_loss": means["z_loss"] or None,  # it is 0 only if it is disabled
         "last_step": run.last_step,
         "loss_scale": run.loss_scaler.scale,
-        "skipped": n - len(used),
-        "nan": sum(not math.isfinite(r.loss) for r in since),
-        "steps": n,
-        "step_s": sum(r.step_s for r in since) / n,
-        "data_s": sum(r.data_s for r in since) / n,
-        "tokens_per_step": sum(r.tokens for r in since) // n,
+        "skipped": num_steps - len(updated),
+        "nan": sum(not math.isfinite(result.loss) for result in results),
+        "steps": num_steps,
+        "step_s": sum(result.step_s for result in results) / num_steps,
+        "data_s": sum(result.data_s for result in results) / num_steps,
+        "tokens_per_step": sum(result.tokens for result in results) // num_steps,
         "params_norm": params_norm,
     }

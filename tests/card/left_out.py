@@ -1,6 +1,6 @@
 """Every place in the package where something is waited for, found in its source, and how to leave one of them out.
 
-sites()              key -> line of every call that waits: "nn/linear.py _GatherLinear.forward: start_all_gather(...).wait()"
+sites()              key -> line of every call that waits: "nn/linear.py _ColumnParallelLinear.forward: start_all_gather(...).wait()"
 without(site)        while it lasts, that call does not wait: what comes after it goes on as if it had
 """
 
@@ -16,16 +16,16 @@ from unittest import mock
 
 from card.simulator import nccl, streams
 from card.simulator.trace import Comm
-from megalite.checkpoint.manager import async_save as background_save
+from megalite.checkpoint.manager import async_save
 from megalite.nn import activation_offload
-from megalite.optim import optimizer_offload as host_store
+from megalite.optim import optimizer_offload
 from megalite.optim.param_gather import ParamGatherer
 from megalite.parallel import comm
 from megalite.parallel import streams as order
 
 PACKAGE = Path(comm.__file__).resolve().parents[1]
-METHODS = {"wait", "wait_gather", "wait_stream", "wait_event", "synchronize"}
-FUNCTIONS = {"wait_for", "synchronize"}  # of parallel/streams.py
+METHODS = {"wait", "wait_param_sync", "wait_stream", "wait_event", "synchronize"}
+FUNCTIONS = {"wait_event", "synchronize"}  # of parallel/streams.py
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ def _nothing(*_: Any) -> list[Comm]:
 WAITING: tuple[tuple[Any, str, Callable[..., list[Comm]], Callable[..., Any]], ...] = (
     (nccl.SimulatedWork, "wait", _of_work, lambda *_: True),
     (comm.Pending, "wait", _of_pending, lambda pending: pending._result),
-    (ParamGatherer, "wait", _of_gather, _nothing),
+    (ParamGatherer, "wait_param_sync", _of_gather, _nothing),
     (streams.Stream, "wait_stream", _nothing, _nothing),
     (streams.Event, "wait", _nothing, _nothing),
     (streams.Event, "synchronize", _nothing, _nothing),
-    (order, "wait_for", _nothing, _nothing),
-    (background_save, "wait_for", _nothing, _nothing),
-    (host_store, "wait_for", _nothing, _nothing),
-    (activation_offload, "wait_for", _nothing, _nothing),
+    (order, "wait_event", _nothing, _nothing),
+    (async_save, "wait_event", _nothing, _nothing),
+    (optimizer_offload, "wait_event", _nothing, _nothing),
+    (activation_offload, "wait_event", _nothing, _nothing),
     (threading.Event, "wait", _nothing, lambda *_: True),
 )
 

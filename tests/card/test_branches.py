@@ -61,7 +61,7 @@ def everything_on(card: Card, folder: Path) -> None:
     flags += f" --log-memory-to-tensorboard --record-memory-history --memory-snapshot-path {folder}/history.pickle"
     empty = mock.patch.object(torch.cuda, "empty_cache", wraps=torch.cuda.empty_cache)
     with (
-        mock.patch("megalite.training.logging.metrics_logger.Reporter.step", autospec=True) as point,
+        mock.patch("megalite.training.logging.metrics_logger.MetricsLogger.log_step", autospec=True) as point,
         empty as given_back,
     ):
         said = run(flags, folder)
@@ -78,7 +78,7 @@ def everything_on(card: Card, folder: Path) -> None:
     assert given_back.call_count == 2 * 2  # before and after each update
     assert cuda.machine().runtime_calls == ["cudaProfilerStart", "cudaProfilerStop"]
     assert (folder / f"history_{RANK}.pickle").read_bytes() == cuda.SNAPSHOT
-    assert f"peak              989 TFLOP/s ({NAME} bf16 dense)" in said
+    assert f"peak FLOP/s       989 TFLOP/s ({NAME} bf16 dense)" in said
     for name in ("forward-backward", "all-grads-sync", "optimizer", "forward-compute", "backward-compute", "evaluate"):
         assert f"    {name} ..." in said, name
     assert "scheduled an async checkpoint save at iteration       1" in said  # auto: in the background
@@ -153,7 +153,7 @@ def who_computes(card: Card, folder: Path) -> None:
 
     assert [*chosen()] == [*ways.values()]
     dispatch.runs_triton.cache_clear()
-    absent = [mock.patch.object(module, "installed", lambda: False) for module in (dispatch, compiled)]
+    absent = [mock.patch.object(module, "triton_installed", lambda: False) for module in (dispatch, compiled)]
     with absent[0], absent[1]:
         assert [*chosen()] == [*ways.values()]
         assert dispatch.describe_kernels("cuda") == "torch (triton is not installed)"
@@ -169,7 +169,7 @@ def refused(card: Card, folder: Path) -> None:
 
     told = {
         1: r"rank 1 of 4 on \S+ could not meet the others on this machine",
-        2: "local rank 2 has no card, 2 visible: use --nproc 2 or less",
+        2: "local rank 2 has no GPU, 2 visible: use --nproc 2 or less",
     }
     how = dict(device="cuda", startup_timeout=datetime.timedelta(seconds=1))
     for rank, text in told.items():
@@ -179,7 +179,7 @@ def refused(card: Card, folder: Path) -> None:
     assert choose_device("auto") == "cuda"
     cuda.machine().cards = 0
     assert choose_device("auto") == "cpu" and kernels.missing("cuda")[0].startswith("torch sees no CUDA device;")
-    with pytest.raises(SetupError, match="^device=cuda but torch sees no card;"):
+    with pytest.raises(SetupError, match="^device=cuda but torch sees no GPU;"):
         choose_device("cuda")
 
 
@@ -259,7 +259,7 @@ def layouts_of_the_quickstart(card: Card, folder: Path) -> None:
     machine = cuda.machine()
     for cards, world in ((0, 4), (1, 1), (2, 2), (3, 2), (4, 4), (8, 4)):
         machine.cards = cards
-        file, flags, _ = quickstart.layout()
+        file, flags, _ = quickstart.choose_layout()
         assert (int(flags[1]) if flags else 1) == world
         assert not find_problems(config_from(["--config", str(ROOT / file), *flags]), world)
 
@@ -345,8 +345,8 @@ def test_the_quickstart_counts_its_ranks(
     log |= {"perf/tflops_per_gpu": 2.0, "val/valid/loss": 1.5}
     monkeypatch.setattr(quickstart, "RUN", tmp_path)
     (tmp_path / "status.json").write_text(json.dumps({"outcome": "done"}))
-    monkeypatch.setattr(quickstart, "rows", lambda folder: [log])
-    for name, value in (("prepare_data", None), ("twin_difference", (0.0, 1)), ("command", "")):
+    monkeypatch.setattr(quickstart, "read_metrics", lambda folder: [log])
+    for name, value in (("prepare_data", None), ("compare_with_one_process", (0.0, 1)), ("run_command", "")):
         monkeypatch.setattr(quickstart, name, lambda *a, value=value, **k: value)
     monkeypatch.setattr("sys.argv", ["quickstart.py"])
     monkeypatch.chdir(tmp_path)

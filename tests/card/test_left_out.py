@@ -46,7 +46,7 @@ TABLES = tomllib.loads(Path(__file__).with_name("waits.toml").read_text("utf-8")
 FLAGS, BETWEEN_RANKS, BETWEEN_STREAMS = (TABLES[name] for name in ("flags", "between_ranks", "between_streams"))
 OFTEN, LAYOUTS = TABLES["layouts"]["often"], TABLES["layouts"]["often"] | TABLES["layouts"]["rarely"]
 ZERO, GRAPHS, OFFLOAD, MOVED = (FLAGS[name] for name in ("ZERO", "GRAPHS", "OFFLOAD", "MOVED"))
-SAVED = "training/checkpointing/resume.py save: run.buffer.wait_gather()"
+SAVED = "training/checkpointing/resume.py save: run.buffer.wait_param_sync()"
 
 
 def test_every_wait_has_its_row() -> None:
@@ -94,7 +94,7 @@ def _train(flags: str, keys: list[str], folder: Path) -> tuple[list[str], dict[s
 
 def _nothing_doubted() -> contextlib.AbstractContextManager[object]:
     """A step whose numbers went wrong is not looked at again: words between ranks would be read too early as well."""
-    return mock.patch("megalite.training.train_step.reason_to_doubt", return_value=None)
+    return mock.patch("megalite.training.train_step.find_anomaly", return_value=None)
 
 
 def _visit(run: Run, key: str, folder: Path) -> None:
@@ -163,7 +163,7 @@ def _raised(fault: str) -> set[tuple[str, str, str]]:
 
 # what is left out of the way up -> what comes too late, and what too early: a use of the unit before, the copy itself
 RAISED = {
-    "parallel/streams.py beside: wait_for(after)": ("", "copy to the card", "megalite/optim/param_gather.py"),
+    "parallel/streams.py on_side_stream: wait_event(after)": ("", "copy to the card", "megalite/optim/param_gather.py"),
     "gather": ("copy to the card", "mm", "megalite/kernels/matmul.py"),
 }
 
@@ -176,7 +176,7 @@ def test_weights_that_come_up_from_the_host_race_without_their_waits(fault: str)
 # ---- between streams of one rank
 
 COPY = "copy to the host"
-SAVES = "checkpoint/manager/async_save.py HostCopy."
+SAVES = "checkpoint/manager/async_save.py HostStager."
 
 
 @contextlib.contextmanager
@@ -217,8 +217,8 @@ def test_a_graph_that_is_not_waited_for_races(key: str) -> None:
 
 # what is left out -> what else is, so that it does not make up for it; what comes too late, what comes too early
 MISSED: dict[str, tuple[str, str, str]] = {
-    f"{SAVES}wait_before_change: wait_for(self._done)": (f"{SAVES}fill: self._done.synchronize()", COPY, "update"),
-    f"{SAVES}fill: self._done.synchronize()": ("", COPY, "the host"),
+    f"{SAVES}wait_until_staged: wait_event(self._done)": (f"{SAVES}stage: self._done.synchronize()", COPY, "update"),
+    f"{SAVES}stage: self._done.synchronize()": ("", COPY, "the host"),
 }
 
 
@@ -241,14 +241,14 @@ def _what(fact: Fact) -> str:
     return fact.name if fact.name == COPY else "update" if "adamw" in fact.where else ""
 
 
-STORE, ACTIVATIONS = "optim/optimizer_offload.py HostStore.update_: ", "nn/activation_offload.py _Kept."
+STORE, ACTIVATIONS = "optim/optimizer_offload.py OffloadedState.update_: ", "nn/activation_offload.py _BlockActivations."
 # what is left out, flags -> what comes too late, and where what comes too early stands
 UNMOVED = [
-    (f"{STORE}there.synchronize()", OFFLOAD, COPY, "megalite/kernels/adamw.py"),
-    (f"{STORE}wait_for(sent)", OFFLOAD, "copy to the card", "megalite/nn/"),
-    (f"{STORE}wait_for(sent)", f"{OFFLOAD} --no-bf16", "copy to the card", "megalite/nn/"),
-    (f"{ACTIVATIONS}let_go: wait_for(self.copied)", MOVED, COPY, "megalite/"),
-    (f"{ACTIVATIONS}unpack: wait_for(self.copied)", MOVED, "copy to the card", "megalite/"),
+    (f"{STORE}copy_event.synchronize()", OFFLOAD, COPY, "megalite/kernels/adamw.py"),
+    (f"{STORE}wait_event(last_upload)", OFFLOAD, "copy to the card", "megalite/nn/"),
+    (f"{STORE}wait_event(last_upload)", f"{OFFLOAD} --no-bf16", "copy to the card", "megalite/nn/"),
+    (f"{ACTIVATIONS}free_device_copies: wait_event(self.copy_event)", MOVED, COPY, "megalite/"),
+    (f"{ACTIVATIONS}unpack: wait_event(self.copy_event)", MOVED, "copy to the card", "megalite/"),
 ]
 
 
@@ -282,7 +282,7 @@ def test_a_copy_that_begins_behind_the_update_races(tmp_path: Path, monkeypatch:
     """The thread of the save is slow, and the update does not wait until the copy has begun."""
     gate, real = threading.Event(), HostStager._parts
     monkeypatch.setattr(HostStager, "_parts", lambda *args: (gate.wait(20), real(*args))[1])
-    with one_rank("") as (card, run), without(sites()[f"{SAVES}wait_before_change: self._staged.wait()"]) as left:
+    with one_rank("") as (card, run), without(sites()[f"{SAVES}wait_until_staged: self._staged.wait()"]) as left:
         saver = CheckpointSaver(tmp_path, run.mesh, 0, background=True)
         save(run, saver, "")
         train_step(run)

@@ -74,12 +74,12 @@ Planted = contextlib.AbstractContextManager[None]
 
 
 def _gathers_swapped() -> Planted:
-    def start_next(original: Callable[..., None], self: ParamGatherer) -> None:
+    def start_next_gather(original: Callable[..., None], self: ParamGatherer) -> None:
         if len(self._queue) == len(self.weights.layout.buckets):
             self._queue.insert(0, self._queue.pop(1))
         original(self)
 
-    return runs.on_rank(1, ParamGatherer, "_start_next", start_next)
+    return runs.on_rank(1, ParamGatherer, "_start_next_gather", start_next_gather)
 
 
 def _agreement_in(dtype: torch.dtype) -> Planted:
@@ -89,14 +89,14 @@ def _agreement_in(dtype: torch.dtype) -> Planted:
 def _messages_swapped() -> Planted:
     """On rank 1 the first send and the receive beside it change places."""
 
-    def plan(original: Callable[..., Any], *args: Any) -> list[list[Action]]:
+    def build_schedule(original: Callable[..., Any], *args: Any) -> list[list[Action]]:
         rows = [list(row) for row in original(*args)]
         row, messages = rows[1], (Op.SEND_F, Op.RECV_F)
         at = next(i for i in range(len(row)) if {row[i].op, row[i + 1].op} == set(messages))
         row[at : at + 2] = row[at + 1], row[at]
         return [tuple(row) for row in rows]
 
-    return runs.on_rank(1, runtime, "plan", plan)
+    return runs.on_rank(1, runtime, "build_schedule", build_schedule)
 
 
 PLANTED: dict[str, tuple[str, Callable[[], Planted], list[str]]] = {

@@ -84,7 +84,7 @@ def test_what_is_saved_is_a_cpus_and_loads(background: str, tmp_path: Path) -> N
     saves = by_mark(card)["save"]
     copies = sum(n for what, n in saves.items() if what.startswith("copy to the host"))
     assert (copies == 0) == (background == "on")  # else copies go into pinned memory, and a thread waits for them
-    pinned = [f for f in card.trace if isinstance(f, Launch) and "background_save" in f.where]
+    pinned = [f for f in card.trace if isinstance(f, Launch) and "async_save" in f.where]
     assert bool(pinned) == (background == "on")
     more = f"{flags} --train-iters 3 --lr-decay-iters 2"
     for name, device in (("card", "cuda"), ("cpu", "cpu")):

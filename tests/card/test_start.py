@@ -131,14 +131,14 @@ def test_more_ranks_than_cards_are_told_once(capsys: pytest.CaptureFixture[str])
         codes = [pretrain(config_of(), RankInfo(rank, 4, rank, 4)) for rank in (3, 2)]
     assert codes == [ExitCode.PREFLIGHT, ExitCode.PREFLIGHT]
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "local rank 2 has no card, 2 visible: use --nproc 2 or less" in said
+    assert said.count("\n") == 1 and "local rank 2 has no GPU, 2 visible: use --nproc 2 or less" in said
 
 
 def test_generation_tells_it_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     args = generate.build_parser().parse_args(["--load", "x", "--device", "cuda"])
     with cuda.installed([], cards=1), pytest.raises(SystemExit, match="3"):
         generate.run(RankInfo(1, 2, 1, 2), args, [""])
-    assert "generate.py: local rank 1 has no card, 1 visible" in capsys.readouterr().err
+    assert "generate.py: local rank 1 has no GPU, 1 visible" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_the_ranks_own_card_is_refused() -> None:
@@ -146,5 +146,5 @@ def test_what_does_not_fit_the_ranks_own_card_is_refused() -> None:
     with cuda.installed([], cards=2, memory=1 << 30):
         check_machine(plan, "cuda", RankInfo(1, 2, 1, 2))
     with cuda.installed([], cards=2, memory=1 << 18):
-        with pytest.raises(LaunchError, match=r"take 0\.0 GiB per rank, the card's memory is 0\.0 GiB: use more ranks"):
+        with pytest.raises(LaunchError, match=r"take 0\.0 GiB per rank, the GPU's memory is 0\.0 GiB: use more ranks"):
             check_machine(plan, "cuda", RankInfo(1, 2, 1, 2))

@@ -23,7 +23,7 @@ from card.simulator.device import Card, simulated
 from card.simulator.trace import Launch, waits_of
 from megalite.kernels.adamw import adamw_
 from megalite.models import gpt
-from megalite.nn import wgrad_store as later
+from megalite.nn import wgrad_store
 from megalite.nn.mlp import MLP
 from megalite.training import setup
 from megalite.training import train_step as step
@@ -106,7 +106,7 @@ def test_kernels_in_triton_are_launches_and_wait_for_nothing() -> None:
     [(here, mixed, waits, kernels)] = run_ranks(1, interpreted, flags)
     assert not mixed and waits == ONCE * STEPS
     turns = 2 * (2 * STEPS + 1)  # queries and keys, there and back in a step and there in an evaluation
-    assert kernels["_rotate"] == turns and kernels["_adamw"] and kernels["_squares"], kernels
+    assert kernels["_rotate"] == turns and kernels["_adamw"] and kernels["_sum_of_squares_kernel"], kernels
     there = steps_of(run_from(f"{COMMON} {flags} --kernels torch"))
     assert here == [pytest.approx(pair, rel=1e-4) for pair in there]
 
@@ -148,7 +148,7 @@ def asks_for_nan(_: None, grad: Tensor, dy: Tensor, x: Tensor, **__: Any) -> Non
 
 WAITS: dict[str, tuple[Any, str, Callable[..., None], str, str]] = {
     "item in forward": (MLP, "forward", reads_a_norm, "item", "forward"),
-    "bool in backward": (later, "accumulate_outer_", asks_for_nan, "item", "backward"),
+    "bool in backward": (wgrad_store, "accumulate_weight_grad_", asks_for_nan, "item", "backward"),
 }
 
 
@@ -170,7 +170,7 @@ def table_on_the_host(patch: Patch) -> None:
 
 def pageable_batches(patch: Patch) -> None:
     prepare = setup.to_host_batch
-    patch(setup, "host_batch", lambda micro, pin, **marks: prepare(micro, pin=False, **marks))
+    patch(setup, "to_host_batch", lambda micro, pin, **marks: prepare(micro, pin=False, **marks))
 
 
 MIXED: dict[str, tuple[Callable[[Patch], None], str, str]] = {

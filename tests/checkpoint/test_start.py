@@ -102,12 +102,12 @@ def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], 
     wanted = {name: cast(values) for name, values in then[3].items()}
     run, _, notes = started("--load", str(folder), "--no-load-optim", *precision)
     assert run.state.step == 3 and run.optimizer.num_updates == 0 and same(weights(run), wanted)
-    assert not any(t.any() for t in kept(run, "optimizer.exp_avg").values()) and "begin at zero" in notes[0]
+    assert not any(t.any() for t in kept(run, "optimizer.exp_avg").values()) and "start at zero" in notes[0]
     run, _, notes = started("--load", str(folder), "--finetune", *precision)
     assert run.state.step == run.state.consumed_samples == run.optimizer.num_updates == 0 and same(weights(run), wanted)
     if precision:  # main weights are those of the weights
         assert same(_main(run, True), {name: weight.float() for name, weight in _main(run, False).items()})
-    assert "begin afresh" in notes[0]
+    assert "start from scratch" in notes[0]
     assert train_step(run).loss > 0
 
 

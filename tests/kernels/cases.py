@@ -243,9 +243,9 @@ class _Grouped(torch.autograd.Function):
             dx = x.new_zeros(x.shape, dtype=torch.float64).index_add_(0, rows[0], dx.double()).to(x.dtype)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         dw = torch.empty(len(w), *w.shape[:0:-1], dtype=wide, device=w.device).transpose(1, 2)
-        ctx.pair[1](dw, dy, x, offsets, *rows, begin=True)
+        ctx.pair[1](dw, dy, x, offsets, *rows, overwrite=True)
         backwards = torch.arange(len(dy), device=dy.device).flip(0)
-        ctx.pair[1](dw, dy.flip(0), x, offsets, *rows, dy_rows=backwards, begin=False)
+        ctx.pair[1](dw, dy.flip(0), x, offsets, *rows, dy_rows=backwards, overwrite=False)
         return None, dx, (dw / 2).to(w.dtype), *(None for _ in ctx.saved_tensors[2:])
 
 

@@ -67,13 +67,13 @@ def argument(launch: Launch, name: str) -> Any:
 def turns(launch: Launch) -> Sequence[float]:
     """How often the loop of a kernel turns in this launch."""
     constants, name = launch.constants, launch.name
-    if name == "columns.sum":
+    if name == "row_sum.sum_rows_kernel":
         return (-(-argument(launch, "rows") // constants["ROWS"]),)
     if name in ("norms.backward", "bias_gelu.backward"):
         return (argument(launch, "rows") / (launch.grid[0] * constants["ROWS"]),)
     if name.startswith("cross_entropy"):
-        return (-(-argument(launch, "valid") // constants["COLUMNS"]),)
-    if name == "grad_norm.squares":
+        return (-(-argument(launch, "num_valid") // constants["COLUMNS"]),)
+    if name == "grad_norm.sum_of_squares_kernel":
         return (argument(launch, "n") / (launch.grid[0] * constants["ELEMENTS"]),)
     if name.startswith(("grouped_matmul", "gated_matmul")):
         return (1, 1)  # by the offsets, which are not known

@@ -128,7 +128,7 @@ def waits(rank: int, monkeypatch: pytest.MonkeyPatch, url: str, world: int = 3, 
     monkeypatch.setattr(meeting, "NOTICE_S", 0.4)
     told: list[str] = []
     with pytest.raises(RendezvousError):
-        rendezvous(rank, world, url, {}, SHORT, nodes=1, gloo=False, tell=told.append, **how)
+        rendezvous(rank, world, url, {}, SHORT, nodes=1, gloo=False, report=told.append, **how)
     assert 1 <= len(told) <= 4 and len({*told}) == 1, told  # at 0.4 s, and again each time that has doubled
     return told[0]
 
@@ -148,8 +148,8 @@ def test_who_has_come_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPat
     told: list[str] = []
     url, how = f"tcp://127.0.0.1:{port}", dict(nodes=1, gloo=False)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(rendezvous, 0, 3, url, {}, datetime.timedelta(seconds=3), tell=told.append, **how)  # type: ignore[arg-type]
-        second = pool.submit(rendezvous, 1, 3, url, {}, LONG, tell=told.append, **how)  # type: ignore[arg-type]
+        first = pool.submit(rendezvous, 0, 3, url, {}, datetime.timedelta(seconds=3), report=told.append, **how)  # type: ignore[arg-type]
+        second = pool.submit(rendezvous, 1, 3, url, {}, LONG, report=told.append, **how)  # type: ignore[arg-type]
         second.result(30)
         with pytest.raises(RendezvousError, match="only ranks 0, 1 of 3 came"):
             first.result(30)

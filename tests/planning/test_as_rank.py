@@ -52,7 +52,7 @@ def bytes_of(*tensors: torch.Tensor) -> int:
 def _real(flags: str) -> Real:
     """Of a second step, of the final batch size, with all that the first one left to be gathered."""
     plan, sources = arranged(flags, dist.get_world_size())
-    run = run_from(plan.config, sources=sources, arrangement=plan)
+    run = run_from(plan.config, sources=sources, plan=plan)
     run.state.consumed_samples = run.batch_sizes.milestones[-1][0]
     train_step(run)
     run.buffer.wait_param_sync()
@@ -100,8 +100,8 @@ def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: st
     plan, sources = arranged(flags, world)
     for rank, (calls, held) in enumerate(real):
         said = dry_run_rank(plan, sources, rank)
-        assert said.record_collectives == calls, (
-            f"rank {rank}: {said.record_collectives - calls} and {calls - said.record_collectives}"
+        assert said.calls == calls, (
+            f"rank {rank}: {said.calls - calls} and {calls - said.calls}"
         )
         assert {n: s for n, s in (said.parts | {"host": said.host}).items() if s} == held, f"rank {rank}"
         assert said.in_flight > 0 and said.peak > said.state + said.in_flight
@@ -121,7 +121,7 @@ def test_what_a_rank_issues_is_what_the_algorithms_say() -> None:
     """Counted by hand for tp 2 x pp 2 x dp 2, fp32, one chunk of logits: of the first stage and of the last."""
     plan, sources = arranged(f"{TP} {PP} --global-batch-size {M * B * 2}", 8)
     for rank, head in ((0, False), (7, True)):
-        calls, layers = dry_run_rank(plan, sources, rank).record_collectives, len(plan.layer_ranges[int(head)])
+        calls, layers = dry_run_rank(plan, sources, rank).calls, len(plan.layer_ranges[int(head)])
         activation, stats = S // 2 * B * D * 4, M * head
         # per layer two gathers forward; backward two of the outputs' gradients and two of the inputs; the head gathers
         # its input and two statistics of each token, the embedding the gradient of its output
@@ -129,9 +129,9 @@ def test_what_a_rank_issues_is_what_the_algorithms_say() -> None:
         assert totals(calls, "tp", "all-gather") == (gathers + stats, gathers * activation + stats * S * B * 2 * 4)
         assert totals(calls, "tp", "reduce-scatter") == (scatters, scatters * 2 * activation)
         forward, backward = ("receive from", "send to") if head else ("send to", "receive from")
-        assert totals(calls, "pp", forward) == totals(calls, "pp_back", backward) == (M, M * activation)
+        assert totals(calls, "pp", forward) == totals(calls, "pp_grad", backward) == (M, M * activation)
         assert {one.peer for one in calls if one.peer >= 0} == {(rank + 4) % 8}
-        assert totals(calls, "ends", "all-reduce")[0] == 1  # the tied embedding
+        assert totals(calls, "tied_embedding", "all-reduce")[0] == 1  # the tied embedding
         assert totals(calls, "world", "all-reduce") == (1, 6 * 8)
         gradients = plan.model_states[int(head)].gradients
         assert totals(calls, "dp", "reduce-scatter")[1] == gradients
@@ -153,7 +153,7 @@ def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
     moved: list[int] = []
     for rank in {0, world - 1}:
         moved.clear()
-        with mock.patch.object(_SavedStorage, "go_down", lambda one: moved.append(one.size)):
+        with mock.patch.object(_SavedStorage, "copy_to_host", lambda one: moved.append(one.size)):
             done = dry_run_rank(plan, sources, rank)
         position = done.mesh.pp.rank
         bills = (
@@ -194,7 +194,7 @@ def test_the_rank_of_cp_that_receives_most_is_planned() -> None:
     """Layers with and without a window are cut alike, in zigzag: the first rank needs one block."""
     flags = "--num-layers 4 --cp 4 --window-size 1024,0 --window-attn-skip-freq 2"
     plan, sources = arranged(flags, 4, LIKE_8B.replace("size 5", "size 4"))
-    moved = [totals(dry_run_rank(plan, sources, rank).record_collectives, "cp", "all-to-all")[1] for rank in range(4)]
+    moved = [totals(dry_run_rank(plan, sources, rank).calls, "cp", "all-to-all")[1] for rank in range(4)]
     events = [
         event
         for bill, _ in plan.stage_costs.layer_costs(plan.layer_ranges[0])
@@ -210,20 +210,20 @@ def test_ranks_agree_with_each_other() -> None:
     ranks = [dry_run_rank(plan, sources, rank) for rank in range(8)]
     mirrored = {"send to": "receive from", "receive from": "send to"}
     for rank, done in enumerate(ranks):
-        for one, times in done.record_collectives.items():
+        for one, times in done.calls.items():
             if one.peer >= 0:
-                assert ranks[one.peer].record_collectives[replace(one, op=mirrored[one.op], peer=rank)] == times, (
+                assert ranks[one.peer].calls[replace(one, op=mirrored[one.op], peer=rank)] == times, (
                     rank,
                     one,
                 )
             else:
-                found = [ranks[peer].record_collectives[one] for peer in done.mesh.axis(one.axis).ranks]
+                found = [ranks[peer].calls[one] for peer in done.mesh.axis(one.axis).ranks]
                 assert found == [times] * one.ranks, (rank, one)
 
 
 def test_a_collective_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = mlp.column_parallel_linear
-    monkeypatch.setattr(mlp, "gather_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later))
+    monkeypatch.setattr(mlp, "column_parallel_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later))
     plan, sources = arranged(f"{TP} --global-batch-size 8", 4)
     where = r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
     with pytest.raises(SetupError, match=where):
@@ -238,7 +238,7 @@ def test_a_message_of_another_shape_is_found(monkeypatch: pytest.MonkeyPatch) ->
         return empty((2 * shape[0], *shape[1:]), **how)
 
     plan, sources = arranged(f"{TP} {PP} --global-batch-size 8", 4)
-    assert dry_run_rank(plan, sources, 2).record_collectives
+    assert dry_run_rank(plan, sources, 2).calls
     refused = pytest.raises(SetupError, match="^rank 2 .*cannot take a step.*kernels/cross_entropy")
     with monkeypatch.context() as patched, refused:
         patched.setattr(runtime, "torch", SimpleNamespace(**{**vars(torch), "empty": whole}))

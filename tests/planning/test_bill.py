@@ -132,10 +132,10 @@ def test_a_bill_imports_no_compiler() -> None:
     """It takes seconds, on every rank that balances its stages."""
     code = """import sys
 sys.path[:0] = ["tests", "tests/planning"]
-from test_bill import KINDS, head_bill, kinds_of, layers_bill, model_of, setting
+from test_bill import KINDS, head_cost, layer_kinds, layers_cost, model_of, setting
 for flags in KINDS.values():
-    layers_bill(kinds_of(model_of(flags))[:1], setting(2, True))
-head_bill(model_of(flags), setting(2), 1000, 1024, 0.0)
+    layers_cost(layer_kinds(model_of(flags))[:1], setting(2, True))
+head_cost(model_of(flags), setting(2), 1000, 1024, 0.0)
 assert "torch._dynamo" not in sys.modules and "triton" not in sys.modules"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

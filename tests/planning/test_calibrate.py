@@ -28,6 +28,21 @@ def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
     assert DEFAULTS.keys() == DEVICES.keys()
 
 
+def test_the_keys_of_a_profile_stay_those_of_files_that_exist(tmp_path: Path) -> None:
+    keys = {"source", "matmul", "head", "attention", "memory", "attention_half", "fused", "tiles", "sums", "kernel_s"}
+    keys |= {"dispatch_s", "contention", "step_s", "shape", "device", "blocks", "message", "collective"}
+    links = {"message": Link(1e-6, 2e9, 3e9), "collective": Link(4e-6, 5e9)}
+    profile = dataclasses.replace(default_profile("h100"), **links)
+    profile.save(tmp_path / "p.json")
+    written = json.loads((tmp_path / "p.json").read_text())
+    assert written.keys() == keys
+    assert written["message"] == {"latency_s": 1e-6, "bytes_per_s": 2e9, "label": 3e9}
+    assert written["collective"] == {"latency_s": 4e-6, "bytes_per_s": 5e9, "label": 0.0}
+    del written["collective"]["label"]  # the key has a default
+    (tmp_path / "p.json").write_text(json.dumps(written))
+    assert read_profile(tmp_path / "p.json") == profile
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"source": "x", "blocks": {}}'])
 def test_what_is_no_profile_is_refused_with_its_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)

@@ -20,22 +20,23 @@ from dataclasses import replace
 import pretrain_gpt
 from megalite.config import cli
 from megalite.models.families import PRESETS
-from megalite.planning.run_plan import arrange
-from megalite.planning.cluster import cluster
-from megalite.planning.layer_kinds import model_flops
-from megalite.planning.memory import memory
-from megalite.planning.cluster import default_profile
-from megalite.planning.step_time import step_time
+from megalite.planning.cluster import default_profile, make_cluster
+from megalite.planning.layer_kinds import flops_per_token
+from megalite.planning.memory import rank_memory
+from megalite.planning.run_plan import make_run_plan
+from megalite.planning.step_time import predict_step
 from tools import plan
 
 trained = pretrain_gpt.main([*sys.argv[1:], "mish", "--save", "run"])
 planned = plan.main([*sys.argv[1:], "mish", "--device", "h100", "--num-gpus", "1"])
 figures = {}
 for name in ("gelu", "mish"):
-    one = arrange(cli.read_or_exit([*sys.argv[1:], name], PRESETS).config, 1, 100)
+    one = make_run_plan(cli.parse_config_or_exit([*sys.argv[1:], name], PRESETS).config, 1, 100)
     on_card = replace(default_profile("h100"), dispatch_s=0.0)  # or the host is what so small a layer waits for
-    alike = [model_flops(one.config.model, one.padded_vocab), one.parameters, one.costs, one.held]
-    figures[name] = [alike, step_time(one, cluster("h100", 1), on_card).parts["compute"], memory(one)[0].peak]
+    flops = flops_per_token(one.config.model, one.padded_vocab)
+    alike = [flops, one.num_parameters, one.costs_of_stages, one.memory_of_stages]
+    compute_s = predict_step(one, make_cluster("h100", 1), on_card).parts["compute"]
+    figures[name] = [alike, compute_s, rank_memory(one)[0].peak]
 print(json.dumps([trained, planned, figures]))"""
 
 

@@ -55,8 +55,8 @@ def test_a_layer_exchanges_even_rows_and_computes_as_much_as_alone(ep: int, etp:
     there, back, gradients = (2 * peers * rows * (D + more) for more in (4 * K, 0, 2 * K))  # fp32 in bf16 is two
     begun = Counter((e.phase, e.name, e.values[0]) for e in split.trace if e.kind == "begin")
     want = [("F", there), ("F", back), ("B", back), ("B", there), ("B", gradients)]
-    known = Counter((phase, "experts all-to-all", size) for phase, size in want if (phase, size) != ("B", there))
-    assert begun == known | Counter({("F", "experts all-gather", 16 * peers * peers): 1})
+    known = Counter((phase, "ep_etp all-to-all", size) for phase, size in want if (phase, size) != ("B", there))
+    assert begun == known | Counter({("F", "ep_etp all-gather", 16 * peers * peers): 1})
 
 
 def test_rows_travel_on_the_links_between_experts() -> None:
@@ -66,13 +66,13 @@ def test_rows_travel_on_the_links_between_experts() -> None:
     rows, _ = balanced_routing(S, E, K, 4)
     moved = 2 * 4 * rows * (4 * D + 6 * K) + 16 * 4 * 4
     wanted = 2 * L * moved * 3 / 4 / 1e9
-    inside = predict_step(of, fast(4, inside=link), profile)
-    apart = dataclasses.replace(fast(4, between=link), per_node=1, nodes=4)
+    inside = predict_step(of, fast(4, intra_node=link), profile)
+    apart = dataclasses.replace(fast(4, inter_node=link), devices_per_node=1, num_nodes=4)
     for found in (inside, predict_step(of, apart, profile)):
         assert found.parts["tp"] == pytest.approx(wanted, rel=1e-6)
         check_sum(found)
     assert (
-        predict_step(of, dataclasses.replace(apart, between=INSTANT, inside=link), profile).parts["tp"] < 0.01 * wanted
+        predict_step(of, dataclasses.replace(apart, inter_node=INSTANT, intra_node=link), profile).parts["tp"] < 0.01 * wanted
     )
 
 
@@ -83,7 +83,7 @@ def test_experts_gradients_and_weights_move_between_their_copies() -> None:
     (held,) = of.model_states
     assert held.padded_numel["expert"] == L * E * 3 * F * D // 2
     moved = 6 * (held.padded_numel["dense"] * 3 / 4 + held.padded_numel["expert"] / 2)
-    found = predict_step(of, fast(4, inside=Link(0.0, 1e9)), profile)
+    found = predict_step(of, fast(4, intra_node=Link(0.0, 1e9)), profile)
     assert found.parts["dp"] == pytest.approx(moved / 1e9, rel=0.01)
     assert held.owned_numel == held.padded_numel["dense"] // 4 + held.padded_numel["expert"] // 2
 

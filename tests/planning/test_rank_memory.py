@@ -54,11 +54,11 @@ class Live(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         self.live -= self.sizes.pop(key)
 
-    def came(self, flat: torch.Tensor) -> None:
+    def on_allocate(self, flat: torch.Tensor) -> None:
         self.live += flat.nbytes
         self.peak = max(self.peak, self.live)
 
-    def goes(self, flat: torch.Tensor) -> None:
+    def on_free(self, flat: torch.Tensor) -> None:
         self.live -= flat.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,7 +97,7 @@ def measure(flags: str) -> tuple[int, int, int]:
     gc.collect()
     gc.freeze()  # what is there by now need not be looked at again
     with Live() as live, observe_allocations(live), patch.object(dispatch.Kernel, "__getitem__", launches_nothing):
-        with patch("megalite.training.train_step._agree", update), suppress(Done):
+        with patch("megalite.training.train_step._reduce_step_sums", update), suppress(Done):
             train_step(run)
     run.close()
     return run.mesh.pp.rank, sum(t.untyped_storage().nbytes() for t in held), live.peak

@@ -219,7 +219,7 @@ def test_the_bounds_of_what_is_shared_out_are_below_its_plan(flags: str) -> None
     asked = request(f"--preset llama3-8b {flags}", 16)
     for layout in (Layout(2, 2, vpp, zero=stage) for vpp in (1, 2, 4) for stage in (2, 3)):
         (_, made, share), link = bounded(layout, asked), Link(0.0, 1e8)
-        slow = TimeModel(made, replace(asked.cluster, inside=link, between=link), default_profile("h100"))
+        slow = TimeModel(made, replace(asked.cluster, intra_node=link, inter_node=link), default_profile("h100"))
         waits = predict_step(made, slow.cluster).seconds
         assert 0.4 * waits < least_exchange(made, slow, made.params_by_view) < waits, layout
         assert share > 0.7, layout

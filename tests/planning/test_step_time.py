@@ -27,7 +27,7 @@ def made(flags: str, world: int) -> RunPlan:
 
 
 def fast(world: int, **links: Link) -> Cluster:
-    return dataclasses.replace(make_cluster("h100", world, world), **{"inside": INSTANT, "between": INSTANT, **links})
+    return dataclasses.replace(make_cluster("h100", world, world), **{"intra_node": INSTANT, "inter_node": INSTANT, **links})
 
 
 def known(of: RunPlan, **more: Any) -> DeviceProfile:
@@ -73,7 +73,7 @@ def test_messages_show_where_the_schedule_waits_for_them() -> None:
     2: each two micro-batches wait for two."""
     for m, ends, messages in ((2, 3, 2), (4, 5, 4)):
         of = made(f"{PP2} --global-batch-size {m}", 2)
-        found = predict_step(of, fast(2, inside=Link(0.25, 1e30)), known(of))
+        found = predict_step(of, fast(2, intra_node=Link(0.25, 1e30)), known(of))
         assert found.parts["pp"] == pytest.approx(0.25 * messages)
         assert found.parts["compute"] + found.parts["bubble"] == pytest.approx(12 * ends)
         check_sum(found)
@@ -96,15 +96,15 @@ def test_a_long_step_is_its_first_groups_and_more_of_the_same(flags: str) -> Non
     of = made(f"{flags} --global-batch-size 64", 4)
     costs = [(1.0, 1.1, 0.9)] * of.placement.num_stages
     delay = lambda source, target: 0.2  # noqa: E731
-    told, simulated = of.simulate_step(costs, of.split_backward, rank0_groups=SIMULATED_GROUPS, delay=delay)
-    whole, all_of_it = of.simulate_step(costs, of.split_backward, rank0_groups=64, delay=delay)
+    told, simulated = of.simulate_step(costs, of.split_backward, num_groups=SIMULATED_GROUPS, delay=delay)
+    whole, all_of_it = of.simulate_step(costs, of.split_backward, num_groups=64, delay=delay)
     assert len(simulated.spans) < len(all_of_it.spans)
     assert told == pytest.approx(whole, rel=0.01)
 
 
 def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket() -> None:
     """dp 2, one bucket: nothing can hide, so overlap changes nothing; of many, all but the last do."""
-    slow = {"inside": Link(0.0, 1e9)}
+    slow = {"intra_node": Link(0.0, 1e9)}
     batch = "--global-batch-size 4"
     profile = known(made(batch, 2))
     one = predict_step(made(f"{batch} --ddp-bucket-size 4000000000", 2), fast(2, **slow), profile)
@@ -142,14 +142,14 @@ def test_what_comes_and_goes_is_exchanged_for_each_run(flags: str, reduced: int,
     of, hidden = (made(f"{flags} --global-batch-size 16 {more}", 2 * pp) for more in (late, ""))
     size, layers = max(held.local_numel for held in of.model_states), sum(map(sum, of.numel_by_layer)) / pp
     moved = (4 * reduced * size + 2 * (forward * size + backward * layers)) / 2
-    slow, profile = fast(2 * pp, inside=Link(0.0, 1e9)), known(of)
+    slow, profile = fast(2 * pp, intra_node=Link(0.0, 1e9)), known(of)
     found = predict_step(of, slow, profile)
     assert found.parts["dp"] == pytest.approx(moved / 1e9 * (1 + (pp - 1) / (8 * chunks)), rel=0.03)
     check_sum(found)
     assert predict_step(hidden, slow, profile).parts["dp"] < 0.2 * found.parts["dp"]
     dear = predict_step(hidden, slow, known(of, contention=1.0)).parts["dp"]
     assert dear == pytest.approx(moved / 1e9, rel=0.02)
-    waits = predict_step(hidden, fast(2 * pp, inside=Link(0.0, 1e5)), profile)
+    waits = predict_step(hidden, fast(2 * pp, intra_node=Link(0.0, 1e5)), profile)
     assert 0.9 < (waits.seconds - waits.parts["pp"]) / (moved / 1e5) < 1.2  # some of the messages hide, too
 
 
@@ -159,11 +159,11 @@ def test_waits_for_cp_are_told_apart_from_those_for_tp(exchange: str) -> None:
     over cp takes its time."""
     of, alone = (made(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
-    slow = dataclasses.replace(fast(4, between=Link(0.0, 1e9)), per_node=2, nodes=2)
+    slow = dataclasses.replace(fast(4, inter_node=Link(0.0, 1e9)), devices_per_node=2, num_nodes=2)
     moved = sum(
         event.values[0] for event in of.stage_costs.layer_costs(range(1))[0][0].trace if event.name.startswith("cp ")
     )
-    both, tp = predict_step(of, slow, profile), predict_step(alone, fast(4, inside=Link(0.0, 1e9)), profile)
+    both, tp = predict_step(of, slow, profile), predict_step(alone, fast(4, intra_node=Link(0.0, 1e9)), profile)
     assert both.parts["cp"] == pytest.approx(6 * 8 * moved / 2 / 1e9) and both.parts["tp"] == pytest.approx(0, abs=1e-9)
     assert tp.parts["tp"] > 0.01 and tp.parts["cp"] == 0
     check_sum(both)
@@ -172,7 +172,7 @@ def test_waits_for_cp_are_told_apart_from_those_for_tp(exchange: str) -> None:
 def test_without_a_distributed_optimizer_gradients_are_all_reduced() -> None:
     of = made("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
     assert of.config.parallel.use_distributed_optimizer is False
-    found = predict_step(of, fast(2, inside=Link(0.0, 1e9)), known(of))
+    found = predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of))
     assert found.parts["dp"] == pytest.approx(of.model_states[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
 
 
@@ -183,14 +183,14 @@ def test_tp_waits_for_what_no_matmul_hides() -> None:
     n = 512 * 1024 * 2 / 2  # half of a micro-batch's hidden states in bf16
     base = dataclasses.replace(default_profile("h100"), contention=0.0)
     for rate, per_layer, ends in ((2e12, 6, 3), (1e6, 10, 4)):
-        found = predict_step(of, fast(2, inside=Link(0.0, rate)), base)
+        found = predict_step(of, fast(2, intra_node=Link(0.0, rate)), base)
         assert found.parts["tp"] == pytest.approx(4 * (8 * per_layer + ends) * n / rate, rel=0.01)
         check_sum(found)
 
 
 def test_what_hides_slows_down_what_hides_it() -> None:
     of = made("--global-batch-size 4 --ddp-bucket-size 1000000", 2)
-    free, dear = (predict_step(of, fast(2, inside=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5))
+    free, dear = (predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5))
     whole = (of.model_states[0].weights + of.model_states[0].gradients) / 2 / 1e9
     assert dear.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (whole - free.parts["dp"]), rel=0.01)
 
@@ -198,7 +198,7 @@ def test_what_hides_slows_down_what_hides_it() -> None:
 def test_a_tied_embedding_is_summed_over_both_ends() -> None:
     tied = made(f"{PP2} --global-batch-size 4", 2)
     own = made(f"{PP2} --global-batch-size 4 --untie-embeddings-and-output-weights", 2)
-    a, b = (predict_step(of, fast(2, inside=Link(0.0, 1e9)), known(of)).parts["dp"] for of in (tied, own))
+    a, b = (predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of)).parts["dp"] for of in (tied, own))
     assert a - b == pytest.approx(1024 * 1024 * 4 / 1e9)  # fp32, 2 (N - 1) / N = 1
 
 
@@ -219,7 +219,7 @@ def test_slower_links_never_make_a_step_faster() -> None:
         base = make_cluster("h100", 8, 4)
         links = {
             side: dataclasses.replace(getattr(base, side), bytes_per_s=scale * getattr(base, side).bytes_per_s)
-            for side in ("inside", "between")
+            for side in ("intra_node", "inter_node")
         }
         found = predict_step(of, dataclasses.replace(base, **links))
         check_sum(found)

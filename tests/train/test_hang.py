@@ -273,7 +273,9 @@ def test_the_time_limit_holds_where_torch_compares_collectives(
 HANGS = tables.read("train/cases")["hangs"]
 
 
-@pytest.mark.parametrize("name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/training/monitoring",)))
+@pytest.mark.parametrize(
+    "name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/training/monitoring",))
+)
 def test_a_rank_that_hangs_is_named_with_its_place(name: str, tmp_path: Path) -> None:
     words, fault, step, reason = HANGS[name]
     code, err, status = ended(tmp_path, *words.format(tmp_path).split(), fault=fault)

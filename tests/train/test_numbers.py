@@ -102,19 +102,20 @@ def _struck(flags: str, *faults: str) -> list[Any]:
 @pytest.mark.parametrize("flags", ["", "--zero-stage 2 --global-batch-size 8", "--zero-stage 3"])
 def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing(flags: str) -> None:
     good, clean, weights = zip(*run_ranks(2, _struck, flags), strict=True)
-    assert not any(any(doubts) for doubts in clean)
+    assert not any(any(anomalies) for anomalies in clean)
     faults = ("step.after_reduce:1:2:nan", "step.after_reduce:0:3:inf")
-    for rank, (got, doubts, moved) in enumerate(run_ranks(2, _struck, flags, *faults)):
+    for rank, (got, anomalies, moved) in enumerate(run_ranks(2, _struck, flags, *faults)):
         assert got == good[rank] and torch.equal(moved, weights[rank])
-        assert doubts[0] is None and [(d.transient, d.differing_ranks) for d in doubts[1:]] == [(True, (1,)), (True, (0,))]
-        assert "computed again it is right" in str(doubts[1]) and "of ranks [1]" in str(doubts[1])
+        assert anomalies[0] is None
+        assert [(a.transient, a.differing_ranks) for a in anomalies[1:]] == [(True, (1,)), (True, (0,))]
+        assert "computed again it is right" in str(anomalies[1]) and "of ranks [1]" in str(anomalies[1])
 
 
 def test_report_stats_computes_every_step_twice_and_tells_which_differ() -> None:
     good, _, weights = _struck("")
-    got, doubts, moved = _struck("--rerun-mode report_determinism_stats", "step.after_reduce:0:2:bitflip")
+    got, anomalies, moved = _struck("--rerun-mode report_determinism_stats", "step.after_reduce:0:2:bitflip")
     assert got == good and torch.equal(moved, weights)
-    assert doubts[0] is None and doubts[2] is None and doubts[1].reason == "computed twice, with other results"
+    assert anomalies[0] is None and anomalies[2] is None and anomalies[1].reason == "computed twice, with other results"
 
 
 def test_the_timeline_of_a_step_that_is_computed_again_is_that_of_the_first_time() -> None:

@@ -112,7 +112,7 @@ def test_links_of_both_kinds(tmp_path: Path, plant: object) -> None:
 PLANTS = """
 import os, pathlib, megalite
 class Plants:
-    def step(self, run, result):
+    def on_train_step_end(self, run, result):
         if run.state.step == 1 and run.mesh.world.is_first:
             for name in ("run/.iter_0000002.part", "run/.iter_0000003.part", "run/.iter_0000004.part",
                          "run/iter_0000002", "run/iter_0000003", "run/.iter_0000003.replaced"):

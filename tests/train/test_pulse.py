@@ -16,7 +16,7 @@ from whole_runs import pretrain, rows, status_of
 from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
 from megalite.training.logging.run_dir import EventLog, ExitCode
-from megalite.training.logging.timers import PhaseTimer
+from megalite.training.logging.timers import TimeBreakdown
 from megalite.training.monitoring.health import (
     HEALTH,
     LINES_IN_A_ROW,
@@ -59,7 +59,7 @@ def test_a_rank_is_compared_with_those_that_have_its_work(rows: list[dict[str, f
 
 
 def pulse_of(tmp_path: Path, ranks: int = 2, **options: Any) -> HealthMonitor:
-    phases = PhaseTimer(Mesh.single_process(), 0.0)
+    phases = TimeBreakdown(Mesh.single_process(), 0.0)
     phases.recent.extend([{"forward": 0.1}] * 4)
     hosts = [f"node{rank}" for rank in range(ranks)]
     return HealthMonitor(Mesh.single_process(), phases, hosts, EventLog(tmp_path, 0), OperationsConfig(**options))

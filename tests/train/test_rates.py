@@ -112,7 +112,7 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pyte
         found = real(folder)
         return found._replace(state={name: value for name, value in found.state.items() if name != "rates"})
 
-    monkeypatch.setattr(manifests, "load", older)
+    monkeypatch.setattr(manifests, "load_manifest", older)
     run, _, notes = started("--load", str(saved), "--lr", "0.5")
     assert run.schedules.lr.peak == 0.5 and "has no learning rate" in notes[0]
 

@@ -23,13 +23,15 @@ from megalite.parallel.phase_timer import NULL_CONTEXT
 from megalite.planning.bottleneck import BOTTLENECKS, COMPUTE_CAUSES, main_bottleneck, oversubscription_note
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.logging.run_report import advise, build_report, productive_seconds, read_history, summary
-from megalite.training.logging.timers import COMPUTE, PHASES, PhaseTimer
+from megalite.training.logging.timers import COMPUTE, PHASES, TimeBreakdown
 from megalite.training.train_step import train_step
 from tools.bench.breakdown import LOST
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
 SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, total_tokens=1000)
-WORK = dict(**SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED, price_per_gpu_hour=None, no_advice_reason="")
+WORK = dict(
+    **SIZES, background_saves=False, flops=6e9, planned_bubble=PLANNED, price_per_gpu_hour=None, no_advice_reason=""
+)
 
 
 # ---- the clock
@@ -37,11 +39,10 @@ def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch)
     clock = phase_timer.PhaseTimer()
     with clock.span("forward"):
         pass
-    assert (
-        clock.span("forward") is NULL_CONTEXT and clock.phase_seconds() == {}
-    )  # nothing is noted unless a step is timed
-    moments = iter((0.0, 1.0, 3.0, 7.0, 15.0, 31.0))
-    monkeypatch.setattr("megalite.parallel.phase_timer.mark", lambda device: next(moments))
+    # nothing is recorded unless a step is timed
+    assert clock.span("forward") is NULL_CONTEXT and clock.phase_seconds() == {}
+    timestamps = iter((0.0, 1.0, 3.0, 7.0, 15.0, 31.0))
+    monkeypatch.setattr("megalite.parallel.phase_timer.record_timestamp", lambda device: next(timestamps))
     clock.start_step(torch.device("cpu"))
     with clock.span("backward", "B0.3"), clock.span("communication"):
         pass
@@ -54,7 +55,7 @@ def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch)
 def phases_of(flags: str, spoil: str, late_s: float) -> dict[str, float]:
     """Of six steps on this rank, where something is late by `late_s` in each step."""
     run = build(flags)
-    phases = PhaseTimer(run.mesh, time.perf_counter())
+    phases = TimeBreakdown(run.mesh, time.perf_counter())
     phases.end_startup()
     last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
 
@@ -105,7 +106,7 @@ def test_a_late_rank_is_waited_for(flags: str) -> None:
 
 def test_steps_that_are_not_timed_have_the_shares_of_the_last_that_was() -> None:
     run = build("")
-    phases, begun = PhaseTimer(run.mesh, time.perf_counter()), []
+    phases, begun = TimeBreakdown(run.mesh, time.perf_counter()), []
     real = run.mesh.clock.start_step
     run.mesh.clock.start_step = lambda device: (begun.append(phases._steps), real(device))  # type: ignore[assignment, func-returns-value]
     for step in range(1, 33):

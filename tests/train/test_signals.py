@@ -125,14 +125,14 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 LOST_FIRST = """
 import signal, sys
 import pretrain_gpt
-from megalite.training.job import job as run
+from megalite.training.job import job
 
 def lost(error):
-    run.lost_another = lambda error: False
+    job.is_lost_peer_error = lambda error: False
     signal.raise_signal(signal.SIGTERM)
     return True
 
-run.lost_another = lost
+job.is_lost_peer_error = lost
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
 

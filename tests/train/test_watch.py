@@ -24,7 +24,7 @@ from megalite.parallel.mesh import ABSTRACT, Axis, Mesh
 from megalite.pipeline.runtime import TimedAction
 from megalite.training.logging.metrics_logger import ProgressLog
 from megalite.training.logging.run_dir import ExitCode
-from megalite.training.logging.timers import OF_STEP, PHASES, Profiler, Timers
+from megalite.training.logging.timers import STEP_TIMERS, PHASES, Profiler, Timers
 from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import InvalidResultError
 from megalite.training.train_step import parameter_norm, train_step
@@ -164,7 +164,7 @@ def test_timers_add_up_and_begin_anew() -> None:
     assert (
         low.step_names == ()
         and low.reduce_and_reset(("evaluate",))["evaluate"][0] > 0
-        and not low.reduce_and_reset(OF_STEP)["optimizer"][0]
+        and not low.reduce_and_reset(STEP_TIMERS)["optimizer"][0]
     )
     assert Timers().reduce_and_reset(("evaluate",)) == {}
 
@@ -293,7 +293,7 @@ def test_progress_goes_on_over_jobs(tmp_path: Path) -> None:
     first.log_save(10, 1_000_000_000, background=False)
     other = ProgressLog(tmp_path, 2, 6e9, 1_000_000_000)  # on fewer devices
     other.starting()
-    other._begin -= 100.0
+    other._start -= 100.0
     text = other.path.read_text().splitlines()
     stamp = text[2][:19]
     other.path.write_text("\n".join([*text, "torn by a cra"]) + "\n")

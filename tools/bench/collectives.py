@@ -19,7 +19,7 @@ import numpy as np
 
 from megalite.config.console import print_err
 from megalite.launch.local_launcher import launch_local
-from megalite.launch.rank_info import LaunchError, RankInfo, other_number, read_environment, set_cuda_environment
+from megalite.launch.rank_info import LaunchError, RankInfo, nproc_error, read_environment, set_cuda_environment
 from tools.bench.systems import time_steps
 
 FACTORS: dict[str, Callable[[int], float]] = {"all_reduce": lambda n: 2 * (n - 1) / n}
@@ -139,7 +139,7 @@ def on_ranks(
     except LaunchError as error:
         print_err(f"{program}: {error}")
         return 3
-    text = other_number(ranks, args.nproc) or problem(nproc if ranks is None else ranks.world_size, args)
+    text = nproc_error(ranks, args.nproc) or problem(nproc if ranks is None else ranks.world_size, args)
     if text:
         print_err(f"{program}: {text}")
         return 2

@@ -95,16 +95,16 @@ def activation_cases(
         return lambda s: [s.rows(), *make(s)]
 
     def ours(u: Tensor, *b: Tensor) -> Any:
-        return module.forward(u, *b, *more, module.FORWARD)
+        return module.forward(u, *b, *more, module.FORWARD_TILE)
 
     def ours_backward(da: Tensor, u: Tensor, *b: Tensor) -> Any:
-        return module.backward(u, da, *b, *more, module.BACKWARD)
+        return module.backward(u, da, *b, *more, module.BACKWARD_TILE)
 
     def tiles(s: Sizes, name: str) -> Swept:
         own = vars(module)[name]
         return blocks(vars(module), name, own, s.hidden_size, own.programs > 1)
 
-    first, second = (functools.partial(tiles, name=name) for name in ("FORWARD", "BACKWARD"))
+    first, second = (functools.partial(tiles, name=name) for name in ("FORWARD_TILE", "BACKWARD_TILE"))
     how: dict[str, Any] = dict(direct="all", wrap=both, own_inputs={name: with_da(own[name]) for name in own})
     after = (streams(2 + 2 * width), with_da(inputs), ours_backward, PLAIN[op], second)
     return [

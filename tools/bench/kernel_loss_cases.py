@@ -58,14 +58,14 @@ def ours_both(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor) -> Tensor:
     return lse_N - target_N
 
 
-class Sink:
+class MainGrad:
     """A training run's gradient buffer for one weight: the sum over micro-batches, in fp32."""
 
     def __init__(self, weight: Tensor):
         self.sum = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
         self.empty = True
 
-    def open(self) -> tuple[Tensor, bool]:
+    def accumulator(self) -> tuple[Tensor, bool]:
         empty, self.empty = self.empty, False
         return self.sum, empty
 
@@ -73,7 +73,7 @@ class Sink:
 def ours_with_head(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     """As the trainer calls it: the weight's gradient is added to its buffer, which is not part of what this takes."""
     if not hasattr(weight_VD, "sink"):
-        weight_VD.sink = Sink(weight_VD)  # type: ignore[attr-defined]
+        weight_VD.sink = MainGrad(weight_VD)  # type: ignore[attr-defined]
     x_SBD, labels_SB, tp = x_ND[:, None], labels_N[:, None], Mesh.single_process().tp
     return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], loss_grad=1.0)
 

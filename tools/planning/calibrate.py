@@ -115,7 +115,7 @@ class _Bench:
         blocks["layer, split"] = tuple(t / self.layers for t in self.stage(stages[1], 1, split=True))  # type: ignore[assignment]
         step = lambda: optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)  # noqa: E731
         kept = sum(t.nbytes for state in optimizer.state for t in state.values())
-        kept += 0 if optimizer.same else sum(t.nbytes for t in optimizer.main)
+        kept += 0 if optimizer.main_is_model else sum(t.nbytes for t in optimizer.main)
         moved = buffer.grads.nbytes + 2 * kept + buffer.weights.nbytes
         update, norm = self.median(step) / moved, self.median(optimizer.local_norm_sq) / buffer.grads.nbytes
         blocks["update"] = (update, norm, 0.0)
@@ -207,7 +207,8 @@ class _Bench:
 
         forward, backward = self.medians(attend)
         kind = dataclasses.replace(layer_kinds(m)[0], window_size=None)
-        alone = layers_cost((kind,), dataclasses.replace(made.stage_costs.setting, tp=1, split=False, recompute_modules=()))
+        setting = dataclasses.replace(made.stage_costs.setting, tp=1, split_backward=False, recompute_modules=())
+        alone = layers_cost((kind,), setting)
         scores = sum(event.values[0] for event in alone.of_phase("F") if event.kind == "scores")
         source = torch.empty(1 << 26, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)

@@ -103,7 +103,7 @@ class _Recorder:
     def _begin(self, stage: Any, given: tuple[Any, ...]) -> None:
         """Start recording a stage's forward, until it ends: recomputation in backward calls the same modules."""
         batch = given[1]
-        self.sample, self.places = int(batch.sample_ids_B[0]), batch.places_S
+        self.sample, self.places = int(batch.sample_ids_B[0]), batch.cp_positions_S
         inputs: dict[str, Any] = {}
         if stage.embedding is not None:
             inputs = {"tokens": batch.tokens_SB, "positions": batch.positions_SB}

@@ -1,7 +1,7 @@
-"""Words between ranks of one machine: a Unix socket from each rank of a group to each other one.
+"""Control messages between ranks of one machine: a Unix socket between every two ranks of a group.
 
-The kernel wakes the rank that waits for a word. A tiny collective of gloo says the same through two more threads of
-each rank, which wait for a processor while both compute: 1.4 ms where a word takes 0.06 (docs/experiments.md).
+The kernel wakes the rank that waits for a message. A tiny gloo collective would need two more threads on each rank,
+which wait for a core while both ranks compute: 1.4 ms, compared with 0.06 ms for a message (docs/experiments.md).
 """
 
 import contextlib
@@ -20,97 +20,109 @@ import torch
 import torch.distributed as dist
 
 MAX_POLL_S = 1e6  # the kernel counts milliseconds in 32 bits
-# A process that a rank forks must not keep its sockets open: they tell the others when the rank has ended.
+# A process forked by a rank must not keep the sockets open: their end shows the other ranks that the rank has ended.
 OPEN_SOCKETS = weakref.WeakSet[socket.socket]()
-os.register_at_fork(after_in_child=lambda: [wire.close() for wire in OPEN_SOCKETS])
+os.register_at_fork(after_in_child=lambda: [open_socket.close() for open_socket in OPEN_SOCKETS])
 
 
 class NotShared(OSError):
-    """The ranks of a group cannot share memory, all for the same reason: errno, EREMOTE for several machines."""
+    """Error: the ranks of a group cannot share memory, all with the same errno (EREMOTE: on several machines)."""
 
 
-def errno_of(do: Callable[[], object]) -> int:
-    """Call `do`. Returns the errno of what it raises, or 0."""
+def errno_of(function: Callable[[], object]) -> int:
+    """Call `function` and return the errno of the error that it raises, or 0."""
     try:
-        do()
+        function()
     except AttributeError:  # other systems have no such sockets, and no posix_fallocate
         return errno.EOPNOTSUPP
     except (OSError, ValueError) as error:
-        return getattr(error, "errno", None) or errno.EINVAL  # a name that is too long has none
+        return getattr(error, "errno", None) or errno.EINVAL  # the error of a name that is too long has no errno
     return 0
 
 
 def check_all(failed: int, group: Any) -> None:
-    """Raise NotShared on all ranks of the group if `failed`, an errno, is not 0 on one of them; collective."""
+    """Raise NotShared on all ranks of the group if `failed`, an errno, is not 0 on one of them. Collective."""
     worst = torch.tensor(failed)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-    if number := int(worst):
-        raise NotShared(number, os.strerror(number))
+    if code := int(worst):
+        raise NotShared(code, os.strerror(code))
 
 
 class PeerSockets:
+    """Sockets to all other ranks of a group. Each packet is one message."""
+
     def __init__(self, group: Any, sockets: Mapping[int, socket.socket]):
-        """sockets: by rank of the group, none of which blocks. Each packet is one word."""
-        self._sockets = {dist.get_global_rank(group, q): sockets[q] for q in sorted(sockets)}
+        """Take connected non-blocking sockets, by rank within the group."""
+        self._sockets = {dist.get_global_rank(group, peer): sockets[peer] for peer in sorted(sockets)}
         OPEN_SOCKETS.update(sockets.values())
 
     @classmethod
-    def connect(cls, group: Any, rank: int, size: int, folder: Path) -> "PeerSockets":
-        """Connect all ranks through sockets in a folder that they share; collective. Afterwards the folder is not
-        needed. Ranks wait for each other only in `check_all`, which hears of a dead one. Raises NotShared on all."""
+    def connect(cls, group: Any, rank: int, size: int, directory: Path) -> "PeerSockets":
+        """Connect all ranks through sockets in a directory that they share, which is not needed afterwards. Collective.
+
+        Ranks wait for each other only in `check_all`, which fails if a rank has died. Raises NotShared on all ranks.
+        """
         sockets: dict[int, socket.socket] = {}
-        doors: list[socket.socket] = []
+        listeners: list[socket.socket] = []
 
         def listen() -> None:
-            doors.append(until_open.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)))
-            doors[0].bind(str(folder / str(rank)))
-            doors[0].listen(size)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listeners.append(listener)
+            listener.bind(str(directory / str(rank)))
+            listener.listen(size)
 
         def connect() -> None:
-            for q in range(rank):
-                wire = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                wire.setblocking(False)  # an open door keeps who comes until it is asked
-                wire.connect(str(folder / str(q)))
-                wire.send(rank.to_bytes(4, "little"))
-                sockets[q] = wire
+            for peer in range(rank):
+                peer_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                peer_socket.setblocking(False)  # connecting doesn't block: a listening socket queues connections
+                peer_socket.connect(str(directory / str(peer)))
+                peer_socket.send(rank.to_bytes(4, "little"))
+                sockets[peer] = peer_socket
 
         def accept() -> None:
             for _ in range(rank + 1, size):
-                other, _ = doors[0].accept()
-                other.setblocking(False)  # what it says was sent before
-                sockets[int.from_bytes(other.recv(4), "little")] = other
+                peer_socket, _ = listeners[0].accept()
+                peer_socket.setblocking(False)  # receiving doesn't block: the peer sent its rank in `connect`
+                sockets[int.from_bytes(peer_socket.recv(4), "little")] = peer_socket
 
-        with contextlib.ExitStack() as until_open:
-            for part in (listen, connect, accept):
-                check_all(errno_of(part), group)
+        with contextlib.ExitStack() as stack:  # closes the listener
+            for phase in (listen, connect, accept):
+                check_all(errno_of(phase), group)
         return cls(group, sockets)
 
-    def send(self, words: list[bytes]) -> None:
-        """One to every other rank, in the order of ranks. Raises RuntimeError where one is gone."""
-        for message, (rank, wire) in zip(words, self._sockets.items(), strict=True):
+    def send(self, messages: list[bytes]) -> None:
+        """Send one message to every other rank, in the order of ranks. Raises RuntimeError if a rank has ended."""
+        for message, (rank, peer_socket) in zip(messages, self._sockets.items(), strict=True):
             try:
-                wire.send(message)
+                peer_socket.send(message)
             except OSError as error:
                 raise RuntimeError(f"Connection closed by rank {rank}: {error.strerror}") from None
 
     def receive(self, size: int, timeout: timedelta) -> list[bytes]:
-        """The next word of every other rank, of `size` bytes. Raises RuntimeError where one is gone, or late."""
+        """Return the next message, of `size` bytes, of every other rank, in the order of ranks.
+
+        Raises RuntimeError if a rank has ended, or sends nothing within `timeout`.
+        """
         limit_s = min(timeout.total_seconds(), MAX_POLL_S)
-        until, words, poll = time.monotonic() + limit_s, dict[int, bytes](), select.poll()
-        missing = {wire.fileno(): rank for rank, wire in self._sockets.items()}
-        for number in missing:
-            poll.register(number, select.POLLIN)
+        deadline = time.monotonic() + limit_s
+        messages: dict[int, bytes] = {}
+        poll = select.poll()
+        missing = {peer_socket.fileno(): rank for rank, peer_socket in self._sockets.items()}
+        for fd in missing:
+            poll.register(fd, select.POLLIN)
         while missing:
-            if not (ready := poll.poll(1000 * max(0.0, until - time.monotonic()))):
+            ready = poll.poll(1000 * max(0.0, deadline - time.monotonic()))
+            if not ready:
                 late = " and ".join(f"rank {rank}" for rank in missing.values())
                 raise RuntimeError(f"Timed out waiting {1000 * limit_s:.0f}ms for {late}")
-            for number, _ in ready:
-                poll.unregister(number)  # its next word may come before the others' first
-                rank = missing.pop(number)
+            for fd, _ in ready:
+                poll.unregister(fd)  # this rank's next message may arrive before the first message of the others
+                rank = missing.pop(fd)
                 try:
-                    if not (message := self._sockets[rank].recv(size)):
+                    message = self._sockets[rank].recv(size)
+                    if not message:
                         raise OSError(0, "it has ended")
                 except OSError as error:
                     raise RuntimeError(f"Connection closed by rank {rank}: {error.strerror}") from None
-                words[rank] = message
-        return [words[rank] for rank in self._sockets]
+                messages[rank] = message
+        return [messages[rank] for rank in self._sockets]

@@ -1,17 +1,18 @@
-"""All-gather, reduce-scatter and all-to-all between ranks of one machine, through memory that they share.
+"""All-gather, reduce-scatter and all-to-all between ranks of one machine, through shared memory.
 
-    rank 0                                     rank 1
-    copy piece k of x into slot k % 3   |      copy piece k of x into slot k % 3
-    send a word to all others           |      send a word to all others        "piece k is there"
-    ... compute ...                     |      ... compute ...
-    wait for theirs; read their slots   |      wait for theirs; read their slots
+    rank 0                                        rank 1
+    copy chunk k of x into slot k % 3      |      copy chunk k of x into slot k % 3
+    send a header to all other ranks       |      send a header to all other ranks     "chunk k is complete"
+    ... compute ...                        |      ... compute ...
+    wait for headers; read peers' slots    |      wait for headers; read peers' slots
 
 A copy between processes runs at the speed of memory, a message through gloo's sockets at a tenth of it. A rank that
-died is an error on the others at once, one that hangs after the time-out (wires.py). A word has the operation and its
-size, so ranks that do different things get an error instead of each other's bytes.
+died is an error on the other ranks at once, a rank that hangs is an error after the timeout (peer_sockets.py). A header
+has the operation and its size, so ranks that call different collectives get an error instead of each other's bytes.
 
-A transfer begins when the one before it is complete, and piece k is put when piece k - 1 has come, perhaps before that
-is read. So a rank that sees piece k of the others knows that they have read piece k - 2, whose slot is the next.
+A transfer starts when the one before it is complete, and chunk k is written when chunk k - 1 of the others is complete,
+perhaps before that is read. So a rank that gets the headers of chunk k knows that the peers have read chunk k - 2,
+whose slot is the next one to be written.
 """
 
 from __future__ import annotations
@@ -39,113 +40,135 @@ from torch.distributed.constants import default_pg_timeout
 from megalite.parallel.cpu.peer_sockets import NotShared, PeerSockets, check_all, errno_of
 
 SLOTS = 3
-SLOT_BYTES = 2 << 20  # of one rank
+SLOT_BYTES = 2 << 20  # per rank
 SHM_DIR = Path("/dev/shm")
 PREFIX, YOUNG_S = "megalite-", 60.0
 MESSAGE_BYTES = 64
-# kind of a collective, elements from the sender to the receiver, bytes of each; and elements of its longest part
+# operation, elements from the sender to the receiver, bytes per element, elements of the sender's longest split
 HEADER = struct.Struct("4q")
-CopyFn = Callable[[Tensor, int], None]  # between a slot and a tensor, of whose parts it has a piece that begins there
+CopyFn = Callable[[Tensor, int], None]  # copies a chunk of every split between a slot and a tensor; int: its start
 
 
 def sweep() -> None:
-    """Remove what ranks have left in FOLDER that were killed while they opened it: folders of this user, with the mode
-    of mkdtemp, and with nothing but what `SharedMemory.open` makes, "slots" first. Rank 0 of a group locks its folder
-    as long as it has a name, and before it puts a file into it. So one that is not locked and not empty is of the dead;
-    an empty one may not be locked yet."""
+    """Remove directories in SHM_DIR of ranks that were killed while they opened a backend.
+
+    These belong to this user, have the mode of mkdtemp, and contain nothing but files that `SharedMemoryBackend.open`
+    creates, "slots" first. Rank 0 of a group locks its directory before it creates a file in it and as long as the
+    directory has a name. So a directory that is neither locked nor empty is left over from a dead process; an empty one
+    may be new and not locked yet.
+    """
     for path in SHM_DIR.glob(f"{PREFIX}????????"):
         with contextlib.suppress(OSError):
-            number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                facts, names = os.fstat(number), sorted(os.listdir(number))
-                made_here = facts.st_uid == os.getuid() and stat.S_IMODE(facts.st_mode) == 0o700
-                known = names[-1:] in ([], ["slots"]) and all(name.isdecimal() for name in names[:-1])
-                if made_here and known and (names or time.time() > facts.st_mtime + YOUNG_S):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                status = os.fstat(fd)
+                names = sorted(os.listdir(fd))
+                is_own = status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
+                is_known = names[-1:] in ([], ["slots"]) and all(name.isdecimal() for name in names[:-1])
+                if is_own and is_known and (names or time.time() > status.st_mtime + YOUNG_S):
                     for name in names:  # "slots" last
-                        os.unlink(name, dir_fd=number)
+                        os.unlink(name, dir_fd=fd)
                     os.rmdir(path)
             finally:
-                os.close(number)
+                os.close(fd)
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks of one group do different collectives."""
+    """Error: the ranks of one group called different collectives."""
 
 
 class CollectiveBackend(ABC):
-    """Gathers and scatters flat tensors in place of an axis's group. `out` is valid after `wait` of the result."""
+    """A replacement for the group of an axis in collectives of flat tensors.
+
+    The methods return an object with `wait`. `out` is valid after `wait`, and `x` must not change before.
+    """
 
     group: Any
-    timeout = default_pg_timeout  # of a wait for another rank; torch's, as that of a group that is given none
+    timeout = default_pg_timeout  # limit of a wait for another rank; the default is torch's for a group
 
     @abstractmethod
     def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
-        """x [n], out [size * n]: the x of all ranks, in order."""
+        """Start to gather the x [n] of all ranks, in order, into out [size * n]."""
 
     @abstractmethod
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
-        """x [size * n], out [n], which may be this rank's part of x: the sum of these parts. x stays until `wait`."""
+        """Start to sum this rank's block of x [size * n] over all ranks into out [n], which may be that block of x."""
 
     @abstractmethod
-    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> Any:
-        """given[r] elements of x go to rank r, got[r] come from it to out, both in order. x stays until `wait`."""
+    def start_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Any:
+        """Start to send input_splits[r] elements of x to rank r and to receive output_splits[r] from it, in order."""
 
 
 class PendingTransfer:
-    """A collective that has begun: `steps` wait for its pieces and read them."""
+    """A collective that has been started."""
 
     def __init__(self, steps: Iterator[None]):
+        """Run the first of `steps`; the others wait for the chunks and read them."""
         self._steps = steps
         next(steps, None)
 
     def wait(self) -> None:
-        """Complete the transfer. Raises OrderError, and RuntimeError where a rank is gone or late."""
+        """Complete the transfer.
+
+        Raises:
+            CollectiveMismatchError: another rank called a different collective.
+            RuntimeError: another rank has ended, or exceeds the timeout.
+        """
         for _ in self._steps:
             pass
 
 
 class SharedMemoryBackend(CollectiveBackend):
-    """The slots of all ranks of a group, in one mapping. Only one thread may use it."""
+    """Collectives through slots of all ranks of a group, in one mapping. Only one thread may use it."""
 
     def __init__(self, group: Any, rank: int, size: int, memory: Tensor, sockets: PeerSockets):
-        """memory: uint8, shared by all ranks."""
-        self.group, self.rank, self.size, self.wires = group, rank, size, sockets
-        self.peer_ranks = [q for q in range(size) if q != rank]
+        """Use `memory`, a uint8 tensor that all ranks share."""
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self.sockets = sockets
+        self.peer_ranks = [peer for peer in range(size) if peer != rank]
         self._slots = itertools.cycle(memory.view(SLOTS, size, -1))  # each [size, bytes]
         self._slot_bytes = len(memory) // SLOTS // size
         self._last = PendingTransfer(iter(()))
 
     @classmethod
     def open(cls, group: Any, rank: int, size: int, slot_bytes: int = SLOT_BYTES) -> SharedMemoryBackend:
-        """Map a new file on all ranks and connect them; collective over `group`, which has a CPU backend. What was
-        opened then has no name: a process that is killed later leaves nothing behind. Raises NotShared on all ranks if
-        they are on several machines, or one of them has no room, no right or no file left."""
-        total, names, maps = SLOTS * size * slot_bytes, list[str](), list[mmap.mmap]()
+        """Map a new file on all ranks and connect them. Collective over `group`, which has a CPU backend.
 
-        def make() -> None:
+        Afterwards, the file and the sockets have no name: a process that is killed later leaves nothing behind. Raises
+        NotShared on all ranks if they are on several machines, or if one of them lacks the memory, the permission or a
+        free file descriptor.
+        """
+        total_bytes = SLOTS * size * slot_bytes
+        names: list[str] = []
+        maps: list[mmap.mmap] = []
+
+        def create() -> None:
             sweep()
-            folder = tempfile.mkdtemp(prefix=PREFIX, dir=SHM_DIR)
-            until_open.callback(os.rmdir, folder)
-            until_open.callback(os.close, number := os.open(folder, os.O_RDONLY))
+            new_directory = tempfile.mkdtemp(prefix=PREFIX, dir=SHM_DIR)
+            stack.callback(os.rmdir, new_directory)
+            fd = os.open(new_directory, os.O_RDONLY)
+            stack.callback(os.close, fd)
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(number, fcntl.LOCK_EX)  # before there is a file in it: see `sweep`
-            for name in ("slots", *map(str, range(size))):  # rmtree would need an open file, and may get none
-                until_open.callback(Path(folder, name).unlink, missing_ok=True)
-            with open(Path(folder, "slots"), "xb") as made:
-                os.posix_fallocate(made.fileno(), 0, total)  # else a full file system would be a SIGBUS later
-            names.append(os.path.basename(folder))
+                fcntl.flock(fd, fcntl.LOCK_EX)  # before the directory has a file: see `sweep`
+            for name in ("slots", *map(str, range(size))):  # not rmtree: it needs a file descriptor, and may get none
+                stack.callback(Path(new_directory, name).unlink, missing_ok=True)
+            with open(Path(new_directory, "slots"), "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, total_bytes)  # else a full file system would be a SIGBUS later
+            names.append(os.path.basename(new_directory))
 
         def map_slots() -> None:
             try:
-                with open(folder / "slots", "r+b") as file:
-                    maps.append(mmap.mmap(file.fileno(), total))
+                with open(directory / "slots", "r+b") as file:
+                    maps.append(mmap.mmap(file.fileno(), total_bytes))
             except FileNotFoundError as error:
                 raise OSError(errno.EREMOTE, "another machine") from error
 
-        with contextlib.ExitStack() as until_open:
-            failed = errno_of(make) if rank == 0 else 0
-            message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)  # an errno, and the folder's name
+        with contextlib.ExitStack() as stack:  # removes the directory and its files
+            failed = errno_of(create) if rank == 0 else 0
+            message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)  # an errno, and the name of the directory
             message[0] = failed
             for name in names:
                 message[1 : 1 + len(name)] = torch.tensor([*name.encode()])
@@ -153,114 +176,131 @@ class SharedMemoryBackend(CollectiveBackend):
             failed, *encoded = message.tolist()
             if failed:
                 raise NotShared(failed, os.strerror(failed))
-            folder = SHM_DIR / bytes(encoded).rstrip(b"\0").decode()
+            directory = SHM_DIR / bytes(encoded).rstrip(b"\0").decode()
             check_all(errno_of(map_slots), group)
-            sockets = PeerSockets.connect(group, rank, size, folder)
+            sockets = PeerSockets.connect(group, rank, size, directory)
         return cls(group, rank, size, torch.frombuffer(maps[0], dtype=torch.uint8), sockets)
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> PendingTransfer:
-        parts, n, chunk_elements = out.view(self.size, -1), x.numel(), self._slot_bytes // x.element_size()
+        blocks = out.view(self.size, -1)
+        n = x.numel()
+        chunk_elements = self._slot_bytes // x.element_size()
 
-        def write_slot(slot: Tensor, a: int) -> None:
-            b = min(a + chunk_elements, n)
-            slot[self.rank].view(x.dtype)[: b - a] = parts[self.rank, a:b] = x[a:b]
+        def write_slot(slot: Tensor, start: int) -> None:
+            stop = min(start + chunk_elements, n)
+            slot[self.rank].view(x.dtype)[: stop - start] = x[start:stop]
+            blocks[self.rank, start:stop] = x[start:stop]
 
-        def read_slot(slot: Tensor, a: int) -> None:
-            b = min(a + chunk_elements, n)
-            for q in self.peer_ranks:
-                parts[q, a:b] = slot[q].view(x.dtype)[: b - a]
+        def read_slot(slot: Tensor, start: int) -> None:
+            stop = min(start + chunk_elements, n)
+            for peer in self.peer_ranks:
+                blocks[peer, start:stop] = slot[peer].view(x.dtype)[: stop - start]
 
         return self._start(1, x, [n] * self.size, [n] * self.size, chunk_elements, write_slot, read_slot)
 
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> PendingTransfer:
-        """Half precision is summed in fp32, in the order of ranks: the same bits on whatever rank."""
-        blocks, n, chunk_elements = (
-            x.view(self.size, -1),
-            out.numel(),
-            self._slot_bytes // x.element_size() // self.size,
-        )
+        """Start a reduce-scatter. Half precision is summed in fp32, in rank order: every rank gets the same bits."""
+        blocks = x.view(self.size, -1)
+        n = out.numel()
+        chunk_elements = self._slot_bytes // x.element_size() // self.size
 
-        def write_slot(slot: Tensor, a: int) -> None:
-            b = min(a + chunk_elements, n)
-            for q in self.peer_ranks:
-                slot[self.rank].view(x.dtype)[q * chunk_elements :][: b - a] = blocks[q, a:b]
+        def write_slot(slot: Tensor, start: int) -> None:
+            stop = min(start + chunk_elements, n)
+            for peer in self.peer_ranks:
+                slot[self.rank].view(x.dtype)[peer * chunk_elements :][: stop - start] = blocks[peer, start:stop]
 
-        def read_slot(slot: Tensor, a: int) -> None:
-            b = min(a + chunk_elements, n)
-            peer_headers = [slot[q].view(x.dtype)[self.rank * chunk_elements :][: b - a] for q in range(self.size)]
-            peer_headers[self.rank] = blocks[self.rank, a:b]
+        def read_slot(slot: Tensor, start: int) -> None:
+            stop = min(start + chunk_elements, n)
+            offset = self.rank * chunk_elements
+            summands = [slot[rank].view(x.dtype)[offset:][: stop - start] for rank in range(self.size)]
+            summands[self.rank] = blocks[self.rank, start:stop]
             if self.size == 2:
-                torch.add(*peer_headers, out=out[a:b])
+                torch.add(*summands, out=out[start:stop])
                 return
-            wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
-            total = peer_headers[0].to(wide, copy=True)
-            for part in peer_headers[1:]:
-                total += part
-            out[a:b] = total
+            sum_dtype = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+            total = summands[0].to(sum_dtype, copy=True)
+            for summand in summands[1:]:
+                total += summand
+            out[start:stop] = total
 
         return self._start(2, x, [n] * self.size, [n] * self.size, chunk_elements, write_slot, read_slot)
 
-    def start_all_to_all(self, out: Tensor, x: Tensor, got: list[int], given: list[int]) -> PendingTransfer:
-        chunk_elements, peer_headers, ours = (
-            self._slot_bytes // x.element_size() // self.size,
-            out.split(got),
-            x.split(given),
-        )
-        peer_headers[self.rank].copy_(ours[self.rank])
+    def start_all_to_all(
+        self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> PendingTransfer:
+        chunk_elements = self._slot_bytes // x.element_size() // self.size
+        outputs = out.split(output_splits)
+        inputs = x.split(input_splits)
+        outputs[self.rank].copy_(inputs[self.rank])
 
-        def write_slot(slot: Tensor, a: int) -> None:
-            for q in self.peer_ranks:
-                part = ours[q][a : a + chunk_elements]
-                slot[self.rank].view(x.dtype)[q * chunk_elements :][: len(part)] = part
+        def write_slot(slot: Tensor, start: int) -> None:
+            for peer in self.peer_ranks:
+                chunk = inputs[peer][start : start + chunk_elements]
+                slot[self.rank].view(x.dtype)[peer * chunk_elements :][: len(chunk)] = chunk
 
-        def read_slot(slot: Tensor, a: int) -> None:
-            for q in self.peer_ranks:
-                part = peer_headers[q][a : a + chunk_elements]
-                part.copy_(slot[q].view(x.dtype)[self.rank * chunk_elements :][: len(part)])
+        def read_slot(slot: Tensor, start: int) -> None:
+            for peer in self.peer_ranks:
+                chunk = outputs[peer][start : start + chunk_elements]
+                chunk.copy_(slot[peer].view(x.dtype)[self.rank * chunk_elements :][: len(chunk)])
 
-        return self._start(3, x, got, given, chunk_elements, write_slot, read_slot)
+        return self._start(3, x, output_splits, input_splits, chunk_elements, write_slot, read_slot)
 
     def _start(
         self,
-        kind: int,
+        op: int,
         x: Tensor,
-        got: list[int],
-        given: list[int],
+        output_splits: list[int],
+        input_splits: list[int],
         chunk_elements: int,
         write_slot: CopyFn,
         read_slot: CopyFn,
     ) -> PendingTransfer:
+        """Complete the last transfer and start the next; `op` is the number of the operation in the header."""
         self._last.wait()
-        longest = max(given[q] for q in self.peer_ranks)
-        headers = [(kind, given[q], x.element_size(), longest) for q in self.peer_ranks]
-        peer_headers = [(kind, got[q], x.element_size()) for q in self.peer_ranks]
-        self._last = PendingTransfer(self._steps(headers, peer_headers, chunk_elements, write_slot, read_slot))
+        longest = max(input_splits[peer] for peer in self.peer_ranks)
+        headers = [(op, input_splits[peer], x.element_size(), longest) for peer in self.peer_ranks]
+        expected = [(op, output_splits[peer], x.element_size()) for peer in self.peer_ranks]
+        self._last = PendingTransfer(self._steps(headers, expected, chunk_elements, write_slot, read_slot))
         return self._last
 
     def _steps(
-        self, headers: list[Any], peer_headers: list[Any], chunk_elements: int, write_slot: CopyFn, read_slot: CopyFn
+        self, headers: list[Any], expected: list[Any], chunk_elements: int, write_slot: CopyFn, read_slot: CopyFn
     ) -> Iterator[None]:
-        """Put the first piece; behind the `yield` read all, and put each next one while this one is read. `words`: to
-        each other rank; `theirs`: what its word must begin with. All have as many pieces as the longest part of any."""
+        """Write the first chunk, yield, then read all chunks, writing each next chunk before the current one is read.
 
-        def begin(at: int) -> Tensor:
+        All ranks transfer the same number of chunks, which the longest split of any rank determines.
+
+        Args:
+            headers: the header for each peer.
+            expected: the first three fields of the header that each peer must send.
+            chunk_elements: elements of a chunk of one split.
+            write_slot: copies a chunk of the input into a slot.
+            read_slot: copies a chunk from a slot to the output.
+        """
+
+        def write_next(start: int) -> Tensor:
             slot = next(self._slots)
-            write_slot(slot, at)
-            self.wires.send([HEADER.pack(*word) for word in headers])
+            write_slot(slot, start)
+            self.sockets.send([HEADER.pack(*header) for header in headers])
             return slot
 
-        slot, at, longest = begin(0), 0, 1
+        slot = write_next(0)
+        start = 0
+        longest = 1
         yield
-        while at < longest:
-            said = [*map(HEADER.unpack, self.wires.receive(HEADER.size, self.timeout))]
-            begun = [word[:3] for word in said]
-            if begun != peer_headers:
-                least, most = (list(map(of, zip(*peer_headers, *begun, strict=True))) for of in (min, max))
+        while start < longest:
+            peer_headers = [*map(HEADER.unpack, self.sockets.receive(HEADER.size, self.timeout))]
+            received = [header[:3] for header in peer_headers]
+            if received != expected:
+                smallest = [min(values) for values in zip(*expected, *received, strict=True)]
+                largest = [max(values) for values in zip(*expected, *received, strict=True)]
                 raise CollectiveMismatchError(
                     "ranks do different collectives (1: all-gather, 2: reduce-scatter, 3: all-to-all; elements; bytes "
-                    f"of each): between {least} and {most}; the program must be the same on all ranks"
+                    f"of each): between {smallest} and {largest}; the program must be the same on all ranks"
                 )
-            longest, here, start, at = max(word[3] for word in [*headers, *said]), slot, at, at + chunk_elements
-            if at < longest:
-                slot = begin(at)
-            read_slot(here, start)
+            longest = max(header[3] for header in [*headers, *peer_headers])
+            current_slot, current_start = slot, start
+            start += chunk_elements
+            if start < longest:
+                slot = write_next(start)
+            read_slot(current_slot, current_start)

@@ -1,7 +1,7 @@
-"""The tokenizer that a checkpoint names, of this program or another.
+"""The tokenizer that a checkpoint names, megalite's own or an external one.
 
-A path in a checkpoint is its author's choice, not the user's. One that leads out of the checkpoint is opened all the
-same, as runs keep their tokenizer elsewhere, but not before a note has named it.
+A path in a checkpoint is chosen by its author, not by the user. A path outside the checkpoint is opened nevertheless,
+because runs keep their tokenizer elsewhere, but a note names it first.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def announce(options: Mapping[str, Any], source: Location, note: Note = print_err) -> None:
-    """Name each path of `options`, which stand in the checkpoint `source`, that leads out of it."""
+    """Print a note for each path in `options`, from the checkpoint `source`, that is outside of it."""
     for name in PATHS:
         path = options.get(name)
         if path is not None and not _below(path, source):
@@ -30,8 +30,10 @@ def _below(path: str, source: Location) -> bool:
 
 
 def fitting(find: Callable[[], Mapping[str, Any]], rows: int) -> tuple[dict[str, Any], str | None]:
-    """(the tokenizer's options that `find` gives, None) if it opens here and has at most `rows` tokens; ({}, why not)
-    otherwise, and ({}, None) where there is none."""
+    """Return the tokenizer's options from `find` if it can be opened and has at most `rows` tokens.
+
+    Returns (options, None), otherwise ({}, reason); ({}, None) if `find` finds no tokenizer.
+    """
     try:
         options = dict(find())
         size = build_tokenizer(**options).vocab_size if options else 0

@@ -1,8 +1,8 @@
-"""Saves a run in a checkpoint, and continues it from one."""
+"""Save a run in a checkpoint, and resume it from one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import MODEL_PREFIXES, Manifest
@@ -25,8 +25,8 @@ from megalite.optim.lr import OptimSchedules
 from megalite.parallel.spec import TensorShard
 from megalite.training.checkpointing.named_tokenizer import Note, announce
 from megalite.training.checkpointing.upcycling import (
-    BEGUN,
-    OF_EXPERTS,
+    EXPERT_OPTIONS,
+    UPCYCLING_NOTE,
     dense_shards,
     model_to_read,
     upcycles,
@@ -37,52 +37,77 @@ from megalite.training.monitoring.spike_detector import SpikeDetector
 from megalite.training.setup import SetupError
 from megalite.training.state import Run
 
-MAX_NAMED = 3  # options that are named
+MAX_NAMED = 3  # options that an error message names
 MAIN_WEIGHTS = "optimizer.main"
-Kinds = Mapping[str, str]  # KIND of KIND/NAME -> dtype
-Numbers = tuple[
-    dict[str, int], int, LossScaler, OptimSchedules, SpikeDetector
-]  # progress, updates, loss scaler, rates, spikes
+Kinds = Mapping[str, str]  # the KIND of tensors named KIND/NAME -> dtype
+
+
+class SavedState(NamedTuple):
+    """The state of a run in a checkpoint's manifest."""
+
+    progress: dict[str, int]
+    num_updates: int
+    loss_scaler: LossScaler
+    schedules: OptimSchedules
+    spikes: SpikeDetector
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """`weights_only`: the optimizer begins afresh; `afresh`: so do step and data; `later`: `step` is the earliest."""
+    """The options of a load: which checkpoint, and which of its parts."""
 
-    step: int | None = None
-    weights_only: bool = False
-    reset_progress: bool = False
-    or_newer: bool = False
+    step: int | None = None  # None: the newest checkpoint
+    weights_only: bool = False  # do not load the optimizer state
+    reset_progress: bool = False  # nor step and data position
+    or_newer: bool = False  # a checkpoint after `step` will do too
 
     @property
     def optimizer(self) -> bool:
-        """Whether the optimizer's state is loaded."""
+        """Return True if the optimizer state is loaded."""
         return not (self.weights_only or self.reset_progress)
 
 
 def pieces_to_save(run: Run, optimizer: bool = True) -> list[TensorShard]:
-    """The pieces that this rank writes; without the optimizer's state also without the main weights."""
-    pieces = [*run.optimizer.checkpoint_shards(), *run.expert_balancer.state_shards()]
-    return [piece for piece in pieces if piece.is_owner and (optimizer or piece.name.startswith(MODEL_PREFIXES))]
+    """Return the shards that this rank writes; without `optimizer` no optimizer state and no main weights."""
+    shards = [*run.optimizer.checkpoint_shards(), *run.expert_balancer.state_shards()]
+    return [shard for shard in shards if shard.is_owner and (optimizer or shard.name.startswith(MODEL_PREFIXES))]
 
 
 def open_saver(run: Run, config: Config) -> CheckpointSaver | None:
-    """Lock and test the directory of --save; None without one; collective. Raises CheckpointError."""
-    c = config.checkpoint
-    if c.save is None:
+    """Lock and test the directory of --save and return its saver, or None without --save; collective.
+
+    Raises:
+        CheckpointError: if the directory is locked or not writable.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
         return None
-    size = sum(piece.data.nbytes for piece in pieces_to_save(run, not c.no_save_optim))
-    background = c.async_save == "on" or (c.async_save == "auto" and run.mesh.device.type == "cuda")
-    policy: dict[str, Any] = dict(keep_last=c.keep_last, retain_interval=c.save_retain_interval, background=background)
+    num_bytes = sum(shard.data.nbytes for shard in pieces_to_save(run, not checkpoint.no_save_optim))
+    is_cuda = run.mesh.device.type == "cuda"
     saver = CheckpointSaver(
-        c.save_local or c.save, run.mesh, size, upload_to=c.save if c.save_local else None, **policy
+        checkpoint.save_local or checkpoint.save,
+        run.mesh,
+        num_bytes,
+        upload_to=checkpoint.save if checkpoint.save_local else None,
+        keep_last=checkpoint.keep_last,
+        retain_interval=checkpoint.save_retain_interval,
+        background=checkpoint.async_save == "on" or (checkpoint.async_save == "auto" and is_cuda),
     )
     saver.megatron = config.log.log_style == "megatron"
     return saver
 
 
 def save(run: Run, saver: CheckpointSaver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
-    """Write a checkpoint, or begin to. Collective. Raises CheckpointError on all ranks."""
+    """Write a checkpoint, or start to write it in the background; collective.
+
+    Args:
+        config_toml: The configuration to store, as TOML.
+        optimizer: Include the optimizer state.
+        last: This is the run's last save.
+
+    Raises:
+        CheckpointError: on all ranks if writing fails.
+    """
     run.buffer.wait_param_sync()
     run.before_update = saver.before_update
     state: dict[str, Any] = {
@@ -96,41 +121,50 @@ def save(run: Run, saver: CheckpointSaver, config_toml: str, *, optimizer: bool 
         "vocab_size": run.vocab_size,
         "tokenizer": _tokenizer_identity(run.tokenizer),
     }
-    if run.ledger is not None and run.mesh.world.is_first:  # the first rank's state is written
+    if run.ledger is not None and run.mesh.world.is_first:  # only the state of rank 0 is written
         state["data"] = run.ledger.to_json(run.state.consumed_samples)
     return saver.save(run.state.step, pieces_to_save(run, optimizer), state, last=last)
 
 
 def resume(
-    run: Run, directory: str, config: Config, start: LoadOptions, first: str | None = None
+    run: Run, directory: str, config: Config, options: LoadOptions, local_dir: str | None = None
 ) -> tuple[Location, list[str]] | None:
-    """Continue from the newest valid checkpoint of `directory`, or of `first`, or start from its weights: (it, notes);
-    None where there is none; collective. Raises SetupError where it does not fit, and CheckpointError."""
+    """Resume from the newest valid checkpoint of `directory`, or load only its weights; collective.
+
+    Args:
+        local_dir: Another directory, which is preferred if both have the checkpoint (--save-local).
+
+    Returns:
+        (the checkpoint, notes), or None if there is no checkpoint.
+
+    Raises:
+        SetupError: if the checkpoint does not fit the run.
+        CheckpointError: if no checkpoint can be read.
+    """
     notes: list[str] = []
 
-    def wanted(folder: Location, manifest: Manifest) -> loader.LoadPlan:
-        notes.clear()  # of the checkpoint looked at before
-        return _load_plan(run, config, start, folder, manifest, notes)
+    def make_plan(folder: Location, manifest: Manifest) -> loader.LoadPlan:
+        notes.clear()  # from a checkpoint that was tried before
+        return _load_plan(run, config, options, folder, manifest, notes)
 
-    if (
-        loaded := loader.load_newest(directory, run.mesh, wanted, start.step, later=start.or_newer, first=first)
-    ) is None:
+    loaded = loader.load_newest(directory, run.mesh, make_plan, options.step, later=options.or_newer, first=local_dir)
+    if loaded is None:
         return None
     folder, manifest = loaded
-    progress, updates, scaler, rates, spikes = _read_run_state(run, folder, manifest, config.checkpoint)
-    run.optimizer.sync_after_load(main_loaded=start.optimizer)
-    if start.reset_progress:
-        return folder, [*notes, "only the weights are loaded: step, optimizer and data begin afresh"]
-    for name, value in progress.items():
+    saved = _read_run_state(run, folder, manifest, config.checkpoint)
+    run.optimizer.sync_after_load(main_loaded=options.optimizer)
+    if options.reset_progress:
+        return folder, [*notes, "only the weights are loaded: step, optimizer and data start from scratch"]
+    for name, value in saved.progress.items():
         setattr(run.state, name, value)
-    run.spikes = spikes
-    if not start.optimizer:
-        notes.append("the optimizer's state is not loaded: its moments begin at zero")
+    run.spikes = saved.spikes
+    if not options.optimizer:
+        notes.append("the optimizer's state is not loaded: its moments start at zero")
     else:
-        run.optimizer.num_updates = updates
-        run.loss_scaler = scaler
+        run.optimizer.num_updates = saved.num_updates
+        run.loss_scaler = saved.loss_scaler
         if config.checkpoint.use_checkpoint_opt_param_scheduler:
-            run.schedules = rates
+            run.schedules = saved.schedules
         if "rates" not in manifest.state:
             notes.append("the checkpoint has no learning rate and weight decay: those of the options are used")
     ledger = manifest.state.get("data")
@@ -145,190 +179,235 @@ def resume(
 
 
 def _load_plan(
-    run: Run, config: Config, start: LoadOptions, folder: Location, manifest: Manifest, notes: list[str]
+    run: Run, config: Config, options: LoadOptions, folder: Location, manifest: Manifest, notes: list[str]
 ) -> loader.LoadPlan:
-    """The pieces to fill from this checkpoint; adds notes. Raises SetupError where it does not fit the run."""
+    """Return the plan that loads this checkpoint; adds to `notes`.
+
+    Raises:
+        SetupError: if the checkpoint does not fit the run.
+    """
     plugins = manifest.state.get("plugins")
-    if lacks := missing_plugins_message(plugins):
-        raise SetupError(f"{folder} {lacks}")
-    text = "plugin={!r} has another text than in {}: sha256 {}..., not {}..."
-    notes += [text.format(name, folder, here, there) for name, there, here in changed_plugins(plugins)]
-    theirs = _read_run_state(run, folder, manifest, config.checkpoint)[3]
-    there = checkpoint_config(manifest, folder).model
-    model = model_to_read(config, there, str(folder)) if start.reset_progress else config.model
-    options = model_differences(model, there, "the checkpoint")
-    if (rows := manifest.state.get("vocab_size", run.vocab_size)) != run.vocab_size:
-        options.append(f"vocab_size: {run.vocab_size} here, {rows} in the checkpoint")
-    tokenizer = tokenizer_differences(run.tokenizer, manifest)
-    if start.reset_progress:
-        notes += [f"changed since the checkpoint: {line}" for line in [*options, *tokenizer]]
-        options, tokenizer = [], []
-    pieces, own = (
-        [*run.optimizer.checkpoint_shards(), *run.expert_balancer.state_shards()],
-        run.optimizer.shard_dtypes(),
-    )
-    saved = {name.partition("/")[0]: whole.dtype for name, whole in manifest.tensors.items()}  # of the names KIND/NAME
-    states = _states(own) if start.optimizer else {}
-    of_optimizer = _rate_problems(run.schedules, theirs, config.checkpoint) if start.optimizer else []
-    if states and not any(kind.startswith("optimizer.") for kind in saved):
-        states, remedy = {}, "add --no-load-optim to continue without it, or --finetune to start afresh"
-        of_optimizer.insert(0, f"{folder} holds no optimizer state: {remedy}")
+    if missing_plugins := missing_plugins_message(plugins):
+        raise SetupError(f"{folder} {missing_plugins}")
+    for name, saved_hash, local_hash in changed_plugins(plugins):
+        notes.append(f"plugin={name!r} has another text than in {folder}: sha256 {local_hash}..., not {saved_hash}...")
+    saved_schedules = _read_run_state(run, folder, manifest, config.checkpoint).schedules
+    saved_model = checkpoint_config(manifest, folder).model
+    model = model_to_read(config, saved_model, str(folder)) if options.reset_progress else config.model
+    model_problems = model_differences(model, saved_model, "the checkpoint")
+    saved_vocab_size = manifest.state.get("vocab_size", run.vocab_size)
+    if saved_vocab_size != run.vocab_size:
+        model_problems.append(f"vocab_size: {run.vocab_size} here, {saved_vocab_size} in the checkpoint")
+    tokenizer_problems = tokenizer_differences(run.tokenizer, manifest)
+    if options.reset_progress:
+        notes += [f"changed since the checkpoint: {line}" for line in [*model_problems, *tokenizer_problems]]
+        model_problems, tokenizer_problems = [], []
+    shards = [*run.optimizer.checkpoint_shards(), *run.expert_balancer.state_shards()]
+    local_kinds = run.optimizer.shard_dtypes()
+    saved_kinds = {name.partition("/")[0]: tensor.dtype for name, tensor in manifest.tensors.items()}
+    local_states: dict[str, str] = {}
+    optimizer_problems: list[str] = []
+    if options.optimizer:
+        local_states = _optimizer_states(local_kinds)
+        optimizer_problems = _schedule_problems(run.schedules, saved_schedules, config.checkpoint)
+    if local_states and not any(kind.startswith("optimizer.") for kind in saved_kinds):
+        local_states = {}
+        remedy = "add --no-load-optim to continue without it, or --finetune to start a new training with its weights"
+        optimizer_problems.insert(0, f"{folder} holds no optimizer state: {remedy}")
     shapes = {spec.stored_name: spec.stored_shape for spec in checkpoint_specs(model, run.vocab_size).values()}
-    if why := _incompatibilities(shapes, manifest, options, tokenizer, [states, _states(saved)]):
-        why = [f"{folder} does not fit this run:", *why, *upcycling_hint(model, there)]
-    if why or of_optimizer:
-        raise SetupError("\n".join([*why, *of_optimizer]))
-    if not start.optimizer:
-        pieces = [piece for piece in pieces if piece.name.startswith(MODEL_PREFIXES)]
-        if start.reset_progress and upcycles(config):
-            pieces = dense_shards(pieces)
-            notes.append(BEGUN)
-    elif own["model"] != saved["model"]:
-        pieces = map_precision(pieces, own, saved)
-        notes.append(f"saved in {saved['model']}: the main weights continue bit for bit, in {own['model']}")
-    return loader.LoadPlan(pieces, start.optimizer, tell=_log_load(run, config, folder, manifest))
+    problems = _incompatibilities(
+        shapes, manifest, model_problems, tokenizer_problems, local_states, _optimizer_states(saved_kinds)
+    )
+    if problems:
+        problems = [f"{folder} does not fit this run:", *problems, *upcycling_hint(model, saved_model)]
+    if problems or optimizer_problems:
+        raise SetupError("\n".join([*problems, *optimizer_problems]))
+    if not options.optimizer:
+        shards = [shard for shard in shards if shard.name.startswith(MODEL_PREFIXES)]
+        if options.reset_progress and upcycles(config):
+            shards = dense_shards(shards)
+            notes.append(UPCYCLING_NOTE)
+    elif local_kinds["model"] != saved_kinds["model"]:
+        shards = map_precision(shards, local_kinds, saved_kinds)
+        notes.append(
+            f"saved in {saved_kinds['model']}: the main weights continue bit for bit, in {local_kinds['model']}"
+        )
+    return loader.LoadPlan(shards, options.optimizer, tell=_log_load(run, config, folder, manifest))
 
 
-def map_precision(pieces: Sequence[TensorShard], kinds: Kinds, there: Kinds) -> list[TensorShard]:
-    """The pieces under the names that they are read from, where a run continues in another precision: the fp32 weights,
-    which are the main weights, or in fp32 the model's, are read bit for bit, and weights in half precision are made of
-    them. `kinds`: of this run, `there`: of the checkpoint."""
-    own, source = (MAIN_WEIGHTS if MAIN_WEIGHTS in known else "model" for known in (kinds, there))
-    kept = [piece for piece in pieces if own == "model" or not piece.name.startswith("model/")]
-    return [p._replace(name=p.name.replace(f"{own}/", f"{source}/", 1)) for p in kept]
+def map_precision(shards: Sequence[TensorShard], local_kinds: Kinds, saved_kinds: Kinds) -> list[TensorShard]:
+    """Return the shards to read, with their names in the checkpoint, if a run continues in another precision.
+
+    The fp32 weights (the main weights, or in an fp32 run the model weights) are read bit for bit. Weights in half
+    precision are not read, but cast from them.
+    """
+    local_kind = MAIN_WEIGHTS if MAIN_WEIGHTS in local_kinds else "model"
+    saved_kind = MAIN_WEIGHTS if MAIN_WEIGHTS in saved_kinds else "model"
+    if local_kind != "model":
+        shards = [shard for shard in shards if not shard.name.startswith("model/")]
+    return [shard._replace(name=shard.name.replace(f"{local_kind}/", f"{saved_kind}/", 1)) for shard in shards]
 
 
-def _states(kinds: Kinds) -> dict[str, str]:
+def _optimizer_states(kinds: Kinds) -> dict[str, str]:
+    """Return the kinds that are optimizer state, without main weights."""
     return {kind: dtype for kind, dtype in kinds.items() if kind.startswith("optimizer.") and kind != MAIN_WEIGHTS}
 
 
 def _incompatibilities(
-    own: Mapping[str, tuple[int, ...]], there: Manifest, options: list[str], tokenizer: list[str], states: list[Kinds]
+    local_shapes: Mapping[str, tuple[int, ...]],
+    manifest: Manifest,
+    model_problems: list[str],
+    tokenizer_problems: list[str],
+    local_states: Kinds,
+    saved_states: Kinds,
 ) -> list[str]:
-    """Why the checkpoint does not fit and what to do, in at most seven lines; [] where it fits. `own`: name -> shape of
-    what is of the model. `options`, `tokenizer`: their differences, a line each. `states`: of the optimizer, -> dtype,
-    those wanted and those there. All ranks find the same, as the answer is about whole tensors."""
-    saved = {name: whole.shape for name, whole in there.tensors.items() if name.startswith(MODEL_PREFIXES)}
-    wrong = [name for name in sorted({*own, *saved}) if own.get(name) != saved.get(name)]
-    other = states[0] and states[0] != states[1]
-    if not (options or tokenizer or wrong or other):
+    """Return why the checkpoint does not fit and what to do, in at most seven lines; [] if it fits.
+
+    The result is the same on all ranks, because it is about full tensors.
+
+    Args:
+        local_shapes: The shapes of the model's tensors, by their names in a checkpoint.
+        model_problems: A line for each difference of model options.
+        tokenizer_problems: A line for each difference of the tokenizers.
+        local_states: The optimizer states to load, none if they are not loaded.
+        saved_states: The optimizer states in the checkpoint.
+    """
+    saved_shapes = {name: tensor.shape for name, tensor in manifest.tensors.items() if name.startswith(MODEL_PREFIXES)}
+    mismatches = [
+        name for name in sorted({*local_shapes, *saved_shapes}) if local_shapes.get(name) != saved_shapes.get(name)
+    ]
+    states_differ = bool(local_states) and local_states != saved_states
+    if not (model_problems or tokenizer_problems or mismatches or states_differ):
         return []
-    lines = [*options[:MAX_NAMED], *tokenizer]
-    if (unnamed := len(options) - MAX_NAMED) > 0:
+    lines = [*model_problems[:MAX_NAMED], *tokenizer_problems]
+    if (unnamed := len(model_problems) - MAX_NAMED) > 0:
         lines.append(f"and {unnamed} more option{'s' * (unnamed > 1)}")
-    if wrong:
-        shapes = [str(shapes.get(wrong[0], "nothing")) for shapes in (own, saved)]
-        lines.append(f"{len(wrong)} tensors, as {wrong[0][6:]}: {shapes[0]} here, {shapes[1]} in the checkpoint")
-    if other:
-        named = [", ".join(f"{k.partition('.')[2]} {v}" for k, v in kinds.items()) for kinds in states]
-        lines.append(f"optimizer: {named[0]} here, {named[1]} in the checkpoint")
+    if mismatches:
+        name = mismatches[0]
+        local, saved = (str(shapes.get(name, "nothing")) for shapes in (local_shapes, saved_shapes))
+        lines.append(f"{len(mismatches)} tensors, as {name[6:]}: {local} here, {saved} in the checkpoint")
+    if states_differ:
+        local, saved = (
+            ", ".join(f"{kind.partition('.')[2]} {dtype}" for kind, dtype in states.items())
+            for states in (local_states, saved_states)
+        )
+        lines.append(f"optimizer: {local} here, {saved} in the checkpoint")
     remedies = []
-    if options:
+    if model_problems:
         remedies.append("give its options (--use-checkpoint-args takes them over)")
-        if not wrong:
-            remedies.append("--finetune to begin afresh with its weights")
-    elif wrong:
+        if not mismatches:
+            remedies.append("--finetune to start a new training with its weights")
+    elif mismatches:
         remedies.append("give the options of its model, or another --load")
-    if tokenizer:
+    if tokenizer_problems:
         remedies.append("its tokenizer, or --finetune")
-    if other:
+    if states_differ:
         remedies.append("its optimizer, or --no-load-optim to continue without that state")
     return [*(f"  {line}" for line in lines), "; ".join(remedies)]
 
 
-def _rate_problems(own: OptimSchedules, saved: OptimSchedules, c: CheckpointConfig) -> list[str]:
-    """Facts of the rates that differ from the checkpoint's, a line each, and the remedy, unless options choose."""
-    if c.use_checkpoint_opt_param_scheduler and saved.decoupled and not own.decoupled:  # no bucket would follow it
-        peak = f"{saved.decoupled.peak:g}"
+def _schedule_problems(
+    schedules: OptimSchedules, saved_schedules: OptimSchedules, checkpoint: CheckpointConfig
+) -> list[str]:
+    """Return a line for each difference of the schedules, and the remedy; [] if an option chooses between them."""
+    if checkpoint.use_checkpoint_opt_param_scheduler and saved_schedules.decoupled and not schedules.decoupled:
+        # The checkpoint's decoupled rate would have no effect, because no bucket has it.
+        peak = f"{saved_schedules.decoupled.peak:g}"
         return [f"decoupled_lr={peak} in the checkpoint, but none here; add --decoupled-lr {peak}"]
-    if c.override_opt_param_scheduler or c.use_checkpoint_opt_param_scheduler:
+    if checkpoint.override_opt_param_scheduler or checkpoint.use_checkpoint_opt_param_scheduler:
         return []
-    mine, theirs = own.resume_facts(), saved.resume_facts()
+    local, saved = schedules.resume_facts(), saved_schedules.resume_facts()
     lines = [
-        f"{name}={_short(mine.get(name))}, but {_short(theirs.get(name))} in the checkpoint"
-        for name in dict.fromkeys((*mine, *theirs))
-        if mine.get(name) != theirs.get(name)
+        f"{name}={_shorten(local.get(name))}, but {_shorten(saved.get(name))} in the checkpoint"
+        for name in dict.fromkeys((*local, *saved))
+        if local.get(name) != saved.get(name)
     ]
     if not lines:
         return []
-    if mine.get("decay in samples") != theirs.get("decay in samples"):
+    if local.get("decay in samples") != saved.get("decay in samples"):
         lines.append("a decay is as long as the training unless --lr-decay-iters or --lr-decay-samples keeps it")
     remedy = "--override-opt-param-scheduler takes those here, --use-checkpoint-opt-param-scheduler the checkpoint's"
     return [*lines, f"the rates differ from the checkpoint's: {remedy}"]
 
 
-def _short(value: float | str | None) -> float | str | None:
+def _shorten(value: float | str | None) -> float | str | None:
+    """Return an integral float as an int, to print it without a fraction."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _log_load(run: Run, config: Config, folder: Location, manifest: Manifest) -> str | None:
-    """Log the beginning of the load; returns the name of its progress bar. Only on the first rank."""
+    """Log the start of the load and return the title of its progress bar, on rank 0; return None elsewhere."""
     if not run.mesh.world.is_first:
         return None
     if config.log.log_style == "megatron":
         step = manifest.state["progress"]["step"]
         print_out(f" loading distributed checkpoint from {folder.parent} at iteration {step}")
     else:
-        gib = sum(stamp.size for stamp in manifest.files.values()) / 2**30
+        gib = sum(file.size for file in manifest.files.values()) / 2**30
         print_out(f"loading {folder} ({gib:.3g} GiB)")
     return f"loading {folder}"
 
 
 def load_message(run: Run, config: Config, folder: Location) -> str:
-    """The log line about a start from a checkpoint."""
+    """Return the log line about a start from a checkpoint."""
     if config.log.log_style == "megatron":
-        where = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
-        return f"  successfully loaded checkpoint from {folder.parent} {where}"
+        position = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
+        return f"  successfully loaded checkpoint from {folder.parent} {position}"
     return f"{'resumed from' if run.state.step else 'begins with'} {folder} at step {run.state.step}"
 
 
-def _read_run_state(run: Run, folder: Location, manifest: Manifest, c: CheckpointConfig) -> Numbers:
-    """The checkpoint's numbers, without changing the run. Raises CheckpointError."""
-    scaler, spikes, state = replace(run.loss_scaler), replace(run.spikes), manifest.state
+def _read_run_state(run: Run, folder: Location, manifest: Manifest, checkpoint: CheckpointConfig) -> SavedState:
+    """Return the checkpoint's state without changing the run; raises CheckpointError if it is damaged."""
+    loss_scaler, spikes = replace(run.loss_scaler), replace(run.spikes)
+    state = manifest.state
     try:
         progress = {name: int(state["progress"][name]) for name in run.state.to_json()}
-        scaler.from_json(state["loss_scaler"])
+        loss_scaler.from_json(state["loss_scaler"])
         if "spikes" in state:
             spikes.from_json(state["spikes"])
-        updates, rates = (
-            int(state["updates"]),
-            OptimSchedules.from_json(state["rates"]) if "rates" in state else run.schedules,
-        )
+        num_updates = int(state["updates"])
+        schedules = OptimSchedules.from_json(state["rates"]) if "rates" in state else run.schedules
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, OverflowError) as error:
         raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
-    if c.override_opt_param_scheduler and rates.resume_facts() != run.schedules.resume_facts():
-        progress["skipped_samples"] = 0  # as in Megatron-LM: other rates count all consumed samples
-    return progress, updates, scaler, rates, spikes
+    if checkpoint.override_opt_param_scheduler and schedules.resume_facts() != run.schedules.resume_facts():
+        progress["skipped_samples"] = 0  # as in Megatron-LM: new schedules count all consumed samples
+    return SavedState(progress, num_updates, loss_scaler, schedules, spikes)
 
 
 def checkpoint_config(manifest: Manifest, folder: Location) -> Config:
-    """The configuration of the run that wrote the checkpoint. Raises CheckpointError."""
+    """Return the configuration of the run that wrote the checkpoint; raises CheckpointError if it cannot be read."""
     try:
         config = build(parse_config_text(str(manifest.state["config"]), str(folder)))
         if problems := find_problems(replace(build(PLACEHOLDER_OPTIONS), model=config.model)):
             raise ConfigError(problems)
         data, rows = config.data, manifest.state.get("vocab_size")
+        # Old checkpoints do not count the end-of-document token.
         if data.tokenizer_type == "NullTokenizer" and data.vocab_size is not None and rows == data.vocab_size + 1:
-            config = replace(config, data=replace(data, vocab_size=rows))  # old ones do not count the end of document
+            config = replace(config, data=replace(data, vocab_size=rows))
         return config
     except (KeyError, ConfigError, OverflowError) as error:
-        lacks = missing_plugins_message(manifest.state.get("plugins"))
-        why = f": its configuration cannot be read ({error}); use another checkpoint"
-        raise CheckpointError(f"{folder}{f' {lacks}' if lacks else why}") from None
+        if missing_plugins := missing_plugins_message(manifest.state.get("plugins")):
+            raise CheckpointError(f"{folder} {missing_plugins}") from None
+        reason = f"its configuration cannot be read ({error}); use another checkpoint"
+        raise CheckpointError(f"{folder}: {reason}") from None
 
 
-def model_differences(own: ModelConfig, saved: ModelConfig, where: str) -> list[str]:
-    """A line for each option that changes what weights mean and whose effective values differ."""
+def model_differences(model: ModelConfig, saved: ModelConfig, where: str) -> list[str]:
+    """Return a line for each option that changes what weights mean and whose effective values differ.
+
+    Args:
+        where: The name of `saved` in the lines.
+    """
     lines = []
-    for f in fields(ModelConfig):
-        facts = option_spec(f)
-        if facts.resume != MODEL or facts.acts_through is not None:
+    for field in fields(ModelConfig):
+        spec = option_spec(field)
+        if spec.resume != MODEL or spec.acts_through is not None:
             continue
-        mine, theirs = (getattr(m, facts.effective_property or f.name) for m in (own, saved))
-        if mine != theirs and isinstance(mine, tuple):  # a number per layer is too long to show
-            mine, theirs = getattr(own, f.name), getattr(saved, f.name)
-        if mine != theirs:
-            lines.append(f"{f.name}: {mine!r} here, {theirs!r} in {where}")
+        local_value, saved_value = (getattr(m, spec.effective_property or field.name) for m in (model, saved))
+        if local_value != saved_value and isinstance(local_value, tuple):  # one value per layer is too long to show
+            local_value, saved_value = getattr(model, field.name), getattr(saved, field.name)
+        if local_value != saved_value:
+            lines.append(f"{field.name}: {local_value!r} here, {saved_value!r} in {where}")
     return lines
 
 
@@ -339,38 +418,49 @@ def _tokenizer_identity(tokenizer: Tokenizer | None) -> dict[str, str] | None:
 
 
 def tokenizer_differences(tokenizer: Tokenizer | None, manifest: Manifest) -> list[str]:
-    """A line where the checkpoint was trained with another tokenizer, whose ids mean different text."""
-    own, saved = _tokenizer_identity(tokenizer), manifest.state.get("tokenizer")
-    if own is None or not isinstance(saved, dict) or saved.get("fingerprint") == own["fingerprint"]:
+    """Return a line if the checkpoint was trained with another tokenizer, whose ids mean different text, else []."""
+    local, saved = _tokenizer_identity(tokenizer), manifest.state.get("tokenizer")
+    if local is None or not isinstance(saved, dict) or saved.get("fingerprint") == local["fingerprint"]:
         return []
-    other = f"{saved.get('name')} {str(saved.get('fingerprint'))[:12]}"
-    return [f"tokenizer: {own['name']} {own['fingerprint'][:12]} here, {other} in the checkpoint"]
+    saved_tokenizer = f"{saved.get('name')} {str(saved.get('fingerprint'))[:12]}"
+    return [f"tokenizer: {local['name']} {local['fingerprint'][:12]} here, {saved_tokenizer} in the checkpoint"]
 
 
 def apply_checkpoint_args(config: Config, note: Note = print_err) -> Config:
-    """With --use-checkpoint-args: the model's options, and the tokenizer's where none is given, from the newest
-    checkpoint that can be read. Raises SetupError where a given option contradicts it."""
-    c = config.checkpoint
-    if not c.use_checkpoint_args:
+    """Return `config` with the model's options from the newest readable checkpoint, under --use-checkpoint-args.
+
+    The tokenizer's options are taken over too if none is given. `note` is called with lines for the user.
+
+    Raises:
+        SetupError: if a given option contradicts the checkpoint, or if no checkpoint can be read.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.use_checkpoint_args:
         return config
-    source = c.load if c.load is not None and storage.steps_in(c.load) else c.pretrained_checkpoint
+    source = checkpoint.pretrained_checkpoint
+    if checkpoint.load is not None and storage.steps_in(checkpoint.load):
+        source = checkpoint.load
     steps = [] if source is None else storage.steps_in(source)
-    if c.ckpt_step is not None and source is not None and source == c.load:
-        steps = [c.ckpt_step]
-    passed: list[str] = []
+    if checkpoint.ckpt_step is not None and source is not None and source == checkpoint.load:
+        steps = [checkpoint.ckpt_step]
+    errors: list[str] = []
     for step in reversed(steps):
         folder = storage.checkpoint_dir(source or "", step)
         try:
             saved = checkpoint_config(manifests.load_manifest(folder), folder)
             break
         except CheckpointError as error:
-            passed.append(str(error))
+            errors.append(str(error))
     else:
-        why = f": none in it can be read: {'; '.join(passed)}" if passed else " holds no checkpoint"
-        raise SetupError(f"use_checkpoint_args: load={source or c.load!r}{why}; give the model's options instead")
-    for line in passed if config.train.dry_run else []:  # a run reports them as it loads
-        print_err(f"skipping {line}")
-    config, data = apply_model(config, saved.model, "the checkpoint"), config.data
+        reason = f": none in it can be read: {'; '.join(errors)}" if errors else " holds no checkpoint"
+        raise SetupError(
+            f"use_checkpoint_args: load={source or checkpoint.load!r}{reason}; give the model's options instead"
+        )
+    if config.train.dry_run:  # a run reports unreadable checkpoints when it loads
+        for error in errors:
+            print_err(f"skipping {error}")
+    data = config.data
+    config = apply_model(config, saved.model, "the checkpoint")
     if data.tokenizer_type is None and data.vocab_size is None:
         tokenizer = {name: getattr(saved.data, name) for name in TOKENIZER_OPTIONS if name not in config.given}
         announce(tokenizer, parse_location(source or ""), note)
@@ -379,36 +469,58 @@ def apply_checkpoint_args(config: Config, note: Note = print_err) -> Config:
 
 
 def apply_model(config: Config, saved: ModelConfig, where: str) -> Config:
-    """`config` with the model of `where`, but for the options that are given, whatever their values, and those that
-    only say how to compute. Raises SetupError where a given option contradicts what the weights mean."""
-    begins_dense = upcycles(config) and not saved.num_experts  # then the options of experts are this run's
-    own = {f.name for f in fields(ModelConfig) if option_spec(f).resume == EXECUTION or is_given(config, f.name)}
-    own |= {*OF_EXPERTS} if begins_dense else set()
-    values = {name: getattr(config.model, name) for name in sorted(own)}
-    others = {name: value for name, value in values.items() if value != getattr(saved, name)}
-    compared = {name: value for name, value in others.items() if not (begins_dense and name in OF_EXPERTS)}
-    wrong = [name for name, value in compared.items() if _contradicts({name: value}, config, saved)]
-    if not wrong and _contradicts(compared, config, saved):  # only together, as a number of groups and its switch
-        wrong = [*compared]
-    if wrong:
-        lines = [f"{name}={values[name]!r}, but {getattr(saved, name)!r} in {where}; drop the option" for name in wrong]
-        raise SetupError("\n".join([*lines, *([] if upcycles(config) else upcycling_hint(config.model, saved))]))
+    """Return `config` with the model `saved`, except for given options and for those that only affect execution.
+
+    Args:
+        where: The name of `saved` in an error message.
+
+    Raises:
+        SetupError: if a given option contradicts what the weights mean.
+    """
+    starts_dense = upcycles(config) and not saved.num_experts  # then this run's options of experts apply
+    local_names = {
+        field.name
+        for field in fields(ModelConfig)
+        if option_spec(field).resume == EXECUTION or is_given(config, field.name)
+    }
+    if starts_dense:
+        local_names.update(EXPERT_OPTIONS)
+    values = {name: getattr(config.model, name) for name in sorted(local_names)}
+    compared = {
+        name: value
+        for name, value in values.items()
+        if value != getattr(saved, name) and not (starts_dense and name in EXPERT_OPTIONS)
+    }
+    contradictions = [name for name, value in compared.items() if _contradicts({name: value}, config, saved)]
+    # Some options contradict only together, such as a number of groups and its switch.
+    if not contradictions and _contradicts(compared, config, saved):
+        contradictions = [*compared]
+    if contradictions:
+        lines = [
+            f"{name}={values[name]!r}, but {getattr(saved, name)!r} in {where}; drop the option"
+            for name in contradictions
+        ]
+        if not upcycles(config):
+            lines += upcycling_hint(config.model, saved)
+        raise SetupError("\n".join(lines))
     return replace(config, model=replace(saved, **values))
 
 
 def _contradicts(values: Mapping[str, Any], config: Config, saved: ModelConfig) -> bool:
-    """Whether the weights of `saved` mean something else with these options of `config`."""
-    if not is_given(config, "activation") and _asks_for_other_gelu(values, config.model.openai_gelu, saved):
+    """Return True if the weights of `saved` mean something else with these values of options of `config`."""
+    if not is_given(config, "activation") and _requests_other_gelu(values, config.model.openai_gelu, saved):
         return True
     try:
         return bool(model_differences(replace(saved, **values), saved, ""))
-    except ValueError:  # a pattern of another number of layers
+    except ValueError:  # a layer pattern for another number of layers
         return True
 
 
-def _asks_for_other_gelu(values: Mapping[str, Any], openai_gelu: bool, saved: ModelConfig) -> bool:
-    """Whether Megatron-LM's flags for the form of gelu, where no flag names an activation, ask for another form than
-    that of `saved`."""
+def _requests_other_gelu(values: Mapping[str, Any], openai_gelu: bool, saved: ModelConfig) -> bool:
+    """Return True if Megatron-LM's flags for the variant of gelu request another one than `saved` has.
+
+    This applies if no flag names an activation.
+    """
     if saved.activation not in ("gelu", "gelu_erf"):
         return False
     if values.get("openai_gelu"):
@@ -416,4 +528,6 @@ def _asks_for_other_gelu(values: Mapping[str, Any], openai_gelu: bool, saved: Mo
     fused = values.get("bias_gelu_fusion")
     if fused is None or openai_gelu:
         return False
-    return saved.activation == "gelu_erf" and saved.add_bias_linear if fused else saved.activation == "gelu"
+    if fused:
+        return saved.activation == "gelu_erf" and saved.add_bias_linear
+    return saved.activation == "gelu"

@@ -1,5 +1,8 @@
-"""The command: reads flags and launcher, and runs or starts the ranks, one run per directory. Imports no torch, which
-takes seconds, and on a cold disk a minute: errors of a command come before that."""
+"""The training command: parse the flags, detect the launcher, and run or launch the ranks, one run per directory.
+
+This module does not import torch, which takes seconds, or a minute from a cold disk: errors of the command are reported
+before that.
+"""
 
 import contextlib
 import signal
@@ -23,35 +26,42 @@ from megalite.training.job.restarts import RestartPolicy, lock_run_dir
 from megalite.training.job.stop_signals import StopImmediately, StopSignalHandler, block_signals
 from megalite.training.logging.run_dir import ExitCode, name_conflict, run_dir, write_status
 
-MOST_RANKS_PER_CORE = 8
+MAX_RANKS_PER_CORE = 8
 GPUS_PER_NODE = 8  # assumed by a dry run without a launcher
 
 
 @dataclass(frozen=True)
 class TrainCommand:
-    """A correct command. `warnings`: for the log. `ranks`: this process's place, if launched. `stop`: if installed."""
+    """A valid command line."""
 
     config: Config
-    warnings: Sequence[str] = ()
-    ranks: RankInfo | None = None
-    signals: StopSignalHandler | None = field(default=None, compare=False)
+    warnings: Sequence[str] = ()  # lines for the log
+    ranks: RankInfo | None = None  # this process's rank; None without a launcher
+    signals: StopSignalHandler | None = field(default=None, compare=False)  # if it is installed already
 
     def launch(self, train: "Callable[[RankInfo, TrainCommand], int]") -> int:
-        """Run `train` on one rank here, or on --nproc local ranks, with restarts. Returns the exit code."""
-        config, nproc, rehearses = self.config, num_local_ranks(self.config.parallel), self.config.train.dry_run
-        first = self.ranks is None or self.ranks.rank == 0
+        """Run `train` in this process, or on --nproc local ranks with restarts, and return the exit code."""
+        config = self.config
+        nproc = num_local_ranks(config.parallel)
+        dry_run = config.train.dry_run
+        is_first = self.ranks is None or self.ranks.rank == 0
         try:
-            with lock_run_dir(config) if first and not rehearses else contextlib.nullcontext():
+            with lock_run_dir(config) if is_first and not dry_run else contextlib.nullcontext():
                 if missing := _missing_files_and_packages(config):
-                    ranks, reason = self.ranks or RankInfo(), "\n".join(missing)
-                    for line in missing if ranks.local_rank == 0 else []:
-                        print_err(f"pretrain_gpt.py: {line}")
-                    if ranks.rank == 0 and not rehearses:
+                    ranks = self.ranks or RankInfo()
+                    if ranks.local_rank == 0:
+                        for line in missing:
+                            print_err(f"pretrain_gpt.py: {line}")
+                    if ranks.rank == 0 and not dry_run:
                         write_status(
-                            run_dir(config), ExitCode.PREFLIGHT.outcome, config, reason, resumes=ranks.is_restart
+                            run_dir(config),
+                            ExitCode.PREFLIGHT.outcome,
+                            config,
+                            "\n".join(missing),
+                            resumes=ranks.is_restart,
                         )
                     return ExitCode.PREFLIGHT
-                if self.ranks is None and (nproc > 1 or config.operations.max_restarts) and not rehearses:
+                if self.ranks is None and (nproc > 1 or config.operations.max_restarts) and not dry_run:
                     return launch_local(nproc, train, (self,), keep_signals_blocked=True, on_exit=RestartPolicy(config))
                 return train(self.ranks or RankInfo(world_size=nproc, local_world_size=min(nproc, GPUS_PER_NODE)), self)
         except (CheckpointError, LaunchError) as error:  # another run in the directory; no room for temporary files
@@ -59,64 +69,75 @@ class TrainCommand:
             return ExitCode.PREFLIGHT
 
     def install_signal_handler(self, ranks: RankInfo) -> StopSignalHandler:
-        """From now on signals ask the run to stop, including those that were held."""
+        """Install and return the handler of stop signals; signals that were blocked until now are delivered to it."""
         if self.signals is not None:
             return self.signals
         no_launcher = ranks.rank == 0 and not (ranks.init_method or "").startswith("file:")
-        t, saves = self.config.train, self.config.checkpoint.save is not None
-        asks_first = saves or t.exit_signal_handler or t.exit_signal is not None
-        stop = StopSignalHandler(asks_first, [t.exit_signal] if t.exit_signal else [], prints=no_launcher)
-        stop.install()
+        train = self.config.train
+        saves = self.config.checkpoint.save is not None
+        stops_gracefully = saves or train.exit_signal_handler or train.exit_signal is not None
+        extra_signals = [train.exit_signal] if train.exit_signal else []
+        handler = StopSignalHandler(stops_gracefully, extra_signals, prints=no_launcher)
+        handler.install()
         if saves:
             launcher.stop_when_torchrun_exits(ORDERLY_S)
-        return stop
+        return handler
 
 
 def parse(argv: list[str]) -> TrainCommand:
-    """Read flags, environment and launcher; all problems are printed at once, with exit code 2."""
+    """Parse the flags and read the environment and the launcher; prints all problems and exits with code 2."""
     block_signals()
     warnings = launcher.exit_with_torchrun()
+    launcher_problems: list[str] = []
+    ranks: RankInfo | None = None
     try:
-        ranks, of_launcher = launcher.read_environment(), list[str]()
+        ranks = launcher.read_environment()
     except LaunchError as error:
-        ranks, of_launcher = None, [str(error)]
-    world: Callable[[Config], int] = lambda c: num_local_ranks(c.parallel) if ranks is None else ranks.world_size  # noqa: E731
+        launcher_problems.append(str(error))
 
-    def machine_problems(config: Config, wrong: list[str]) -> list[str]:
-        nproc, problems = num_local_ranks(config.parallel), [*of_launcher, *environment.env_problems()]
-        if other := launcher.other_number(ranks, config.parallel.nproc):
-            problems.append(other)
-        if ranks is None and nproc > MOST_RANKS_PER_CORE * cpu_count() and not config.train.dry_run:
-            problems.append(f"nproc={nproc} is more than {MOST_RANKS_PER_CORE} x {cpu_count()} processors; start fewer")
+    def world_size(config: Config) -> int:
+        return num_local_ranks(config.parallel) if ranks is None else ranks.world_size
+
+    def machine_problems(config: Config, option_problems: list[str]) -> list[str]:
+        nproc = num_local_ranks(config.parallel)
+        problems = [*launcher_problems, *environment.env_problems()]
+        if problem := launcher.nproc_error(ranks, config.parallel.nproc):
+            problems.append(problem)
+        if ranks is None and nproc > MAX_RANKS_PER_CORE * cpu_count() and not config.train.dry_run:
+            problems.append(f"nproc={nproc} is more than {MAX_RANKS_PER_CORE} x {cpu_count()} processors; start fewer")
         if ranks is None or (ranks.rank == 0 and not ranks.is_restart):
             problems += name_conflict(config)
-        return [
-            *problems,
-            *(_missing_files_and_packages(config) if wrong or problems else []),
-        ]  # alone they have exit code 3: `launch`
+        if option_problems or problems:  # without other problems `launch` reports missing files, with exit code 3
+            problems += _missing_files_and_packages(config)
+        return problems
 
-    read = cli.parse_config_or_exit(argv, PRESETS, machine_problems, world, quiet=ranks is not None and ranks.rank > 0)
-    config = read.config
-    if (p := config.parallel).device != "cpu":
-        launcher.set_cuda_environment(p.tensor_model_parallel_size, run_dir(config), config.train.deterministic_mode)
+    parsed = cli.parse_config_or_exit(
+        argv, PRESETS, machine_problems, world_size, quiet=ranks is not None and ranks.rank > 0
+    )
+    config = parsed.config
+    if config.parallel.device != "cpu":
+        launcher.set_cuda_environment(
+            config.parallel.tensor_model_parallel_size, run_dir(config), config.train.deterministic_mode
+        )
     if ranks is not None and config.operations.max_restarts:
         warnings.append("max_restarts is for ranks that --nproc starts: torchrun has its own --max-restarts")
-    return TrainCommand(config, [*read.warnings, *environment.env_warnings(), *warnings], ranks)
+    return TrainCommand(config, [*parsed.warnings, *environment.env_warnings(), *warnings], ranks)
 
 
 def _missing_files_and_packages(config: Config) -> list[str]:
-    """Missing files and packages, a line each."""
-    elsewhere = config.train.dry_run_rank is not None
-    files = missing_file_errors(without_data_files(config.data) if elsewhere else config.data, elsewhere)
+    """Return a line for each missing file and package."""
+    other_machine = config.train.dry_run_rank is not None  # --dry-run-rank plans a run on another machine
+    data = without_data_files(config.data) if other_machine else config.data
+    files = missing_file_errors(data, other_machine)
     return files if config.train.dry_run else [*files, *missing_packages(config.log)]
 
 
 def run_main(main: Callable[[list[str]], int]) -> NoReturn:
-    """End the process with the exit code of `main`, also after a signal that came before a run could take it."""
+    """End the process with the exit code of `main`, or as interrupted by a signal that no run handled."""
     try:
         launcher.exit_process(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt as error:
-        if not isinstance(error, StopImmediately):  # that one was reported
+        if not isinstance(error, StopImmediately):  # the handler of StopImmediately has reported it
             print_stopping(signal.Signals[error.args[0]] if error.args else signal.SIGINT)
         end_at_once(INTERRUPTED)
     finally:

@@ -1,7 +1,7 @@
-"""--export-hf: a Hugging Face directory at the end of a run.
+"""--export-hf: write a Hugging Face model directory at the end of a run.
 
-After the last step the ranks write their parts, as for every checkpoint, and the first one assembles tensor after
-tensor from the files, so that no process ever holds the whole model.
+After the last step the ranks write their shards, as for every checkpoint. Rank 0 then assembles one tensor at a time
+from the files, so no process ever has the full model in memory.
 """
 
 import json
@@ -33,41 +33,51 @@ from megalite.training.state import Run
 
 
 def read_model_type(folder: Path | None) -> str | None:
-    """The model_type of a model directory; None if `folder` is not one."""
+    """Return the model_type of a model directory; None if `folder` is not a model directory."""
     if folder is None or not (folder / "config.json").is_file():
         return None
-    family = hugging_face.read_json(folder / "config.json").get("model_type")
-    return family if isinstance(family, str) else None
+    model_type = hugging_face.read_json(folder / "config.json").get("model_type")
+    return model_type if isinstance(model_type, str) else None
 
 
 def tokenizer_source_dir(data: DataConfig) -> Path | None:
-    """The model directory of the run's tokenizer, whose other files and token ids an export takes over. None for a
-    tokenizer file with a name of its own, which may be in any directory."""
-    if (name := data.tokenizer_model or data.vocab_file) is None:
+    """Return the model directory of the run's tokenizer, from which an export copies auxiliary files and token ids.
+
+    Returns None for a tokenizer file with a non-standard name, which may be in any directory.
+    """
+    name = data.tokenizer_model or data.vocab_file
+    if name is None:
         return None
     path = Path(name)
-    return path if path.is_dir() else path.parent if path.name in hugging_face.AUXILIARY_FILES else None
+    if path.is_dir():
+        return path
+    return path.parent if path.name in hugging_face.AUXILIARY_FILES else None
 
 
 def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path | str], str | None]:
-    """(the tokenizer's files in an export, by name; a note where transformers cannot load it by itself). Files that are
-    no tokenizer are not copied: a checkpoint of others may name any."""
+    """Return (files of the tokenizer in an export by name, a note if transformers cannot load them without more).
+
+    Only files that open as a tokenizer are copied, because an untrusted checkpoint may name any path.
+    """
     try:
         tokenizer = open_tokenizer(data)
     except DataError as error:
         return {}, f"the tokenizer is left out: {error}"
     files = hugging_face.auxiliary_files(tokenizer_source_dir(data))
     if data.tokenizer_model is not None and Path(data.tokenizer_model).is_file():
-        name = {"HuggingFaceTokenizer": "tokenizer.json"}.get(data.tokenizer_type or "", "tokenizer.model")
-        if data.tokenizer_type in ("HuggingFaceTokenizer", *SENTENCEPIECE):
-            files[name] = Path(data.tokenizer_model)
+        if data.tokenizer_type == "HuggingFaceTokenizer":
+            files["tokenizer.json"] = Path(data.tokenizer_model)
+        elif data.tokenizer_type in SENTENCEPIECE:
+            files["tokenizer.model"] = Path(data.tokenizer_model)
     if data.vocab_file is not None and data.merge_file is not None:
         files |= {"vocab.json": Path(data.vocab_file), "merges.txt": Path(data.merge_file)}
     source = files.get("tokenizer.json")
     if isinstance(source, Path) and "tokenizer_config.json" not in files:  # without it transformers would guess
-        added = hugging_face.read_json(source).get("added_tokens") or []
-        ends = [token.get("content") for token in added if isinstance(token, dict) and token.get("id") == eod]
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0] if ends else None}
+        added_tokens = hugging_face.read_json(source).get("added_tokens") or []
+        eos_tokens = [
+            token.get("content") for token in added_tokens if isinstance(token, dict) and token.get("id") == eod
+        ]
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_tokens[0] if eos_tokens else None}
         files["tokenizer_config.json"] = json.dumps(settings) + "\n"
     if source is not None or data.tokenizer_type in (None, "NullTokenizer"):
         return files, None
@@ -82,63 +92,74 @@ def tokenizer_files(data: DataConfig, eod: int | None) -> tuple[dict[str, Path |
 
 
 def export_family(config: Config) -> str:
-    """The family to export as: if it fits, that of the initial weights or of the tokenizer. Raises CheckpointError."""
-    return choose_family(
-        config.model,
-        None,
-        read_model_type(named_external_dir(config)) or read_model_type(tokenizer_source_dir(config.data)),
-    )
+    """Return the model family to export as; the family of the initial weights or of the tokenizer is preferred.
+
+    Raises:
+        CheckpointError: if no family fits the model.
+    """
+    preferred = read_model_type(named_external_dir(config)) or read_model_type(tokenizer_source_dir(config.data))
+    return choose_family(config.model, None, preferred)
 
 
 def export_problems(config: Config) -> list[str]:
-    """What stands against --export-hf: no family has this model; its target is not empty, or cannot be written."""
+    """Return why --export-hf cannot work: no family has this model, or its target is not empty or not writable."""
     if config.checkpoint.export_hf is None:
         return []
     target = Path(config.checkpoint.export_hf)
-    above = next(folder for folder in target.absolute().parents if folder.exists())
-    wrong = ""
+    existing_parent = next(folder for folder in target.absolute().parents if folder.exists())
+    problem = ""
     try:
         export_family(config)
     except CheckpointError as error:
-        wrong = f": {error}"
-    if not wrong and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        wrong = " is not empty; give a new directory"
-    elif not wrong and not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
-        wrong = f": nothing can be written in {above}; give another directory"
-    return [f"export_hf={str(target)!r}{wrong}"] if wrong else []
+        problem = f": {error}"
+    if not problem and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        problem = " is not empty; give a new directory"
+    elif not problem and not (existing_parent.is_dir() and os.access(existing_parent, os.W_OK | os.X_OK)):
+        problem = f": nothing can be written in {existing_parent}; give another directory"
+    return [f"export_hf={str(target)!r}{problem}"] if problem else []
 
 
 def export(run: Run, config: Config, eod: int | None) -> str | None:
-    """Write the directory of --export-hf; returns lines about it, on the first rank. Collective until the weights are
-    in files: those of --save's last checkpoint, or of a temporary one with weights only. Raises CheckpointError."""
-    c, mesh = config.checkpoint, run.mesh
-    if c.export_hf is None:
+    """Write the directory of --export-hf and return lines about it on rank 0, None elsewhere.
+
+    Uses the last checkpoint of --save if it is complete, otherwise a temporary one with weights only. Collective until
+    the weights are in these files.
+
+    Raises:
+        CheckpointError: if reading or writing fails.
+    """
+    mesh = run.mesh
+    checkpoint = config.checkpoint
+    if checkpoint.export_hf is None:
         return None
-    family, target = export_family(config), Path(c.export_hf)
-    folder = None if c.save is None else storage.checkpoint_dir(c.save, run.state.step)
-    saved = folder is not None and "COMPLETE" in storage.storage_of(folder).list_files(folder)
+    family, target = export_family(config), Path(checkpoint.export_hf)
+    folder = None if checkpoint.save is None else storage.checkpoint_dir(checkpoint.save, run.state.step)
+    is_saved = folder is not None and "COMPLETE" in storage.storage_of(folder).list_files(folder)
     temporary = target.with_name(f".{target.name}.weights")
+
+    def remove_temporary() -> None:
+        if mesh.world.is_first:
+            remove(temporary)
+
     try:
-        if folder is None or not broadcast_int(saved, mesh):
-            clear = lambda: remove(temporary) if mesh.world.is_first else None  # noqa: E731
-            run_on_all_ranks(mesh, clear, f"making {temporary}")
+        if folder is None or not broadcast_int(is_saved, mesh):
+            run_on_all_ranks(mesh, remove_temporary, f"making {temporary}")
             folder = saver.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
         if not mesh.world.is_first:
             return None
-        tokens = {
+        external_dir = named_external_dir(config)
+        token_ids = {
             "eos_token_id": eod,
-            **hugging_face.special_token_ids(tokenizer_source_dir(config.data) or named_external_dir(config)),
+            **hugging_face.special_token_ids(tokenizer_source_dir(config.data) or external_dir),
         }
-        own = config.data.tokenizer_type is not None
-        files, note = (
-            tokenizer_files(config.data, eod)
-            if own
-            else (hugging_face.auxiliary_files(named_external_dir(config)), None)
-        )
-        ours = ExportSource(
+        if config.data.tokenizer_type is not None:
+            files, note = tokenizer_files(config.data, eod)
+        else:
+            files, note = hugging_face.auxiliary_files(external_dir), None
+        source = ExportSource(
             Checkpoint(folder, manifests.load_manifest(folder)), used=model_specs(config.model, run.vocab_size)
         )
-        written = write_model(target, ours, config.model, family, run.vocab_size, tokens=tokens, files=files)
+        written = write_model(target, source, config.model, family, run.vocab_size, tokens=token_ids, files=files)
     finally:
         if mesh.world.is_first:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A rank from preflight to its exit code: set up, resume, train, leave a status behind; and what every error means."""
+"""The lifetime of a rank from preflight to exit code: set up, resume, train, write the status, and report errors."""
 
 import contextlib
 import datetime
@@ -46,119 +46,168 @@ from megalite.training.logging.rank_log import (
 )
 from megalite.training.logging.run_dir import ExitCode, newest_checkpoint, run_dir, to_resume, write_status
 from megalite.training.logging.run_report import RunReport
-from megalite.training.logging.timers import PhaseTimer, Timers
+from megalite.training.logging.timers import TimeBreakdown, Timers
 from megalite.training.monitoring.rank_consistency import check_ranks_match
 from megalite.training.monitoring.watchdog import Heartbeat, Watchdog, is_lost_peer_error
 from megalite.training.setup import SetupError, step_timeout
 from megalite.training.state import InvalidResultError, Run
 from megalite.training.trainer import Monitors, Trainer
 
-EXIT_IMMEDIATELY = (
-    ExitCode.INTERRUPTED,
-    ExitCode.HANG,
-)  # outcomes after which a process exits without waiting for others
-NO_WAIT = (ExitCode.CRASH, ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.HANG)  # for a save in the background
+# Outcomes after which a process exits without waiting for other ranks, outside and inside the process group.
+EXIT_IMMEDIATELY = (ExitCode.INTERRUPTED, ExitCode.HANG)
 EXIT_IMMEDIATELY_IN_GROUP = (*EXIT_IMMEDIATELY, ExitCode.CRASH, ExitCode.PREFLIGHT)
+# Outcomes after which a background save is not waited for.
+NO_WAIT = (ExitCode.CRASH, ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.HANG)
 
 
 def report_failure(
-    error: BaseException, ranks: RankInfo, run: Run | None = None, begun: bool = False, dog: Watchdog | None = None
+    error: BaseException,
+    ranks: RankInfo,
+    run: Run | None = None,
+    training_started: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> tuple[ExitCode, str]:
-    """The outcome and the reason of a run that an error ended; the rank that knows most reports it. `run`: if its parts
-    are built. `begun`: so is the first step; before it, the next start would meet the same error of a checkpoint."""
-    where = f"{run.mesh.describe()}, step {run.state.step + 1}" if run else f"rank {ranks.rank} of {ranks.world_size}"
-    if dog is not None and (known := dog.explain_error(error)) is not None:
-        report_failure_once(ranks, *known, f"{where}: {known[0].outcome}: {known[1]}")
-        return known
-    mesh, reason = run and run.mesh, shortened(text_of(error), MOST_OF_AN_ERROR)
+    """Report the error that ended a run, on the rank that knows most about it, and return (outcome, reason).
+
+    Args:
+        run: The run, if its parts were built.
+        training_started: The first step was started. Before it, an error of a checkpoint has the outcome `preflight`,
+            because the next start would raise the same error.
+        watchdog: The watchdog, which may know that a hang or another rank caused the error.
+    """
+    position = f"rank {ranks.rank} of {ranks.world_size}"
+    if run is not None:
+        position = f"{run.mesh.describe()}, step {run.state.step + 1}"
+    if watchdog is not None and (explanation := watchdog.explain_error(error)) is not None:
+        code, reason = explanation
+        report_failure_once(ranks, code, reason, f"{position}: {code.outcome}: {reason}")
+        return code, reason
+    mesh = None if run is None else run.mesh
+    reason = shortened(text_of(error), MOST_OF_AN_ERROR)
     match error:
         case SetupError() | LaunchError() | DataError() if mesh is None:
             code = ExitCode.USAGE if isinstance(error, SetupError) else ExitCode.PREFLIGHT
-            teller = getattr(error, "local_rank", 0)
-            # on the rank that it is about, else on one rank of each machine, where all have the same error
-            if claim_first_failure(ranks, code, reason) if teller is None else ranks.local_rank == teller:
+            # An error may name the local rank that reports it, or None for the first one that fails. By default one
+            # rank of each machine reports it, because all have the same error.
+            local_rank = getattr(error, "local_rank", 0)
+            if claim_first_failure(ranks, code, reason) if local_rank is None else ranks.local_rank == local_rank:
                 for line in reason.splitlines():
                     print_err(f"pretrain_gpt.py: {line}")
             return code, reason
-        case KeyboardInterrupt():  # one Ctrl-C gives a rank two signals, the terminal's and the launcher's
-            since = time.monotonic()
-            leave = lambda *_: end_at_once(ExitCode.INTERRUPTED) if time.monotonic() > since + DOUBLE_SIGNAL_S else None  # noqa: E731
+        case KeyboardInterrupt():
+            # From now on another signal ends the process. A single Ctrl-C gives a rank two signals, one from the
+            # terminal and one from the launcher, so those that come soon are ignored.
+            start = time.monotonic()
+
+            def on_signal(*_: object) -> None:
+                if time.monotonic() > start + DOUBLE_SIGNAL_S:
+                    end_at_once(ExitCode.INTERRUPTED)
+
             for number in STOP_SIGNALS:
-                signal.signal(number, leave)  # from now on a later one kills
+                signal.signal(number, on_signal)
             return ExitCode.INTERRUPTED, reason or "SIGINT"
         case InvalidResultError() | LossScaleExhausted():
-            code, tells = ExitCode.BAD_RESULT, ranks.rank == 0
+            code = ExitCode.BAD_RESULT
+            reports = ranks.rank == 0
         case CheckpointError():
-            code = ExitCode.CRASH if begun else ExitCode.PREFLIGHT
-            # not those that heard of it from another, which reports it first: their exit would end that one
-            tells = not isinstance(error, OtherRankError) or not wait_for_first_failure(ranks)
-        case DataError():  # one rank of each dp position, whose ranks read the same samples
-            code, tells = ExitCode.PREFLIGHT, mesh is not None and mesh.pp.is_first and mesh.tp.is_first
+            code = ExitCode.CRASH if training_started else ExitCode.PREFLIGHT
+            # A rank that knows of the error from another rank waits until that one has reported it, because its own
+            # exit would end the other rank.
+            reports = not isinstance(error, OtherRankError) or not wait_for_first_failure(ranks)
+        case DataError():  # one rank of each dp position reports; its other ranks read the same samples
+            code = ExitCode.PREFLIGHT
+            reports = mesh is not None and mesh.pp.is_first and mesh.tp.is_first
         case RuntimeError() if is_lost_peer_error(error):  # the lost rank, or its launcher, reports why
-            reason = f"lost another rank ({reason.splitlines()[0]})" if dog is None else dog.lost(error)
-            (print_err if ranks.rank == 0 else log_to_rank_file)(f"{where}: {reason}")
+            if watchdog is None:
+                reason = f"lost another rank ({reason.splitlines()[0]})"
+            else:
+                reason = watchdog.lost(error)
+            message = f"{position}: {reason}"
+            if ranks.rank == 0:
+                print_err(message)
+            else:
+                log_to_rank_file(message)
             return ExitCode.CRASH, first_failure_reason(ranks) or reason
         case _:
             reason = shortened(f"{type(error).__name__}: {text_of(error)}".rstrip(": "))
-            text = "".join(traceback.format_exception(error)).rstrip()
-            report_failure_once(ranks, ExitCode.CRASH, reason, f"{where}:\n{text}")
+            stack = "".join(traceback.format_exception(error)).rstrip()
+            report_failure_once(ranks, ExitCode.CRASH, reason, f"{position}:\n{stack}")
             return ExitCode.CRASH, reason
-    if tells:
+    if reports:
         report_failure_once(ranks, code, reason, f"pretrain_gpt.py: {reason}")
     return code, reason
 
 
 class TrainingJob:
-    """Surrounds everything that a rank does. An error inside ends it, with a report and a status; one in `training`
-    does so before the process group is left, as that might wait for ever."""
+    """A context around everything that a rank does.
 
-    def __init__(self, asked: TrainCommand, ranks: RankInfo, signals: StopSignalHandler):
-        self.config, self.ranks, self.stop, self.folder = asked.config, ranks, signals, run_dir(asked.config)
-        self.warnings, self.hosts = [*asked.warnings], list[str]()
+    An error within it ends the rank, with a report and a status. An error within `trainer` is reported before the rank
+    leaves the process group, because leaving might block forever.
+    """
+
+    def __init__(self, command: TrainCommand, ranks: RankInfo, signals: StopSignalHandler):
+        self.config = command.config
+        self.ranks = ranks
+        self.stop = signals
+        self.folder = run_dir(command.config)
+        self.warnings = [*command.warnings]
+        self.hosts = list[str]()
         self.result = ExitCode.DONE, ""
-        self._startup = datetime.timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
+        self._startup_timeout = datetime.timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
 
     @property
     def exit_code(self) -> int:
-        """The exit code of this rank (training/logging/run_dir.py)."""
+        """Return the exit code of this rank (training/logging/run_dir.py)."""
         return 0 if self.stop.is_final and torchrun_will_restart() else self.result[0]
 
     def __enter__(self) -> "TrainingJob":
-        ranks, rehearses = self.ranks, self.config.train.dry_run
-        self._log = contextlib.nullcontext() if rehearses else rank_log(self.folder, ranks)
+        ranks = self.ranks
+        self._mesh = Mesh.single_process()
+        if self.config.train.dry_run:  # its ranks do not communicate
+            self._log = contextlib.nullcontext()
+        else:
+            self._log = rank_log(self.folder, ranks)
+            self._mesh = replace(self._mesh, world=Axis("world", ranks.world_size, ranks.rank, ABSTRACT))
         self._log.__enter__()
-        alone = Mesh.single_process()  # also in a dry run, whose rank meets no others
-        self._mesh = alone if rehearses else replace(alone, world=Axis("world", ranks.world_size, ranks.rank, ABSTRACT))
-        self.watchdog = Watchdog(self._mesh, self.folder, Timers(), self._startup.total_seconds(), ranks.shared_dir)
+        self.watchdog = Watchdog(
+            self._mesh, self.folder, Timers(), self._startup_timeout.total_seconds(), ranks.shared_dir
+        )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        refused = error is not None  # `training` has handled later ones
+        failed = error is not None  # before training; `trainer` has handled later errors
         try:
-            if refused:
-                code, reason = self.result = report_failure(error, self.ranks, dog=self.watchdog)
-                writes = self.ranks.rank == 0 or code is ExitCode.HANG  # in a hang rank 0 may not get here
-                if writes and not self.config.train.dry_run:
+            if failed:
+                code, reason = self.result = report_failure(error, self.ranks, watchdog=self.watchdog)
+                writes_status = self.ranks.rank == 0 or code is ExitCode.HANG  # in a hang rank 0 may not reach this
+                if writes_status and not self.config.train.dry_run:
                     write_status(self.folder, code.outcome, self.config, reason, resumes=self.ranks.is_restart)
                 if code in EXIT_IMMEDIATELY:
                     end_at_once(int(code))
         finally:
             self.watchdog.close()
             self._log.__exit__(None, None, None)
-        return refused
+        return failed
 
     def preflight(self) -> tuple[RunPlan, DatasetBundle]:
-        """What will run, on which data; raises all errors that can be found before ranks meet."""
+        """Complete and check the configuration, and return the plan and the open datasets.
+
+        Raises all errors that can be found before ranks communicate.
+        """
         is_first = self.ranks.rank == 0
-        self.config = complete_config(asked := self.config, print_err if is_first else lambda _: None)
+        command_config = self.config
+        self.config = complete_config(command_config, print_err if is_first else lambda _: None)
         if is_first and not self.ranks.is_restart:
-            for note in preflight.effects_of_source(asked, self.config):
+            for note in preflight.effects_of_source(command_config, self.config):
                 print_err(f"note: {note}")
         return preflight.preflight(self.config, self.ranks)
 
     def print_plan(self, plan: RunPlan, sources: DatasetBundle) -> int:
-        """A dry run: rank 0 prints what would run. Raises CheckpointError where the run could not save on this machine,
-        unless it is that of another one."""
+        """Print on rank 0 what a dry run would run, and return the exit code.
+
+        Raises:
+            CheckpointError: if the run could not save on this machine, unless --dry-run-rank plans for another one.
+        """
         if self.ranks.rank == 0:
             try:
                 preflight.check_save_of_dry_run(self.config)
@@ -177,67 +226,76 @@ class TrainingJob:
 
     @contextlib.contextmanager
     def join_process_group(self, plan: RunPlan, sources: DatasetBundle) -> Iterator[torch.device]:
-        """The process group of all ranks, whose program, options and data are compared; yields this rank's device."""
-        p, ranks, startup = self.config.parallel, self.ranks, self._startup
-        device = preflight.choose_device(p.device)
-        preflight.check_machine(plan, device, ranks)
+        """Join the process group of all ranks and compare their program, options and data; yields this rank's device.
+
+        Checks the machine first.
+        """
+        ranks, timeout = self.ranks, self._startup_timeout
+        backend = self.config.parallel.distributed_backend
+        device_type = preflight.choose_device(self.config.parallel.device)
+        preflight.check_machine(plan, device_type, ranks)
         preflight.check_save_writable(self.config, ranks)
-        self.warnings += preflight.thread_oversubscription_warning(device, ranks)
+        self.warnings += preflight.thread_oversubscription_warning(device_type, ranks)
         if self.config.train.deterministic_mode:
             torch.use_deterministic_algorithms(True)
-        if device == "cpu":
+        if device_type == "cpu":
             keep_freed_heap()
-        self.watchdog.set_activity("meeting", 0)
-        with process_group(ranks, device=device, backend=p.distributed_backend, startup_timeout=startup) as own_device:
-            self.watchdog.attach(replace(self._mesh, world=world_axis()), startup.total_seconds())
+        self.watchdog.set_activity("rendezvous", 0)
+        with process_group(ranks, device=device_type, backend=backend, startup_timeout=timeout) as device:
+            self.watchdog.attach(replace(self._mesh, world=world_axis()), timeout.total_seconds())
             self.watchdog.set_activity("start-up", 0)
             inject_fault("init", ranks.rank, 0)
-            # before groups are made, which options that differ would make differently
-            self.hosts, unlike = check_ranks_match(plan.config, sources.ledger, self.watchdog.mesh.world, own_device)
-            self.warnings += unlike
-            yield own_device
+            # Compare before other groups are created: ranks with different options would create different ones.
+            self.hosts, mismatches = check_ranks_match(plan.config, sources.ledger, self.watchdog.mesh.world, device)
+            self.warnings += mismatches
+            yield device
 
     @contextlib.contextmanager
     def trainer(self, run: Run, plan: RunPlan, sources: DatasetBundle) -> Iterator[Trainer]:
-        """Load before the steps, export after; in any case report the end, and leave it in the run directory."""
-        config, t, ranks, begun = plan.config, plan.config.train, self.ranks, False
+        """Load the initial state and yield the trainer; export the model after the last step.
+
+        Always reports how the run ended and writes it into the run directory.
+        """
+        config, train, ranks = plan.config, plan.config.train, self.ranks
+        training_started = False
         watch = Monitors(
-            config, run, self.folder, PhaseTimer(run.mesh, self.watchdog.started), self.hosts, self.watchdog
+            config, run, self.folder, TimeBreakdown(run.mesh, self.watchdog.started), self.hosts, self.watchdog
         )
         check_collectives(run.mesh)
-        if t.skip_train:
+        if train.skip_train:
             config = replace(config, checkpoint=replace(config.checkpoint, save=None))
         saver = open_saver(run, config)  # before anything is written: another run may have the directory
-        heart = Heartbeat(self.folder, run, config, self.watchdog, ranks.is_restart)
+        heartbeat = Heartbeat(self.folder, run, config, self.watchdog, ranks.is_restart)
         report: MetricsLogger = NullLogger()
-        account: RunReport | None = None
+        run_report: RunReport | None = None
         self.result = ExitCode.CRASH, ""
         try:
-            loaded, notes = load_initial_state(run, config, ranks.is_restart)
-            if t.skip_train:
+            loaded, load_notes = load_initial_state(run, config, ranks.is_restart)
+            if train.skip_train:
                 run.last_step = run.state.step
-            saved, of_branch = start_saving_from(run, config, saver, loaded)
+            saved_step, saver_notes = start_saving_from(run, config, saver, loaded)
             if ranks.rank == 0:
                 warnings = [*self.warnings, *preflight.not_shared(run.mesh)]
                 report = preflight.open_metrics_logger(plan, config, run, sources, self.folder, ranks, warnings)
-                heart.begin()
-                about = report.try_write("events.jsonl", plan_as_json, plan, sources, self.hosts, run.mesh.device)
-                account = RunReport(
-                    self.folder, run, watch.phases, report.speed.flops_per_token, config, plan, about or {}, ranks
+                heartbeat.begin()
+                run_info = report.try_write("events.jsonl", plan_as_json, plan, sources, self.hosts, run.mesh.device)
+                run_report = RunReport(
+                    self.folder, run, watch.phases, report.speed.flops_per_token, config, plan, run_info or {}, ranks
                 )
                 if loaded is not None:
                     report.info(load_message(run, config, loaded))
-                for note in [*notes, *of_branch, *preflight.long_evaluation_note(run, t)]:
+                for note in [*load_notes, *saver_notes, *preflight.long_evaluation_note(run, train)]:
                     report.info(f"note: {note}")
             preflight.finish_startup(run, config, report)
             inject_fault("init.ready", ranks.rank, 0)
             self._wait_for_all(run)
-            watch.begin, begun, self.stop.training_started = time.monotonic(), True, True
+            watch.begin = time.monotonic()
+            training_started = self.stop.training_started = True
             watch.phases.end_startup()
-            training = Trainer(run, config, self.folder, report, self.stop, saver, saved, watch)
+            trainer = Trainer(run, config, self.folder, report, self.stop, saver, saved_step, watch)
             with watch.collector.running(), contextlib.closing(watch.profiler):
-                yield training
-            self.result = training.finish()
+                yield trainer
+            self.result = trainer.finish()
             watch.phases.average_over_ranks()
             report.megatron_timestamp(
                 lines.megatron_end(self.result[1], run.state.step, (time.monotonic() - watch.begin) / 60)
@@ -247,45 +305,48 @@ class TrainingJob:
         except SetupError as error:
             self.result = ExitCode.USAGE, str(error)
             raise
-        except BaseException as error:  # also SystemExit, and what else a plugin may raise
+        except BaseException as error:  # includes SystemExit, which a plugin may raise
             try:
-                self.result = report_failure(error, ranks, run, begun, self.watchdog)
-            except KeyboardInterrupt as asked:  # this rank's signal came while it handled a lost rank that had one
-                self.result = report_failure(asked, ranks, run, begun, self.watchdog)
+                self.result = report_failure(error, ranks, run, training_started, self.watchdog)
+            except KeyboardInterrupt as interrupt:
+                # Another rank ended by a signal, and this rank's own signal came while it handled the loss.
+                self.result = report_failure(interrupt, ranks, run, training_started, self.watchdog)
         finally:
-            heart.close()
-            self._conclude(run, config, saver, report, account, watch)
+            heartbeat.close()
+            self._finish(run, config, saver, report, run_report, watch)
         if self.result[0] in EXIT_IMMEDIATELY_IN_GROUP:
             sys.stdout.flush()
             end_at_once(int(self.result[0]))
 
     def _wait_for_all(self, run: Run) -> None:
-        """Wait for rank 0, which alone has planned, measured and described the run, and from then on limit collectives
-        by the time-out of steps; collective."""
-        limit = step_timeout(self.config)
-        all_reduce_(torch.zeros(1, device=run.mesh.device), run.mesh.start)
-        run.mesh.set_timeout(limit)
-        self.watchdog.attach(run.mesh, limit.total_seconds())
+        """Wait for all ranks, then set the timeout of collectives from the start-up's to that for steps; collective.
 
-    def _conclude(
+        Rank 0 comes last, because it alone plans, measures and describes the run.
+        """
+        timeout = step_timeout(self.config)
+        all_reduce_(torch.zeros(1, device=run.mesh.device), run.mesh.start)
+        run.mesh.set_timeout(timeout)
+        self.watchdog.attach(run.mesh, timeout.total_seconds())
+
+    def _finish(
         self,
         run: Run,
         config: Config,
         saver: CheckpointSaver | None,
         report: MetricsLogger,
-        account: RunReport | None,
+        run_report: RunReport | None,
         watch: Monitors,
     ) -> None:
-        """Close what is open, and report how the run ended."""
+        """Close everything that is open, and report how the run ended."""
         outcome, reason = self.result
         self.watchdog.close()
         run.close()
-        if saver is not None and (lost := saver.close(wait=outcome not in NO_WAIT)):
-            reason += f"; {lost}"
-        if account is not None:
+        if saver is not None and (lost_save := saver.close(wait=outcome not in NO_WAIT)):
+            reason += f"; {lost_save}"
+        if run_report is not None:
             for line in saver.pop_messages() if saver is not None else []:
                 report.info(line)
-            costs = report.try_write("report.json", account.close, outcome, saver)
+            report_rows = report.try_write("report.json", run_report.close, outcome, saver)
             rows = {
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
                 "steps": f"{run.state.step:,} of {run.last_step:,}",
@@ -295,12 +356,19 @@ class TrainingJob:
             }
             if outcome not in (ExitCode.DONE, ExitCode.USAGE, ExitCode.PREFLIGHT):
                 rows["to resume"] = to_resume(config)
-            report.summary(rows | (costs or {}))
+            report.summary(rows | (report_rows or {}))
             report.close()
-        if not run.mesh.world.is_first and outcome is not ExitCode.HANG:  # in a hang rank 0 may not get here
+        if not run.mesh.world.is_first and outcome is not ExitCode.HANG:  # in a hang rank 0 may not reach this
             return
         if outcome is ExitCode.INTERRUPTED:
-            where = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)[1]}"
-            print_err(f"pretrain_gpt.py: {where}; to resume: {to_resume(config)}")
-        steps = {"step": run.state.step, "tokens": run.state.consumed_tokens}
-        write_status(self.folder, outcome.outcome, config, reason, resumes=self.ranks.is_restart, **steps)
+            progress = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)[1]}"
+            print_err(f"pretrain_gpt.py: {progress}; to resume: {to_resume(config)}")
+        write_status(
+            self.folder,
+            outcome.outcome,
+            config,
+            reason,
+            step=run.state.step,
+            tokens=run.state.consumed_tokens,
+            resumes=self.ranks.is_restart,
+        )

@@ -1,5 +1,8 @@
-"""A run before its first step: contradictions of options, data, machine and directory are found before a process group
-exists; then the log is opened, the run described, and its blocks compiled."""
+"""The phases of a run before its first step.
+
+Options, data, machine and directories are checked before there is a process group. Later the log is opened, the run is
+described, and its blocks are compiled.
+"""
 
 import shutil
 import tempfile
@@ -53,13 +56,18 @@ from megalite.training.state import Run
 
 
 def preflight(config: Config, ranks: RankInfo) -> tuple[RunPlan, DatasetBundle]:
-    """Open the data and arrange the run. Raises SetupError or DataError with all problems at once."""
-    t = config.train
+    """Check the configuration, open the data and plan the run.
+
+    Raises:
+        SetupError: with all problems of the configuration.
+        DataError: if the data cannot be used.
+    """
+    train = config.train
     if problems := [*find_problems(config, ranks.world_size, complete=True), *export_problems(config)]:
         raise SetupError("\n".join(problems))
     try:
-        data = without_data_files(config.data) if t.dry_run_rank is not None else config.data
-        sources = build_datasets(data, config.model.seq_length, t.seed, t.eval_iters)
+        data = without_data_files(config.data) if train.dry_run_rank is not None else config.data
+        sources = build_datasets(data, config.model.seq_length, train.seed, train.eval_iters)
         return make_run_plan(config, ranks.world_size, sources.vocab_size), sources
     except DataError:
         raise
@@ -67,23 +75,36 @@ def preflight(config: Config, ranks: RankInfo) -> tuple[RunPlan, DatasetBundle]:
         raise SetupError(error_location(error) + str(error)) from None
 
 
-def effects_of_source(asked: Config, config: Config) -> list[Problem]:
-    """What is to be said of the options of `asked` that do nothing, now that --use-checkpoint-args has added those of
-    the checkpoint, in `config`."""
-    said = find_ineffective(asked)
-    return [note for note in find_ineffective(config, complete=True) if note not in said and note.mentions(asked.given)]
+def effects_of_source(command_config: Config, config: Config) -> list[Problem]:
+    """Return notes about given options that have no effect with the options of the checkpoint.
+
+    Args:
+        command_config: The configuration of the command alone, whose notes have been printed already.
+        config: The same, completed by --use-checkpoint-args.
+    """
+    printed = find_ineffective(command_config)
+    return [
+        note
+        for note in find_ineffective(config, complete=True)
+        if note not in printed and note.mentions(command_config.given)
+    ]
 
 
-def choose_device(wanted: str) -> str:
-    if wanted == "auto":
+def choose_device(requested: str) -> str:
+    """Return the device type for --device, cuda or cpu.
+
+    Raises:
+        SetupError: if CUDA is requested but not available.
+    """
+    if requested == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise SetupError("device=cuda but torch sees no card; use --device cpu")
-    return wanted
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise SetupError("device=cuda but torch sees no GPU; use --device cpu")
+    return requested
 
 
 def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
-    """Raises SetupError or LaunchError for what this machine cannot do."""
+    """Raise SetupError or LaunchError if this machine cannot run the plan: backend, kernels, memory, offload disk."""
     config = plan.config
     if device == "cpu" and config.parallel.distributed_backend == "nccl":
         raise SetupError("distributed_backend=nccl needs CUDA devices and there is none; use gloo")
@@ -98,73 +119,90 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
         raise LaunchError(str(error)) from None
     except (KernelError, CompileError) as error:
         raise SetupError(str(error)) from None
-    needs, host = plan.model_states[plan.fullest_rank].total, max(host_bytes(plan))
+    state = plan.model_states[plan.fullest_rank]
+    required_host_bytes = max(host_bytes(plan))
     if config.optim.offload_fraction and config.optim.optimizer_offload_dir is not None:
-        _check_folder(config.optim.optimizer_offload_dir, max(held.disk_bytes for held in plan.model_states), ranks)
-    there = total_memory(torch.device("cpu")) / ranks.local_world_size
+        required_disk_bytes = max(rank_state.disk_bytes for rank_state in plan.model_states)
+        _check_offload_dir(config.optim.optimizer_offload_dir, required_disk_bytes, ranks)
+    memory_per_rank = total_memory(torch.device("cpu")) / ranks.local_world_size
     if device == "cpu":
-        needs, has, what = needs + plan.model_states[plan.fullest_rank].host_bytes, there, "the memory"
-    elif host > there:
-        has = f"{host / 2**30:.1f} GiB of host memory per rank, and there are {there / 2**30:.1f} GiB"
-        options = {"optimizer_offload_fraction": config.optim.offload_fraction}
-        options["cpu_offloading_num_layers"] = config.train.cpu_offloading_num_layers
-        given = " and ".join(f"{name}={value:g}" for name, value in options.items() if value)
-        raise LaunchError(f"{given}: {has}; offload less{', or to a disk' * (config.optim.offload_fraction > 0)}")
-    else:
-        has, what = total_memory(cuda_device(ranks)), "the card's memory"
-    if needs > has:
-        where = f" on pipeline rank {plan.fullest_rank}" if plan.pp > 1 else ""
+        required = state.total + state.host_bytes
+        available, memory_name = memory_per_rank, "the memory"
+    elif required_host_bytes > memory_per_rank:
+        offload_options = {
+            "optimizer_offload_fraction": config.optim.offload_fraction,
+            "cpu_offloading_num_layers": config.train.cpu_offloading_num_layers,
+        }
+        given = " and ".join(f"{name}={value:g}" for name, value in offload_options.items() if value)
+        remedy = "offload less, or to a disk" if config.optim.offload_fraction > 0 else "offload less"
         raise LaunchError(
-            f"weights and optimizer alone take {needs / 2**30:.1f} GiB per rank{where}, {what} is {has / 2**30:.1f} "
-            "GiB: use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
+            f"{given}: {required_host_bytes / 2**30:.1f} GiB of host memory per rank, "
+            f"and there are {memory_per_rank / 2**30:.1f} GiB; {remedy}"
+        )
+    else:
+        required = state.total
+        available, memory_name = total_memory(cuda_device(ranks)), "the GPU's memory"
+    if required > available:
+        pipeline_rank = f" on pipeline rank {plan.fullest_rank}" if plan.pp > 1 else ""
+        raise LaunchError(
+            f"weights and optimizer alone take {required / 2**30:.1f} GiB per rank{pipeline_rank}, "
+            f"{memory_name} is {available / 2**30:.1f} GiB: "
+            "use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
         )
 
 
-def _check_folder(folder: str, needs: int, ranks: RankInfo) -> None:
+def _check_offload_dir(folder: str, required_bytes: int, ranks: RankInfo) -> None:
+    """Raise LaunchError if the directory is not writable, or its disk has less than `required_bytes` per local rank."""
     try:
-        has = shutil.disk_usage(folder).free / ranks.local_world_size
+        free = shutil.disk_usage(folder).free / ranks.local_world_size
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        text = f"optimizer_offload_dir={folder!r}: {error.strerror}; name a folder of a disk of each machine"
-        raise LaunchError(text) from None
-    if needs > has:
-        takes = f"{needs / 2**30:.3g} GiB per rank, and {has / 2**30:.3g} GiB are free"
-        raise LaunchError(f"optimizer_offload_dir={folder!r} is to hold {takes}: use another disk, or more machines")
+        message = f"optimizer_offload_dir={folder!r}: {error.strerror}; name a directory on a disk of each machine"
+        raise LaunchError(message) from None
+    if required_bytes > free:
+        sizes = f"{required_bytes / 2**30:.3g} GiB per rank, and {free / 2**30:.3g} GiB are free"
+        raise LaunchError(f"optimizer_offload_dir={folder!r} is to hold {sizes}: use another disk, or more machines")
 
 
 def thread_oversubscription_warning(device: str, ranks: RankInfo) -> list[str]:
-    """A warning where ranks on a CPU have more threads than there are cores: these wait for each other busily."""
-    threads, n = torch.get_num_threads(), cpu_count()
-    if device != "cpu" or threads == 1 or threads * ranks.local_world_size <= n:
+    """Return a warning if ranks on a CPU have more threads than there are cores, so that they wait for each other."""
+    threads, cores = torch.get_num_threads(), cpu_count()
+    if device != "cpu" or threads == 1 or threads * ranks.local_world_size <= cores:
         return []
-    of = f"{ranks.local_world_size} ranks x {threads} threads" if ranks.local_world_size > 1 else f"{threads} threads"
-    fewer = max(1, n // ranks.local_world_size)
-    return [f"{of} on {n} core{'s' * (n > 1)} are many times slower than one per core: set OMP_NUM_THREADS={fewer}"]
+    total = f"{threads} threads"
+    if ranks.local_world_size > 1:
+        total = f"{ranks.local_world_size} ranks x {threads} threads"
+    on_cores = f"{cores} core{'s' * (cores > 1)}"
+    suggestion = max(1, cores // ranks.local_world_size)
+    return [f"{total} on {on_cores} are many times slower than one per core: set OMP_NUM_THREADS={suggestion}"]
 
 
 def not_shared(mesh: Mesh) -> list[str]:
-    """A warning where ranks of one machine were to share memory, and cannot."""
+    """Return a warning if ranks of one machine should communicate by shared memory, and cannot."""
     if not mesh.not_shared:
         return []
-    slower = "ranks of one machine exchange through gloo, which is slower"
+    effect = "ranks of one machine exchange through gloo, which is slower"
     remedy = f"make room there, {SLOTS * SLOT_BYTES >> 20} MiB for each rank of a group, or give --no-shared-memory"
-    return [f"{SHM_DIR}: {mesh.not_shared}: {slower}; {remedy}"]
+    return [f"{SHM_DIR}: {mesh.not_shared}: {effect}; {remedy}"]
 
 
 def check_save_writable(config: Config, ranks: RankInfo) -> None:
-    """Try to write to --save, on one rank of each machine. Raises CheckpointError."""
-    c = config.checkpoint
-    place = parse_location(c.save_local or c.save or ".")
-    if c.save is not None and not config.train.skip_train and isinstance(place, Path) and ranks.local_rank == 0:
-        storage_of(place).check_writable(place, ranks.rank)
+    """Try to write to --save, on one rank of each machine; raises CheckpointError if that fails."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or config.train.skip_train or ranks.local_rank != 0:
+        return
+    location = parse_location(checkpoint.save_local or checkpoint.save)
+    if isinstance(location, Path):
+        storage_of(location).check_writable(location, ranks.rank)
 
 
 def check_save_of_dry_run(config: Config) -> None:
-    """Check that --save and --save-local could be written, and create nothing. Raises CheckpointError."""
+    """Check that --save and --save-local could be written, without creating anything; raises CheckpointError if not."""
     for root in [] if config.train.skip_train else checkpoint_dirs(config):
-        if isinstance(place := parse_location(root), Path):
-            LocalStorage().check_can_create(place)
+        location = parse_location(root)
+        if isinstance(location, Path):
+            LocalStorage().check_can_create(location)
 
 
 def open_metrics_logger(
@@ -176,19 +214,25 @@ def open_metrics_logger(
     ranks: RankInfo,
     warnings: Sequence[str],
 ) -> MetricsLogger:
+    """Open the logs of rank 0 and write the description of the run, warnings and notes.
+
+    Rows of metrics.jsonl after the current step, from an earlier process, are dropped.
+    """
     log = replace(config.log, log_style=effective_log_style(config))
     peak = find_peak(run.mesh.device, plan.dtype, log.peak_tflops, ranks.local_world_size)
     speed = Speed(flops_per_token(config.model, plan.padded_vocab), ranks.world_size, peak.tflops, peak.too_low)
     save = config.checkpoint.save
     progress = None
     if log.log_progress and save is not None:
-        where = folder if is_url(save) else Path(save)
-        progress = ProgressLog(where, ranks.world_size, speed.flops_per_token, run.state.consumed_tokens)
+        progress_dir = folder if is_url(save) else Path(save)
+        progress = ProgressLog(progress_dir, ranks.world_size, speed.flops_per_token, run.state.consumed_tokens)
     report = MetricsLogger(folder, speed, log, wandb_config=non_default_options(config), progress=progress)
     report.try_write(str(folder), lambda: folder.mkdir(parents=True, exist_ok=True))
-    rows, validated = folder / "metrics.jsonl", run.state.step < run.last_step
-    report.try_write(str(rows), truncate_metrics_after, rows, run.state.step, validated)
-    report.try_write(str(folder / "run_config.toml"), write_atomically, folder / "run_config.toml", dump_config(config))
+    metrics_path, config_path = folder / "metrics.jsonl", folder / "run_config.toml"
+    # A run that resumes at its last step repeats the final evaluations.
+    keep_evaluations = run.state.step < run.last_step
+    report.try_write(str(metrics_path), truncate_metrics_after, metrics_path, run.state.step, keep_evaluations)
+    report.try_write(str(config_path), write_atomically, config_path, dump_config(config))
     if progress is not None:
         report.try_write(str(progress.path), progress.starting)
     if report.megatron:
@@ -199,68 +243,78 @@ def open_metrics_logger(
         report.warning(warning)
     for note in sources.notes:
         report.info(f"note: {note}")
-    cuda = run.mesh.device.type == "cuda"
-    names = (*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()))
-    set_ = environment.format_set_variables([*(names if cuda else ()), *environment.OVERRIDES.values(), FAULT_VARIABLE])
-    if set_ or cuda:
-        report.info(f"environment: {set_}")
+    is_cuda = run.mesh.device.type == "cuda"
+    names = [*environment.OVERRIDES.values(), FAULT_VARIABLE]
+    if is_cuda:
+        names = [*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()), *names]
+    variables = environment.format_set_variables(names)
+    if variables or is_cuda:
+        report.info(f"environment: {variables}")
     return report
 
 
 def finish_startup(run: Run, config: Config, report: MetricsLogger) -> None:
-    """Between the building of a run and its first step. Collective with --compile."""
-    if (
-        effective_log_style(config) == "megatron" and run.mesh.dp.is_first
-    ):  # Megatron-LM's line of each model-parallel rank
+    """Log Megatron-LM's start-up lines and compile the blocks, before the first step; collective with --compile."""
+    if effective_log_style(config) == "megatron" and run.mesh.dp.is_first:  # a line of each model-parallel rank
         number = sum(entry.numel for entry in run.buffer.layout.entries)
         line = lines.megatron_text("parameters", tp=run.mesh.tp.rank, pp=run.mesh.pp.rank, number=number)
-        report.info(line) if run.mesh.world.is_first else print_out(line)
+        if run.mesh.world.is_first:
+            report.info(line)
+        else:
+            print_out(line)
     report.megatron_timestamp("after model, optimizer, and learning rate scheduler are built")
     report.megatron_timestamp("after dataloaders are built")
-    if config.train.compile:  # before the first step, so that no step's time has the compiler in it
+    if config.train.compile:  # before the first step, so that the time of no step includes compilation
         seconds = torch.tensor(compile_warmup(run, config), device=run.mesh.device)
-        slowest = float(all_reduce_(seconds, run.mesh.world, dist.ReduceOp.MAX))  # waits until every rank has compiled
-        report.info(f"compiled in {slowest:.1f} s")
+        max_seconds = all_reduce_(seconds, run.mesh.world, dist.ReduceOp.MAX)  # waits until every rank has compiled
+        report.info(f"compiled in {float(max_seconds):.1f} s")
     if report.megatron:
         report.info("done with setup ...\ntraining ...")
         report.megatron_timestamp("before the start of training step")
 
 
-def long_evaluation_note(run: Run, t: TrainConfig) -> list[str]:
-    """A note where evaluations take longer than the training: forward is about a third of a step."""
+def long_evaluation_note(run: Run, train: TrainConfig) -> list[str]:
+    """Return a note if evaluations take longer than the training, given that a forward is about a third of a step."""
     steps = run.last_step - run.state.step
-    times = 1 + (steps - 1) // t.eval_interval if t.eval_interval else 1
-    batches = t.eval_iters * (times * len(run.valid_loaders) + len(run.test_loaders))
+    evaluations = 1 + (steps - 1) // train.eval_interval if train.eval_interval else 1
+    batches = train.eval_iters * (evaluations * len(run.valid_loaders) + len(run.test_loaders))
     if not 0 < 3 * steps < batches:
         return []
-    remedy = "fewer --eval-iters may do, 0 evaluates nothing"
-    return [f"eval_iters={t.eval_iters}: {batches:,} batches are evaluated for {steps:,} steps of training; {remedy}"]
+    return [
+        f"eval_iters={train.eval_iters}: {batches:,} batches are evaluated for {steps:,} steps of training; "
+        "fewer --eval-iters may do, 0 evaluates nothing"
+    ]
 
 
 def compile_warmup(run: Run, config: Config) -> float:
-    """Compile by one block's forward and backward on a micro-batch of the run's shape; gradients are dropped. Seconds.
+    """Compile by running a block's forward and backward on a micro-batch of the run's shape; returns the seconds.
 
-    All blocks share the compiled code (models/torch_compile.py). Collective over tp and, where weights come and go, over
-    data; a rank without blocks does nothing, nor do its peers. The first evaluation compiles what it alone needs.
+    All blocks share the compiled code (models/torch_compile.py), and the gradients are dropped. Collective over tp and,
+    if weights are resharded, over data parallelism; a rank without blocks does nothing, and neither do its peers. Code
+    that only evaluations need is compiled at the first evaluation.
     """
-    begin = time.perf_counter()
-    stages = [(n, s) for n, s in enumerate(run.pipeline.stages) if isinstance(s, Stage) and len(s.blocks)]
+    start = time.perf_counter()
+    stages = [
+        (chunk, stage)
+        for chunk, stage in enumerate(run.pipeline.stages)
+        if isinstance(stage, Stage) and len(stage.blocks)
+    ]
     if not stages:
         return 0.0
     chunk, stage = stages[0]
-    t, d, S = config.train, config.data, run.seq_length
-    B = t.micro_batch_size
+    data = config.data
+    B, S = config.train.micro_batch_size, run.seq_length
     zeros = np.zeros((B, S + 1), dtype=np.int64)
-    first = np.zeros((B, S), np.int32) if d.reset_position_ids or d.reset_attention_mask else None
-    micro = MicroBatch(zeros, np.arange(B, dtype=np.int64), None, first)
-    host = to_host_batch(micro, pin=False, **host_batch_options(config, run.mesh))
-    where = stage.with_rope(to_device(host, run.mesh.device, step=1))
+    document_start = np.zeros((B, S), np.int32) if data.reset_position_ids or data.reset_attention_mask else None
+    micro = MicroBatch(zeros, np.arange(B, dtype=np.int64), None, document_start)
+    host_batch = to_host_batch(micro, pin=False, **host_batch_options(config, run.mesh))
+    batch = stage.with_rope(to_device(host_batch, run.mesh.device, step=1))
     block = stage.blocks[0]
     assert isinstance(block, Block)
-    shape, kind = (len(host.tokens_SB) // run.mesh.tp.size, B, run.pipeline.width), run.pipeline.dtype
-    x_sBD = torch.zeros(shape, dtype=kind, device=run.mesh.device, requires_grad=True)
+    shape = (len(host_batch.tokens_SB) // run.mesh.tp.size, B, run.pipeline.hidden_size)
+    x_sBD = torch.zeros(shape, dtype=run.pipeline.dtype, device=run.mesh.device, requires_grad=True)
     with environment.safe_path():  # inductor starts `python -c` to find out which vector instructions work
-        y_sBD = stage.run_unit(block, x_sBD, where)
+        y_sBD = stage.run_unit(block, x_sBD, batch)
         torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
-    run.buffer.reshard(chunk)  # no node of a parameter has said that backward is through with it
-    return time.perf_counter() - begin
+    run.buffer.reshard(chunk)  # explicitly, because no gradient of a parameter has triggered it
+    return time.perf_counter() - start

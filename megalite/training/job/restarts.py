@@ -1,8 +1,8 @@
-"""The launcher's part of a run: one run per run directory, and restarts after the death of a rank.
+"""The launcher's part of a run: one run per run directory, and restarts after a rank has died.
 
-All ranks are started again, and continue from the newest checkpoint of --save, at most --max-restarts times in an hour.
-A run that dies a few times in a row without a new checkpoint is given up. A restart that is refused (a full disk, a
-mount that is gone) is tried again later.
+All ranks are restarted and resume from the newest checkpoint of --save, at most --max-restarts times in an hour. After
+a few failures in a row without a new checkpoint there is no further restart. A restart that fails in preflight (a full
+disk, a missing mount) is retried later.
 """
 
 import contextlib
@@ -32,17 +32,14 @@ from megalite.training.logging.run_dir import (
 )
 
 WINDOW_S = 3600.0
-MAX_RESTARTS_WITHOUT_PROGRESS = 3  # ends in a row without a new checkpoint
-FIRST_WAIT_S, LONGEST_WAIT_S, POLL_S = 15.0, 900.0, 0.5  # after a refused restart; doubled each time
-ORDERLY_ENDS = (
-    ExitCode.DONE,
-    ExitCode.USAGE,
-    ExitCode.PREFLIGHT,
-    ExitCode.REQUEUE,
-    ExitCode.INTERRUPTED,
-)  # explained, or not begun
+MAX_RESTARTS_WITHOUT_PROGRESS = 3  # failures in a row without a new checkpoint
+FIRST_WAIT_S = 15.0  # before the retry of a restart that failed in preflight; doubled each time
+MAX_WAIT_S = 900.0
+POLL_S = 0.5
+# Ends that the run has explained itself, and ends before the first step.
+ORDERLY_ENDS = (ExitCode.DONE, ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 STARTUP_FAILURES = (ExitCode.USAGE.outcome, ExitCode.PREFLIGHT.outcome)
-# the same command would end the same way, or was meant to end; RERUN needs another machine
+# Ends that a restart would repeat, or that were intended; RERUN needs another machine.
 NO_RESTART_CODES = (
     ExitCode.DONE,
     ExitCode.USAGE,
@@ -56,92 +53,124 @@ NO_RESTART_CODES = (
 
 @contextlib.contextmanager
 def lock_run_dir(config: Config) -> Iterator[bool]:
-    """Lock the run directory; False where that is impossible, which ends no training. A directory made for a run that
-    is then refused is removed. Raises CheckpointError where another run has the lock."""
-    folder, lock = run_dir(config), None
-    fresh = not folder.exists()
+    """Lock the run directory and yield True, or False with a warning if its file system prevents that.
+
+    A directory that was created here is removed if the run fails at start-up.
+
+    Raises:
+        CheckpointError: if another run has the lock.
+    """
+    folder = run_dir(config)
+    lock = None
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = DirectoryLock(folder, RUN_LOCK, "run_dir", "give another --run-dir")
     except OSError as error:
-        where = error.filename or folder
-        print_err(f"WARNING: {where}: {error.strerror}; nothing keeps a second run from writing there")
+        path = error.filename or folder
+        print_err(f"WARNING: {path}: {error.strerror}; nothing keeps a second run from writing there")
     try:
         yield lock is not None
     finally:
         if lock is not None:
             lock.close()
             with contextlib.suppress(OSError):
-                alone = fresh and {path.name for path in folder.iterdir()} <= {RUN_LOCK, "status.json", RANK_LOG_DIR}
-                if alone and read_status(folder).get("outcome") in STARTUP_FAILURES:
+                names = {path.name for path in folder.iterdir()}
+                is_unused = is_new and names <= {RUN_LOCK, "status.json", RANK_LOG_DIR}
+                if is_unused and read_status(folder).get("outcome") in STARTUP_FAILURES:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
 class RestartPolicy:
-    """Decides at each end of a run's ranks whether they are started again."""
+    """The decision, each time all ranks of a run have ended, whether to restart them."""
 
     def __init__(self, config: Config):
-        self._config, self._folder = config, run_dir(config)
-        self._most, self._roots = config.operations.max_restarts, checkpoint_dirs(config)
-        self._events, self._began, self._times = EventLog(self._folder), time.time(), list[float]()
-        self._at_first = self._newest = self._saved()
-        self._fruitless, self._refused, self._again = 0, 0, False
+        self._config = config
+        self._folder = run_dir(config)
+        self._max_restarts = config.operations.max_restarts
+        self._checkpoint_dirs = checkpoint_dirs(config)
+        self._events = EventLog(self._folder)
+        self._started = time.time()  # of the current ranks
+        self._restart_times = list[float]()  # within the last WINDOW_S
+        self._initial_checkpoints = self._newest_checkpoints = self._find_checkpoints()
+        self._ends_without_progress = 0  # in a row
+        self._failed_restarts = 0  # in preflight, in a row
+        self._is_restart = False
 
-    def _saved(self) -> dict[str, object]:
-        """By directory: the newest checkpoint and, unless the directory is a URL, the time of its completion."""
+    def _find_checkpoints(self) -> dict[str, object]:
+        """Return the newest checkpoint of each directory, with its completion time unless the directory is a URL."""
         newest: dict[str, object] = {}
-        for root in self._roots if self._most else []:
+        for root in self._checkpoint_dirs if self._max_restarts else []:
             try:
-                newest[root] = step = max(steps_in(root), default=None)
+                step = max(steps_in(root), default=None)
+                newest[root] = step
                 if step is not None and not is_url(root):
                     newest[root] = step, Path(str(checkpoint_dir(root, step)), "COMPLETE").stat().st_mtime_ns
-            except (OSError, CheckpointError):  # a store that does not answer, or a checkpoint that was just deleted
-                newest[root] = object()  # equal to nothing, so that the ranks will look
+            except (OSError, CheckpointError):  # a storage that does not answer, or a checkpoint that was just deleted
+                newest[root] = object()  # unequal to everything, which counts as a new checkpoint
         return newest
 
-    def _report(self, end: LaunchResult, silent: Mapping[str, Any] | None) -> None:
-        """Record how a run ended that is not started again. `silent`: its status, where rank 0 could not report it."""
+    def _report(self, end: LaunchResult, status: Mapping[str, Any] | None) -> None:
+        """Record how a run ended that is not restarted.
+
+        Args:
+            status: The run's status if rank 0 could not report it, otherwise None.
+        """
         if end.code not in ORDERLY_ENDS and not end.signals:
             self._events.add("failed", cause=end.cause, code=end.code)
-            if silent is not None:
-                where = f"{end.cause} at step {silent['step']}; checkpoint: {newest_checkpoint(self._config)[1]}"
-                print_err(f"pretrain_gpt.py: {where}; to resume: {to_resume(self._config)}")
+            if status is not None:
+                summary = f"{end.cause} at step {status['step']}; checkpoint: {newest_checkpoint(self._config)[1]}"
+                print_err(f"pretrain_gpt.py: {summary}; to resume: {to_resume(self._config)}")
+
+    def _exhausted_limit(self) -> str | None:
+        """Return the limit of restarts that is reached, or None."""
+        max_restarts = self._max_restarts
+        if self._failed_restarts >= max_restarts:
+            return f"{max_restarts} restarts in a row were refused, as many as --max-restarts allows"
+        if len(self._restart_times) >= max_restarts:
+            return f"{max_restarts} restarts within an hour, as many as --max-restarts allows"
+        if self._ends_without_progress >= MAX_RESTARTS_WITHOUT_PROGRESS:
+            return f"it died {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row without a new checkpoint"
+        return None
 
     def __call__(self, end: LaunchResult) -> bool | None:
-        """None: they are not; else whether the run has saved anything since its first start."""
-        silent = finalize_status(self._folder, self._config, (end.code, end.cause), self._began, self._again)
-        if stack := crash_stack(self._folder, end.cause, self._began):
+        """Handle the end of all ranks; returns after the wait if they are to be restarted.
+
+        Returns None for no restart, otherwise whether the run has saved a checkpoint since its first start.
+        """
+        status = finalize_status(self._folder, self._config, (end.code, end.cause), self._started, self._is_restart)
+        if stack := crash_stack(self._folder, end.cause, self._started):
             print_err(stack)
-        refused = end.code == ExitCode.PREFLIGHT and self._again  # though the same command ran before
-        if (end.code in NO_RESTART_CODES and not refused) or end.signals or not self._most:
-            self._report(end, silent)
+        # The same command has passed preflight before, so the cause may be temporary.
+        restart_failed = end.code == ExitCode.PREFLIGHT and self._is_restart
+        if (end.code in NO_RESTART_CODES and not restart_failed) or end.signals or not self._max_restarts:
+            self._report(end, status)
             return None
-        saved, now = self._saved(), time.time()
-        self._refused = self._refused + 1 if refused else 0
-        self._fruitless = self._fruitless + 1 if saved == self._newest and not refused else 0
-        self._newest, self._times = saved, [t for t in self._times if t > now - WINDOW_S]
-        most = self._most
-        limits = {
-            f"{most} restarts in a row were refused, as many as --max-restarts allows": self._refused >= most,
-            f"{most} restarts within an hour, as many as --max-restarts allows": len(self._times) >= most,
-            f"it died {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row without a new checkpoint": self._fruitless
-            >= MAX_RESTARTS_WITHOUT_PROGRESS,
-        }
-        if why := next((why for why, reached in limits.items() if reached), None):
-            self._events.add("restarts-exhausted", cause=end.cause, code=end.code, reason=why)
-            resume = f"to resume: {to_resume(self._config)}"
-            print_err(f"pretrain_gpt.py: {end.cause}: no restart, {why}; see {self._folder / RANK_LOG_DIR}; {resume}")
+        checkpoints, now = self._find_checkpoints(), time.time()
+        progressed = checkpoints != self._newest_checkpoints
+        self._failed_restarts = self._failed_restarts + 1 if restart_failed else 0
+        self._ends_without_progress = 0 if progressed or restart_failed else self._ends_without_progress + 1
+        self._newest_checkpoints = checkpoints
+        self._restart_times = [restarted for restarted in self._restart_times if restarted > now - WINDOW_S]
+        if limit := self._exhausted_limit():
+            self._events.add("restarts-exhausted", cause=end.cause, code=end.code, reason=limit)
+            hint = f"see {self._folder / RANK_LOG_DIR}; to resume: {to_resume(self._config)}"
+            print_err(f"pretrain_gpt.py: {end.cause}: no restart, {limit}; {hint}")
             return None
-        self._times.append(now)
-        count = f"{len(self._times)} of {self._most} within an hour"
-        self._events.add("restart", cause=end.cause, code=end.code, count=len(self._times), max_restarts=self._most)
-        wait_s = min(FIRST_WAIT_S * 2 ** (self._refused - 1), LONGEST_WAIT_S) if refused else 0.0
-        when = f" in {wait_s:.0f} s" if refused else ""
-        print_err(f"pretrain_gpt.py: {end.cause}: all ranks are started again{when} ({count})")
-        until = time.monotonic() + wait_s
-        while time.monotonic() < until:
+        self._restart_times.append(now)
+        count = len(self._restart_times)
+        self._events.add("restart", cause=end.cause, code=end.code, count=count, max_restarts=self._max_restarts)
+        wait_s = 0.0
+        delay = ""
+        if restart_failed:
+            wait_s = min(FIRST_WAIT_S * 2 ** (self._failed_restarts - 1), MAX_WAIT_S)
+            delay = f" in {wait_s:.0f} s"
+        count_text = f"{count} of {self._max_restarts} within an hour"
+        print_err(f"pretrain_gpt.py: {end.cause}: all ranks are started again{delay} ({count_text})")
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
             time.sleep(POLL_S)
             if end.signals:
                 return None
-        self._began, self._again = time.time(), True
-        return saved != self._at_first
+        self._started, self._is_restart = time.time(), True
+        return checkpoints != self._initial_checkpoints

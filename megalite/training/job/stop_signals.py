@@ -1,6 +1,7 @@
-"""Signals that ask a run to stop, as launchers, schedulers and terminals send them.
+"""Signals that ask a run to stop, from launchers, schedulers and terminals.
 
-Until `install` signals are held (`hold`), so that none is lost while torch is imported. Imports no torch.
+Signals are blocked (`block_signals`) until the handler is installed, so that none is lost while torch is imported. This
+module does not import torch.
 """
 
 import signal
@@ -9,37 +10,56 @@ from collections.abc import Sequence
 
 from megalite.launch.local_launcher import BLOCKED_SIGNALS, FORWARDED_SIGNALS, KILL_SIGNALS, print_stopping
 
-# from schedulers and systemd, Ctrl-C, SLURM before its time limit, a closed terminal, a limit of processor time
+# In this order: schedulers and systemd, Ctrl-C, SLURM before its time limit, a closed terminal, a limit of CPU time.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU)
-DOUBLE_SIGNAL_S = (
-    1.0  # one Ctrl-C gives a rank two signals, the terminal's and the launcher's; a second Ctrl-C comes later
-)
+# One Ctrl-C gives a rank two signals, from the terminal and from the launcher; a second Ctrl-C comes later than this.
+DOUBLE_SIGNAL_S = 1.0
 
 
 class StopImmediately(KeyboardInterrupt):
-    """The run ends here and now; `args[0]` is the signal's name."""
+    """A signal that ends the run without another step; `args[0]` is its name."""
 
 
 def block_signals() -> None:
-    """Hold signals until `StopSignal.install`, in child processes too, but SIGINT, which raises KeyboardInterrupt."""
+    """Block signals until `StopSignalHandler.install`, in child processes too.
+
+    SIGINT is not blocked; it raises KeyboardInterrupt.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, [n for n in FORWARDED_SIGNALS if n != signal.SIGINT])
 
 
 class StopSignalHandler:
-    """Signals that ask to stop. `saves`: the run writes checkpoints, so the first only asks; a later SIGINT, and any
-    SIGQUIT, stops at once. Without checkpoints every signal does. `more`: names of further signals. `tells`: this
-    process reports a signal, as no launcher does."""
+    """The handler of signals that ask the run to stop.
+
+    If the run saves checkpoints, the first signal asks it to stop after the current step. A SIGINT stops it immediately
+    if it is repeated or comes before the first step, and so does any SIGQUIT. Without checkpoints every signal stops it
+    immediately. The handler then raises StopImmediately.
+
+    Attributes:
+        saves: The run saves checkpoints.
+        more: Names of further stop signals.
+        prints: This process reports signals, because it has no launcher that does.
+        received: Names of the received signals; ranks agree on them between steps and during evaluations.
+        training_started: The first step has started.
+        is_final: The run has stopped although no rank had a signal, so the launcher must not restart it.
+    """
 
     def __init__(self, saves: bool = True, more: Sequence[str] = (), prints: bool = False):
-        self.saves, self.more, self.prints, self._first = saves, more, prints, 0.0
-        self.received: list[str] = []  # ranks agree on them between steps and during evaluations
-        self.training_started = False  # the first step has begun: before, SIGINT stops at once, by raising `Stopped`
-        self.is_final = False  # it has stopped though no rank had a signal: no launcher is to start it again at once
+        self.saves = saves
+        self.more = more
+        self.prints = prints
+        self.received: list[str] = []
+        self.training_started = False
+        self.is_final = False
+        self._first_received = 0.0  # time of the first signal
 
     def install(self) -> None:
-        """Only in the main thread. A signal that the parent process ignores, as nohup does, stays ignored."""
+        """Install the handler and unblock the signals; only possible in the main thread.
+
+        A signal that the parent process ignores, as under nohup, remains ignored.
+        """
         for number in {*STOP_SIGNALS, *KILL_SIGNALS, *(signal.Signals[name] for name in self.more)}:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
@@ -47,15 +67,12 @@ class StopSignalHandler:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
-        again = name in self.received and now > self._first + DOUBLE_SIGNAL_S
+        is_repeated = name in self.received and now > self._first_received + DOUBLE_SIGNAL_S
         if not self.received:
-            self._first = now
+            self._first_received = now
         self.received.append(name)
         if self.prints:
             print_stopping(number)
-        if (
-            not self.saves
-            or number in KILL_SIGNALS
-            or (number == signal.SIGINT and (again or not self.training_started))
-        ):
+        stops_on_sigint = number == signal.SIGINT and (is_repeated or not self.training_started)
+        if not self.saves or number in KILL_SIGNALS or stops_on_sigint:
             raise StopImmediately(name)

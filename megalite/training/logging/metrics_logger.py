@@ -1,7 +1,7 @@
 """The logs of a run: console, log.txt, metrics.jsonl, progress.txt, TensorBoard with Megatron-LM's tags, W&B.
 
-Rank 0 writes them; other ranks have a `Silent` reporter. A figure that does not exist is null in metrics.jsonl and
-absent from TensorBoard. A log that a full disk refuses ends no run: that is said once on stderr, and losses counted.
+Rank 0 writes them; other ranks have a `NullLogger`. A metric without a value is null in metrics.jsonl and absent from
+TensorBoard. A failed write (a full disk) does not end the run: it is reported once on stderr, and all are counted.
 """
 
 import datetime
@@ -27,46 +27,57 @@ from megalite.training.logging.log_format import Speed, Values, perplexity
 from megalite.training.logging.run_dir import AppendOnlyFile
 from megalite.training.state import Progress
 
-PROGRESS_S = 10.0  # between two lines of an evaluation; the first comes sooner
+PROGRESS_S = 10.0  # between two progress lines of an evaluation
 FIRST_PROGRESS_S = 2.0
-TIME = "%Y-%m-%d %H:%M:%S"  # in progress.txt
-LINE = re.compile(  # of progress.txt: time, devices, what happened, FLOPs so far
+TIME = "%Y-%m-%d %H:%M:%S"  # time format of progress.txt
+LINE = re.compile(  # a line of progress.txt: time, devices, event, FLOPs so far
     r"^([-\d]{10} [:\d]{8})\t[^\t\n]*\t# GPUs: (\d+)\t([^\t\n]+)(?:.*\tFloating-point operations: ([\d.e+]+)\t)?", re.M
 )
 
 
 class ProgressLog:
-    """progress.txt in `folder`, as Megatron-LM's --log-progress writes it: a tab-separated line per start and save of
-    all jobs of a training. It is read for the throughput since the first job on the same number of devices, `world`.
-    `tokens`: trained before this job. Raises OSError."""
+    """progress.txt, as Megatron-LM's --log-progress writes it: a tab-separated line per start and save of all jobs.
+
+    The file is read back for the throughput since the first job on the same number of devices. Methods raise OSError.
+
+    Args:
+        world: The number of devices.
+        tokens: The tokens trained before this job.
+    """
 
     def __init__(self, folder: Path, world: int, flops_per_token: float, tokens: int):
-        self.path, self.world, self.flops, self._first_tokens = folder / "progress.txt", world, flops_per_token, tokens
-        self._file, self._begin, self._pending = AppendOnlyFile(self.path), time.time(), -1
+        self.path = folder / "progress.txt"
+        self.world = world
+        self.flops = flops_per_token
+        self._initial_tokens = tokens
+        self._file = AppendOnlyFile(self.path)
+        self._start = time.time()
+        self._pending_step: int | None = None  # step of a background save
 
     def starting(self) -> None:
+        """Log the start of the job."""
         self._append("Starting job")
 
-    def log_save(self, log_step: int, tokens: int, background: bool) -> None:
-        """A save of `step` was begun, or, if not in the `background`, done; those before it are complete."""
+    def log_save(self, step: int, tokens: int, background: bool) -> None:
+        """Log that a save was started in the background, or is done; earlier saves are complete."""
         self.log_saves_done()
         per_device = 1e12 * self.world
-        job = (tokens - self._first_tokens) * self.flops / per_device / (time.time() - self._begin)
-        since, flops_then = self._first_job()
-        elapsed = max((datetime.datetime.now() - since).total_seconds(), 1.0)  # the file's times are whole seconds
-        cumulative = (tokens * self.flops - flops_then) / per_device / elapsed
+        job_rate = (tokens - self._initial_tokens) * self.flops / per_device / (time.time() - self._start)
+        first_start, first_flops = self._first_job()
+        elapsed_s = max((datetime.datetime.now() - first_start).total_seconds(), 1.0)  # the file has full seconds
+        total_rate = (tokens * self.flops - first_flops) / per_device / elapsed_s
         self._append(
-            f"{'Saving async checkpoint' if background else 'Saved checkpoint'}\tIteration: {log_step}\t"
-            f"Job throughput: {job:.1f} TFLOP/s/GPU\tCumulative throughput: {cumulative:.1f} TFLOP/s/GPU\t"
+            f"{'Saving async checkpoint' if background else 'Saved checkpoint'}\tIteration: {step}\t"
+            f"Job throughput: {job_rate:.1f} TFLOP/s/GPU\tCumulative throughput: {total_rate:.1f} TFLOP/s/GPU\t"
             f"Floating-point operations: {tokens * self.flops:.2e}\tTokens (in billions): {tokens / 1e9:.2f}"
         )
-        self._pending = log_step if background else -1
+        self._pending_step = step if background else None
 
     def log_saves_done(self) -> None:
-        """All saves are complete."""
-        if self._pending >= 0:
-            self._append(f"Saved async checkpoint\tIteration: {self._pending}")
-            self._pending = -1
+        """Log that the pending background save is complete, if there is one."""
+        if self._pending_step is not None:
+            self._append(f"Saved async checkpoint\tIteration: {self._pending_step}")
+            self._pending_step = None
 
     def _append(self, text: str) -> None:
         head = f"{datetime.datetime.now():{TIME}}\tJob ID: {getenv('SLURM_JOB_ID')}\t# GPUs: {self.world}"
@@ -74,21 +85,26 @@ class ProgressLog:
         self._file.close()
 
     def _first_job(self) -> tuple[datetime.datetime, float]:
-        """(beginning of the first of the latest jobs that all had this number of devices, the training's FLOPs then)"""
-        begin: datetime.datetime | None = None
-        then = latest = 0.0
-        for time_, world, what, flops in LINE.findall(read_ends(self.path)[0]):  # not those torn by a crash
-            latest = float(flops or latest)
+        """Return (start, FLOPs of the training at the start) of the first job since the number of devices changed."""
+        start: datetime.datetime | None = None
+        start_flops = latest_flops = 0.0
+        for time_, world, event, flops in LINE.findall(read_ends(self.path)[0]):  # incomplete lines do not match
+            latest_flops = float(flops or latest_flops)
             if int(world) != self.world:
-                begin = None
-            elif what == "Starting job" and begin is None:
-                begin, then = datetime.datetime.strptime(time_, TIME), latest
-        return begin or datetime.datetime.fromtimestamp(self._begin), then
+                start = None
+            elif event == "Starting job" and start is None:
+                start = datetime.datetime.strptime(time_, TIME)
+                start_flops = latest_flops
+        return start or datetime.datetime.fromtimestamp(self._start), start_flops
 
 
 class MetricsLogger:
-    """Writes to the console, `folder`/log.txt and metrics.jsonl, and where asked to TensorBoard, W&B and `progress`.
-    `log`: its `log_style` is not auto, and its packages are there (training/job/command.py)."""
+    """The logger of rank 0: console, log.txt, metrics.jsonl, and if enabled TensorBoard, W&B and progress.txt.
+
+    Args:
+        log: The options, with a `log_style` other than auto; the packages that they need are installed, which
+            training/job/command.py has checked.
+    """
 
     def __init__(
         self,
@@ -99,19 +115,32 @@ class MetricsLogger:
         wandb_config: dict[str, Any] | None = None,
         progress: ProgressLog | None = None,
     ):
-        self.speed, self.log, self.megatron, self._progress = speed, log, log.log_style == "megatron", progress
-        self._lost, self._warnings, self._results = Counter[str](), list[str](), dict[str, str]()
-        self._too_fast, self._rates = False, ""
+        self.speed = speed
+        self.log = log
+        self.megatron = log.log_style == "megatron"
+        self._progress = progress
+        self._lost = Counter[str]()  # failed writes by log
+        self._warnings = list[str]()
+        self._results = dict[str, str]()  # the last losses, for the summary
+        self._too_fast = False  # the note about a FLOP/s above the peak was printed
+        self._rates = ""  # rates and memory of the last log line
         self._bar: ProgressBar | None = None
-        self._log, self._rows = AppendOnlyFile(folder / "log.txt"), AppendOnlyFile(folder / "metrics.jsonl")
+        self._log = AppendOnlyFile(folder / "log.txt")
+        self._rows = AppendOnlyFile(folder / "metrics.jsonl")
         self._board = None if log.tensorboard_dir is None else self.try_write("TensorBoard", self._open_board)
         self._wandb = None if log.wandb_project is None else self.try_write("W&B", self._open_wandb, wandb_config)
 
     def _open_board(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        usual = threading.excepthook  # TensorBoard's thread would print a traceback that the next write raises again
-        threading.excepthook = lambda e: None if type(e.thread).__name__ == "_AsyncWriterThread" else usual(e)
+        default_hook = threading.excepthook
+
+        def excepthook(args: Any) -> None:
+            # An error in TensorBoard's thread is raised again by the next write, so its traceback is not printed.
+            if type(args.thread).__name__ != "_AsyncWriterThread":
+                default_hook(args)
+
+        threading.excepthook = excepthook
         return SummaryWriter(self.log.tensorboard_dir, max_queue=self.log.tensorboard_queue_size)
 
     def _open_wandb(self, config: dict[str, Any] | None) -> Any:
@@ -120,115 +149,139 @@ class MetricsLogger:
         names = dict(project=self.log.wandb_project, name=self.log.wandb_exp_name, entity=self.log.wandb_entity)
         return wandb.init(**names, dir=self.log.wandb_save_dir, config=config)
 
-    def try_write(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
-        """`call(*args)`, or None where that fails: the first time is said on stderr, all are counted under `what`."""
+    def try_write(self, log_name: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Return `call(*args)`, or None if it raises; failures are counted, and the first of each log is reported."""
         try:
             return call(*args)
         except Exception as error:  # TensorBoard and W&B raise errors of many types
-            self._lost[what] += 1
-            if self._lost[what] == 1:
-                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                print_err(f"WARNING: {what}: {why}; training continues, and lost writes are counted")
+            self._lost[log_name] += 1
+            if self._lost[log_name] == 1:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                print_err(f"WARNING: {log_name}: {reason}; training continues, and lost writes are counted")
             return None
 
-    def info(self, text: str, shown: str | None = None) -> None:
-        """`shown`: in place of `text` on the console."""
-        print_out(text if shown is None else shown)
+    def info(self, text: str, console_text: str | None = None) -> None:
+        """Log `text`, or on the console `console_text` if it is given."""
+        print_out(text if console_text is None else console_text)
         self.try_write(str(self._log.path), self._log.write, text)
 
     def warning(self, text: str) -> None:
-        """On stderr, in log.txt and again in the summary."""
+        """Log a warning on stderr and in log.txt, and repeat it in the summary."""
         self._warnings.append(text)
         print_err(f"WARNING: {text}")
         self.try_write(str(self._log.path), self._log.write, f"WARNING: {text}")
 
     def megatron_timestamp(self, what: str) -> None:
-        """A point of the run that has a line in Megatron-LM's log."""
+        """Log Megatron-LM's line about a point of the run, in its style only."""
         if self.megatron:
             self.info(lines.megatron_text("moment", what=what, now=datetime.datetime.now()))
 
-    def log_train(self, figures: Values) -> None:
-        v, speed, now = self.speed.add_rates(figures), self.speed, datetime.datetime.now()
-        self._rates = f"{v['rates']}  {v['memory_gib']:.1f}/{v['memory_limit_gib']:.0f} GiB"
-        if v["too_fast"] and not self._too_fast:
-            self._too_fast, peak = True, f"{speed.peak_tflops:.3g}"
-            self.info(f"note: MFU is n/a: {v['tflops']:.3g} TFLOP/s is above the peak of {peak}: {speed.too_low}")
+    def log_train(self, metrics: Values) -> None:
+        """Write a log line and a row of metrics.jsonl about the steps since the last one."""
+        values, now = self.speed.add_rates(metrics), datetime.datetime.now()
+        step = values["step"]
+        self._rates = f"{values['rates']}  {values['memory_gib']:.1f}/{values['memory_limit_gib']:.0f} GiB"
+        if values["too_fast"] and not self._too_fast:
+            self._too_fast = True
+            self.info(
+                f"note: MFU is n/a: {values['tflops']:.3g} TFLOP/s is above the peak of "
+                f"{self.speed.peak_tflops:.3g}: {self.speed.too_low}"
+            )
         if self.megatron:
-            self.info(lines.megatron_line(v, now, self.log.log_throughput))
+            self.info(lines.megatron_line(values, now, self.log.log_throughput))
         else:
-            self.info(lines.megalite_line(v, now), lines.megalite_line(v, now, width_of_terminal()))
-        if v["loss"] is not None:
-            self._results["training loss"] = f"{v['loss']:.4f} at step {v['step']:,}"
-        own: dict[str, Any] = v.get("of_plugins", {})
-        self._row(v["step"], v["consumed_tokens"], lines.metrics_row(v) | own)
-        layers = {key[:-7]: means for key, means in own.items() if isinstance(means, list)}
-        self._scalars({f"{key}/{n}": mean for key, means in layers.items() for n, mean in enumerate(means)}, v["step"])
-        self._scalars({key: mean for key, mean in own.items() if not isinstance(mean, list)}, v["step"])
-        self._scalars({"iteration-time": v["step_s"], "throughput": v["tflops"]}, v["step"])
+            self.info(lines.megalite_line(values, now), lines.megalite_line(values, now, width_of_terminal()))
+        if values["loss"] is not None:
+            self._results["training loss"] = f"{values['loss']:.4f} at step {step:,}"
+        plugin_metrics: dict[str, Any] = values.get("of_plugins", {})
+        self._row(step, values["consumed_tokens"], lines.metrics_row(values) | plugin_metrics)
+        for key, mean in plugin_metrics.items():
+            if isinstance(mean, list):  # a mean per layer; the key is NAME/layers
+                name = key.removesuffix("/layers")
+                self._scalars({f"{name}/{n}": layer_mean for n, layer_mean in enumerate(mean)}, step)
+            else:
+                self._scalars({key: mean}, step)
+        self._scalars({"iteration-time": values["step_s"], "throughput": values["tflops"]}, step)
 
-    def update_bar(self, log_step: int, last_step: int, loss: float) -> None:
-        """Move the bar at the bottom of a terminal: this step's loss, and rates and memory of the last log line."""
-        self._bar = self._bar or ProgressBar("step", last_step, done=log_step - 1)
-        self._bar.update(log_step, f"loss {loss:.4f}  {self._rates}")
+    def update_bar(self, step: int, last_step: int, loss: float) -> None:
+        """Move the bar at the bottom of a terminal; it shows this step's loss and the rates of the last log line."""
+        self._bar = self._bar or ProgressBar("step", last_step, done=step - 1)
+        self._bar.update(step, f"loss {loss:.4f}  {self._rates}")
 
-    def log_step(self, figures: Values, memory: dict[str, float]) -> None:
-        """One step in TensorBoard. `memory`: bytes by tag."""
-        log_step = figures["step"]
-        tags = {f.tag: figures[f.name] for f in lines.METRICS if f.tag and figures.get(f.name) is not None}
+    def log_step(self, metrics: Values, memory: dict[str, float]) -> None:
+        """Write the metrics of a step, and the memory (bytes by tag), to TensorBoard."""
+        step = metrics["step"]
+        tags = {
+            metric.tag: metrics[metric.name]
+            for metric in lines.METRICS
+            if metric.tag and metrics.get(metric.name) is not None
+        }
         if not self.log.log_loss_scale_to_tensorboard:
             tags.pop("loss-scale", None)
         if self.log.moe_per_layer_logging:
-            tags |= figures.get("by_layer", {})
+            tags |= metrics.get("by_layer", {})
         if self.log.log_world_size_to_tensorboard:
             tags["world-size"] = self.speed.devices
-        self._scalars(tags, log_step, figures["consumed_samples"])
-        self._scalars(memory, log_step)
+        self._scalars(tags, step, metrics["consumed_samples"])
+        self._scalars(memory, step)
 
-    def timers(self, log_step: int, seconds: dict[str, list[float]]) -> None:
+    def timers(self, step: int, seconds: dict[str, list[float]]) -> None:
         """Log the timers of all ranks, in seconds per step."""
         if text := lines.megatron_timers(self.log.timing_log_option, seconds):
             self.info(text)
         if self.log.log_timers_to_tensorboard:
-            self._scalars({f"{name}-time": max(times) for name, times in seconds.items() if any(times)}, log_step)
+            self._scalars({f"{name}-time": max(times) for name, times in seconds.items() if any(times)}, step)
 
-    def evaluation_bar(self, log_step: int, name: str, iters: int) -> ProgressBar:
-        """A bar over the batches of an evaluation."""
-        what, begin = f"evaluating {name}".rstrip(), time.monotonic()
+    def evaluation_bar(self, step: int, name: str, iters: int) -> ProgressBar:
+        """Return a progress bar over the batches of an evaluation."""
+        title, start = f"evaluating {name}".rstrip(), time.monotonic()
 
-        def plain(done: float) -> None:
-            if self.megatron and done < iters:
+        def log_progress(done: float) -> None:
+            if done >= iters:  # the line with the loss follows
+                return
+            if self.megatron:
                 self.info(f"Evaluating iter {done:.0f}/{iters}")
-            elif done < iters:  # after the last the line with its loss follows
-                left = lines.duration((time.monotonic() - begin) * (iters / done - 1))
-                head = f"{datetime.datetime.now():%H:%M:%S}  step {log_step:5d}  {what}"
-                self.info(f"{head}: {done:.0f} of {iters} batches, about {left} left")
+            else:
+                remaining = lines.duration((time.monotonic() - start) * (iters / done - 1))
+                head = f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  {title}"
+                self.info(f"{head}: {done:.0f} of {iters} batches, about {remaining} left")
 
-        return ProgressBar(what, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=plain)
+        return ProgressBar(title, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=log_progress)
 
-    def log_validation(self, state: Progress, loss: float, named: NamedDataset[Any], what: str = "") -> None:
-        """The loss on a set. `what`: "" during training, " on validation set" or " on test set" at the end."""
-        log_step, name, test = state.step, named.name, "test" in what
-        bpb = None if named.bytes_per_token is None else bits_per_byte(loss, named.bytes_per_token)
-        which = ("test" if test else "validation") + (f" {name}" if name else "")
+    def log_validation(self, state: Progress, loss: float, dataset: NamedDataset[Any], what: str = "") -> None:
+        """Log the loss on a validation or test set.
+
+        Args:
+            what: "" during training, " on validation set" or " on test set" at its end.
+        """
+        step, name = state.step, dataset.name
+        is_test = "test" in what
+        bpb = None if dataset.bytes_per_token is None else bits_per_byte(loss, dataset.bytes_per_token)
+        title = ("test" if is_test else "validation") + (f" {name}" if name else "")
         if self.megatron:
-            self.info(lines.megatron_validation_lines(f"iteration {log_step}{what}", loss, name))
+            self.info(lines.megatron_validation_lines(f"iteration {step}{what}", loss, name))
         else:
-            self.info(lines.megalite_validation_line(log_step, which, loss, bpb, datetime.datetime.now()))
-        self._results[f"{which} loss"] = f"{loss:.4f} at step {log_step:,}, perplexity {perplexity(loss):.5g}"
-        key = f"val/{name or ('test' if test else 'valid')}"
+            self.info(lines.megalite_validation_line(step, title, loss, bpb, datetime.datetime.now()))
+        self._results[f"{title} loss"] = f"{loss:.4f} at step {step:,}, perplexity {perplexity(loss):.5g}"
+        key = f"val/{name or ('test' if is_test else 'valid')}"
         row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
-        self._row(log_step, state.consumed_tokens, row if bpb is None else {**row, f"{key}/bpb": bpb})
-        if not test:
+        if bpb is not None:
+            row[f"{key}/bpb"] = bpb
+        self._row(step, state.consumed_tokens, row)
+        if not is_test:
             tag = f"lm loss validation{'-' + name if name else ''}"
-            tags = {tag: loss, f"{tag} ppl": perplexity(loss) if self.log.log_validation_ppl_to_tensorboard else None}
-            self._scalars(tags, log_step, state.consumed_samples)
+            tags = {tag: loss}
+            if self.log.log_validation_ppl_to_tensorboard:
+                tags[f"{tag} ppl"] = perplexity(loss)
+            self._scalars(tags, step, state.consumed_samples)
 
     def log_save(self, state: Progress, background: bool) -> None:
-        """A save was begun, so those before are complete; if it is not in the background, it is complete too."""
+        """Log a save in progress.txt; earlier saves are complete, and this one too unless it is in the background."""
         if self._progress is not None:
             self.try_write("progress.txt", self._progress.log_save, state.step, state.consumed_tokens, background)
 
     def log_saves_done(self) -> None:
+        """Log in progress.txt that all saves are complete."""
         if self._progress is not None:
             self.try_write("progress.txt", self._progress.log_saves_done)
 
@@ -236,49 +289,54 @@ class MetricsLogger:
         """Log the end of the run: `rows`, the last losses, the paths of its files, and all warnings."""
         if self._bar is not None:
             self._bar.close()
-        where = {"log": self._log.path, "metrics": self._rows.path, "TensorBoard": self.log.tensorboard_dir}
-        others = map(self._log.path.with_name, ("report.json", "timeline.json", "trace"))
-        where |= {path.stem: path for path in others if path.exists()}
-        text = lines.table({**rows, **self._results, **{name: str(path) for name, path in where.items() if path}})
+        paths = {"log": self._log.path, "metrics": self._rows.path, "TensorBoard": self.log.tensorboard_dir}
+        optional_paths = map(self._log.path.with_name, ("report.json", "timeline.json", "trace"))
+        paths |= {path.stem: path for path in optional_paths if path.exists()}
+        text = lines.table({**rows, **self._results, **{name: str(path) for name, path in paths.items() if path}})
         self.info("\n".join([text, *(f"WARNING: {line}" for line in self._warnings)]))
 
-    def _scalars(self, tags: dict[str, Any], log_step: int, samples: int | None = None) -> None:
-        """`samples`: write "TAG vs samples" too."""
+    def _scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
+        """Write values by tag to TensorBoard; with `samples` also "TAG vs samples"."""
         if self._board is None:
             return
         for tag, value in tags.items():
             if value is not None:
-                self.try_write("TensorBoard", self._board.add_scalar, tag, value, log_step)
+                self.try_write("TensorBoard", self._board.add_scalar, tag, value, step)
                 if samples is not None:
                     self.try_write("TensorBoard", self._board.add_scalar, f"{tag} vs samples", value, samples)
 
-    def _row(self, log_step: int, tokens: int, values: dict[str, Any]) -> None:
-        # JSON has no nan
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        row = json.dumps({"step": log_step, "tokens": tokens, **finite})
+    def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
+        """Write a row to metrics.jsonl and W&B; a value that is not finite becomes null, because JSON has no nan."""
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+        row = json.dumps({"step": step, "tokens": tokens, **finite})
         self.try_write(str(self._rows.path), self._rows.write, row)
         if self._wandb is not None:
-            numbers = {k: v for k, v in finite.items() if v is not None and not isinstance(v, list)}
-            self.try_write("W&B", functools.partial(self._wandb.log, {"tokens": tokens, **numbers}, step=log_step))
+            numbers = {key: value for key, value in finite.items() if value is not None and not isinstance(value, list)}
+            self.try_write("W&B", functools.partial(self._wandb.log, {"tokens": tokens, **numbers}, step=step))
 
     def close(self) -> None:
+        """Close all logs and report how many writes failed."""
         if self._board is not None:
             self.try_write("TensorBoard", self._board.close)
         if self._wandb is not None:
             self.try_write("W&B", self._wandb.finish)
         for file in (self._log, self._rows):
             self.try_write(str(file.path), file.close)
-        for what, times in self._lost.items():
-            print_err(f"WARNING: {what}: {times} write{'s' * (times > 1)} failed")
+        for log_name, times in self._lost.items():
+            print_err(f"WARNING: {log_name}: {times} write{'s' * (times > 1)} failed")
 
 
 class NullLogger(MetricsLogger):
-    """The reporter of all ranks but the first."""
+    """The logger of all ranks except rank 0, which writes nothing."""
 
     def __init__(self) -> None:
         super().__init__(Path(), Speed(0.0, 1, None))
 
     info = warning = update_bar = _row = cast(Any, lambda *_: None)
 
-    def evaluation_bar(self, log_step: int, name: str, iters: int) -> ProgressBar:
+    def evaluation_bar(self, step: int, name: str, iters: int) -> ProgressBar:
+        """Return a progress bar that shows nothing."""
         return ProgressBar(name, iters, quiet=True)

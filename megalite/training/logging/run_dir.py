@@ -36,13 +36,13 @@ def timestamp() -> str:
 
 
 _STARTED = timestamp()
-RUN_LOCK = ".run.lock"  # held by the run in this directory (training/job/restarts.py)
+RUN_LOCK = ".run.lock"  # locked by the run in this directory (training/job/restarts.py)
 MAX_ROW = 1 << 20  # characters of a row of metrics.jsonl or events.jsonl
-LEAST_BLOCK = 1024  # bytes that a small file takes on any disk
+MIN_BLOCK = 1024  # bytes that a small file occupies on any disk
 
 
 class ExitCode(IntEnum):
-    """Exit code of pretrain_gpt.py; its name in lower case is `outcome` in status.json."""
+    """The exit code of pretrain_gpt.py; its name in lower case is `outcome` in status.json."""
 
     DONE = 0
     CRASH = 1
@@ -56,18 +56,16 @@ class ExitCode(IntEnum):
 
     @property
     def outcome(self) -> str:
+        """Return the outcome in status.json."""
         return self.name.lower().replace("_", "-")
 
 
-NOT_BEGUN = (
-    ExitCode.USAGE.outcome,
-    ExitCode.PREFLIGHT.outcome,
-    ExitCode.INTERRUPTED.outcome,
-)  # of a start before its first step
+# Outcomes of a process that ended before its first step.
+NOT_STARTED = (ExitCode.USAGE.outcome, ExitCode.PREFLIGHT.outcome, ExitCode.INTERRUPTED.outcome)
 
 
 def run_dir(config: Config) -> Path:
-    """Where a run's files go: a local directory even where checkpoints go to a URL, which cannot be appended to."""
+    """Return the run directory; it is local even if checkpoints go to a URL, because URLs cannot be appended to."""
     save = config.checkpoint.save
     if save is not None and is_url(save):
         save = f"runs/{save.rstrip('/').rpartition('/')[2]}"
@@ -75,19 +73,19 @@ def run_dir(config: Config) -> Path:
 
 
 def name_conflict(config: Config) -> list[str]:
-    """An error where --name is that of another run, which --load does not continue."""
-    name, folder, c = config.log.name, run_dir(config), config.checkpoint
+    """Return an error if --name is the name of another run that --load does not resume, else []."""
+    name, folder, checkpoint = config.log.name, run_dir(config), config.checkpoint
     if name is None or config.train.dry_run or not os.path.exists(folder / "status.json"):
         return []
-    if c.load is not None and c.load == c.save:
+    if checkpoint.load is not None and checkpoint.load == checkpoint.save:
         return []
-    free = next(f"{name}-{n}" for n in itertools.count(2) if not os.path.exists(f"{folder}-{n}"))
-    otherwise = f"--load {c.save} to continue it" if c.save else "remove it"
-    return [f"name={name!r}: {folder} holds a run already; give --name {free}, or {otherwise}"]
+    free_name = next(f"{name}-{n}" for n in itertools.count(2) if not os.path.exists(f"{folder}-{n}"))
+    alternative = f"--load {checkpoint.save} to continue it" if checkpoint.save else "remove it"
+    return [f"name={name!r}: {folder} holds a run already; give --name {free_name}, or {alternative}"]
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:
-    """Write a temporary file and rename it: a reader sees the old text or the new, never a part."""
+    """Write a temporary file and rename it, so that a reader sees either the old or the new text."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -99,12 +97,15 @@ def write_atomically(path: Path, text: str | Iterable[str]) -> None:
 
 
 def checkpoint_dirs(config: Config) -> list[str]:
-    """Where a run's checkpoints are, the fastest place first."""
+    """Return the directories of a run's checkpoints, the fastest first."""
     return [root for root in (config.checkpoint.save_local, config.checkpoint.save) if root is not None]
 
 
 def newest_checkpoint(config: Config) -> tuple[dict[str, Any], str]:
-    """The newest complete checkpoint, as status.json has it and in words. URLs are not asked: they may not answer."""
+    """Return the newest complete checkpoint, as (fields of status.json, text); URLs are not accessed.
+
+    A URL may not answer, so its text refers the user to it.
+    """
     save, roots = config.checkpoint.save, checkpoint_dirs(config)
     if save is None:
         return dict(checkpoint=None, checkpoint_step=None), "none, there is no --save"
@@ -116,20 +117,22 @@ def newest_checkpoint(config: Config) -> tuple[dict[str, Any], str]:
     if saved:
         step, root = max(saved)
         return dict(checkpoint=root, checkpoint_step=step), str(checkpoint_dir(root, step))
-    words = f"see {save}" if all(map(is_url, roots)) else f"none in {save} yet"
-    return dict(checkpoint=save if is_url(save) else None, checkpoint_step=None), words
+    text = f"see {save}" if all(map(is_url, roots)) else f"none in {save} yet"
+    return dict(checkpoint=save if is_url(save) else None, checkpoint_step=None), text
 
 
 def to_resume(config: Config) -> str:
-    """The command for the remaining steps, in words."""
-    c = config.checkpoint
-    if c.save is None:
+    """Describe the command that trains the remaining steps."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
         return "from step 1 by the same command; --save DIR keeps what a run has done"
-    return "the same command" + ("" if c.load == c.save else f" with --load {c.save}")
+    if checkpoint.load == checkpoint.save:
+        return "the same command"
+    return f"the same command with --load {checkpoint.save}"
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """status.json; {} where there is none or it cannot be read."""
+    """Return the content of status.json; {} if it does not exist or cannot be read."""
     with contextlib.suppress(ValueError, RecursionError):
         status = json.loads(read_small_text(folder / "status.json", "the status of a run"))
         if isinstance(status, dict):
@@ -138,7 +141,10 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def last_logged_progress(folder: Path) -> dict[str, int]:
-    """`step` and `tokens` of the last row of metrics.jsonl, which is newer than a status "running"; {} without rows."""
+    """Return `step` and `tokens` of the last row of metrics.jsonl, or {} without rows.
+
+    This is newer than the progress in a status with the outcome "running".
+    """
     last: dict[str, int] = {}
     with contextlib.suppress(OSError, RecursionError):
         for _, row in read_jsonl(folder / "metrics.jsonl"):
@@ -148,96 +154,122 @@ def last_logged_progress(folder: Path) -> dict[str, int]:
 
 
 def current_outcome(folder: Path, status: dict[str, Any]) -> str:
-    """The outcome of `status`; "killed" where it is "running" but its lock is free, or without one its process gone."""
-    said, pid = str(status.get("outcome", "unknown")), status.get("pid")
-    if said != "running":
-        return said
-    held = is_locked(folder / RUN_LOCK)
-    same_machine = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
-    return "killed" if held is False or (held is None and same_machine and not Path(f"/proc/{pid}").exists()) else said
+    """Return the outcome of `status`, or "killed" if it is "running" but the process has ended.
+
+    The process has ended if its lock is free. If the lock cannot be checked, its id is looked up on its own machine.
+    """
+    outcome, pid = str(status.get("outcome", "unknown")), status.get("pid")
+    if outcome != "running":
+        return outcome
+    locked = is_locked(folder / RUN_LOCK)
+    is_local = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
+    has_ended = locked is False or (locked is None and is_local and not Path(f"/proc/{pid}").exists())
+    return "killed" if has_ended else outcome
 
 
 def belongs_to_another_run(folder: Path, config: Config, resumes: bool) -> bool:
-    """Whether a run that ends before it began leaves the status there alone: it is another run's, which this one does
-    not continue. `resumes`: the run was started again after a rank had died."""
-    c = config.checkpoint
-    return bool(read_status(folder)) and not resumes and (c.load is None or c.load != c.save)
+    """Return True if status.json belongs to a different run that this one does not resume.
+
+    A run that fails before its first step must not overwrite it.
+
+    Args:
+        resumes: The run was restarted after a rank had died.
+    """
+    checkpoint = config.checkpoint
+    return bool(read_status(folder)) and not resumes and (checkpoint.load is None or checkpoint.load != checkpoint.save)
 
 
 def is_done(folder: Path) -> bool:
-    """Whether a run has finished there, whose status a start that is refused or interrupted leaves alone."""
+    """Return True if a run has finished in `folder`; a start that fails or is interrupted keeps its status."""
     return read_status(folder).get("outcome") == ExitCode.DONE.outcome
 
 
 def write_status(
     folder: Path, outcome: str, config: Config, reason: str = "", step: int = 0, tokens: int = 0, resumes: bool = False
 ) -> None:
-    """Write status.json, if there is a folder. `outcome`: of `Exit`, or "running", which is repeated while the run
-    trains; without it a run leaves another's status alone. `step`, `tokens`: trained. `resumes`: of `Ranks`."""
+    """Write status.json, if the directory exists.
+
+    A process that has not written "running" before leaves the status of another run alone.
+
+    Args:
+        outcome: The outcome of an ExitCode, or "running", which is written repeatedly during training.
+        step, tokens: The progress of training.
+        resumes: The run was restarted after a rank had died.
+    """
     if not folder.is_dir():
         return
-    me = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED)
-    before = read_status(folder)
-    begun = outcome == "running" or all(before.get(key) == value for key, value in me.items())
-    if (
-        not begun and outcome != ExitCode.HANG.outcome and belongs_to_another_run(folder, config, resumes)
-    ):  # a hang is of a run that began
+    process = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED)
+    previous = read_status(folder)
+    has_started = outcome == "running" or all(previous.get(key) == value for key, value in process.items())
+    is_hang = outcome == ExitCode.HANG.outcome  # which only a run that has started can have
+    if not has_started and not is_hang and belongs_to_another_run(folder, config, resumes):
         return
-    if not begun and not resumes and outcome in NOT_BEGUN and is_done(folder):
+    if not has_started and not resumes and outcome in NOT_STARTED and is_done(folder):
         return
-    if not begun or (not step and outcome != "running"):  # it ended before it had loaded what it continues
+    if not has_started or (not step and outcome != "running"):  # it may have ended before it had loaded its progress
         logged = last_logged_progress(folder)
         step, tokens = max(step, logged.get("step", 0)), max(tokens, logged.get("tokens", 0))
-    saved, _ = newest_checkpoint(config)
-    _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **saved, reason=reason, **me))
+    checkpoint, _ = newest_checkpoint(config)
+    _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **checkpoint, reason=reason, **process))
 
 
 def finalize_status(
     folder: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False
 ) -> dict[str, Any] | None:
-    """Complete status.json by the launcher once all ranks have ended, with what rank 0 could not write or did not know.
-    `end`: (the first failing exit code, the cause). `since`: their start; an older status is not theirs. Returns the
-    status if rank 0 has not said how the run ended."""
+    """Complete status.json after all ranks have ended; called by the launcher.
+
+    Adds the outcome and reason if rank 0 could not write them or did not know them.
+
+    Args:
+        end: (the first failing exit code, its cause).
+        since: The start of the ranks; an older status is not theirs.
+        resumes: The ranks were restarted after a rank had died.
+
+    Returns:
+        The status if rank 0 had not written how the run ended, otherwise None.
+    """
     code, cause = end
     path, status = folder / "status.json", read_status(folder)
     if not folder.is_dir() or (path.exists() and not path.is_file()):
         return None
     with contextlib.suppress(OSError):
         if path.stat().st_mtime < since:
-            if (code in (ExitCode.USAGE, ExitCode.PREFLIGHT) and not resumes) or belongs_to_another_run(
-                folder, config, resumes
-            ):
+            failed_at_start = code in (ExitCode.USAGE, ExitCode.PREFLIGHT) and not resumes
+            if failed_at_start or belongs_to_another_run(folder, config, resumes):
                 return None
             if code == ExitCode.INTERRUPTED and not resumes and is_done(folder):
                 return None
             status = {}
     outcome, reason = status.get("outcome"), str(status.get("reason"))
-    first = {int(e): e.outcome for e in ExitCode}.get(code, ExitCode.CRASH.outcome)
+    end_outcome = {int(exit_code): exit_code.outcome for exit_code in ExitCode}.get(code, ExitCode.CRASH.outcome)
     if outcome in (None, "running"):
-        status |= dict(outcome=first, reason=cause or "ended without a message" * (code != 0))
+        default_reason = "" if code == 0 else "ended without a message"
+        status |= dict(outcome=end_outcome, reason=cause or default_reason)
     elif outcome == ExitCode.CRASH.outcome and re.search(r"\brank [1-9]", cause) and code != ExitCode.REQUEUE:
-        status |= dict(outcome=first, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
+        status |= dict(outcome=end_outcome, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
     else:
         return None
-    last = max(
-        ({"step": 0, "tokens": 0}, status, last_logged_progress(folder)), key=lambda known: known.get("step", -1)
-    )
-    about = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED) | status
-    about |= {"step": last["step"], "tokens": last["tokens"]} | newest_checkpoint(config)[0]
-    _write_status(folder, about)
-    return about if outcome in (None, "running") else None
+    candidates = ({"step": 0, "tokens": 0}, status, last_logged_progress(folder))
+    last = max(candidates, key=lambda progress: progress.get("step", -1))
+    final = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED) | status
+    final |= {"step": last["step"], "tokens": last["tokens"]} | newest_checkpoint(config)[0]
+    _write_status(folder, final)
+    return final if outcome in (None, "running") else None
 
 
 def _write_status(folder: Path, status: dict[str, Any]) -> None:
-    """Replace status.json, or on a full disk overwrite it, which takes no room. Failure at the end is reported."""
+    """Replace status.json, or overwrite it in place if the disk is full.
+
+    A failure is reported unless the outcome is "running".
+    """
     path, status = folder / "status.json", {"outcome": status["outcome"]} | status | {"time": timestamp()}
     try:
         try:
             write_atomically(path, json.dumps(status) + "\n")
         except OSError:
             with open(path, "r+b", buffering=0, opener=open_nofollow) as file:
-                room = max(os.fstat(file.fileno()).st_size, LEAST_BLOCK)
-                while len(json.dumps(status)) >= room and len(status["reason"]) > 3:
+                capacity = max(os.fstat(file.fileno()).st_size, MIN_BLOCK)
+                while len(json.dumps(status)) >= capacity and len(status["reason"]) > 3:
                     status["reason"] = status["reason"][: len(status["reason"]) * 9 // 10 - 3] + "..."
                 text = json.dumps(status).ljust(os.fstat(file.fileno()).st_size - 1) + "\n"
                 if file.write(text.encode()) < len(text):
@@ -248,55 +280,67 @@ def _write_status(folder: Path, status: dict[str, Any]) -> None:
 
 
 class AppendOnlyFile:
-    """Appends whole lines to a file, each in one write, so that processes do not tear each other's lines. Nothing is
-    buffered: a failed write is not repeated."""
+    """A file to which full lines are appended, each in one write, so that processes do not mix their lines.
+
+    Nothing is buffered, so a failed write is not repeated.
+    """
 
     def __init__(self, path: Path):
-        self.path, self._torn = path, False
+        self.path = path
         self.file: Any = None
+        self._is_torn = False  # the last line was written only partly
 
     def write(self, text: str) -> None:
-        """Raises OSError, or ValueError where the file was closed."""
+        """Append a line; raises OSError, or ValueError if the underlying file was closed by someone else."""
         if self.file is not None and os.fstat(self.file.fileno()).st_nlink == 0:  # it was deleted
             self.close()
         if self.file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "ab", buffering=0, opener=open_nofollow)  # noqa: SIM115 (closed in close)
-        data = b"\n" * self._torn + text.encode(errors="backslashreplace") + b"\n"
+        data = text.encode(errors="backslashreplace") + b"\n"
+        if self._is_torn:
+            data = b"\n" + data
         written = self.file.write(data)
-        self._torn = written < len(data)
-        if self._torn:
+        self._is_torn = written < len(data)
+        if self._is_torn:
             raise OSError(None, "only part of a line could be written")
 
     def close(self) -> None:
+        """Close the file; the next write opens it again."""
         if self.file is not None:
             self.file.close()
             self.file = None
 
 
 class EventLog:
-    """Appends a process's events to events.jsonl: time, event, rank (None: the launcher), step and facts. Never raises:
-    the first failed write is said on stderr."""
+    """A process's events, appended to events.jsonl: time, event, rank (None: the launcher), step and facts.
+
+    It never raises; the first failed write is reported on stderr.
+    """
 
     def __init__(self, folder: Path, rank: int | None = None):
-        self.rank, self._file, self._lost = rank, AppendOnlyFile(folder / "events.jsonl"), False
+        self.rank = rank
+        self._file = AppendOnlyFile(folder / "events.jsonl")
+        self._has_failed = False
 
     def add(self, event: str, step: int | None = None, **facts: Any) -> None:
-        """`facts`: JSON values; anything else is written as its text."""
+        """Append an event; `facts` are JSON values, and other types are written as their text."""
         row = {"time": timestamp(), "event": event, "rank": self.rank, "step": step, **facts}
         try:
             self._file.write(json.dumps(row, default=str))
             self._file.close()
         except (OSError, ValueError) as error:
-            if not self._lost:
-                why = getattr(error, "strerror", None) or error
-                print_err(f"WARNING: {self._file.path}: {why}; events are lost there")
-            self._lost = True
+            if not self._has_failed:
+                reason = getattr(error, "strerror", None) or error
+                print_err(f"WARNING: {self._file.path}: {reason}; events are lost there")
+            self._has_failed = True
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, object) of a file of JSON objects, one by one, as it may be large; without torn lines, and without lines
-    of more than MAX_ROW characters, whose end reads like a torn line. Raises OSError."""
+    """Yield (line, object) for each line of a file of JSON objects, which may be large; raises OSError.
+
+    Incomplete lines are skipped, and so are lines of more than MAX_ROW characters.
+    """
     if not path.is_file():  # reading a pipe or a device may never end
         return
     with open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as lines:
@@ -310,14 +354,17 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def truncate_metrics_after(path: Path, step: int, validated: bool = True) -> None:
-    """Drop rows of metrics.jsonl beyond `step`, which a resumed run writes again, and torn rows. `validated` False:
-    also the losses of validation and test sets at `step` itself."""
+    """Drop rows of metrics.jsonl after `step`, which a resumed run will write again, and incomplete rows.
+
+    Args:
+        validated: If False, the losses of validation and test sets at `step` itself are dropped too.
+    """
     if not path.is_file():
         return
 
-    def stays(row: dict[str, Any]) -> bool:
-        at = row.get("step")
-        again = at == step and any(key.startswith("val/") for key in row)
-        return isinstance(at, int) and at <= step and (validated or not again)
+    def is_kept(row: dict[str, Any]) -> bool:
+        row_step = row.get("step")
+        is_evaluation = row_step == step and any(key.startswith("val/") for key in row)
+        return isinstance(row_step, int) and row_step <= step and (validated or not is_evaluation)
 
-    write_atomically(path, (f"{line}\n" for line, row in read_jsonl(path) if stays(row)))
+    write_atomically(path, (f"{line}\n" for line, row in read_jsonl(path) if is_kept(row)))

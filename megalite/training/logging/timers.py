@@ -1,15 +1,15 @@
-"""Where a rank's time goes: in seconds by phase, which add up to its wall time, and where asked by timers under
-Megatron-LM's names, in profiles of steps and the pipeline's timeline. And control over Python's garbage collector.
+"""Timing of a rank: time breakdown by phase, Megatron-LM's timers, profiles, the pipeline's timeline; GC control.
 
-Phases: start-up, evaluations, saves and the wait for data are always measured. The parts of a step come from the steps
-that the clock times (parallel/phase_timer.py), and hold for the steps after them: the FIRST of a process, then one of EVERY,
-and each after a save. Nothing waits for a device, and ranks meet once, at the end.
+`TimeBreakdown` divides the wall time into phases. Start-up, evaluations, saves and the wait for data are always
+measured. The phases within a step are measured in some steps only (parallel/phase_timer.py), and their shares are
+applied to the steps that follow: the first TIMED_FIRST_STEPS of a process, then one of TIMED_EVERY, and each step after
+a save. This never waits for a device, and ranks communicate only once, at the end.
 
-Timers:
+`Timers` have Megatron-LM's names and levels:
 
 level 0  evaluate, save-checkpoint
-level 1  also the parts of a step; at each, ranks wait for each other and for their devices, which costs time
-level 2  also its micro-batches: forward-compute and backward-compute, without the wait for a neighbour's message
+level 1  also the parts of a step; ranks wait for each other and for their devices at each timer, which costs time
+level 2  also the micro-batches: forward-compute and backward-compute, without the wait for a neighbor's message
 """
 
 import contextlib
@@ -33,37 +33,65 @@ from megalite.parallel.streams import synchronize
 from megalite.pipeline.runtime import Pipeline, TimedAction
 from megalite.training.logging.run_dir import write_atomically
 
-TIMED_FIRST_STEPS, TIMED_EVERY, WINDOW = 10, 10, 8
-COMPUTE = ("forward", "backward", "graph")  # the last is both, in one replay
+TIMED_FIRST_STEPS = 10
+TIMED_EVERY = 10
+WINDOW = 8  # timed steps that `TimeBreakdown.recent` keeps
+COMPUTE = ("forward", "backward", "graph")  # "graph" is forward and backward in one replay
 PHASES = (
-    *("start-up", "data", *COMPUTE, "communication", "bubble"),
-    *("optimizer", "checkpoint", "evaluation", "profiler", OTHER_PHASE),
+    "start-up",
+    "data",
+    *COMPUTE,
+    "communication",
+    "bubble",
+    "optimizer",
+    "checkpoint",
+    "evaluation",
+    "profiler",
+    OTHER_PHASE,
 )
-OF_STEP = ("forward-backward", "all-grads-sync", "params-all-gather", "optimizer-inner-step", "optimizer")
-OF_MICROBATCHES = ("batch-generator", "forward-compute", "backward-compute")
+STEP_TIMERS = ("forward-backward", "all-grads-sync", "params-all-gather", "optimizer-inner-step", "optimizer")
+MICROBATCH_TIMERS = ("batch-generator", "forward-compute", "backward-compute")
 
 
 class Timers:
-    """`level` -1: nothing is measured. `barrier`: ranks wait for each other at the timers of level 1."""
+    """Timers under Megatron-LM's names.
+
+    Args:
+        level: The highest level that is measured; -1 for none.
+        barrier: Ranks wait for each other at the timers of level 1.
+
+    Attributes:
+        phase: The name of the innermost timer that runs, even if it is not measured.
+    """
 
     def __init__(self, level: int = -1, mesh: Mesh | None = None, barrier: bool = True):
-        self.level, self.mesh, self.barrier = level, mesh or Mesh.single_process(), barrier
-        self.phase = ""  # the innermost timer that runs, measured or not
+        self.level = level
+        self.mesh = mesh or Mesh.single_process()
+        self.barrier = barrier
+        self.phase = ""
         self._seconds: dict[str, float] = defaultdict(float)
 
     @property
     def step_names(self) -> tuple[str, ...]:
-        return OF_STEP * (self.level >= 1) + OF_MICROBATCHES * (self.level >= 2)
+        """Return the names of the timers within a step that are measured."""
+        names: tuple[str, ...] = ()
+        if self.level >= 1:
+            names += STEP_TIMERS
+        if self.level >= 2:
+            names += MICROBATCH_TIMERS
+        return names
 
     @contextlib.contextmanager
     def __call__(self, name: str, level: int) -> Iterator[None]:
-        before, self.phase = self.phase, name
-        begin = self._current(level)
+        """Add the time within the context to the timer `name`."""
+        outer_phase, self.phase = self.phase, name
+        start = self._current(level)
         yield
-        self._seconds[name] += self._current(level) - begin
-        self.phase = before  # not after an error: the phase then says where it came
+        self._seconds[name] += self._current(level) - start
+        self.phase = outer_phase  # not restored after an error, so that the phase says where it was raised
 
     def _current(self, level: int) -> float:
+        """Return the time in seconds, after a wait for the device and maybe other ranks; 0 if `level` is off."""
         if level > self.level:
             return 0.0
         synchronize(self.mesh.device)
@@ -73,126 +101,162 @@ class Timers:
 
     def add_spans(self, spans: Sequence[TimedAction]) -> None:
         """Add the pipeline's forward and backward actions."""
-        for span in spans:  # messages are counted, too, and taken by nobody
+        for span in spans:  # messages are added under "", which is never logged
             name = {"F": "forward-compute", "B": "backward-compute"}.get(span.action[0], "")
             self._seconds[name] += span.end_s - span.start_s
 
     def reduce_and_reset(self, names: Sequence[str], steps: int = 1) -> dict[str, list[float]]:
-        """Name -> seconds of each rank, divided by `steps`, and reset; collective, unless nothing is measured."""
+        """Return the seconds of each rank by timer, divided by `steps`, and reset the timers.
+
+        Collective, unless nothing is measured.
+        """
         if self.level < 0 or not names:
             return {}
         world = self.mesh.world
         times = torch.zeros(len(names), world.size, dtype=torch.float64, device=self.mesh.device)
-        mine = [self._seconds.pop(name, 0.0) / steps for name in names]
-        times[:, world.rank] = torch.tensor(mine, dtype=torch.float64)
+        local_times = [self._seconds.pop(name, 0.0) / steps for name in names]
+        times[:, world.rank] = torch.tensor(local_times, dtype=torch.float64)
         return dict(zip(names, all_reduce_(times, world).tolist(), strict=True))
 
 
-class PhaseTimer:
-    """`begin`: of the run, by time.perf_counter(); the time until `ready` is the start-up."""
+class TimeBreakdown:
+    """The wall time of a process, divided into PHASES.
 
-    def __init__(self, mesh: Mesh, begin: float):
-        self._mesh, self._clock, self._begin = mesh, mesh.clock, begin
+    Args:
+        start: The start of the process, by time.perf_counter(). The time until `end_startup` is the phase "start-up".
+
+    Attributes:
+        recent: The seconds by phase of the last WINDOW timed steps.
+    """
+
+    def __init__(self, mesh: Mesh, start: float):
+        self._mesh = mesh
+        self._clock = mesh.clock
+        self._start = start
         self._seconds: dict[str, float] = defaultdict(float)
-        self._shares: Mapping[str, float] = {OTHER_PHASE: 1.0}
-        self._steps, self._open_s, self._due = 0, 0.0, False
-        self.recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # seconds by phase of the last timed steps
+        self._shares: Mapping[str, float] = {OTHER_PHASE: 1.0}  # in the last timed step
+        self._steps = 0
+        self._unassigned_s = 0.0  # time of steps, without the wait for data, that no phase has got yet
+        self._after_save = False
+        self.recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
 
     def end_startup(self) -> None:
+        """End the phase "start-up"."""
         self._seconds["start-up"] = self.wall_s
 
     @property
     def wall_s(self) -> float:
-        return time.perf_counter() - self._begin
+        """Return the seconds since the start."""
+        return time.perf_counter() - self._start
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        """Add the time within the context to a phase outside of steps."""
+        start = time.perf_counter()
         yield
-        self._seconds[phase] += time.perf_counter() - begin
-        self._due |= phase == "checkpoint"  # the next step may wait for the rest of the save
+        self._seconds[phase] += time.perf_counter() - start
+        if phase == "checkpoint":  # the next step may wait for the rest of the save, so it is timed
+            self._after_save = True
 
     def before_step(self) -> None:
+        """Start a step; decides whether it is timed."""
         self._steps += 1
-        if self._due or self._steps <= TIMED_FIRST_STEPS or self._steps % TIMED_EVERY == 0:
-            self._settle()
-            self._due = False
+        if self._after_save or self._steps <= TIMED_FIRST_STEPS or self._steps % TIMED_EVERY == 0:
+            self._assign_to_phases()
+            self._after_save = False
             self._clock.start_step(self._mesh.device)
 
     def after_step(self, data_s: float, step_s: float) -> None:
+        """Add a step of `step_s` seconds, including `data_s` seconds of waiting for data."""
         if self._clock.timed:
             self._clock.end_step()
         self._seconds["data"] += data_s
-        self._open_s += step_s - data_s
+        self._unassigned_s += step_s - data_s
 
-    def _settle(self) -> None:
-        """Divide the seconds of the last timed step, and of those after it, among the phases."""
-        if spent := self._clock.phase_seconds():
+    def _assign_to_phases(self) -> None:
+        """Divide the time of the last timed step, and of the steps after it, among the phases."""
+        spent = self._clock.phase_seconds()
+        if spent:
             self.recent.append(dict(spent))
         spent.pop("data", None)
-        waited = spent.pop("checkpoint", 0.0)
-        if "agreement" in spent:  # all ranks wait there for the last one
-            where = "communication" if self._mesh.pp.size == 1 else "bubble"
-            spent[where] = spent.get(where, 0.0) + spent.pop("agreement")
+        save_wait_s = spent.pop("checkpoint", 0.0)
+        if "agreement" in spent:  # the step's all-reduce over all ranks, in which they wait for the last one
+            wait_phase = "communication" if self._mesh.pp.size == 1 else "bubble"
+            spent[wait_phase] = spent.get(wait_phase, 0.0) + spent.pop("agreement")
         if total := sum(spent.values()):
             self._shares = {phase: seconds / total for phase, seconds in spent.items()}
-        self._seconds["checkpoint"] += waited
+        self._seconds["checkpoint"] += save_wait_s
         for phase, share in self._shares.items():
-            self._seconds[phase] += share * (self._open_s - waited)
-        self._open_s = 0.0
+            self._seconds[phase] += share * (self._unassigned_s - save_wait_s)
+        self._unassigned_s = 0.0
 
     def average_over_ranks(self) -> None:
-        """Replace the seconds by their mean over all ranks; collective, once, after the last step."""
+        """Replace the seconds by their mean over all ranks; collective, to be called once, after the last step."""
         synchronize(self._mesh.device)
-        self._settle()
-        mine = torch.tensor([self._seconds[p] for p in PHASES], dtype=torch.float64, device=self._mesh.device)
-        mean = all_reduce_(mine, self._mesh.world) / self._mesh.world.size
+        self._assign_to_phases()
+        local = torch.tensor([self._seconds[phase] for phase in PHASES], dtype=torch.float64, device=self._mesh.device)
+        mean = all_reduce_(local, self._mesh.world) / self._mesh.world.size
         self._seconds.update(zip(PHASES, mean.tolist(), strict=True))
 
     def seconds(self) -> dict[str, float]:
-        """By phase, without those of 0 s; their sum is the wall time until now."""
-        self._settle()
+        """Return the seconds of each phase with more than 0 s; their sum is the wall time until now."""
+        self._assign_to_phases()
         spent = {phase: self._seconds[phase] for phase in PHASES if self._seconds[phase] > 0}
         spent[OTHER_PHASE] = spent.get(OTHER_PHASE, 0.0) + max(0.0, self.wall_s - sum(spent.values()))
         return spent
 
 
 class Profiler:
-    """Profiles steps first .. last of this rank: with torch's profiler, into `folder`/rank-NNN.json.gz, with the
-    clock's spans by name (the pipeline's actions, collectives and their axis); or for nsys
-    (--capture-range=cudaProfilerApi), by CUDA's start and stop alone."""
+    """A profiler of steps `first` to `last` of this rank.
+
+    With torch's profiler it writes `folder`/rank-NNN.json.gz, which includes the spans of the phase timer (the
+    pipeline's actions, and collectives with their axis). For nsys (--capture-range=cudaProfilerApi) it only calls
+    CUDA's profiler start and stop. It also writes CUDA memory snapshots if they are enabled.
+    """
 
     def __init__(self, options: OperationsConfig, mesh: Mesh, folder: Path):
-        o, rank, cuda = options, mesh.world.rank, mesh.device.type == "cuda"
-        chosen = not o.profile_ranks or rank in o.profile_ranks
-        self.on = o.profile and chosen and (cuda or o.use_pytorch_profiler)
-        self.first, self.last = o.profile_step_start + 1, o.profile_step_end
-        self.path, self._clock, self._running = folder / f"rank-{rank:03d}.json.gz", mesh.clock, False
+        rank, is_cuda = mesh.world.rank, mesh.device.type == "cuda"
+        selected = not options.profile_ranks or rank in options.profile_ranks
+        self.on = options.profile and selected and (is_cuda or options.use_pytorch_profiler)
+        self.first = options.profile_step_start + 1
+        self.last = options.profile_step_end
+        self.path = folder / f"rank-{rank:03d}.json.gz"
+        self._clock = mesh.clock
+        self._running = False
         self._torch: Any = None
         self._cuda: Any = torch.cuda.cudart
-        if self.on and o.use_pytorch_profiler:
-            of = torch.profiler.ProfilerActivity
-            shapes, stacks = o.pytorch_profiler_collect_shapes, o.pytorch_profiler_collect_callstack
-            kinds = [of.CPU, *[of.CUDA] * cuda]
-            self._torch = torch.profiler.profile(activities=kinds, record_shapes=shapes, with_stack=stacks)
-        self.history: str | None = None
-        if o.record_memory_history and chosen and cuda:
-            path = Path(o.memory_snapshot_path)
+        if self.on and options.use_pytorch_profiler:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if is_cuda:
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._torch = torch.profiler.profile(
+                activities=activities,
+                record_shapes=options.pytorch_profiler_collect_shapes,
+                with_stack=options.pytorch_profiler_collect_callstack,
+            )
+        self.history: str | None = None  # path of the memory snapshot
+        if options.record_memory_history and selected and is_cuda:
+            path = Path(options.memory_snapshot_path)
             self.history = str(path.with_name(f"{path.stem}_{rank}{path.suffix}"))
             torch.cuda.memory._record_memory_history(max_entries=100_000)
-        if rank == 0 and chosen and not cuda:
-            if o.profile and not self.on:
+        if rank == 0 and selected and not is_cuda:
+            if options.profile and not self.on:
                 print_err("WARNING: profile does nothing on a CPU; add --use-pytorch-profiler")
-            if o.record_memory_history:
+            if options.record_memory_history:
                 print_err("WARNING: record_memory_history needs CUDA; nothing is recorded")
 
     def before(self, step: int) -> None:
+        """Start profiling if `step` is the first step to profile."""
         if self.on and step == self.first:
             self._running = True
-            self._torch.start() if self._torch is not None else self._cuda().cudaProfilerStart()
+            if self._torch is not None:
+                self._torch.start()
+            else:
+                self._cuda().cudaProfilerStart()
             self._clock.traced = self._torch is not None
 
     def after(self, step: int, logged: bool) -> None:
+        """Write a memory snapshot if the step was logged, and the profile after the last step."""
         if logged and self.history is not None:
             try:
                 Path(self.history).unlink(missing_ok=True)  # CUDA would follow a link
@@ -204,7 +268,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Also of a run that ends before the last step to profile."""
+        """Stop profiling and write the profile, if it is still running."""
         if not self._running:
             return
         self._running = self._clock.traced = False
@@ -214,22 +278,27 @@ class Profiler:
         self._torch.stop()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.unlink(missing_ok=True)  # as above
+            self.path.unlink(missing_ok=True)  # torch would follow a link
             self._torch.export_chrome_trace(str(self.path))
         except (OSError, RuntimeError) as error:
             print_err(f"WARNING: {self.path}: {error}; the profile is lost")
 
 
 class GarbageCollector:
-    """With `manual`, Python's garbage is collected only after every `interval`-th step (0: none) and, with
-    `around_evaluations`, around evaluations: ranks then pause at the same steps, and do not wait for each other."""
+    """Control of Python's garbage collector.
+
+    If `manual` is set, garbage is collected only after every `interval`-th step (0: never) and, with
+    `around_evaluations`, around evaluations. All ranks then pause at the same steps and do not wait for each other.
+    """
 
     def __init__(self, manual: bool = False, interval: int = 0, around_evaluations: bool = True):
-        self.manual, self.interval, self.around = manual, interval, manual and around_evaluations
+        self.manual = manual
+        self.interval = interval
+        self.around = manual and around_evaluations
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around all steps."""
+        """Disable the automatic collector within the context, if `manual` is set."""
         if self.manual:
             gc.disable()
             gc.collect()
@@ -240,11 +309,13 @@ class GarbageCollector:
                 gc.enable()
 
     def after(self, step: int) -> None:
+        """Collect garbage after `step`, if it is due."""
         if self.manual and self.interval and step % self.interval == 0:
             gc.collect()
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
+        """Collect garbage before and after an evaluation, if that is enabled."""
         if self.around:
             gc.collect()
         yield
@@ -253,18 +324,22 @@ class GarbageCollector:
 
 
 def write_timeline(pipeline: Pipeline, folder: Path) -> None:
-    """Write timeline.json: when each pipeline rank did what; collective over the pipeline."""
+    """Write timeline.json with the start and end of each pipeline rank's actions; collective over the pipeline."""
     mesh = pipeline.mesh
     spans = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in pipeline.timeline or []]
-    mine = json.dumps(spans)
-    longest = all_reduce_(torch.tensor(len(mine), device=mesh.device), mesh.pp, dist.ReduceOp.MAX)
-    texts = all_gather_strings(mine, mesh.pp, mesh.device, max_bytes=int(longest))
+    text = json.dumps(spans)
+    max_length = all_reduce_(torch.tensor(len(text), device=mesh.device), mesh.pp, dist.ReduceOp.MAX)
+    texts = all_gather_strings(text, mesh.pp, mesh.device, max_bytes=int(max_length))
     if not mesh.world.is_first:
         return
-    ranks = [{"pp_rank": rank, "spans": json.loads(text)} for rank, text in enumerate(texts)]
-    head = {"schedule": pipeline.schedule, "pp": mesh.pp.size, "vpp": len(pipeline.stages)}
-    microbatches = sum(s["action"].startswith("F") for s in spans) // len(pipeline.stages)
+    timeline = {
+        "schedule": pipeline.schedule,
+        "pp": mesh.pp.size,
+        "vpp": len(pipeline.stages),
+        "microbatches": sum(span["action"].startswith("F") for span in spans) // len(pipeline.stages),
+        "ranks": [{"pp_rank": rank, "spans": json.loads(text)} for rank, text in enumerate(texts)],
+    }
     try:
-        write_atomically(folder / "timeline.json", json.dumps({**head, "microbatches": microbatches, "ranks": ranks}))
+        write_atomically(folder / "timeline.json", json.dumps(timeline))
     except OSError as error:
         print_err(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training continues without it")

@@ -24,7 +24,7 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.training.logging.metrics_logger import MetricsLogger
 from megalite.training.logging.run_dir import EventLog
-from megalite.training.logging.timers import TIMED_EVERY, PhaseTimer
+from megalite.training.logging.timers import TIMED_EVERY, TimeBreakdown
 from megalite.training.monitoring.rank_consistency import THROTTLED, GpuMonitor, read_sensors
 from megalite.training.state import StepResult
 
@@ -39,7 +39,7 @@ Row = Mapping[str, float]  # a rank's values by the names above; nan: unknown
 class HealthMonitor:
     """`phases` keep the timed steps. `hosts`: of all ranks."""
 
-    def __init__(self, mesh: Mesh, phases: PhaseTimer, hosts: Sequence[str], events: EventLog, o: OperationsConfig):
+    def __init__(self, mesh: Mesh, phases: TimeBreakdown, hosts: Sequence[str], events: EventLog, o: OperationsConfig):
         self.mesh, self._steps, self.hosts, self._card = mesh, phases.recent, hosts, GpuMonitor(mesh.device)
         self._hottest, self._longest_s = o.max_gpu_temperature or math.inf, o.max_step_time_s or math.inf
         self._shown = o.straggler_minmax_count if o.log_straggler else 0

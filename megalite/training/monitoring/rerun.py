@@ -1,11 +1,15 @@
-"""Examines a step whose numbers are suspicious: computes it again, to tell bad data from a bad machine, and seeks the
-first number that is not finite. `Doubts` draws the consequences. In a good step only it and `reason_to_doubt` run.
+"""Handle a step with a non-finite or spiking loss or gradient norm.
 
-    forward    the first module, in the order of the stages, whose output is not finite though its input was
-    backward   else the first parameter, in the order of backward, whose gradient on a rank alone is not finite
-    reduced    else the same in the sums of the first computation, whose parts no longer exist
+The step is rerun to distinguish bad data from faulty hardware, and the first non-finite value is located.
+`AnomalyHandler` decides whether to skip, roll back or stop. In a healthy step only `AnomalyHandler.handle` and
+`find_anomaly` run.
 
-The same micro-batches on the same ranks give the same bits: weights have not changed, and dropout has coordinates.
+    forward    the first module, in the order of the stages, with a non-finite output for a finite input
+    backward   otherwise the first parameter, in the order of backward, with a non-finite gradient before reduction
+    reduced    otherwise the same for the reduced gradients of the first run, whose parts no longer exist
+
+The same micro-batches on the same ranks give the same bits, because the weights have not changed and dropout is a
+function of position.
 """
 
 import bisect
@@ -26,142 +30,171 @@ from megalite.training.logging.run_dir import EventLog
 from megalite.training.state import Anomaly, InvalidResultError, Run, StepResult, StepSums
 
 FORWARD, BACKWARD, REDUCED = range(3)
-MAX_TRANSIENT_ERRORS = 3  # steps of a run that only the second computation got right: more are not chance
-MOST_EMPTY = 3  # steps in a row without a label that counts
-MOST_ROLLBACKS = 3  # without a window of good steps between them
-MOST_SAMPLES = 4096  # whose documents are recorded
-LONGEST = 1000  # characters of a finding's words: paths of data may be long
-NonFiniteOrigin = list[Any]  # [FORWARD, BACKWARD or REDUCED, position in its order, words]; the smallest is the origin
+STAGE_STRIDE = 100_000  # distance of two stages in the order of modules and parameters
+MAX_TRANSIENT_ERRORS = 3  # steps of a run that only the rerun got right; more are not chance
+MAX_EMPTY_STEPS = 3  # steps in a row without a label that counts
+MAX_ROLLBACKS = 3  # without a window of good steps between them
+MAX_SAMPLES = 4096  # samples of an event whose documents are recorded
+MAX_CHARS = 1000  # characters of a description, since data paths may be long
+# [FORWARD, BACKWARD or REDUCED, index in its order, description]; the smallest of all ranks is the origin.
+NonFiniteOrigin = list[Any]
 
 
-def find_anomaly(run: Run, numbers: StepSums) -> str | None:
-    """What is wrong with a step's numbers, not counting an overflow that the loss scaler handles."""
-    if numbers.finite:
-        return run.spikes.detect(numbers.loss, numbers.grad_norm) if numbers.tokens else None
-    return None if run.loss_scaler.dynamic else f"loss {numbers.loss:.4g}, grad norm {numbers.grad_norm:.4g}"
+def find_anomaly(run: Run, sums: StepSums) -> str | None:
+    """Return the problem with a step's loss or gradient norm, or None.
+
+    A non-finite value that a dynamic loss scaler handles is not an anomaly.
+    """
+    if sums.finite:
+        return run.spikes.detect(sums.loss, sums.grad_norm) if sums.tokens else None
+    return None if run.loss_scaler.dynamic else f"loss {sums.loss:.4g}, grad norm {sums.grad_norm:.4g}"
 
 
 def diagnose_step(
-    run: Run, batches: Sequence[Batch], losses: Tensor, first: StepSums, agree: Callable[[Tensor], StepSums]
+    run: Run, batches: Sequence[Batch], losses: Tensor, first: StepSums, reduce_sums: Callable[[Tensor], StepSums]
 ) -> tuple[StepSums, Anomaly | None]:
-    """Search where a suspicious step went wrong and, unless --rerun-mode is disabled, compute it again. Returns (the
-    numbers that count, the doubt). `losses`: of this rank; `agree`: sums them over all ranks. Collective."""
+    """Locate the origin of an anomaly and, unless --rerun-mode is disabled, rerun the step; collective.
+
+    Args:
+        losses: This rank's loss sums of the first run.
+        first: The global sums of the first run.
+        reduce_sums: Reduces loss sums over all ranks, with everything else that a step sums.
+
+    Returns:
+        (the sums to use, the anomaly). The sums are those of the rerun if there was one.
+    """
     reason = find_anomaly(run, first)
-    found = None if first.finite else find_non_finite_gradient(run)
+    first_origin = None if first.finite else find_non_finite_gradient(run)
     if run.rerun_mode == "disabled":
-        return first, Anomaly(reason or "", _gather_origin(run, found, False)[0], finite=first.finite)
-    bits = _bits(run.buffer, losses)
-    losses, better = rerun_forward_backward(run, batches)
-    differs = bits != _bits(run.buffer, losses)
-    second = agree(losses)
-    origin, other = _gather_origin(run, better or found, differs)
+        return first, Anomaly(reason or "", _gather_origin(run, first_origin, False)[0], finite=first.finite)
+    first_bits = _bits(run.buffer, losses)
+    losses, rerun_origin = rerun_forward_backward(run, batches)
+    differs = first_bits != _bits(run.buffer, losses)
+    second = reduce_sums(losses)
+    origin, differing_ranks = _gather_origin(run, rerun_origin or first_origin, differs)
     if reason is None:
-        return second, Anomaly("computed twice, with other results", "", True, other) if other else None
-    if passed := find_anomaly(run, second) is None:
-        words = f"right (loss {second.loss:.4g}): not the data, but the machine of ranks {list(other)}"
+        if not differing_ranks:
+            return second, None
+        return second, Anomaly("computed twice, with other results", "", True, differing_ranks)
+    is_transient = find_anomaly(run, second) is None
+    if is_transient:
+        result = f"right (loss {second.loss:.4g}): not the data, but the machine of ranks {list(differing_ranks)}"
     else:
-        words = f"{'no better' if other else 'the same'}: the data or the numbers, not the machine"
-    words = f"computed again it is {words}"
-    return second, Anomaly(reason, f"{origin}; {words}" if origin else words, passed, other, first.finite)
+        result = f"{'no better' if differing_ranks else 'the same'}: the data or the numbers, not the machine"
+    finding = f"computed again it is {result}"
+    if origin:
+        finding = f"{origin}; {finding}"
+    return second, Anomaly(reason, finding, is_transient, differing_ranks, first.finite)
 
 
 def _bits(buffer: ParamAndGradBuffer, losses: Tensor) -> list[int]:
-    """Sums of the bits of the gradients that this rank owns, and of its losses, as integers: exact in any order."""
+    """Return integer sums of the bits of this rank's owned gradients, per bucket, and of its losses."""
     owned = [buffer.grads.owned(bucket) for bucket in buffer.layout.buckets]
-    return [int(x.view(torch.int32).sum(dtype=torch.int64)) for x in [*owned, losses]]
+    return [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in [*owned, losses]]
 
 
 def rerun_forward_backward(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, NonFiniteOrigin | None]:
-    """Forward and backward once more: (losses, the first value that is not finite on this rank). Gradients are reduced
-    as in the first computation, but this rank's own are searched before. A timeline shows the first alone."""
-    kept, run.pipeline.timeline = run.pipeline.timeline, None
-    nominal, grads = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.dp_cp.size, run.buffer.grads
-    gradients: list[NonFiniteOrigin] = []
+    """Rerun forward and backward and return (losses, the first non-finite value on this rank).
 
-    def look(bucket: Bucket) -> None:
-        parts = ((slot, grads.param_view(slot)) for slot in bucket.slots)
-        gradients.extend(_bad_gradients(run, bucket, BACKWARD, parts))
+    Gradients are reduced as in the first run, but this rank's own are searched before that. The timeline does not
+    record the rerun.
+    """
+    timeline, run.pipeline.timeline = run.pipeline.timeline, None
+    num_tokens = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.dp_cp.size
+    grads = run.buffer.grads
+    bad_gradients: list[NonFiniteOrigin] = []
 
-    run.buffer.grad_reduce.pre_reduce_hook = look
+    def search_gradients(bucket: Bucket) -> None:
+        values = ((slot, grads.param_view(slot)) for slot in bucket.slots)
+        bad_gradients.extend(_non_finite_gradients(run, bucket, BACKWARD, values))
+
+    run.buffer.grad_reduce.pre_reduce_hook = search_gradients
     run.expert_balancer.reset()
-    with _first_bad_output(run) as found:
-        losses = run.pipeline.step(
-            batches, run.loss_scaler.scale / nominal, more_microbatches=True
-        )  # buckets that stay wait
+    with _find_non_finite_output(run) as origins:
+        # With more_microbatches, resident buckets are reduced only in finish_grad_sync.
+        losses = run.pipeline.step(batches, run.loss_scaler.scale / num_tokens, more_microbatches=True)
         run.buffer.finish_grad_sync()
-    run.pipeline.timeline, run.buffer.grad_reduce.pre_reduce_hook = kept, None
-    if not found and gradients:  # of a parameter that several runs were bad for, nan comes before inf
-        found.append(max(gradients, key=lambda finding: (-finding[1], finding[2])))
-    return losses, found[0] if found else None
+    run.pipeline.timeline, run.buffer.grad_reduce.pre_reduce_hook = timeline, None
+    if not origins and bad_gradients:  # if a parameter's gradient was bad in several passes, nan precedes inf
+        origins.append(max(bad_gradients, key=lambda origin: (-origin[1], origin[2])))
+    return losses, origins[0] if origins else None
 
 
-def _gather_origin(run: Run, mine: NonFiniteOrigin | None, differs: bool) -> tuple[str, tuple[int, ...]]:
-    """(the origin in words, ranks whose bits differ), from the findings of all ranks; collective."""
-    text = json.dumps([None if mine is None else [*mine[:2], mine[2][:LONGEST]], differs])
-    told = [json.loads(text) for text in all_gather_strings(text, run.mesh.world, run.mesh.device)]
-    other = tuple(rank for rank, (_, yes) in enumerate(told) if yes)
-    if not (found := sorted((finding, rank) for rank, (finding, _) in enumerate(told) if finding is not None)):
-        return "", other
-    (kind, number, words), _ = found[0]
-    alike = [rank for (k, n, _), rank in found if (k, n) == (kind, number)]
-    more = f", and on ranks {alike[1:]}" if len(alike) > 1 else ""
-    return f"first seen in {words}{more}", other
+def _gather_origin(run: Run, origin: NonFiniteOrigin | None, differs: bool) -> tuple[str, tuple[int, ...]]:
+    """Gather the origins of all ranks and return (description of the first, ranks whose bits differ); collective."""
+    local = json.dumps([None if origin is None else [*origin[:2], origin[2][:MAX_CHARS]], differs])
+    by_rank = [json.loads(text) for text in all_gather_strings(local, run.mesh.world, run.mesh.device)]
+    differing_ranks = tuple(rank for rank, (_, rank_differs) in enumerate(by_rank) if rank_differs)
+    origins = sorted((rank_origin, rank) for rank, (rank_origin, _) in enumerate(by_rank) if rank_origin is not None)
+    if not origins:
+        return "", differing_ranks
+    (kind, index, description), _ = origins[0]
+    ranks = [rank for rank_origin, rank in origins if rank_origin[:2] == [kind, index]]
+    other_ranks = f", and on ranks {ranks[1:]}" if len(ranks) > 1 else ""
+    return f"first seen in {description}{other_ranks}", differing_ranks
 
 
 def find_non_finite_gradient(run: Run) -> NonFiniteOrigin | None:
-    """The first parameter in the order of backward whose reduced gradient is not finite in what this rank owns."""
-    grads, gradients = run.buffer.grads, list[NonFiniteOrigin]()
+    """Return the first parameter, in the order of backward, with a non-finite reduced gradient that this rank owns."""
+    grads = run.buffer.grads
+    bad_gradients: list[NonFiniteOrigin] = []
     for bucket in run.buffer.layout.buckets:
         owned = grads.owned(bucket)
-        parts = [(slot, grads.owned_slice(slot).select(owned)) for slot in bucket.slots]
-        gradients += _bad_gradients(run, bucket, REDUCED, parts)
-    return min(gradients, default=None)
+        values = [(slot, grads.owned_slice(slot).select(owned)) for slot in bucket.slots]
+        bad_gradients += _non_finite_gradients(run, bucket, REDUCED, values)
+    return min(bad_gradients, default=None)
 
 
-def _bad_gradients(
-    run: Run, bucket: Bucket, kind: int, parts: Iterable[tuple[ParamSlot, Tensor]]
+def _non_finite_gradients(
+    run: Run, bucket: Bucket, kind: int, gradients: Iterable[tuple[ParamSlot, Tensor]]
 ) -> Iterator[NonFiniteOrigin]:
-    """Of a bucket's parameters. The first in the order of backward is the smallest."""
+    """Yield the non-finite gradients of a bucket; the first in the order of backward is the smallest."""
     stage = run.mesh.pp.rank + run.mesh.pp.size * bucket.chunk
-    for slot, part in parts:
-        if part.numel() and not bool(torch.isfinite(part).all()):
+    for slot, gradient in gradients:
+        if gradient.numel() and not bool(torch.isfinite(gradient).all()):
             name = run.buffer.layout.entries[slot.entry].spec.name
-            words = f"the gradient of {name} ({_kind_of(part)}) on {run.mesh.describe()}"
-            yield [kind, -(stage * 100_000 + slot.entry), words]
+            description = f"the gradient of {name} ({_nan_or_inf(gradient)}) on {run.mesh.describe()}"
+            yield [kind, -(stage * STAGE_STRIDE + slot.entry), description]
 
 
 @contextlib.contextmanager
-def _first_bad_output(run: Run) -> Iterator[list[NonFiniteOrigin]]:
-    """Collects at most one finding: the first module of this rank in time that makes a finite input infinite or NaN."""
-    found: list[NonFiniteOrigin] = []
-    here: list[Any] = [None, False]  # the micro-batch, and whether what came in is finite
+def _find_non_finite_output(run: Run) -> Iterator[list[NonFiniteOrigin]]:
+    """Collect the first module that runs on this rank with a finite input and a non-finite output; at most one."""
+    origins: list[NonFiniteOrigin] = []
+    batch: Any = None  # the micro-batch of the current stage forward
+    input_is_finite = False
 
-    def begin(_: Any, args: tuple[Any, ...]) -> None:
-        here[:] = args[1], args[0] is None or bool(torch.isfinite(args[0]).all())
+    def before_stage(_: Any, args: tuple[Any, ...]) -> None:
+        nonlocal batch, input_is_finite
+        stage_input, batch = args[0], args[1]
+        input_is_finite = stage_input is None or bool(torch.isfinite(stage_input).all())
 
-    def look(place: tuple[int, str], output: Any) -> None:
-        bad = [x for x in (output if isinstance(output, tuple) else (output,)) if not bool(torch.isfinite(x).all())]
-        if bad and here[1] and not found:
-            samples = format_samples(run, here[0].sample_ids_B.tolist())
-            words = f"the output of {place[1]} ({_kind_of(bad[0])}) on {run.mesh.describe()}, {samples}"
-            found.append([FORWARD, place[0], words])
+    def after_module(index: int, name: str, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        non_finite = [tensor for tensor in outputs if not bool(torch.isfinite(tensor).all())]
+        if non_finite and input_is_finite and not origins:
+            samples = format_samples(run, batch.sample_ids_B.tolist())
+            description = f"the output of {name} ({_nan_or_inf(non_finite[0])}) on {run.mesh.describe()}, {samples}"
+            origins.append([FORWARD, index, description])
+
+    def make_hook(index: int, name: str) -> Callable[[Any, Any, Any], None]:
+        return lambda _module, _args, output: after_module(index, name, output)
 
     hooks = []
     for chunk, stage in enumerate(run.pipeline.stages):
-        first = (run.mesh.pp.rank + run.mesh.pp.size * chunk) * 100_000
-        hooks.append(stage.register_forward_pre_hook(begin))
-        for n, (name, module) in enumerate(_parts(stage)):
-            place = (first + n, name)
-            hooks.append(module.register_forward_hook(lambda _m, _args, output, place=place: look(place, output)))
+        first_index = (run.mesh.pp.rank + run.mesh.pp.size * chunk) * STAGE_STRIDE
+        hooks.append(stage.register_forward_pre_hook(before_stage))
+        for n, (name, module) in enumerate(_searched_modules(stage)):
+            hooks.append(module.register_forward_hook(make_hook(first_index + n, name)))
     try:
-        yield found
+        yield origins
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def _parts(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules whose outputs are searched, in the order of the layers."""
+def _searched_modules(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules whose outputs are searched, in the order of the layers."""
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for block in stage.blocks:
@@ -172,109 +205,147 @@ def _parts(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         yield "head", stage.head
 
 
-def _kind_of(x: Tensor) -> str:
-    return "nan" if bool(torch.isnan(x).any()) else "inf"
+def _nan_or_inf(values: Tensor) -> str:
+    return "nan" if bool(torch.isnan(values).any()) else "inf"
 
 
-def format_samples(run: Run, ids: Sequence[int], most: int = 4) -> str:
-    """`samples 8..15 (FILE, document 3; FILE, document 4; ...)`, with the first `most` documents."""
-    text = f"sample{'s' * (len(ids) > 1)} {ids[0]}" + (f"..{ids[-1]}" if len(ids) > 1 else "")
+def format_samples(run: Run, ids: Sequence[int], max_documents: int = 4) -> str:
+    """Format consecutive samples with their first documents: "samples 8..15 (FILE, document 3; FILE, document 4; ...)".
+
+    Only the first `max_documents` samples are searched for documents.
+    """
+    text = f"sample {ids[0]}" if len(ids) == 1 else f"samples {ids[0]}..{ids[-1]}"
     if run.ledger is None:
         return text
-    places = list(dict.fromkeys(place for i in ids[:most] for place in documents_in_sample(run, i)))
-    return f"{text} ({'; '.join(places[:most])}{'; ...' if len(ids) > most or len(places) > most else ''})"
+    documents = list(dict.fromkeys(name for i in ids[:max_documents] for name in documents_in_sample(run, i)))
+    ellipsis = "; ..." if len(ids) > max_documents or len(documents) > max_documents else ""
+    return f"{text} ({'; '.join(documents[:max_documents])}{ellipsis})"
 
 
 def documents_in_sample(run: Run, sample: int) -> list[str]:
-    """`FILE, document 3` for each document that a sample has tokens of, in order; [] for generated data."""
+    """Return "FILE, document 3" for each document that has tokens in the sample, in order; [] for generated data."""
     if (ledger := run.ledger) is None:
         return []
-    name = lambda position: ledger.blend.locate(sample, position).partition(", token ")[0]  # noqa: E731
-    places, at, positions = [name(0)], 0, range(run.seq_length)
-    while places[-1] != name(positions[-1]):
-        at += bisect.bisect_left(positions[at:], True, key=lambda position: name(position) != places[-1])
-        places.append(name(at))
-    return places
+
+    def document_at(position: int) -> str:
+        return ledger.blend.locate(sample, position).partition(", token ")[0]
+
+    positions = range(run.seq_length)
+    last_document = document_at(positions[-1])
+    start = 0
+    documents = [document_at(0)]
+    while documents[-1] != last_document:  # find the first position of the next document
+        start += bisect.bisect_left(
+            positions[start:], True, key=lambda position: document_at(position) != documents[-1]
+        )
+        documents.append(document_at(start))
+    return documents
 
 
 @dataclass
 class AnomalyHandler:
-    """Reports steps whose numbers are in doubt, bounds how many the run skips and how many the machine computes wrong,
-    and after a spike may return to the last checkpoint. `say`: writes to the log. `max_skipped`: steps in a row."""
+    """The reaction to anomalies: log them, limit skipped steps and transient errors, and roll back after a spike."""
 
     run: Run
     events: EventLog
-    say: Callable[[str], None]
-    max_skipped: int
-    why_empty: str = "the data has none"  # the likely reason why no label of a step counts
-    skipped: int = 0  # steps in a row
+    say: Callable[[str], None]  # writes a line to the log
+    max_skipped: int  # skipped steps in a row that end the run
+    why_empty: str = "the data has none"  # the likely reason if no label of a step counts
+    skipped: int = 0  # steps in a row that were skipped
     empty: int = 0  # steps in a row in which no label counts
-    has_labels: bool = False  # some step of this process had one
-    passed: int = 0  # steps that only the second computation got right
+    has_labels: bool = False  # some step of this process had a label that counts
+    passed: int = 0  # steps that only the rerun got right
 
     def handle(self, result: StepResult) -> str | None:
-        """After each step: why this machine is unreliable, if it is; the same on all ranks. Raises BadResult."""
-        self._look_at_labels(result)
-        doubt, step = result.anomaly, self.run.state.step
-        self.skipped = self.skipped + 1 if result.skipped and doubt is not None else 0
-        if doubt is None:
+        """Handle a step's result and return why this machine is unreliable, or None; the same on all ranks.
+
+        Raises:
+            InvalidResultError: if too many steps in a row were skipped or had no label that counts.
+        """
+        self._check_labels(result)
+        anomaly, step = result.anomaly, self.run.state.step
+        self.skipped = self.skipped + 1 if result.skipped and anomaly is not None else 0
+        if anomaly is None:
             return None
         done = "skipped" if result.skipped else "updated"
         samples = range(self.run.state.consumed_samples - result.batch_size, self.run.state.consumed_samples)
-        kind = "transient-error" if doubt.transient else "spike" if doubt.finite else "non-finite"
-        self.log(kind, f"step {step}: {doubt}; {done}", samples[-MOST_SAMPLES:], done=done, ranks=doubt.differing_ranks)
+        kind = "transient-error" if anomaly.transient else "spike" if anomaly.finite else "non-finite"
+        self.log(
+            kind, f"step {step}: {anomaly}; {done}", samples[-MAX_SAMPLES:], done=done, ranks=anomaly.differing_ranks
+        )
         if self.skipped >= self.max_skipped:
             raise InvalidResultError(
-                f"max_skipped_steps={self.max_skipped} in a row: nothing is learned; step {step}: {doubt}"
+                f"max_skipped_steps={self.max_skipped} in a row: nothing is learned; step {step}: {anomaly}"
             )
-        self.passed += doubt.transient and self.run.rerun_mode == "validate_results"
+        if anomaly.transient and self.run.rerun_mode == "validate_results":
+            self.passed += 1
         if self.passed < MAX_TRANSIENT_ERRORS:
             return None
-        return (
-            f"{self.passed} steps were right only when computed again, the last on ranks {list(doubt.differing_ranks)}"
-        )
+        ranks = list(anomaly.differing_ranks)
+        return f"{self.passed} steps were right only when computed again, the last on ranks {ranks}"
 
-    def _look_at_labels(self, result: StepResult) -> None:
-        """Warn of a step in which no label counts. Raises BadResult after MOST_EMPTY in a row, and at the end of a run
-        that has had no other."""
+    def _check_labels(self, result: StepResult) -> None:
+        """Warn about a step in which no label counts.
+
+        Raises InvalidResultError after MAX_EMPTY_STEPS in a row, and at the end of a run that had no label at all.
+        """
         if result.labels != 0:
             self.empty, self.has_labels = 0, True
             return
         self.empty += 1
         step, end = self.run.state.step, self.run.state.consumed_samples
         text = f"step {step}: none of its {result.batch_size * self.run.seq_length:,} labels counts: {self.why_empty}"
-        if self.empty >= MOST_EMPTY or (step >= self.run.last_step and not self.has_labels):
+        if self.empty >= MAX_EMPTY_STEPS or (step >= self.run.last_step and not self.has_labels):
             raise InvalidResultError(
                 f"{text}; nothing is learned ({self.empty} such step{'s' * (self.empty > 1)} in a row)"
             )
-        self.log("no-labels", f"{text}; nothing was updated", range(end - result.batch_size, end)[-MOST_SAMPLES:])
+        self.log("no-labels", f"{text}; nothing was updated", range(end - result.batch_size, end)[-MAX_SAMPLES:])
 
     def log(self, kind: str, text: str, samples: range, **facts: object) -> None:
-        """Write to the log, and with the documents of the samples to events.jsonl."""
+        """Write a warning to the log, and an event with the documents of the samples to events.jsonl; on rank 0."""
         if not self.run.mesh.world.is_first:
             return
         self.say(f"WARNING: {text}")
-        documents = list(dict.fromkeys(place for i in samples for place in documents_in_sample(self.run, i)))
-        where = {"samples": [samples.start, samples.stop - 1], "documents": documents}
-        self.events.add(kind, self.run.state.step, text=text, **where, **facts)
+        documents = list(dict.fromkeys(name for i in samples for name in documents_in_sample(self.run, i)))
+        self.events.add(
+            kind,
+            self.run.state.step,
+            text=text,
+            samples=[samples.start, samples.stop - 1],
+            documents=documents,
+            **facts,
+        )
 
-    def roll_back(self, saved: int | None, restore: Callable[[int], object]) -> bool:
-        """Return to the checkpoint of step `saved`, which `restore` loads, and pass over the steps since, as with
-        --iterations-to-skip. Returns whether that was done; collective. Raises BadResult."""
+    def roll_back(self, saved_step: int | None, restore: Callable[[int], object]) -> bool:
+        """Return to the checkpoint of `saved_step` and skip the steps since, as with --iterations-to-skip; collective.
+
+        Args:
+            saved_step: The step of the newest checkpoint; None if there is none.
+            restore: Loads the checkpoint of a step.
+
+        Returns:
+            True if the run was rolled back, False if it has no checkpoint.
+
+        Raises:
+            InvalidResultError: after MAX_ROLLBACKS in a row.
+        """
         run, state = self.run, self.run.state
-        reached, rollbacks = state.step, run.spikes.rollbacks + 1
-        if saved is None:
-            self.say(f"WARNING: step {reached}: this run has no checkpoint yet to return to")
+        current_step, rollbacks = state.step, run.spikes.rollbacks + 1
+        if saved_step is None:
+            self.say(f"WARNING: step {current_step}: this run has no checkpoint yet to return to")
             return False
-        if rollbacks > MOST_ROLLBACKS:
-            raise InvalidResultError(f"step {reached}: another spike, after {MOST_ROLLBACKS} rollbacks in a row")
+        if rollbacks > MAX_ROLLBACKS:
+            raise InvalidResultError(f"step {current_step}: another spike, after {MAX_ROLLBACKS} rollbacks in a row")
         run.buffer.wait_param_sync()
-        restore(saved)
-        begin = state.consumed_samples
-        while state.step < reached:
+        restore(saved_step)
+        start = state.consumed_samples
+        while state.step < current_step:
             run.skip_step()
         run.spikes.rollbacks = rollbacks
-        passed = range(begin, state.consumed_samples)
-        text = f"step {reached}: back to the checkpoint of step {saved}, without samples {begin}..{passed.stop - 1}"
-        self.log("rollback", text, passed[-MOST_SAMPLES:], checkpoint=saved)
+        skipped = range(start, state.consumed_samples)
+        text = (
+            f"step {current_step}: back to the checkpoint of step {saved_step}, "
+            f"without samples {start}..{skipped.stop - 1}"
+        )
+        self.log("rollback", text, skipped[-MAX_SAMPLES:], checkpoint=saved_step)
         return True

@@ -280,7 +280,7 @@ class Watchdog:
         for frame, line in frames:
             path = frame.f_code.co_filename
             file = path.removeprefix(ROOT)
-            if file != path and not file.startswith(("parallel/", "config/", "training/monitoring/")):
+            if file != path and not file.startswith(("common/", "parallel/", "config/", "training/monitoring/")):
                 yield f"{file}:{line} {frame.f_code.co_name}"
 
     def _dump(self, mine: RankState) -> None:
