@@ -20,7 +20,7 @@ DOCUMENTS = ("docs", "README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.m
 NAMES = frozenset(
     """
     afresh again alike anew apart asked beside bill card dog doubt doubts folder foreign found given got held here home
-    house how kept life made mine moment news of ours pulse room taken theirs told unlike usual wanted whole word words
+    house how kept life made mine moment news of ours pulse room taken theirs told unlike usual wanted whole words
     """.split()
 )
 # phrases of comments, docstrings, help texts and documents

@@ -1,10 +1,10 @@
-"""Activations of the feed-forward block, each with its backward from the input alone.
+"""Activations of the feed-forward block, each with a backward that needs only the input.
 
-Each is a file of megalite/kernels/activations/ that defines ACTIVATION, and the file's name is the activation's:
-`--activation` offers what the folder holds, and those of plugins (megalite/config/registry.py). Nothing else names
-them one by one.
+Each activation is a file in megalite/kernels/activations/ that defines ACTIVATION; its name is the file's name.
+`--activation` offers all files of that directory and the activations of plugins (megalite/config/registry.py). No other
+code lists the activations.
 
-Backward needs only the input, so a caller saves that (nn/linear.py), and also returns `a` again.
+Backward needs only the input u, so callers save only u (nn/linear.py). Backward also returns the recomputed output `a`.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,16 @@ from megalite.config.registry import REGISTRIES
 
 @dataclass(frozen=True)
 class Activation:
-    """forward(u) -> a and backward(u, da) -> (a, du). `width`: how many input columns make one output column (2 for
-    gated ones: [gate | up]). With `takes_bias` both take one as their last argument, which is added to u first, and
-    backward returns its gradient as a third result. `swiglu`: of SwiGLU the constants (activations/swiglu.py), by which
-    experts' matmuls compute it where they have its input in registers (gated_matmul.py). `surrogate`: backward is not
-    the derivative of forward, on purpose (a straight-through estimator), so a plugin's is not compared with it."""
+    """An activation with forward(u) -> a and backward(u, da) -> (a, du).
+
+    width             input columns per output column: 2 for gated activations ([gate | up]), otherwise 1
+    takes_bias        both functions take a bias as their last argument, which is added to u first, and backward returns
+                      the bias gradient as a third result
+    swiglu_constants  the constants (limit, alpha) of a SwiGLU (activations/swiglu.py), with which the experts' matmuls
+                      compute it while its input is in registers (gated_matmul.py); None for other activations
+    surrogate         backward intentionally differs from the derivative of forward (a straight-through estimator), so
+                      the gradient check of plugins is skipped
+    """
 
     forward: Callable[..., Tensor]
     backward: Callable[..., tuple[Tensor, ...]]
@@ -34,20 +39,27 @@ class Activation:
 
 
 def get_activation(name: str) -> Activation:
-    """Raises ValueError where there is none."""
+    """Return the activation of this name.
+
+    Raises:
+        ValueError: if there is none.
+    """
     return REGISTRIES["activation"].get(name)
 
 
 def fault_of(part: Any) -> str:
-    """What is wrong with a plugin's activation, "" if nothing: its backward against differences of its forward in fp64,
-    shapes and dtypes. `verify` cannot find it, since both of its runs use the same activation."""
+    """Return the error in a plugin's activation, or "" if there is none.
+
+    Checks shapes and dtypes, and compares backward with finite differences of forward in fp64. `verify` cannot detect
+    such errors, since both of its runs use the same activation.
+    """
     if not isinstance(part, Activation):
         return f"is {part!r}; give an Activation of megalite.kernels.activation"
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     rows, columns = 5, 4
-    u = 3 * torch.randn(rows, columns * part.width, generator=draw, dtype=torch.float64)
-    da = torch.randn(rows, columns, generator=draw, dtype=torch.float64)
-    bias = [torch.randn(u.shape[1], generator=draw, dtype=torch.float64)] if part.takes_bias else []
+    u = 3 * torch.randn(rows, columns * part.width, generator=generator, dtype=torch.float64)
+    da = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    bias = [torch.randn(u.shape[1], generator=generator, dtype=torch.float64)] if part.takes_bias else []
     with torch.no_grad():
         return (
             _wrong_form(part, u, da, bias)
@@ -58,75 +70,80 @@ def fault_of(part: Any) -> str:
 
 
 def _wrong_form(part: Activation, u: Tensor, da: Tensor, bias: list[Tensor]) -> str:
-    """Shapes, dtypes, and what must stay as it was."""
-    given = u.clone()
+    """Check shapes and dtypes of the results, that the input does not change, and that backward recomputes a."""
+    u_before = u.clone()
     a = part.forward(u, *bias)
-    if fault := _unlike("forward's a", a, da.shape, part, u):
+    if fault := _mismatch("forward's a", a, da.shape, part, u):
         return fault
-    results, names = part.backward(u, da, *bias), ["a", "du", "dbias"][: 2 + len(bias)]
+    results = part.backward(u, da, *bias)
+    names = ["a", "du", "dbias"][: 2 + len(bias)]
     if not isinstance(results, tuple) or len(results) != len(names):
         return f"has a backward that does not give ({', '.join(names)}); correct backward"
     for name, x, shape in zip(names, results, (da.shape, u.shape, u.shape[1:]), strict=False):
-        if fault := _unlike(f"backward's {name}", x, shape, part, u):
+        if fault := _mismatch(f"backward's {name}", x, shape, part, u):
             return fault
-    if not torch.equal(u, given):
+    if not torch.equal(u, u_before):
         return "changes its input, which backward needs; write into a new tensor"
     if not torch.allclose(results[0].double(), a.double(), rtol=0.02, atol=0.02):
         return "has a backward whose first result is not forward's; give a again, and then du"
     return ""
 
 
-def _unlike(name: str, x: Any, shape: torch.Size, part: Activation, u: Tensor) -> str:
+def _mismatch(name: str, x: Any, shape: torch.Size, part: Activation, u: Tensor) -> str:
+    """Check that a result is a tensor with this shape and the dtype of u."""
     if isinstance(x, Tensor) and x.shape == shape and x.dtype == u.dtype:
         return ""
-    got = f"{tuple(x.shape)} in {x.dtype}" if isinstance(x, Tensor) else repr(x)
-    wants = f"{tuple(shape)} in {u.dtype}"
-    return f"with width={part.width} gives {got} as {name} where {wants} is due; correct it, or width"
+    actual = f"{tuple(x.shape)} in {x.dtype}" if isinstance(x, Tensor) else repr(x)
+    expected = f"{tuple(shape)} in {u.dtype}"
+    return f"with width={part.width} gives {actual} as {name} where {expected} is due; correct it, or width"
 
 
 def _wrong_constants(part: Activation, u: Tensor, bias: list[Tensor]) -> str:
+    """Check that forward is the SwiGLU that swiglu_constants describe."""
     if part.swiglu_constants is None:
         return ""
     limit, alpha = part.swiglu_constants
     gate, up = u.chunk(2, -1)
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-    same = part.width == 2 and torch.allclose(
-        part.forward(u, *bias), gate * torch.sigmoid(alpha * gate) * up, rtol=1e-5
-    )
+    swiglu = gate * torch.sigmoid(alpha * gate) * up
+    if part.width == 2 and torch.allclose(part.forward(u, *bias), swiglu, rtol=1e-5):
+        return ""
     return (
-        ""
-        if same
-        else f"is not SwiGLU with swiglu_constants={part.swiglu_constants}, as experts would compute it; "
+        f"is not SwiGLU with swiglu_constants={part.swiglu_constants}, as experts would compute it; "
         "leave swiglu_constants out"
     )
 
 
 def _wrong_gradient(part: Activation, u: Tensor, da: Tensor, bias: list[Tensor]) -> str:
-    """backward's du, and its sum for a bias, against forward. At a kink any value between both slopes is right."""
+    """Compare du of backward, and its sum for a bias, with finite differences of forward.
+
+    At a kink, every value between the slopes on both sides is accepted.
+    """
     if part.surrogate:
         return ""
     a = part.forward(u, *bias)
-    in_fp32 = torch.equal(a, a.float().double())  # what forward computes with is coarser than its input
+    in_fp32 = torch.equal(a, a.float().double())  # forward computes in a lower precision than its input has
     step, tolerance = (1e-2, 2e-2) if in_fp32 else (1e-6, 1e-4)
-    moved = step * torch.eye(u.numel(), dtype=u.dtype).view(-1, *u.shape)
-    right = ((part.forward(u + moved, *bias) - a) * da).sum((1, 2)) / step
-    left = ((a - part.forward(u - moved, *bias)) * da).sum((1, 2)) / step
+    steps = step * torch.eye(u.numel(), dtype=u.dtype).view(-1, *u.shape)  # one element each
+    right = ((part.forward(u + steps, *bias) - a) * da).sum((1, 2)) / step
+    left = ((a - part.forward(u - steps, *bias)) * da).sum((1, 2)) / step
     _, du, *dbias = part.backward(u, da, *bias)
-    allowed = tolerance * torch.maximum(left.abs(), right.abs()).clamp_min(1)
-    below, above = torch.minimum(left, right) - allowed, torch.maximum(left, right) + allowed
-    wrong = ~((below <= du.flatten()) & (du.flatten() <= above))
-    if wrong.any():
-        at, slope = int(wrong.int().argmax()), (left + right) / 2
-        got, due = float(du.flatten()[at]), float(slope[at])
+    margin = tolerance * torch.maximum(left.abs(), right.abs()).clamp_min(1)
+    min_du = torch.minimum(left, right) - margin
+    max_du = torch.maximum(left, right) + margin
+    is_wrong = ~((min_du <= du.flatten()) & (du.flatten() <= max_du))
+    if is_wrong.any():
+        index = int(is_wrong.int().argmax())
+        slope = (left + right) / 2
+        actual = float(du.flatten()[index])
+        expected = float(slope[index])
         factor = float((du.flatten() * slope).sum() / slope.square().sum().clamp_min(1e-300))
-        times = (
-            f", {factor:.3g} times as much"
-            if torch.allclose(du.flatten(), factor * slope, rtol=0.02, atol=0.02)
-            else ""
-        )
-        where = f"{got:.6g} at u={float(u.flatten()[at]):.4g} where forward's derivative is {due:.6g}{times}"
-        return f"has a wrong gradient: backward gives {where}; correct backward, or set surrogate if it is meant"
+        is_scaled = torch.allclose(du.flatten(), factor * slope, rtol=0.02, atol=0.02)
+        times = f", {factor:.3g} times as much" if is_scaled else ""
+        position = f"at u={float(u.flatten()[index]):.4g}"
+        difference = f"{actual:.6g} {position} where forward's derivative is {expected:.6g}{times}"
+        return f"has a wrong gradient: backward gives {difference}; correct backward, or set surrogate if it is meant"
     if dbias and not torch.allclose(dbias[0], du.sum(0), rtol=tolerance, atol=tolerance):
         return "has a wrong gradient: backward's dbias is not the sum of du over the rows; correct backward"
     return ""

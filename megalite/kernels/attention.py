@@ -1,18 +1,19 @@
 """Causal attention with grouped key/value heads: softmax(scale * q k^T + causal) v.
 
-Layout in and out is sequence first: q_SBHK, k_TBGK, v_TBGK -> o_SBHK, H a multiple of G. Queries are at the positions
-from `q_first`, keys at those from `k_first`, and both may be parts of the sequence; o of a query that sees no key is 0.
-Parts of the queries, each with all keys that these see, are the whole, bit for bit the same mask. A fused kernel runs
-(`backend` says which): saved are q, k, v, and for some o and one log-sum-exp per row, never the S x S scores. The mask
-of dropout depends on coordinates (sample, head, query, key) and not on a generator's state, so torch's kernels cannot
-draw it and our own do.
+Inputs and output are sequence first: q_SBHK, k_TBGK, v_TBGK -> o_SBHK, with H a multiple of G. Queries start at
+position `q_start` and keys at position `k_start`, and both may be parts of the sequence; o is 0 for a query that sees
+no key. Attention may be computed for one range of queries at a time, each with all keys that it sees; the mask is
+bitwise the same. A fused kernel runs (`select_backend` chooses it). Saved for backward are q, k, v, and for some
+kernels also o and one log-sum-exp per row, never the S x S scores. The dropout mask depends on coordinates (sample,
+head, query, key) and not on a generator's state, so torch's kernels cannot draw it and megalite's kernels do.
 
-A sink is a logit per head that takes part in the softmax and has no value (GPT-OSS; of 0: "softmax off by one"):
-p = exp(s - lse), lse = log(sum exp(s) + exp(sink)).
+A sink is a logit per head that takes part in the softmax and has no value (GPT-OSS; a sink of 0 is "softmax off by
+one"): p = exp(s - lse), lse = log(sum exp(s) + exp(sink)).
 
-Where several documents share a sequence, attention stays within each: variable-length attention, whose work is the
-sum of the squared lengths and which never makes a mask of S x S. In a sliding window of W keys work is S W, and there
-is no such mask either. A window as long as the sequence (or a document) has no effect: the same kernel, the same bits.
+If several documents share a sequence, queries attend only within their document: variable-length attention, whose work
+is the sum of the squared lengths and which never allocates an S x S mask. In a sliding window of W keys the work is S
+W, also without such a mask. A window as long as the sequence (or a document) has no effect: the same kernel runs, with
+bitwise the same results.
 """
 
 import contextlib
@@ -36,9 +37,9 @@ from megalite.kernels.flash_attention import flash_attention, is_supported
 class Documents(NamedTuple):
     """The documents in the samples of a micro-batch.
 
-    spans     (sample, first position, end), by sample and position; they tile every sample, of which queries and keys
-              may be parts
-    first_BS  for every query the first position of its document
+    spans              (sample, first position, end), sorted by sample and position; they tile every sample, also if the
+                       queries and keys are only a part of it
+    document_start_BS  the first position of the document of every query
     """
 
     spans: tuple[tuple[int, int, int], ...]
@@ -47,10 +48,10 @@ class Documents(NamedTuple):
 
 def attention_reference(
     q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, documents: Documents | None = None, sink_H: Tensor | None = None,
-    **given: Any,
+    **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """The definition, with the scores in memory; arguments as of `attention`."""
-    params = AttentionParams(**given)
+    """Compute attention by its definition, with all scores in memory; the arguments are the same as in `attention`."""
+    params = AttentionParams(**kwargs)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_TBGK, v_TBGK))
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -63,7 +64,7 @@ def attention_reference(
         masked_out = masked_out | (columns <= rows - params.window)
     if documents is not None:
         masked_out = masked_out | (columns < documents.document_start_BS.unsqueeze(-1)).unsqueeze(1)
-    sees_no_key = masked_out.all(-1, keepdim=True)  # softmax of these rows is of anything finite
+    sees_no_key = masked_out.all(-1, keepdim=True)  # these rows keep finite scores, so that softmax gives no NaN
     scores = scores.masked_fill(masked_out & ~sees_no_key, float("-inf"))
     if sink_H is not None:
         sink = sink_H.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -77,37 +78,52 @@ def attention_reference(
 
 
 def forced_backend() -> str:
-    """--attention-kernel: auto (the table of `backend`), or the name of one for every shape that it supports."""
+    """Return the value of --attention-kernel.
+
+    It is "auto" (see the table of `select_backend`) or a backend's name, which is used for all shapes that it supports.
+    """
     return kernel_option("attention_kernel")
 
 
 def select_backend(
     q_SBHK: Tensor, v_TBGK: Tensor, *, has_documents: bool, window: bool = False, dropout: bool = False
 ) -> str:
-    """The implementation for this shape: "triton" (kernels/flash_attention.py), "blocked" (blocked_attention.py),
-    or torch's SDPA with "cudnn", "flash" or what it picks itself ("torch"). `masked`: there are documents; `window`:
-    there is one, shorter than the sequence, or a part of the sequence, which SDPA would need as a mask of S x S, or a
-    sink, or a width of the values' own, so SDPA is never used. With `dropout`, whose mask SDPA cannot draw, "triton" or
-    "blocked"; "explicit" (attention_reference) if it is forced.
+    """Return the name of the implementation for this shape.
 
-        a card, documents, a window, a part   triton where it can: one launch, work only where the mask is not
-        a window, a part, a sink, a width     triton on a card, else blocked
+    "triton" is kernels/flash_attention.py, "blocked" is blocked_attention.py, "explicit" is attention_reference, and
+    "cudnn", "flash" and "torch" are torch's SDPA with that backend or with the one that torch selects.
+
+        documents, window or part, on a GPU   triton if it supports the shape: one launch, which skips masked blocks
+        window, part, sink or value width     triton on a GPU, otherwise blocked
         half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
-        half precision on an older card       flash
-        half precision on a CPU               blocked: faster than torch's (docs/experiments.md); in fp32 where the
-                                              CPU has no instructions for it (dispatch.py: upcasts), as all others
-        all else                              torch
-        planned on the meta device            triton: q, k, v, o and lse are what any fused kernel keeps
+        half precision, older GPU             flash
+        half precision on a CPU               blocked: faster than torch's (docs/experiments.md); like all others, it
+                                              computes in fp32 if the CPU has no instructions for half precision
+                                              (dispatch.py: upcasts)
+        dropout                               triton, otherwise blocked; explicit if --attention-kernel is torch
+        everything else                       torch
+        planned on the meta device            triton: every fused kernel saves q, k, v, o and lse, as it does
+
+    Args:
+        q_SBHK: the queries.
+        v_TBGK: the values.
+        has_documents: if several documents share a sequence.
+        window: if there is a feature that SDPA does not support, or only with a mask of S x S: a window shorter than
+            the sequence, a part of the sequence, a sink, or values of another width than the keys.
+        dropout: if there is dropout, whose mask SDPA cannot draw.
     """
     if device_type(q_SBHK.device) != q_SBHK.device.type:
         return "explicit" if dropout and forced_backend() == "torch" else "triton"
     triton = use_triton(q_SBHK) and is_supported(q_SBHK, v_TBGK)
     if dropout:
-        needs_own_kernel = "triton" if triton and forced_backend() in ("auto", "triton") else "blocked"
-        return "explicit" if forced_backend() == "torch" else needs_own_kernel
+        if forced_backend() == "torch":
+            return "explicit"
+        return "triton" if triton and forced_backend() in ("auto", "triton") else "blocked"
     if forced_backend() != "auto":
-        able = {"triton": triton, "blocked": window or blocked_supports(q_SBHK)}
-        return forced_backend() if able.get(forced_backend(), not window) else "blocked" if window else "torch"
+        supported = {"triton": triton, "blocked": window or blocked_supports(q_SBHK)}
+        if supported.get(forced_backend(), not window):
+            return forced_backend()
+        return "blocked" if window else "torch"
     if triton and (has_documents or window or kernel_option("kernels") == "triton" or not q_SBHK.is_cuda):
         return "triton"
     if window or (blocked_supports(q_SBHK) and not has_documents):
@@ -118,40 +134,60 @@ def select_backend(
 
 
 def describe_backend(device_type: str, dropout: bool = False, half: bool = True, window: bool = False) -> str:
-    """One line for the plan: the choice of `backend` on such a device; `half`: in half precision, `window`: some layers
-    have one."""
+    """Return one line for the plan summary: the choices of `select_backend` on devices of this type.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        dropout: if training has attention dropout.
+        half: if the run computes in half precision.
+        window: if some layers have a window.
+    """
     if dropout:
-        needs_own_kernel = (
-            "triton" if runs_triton(device_type) and forced_backend() in ("auto", "triton") else "blocked"
-        )
-        training = "explicit scores" if forced_backend() == "torch" else needs_own_kernel
-        plain = describe_backend(device_type, half=half, window=window)
-        return training if plain == training else f"{training}, for dropout; in evaluation {plain}"
+        has_triton = runs_triton(device_type)
+        if forced_backend() == "torch":
+            training = "explicit scores"
+        elif has_triton and forced_backend() in ("auto", "triton"):
+            training = "triton"
+        else:
+            training = "blocked"
+        evaluation = describe_backend(device_type, half=half, window=window)
+        return training if evaluation == training else f"{training}, for dropout; in evaluation {evaluation}"
     if forced_backend() != "auto":
-        needs_own_kernel = forced_backend() in ("triton", "blocked")
-        return f"{forced_backend()} ({environment.setting_name('attention_kernel')})" + (
-            "" if needs_own_kernel else "; in a window: blocked"
-        )
+        line = f"{forced_backend()} ({environment.setting_name('attention_kernel')})"
+        supports_windows = forced_backend() in ("triton", "blocked")
+        return line if supports_windows else line + "; in a window: blocked"
     if device_type != "cuda":
-        rest = "blocked" if half else "torch; in a window blocked" if window else "torch"
-        return "triton" if runs_triton(device_type) else rest
+        if runs_triton(device_type):
+            return "triton"
+        if half:
+            return "blocked"
+        return "torch; in a window blocked" if window else "torch"
     if not runs_triton(device_type):
         return "cudnn or flash; by document: torch; in a window: blocked"
     return "triton" if kernel_option("kernels") == "triton" else "cudnn or flash; by document or in a window: triton"
 
 
 def is_16_byte_aligned(x: Tensor) -> bool:
-    """Whether its rows begin at multiples of 16 bytes: a card's fused kernels read 16 bytes at a time, and with other
-    rows they fail, fault or read wrong elements (cuDNN 9.19), without a check."""
-    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
-    return x.stride(-1) == 1 and not any(step % 16 for step in steps)
+    """Return whether all rows of `x` are contiguous and start at multiples of 16 bytes.
+
+    Fused CUDA kernels read 16 bytes at a time and do not check alignment: with other rows they fail, fault or read
+    wrong elements (cuDNN 9.19).
+    """
+    addresses = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
+    return x.stride(-1) == 1 and not any(address % 16 for address in addresses)
 
 
 def aligned_for_kernel(x: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
-    """x as a card's fused kernel can read it, with `strides` where they are given (along one element they say nothing);
-    a copy, unless it is so already."""
-    same = strides is None or all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
-    if same and is_16_byte_aligned(x):
+    """Return `x` in a layout that fused CUDA kernels can read; it is copied only if its layout is another one.
+
+    Args:
+        x: a tensor of queries, keys, values or their gradients.
+        strides: the required strides (ignored in dimensions of size 1); None: any strides whose rows are aligned.
+    """
+    strides_match = strides is None or all(
+        n == 1 or actual == required for n, actual, required in zip(x.shape, x.stride(), strides, strict=True)
+    )
+    if strides_match and is_16_byte_aligned(x):
         return x
     if strides is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -160,7 +196,7 @@ def aligned_for_kernel(x: Tensor, strides: tuple[int, ...] | None = None) -> Ten
 
 @contextlib.contextmanager
 def _sdpa_backends(name: str) -> Iterator[None]:
-    """Torch's fused attention by `name` first; by others where it cannot do the shape, unless it is forced."""
+    """Prefer this backend of SDPA; if --attention-kernel is auto, others serve shapes that it does not support."""
     if name not in ("cudnn", "flash"):
         yield
         return
@@ -175,12 +211,19 @@ def _sdpa_backends(name: str) -> Iterator[None]:
 
 def attention(
     q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, documents: Documents | None = None, sink_H: Tensor | None = None,
-    **given: Any,
+    **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """o_SBHK of one or more queries and keys. `documents` None: one per sample. sink_H: of each head a logit without a
-    value; None: there is none. `given`: the fields of Scoring. Values may have another width than queries and keys, and
-    o has it, too."""
-    params = AttentionParams(**given)
+    """Return o_SBHK, causal attention of the queries to the keys and values.
+
+    Args:
+        q_SBHK: the queries, at least one.
+        k_TBGK: the keys.
+        v_TBGK: the values. Their width may differ from the keys'; o has the width of the values.
+        documents: the documents that share a sequence; None: one document per sample.
+        sink_H: a logit without a value per head; None: no sink.
+        **kwargs: the fields of AttentionParams.
+    """
+    params = AttentionParams(**kwargs)
     if params.window is not None and params.window >= params.q_start + q_SBHK.shape[0] - params.k_start:
         params = params._replace(window=None)
     is_partial = params.q_start != params.k_start or q_SBHK.shape[0] != k_TBGK.shape[0]
@@ -190,34 +233,39 @@ def attention(
     name = select_backend(
         q_SBHK, v_TBGK, has_documents=documents is not None, window=needs_own_kernel, dropout=params.drop is not None
     )
-    qkv, given = (q_SBHK, k_TBGK, v_TBGK), {"sink_H": sink_H, **params._asdict()}
+    qkv = (q_SBHK, k_TBGK, v_TBGK)
+    kernel_kwargs = {"sink_H": sink_H, **params._asdict()}
     if name == "explicit":
         explicit = partial(attention_reference, documents=documents, **params._asdict())
         return _in_fp32(lambda q, k, v, sink: explicit(q, k, v, sink_H=sink), *qkv, sink_H)
     if name == "triton":
-        return flash_attention(*qkv, first_BS=None if documents is None else documents.document_start_BS, **given)
+        document_start_BS = None if documents is None else documents.document_start_BS
+        return flash_attention(*qkv, first_BS=document_start_BS, **kernel_kwargs)
     if documents is not None:
         return _attend_per_document(*qkv, documents, sink_H, params)
     if name == "blocked":
-        return blocked_attention(*qkv, **given)
+        return blocked_attention(*qkv, **kernel_kwargs)
     q, k, v = ((aligned_for_kernel(x) if x.is_cuda else x).permute(1, 2, 0, 3) for x in qkv)
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused kernel there takes groups in fp32
+    if grouped and q.is_cuda and q.dtype == torch.float32:  # no fused CUDA kernel supports groups in fp32
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True, scale=params.scale, enable_gqa=grouped)
     with _sdpa_backends(name):
         o = _in_fp32(sdpa, q, k, v)
     if o.is_cuda and o.requires_grad:
-        # cuDNN 9.19 (torch 2.11): with groups and other strides than o's, dq was wrong. Flash attention takes any.
+        # With cuDNN 9.19 (torch 2.11) dq was wrong for groups if do had other strides than o. Flash attention supports
+        # all strides.
         strides = o.stride() if name == "cudnn" else None
         o.register_hook(lambda do: aligned_for_kernel(do, strides))
     return o.permute(2, 0, 1, 3)
 
 
 class _InFp32(Function):
-    """`fn` of tensors in fp32, its result in the dtype of the first. The tensors are saved in their own dtypes, and
-    backward calls `fn` again."""
+    """The result of `fn` for tensors converted to fp32, rounded to the dtype of the first tensor.
+
+    The tensors are saved in their original dtypes, and backward recomputes `fn`.
+    """
 
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
@@ -227,15 +275,15 @@ class _InFp32(Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        wide = [None if x is None else x.detach().float().requires_grad_() for x in ctx.saved_tensors]
+        inputs_fp32 = [None if x is None else x.detach().float().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            o = ctx.fn(*wide)
-        grads = iter(torch.autograd.grad(o, [x for x in wide if x is not None], do.float()))
+            o = ctx.fn(*inputs_fp32)
+        grads = iter(torch.autograd.grad(o, [x for x in inputs_fp32 if x is not None], do.float()))
         return None, *(None if x is None else next(grads).to(x.dtype) for x in ctx.saved_tensors)
 
 
 def _in_fp32(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """`fn(*tensors)`, in fp32 where a CPU multiplies them in it."""
+    """Return `fn(*tensors)`, computed in fp32 if this CPU has no instructions for the dtype of the first tensor."""
     if tensors[0] is None or not upcasts(tensors[0]):
         return fn(*tensors)
     return _InFp32.apply(fn, *tensors)  # type: ignore[return-value]
@@ -244,18 +292,18 @@ def _in_fp32(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
 def _attend_per_document(
     q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, documents: Documents, sink_H: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """Each document's queries with its keys, where the parts have such."""
-    rows: list[list[Tensor]] = [[] for _ in range(q_SBHK.shape[1])]
-    for row, start, end in documents.spans:
-        first, last = max(start, params.q_start), min(end, params.q_start + q_SBHK.shape[0])
-        if first >= last:
+    """Compute attention for one document at a time, for all documents that overlap the queries."""
+    outputs_by_sample: list[list[Tensor]] = [[] for _ in range(q_SBHK.shape[1])]
+    for sample, start, end in documents.spans:
+        q_start = max(start, params.q_start)
+        q_end = min(end, params.q_start + q_SBHK.shape[0])
+        if q_start >= q_end:
             continue
-        q = q_SBHK[first - params.q_start : last - params.q_start, row : row + 1]
-        low = max(start, params.k_start)
-        k, v = (
-            x[low - params.k_start : max(low, last) - params.k_start, row : row + 1] for x in (k_TBGK, v_TBGK)
-        )  # or none
-        drop = params.drop and params.drop._replace(sample_ids_B=params.drop.sample_ids_B[row : row + 1])
-        here = params._replace(drop=drop, q_start=first, k_start=low)
-        rows[row].append(attention(q, k, v, sink_H=sink_H, **here._asdict()))
-    return torch.cat([torch.cat(row) for row in rows], dim=1)
+        k_start = max(start, params.k_start)
+        k_end = max(k_start, q_end)  # the range may be empty
+        q = q_SBHK[q_start - params.q_start : q_end - params.q_start, sample : sample + 1]
+        k, v = (x[k_start - params.k_start : k_end - params.k_start, sample : sample + 1] for x in (k_TBGK, v_TBGK))
+        drop = params.drop and params.drop._replace(sample_ids_B=params.drop.sample_ids_B[sample : sample + 1])
+        document_params = params._replace(drop=drop, q_start=q_start, k_start=k_start)
+        outputs_by_sample[sample].append(attention(q, k, v, sink_H=sink_H, **document_params._asdict()))
+    return torch.cat([torch.cat(outputs) for outputs in outputs_by_sample], dim=1)

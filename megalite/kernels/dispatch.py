@@ -1,16 +1,17 @@
-"""Chooses the implementation of each kernel: Triton, or its plain torch twin.
+"""The choice of each kernel's implementation: Triton, or its plain torch twin.
 
     --kernels auto     Triton on CUDA where it is installed, torch on CPU (the default)
     --kernels triton   Triton everywhere; on CPU that needs TRITON_INTERPRET=1, which runs kernels in numpy
     --kernels torch    the twins everywhere
 
-Matrix products of half precision on a CPU without instructions for it are made in fp32 (`upcasts`, kernels/matmul.py).
-The CPU decides, so all ranks on one kind of CPU agree, and a run that is resumed on another kind differs in rounding.
+A CPU without instructions for half precision multiplies half-precision matrices in fp32 (`upcasts`,
+kernels/matmul.py). The choice depends only on the CPU model, so all ranks on one model agree; a run that is resumed on
+another model differs in rounding.
 
-The setup of a run passes its option to `choose`; the variable MEGALITE_KERNELS wins over it, and serves programs
-without options. It is read once, so kernels never change within a run. Triton is imported when the first kernel is
-launched; torch for CPU comes without it. Rejected: importing it at the top of every kernel file, which costs 0.3 s at
-each start on CPU and needs a stand-in for `triton.jit` where it is missing.
+The setup of a run passes its options to `set_kernel_options`. The environment variable MEGALITE_KERNELS overrides them,
+and serves programs without options. It is read once, so kernels never change within a run. Triton is imported when the
+first kernel is launched, because torch for CPU does not include it. Rejected: importing it at the top of every kernel
+file, which costs 0.3 s at each start on CPU and needs a stand-in for `triton.jit` if it is not installed.
 """
 
 import contextlib
@@ -29,44 +30,49 @@ from megalite.common.optional_packages import MissingPackageError, missing_packa
 from megalite.config import environment
 
 Fn = Callable[..., Any]
-# what a CPU that multiplies in a dtype has one of, in torch's words, and the instruction sets before it, in oneDNN's
+# A CPU multiplies in a dtype if it has one of these capabilities (names of torch.cpu.get_capabilities).
 CPU_INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
+# ONEDNN_MAX_CPU_ISA values that exclude the instructions for a dtype
 ISA_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 ISA_WITHOUT = {torch.bfloat16: ISA_WITHOUT_BF16, torch.float16: (*ISA_WITHOUT_BF16, "AVX512_CORE_BF16")}
-FEW_ROWS = 2  # of a product: below, reading a matrix is all that it takes, and a conversion would read it twice
+# Products of up to this many rows are bound by reading the matrix, which a conversion to fp32 would read twice.
+FEW_ROWS = 2
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_TILE_COLUMNS = 32768  # columns of a row that one program can hold in registers
-META_NUM_SMS = 132  # multiprocessors of the card that the meta device stands for: an H100's
+META_NUM_SMS = 132  # multiprocessors of the GPU that the meta device stands for (an H100)
 
-# The modules that have Triton kernels; the plan at start prints them.
+# modules that have Triton kernels; the plan summary prints them
 TRITON_KERNELS = ("norms", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
 TRITON_KERNELS += ("flash_attention", "grouped_matmul", "gated_matmul", "permute")
 
 
 class KernelError(Exception):
-    """The kernels asked for cannot run here; the text says what to set or install."""
+    """The requested kernels cannot run on this machine; the message says what to set or install."""
 
 
 class LaunchObserver(Protocol):
-    """Observer of a planned run: the meta device stands for one of `device_type`, and no kernel is launched."""
+    """The observer of kernel launches in a planned run.
+
+    The meta device stands for a device of type `device_type`, and no kernel is launched.
+    """
 
     device_type: str
 
     def on_launch(self, kernel: "Kernel", args: tuple[Any, ...]) -> None:
-        """Called in place of each launch."""
+        """Observe a launch that is skipped."""
         ...
 
 
-_observer: ContextVar[LaunchObserver | None] = ContextVar("listener", default=None)
+_observer: ContextVar[LaunchObserver | None] = ContextVar("launch_observer", default=None)
 _options = {"kernels": "auto", "attention_kernel": "auto"}
 
 
 @contextlib.contextmanager
 def context_value(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Inside, the variable has the value."""
+    """Set a context variable within a with block."""
     token = variable.set(value)
     try:
         yield
@@ -74,24 +80,33 @@ def context_value(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
-# planning(listener): inside, kernels on the meta device only make their outputs, and `listener` gets the launches
+# observe_launches(observer): context manager in which `observer` gets the launches of kernels on the meta device, which
+# only allocate their outputs
 observe_launches = functools.partial(context_value, _observer)
 
 
 def device_type(device: torch.device) -> str:
-    """The type that kernels and sizes are chosen by; for the meta device that of the device it stands for."""
-    listener = _observer.get() if device.type == "meta" else None
-    return device.type if listener is None else listener.device_type
+    """Return the device type by which kernels and sizes are chosen.
+
+    For the meta device within `observe_launches`, this is the type of the device that it stands for.
+    """
+    observer = _observer.get() if device.type == "meta" else None
+    return device.type if observer is None else observer.device_type
 
 
 def size_for_device(sizes: Mapping[str, int], device: torch.device) -> int:
-    """The entry of a table of sizes; that of the CPU for a device that is not in it."""
+    """Return the device's entry of a table of sizes, or the CPU's entry if the table has none for it."""
     return sizes.get(device_type(device), sizes["cpu"])
 
 
 def set_kernel_options(kernels: str, attention_kernel: str) -> None:
-    """Take the options of these names from here on; raises KernelError. The one setting of the whole process: dozens of
-    small functions that know nothing of a run would have to be handed it. Each setup of a run (train/) makes it anew.
+    """Set the options --kernels and --attention-kernel for the process.
+
+    This is the only process-wide setting: otherwise dozens of small functions that are independent of a run would need
+    it as an argument. Every setup of a run sets it.
+
+    Raises:
+        KernelError: if an environment variable that overrides an option has an invalid value.
     """
     _options.update(kernels=kernels, attention_kernel=attention_kernel)
     kernel_option.cache_clear()
@@ -102,7 +117,11 @@ def set_kernel_options(kernels: str, attention_kernel: str) -> None:
 
 @functools.cache
 def kernel_option(option: str) -> str:
-    """The option, or its variable as it was when first asked for. Raises KernelError."""
+    """Return the value of an option; its environment variable, read on the first call, overrides it.
+
+    Raises:
+        KernelError: if the variable has an invalid value.
+    """
     try:
         return environment.env_override(option, _options[option])
     except ValueError as error:
@@ -110,7 +129,7 @@ def kernel_option(option: str) -> str:
 
 
 def describe_option() -> str:
-    """The setting and where it is from, as kernels=triton or MEGALITE_KERNELS=triton."""
+    """Return the setting and its origin, such as "kernels=triton" or "MEGALITE_KERNELS=triton"."""
     return f"{environment.setting_name('kernels')}={kernel_option('kernels')}"
 
 
@@ -121,17 +140,22 @@ def triton_installed() -> bool:
 
 @functools.cache
 def triton_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, which it decides when it is imported."""
+    """Return whether kernels run in Triton's interpreter; Triton decides this when it is imported."""
     return environment.getenv("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def runs_triton(device_type: str) -> bool:
-    """Whether Triton kernels run on such a device. Where they are wanted and cannot, KernelError or MissingPackage."""
-    wanted = kernel_option("kernels")
-    if wanted == "torch" or device_type not in ("cpu", "cuda"):
+    """Return whether Triton kernels run on devices of this type.
+
+    Raises:
+        MissingPackageError: if the kernels option is "triton" and Triton is not installed.
+        KernelError: if the kernels option is "triton" and kernels cannot run on the CPU.
+    """
+    requested = kernel_option("kernels")
+    if requested == "torch" or device_type not in ("cpu", "cuda"):
         return False
-    if wanted == "auto":
+    if requested == "auto":
         return device_type == "cuda" and triton_installed() and not triton_interpreted()
     if not triton_installed():
         raise MissingPackageError(missing_package_message(describe_option(), "triton") + ", or use torch")
@@ -141,8 +165,14 @@ def runs_triton(device_type: str) -> bool:
 
 
 def use_triton(x: Tensor, columns: int = 1) -> bool:
-    """Whether the kernel for `x` is Triton's; `columns` is what one program must hold of a row. What torch.compile
-    traces (models/torch_compile.py) is the torch form, which it fuses with what is around it."""
+    """Return whether to run the Triton kernel for `x`, and not its torch twin.
+
+    torch.compile (models/torch_compile.py) always traces the torch twin, and fuses it with the surrounding operations.
+
+    Args:
+        x: an input of the kernel.
+        columns: the columns of a row that one program must hold.
+    """
     if torch.compiler.is_compiling():
         return False
     runs = device_type(x.device) == "cuda" if x.is_meta else runs_triton(x.device.type)
@@ -150,41 +180,47 @@ def use_triton(x: Tensor, columns: int = 1) -> bool:
 
 
 def describe_kernels(device_type: str) -> str:
-    """One line for the plan. Raises as `runs_triton` does."""
+    """Return one line for the plan summary; raises the errors of `runs_triton`."""
     if not runs_triton(device_type):
         missing = kernel_option("kernels") == "auto" and device_type == "cuda" and not triton_installed()
-        return f"torch ({'triton is not installed' if missing else describe_option()})"
-    how = "triton's interpreter" if triton_interpreted() else "triton"
-    return f"{how}: {', '.join(TRITON_KERNELS)}"
+        reason = "triton is not installed" if missing else describe_option()
+        return f"torch ({reason})"
+    runtime = "triton's interpreter" if triton_interpreted() else "triton"
+    return f"{runtime}: {', '.join(TRITON_KERNELS)}"
 
 
 class Kernel:
-    """A function in Triton's language that is handed to `triton.jit` when it is first launched.
+    """A Triton kernel that is passed to `triton.jit` on its first launch.
 
-    `kernel[grid](...)` launches it as Triton's own object does; one that a card has no room for raises KernelError. Its
-    module names the language under TYPE_CHECKING only (`import triton.language as tl`). What Triton gets sees the names
-    of the module, the real language, and in the place of kernels that it calls what Triton made of them. Of a
-    launch with these arguments: `flops`, where its matmuls depend on a mask, or `product`, (rows, columns, depth) of a
-    plain matmul, and how many groups of its rows have each a matrix of its own; those of other kernels count as none.
-    `beside`: what such a matmul reads and writes beside its operands and its result.
+    `kernel[grid](...)` launches it, as with the object that `triton.jit` returns; a launch that needs more registers or
+    shared memory than the GPU has raises KernelError. The kernel's module imports `triton.language as tl` under
+    TYPE_CHECKING only. The jitted function gets the module's globals, with the real `tl`, and with the jitted functions
+    in place of the Kernel objects that it calls.
+
+    Three functions of the launch's arguments describe its cost, for the planner:
+
+    flops             FLOPs, for kernels whose matmuls depend on a mask
+    matmul_shape      (rows, columns, depth) of a plain matmul, followed by the number of groups of rows that have a
+                      separate matrix each, if there are several
+    epilogue_tensors  the tensors that such a matmul reads and writes in addition to its operands and result
+
+    A kernel with neither `flops` nor `matmul_shape` counts as having no matmul FLOPs.
     """
 
     def __init__(
         self, fn: Fn, options: dict[str, Any], flops: Fn | None, matmul_shape: Fn | None, epilogue_tensors: Fn | None
     ):
-        self.fn, self.options, self.flops, self.product, self.beside = (
-            fn,
-            options,
-            flops,
-            matmul_shape,
-            epilogue_tensors,
-        )
+        self.fn = fn
+        self.options = options
+        self.flops = flops
+        self.matmul_shape = matmul_shape
+        self.epilogue_tensors = epilogue_tensors
         self.jitted: Any = None
         self.launch_errors: tuple[type[Exception], ...] = ()
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        if (listener := _observer.get()) is not None:
-            return lambda *args, **_: listener.on_launch(self, args)
+        if (observer := _observer.get()) is not None:
+            return lambda *args, **_: observer.on_launch(self, args)
         launch = self.compiled()[grid]
 
         def run(*args: Any, **options: Any) -> None:
@@ -192,25 +228,25 @@ class Kernel:
                 launch(*args, **options)
             except self.launch_errors as error:
                 name = f"{self.fn.__module__.rsplit('.', 1)[-1]}{self.fn.__name__}"
-                what = " ".join(str(error).split("Reducing block")[0].split())
-                raise KernelError(f"the kernel {name} cannot run on this card ({what}); use --kernels torch") from error
+                cause = " ".join(str(error).split("Reducing block")[0].split())
+                raise KernelError(f"the kernel {name} cannot run on this GPU ({cause}); use --kernels torch") from error
 
         return run
 
     def compiled(self) -> Any:
+        """Return the jitted kernel; the first call imports Triton."""
         if self.jitted is None:
-            environment.set_env_defaults(
-                TRITON_DEFAULT_FP_FUSION="1"
-            )  # as 3.9 does unasked, with a warning; 3.10 will not
+            # Triton 3.9 does this by default, with a warning; 3.10 will not.
+            environment.set_env_defaults(TRITON_DEFAULT_FP_FUSION="1")
             import triton
             import triton.language
             from triton.runtime.errors import OutOfResources, PTXASError
 
             self.launch_errors = (OutOfResources, PTXASError)
             names = self.fn.__globals__ | {"tl": triton.language}
-            own = functools.update_wrapper(types.FunctionType(self.fn.__code__, names), self.fn)
-            self.jitted = triton.jit(own, **self.options)
-            # a kernel may call others, and Triton looks for its own kind
+            fn = functools.update_wrapper(types.FunctionType(self.fn.__code__, names), self.fn)
+            self.jitted = triton.jit(fn, **self.options)
+            # A kernel may call other kernels, and Triton accepts only jitted functions.
             names.update({name: value.compiled() for name, value in names.items() if isinstance(value, Kernel)})
         return self.jitted
 
@@ -219,21 +255,25 @@ def kernel(
     fn: Fn | None = None,
     *,
     flops: Fn | None = None,
-    product: Fn | None = None,
-    beside: Fn | None = None,
+    matmul_shape: Fn | None = None,
+    epilogue_tensors: Fn | None = None,
     **options: Any,
 ) -> Any:
-    """Decorate a Triton kernel; `options` are those of `triton.jit`."""
+    """Decorate a Triton kernel; `options` are passed to `triton.jit`, the other arguments are described in `Kernel`."""
     if fn is None:
-        return functools.partial(kernel, flops=flops, product=product, beside=beside, **options)
-    return Kernel(fn, options, flops, product, beside)
+        return functools.partial(
+            kernel, flops=flops, matmul_shape=matmul_shape, epilogue_tensors=epilogue_tensors, **options
+        )
+    return Kernel(fn, options, flops, matmul_shape, epilogue_tensors)
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """The tile of one program: rows x columns elements (columns a power of two), and its warps. `programs`: how many
-    per multiprocessor where a program walks over many tiles. `stages`: of how many tiles in a row it then has asked for
-    the loads."""
+    """The tile of one program: rows x columns elements (columns is a power of two), and its number of warps.
+
+    programs  programs per multiprocessor, for kernels whose programs loop over many tiles
+    stages    pipeline stages of that loop: the number of successive tiles whose loads are in flight
+    """
 
     rows: int
     columns: int
@@ -243,31 +283,37 @@ class TileConfig:
 
 
 def tile_for(table: Sequence[Sequence[int]], columns: int) -> TileConfig:
-    """The tile that holds whole rows of `columns`, from a table in rising order of
-    (largest width, rows, warps[, programs, stages]).
+    """Return the tile that holds full rows of `columns` elements.
+
+    Args:
+        table: (max width, rows, warps[, programs, stages]), in ascending order of the width.
+        columns: elements of a row.
+
+    Raises:
+        ValueError: if `columns` is above the table's largest width.
 
     >>> tile_for(((128, 8, 4), (4096, 1, 8)), 1000)
-    TileSizes(rows=1, columns=1024, warps=8, programs=1, stages=1)
+    TileConfig(rows=1, columns=1024, warps=8, programs=1, stages=1)
     """
     width = power_of_two(columns)
-    for largest, rows, warps, *walk in table:
-        if width <= largest:
-            return TileConfig(rows, width, warps, *walk)
+    for max_width, rows, warps, *loop in table:
+        if width <= max_width:
+            return TileConfig(rows, width, warps, *loop)
     raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch twin")
 
 
 def fit_tile(block: TileConfig, columns: int) -> TileConfig:
-    """The same number of elements for rows of `columns`: where they are narrower than the tile, several of them.
+    """Return a tile with the same number of elements for rows of `columns`: several rows if they are narrower.
 
-    >>> fit(TileSizes(1, 2048, 4), 500)
-    TileSizes(rows=4, columns=512, warps=4, programs=1, stages=1)
+    >>> fit_tile(TileConfig(1, 2048, 4), 500)
+    TileConfig(rows=4, columns=512, warps=4, programs=1, stages=1)
     """
     width = min(block.columns, power_of_two(columns))
     return replace(block, rows=block.rows * block.columns // width, columns=width)
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -277,27 +323,37 @@ def ceil_div(a: int, b: int) -> int:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a card; on CPU a small number, so that the interpreter sees programs share the work."""
+    """Return the number of multiprocessors of a GPU.
+
+    On CPU, it is a small number, so that the interpreter runs programs that loop over several tiles.
+    """
     if device.type == "meta":
         return META_NUM_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def sm_major(device: torch.device) -> int:
-    """The first number of a card's compute capability; on CPU the one that the interpreter stands for."""
+    """Return the major compute capability of a GPU; on CPU, the one that the interpreter stands for."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def matmul_unit(x: Tensor) -> str:
-    """The unit that multiplies: tensor cores of compute capability 9 or 10, which read operands from shared memory,
-    those of 8 and 12, which need them in registers (and most such cards have 99 KiB per block), or none, for fp32."""
+    """Return the hardware unit that multiplies `x`, which is a key of the tables of tiles.
+
+    "wgmma" and "tcgen05" are the tensor cores of compute capability 9 and 10, which read operands from shared memory.
+    "mma" stands for the tensor cores of all others, such as 8 and 12, which need operands in registers; most of these
+    GPUs have 99 KiB of shared memory per block. "fp32" is multiplied without tensor cores.
+    """
     return "fp32" if x.dtype == torch.float32 else {9: "wgmma", 10: "tcgen05"}.get(sm_major(x.device), "mma")
 
 
 @functools.cache
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether torch has fast matrix products of half precision on this CPU: through oneDNN, with the CPU's instructions
-    for them. Without these oneDNN or torch converts element by element: 2 to 40 times the time of fp32 (torch 2.13)."""
+    """Return whether torch has fast matrix products in this half-precision dtype on this CPU.
+
+    It has if oneDNN may use the CPU's instructions for them. Otherwise oneDNN or torch converts element by element,
+    which takes 2 to 40 times as long as fp32 (torch 2.13).
+    """
     limit = (environment.getenv("ONEDNN_MAX_CPU_ISA") or environment.getenv("DNNL_MAX_CPU_ISA")).upper()
     if limit in ISA_WITHOUT[dtype] or not torch.backends.mkldnn.is_available():
         return False
@@ -305,29 +361,35 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 def upcasts(x: Tensor, rows: int | None = None) -> bool:
-    """Whether a matrix product of `x`, with so many rows, is made in fp32 and rounded: in half precision on a CPU that
-    has no instructions for it."""
+    """Return whether a matrix product of `x` is computed in fp32 and then rounded.
+
+    This is so for half precision on a CPU that has no instructions for it.
+
+    Args:
+        x: an operand.
+        rows: the rows of the product; FEW_ROWS or fewer are not worth the conversion. None: many.
+    """
     if x.device.type != "cpu" or x.dtype not in CPU_INSTRUCTIONS or (rows is not None and rows <= FEW_ROWS):
         return False
     return not cpu_multiplies(x.dtype)
 
 
 def upcast_dtypes(device_type: str) -> list[torch.dtype]:
-    """The dtypes whose products `upcasts` on such a device."""
+    """Return the dtypes whose products are computed in fp32 on devices of this type (`upcasts`)."""
     return [dtype for dtype in CPU_INSTRUCTIONS if device_type == "cpu" and not cpu_multiplies(dtype)]
 
 
 def upcast_for_interpreter(x: Tensor) -> bool:
-    """Whether x is multiplied in fp32: bf16 in the interpreter, which takes it for whole numbers (triton 3.9)."""
+    """Return whether a kernel must multiply `x` in fp32: bf16 in the interpreter, which reads it as integers (3.9)."""
     return triton_interpreted() and x.dtype == torch.bfloat16
 
 
 def accum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which reductions over `x` are taken."""
+    """Return the dtype in which reductions over `x` are computed: fp64 for fp64, otherwise fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def as_2d(x: Tensor) -> Tensor:
-    """x [..., D] as [N, D] with unit stride along D: a view where the layout allows it."""
+    """Return x [..., D] as [N, D] with unit stride along D; a view if the layout allows it."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

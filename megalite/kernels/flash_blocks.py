@@ -1,13 +1,12 @@
-"""Shared by attention's kernels (kernels/flash_attention.py): the keys that a query sees, tiles in memory, the walk
-over blocks.
+"""Functions shared by the attention kernels (kernels/flash_attention.py): visible keys, tiles, loops over blocks.
 
-Along the keys of a block of queries (or the queries of a block of keys), in blocks of STEP:
+A program loops over the keys of a block of queries (or over the queries of a block of keys), in blocks of STEP:
 
-    begin      whole          whole_end     end
-    | masked   |  seen by all of them |  masked  |
+    lo         full_lo                full_hi    hi
+    | masked   | every query sees all | masked   |
 
-Most are whole, and need neither a mask nor a check of bounds; on an H200 that made forward 1.3 times as fast. The
-others, before and after them, are one loop too.
+Most blocks are full, and need neither a mask nor a check of bounds; on an H200 this made forward 1.3 times as fast. The
+masked blocks, before and after the full ones, share one loop.
 """
 
 from __future__ import annotations
@@ -23,15 +22,18 @@ if TYPE_CHECKING:
 
 @kernel
 def first_visible_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS: tl.constexpr):
-    """The first key of each query; beyond the end `keys`, so that no key is left."""
-    low = tl.maximum(rows + shift - window + 1, 0)
+    """Return the first visible key of each query; for rows from `length` on, `keys`, so that they see no key."""
+    first_key = tl.maximum(rows + shift - window + 1, 0)
     if DOCUMENTS:
-        low = tl.maximum(low, tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32) - k_first)
-    return tl.where(rows < length, low, keys)
+        first_key = tl.maximum(
+            first_key, tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32) - k_first
+        )
+    return tl.where(rows < length, first_key, keys)
 
 
 @kernel
 def dot(a, b, WIDE: tl.constexpr):
+    """Return a b, accumulated in fp32. WIDE: convert the operands to fp32 first."""
     if WIDE:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -39,39 +41,39 @@ def dot(a, b, WIDE: tl.constexpr):
 
 @kernel
 def dropout_keep(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
-    """The scores that dropout leaves: the mask of kernels/dropout.py, of the shape that rows and columns span."""
-    line = hash_next(hash_next(hash_next(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
-    return hash_next(line, columns) >= THRESHOLD
+    """Return the mask of the scores that dropout keeps (kernels/dropout.py), with rows and columns broadcast."""
+    h = hash_next(hash_next(hash_next(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
+    return hash_next(h, columns) >= THRESHOLD
 
 
 @kernel
-def load_tile(X, rows, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr):
-    """Rows of a head, of HEAD channels; `ALL`: all are in bounds."""
+def load_tile(X, rows, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, IS_FULL: tl.constexpr):
+    """Load rows of a head with HEAD channels, padded to WIDTH. IS_FULL: all rows are in bounds."""
     channels = tl.arange(0, WIDTH)
-    at = X + rows.to(tl.int64)[:, None] * stride + channels[None, :]
-    if ALL:
-        return tl.load(at) if HEAD == WIDTH else tl.load(at, mask=(channels < HEAD)[None, :], other=0.0)
-    return tl.load(at, mask=(rows < length)[:, None] & (channels < HEAD)[None, :], other=0.0)
+    ptrs = X + rows.to(tl.int64)[:, None] * stride + channels[None, :]
+    if IS_FULL:
+        return tl.load(ptrs) if HEAD == WIDTH else tl.load(ptrs, mask=(channels < HEAD)[None, :], other=0.0)
+    return tl.load(ptrs, mask=(rows < length)[:, None] & (channels < HEAD)[None, :], other=0.0)
 
 
 @kernel
-def key_block_bounds(low, rows, length, keys, begin, end, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(begin, whole, whole_end, end) of the blocks of keys that some of these queries see."""
-    begin = begin // COLUMNS * COLUMNS
-    whole_end = tl.maximum(tl.minimum(tl.maximum(end - ROWS + 1, 0), keys) // COLUMNS * COLUMNS, begin)
-    latest = tl.max(tl.where(rows < length, low, 0), 0)
-    whole = tl.minimum((latest + COLUMNS - 1) // COLUMNS * COLUMNS, whole_end)  # type: ignore[operator]
-    return begin, tl.maximum(whole, begin), whole_end, tl.minimum(end, keys)
+def key_block_bounds(first_key, rows, length, keys, lo, hi, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return (lo, full_lo, full_hi, hi) of the blocks of keys that any of these queries sees."""
+    lo = lo // COLUMNS * COLUMNS
+    full_hi = tl.maximum(tl.minimum(tl.maximum(hi - ROWS + 1, 0), keys) // COLUMNS * COLUMNS, lo)
+    latest = tl.max(tl.where(rows < length, first_key, 0), 0)
+    full_lo = tl.minimum((latest + COLUMNS - 1) // COLUMNS * COLUMNS, full_hi)  # type: ignore[operator]
+    return lo, tl.maximum(full_lo, lo), full_hi, tl.minimum(hi, keys)
 
 
 @kernel
-def nth_masked_block(i, begin, whole, whole_end, STEP: tl.constexpr):
-    """The begin of the i-th block that needs a mask."""
-    before = (whole - begin) // STEP
-    return tl.where(i < before, begin + i * STEP, whole_end + (i - before) * STEP)
+def nth_masked_block(i, lo, full_lo, full_hi, STEP: tl.constexpr):
+    """Return the start of the i-th block that needs a mask."""
+    before = (full_lo - lo) // STEP
+    return tl.where(i < before, lo + i * STEP, full_hi + (i - before) * STEP)
 
 
 @kernel
-def num_masked_blocks(begin, whole, whole_end, end, STEP: tl.constexpr):
-    """The number of blocks that need a mask."""
-    return (whole - begin) // STEP + tl.maximum(end - whole_end + STEP - 1, 0) // STEP
+def num_masked_blocks(lo, full_lo, full_hi, hi, STEP: tl.constexpr):
+    """Return the number of blocks that need a mask."""
+    return (full_lo - lo) // STEP + tl.maximum(hi - full_hi + STEP - 1, 0) // STEP

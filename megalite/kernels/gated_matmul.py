@@ -68,7 +68,7 @@ def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
-@kernel(product=matmul_shape, beside=lambda x, w, u, a, *_: (a,), do_not_specialize=["M"])
+@kernel(matmul_shape=matmul_shape, epilogue_tensors=lambda x, w, u, a, *_: (a,), do_not_specialize=["M"])
 def _up(
     X, W, U, A, BIAS, P, OFFSETS, INDEX, M, E, F, D, xs, we, wf, wd,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
@@ -122,7 +122,7 @@ def _swiglu_epilogue(
     return tl.sum(da * a, 1)
 
 
-@kernel(product=matmul_shape, beside=lambda dy, w, u, a, du, *_: (u, a, du), do_not_specialize=["M"])
+@kernel(matmul_shape=matmul_shape, epilogue_tensors=lambda dy, w, u, a, du, *_: (u, a, du), do_not_specialize=["M"])
 def _down(
     DY, W, U, A, DU, DP, P, OFFSETS, INDEX, M, E, F, D, ys, we, wf, wd,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, EPILOGUE_COLUMNS: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,

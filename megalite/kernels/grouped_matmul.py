@@ -147,7 +147,7 @@ def matmul_shape(x: Tensor, w: Tensor, y: Tensor, *_: Any) -> tuple[float, ...]:
     return len(y), w.shape[1], x.shape[1], len(w)
 
 
-@kernel(product=matmul_shape, do_not_specialize=["M"])
+@kernel(matmul_shape=matmul_shape, do_not_specialize=["M"])
 def _forward(
     X, W, Y, OFFSETS, INDEX, M, E, F, D, xs, we, wf, wd,
     INDEXED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr,
@@ -171,7 +171,7 @@ def _wgrad_matmul_shape(grad: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, M:
     return E * F, D, M / E
 
 
-@kernel(product=_wgrad_matmul_shape, do_not_specialize=["M"])
+@kernel(matmul_shape=_wgrad_matmul_shape, do_not_specialize=["M"])
 def _weight_grad(
     GRAD, DY, X, OFFSETS, M, DY_INDEX, X_INDEX, F, D, ys, xs, ge, gf, gd,
     DY_INDEXED: tl.constexpr, X_INDEXED: tl.constexpr, BEGIN: tl.constexpr, WIDE: tl.constexpr,

@@ -1,6 +1,6 @@
-"""Published models as settings of models/gpt.py: values of options by the model's name, from families.toml. No torch.
+"""The presets: option values of published models by name, from families.toml. Imports no torch.
 
-The rest of that file, the names of their tensors and what their config.json means, is read by interop/name_mapping.py.
+The rest of families.toml, tensor names and the meaning of config.json, is read by interop/name_mapping.py.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ TABLES = load_table(__file__, "families")
 
 
 def _expand_preset(kind: str, row: list[Any]) -> dict[str, Any]:
+    """Return the option values of a row of the table of presets."""
     shared = dict(TABLES["kinds"][kind])
     sizes = shared.pop("sizes").split()
     values = dict(zip(sizes, row, strict=False)) | shared

@@ -1,8 +1,8 @@
-"""A decoder-only transformer, cut into pipeline stages; GPT-2/3, NeoX, Llama, Mistral and Qwen are settings of it.
+"""A decoder-only transformer in pipeline stages; GPT-2/3, NeoX, Llama, Mistral and Qwen are settings of it.
 
-    tokens_SB -> Embedding -> Block * layers -> Head -> loss        a Stage holds a range of this line
+    tokens_SB -> Embedding -> Block * layers -> LMHead -> loss      a Stage is a range of this line
 
-    Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))      mlp: or experts
+    Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))      mlp: MLP or MoELayer
     or, with a parallel residual:  x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
 
 A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last stage). It does not know the schedule.
@@ -11,6 +11,7 @@ A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last sta
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,12 @@ from megalite.parallel.spec import ParamSpec
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """The activations that are computed again in backward. granularity: None | "selective" (the `modules`, of
-    core_attn, layernorm, mlp) | "full", with method "uniform" (in groups of `num_layers` layers) or "block" (the first
-    `num_layers` layers of each stage)."""
+    """The activations that are recomputed in backward.
+
+    granularity  None, "selective" (the parts in `modules`), or "full" (entire layers)
+    method       with "full": "uniform" (groups of `num_layers` layers) or "block" (the first `num_layers` of a stage)
+    modules      of core_attn, layernorm, mlp, moe, shared_experts
+    """
 
     granularity: str | None = None
     method: str = "uniform"
@@ -44,11 +48,11 @@ class RecomputeConfig:
 
     @property
     def selective_modules(self) -> tuple[str, ...]:
-        """The parts of each block that are computed again."""
+        """The parts of each block that are recomputed."""
         return self.modules if self.granularity == "selective" else ()
 
     def layer_groups(self, layers: int) -> list[tuple[slice, bool]]:
-        """Consecutive layers of a stage that has `layers`, and whether they are computed again as a whole."""
+        """Return groups of consecutive layers of a stage of `layers`, and whether each is recomputed as a whole."""
         n = self.num_layers
         if self.granularity != "full":
             return [(slice(layers), False)]
@@ -58,7 +62,7 @@ class RecomputeConfig:
 
 
 def rope_scaling(model: ModelConfig) -> Scaling:
-    """The stretching of the model's rotary wavelengths, if any."""
+    """Return the scaling of the model's rotary wavelengths, or None."""
     if model.position_embedding_type == "yarn":
         stretch = model.rotary_scaling_factor, model.yarn_original_max_position_embeddings
         borders = model.yarn_beta_fast, model.yarn_beta_slow, model.yarn_correction_range_round_to_int
@@ -67,16 +71,15 @@ def rope_scaling(model: ModelConfig) -> Scaling:
 
 
 class Block(nn.Module):
+    """A transformer layer. `recomputed`: the parts that are recomputed in backward (RecomputeConfig)."""
+
     def __init__(self, make: ParamFactory, model: ModelConfig, layer: int, recomputed: tuple[str, ...] = ()):
-        """`again`: the parts that are computed again in backward (Recompute.parts)."""
         super().__init__()
         make = make.for_unit(f"layers.{layer}")
         self.layer, self.seed, self.dropout_p = layer, make.seed, model.hidden_dropout
         self.tp, self.parallel_residual = make.mesh.tp, model.parallel_residual
-        self.recompute_norms, self.recompute_mlp = (
-            "layernorm" in recomputed,
-            ("moe" if model.moe_layers[layer] else "mlp") in recomputed,
-        )
+        self.recompute_norms = "layernorm" in recomputed
+        self.recompute_mlp = ("moe" if model.moe_layers[layer] else "mlp") in recomputed
         self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/torch_compile.py)
         norm = model.hidden_size, *norm_args(model)
         self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
@@ -89,6 +92,7 @@ class Block(nn.Module):
             self.mlp = MLP(make, name, model, model.ffn_size, bias=model.add_bias_linear)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+        """Return x_sBD after this layer."""
         if self.training and (self.recompute_norms or self.recompute_mlp):
             return self._forward_with_recompute(x_sBD, batch)
         a_sBD = self.attention(self.attention_norm(x_sBD), batch)
@@ -100,13 +104,15 @@ class Block(nn.Module):
         return self._dropout_add(self._run_mlp(n_sBD, batch), h_sBD, RNG_SITE_HIDDEN_2, batch)
 
     def _run_mlp(self, n_sBD: Tensor, batch: Batch) -> Tensor:
-        return (
-            self.mlp(n_sBD, batch) if isinstance(self.mlp, MoELayer) else self.mlp(n_sBD, batch.wgrad_store)
-        )  # an MLP
+        if isinstance(self.mlp, MoELayer):
+            return self.mlp(n_sBD, batch)
+        return self.mlp(n_sBD, batch.wgrad_store)
 
     def _forward_with_recompute(self, x_sBD: Tensor, batch: Batch) -> Tensor:
-        """The same result, but norms or the feed-forward keep only their inputs for backward."""
-        maybe_checkpoint = checkpoint_without_output if self.recompute_norms else lambda make, use: use(make())
+        """Return the same as `forward`; norms or the MLP save only their inputs for backward."""
+        maybe_checkpoint = (
+            checkpoint_without_output if self.recompute_norms else lambda produce, consume: consume(produce())
+        )
         a_sBD = maybe_checkpoint(lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, batch))
         h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
         m_sBD = x_sBD if self.parallel_residual else h_sBD
@@ -130,9 +136,10 @@ class Block(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Final norm, then the loss; without labels the logits over this rank's part of the vocabulary.
+    """Final norm and loss; without labels, the logits over this rank's part of the vocabulary.
 
-    `word`: the tied weight, or None. `z_loss`: its coefficient.
+    tied_weight  the word embedding if it is tied and on this stage, or None
+    z_loss       coefficient of the z-loss
     """
 
     def __init__(
@@ -148,6 +155,7 @@ class LMHead(nn.Module):
         return shapes(self)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+        """Return the summed loss ([2] with a z-loss), or logits_SBv without labels."""
         h_sBD = self.norm(x_sBD)
         if batch.labels_SB is None:
             return column_parallel_linear(h_sBD, [self.weight], self.tp)[0]
@@ -156,9 +164,14 @@ class LMHead(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage `number` of the model; the first has the embedding, the last the head.
+    """A pipeline stage of the model: the first has the embedding, the last has the head.
 
-    stages: the layers of each stage. vocab_size: without padding; padded_vocab_size: the rows that the tensors have.
+    layer_ranges       the layers of each stage
+    stage_index        number of this stage
+    vocab_size         without padding
+    padded_vocab_size  rows of embedding and head
+    recompute          the activations to recompute
+    z_loss             coefficient of the z-loss
     """
 
     def __init__(
@@ -175,8 +188,9 @@ class Stage(nn.Module):
     ):
         super().__init__()
         self.recompute = recompute or RecomputeConfig()
-        self.run_unit: RunUnit = call_unit  # or what gathers a unit's weights for it (optim/param_gather.py)
-        self.offload: Callable[..., RunUnit] = lambda use, *_: use  # or what offloads (nn/activation_offload.py)
+        self.run_unit: RunUnit = call_unit  # or ParamGatherer.run_unit, with sharded weights (optim/param_gather.py)
+        # or an ActivationOffload (nn/activation_offload.py)
+        self.offload: Callable[..., RunUnit] = lambda run_unit, *_: run_unit
         mesh = make.mesh
         tied = not model.untie_embeddings_and_output_weights
         sizes, std = (padded_vocab_size, vocab_size, model.hidden_size), model.init_method_std
@@ -193,25 +207,32 @@ class Stage(nn.Module):
             self.head = LMHead(make, model, spec, shared, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
         if any(model.rope_layers) and not make.meta:
-            size, by = int(model.head_size * model.rotary_percent), model.rotary_seq_len_interpolation_factor
-            waves = model.max_positions, size, model.rotary_base, rope_scaling(model)
-            dtype = torch.float64 if make.dtype == torch.float64 else torch.float32
-            self.rope = rope_tables(*waves, interpolation=by, device=mesh.device, dtype=dtype)
+            self.rope = rope_tables(
+                model.max_positions,
+                int(model.head_size * model.rotary_percent),
+                model.rotary_base,
+                rope_scaling(model),
+                interpolation=model.rotary_seq_len_interpolation_factor,
+                device=mesh.device,
+                dtype=torch.float64 if make.dtype == torch.float64 else torch.float32,
+            )
 
     def forward(self, input_sBD: Tensor | None, batch: Batch) -> Tensor:
-        """Hidden states x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""
+        """Return x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""
         x_sBD = self.forward_hidden(input_sBD, batch)
         return x_sBD if self.head is None else self.run_unit(self.head, x_sBD, batch)
 
     @property
     def units(self) -> dict[nn.Module, bool]:
-        """What is used at once, in order, and whether backward reads its weights: those of the embedding it does not
-        need, and the head computes its gradients in forward."""
+        """The units in order of use, and whether backward reads their weights.
+
+        It does not read the embedding's, and the head computes its gradients in forward.
+        """
         ends = [dict.fromkeys([end] if end is not None else [], False) for end in (self.embedding, self.head)]
         return {**ends[0], **dict.fromkeys(self.blocks, True), **ends[1]}
 
     def forward_hidden(self, input_sBD: Tensor | None, batch: Batch) -> Tensor:
-        """x_sBD after the stage's layers, before the head."""
+        """Return x_sBD after the layers of this stage, before the head."""
         if self.embedding is not None:
             x_sBD = self.run_unit(self.embedding, batch)
         else:
@@ -220,13 +241,16 @@ class Stage(nn.Module):
         batch, blocks = self.with_rope(batch), list(self.blocks)
         run_unit = self.offload(self.run_unit, len(blocks), [x_sBD, *(batch.rope or ())])
         for group, recomputed in self.recompute.layer_groups(len(blocks)):
-            runs, recomputed = itertools.count(), recomputed and self.training
-            here = replace(batch, in_full_recompute=recomputed)
+            calls, recomputed = itertools.count(), recomputed and self.training
+            group_batch = replace(batch, in_full_recompute=recomputed)
 
             def run(
-                x_sBD: Tensor, blocks: list[nn.Module] = blocks[group], batch: Batch = here, runs: Iterator[int] = runs
+                x_sBD: Tensor,
+                blocks: list[nn.Module] = blocks[group],
+                batch: Batch = group_batch,
+                calls: Iterator[int] = calls,
             ) -> Tensor:
-                recomputing = next(runs) > 0  # in backward
+                recomputing = next(calls) > 0  # the second call is in backward
                 for block in blocks:
                     x_sBD = run_unit(block, x_sBD, batch, recomputing=recomputing)
                 return x_sBD
@@ -235,9 +259,10 @@ class Stage(nn.Module):
         return x_sBD
 
     def with_rope(self, batch: Batch) -> Batch:
-        """The batch with the angles of its positions."""
+        """Return the batch with the rotary angles of its positions."""
         if self.rope is None:
             return batch
-        own = slice(batch.tokens_SB.shape[0]) if batch.cp_positions_S is None else batch.cp_positions_S
-        chosen = own if batch.positions_SB is None else batch.positions_SB
-        return replace(batch, rope=(self.rope[0][chosen], self.rope[1][chosen]))
+        positions: Any = batch.positions_SB
+        if positions is None:
+            positions = slice(batch.tokens_SB.shape[0]) if batch.cp_positions_S is None else batch.cp_positions_S
+        return replace(batch, rope=(self.rope[0][positions], self.rope[1][positions]))

@@ -1,4 +1,4 @@
-"""The specs of all parameters of a model, or of a stage of it, without their memory."""
+"""The specs of the parameters of a model or stage, without allocating memory."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,11 @@ def model_specs(
     model: ModelConfig, vocab_size: int, *, padded_vocab_size: int | None = None, stages: Sequence[range] | None = None,
     stage_index: int = 0,
 ) -> dict[str, ParamSpec]:  # fmt: skip
-    """Name -> spec in order of use, for the whole model or for stage `number` of `stages`. `padded`: rows of embedding
-    and head; default: `vocab_size`. A tied head of a stage without the embedding has the embedding's spec."""
+    """Return name -> spec in order of use, for the full model or for stage `stage_index` of `stages`.
+
+    `padded_vocab_size`: rows of embedding and head; default: `vocab_size`. A tied head of a stage without the embedding
+    has the embedding's spec.
+    """
     make, rows = ParamFactory(Mesh.single_process(), torch.float32, seed=0, meta=True), padded_vocab_size or vocab_size
     layer_ranges = [range(model.num_layers)] if stages is None else stages
     stage = Stage(make, model, layer_ranges, stage_index, vocab_size=vocab_size, padded_vocab_size=rows)
@@ -24,8 +27,8 @@ def model_specs(
 
 
 def checkpoint_specs(model: ModelConfig, vocab_size: int, padded_vocab_size: int | None = None) -> dict[str, ParamSpec]:
-    """Name -> spec of all that a checkpoint holds of a model: its parameters, and the biases of its routers."""
-    layers = [n for n, some in enumerate(model.moe_layers) if some and model.moe_router_enable_expert_bias]
+    """Return name -> spec of everything that a checkpoint stores of a model: parameters and router biases."""
+    layers = [n for n, is_moe in enumerate(model.moe_layers) if is_moe and model.moe_router_enable_expert_bias]
     biases = [ParamSpec(f"layers.{n}.mlp.router.bias", (model.num_experts or 0,), is_parameter=False) for n in layers]
     return {
         **model_specs(model, vocab_size, padded_vocab_size=padded_vocab_size),

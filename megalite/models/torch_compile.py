@@ -1,12 +1,12 @@
-"""torch.compile of what lies between a block's matmuls: norms, rotation, activation, dropout.
+"""torch.compile of the operations between a block's matmuls: norms, rotation, activation, dropout.
 
     norm | matmul | rotation | attention | matmul | add, norm | matmul | (activation, its backward) | matmul | add
     ----          ----------                        ---------             --------------------------
 
-Each is a pure function of tensors, compiled once and shared by all layers, with `fullgraph` so that no part of it falls
-back to eager in silence. Matmuls are not compiled: they keep their collectives, their overlap and their sums into the
-gradient buffer (nn/linear.py). Nor is attention. So nothing changes for tp, pp, recompute and the hooks of
-optim/buffer.py.
+Each is a pure function of tensors, compiled once and shared by all layers, with `fullgraph` so that no part of it
+silently falls back to eager mode. Matmuls are not compiled: they keep their collectives, their overlap and their sums
+into the gradient buffer (nn/linear.py). Neither is attention. Tensor and pipeline parallelism, recompute and the hooks
+of optim/buffer.py therefore work as without.
 
 Rejected: a graph per block. It fuses no more, because a matmul ends a fusion. With tp 2 it breaks into 10 graphs (at
 every collective and wait), with dp 2 into 3 (at the hooks that wait for weights), and layer and step, which are
@@ -36,52 +36,56 @@ from megalite.nn.moe import MoELayer
 from megalite.nn.norm import Norm, QKNormAllHeads, normalize
 
 Backend = str | Callable[..., Any]
-# for the plan
+# shown in the plan
 COMPILE_SUMMARY = (
     "inductor, in blocks: norms, rotary positions, activation, dropout; matmuls and collectives as without"
 )
 
 
 class CompileError(Exception):
-    """torch.compile was asked for and cannot run here; the text says what to set or install."""
+    """torch.compile cannot run on this machine; the text says what to set or install."""
 
 
 def check_compile(device_type: str) -> None:
-    """Check that inductor can run: it makes C++ for a CPU and Triton kernels for a card. Raises CompileError and
-    MissingPackage."""
+    """Check that inductor can run: it generates C++ for a CPU and Triton kernels for a GPU.
+
+    Raises CompileError or MissingPackageError.
+    """
     if kernel_option("kernels") == "triton":
         raise CompileError(f"compile=True compiles the torch kernels, but {describe_option()}; use auto or torch")
     if device_type == "cuda" and not triton_installed():
         raise MissingPackageError(missing_package_message("compile=True on cuda", "triton"))
-    name = getenv("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the only one that inductor calls
+    name = getenv("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the only compiler that inductor calls
     remedy = "install one or set CXX to the name of one, without options"
     if shutil.which(name) is None:
         raise CompileError(f"compile=True needs a C++ compiler and there is no {name or 'name in CXX'}; {remedy}")
     try:
-        words = [name, "-x", "c++", "-shared", "-fPIC", "-o", os.devnull, "-"]
-        subprocess.run(words, input=b"#include <cmath>\n", capture_output=True, check=True, timeout=60)
+        command = [name, "-x", "c++", "-shared", "-fPIC", "-o", os.devnull, "-"]
+        subprocess.run(command, input=b"#include <cmath>\n", capture_output=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
-        why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0] or error
-        raise CompileError(f"compile=True needs a C++ compiler and {name} does not work ({why}); {remedy}") from None
+        reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0] or error
+        raise CompileError(f"compile=True needs a C++ compiler and {name} does not work ({reason}); {remedy}") from None
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
-    """Make the blocks of `stages` use compiled functions, compiled at first use (training/job/preflight.py: warm_up)."""
+    """Make the blocks of `stages` use compiled functions; they are compiled when first used (preflight.py)."""
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
     norm, rotation, drop = compiled(normalize), compiled(rotate_qk), compiled(dropout_reference)
 
-    def compiled_dropout(x: Tensor, p: float, key: int, *where: Any) -> Tensor:
-        given = torch.full((), key, dtype=torch.int64, device=x.device)  # a number would become a constant of the graph
-        return dropout(x, p, given, *where, impl=drop)
+    def compiled_dropout(x: Tensor, p: float, key: int, *coordinates: Any) -> Tensor:
+        key_tensor = torch.full((), key, dtype=torch.int64, device=x.device)  # an int would be a constant of the graph
+        return dropout(x, p, key_tensor, *coordinates, impl=drop)
 
     blocks = [block for stage in stages for block in stage.blocks if isinstance(block, Block)]
     if not blocks:
         return
     eager = blocks[0].mlp.activation
-    activation = replace(eager, forward=compiled(eager.forward), backward=compiled(eager.backward), swiglu_constants=None)
+    activation = replace(
+        eager, forward=compiled(eager.forward), backward=compiled(eager.backward), swiglu_constants=None
+    )
     for block in blocks:
         block.dropout, block.attention.rotate_qk = compiled_dropout, rotation
         for module in block.modules():

@@ -1,12 +1,13 @@
-"""What blocks keep for their backward lies in host memory until then.
+"""Offload of saved activations to host memory between forward and backward.
 
     forward    | block 0 | block 1 | block 2 |           backward   | block 2 | block 1 | block 0 |
-    down                 | block 0 | block 1 | block 2 |       up   | block 1 | block 0 |
+    d2h                  | block 0 | block 1 | block 2 |       h2d  | block 1 | block 0 |
 
-Autograd asks what to keep of each tensor that is saved. Its whole storage goes down when the block ends, once, whoever
-in the block shares it; the device lets go of it when the next block has ended. In backward a block's storages come up
-together, those of the block before it behind its computation. What stays: parameters and what every block is given,
-which are there anyway; small storages; what a recomputed part keeps by itself, and what weight gradients wait with.
+Saved-tensor hooks see each tensor that autograd saves. Its storage is copied to the host once when the block ends,
+however many tensors share it. The device copy is freed when the next block has ended. In backward, a block's storages
+are copied back together while the block after it computes. These stay on the device: parameters and inputs of every
+block, which are there anyway; small storages; tensors that a recomputed part saves itself; and tensors of deferred
+weight gradients.
 """
 
 import contextlib
@@ -28,111 +29,115 @@ _outer_hooks: ContextVar[Hooks] = ContextVar("hooks", default=(lambda x: x, lamb
 
 
 def current_offload_hooks() -> Hooks:
-    """Of the block that offloads, if any, to keep and to restore a tensor. Autograd asks only the innermost hooks, so
-    whoever has some of its own inside a block gives these what it keeps itself."""
+    """Return the pack and unpack hooks of the block that offloads; without one, they do nothing.
+
+    Autograd calls only the innermost hooks, so code with its own hooks inside a block must pass the tensors that it
+    saves to these.
+    """
     return _outer_hooks.get()
 
 
 class ActivationOffload:
-    """Of the first `layers` blocks of every stage; storages of `least` elements or more. `sent`: bytes so far."""
+    """Offload by the first `num_blocks` blocks of every stage, of storages with at least `min_numel` elements."""
 
     def __init__(self, num_blocks: int, min_numel: int, device: torch.device):
-        self.layers, self.least, self.device, self.bytes_offloaded = num_blocks, min_numel, device, 0
+        self.num_blocks, self.min_numel, self.device, self.bytes_offloaded = num_blocks, min_numel, device, 0
         self.d2h_stream, self.h2d_stream = new_stream(device), new_stream(device)
 
-    def __call__(self, use: RunUnit, blocks: int, resident: Iterable[Tensor]) -> RunUnit:
-        """`use`, for a micro-batch on its way through a stage's blocks. `stays`: is there anyway, as are weights."""
-        names, numbers = set(map(storage_id, resident)), itertools.count(1)
-        last: _BlockActivations | None = None
+    def __call__(self, run_unit: RunUnit, blocks: int, resident: Iterable[Tensor]) -> RunUnit:
+        """Return `run_unit` with offload, for one micro-batch in a stage of `blocks` blocks.
 
-        def run_and_offload(unit: nn.Module, *args: Any, **how: Any) -> Tensor:
-            nonlocal last
+        `resident` tensors stay on the device anyway, like weights.
+        """
+        resident_ids, numbers = set(map(storage_id, resident)), itertools.count(1)
+        previous: _BlockActivations | None = None
+
+        def run_and_offload(unit: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            nonlocal previous
             activations, number = None, next(numbers)
             with contextlib.ExitStack() as hooks:
-                if number <= self.layers and torch.is_grad_enabled():  # there is to be a backward
-                    activations = _BlockActivations(self, names.union(map(storage_id, unit.parameters())), last)
+                if number <= self.num_blocks and torch.is_grad_enabled():
+                    activations = _BlockActivations(
+                        self, resident_ids.union(map(storage_id, unit.parameters())), previous
+                    )
                     hooks.enter_context(saved_tensors_hooks(activations.pack, activations.unpack))
                     hooks.callback(_outer_hooks.reset, _outer_hooks.set((activations.pack, activations.unpack)))
-                y = use(unit, *args, **how)
+                y = run_unit(unit, *args, **kwargs)
             if activations is not None:
                 activations.copy_to_host()
-            for one in filter(None, (last, activations if number == blocks else None)):
-                one.free_device_copies()
-            last = activations
+            for finished in filter(None, (previous, activations if number == blocks else None)):
+                finished.free_device_copies()
+            previous = activations
             return y
 
         return run_and_offload
 
 
 def storage_id(x: Tensor) -> int:
-    """Of its storage, while that lives."""
+    """Return the identity of the storage of x, valid while the storage exists."""
     return x.untyped_storage()._cdata
 
 
 class _SavedStorage:
-    """The bytes of one that was saved: `data` on the device, `copy` on the host. On the meta device it has no copy."""
+    """The bytes of a saved storage on the device and, except on the meta device, their copy on the host."""
 
     def __init__(self, x: Tensor):
         self.size, self.host_copy = x.untyped_storage().nbytes(), None
         self.device_bytes: Any = x.detach().as_strided((self.size // x.itemsize,), (1,), 0).view(torch.uint8)
 
     def copy_to_host(self) -> None:
-        if (
-            not self.device_bytes.is_meta
-        ):  # torch keeps what it has pinned, and gives it out again when all copies have ended
+        if not self.device_bytes.is_meta:  # torch caches pinned memory, and reuses it when all copies have ended
             host = torch.empty_like(self.device_bytes, device="cpu", pin_memory=self.device_bytes.is_cuda)
             self.host_copy = host.copy_(self.device_bytes, non_blocking=True)
 
 
 class _BlockActivations:
-    """By one block. `before`: the block whose backward comes after this one's."""
+    """The saved storages of one block. `previous_block` has its backward after this one."""
 
     def __init__(self, offload: ActivationOffload, resident: set[int], previous_block: "_BlockActivations | None"):
-        self.offload, self.stays, self.before = offload, resident, previous_block
+        self.offload, self.resident, self.previous_block = offload, resident, previous_block
         self.on_device: dict[int, _SavedStorage] = {}
-        self.offloaded: WeakValueDictionary[int, _SavedStorage] = (
-            WeakValueDictionary()
-        )  # what nobody waits for goes by itself
-        self.copy_event: Event | None = None  # down, then up
+        # weak: a storage whose tensors are no longer needed is freed
+        self.offloaded: WeakValueDictionary[int, _SavedStorage] = WeakValueDictionary()
+        self.copy_event: Event | None = None  # of the copies to the host, later of those to the device
 
     def pack(self, x: Tensor) -> Any:
-        name, size = storage_id(x), x.untyped_storage().nbytes()
-        if size < self.offload.least * x.itemsize or size % x.itemsize or name in self.stays:
+        key, size = storage_id(x), x.untyped_storage().nbytes()
+        if size < self.offload.min_numel * x.itemsize or size % x.itemsize or key in self.resident:
             return x
-        self.on_device[name] = storage = self.on_device.get(name) or _SavedStorage(x)
+        self.on_device[key] = storage = self.on_device.get(key) or _SavedStorage(x)
         return storage, x.dtype, x.shape, x.stride(), int(x.storage_offset())
 
     def copy_to_host(self) -> None:
         with on_side_stream(self.offload.d2h_stream, after=record_event(self.offload.device)):
-            for one in self.on_device.values():
-                one.copy_to_host()
-                self.offload.bytes_offloaded += one.size
+            for storage in self.on_device.values():
+                storage.copy_to_host()
+                self.offload.bytes_offloaded += storage.size
             self.copy_event = record_event(self.offload.device)
 
     def free_device_copies(self) -> None:
         wait_event(self.copy_event)
-        for one in self.on_device.values():
-            one.device_bytes = None
+        for storage in self.on_device.values():
+            storage.device_bytes = None
         self.offloaded, self.on_device = WeakValueDictionary(self.on_device), {}
 
     def prefetch(self) -> None:
-        if not (found := list(self.offloaded.values())):
+        if not (storages := list(self.offloaded.values())):
             return
         self.offloaded.clear()
-        for one in found:
-            one.device_bytes = torch.empty(one.size, dtype=torch.uint8, device=self.offload.device)
-        with on_side_stream(
-            self.offload.h2d_stream, after=record_event(self.offload.device)
-        ):  # which has waited for the copies down
-            for one in found:
-                if one.host_copy is not None:
-                    one.device_bytes.copy_(one.host_copy, non_blocking=True)
+        for storage in storages:
+            storage.device_bytes = torch.empty(storage.size, dtype=torch.uint8, device=self.offload.device)
+        # the current stream has waited for the copies to the host
+        with on_side_stream(self.offload.h2d_stream, after=record_event(self.offload.device)):
+            for storage in storages:
+                if storage.host_copy is not None:
+                    storage.device_bytes.copy_(storage.host_copy, non_blocking=True)
             self.copy_event = record_event(self.offload.device)
 
     def unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        for activations in filter(None, (self, self.before)):
+        for activations in filter(None, (self, self.previous_block)):
             activations.prefetch()
         wait_event(self.copy_event)
         storage, dtype, shape, stride, offset = saved

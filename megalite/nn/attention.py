@@ -3,8 +3,8 @@
     x_sBD --gather--> q_SBhK, k_SBgK, v_SBgK -> rope -> softmax(q k^T / sqrt(K)) v -> o_SBhK @ W --scatter--> y_sBD
 
 q [H*K, D] and kv [2, G*K, D] are two parameters. With G >= tp both are split over tp. With G < tp, kv is replicated,
-each rank computes only the group that its query heads use, and the replicas' gradients are summed over tp with those of
-the norms. A fused qkv tensor could not be described by one box in that case.
+each rank computes only the group that its query heads use, and the gradients of the replicas are summed over tp, like
+the norms' gradients. A fused qkv tensor could not be described by one box in that case.
 """
 
 import math
@@ -28,27 +28,32 @@ from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
 def rotate_qk(q_SBhK: Tensor, k_SBgK: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply rotary position embeddings to queries and keys."""
     return apply_rope(q_SBhK, cos, sin), apply_rope(k_SBgK, cos, sin)
 
 
 class Attention(nn.Module):
-    """Of layer number `layer`: H query heads and G groups of keys and values, each of K channels, with a norm on each
-    head of q and k, or on all heads of a token at once, where the model has one. `window`: how many keys a query sees,
-    its own included; None: all up to its own. `sink`: one more logit per head in the softmax's sum. `again`: whether
-    scores and softmax are computed again in backward."""
+    """Self-attention of one layer, with H query heads and G groups of keys and values of K channels each.
+
+    The model may have a norm on each head of q and k, or on all heads of a token at once.
+
+    window          number of keys that a query sees, including its own; None: all up to its own
+    sink            an additional logit per head in the sum of the softmax
+    recompute_core  recompute scores and softmax in backward
+    """
 
     def __init__(self, make: ParamFactory, name: str, model: ModelConfig, layer: int, recompute_core: bool):
         super().__init__()
         tp = make.mesh.tp
         self.cp, self.tp, self.model, self.layer = make.mesh.cp, tp, model, layer
-        self.seed, self.again, self.window = make.seed, recompute_core, model.layer_windows[layer]
+        self.seed, self.recompute_core, self.window = make.seed, recompute_core, model.layer_windows[layer]
         self.use_rope, self.cp_comm_type = model.rope_layers[layer], model.layer_cp_comm[layer]
         self.rotate_qk = rotate_qk  # or compiled (models/torch_compile.py)
         self.core_attention: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/)
         D, H, G, K = model.hidden_size, model.num_attention_heads, model.num_kv_groups, model.head_size
         std, norm = model.init_method_std, (*norm_args(model), model.no_weight_decay_cond_type is not None)
         self.kv_replicated = tp.size > G
-        self.kv_group = tp.rank * G // tp.size  # this rank's only group if they are replicated
+        self.kv_group = tp.rank * G // tp.size  # this rank's only group if kv is replicated
         kv_shards, partial_grad_axes = ((), ("tp",)) if self.kv_replicated else (((1, "tp"),), ())
         zero = Constant(0.0)
         self.q = make(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
@@ -64,7 +69,7 @@ class Attention(nn.Module):
         if model.qk_layernorm and model.qk_layernorm_over_heads:
             self.qk_norm = QKNormAllHeads(make, name, (H * K, G * K), not self.kv_replicated, *norm[1:])
         elif model.qk_layernorm:
-            self.q_norm, self.k_norm = (Norm(make, f"{name}.{one}_norm", K, *norm) for one in "qk")
+            self.q_norm, self.k_norm = (Norm(make, f"{name}.{part}_norm", K, *norm) for part in "qk")
         sink = ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), weight_decay=False)
         self.sink = make(sink) if model.softmax_type == "learnable" else None
         self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(model.output_init_std)))
@@ -77,6 +82,7 @@ class Attention(nn.Module):
         return shapes(self)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+        """Return y_sBD, the output of the layer before the residual is added."""
         K = self.model.head_size
         kv, kv_bias, rows = self.kv, self.kv_bias, slice(None)
         if self.kv_replicated:
@@ -108,15 +114,20 @@ class Attention(nn.Module):
         core_kwargs = dict(scale=scale, drop=dropout, documents=batch.documents, window=self.window, sink_H=sink)
         core = partial(self._select_core_attention(batch), **core_kwargs)
         qkv = (q_SBhK, k_SBgK, v_SBgK)
-        o_SBhK = recompute(core, *qkv) if self.again and self.training else core(*qkv)
+        o_SBhK = recompute(core, *qkv) if self.recompute_core and self.training else core(*qkv)
         y_sBD = row_parallel_linear(o_SBhK.flatten(-2), self.out, self.tp, wgrad_store=batch.wgrad_store)
         return add_bias(y_sBD, self.out_bias)
 
     def _select_core_attention(self, batch: Batch) -> Callable[..., Tensor]:
-        """`attend` of the whole samples, of which a rank of cp has a part."""
+        """Return attention over full samples; with cp, one that exchanges this rank's part with others."""
         if batch.cp_sharding is None:
             return self.core_attention
-        across = ContextParallelAttention(
-            self.core_attention, self.cp, batch.cp_sharding, batch.in_full_recompute or (self.again and self.training)
+        context_parallel = ContextParallelAttention(
+            self.core_attention,
+            self.cp,
+            batch.cp_sharding,
+            batch.in_full_recompute or (self.recompute_core and self.training),
         )
-        return across.all_to_all_attention if self.cp_comm_type == "a2a" else across.kv_all_gather_attention
+        if self.cp_comm_type == "a2a":
+            return context_parallel.all_to_all_attention
+        return context_parallel.kv_all_gather_attention

@@ -1,7 +1,7 @@
-"""Vocabulary-parallel word embedding, learned positions, and the dropout after them.
+"""The vocabulary-parallel word embedding, learned positions, and the dropout after them.
 
-Each tp rank holds the rows of its part of the vocabulary and looks up the tokens that it has (zero for the others). The
-sum over tp is one reduce-scatter, so it arrives split along the sequence: tokens_SB -> x_sBD.
+Each tp rank has the rows of its part of the vocabulary and looks up the tokens in it (zero for the others). The sum
+over tp is one reduce-scatter, so the result is split along the sequence: tokens_SB -> x_sBD.
 """
 
 from typing import Any
@@ -20,40 +20,43 @@ from megalite.parallel.spec import Normal, ParamSpec
 
 
 def vocab_spec(name: str, padded: int, vocab_size: int, hidden_size: int, std: float, tied: bool) -> ParamSpec:
-    """The spec of the word embedding or the head: [V, D] with `padded` rows, the first `vocab_size` of which are
-    vocabulary. A tied head at the other end of the pipeline has the same spec as the embedding."""
+    """Return the spec of the word embedding or the head, [V, D].
+
+    It has `padded` rows; the first `vocab_size` are vocabulary. A tied head at the other end of the pipeline has the
+    same spec as the embedding.
+    """
     shape, shards = (padded, hidden_size), ((0, "tp"),)
     return ParamSpec(name, shape, shards=shards, init=Normal(std), is_vocab=True, tied=tied, vocab_rows=vocab_size)
 
 
 class _EmbeddingLookup(Function):
-    """A look-up in a weight whose gradient goes to its sink; backward touches only the rows that were looked up."""
+    """A lookup in a weight with a main gradient; backward touches only the rows that were looked up."""
 
     @staticmethod
     def forward(ctx: Any, index_SB: Tensor, weight_vD: Tensor, main_grad: MainGrad) -> Tensor:
-        ctx.sink = main_grad
+        ctx.main_grad = main_grad
         ctx.save_for_backward(index_SB)
         return F.embedding(index_SB, weight_vD)
 
     @staticmethod
     def backward(ctx: Any, dx_SBD: Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (index_SB,) = ctx.saved_tensors
-        grad_vD, overwrite = ctx.sink.accumulator()
+        grad_vD, overwrite = ctx.main_grad.accumulator()
         accumulate_embedding_grad_(grad_vD, index_SB.flatten(), dx_SBD.flatten(0, 1), overwrite=overwrite)
         return None, None, None
 
 
 def embedding_lookup(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
-    """weight[index]: [S, B, D]."""
+    """Return weight[index], [S, B, D]."""
     main_grad = main_grad_of(weight_vD)
-    return (
-        F.embedding(index_SB, weight_vD)
-        if main_grad is None
-        else _EmbeddingLookup.apply(index_SB, weight_vD, main_grad)
-    )  # type: ignore[return-value]
+    if main_grad is None:
+        return F.embedding(index_SB, weight_vD)
+    return _EmbeddingLookup.apply(index_SB, weight_vD, main_grad)  # type: ignore[return-value]
 
 
 class Embedding(nn.Module):
+    """Word embedding, learned positions if the model has them, and dropout."""
+
     def __init__(self, make: ParamFactory, spec: ParamSpec, model: ModelConfig):
         super().__init__()
         make = make.for_unit("embedding")
@@ -62,14 +65,14 @@ class Embedding(nn.Module):
         self.position = None
         if model.position_embedding_type == "learned_absolute":
             shape = model.max_positions, model.hidden_size
-            learned = ParamSpec("embedding.position", shape, partial_grad_axes=("tp",), init=spec.init, is_lookup=True)
-            self.position = make(learned)
+            position = ParamSpec("embedding.position", shape, partial_grad_axes=("tp",), init=spec.init, is_lookup=True)
+            self.position = make(position)
 
     def extra_repr(self) -> str:
         return shapes(self)
 
     def forward(self, batch: Batch) -> Tensor:
-        """x_sBD. Where there are no positions of their own, tokens have those of their places as learned ones."""
+        """Return x_sBD. Without `positions_SB`, the learned positions are those in the sample."""
         tp, rows, tokens_SB = self.tp, self.word.shape[0], batch.tokens_SB
         if tp.size == 1:
             x_sBD = embedding_lookup(tokens_SB, self.word)
@@ -79,17 +82,15 @@ class Embedding(nn.Module):
             x_SBD = embedding_lookup(local_SB.masked_fill(other_shard_SB, 0), self.word)
             x_sBD = reduce_scatter_sequence(x_SBD.masked_fill(other_shard_SB.unsqueeze(-1), 0), tp)
         if self.position is not None:
-            share, positions_SB = tp.shard_slice(x_sBD.shape[0]), batch.positions_SB
+            shard, positions_SB = tp.shard_slice(x_sBD.shape[0]), batch.positions_SB
             if positions_SB is None and batch.cp_positions_S is not None:
                 positions_SB = batch.cp_positions_S.unsqueeze(1)
             if positions_SB is None:
-                x_sBD = x_sBD + self.position[share].unsqueeze(1)
+                x_sBD = x_sBD + self.position[shard].unsqueeze(1)
             else:
-                x_sBD = x_sBD + embedding_lookup(positions_SB[share], self.position)
+                x_sBD = x_sBD + embedding_lookup(positions_SB[shard], self.position)
         if self.dropout_p and self.training:
-            key, first = (
-                fold_in(self.seed, batch.step, -1, RNG_SITE_EMBEDDING),
-                batch.token_positions(tp, x_sBD.shape[0]),
-            )
-            x_sBD = dropout(x_sBD, self.dropout_p, key, batch.sample_ids_B, first)
+            key = fold_in(self.seed, batch.step, -1, RNG_SITE_EMBEDDING)
+            positions = batch.token_positions(tp, x_sBD.shape[0])
+            x_sBD = dropout(x_sBD, self.dropout_p, key, batch.sample_ids_B, positions)
         return x_sBD

@@ -10,11 +10,11 @@ dx, and the reduce-scatter of dx hides behind the matmuls for dW:
     after    | gather x ............  |  scatter dx ..............  |
              | dx = dy W              |  dW += dy^T x               |
 
-dW is added to the weight's sum in the flat gradient buffer, if it has one, and autograd never sees it. With a `later`
-it is computed, and x gathered for it, when the pipeline says so (nn/wgrad_store.py).
+dW is added to the weight's main gradient in the flat buffer, if it has one, and autograd never sees it. With a
+WeightGradStore it is computed, and x gathered for it, when the pipeline requests it (nn/wgrad_store.py).
 The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored. If a kernel
 also adds the bias, u + bias is not stored either.
-Rejected: a differentiable gather before the matmul. It saves x_SBD whole, 2*s*b*h*(tp-1)/tp more bytes per matmul.
+Rejected: a differentiable gather before the matmul. It saves the full x_SBD, 2*s*b*h*(tp-1)/tp more bytes per matmul.
 """
 
 from typing import Any
@@ -33,14 +33,15 @@ from megalite.parallel.mesh import Axis
 
 
 def _flatten_tokens(x: Tensor) -> Tensor:
+    """Return x [..., D] as [N, D]."""
     return x.reshape(-1, x.shape[-1])
 
 
-def _weight_grad(weight: Tensor, sink: MainGrad | None, dy: Tensor, x_ND: Tensor) -> Tensor | None:
-    """Add dW = dy^T x to the sink; without a sink return it to autograd."""
-    if sink is None:
+def _weight_grad(weight: Tensor, main_grad: MainGrad | None, dy: Tensor, x_ND: Tensor) -> Tensor | None:
+    """Add dW = dy^T x to the main gradient; without one, return it for autograd."""
+    if main_grad is None:
         return matmul(_flatten_tokens(dy).T, x_ND).view_as(weight)
-    accumulate_weight_grad(sink, dy, x_ND)
+    accumulate_weight_grad(main_grad, dy, x_ND)
     return None
 
 
@@ -50,9 +51,8 @@ class _ColumnParallelLinear(Function):
         ctx: Any, x_sBD: Tensor, tp: Axis, wgrad_store: WeightGradStore | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.tp, ctx.wgrad_store = tp, wgrad_store
-        ctx.sinks = [
-            main_grad_of(w) for w in weights
-        ]  # not in backward: recompute saves other tensors than the parameters
+        # read here and not in backward, because recompute saves other tensors than the parameters
+        ctx.main_grads = [main_grad_of(w) for w in weights]
         ctx.save_for_backward(x_sBD, *weights)
         x_SBD = start_all_gather(x_sBD, tp).wait()
         return tuple(matmul(x_SBD, _flatten_tokens(w).T) for w in weights)
@@ -60,7 +60,7 @@ class _ColumnParallelLinear(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_sBD, *weights = ctx.saved_tensors
-        wgrad_store: WeightGradStore | None = None if None in ctx.sinks else ctx.wgrad_store
+        wgrad_store: WeightGradStore | None = None if None in ctx.main_grads else ctx.wgrad_store
         pending_x = start_all_gather(x_sBD, ctx.tp) if wgrad_store is None else None
         dx_ND = matmul(_flatten_tokens(dys[0]), _flatten_tokens(weights[0]))
         for dy, w in zip(dys[1:], weights[1:], strict=True):
@@ -69,9 +69,9 @@ class _ColumnParallelLinear(Function):
         dws: list[Tensor | None] = [None] * len(weights)
         if pending_x is not None:
             x_ND = _flatten_tokens(pending_x.wait())
-            dws = [_weight_grad(w, sink, dy, x_ND) for w, sink, dy in zip(weights, ctx.sinks, dys, strict=True)]
+            dws = [_weight_grad(*args, x_ND) for args in zip(weights, ctx.main_grads, dys, strict=True)]
         elif wgrad_store is not None:
-            wgrad_store.put(x_sBD, ctx.tp, zip(ctx.sinks, dys, strict=True))
+            wgrad_store.put(x_sBD, ctx.tp, zip(ctx.main_grads, dys, strict=True))
         return pending_dx.wait(), None, None, *dws
 
 
@@ -81,7 +81,7 @@ class _RowParallelLinear(Function):
         ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: Activation | None, bias: Tensor | None,
         wgrad_store: WeightGradStore | None,
     ) -> Tensor:  # fmt: skip
-        ctx.tp, ctx.activation, ctx.wgrad_store, ctx.sink = tp, activation, wgrad_store, main_grad_of(weight)
+        ctx.tp, ctx.activation, ctx.wgrad_store, ctx.main_grad = tp, activation, wgrad_store, main_grad_of(weight)
         bias_args = () if bias is None else (bias,)
         ctx.save_for_backward(u_SBf, weight, *bias_args)
         a_SBf = u_SBf if activation is None else activation.forward(u_SBf, *bias_args)
@@ -95,17 +95,20 @@ class _RowParallelLinear(Function):
         if ctx.activation is not None:
             a_SBf, du_SBf, *dbias = ctx.activation.backward(u_SBf, du_SBf, *bias_args)
         dweight = None
-        if ctx.wgrad_store is not None and ctx.sink is not None:
-            ctx.wgrad_store.put(a_SBf, None, [(ctx.sink, dy_SBD)])
+        if ctx.wgrad_store is not None and ctx.main_grad is not None:
+            ctx.wgrad_store.put(a_SBf, None, [(ctx.main_grad, dy_SBD)])
         else:
-            dweight = _weight_grad(weight, ctx.sink, dy_SBD, _flatten_tokens(a_SBf))
+            dweight = _weight_grad(weight, ctx.main_grad, dy_SBD, _flatten_tokens(a_SBf))
         return du_SBf, dweight, None, None, dbias[0] if dbias else None, None
 
 
 def column_parallel_linear(
     x_sBD: Tensor, weights: list[Tensor], tp: Axis, wgrad_store: WeightGradStore | None = None
 ) -> tuple[Tensor, ...]:
-    """One gather, then one matmul per weight [..., D], whose leading dims are flattened. Returns [S, B, rows] each."""
+    """All-gather x, and multiply it by each weight [..., D], whose leading dims are flattened.
+
+    Returns [S, B, rows] for each weight. Collective over tp.
+    """
     return _ColumnParallelLinear.apply(x_sBD, tp, wgrad_store, *weights)  # type: ignore[return-value]
 
 
@@ -113,12 +116,12 @@ def row_parallel_linear(
     u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: Activation | None = None, bias: Tensor | None = None,
     wgrad_store: WeightGradStore | None = None,
 ) -> Tensor:  # fmt: skip
-    """Add `bias` [f], apply `activation`, multiply, sum over tp, keep this rank's positions."""
+    """Add `bias` [f], apply `activation`, multiply, and reduce-scatter along the sequence. Collective over tp."""
     if bias is not None and not (activation is not None and activation.takes_bias and use_triton(u_SBf)):
         u_SBf, bias = add_bias(u_SBf, bias), None
     return _RowParallelLinear.apply(u_SBf, weight_Df, tp, activation, bias, wgrad_store)  # type: ignore[return-value]
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a bias to the last dim; a bias of several dims is flattened as its weight is."""
+    """Add a bias to the last dim; a bias of several dims is flattened like its weight."""
     return x if bias is None else x + torch.flatten(bias)

@@ -1,11 +1,13 @@
-"""Vocabulary-parallel head and cross entropy: the sums of -log softmax(x W^T)[label] and of the z-loss z * lse^2 over
-the tokens that count (kernels/cross_entropy.py).
+"""The vocabulary-parallel head and cross entropy, in chunks of tokens.
+
+The results are the sums of -log softmax(x W^T)[label] and of the z-loss z * lse^2 over the tokens that count
+(kernels/cross_entropy.py).
 
     x_sBD --gather--> x_ND | per chunk of tokens: logits_nv -> stats --gather--> dlogits_nv -> dx_nD, dW_vD += |
                            | dx_SBD --reduce-scatter--> dx_sBD
 
 Each tp rank has the logits of its part of the vocabulary, one chunk at a time. One small collective per chunk exchanges
-(log-sum-exp of the part, the label's logit), from which each rank computes the whole log-sum-exp; arXiv:1909.08053,
+(log-sum-exp of the part, the label's logit), from which each rank computes the full log-sum-exp; arXiv:1909.08053,
 sec. 3, needs a maximum and then sums. Columns beyond the true vocabulary are padding without probability. Gradients are
 computed in forward, so x is gathered only once.
 """
@@ -28,7 +30,7 @@ from megalite.parallel.mesh import Axis
 def _chunk_stats_(
     logits_nv: Tensor, labels_n: Tensor, dloss_n: Tensor | None, tp: Axis, vocab_size: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """(lse_n, the labels' logits) of a chunk; with `dloss_n`, the logits are replaced by their gradients."""
+    """Return lse_n and the labels' logits of a chunk; with `dloss_n`, the logits are replaced by their gradients."""
     first = tp.shard_start(logits_nv.shape[1])
     valid = max(0, min(logits_nv.shape[1], vocab_size - first))
     if dloss_n is not None and tp.size == 1:
@@ -42,11 +44,11 @@ def _chunk_stats_(
     return lse_n, stats_r2n[:, 1].sum(0)
 
 
-def _assert_on_device(same: Tensor, text: str) -> None:
-    """Raise RuntimeError unless all are true; on CUDA only when the device computes it."""
-    if same.device.type != "cpu":
-        torch._assert_async(same.all(), text)  # pyright: ignore[reportPrivateImportUsage]
-    elif not same.all():
+def _assert_on_device(condition: Tensor, text: str) -> None:
+    """Raise RuntimeError unless all elements are true; on CUDA only when the device computes it."""
+    if condition.device.type != "cpu":
+        torch._assert_async(condition.all(), text)  # pyright: ignore[reportPrivateImportUsage]
+    elif not condition.all():
         raise RuntimeError(text)
 
 
@@ -72,13 +74,16 @@ class _LinearCrossEntropy(Function):
         weight_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)
         size = chunk_tokens(n, v, x_ND.dtype, x_ND.device)
         logits_buffer_nv = x_ND.new_empty(size, v)  # shared by all chunks, because new pages cost time on a CPU
-        dloss_N, scattering, sink = None, None, None
+        dloss_N, pending_dx, main_grad = None, None, None
         if needs_grad:
             dloss_N = weight_N if loss_grad is None else weight_N * loss_grad
             dx_SBD = x_SBD.new_empty(x_SBD.shape)
             dx_ND = dx_SBD.view_as(x_ND)
-            sink = None if loss_grad is None else main_grad_of(weight_vD)
-            dw_vD, overwrite = (torch.empty_like(weight_vD, dtype=dtype), True) if sink is None else sink.accumulator()
+            main_grad = None if loss_grad is None else main_grad_of(weight_vD)
+            if main_grad is None:
+                dw_vD, overwrite = torch.empty_like(weight_vD, dtype=dtype), True
+            else:
+                dw_vD, overwrite = main_grad.accumulator()
         for start in range(0, n, size):
             chunk = slice(start, min(start + size, n))
             x_nD = x_ND[chunk]
@@ -89,11 +94,11 @@ class _LinearCrossEntropy(Function):
             if needs_grad:
                 mm_(dx_ND[chunk], logits_nv, weight_vD)
                 if chunk.stop == n:  # the sum over tp hides behind the last matmul
-                    scattering = start_reduce_scatter(dx_SBD, tp)
+                    pending_dx = start_reduce_scatter(dx_SBD, tp)
                 accumulate_weight_grad_(dw_vD, logits_nv, x_nD, overwrite=overwrite and start == 0)
-        if scattering is not None:
-            ctx.save_for_backward(scattering.wait(), None if sink is not None else dw_vD)
-            ctx.dtype, ctx.promised, ctx.spent = weight_vD.dtype, loss_grad, False
+        if pending_dx is not None:
+            ctx.save_for_backward(pending_dx.wait(), None if main_grad is not None else dw_vD)
+            ctx.dtype, ctx.loss_grad, ctx.was_used = weight_vD.dtype, loss_grad, False
         loss = (loss_N * weight_N).sum()
         return torch.stack([loss, z_loss * (lse_N.square_() * weight_N).sum()]) if z_loss else loss
 
@@ -104,18 +109,18 @@ class _LinearCrossEntropy(Function):
         dloss, *others = dloss.flatten()
         for other in others:
             _assert_on_device(other == dloss, "the loss and its z-loss have different gradients; give both the same")
-        if ctx.promised is not None:
-            if ctx.spent:
+        if ctx.loss_grad is not None:
+            if ctx.was_used:
                 raise RuntimeError("linear_cross_entropy: a second backward, but the first one has used the gradients")
-            ctx.spent = True
-            loss_grad = ctx.promised
-            on_device = isinstance(loss_grad, Tensor)  # reading its value would wait for the device
+            ctx.was_used = True
+            loss_grad = ctx.loss_grad
+            on_device = isinstance(loss_grad, Tensor)  # reading its value would synchronise
             expected = loss_grad.to(dloss.dtype) if on_device else dloss.new_full((), loss_grad)
-            given = "that" if on_device else loss_grad
-            text = f"the loss's gradient is not {given}, which was promised; promise what backward will get"
+            shown = "that" if on_device else loss_grad
+            text = f"the loss's gradient is not {shown}, which was promised; promise what backward will get"
             _assert_on_device(dloss == expected, text)
             return dx_sBD, None if dw_vD is None else dw_vD.to(ctx.dtype), *no_grads
-        # in place, so that autograd refuses a second backward, because saved tensors have changed
+        # in place, so that autograd refuses a second backward: saved tensors have changed
         dw_vD = dw_vD.mul_(dloss) if dw_vD.dtype == ctx.dtype else torch.mul(dw_vD, dloss).to(ctx.dtype)
         return dx_sBD.mul_(dloss), dw_vD, *no_grads
 
@@ -131,16 +136,22 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     loss_grad: float | Tensor | None = None,
 ) -> Tensor:
-    """Sum over the tokens of mask * loss, in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank. With a
-    `z_loss`, [2]: that sum and the sum of the z-loss; backward must get the same gradient for both.
+    """Return the sum over tokens of mask * loss in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank.
 
-    x_sBD: this rank's positions; weight_vD: its rows of the head; labels_SB and mask_SB: all positions, None: all
-    count. Without grad mode only the loss is computed. The gradients are ready after forward, for one backward.
+    With `z_loss`, the result is [2]: this sum and the sum of the z-loss. Backward must get the same gradient for both.
+    Without grad mode only the loss is computed. Gradients are computed in forward, for one backward. Collective over
+    tp.
 
-    promised: the gradient that the result will get in backward, if that is known: a number, or a scalar on the device
-    that keeps its value until then. Then dW is in the weight's sink (nn/parameter.py), if it has one, when forward is
-    done. So backward must follow in the same step, and forward must not run again for it (recompute). Backward
-    raises RuntimeError if it is given another gradient.
+    Args:
+        x_sBD: this rank's positions. weight_vD: this rank's rows of the head. labels_SB: labels of all positions.
+        mask_SB: 1 where a token counts; None: all tokens count. tp: the tensor-parallel axis. vocab_size: vocabulary
+        without padding. z_loss: coefficient of the z-loss. loss_grad: the gradient that the result will get in
+        backward, if it is known: a number, or a scalar on the device
+            that keeps its value until then. dW is then added to the weight's main gradient (nn/parameter.py), if it has
+            one, in forward. Backward must follow in the same step, and forward must not be repeated (recompute).
+
+    Raises:
+        RuntimeError: in backward, if it gets another gradient than `loss_grad`, or is called a second time.
     """
     args = (labels_SB, mask_SB, tp, vocab_size, z_loss, loss_grad, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sBD, weight_vD, *args)  # type: ignore[return-value]

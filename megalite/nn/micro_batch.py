@@ -1,4 +1,4 @@
-"""A micro-batch on its way through the layers, and the coordinates of what is drawn there."""
+"""A micro-batch as the layers get it, and the sites of random numbers."""
 
 from dataclasses import dataclass
 
@@ -9,30 +9,30 @@ from megalite.nn.sequence_sharding import SequenceSharding
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.mesh import Axis
 
-RNG_SITE_EMBEDDING, RNG_SITE_ATTENTION, RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, RNG_SITE_ROUTER = range(
-    5
-)  # where numbers are drawn
+# where random numbers are drawn; a coordinate of their hash
+RNG_SITE_EMBEDDING, RNG_SITE_ATTENTION, RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, RNG_SITE_ROUTER = range(5)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: this rank's S tokens of each of its B samples. A Stage adds rope and in_full_recompute for its blocks.
+    """One micro-batch: this rank's S tokens of each of its B samples. A Stage adds rope and in_full_recompute.
 
     labels_SB     None: the last stage returns logits_SBv
-    mask_SB       1 where a token counts; None: all do
-    sample_ids_B  global sample numbers; step: the training step. Both are coordinates of dropout
+    mask_SB       1 where a token counts; None: all count
+    sample_ids_B  global sample numbers, and step, the training step: coordinates of dropout
     positions_SB  position of each token; None: 0 .. S - 1
-    documents     those of whole samples that attention is limited to (kernels/attention.py); None: each sample is one
-    num_targets   labels that count, where the loader has counted them; unpadded: tokens that are not padding
-    padding_SB    whether a token only fills its sample, so that routers do not count it; None: no sample is filled
+    documents     documents of the full samples, which limit attention (kernels/attention.py); None: a sample is one
+    num_targets   number of labels that count, if the loader has counted them
+    unpadded      number of tokens that are not padding
+    padding_SB    True for padding, which routers do not count; None: there is no padding
     loss_grad     the gradient that the loss will get in backward (nn/loss.py); None: unknown
-    token_weight  labels that count per token that is not padding, in the step: gradients are divided by the former, and
-                  those of routers' losses are means over the latter
-    wgrad_store   where weight gradients wait (nn/wgrad_store.py)
-    cp_sharding   how the samples are sharded over cp; None: they are whole
+    token_weight  counted labels per unpadded token in the step: gradients are divided by the number of labels, but the
+                  losses of routers are means over unpadded tokens
+    wgrad_store   deferred weight gradients (nn/wgrad_store.py); None: none are deferred
+    cp_sharding   sharding of the samples over cp; None: they are not sharded
     cp_positions_S  the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
-    in_full_recompute  the layers are computed again in backward, as a whole
+    in_full_recompute  the layers are recomputed in backward as a whole
     """
 
     tokens_SB: Tensor
@@ -54,5 +54,5 @@ class Batch:
     in_full_recompute: bool = False
 
     def token_positions(self, tp: Axis, s: int) -> int | Tensor:
-        """Where the s tokens of a tp rank are: the first position, or each."""
+        """Return the positions of the s tokens of a tp rank: the first one if they are consecutive, otherwise each."""
         return tp.shard_start(s) if self.cp_positions_S is None else self.cp_positions_S[tp.shard_slice(s)]

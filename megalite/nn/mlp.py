@@ -1,9 +1,9 @@
-"""Tensor-parallel feed-forward block.
+"""The tensor-parallel feed-forward block.
 
     x_sBD --gather--> u_SBf = x @ up^T -> act(u) @ down^T --scatter--> y_sBD
 
 Gated activations (swiglu) have gate and up in one tensor [2, F, D], split over F, so that one matmul gives [gate | up]
-and any slice along F holds both halves of its columns.
+and any slice along F contains both halves of its columns.
 """
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from megalite.parallel.spec import Constant, Normal, ParamSpec
 
 
 class MLP(nn.Module):
-    """`width`: F. A gated activation of kernels/activations/ has width 2."""
+    """The feed-forward block with `ffn_size` F. Gated activations (kernels/activations/) have width 2."""
 
     def __init__(self, make_param: ParamFactory, name: str, model: ModelConfig, ffn_size: int, *, bias: bool):
         super().__init__()
@@ -37,7 +37,7 @@ class MLP(nn.Module):
         self.down = make_param(
             ParamSpec(f"{name}.down", (D, F), shards=((1, "tp"),), init=Normal(model.output_init_std))
         )
-        if bias:  # made in the order of use
+        if bias:  # parameters are created in the order of use
             self.down_bias = make_param(
                 ParamSpec(f"{name}.down_bias", (D,), partial_grad_axes=("tp",), init=zero, weight_decay=False)
             )
@@ -46,6 +46,7 @@ class MLP(nn.Module):
         return shapes(self)
 
     def forward(self, x_sBD: Tensor, wgrad_store: WeightGradStore | None = None) -> Tensor:
+        """Return y_sBD, the output of the block before the residual is added."""
         (u_SBf,) = column_parallel_linear(x_sBD, [self.up], self.tp, wgrad_store)
         y_sBD = row_parallel_linear(u_SBf, self.down, self.tp, self.activation, self.up_bias, wgrad_store)
         return add_bias(y_sBD, self.down_bias)

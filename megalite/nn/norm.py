@@ -1,8 +1,8 @@
-"""LayerNorm and RMSNorm over the last dim, by name; and RMSNorm of channels that are split over tp.
+"""LayerNorm and RMSNorm over the last dim, and RMSNorm of channels that are split over tp.
 
-Weights are replicated over tp, and each tp rank sees other positions (or other heads). So each has a summand of their
-gradient: they are `partial`, and the optimizer's buffer sums them over tp once per step. Those of split channels are
-split, too.
+Weights are replicated over tp, and each tp rank sees other positions (or other heads). Each rank therefore has a
+partial gradient, which the optimizer's buffer sums over tp once per step (`partial_grad_axes`). Weights of split
+channels are split too.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +25,18 @@ from megalite.parallel.spec import Constant, ParamSpec
 def normalize(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, zero_centered: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm if there is no bias, otherwise LayerNorm; with a residual h = x + residual, and the norm of h."""
+    """Return RMSNorm(x) without a bias, else LayerNorm(x); with a residual, x + residual and the norm of the sum."""
     weight = weight + 1 if zero_centered else weight
     return norm(x, weight, bias, eps) if residual is None else add_norm(x, residual, weight, bias, eps)
 
 
 def norm_args(model: ModelConfig) -> tuple[str, float, bool]:
-    """kind, eps and one_plus of the model's norms."""
+    """Return kind, eps and zero_centered of the model's norms."""
     return model.normalization, model.norm_epsilon, model.apply_layernorm_1p
 
 
 class Norm(nn.Module):
-    """`kind` is "LayerNorm" or "RMSNorm"; `one_plus` stores the weight as its difference from 1."""
+    """A norm of `kind` "LayerNorm" or "RMSNorm"; `zero_centered` stores the weight as its difference from 1."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Norm(nn.Module):
         decay: bool = False,
     ):
         super().__init__()
-        self.eps, self.one_plus = eps, zero_centered
+        self.eps, self.zero_centered = eps, zero_centered
         self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
         spec = partial(ParamSpec, shape=(size,), partial_grad_axes=("tp",), weight_decay=decay)
         self.weight = make(
@@ -61,45 +61,51 @@ class Norm(nn.Module):
         return shapes(self)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of x; with a residual, their sum and the norm of the sum."""
-        return self.normalize(x, residual, self.weight, self.bias, self.eps, self.one_plus)
+        """Return the norm of x; with a residual, x + residual and the norm of the sum."""
+        return self.normalize(x, residual, self.weight, self.bias, self.eps, self.zero_centered)
 
 
 def _all_gather_means(tp: Axis, products: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The mean [..., 1] of each product [..., c] over its channels on all ranks; all travel together."""
+    """Return the mean [..., 1] of each product [..., c] over the channels of all ranks, with one all-gather."""
     means = torch.stack([product.mean(-1, keepdim=True) for product in products])
     return start_all_gather(means[None], tp).wait().mean(0).unbind(0)
 
 
 class _TensorParallelRMSNorm(Function):
-    """The equations of kernels/norms.py. Where ranks have copies of a channel, as many of each, the means are the same,
-    and every copy gets a summand of the channel's gradient."""
+    """RMSNorm of channels that are split over tp, with the equations of kernels/norms.py.
+
+    If ranks have copies of the channels (equally many of each), the means are the same, and every copy gets a partial
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, tp: Axis, eps: float, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor) -> tuple[Tensor, ...]:
-        wide = [x.to(accum_dtype(x)) for x in (q, k)]
-        means = _all_gather_means(tp, [x.square() for x in wide])
+        x_wide = [x.to(accum_dtype(x)) for x in (q, k)]
+        means = _all_gather_means(tp, [x.square() for x in x_wide])
         rs = [torch.rsqrt(mean + eps) for mean in means]
         ctx.tp = tp
         ctx.save_for_backward(q, k, wq, wk, *rs)
-        return tuple((x * r * w).to(q.dtype) for x, r, w in zip(wide, rs, (wq, wk), strict=True))
+        return tuple((x * r * w).to(q.dtype) for x, r, w in zip(x_wide, rs, (wq, wk), strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors  # once: recomputation lets go of what was asked for
+        saved = ctx.saved_tensors  # read once: recomputation frees saved tensors when they are read
         xs, ws, rs = saved[:2], saved[2:4], saved[4:]
         xhats = [x.to(r.dtype) * r for x, r in zip(xs, rs, strict=True)]
         products = [dy.to(xhat.dtype) * xhat for dy, xhat in zip(dys, xhats, strict=True)]
         means = _all_gather_means(ctx.tp, [product * w for product, w in zip(products, ws, strict=True)])
-        each = zip(dys, xhats, rs, ws, means, strict=True)
-        dxs = [(dy * r * w - xhat * (r * mean)).to(dy.dtype) for dy, xhat, r, w, mean in each]
+        rows = zip(dys, xhats, rs, ws, means, strict=True)
+        dxs = [(dy * r * w - xhat * (r * mean)).to(dy.dtype) for dy, xhat, r, w, mean in rows]
         return None, None, *dxs, *(p.flatten(0, -2).sum(0).to(w.dtype) for p, w in zip(products, ws, strict=True))
 
 
 class QKNormAllHeads(nn.Module):
-    """RMSNorm of the queries of a token over all heads, and of its keys over all groups: `widths` channels, which the
-    ranks of tp share; of keys they have copies if these are not `split`. It holds both weights itself, since the call
-    of a module waits for its own that are on their way (optim/param_gather.py)."""
+    """RMSNorm of a token's queries over all heads, and of its keys over all groups.
+
+    `widths` are the channels of q and k over all tp ranks. Unless `kv_sharded`, every rank has the keys of its group
+    only, and a replicated weight. Both weights belong to this module, because a module waits for the all-gather of its
+    own weights when it is called (optim/param_gather.py).
+    """
 
     def __init__(
         self,
@@ -112,7 +118,7 @@ class QKNormAllHeads(nn.Module):
         decay: bool,
     ):
         super().__init__()
-        self.tp, self.eps, self.one_plus = make.mesh.tp, eps, zero_centered
+        self.tp, self.eps, self.zero_centered = make.mesh.tp, eps, zero_centered
         self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
         spec = partial(
             ParamSpec, init=Constant(1.0 - zero_centered), weight_decay=decay, stored_offset=float(zero_centered)
@@ -125,8 +131,8 @@ class QKNormAllHeads(nn.Module):
         return shapes(self)
 
     def forward(self, q: Tensor, k: Tensor, kv_rows: slice) -> tuple[Tensor, ...]:
-        """Of this rank's channels, q [..., h*K] and k [..., g*K]. `own`: where the latter are in the weight here."""
-        ws = [w + 1 if self.one_plus else w for w in (self.q, self.k[kv_rows])]
+        """Return the norms of this rank's q [..., h*K] and k [..., g*K]; `kv_rows` are the rows of the weight for k."""
+        ws = [w + 1 if self.zero_centered else w for w in (self.q, self.k[kv_rows])]
         if self.tp.size > 1:
             return _TensorParallelRMSNorm.apply(self.tp, self.eps, q, k, *ws)  # type: ignore[return-value]
         return tuple(self.normalize(x, None, w, None, self.eps, False) for x, w in zip((q, k), ws, strict=True))

@@ -1,4 +1,4 @@
-"""Makes this rank's part of a parameter from its spec."""
+"""Parameters: this rank's shard of a parameter, created from its spec."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,11 +15,13 @@ from megalite.parallel.spec import ParamSpec, TensorShard
 
 @dataclass(frozen=True)
 class ParamFactory:
-    """Makes parameters from what all of a run have in common: mesh, dtype, seed (of initial weights and dropout).
+    """Creates parameters from their specs and what all parameters of a run have in common.
 
-    `meta`: without memory, for plans and dry runs. `deferred`: a parameter takes no memory, and is drawn where it is
-    going to lie (`write_initial`). `unit`: the part of the model that uses the parameters at the same time:
-    "embedding", "layers.17", "head".
+    mesh, dtype  of the run
+    seed         of initial weights and dropout
+    meta         parameters have no memory, for plans and dry runs
+    deferred     a parameter has no memory yet; `write_initial_values` writes its values into their final place
+    unit         the part of the model that uses the parameters at the same time: "embedding", "layers.17", "head"
     """
 
     mesh: Mesh
@@ -30,10 +32,11 @@ class ParamFactory:
     unit: str = ""
 
     def for_unit(self, unit: str) -> "ParamFactory":
-        """A maker for the parameters of `unit`."""
+        """Return a factory for the parameters of `unit`."""
         return replace(self, unit=unit)
 
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
+        """Return this rank's shard of the parameter, initialised unless it is deferred."""
         device, shape = "meta" if self.meta else self.mesh.device, spec.local_shape(self.mesh.sizes)
         draw = partial(initialize_, spec=spec, mesh=self.mesh, seed=self.seed)
         if self.deferred:
@@ -49,8 +52,10 @@ class ParamFactory:
 
 @torch.no_grad()
 def write_initial_values(parameter: nn.Parameter, into: Tensor, span: range | None = None) -> None:
-    """Write the parameter's initial values into a tensor of its shape; of a deferred one at least the elements `span`
-    of the flattened tensor."""
+    """Write the initial values of a parameter into a tensor of its shape.
+
+    If the parameter is deferred, at least the elements `span` of the flattened tensor are written.
+    """
     if (draw := getattr(parameter, "draw", None)) is None:
         into.copy_(parameter.data)
         return
@@ -60,69 +65,77 @@ def write_initial_values(parameter: nn.Parameter, into: Tensor, span: range | No
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:
-    """The spec that `Maker` attached."""
+    """Return the spec that `ParamFactory` attached."""
     return parameter.spec  # type: ignore[attr-defined]
 
 
 class MainGrad(Protocol):
-    """Adds up a parameter's gradients outside of autograd (optim/grad_reduce.py)."""
+    """The accumulator of a parameter's gradients outside of autograd (optim/grad_reduce.py)."""
 
     def accumulator(self) -> tuple[Tensor, bool]:
-        """The sum so far, of the parameter's shape, which the caller adds to at once; and whether the caller must
-        overwrite it, because it holds nothing yet. Raises RuntimeError if it was reduced already."""
+        """Return the sum so far, in the parameter's shape, and whether the caller must overwrite it.
+
+        The caller adds its gradient at once, or overwrites the sum if it contains nothing yet. Raises RuntimeError if
+        the sum was reduced already.
+        """
         ...
 
     def mark_ready(self) -> None:
-        """Called by code that adds outside of backward (nn/wgrad_store.py) when it has added everything."""
+        """Report that everything was added; called by code that adds outside of backward (nn/wgrad_store.py)."""
         ...
 
 
 def main_grad_of(parameter: Tensor) -> MainGrad | None:
-    """The sink of its gradients; None: they go to autograd. A function that adds to the sink in backward returns None
-    for the parameter, and autograd still tells the sink when all uses of the parameter are done."""
+    """Return the accumulator of a parameter's gradients, or None if they go to autograd.
+
+    A function that adds to it in backward returns None for the parameter. Autograd's hook still marks the gradient as
+    ready when all uses of the parameter are done.
+    """
     return getattr(parameter, "sink", None)
 
 
 def params_with_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-    """Every parameter of `module` with its spec, in order of registration, which is the order of use."""
+    """Yield every parameter of `module` with its spec, in order of registration, which is the order of use."""
     for parameter in module.parameters():
         yield spec_of(parameter), parameter
 
 
 def shapes(module: nn.Module) -> str:
-    """This rank's shapes of the module's own parameters, for its `extra_repr`: `up [128, 64], down [64, 128]`."""
+    """Return this rank's shapes of a module's own parameters for `extra_repr`: `up [128, 64], down [64, 128]`."""
     return ", ".join(f"{name} {[*parameter.shape]}" for name, parameter in module.named_parameters(recurse=False))
 
 
 def model_shards(module: nn.Module, mesh: Mesh) -> list[TensorShard]:
-    """This rank's weights as a checkpoint holds them, each parameter once, as views that loading may write; and the
-    state that is none, which a module gives as `buffer_shards`."""
-    pieces = []
+    """Return this rank's weights as shards of a checkpoint, as views that loading may write.
+
+    Each parameter occurs once. State that is not a parameter comes from a module's `buffer_shards`.
+    """
+    shards = []
     for spec, parameter in {spec.name: (spec, p) for spec, p in params_with_specs(module)}.values():
         box = spec.stored_box(mesh.sizes, mesh.coordinates)
         data = parameter.data.view(-1)[: box.numel]
-        pieces.append(TensorShard(spec.stored_name, spec.stored_shape, box, range(box.numel), data))
-    return pieces + [piece for part in module.modules() for piece in getattr(part, "buffer_shards", list)()]
+        shards.append(TensorShard(spec.stored_name, spec.stored_shape, box, range(box.numel), data))
+    return shards + [shard for part in module.modules() for shard in getattr(part, "buffer_shards", list)()]
 
 
 class RunUnit(Protocol):
-    """Runs a unit of the model where its weights are whole. `again`: in backward, to compute its activations again."""
+    """Runs a unit of the model with its full weights. `recomputing`: in backward, to recompute its activations."""
 
     def __call__(self, unit: nn.Module, *args: Any, recomputing: bool = False) -> Tensor: ...
 
 
 def call_unit(unit: nn.Module, *args: Any, recomputing: bool = False) -> Tensor:
-    """unit(*args): its weights are always there."""
+    """Return unit(*args), for weights that are always unsharded."""
     return unit(*args)
 
 
 @runtime_checkable
 class ShardableModule(Protocol):
-    """A module whose weights may come and go (optim/param_gather.py)."""
+    """A module whose weights can be unsharded and resharded (optim/param_gather.py)."""
 
     run_unit: RunUnit
 
     @property
     def units(self) -> dict[nn.Module, bool]:
-        """In order of use, and whether backward reads their weights."""
+        """The units in order of use, and whether backward reads their weights."""
         ...

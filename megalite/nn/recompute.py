@@ -1,6 +1,6 @@
-"""Recomputes a function's activations in backward instead of storing them (arXiv:1604.06174).
+"""Activation recomputation in backward (arXiv:1604.06174).
 
-No random state is kept: dropout masks are functions of coordinates, so the second run draws the same masks.
+No random state is saved: dropout masks are functions of coordinates, so the second forward draws the same masks.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,20 @@ def recompute(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def checkpoint_without_output(produce: Callable[[], Tensor], consume: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `use(make())` without keeping make's result, which backward makes again; `use` runs once, so this costs
-    one more `make`. The inputs of `make` stay, and it must give the same bits again."""
+    """Return `consume(produce())` without saving the output of `produce`, which backward recomputes.
+
+    `consume` runs once, so this costs one more `produce`. The inputs of `produce` stay in memory, and it must return
+    the same bits again.
+    """
     result = produce()
-    place = storage_view_id(result)
+    view_id = storage_view_id(result)
 
-    def pack(saved: Tensor) -> Tensor | None:
-        return None if storage_view_id(saved) == place else saved
+    def pack(x: Tensor) -> Tensor | None:
+        return None if storage_view_id(x) == view_id else x
 
-    def unpack(kept: Tensor | None) -> Tensor:
-        if kept is not None:
-            return kept
+    def unpack(saved: Tensor | None) -> Tensor:
+        if saved is not None:
+            return saved
         with torch.no_grad():
             return produce()
 
@@ -37,5 +40,5 @@ def checkpoint_without_output(produce: Callable[[], Tensor], consume: Callable[[
 
 
 def storage_view_id(x: Tensor) -> tuple[object, ...]:
-    """Identify the elements of memory that x is; works on the meta device too, where a tensor has no address."""
+    """Return an identity of the memory of x. It works on the meta device too, where a tensor has no address."""
     return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()

@@ -1,23 +1,23 @@
-"""Chooses k of E experts for each token, and with what probability their outputs count.
+"""The router: it selects k of E experts for each token, with the probabilities that weight their outputs.
 
-    logits_NE = x W^T in fp32 (fp64)     scores = softmax | sigmoid | logits      chosen = top k of scores + bias
-    softmax    probs = softmax over the chosen k; pre_softmax: the chosen scores of the softmax over all E
-    sigmoid    probs = chosen scores / their sum (k > 1)                            all times `scaling`
-    sinkhorn   chosen while training = top k of the logits, balanced over a micro-batch   arXiv:2102.03161, sec. 3.2
+    logits_NE = x W^T in fp32 (fp64)     scores = softmax | sigmoid | logits      selected = top k of scores + bias
+    softmax    probs = softmax over the selected k; pre_softmax: the selected scores of the softmax over all E
+    sigmoid    probs = selected scores / their sum (k > 1)                          all times the scaling factor
+    sinkhorn   selected in training = top k of the logits, balanced over a micro-batch   arXiv:2102.03161, sec. 3.2
 
-Every tp and cp rank routes the tokens that it has. The lower expert wins a tie, on every device. With groups
-(arXiv:2412.19437, sec. 2.1.2) only experts of a token's best groups can be chosen.
+Every tp and cp rank routes its own tokens. The lower expert wins a tie, on every device. With groups (arXiv:2412.19437,
+sec. 2.1.2) only experts of a token's best groups can be selected.
 
-Auxiliary losses come with the loss's weight times labels per token (Batch.token_weight), so that they are means over
-tokens, however many labels count, whatever the layout. Padding is routed, and in no count, loss or balance.
-With f_i the choices of expert i over their mean, and P the softmax, or the sigmoid over its sum, of each token n:
+Auxiliary losses are weighted by the loss's weight times labels per token (Batch.token_weight), so that they are means
+over tokens for any number of labels and any layout. Padding is routed, but is not part of any count, loss or balance.
+With f_i the assignments of expert i over their mean, and P the softmax, or the sigmoid over its sum, of each token n:
     aux_loss          sum_n sum_i f_i P_ni      f: of a micro-batch, over all ranks of tp and cp       arXiv:2101.03961
     seq_aux_loss      the same                  f: of each sample                                      arXiv:2412.19437
     global_aux_loss   the same                  f: of the step's micro-batches so far, of all of dp    arXiv:2501.11873
     z-loss            sum_n log(sum_i exp(logits_ni))^2                                                arXiv:2202.08906
-global_aux_loss, Megatron-LM's, alone depends on how dp and accumulation share out a batch. Only f needs other ranks.
-Gradients, sums and counts of choices are made in backward, which runs once for each micro-batch, so neither
-recomputation nor evaluation counts. Logits are computed again there, not saved.
+Only global_aux_loss (from Megatron-LM) depends on how a batch is split over dp and accumulation. Only f needs other
+ranks. Gradients, sums and counts of assignments are computed in backward, which runs once for each micro-batch, so
+neither recomputation nor evaluation counts. Logits are recomputed there, not saved.
 """
 
 from typing import Any
@@ -37,16 +37,17 @@ from megalite.parallel.spec import Box, Constant, Normal, ParamSpec, TensorShard
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 EPS = 1e-20  # added to sums of sigmoids, which may all be 0
-SINKHORN_MAX_ITERS, SINKHORN_TOL = 1000, 1e-4  # of `sinkhorn`: at most so many, until factors of experts move by less
+SINKHORN_MAX_ITERS, SINKHORN_TOL = 1000, 1e-4  # `sinkhorn` stops when the experts' factors change by less
 
 
 def stable_topk(scores: Tensor, k: int) -> Tensor:
-    """The places of the k largest in the last dim, in order; topk leaves open which of equal ones comes first."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()  # which are kept, not all E
+    """Return the indices of the k largest in the last dim, in order; ties go to the lower index, unlike torch.topk."""
+    # contiguous, so that only k indices are kept in memory, not all E
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def sinkhorn(logits_NE: Tensor) -> Tensor:
-    """exp(logits) with rows and columns scaled until the sum of each token is 1/N and that of each expert 1/E."""
+    """Return exp(logits), scaled by rows and columns until each token sums to 1/N and each expert to 1/E."""
     cost_NE = (logits_NE - logits_NE.amax(1, keepdim=True)).exp()
     factor_E, tiny = cost_NE.new_ones(cost_NE.shape[1]), 1e-8
     for _ in range(1 if cost_NE.is_meta else SINKHORN_MAX_ITERS):
@@ -58,28 +59,28 @@ def sinkhorn(logits_NE: Tensor) -> Tensor:
 
 
 def _softmax_backward(P: Tensor, dP: Tensor) -> Tensor:
+    """Return the gradient of the logits of a softmax P."""
     return P * (dP - (dP * P).sum(-1, keepdim=True))
 
 
 class _RouterFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", where: Batch
+        ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        ctx.router, ctx.sink = router, main_grad_of(weight)
-        ctx.loss_weight = None if where.loss_grad is None else where.loss_grad * where.token_weight
-        ctx.padding_N1 = padding_N1 = router.padding(x_sBD, where)
+        ctx.router, ctx.main_grad = router, main_grad_of(weight)
+        ctx.loss_weight = None if batch.loss_grad is None else batch.loss_grad * batch.token_weight
+        ctx.padding_N1 = padding_N1 = router.padding(x_sBD, batch)
         logits_NE, force_balance = router.logits(x_sBD, weight), router.model.moe_router_force_load_balancing
         scores_NE = router.scores(logits_NE)
-        selection_scores_NE = (
-            router.sinkhorn_scores(logits_NE, padding_N1) if router.sinkhorn and router.training else scores_NE
-        )
-        ids_NK = router.select_experts(
-            router.random_scores(x_sBD, where) if force_balance else selection_scores_NE,
-            None if force_balance else router.bias,
-        )
+        if force_balance:
+            ids_NK = router.select_experts(router.random_scores(x_sBD, batch), None)
+        elif router.sinkhorn and router.training:
+            ids_NK = router.select_experts(router.sinkhorn_scores(logits_NE, padding_N1), router.bias)
+        else:
+            ids_NK = router.select_experts(scores_NE, router.bias)
         ctx.save_for_backward(x_sBD, weight, ids_NK)
-        ctx.biased = logit_bias is not None
+        ctx.has_bias = logit_bias is not None
         ctx.mark_non_differentiable(ids_NK)
         return router.probabilities(scores_NE, ids_NK), ids_NK
 
@@ -91,24 +92,31 @@ class _RouterFunction(Function):
         counts_BE = ctx.router.count_assignments_(ids_NK, x_sBD.shape[1], ctx.padding_N1)
         if ctx.loss_weight is not None:
             ctx.router.add_aux_loss_grads_(dlogits_NE, logits_NE, counts_BE, ctx.padding_N1, ctx.loss_weight)
-        dbias = dlogits_NE.sum(0).to(weight.dtype) if ctx.biased else None
+        dbias = dlogits_NE.sum(0).to(weight.dtype) if ctx.has_bias else None
         dx_sBD = (dlogits_NE @ weight.to(dlogits_NE.dtype)).to(x_sBD.dtype).view_as(x_sBD)
-        if ctx.sink is None:
+        if ctx.main_grad is None:
             dweight = (dlogits_NE.T @ x_sBD.flatten(0, 1).to(dlogits_NE.dtype)).to(weight.dtype)
         else:
-            grad, begin = ctx.sink.accumulator()
-            wide = (given.to(grad.dtype) for given in (dlogits_NE, x_sBD.flatten(0, 1)))
-            accumulate_weight_grad_(grad, *wide, overwrite=begin)
+            grad, overwrite = ctx.main_grad.accumulator()
+            x_ND = x_sBD.flatten(0, 1).to(grad.dtype)
+            accumulate_weight_grad_(grad, dlogits_NE.to(grad.dtype), x_ND, overwrite=overwrite)
             dweight = None
         return dx_sBD, dweight, dbias, None, None
 
 
 class Router(nn.Module):
-    """`coefficients`: of the LOSSES that are on. logit_bias_E: added to logits. bias_E: added to what choices are made
-    by, state that no gradient trains (training/expert_balancer.py). None: there is none.
-    counts_E: choices of each expert among this rank's tokens, of_dp_E: among those of all ranks of tp, cp and dp, if
-    global_aux_loss is on; losses_4: LOSSES without coefficients, as sums over tokens, 0 of those that are off; all
-    since they were set to zero, of all backwards."""
+    """The router of one layer.
+
+    loss_coeffs    coefficients of the active auxiliary losses
+    logit_bias     [E] added to the logits, or None
+    bias           [E] added to the scores for the selection, or None; state without a gradient
+                   (training/expert_balancer.py)
+    expert_counts  [E] assignments of this rank's tokens to each expert
+    global_counts  [E] assignments of the tokens of all tp, cp and dp ranks, with global_aux_loss
+    loss_sums      [4] sums of AUX_LOSSES over tokens, without coefficients; 0 for inactive losses
+
+    Counts and sums include all backwards since they were set to zero.
+    """
 
     def __init__(self, make: ParamFactory, name: str, model: ModelConfig, layer: int):
         super().__init__()
@@ -135,13 +143,15 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, where: Batch) -> tuple[Tensor, Tensor]:
-        """(probs_NK in fp32 or fp64, ids_NK) of this rank's tokens N = s * B. where.loss_weight None: there are no
-        auxiliary losses."""
-        return _RouterFunction.apply(x_sBD, self.weight, self.logit_bias, self, where)  # type: ignore[return-value]
+    def forward(self, x_sBD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return probs_NK in fp32 or fp64, and ids_NK, of this rank's N = s * B tokens.
+
+        If batch.loss_grad is None, there are no auxiliary losses.
+        """
+        return _RouterFunction.apply(x_sBD, self.weight, self.logit_bias, self, batch)  # type: ignore[return-value]
 
     def buffer_shards(self) -> list[TensorShard]:
-        """The bias, which every rank has whole, as a checkpoint holds it: a view that loading may write."""
+        """Return the bias, which every rank has in full, as a shard of a checkpoint: a view that loading may write."""
         if self.bias is None:
             return []
         shape, first = tuple(self.bias.shape), self.tp.is_first and self.cp.is_first and self.dp.is_first
@@ -150,93 +160,98 @@ class Router(nn.Module):
         ]
 
     def logits(self, x_sBD: Tensor, weight: Tensor) -> Tensor:
+        """Return logits_NE in fp32 or fp64."""
         dtype = torch.float64 if self.model.moe_router_dtype == "fp64" else accum_dtype(x_sBD)
         logits_NE = x_sBD.flatten(0, 1).to(dtype) @ weight.to(dtype).T
         return logits_NE if self.logit_bias is None else logits_NE + self.logit_bias.to(dtype)
 
     def scores(self, logits_NE: Tensor) -> Tensor:
-        """What choices are made by."""
+        """Return scores_NE: the sigmoid, the softmax over all experts, or the logits."""
         if self.sigmoid:
             return logits_NE.sigmoid()
         return logits_NE.softmax(-1) if self.pre_softmax else logits_NE
 
     def select_experts(self, scores_NE: Tensor, bias_E: Tensor | None) -> Tensor:
-        """ids_NK, the best first."""
+        """Return ids_NK, the best expert first."""
         if bias_E is not None:
             scores_NE = scores_NE + bias_E
         groups, top_groups = self.model.moe_router_num_groups, self.model.moe_router_group_topk
         if groups is not None and top_groups is not None:
             by_group = scores_NE.unflatten(-1, (groups, -1))
-            of_groups = by_group.topk(self.topk // top_groups, -1).values.sum(-1)
-            left_out = stable_topk(of_groups, groups)[:, top_groups:]
-            left_out = left_out[..., None].expand(-1, -1, by_group.shape[2])
-            scores_NE = by_group.scatter(1, left_out, -torch.inf).flatten(1)
+            group_scores = by_group.topk(self.topk // top_groups, -1).values.sum(-1)
+            excluded = stable_topk(group_scores, groups)[:, top_groups:]
+            excluded = excluded[..., None].expand(-1, -1, by_group.shape[2])
+            scores_NE = by_group.scatter(1, excluded, -torch.inf).flatten(1)
         return stable_topk(scores_NE, self.topk)
 
     def probabilities(self, scores_NE: Tensor, ids_NK: Tensor) -> Tensor:
-        chosen = scores_NE.gather(1, ids_NK)
+        """Return probs_NK of the selected experts."""
+        selected = scores_NE.gather(1, ids_NK)
         if self.sigmoid:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + EPS) if self.topk > 1 else chosen
+            selected = selected / (selected.sum(-1, keepdim=True) + EPS) if self.topk > 1 else selected
         elif not self.pre_softmax:
-            chosen = chosen.softmax(-1)
-        return chosen * self.model.moe_router_topk_scaling_factor
+            selected = selected.softmax(-1)
+        return selected * self.model.moe_router_topk_scaling_factor
 
     def logits_grad(self, logits_NE: Tensor, ids_NK: Tensor, dprobs_NK: Tensor) -> Tensor:
-        """dlogits_NE."""
-        scores_NE, given = self.scores(logits_NE), dprobs_NK * self.model.moe_router_topk_scaling_factor
-        chosen, nothing = scores_NE.gather(1, ids_NK), torch.zeros_like(logits_NE)
+        """Return dlogits_NE."""
+        scores_NE = self.scores(logits_NE)
+        dselected = dprobs_NK * self.model.moe_router_topk_scaling_factor
+        selected, zeros = scores_NE.gather(1, ids_NK), torch.zeros_like(logits_NE)
         if self.sigmoid:
             if self.topk > 1:
-                total = chosen.sum(-1, keepdim=True) + EPS
-                given = (given - (given * chosen).sum(-1, keepdim=True) / total) / total
-            return nothing.scatter_(1, ids_NK, given * chosen * (1 - chosen))
+                total = selected.sum(-1, keepdim=True) + EPS
+                dselected = (dselected - (dselected * selected).sum(-1, keepdim=True) / total) / total
+            return zeros.scatter_(1, ids_NK, dselected * selected * (1 - selected))
         if not self.pre_softmax:
-            return nothing.scatter_(1, ids_NK, _softmax_backward(chosen.softmax(-1), given))
-        return _softmax_backward(scores_NE, nothing.scatter_(1, ids_NK, given))
+            return zeros.scatter_(1, ids_NK, _softmax_backward(selected.softmax(-1), dselected))
+        return _softmax_backward(scores_NE, zeros.scatter_(1, ids_NK, dselected))
 
-    def random_scores(self, x_sBD: Tensor, where: Batch) -> Tensor:
-        """A number for each token and expert, by the token's place in the run alone: [N, E]."""
+    def random_scores(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+        """Return a random number for each token and expert, [N, E], a function of the token's position in the run."""
         s, device = x_sBD.shape[0], x_sBD.device
-        at = where.token_positions(self.tp, s)
-        at_s = at if isinstance(at, Tensor) else torch.arange(at, at + s, device=device)
-        num_experts = torch.arange(self.experts, device=device)
-        key = fold_in(self.seed, where.step, self.layer, RNG_SITE_ROUTER)
-        return hash_coordinates(key, at_s[:, None, None], where.sample_ids_B[:, None], num_experts).flatten(0, 1)
+        positions = batch.token_positions(self.tp, s)
+        if not isinstance(positions, Tensor):
+            positions = torch.arange(positions, positions + s, device=device)
+        experts = torch.arange(self.experts, device=device)
+        key = fold_in(self.seed, batch.step, self.layer, RNG_SITE_ROUTER)
+        return hash_coordinates(key, positions[:, None, None], batch.sample_ids_B[:, None], experts).flatten(0, 1)
 
-    def padding(self, x_sBD: Tensor, where: Batch) -> Tensor | None:
-        """Whether each of this rank's tokens is padding, [N, 1]; None: none is."""
-        if where.padding_SB is None:
+    def padding(self, x_sBD: Tensor, batch: Batch) -> Tensor | None:
+        """Return whether each of this rank's tokens is padding, [N, 1]; None if there is no padding."""
+        if batch.padding_SB is None:
             return None
-        return where.padding_SB[self.tp.shard_slice(x_sBD.shape[0])].reshape(-1, 1)
+        return batch.padding_SB[self.tp.shard_slice(x_sBD.shape[0])].reshape(-1, 1)
 
     def sinkhorn_scores(self, logits_NE: Tensor, padding_N1: Tensor | None) -> Tensor:
-        """What this rank's tokens are chosen by, balanced over the micro-batch's tokens of all ranks of tp and cp. A
-        token of padding, which has no part in that, is chosen for by its logits."""
-        N, at, own_NE = len(logits_NE), 0, logits_NE
-        if padding_N1 is not None:  # travels as one more column
+        """Return the scores of this rank's tokens, balanced over the micro-batch's tokens of all tp and cp ranks.
+
+        Padding is not part of the balance; its scores are its logits. Collective over tp and cp.
+        """
+        N, start, local_logits_NE = len(logits_NE), 0, logits_NE
+        if padding_N1 is not None:  # sent as one more column
             logits_NE = torch.cat((logits_NE, (~padding_N1).to(logits_NE.dtype)), 1)
         for axis in (self.tp, self.cp):
-            at += axis.shard_start(len(logits_NE))
+            start += axis.shard_start(len(logits_NE))
             logits_NE = start_all_gather(logits_NE, axis).wait()
         if padding_N1 is None:
-            return sinkhorn(logits_NE)[at : at + N]
+            return sinkhorn(logits_NE)[start : start + N]
         tokens, logits_NE = logits_NE[:, -1].bool(), logits_NE[:, :-1]
         balanced_NE = torch.zeros_like(logits_NE)
         balanced_NE[tokens] = sinkhorn(logits_NE[tokens])
-        return balanced_NE[at : at + N].where(tokens[at : at + N, None], own_NE)
+        return balanced_NE[start : start + N].where(tokens[start : start + N, None], local_logits_NE)
 
     def count_assignments_(self, ids_NK: Tensor, samples: int, padding_N1: Tensor | None) -> Tensor:
-        """Add to the counts; returns those of each sample, [B, E]."""
+        """Add the assignments to `expert_counts`, and return the counts of each sample, [B, E]."""
         E = self.experts
         sample_N = torch.arange(len(ids_NK), device=ids_NK.device) % samples
-        choices_NK = sample_N[:, None] * E + ids_NK
-        ones_NK = torch.ones_like(choices_NK)
+        bins_NK = sample_N[:, None] * E + ids_NK
+        ones_NK = torch.ones_like(bins_NK)
         if padding_N1 is not None:
             ones_NK = ones_NK.masked_fill_(padding_N1, 0)
-        expert_counts = self.expert_counts.new_zeros(samples * E).scatter_add_(
-            0, choices_NK.flatten(), ones_NK.flatten()
-        )
-        self.expert_counts += (counts_BE := expert_counts.view(samples, E)).sum(0)
+        counts = self.expert_counts.new_zeros(samples * E)
+        counts_BE = counts.scatter_add_(0, bins_NK.flatten(), ones_NK.flatten()).view(samples, E)
+        self.expert_counts += counts_BE.sum(0)
         return counts_BE
 
     def add_aux_loss_grads_(
@@ -247,35 +262,38 @@ class Router(nn.Module):
         padding_N1: Tensor | None,
         weight: float | Tensor,
     ) -> None:
-        """Add the gradients of the auxiliary losses, times `weight`, to `dlogits`, and the losses to their sums."""
-        sigmoid, on = self.sigmoid, self.loss_coeffs
+        """Add the gradients of the auxiliary losses, times `weight`, to `dlogits_NE`, and the losses to `loss_sums`.
+
+        Collective over tp and cp, and with global_aux_loss over dp.
+        """
+        sigmoid, coeffs = self.sigmoid, self.loss_coeffs
 
         def without_padding(values: Tensor) -> Tensor:
             return values if padding_N1 is None else values.masked_fill(padding_N1, 0)
 
-        if chosen := [kind for kind in AUX_LOSSES[:-1] if kind in on]:
+        if balance_losses := [kind for kind in AUX_LOSSES[:-1] if kind in coeffs]:
             for axis in (self.tp, self.cp):
                 counts_BE = start_all_gather(counts_BE[None], axis).wait().sum(0)
-            if "global_aux_loss" in on:
+            if "global_aux_loss" in coeffs:
                 self.global_counts += start_all_gather(counts_BE.sum(0)[None], self.dp).wait().sum(0)
             scores_NE = logits_NE.sigmoid() if sigmoid else logits_NE.softmax(-1)
             total_N1 = scores_NE.sum(-1, keepdim=True) + EPS
             P_NE = scores_NE / total_N1 if sigmoid else scores_NE
             dP_BE = torch.zeros_like(counts_BE, dtype=P_NE.dtype)
             P_BE = without_padding(P_NE).view(-1, *counts_BE.shape).sum(0)
-            for kind in chosen:
+            for kind in balance_losses:
                 counts = {
                     "aux_loss": counts_BE.sum(0),
                     "seq_aux_loss": counts_BE,
                     "global_aux_loss": self.global_counts,
                 }[kind]
-                f = counts / counts.to(P_BE.dtype).mean(-1, keepdim=True).clamp(min=EPS)  # a token's P counts with
+                f = counts / counts.to(P_BE.dtype).mean(-1, keepdim=True).clamp(min=EPS)  # factor of P
                 self.loss_sums[AUX_LOSSES.index(kind)] += (P_BE * f).sum()
-                dP_BE += on[kind] * weight * f
-            selection_scores_NE = _softmax_backward(P_NE, dP_BE.repeat(len(P_NE) // len(P_BE), 1))
-            dlogits_NE += without_padding(selection_scores_NE * (1 - scores_NE) if sigmoid else selection_scores_NE)
-        if "z_loss" in on:
+                dP_BE += coeffs[kind] * weight * f
+            dloss_NE = _softmax_backward(P_NE, dP_BE.repeat(len(P_NE) // len(P_BE), 1))
+            dlogits_NE += without_padding(dloss_NE * (1 - scores_NE) if sigmoid else dloss_NE)
+        if "z_loss" in coeffs:
             lse_N1 = logits_NE.logsumexp(-1, keepdim=True)
             counted_N1 = without_padding(lse_N1)
             self.loss_sums[-1] += counted_N1.square().sum()
-            dlogits_NE += 2 * on["z_loss"] * weight * counted_N1 * (logits_NE - lse_N1).exp()
+            dlogits_NE += 2 * coeffs["z_loss"] * weight * counted_N1 * (logits_NE - lse_N1).exp()

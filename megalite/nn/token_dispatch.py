@@ -1,16 +1,16 @@
-"""Sends tokens to the ranks that have their experts, and brings the sums of their outputs back.
+"""Dispatch of tokens to the ranks that have their experts, and the combine of their outputs.
 
     ids_NK, probs_NK, x_ND --pack--> [S, D | probs K | ids K] --all-to-all--> x_RD, probs_RK, ids_RK
     y_RD --all-to-all--> y_SD --sum of each token's rows--> y_ND
 
-The peers are ep x etp ranks that have all experts together. A token goes once to each that has one of its experts,
-however many of them it has; where an expert's width is split, to all that have a part of it, whose parts of the output
-are summed as those of its other experts are. Rows, probabilities and ids travel together, as bits in the dtype of x.
-ids_RK are those of the receiver's experts, from 0, and -1 for other ranks' experts.
+The peers are the ep x etp ranks that have all experts together. A token is sent once to each peer that has at least one
+of its experts. If the width of experts is split, it is sent to all peers that have a part, whose partial outputs are
+summed like the outputs of different experts. Rows, probabilities and ids are sent together, as bits in the dtype of x.
+ids_RK number the receiver's experts from 0; -1 is an expert of another rank.
 
-Before rows travel, ranks tell each other how many there will be: the only numbers of a layer that the host reads. On
-the meta device, where nothing can be read, a plan stands on `balanced_routing`.
-Bytes to other ranks, of a layer and micro-batch: 4 S' D e with the S' rows that do not stay, forward and backward.
+Before rows are sent, ranks exchange the numbers of rows: the only values of a layer that the host reads. On the meta
+device, where nothing can be read, `balanced_routing` is assumed.
+Bytes to other ranks per layer and micro-batch: 4 S' D e for the S' rows that leave the rank, forward and backward.
 """
 
 import math
@@ -26,28 +26,30 @@ from megalite.parallel.mesh import Axis
 
 
 class DispatchSplits(NamedTuple):
-    """given, got: rows to and from each peer."""
+    """The numbers of rows sent to and received from each peer."""
 
     ep_etp: Axis
     input_splits: list[int]
     output_splits: list[int]
 
     def start_all_to_all(self, rows: Tensor, combine: bool) -> Pending:
-        """Start to bring rows [S, ..] to the peers, or `back` [R, ..] from them; the result is flat."""
-        input_splits, output_splits = (
-            [n * rows.shape[1] for n in each] for each in (self.input_splits, self.output_splits)
-        )
-        return start_all_to_all(
-            rows.reshape(-1),
-            output_splits if combine else input_splits,
-            input_splits if combine else output_splits,
-            self.ep_etp,
-        )
+        """Start sending rows [S, ...] to the peers, or, with `combine`, rows [R, ...] back. The result is flat."""
+        width = rows.shape[1]
+        sent = [n * width for n in self.input_splits]
+        received = [n * width for n in self.output_splits]
+        if combine:
+            sent, received = received, sent
+        return start_all_to_all(rows.reshape(-1), sent, received, self.ep_etp)
 
 
 class DispatchedTokens(NamedTuple):
-    """Rows under way. token_S: the token of each row that was sent; slots_NP: the row of each token and peer, -1 where
-    there is none. The graph saves these two alone, as tensors, so that nothing else stays where they are recomputed."""
+    """Rows that are being sent.
+
+    token_S   the token of each row that was sent
+    slots_NP  the row of each token for each peer; -1: none
+
+    Autograd saves only these two tensors, so that recomputation can free everything else.
+    """
 
     splits: DispatchSplits
     pending: Pending
@@ -56,27 +58,30 @@ class DispatchedTokens(NamedTuple):
     slots_NP: Tensor
 
     def receive(self, x_sBD: Tensor, probs_NK: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """x_RD, probs_RK, ids_RK of tokens with experts here, and how many choices. `x`, `probs`: what was sent."""
+        """Return x_RD, probs_RK, ids_RK of the tokens with experts on this rank, and the number of assignments.
+
+        `x_sBD` and `probs_NK` are the tensors that were sent.
+        """
         return *_ReceiveTokens.apply(x_sBD, probs_NK, self), self.num_assignments  # type: ignore[misc, return-value]
 
 
 def balanced_routing(tokens: int, experts: int, topk: int, ep: int) -> tuple[int, int]:
-    """(rows, choices) that a rank's tokens mean for each peer, were all sets of `topk` experts as likely.
+    """Return (rows, assignments) that a rank's tokens give each peer if all sets of `topk` experts are equally likely.
 
     >>> balanced_routing(4096, 8, 2, 8), balanced_routing(4096, 128, 8, 8), balanced_routing(4096, 4, 4, 2)
     ((1024, 1024), (2727, 4096), (4096, 8192))
     """
-    none = math.comb(experts - experts // ep, topk) / math.comb(experts, topk)
-    return round(tokens * (1 - none)), round(tokens * topk / ep)
+    no_expert = math.comb(experts - experts // ep, topk) / math.comb(experts, topk)
+    return round(tokens * (1 - no_expert)), round(tokens * topk / ep)
 
 
 def _pack(x_RD: Tensor, *more: Tensor) -> Tensor:
-    """[R, W]: x and the bits of `more`, in the dtype of x."""
-    return torch.cat([x_RD, *(each.view(x_RD.dtype) for each in more)], 1)
+    """Return x and the bits of `more` in the dtype of x, [R, W]."""
+    return torch.cat([x_RD, *(x.view(x_RD.dtype) for x in more)], 1)
 
 
 def _unpack(flat: Tensor, width: int, dtype: torch.dtype, K: int, parts: int) -> tuple[Tensor, ...]:
-    """x [R, width] of rows that were packed, a view, and the `parts` [R, K] of `dtype` behind it."""
+    """Return a view of x [R, width] of packed rows, and the `parts` tensors [R, K] of `dtype` after it."""
     rows = flat.view(-1, width + parts * K * dtype.itemsize // flat.dtype.itemsize)
     more = rows[:, width:].contiguous().view(dtype)
     return rows[:, :width], *(part.contiguous() for part in more.split(K, 1))
@@ -86,7 +91,7 @@ def _unpack(flat: Tensor, width: int, dtype: torch.dtype, K: int, parts: int) ->
 def start_dispatch(
     x_sBD: Tensor, probs_NK: Tensor, ids_NK: Tensor, num_local_experts: int, etp: int, ep_etp: Axis
 ) -> DispatchedTokens:
-    """Start to send each token to its peers, of which every `etp` have the same `local` experts."""
+    """Start sending each token to its peers; `etp` consecutive peers share `num_local_experts` experts."""
     P, device = ep_etp.size, ids_NK.device
     ep_rank_P = torch.arange(P, device=device) // etp
     is_local_NKP = (ids_NK // num_local_experts)[..., None] == ep_rank_P
@@ -106,7 +111,7 @@ def start_dispatch(
     ids_SK = torch.where((ids_SK >= 0) & (ids_SK < num_local_experts), ids_SK, -1).to(probs_NK.dtype)
     packed = _pack(x_sBD.flatten(0, 1)[token_S], probs_NK[token_S], ids_SK)
     slots_NP = inverse_permutation(order_S, offsets, len(ids_NK), P)
-    num_assignments = sum(of_rank[ep_etp.rank] for _, of_rank in table)
+    num_assignments = sum(assignments[ep_etp.rank] for _, assignments in table)
     splits = DispatchSplits(ep_etp, input_splits, output_splits)
     return DispatchedTokens(splits, splits.start_all_to_all(packed, combine=False), num_assignments, token_S, slots_NP)
 
@@ -143,5 +148,5 @@ class _CombineTokens(Function):
 
 
 def combine_tokens(y_RD: Tensor, sent: DispatchedTokens) -> Tensor:
-    """The outputs of rows, summed over the peers of each token, in the order of the ranks: y_ND."""
+    """Return y_ND, the outputs of rows summed over the peers of each token, in the order of the ranks."""
     return _CombineTokens.apply(y_RD, sent)  # type: ignore[return-value]

@@ -1,11 +1,11 @@
-"""Delays weight gradients, for a pipeline that splits its backward (pipeline/schedule.py: Split).
+"""Deferred weight gradients, for pipelines that split their backward (pipeline/schedule.py: SplitBackward).
 
-    backward of a matmul    dx = dy W, which the stage before is waiting for; (x, dy) are left here
-    run                     dW += dy^T x, oldest first
+    backward of a matmul    dx = dy W, which the stage before is waiting for; (x, dy) are stored here
+    compute_all             dW += dy^T x, oldest first
 
-The pipeline makes one for each forward and passes it with the batch; None: nothing waits. If x is this rank's part of
-the sequence, it is gathered here and not in backward, behind the matmuls of the entry before, so there are no more
-collectives than without. Only matmuls whose gradient goes to a sink wait.
+The pipeline creates one store for each forward and passes it with the batch; None: nothing is deferred. If x is this
+rank's part of the sequence, it is gathered here instead of in backward, behind the matmuls of the entry before, so the
+number of collectives is the same. Only gradients that go to a main gradient are deferred.
 """
 
 from collections import deque
@@ -21,19 +21,21 @@ from megalite.parallel.comm import Pending, start_all_gather
 from megalite.parallel.mesh import Axis
 
 
-def accumulate_weight_grad(sink: MainGrad, dy: Tensor, x: Tensor) -> None:
-    """Add dy^T x to the sink's sum, contracted over all dims but the last."""
-    grad, begin = sink.accumulator()
-    accumulate_weight_grad_(grad.view(-1, grad.shape[-1]), dy.flatten(0, -2), x.flatten(0, -2), overwrite=begin)
+def accumulate_weight_grad(main_grad: MainGrad, dy: Tensor, x: Tensor) -> None:
+    """Add dy^T x, contracted over all dims but the last, to the main gradient."""
+    grad, overwrite = main_grad.accumulator()
+    accumulate_weight_grad_(grad.view(-1, grad.shape[-1]), dy.flatten(0, -2), x.flatten(0, -2), overwrite=overwrite)
 
 
 AccumulateFn = Callable[[MainGrad, Tensor, Tensor], None]
 
 
 class _DeferredMatmul(NamedTuple):
+    """The weight gradients of matmuls with one input."""
+
     x: Tensor
     gather_axis: Axis | None  # the axis over which x is gathered, along dim 0
-    outputs: list[tuple[MainGrad, Tensor]]  # a sink, and its dy
+    outputs: list[tuple[MainGrad, Tensor]]  # with dy
     accumulate: AccumulateFn
 
     def start_gather(self) -> Pending:
@@ -41,6 +43,8 @@ class _DeferredMatmul(NamedTuple):
 
 
 class WeightGradStore:
+    """The deferred weight gradients of one forward."""
+
     def __init__(self) -> None:
         self._entries: deque[_DeferredMatmul] = deque()
 
@@ -51,25 +55,32 @@ class WeightGradStore:
         outputs: Iterable[tuple[MainGrad, Tensor]],
         accumulate: AccumulateFn = accumulate_weight_grad,
     ) -> None:
-        """Leave the gradients of matmuls with one input `x`: [S, B, ..] or, with `over`, this rank's positions of it.
-        `x` and each dy must not change from now on. `add`: adds the gradient of a dy and x to a sink."""
-        self._entries.append(
-            _DeferredMatmul(x.detach(), gather_axis, list(outputs), accumulate)
-        )  # without the graph that x came from
+        """Store the weight gradients of matmuls with one input.
+
+        `x` and each dy must not change from now on.
+
+        Args:
+            x: the input, [S, B, ...]; with `gather_axis`, this rank's positions of it.
+            gather_axis: the axis over which x is gathered.
+            outputs: main gradient and dy of each matmul.
+            accumulate: adds the gradient for a dy and x to a main gradient.
+        """
+        # detached, to free the graph that x belongs to
+        self._entries.append(_DeferredMatmul(x.detach(), gather_axis, list(outputs), accumulate))
 
     @property
     def main_grads(self) -> Iterator[MainGrad]:
-        """The sinks of all waiting gradients, in order."""
-        return (sink for entry in self._entries for sink, _ in entry.outputs)
+        """The main gradients of all deferred gradients, in order."""
+        return (main_grad for entry in self._entries for main_grad, _ in entry.outputs)
 
     @torch.no_grad()
     def compute_all(self) -> None:
-        """Add all waiting gradients to their sinks, tell each sink, and free the tensors."""
+        """Add all deferred gradients to their main gradients, mark these as ready, and free the tensors."""
         pending_x = self._entries[0].start_gather() if self._entries else None
         while pending_x is not None:
             entry, x = self._entries.popleft(), pending_x
             pending_x = self._entries[0].start_gather() if self._entries else None
             x_SBD = x.wait()
-            for sink, dy in entry.outputs:
-                entry.accumulate(sink, dy, x_SBD)
-                sink.mark_ready()
+            for main_grad, dy in entry.outputs:
+                entry.accumulate(main_grad, dy, x_SBD)
+                main_grad.mark_ready()

@@ -2,7 +2,7 @@
 
     matmul    rows, columns, depth of a product       scores   FLOPs that an attention kernel states (Kernel.flops)
     stream    bytes of an operation or a launch: each of its tensors is read or written once
-    beside    bytes that the launch of the matmul before it moves beside operands and result (Kernel.beside)
+    beside    bytes that the launch of the matmul before it moves beside operands and result (Kernel.epilogue_tensors)
     begin     a collective of the layer, its bytes    wait     a wait for the collective with this number
 
 These events are in the order of the rank's work, in three phases: F, the forward; B, the backward to the input with all
@@ -175,11 +175,11 @@ class CostRecorder(MetaMode):
 
     def on_launch(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
         name = kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__
-        if kernel.product is not None:
-            rows, columns, depth, *groups = kernel.product(*args)
+        if kernel.matmul_shape is not None:
+            rows, columns, depth, *groups = kernel.matmul_shape(*args)
             self._record_matmul([x for x in args if isinstance(x, Tensor)], rows, columns, depth, *groups or [1])
-            if kernel.beside is not None:
-                self.record("beside", name, _unique_bytes(kernel.beside(*args)))
+            if kernel.epilogue_tensors is not None:
+                self.record("beside", name, _unique_bytes(kernel.epilogue_tensors(*args)))
             return
         self._record_memory_op(name, args)
         if kernel.flops is not None:

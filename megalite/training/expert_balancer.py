@@ -50,7 +50,7 @@ class ExpertLoadBalancer:
                 sums.zero_()
 
     def local_sums(self) -> Tensor:
-        """Return this rank's counts and losses, flattened, in fp64; `set_global_sums` takes their sum over the world."""
+        """Return this rank's counts and losses, flattened, in fp64; `set_global_sums` takes their sum over ranks."""
         L, E = self.counts_LE.shape
         sums = torch.zeros(L, E + len(AUX_LOSSES), dtype=torch.float64, device=self.mesh.device)
         for router in self.routers:

@@ -132,7 +132,7 @@ def _find_differences(run: Run) -> tuple[str, MajorityFix]:
             if others and axis_name == axes[0] and 2 * count > axis.size:
                 majority.append((values, axis, column.index(most_common)))
             if others and axis.is_first:
-                # In a tie nobody can say which hash is right, so all ranks are listed.
+                # In a tie the right hash is unknown, so all ranks are listed.
                 is_tie = count == others[0][1]
                 odd = [rank for rank, hash_ in zip(axis.ranks, column, strict=True) if hash_ != most_common or is_tie]
                 differences.append(f"{name} differs over {axis.name} on rank{'s' * (len(odd) > 1)} {odd}")

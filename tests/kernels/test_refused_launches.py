@@ -39,7 +39,7 @@ def test_a_tile_too_large_for_the_card_is_one_clear_line(monkeypatch: pytest.Mon
     monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
     for family in flash_attention.FORWARD_TILES:
         monkeypatch.setitem(flash_attention.FORWARD_TILES, family, (128, 128, 8, 4))
-    told = r"the kernel flash_attention_forward cannot run on this card \(out of resource: shared memory, Required: "
+    told = r"the kernel flash_attention_forward cannot run on this GPU \(out of resource: shared memory, Required: "
     q = torch.zeros(128, 1, 1, 64, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match=told + r"\d+, Hardware limit: 101376\.\); use --kernels torch$"):
         flash_attention.flash_attention(q, q, q, scale=1.0)

@@ -39,9 +39,9 @@ def _lasting(call: Callable[..., Any], parts: int) -> Callable[..., Any]:
 def _timed(flags: str) -> tuple[list[str], float, float]:
     """Of the best of two steps on this rank: its actions, seconds, and seconds of them that it waited for others."""
     run = run_from(f"{FLAGS} {flags}")
-    parts = 1 if run.pipeline.split else 2
-    run.pipeline.split = (
-        SplitBackward() if run.pipeline.split else None
+    parts = 1 if run.pipeline.split_backward else 2
+    run.pipeline.split_backward = (
+        SplitBackward() if run.pipeline.split_backward else None
     )  # the parts that are to be filled take equally long
     steps = []
     with (

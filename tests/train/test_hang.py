@@ -158,22 +158,22 @@ def _dog(folder: Path, timeout_s: float = 1.0) -> Watchdog:
 def test_the_first_steps_and_what_is_no_step_are_never_late(tmp_path: Path) -> None:
     dog = _dog(tmp_path, 600.0)
     try:
-        for step in range(hang.ENOUGH):
+        for step in range(hang.MIN_STEPS):
             dog.set_activity("step", step)
-            dog._at = ("step", step, time.monotonic() - 1000)
+            dog._activity = ("step", step, time.monotonic() - 1000)
             assert not dog._is_late()
-            dog._at = ("step", step, time.monotonic() - 20.0)  # what it took in the end
+            dog._activity = ("step", step, time.monotonic() - 20.0)  # what it took in the end
         dog.set_activity("save", 3)
-        dog._at = ("save", 3, time.monotonic() - 1000)
+        dog._activity = ("save", 3, time.monotonic() - 1000)
         assert not dog._is_late() and dog.patience_s == pytest.approx(200, rel=0.01)
         for seconds, late in ((190, False), (210, True)):
-            dog._at = ("step", 4, time.monotonic() - seconds)
-            dog._reported_activity = dog._at  # the thread is not to tell it
+            dog._activity = ("step", 4, time.monotonic() - seconds)
+            dog._reported_activity = dog._activity  # the thread is not to tell it
             assert dog._is_late() == late
-        dog._took.clear()
-        dog._took.extend([0.1] * 3)
+        dog._step_times.clear()
+        dog._step_times.extend([0.1] * 3)
         assert dog.patience_s == hang.MIN_PATIENCE_S
-        dog._took.extend([250.0] * 9)
+        dog._step_times.extend([250.0] * 9)
         assert dog.patience_s == 750.0
     finally:
         dog.close()
@@ -204,7 +204,7 @@ def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeyp
     run.state.step = 2
     while json.loads(file.read_text())["step"] != 2:
         time.sleep(0.01)
-    dog._reported_activity = dog._at
+    dog._reported_activity = dog._activity
     assert dog.hang_reported
     run.state.step = 3
     time.sleep(0.2)

@@ -5,6 +5,7 @@ import os
 import statistics
 import sys
 import types
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_one_slow_line_is_none_and_a_slow_rank_is_named_once(tmp_path: Path) -> 
     assert told(pulse, *[slow] * (LINES_IN_A_ROW + 3)) == [[]] * (LINES_IN_A_ROW - 1) + [[("straggler", 1)]] + [[]] * 3
     assert told(pulse, fine, *[slow] * LINES_IN_A_ROW)[-1] == [("straggler", 1)]  # it had recovered
     early = pulse_of(tmp_path)
-    early._steps = early._steps[:3] if isinstance(early._steps, list) else list(early._steps)[:3]
+    early._timed_steps = deque(list(early._timed_steps)[:3])
     assert told(early, *[slow] * 9) == [[]] * 9
 
 
@@ -91,7 +92,7 @@ def test_a_card_that_is_ill_is_named(tmp_path: Path) -> None:
     hot = [row(temperature_c=70.0), row(temperature_c=90.0)]
     assert told(pulse, hot, hot) == [[("temperature", 1)], []]
     [[_, _, said]] = pulse_of(tmp_path, max_gpu_temperature=85).new_problems(hot)
-    assert "rank 1 on node1 has a card at 90 C, above 85" in said
+    assert "rank 1 on node1 has a GPU at 90 C, above 85" in said
     ecc = [[row(ecc_errors=float(n)), row(ecc_errors=3.0)] for n in (7, 7, 8, 9, 9)]  # what was there before is no news
     assert told(pulse, *ecc) == [[], [], [("ecc", 0)], [("ecc", 0)], []]
     low = [row(throttled=float(0x40 + 0x8)), row(throttled=0.0)]

@@ -24,7 +24,7 @@ from megalite.parallel.mesh import ABSTRACT, Axis, Mesh
 from megalite.pipeline.runtime import TimedAction
 from megalite.training.logging.metrics_logger import ProgressLog
 from megalite.training.logging.run_dir import ExitCode
-from megalite.training.logging.timers import STEP_TIMERS, PHASES, Profiler, Timers
+from megalite.training.logging.timers import PHASES, STEP_TIMERS, Profiler, Timers
 from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import InvalidResultError
 from megalite.training.train_step import parameter_norm, train_step

@@ -138,8 +138,8 @@ def similar_directories(load: str) -> str:
 def _refuse_abandoned(directory: Location) -> None:
     """Raise CheckpointError if `directory` has only abandoned checkpoints.
 
-    --finetune abandons those that it starts from. If the disk of --save-local is lost before its first upload, a
-    restart would otherwise train from scratch.
+    --finetune abandons the checkpoints that it starts from. If the disk of --save-local is lost before its first
+    upload, a restart would otherwise train from scratch.
     """
     if isinstance(directory, Path) and (abandoned := sorted(directory.glob("abandoned-iter_*"))):
         raise CheckpointError(

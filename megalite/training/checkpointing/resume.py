@@ -392,11 +392,11 @@ def checkpoint_config(manifest: Manifest, folder: Location) -> Config:
         raise CheckpointError(f"{folder}: {reason}") from None
 
 
-def model_differences(model: ModelConfig, saved: ModelConfig, where: str) -> list[str]:
+def model_differences(model: ModelConfig, saved: ModelConfig, source: str) -> list[str]:
     """Return a line for each option that changes what weights mean and whose effective values differ.
 
     Args:
-        where: The name of `saved` in the lines.
+        source: The name of `saved` in the lines.
     """
     lines = []
     for field in fields(ModelConfig):
@@ -407,7 +407,7 @@ def model_differences(model: ModelConfig, saved: ModelConfig, where: str) -> lis
         if local_value != saved_value and isinstance(local_value, tuple):  # one value per layer is too long to show
             local_value, saved_value = getattr(model, field.name), getattr(saved, field.name)
         if local_value != saved_value:
-            lines.append(f"{field.name}: {local_value!r} here, {saved_value!r} in {where}")
+            lines.append(f"{field.name}: {local_value!r} here, {saved_value!r} in {source}")
     return lines
 
 
@@ -468,11 +468,11 @@ def apply_checkpoint_args(config: Config, note: Note = print_err) -> Config:
     return replace(config, data=data)
 
 
-def apply_model(config: Config, saved: ModelConfig, where: str) -> Config:
-    """Return `config` with the model `saved`, except for given options and for those that only affect execution.
+def apply_model(config: Config, saved: ModelConfig, source: str) -> Config:
+    """Return `config` with the model `saved`, except for given options and options that only affect execution.
 
     Args:
-        where: The name of `saved` in an error message.
+        source: The name of `saved` in an error message.
 
     Raises:
         SetupError: if a given option contradicts what the weights mean.
@@ -497,7 +497,7 @@ def apply_model(config: Config, saved: ModelConfig, where: str) -> Config:
         contradictions = [*compared]
     if contradictions:
         lines = [
-            f"{name}={values[name]!r}, but {getattr(saved, name)!r} in {where}; drop the option"
+            f"{name}={values[name]!r}, but {getattr(saved, name)!r} in {source}; drop the option"
             for name in contradictions
         ]
         if not upcycles(config):

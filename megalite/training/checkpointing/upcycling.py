@@ -16,11 +16,11 @@ def upcycles(config: Config) -> bool:
     return config.checkpoint.moe_use_upcycling and bool(config.model.num_experts)
 
 
-def model_to_read(config: Config, saved: ModelConfig, where: str) -> ModelConfig:
+def model_to_read(config: Config, saved: ModelConfig, source: str) -> ModelConfig:
     """Return the model to read the weights of `saved` as: the configured one, without experts if it is upcycled.
 
     Args:
-        where: The name of `saved` in an error message.
+        source: The name of `saved` in an error message.
 
     Raises:
         SetupError: if `saved` has experts, but the run upcycles.
@@ -28,7 +28,7 @@ def model_to_read(config: Config, saved: ModelConfig, where: str) -> ModelConfig
     if not upcycles(config):
         return config.model
     if saved.num_experts:
-        raise SetupError(f"moe_use_upcycling, but {where} has num_experts={saved.num_experts}; drop the flag")
+        raise SetupError(f"moe_use_upcycling, but {source} has num_experts={saved.num_experts}; drop the flag")
     return replace(config.model, **{name: getattr(saved, name) for name in EXPERT_OPTIONS})
 
 

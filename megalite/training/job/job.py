@@ -96,7 +96,7 @@ def report_failure(
             return code, reason
         case KeyboardInterrupt():
             # From now on another signal ends the process. A single Ctrl-C gives a rank two signals, one from the
-            # terminal and one from the launcher, so those that come soon are ignored.
+            # terminal and one from the launcher, so signals within DOUBLE_SIGNAL_S are ignored.
             start = time.monotonic()
 
             def on_signal(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What a run prints before its first step: its arrangement and the memory of its ranks, as tables."""
+"""The tables that a run prints before its first step: its plan and the memory of its ranks."""
 
 import itertools
 import sys
@@ -18,7 +18,7 @@ from megalite.training.datasets import DatasetBundle
 from megalite.training.logging import log_format as lines
 from megalite.training.monitoring.rank_consistency import machine_facts
 
-MOST_ROWS = 16  # of the table of memory
+MOST_ROWS = 16  # of the memory table
 STATE_PARTS = ("weights", "gradients", "optimizer")
 
 
@@ -29,73 +29,97 @@ def format_plan(
     peak: PeakRate | None = None,
     device_type: str | None = None,
 ) -> str:
-    """The arrangement as a table. A dry run has neither a device nor a peak."""
-    config, sizes = plan.config, plan.batch_sizes
-    m, chunks = config.model, plan.vpp
-    windows = [w for w in m.layer_windows if w is not None]
-    batch = f"{sizes.final}" if len(sizes.milestones) == 1 else f"{sizes.at(0)} to {sizes.final}"
+    """Return the tables of a plan.
+
+    Args:
+        local_world: The number of ranks per node.
+        peak: The peak FLOP/s; None in a dry run.
+        device_type: None in a dry run.
+    """
+    config, model, batch_sizes = plan.config, plan.config.model, plan.batch_sizes
+    windows = [window for window in model.layer_windows if window is not None]
+    batch = f"{batch_sizes.final}"
+    if len(batch_sizes.milestones) > 1:
+        batch = f"{batch_sizes.at(0)} to {batch_sizes.final}"
     ranks = f"{plan.world} rank{'s' * (plan.world > 1)}"
+    schedule = config.parallel.pipeline_schedule
+    if plan.split_backward is not None:
+        schedule += ", split backward"
+    chunks = f"{plan.vpp} chunk{'s' * (plan.vpp > 1)} per rank"
+    microbatches = f"{plan.num_microbatches:,} micro-batch{'es' * (plan.num_microbatches > 1)}"
+    tokens = plan.total_samples * model.seq_length
     rows = {
         "mesh": f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {ranks}",
         **format_groups(plan, local_world),
         "parameters": f"{format_parameters(plan)} (vocabulary {plan.vocab_size:,}, padded to {plan.padded_vocab:,})",
         "layers per stage": run_lengths(plan.layers_per_stage),
-        "schedule": f"{config.parallel.pipeline_schedule}{', split backward' * (plan.split_backward is not None)}, "
-        f"{chunks} chunk{'s' * (chunks > 1)} per rank, "
-        f"{plan.num_microbatches:,} micro-batch{'es' * (plan.num_microbatches > 1)}; bubble {plan.bubble:.1%}",
+        "schedule": f"{schedule}, {chunks}, {microbatches}; bubble {plan.bubble:.1%}",
         "ZeRO": zero_of(plan),
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
-        "steps": f"{plan.num_steps:,} of {batch} x {m.seq_length} tokens: {plan.total_samples * m.seq_length:,} tokens",
+        "steps": f"{plan.num_steps:,} of {batch} x {model.seq_length} tokens: {tokens:,} tokens",
         "data": sources.train.describe(plan.total_samples),
     }
-    read = config.train.eval_iters * plan.eval_batch_size
+    eval_samples = config.train.eval_iters * plan.eval_batch_size
     unused = [
-        line for named in sources.valid if isinstance(named.data, BlendedDataset) for line in named.data.unused(read)
+        line
+        for dataset in sources.valid
+        if isinstance(dataset.data, BlendedDataset)
+        for line in dataset.data.unused(eval_samples)
     ]
     if unused:
         rows["validation"] = "\n".join(unused)
     if (base := config.optim.lr_base_batch_size) is not None and config.optim.lr is not None:
-        peak_rate = config.optim.lr * sizes.final / base
-        rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {peak_rate:g} at one of {sizes.final}"
+        lr = config.optim.lr * batch_sizes.final / base
+        rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {lr:g} at one of {batch_sizes.final}"
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
         if plan.dtype in upcast_dtypes(device_type):
             rows["precision"] += ", multiplied in fp32: this CPU has no instructions for it"
-        half = config.precision.bf16 or config.precision.fp16
-        rows["attention"] = describe_backend(device_type, m.attention_dropout > 0, half=half, window=bool(windows))
+        is_half = config.precision.bf16 or config.precision.fp16
+        has_dropout = model.attention_dropout > 0
+        rows["attention"] = describe_backend(device_type, has_dropout, half=is_half, window=bool(windows))
     if (matrices := plan.model_states[plan.fullest_rank].muon) is not None:
         rows["full matrices"] = f"{matrices}, per step"
     if plan.cp > 1:
-        by_heads = m.layer_cp_comm.count("a2a")
-        rows["context"] = f"{m.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
-        rows["context"] += f"attention gathers keys in {m.num_layers - by_heads} layers, exchanges heads in {by_heads}"
+        num_a2a = model.layer_cp_comm.count("a2a")
+        rows["context"] = (
+            f"{model.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
+            f"attention gathers keys in {model.num_layers - num_a2a} layers, exchanges heads in {num_a2a}"
+        )
     if plan.has_experts:
-        where = f"{m.num_experts:,} in {sum(m.moe_layers)} of {m.num_layers} layers, {m.moe_router_topk} for a token"
-        rows["experts"] = f"{where}; ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_at(0).edp.size}"
+        rows["experts"] = (
+            f"{model.num_experts:,} in {sum(model.moe_layers)} of {model.num_layers} layers, "
+            f"{model.moe_router_topk} for a token; ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_at(0).edp.size}"
+        )
     if windows:
-        rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {m.num_layers} layers"
-    if n := config.train.cpu_offloading_num_layers:
-        rows["activations"] = f"of each chunk's first {n} layers on the host"
+        rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {model.num_layers} layers"
+    if offloaded_layers := config.train.cpu_offloading_num_layers:
+        rows["activations"] = f"of each chunk's first {offloaded_layers} layers on the host"
     if config.train.compile:
         rows["compile"] = COMPILE_SUMMARY
     if config.train.cuda_graph_impl != "none":
         rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
     if peak is not None:
         rows["peak FLOP/s"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
-    by_stages = [lines.aligned_table(stage_rows(plan))] if device_type is None and plan.dp * plan.cp > 1 else []
-    return "\n".join([lines.table(rows), lines.aligned_table(memory_rows(plan)), *by_stages])
+    tables = [lines.table(rows), lines.aligned_table(memory_rows(plan))]
+    if device_type is None and plan.dp * plan.cp > 1:
+        tables.append(lines.aligned_table(stage_rows(plan)))
+    return "\n".join(tables)
 
 
 def plan_as_json(plan: RunPlan, sources: DatasetBundle, hosts: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """The same for programs, as JSON, for the page of a run. `layers`: from and to, of every stage; `memory`: bytes of
-    a rank at each pipeline position; `hosts`: of all ranks."""
-    memory = [{part: getattr(held, part) for part in STATE_PARTS} for held in plan.model_states]
+    """Return the plan as JSON, for programs such as the HTML report of a run.
+
+    `layers` are the start and stop of every stage, `memory` the bytes of a rank of each pipeline rank, and `hosts` the
+    host names of all ranks.
+    """
+    memory = [{part: getattr(state, part) for part in STATE_PARTS} for state in plan.model_states]
     return {
         "command": sys.argv,
         "mesh": {"world": plan.world, "pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp},
         "dp_outermost": plan.mesh_sizes.get("dp_outermost", False),
         "layers": [[layers.start, layers.stop] for layers in plan.layer_ranges],
-        "memory": [held | {"activations": size} for held, size in zip(memory, plan.activation_bytes, strict=True)],
+        "memory": [state | {"activations": size} for state, size in zip(memory, plan.activation_bytes, strict=True)],
         "parameters": plan.num_parameters,
         "active_parameters": plan.num_active_parameters,
         "steps": plan.num_steps,
@@ -107,32 +131,38 @@ def plan_as_json(plan: RunPlan, sources: DatasetBundle, hosts: Sequence[str], de
 
 
 def format_parameters(plan: RunPlan) -> str:
-    return f"{plan.num_parameters:,}" + f", of which a token uses {plan.num_active_parameters:,}" * plan.has_experts
+    """Format the number of parameters, and the number that are active for a token if there are experts."""
+    text = f"{plan.num_parameters:,}"
+    if plan.has_experts:
+        text += f", of which a token uses {plan.num_active_parameters:,}"
+    return text
 
 
 def run_lengths(counts: Iterable[int]) -> str:
-    """Equal neighbours together: "3 x 4, 5, 2" for [4, 4, 4, 5, 2]."""
-    same = [(count, len(list(group))) for count, group in itertools.groupby(counts)]
-    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in same)
+    """Format counts with equal neighbors combined: "3 x 4, 5, 2" for [4, 4, 4, 5, 2]."""
+    runs = [(count, len(list(group))) for count, group in itertools.groupby(counts)]
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)
 
 
 def format_groups(plan: RunPlan, local_world: int) -> dict[str, str]:
-    """Lines about the groups of rank 0, on nodes of `local_world` ranks; {} where there is one node."""
+    """Return rows about the groups of rank 0, on nodes of `local_world` ranks; {} with a single node."""
     if plan.world <= local_world:
         return {}
 
-    def where(ranks: Sequence[int]) -> str:
+    def format_group(ranks: Sequence[int]) -> str:
         nodes = len({rank // local_world for rank in ranks})
-        shown = list(map(str, ranks)) if len(ranks) <= 4 else [*map(str, ranks[:2]), "..", str(ranks[-1])]
-        return f"{' '.join(shown)} ({f'{nodes} nodes' if nodes > 1 else 'node 0'})"
+        rank_texts = list(map(str, ranks))
+        if len(ranks) > 4:
+            rank_texts = [*rank_texts[:2], "..", rank_texts[-1]]
+        return f"{' '.join(rank_texts)} ({f'{nodes} nodes' if nodes > 1 else 'node 0'})"
 
-    said = ", ".join(f"{name} {where(ranks)}" for name, ranks in plan.rank0_groups.items() if len(ranks) > 1)
-    rows = {"groups of rank 0": f"{said}; nodes of {local_world} ranks" if said else ""}
+    groups = ", ".join(f"{name} {format_group(ranks)}" for name, ranks in plan.rank0_groups.items() if len(ranks) > 1)
+    rows = {"groups of rank 0": f"{groups}; nodes of {local_world} ranks" if groups else ""}
     if local_world % plan.tp:
-        fits = max(n for n in range(1, min(plan.tp, local_world) + 1) if local_world % n == 0)
+        max_tp = max(tp for tp in range(1, min(plan.tp, local_world) + 1) if local_world % tp == 0)
         rows["warning"] = (
             f"tensor_model_parallel_size={plan.tp} crosses nodes of {local_world} ranks: each layer waits for the "
-            f"network four times; use {fits}, or start {plan.tp} ranks per node"
+            f"network four times; use {max_tp}, or start {plan.tp} ranks per node"
         )
     return rows
 
@@ -142,46 +172,55 @@ def _gib(size: float) -> str:
 
 
 def replicas_of(plan: RunPlan) -> int:
-    """With hybrid sharding the sets of ranks that hold the same; else 1."""
+    """Return the number of replicas under hybrid sharding, otherwise 1."""
     return plan.mesh_at(0).dp_replicate.size if plan.config.parallel.effective_zero_stage else 1
 
 
 def zero_of(plan: RunPlan) -> str:
-    """The ZeRO stage, and with hybrid sharding its replicas."""
-    p, replicas, size = plan.config.parallel, replicas_of(plan), plan.mesh_at(0).dp_shard.size
+    """Describe the ZeRO stage, and the replicas under hybrid sharding."""
+    parallel, replicas, size = plan.config.parallel, replicas_of(plan), plan.mesh_at(0).dp_shard.size
     axes = "dp x cp" if plan.cp > 1 else "dp"
-    text = f"stage {p.effective_zero_stage}, {SHARDED_BY_STAGE[p.effective_zero_stage]} sharded over {axes}"
+    stage = parallel.effective_zero_stage
+    text = f"stage {stage}, {SHARDED_BY_STAGE[stage]} sharded over {axes}"
     if replicas == 1:
         return text
-    over_all = ", optimizer sharded over these too" if p.outer_dp_sharding_strategy == "optim" else ""
-    return f"{text} within each of {replicas} replicas of {size} rank{'s' * (size > 1)}{over_all}"
+    outer = ", optimizer sharded over these too" if parallel.outer_dp_sharding_strategy == "optim" else ""
+    return f"{text} within each of {replicas} replicas of {size} rank{'s' * (size > 1)}{outer}"
 
 
 def stage_rows(plan: RunPlan) -> list[tuple[str, ...]]:
-    """GiB of the fullest rank at every ZeRO stage, with the table's head."""
+    """Return the table of GiB of the fullest rank at every ZeRO stage, the head first."""
     rows: list[tuple[str, ...]] = [("ZeRO stage", *STATE_PARTS, "all")]
     replicas = replicas_of(plan)
     in_replicas = f", in {replicas} replicas" if replicas > 1 else ""
-    for stage, held in enumerate(state_by_zero_stage(plan)):
+    for stage, state in enumerate(state_by_zero_stage(plan)):
         mark = f" <- here{in_replicas}" if stage == plan.config.parallel.effective_zero_stage else ""
-        rows.append((f"{stage}{mark}", *(_gib(getattr(held, part)) for part in (*STATE_PARTS, "total"))))
+        rows.append((f"{stage}{mark}", *(_gib(getattr(state, part)) for part in (*STATE_PARTS, "total"))))
     return rows
 
 
 def memory_rows(plan: RunPlan) -> list[tuple[str, ...]]:
-    """GiB per pipeline rank, with the table's head; of more than MOST_ROWS only the largest, and the range of all."""
+    """Return the table of GiB per pipeline rank, the head first.
+
+    With more than MOST_ROWS pipeline ranks it has only the row of the largest, and the range of all.
+    """
     host = host_bytes(plan)
-    hosts = ["host"] * any(host)
+    has_host = any(host)
+    head = ("GiB per rank", "layers", *STATE_PARTS, "activations", "in flight", "all")
+    if has_host:
+        head += ("host",)
     rows: list[tuple[str, ...]] = []
-    totals = [held.total + size for held, size in zip(plan.model_states, plan.activation_bytes, strict=True)]
-    for i, (held, size, count) in enumerate(
+    totals = [state.total + size for state, size in zip(plan.model_states, plan.activation_bytes, strict=True)]
+    for i, (state, activations, in_flight) in enumerate(
         zip(plan.model_states, plan.activation_bytes, plan.peak_in_flight, strict=True)
     ):
-        name, layers = f"pipeline rank {i}" * (plan.pp > 1), run_lengths(map(len, plan.layer_ranges[i :: plan.pp]))
-        state = (_gib(getattr(held, part)) for part in STATE_PARTS)
-        rows.append((name, layers, *state, _gib(size), str(count), _gib(totals[i]), *(_gib(host[i]) for _ in hosts)))
-    head = ("GiB per rank", "layers", *STATE_PARTS, "activations", "in flight", "all", *hosts)
+        name = f"pipeline rank {i}" if plan.pp > 1 else ""
+        layers = run_lengths(map(len, plan.layer_ranges[i :: plan.pp]))
+        parts = (_gib(getattr(state, part)) for part in STATE_PARTS)
+        row = (name, layers, *parts, _gib(activations), str(in_flight), _gib(totals[i]))
+        rows.append((*row, _gib(host[i])) if has_host else row)
     if plan.pp <= MOST_ROWS:
         return [head, *rows]
-    ends = (f"{min(column, key=float)} - {max(column, key=float)}" for column in list(zip(*rows, strict=True))[2:])
-    return [head, rows[totals.index(max(totals))], (f"all {plan.pp}", "", *ends)]
+    columns = list(zip(*rows, strict=True))[2:]
+    ranges = (f"{min(column, key=float)} - {max(column, key=float)}" for column in columns)
+    return [head, rows[totals.index(max(totals))], (f"all {plan.pp}", "", *ranges)]

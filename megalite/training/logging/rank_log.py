@@ -1,6 +1,6 @@
-"""ranks/rank-NNNNN.log in the run directory: each rank's stderr with times, and the stack of a crash in C code.
+"""ranks/rank-NNNNN.log in the run directory: each rank's stderr with timestamps, and the stack of a crash in C code.
 
-The console gets only the first failure of each machine; these files have all of them (tools/logs.py).
+The console shows only the first failure of each machine; these files have all failures (tools/logs.py).
 """
 
 import contextlib
@@ -22,16 +22,25 @@ from megalite.config.text_file import read_ends
 from megalite.launch.rank_info import FAILURE_PRINTED, FIRST_FAILURE, RankInfo, read_first_failure
 from megalite.training.logging.run_dir import write_atomically
 
-RANK_LOG_DIR, MOST_LINES = "ranks", 30
-PATIENCE_S = 3.0  # how long to wait for a failed rank to say why
+RANK_LOG_DIR = "ranks"
+MAX_STACK_LINES = 30
+PATIENCE_S = 3.0  # how long to wait until a failed rank has reported its failure
 
 
 class RankStderr:
-    """A sys.stderr whose lines also go into the file, with the time before each."""
+    """A sys.stderr that also writes its lines into a file, each with a timestamp.
 
-    def __init__(self, console: TextIO, path: Path, who: str):
-        self.console, self._rest = console, f"{who}\n"  # `who` is written with the first line
+    Args:
+        header: A line that is written before the first one.
+
+    Attributes:
+        number: The file descriptor.
+    """
+
+    def __init__(self, console: TextIO, path: Path, header: str):
+        self.console = console
         self.number = open_in_run_dir(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._incomplete_line = f"{header}\n"
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -44,12 +53,13 @@ class RankStderr:
             self.console.flush()
 
     def write_to_file(self, text: str) -> None:
-        """Write into the file alone; errors are ignored, as the console has what counts."""
-        whole, end, self._rest = (self._rest + text).rpartition("\n")
+        """Write only into the file; errors are ignored, because the console has the most important lines."""
+        complete, newline, self._incomplete_line = (self._incomplete_line + text).rpartition("\n")
         stamp = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
-        lines = "".join(f"{stamp} {line}\n" for line in whole.split("\n") if end)
+        lines = complete.split("\n") if newline else []
+        stamped = "".join(f"{stamp} {line}\n" for line in lines)
         with contextlib.suppress(OSError):
-            os.write(self.number, lines.encode(errors="backslashreplace"))
+            os.write(self.number, stamped.encode(errors="backslashreplace"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.console, name)
@@ -57,12 +67,15 @@ class RankStderr:
 
 @contextlib.contextmanager
 def rank_log(folder: Path, ranks: RankInfo) -> Iterator[None]:
-    """Copies this rank's stderr into its file, which is removed if it stays empty. Never raises by itself."""
+    """Copy this rank's stderr into its file within the context.
+
+    The file is removed if nothing was written. The context raises no errors of its own.
+    """
     path = folder / RANK_LOG_DIR / f"rank-{ranks.rank:05d}.log"
-    who = f"rank {ranks.rank} of {ranks.world_size} on {socket.gethostname()}, process {os.getpid()}"
+    header = f"rank {ranks.rank} of {ranks.world_size} on {socket.gethostname()}, process {os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        stderr = RankStderr(sys.stderr, path, who)
+        stderr = RankStderr(sys.stderr, path, header)
     except OSError:
         yield
         return
@@ -80,17 +93,25 @@ def rank_log(folder: Path, ranks: RankInfo) -> Iterator[None]:
 
 
 def crash_stack(folder: Path, cause: str, since: float) -> str:
-    """The stack of a crash in C code of the rank that `cause` names, or "". `since`: the rank's start."""
-    named = re.match(r"rank (\d+) ended by signal", cause)
+    """Return the stack of a crash in C code, or "".
+
+    Args:
+        cause: The launcher's description of the end; a rank that it names was killed by a signal.
+        since: The start of the rank; an older file is not its own.
+    """
+    match = re.match(r"rank (\d+) ended by signal", cause)
+    if match is None:
+        return ""
+    path = folder / RANK_LOG_DIR / f"rank-{int(match[1]):05d}.log"
     with contextlib.suppress(OSError):
-        if named and (path := folder / RANK_LOG_DIR / f"rank-{int(named[1]):05d}.log").stat().st_mtime >= since:
-            _, begin, rest = read_ends(path)[0].rpartition("Fatal Python error")
-            return "\n".join((begin + rest).splitlines()[:MOST_LINES]) if begin else ""
+        if path.stat().st_mtime >= since:
+            _, title, rest = read_ends(path)[0].rpartition("Fatal Python error")
+            return "\n".join((title + rest).splitlines()[:MAX_STACK_LINES]) if title else ""
     return ""
 
 
 def log_to_rank_file(text: str) -> None:
-    """Write what another rank reports better into this rank's file alone, or on stderr where there is no file."""
+    """Write `text`, which another rank reports better, only into this rank's file, or on stderr without a file."""
     if isinstance(sys.stderr, RankStderr):
         sys.stderr.write_to_file(text + "\n")
     else:
@@ -98,15 +119,21 @@ def log_to_rank_file(text: str) -> None:
 
 
 def report_failure_once(ranks: RankInfo, code: int, reason: str, text: str) -> None:
-    """Report this rank's failure: on stderr if no rank of this machine has failed before."""
-    (print_err if claim_first_failure(ranks, code, reason) else log_to_rank_file)(text)
+    """Report this rank's failure: on stderr if it is the first of this machine, otherwise only in the rank's file."""
+    if claim_first_failure(ranks, code, reason):
+        print_err(text)
+    else:
+        log_to_rank_file(text)
     if ranks.shared_dir is not None:
         with contextlib.suppress(OSError):
             Path(ranks.shared_dir, FAILURE_PRINTED).touch()
 
 
 def claim_first_failure(ranks: RankInfo, code: int, reason: str) -> bool:
-    """Whether this rank fails first on its machine; if so, leave the reason for the launcher and torchrun's table."""
+    """Return True if this rank is the first of its machine to fail.
+
+    If it is, the reason is written for the launcher and for torchrun's error table.
+    """
     if ranks.shared_dir is None:
         return True
     folder = Path(ranks.shared_dir)
@@ -116,21 +143,26 @@ def claim_first_failure(ranks: RankInfo, code: int, reason: str) -> bool:
                 json.dump({"rank": ranks.rank, "code": int(code), "reason": reason}, file)
         except FileExistsError:
             return False
-        if (own := folder / str(ranks.local_rank)).is_dir():
-            # torchrun shows the earliest whole second first: be before ranks that fail because of this one
-            extra = {"timestamp": str(int(time.time()) - 1)}
-            write_atomically(own / "error.json", json.dumps({"message": {"message": reason, "extraInfo": extra}}))
+        torchrun_dir = folder / str(ranks.local_rank)
+        if torchrun_dir.is_dir():
+            # torchrun shows the error with the earliest full second, so precede ranks that fail because of this one.
+            extra_info = {"timestamp": str(int(time.time()) - 1)}
+            message = {"message": {"message": reason, "extraInfo": extra_info}}
+            write_atomically(torchrun_dir / "error.json", json.dumps(message))
     return True
 
 
 def first_failure_reason(ranks: RankInfo) -> str | None:
-    """The reason of the rank that failed first on this machine."""
-    first = read_first_failure(Path(ranks.shared_dir)) if ranks.shared_dir else None
-    return first and first[1]
+    """Return the reason of the rank that failed first on this machine, if it is known."""
+    failure = read_first_failure(Path(ranks.shared_dir)) if ranks.shared_dir else None
+    return failure and failure[1]
 
 
 def wait_for_first_failure(ranks: RankInfo) -> bool:
-    """Whether a rank of this machine has said why it failed, or does so soon; True where that is unknown."""
+    """Wait until a rank of this machine has reported its failure; returns False if none does within PATIENCE_S.
+
+    Without a shared directory the result is True.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while ranks.shared_dir is not None and not Path(ranks.shared_dir, FAILURE_PRINTED).exists():
         if time.monotonic() > deadline:

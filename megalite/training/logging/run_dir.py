@@ -222,7 +222,7 @@ def finalize_status(
 
     Args:
         end: (the first failing exit code, its cause).
-        since: The start of the ranks; an older status is not theirs.
+        since: The start of the ranks; an older status belongs to other ranks.
         resumes: The ranks were restarted after a rank had died.
 
     Returns:

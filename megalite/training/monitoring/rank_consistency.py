@@ -1,10 +1,11 @@
-"""Compares all ranks before the first step: hashes first, texts only where these differ.
+"""Compare all ranks before the first step: hashes first, and the texts only if hashes differ.
 
-    EQUAL   code, Python, torch, Triton, numpy, options, training data     else the run ends with exit code 3
-    ALIKE   card, driver, NCCL, host's kernel, what a CPU multiplies in fp32, environment variables     else a warning
+    MUST_MATCH     code, Python, torch, Triton, numpy, options, training data; otherwise the run ends with exit code 3
+    SHOULD_MATCH   GPU, driver, NCCL, kernel of the host, dtypes that a CPU multiplies in fp32, environment variables;
+                   otherwise a warning
 
-A rank with another option would issue other collectives than its neighbours; one with other data or another version of
-the code would train another model, without a sign of it in the log.
+A rank with another option would start other collectives than its peers. A rank with other data or another version of
+the code would train another model, without any sign of it in the log.
 """
 
 import contextlib
@@ -33,29 +34,32 @@ from megalite.parallel.mesh import Axis
 
 MUST_MATCH = ("megalite", "python", "torch", "triton", "numpy", "options", "data")
 SHOULD_MATCH = ("card", "driver", "nccl", "kernel", "in fp32", "environment")
-MAX_LINES = 12  # lines of a fact
-# reasons of a low clock that protect the card, not a setting of somebody (nvml.h, nvmlClocksEventReason*)
+MAX_LINES = 12  # lines of a fact that a message shows
+# Reasons of a low clock that protect the GPU, as opposed to a user's setting (nvml.h, nvmlClocksEventReason*).
 THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
-HOST_NAME_BYTES = 64  # bytes of a host's name
-Facts = dict[str, str]  # name -> text, of a line or more
+HOST_NAME_BYTES = 64  # maximum length of a host name
+Facts = dict[str, str]  # name -> text of one or more lines
 
 
 def check_ranks_match(
     config: Config, ledger: DataLedger | None, world: Axis, device: torch.device
 ) -> tuple[list[str], list[str]]:
-    """`compare` a run's machine, options and data; a single rank has nothing to compare."""
+    """Compare the ranks' machine, options and data; returns and raises as `compare_facts`."""
     if world.size == 1:
         return [socket.gethostname()], []
-    chosen = [
+    options = [
         f"{name}={value!r}" for section in non_default_options(config).values() for name, value in section.items()
     ]
-    chosen += [f"plugin {name}: sha256 {sha256[:16]}" for name, sha256 in plugin_hashes().items()]
+    options += [f"plugin {name}: sha256 {sha256[:16]}" for name, sha256 in plugin_hashes().items()]
     sources = [] if ledger is None else ledger.eras[-1].sources
-    mine = {"options": "\n".join(chosen), "data": "\n".join(f"{s.name} {s.digest} {s.weight:g}" for s in sources)}
-    return compare_facts(machine_facts(device) | mine, world, device)
+    facts = machine_facts(device)
+    facts["options"] = "\n".join(options)
+    facts["data"] = "\n".join(f"{source.name} {source.digest} {source.weight:g}" for source in sources)
+    return compare_facts(facts, world, device)
 
 
 def machine_facts(device: torch.device) -> Facts:
+    """Return facts about this rank's machine and packages."""
     return {
         "megalite": f"{megalite.__version__}, sources {source_code_hash()}",
         "python": platform.python_version(),
@@ -71,11 +75,12 @@ def machine_facts(device: torch.device) -> Facts:
 
 
 def source_code_hash() -> str:
-    """A hash of the package's files, which also tells edited ones apart, unlike a revision."""
-    root, total = Path(megalite.__file__).parent, hashlib.sha256()
+    """Return a hash of the package's files, which detects edited files, unlike a git revision."""
+    root = Path(megalite.__file__).parent
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()[:16]
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _installed(*packages: str) -> str:
@@ -87,43 +92,56 @@ def _installed(*packages: str) -> str:
 
 
 def compare_facts(facts: Facts, world: Axis, device: torch.device) -> tuple[list[str], list[str]]:
-    """(hosts by rank, warnings); collective, one gather if all agree. Raises LaunchError if a fact of EQUAL differs."""
+    """Compare the facts of all ranks and return (host names by rank, warnings); collective, one gather if all match.
+
+    Raises:
+        LaunchError: if a fact of MUST_MATCH differs.
+    """
     names = (*MUST_MATCH, *SHOULD_MATCH)
     hashes = [hashlib.sha256(facts.get(name, "").encode()).hexdigest()[:16] for name in names]
     rows = all_gather_strings(
         "\n".join([*hashes, socket.gethostname()]), world, device, max_bytes=17 * len(names) + HOST_NAME_BYTES
     )
     *columns, hosts = (list(column) for column in zip(*(row.split("\n") for row in rows), strict=True))
-    unlike: Facts = {}
+    mismatches: Facts = {}
     for name, column in zip(names, columns, strict=True):
         if len(set(column)) > 1:
-            unlike[name] = describe(name, all_gather_strings(facts.get(name, ""), world, device), hosts)
-    if wrong := [text for name, text in unlike.items() if name in MUST_MATCH]:
-        raise LaunchError("\n".join(["the ranks of this run are not alike:", *wrong]))
-    return hosts, list(unlike.values())
+            mismatches[name] = describe(name, all_gather_strings(facts.get(name, ""), world, device), hosts)
+    errors = [text for name, text in mismatches.items() if name in MUST_MATCH]
+    if errors:
+        raise LaunchError("\n".join(["the ranks of this run are not alike:", *errors]))
+    return hosts, list(mismatches.values())
 
 
 def describe(name: str, texts: list[str], hosts: list[str]) -> str:
-    """The texts of all ranks, without the lines that all have.
+    """Describe how the texts of all ranks differ, without the lines that all have.
 
     >>> describe("torch", ["2.13", "2.13", "2.12"], ["a", "a", "b"])
     "torch differs: '2.13' on a (rank 0 and 1 more); '2.12' on b (rank 2)"
     """
     common = set.intersection(*(set(text.splitlines()) for text in texts))
-    ranks: dict[str, list[int]] = defaultdict(list)
+    ranks_by_difference: dict[str, list[int]] = defaultdict(list)
     for rank, text in enumerate(texts):
-        ranks[", ".join([line for line in text.splitlines() if line not in common][:MAX_LINES])].append(rank)
-    parts = []
-    for text, (first, *rest) in ranks.items():
-        nodes = dict.fromkeys(hosts[rank] for rank in (first, *rest))
-        who = f"{', '.join(nodes)} (rank {first}{f' and {len(rest)} more' if rest else ''})"
-        parts.append(f"{repr(text) if text else 'not'} on {who}")
-    return f"{name} differs: {'; '.join(parts)}"
+        difference = [line for line in text.splitlines() if line not in common]
+        ranks_by_difference[", ".join(difference[:MAX_LINES])].append(rank)
+    clauses = []
+    for difference_text, (first, *others) in ranks_by_difference.items():
+        nodes = dict.fromkeys(hosts[rank] for rank in (first, *others))
+        ranks = f"rank {first}{f' and {len(others)} more' if others else ''}"
+        clauses.append(f"{repr(difference_text) if difference_text else 'not'} on {', '.join(nodes)} ({ranks})")
+    return f"{name} differs: {'; '.join(clauses)}"
 
 
 class GpuMonitor:
-    """Facts and figures of this rank's card, from NVIDIA's management library, where nvidia-ml-py is installed:
-    `figures` and `facts`, a function for each. What a card does not have is absent; nothing raises or waits for it."""
+    """Access to this rank's GPU through NVIDIA's management library, if nvidia-ml-py is installed.
+
+    Without it, or on a CPU, both tables are empty. Use `read_sensors` to call their functions, since a GPU may not
+    support all of them.
+
+    Attributes:
+        figures: Functions that return measured values, by name.
+        facts: Functions that return constant facts, by name.
+    """
 
     def __init__(self, device: torch.device):
         self.figures: dict[str, Callable[[], float]] = {}
@@ -131,25 +149,25 @@ class GpuMonitor:
         if device.type != "cuda":
             return
         uuid = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
-        with contextlib.suppress(Exception):  # no package, no driver, or only a part of a card
-            import pynvml as n  # type: ignore[import-not-found]
+        with contextlib.suppress(Exception):  # no package, no driver, or a part of a GPU (MIG)
+            import pynvml as nvml  # type: ignore[import-not-found]
 
-            n.nvmlInit()
-            card, uncorrected = n.nvmlDeviceGetHandleByUUID(uuid), n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-            self.facts = {"card": lambda: n.nvmlDeviceGetName(card), "driver": n.nvmlSystemGetDriverVersion}
+            nvml.nvmlInit()
+            gpu, uncorrected = nvml.nvmlDeviceGetHandleByUUID(uuid), nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+            self.facts = {"card": lambda: nvml.nvmlDeviceGetName(gpu), "driver": nvml.nvmlSystemGetDriverVersion}
             self.figures = {
-                "temperature_c": lambda: n.nvmlDeviceGetTemperature(card, n.NVML_TEMPERATURE_GPU),
-                "power_w": lambda: n.nvmlDeviceGetPowerUsage(card) / 1000,
-                "clock_mhz": lambda: n.nvmlDeviceGetClockInfo(card, n.NVML_CLOCK_SM),
-                "ecc_errors": lambda: n.nvmlDeviceGetTotalEccErrors(card, uncorrected, n.NVML_VOLATILE_ECC),
-                "throttled": lambda: n.nvmlDeviceGetCurrentClocksThrottleReasons(card) & sum(THROTTLED),
+                "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+                "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+                "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+                "ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(gpu, uncorrected, nvml.NVML_VOLATILE_ECC),
+                "throttled": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu) & sum(THROTTLED),
             }
 
 
 def read_sensors(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """The results of those calls that do not fail."""
+    """Return the results of the calls that do not fail, by name."""
     results = {}
     for name, call in calls.items():
-        with contextlib.suppress(Exception):  # NVMLError: not supported by this card
+        with contextlib.suppress(Exception):  # NVMLError: not supported by this GPU
             results[name] = call()
     return results

@@ -1,14 +1,15 @@
 """The watchdog: a thread per rank that notices a hang, and reports which rank causes it and why.
 
-Watchdogs talk through the store by which ranks met, by connections of their own: main threads may block. A round:
+Watchdogs communicate through the rendezvous store, over connections of their own, because main threads may block. A
+round has three steps:
 
-    asked       by the first rank whose step takes too long, or whose collective is about to time out
-    answered    by every rank that lives: where it is, what it has begun (diagnosis.py); stacks go to RUN/hang/
-    said        by the lowest rank that answers, once: who does not answer, who is behind, and the likely cause
+    request     by the first rank whose step takes too long, or whose collective is about to time out
+    state       by every rank that responds: its stack and its collectives (hang_diagnosis.py); details go to RUN/hang/
+    verdict     by the lowest rank that responds: ranks without a response, late ranks, and the likely cause
 
-A step is late compared with the usual length of steps, once a few are known. Before ranks have met, each is late by
-itself when the others are about to give up waiting for it. A report ends nothing: the group's time-out does, with the
-outcome `hang`. The heartbeat tells those who look at the run's directory.
+A step is late in comparison with the median duration of steps, once there are a few. Before the rendezvous, a rank
+reports itself when the other ranks are about to give up waiting for it. A report does not end the run; the timeout of
+the process group does, with the outcome `hang`. The heartbeat shows in the run directory that the run is alive.
 """
 
 import contextlib
@@ -52,17 +53,22 @@ from megalite.training.logging.timers import Timers
 from megalite.training.monitoring.hang_diagnosis import RankState, diagnose, format_call, format_ranks
 from megalite.training.state import Run
 
-LATE_FACTOR, LEAST_FACTOR = 10, 3  # times the usual length of a step: late, and never late before
-MIN_PATIENCE_S, ENOUGH = 60.0, 3  # never late before; steps that make a usual length
-POLL_S, ANSWER_S, STORE_S = 0.5, 3.0, 5.0
-HEARTBEAT_S, CLOSE_S = 10.0, 5.0  # of the heartbeat; what a write that has begun may take at the end
-ENDS_S, MOST_LOOKED_AT = 0.5, 64  # a rank's connections close before it has ended; ranks whose processes are looked at
-RANKS_PER_STORE = 1024  # that one store can serve at this pace; more ranks ask, and wait, more slowly
+LATE_FACTOR = 10  # a step is late after this multiple of the median duration
+MIN_LATE_FACTOR = 3  # but never before this multiple, even if the timeout is short
+MIN_PATIENCE_S = 60.0  # and never before this time
+MIN_STEPS = 3  # steps that define a median duration
+POLL_S = 0.5  # interval of the thread's checks
+ANSWER_S = 3.0  # time for the other ranks to respond
+STORE_S = 5.0  # timeout of the store
+HEARTBEAT_S = 10.0  # interval at which status.json is renewed
+CLOSE_S = 5.0  # time for a write that is in progress at the end
+EXIT_S = 0.5  # a rank's connections close before its process has ended
+MAX_PROCESSES = 64  # ranks whose processes are looked up
+RANKS_PER_STORE = 1024  # number of ranks that one store can serve at this pace; with more, polls and waits are slower
 ROOT = str(Path(megalite.__file__).parent) + os.sep
-_TIMEOUT_ERROR = re.compile(
-    r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout"
-)  # gloo, nccl
-# of torch's comparison of collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL), which says so where a rank is late, and is gone
+# Errors of gloo and NCCL.
+_TIMEOUT_ERROR = re.compile(r"Timed out waiting \d+ ?ms|timeout caused pair closure|collective operation timeout")
+# The error of torch's comparison of collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL), raised if a rank is late or lost.
 BARRIER = re.compile(r"failed to pass monitoredBarrier in (\d+) ms")
 _LOST_PEER_ERROR = re.compile(
     r"failed to pass monitoredBarrier|"
@@ -73,224 +79,271 @@ STATES = dict(T="stopped by a signal", t="stopped by a debugger", D="waits for a
 
 
 class Watchdog:
-    """A rank's watchdog. `mesh`: before there are groups its world is planned, and `join` comes later. `timeout_s`: of
-    the groups. `folder`: the run directory. `shared`: of `Ranks`."""
+    """A rank's watchdog.
 
-    def __init__(self, mesh: Mesh, folder: Path, timers: Timers, timeout_s: float, shared: str | None = None):
-        self.mesh, self.rank, self.timeout_s = mesh, mesh.world.rank, timeout_s
-        self.folder, self.timers, self.events = folder / "hang", timers, EventLog(folder, mesh.world.rank)
-        self.reason, self.late_ranks = "", list[int]()  # verdict of the last round
-        self._report_file = None if shared is None else Path(shared, HANG_REPORT)  # the verdict, for the launcher
+    Args:
+        mesh: The mesh; before there are process groups only its world, without a group. `attach` replaces it.
+        folder: The run directory.
+        timeout_s: The timeout of the process groups.
+        shared_dir: `RankInfo.shared_dir`.
+
+    Attributes:
+        reason, late_ranks: The verdict of the last round.
+        pace: The factor by which polls and waits are slower with many ranks.
+    """
+
+    def __init__(self, mesh: Mesh, folder: Path, timers: Timers, timeout_s: float, shared_dir: str | None = None):
+        self.mesh = mesh
+        self.rank = mesh.world.rank
+        self.timeout_s = timeout_s
+        self.folder = folder / "hang"
+        self.timers = timers
+        self.events = EventLog(folder, mesh.world.rank)
+        self.reason = ""
+        self.late_ranks = list[int]()
         self.started = time.perf_counter()
-        self._at, self._took = ("start", 0, time.monotonic()), deque[float](maxlen=50)
-        self._reported_activity: object = None  # where this rank was in the last round
-        self._rounds, self._is_reporter, self._met = 0, False, False
-        self._closing, self._lock = threading.Event(), threading.Lock()
-        self._main, self.pace = threading.get_ident(), max(1.0, mesh.world.size / RANKS_PER_STORE)
+        self.pace = max(1.0, mesh.world.size / RANKS_PER_STORE)
+        self._report_file = None if shared_dir is None else Path(shared_dir, HANG_REPORT)  # for the launcher
+        self._activity = ("start", 0, time.monotonic())  # activity, step and start of the main thread
+        self._step_times = deque[float](maxlen=50)
+        self._reported_activity: object = None  # this rank's activity in the last round
+        self._is_reporter = False  # this rank has written the last verdict
+        self._has_met = False  # the rendezvous is over, so there is a store
+        self._rounds = 0
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._main_thread = threading.get_ident()
         self._store: Any = None
         self.attach(mesh, timeout_s)
         self._thread = threading.Thread(target=self._watch, name="megalite-watchdog", daemon=True)
         self._thread.start()
 
     def attach(self, mesh: Mesh, timeout_s: float) -> None:
-        """Watch the axes that are made by now, and the time limit of their collectives."""
+        """Watch the axes of this mesh, and the timeout of their collectives; connects to the store the first time."""
         with self._lock:
             self.mesh, self.timeout_s = mesh, timeout_s
-            if self._met or mesh.world.size == 1 or mesh.world.backend == ABSTRACT:
+            if self._has_met or mesh.world.size == 1 or mesh.world.backend == ABSTRACT:
                 return
-            self._store, self._met, self._rounds = _own_connection(), True, 0
-            self._store_set(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+            self._store, self._has_met, self._rounds = _own_connection(), True, 0
+            self._store_set(f"host/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
 
     @property
     def hang_reported(self) -> bool:
-        """Whether a hang was reported, and there was no progress since."""
-        return self._reported_activity is self._at
+        """Return True if a hang was reported and the main thread has made no progress since."""
+        return self._reported_activity is self._activity
 
-    def set_activity(self, doing: str, step: int) -> None:
-        """Called when the main thread begins something else."""
-        before, self._at = self._at, (doing, step, time.monotonic())
-        took = self._at[2] - before[2]
-        if before[0] == "step":
-            self._took.append(took)
-        if self._is_reporter and before is self._reported_activity:
+    def set_activity(self, activity: str, step: int) -> None:
+        """Record that the main thread starts an activity; reports that it has resumed if it was late."""
+        previous, self._activity = self._activity, (activity, step, time.monotonic())
+        previous_activity, previous_step, start = previous
+        duration_s = self._activity[2] - start
+        if previous_activity == "step":
+            self._step_times.append(duration_s)
+        if self._is_reporter and previous is self._reported_activity:
             if self._report_file is not None:
                 with contextlib.suppress(OSError):
                     self._report_file.unlink()
-            print_err(f"{f'step {before[1]}' if before[1] else 'the start'} resumed after {took:.0f} s")
+            print_err(f"{f'step {previous_step}' if previous_step else 'the start'} resumed after {duration_s:.0f} s")
 
     def explain_error(self, error: BaseException) -> tuple[ExitCode, str] | None:
-        """Outcome and reason where a hang or another rank caused the error; None: the error is this rank's own."""
+        """Return (outcome, reason) if a hang or another rank caused the error; None if it is this rank's own."""
         if isinstance(error, LaunchError):  # another rank of this machine may have reported why it is late
-            first = None if self._report_file is None else read_first_failure(self._report_file.parent, HANG_REPORT)
-            return first and (ExitCode.HANG, first[1].partition(": ")[2])
+            if self._report_file is None:
+                return None
+            failure = read_first_failure(self._report_file.parent, HANG_REPORT)
+            return failure and (ExitCode.HANG, failure[1].partition(": ")[2])
         if isinstance(error, CollectiveMismatchError):
-            self._start_round(again=True)
+            self._start_round(force=True)
             return ExitCode.CRASH, f"{error}: {self.reason}"
         if isinstance(error, RuntimeError) and (_TIMEOUT_ERROR.search(str(error)) or self._late_in_barrier(str(error))):
             self._start_round()
-            self._store_set("over", json.dumps([self.reason, self.late_ranks]))
+            self._store_set("timeout", json.dumps([self.reason, self.late_ranks]))
             return ExitCode.HANG, self.reason
-        if (isinstance(error, KeyboardInterrupt) or is_lost_peer_error(error)) and self._store_has("over"):
-            self.reason, self.late_ranks = json.loads(self._get("over"))
+        if (isinstance(error, KeyboardInterrupt) or is_lost_peer_error(error)) and self._store_has("timeout"):
+            self.reason, self.late_ranks = json.loads(self._store_get("timeout"))
             return ExitCode.HANG, self.reason
         return None
 
     def lost(self, error: BaseException) -> str:
-        """Which rank is gone, as far as is known here, and where this one missed it, after `error` said that one is."""
-        said, view = _LOST_PEER_ERROR.search(str(error)), self._view()
-        others, group, call = [r for r in range(self.mesh.world.size) if r != self.rank], "", ""
-        if view.waiting_on is not None:
-            axis, told, _ = view.waiting_on
-            others = [told[1]] if told[1] >= 0 else [r for r in view.axes[axis][0] if r != self.rank]
-            group, call = f" of {axis}", f": {format_call(told)} over {axis}"
-        gone = self._ended(others)
-        if gone:
-            processes = f"process{'es' * (len(gone) > 1)} {', '.join(gone.values())}"
-            who = f"{format_ranks(gone)}{group} {'has' if len(gone) == 1 else 'have'} ended ({processes})"
+        """Describe an error about a lost rank: which rank it may be, and in which call this rank noticed it."""
+        match, state = _LOST_PEER_ERROR.search(str(error)), self._rank_state()
+        candidates = [rank for rank in range(self.mesh.world.size) if rank != self.rank]
+        group = call_text = ""
+        if state.waiting_on is not None:
+            axis, call, _ = state.waiting_on
+            peer = call[1]
+            candidates = [peer] if peer >= 0 else [rank for rank in state.axes[axis][0] if rank != self.rank]
+            group, call_text = f" of {axis}", f": {format_call(call)} over {axis}"
+        ended = self._ended_processes(candidates)
+        if ended:
+            processes = f"process{'es' * (len(ended) > 1)} {', '.join(ended.values())}"
+            lost_rank = f"{format_ranks(ended)}{group} {'has' if len(ended) == 1 else 'have'} ended ({processes})"
         else:
-            who = f"{'one of ' * (len(others) > 1)}{format_ranks(others)}{group}"
-        # the frames in which the error came; this thread has left them
+            lost_rank = f"{'one of ' * (len(candidates) > 1)}{format_ranks(candidates)}{group}"
+        # The frames of the error, innermost first, since the main thread has left them.
         frames = reversed([(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)])
-        place = next(self._lines(frames), view.place)
-        return f"lost another rank ({said[0] if said else 'error'}): {who}; in {view.phase or view.activity}, {place}{call}"
+        place = next(self._megalite_lines(frames), state.place)
+        return (
+            f"lost another rank ({match[0] if match else 'error'}): {lost_rank}; "
+            f"in {state.phase or state.activity}, {place}{call_text}"
+        )
 
-    def _ended(self, others: Sequence[int]) -> dict[int, str]:
-        """The processes of these ranks that are on this machine and have ended, or do so soon."""
-        known = {rank: self._get(f"who/{rank}").partition(" ") for rank in others[:MOST_LOOKED_AT]}
-        here = {rank: pid for rank, (host, _, pid) in known.items() if host == socket.gethostname()}
-        end = time.monotonic() + ENDS_S
-        while not (gone := {r: pid for r, pid in here.items() if _letter(pid) == "Z"}) and time.monotonic() < end:
+    def _ended_processes(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the process ids, by rank, of ranks on this machine that have ended; waits up to EXIT_S for one."""
+        processes = {rank: self._store_get(f"host/{rank}").partition(" ") for rank in ranks[:MAX_PROCESSES]}
+        local_pids = {rank: pid for rank, (host, _, pid) in processes.items() if host == socket.gethostname()}
+        deadline = time.monotonic() + EXIT_S
+        while True:
+            ended = {rank: pid for rank, pid in local_pids.items() if _process_state(pid) == "Z"}
+            if ended or time.monotonic() >= deadline:
+                return ended
             time.sleep(0.05)
-        return gone
 
-    def _late_in_barrier(self, text: str) -> bool:
-        waited = (w[1] for axis in self.mesh.active_axes if (w := axis.comm_log.blocked_on) is not None)
-        limit, now = BARRIER.search(text), time.monotonic()
-        return limit is not None and now - min(waited, default=now) > 0.9 * int(limit[1]) / 1000
+    def _longest_wait_s(self) -> float:
+        """Return how long the main thread has been blocked in a collective, 0 if it is not."""
+        now = time.monotonic()
+        blocked = (axis.comm_log.blocked_on for axis in self.mesh.active_axes)
+        return now - min((call[1] for call in blocked if call is not None), default=now)
+
+    def _late_in_barrier(self, error: str) -> bool:
+        """Return True if the error is about a barrier in which this rank has waited for (nearly) its whole timeout."""
+        match = BARRIER.search(error)
+        return match is not None and self._longest_wait_s() > 0.9 * int(match[1]) / 1000
 
     def close(self) -> None:
+        """Stop the thread."""
         self._closing.set()
         self._thread.join(self.pace * (POLL_S + ANSWER_S))
 
     # ---- the thread
 
     def _watch(self) -> None:
+        """Run in the watchdog's thread: start a round if one was requested, or if this rank is late."""
         while not self._closing.wait(self.pace * POLL_S):
-            if (asked := self._store_has(f"{self._rounds + 1}/asked")) or (
-                self._reported_activity is not self._at and self._is_late()
-            ):
-                self._start_round(again=asked)
+            requested = self._store_has(f"{self._rounds + 1}/request")
+            if requested or (not self.hang_reported and self._is_late()):
+                self._start_round(force=requested)
 
     def _is_late(self) -> bool:
-        doing, _, since = self._at
-        now = time.monotonic()
-        waited = (w[1] for axis in self.mesh.active_axes if (w := axis.comm_log.blocked_on) is not None)
-        if not self._met and self.mesh.world.size > 1 and doing == "start":
-            return now - since > 0.8 * self.timeout_s
-        if now - min(waited, default=now) > 0.8 * self.timeout_s:
+        """Return True if the start-up, a collective or a step takes too long."""
+        activity, _, start = self._activity
+        elapsed_s = time.monotonic() - start
+        if not self._has_met and self.mesh.world.size > 1 and activity == "start":
+            return elapsed_s > 0.8 * self.timeout_s
+        if self._longest_wait_s() > 0.8 * self.timeout_s:
             return True
-        return doing == "step" and len(self._took) >= ENOUGH and now - since > self.patience_s
+        return activity == "step" and len(self._step_times) >= MIN_STEPS and elapsed_s > self.patience_s
 
     @property
     def patience_s(self) -> float:
-        """How long a step may take: more than half the time-out only if steps are usually long."""
-        usual, half = statistics.median(self._took), self.timeout_s / 2
-        return max(min(LATE_FACTOR * usual, half), LEAST_FACTOR * usual, min(MIN_PATIENCE_S, half))
+        """Return how long a step may take: more than half the timeout only if steps usually take long."""
+        median, half = statistics.median(self._step_times), self.timeout_s / 2
+        return max(min(LATE_FACTOR * median, half), MIN_LATE_FACTOR * median, min(MIN_PATIENCE_S, half))
 
-    def _start_round(self, again: bool = False) -> None:
-        """`again`: also if this rank has made no progress since the last round."""
+    def _start_round(self, force: bool = False) -> None:
+        """Run a round; without `force` only if this rank has made progress since the last one."""
         with self._lock:
-            if again or self._reported_activity is not self._at:
+            if force or not self.hang_reported:
                 self._run_round()
 
     def _run_round(self) -> None:
-        self._rounds, self._reported_activity, self._is_reporter = self._rounds + 1, self._at, False
+        """Publish this rank's state, and take over the verdict of another rank or write it."""
+        self._rounds += 1
+        self._reported_activity, self._is_reporter = self._activity, False
         n, world = self._rounds, self.mesh.world.size
-        self._store_set(f"{n}/asked", "")
-        mine = self._view()
-        self._store_set(f"{n}/{self.rank}", json.dumps(asdict(mine)))
-        dump = threading.Thread(target=self._dump, args=(mine,), daemon=True)  # the disk may be what hangs
+        self._store_set(f"{n}/request", "")
+        state = self._rank_state()
+        self._store_set(f"{n}/{self.rank}", json.dumps(asdict(state)))
+        dump = threading.Thread(target=self._dump, args=(state,), daemon=True)  # the disk may be what hangs
         dump.start()
         dump.join(self.pace * ANSWER_S)
-        others = [f"{n}/{r}" for r in range(world) if r != self.rank]
-        end = time.monotonic() + self.pace * ANSWER_S
-        while (
-            self._store
-            and time.monotonic() < end
-            and not self._store_has(*(others if self.rank == 0 else [f"{n}/said"]))
-        ):
+        # Rank 0 waits for the states of the others, which wait for its verdict.
+        awaited_keys = [f"{n}/{rank}" for rank in range(world) if rank != self.rank]
+        if self.rank != 0:
+            awaited_keys = [f"{n}/verdict"]
+        deadline = time.monotonic() + self.pace * ANSWER_S
+        while self._store and time.monotonic() < deadline and not self._store_has(*awaited_keys):
             time.sleep(0.1 * self.pace)
-        if any(self._store_has(f"{n}/{r}") for r in range(self.rank)):
-            while time.monotonic() < end + self.pace * ANSWER_S and not self._store_has(f"{n}/said"):
+        if any(self._store_has(f"{n}/{rank}") for rank in range(self.rank)):  # a lower rank will write the verdict
+            while time.monotonic() < deadline + self.pace * ANSWER_S and not self._store_has(f"{n}/verdict"):
                 time.sleep(0.1 * self.pace)
-        if self._store_has(f"{n}/said"):
-            self.reason, self.late_ranks = json.loads(self._get(f"{n}/said"))
+        if self._store_has(f"{n}/verdict"):
+            self.reason, self.late_ranks = json.loads(self._store_get(f"{n}/verdict"))
             return
-        views = {r: RankState(**json.loads(self._get(f"{n}/{r}"))) for r in range(world) if self._store_has(f"{n}/{r}")}
-        views[self.rank] = mine
-        silent = {r: self._state(r) for r in range(world) if r not in views} if self._store else {}
-        self.reason, self.late_ranks = diagnose(views, silent)
-        if not self._met and world > 1:
+        states = {
+            rank: RankState(**json.loads(self._store_get(f"{n}/{rank}")))
+            for rank in range(world)
+            if self._store_has(f"{n}/{rank}")
+        }
+        states[self.rank] = state
+        silent: dict[int, str] = {}
+        if self._store:
+            silent = {rank: self._describe_process(rank) for rank in range(world) if rank not in states}
+        self.reason, self.late_ranks = diagnose(states, silent)
+        if not self._has_met and world > 1:
             self.reason += "; the others wait for it"
         elif self._store is None and world > 1:
-            who = f"this {format_ranks([self.rank])}: {mine}"
-            self.reason = f"the store by which ranks met (MASTER_ADDR) does not answer; {who}"
-        self._store_set(f"{n}/said", json.dumps([self.reason, self.late_ranks]))
-        self._tell(views, silent)
+            this_rank = f"this {format_ranks([self.rank])}: {state}"
+            self.reason = f"the store by which ranks met (MASTER_ADDR) does not answer; {this_rank}"
+        self._store_set(f"{n}/verdict", json.dumps([self.reason, self.late_ranks]))
+        self._report(states, silent)
 
-    def _tell(self, views: dict[int, RankState], silent: dict[int, str]) -> None:
-        if (
-            not self._met and self._report_file is not None and self._report_file.exists()
-        ):  # one report per machine is enough
+    def _report(self, states: dict[int, RankState], silent: dict[int, str]) -> None:
+        """Print the verdict and the states of all ranks, and write it for the launcher and into events.jsonl."""
+        # Before the rendezvous one report per machine is enough.
+        if not self._has_met and self._report_file is not None and self._report_file.exists():
             return
         self._is_reporter = True
-        doing, step, since = self._at
-        usual = f", usually {statistics.median(self._took):.1f} s" if doing == "step" and self._took else ""
-        lines = [f"NO PROGRESS for {time.monotonic() - since:.0f} s{usual}: {self.reason}"]
-        alike: dict[str, list[int]] = {}
-        for rank, view in views.items():
-            alike.setdefault(str(view), []).append(rank)
-        lines += [f"  {format_ranks(who)}: {text}" for text, who in alike.items()]
+        activity, step, start = self._activity
+        median = ""
+        if activity == "step" and self._step_times:
+            median = f", usually {statistics.median(self._step_times):.1f} s"
+        lines = [f"NO PROGRESS for {time.monotonic() - start:.0f} s{median}: {self.reason}"]
+        ranks_by_state: dict[str, list[int]] = {}
+        for rank, state in states.items():
+            ranks_by_state.setdefault(str(state), []).append(rank)
+        lines += [f"  {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_state.items()]
         lines += [
-            f"  {format_ranks([rank])}: no answer{f', {state}' if state else ''}" for rank, state in silent.items()
+            f"  {format_ranks([rank])}: no answer{f', {process}' if process else ''}"
+            for rank, process in silent.items()
         ]
         if self._report_file is not None:
             with contextlib.suppress(OSError):
-                word = {"rank": self.rank, "code": int(ExitCode.HANG), "reason": self.reason}
-                write_atomically(self._report_file, json.dumps(word))
+                verdict = {"rank": self.rank, "code": int(ExitCode.HANG), "reason": self.reason}
+                write_atomically(self._report_file, json.dumps(verdict))
         print_err("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
         self.events.add("hang", step, reason=self.reason, late_ranks=self.late_ranks)
 
-    def _view(self) -> RankState:
-        doing, step, since = self._at
-        now, waits, axes = time.monotonic(), None, {}
+    def _rank_state(self) -> RankState:
+        activity, step, start = self._activity
+        now, waiting_on, axes = time.monotonic(), None, {}
         for axis in self.mesh.active_axes:
-            if (waiting := axis.comm_log.blocked_on) is not None:
-                waits = axis.name, waiting[0].signature, now - waiting[1]
+            if (blocked_on := axis.comm_log.blocked_on) is not None:
+                call, since = blocked_on
+                waiting_on = axis.name, call.signature, now - since
             axes[axis.name] = list(axis.ranks), [call.signature for call in list(axis.comm_log.recent)]
-        return RankState(self.rank, step, doing, self.timers.phase, now - since, list(self._places()), waits, axes)
-
-    def _places(self) -> Iterator[str]:
-        """Lines of the main thread in megalite, without floors that only wait or pass something on."""
-        frame = sys._current_frames().get(self._main)
-        return self._lines(traceback.walk_stack(frame) if frame is not None else ())
+        frame = sys._current_frames().get(self._main_thread)
+        stack = list(self._megalite_lines(traceback.walk_stack(frame) if frame is not None else ()))
+        return RankState(self.rank, step, activity, self.timers.phase, now - start, stack, waiting_on, axes)
 
     @staticmethod
-    def _lines(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
+    def _megalite_lines(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
+        """Yield the lines in megalite, without packages that only wait or forward calls."""
         for frame, line in frames:
             path = frame.f_code.co_filename
             file = path.removeprefix(ROOT)
             if file != path and not file.startswith(("common/", "parallel/", "config/", "training/monitoring/")):
                 yield f"{file}:{line} {frame.f_code.co_name}"
 
-    def _dump(self, mine: RankState) -> None:
+    def _dump(self, state: RankState) -> None:
+        """Write this rank's state, stacks and NCCL's flight recorder into RUN/hang/."""
         path = self.folder / f"rank-{self.rank:03d}.txt"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8", opener=open_in_run_dir) as file:
-                file.write(f"--- {time.strftime('%F %T')} {mine}\n")
-                for axis, (members, calls) in mine.axes.items():
-                    file.writelines(f"{axis} {members}: {op} {peer} {n}, {size} bytes\n" for op, peer, n, size in calls)
+                file.write(f"--- {time.strftime('%F %T')} {state}\n")
+                for axis, (ranks, calls) in state.axes.items():
+                    file.writelines(f"{axis} {ranks}: {op} {peer} {n}, {size} bytes\n" for op, peer, n, size in calls)
                 file.flush()
                 faulthandler.dump_traceback(file)
             if recorder := getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None):
@@ -299,14 +352,14 @@ class Watchdog:
         except (OSError, RuntimeError, ValueError) as error:
             print_err(f"WARNING: {path}: {error}; this rank's stack is lost")
 
-    def _state(self, rank: int) -> str:
-        """The state of a process that does not answer, by the kernel, if it is on this machine."""
-        host, _, pid = self._get(f"who/{rank}").partition(" ")
+    def _describe_process(self, rank: int) -> str:
+        """Describe the process of a rank that does not respond, with the kernel's state if it is on this machine."""
+        host, _, pid = self._store_get(f"host/{rank}").partition(" ")
         if host != socket.gethostname():
             return f"process {pid} on {host}" if host else ""
-        return f"process {pid}: {STATES.get(_letter(pid), 'neither stopped nor ended')}"
+        return f"process {pid}: {STATES.get(_process_state(pid), 'neither stopped nor ended')}"
 
-    # ---- the store; after an error it is not asked again
+    # ---- the store; after an error it is not used again
 
     def _store_set(self, key: str, text: str) -> None:
         self._try("set", key, text)
@@ -314,21 +367,21 @@ class Watchdog:
     def _store_has(self, *keys: str) -> bool:
         return bool(self._try("check", list(keys)))
 
-    def _get(self, key: str) -> str:
+    def _store_get(self, key: str) -> str:
         return (self._try("get", key) or b"").decode() if self._store_has(key) else ""
 
-    def _try(self, what: str, *args: Any) -> Any:
+    def _try(self, method: str, *args: Any) -> Any:
         if self._store is None:
             return None
         try:
-            return getattr(self._store, what)(*args)
+            return getattr(self._store, method)(*args)
         except RuntimeError:
             self._store = None
             return None
 
 
-def _letter(pid: str) -> str:
-    """The state of a process of this machine, as the kernel abbreviates it (proc(5))."""
+def _process_state(pid: str) -> str:
+    """Return the state of a process of this machine, as the kernel abbreviates it (proc(5))."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -336,7 +389,7 @@ def _letter(pid: str) -> str:
 
 
 def is_lost_peer_error(error: BaseException) -> bool:
-    """Whether gloo or NCCL has raised this because another rank is gone. (Errors of stores and files are OSErrors.)"""
+    """Return True if gloo or NCCL has raised this because another rank is lost (errors of stores are OSErrors)."""
     return isinstance(error, RuntimeError) and _LOST_PEER_ERROR.search(str(error)) is not None
 
 
@@ -348,21 +401,31 @@ def _own_connection() -> Any:
 
 
 class Heartbeat:
-    """Renews status.json every BEAT_S while a run lives, so that an old one means it is gone or hangs. A thread of rank
-    0 writes it, as one batch or file may take longer, and a disk that hangs must not block the run. It pauses while the
-    watchdog sees a hang. `resumes`: of `Ranks`. The status of another run, and of one that is done, stays until
-    this one begins, which may be refused."""
+    """A thread of rank 0 that renews status.json every HEARTBEAT_S, so that an old one means a dead or hanging run.
 
-    def __init__(self, folder: Path, run: Run, config: Config, dog: Watchdog, resumes: bool):
-        self._folder, self._run, self._config, self._dog = folder, run, config, dog
-        self._closing, self._writing = threading.Event(), threading.Lock()  # writers share a temporary file
-        self._thread = threading.Thread(target=self._beat, name="megalite-heartbeat", daemon=True)
-        if not belongs_to_another_run(folder, config, resumes) and not is_done(folder):
+    It is a thread because a batch or a save may take longer, and because a disk that hangs must not block the run. It
+    pauses while the watchdog reports a hang. The status of another run, or of a finished one, remains until `begin` is
+    called, since this run may still fail to start.
+
+    Args:
+        is_restart: `RankInfo.is_restart`.
+    """
+
+    def __init__(self, folder: Path, run: Run, config: Config, watchdog: Watchdog, is_restart: bool):
+        self._folder = folder
+        self._run = run
+        self._config = config
+        self._watchdog = watchdog
+        self._closing = threading.Event()
+        self._write_lock = threading.Lock()  # concurrent writers would use the same temporary file
+        self._thread = threading.Thread(target=self._renew, name="megalite-heartbeat", daemon=True)
+        if not belongs_to_another_run(folder, config, is_restart) and not is_done(folder):
             self.begin()
 
     def begin(self) -> None:
+        """Write the status, and start the thread unless it runs."""
         if self._run.mesh.world.is_first:
-            self._say()
+            self._write()
             if self._thread.ident is None:
                 self._thread.start()
 
@@ -372,12 +435,12 @@ class Heartbeat:
         if self._thread.ident is not None:
             self._thread.join(CLOSE_S)
 
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         while not self._closing.wait(HEARTBEAT_S):
-            if not self._dog.hang_reported:
-                self._say()
+            if not self._watchdog.hang_reported:
+                self._write()
 
-    def _say(self) -> None:
+    def _write(self) -> None:
         state = self._run.state
-        with self._writing:
+        with self._write_lock:
             write_status(self._folder, "running", self._config, step=state.step, tokens=state.consumed_tokens)
