@@ -1,5 +1,7 @@
-"""What pyproject.toml cannot say: a wheel also holds the programs that stand beside the package in a clone, below
-megalite/programs, where the command `megalite` finds them (megalite/__main__.py). An editable install needs none.
+"""The parts of the build that pyproject.toml cannot describe.
+
+A wheel also contains the programs that are next to the package in a clone, below megalite/programs, where the command
+`megalite` finds them (megalite/__main__.py). An editable install needs none.
 """
 
 from pathlib import Path

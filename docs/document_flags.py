@@ -79,8 +79,10 @@ def _option_row(option: Field[Any]) -> str:
 
 
 def _shown_flags(option: Field[Any]) -> list[str]:
-    """Return the flags that set the option. Of a switch, return only those that change its default, without the
-    `--disable-x` that every switch has."""
+    """Return the flags that set the option.
+
+    For a switch, these are only the flags that change its default, without the `--disable-x` that every switch has.
+    """
     if type_name(option) != "bool":
         return [flag for flag, _ in flags_of(option)]
     implied = "--disable-" + flag_name(option.name).removeprefix("--")

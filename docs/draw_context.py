@@ -21,7 +21,7 @@ CASES = (
 
 
 def picture() -> Picture:
-    """The keys that each query sees, as a bar above its position, in the colour of the rank that has the query."""
+    """Draw the keys that each query sees, as a bar above its position, in the colour of the rank that has the query."""
 
     def draw(width: float) -> Any:
         fig, axes = figure(width, [1.5] * len(CASES), share_x=True)
@@ -34,8 +34,8 @@ def picture() -> Picture:
             for rank in range(RANKS):
                 rows = places.positions(rank)
                 share = sum(work[b] for b in places.seq_chunks_by_rank[rank]) / sum(work)
-                seen, told = [keys[i] for i in rows], f"rank {rank}: {share:.0%} of the work"
-                axis.bar(rows, seen, width=1.0, color=ink(SERIES[rank]), label=told)
+                seen, label = [keys[i] for i in rows], f"rank {rank}: {share:.0%} of the work"
+                axis.bar(rows, seen, width=1.0, color=ink(SERIES[rank]), label=label)
             axis.set_ylabel("keys per query")
             busiest = f"the busiest rank has {imbalance(work, places.seq_chunks_by_rank):.2f} times the mean work"
             axis.set_title(f"{name}: {busiest}", loc="left", color=ink("ink"))

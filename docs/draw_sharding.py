@@ -17,7 +17,7 @@ PARTS = (("weights", "blue"), ("gradients", "vermilion"), ("optimizer", "green")
 
 
 def picture() -> Picture:
-    """A line per stage and rank, as wide as a parameter's bytes; what is filled is held."""
+    """Draw the bytes of a parameter on each rank at each ZeRO stage; filled areas are on the rank."""
     sizes = bytes_per_element(torch.bfloat16, (None, None))
 
     def draw(width: float) -> Any:

@@ -94,4 +94,4 @@ class Docstrings(griffe.Extension):
 def _as_markdown(paragraph: str) -> str:
     if re.search(r"^ *(>>>|\S.* {2,}\S)", paragraph, re.MULTILINE):
         return f"```text\n{paragraph}\n```"
-    return re.sub(r"(`[^`]+`)|([*_\[\]<])", lambda found: found[1] or f"\\{found[2]}", paragraph)
+    return re.sub(r"(`[^`]+`)|([*_\[\]<])", lambda match: match[1] or f"\\{match[2]}", paragraph)

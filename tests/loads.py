@@ -31,7 +31,7 @@ def newest(
         ]
         return loader.LoadPlan(pieces, True)
 
-    return loader.load_newest(directory, mesh, everything, step, first=first)
+    return loader.load_newest(directory, mesh, everything, step, preferred=first)
 
 
 def fill(folder: Location, manifest: Manifest, pieces: list[TensorShard], mesh: Mesh, *, exact: bool = False) -> None:

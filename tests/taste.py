@@ -104,7 +104,7 @@ def environment_readers(root: Path) -> Iterator[str]:
 
 
 # What has the methods of a Storage (checkpoint/storage/), whose write_text follows no link.
-A_STORAGE = re.compile(r"(self|self\._there|(self\.)?_?storage|storage_of\(.*\))\.write_text")
+A_STORAGE = re.compile(r"(self|self\._there|(self\.)?\w*storage|storage_of\(.*\))\.write_text")
 
 
 def links_followed(root: Path) -> Iterator[str]:
@@ -265,7 +265,9 @@ def parts_of(name: str, root: Path) -> Iterator[str]:
         kinds = tomllib.loads((root / "megalite/config/registry.toml").read_text("utf-8"))
         places = (str(place).partition(":") for place in kinds[kind].values())
         yield from (module for module, colon, _ in places if colon)
-        yield from (f"megalite.{kinds[kind]['folder'].replace('/', '.')}." for _ in range("folder" in kinds[kind]))
+        yield from (
+            f"megalite.{kinds[kind]['directory'].replace('/', '.')}." for _ in range("directory" in kinds[kind])
+        )
 
 
 RULES = (

@@ -49,12 +49,12 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", clone, tmp_path_factory.mktemp("wheel"))
 
 
-DATA = """commands.toml config/megatron_flags.txt config/faults.toml config/help.toml
- config/refused.toml config/registry.toml config/translate/accelerate.toml config/translate/bridge.toml
+DATA = """commands.toml common/fault_points.toml config/megatron_flags.txt config/help_pages.toml
+ config/unsupported_values.toml config/registry.toml config/translate/accelerate.toml config/translate/bridge.toml
  config/translate/deepspeed.toml config/translate/nanotron.toml config/translate/nemo.toml config/translate/torchtitan.toml
- data/tokenizers/tables.toml interop/huggingface/facts.toml interop/megatron/names.toml kernels/newton_schulz.toml
- kernels/tiles.toml launch/machine.toml launch/ranks.toml models/families.toml plan/causes.toml plan/devices.toml
- plan/links.toml training/logging/figures.toml completion.sh py.typed"""
+ data/tokenizers/tables.toml interop/huggingface/constants.toml interop/megatron/names.toml kernels/newton_schulz.toml
+ kernels/tiles.toml launch/system_checks.toml launch/launcher_variables.toml models/families.toml
+ planning/bottlenecks.toml planning/devices.toml planning/links.toml training/logging/metrics.toml completion.sh py.typed"""
 
 
 @RARELY

@@ -132,7 +132,7 @@ def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None 
                 training.end_step(train_step(run, **asks))
         return training.finish()
     finally:
-        watch.dog.close()
+        watch.watchdog.close()
 
 
 def logged(folder: Path, what: str = "train/loss") -> list[Any]:

@@ -42,8 +42,8 @@ def parts_of(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, floa
 
 
 def timed_steps(run: Any, steps: int) -> dict[str, float]:
-    """Seconds by phase of further steps, by the run's own clock (parallel/phase_timer.py): on a card of its stream, so that
-    communication is what nothing hides. Micro-batches that were replayed as a graph run eagerly from now on: in a
+    """Seconds by phase of further steps, by the run's own clock (parallel/phase_timer.py): on a GPU of its stream, so
+    that communication is what nothing hides. Micro-batches that were replayed as a graph run eagerly from now on: in a
     replay forward and backward are one."""
     from megalite.parallel.streams import synchronize
     from megalite.pipeline.cuda_graph import CudaGraphPipeline

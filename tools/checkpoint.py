@@ -44,7 +44,7 @@ def inspect(path: Location, tensors: bool) -> None:
     from megalite.checkpoint import offline
 
     found = offline.open_checkpoint(path)
-    folder, manifest = found.folder, found.manifest
+    folder, manifest = found.directory, found.manifest
     progress = manifest.state.get("progress", {})
     print(f"{folder}: step {progress.get('step', '?')}, {progress.get('consumed_tokens', 0):,} tokens")
     size = sum(stamp.size for stamp in manifest.files.values())
@@ -143,7 +143,7 @@ def diff(a: Location, b: Location) -> int:
 
 def named(source: Checkpoint, folder: Location) -> Location:
     """`folder`, or in it the folder of the source's name."""
-    return folder if folder.name.startswith("iter_") else folder / source.folder.name
+    return folder if folder.name.startswith("iter_") else folder / source.directory.name
 
 
 def shares(items: Sequence[TensorProducer], files: int) -> list[list[TensorProducer]]:
@@ -196,7 +196,7 @@ def average(target: Location, paths: list[Location], files: int) -> None:
         }
         wrong = sorted(n for n in {*here, *weights} if n not in weights or here.get(n) != weights[n])
         if wrong:
-            both = f"{source.folder} and {newest.folder}"
+            both = f"{source.directory} and {newest.directory}"
             raise CheckpointError(f"{both} are of different models: {', '.join(wrong[:5])}; average those of one")
 
     def mean(name: str) -> Tensor:
@@ -206,9 +206,9 @@ def average(target: Location, paths: list[Location], files: int) -> None:
             total += source.read(main if main in source.manifest.tensors else name)
         return (total / len(sources)).to(newest.dtype(name))
 
-    state = {**newest.manifest.state, "averaged": [source.folder.name for source in sources]}
+    state = {**newest.manifest.state, "averaged": [source.directory.name for source in sources]}
     write_whole(folder, newest, list(weights), mean, state, files)
-    print(f"wrote {folder}, the mean of {', '.join(str(one.folder) for one in sources)}")
+    print(f"wrote {folder}, the mean of {', '.join(str(one.directory) for one in sources)}")
 
 
 def prune(path: Location, keep: int, retain: int | None, dry: bool) -> None:

@@ -117,12 +117,12 @@ def start_state(options: dict[str, Any], dtype: torch.dtype, tokenizer: dict[str
 
 def saved_model(source: Checkpoint) -> ModelConfig:
     """The model that a checkpoint's configuration describes. Raises CheckpointError."""
-    where = f"{source.folder}: its configuration"
+    where = f"{source.directory}: its configuration"
     try:
-        return build_model_config(parse_config_text(str(source.manifest.state["config"]), str(source.folder)), where)
+        return build_model_config(parse_config_text(str(source.manifest.state["config"]), str(source.directory)), where)
     except (KeyError, ConfigError, CheckpointError) as error:
         if lacks := missing_plugins_message(source.manifest.state.get("plugins")):
-            raise CheckpointError(f"{source.folder} {lacks}") from None
+            raise CheckpointError(f"{source.directory} {lacks}") from None
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{where} cannot be read ({error}); use another checkpoint") from None
@@ -148,7 +148,7 @@ def checked(args: argparse.Namespace, folder: Path, theirs: ExternalModel, ours:
     if importlib.util.find_spec("transformers") is None:
         print("check: logits are not compared; pip install transformers for that")
         return good
-    tokenizer = open_tokenizer(checkpoint_config(ours.source.manifest, ours.source.folder).data)
+    tokenizer = open_tokenizer(checkpoint_config(ours.source.manifest, ours.source.directory).data)
     ids = tokenizer.encode(SAMPLE) if tokenizer is not None and not tokenizer.is_null else None
     whole = args.dtype == "float32"
     verdict = compare_logits(folder, ours.source, saved_model(ours.source), theirs.rows, ids, whole)
@@ -158,7 +158,7 @@ def checked(args: argparse.Namespace, folder: Path, theirs: ExternalModel, ours:
 
 def from_megatron(args: argparse.Namespace) -> bool:
     folder: Path = args.from_megatron
-    theirs = megatron_dist.open_checkpoint(megatron.find_checkpoint(folder) or megatron.folder_of(folder))
+    theirs = megatron_dist.open_checkpoint(megatron.find_checkpoint(folder) or megatron.rank_files_dir(folder))
     rows, vocab_size = theirs.rows, args.vocab_size
     named = tokenizer_from_args(theirs.args)
     announce(named, folder)
@@ -185,7 +185,7 @@ def checked_megatron(theirs: ExternalModel, ours: ExportSource, vocab_size: int)
 
 def to_hf(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load, verified=True)
-    model, config = saved_model(source), checkpoint_config(source.manifest, source.folder)
+    model, config = saved_model(source), checkpoint_config(source.manifest, source.directory)
     announce({name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}, parse_location(args.load))
     like: Path | None = args.like or tokenizer_source_dir(config.data)
     vocab_size, eod = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)
@@ -205,7 +205,7 @@ def to_hf(args: argparse.Namespace) -> bool:
 def to_megatron(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load, verified=True)
     model = saved_model(source)
-    config = checkpoint_config(source.manifest, source.folder)
+    config = checkpoint_config(source.manifest, source.directory)
     tokenizer = {name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}
     announce(tokenizer, parse_location(args.load))
     vocab_size, _ = vocabulary(config, source.manifest.state.get("vocab_size"), args.vocab_size)

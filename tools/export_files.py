@@ -1,6 +1,6 @@
-"""Files of one program's weights made of another's, tensor by tensor: a checkpoint of step 0 made of foreign weights
-(megalite/interop/tensor_mapping.py), and a `release` for Megatron-LM, one file per (tp, pp) rank, under the names of Megatron
-core (megalite/interop/megatron/torch_format.py).
+"""Files of one program's weights made of another's, tensor by tensor: a checkpoint of step 0 made of external weights
+(megalite/interop/tensor_mapping.py), and a `release` for Megatron-LM, one file per (tp, pp) rank, under the names of
+Megatron core (megalite/interop/megatron/torch_format.py).
 
 Our checkpoint is stored without the rows that pad a vocabulary; theirs is padded to a multiple of 128 x tp. With a tied
 embedding and pp > 1 their last stage holds a copy of it. torch writes a file at once, so the weights of one rank are in

@@ -1,10 +1,13 @@
 """The command line: defaults < --preset NAME < --config FILE.toml < flags.
 
-Flags are made from the dataclasses of options.py, with - or _ between words; they cannot be abbreviated. A bool takes
---x, --no-x, --disable-x and a value (--x=false). A misspelt flag is answered with the nearest one, and a flag of
-Megatron-LM that is no option here as megatron_flags.py says. All problems are printed at once, before torch is
-imported, and the exit code is 2. --help shows fifteen flags, three examples and the groups; --help GROUP the flags of a
-section of options.py; --help all every flag.
+Flags are generated from the dataclasses of options.py, with - or _ between words; they cannot be abbreviated. A bool
+takes --x, --no-x, --disable-x and a value (--x=false). The problem of a misspelled flag suggests the nearest one. A
+flag of Megatron-LM that megalite does not have is treated as megatron_flags.txt says.
+
+All problems are printed at once, before torch is imported, and the exit code is 2.
+
+--help shows the most used flags, three examples and the groups; --help GROUP shows the flags of a section of
+options.py, and --help all shows every flag.
 """
 
 import argparse
@@ -29,10 +32,11 @@ from megalite.config.exits import Finished
 from megalite.config.megatron_flags import INSTEAD, OPTION, classify_flags, closest_match, known_flags
 from megalite.config.option import LIST_TYPES, flag_name, flags_of, mask_url_secrets, option_spec, type_name
 from megalite.config.options import SECTIONS, Config, ConfigError, iter_options
+from megalite.config.problems import Problem
 from megalite.config.validation import find_ineffective, find_problems
 
 HELP_PAGES = load_table(__file__, "help_pages")
-_TYPES = {"int": int, "float": float, "ints": int, "floats": float}  # what a text becomes
+_TYPES = {"int": int, "float": float, "ints": int, "floats": float}  # the types that texts are converted to
 ExtraChecks = Callable[[Config, list[str]], Sequence[str]]
 WorldSizeOf = Callable[[Config], int | None]
 Presets = Mapping[str, Mapping[str, Any]]
@@ -41,17 +45,17 @@ _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass
 class ParsedArgs:
-    """A command line, taken apart. `values`: option -> its text or texts, or the value that its flag stands for."""
+    """The arguments of a command line, by option."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    megatron_flags: list[tuple[str, list[str]]] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)  # option -> its text or texts, or the value of its flag
+    megatron_flags: list[tuple[str, list[str]]] = field(default_factory=list)  # flags of Megatron-LM, with their values
     problems: list[str] = field(default_factory=list)
-    unreadable: set[str] = field(default_factory=set)  # options that were given a value that cannot be read
-    misspelled: set[str] = field(default_factory=set)  # options that misspelt flags may have meant
+    unreadable: set[str] = field(default_factory=set)  # options whose value is missing or invalid
+    misspelled: set[str] = field(default_factory=set)  # options that misspelled flags may refer to
     notes: list[str] = field(default_factory=list)
 
     def set_value(self, name: str, value: Any) -> None:
-        """The last one counts, as in Megatron-LM."""
+        """Set the value of an option. The last of several values counts, as in Megatron-LM."""
         if self.values.get(name, value) != value:
             texts = (" ".join(v) if isinstance(v, list) else str(v) for v in (self.values[name], value))
             self.notes.append(
@@ -60,100 +64,127 @@ class ParsedArgs:
         self.values[name] = value
 
     def add_stray(self, more: list[str], before: str, name: str, value: Any) -> None:
-        """Words that no flag takes, after the flag `before`, which sets `name`."""
+        """Add the problem of arguments that belong to no flag.
+
+        Args:
+            more: these arguments.
+            before: the flag before them; "" at the start of the command line.
+            name: the option that this flag sets to a text; "" if it sets none.
+            value: the value of that option; None if there is none.
+        """
         if isinstance(value, str):  # a value with spaces, which the shell has split
             self.unreadable.add(name)
-            flag, whole = before.partition("=")[0], shlex.quote(" ".join([value, *more]))
-            where = f" after {flag} {value}; quote a value that has spaces: {flag} {whole}"
+            flag = before.partition("=")[0]
+            quoted = shlex.quote(" ".join([value, *more]))
+            where = f" after {flag} {value}; quote a value that has spaces: {flag} {quoted}"
         else:
-            where = f"{f' after {before}' * bool(before)}; a flag stands before its value, as in --lr 3e-4"
-        self.problems.append(f"unexpected word{'s' * (len(more) > 1)} {', '.join(map(repr, more))}{where}")
+            after = f" after {before}" if before else ""
+            where = f"{after}; a flag stands before its value, as in --lr 3e-4"
+        plural = "s" if len(more) > 1 else ""
+        self.problems.append(f"unexpected word{plural} {', '.join(map(repr, more))}{where}")
 
 
-def _is_flag(word: str) -> bool:
-    return re.match(r"--?[A-Za-z]", word) is not None
+def _is_flag(arg: str) -> bool:
+    return re.match(r"--?[A-Za-z]", arg) is not None
 
 
 def parse_args(argv: Sequence[str]) -> ParsedArgs:
-    """Every word of `argv` as an option, a flag of Megatron-LM, or a problem."""
-    ours = {flag: (f, constant) for _, f in iter_options() for flag, constant in flags_of(f)}
-    theirs, found, rest, before, text = known_flags(), ParsedArgs(), list(argv), "", ""
-    spelt = [flag for flag, known in theirs.items() if known.verdict != INSTEAD]
-    while rest:
-        word = rest.pop(0)
-        if not _is_flag(word):
-            strays = [word]
-            while rest and not _is_flag(rest[0]):
-                strays.append(rest.pop(0))
-            found.add_stray(strays, before, text, found.values.get(text))
+    """Parse `argv` without converting values: each argument is a flag, a value of one, or part of a problem."""
+    option_flags = {flag: (f, constant) for _, f in iter_options() for flag, constant in flags_of(f)}
+    megatron_flags = known_flags()
+    megatron_names = [flag for flag, known in megatron_flags.items() if known.verdict != INSTEAD]
+    parsed = ParsedArgs()
+    remaining = list(argv)
+    previous_flag = ""
+    text_option = ""  # the option that the previous flag sets to a text; "" if there is none
+    while remaining:
+        arg = remaining.pop(0)
+        if not _is_flag(arg):
+            strays = [arg]
+            while remaining and not _is_flag(remaining[0]):
+                strays.append(remaining.pop(0))
+            parsed.add_stray(strays, previous_flag, text_option, parsed.values.get(text_option))
             continue
-        before, text = word, ""  # `text`: the option that this flag sets to a text
-        head, equals, value = word.partition("=")
-        flag = head if head in theirs else head.replace("_", "-")
+        previous_flag = arg
+        text_option = ""
+        head, equals, value = arg.partition("=")
+        flag = head if head in megatron_flags else head.replace("_", "-")
         values = [value] if equals else []
-        f, constant = ours.get(flag, (None, None))
+        f, constant = option_flags.get(flag, (None, None))
         kind = "str" if flag in ("--preset", "--config") else None if f is None else type_name(f)
         if kind is None:
-            known = theirs.get(flag)
+            known = megatron_flags.get(flag)
             unknown = known is None or known.verdict in (INSTEAD, OPTION)
-            most = None if unknown or known is None else known.values
-            while rest and not _is_flag(rest[0]) and not equals and (most is None or len(values) < most):
-                values.append(rest.pop(0))
+            max_values = None if unknown or known is None else known.values
+            while (
+                remaining
+                and not _is_flag(remaining[0])
+                and not equals
+                and (max_values is None or len(values) < max_values)
+            ):
+                values.append(remaining.pop(0))
             if unknown:
-                remedy = known.reason if known is not None else closest_match(flag, [*ours, *spelt])
-                better = "; see --help" if not remedy else f"; use {remedy}" if known else f"; did you mean {remedy}?"
-                found.problems.append(f"unknown flag {flag}{better}")
-                found.misspelled |= _options_named_in(remedy or "")
+                remedy = known.reason if known is not None else closest_match(flag, [*option_flags, *megatron_names])
+                if not remedy:
+                    better = "; see --help"
+                else:
+                    better = f"; use {remedy}" if known else f"; did you mean {remedy}?"
+                parsed.problems.append(f"unknown flag {flag}{better}")
+                parsed.misspelled |= _options_named_in(remedy or "")
             else:
-                found.megatron_flags.append((flag, values))
+                parsed.megatron_flags.append((flag, values))
         elif f is not None and constant is not None:
-            if not equals and rest and rest[0].lower() in _BOOLS:
-                values = [rest.pop(0)]
-            holds = _BOOLS.get(values[0].lower()) if values else True
-            if holds is None:
-                found.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or no value")
-                found.unreadable.add(f.name)
+            if not equals and remaining and remaining[0].lower() in _BOOLS:
+                values = [remaining.pop(0)]
+            switch_value = _BOOLS.get(values[0].lower()) if values else True
+            if switch_value is None:
+                parsed.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or no value")
+                parsed.unreadable.add(f.name)
             else:
-                found.set_value(f.name, constant if holds else not constant if kind == "bool" else f.default)
+                parsed.set_value(f.name, constant if switch_value else not constant if kind == "bool" else f.default)
         else:
             name = flag[2:] if f is None else f.name
-            lists = kind in LIST_TYPES
-            while not equals and rest and not _is_flag(rest[0]) and (lists or not values):
-                values.append(rest.pop(0))
+            is_list = kind in LIST_TYPES
+            while not equals and remaining and not _is_flag(remaining[0]) and (is_list or not values):
+                values.append(remaining.pop(0))
             if f is not None and (bare := option_spec(f).bare_value) is not None:
                 switch = _BOOLS.get(values[0].lower()) if values else True
                 if switch is not None:
                     values = [bare if switch else "off"]
             if not values:
                 remedy = f"give it after the flag (one that begins with -: {flag}=-1)"
-                found.problems.append(f"{flag} needs a value; {remedy}")
-                found.unreadable.add(name)
+                parsed.problems.append(f"{flag} needs a value; {remedy}")
+                parsed.unreadable.add(name)
             elif f is not None and option_spec(f).accumulates:
-                found.values.setdefault(name, []).extend(values)
+                parsed.values.setdefault(name, []).extend(values)
             else:
-                found.set_value(name, values if lists else values[0])
-                text = name if kind == "str" else ""
-    return found
+                parsed.set_value(name, values if is_list else values[0])
+                text_option = name if kind == "str" else ""
+    return parsed
 
 
 def _options_named_in(text: str) -> set[str]:
-    """The options whose flags the text names."""
+    """Return the options whose flags the text names."""
     flags = set(re.findall(r"--[\w-]+", text))
     return {f.name for _, f in iter_options() if flags & {flag for flag, _ in flags_of(f)}}
 
 
 def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts of the command line as values of their types; `convert` refuses those that stay texts."""
-    fields, typed = {f.name: f for _, f in iter_options()}, {}
+    """Convert texts of the command line to the types of their options.
+
+    A text that does not convert stays a text; `convert_values` reports it.
+    """
+    fields = {f.name: f for _, f in iter_options()}
+    typed = {}
     for name, value in values.items():
-        to = _TYPES.get(type_name(fields[name]))
+        number_type = _TYPES.get(type_name(fields[name]))
         try:
-            if isinstance(value, list) and value[0][:1] == "[" and value[-1][-1:] == "]":  # a list as YAML has it
-                value = [word for word in " ".join(value)[1:-1].replace(",", " ").split()]
-            if isinstance(value, list) and to is not None:  # 4 5, or as Megatron-LM's tuples 4,5 or (4,5)
-                value = [to(v) for word in value for v in word.strip("()").split(",")]
-            elif isinstance(value, str) and to is not None:
-                value = to(value)
+            if isinstance(value, list) and value[0][:1] == "[" and value[-1][-1:] == "]":  # a list in YAML's form
+                value = [item for item in " ".join(value)[1:-1].replace(",", " ").split()]
+            if isinstance(value, list) and number_type is not None:  # 4 5, or as Megatron-LM's tuples 4,5 or (4,5)
+                value = [number_type(number) for item in value for number in item.strip("()").split(",")]
+            elif isinstance(value, str) and number_type is not None:
+                value = number_type(value)
         except ValueError:
             pass
         typed[name] = value
@@ -162,31 +193,43 @@ def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """A command line without errors. `warnings`: protections and logs that were asked for and do not exist here."""
+    """The configuration of a command line without errors."""
 
     config: Config
     notes: list[str]
-    warnings: list[str]
+    warnings: list[str]  # requested protections and logs that megalite does not have
 
 
 def parse_config(
     argv: Sequence[str], presets: Presets, also: ExtraChecks | None = None, world: WorldSizeOf | None = None
 ) -> ParsedConfig:
-    """The configuration that a command line asks for. `also`: finds further problems, of the machine for instance,
-    given those found so far. `world`: the number of ranks. Raises ConfigError with the problems of all stages."""
-    words = parse_args(argv)
-    megatron_flags = classify_flags(words.megatron_flags)
-    problems = [*words.problems, *megatron_flags.problems]
-    values, unreadable = words.values, words.unreadable
-    words.misspelled.update(*map(_options_named_in, megatron_flags.problems))
-    path, file, follows = values.pop("config", None), {}, []
+    """Return the configuration of a command line.
+
+    Args:
+        also: a function of the configuration and the problems so far that returns more problems, for example with the
+            machine.
+        world: a function of the configuration that returns the number of ranks; None if it is not known.
+
+    Raises:
+        ConfigError: with the problems of all stages.
+    """
+    args = parse_args(argv)
+    megatron_flags = classify_flags(args.megatron_flags)
+    problems = [*args.problems, *megatron_flags.problems]
+    values = args.values
+    unreadable = args.unreadable
+    args.misspelled.update(*map(_options_named_in, megatron_flags.problems))
+    path = values.pop("config", None)
+    file: dict[str, Any] = {}
+    ignored: list[Problem] = []
     if path is not None:
         try:
             file = read_config_file(path)
         except ConfigError as error:
             problems += error.problems
-            follows = find_problems(Config())  # problems of an empty command line: the file may have had these options
-    words.notes += _load_plugins(file, values, problems)
+            # the unreadable file may set what an empty command line lacks
+            ignored = find_problems(Config())
+    args.notes += _load_plugins(file, values, problems)
     preset = str(values.pop("preset", "") or file.get("preset", ""))
     file.pop("preset", None)
     if preset and preset not in presets:
@@ -194,8 +237,8 @@ def parse_config(
         remedy = f"did you mean {near[0]}? There are" if near else "use one of"
         problems.append(f"preset={preset!r} is unknown; {remedy} {', '.join(sorted(presets))}")
     if (preset and preset not in presets) or "preset" in unreadable:
-        words.misspelled.update(*presets.values())  # options that the preset may have set
-    unreadable |= words.misspelled - {**file, **values}.keys()
+        args.misspelled.update(*presets.values())  # options that the preset may set
+    unreadable |= args.misspelled - {**file, **values}.keys()
     merged: dict[str, Any] = {}
     for source in (file, _typed(values)):  # a wrong type in the file is an error even where a flag wins over it
         typed, wrong = configs.convert_values(source)
@@ -204,36 +247,47 @@ def parse_config(
         merged.update(typed)
     config = configs.build(configs.apply_megatron_defaults(configs.apply_preset(presets.get(preset, {}), merged)))
     ranks = world(config) if world else None
-    found = find_problems(
-        config, ranks if ranks is None or ranks > 0 else None, unclear=unreadable
-    )  # a wrong number is told
-    problems += [problem for problem in found if problem not in follows]
+    if ranks is not None and ranks <= 0:  # an invalid number is reported elsewhere
+        ranks = None
+    problems += [problem for problem in find_problems(config, ranks, unclear=unreadable) if problem not in ignored]
     problems += also(config, problems) if also else []
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    if configs.effective_log_style(config, megatron_spelling=bool(words.megatron_flags)) == "megatron":
+    if configs.effective_log_style(config, megatron_spelling=bool(args.megatron_flags)) == "megatron":
         config = replace(config, log=replace(config.log, log_style="megatron"))
     return ParsedConfig(
-        config, [*words.notes, *megatron_flags.notes, *find_ineffective(config)], megatron_flags.warnings
+        config, [*args.notes, *megatron_flags.notes, *find_ineffective(config)], megatron_flags.warnings
     )
 
 
 def _load_plugins(file: dict[str, Any], values: dict[str, Any], problems: list[str]) -> list[str]:
-    """Before values are looked at, which may name what plugins register. Returns notes. Raises ConfigError."""
-    there, _ = configs.convert_values({name: value for name, value in file.items() if name == "plugin"})
-    if words := [*dict.fromkeys([*there.get("plugin", ()), *values.get("plugin", ())])]:
-        values["plugin"] = words
+    """Load the plugins of the file and of the command line; return a note for each of the file's.
+
+    Must be called before values are checked: they may be names that plugins register.
+
+    Args:
+        file: options of the --config file.
+        values: options of the command line; "plugin" becomes the plugins of both.
+        problems: the problems so far, which an error also reports.
+
+    Raises:
+        ConfigError: if a plugin fails.
+    """
+    from_file, _ = configs.convert_values({name: value for name, value in file.items() if name == "plugin"})
+    specs = [*dict.fromkeys([*from_file.get("plugin", ()), *values.get("plugin", ())])]
+    if specs:
+        values["plugin"] = specs
     try:
-        plugins.load_plugins(words)
+        plugins.load_plugins(specs)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    return [f"plugin={word!r} is run, as the configuration says" for word in there.get("plugin", ())]
+    return [f"plugin={spec!r} is run, as the configuration says" for spec in from_file.get("plugin", ())]
 
 
 def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:
-    """The configuration and notes about it. Raises ConfigError with every problem."""
-    command = parse_config(argv, presets)
-    return command.config, [*command.notes, *(f"WARNING: {line}" for line in command.warnings)]
+    """Return (configuration, notes and warnings). Raises ConfigError with every problem."""
+    parsed = parse_config(argv, presets)
+    return parsed.config, [*parsed.notes, *(f"WARNING: {line}" for line in parsed.warnings)]
 
 
 def parse_config_or_exit(
@@ -243,26 +297,33 @@ def parse_config_or_exit(
     world: WorldSizeOf | None = None,
     quiet: bool = False,
 ) -> ParsedConfig:
-    """As `parse_config`, for a program: prints notes, or the help, or all problems and exits with 2. `quiet`: without
-    notes."""
+    """Return the configuration of a program's command line, like `parse_config`, and print its notes.
+
+    If --help is requested, print the page and raise `Finished`; if there are problems, print them and exit with 2.
+
+    Args:
+        quiet: print no notes.
+    """
     try:
-        if (topic := requested_help_topic(argv)) is not None:
+        topic = requested_help_topic(argv)
+        if topic is not None:
             print(help_text(topic, sorted(presets)))
             raise Finished
-        command = parse_config(argv, presets, also, world)
+        parsed = parse_config(argv, presets, also, world)
     except ConfigError as error:
         for problem in error.problems:
             print_err(f"pretrain_gpt.py: {problem}")
         raise SystemExit(2) from None
-    for note in [] if quiet else command.notes:
-        print_err(f"note: {note}")
-    return command  # the run prints the warnings, into its log too
+    if not quiet:
+        for note in parsed.notes:
+            print_err(f"note: {note}")
+    return parsed  # the run prints the warnings, so that its log has them too
 
 
 def requested_help_topic(argv: Sequence[str]) -> str | None:
-    """The page that is asked for: "", a group, all, or an unknown word; None where no help is asked for."""
-    for i, word in enumerate(argv):
-        name, _, topic = word.partition("=")
+    """Return the requested help page: "" (the first page), a group, "all" or unknown text; None without --help."""
+    for i, arg in enumerate(argv):
+        name, _, topic = arg.partition("=")
         if name in ("-h", "--help"):
             following = argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("-") else ""
             return topic or following
@@ -270,7 +331,7 @@ def requested_help_topic(argv: Sequence[str]) -> str | None:
 
 
 def help_text(topic: str, presets: Sequence[str]) -> str:
-    """Raises ConfigError where there is no such page."""
+    """Return a page of the help: "" for the first page, a group, or "all". Raises ConfigError for another topic."""
     if topic not in ("", "all", *SECTIONS):
         near = difflib.get_close_matches(topic, ("all", *SECTIONS), 1)
         meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SECTIONS)}, all"
@@ -284,25 +345,33 @@ def help_text(topic: str, presets: Sequence[str]) -> str:
         parser.epilog = _epilog(parser.prog)
     for section in SECTIONS if topic == "all" else [topic] if topic else ():
         group = parser.add_argument_group(section, HELP_PAGES["groups"][section])
-        names = [f.name for of, f in iter_options() if of == section]
+        names = [f.name for option_section, f in iter_options() if option_section == section]
         _add_flags(group, ["preset", "config", *names] if section == "model" else names, presets)
     return parser.format_help().rstrip()
 
 
 def _epilog(prog: str) -> str:
-    start = prog if prog.startswith("megalite") else f"python {os.path.relpath(sys.argv[0]) if sys.argv[0] else prog}"
+    """Return the end of the first help page: examples, and the other pages."""
+    if prog.startswith("megalite"):
+        program = prog
+    else:
+        program = f"python {os.path.relpath(sys.argv[0]) if sys.argv[0] else prog}"
     counts = Counter(section for section, _ in iter_options())
     lines = ["examples:"]
-    for what, flags in HELP_PAGES["examples"].items():
-        words = textwrap.wrap(f"{start} {flags}", 110, break_long_words=False, break_on_hyphens=False)
-        lines += [f"  # {what}", "  " + " \\\n      ".join(words)]
+    for purpose, flags in HELP_PAGES["examples"].items():
+        wrapped = textwrap.wrap(f"{program} {flags}", 110, break_long_words=False, break_on_hyphens=False)
+        lines += [f"  # {purpose}", "  " + " \\\n      ".join(wrapped)]
     groups = (f"  --help {name:<13} {about} ({counts[name]} options)" for name, about in HELP_PAGES["groups"].items())
     lines += ["", "more:", *groups]
     return "\n".join([*lines, f"  --help {'all':<13} every flag"])
 
 
 def _add_flags(group: Any, names: Sequence[str], presets: Sequence[str], short: bool = False) -> None:
-    """Add the flags of these options. `short`: one line for each, with all its spellings that take a value."""
+    """Add the flags of these options to an argparse group.
+
+    Args:
+        short: one entry per option, with all of its flags that take a value; otherwise one entry per flag.
+    """
     fields = {f.name: f for _, f in iter_options()}
     for name in names:
         if name in HELP_PAGES["first of all"]:
@@ -310,13 +379,14 @@ def _add_flags(group: Any, names: Sequence[str], presets: Sequence[str], short: 
             group.add_argument(f"--{name}", metavar=metavar, help=text.format(presets=", ".join(presets)))
             continue
         f = fields[name]
-        kind, facts = type_name(f), option_spec(f)
-        shown = "" if f.default is None or kind == "bool" or facts.required else f" (default {f.default})"
-        spelt = [flag for flag, constant in flags_of(f) if constant is None or not short]
+        kind = type_name(f)
+        spec = option_spec(f)
+        shown = "" if f.default is None or kind == "bool" or spec.required else f" (default {f.default})"
+        value_flags = [flag for flag, constant in flags_of(f) if constant is None or not short]
         for flag, constant in flags_of(f)[: 1 if short else None]:
             negative = kind == "bool" and constant is not f.default
             if flag == flag_name(name):
-                text = facts.help + shown
+                text = spec.help + shown
             elif constant is None:
                 text = f"same as {flag_name(name)}"
             else:
@@ -325,7 +395,7 @@ def _add_flags(group: Any, names: Sequence[str], presets: Sequence[str], short: 
                 if negative or flag == flag_name(name) or kind != "bool":  # not a flag that sets the default
                     group.add_argument(flag, action="store_true", help=text.replace("%", "%%"))
             else:
-                metavar = "{" + ",".join(facts.choices) + "}" if [*facts.choices] and not short else kind.upper()
-                nargs = None if facts.bare_value is None else "?"
-                flags = spelt if short else [flag]
+                metavar = "{" + ",".join(spec.choices) + "}" if [*spec.choices] and not short else kind.upper()
+                nargs = None if spec.bare_value is None else "?"
+                flags = value_flags if short else [flag]
                 group.add_argument(*flags, metavar=metavar, nargs=nargs, help=text.replace("%", "%%"))

@@ -1,9 +1,10 @@
-"""Lines on stdout (`show`) and stderr (`complain`), and a progress bar at the bottom of a terminal (`Bar`).
+"""Lines on stdout (`print_out`) and stderr (`print_err`), and a progress bar at the bottom of a terminal.
 
-Where stdout is not a terminal, with NO_COLOR or TERM=dumb, or under a launcher, which collects what ranks print, a bar
-prints a plain line now and then instead. rich draws it, in the thread that does the work, at most four times a second.
-It never hides the cursor, so a killed run leaves nothing to restore. No function here raises for an error of the
-console.
+If stdout is not a terminal, with NO_COLOR or TERM=dumb, and under a launcher, which collects the output of ranks, a bar
+prints a plain line now and then instead. The bar is drawn by rich, in the thread that does the work, at most four times
+a second. It never hides the cursor, so a killed run leaves nothing to restore.
+
+No function of this module raises if output cannot be written.
 """
 
 import contextlib
@@ -22,22 +23,23 @@ from typing import TypeVar
 from megalite.config.environment import wants_plain_output
 
 T = TypeVar("T")
-ERASE = "\r\x1b[2K"  # this line of the terminal
-_CONTROL_CHARS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)  # control characters
-MOST_CHARACTERS, MOST_OF_AN_ERROR = 2000, 30_000  # of a line that is printed on stderr, and of all that belong together
-REDRAW_S = 0.25  # between two drawings of a bar
-_bars: "list[ProgressBar]" = []  # those on a terminal, of this process; the last one is shown
+ERASE = "\r\x1b[2K"  # erases the current line of a terminal
+_CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+MOST_CHARACTERS = 2000  # of a line on stderr
+MOST_OF_AN_ERROR = 30_000  # characters of all lines that one call prints on stderr
+REDRAW_S = 0.25  # minimum time between two drawings of a bar
+_bars: "list[ProgressBar]" = []  # open bars of this process on its terminal; only the last one is shown
 
 
 def discard_unwritable_output() -> None:
-    """Drop buffered text that cannot be written, as on a full disk: Python would try again as it exits, and turn that
-    into a failure of the run (exit code 120, of a rank 1)."""
+    """Discard buffered output that cannot be written, for example on a full disk.
+
+    Python would try again to write it at exit, and the failure would change the exit code (120; 1 for a rank).
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (AttributeError, ValueError):  # there is none, or it was closed before
+        except (AttributeError, ValueError):  # there is no such stream, or it is closed
             continue
         except OSError:
             with contextlib.suppress(OSError, ValueError):
@@ -65,7 +67,7 @@ def _takes_output() -> bool:
 
 
 def width_of_terminal() -> int | None:
-    """The columns of the terminal that stdout is; None where it is none, or does not say."""
+    """Return the number of columns if stdout is a terminal with a known width, otherwise None."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except (AttributeError, OSError, ValueError):
@@ -73,19 +75,22 @@ def width_of_terminal() -> int | None:
 
 
 def escape_control_chars(text: str) -> str:
-    """The text with control characters as Python's escapes, safe to print on a terminal."""
+    """Return the text with control characters replaced by Python's escapes, so that it is safe on a terminal."""
     return _CONTROL_CHARS.sub(lambda c: ascii(c[0])[1:-1], text)
 
 
 @cache
 def _commands() -> dict[str, str]:
-    """File of a program in a clone -> the command of `megalite` that runs it."""
+    """Return file of a program in a clone -> the command of `megalite` that runs it."""
     table = tomllib.loads((Path(__file__).resolve().parent.parent / "commands.toml").read_text("utf-8"))
     return {f"{module.replace('.', '/')}.py": f"megalite {name}" for name, (module, _) in table.items() if module}
 
 
 def as_commands(text: str) -> str:
-    """`text` with commands of `megalite` in place of the files that they run, which are not there without a clone."""
+    """Replace the files of programs in a text by the commands of `megalite` that run them.
+
+    A wheel, unlike a clone, does not have the files.
+    """
     for file, command in _commands().items():
         path, name = re.escape(file), re.escape(file.rpartition("/")[2])
         text = re.sub(rf"(torchrun .*){path}", rf"\1-m {command}", text)
@@ -95,45 +100,45 @@ def as_commands(text: str) -> str:
 
 
 def as_typed(text: str) -> str:
-    """`text` with programs named as this one was started: by its file, or as a command of `megalite`."""
+    """Name the programs in a text in the way this one was started: by their files, or as commands of `megalite`."""
     return as_commands(text) if sys.argv[:1] and sys.argv[0].startswith("megalite ") else text
 
 
 def print_out(text: str) -> None:
-    """Print a line on stdout. A reader that is gone or a full disk ends no run."""
+    """Print a line on stdout. Ignores errors, so that a closed pipe or a full disk does not end a run."""
+    erase = ERASE if is_interactive() else ""
     try:
-        print(
-            ERASE * is_interactive() + escape_control_chars(as_typed(text)) + "\n", end="", flush=True
-        )  # one write: ranks share stdout
-        for bar in _bars[-1:]:  # a slice: another thread may close the last one
+        # a single write, because ranks share stdout
+        print(f"{erase}{escape_control_chars(as_typed(text))}\n", end="", flush=True)
+        for bar in _bars[-1:]:  # a slice, because another thread may close the last bar
             bar.draw()
     except (OSError, ValueError):
         discard_unwritable_output()
 
 
 def print_err(text: str) -> None:
-    """Print a line on stderr, or several; an error of that is ignored. What would fill the console is cut short."""
+    """Print one or several lines on stderr, shortened if they are very long. Ignores errors."""
     text = "\n".join(shortened(line) for line in shortened(text, MOST_OF_AN_ERROR).split("\n"))
     with contextlib.suppress(OSError, ValueError):
-        if is_interactive():  # erase the bar, of this rank or another
+        if is_interactive():  # erase the bar of this rank or another one
             sys.stdout.write(ERASE)
             sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(escape_control_chars(as_typed(text)) + "\n")  # one write: ranks share stderr
+        sys.stderr.write(escape_control_chars(as_typed(text)) + "\n")  # a single write, because ranks share stderr
         sys.stderr.flush()
 
 
 class ProgressBar(contextlib.AbstractContextManager["ProgressBar"]):
     """Progress out of `total`, in `unit`: a bar at the bottom of a terminal, or a call of `plain` now and then.
 
-    `add` and `at` may be called from any thread.
+    `add` and `update` may be called from any thread.
 
     Args:
         what: the name of the work, shown before the bar.
-        done: how much of `total` is done at the start.
-        quiet: another rank shows the bar; this one shows none on a terminal.
+        done: the part of `total` that is done at the start.
+        quiet: show no bar on a terminal, because another rank does.
         every_s: the time between calls of `plain`.
-        first_s: the time until its first call; by default `every_s`.
+        first_s: the time until the first call of `plain`; by default `every_s`.
         plain: called with the amount done where stdout is not a terminal that takes more than plain lines.
     """
 
@@ -194,13 +199,14 @@ class ProgressBar(contextlib.AbstractContextManager["ProgressBar"]):
         elif self._plain is not None:
             self._plain(self.done)
 
-    def track(self, things: Iterable[T]) -> Iterator[T]:
-        for thing in things:
-            yield thing
+    def track(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items; each adds 1 when the next one is requested."""
+        for item in items:
+            yield item
             self.add(1)
 
     def draw(self) -> None:
-        """Draw the bar if it is the last one, and the terminal does not block."""
+        """Draw the bar if it is the last one, this process is in the foreground, and the terminal does not block."""
         try:
             if _bars[-1:] != [self] or os.tcgetpgrp(sys.stdout.fileno()) != os.getpgrp() or not _takes_output():
                 return
@@ -209,13 +215,13 @@ class ProgressBar(contextlib.AbstractContextManager["ProgressBar"]):
             if self._progress.live.is_started:
                 self._progress.refresh()
             else:
-                sys.stdout.write(ERASE)  # another bar may be there
+                sys.stdout.write(ERASE)  # another bar may be shown
                 self._progress.start()
         except (OSError, ValueError):
             self.close()
 
     def close(self) -> None:
-        """Erase the bar, and show the one before it again."""
+        """Erase the bar and redraw the one before it."""
         if not self.live:
             return
         self.live = False
@@ -229,6 +235,10 @@ class ProgressBar(contextlib.AbstractContextManager["ProgressBar"]):
 
 
 def logged_progress(what: str, total: float, unit: str, quiet: bool = False) -> ProgressBar:
-    """A bar whose plain form is a line on stdout."""
-    plain = lambda done: None if quiet else print_out(f"{what}: {done:.4g} of {total:.4g} {unit}")  # noqa: E731
-    return ProgressBar(what, total, unit, quiet=quiet, plain=plain)
+    """Return a progress bar that prints a line on stdout every 10 s if stdout is not a terminal."""
+
+    def print_line(done: float) -> None:
+        if not quiet:
+            print_out(f"{what}: {done:.4g} of {total:.4g} {unit}")
+
+    return ProgressBar(what, total, unit, quiet=quiet, plain=print_line)

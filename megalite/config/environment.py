@@ -1,5 +1,8 @@
-"""Reads the environment, and sets variables for libraries, for the whole package; launch/rank_info.py alone reads who a
-rank is. A variable of OVERRIDES wins over its option: for tests, and for programs that have no options."""
+"""Environment variables: reads them, and sets those that libraries read, for all of megalite.
+
+Only the variables of launchers are read elsewhere (launch/rank_info.py). A variable of OVERRIDES takes precedence over
+its option; they are for tests, and for programs without options.
+"""
 
 import contextlib
 import os
@@ -14,9 +17,12 @@ from megalite.config.option import option_spec
 from megalite.config.run_options import ParallelConfig
 
 T = TypeVar("T", str, bool)
-OVERRIDES = dict(kernels="MEGALITE_KERNELS", attention_kernel="MEGALITE_ATTENTION")
-OVERRIDES["shared_memory"] = "MEGALITE_SHARED_MEMORY"
-PLAIN_OUTPUT_VARIABLES = (
+OVERRIDES = {
+    "kernels": "MEGALITE_KERNELS",
+    "attention_kernel": "MEGALITE_ATTENTION",
+    "shared_memory": "MEGALITE_SHARED_MEMORY",
+}
+PLAIN_OUTPUT_VARIABLES = (  # any of these means plain output; all but the first are set by launchers
     "NO_COLOR",
     "RANK",
     "TORCHELASTIC_RUN_ID",
@@ -24,7 +30,7 @@ PLAIN_OUTPUT_VARIABLES = (
     "MV2_COMM_WORLD_RANK",
     "PMI_RANK",
 )
-LIBRARY_PREFIXES = (
+LIBRARY_PREFIXES = (  # of variables that change how libraries work
     "NCCL_",
     "CUDA_",
     "CUBLAS_",
@@ -37,8 +43,8 @@ LIBRARY_PREFIXES = (
     "NVIDIA_TF32",
     "MEGALITE_",
 )
-SAFE_PATH = "PYTHONSAFEPATH"  # as python -P
-PER_RANK_VARIABLES = (
+SAFE_PATH = "PYTHONSAFEPATH"  # equivalent to python -P
+PER_RANK_VARIABLES = (  # may differ between ranks
     "CUDA_VISIBLE_DEVICES",
     "NCCL_SOCKET_IFNAME",
     "NCCL_IB_HCA",
@@ -52,14 +58,14 @@ def getenv(name: str, default: str = "") -> str:
 
 
 def set_env_defaults(**variables: str) -> None:
-    """Set variables that a library reads when it is loaded, unless the user has set them."""
+    """Set variables that a library reads when it is imported, unless the user has set them."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:
-    """Keep interpreters that a library starts within from importing from the working directory."""
+    """Keep Python processes that a library starts in this context from importing from the working directory."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -72,28 +78,32 @@ def safe_path() -> Iterator[None]:
 
 
 def env_override(option: str, value: T) -> T:
-    """`value`, unless the option's variable is set (a switch: on or off). Raises ValueError."""
+    """Return the value of the option's variable if it is set, otherwise `value`.
+
+    The values of a variable are the option's choices, or on and off if the option is a bool.
+
+    Raises:
+        ValueError: if the variable has another value.
+    """
     text = getenv(OVERRIDES[option])
-    facts = next(option_spec(f) for f in fields(ParallelConfig) if f.name == option)
-    known = {"on": True, "off": False} if isinstance(value, bool) else {choice: choice for choice in facts.choices}
-    if text and text not in known:
-        *others, last = known
+    spec = next(option_spec(f) for f in fields(ParallelConfig) if f.name == option)
+    values = {"on": True, "off": False} if isinstance(value, bool) else {choice: choice for choice in spec.choices}
+    if text and text not in values:
+        *others, last = values
         raise ValueError(f"{OVERRIDES[option]}={text} is unknown; use {', '.join(others)} or {last}")
-    return known[text] if text else value  # pyright: ignore[reportReturnType]
+    return values[text] if text else value  # pyright: ignore[reportReturnType]
 
 
 def setting_name(option: str) -> str:
-    """The name of the variable that decides the option, or else the option's own."""
+    """Return the name of the option's variable if that is set, otherwise the option's own name."""
     return OVERRIDES[option] if getenv(OVERRIDES[option]) else option
 
 
 def env_problems() -> list[str]:
-    """Problems of the variables above and of MEGALITE_FAULT, all at once."""
+    """Return all problems of the variables in OVERRIDES and of MEGALITE_FAULT."""
+    overrides = [partial(env_override, option, getattr(ParallelConfig(), option)) for option in OVERRIDES]
     errors = []
-    for read in (
-        FaultInjector,
-        *(partial(env_override, option, getattr(ParallelConfig(), option)) for option in OVERRIDES),
-    ):
+    for read in (FaultInjector, *overrides):
         try:
             read()
         except ValueError as error:
@@ -102,34 +112,44 @@ def env_problems() -> list[str]:
 
 
 def env_warnings() -> list[str]:
-    asked, threads, found = getenv(FAULT_VARIABLE), getenv("OMP_NUM_THREADS"), list[str]()
-    if asked:
-        found.append(f"{FAULT_VARIABLE}={asked}: this run is made to fail; unset it for a run that counts")
+    """Return warnings about an injected fault and an invalid OMP_NUM_THREADS."""
+    warnings = list[str]()
+    fault = getenv(FAULT_VARIABLE)
+    if fault:
+        warnings.append(f"{FAULT_VARIABLE}={fault}: this run is made to fail; unset it for a run that counts")
+    threads = getenv("OMP_NUM_THREADS")
     if threads and threads_of(threads) is None:
-        found.append(f"OMP_NUM_THREADS={threads} is no number of threads, and has no effect: set a number from 1 on")
-    return found
+        warnings.append(f"OMP_NUM_THREADS={threads} is no number of threads, and has no effect: set a number from 1 on")
+    return warnings
 
 
 def threads_of(text: str) -> int | None:
-    """The threads of a rank, of OMP_NUM_THREADS: a number, or a list with one for each level of nested regions."""
+    """Return the threads of a rank from the value of OMP_NUM_THREADS; None if it is invalid.
+
+    The value is a number, or a list with a number for each level of nested parallel regions.
+    """
     match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*(,\s*[1-9][0-9]*\s*)*", text)
     return int(match[1]) if match else None
 
 
 def wants_plain_output() -> bool:
-    """Whether the user, or a launcher that collects what ranks print, wants no colours and no line that changes."""
-    of_a_step = getenv("SLURM_PROCID") != "" and getenv("SLURM_STEP_NUM_TASKS") != "1"  # 1: maybe salloc's shell
-    return of_a_step or any(map(getenv, PLAIN_OUTPUT_VARIABLES)) or getenv("TERM", "dumb") == "dumb"
+    """Return True if output should have no colors and no line that changes.
+
+    The user may request it, and a launcher that collects the output of ranks needs it.
+    """
+    # a step with one task may be the interactive shell of salloc
+    is_slurm_rank = getenv("SLURM_PROCID") != "" and getenv("SLURM_STEP_NUM_TASKS") != "1"
+    return is_slurm_rank or any(map(getenv, PLAIN_OUTPUT_VARIABLES)) or getenv("TERM", "dumb") == "dumb"
 
 
 def format_set_variables(names: Iterable[str]) -> str:
-    """NAME=value of each that is set."""
+    """Return "NAME=value NAME=value ..." for the variables that are set."""
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
 def library_variables() -> str:
-    """NAME=value, a line each, of variables that change how libraries work, except those of one rank."""
-    chosen = sorted(
+    """Return a line NAME=value for each variable that changes how libraries work, except per-rank ones."""
+    names = sorted(
         name for name in os.environ if name.startswith(LIBRARY_PREFIXES) and not name.startswith(PER_RANK_VARIABLES)
     )
-    return "\n".join(f"{name}={os.environ[name]}" for name in chosen)
+    return "\n".join(f"{name}={os.environ[name]}" for name in names)

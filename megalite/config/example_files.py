@@ -1,11 +1,11 @@
-"""Where the examples that come with megalite are: below its programs in a wheel, beside the package in a clone."""
+"""The directory of megalite's examples: among its programs in a wheel, next to the package in a clone."""
 
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parents[1]
-FOLDERS = (_HERE / "programs" / "examples", _HERE.parent / "examples")
+_PACKAGE = Path(__file__).resolve().parents[1]
+EXAMPLE_DIRS = (_PACKAGE / "programs" / "examples", _PACKAGE.parent / "examples")
 
 
 def example_dir(name: str) -> Path:
-    """Return examples/`name`."""
-    return next(folder / name for folder in FOLDERS if (folder / name).is_dir())
+    """Return the directory examples/`name`."""
+    return next(path / name for path in EXAMPLE_DIRS if (path / name).is_dir())

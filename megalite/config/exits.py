@@ -1,7 +1,7 @@
-"""How a program ends: with 0 only when its work is done.
+"""Exit codes of programs: 0 only when the work is done.
 
-A plugin, or a library that one calls, may raise SystemExit(0) in the middle of a run, and a caller would take that for
-success. Only `Finished` ends a program with 0 before its `main` has returned.
+A plugin, or a library that it calls, may raise SystemExit(0) in the middle of a run, which would look like success to
+the caller. Only `Finished` ends a program with 0 before its `main` has returned.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _reports: list[int] = []  # the file descriptor on which megalite/api.py waits f
 
 
 class Finished(SystemExit):
-    """The program has done all that it was asked for, as to show its help."""
+    """A successful exit before `main` returns, for example after the help was printed."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -41,14 +41,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def is_success(code: object) -> bool:
-    """Return whether a process that ends with the code of a SystemExit reports success; only its lowest byte counts."""
+    """Return True if the code of a SystemExit means success. Only its lowest byte counts, as in exit codes."""
     return code is None or (isinstance(code, int) and code & 0xFF == 0)
 
 
 def message_of(error: BaseException) -> str:
     """Return the error's type and text as one short line."""
     name, text = type(error).__name__, " ".join(text_of(error).split())
-    return shortened(f"{name}: {text}" if text else name, MOST_CHARACTERS // 2)  # the rest of a line names the place
+    return shortened(f"{name}: {text}" if text else name, MOST_CHARACTERS // 2)  # leaves room for a file and line
 
 
 def text_of(error: BaseException) -> str:
@@ -57,14 +57,14 @@ def text_of(error: BaseException) -> str:
 
 
 def early_exit(error: SystemExit) -> str:
-    """Return where a SystemExit was raised, and what is wrong with that."""
+    """Return a message about a SystemExit in the middle of a run, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
     return f"{where}{message_of(error)} before the work was done; raise another error there"
 
 
 def exit_code(error: SystemExit) -> Any:
-    """Return the code with which a program ends that SystemExit has come through: never 0, unless it is `Finished`."""
+    """Return the exit code of a program that raised SystemExit: 0 only for `Finished`, otherwise 1 instead of 0."""
     if isinstance(error, Finished) or not is_success(error.code):
         return error.code
     print_err(f"{os.path.basename(sys.argv[0])}: {early_exit(error)}")
@@ -72,39 +72,47 @@ def exit_code(error: SystemExit) -> Any:
 
 
 def report_code_on(number: int) -> None:
-    """Write this process's exit code on a file descriptor, too, as it ends.
+    """Also write this process's exit code to a file descriptor when it ends.
 
-    The parent may be unable to wait for it: where SIGCHLD is ignored the kernel drops exit codes, and a handler of the
-    parent's program may take them. subprocess then reports 0.
+    The parent may be unable to wait for the code: the kernel drops exit codes if SIGCHLD is ignored, and a handler of
+    the parent's program may collect them. subprocess then reports 0.
     """
     os.set_inheritable(number, False)
     _reports[:] = [number]
 
 
 def report(code: object) -> None:
-    """Report the exit code with which this process is about to end, if it was asked to."""
+    """Write the exit code of a SystemExit to the file descriptor of `report_code_on`, if there is one."""
     for number in _reports:
-        with contextlib.suppress(OSError):  # nobody waits for it any more
+        with contextlib.suppress(OSError):  # the parent no longer waits for it
             os.write(number, b"%d\n" % (code & 0xFF if isinstance(code, int) else int(code is not None)))
     _reports.clear()
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this process without the interpreter's shutdown, which may wait for other ranks."""
+    """Exit without the interpreter's shutdown, which may wait for other ranks."""
     report(code)
     os._exit(code)
 
 
 def wait_for_children() -> None:
-    """Let this process have the exit codes of those that it starts, also where its parent ignores SIGCHLD: that is
-    inherited, the kernel then drops the codes, and subprocess reports 0 instead."""
+    """Make sure that this process gets the exit codes of its children.
+
+    If the parent ignores SIGCHLD, this process inherits that; the kernel then drops the codes and subprocess reports 0.
+    """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def run_cli(run: Callable[[], int], prints: bool = True) -> Any:
-    """The exit code of a program: 130 after Ctrl-C, that of SIGPIPE where the reader of its output has closed the pipe,
-    as head does, 1 on a full disk, 3 without a package that it needs. `prints`: fail if its output is lost."""
+    """Run a program and return its exit code.
+
+    The code is that of `run`, or 130 after Ctrl-C, 141 (SIGPIPE) if the reader of its output has closed the pipe, as
+    head does, 1 on a full disk, and 3 if a package is missing.
+
+    Args:
+        prints: fail if output cannot be written.
+    """
     wait_for_children()
     try:
         code = run()

@@ -1,7 +1,7 @@
-"""Read a configuration of another program: JSON, TOML or YAML.
+"""Reading a configuration of another program, in JSON, TOML or YAML.
 
-It may come from anywhere, so what it can cost is bounded before anything is built from it: bytes, keys and values, the
-length of a name, depth, and what YAML's aliases expand to.
+The file is not trusted, so its cost is limited before any object is built from it: bytes, keys and values, the length
+of a name, nesting depth, and the size to which YAML aliases expand.
 """
 
 import json
@@ -14,17 +14,17 @@ from megalite.common.optional_packages import MissingPackageError, missing_packa
 from megalite.config.options import ConfigError
 from megalite.config.text_file import TextFileError, read_small_text
 
-MAX_BYTES = 256 << 10  # PyYAML reads that in 2 seconds; a full configuration of Megatron-Bridge has 60 KiB
-MAX_VALUES = 5000  # keys and elements of lists, each counted wherever an alias repeats it
+MAX_BYTES = 256 << 10  # PyYAML takes 2 seconds for them; a full configuration of Megatron-Bridge has 60 KiB
+MAX_VALUES = 5000  # keys and elements of lists, counted again for each alias
 MAX_DEPTH = 20
 MAX_NAME = 200  # characters of a key
-MERGE = "tag:yaml.org,2002:merge"  # of the key <<
+MERGE = "tag:yaml.org,2002:merge"  # the tag of the key <<
 PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 DOTTED = re.compile(rf"(?<![\w-]){PART}(?:[ \t]*+\.[ \t]*+{PART}){{{MAX_DEPTH},}}")
 
 
 class _Limits:
-    """Counts values; raises ValueError at the first that is beyond a limit."""
+    """A counter of values that raises ValueError if a limit is exceeded."""
 
     def __init__(self) -> None:
         self.values = 0
@@ -42,7 +42,12 @@ class _Limits:
 
 
 def read_mapping(path: str) -> dict[str, Any]:
-    """Return the keys of a file and their values. Raises ConfigError, and MissingPackage for YAML without PyYAML."""
+    """Return the keys of a file with their values.
+
+    Raises:
+        ConfigError: if the file cannot be read, is invalid, or exceeds a limit.
+        MissingPackageError: for YAML without PyYAML.
+    """
     try:
         text = read_small_text(path, "a configuration in JSON, TOML or YAML", MAX_BYTES)
     except TextFileError as error:
@@ -53,18 +58,24 @@ def read_mapping(path: str) -> dict[str, Any]:
     except ImportError:
         raise MissingPackageError(missing_package_message(repr(path), "pyyaml")) from None
     except RecursionError:
-        why = f"values nested more than {MAX_DEPTH} deep"
-        raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({why}); correct it"]) from None
+        reason = f"values nested more than {MAX_DEPTH} deep"
+        raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({reason}); correct it"]) from None
     except ValueError as error:
-        why = " ".join(str(error).split())
-        raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({why}); correct it"]) from None
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({reason}); correct it"]) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"{path!r} is no list of keys with values; give a configuration in JSON, TOML or YAML"])
     return tree
 
 
 def _parse(path: str, text: str) -> Any:
-    """Raises ValueError, RecursionError, ImportError."""
+    """Parse a text in the format that its path and first character suggest.
+
+    Raises:
+        ValueError: if it is invalid.
+        RecursionError: if it is nested too deeply.
+        ImportError: for YAML without PyYAML.
+    """
     if path.endswith(".toml"):
         _check_dots(text)
         return tomllib.loads(text)
@@ -79,34 +90,41 @@ def _parse(path: str, text: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    except (LookupError, AttributeError, TypeError, OverflowError) as error:  # PyYAML's own, of !!bool x and the like
+    except (LookupError, AttributeError, TypeError, OverflowError) as error:  # PyYAML raises these for !!bool x
         raise ValueError(f"a value does not fit its tag: {error}") from None
 
 
 def _without_repeats(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return the pairs as a dictionary. Raises ValueError for a repeated key.
 
-    Most readers take the last value of such a key, and DeepSpeed refuses it; so does TOML's reader.
+    Most parsers take the last value of such a key; DeepSpeed and TOML parsers reject it.
     """
     values: dict[Any, Any] = {}
     for key, value in pairs:
         if key in values:
-            name = key[1] if isinstance(key, tuple) else key  # of YAML with its type
+            name = key[1] if isinstance(key, tuple) else key  # a key of YAML is (tag, text)
             raise ValueError(f"the key {name[:40]} is given twice; keep one")
         values[key] = value
     return values
 
 
 def _check_dots(text: str) -> None:
-    """TOML's reader takes time and memory that grow with the square of a dotted key's parts. Raises ValueError."""
+    """Raise ValueError if a dotted key of TOML has too many parts.
+
+    The time and memory that tomllib takes grow with the square of their number.
+    """
     if DOTTED.search(text):
         raise ValueError(f"a key of more than {MAX_DEPTH} parts")
 
 
 def _check_nodes(root: Any) -> None:
-    """Count YAML's nodes as if each alias were written out, which an anchor within itself never is. A merge key, whose
-    mapping is copied for each alias, is counted in the same way. Raises ValueError."""
-    limits, stack = _Limits(), [(root, 0)]
+    """Raise ValueError if YAML nodes exceed a limit or a mapping repeats a key.
+
+    Nodes are counted as if every alias were expanded; an anchor that contains its own alias then exceeds the depth. The
+    mapping of a merge key is counted for each alias too, because it is copied.
+    """
+    limits = _Limits()
+    stack = [(root, 0)]
     while stack:
         node, depth = stack.pop()
         if node is None:
@@ -116,7 +134,7 @@ def _check_nodes(root: Any) -> None:
             continue
         keys = [part[0] for part in node.value if isinstance(part, tuple)]
         _without_repeats([((k.tag, k.value), None) for k in keys if isinstance(k.value, str) and k.tag != MERGE])
-        for part in node.value:  # a node of a list, or the nodes of a key and its value
+        for part in node.value:  # a node of a list, or (node of a key, node of its value)
             key, value = part if isinstance(part, tuple) else (None, part)
             stack += [(value, depth + 1)]
             if key is not None and not isinstance(key.value, str):
@@ -124,8 +142,9 @@ def _check_nodes(root: Any) -> None:
 
 
 def _check(tree: Any) -> None:
-    """Raises ValueError."""
-    limits, stack = _Limits(), [(tree, 0)]
+    """Raise ValueError if a parsed configuration exceeds a limit."""
+    limits = _Limits()
+    stack = [(tree, 0)]
     while stack:
         value, depth = stack.pop()
         limits.count(depth)

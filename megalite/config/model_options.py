@@ -1,4 +1,4 @@
-"""The model's options; properties give the effective values of those that are left open."""
+"""The options of the model. Properties return the effective values of options whose default depends on others."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ MAX_DROPOUT = (1, "drops everything; use less than 1")
 MOST_LAYERS = (
     MAX_LAYERS_IN_PATTERN,
     f"is more layers than any model has; use at most {MAX_LAYERS_IN_PATTERN}",
-)  # what is asked of each is a list
+)  # several properties are lists with a value for each layer
 
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The shape, attention, positions, experts and dropout of the model."""
+
     num_layers: int = model(
         0,
         required=True,
@@ -235,7 +237,8 @@ class ModelConfig:
         assert self.num_attention_heads
         if not self.group_query_attention:
             return self.num_attention_heads
-        return self.num_query_groups or self.num_attention_heads  # None in a configuration that is not `completed`
+        # None only without apply_megatron_defaults
+        return self.num_query_groups or self.num_attention_heads
 
     @property
     def output_init_std(self) -> float:
@@ -251,7 +254,7 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
+        """Whether each layer has experts, in the order of the layers."""
         if not self.num_experts:
             return (False,) * self.num_layers
         if self.moe_layer_freq.strip().isdigit() and (period := int(self.moe_layer_freq)) > 0:
@@ -260,7 +263,7 @@ class ModelConfig:
 
     @property
     def has_dense_ffn(self) -> bool:
-        """Whether some layer has no experts. True if `moe_layer_freq` cannot be read, which the validation reports."""
+        """Whether any layer has no experts; True if `moe_layer_freq` is invalid, which the validation reports."""
         try:
             return not all(self.moe_layers)
         except ValueError:
@@ -268,14 +271,14 @@ class ModelConfig:
 
     @property
     def expert_ffn_size(self) -> int:
-        """0 in a dense model."""
+        """The feed-forward width of an expert; 0 in a dense model."""
         return (self.moe_ffn_hidden_size or self.ffn_size) if self.num_experts else 0
 
     @property
     def aux_loss_coeffs(self) -> dict[str, float]:
-        """The losses that balance experts, with their coefficients."""
-        given = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
-        return {kind: coeff for kind, coeff in given if kind != "none" and coeff}
+        """The losses that balance experts, with their nonzero coefficients."""
+        coefficients = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
+        return {kind: coeff for kind, coeff in coefficients if kind != "none" and coeff}
 
     @property
     def max_positions(self) -> int:
@@ -284,24 +287,26 @@ class ModelConfig:
 
     @property
     def rope_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary positions."""
-        some, pattern = self.position_embedding_type in ("rope", "yarn"), self.no_rope_freq
-        if pattern is None or not some:
-            return (some,) * self.num_layers
+        """Whether each layer has rotary positions, in the order of the layers."""
+        has_rope = self.position_embedding_type in ("rope", "yarn")
+        pattern = self.no_rope_freq
+        if pattern is None or not has_rope:
+            return (has_rope,) * self.num_layers
         bits = parse_layer_pattern(pattern, self.num_layers)
         return bits if pattern.strip().isdigit() else tuple(not bit for bit in bits)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The number of keys that a query of each layer sees, its own included; None: all up to its own."""
+        """The number of keys that a query of each layer attends to, including its own; None: all earlier ones."""
         if self.window_size is None or self.window_size[0] == -1:
             return (None,) * self.num_layers
-        window, pattern = self.window_size[0] + 1, self.window_attn_skip_freq
+        window = self.window_size[0] + 1
+        pattern = self.window_attn_skip_freq
         bits = (True,) * self.num_layers if pattern is None else parse_layer_pattern(pattern, self.num_layers)
         return tuple(window if bit else None for bit in bits)
 
     @property
     def layer_cp_comm(self) -> tuple[str, ...]:
-        """How the attention of each layer exchanges over cp: allgather (p2p is taken as it) or a2a."""
-        given = tuple("allgather" if one == "p2p" else one for one in self.cp_comm_type)
-        return given * self.num_layers if len(given) == 1 else given
+        """The communication of each layer's attention over cp: allgather, also for p2p, or a2a."""
+        kinds = tuple("allgather" if kind == "p2p" else kind for kind in self.cp_comm_type)
+        return kinds * self.num_layers if len(kinds) == 1 else kinds

@@ -1,11 +1,11 @@
-"""One option: a field of a section's dataclass. Its metadata holds all that is known about the option, as `Facts`.
+"""One option: a field of a section's dataclass, with an `OptionSpec` in its metadata.
 
-Each option is declared by one of four functions, which say what a resume changes if the option changes:
+Each option is declared by one of four functions, named after the effect of a change when a run resumes:
 
-    free      neither model nor training: logging, and when the run saves, evaluates and stops
-    how       the same steps, computed differently: layout, kernels, recomputation
-    training  a different training; the saved weights still fit
-    model     the saved weights no longer fit
+    operational  neither model nor training changes: logging, and when the run saves, evaluates and stops
+    execution    the same steps, computed differently: layout, kernels, recomputation
+    training     a different training; the saved weights still fit
+    model        the saved weights no longer fit
 """
 
 import difflib
@@ -34,31 +34,40 @@ _USER_PROTOCOLS = (
     "abfss",
     "wasb",
     "wasbs",
-)  # allow NAME@host
-_SAFE_QUERY = re.compile(r"\?(versionId|generation|download)=\w+|#\d+")  # after ? and #: which version of a file
-MAX_SHOWN = 200  # characters of a value in an error
+)  # in URLs of these, NAME@host is not a secret
+_SAFE_QUERY = re.compile(r"\?(versionId|generation|download)=\w+|#\d+")  # only selects a version of the file
+MAX_SHOWN = 200  # characters of a value in an error message
 _PATH_OPTIONS = re.compile(
     r"\w+_(path|dir|file|folder)|tokenizer_model|save|save_local|load|pretrained_checkpoint|export_hf"
 )
-LIST_TYPES = ("ints", "floats", "strs")  # types of several values
-MAX_PATH_BYTES, MAX_NAME_BYTES = 4000, 240  # bytes; Linux takes 4095 and 255, with the suffixes that are appended
+LIST_TYPES = ("ints", "floats", "strs")
+# Linux allows 4095 and 255; the rest is for suffixes that are appended
+MAX_PATH_BYTES = 4000
+MAX_NAME_BYTES = 240
 
 
 @dataclass(frozen=True)
 class OptionSpec:
-    """The facts of an option.
+    """The properties of an option that its type and default do not express.
 
-    help       a line of --help and of the site's page of flags, with the unit of the value
-    aliases    other flags: short ones, and those of older releases of Megatron-LM and its forks; a flag with =VALUE
-               takes no value and sets the option to VALUE
-    bare_value the value of the flag without one, and of --FLAG=true; --FLAG=false is then "off"
-    required   0 means "not set"
-    least      the smallest value; `above`: an exclusive lower bound
-    below      (an exclusive upper bound, the message for a larger value); `most`: (the largest value, the same)
-    stand_in   a value that contradicts nothing, for checking the others where this one is unclear
-    same_as    the section's property with the effective value: options whose effective values agree are equal
-    through    the option through which alone this one acts: where that is equal, this one may differ
-    adds_up    values of a flag that is given again, and of a file, are added to the others
+    resume              OPERATIONAL, EXECUTION, TRAINING or MODEL
+    help                a line of --help and of the site's page of flags, with the unit of the value
+    aliases             other flags: short ones, and flags of older releases of Megatron-LM and its forks; a flag with
+                        =VALUE takes no value and sets the option to VALUE
+    choices             the allowed values of a text; empty: any
+    bare_value          the value of the flag without one, and of --FLAG=true; --FLAG=false then sets "off"
+    required            the option must be set; 0 means "not set"
+    minimum             the smallest allowed value
+    exclusive_min       a lower bound that is not allowed itself
+    exclusive_max       (an upper bound that is not allowed itself, the message for larger values)
+    maximum             (the largest allowed value, the message for larger values)
+    placeholder         a value that contradicts no other option: it replaces an unreadable value, so that the other
+                        options can still be checked
+    effective_property  the property of the section with the effective value; two runs agree in this option if their
+                        effective values are equal
+    acts_through        another option; this one has an effect only through its value, so two runs may differ in this
+                        one if they agree in the other
+    accumulates         the values of a repeated flag and of a file are concatenated
     """
 
     resume: str
@@ -77,7 +86,7 @@ class OptionSpec:
     accumulates: bool = False
 
     def range_error(self, value: object) -> str | None:
-        """Why a number is out of range; None where it is not."""
+        """Return the reason why a number is out of range, with a remedy; None if it is in range or not a number."""
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return None
         if isinstance(value, float) and not math.isfinite(value):  # isfinite of a large int overflows
@@ -97,18 +106,19 @@ class OptionSpec:
 
 
 def option(resume: str, default: Any, *, help: str, **facts: Any) -> Any:
-    """Return a field of the configuration with `Facts`.
+    """Return a dataclass field with an `OptionSpec`, to which `facts` are passed.
 
-    A number whose default is None must be above 0, unless `least` is set.
+    A number whose default is None must be above 0, unless `minimum` is set.
     """
     if default is None and "minimum" not in facts:
         facts["exclusive_min"] = 0
     return field(default=default, metadata={"facts": OptionSpec(resume, help, **facts)})
 
 
-operational, execution, training, model = (
-    partial(option, resume) for resume in (OPERATIONAL, EXECUTION, TRAINING, MODEL)
-)
+operational = partial(option, OPERATIONAL)
+execution = partial(option, EXECUTION)
+training = partial(option, TRAINING)
+model = partial(option, MODEL)
 
 
 def option_spec(f: Field[Any]) -> OptionSpec:
@@ -116,16 +126,19 @@ def option_spec(f: Field[Any]) -> OptionSpec:
 
 
 def type_name(f: Field[Any]) -> str:
-    """int, float, bool, str, ints, floats or strs."""
+    """Return "int", "float", "bool", "str", "ints", "floats" or "strs"."""
     name = str(f.type).replace(" | None", "")
     return {"tuple[int, ...]": "ints", "tuple[float, ...]": "floats", "tuple[str, ...]": "strs"}.get(name, name)
 
 
 @cache
 def unsupported_values() -> Mapping[str, Mapping[str, str]]:
-    """Option -> value of other programs that is not among its choices -> why."""
+    """Return option -> value of other programs that megalite does not support -> the reason, with a remedy."""
     table = load_table(__file__, "unsupported_values")
-    return {name: {value: why for some, why in rows.items() for value in some.split()} for name, rows in table.items()}
+    return {
+        name: {value: reason for values, reason in rows.items() for value in values.split()}
+        for name, rows in table.items()
+    }
 
 
 def flag_name(name: str) -> str:
@@ -133,19 +146,20 @@ def flag_name(name: str) -> str:
 
 
 def to_argv(options: Mapping[str, Any]) -> list[str]:
-    """Option -> value, as words of a command line; None is an option that is not given."""
-    words = list[str]()
+    """Return the command-line arguments that set these options; an option with the value None is omitted."""
+    args = list[str]()
     for name, value in options.items():
         flag = flag_name(name)
         if isinstance(value, bool):
-            words.append(flag if value else f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}")
+            opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
+            args.append(flag if value else opposite)
         elif value is not None:
-            words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
-    return words
+            args += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+    return args
 
 
 def flags_of(f: Field[Any]) -> list[tuple[str, Any]]:
-    """Every flag that sets this option: (flag, None) when a value follows, else (flag, the value it stands for)."""
+    """Return all flags of an option: (flag, None) if it takes a value, otherwise (flag, the value that it sets)."""
     flag = flag_name(f.name)
     if type_name(f) != "bool":
         result: list[tuple[str, Any]] = [(flag, None)]
@@ -160,34 +174,44 @@ def flags_of(f: Field[Any]) -> list[tuple[str, Any]]:
 
 
 def find_url_secret(text: str) -> str | None:
-    """Which part of a URL may be a secret, and the remedy; the part itself is not repeated."""
-    what, query = "", _QUERY.search(text)
+    """Return a message about a part of a URL that may be a secret, with a remedy; None if there is none.
+
+    The message does not repeat the secret.
+    """
+    secret = ""
+    query = _QUERY.search(text)
     if query and not _SAFE_QUERY.fullmatch(query[1]):
-        what = "a query or fragment, such as a token,"
+        secret = "a query or fragment, such as a token,"
     for protocol, user in _URL.findall(text):
         if user and (":" in user or protocol.lower() not in _USER_PROTOCOLS):
-            what = "a password" if ":" in user else "a name before its host"
-    if what:
-        return f"has {what} in its URL, which the run's files would show; give it in FSSPEC_<PROTOCOL>_<OPTION> instead"
-    return None
+            secret = "a password" if ":" in user else "a name before its host"
+    if not secret:
+        return None
+    return f"has {secret} in its URL, which the run's files would show; give it in FSSPEC_<PROTOCOL>_<OPTION> instead"
 
 
 def mask_url_secrets(text: str) -> str:
-    """A message without the parts of its URLs that may be secrets.
+    """Return a message with *** in place of the parts of its URLs that may be secrets.
 
-    >>> masked("unexpected word 's3://KEY:TOP@b/x?token=T'; quote it"), masked("ssh://me@host/x")
+    >>> mask_url_secrets("unexpected word 's3://KEY:TOP@b/x?token=T'; quote it"), mask_url_secrets("ssh://me@host/x")
     ("unexpected word 's3://***@b/x?*** quote it", 'ssh://me@host/x')
     """
 
-    def of_user(url: re.Match[str]) -> str:
-        usual = not url[2] or (":" not in url[2] and url[1].lower() in _USER_PROTOCOLS)
-        return url[0] if usual else f"{url[1]}://***@"
+    def mask_user(url: re.Match[str]) -> str:
+        is_public = not url[2] or (":" not in url[2] and url[1].lower() in _USER_PROTOCOLS)
+        return url[0] if is_public else f"{url[1]}://***@"
 
-    return re.sub(r"(://[^?#\s]*[?#])\S+", r"\1***", _URL.sub(of_user, text))
+    return re.sub(r"(://[^?#\s]*[?#])\S+", r"\1***", _URL.sub(mask_user, text))
 
 
 def invalid_text_reason(text: str, path: bool) -> str | None:
-    """Why a text cannot be a value: the run's files could not hold it, or no file system takes such a path."""
+    """Return the reason why a text cannot be a value; None if it can.
+
+    It has a secret, is not UTF-8, so that the run's files could not hold it, or is too long for a path.
+
+    Args:
+        path: the text is a path or a URL.
+    """
     if (reason := find_url_secret(text)) is not None:
         return reason
     try:
@@ -201,20 +225,38 @@ def invalid_text_reason(text: str, path: bool) -> str | None:
     return None
 
 
+def _unknown_choice(value: str, choices: Collection[str], plugin_hint: str) -> str:
+    """Return the end of a message about a value that is not among the choices, with a remedy."""
+    names = [*choices]
+    if not names:  # a registry without built-in components
+        return f"unknown; {plugin_hint.removeprefix(', or ')}"
+    names_by_letters = {re.sub(r"[-_ ]", "", name).lower(): name for name in names}
+    near = difflib.get_close_matches(re.sub(r"[-_ ]", "", value).lower(), names_by_letters, 1, cutoff=0.7)
+    remedy = f"did you mean {names_by_letters[near[0]]}?" if near else f"use one of them{plugin_hint}"
+    return f"not one of {', '.join(names)}; {remedy}"
+
+
 def convert_value(f: Field[Any], value: Any) -> Any:
-    """`value` as the field's type; a text never becomes a number. Raises ValueError."""
-    kind, facts = type_name(f), option_spec(f)
-    words = value if isinstance(value, (list, tuple)) else [value]
+    """Return `value` as the field's type; a text is never converted to a number.
+
+    Raises:
+        ValueError: if the type is wrong or the value is not a choice, with the reason and a remedy.
+    """
+    kind = type_name(f)
+    spec = option_spec(f)
+    items = value if isinstance(value, (list, tuple)) else [value]
     is_path = _PATH_OPTIONS.fullmatch(f.name) is not None
-    for reason in filter(None, (invalid_text_reason(word, is_path) for word in words if isinstance(word, str))):
-        raise ValueError(f"{f.name} {reason}")
+    for item in items:
+        reason = invalid_text_reason(item, is_path) if isinstance(item, str) else None
+        if reason:
+            raise ValueError(f"{f.name} {reason}")
     shown = repr(value) if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] + "..."
     bad = ValueError(f"{f.name}={shown} is not {'an' if kind[0] == 'i' else 'a'} {kind}; write it as one")
     if kind in LIST_TYPES:
-        item = {"ints": int, "floats": (int, float), "strs": str}[kind]
-        if any(isinstance(v, bool) or not isinstance(v, item) for v in words):
+        item_type = {"ints": int, "floats": (int, float), "strs": str}[kind]
+        if any(isinstance(item, bool) or not isinstance(item, item_type) for item in items):
             raise bad
-        return tuple(map(float, words) if kind == "floats" else words)
+        return tuple(map(float, items) if kind == "floats" else items)
     if (kind == "bool" or kind == "int") and type(value).__name__ == kind:
         return value
     if kind == "float" and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -223,15 +265,12 @@ def convert_value(f: Field[Any], value: Any) -> Any:
         except OverflowError:
             raise ValueError(f"{f.name}={shown} is beyond a float's range; give a smaller number") from None
     if kind == "str" and isinstance(value, str):
-        other, more = unsupported_values().get(f.name, {}), PLUGIN_HINT if isinstance(facts.choices, Registry) else ""
-        if (reason := other.get(value) or other.get(value.lower())) and value not in facts.choices:
-            raise ValueError(f"{f.name}={value} is not supported: {reason}{more}")
-        if facts.choices and value not in facts.choices:
-            plain = {re.sub(r"[-_ ]", "", choice).lower(): choice for choice in facts.choices}
-            near = difflib.get_close_matches(re.sub(r"[-_ ]", "", value).lower(), plain, 1, cutoff=0.7)
-            remedy = f"did you mean {plain[near[0]]}?" if near else "use one of them"
-            remedy += more * (not near)
-            known = f"not one of {', '.join(facts.choices)}; {remedy}" if [*facts.choices] else f"unknown; {more[5:]}"
-            raise ValueError(f"{f.name}={value!r} is {known}")
+        unsupported = unsupported_values().get(f.name, {})
+        plugin_hint = PLUGIN_HINT if isinstance(spec.choices, Registry) else ""
+        reason = unsupported.get(value) or unsupported.get(value.lower())
+        if reason and value not in spec.choices:
+            raise ValueError(f"{f.name}={value} is not supported: {reason}{plugin_hint}")
+        if spec.choices and value not in spec.choices:
+            raise ValueError(f"{f.name}={value!r} is {_unknown_choice(value, spec.choices, plugin_hint)}")
         return value
     raise bad

@@ -1,10 +1,10 @@
-"""Options of Megatron-LM that are small languages: a bit for each layer, the parts of a split, sizes of batches.
+"""Parsers of option values with a syntax of their own: layer patterns, splits and batch-size schedules.
 
     "4"                every 4th layer is 0, the others 1
     "[1,1,0]*4+[1]"    a list; + joins lists, * repeats one, parentheses group
     "0:768 250B:1536"  768 samples per step, and 1536 from 250 billion tokens on
 
-Megatron-LM evaluates the lists as Python; here they are parsed, and nothing is evaluated.
+The syntax is Megatron-LM's. It evaluates the lists as Python; this module only parses them.
 """
 
 import ast
@@ -13,11 +13,15 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
-MAX_LAYERS_IN_PATTERN = 100_000  # layers: a text of 20 characters could ask for more than fits into memory
+MAX_LAYERS_IN_PATTERN = 100_000  # a text of 20 characters could describe more layers than memory can hold
 
 
 def parse_layer_pattern(text: str, layers: int) -> tuple[bool, ...]:
-    """A bit for each of `layers` layers. Raises ValueError: what is wrong, and what to give instead."""
+    """Return a bit for each of `layers` layers. Raises ValueError with the reason and a remedy.
+
+    >>> parse_layer_pattern("3", 4), parse_layer_pattern("[1,0]*2", 4)
+    ((True, True, False, True), (True, False, True, False))
+    """
     try:
         period = int(text)
     except ValueError:
@@ -36,10 +40,11 @@ def parse_layer_pattern(text: str, layers: int) -> tuple[bool, ...]:
 
 
 def parse_split(text: str) -> list[float]:
-    """Three numbers >= 0; those that are not given are 0. Quotes are ignored: Megatron-LM's scripts pass '99,1,0' with
-    them. Raises ValueError as `read_pattern` does.
+    """Return three weights >= 0; missing ones are 0. Raises ValueError with the reason and a remedy.
 
-    >>> read_split("'99,1,0'"), read_split("3, 1")
+    Quotes are ignored, because Megatron-LM's scripts pass '99,1,0' with them.
+
+    >>> parse_split("'99,1,0'"), parse_split("3, 1")
     ([99.0, 1.0, 0.0], [3.0, 1.0, 0.0])
     """
     try:
@@ -52,9 +57,12 @@ def parse_split(text: str) -> list[float]:
 
 
 def format_layer_pattern(bits: Sequence[bool], periods: bool = True) -> str:
-    """The shortest text that `read_pattern` reads as these bits; without `periods` a list.
+    """Return a short text that `parse_layer_pattern` parses as these bits.
 
-    >>> write_pattern([True, True, False] * 4), write_pattern([False] * 28 + [True] * 2)
+    Args:
+        periods: a number may describe the bits; otherwise the text is always a list.
+
+    >>> format_layer_pattern([True, True, False] * 4), format_layer_pattern([False] * 28 + [True] * 2)
     ('3', '[0]*28+[1,1]')
     """
     for period in range(1, len(bits) + 1) if periods else ():
@@ -74,8 +82,13 @@ SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_batch_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
-    """(samples, global batch size) of each step, from "TOKENS:SIZE TOKENS:SIZE ...". Raises ValueError: what is wrong,
-    and what to give instead."""
+    """Return (samples at its start, global batch size) for each step of "TOKENS:SIZE TOKENS:SIZE ...".
+
+    Raises ValueError with the reason and a remedy.
+
+    >>> parse_batch_schedule("0:768 1M:1536", seq_length=1000)
+    ((0, 768), (1000, 1536))
+    """
     steps = []
     for entry in text.replace(",", " ").split():
         try:
@@ -86,8 +99,7 @@ def parse_batch_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], .
     steps.sort(key=lambda step: step[0])
     if not steps or steps[0][0] != 0:
         raise ValueError("does not begin at 0 tokens; write 0:SIZE first")
-    begins = [begin for begin, _ in steps]
-    if len(set(begins)) < len(begins):
+    if len({start for start, _ in steps}) < len(steps):
         raise ValueError(f"has two sizes within one sample of {seq_length} tokens; remove one")
     if min(size for _, size in steps) < 1:
         raise ValueError("has a batch without samples; give sizes of 1 or more")
@@ -95,7 +107,7 @@ def parse_batch_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], .
 
 
 def _count(text: str) -> int:
-    """A number >= 0, with or without one of SUFFIXES. Raises ValueError."""
+    """Parse a number >= 0, with or without one of SUFFIXES. Raises ValueError."""
     unit = SUFFIXES.get(text[-1:].upper(), 1)
     number = float(text[:-1] if unit > 1 else text) * unit
     if not 0 <= number < math.inf:
@@ -104,8 +116,9 @@ def _count(text: str) -> int:
 
 
 def _list(node: ast.expr) -> list[bool]:
+    """Return the bits that a list expression describes. Raises ValueError for any other expression."""
     if isinstance(node, ast.List):
-        return [bool(_number(item, most=1)) for item in node.elts]
+        return [bool(_number(item, maximum=1)) for item in node.elts]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _list(node.left) + _list(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -116,7 +129,7 @@ def _list(node: ast.expr) -> list[bool]:
     raise ValueError
 
 
-def _number(node: ast.expr, most: int = MAX_LAYERS_IN_PATTERN) -> int:
-    if not isinstance(node, ast.Constant) or type(node.value) is not int or not 0 <= node.value <= most:
+def _number(node: ast.expr, maximum: int = MAX_LAYERS_IN_PATTERN) -> int:
+    if not isinstance(node, ast.Constant) or type(node.value) is not int or not 0 <= node.value <= maximum:
         raise ValueError
     return node.value

@@ -1,8 +1,8 @@
 """The configuration: frozen dataclasses with Megatron-LM's names and defaults.
 
-A field is one option (field.py): its name in kebab case is the flag. Its help, its other flags and all its facts are
-declared with it, in model_options.py and run_options.py. The package validation finds contradictions; toml.py reads and
-writes files. Nothing here imports torch, so that a bad command line is refused before anything is started.
+A field is one option (option.py): its name in kebab case is the flag. Its help, its other flags and its OptionSpec are
+declared with it, in model_options.py and run_options.py. The package `validation` finds contradictions; config_file.py
+reads and writes files. Nothing here imports torch, so that a bad command line is rejected before anything is started.
 """
 
 import math
@@ -26,7 +26,10 @@ from megalite.config.run_options import (
 
 @dataclass(frozen=True)
 class Config:
-    """The sections. `given`: the options that a command line, a file or a preset has set, to whatever value."""
+    """The sections of options.
+
+    `explicit` names the options that a command line, a file or a preset has set, even if to their defaults.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -37,99 +40,125 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     operations: OperationsConfig = field(default_factory=OperationsConfig)
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    explicit: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
-SECTIONS: Mapping[str, type] = {f.name: type(getattr(Config(), f.name)) for f in fields(Config) if f.name != "given"}
+SECTIONS: Mapping[str, type] = {f.name: type(getattr(Config(), f.name)) for f in fields(Config) if f.name != "explicit"}
 
 
-def num_local_ranks(p: ParallelConfig) -> int:
-    """The number of ranks where no launcher starts them."""
-    if p.nproc is not None:
-        return p.nproc
-    return 1 if p.data_parallel_size is None else p.model_parallel_size * p.data_parallel_size
+def num_local_ranks(parallel: ParallelConfig) -> int:
+    """Return the number of ranks that megalite starts itself if no launcher does."""
+    if parallel.nproc is not None:
+        return parallel.nproc
+    if parallel.data_parallel_size is not None:
+        return parallel.model_parallel_size * parallel.data_parallel_size
+    return 1
 
 
-def is_given(config: Config, name: str) -> bool:
-    """Whether an option of the model was set: it is in `given`, or it has another value than the default."""
-    return name in config.given or getattr(config.model, name) != getattr(ModelConfig, name)
+def is_explicit(config: Config, name: str) -> bool:
+    """Return True if a model option was set: it is in `config.explicit`, or its value is not the default."""
+    return name in config.explicit or getattr(config.model, name) != getattr(ModelConfig, name)
 
 
 def left_to_checkpoint(config: Config) -> set[str]:
-    """The options of the model whose values --use-checkpoint-args takes from the checkpoint: those that are not given,
-    but for those that only say how to compute."""
+    """Return the model options that --use-checkpoint-args takes from the checkpoint.
+
+    These are all that are not explicit, except execution options, which do not change the results.
+    """
     if not config.checkpoint.use_checkpoint_args:
         return set()
-    return {f.name for f in fields(ModelConfig) if option_spec(f).resume != EXECUTION and not is_given(config, f.name)}
+    return {
+        f.name for f in fields(ModelConfig) if option_spec(f).resume != EXECUTION and not is_explicit(config, f.name)
+    }
 
 
 def iter_options() -> Iterator[tuple[str, Field[Any]]]:
-    """Every option, as (section, field)."""
+    """Yield every option, as (section, field)."""
     for section, cls in SECTIONS.items():
         for f in fields(cls):
             yield section, f
 
 
 def training_options(config: Config) -> dict[str, Any]:
-    """Option -> effective value, of those that are equal in two runs of the same training."""
+    """Return option -> effective value, for the options that must be equal in two runs of the same training."""
     values = {}
     for section, f in iter_options():
-        facts, part = option_spec(f), getattr(config, section)
-        if facts.resume in (MODEL, TRAINING) and facts.acts_through is None:
-            values[f.name] = getattr(part, facts.effective_property or f.name)
+        spec = option_spec(f)
+        if spec.resume in (MODEL, TRAINING) and spec.acts_through is None:
+            values[f.name] = getattr(getattr(config, section), spec.effective_property or f.name)
     return values
 
 
-# options that ask for something in Megatron-LM's log or TensorBoard
-MEGATRON_LOG = ("log_throughput", "log_params_norm", "log_num_zeros_in_grad", "log_progress")
-MEGATRON_LOG += tuple(f"log_{what}_to_tensorboard" for what in ("timers", "validation_ppl", "memory", "world_size"))
+# options that request lines in Megatron-LM's log or values in its TensorBoard
+MEGATRON_LOG = (
+    "log_throughput",
+    "log_params_norm",
+    "log_num_zeros_in_grad",
+    "log_progress",
+    "log_timers_to_tensorboard",
+    "log_validation_ppl_to_tensorboard",
+    "log_memory_to_tensorboard",
+    "log_world_size_to_tensorboard",
+)
 
 
 def effective_log_style(config: Config, megatron_spelling: bool = False) -> str:
-    """megalite or megatron: `log_style`, or, where it is auto, the style of the command line. `megatron_spelling`: that
-    has a flag that only Megatron-LM has, as --use-mcore-models."""
+    """Return "megalite" or "megatron": `log_style`, or if that is auto, the style of the command line.
+
+    Args:
+        megatron_spelling: the command line has a flag that only Megatron-LM has, such as --use-mcore-models.
+    """
     if config.log.log_style != "auto":
         return config.log.log_style
-    asked = megatron_spelling or any(getattr(config.log, name) for name in MEGATRON_LOG)
-    return "megatron" if asked else "megalite"
+    is_megatron = megatron_spelling or any(getattr(config.log, name) for name in MEGATRON_LOG)
+    return "megatron" if is_megatron else "megalite"
 
 
 def effective_log_interval(config: Config, steps: int) -> int:
-    """Steps per log line of a run of `steps`: 1 of 20, 20 of 1,000, at most 100."""
+    """Return the steps per log line in a run of `steps`: by default 1 for 20 steps, 20 for 1,000, at most 100."""
     if config.log.log_interval is not None:
         return config.log.log_interval
     return 100 if effective_log_style(config) == "megatron" else max(1, min(100, steps // 50))
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp: int) -> int:
-    """The vocabulary rounded up to a multiple of both; the same for every tp that divides `divisible_by`."""
+    """Return the vocabulary size rounded up to a multiple of both; equal for every tp that divides `divisible_by`."""
     multiple = math.lcm(divisible_by, tp)
     return -(-vocab_size // multiple) * multiple
 
 
 def convert_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """(option -> value of its type, option -> problem). Unknown names raise KeyError."""
-    fields_, converted, wrong = {f.name: f for _, f in iter_options()}, {}, {}
+    """Return (option -> value of its type, option -> problem). Raises KeyError for unknown names."""
+    option_fields = {f.name: f for _, f in iter_options()}
+    converted: dict[str, Any] = {}
+    wrong: dict[str, str] = {}
     for name, value in values.items():
         try:
-            converted[name] = convert_value(fields_[name], value)
+            converted[name] = convert_value(option_fields[name], value)
         except ValueError as error:
             wrong[name] = str(error)
     return converted, wrong
 
 
-def apply_preset(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Option -> value: `given`, and the preset's for the others. A preset's vocabulary is for runs without a tokenizer.
+def apply_preset(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return option -> value: `values`, and those of the preset for all other options.
 
-    >>> over_preset({"num_layers": 8, "vocab_size": 8192}, {"tokenizer_type": "ByteTokenizer"})
+    The vocabulary of a preset is only for runs without a tokenizer.
+
+    >>> apply_preset({"num_layers": 8, "vocab_size": 8192}, {"tokenizer_type": "ByteTokenizer"})
     {'num_layers': 8, 'tokenizer_type': 'ByteTokenizer'}
     """
-    own = {**given, **_implied_options(given)}.get("tokenizer_type") not in (None, "NullTokenizer")
-    return {name: value for name, value in preset.items() if name != "vocab_size" or not own} | dict(given)
+    tokenizer_type = {**values, **_implied_options(values)}.get("tokenizer_type")
+    has_tokenizer = tokenizer_type not in (None, "NullTokenizer")
+    merged = {name: value for name, value in preset.items() if name != "vocab_size" or not has_tokenizer}
+    return {**merged, **values}
 
 
 def _implied_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that follow from others: GPT-2's two files are its tokenizer; given rows, the multiple to round up to."""
+    """Return the options that follow from others.
+
+    GPT-2's vocabulary and merge files imply its tokenizer, and `padded_vocab_size` the multiple to round up to.
+    """
     implied: dict[str, Any] = {}
     if values.get("tokenizer_type") is None and values.get("vocab_file") and values.get("merge_file"):
         implied["tokenizer_type"] = "GPT2BPETokenizer"
@@ -139,22 +168,33 @@ def _implied_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(values: Mapping[str, Any]) -> Config:
-    """A Config from option names to values; unknown names raise KeyError, wrong types ConfigError."""
+    """Return the Config with these values.
+
+    Raises:
+        KeyError: if a name is not an option.
+        ConfigError: if a value has the wrong type.
+    """
     typed, wrong = convert_values({**values, **_implied_options(values)})
     if wrong:
         raise ConfigError(list(wrong.values()))
-    given = {name: {f.name: typed[f.name] for f in fields(cls) if f.name in typed} for name, cls in SECTIONS.items()}
-    return Config(**{name: cls(**given[name]) for name, cls in SECTIONS.items()}, given=frozenset(typed))
+    sections = {
+        section: cls(**{f.name: typed[f.name] for f in fields(cls) if f.name in typed})
+        for section, cls in SECTIONS.items()
+    }
+    return Config(**sections, explicit=frozenset(typed))
 
 
 def gelu_variant(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True, openai_gelu: bool = False) -> str:
-    """The gelu of Megatron-LM: its kernel for bias and gelu computes the tanh form; without that gelu is exact."""
+    """Return Megatron-LM's gelu: the tanh form if its fused bias and gelu kernel is used, otherwise the exact one."""
     return "gelu" if openai_gelu or (add_bias_linear and bias_gelu_fusion) else "gelu_erf"
 
 
 def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a command line or file, with Megatron-LM's rules for those that are left out: the form of gelu, and
-    one group with --group-query-attention. A checkpoint's options are complete already."""
+    """Return the options of a command line or file, with Megatron-LM's rules for missing ones.
+
+    These are the form of gelu, and one query group with --group-query-attention. With --use-checkpoint-args nothing is
+    added, because the options of a checkpoint are complete.
+    """
     values = dict(values)
     if values.get("use_checkpoint_args"):
         return values
@@ -167,7 +207,7 @@ def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ConfigError(ValueError):
-    """`problems`: one line each."""
+    """One or more problems of a configuration; `problems` has a line for each, without secrets of URLs."""
 
     def __init__(self, problems: Sequence[str]):
         self.problems = [mask_url_secrets(problem) for problem in problems]

@@ -1,8 +1,8 @@
-"""The number of layers of each pipeline stage, where options give it: the same as in Megatron-LM. Pure.
+"""The number of layers of each pipeline stage if options set it, computed as in Megatron-LM.
 
-    rank 0 .. pp - 1     num_layers / pp each; or the first and the last as given, and the others equal
+    rank 0 .. pp - 1     num_layers / pp each; or explicit numbers for the first and the last, and equal ones between
     chunk 0 .. vpp - 1   equal within a rank: stage c * pp + r is chunk c of rank r
-    embedding, loss      where they are accounted for, each takes the place of one layer on its stage
+    embedding, loss      count as one layer of their stage if the options account for them
 
 Source: megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
 """
@@ -11,36 +11,50 @@ import re
 
 from megalite.config.options import ParallelConfig
 
-STAGE_OPTIONS = (  # the options that give it
+STAGE_OPTIONS = (  # all options that affect the number of layers of a stage
     *("num_layers", "pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-MAX_LAYOUT_CHARS = 100_000  # characters, once repeats are written out
+MAX_LAYOUT_CHARS = 100_000  # of a layout string after its repeats are expanded
 
 
-def explicit_stage_layers(num_layers: int, p: ParallelConfig) -> list[int] | None:
-    """Layers of every stage, in order of the model; None: not given, so the layers are to be balanced over
-    pp x num_virtual_stages_per_pipeline_rank stages (planning/partition.py).
+def explicit_stage_layers(num_layers: int, parallel: ParallelConfig) -> list[int] | None:
+    """Return the number of layers of every stage, in the order of the model.
 
-    Options that exclude each other are not given together. Raises ValueError: `name=value breaks rule; remedy`.
+    None means that no option sets it; planning/partition.py then balances the layers over
+    pp x num_virtual_stages_per_pipeline_rank stages.
+
+    Args:
+        num_layers: layers of the model.
+        parallel: options without the contradictions that validation/parallel.py reports.
+
+    Raises:
+        ValueError: if the layers cannot be split in this way, with the values, the rule and a remedy.
     """
-    pp, chunk = p.pipeline_model_parallel_size, p.num_layers_per_virtual_pipeline_stage
-    chunks = p.num_virtual_stages_per_pipeline_rank
-    embedding, loss = p.account_for_embedding_in_pipeline_split, p.account_for_loss_in_pipeline_split
+    pp = parallel.pipeline_model_parallel_size
+    chunk = parallel.num_layers_per_virtual_pipeline_stage
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    embedding = parallel.account_for_embedding_in_pipeline_split
+    loss = parallel.account_for_loss_in_pipeline_split
     even = embedding or loss or chunk is not None
-    first, last = p.decoder_first_pipeline_num_layers, p.decoder_last_pipeline_num_layers
+    first = parallel.decoder_first_pipeline_num_layers
+    last = parallel.decoder_last_pipeline_num_layers
     uneven = first is not None or last is not None
-    if p.pipeline_model_parallel_layout is not None:
-        return parse_layout(p.pipeline_model_parallel_layout, num_layers, pp)
-    places = num_layers + embedding + loss  # for layers, on all pipeline ranks
-    if places % pp and not uneven:
+    if parallel.pipeline_model_parallel_layout is not None:
+        return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, pp)
+    num_units = num_layers + embedding + loss
+    if num_units % pp and not uneven:
         if not even:
             return None
-        layers = f"num_layers={num_layers}{' + embedding' * embedding}{' + loss' * loss}"
+        layers = f"num_layers={num_layers}"
+        if embedding:
+            layers += " + embedding"
+        if loss:
+            layers += " + loss"
         raise ValueError(f"{layers} is not a multiple of pipeline_model_parallel_size={pp}; change one")
-    per_rank = _uneven(num_layers, pp, first, last) if uneven else [places // pp] * pp
+    per_rank = _uneven(num_layers, pp, first, last) if uneven else [num_units // pp] * pp
     if chunk is not None and per_rank[0] % chunk:
         raise ValueError(
             f"num_layers_per_virtual_pipeline_stage={chunk} does not divide the {per_rank[0]} layers of a pipeline rank"
@@ -61,33 +75,43 @@ def explicit_stage_layers(num_layers: int, p: ParallelConfig) -> list[int] | Non
 
 
 def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
-    """Layers of every pipeline rank: `first` and `last` where given, the others equal."""
-    middle = pp - (first is not None) - (last is not None)
-    left = num_layers - (first or 0) - (last or 0)
-    if middle < 0:
+    """Return the number of layers of every pipeline rank: `first` and `last` unless None, and equal ones between."""
+    num_middle = pp - (first is not None) - (last is not None)
+    remaining = num_layers - (first or 0) - (last or 0)
+    if num_middle < 0:
         raise ValueError(
             f"decoder_first_pipeline_num_layers={first} and decoder_last_pipeline_num_layers={last} are of two "
             f"pipeline ranks, pipeline_model_parallel_size={pp}; raise it, or drop them"
         )
-    if left < 0 or (left > 0) != (middle > 0) or (middle and left % middle):
-        given = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
-        said = " and ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    if remaining < 0 or (remaining > 0) != (num_middle > 0) or (num_middle and remaining % num_middle):
+        explicit = {"decoder_first_pipeline_num_layers": first, "decoder_last_pipeline_num_layers": last}
+        options = " and ".join(f"{name}={value}" for name, value in explicit.items() if value is not None)
         raise ValueError(
-            f"{said} of num_layers={num_layers} leave {left} layers for {middle} other pipeline ranks, which must hold "
-            "equal numbers, and at least one each; change one"
+            f"{options} of num_layers={num_layers} leave {remaining} layers for {num_middle} other pipeline ranks, "
+            "which must hold equal numbers, and at least one each; change one"
         )
-    each = [left // middle] * middle if middle else []
-    return [first] * (first is not None) + each + [last] * (last is not None)  # pyright: ignore[reportReturnType]
+    per_rank = [remaining // num_middle] * num_middle if num_middle else []
+    if first is not None:
+        per_rank.insert(0, first)
+    if last is not None:
+        per_rank.append(last)
+    return per_rank
 
 
 def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
-    """Layers of every stage by Megatron-LM's layout string: stages separated by |, E embedding, t layer, L loss,
-    x*n and (..)*n repeat, commas are ignored. Stages are in order of the model; their number is a multiple of pp.
+    """Return the number of layers of every stage in Megatron-LM's layout string, in the order of the model.
+
+    Stages are separated by |. E is the embedding, t a layer and L the loss; x*n and (..)*n repeat; commas are ignored.
+    The number of stages must be a multiple of pp.
+
+    Raises:
+        ValueError: if the string is invalid or does not have `num_layers` layers, with the reason and a remedy.
 
     >>> parse_layout("Et|(tt|)*2t,L", 6, 4)
     [1, 2, 2, 1]
     """
-    flat, where = text.replace(",", "").replace(" ", ""), f"pipeline_model_parallel_layout={text!r}"
+    flat = text.replace(",", "").replace(" ", "")
+    where = f"pipeline_model_parallel_layout={text!r}"
     while (match := re.search(r"\(([^()]*)\)\*(\d+)|([EtL|])\*(\d+)", flat)) is not None:
         unit, times = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
         if len(flat) + len(unit) * int(times[:9]) > MAX_LAYOUT_CHARS:

@@ -1,10 +1,10 @@
-"""Plugin examples: a file that registers a part of your own, to be changed into the part that you want.
+"""Plugin examples: files that register a component, to be edited into your own plugins.
 
-megalite plugin                              the kinds of parts, a line each
-megalite plugin activation                   write activation.py, an example of this kind, and say how to try it
-megalite plugin activation --out my/gelu.py  write it there
+megalite plugin                              list the kinds of components
+megalite plugin activation                   write activation.py, an example of this kind, and print how to try it
+megalite plugin activation --out my/gelu.py  write the example to another file
 
-A file that is there already is never overwritten. What each kind gets and gives: docs/extending.md.
+Existing files are never overwritten. The interface of each kind: docs/extending.md.
 """
 
 import argparse
@@ -18,14 +18,16 @@ from megalite.config.example_files import example_dir
 from megalite.config.exits import Parser
 from megalite.config.registry import REGISTRIES
 
-PLACE = "examples/plugins/{}"  # by which an example's docstring names its own file
-PLAIN = re.compile(r"[\w./-]+")  # a path that neither a shell nor a docstring reads as anything else
+EXAMPLE_PATH = "examples/plugins/{}"  # the path of an example in its own docstring
+PLAIN_PATH = re.compile(r"[\w./-]+")  # a path that needs no quotes in a shell or a docstring
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", nargs="?", help="the kind of part; without one all kinds are listed")
-    parser.add_argument("--out", metavar="FILE.py", help="where to write it (default: in this folder, by its own name)")
+    parser.add_argument("kind", nargs="?", help="the kind of component; without it, all kinds are listed")
+    parser.add_argument(
+        "--out", metavar="FILE.py", help="file to write (default: the name of the example, in the current directory)"
+    )
     args = parser.parse_args(argv)
     if args.kind is None and args.out is None:
         width = max(map(len, REGISTRIES))
@@ -39,23 +41,25 @@ def main(argv: list[str]) -> int:
         return 2
     example = example_dir("plugins") / REGISTRIES[kind].example
     path = args.out if args.out is not None else example.name
-    text, place = example.read_text("utf-8"), PLACE.format(example.name)
-    if problem := _written(path, text.replace(place, path if PLAIN.fullmatch(path) else "FILE.py")):
+    text = example.read_text("utf-8")
+    example_path = EXAMPLE_PATH.format(example.name)
+    problem = _write(path, text.replace(example_path, path if PLAIN_PATH.fullmatch(path) else "FILE.py"))
+    if problem:
         print_err(f"megalite plugin: {problem}")
         return 2
-    commands = "\n".join(_commands(text)).replace(place, shlex.quote(path))
+    commands = "\n".join(_commands(text)).replace(example_path, shlex.quote(path))
     print_out(f"{path} is an example of {kind}. It can be tried as it stands:\n\n{commands}")
     return 0
 
 
-def _written(path: str, text: str) -> str:
-    """Write a new file; say why it cannot be, "" where it is there."""
+def _write(path: str, text: str) -> str:
+    """Write a new file. Return a message if that is not possible, otherwise ""."""
     if "://" in path:
         return f"out={path} is a URL; give a local path"
     if not path.endswith(".py"):
         return f"out={path} does not end in .py, by which --plugin knows a file; give {path.rstrip('/')}.py"
     try:
-        with open(path, "x", encoding="utf-8") as file:  # which follows no link
+        with open(path, "x", encoding="utf-8") as file:  # mode x follows no symbolic link
             try:
                 file.write(text)
                 file.flush()
@@ -70,9 +74,9 @@ def _written(path: str, text: str) -> str:
 
 
 def _commands(text: str) -> Iterator[str]:
-    """The command lines of an example's docstring, continued ones too, indented."""
-    goes_on = False
+    """Yield the lines of the commands in an example's docstring, indented, with their continuation lines."""
+    is_continuation = False
     for line in text.partition('\n"""')[0].splitlines():
-        if goes_on or line.startswith("megalite "):
+        if is_continuation or line.startswith("megalite "):
             yield f"  {line}"
-            goes_on = line.endswith("\\")
+            is_continuation = line.endswith("\\")

@@ -1,4 +1,4 @@
-"""Problems of a configuration: one line each, with the options that it is about, and helpers that word the usual ones.
+"""Problems of a configuration: a line of text with the options that it is about, and helpers for common ones.
 
 The helpers take options as they should be shown: a name ("bf16"), a name and a value ("zero_stage=3") or a flag
 ("--save"). The options of the problem follow from these; `also` adds options that the line does not name.
@@ -12,9 +12,9 @@ from megalite.config.options import Config, iter_options
 
 
 class Problem(str):
-    """A line that describes a problem. `options`: the options that it is about, those of its remedy included."""
+    """A line that describes a problem."""
 
-    options: frozenset[str]
+    options: frozenset[str]  # the options that it is about, including those of its remedy
 
     def __new__(cls, line: str, options: Collection[str] = ()) -> "Problem":
         problem = super().__new__(cls, line)
@@ -121,14 +121,14 @@ def does_not_divide(
     return Problem(f"{name}={divisor} does not divide {total_name}={total}: {remedy}", (name, total_name, *also))
 
 
-def nearest_multiples(n: int, of: int) -> str:
-    """Return the nearest multiples of `of` below and above `n`, as text.
+def nearest_multiples(n: int, unit: int) -> str:
+    """Return the nearest multiples of `unit` below and above `n`, as text.
 
-    >>> nearest_multiples(100, of=12), nearest_multiples(5, of=12)
+    >>> nearest_multiples(100, unit=12), nearest_multiples(5, unit=12)
     ('96 or 108', '12')
     """
-    low = n // of * of
-    return f"{low} or {low + of}" if low else str(of)
+    low = n // unit * unit
+    return f"{low} or {low + unit}" if low else str(unit)
 
 
 def divisors(n: int) -> list[int]:

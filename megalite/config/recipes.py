@@ -1,7 +1,7 @@
-"""Recipes: configurations of runs that people do, each with what the planner says of it.
+"""Recipes: complete configurations of common runs, each with the planner's estimate.
 
-megalite recipe                     their names, a line each
-megalite recipe NAME > mine.toml    one of them: its top says how to start it, and what it takes
+megalite recipe                     list the recipes
+megalite recipe NAME > mine.toml    print one; its first lines show how to start it and what it needs
 """
 
 import argparse
@@ -12,21 +12,21 @@ from megalite.config.exits import Parser
 
 
 def recipes() -> dict[str, str]:
-    """Name -> TOML, whose first line says what it is."""
+    """Return name -> TOML text of all recipes; the first line of each is a comment that describes it."""
     return {path.stem: path.read_text("utf-8") for path in sorted(example_dir("recipes").glob("*.toml"))}
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", help="which one to print")
-    name, known = parser.parse_args(argv).name, recipes()
+    parser.add_argument("name", nargs="?", help="the recipe to print; without it, all recipes are listed")
+    name = parser.parse_args(argv).name
+    texts = recipes()
     if name is None:
-        width = max(map(len, known))
-        print_out(
-            "\n".join(f"{each:<{width}}  {text.partition(chr(10))[0].lstrip('# ')}" for each, text in known.items())
-        )
-    elif name in known:
-        print_out(known[name].rstrip("\n"))
+        width = max(map(len, texts))
+        titles = {recipe: text.splitlines()[0].lstrip("# ") for recipe, text in texts.items()}
+        print_out("\n".join(f"{recipe:<{width}}  {title}" for recipe, title in titles.items()))
+    elif name in texts:
+        print_out(texts[name].rstrip("\n"))
     else:
         print_err(f"megalite recipe: {name!r} is not the name of one; megalite recipe lists them")
         return 2

@@ -1,6 +1,11 @@
-"""The names of what can be chosen and the parts that they stand for, a registry for each kind (registry.toml): built-in
-parts and those of plugins (plugins.py). A part is imported when it is first asked for, so that a command line is read
-without torch. Of a process, unlike all else here: docs/adr/027-plugins-belong-to-a-process.md says why."""
+"""Registries of components: one for each kind of component that an option chooses by name (registry.toml).
+
+A registry has built-in components and those of plugins (plugins.py). A built-in component is imported when it is first
+used, so that the command line is parsed without torch.
+
+Registries are global state of the process, unlike everything else in megalite. The reason is in
+docs/adr/027-plugins-belong-to-a-process.md.
+"""
 
 import inspect
 import re
@@ -16,21 +21,30 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Registry(Collection[str]):
-    """Of one kind: names, the choices of an option. `built_in`: parts or their places. `added`: those of plugins.
-    `what`: a part in words. `example`: a file of examples/plugins."""
+    """The components of one kind, by name; a collection of the names, which are the choices of the option.
+
+    `built_in` holds the built-in components as "MODULE:NAME", and `added` the components of plugins. The keywords are
+    the keys of registry.toml, described there.
+    """
 
     def __init__(
         self, kind: str, description: str, *, required: str = "", require_any: str = "", allowed_values: str = "",
-        forbidden: str = "", num_args: int = 0, folder: str = "", example: str = "", proof: str = "", **built_in: str,
+        forbidden: str = "", num_args: int = 0, directory: str = "", example: str = "", proof: str = "",
+        **built_in: str,
     ):  # fmt: skip
-        self.kind, self.added = kind, dict[str, Any]()
-        self.description, self._num_args, self.example = description, num_args, example
+        self.kind = kind
+        self.added = dict[str, Any]()
+        self.description = description
+        self.example = example
+        self._required = required.split()
+        self._require_any = require_any.split()
+        self._allowed_values = allowed_values.split()
+        self._forbidden = forbidden.split()
+        self._num_args = num_args
         self._proof = proof
-        self._required, self._require_any = required.split(), require_any.split()
-        self._allowed_values, self._forbidden = allowed_values.split(), forbidden.split()
-        files = sorted(PACKAGE.joinpath(folder).glob("[a-z]*.py")) if folder else []
-        there = {file.stem: f"megalite.{folder.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
-        self.built_in: dict[str, Any] = there | built_in
+        files = sorted(PACKAGE.joinpath(directory).glob("[a-z]*.py")) if directory else []
+        in_files = {file.stem: f"megalite.{directory.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
+        self.built_in: dict[str, Any] = {**in_files, **built_in}
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self.built_in, *self.added))
@@ -39,59 +53,70 @@ class Registry(Collection[str]):
         return len(self.built_in) + len(self.added)
 
     def __bool__(self) -> bool:
-        return True  # one without names has no value yet, and not any
+        return True  # an option with an empty registry accepts no value, but one without choices accepts any
 
     def __contains__(self, name: object) -> bool:
         return name in self.built_in or name in self.added
 
     def get(self, name: str) -> Any:
-        """The part. Raises ValueError: only what is in this table, or came from a plugin, has a name."""
+        """Return a component. Raises ValueError if the name is neither built in nor registered by a plugin."""
         if name in self.added:
             return self.added[name]
         if name not in self.built_in:
             raise ValueError(f"{self.kind}={name!r} is unknown; use one of {', '.join(self)}{PLUGIN_HINT}")
-        place = self.built_in[name]
-        return _imported(place) if isinstance(place, str) else place
+        built_in = self.built_in[name]
+        return _import(built_in) if isinstance(built_in, str) else built_in
 
     def prove(self, name: str) -> None:
-        """Try what the part computes, once all of its plugin is there. Raises ValueError where it is wrong."""
-        if self._proof and (fault := _imported(self._proof)(self.added[name])):
-            raise ValueError(f"{self.kind}={name!r} {fault}")
+        """Check what a plugin's component computes. Raises ValueError if it is wrong.
+
+        Must be called after all code of the plugin has run.
+        """
+        error = _import(self._proof)(self.added[name]) if self._proof else ""
+        if error:
+            raise ValueError(f"{self.kind}={name!r} {error}")
 
     def register(self, name: str, part: Any) -> None:
-        """Raises ValueError where the name is taken, or none, or the part is no such part."""
-        for wrong in self._component_errors(name, part):
-            raise ValueError(f"{self.kind}={name!r} {wrong}")
+        """Add a component of a plugin.
+
+        Raises:
+            ValueError: if the name is in use or not a name, or `part` is not a component of this kind.
+        """
+        for error in self._component_errors(name, part):
+            raise ValueError(f"{self.kind}={name!r} {error}")
         self.added[name] = part() if self._require_any and isinstance(part, type) else part
 
     def _component_errors(self, name: str, part: Any) -> Iterator[str]:
-        there = {one for one in (*self._required, *self._require_any, *self._forbidden) if hasattr(part, one)}
+        """Yield what is wrong with a name or a component, each with a remedy."""
+        attributes = (*self._required, *self._require_any, *self._forbidden)
+        present = {attribute for attribute in attributes if hasattr(part, attribute)}
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", name):
             yield "is not a name; use letters, digits and - _ . between them"
         if name in self:
             yield "is taken; choose another name"
-        if missing := [one for one in self._required if one not in there]:
+        if missing := [attribute for attribute in self._required if attribute not in present]:
             yield f"has no {' and no '.join(missing)}; give {self.description}"
-        if more := there.intersection(self._forbidden):
-            yield f"has {', '.join(more)}, which only built-in ones may; give {self.description}"
-        if (self._require_any and not there) or (self._allowed_values and part not in self._allowed_values):
+        if forbidden := present.intersection(self._forbidden):
+            yield f"has {', '.join(forbidden)}, which only built-in ones may; give {self.description}"
+        if (self._require_any and not present) or (self._allowed_values and part not in self._allowed_values):
             yield f"is {part!r}; give {self.description}"
         if self._num_args and not _accepts(part, self._num_args):
             yield f"does not take {self._num_args} arguments; give {self.description}"
 
 
-def _imported(place: str) -> Any:
-    """MODULE:NAME"""
-    module, _, name = place.partition(":")
+def _import(path: str) -> Any:
+    """Return the object at the path MODULE:NAME."""
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def _accepts(part: Any, count: int) -> bool:
+    """Return True if a component is callable with `count` positional arguments."""
     try:
         inspect.signature(part).bind(*[None] * count)
-    except TypeError:  # not callable, or other arguments
+    except TypeError:  # not callable, or callable with other arguments
         return False
-    except ValueError:  # a signature that nobody knows
+    except ValueError:  # a built-in function without a signature
         return callable(part)
     return True
 

@@ -1,6 +1,6 @@
-"""The line that `megalite.config.console.Bar` shows on a terminal, drawn by rich.
+"""The line that `megalite.config.console.ProgressBar` shows on a terminal, drawn by rich.
 
-This module is imported only where stdout is a terminal: most processes of a run have none.
+This module is imported only if stdout is a terminal, because most processes of a run have none.
 """
 
 import os
@@ -16,15 +16,16 @@ SPEED_ESTIMATE_PERIOD_S = 3600.0
 
 
 class TerminalConsole(Console):
-    """A console on the terminal that stdout is.
+    """A rich console on stdout, which is a terminal.
 
-    It never hides the cursor, so a process that is killed leaves the terminal usable. Its size is the terminal's:
-    COLUMNS and LINES, which rich would follow, are those of the shell that exported them, however long ago.
+    It never hides the cursor, so a process that is killed leaves the terminal usable. Its size is the terminal's
+    current one, and not that of COLUMNS and LINES, which rich would use: they may have been exported long ago.
     """
 
     @property
     def size(self) -> ConsoleDimensions:
-        return ConsoleDimensions(*os.get_terminal_size(sys.stdout.fileno()))
+        columns, lines = os.get_terminal_size(sys.stdout.fileno())
+        return ConsoleDimensions(columns or 80, lines or 25)  # 0 if the terminal does not report its size
 
     def show_cursor(self, show: bool = True) -> bool:
         return False

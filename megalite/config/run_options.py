@@ -1,4 +1,4 @@
-"""The options of a run: how it computes, training, data, checkpoints, logs and operation."""
+"""The options of a run: parallelism and kernels, training, data, checkpoints, logs and operation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from megalite.config.registry import REGISTRIES
 
 KERNELS = ("auto", "triton", "torch")
 ATTENTION_KERNELS = ("auto", "cudnn", "flash", "triton", "blocked", "torch")
-DETERMINISM_REPORTS = ("report_determinism_stats", "report_stats")  # Megatron-LM's two names of one --rerun-mode
+DETERMINISM_REPORTS = ("report_determinism_stats", "report_stats")  # two names of the same --rerun-mode in Megatron-LM
 MAX_TIMEOUT = (1_000_000, "is longer than any collective; use at most 1000000")
-SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # of ZeRO 0, 1, 2, 3
+SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # ZeRO stages 0, 1, 2, 3
 MAX_ZERO_STAGE = (3, "is above 3; use 0, 1, 2 or 3")
-# the launcher passes these on to its ranks
+# the launcher forwards these to its ranks
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-MAX_FRACTION, MAX_LEVEL = (1, "is not a share; use at most 1"), (2, "is above 2; use 0, 1 or 2")
+MAX_FRACTION = (1, "is not a share; use at most 1")
+MAX_LEVEL = (2, "is above 2; use 0, 1 or 2")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    """The ranks and their layout, pipeline schedule, sharding, overlap, kernels and communication."""
+
     nproc: int | None = execution(
         None,
         help=(
@@ -165,24 +168,28 @@ class ParallelConfig:
 
     @property
     def effective_zero_stage(self) -> int:
-        """The ZeRO stage that these options come to."""
+        """The ZeRO stage that results from all options that affect it."""
         stage = self.fsdp_stage if self.zero_stage is None else self.zero_stage
         return int(self.use_distributed_optimizer) if stage is None else stage
 
     @property
     def fsdp_stage(self) -> int | None:
-        """That of Megatron-LM's FSDP, where it is asked for."""
+        """The ZeRO stage that --use-megatron-fsdp selects; None without it."""
+        if not self.use_megatron_fsdp:
+            return None
         strategy = self.data_parallel_sharding_strategy or SHARDING_STRATEGIES[3]
-        return SHARDING_STRATEGIES.index(strategy) if self.use_megatron_fsdp else None
+        return SHARDING_STRATEGIES.index(strategy)
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that share one copy of the model."""
+        """The number of ranks that hold one copy of the model: tp x cp x pp."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """The length of training, batch sizes, evaluation, recomputation, spikes and dry runs."""
+
     micro_batch_size: int = training(
         0, required=True, placeholder=1, effective_property="batch_size_basis", help="samples per micro-batch"
     )
@@ -284,19 +291,25 @@ class TrainConfig:
 
     @property
     def batch_size_basis(self) -> int | None:
-        """The micro-batch size where it decides the global one, which is not given; else None."""
+        """The micro-batch size if it determines the global batch size, which is then not set; otherwise None."""
         return self.micro_batch_size if self.global_batch_size is None else None
 
     def batch_size(self, dp: int) -> int:
-        """Samples of an iteration in rates and evaluations, as in Megatron-LM, also with a schedule of sizes."""
+        """Return the samples of one iteration.
+
+        Learning-rate schedules and evaluations use it, as in Megatron-LM, even with a schedule of batch sizes.
+        """
         return self.global_batch_size or self.micro_batch_size * dp
 
     def eval_batch_size(self, dp: int) -> int:
+        """Return the samples of one iteration of an evaluation."""
         return self.eval_global_batch_size or self.batch_size(dp)
 
 
 @dataclass(frozen=True)
 class OptimConfig:
+    """The optimizer, learning rate, weight decay and offloading."""
+
     optimizer: str = training(
         "adam",
         choices=REGISTRIES["optimizer"],
@@ -404,17 +417,19 @@ class OptimConfig:
 
     @property
     def separate_buckets(self) -> dict[str, bool]:
-        """What lies in buckets of its own (optim/layout.py: lay_out)."""
+        """Which reasons for separate buckets apply (optim/layout.py: build_layout)."""
         return {"decoupled_lr": self.decoupled_lr is not None, "matrices": self.is_muon}
 
     @property
     def needs_full_tensors(self) -> bool:
-        """Ranks of a stage exchange for the update."""
+        """Whether the optimizer's update needs full tensors, so that data-parallel ranks communicate for it."""
         return self.is_muon or self.optimizer in ("lamb", "lars")
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
+    """The dtype of weights and activations, and loss scaling."""
+
     bf16: bool = training(False, help="bfloat16 weights and activations; gradients and main weights in fp32")
     fp16: bool = training(False, help="float16 with loss scaling; gradients and main weights in fp32")
     loss_scale: float | None = training(None, help="constant loss scale for fp16; default: dynamic")
@@ -428,6 +443,8 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
+    """Token files, blends, splits, documents, fill-in-the-middle and the tokenizer."""
+
     data_path: tuple[str, ...] | None = training(
         None, help="PREFIX or WEIGHT PREFIX pairs of .bin/.idx files; see --split"
     )
@@ -524,6 +541,8 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
+    """The checkpoints that a run saves, keeps and loads, and the export of the model."""
+
     save: str | None = operational(
         None, help="directory or URL of checkpoints; without --save-interval, one is saved at the end of the run"
     )
@@ -581,6 +600,8 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
+    """Log lines, timers, TensorBoard and Weights & Biases."""
+
     log_interval: int | None = operational(
         None, help="steps per log line; default: a fiftieth of the run, 1 to 100; Megatron-LM's style: 100"
     )
@@ -641,7 +662,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class OperationsConfig:
-    """How a run is watched and stopped; none of these changes the training, unless a plugin's part is chosen."""
+    """Plugins, profiling, health checks and restarts; only a plugin whose component is used changes the training."""
 
     plugin: tuple[str, ...] = operational(
         (), accumulates=True, help="your own Python module, or FILE.py, that registers components; may be repeated"

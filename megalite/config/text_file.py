@@ -1,7 +1,7 @@
-"""Read a small text file that somebody else wrote: a configuration, a list of paths, the JSON beside a model.
+"""Reading small text files that are not trusted: configurations, lists of paths, the JSON files of a model.
 
-Such a path may name a pipe or a device, whose reading never ends, or a file that does not fit into memory. These
-functions open without waiting, accept regular files only, and stop reading at a limit.
+Such a path may name a pipe or a device, which can be read forever, or a file that does not fit into memory. These
+functions open without blocking, accept regular files only, and stop reading at a limit.
 """
 
 import errno
@@ -14,7 +14,7 @@ Opener = Callable[[str, int], int]
 
 
 class TextFileError(ValueError):
-    """The text names the path, the reason and the remedy. `reason`: without the path and the remedy."""
+    """A file that cannot be used; its text has the path, the reason and a remedy, and `reason` only the reason."""
 
     def __init__(self, path: str | os.PathLike[str], reason: str, remedy: str):
         super().__init__(f"{os.fspath(path)}: {reason}; {remedy}")
@@ -22,13 +22,13 @@ class TextFileError(ValueError):
 
 
 def read_small_text(path: str | os.PathLike[str], what: str, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a regular file of at most `max_bytes` in UTF-8, with line ends as \\n.
+    """Return the text of a regular UTF-8 file of at most `max_bytes`, with line ends as \\n.
 
     Args:
-        what: what the file should be, with its article, for the remedy: "a TOML file".
+        what: the expected kind of file, for the remedy, such as "a TOML file".
 
     Raises:
-        TextFileError: a ValueError, for any other file, from the OSError or UnicodeDecodeError if there is one.
+        TextFileError: for any other file; its cause is the OSError or UnicodeDecodeError, if there is one.
     """
     remedy = f"give {what}"
     try:
@@ -45,7 +45,14 @@ def read_small_text(path: str | os.PathLike[str], what: str, max_bytes: int = MA
 
 
 def read_small_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES, opener: Opener | None = None) -> bytes:
-    """Return the content of a regular file of at most `max_bytes`. `opener`: as of `open`. Raises OSError."""
+    """Return the content of a regular file of at most `max_bytes`.
+
+    Args:
+        opener: see the built-in `open`; default `regular_opener`.
+
+    Raises:
+        OSError: if it cannot be read, is larger, or is not a regular file.
+    """
     with open(path, "rb", opener=opener or regular_opener) as file:
         _check_is_regular(file.fileno(), path)
         size = os.fstat(file.fileno()).st_size
@@ -56,8 +63,11 @@ def read_small_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES, o
 
 
 def read_ends(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> tuple[str, int]:
-    """Return a log's text, and the number of bytes left out in its middle if it has more than `max_bytes`. Bytes that
-    are not UTF-8 are replaced. Raises OSError, also for what is not a regular file."""
+    """Return (text of a log, number of bytes omitted in its middle).
+
+    A file of at most `max_bytes` is returned in full. Bytes that are not UTF-8 are replaced. Raises OSError if the file
+    cannot be read or is not a regular file.
+    """
     with open(path, "rb", opener=regular_opener) as file:
         size = os.fstat(file.fileno()).st_size
         half = max_bytes // 2
@@ -67,13 +77,13 @@ def read_ends(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> tuple
         first = file.read(half)
         file.seek(size - half)
         last = file.read(half)
-    # whole lines only, as the parts of the two that are cut would read like lines of the log
+    # only complete lines, because the rest of a cut line would look like a line of the log
     first, last = first[: first.rfind(b"\n") + 1], last[last.find(b"\n") + 1 :]
     return (first + last).decode("utf-8", "replace"), size - len(first) - len(last)
 
 
 def regular_opener(path: str, flags: int) -> int:
-    """Open a regular file; an `opener` for `open`. Raises OSError, without waiting, for a directory, pipe or device."""
+    """Open a regular file; an `opener` for `open`. Raises OSError for a directory, pipe or device, without blocking."""
     number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_is_regular(number, path)
@@ -92,7 +102,7 @@ def _check_is_regular(number: int, path: str | os.PathLike[str]) -> None:
 
 
 def size_in_words(count: int) -> str:
-    """Return a limit in bytes as text, in MiB or KiB where these are whole."""
+    """Return a number of bytes as text, in MiB or KiB if that is an integer."""
     if count % (1 << 20) == 0:
         return f"{count >> 20} MiB"
     return f"{count >> 10} KiB" if count % (1 << 10) == 0 else f"{count} bytes"

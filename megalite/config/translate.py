@@ -1,7 +1,7 @@
-"""A configuration of another trainer as a file for --config, with a verdict for each of its keys.
+"""Translation of another trainer's configuration to a file for --config, with a verdict for each of its keys.
 
-translate/FORMAT.toml has a row for each key (translate_keys.py explains them), translate_rules.py what keys give
-together.
+translate/FORMAT.toml has a row for each key; translate_keys.py documents the rows. translate_rules.py has the options
+that follow from several keys together.
 """
 
 import json
@@ -43,24 +43,28 @@ from megalite.config.validation import find_problems
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "nanotron", "bridge", "nemo")
 SECRET = re.compile(r"key$|token$|passw|secret", re.IGNORECASE)
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")  # TOML takes none in a comment, or they end a line
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")  # not allowed in a comment of TOML, or end its line
 MAX_SHOWN = 200  # characters of a value
-MAX_HINTS = 40  # unknown keys that are compared with those that are known
+MAX_HINTS = 40  # unknown keys for which the nearest known key is searched
 MAX_TOGETHER = 20  # keys in one line
 
 
 class Verdict(NamedTuple):
-    """`gives`: option -> value; `part`: of the rules. A text of "" is made of what they come to."""
+    """The result for one key of the configuration."""
 
     key: SourceKey
-    kind: str
-    text: str
-    gives: Mapping[str, Any] = {}
-    part: str = ""
+    kind: str  # SUPPORTED, BUILT_IN or NO_EQUIVALENT
+    text: str  # the reason; if "", the final values of the options or of the part
+    gives: Mapping[str, Any] = {}  # option -> value that the key sets
+    part: str = ""  # the part that the key sets (translate_rules.py)
 
 
-def judge(file: File, key: SourceKey, t: Translation, hints: list[str]) -> Verdict:
-    """What becomes of a key, which adds to what the options and the parts are said to be."""
+def judge(file: File, key: SourceKey, translation: Translation, hints: list[str]) -> Verdict:
+    """Return the verdict on a key, and add the options or the part that it sets to the translation.
+
+    Args:
+        hints: unknown keys for which the nearest known key was searched so far; an unknown key is added.
+    """
     row = file.row(key)
     if row is None:
         return Verdict(key, NO_EQUIVALENT, _unknown(file, key, hints))
@@ -71,32 +75,35 @@ def judge(file: File, key: SourceKey, t: Translation, hints: list[str]) -> Verdi
     if isinstance(row, dict):
         row = _row_of_value(row, key)
     head, _, rest = row.partition(" ")
-    mark, listed, words = head[0], head[1:].split(",") if head[1:] else [], rest.split()
-    sets = mark in "+>~"
-    if sets and key.text in FILLED_IN:
-        why = "the script that reads the file fills it in" if key.text == "auto" else "the file leaves it to be given"
+    mark = head[0]
+    listed = head[1:].split(",") if head[1:] else []
+    acts = mark in "+>~"
+    if acts and key.text in FILLED_IN:
+        reason = (
+            "the script that reads the file fills it in" if key.text == "auto" else "the file leaves it to be given"
+        )
         flags = [flag_name(word) for word in re.findall(r"\w+", rest) if word in FIELDS]
-        return Verdict(key, NO_EQUIVALENT, f"{why}; give {' '.join(flags) or 'it as a flag'}")
-    if (mark == "!" and key.text in {*NOOP_VALUES, *listed}) or (sets and key.value is None):
+        return Verdict(key, NO_EQUIVALENT, f"{reason}; give {' '.join(flags) or 'it as a flag'}")
+    if (mark == "!" and key.text in {*NOOP_VALUES, *listed}) or (acts and key.value is None):
         return Verdict(key, BUILT_IN, NOOP_VERDICT[2:])
-    if sets and "${" in str(key.value):
+    if acts and "${" in str(key.value):
         return Verdict(key, NO_EQUIVALENT, "it is computed from other values; write its value")
-    if not sets:
-        always = mark == "=" and key.text in (listed or [key.text])
-        return Verdict(key, BUILT_IN if always else NO_EQUIVALENT, rest)
+    if not acts:
+        is_built_in = mark == "=" and key.text in (listed or [key.text])
+        return Verdict(key, BUILT_IN if is_built_in else NO_EQUIVALENT, rest)
     try:
-        return _set(file, key, t, mark, words)
+        return _set(file, key, translation, mark, rest.split())
     except ValueError as error:
         return Verdict(key, NO_EQUIVALENT, str(error))
 
 
 def _row_of_value(row: Mapping[str, str], key: SourceKey) -> str:
-    """The text of a table of texts by the key's value."""
+    """Return the text for the key's value from a row that is a table of texts by value."""
     if key.text in row:
         return row[key.text]
     if key.is_true and "true" in row:
         return row["true"]
-    if key.text in FILLED_IN or "${" in key.text:  # it may be any of them
+    if key.text in FILLED_IN or "${" in key.text:  # any of the values is possible; prefer a text that acts
         return min(row.values(), key=lambda text: "+>~!=".index(text[0]))
     if "*" in row and (row["*"] != NOOP_VERDICT or key.text in NOOP_VALUES):
         return row["*"]
@@ -104,6 +111,7 @@ def _row_of_value(row: Mapping[str, str], key: SourceKey) -> str:
 
 
 def _unknown(file: File, key: SourceKey, hints: list[str]) -> str:
+    """Return the text for a key without a row, with the nearest known key."""
     rows = file.table.get(key.section, {}) if key.section not in TABLES else {}
     prefix = file.settings.get("prefixes", {}).get(key.section, "")
     near = None
@@ -117,60 +125,76 @@ def _unknown(file: File, key: SourceKey, hints: list[str]) -> str:
     return "unknown here, so nothing is set for it; megalite train --help all lists the options"
 
 
-def _set(file: File, key: SourceKey, t: Translation, mark: str, words: list[str]) -> Verdict:
-    """Say what a row's options or part are. Raises ValueError."""
+def _set(file: File, key: SourceKey, translation: Translation, mark: str, targets: list[str]) -> Verdict:
+    """Set the options or the part of a row that acts, and return the verdict.
+
+    Args:
+        mark: "+", ">" or "~".
+        targets: the rest of the row, split at spaces.
+
+    Raises:
+        ValueError: if the value has the wrong type.
+    """
     if mark == ">":
-        part, equals, value = words[0].partition("=")
-        t.parts.say(part, value if equals else part_of(part, key.value), key.name, file.weight(key))
-        return Verdict(key, SUPPORTED, " ".join(words[1:]), part=part)
+        part, equals, value = targets[0].partition("=")
+        translation.parts.say(part, value if equals else part_of(part, key.value), key.name, file.weight(key))
+        return Verdict(key, SUPPORTED, " ".join(targets[1:]), part=part)
     if mark == "~":
-        gives = {words[0]: typed(words[0], key.value)}
-        t.options.say(words[0], gives[words[0]], key.name, BESIDE)
-        return Verdict(key, SUPPORTED, " ".join(words[1:]), gives, part="beside")
-    bare = [word for word in words if "=" not in word]
-    given: ConfigTree = dict.fromkeys(bare, key.value)
-    if len(bare) > 1 and isinstance(key.value, list):
-        if len(key.value) != len(bare):
-            raise ValueError(f"{len(key.value)} values, where there are {len(bare)}: {', '.join(bare)}; write as many")
-        given = dict(zip(bare, key.value, strict=True))
-    given |= dict(word.split("=") for word in words if "=" in word)
-    gives = {name: typed(name, value) for name, value in given.items()}
+        option = targets[0]
+        gives = {option: typed(option, key.value)}
+        translation.options.say(option, gives[option], key.name, BESIDE)
+        return Verdict(key, SUPPORTED, " ".join(targets[1:]), gives, part="beside")
+    names = [target for target in targets if "=" not in target]
+    values: ConfigTree = dict.fromkeys(names, key.value)
+    if len(names) > 1 and isinstance(key.value, list):
+        if len(key.value) != len(names):
+            raise ValueError(
+                f"{len(key.value)} values, where there are {len(names)}: {', '.join(names)}; write as many"
+            )
+        values = dict(zip(names, key.value, strict=True))
+    values |= dict(target.split("=") for target in targets if "=" in target)
+    gives = {name: typed(name, value) for name, value in values.items()}
     for name, value in gives.items():
-        t.options.say(name, value, key.name, file.weight(key))
+        translation.options.say(name, value, key.name, file.weight(key))
     return Verdict(key, SUPPORTED, "", gives)
 
 
-def _final(verdict: Verdict, t: Translation) -> Verdict | None:
-    """The verdict, when all keys have said theirs; None for a default that a key replaces."""
+def _final(verdict: Verdict, translation: Translation) -> Verdict | None:
+    """Return the verdict after all keys and rules were applied; None for a default that a key replaces."""
     key, kind, text, gives, part = verdict
     if kind != SUPPORTED:
         return verdict
     if part == "beside":
         (name, value), *_ = gives.items()
-        if t.options.get(name) != value:
+        if translation.options.get(name) != value:
             return verdict._replace(kind=NO_EQUIVALENT)
         return verdict._replace(text=f"{name} = {_shown(value)}")
     if part:
-        saying = t.parts.said[part]
+        saying = translation.parts.said[part]
         if saying.key != key.name:
             return None if key.is_default else _overridden(verdict, saying.key, {})
-        if part in t.told:
-            kind, text = t.told[part]
+        if part in translation.verdicts:
+            kind, text = translation.verdicts[part]
             return None if key.is_default and kind == BUILT_IN else verdict._replace(kind=kind, text=text)
-        names = [word for word in text.split() if word in t.options]
-        return verdict._replace(text=_equals({name: t.options.get(name) for name in names}) if names else text)
-    values = {name: t.options.get(name) for name in gives if name in t.options}
+        names = [word for word in text.split() if word in translation.options]
+        return verdict._replace(
+            text=_equals({name: translation.options.get(name) for name in names}) if names else text
+        )
+    values = {name: translation.options.get(name) for name in gives if name in translation.options}
     if values == gives:
         return verdict._replace(text=_equals(gives))
     if key.is_default:
-        kept = {name: value for name, value in gives.items() if values.get(name) == value}
-        return verdict._replace(text=_equals(kept)) if kept else None
-    by = [t.options.key(name) for name in values if values[name] != gives[name]]
-    return _overridden(verdict, " ".join(dict.fromkeys(by)), values)
+        effective = {name: value for name, value in gives.items() if values.get(name) == value}
+        return verdict._replace(text=_equals(effective)) if effective else None
+    other_keys = [translation.options.key(name) for name in values if values[name] != gives[name]]
+    return _overridden(verdict, " ".join(dict.fromkeys(other_keys)), values)
 
 
-def _overridden(verdict: Verdict, by: str, values: ConfigTree) -> Verdict:
-    text = f"{by or 'another key'} overrides it" + f": {_equals(values)}" * bool(values)
+def _overridden(verdict: Verdict, other_keys: str, values: ConfigTree) -> Verdict:
+    """Return the verdict on a key that other keys override with these values."""
+    text = f"{other_keys or 'another key'} overrides it"
+    if values:
+        text += f": {_equals(values)}"
     return verdict._replace(kind=BUILT_IN, text=text)
 
 
@@ -179,21 +203,25 @@ def _equals(values: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any, name: str = "") -> str:
-    """As JSON, without secrets, and shortened."""
+    """Return a value as JSON, without secrets, and shortened.
 
-    def plain(value: Any, name: str) -> Any:
+    Args:
+        name: its key, which may show that it is a secret.
+    """
+
+    def masked(value: Any, name: str) -> Any:
         if SECRET.search(name) and value is not None and not isinstance(value, bool):
             return "***"
         if isinstance(value, dict):
-            return {str(key): plain(inner, str(key)) for key, inner in value.items()}
-        return [plain(inner, "") for inner in value] if isinstance(value, list | tuple) else value
+            return {str(key): masked(inner, str(key)) for key, inner in value.items()}
+        return [masked(inner, "") for inner in value] if isinstance(value, list | tuple) else value
 
-    text = json.dumps(plain(value, name), default=str)
+    text = json.dumps(masked(value, name), default=str)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _lines(verdicts: list[Verdict]) -> Iterator[str]:
-    """One line for each text, with the keys that it is about."""
+    """Yield the verdicts as lines, by kind: one line for each text, with the keys that have it."""
     for kind in (SUPPORTED, BUILT_IN, NO_EQUIVALENT):
         together: dict[str, list[SourceKey]] = {}
         for verdict in verdicts:
@@ -201,21 +229,25 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
                 together.setdefault(verdict.text, []).append(verdict.key)
         yield from ("", f"{kind} ({sum(map(len, together.values()))})")
         for text, keys in together.items():
-            named = [f"{_name(key)} = {_shown(key.raw, key.last)}{_now(key)}" for key in keys]
-            for start in range(0, len(named), MAX_TOGETHER):
-                yield f"  {', '.join(named[start : start + MAX_TOGETHER])}: {text}"
+            settings = [_setting(key) for key in keys]
+            for start in range(0, len(settings), MAX_TOGETHER):
+                yield f"  {', '.join(settings[start : start + MAX_TOGETHER])}: {text}"
 
 
-def _now(key: SourceKey) -> str:
-    return f" (now {key.now})" * bool(key.now)
-
-
-def _name(key: SourceKey) -> str:
-    return json.dumps(key.name)[1:-1] + " (default)" * key.is_default
+def _setting(key: SourceKey) -> str:
+    """Return a key with its value, and with its newer name if it has one."""
+    name = json.dumps(key.name)[1:-1]
+    default = " (default)" if key.is_default else ""
+    now = f" (now {key.now})" if key.now else ""
+    return f"{name}{default} = {_shown(key.raw, key.last)}{now}"
 
 
 def _format_of(path: str, tree: ConfigTree) -> File:
-    """The tree as the format that has rows for most of its keys. Raises ConfigError."""
+    """Return the tree in the format that has rows for the largest number of its keys.
+
+    Raises:
+        ConfigError: if no format has a row for any key.
+    """
     files = [File(name, tree) for name in FORMATS]
     known = {file.name: sum(file.row(key) is not None for key in file.iterate(defaults=False)) for file in files}
     best = max(files, key=lambda file: known[file.name])
@@ -225,34 +257,50 @@ def _format_of(path: str, tree: ConfigTree) -> File:
     return best
 
 
-def _launch(t: Translation, world: int | None) -> str:
-    nodes = t.parts.get("nodes", 1)
+def _launch(translation: Translation, world: int | None) -> str:
+    """Return the command that starts the run."""
+    nodes = translation.parts.get("nodes", 1)
     line = f"torchrun --nproc_per_node {'N' if world is None else world // nodes}"
     if nodes > 1:
-        line += f" --nnodes {nodes} --node_rank {t.parts.get('rank', 'R')}"
-        line += f" --master_addr {t.parts.get('address', 'HOST')}"
-    if "port" in t.parts:
-        line += f" --master_port {t.parts.get('port')}"
+        line += f" --nnodes {nodes} --node_rank {translation.parts.get('rank', 'R')}"
+        line += f" --master_addr {translation.parts.get('address', 'HOST')}"
+    if "port" in translation.parts:
+        line += f" --master_port {translation.parts.get('port')}"
     return f"{line} -m megalite train --config run.toml"
 
 
 def translate(path: str, gpus: int | None, presets: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
-    """(a file for --config, whose comments are the verdicts and the launch line, whether every key has an equivalent).
-    Raises ConfigError, MissingPackage."""
+    """Translate a configuration file of another trainer.
+
+    Args:
+        gpus: the number of devices; None if the file has it.
+        presets: name -> options; a file that names a model may select one.
+
+    Returns:
+        (text of a file for --config, with the verdicts and the launch command as comments; True if every key has an
+        equivalent).
+
+    Raises:
+        ConfigError: if the file cannot be read, is of no known trainer, or contradicts itself.
+        MissingPackageError: for YAML without PyYAML.
+    """
     file = _format_of(path, read_mapping(path))
-    t, hints = Translation(file.name, Sayings(file.settings.get("either", ()))), list[str]()
-    judged = [judge(file, key, t, hints) for key in file.iterate()]
-    switches(t)
-    rates(t)
-    world = layout(t, gpus)
-    values = dict(checked(t))
-    verdicts = [final for verdict in judged if (final := _final(verdict, t)) is not None]
-    preset = f"{t.parts.get('family')}-{t.parts.get('flavor')}" if "flavor" in t.parts else ""
+    translation = Translation(file.name, Sayings(file.settings.get("either", ())))
+    hints = list[str]()
+    judged = [judge(file, key, translation, hints) for key in file.iterate()]
+    switches(translation)
+    rates(translation)
+    world = layout(translation, gpus)
+    values = dict(checked(translation))
+    verdicts = [final for verdict in judged if (final := _final(verdict, translation)) is not None]
+    preset = (
+        f"{translation.parts.get('family')}-{translation.parts.get('flavor')}" if "flavor" in translation.parts else ""
+    )
     problems = file.notes()
     problems += find_problems(build(apply_megatron_defaults(apply_preset(presets.get(preset, {}), values))), world)
     lines = [f"What becomes of each key of {file.settings['title']}", *_lines(verdicts)]
     lines += ["", f"to give or to correct ({len(problems)})", *(f"  {line}" for line in problems)]
-    lines += ["", _launch(t, world)]
+    lines += ["", _launch(translation, world)]
     comments = "".join(f"# {CONTROL.sub(' ', mask_url_secrets(line))}".rstrip() + "\n" for line in lines)
     first = f"preset = {json.dumps(preset)}\n\n" if preset else ""
     return f"{comments}\n{first}{dump_values(values)}", all(verdict.kind != NO_EQUIVALENT for verdict in verdicts)

@@ -1,17 +1,20 @@
-"""Errors in data, and those of the libraries that read it."""
+"""The error for unusable data, and the conversion of errors of tokenizer libraries."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class DataError(ValueError):
-    """Data that cannot be used, by name and reason."""
+    """Data cannot be used; the message names it and gives the reason."""
 
 
 @contextmanager
 def wrap_library_errors(refusal: str) -> Iterator[None]:
-    """Turn whatever a tokenizer's library raises into a DataError that begins with `refusal`. Libraries written in Rust
-    raise bare Exceptions, and panic with a BaseException of their own on an unexpected file or text."""
+    """Turn any error of a tokenizer library into a DataError that starts with `refusal`.
+
+    Libraries written in Rust raise bare Exceptions, and panic with their own BaseException on an unexpected file or
+    text.
+    """
     try:
         yield
     except (DataError, KeyboardInterrupt, MemoryError):

@@ -1,4 +1,4 @@
-"""Files that several processes share: who may write one, and when it can be seen."""
+"""Files that several processes share: a lock for the writer, and writes that become visible at once."""
 
 import contextlib
 import fcntl
@@ -21,33 +21,41 @@ WARN_AFTER_S, WARN_EVERY_S = 2.0, 60.0
 
 @contextlib.contextmanager
 def file_lock(path: Path, product: str) -> Iterator[bool]:
-    """Hold the lock file `path` while `product` is made; whoever waits for long logs it. Yields False without locks."""
+    """Hold the lock file `path` while `product` is built; a process that waits for long logs it.
+
+    Yields True, or False where the file system has no locks.
+    """
     with open(path, "a+", opener=open_nofollow) as file:
-        begin, next_line, alone = time.monotonic(), WARN_AFTER_S, None
-        while alone is None:
+        start = time.monotonic()
+        next_warning_s = WARN_AFTER_S
+        locked = None
+        while locked is None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                alone = True
+                locked = True
             except BlockingIOError:
-                waited = time.monotonic() - begin
-                if waited >= next_line:
+                waited = time.monotonic() - start
+                if waited >= next_warning_s:
                     file.seek(0)
                     holder = file.read(200) or "another process"
                     log.warning("%s: waiting for %s, which builds it (%.0f s so far)", product, holder, waited)
-                    next_line = waited + WARN_EVERY_S
+                    next_warning_s = waited + WARN_EVERY_S
                 time.sleep(POLL_SECONDS)
             except OSError:
-                alone = False
-        if alone:
-            file.truncate(0)  # "a": what is written goes to the end
+                locked = False
+        if locked:
+            file.truncate(0)  # mode "a" writes at the end
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
-        yield alone
+        yield locked
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which gets the name `path` once it is whole. An error leaves nothing, a kill a *.partial."""
+    """Yield a file to write, which gets the name `path` once it is complete.
+
+    An error leaves nothing behind; a killed process leaves a *.partial file.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:

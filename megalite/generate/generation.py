@@ -1,10 +1,10 @@
-"""Text from a checkpoint or a Hugging Face directory, under any tp x pp.
+"""Text generation from a checkpoint or a Hugging Face directory, under any tp x pp.
 
-    prompts [B, S] --stage 0 .. pp-1--> logits of each one's last token --choose--> a token of each, to all ranks
+    prompts [B, S] --stage 0 .. pp-1--> logits of the last token of each --sample--> a token of each, to all ranks
     then the new tokens alone, [tp, B]: sequence parallelism needs a multiple of tp, so all but the first are padding
 
-Each rank keeps the keys and values of its layers and heads. The stages work one after the other, since a token depends
-on the one before it: a pipeline is for models that do not fit otherwise.
+Each rank keeps the keys and values of its layers and heads. The stages work one after the other, because a token
+depends on the previous one: pipeline parallelism is for models that do not fit otherwise.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import Manifest
 from megalite.checkpoint.manager import loader
 from megalite.checkpoint.manager.collective import run_on_all_ranks
-from megalite.checkpoint.storage import storage as storage
+from megalite.checkpoint.storage import storage
 from megalite.checkpoint.storage.location import Location, parse_location
 from megalite.config.options import ConfigError, ModelConfig, ParallelConfig, build
 from megalite.config.plugins import no_exit
@@ -53,10 +53,16 @@ from megalite.training.setup import SetupError
 class Sampling:
     """The choice of the next token: the likeliest, or one drawn with temperature, top-k and top-p (arXiv:1904.09751).
 
-        p = softmax(logits / temperature);  the k likeliest;  of these the fewest whose sum reaches top_p
+        p = softmax(logits / temperature);  keep the k likeliest;  keep the fewest of these whose sum reaches top_p
 
-    A draw is a function of (seed, number of the prompt, position): given equal logits it is the same under every
-    layout, and for a prompt alone or among others. temperature 0: always the likeliest. top_k 0 and top_p 1: no limit.
+    A draw is a function of (seed, number of the prompt, position). Given equal logits, it is the same under every
+    layout, and for a prompt alone or in a batch.
+
+    Attributes:
+        temperature: 0 always chooses the likeliest token.
+        top_k: 0 means no limit.
+        top_p: 1 means no limit.
+        seed: The random seed.
     """
 
     temperature: float = 0.0
@@ -65,43 +71,48 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        """Raises ConfigError with every number that is out of range."""
+        """Raise ConfigError with every number that is out of range."""
         problems = [
-            f"{name}={value!r} is not {what}; give one"
-            for name, value, fits, what in (
+            f"{name}={value!r} is not {description}; give one"
+            for name, value, is_valid, description in (
                 ("temperature", self.temperature, _is_number(self.temperature, 0), "a number of 0 or more"),
-                ("top_k", self.top_k, _is_whole(self.top_k, 0), "a whole number of 0 or more"),
+                ("top_k", self.top_k, _is_integer(self.top_k, 0), "a whole number of 0 or more"),
                 ("top_p", self.top_p, _is_number(self.top_p, 0) and 0 < self.top_p <= 1, "a number in (0, 1]"),
-                ("seed", self.seed, _is_whole(self.seed), "a whole number"),
+                ("seed", self.seed, _is_integer(self.seed), "a whole number"),
             )
-            if not fits
+            if not is_valid
         ]
         if problems:
             raise ConfigError(problems)
 
 
-def _is_whole(value: object, least: float = float("-inf")) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+def _is_integer(value: object, minimum: float = float("-inf")) -> bool:
+    """Return True if `value` is an integer of at least `minimum`, and not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
 
 
-def _is_number(value: object, least: float = float("-inf")) -> bool:
+def _is_number(value: object, minimum: float = float("-inf")) -> bool:
+    """Return True if `value` is a finite number of at least `minimum`, and not a bool."""
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and least <= float(value) < float("inf")
-    except OverflowError:  # a whole number beyond them
+        return isinstance(value, Real) and not isinstance(value, bool) and minimum <= float(value) < float("inf")
+    except OverflowError:  # an integer above the range of floats
         return False
 
 
 def uniform_at(seed: int, prompt: int, position: int) -> float:
-    """A number in (0, 1), with 32 bits.
+    """Return the random number of a position, in (0, 1), with 32 bits.
 
-    >>> 0 < uniform(1, 2, 3) < 1 and uniform(1, 2, 3) != uniform(1, 3, 2)
+    >>> 0 < uniform_at(1, 2, 3) < 1 and uniform_at(1, 2, 3) != uniform_at(1, 3, 2)
     True
     """
     return (fold_in(seed, prompt, position) + 0.5) / 2**32
 
 
 def sampling_probs(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(probabilities [B, V] in fp64, descending; their tokens). Needs a temperature above 0."""
+    """Return (probabilities [B, V] in fp64, descending; their tokens [B, V]).
+
+    The temperature must be above 0.
+    """
     values_BV, order_BV = (logits_BV.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         values_BV[:, sampling.top_k :] = float("-inf")
@@ -112,23 +123,30 @@ def sampling_probs(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tenso
 
 
 def sample(logits_BV: Tensor, sampling: Sampling, coordinates: Sequence[tuple[int, int]]) -> Tensor:
-    """The next token of each sample, [B] int64; of equal logits the lowest token. `places`: (prompt, position)."""
+    """Return the next token of each sample, [B] int64. Of equal logits, the lowest token is chosen.
+
+    `coordinates` has (number of the prompt, position) for each sample.
+    """
     if sampling.temperature < 1e-6:  # too small to divide by
         return logits_BV.argmax(-1)
     p_BV, order_BV = sampling_probs(logits_BV, sampling)
-    drawn_B1 = torch.tensor([[uniform_at(sampling.seed, *place)] for place in coordinates], dtype=torch.float64)
+    drawn_B1 = torch.tensor(
+        [[uniform_at(sampling.seed, *coordinate)] for coordinate in coordinates], dtype=torch.float64
+    )
     below_B1 = (p_BV.cumsum(-1) <= drawn_B1).sum(-1, keepdim=True)
-    most_B1 = (p_BV > 0).sum(-1, keepdim=True) - 1  # the sum may end below 1 by rounding
-    return order_BV.gather(-1, below_B1.minimum(most_B1)).squeeze(-1)
+    last_B1 = (p_BV > 0).sum(-1, keepdim=True) - 1  # the sum may be below 1 due to rounding
+    return order_BV.gather(-1, below_B1.minimum(last_B1)).squeeze(-1)
 
 
 class KVCache:
-    """Keys and values of earlier positions, so that each is computed once. `length`: T, places per sample.
+    """The keys and values of earlier positions, so that each is computed once.
 
-    The first forward pass has the prompts, padded at their end to one length; each later one a few tokens, at places
-    that differ between samples. Before each `go_to` says which. Padding after a sample's last token is never seen: its
-    places are written again before a query comes that far. Bytes: 2 T B g K times the size of an element for each layer
-    of this rank; of a layer with a window only the keys that some query can see are read.
+    `length` is T, the number of positions per sample. The first forward pass has the prompts, padded at the end to one
+    length. Each later one has a few tokens, at positions that differ between samples. Call `set_positions` before each.
+    Padding after a sample's last token is never seen: its positions are overwritten before a query gets that far.
+
+    Memory per layer of this rank: 2 T B g K elements. In a layer with a window, only the keys that some query can see
+    are read.
     """
 
     def __init__(self, length: int):
@@ -136,12 +154,16 @@ class KVCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def set_positions(self, cache_positions_SB: Tensor, device: torch.device) -> None:
-        """Set the places of the tokens in the next forward pass; on the CPU, so that nothing waits for a card."""
-        self.min_position, self.places_SB = int(cache_positions_SB.min()), cache_positions_SB.to(device)
+        """Set the positions [S, B] of the tokens in the next forward pass.
+
+        They must be on the CPU, so that nothing waits for a GPU.
+        """
+        self.min_position = int(cache_positions_SB.min())
+        self.positions_SB = cache_positions_SB.to(device)
 
     @contextlib.contextmanager
     def installed_in(self, stage: Stage) -> Iterator[None]:
-        """Within the block the layers of `stage` attend to this cache."""
+        """Make the layers of `stage` attend to this cache within the context."""
         layers = [block for block in stage.blocks if isinstance(block, Block)]
         for block in layers:
             block.attention.core_attention = partial(self.attend, block.layer)
@@ -163,26 +185,40 @@ class KVCache:
         sink_H: Tensor | None,
         **_: Any,
     ) -> Tensor:
-        """Store the new keys and values of `layer`, and attend to all up to each query's place, or the last `window` of
-        these: o_SBhK. Further arguments of kernels/attention.py are for training."""
-        first = layer not in self._layers
-        if first:
-            model_config = (self.length, *k_SBgK.shape[1:])
-            self._layers[layer] = (k_SBgK.new_zeros(model_config), v_SBgK.new_zeros(model_config))
+        """Store the new keys and values of `layer`, and return the attention over all of them, o_SBhK.
+
+        A query sees the keys up to its own position, or the last `window` of these. Other arguments of
+        kernels/attention.py are only for training.
+        """
+        is_first_pass = layer not in self._layers
+        if is_first_pass:
+            cache_shape = (self.length, *k_SBgK.shape[1:])
+            self._layers[layer] = (k_SBgK.new_zeros(cache_shape), v_SBgK.new_zeros(cache_shape))
         k_TBgK, v_TBgK = self._layers[layer]
         samples_B = torch.arange(k_SBgK.shape[1], device=k_SBgK.device)
-        k_TBgK[self.places_SB, samples_B] = k_SBgK
-        v_TBgK[self.places_SB, samples_B] = v_SBgK
-        if first:  # nothing came before: the training path, which makes no mask
+        k_TBgK[self.positions_SB, samples_B] = k_SBgK
+        v_TBgK[self.positions_SB, samples_B] = v_SBgK
+        if is_first_pass:  # there are no earlier keys: use the kernel of training, which builds no mask
             return attention(q_SBhK, k_SBgK, v_SBgK, scale=scale, window=window, sink_H=sink_H)
-        low = 0 if window is None else max(0, self.min_position - window + 1)
-        num_cached = (k_TBgK[low:], v_TBgK[low:], self.places_SB - low)
-        return cached_attention(q_SBhK, *num_cached, scale=scale, window=window, sink_H=sink_H)
+        start = 0 if window is None else max(0, self.min_position - window + 1)
+        positions_SB = self.positions_SB - start
+        return cached_attention(
+            q_SBhK, k_TBgK[start:], v_TBgK[start:], positions_SB, scale=scale, window=window, sink_H=sink_H
+        )
 
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """This rank's stage of a model. `stops`: tokens that end a text; `step`: of the training that made it, or 0."""
+    """This rank's stage of a model, with its tokenizer.
+
+    Attributes:
+        stage: The stage.
+        mesh: The mesh.
+        model_config: The configuration of the model.
+        tokenizer: The tokenizer.
+        stop_ids: The tokens that end a text.
+        step: The training step of the checkpoint, or 0.
+    """
 
     stage: Stage
     mesh: Mesh
@@ -192,55 +228,66 @@ class TextGenerator:
     step: int
 
     def __repr__(self) -> str:
-        """A line of facts; `stage` has the layers."""
-        m, weights = self.model_config, {id(weight): weight for weight in self.stage.parameters()}.values()
-        experts = f", {m.num_experts} experts, {m.moe_router_topk} for a token" if m.num_experts else ""
-        where = f", {self.mesh.describe()} of {self.mesh.world.size}" if self.mesh.world.size > 1 else ""
+        """Return the main facts on one line; `stage` has the layers."""
+        model = self.model_config
+        weights = {id(weight): weight for weight in self.stage.parameters()}.values()
+        num_parameters = sum(weight.numel() for weight in weights)
+        experts = f", {model.num_experts} experts, {model.moe_router_topk} for a token" if model.num_experts else ""
+        rank = f", {self.mesh.describe()} of {self.mesh.world.size}" if self.mesh.world.size > 1 else ""
         return (
-            f"Generator({sum(weight.numel() for weight in weights):,} parameters: {m.num_layers} layers of "
-            f"{m.hidden_size}, {m.num_attention_heads} heads, {m.num_kv_groups} of keys and values{experts}, {m.max_positions:,} "
-            f"positions; {self.tokenizer.name}, {self.tokenizer.vocab_size:,} tokens; step {self.step}; "
-            f"{str(next(iter(weights)).dtype)[6:]} on {self.mesh.device}{where})"
+            f"Generator({num_parameters:,} parameters: {model.num_layers} layers of {model.hidden_size}, "
+            f"{model.num_attention_heads} heads, {model.num_kv_groups} of keys and values{experts}, "
+            f"{model.max_positions:,} positions; {self.tokenizer.name}, {self.tokenizer.vocab_size:,} tokens; "
+            f"step {self.step}; {str(next(iter(weights)).dtype)[6:]} on {self.mesh.device}{rank})"
         )
 
     @no_exit()
     @torch.no_grad()
     def logits(self, tokens_SB: Tensor | Sequence[Sequence[int]]) -> Tensor:
-        """[S, B, V] in fp32, on the model's device, of tokens [S, B]: position first, then sample; a position sees
-        those up to it. V: the vocabulary, without padding. Of a whole model on one rank. Raises ConfigError."""
+        """Return the logits [S, B, V] of tokens [S, B], in fp32 on the model's device.
+
+        A position sees the tokens up to it. V is the size of the vocabulary without padding. This needs the full model
+        on one rank. Raises ConfigError for invalid tokens.
+        """
         assert self.stage.head is not None and self.mesh.world.size == 1
-        rows, max_new_tokens = self.stage.head.vocab_size, self.model_config.max_positions
-        wanted = f"ids below {rows}, [S, B] with S up to {max_new_tokens}; give those"
+        vocab_size = self.stage.head.vocab_size
+        max_positions = self.model_config.max_positions
+        expected = f"ids below {vocab_size}, [S, B] with S up to {max_positions}; give those"
         try:
             ids_SB = torch.as_tensor(tokens_SB, device=self.mesh.device)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ConfigError([f"tokens cannot be a tensor ({' '.join(str(error).split())}) of {wanted}"]) from None
-        model_config, dtype = [*ids_SB.shape], ids_SB.dtype
-        whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+            raise ConfigError([f"tokens cannot be a tensor ({' '.join(str(error).split())}) of {expected}"]) from None
+        shape, dtype = [*ids_SB.shape], ids_SB.dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         ids_SB = ids_SB.long()
-        wrong = not whole or len(model_config) != 2 or model_config[0] > max_new_tokens or not ids_SB.numel()
-        if wrong or ids_SB.min() < 0 or ids_SB.max() >= rows:
-            raise ConfigError([f"tokens {model_config} of {str(dtype)[6:]} are not {wanted}"])
-        return self.stage(None, Batch(ids_SB, None, None, torch.zeros_like(ids_SB[0]), 0))[..., :rows].float()
+        is_invalid = not is_integer or len(shape) != 2 or shape[0] > max_positions or not ids_SB.numel()
+        if is_invalid or ids_SB.min() < 0 or ids_SB.max() >= vocab_size:
+            raise ConfigError([f"tokens {shape} of {str(dtype)[6:]} are not {expected}"])
+        return self.stage(None, Batch(ids_SB, None, None, torch.zeros_like(ids_SB[0]), 0))[..., :vocab_size].float()
 
     @no_exit()
     def generate(
         self, prompts: Sequence[str], max_new_tokens: int = 60, *, temperature: float = 0.8, top_k: int = 40,
         top_p: float = 1.0, seed: int = 1234, batch_size: int = 16,
     ) -> list[str]:  # fmt: skip
-        """What follows each prompt, as megalite generate draws it; temperature 0: always the likeliest token. Raises
-        ConfigError for arguments out of range, and a prompt that fills all positions."""
-        texts = [prompts] if isinstance(prompts, str) else prompts
+        """Return the continuation of each prompt, as `megalite generate` would draw it.
+
+        A temperature of 0 always chooses the likeliest token. Raises ConfigError for arguments out of range, and for a
+        prompt that fills all positions.
+        """
+        prompt_list = [prompts] if isinstance(prompts, str) else prompts
         problems = [
             f"{name}={value!r} is not a whole number of 1 or more; give one"
             for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size))
-            if not _is_whole(value, 1)
+            if not _is_integer(value, 1)
         ]
-        if not (isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts)):
+        if not (isinstance(prompt_list, list | tuple) and all(isinstance(text, str) for text in prompt_list)):
             problems.append(f"prompts of type {type(prompts).__name__} are not a text or a list of texts; give one")
         else:
-            odd = [number for number, text in enumerate(texts) if text != text.encode("utf-8", "replace").decode()]
-            problems += [f"prompt {number} has characters that UTF-8 has not; remove them" for number in odd[:1]]
+            invalid = [
+                number for number, text in enumerate(prompt_list) if text != text.encode("utf-8", "replace").decode()
+            ]
+            problems += [f"prompt {number} has characters that UTF-8 has not; remove them" for number in invalid[:1]]
         try:
             sampling = Sampling(temperature, top_k, top_p, seed)
         except ConfigError as error:
@@ -248,15 +295,21 @@ class TextGenerator:
         if problems:
             raise ConfigError(problems)
         try:
-            found = [*generate_batches(self, texts, max_new_tokens, sampling, batch_size)]
+            completions = [*generate_batches(self, prompt_list, max_new_tokens, sampling, batch_size)]
         except SetupError as error:
             raise ConfigError([str(error)]) from None
-        return [self.tokenizer.decode(text.ids[text.prompt_length :]) for text in found]
+        return [self.tokenizer.decode(completion.ids[completion.prompt_length :]) for completion in completions]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """`ids`: the prompt and, from `begin` on, the generated ones; `stop`: "eod" (then the last id) or "length"."""
+    """A prompt and its continuation.
+
+    Attributes:
+        ids: The tokens of the prompt, then the generated ones.
+        prompt_length: The number of tokens of the prompt.
+        finish_reason: "eod" if the last id ends the text, otherwise "length".
+    """
 
     ids: list[int]
     prompt_length: int
@@ -264,24 +317,27 @@ class Completion:
 
 
 def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.float32) -> TextGenerator:
-    """The newest checkpoint in `directory`, or the Hugging Face model there; collective over mesh.pp and mesh.tp.
-    Raises SetupError, CheckpointError, DataError."""
-    folder = Path(directory)
-    if (folder / "config.json").is_file() and not storage.steps_in(folder):
-        return _from_hugging_face(folder, mesh, dtype)
+    """Load the newest checkpoint in `directory`, or the Hugging Face model there.
+
+    Collective over mesh.pp and mesh.tp. Raises SetupError, CheckpointError, DataError.
+    """
+    path = Path(directory)
+    if (path / "config.json").is_file() and not storage.steps_in(path):
+        return _from_hugging_face(path, mesh, dtype)
     generators: list[TextGenerator] = []  # one for each checkpoint that was tried
 
-    def select_checkpoint(folder: Location, manifest: Manifest) -> loader.LoadPlan:
-        config = checkpoint_config(manifest, folder)
+    def select_checkpoint(checkpoint: Location, manifest: Manifest) -> loader.LoadPlan:
+        config = checkpoint_config(manifest, checkpoint)
         if mesh.world.is_first:
             announce({name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}, parse_location(directory))
         tokenizer = open_tokenizer(config.data)
         if tokenizer is None:
-            raise SetupError(f"{folder} was trained without a tokenizer, so it has a loss but no text")
+            raise SetupError(f"{checkpoint} was trained without a tokenizer, so it has a loss but no text")
         if differences := tokenizer_differences(tokenizer, manifest):
-            raise SetupError(f"{folder}: {differences[0]}; put back the tokenizer that it was trained with")
-        rows = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
-        stage, step = _build_stage(config.model, mesh, rows, dtype), int(manifest.state["progress"]["step"])
+            raise SetupError(f"{checkpoint}: {differences[0]}; put back the tokenizer that it was trained with")
+        vocab_size = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
+        stage = _build_stage(config.model, mesh, vocab_size, dtype)
+        step = int(manifest.state["progress"]["step"])
         generators[:] = [TextGenerator(stage, mesh, config.model, tokenizer, frozenset([tokenizer.eod]), step)]
         return loader.LoadPlan(model_shards(stage, mesh))
 
@@ -290,32 +346,42 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
     return generators[0]
 
 
-def _from_hugging_face(folder: Path, mesh: Mesh, dtype: torch.dtype) -> TextGenerator:
-    hf_model = run_on_all_ranks(mesh, lambda: open_model(folder), f"reading {folder}")
-    options, why = fitting(lambda: find_tokenizer_in(hf_model.folder), hf_model.rows)
+def _from_hugging_face(directory: Path, mesh: Mesh, dtype: torch.dtype) -> TextGenerator:
+    """Load a Hugging Face model with its tokenizer. Raises SetupError, CheckpointError."""
+    hf_model = run_on_all_ranks(mesh, lambda: open_model(directory), f"reading {directory}")
+    options, reason = fitting(lambda: find_tokenizer_in(hf_model.directory), hf_model.rows)
     if not options:
-        reason = f" ({why})" if why else ""
-        raise SetupError(f"{hf_model.folder} has no tokenizer that fits{reason}; put its tokenizer.json there")
-    stage, specs = _build_stage(hf_model.model, mesh, hf_model.rows, dtype), model_specs(hf_model.model, hf_model.rows)
-    fill = lambda: load_external_weights(hf_model.tensors, model_shards(stage, mesh), specs, str(folder), False)  # noqa: E731
-    run_on_all_ranks(mesh, fill, f"reading the weights of {folder}")
+        reason_text = f" ({reason})" if reason else ""
+        raise SetupError(f"{hf_model.directory} has no tokenizer that fits{reason_text}; put its tokenizer.json there")
+    stage = _build_stage(hf_model.model, mesh, hf_model.rows, dtype)
+    specs = model_specs(hf_model.model, hf_model.rows)
+
+    def load_weights() -> None:
+        load_external_weights(hf_model.tensors, model_shards(stage, mesh), specs, str(directory), False)
+
+    run_on_all_ranks(mesh, load_weights, f"reading the weights of {directory}")
     tokenizer = build_tokenizer(**options)
-    return TextGenerator(
-        stage, mesh, hf_model.model, tokenizer, frozenset([tokenizer.eod, *stop_ids(hf_model.folder)]), 0
-    )
+    stops = frozenset([tokenizer.eod, *stop_ids(hf_model.directory)])
+    return TextGenerator(stage, mesh, hf_model.model, tokenizer, stops, step=0)
 
 
-def _build_stage(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) -> Stage:
-    """This rank's stage, to be filled. Raises SetupError where the model cannot be divided like that."""
+def _build_stage(model: ModelConfig, mesh: Mesh, vocab_size: int, dtype: torch.dtype) -> Stage:
+    """Return this rank's stage, whose weights are to be loaded.
+
+    Raises SetupError if the model cannot be divided over this tp and pp.
+    """
     tp, pp = mesh.tp.size, mesh.pp.size
     layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    bare = replace(build({"micro_batch_size": 1, "lr": 1.0}), parallel=layout)
-    length = model.max_positions  # a run's seq_length must divide by tp; a text need not
-    model_config = replace(model, seq_length=-(-length // tp) * tp, max_position_embeddings=length + tp)
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    if wrong := [problem for problem in find_problems(replace(bare, model=model_config)) if problem.mentions(sizes)]:
-        raise SetupError("\n".join(wrong))
-    (stage,) = RunPlan(replace(bare, model=model), tp * pp, rows).build_stages(mesh, dtype)
+    base_config = replace(build({"micro_batch_size": 1, "lr": 1.0}), parallel=layout)
+    max_positions = model.max_positions
+    # The seq_length of a run must be a multiple of tp, but the length of a text need not be.
+    padded_model = replace(model, seq_length=-(-max_positions // tp) * tp, max_position_embeddings=max_positions + tp)
+    options = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    if problems := [
+        problem for problem in find_problems(replace(base_config, model=padded_model)) if problem.mentions(options)
+    ]:
+        raise SetupError("\n".join(problems))
+    (stage,) = RunPlan(replace(base_config, model=model), tp * pp, vocab_size).build_stages(mesh, dtype)
     return stage.eval()
 
 
@@ -323,48 +389,66 @@ def _build_stage(model: ModelConfig, mesh: Mesh, rows: int, dtype: torch.dtype) 
 def generate_tokens(
     model: TextGenerator, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, first: int = 0
 ) -> list[Completion]:
-    """Up to `most` new tokens for each prompt, as positions allow; the same on all ranks; collective. `first`: number
-    of the first prompt, a coordinate of the draws. Raises SetupError for one that is empty or too long."""
-    tp, limit = model.mesh.tp.size, model.model_config.max_positions
+    """Return a completion of each prompt, the same on all ranks. Collective over mesh.pp and mesh.tp.
+
+    Args:
+        model: The model.
+        prompts: The tokens of each prompt.
+        max_new_tokens: The maximum number of new tokens. Texts also end at the model's last position.
+        sampling: How to choose the tokens.
+        first: The number of the first prompt, a coordinate of the random draws.
+
+    Raises:
+        SetupError: A prompt is empty or too long.
+    """
+    tp, max_positions = model.mesh.tp.size, model.model_config.max_positions
     for number, prompt in enumerate(prompts, first):
-        if not 0 < len(prompt) < limit:
-            raise SetupError(f"prompt {number} has {len(prompt)} tokens, the model {limit} positions; shorten it")
-    rows = [list(prompt) for prompt in prompts]
-    ends = [min(len(prompt) + max_new_tokens, limit) for prompt in prompts]
-    active, num_cached = set(range(len(rows))), [0] * len(rows)  # `seen`: tokens that the cache has
-    cache = KVCache(max(ends) + tp)
+        if not 0 < len(prompt) < max_positions:
+            raise SetupError(
+                f"prompt {number} has {len(prompt)} tokens, the model {max_positions} positions; shorten it"
+            )
+    texts = [list(prompt) for prompt in prompts]
+    max_lengths = [min(len(prompt) + max_new_tokens, max_positions) for prompt in prompts]
+    active = set(range(len(texts)))
+    num_cached = [0] * len(texts)  # tokens of each text that are in the cache
+    cache = KVCache(max(max_lengths) + tp)
     while active:
-        new_tokens = [row[n:] for row, n in zip(rows, num_cached, strict=True)]
-        longest = -(-max(map(len, new_tokens)) // tp) * tp
-        tokens_SB = torch.tensor([row + [0] * (longest - len(row)) for row in new_tokens]).T
-        cache_positions_SB = torch.tensor(num_cached) + torch.arange(longest).unsqueeze(1)
-        last_index_B = torch.tensor([len(row) - 1 for row in new_tokens])
+        new_tokens = [text[n:] for text, n in zip(texts, num_cached, strict=True)]
+        padded_length = -(-max(map(len, new_tokens)) // tp) * tp
+        tokens_SB = torch.tensor([text + [0] * (padded_length - len(text)) for text in new_tokens]).T
+        cache_positions_SB = torch.tensor(num_cached) + torch.arange(padded_length).unsqueeze(1)
+        last_index_B = torch.tensor([len(text) - 1 for text in new_tokens])
         logits_BV = _next_logits(model, cache, tokens_SB, cache_positions_SB, last_index_B)
-        new_B = torch.zeros(len(rows), dtype=torch.int64, device=model.mesh.device)
+        new_B = torch.zeros(len(texts), dtype=torch.int64, device=model.mesh.device)
         if logits_BV is not None:
-            new_B.copy_(sample(logits_BV, sampling, [(first + b, len(row)) for b, row in enumerate(rows)]))
-        new = broadcast_(new_B, model.mesh.pp, model.mesh.pp.size - 1).tolist()
+            new_B.copy_(sample(logits_BV, sampling, [(first + b, len(text)) for b, text in enumerate(texts)]))
+        next_tokens = broadcast_(new_B, model.mesh.pp, model.mesh.pp.size - 1).tolist()
         for b in sorted(active):
-            rows[b].append(new[b])
-            if new[b] in model.stop_ids or len(rows[b]) == ends[b]:
+            texts[b].append(next_tokens[b])
+            if next_tokens[b] in model.stop_ids or len(texts[b]) == max_lengths[b]:
                 active.remove(b)
-        num_cached = [len(row) - 1 for row in rows]
+        num_cached = [len(text) - 1 for text in texts]
     return [
-        Completion(row, len(prompt), "eod" if row[-1] in model.stop_ids else "length")
-        for row, prompt in zip(rows, prompts, strict=True)
+        Completion(text, len(prompt), "eod" if text[-1] in model.stop_ids else "length")
+        for text, prompt in zip(texts, prompts, strict=True)
     ]
 
 
 def generate_batches(
     model: TextGenerator, prompts: Sequence[str], max_new_tokens: int, sampling: Sampling, size: int
 ) -> Iterator[Completion]:
-    """As `continue_texts`, `size` prompts at once. An empty one is the end of a document, after which one begins.
-    An end that the tokenizer itself puts behind a text is left out: the prompt goes on."""
-    tokenizer, ids = model.tokenizer, list[list[int]]()
-    ends = tokenizer.ends_texts
+    """Yield a completion of each prompt, generated by `generate_tokens` in batches of `size`.
+
+    An empty prompt becomes the end of a document, after which a new document starts. An end token that the tokenizer
+    itself appends to a text is removed, because the prompt is continued.
+    """
+    tokenizer = model.tokenizer
+    ids: list[list[int]] = []
     for prompt in prompts:
         tokens = tokenizer.encode(prompt)
-        ids.append((tokens[:-1] if ends else tokens) or [tokenizer.eod])
+        if tokenizer.ends_texts:
+            tokens = tokens[:-1]
+        ids.append(tokens or [tokenizer.eod])
     for first in range(0, len(ids), size):
         yield from generate_tokens(model, ids[first : first + size], max_new_tokens, sampling, first)
 
@@ -372,15 +456,15 @@ def generate_batches(
 def _next_logits(
     model: TextGenerator, cache: KVCache, tokens_SB: Tensor, cache_positions_SB: Tensor, last_index_B: Tensor
 ) -> Tensor | None:
-    """Logits [B, V] of the chosen positions, in fp32 on the CPU, on the ranks of the last stage; None elsewhere."""
+    """Return the logits [B, V] of the last tokens, in fp32 on the CPU.
+
+    Returns None on ranks that do not have the last stage.
+    """
     mesh, (S, B) = model.mesh, tokens_SB.shape
     cache.set_positions(cache_positions_SB, mesh.device)
-    tokens_SB, cache_positions_SB, last_index_B = (
-        x.to(mesh.device) for x in (tokens_SB, cache.places_SB, last_index_B)
-    )
-    positions_SB = cache_positions_SB.clamp(
-        max=model.model_config.max_positions - 1
-    )  # padding may be after the last one
+    tokens_SB, last_index_B = tokens_SB.to(mesh.device), last_index_B.to(mesh.device)
+    # padding may be beyond the last position
+    positions_SB = cache.positions_SB.clamp(max=model.model_config.max_positions - 1)
     batch = Batch(tokens_SB, None, None, torch.zeros_like(last_index_B), 0, positions_SB)
     x_sBD = None
     if not mesh.pp.is_first:
@@ -393,11 +477,11 @@ def _next_logits(
         dist.send(x_sBD.contiguous(), mesh.pp.ranks[mesh.pp.rank + 1], group=mesh.pp.group)
         return None
     logits_VB = start_all_gather(last_token_logits(model.stage.head, x_sBD, last_index_B).T, mesh.tp).wait()
-    return logits_VB[: model.tokenizer.vocab_size].T.float().cpu()  # rows without a token have no text
+    return logits_VB[: model.tokenizer.vocab_size].T.float().cpu()  # rows of the padding have no token
 
 
 def last_token_logits(head: LMHead, x_sBD: Tensor, last_index_B: Tensor) -> Tensor:
-    """Logits [B, v] of one position of each sample, over this rank's part of the vocabulary."""
+    """Return the logits [B, v] of one position of each sample, over this rank's shard of the vocabulary."""
     h_SBD = start_all_gather(head.norm(x_sBD), head.tp).wait()
     samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
     h_1BD = h_SBD[last_index_B, samples_B].unsqueeze(0)

@@ -1,5 +1,8 @@
-"""The names of tensors in other programs' files, and what their config.json means: rules and keys that are read in both
-directions, from their names to ours and back, from models/families.toml. A new family is an entry there."""
+"""The tensor names of other programs, and the meaning of their config.json.
+
+The rules and keys come from models/families.toml, and are read in both directions, for import and export. A new family
+is an entry in that table.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,24 +12,30 @@ from typing import Any, Literal
 from megalite.config.registry import REGISTRIES
 from megalite.models.families import TABLES
 
-_ADDED = ("keys", "fixed_options", "supported_values", "optional")  # to those of the family that another is like
+_MERGED = (
+    "keys",
+    "fixed_options",
+    "supported_values",
+    "optional",
+)  # entries that are merged with the entries of the family given by `like`
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor of a foreign checkpoint and our parameters that it is made of.
+    """One tensor of an external checkpoint, and the megalite parameters that it consists of.
 
-    theirs  its name; {n} is the layer's number, {e} the expert's
-    ours    our parameters in the order of its rows; NAME[i] is the i-th half of a stacked one (kv, gate_up), NAME[{e}]
-            one expert of all, NAME[{e},i] its i-th half
-    form    "rows": our parameters one below the other
-            "columns": the same, transposed ([in, out] instead of [out, in])
-            "groups": the rows of q, kv[0], kv[1] by key/value group [G, H/G + 2, K]: the queries of a group, its key,
-            its value
-            "experts": a matrix for each expert, [E, rows, in]
-            "reversed": the same, transposed, and gate and up in turns: [E, in, rows], [E, F 2]
-            "row": a vector as a matrix of one row
-    copied  the parameter that it repeats in a model without `ours`, as a tied head the embedding; files may lack it
+    Attributes:
+        external: Its name. {n} is the number of the layer, {e} that of the expert.
+        params: The parameters in the order of its rows. NAME[i] is the i-th half of a stacked parameter (kv, gate_up),
+            NAME[{e}] is one expert of all, and NAME[{e},i] the i-th half of this expert.
+        form: The layout of the parameters in the tensor:
+            "rows": the parameters one below the other; "columns": the same, transposed ([in, out] instead of [out,
+            in]); "groups": the rows of q, kv[0] and kv[1] by key/value group, [G, H/G + 2, K]: the queries of a group,
+            its key, and its value; "experts": a matrix for each expert, [E, rows, in]; "reversed": the same,
+            transposed, with gate and up interleaved: [E, in, rows], [E, F 2]; "row": a vector as a matrix of one row.
+        duplicates: The parameter that it repeats in a model without `params`, as a tied head repeats the embedding.
+        Files
+            may omit the tensor then.
     """
 
     external: str
@@ -36,31 +45,40 @@ class TensorRule:
 
 
 def rules(text: str, layer: str) -> tuple[TensorRule, ...]:
-    """Read rules: `THEIRS = OURS + OURS (FORM)` or `THEIRS = OURS | COPIED` per line. `layer.` and `our.` stand for the
-    names of layer n. A line with stars is two rules, of the weight and of the bias: .* stands for .weight and .bias,
-    any other * for nothing and _bias."""
+    """Parse rules, one per line: `EXTERNAL = PARAM + PARAM (FORM)` or `EXTERNAL = PARAM | DUPLICATED`.
+
+    The prefixes `layer.` and `our.` stand for the names of layer n. A line with stars is two rules, one for the weight
+    and one for the bias: .* stands for .weight and .bias, and any other * for the empty string and _bias.
+    """
     tensor_rules = []
     for line in text.strip().splitlines():
         for kind in ("weight", "bias") if "*" in line else ("",):
-            bias = kind == "bias"
-            rule = line.strip().replace(".*", f".{kind}").replace("*", "_bias" if bias else "")
-            theirs, _, right = rule.partition(" = ")
+            is_bias = kind == "bias"
+            rule = line.strip().replace(".*", f".{kind}").replace("*", "_bias" if is_bias else "")
+            external, _, right = rule.partition(" = ")
             right, _, duplicates = right.partition(" | ")
             params, _, form = right.partition(" (")
             names = tuple(re.sub(r"^our\.", "layers.{n}.", name) for name in params.split(" + "))
-            form = "rows" if not form or (bias and form == "columns)") else form.strip(")")  # a vector has no columns
-            theirs = re.sub(r"^layer\.", layer, theirs)
-            tensor_rules.append(TensorRule(theirs, names, form, (duplicates,) if duplicates else ()))
+            if not form or (is_bias and form == "columns)"):  # a vector has no columns
+                form = "rows"
+            form = form.strip(")")
+            external = re.sub(r"^layer\.", layer, external)
+            tensor_rules.append(TensorRule(external, names, form, (duplicates,) if duplicates else ()))
     return tuple(tensor_rules)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorNames:
-    """The tensor names of a family. A rule applies if the model has its parameters (a bias, a head of its own).
+    """The tensor names of a family.
 
-    others    rules that take the place of those for the same parameters where a file has their names
-    prefix    start of the names, which some files leave out
-    ignored   ends of the names of tensors that are no weights, such as computed tables
+    A rule applies if the model has its parameters, for example a bias or an untied head.
+
+    Attributes:
+        name: The name of the family.
+        rules: The rules of all tensors.
+        alternatives: Rules that replace those for the same parameters if a file has their names.
+        prefix: The prefix of the names, which some files omit.
+        ignored: Suffixes of the names of tensors that are not weights, such as computed tables.
     """
 
     name: str
@@ -72,21 +90,27 @@ class TensorNames:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFamily(TensorNames):
-    """A `model_type` of config.json. Defaults are those of its class in transformers, as old files leave keys out.
+    """A `model_type` of config.json.
 
-    keys        option -> key, or several, of which the first is written; `optional`: key -> default
-    fixed       option -> value: set on import, required on export
-    only        key -> values that are supported, the default first
-    activations value of `activation_key` -> our name; of several with one name the first is written
-    written     key -> attribute of ModelConfig, for keys that are written in addition to `keys` and read in a way of
-                their own. With num_key_value_heads and head_dim, heads may be grouped and of any size; with rotary_pct,
-                only a part of the channels may be rotated; all keys of add_bias_linear must agree
-    scalings    values of rope_type for stretched rotary waves, in addition to "default"
-    window_layout   which layers may have a sliding window: "all" or none of them, or each "by layer"; "alternate": every
-                second one, if nothing is said; "": none
-    sparse_layers   some layers may have experts and the others none, and the probabilities of the chosen experts need
-                not add up to 1
-    even_heads  hidden_size must be a multiple of the number of heads
+    The defaults are those of its class in transformers, because old files omit keys.
+
+    Attributes:
+        architecture: The name of the model's class in transformers. keys: Option -> key, or several keys separated by
+        spaces; the first is written. fixed_options: Option -> value, which is set on import and required on export.
+        activation_key: The key of the activation. activations: Value of `activation_key` -> activation. If several have
+        one activation, the first is written. optional: Key -> default value, for keys that files may omit.
+        supported_values: Key -> supported values, the default first. derived_keys: Key -> attribute of ModelConfig, for
+        keys that are written in addition to `keys` and read by separate
+            code. With num_key_value_heads and head_dim, heads may be grouped and of any size; with rotary_pct, only a
+            part of the channels may be rotated; all keys of add_bias_linear must agree.
+        tied_by_default: The head is tied to the embedding if the file does not say.
+        scalings: Supported values of rope_type for scaled rotary frequencies, in addition to "default".
+        window_layout: The layers that may have a sliding window. "all": all or none of them; "by layer": each one;
+            "alternate": every second one, unless the file says otherwise; "": none.
+        sparse_layers: Some layers may have experts and others none, and the probabilities of the chosen experts need
+        not
+            add up to 1.
+        even_heads: hidden_size must be a multiple of the number of heads.
     """
 
     architecture: str
@@ -105,22 +129,28 @@ class ModelFamily(TensorNames):
 
     @property
     def grouped(self) -> bool:
+        """Return True if the family supports grouped-query attention."""
         return "num_key_value_heads" in self.derived_keys
 
 
 def _families() -> dict[str, ModelFamily]:
+    """Return the families of models/families.toml. A family with `like` starts from a copy of another one."""
     families: dict[str, ModelFamily] = {}
     for name, table in TABLES["families"].items():
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
         for key in ("rules", "alternatives"):
             if key in values:
-                parts = [TABLES["rules"][part] for part in values[key]]
-                values[key] = tuple(rule for part in parts for rule in rules(part["lines"], part["layer"]))
+                rule_sets = [TABLES["rules"][rule_set] for rule_set in values[key]]
+                values[key] = tuple(
+                    rule for rule_set in rule_sets for rule in rules(rule_set["lines"], rule_set["layer"])
+                )
         base = families[values.pop("like")] if "like" in values else None
-        values |= {"name": name} | {key: getattr(base, key) | values[key] for key in _ADDED if base and key in values}
+        values["name"] = name
+        if base:
+            values |= {key: getattr(base, key) | values[key] for key in _MERGED if key in values}
         families[name] = replace(base, **values) if base else ModelFamily(**values)
     return families
 
 
-FAMILIES = REGISTRIES["family"]  # in the order in which an export tries them, those of plugins at last
+FAMILIES = REGISTRIES["family"]  # in the order in which an export tries them; the families of plugins come last
 FAMILIES.built_in |= _families()

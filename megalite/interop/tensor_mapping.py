@@ -1,13 +1,16 @@
-"""Foreign tensors as rectangles of ours, by the rules of a family (models/families.toml) at a model's shapes: foreign
-weights straight into a rank's pieces, and tensors of a megalite checkpoint in foreign form.
+"""The mapping between external tensors and rectangles of megalite's parameters.
 
-    theirs c_attn.weight [D, 3 D]  = columns of   q [D, D]   kv[0] [D, D]   kv[1] [D, D]      GPT-2
-    theirs query_key_value [G (H/G + 2) K, D]  = per group   H/G queries, a key, a value      NeoX, Megatron-LM
+The rules of a family (models/families.toml) and the shapes of a model determine it. It is used to load external weights
+directly into the shards of a rank, and to write the tensors of a megalite checkpoint in an external format.
 
-A `Recipe` makes one foreign tensor, or one rank's shard of it, of ours: the `ParamSpec` of ours says how it is split,
-stacked and padded, so the shards of a foreign checkpoint need no table of their own. `split` cuts a foreign tensor into
-our rectangles, `join` puts them together; each is the other's inverse, bit for bit. A foreign checkpoint is a list of
-`Foreign`: which tensor, in which dtype, and how to read it; tools/export_files.py makes a megalite checkpoint of it.
+    external c_attn.weight [D, 3 D]  = columns of   q [D, D]   kv[0] [D, D]   kv[1] [D, D]    GPT-2
+    external query_key_value [G (H/G + 2) K, D]  = per group   H/G queries, a key, a value    NeoX, Megatron-LM
+
+A `TensorMapping` describes one external tensor, or one rank's shard of it, in terms of megalite's parameters. Their
+`ParamSpec` says how they are split, stacked and padded, so the shards of an external checkpoint need no table of their
+own. `split` cuts an external tensor into rectangles, and `join` combines them. Each is the exact inverse of the other,
+bit for bit. An external checkpoint is a list of `ExternalTensor`: the mapping, the dtype, and how to read the tensor.
+tools/export_files.py converts it into a megalite checkpoint.
 """
 
 import math
@@ -36,9 +39,9 @@ from megalite.interop.name_mapping import TensorNames, TensorRule
 from megalite.parallel.spec import Box, ParamSpec, TensorShard, intersect, slices_within
 
 Specs = Mapping[str, ParamSpec]
-Part = tuple[ParamSpec, Box]  # a parameter of ours and a rectangle of it
+Part = tuple[ParamSpec, Box]  # a parameter of megalite, and a rectangle of it
 BoxOf = Callable[[ParamSpec], Box]
-# options of a run beside its model, so that `check` finds the model's problems alone
+# values for the required options besides the model's, so that `find_problems` only reports problems of the model
 PLACEHOLDER_OPTIONS: dict[str, Any] = {
     "micro_batch_size": 1,
     "train_iters": 1,
@@ -46,7 +49,7 @@ PLACEHOLDER_OPTIONS: dict[str, Any] = {
     "mock_data": True,
     "vocab_size": 1,
 }
-# what a wrapper puts into the names of tensors -> what to do about it; "": any other prefix
+# what a wrapper inserts into the names of tensors -> the remedy; "": any other prefix
 WRAPPERS = {
     "_orig_mod.": "torch.compile puts that there: save the model that was compiled (its _orig_mod)",
     "_fsdp_wrapped_module.": "FSDP puts that there: save the full state_dict of the wrapped model",
@@ -55,13 +58,21 @@ WRAPPERS = {
     "module.": "DistributedDataParallel puts that there: save the model's module",
     "": "rename the tensors",
 }
-MAX_LAYERS, MAX_EXPERTS = 10_000, 300_000  # of all layers; more is a damaged file, and would take long to refuse
+# Limits of the number of layers, and of experts in all layers. More means a damaged file, whose check would take long.
+MAX_LAYERS, MAX_EXPERTS = 10_000, 300_000
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """`theirs` of `shape` is made of `parts` in order; `groups`: G of form "groups". `copy`: it repeats another foreign
-    tensor (a head tied to the embedding), and files may lack it."""
+    """An external tensor, and the rectangles of megalite's parameters that it consists of.
+
+    Attributes:
+        external_name: Its name.
+        parts: The rectangles in order.
+        form: The layout of the rectangles in the tensor (see TensorRule).
+        groups: The number of key/value groups, for the form "groups".
+        is_duplicate: It repeats another external tensor (a head tied to the embedding), and files may omit it.
+    """
 
     external_name: str
     parts: tuple[Part, ...]
@@ -71,13 +82,14 @@ class TensorMapping:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
+        """Return the shape of the external tensor."""
         shapes = [_shape(box, spec, self.form) for spec, box in self.parts]
-        upright = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        return upright[::-1] if self.form == "columns" else upright
+        row_shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return row_shape[::-1] if self.form == "columns" else row_shape
 
 
 def _shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
-    """The shape that a rectangle of ours has in a foreign tensor: stacked matrices one below the other."""
+    """Return the shape of a rectangle within an external tensor, in which stacked matrices are one below the other."""
     shape = box.shape
     if form == "row":
         return (1, *shape)
@@ -85,41 +97,48 @@ def _shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
         return (shape[0], math.prod(shape[1:-1]), shape[-1])
     if form == "reversed":
         *first, last = shape[:0:-1]
-        in_turns = len(spec.shape) == (3 if spec.is_lookup else 4)  # gate and up: [E, 2, F, D], or biases [E, 2, F]
-        return (shape[0], *first[:-1], first[-1] * last) if in_turns else (shape[0], *first, last)
-    stacked = len(shape) - 2 if spec.mesh_view == "expert" else int(spec.stacked)
-    return (math.prod(shape[: stacked + 1]), *shape[stacked + 1 :])
+        is_interleaved = len(spec.shape) == (3 if spec.is_lookup else 4)  # gate and up: [E, 2, F, D], biases [E, 2, F]
+        return (shape[0], *first[:-1], first[-1] * last) if is_interleaved else (shape[0], *first, last)
+    num_stacked = len(shape) - 2 if spec.mesh_view == "expert" else int(spec.stacked)
+    return (math.prod(shape[: num_stacked + 1]), *shape[num_stacked + 1 :])
 
 
 def _reversed(x: Tensor) -> Tensor:
+    """Reverse all dims of `x` but the first."""
     return x.permute(0, *range(x.dim() - 1, 0, -1))
 
 
 def box_for_rank(sizes: Mapping[str, int], ranks: Mapping[str, int]) -> BoxOf:
-    """What the rank at position `ranks` holds; `sizes` of axes."""
+    """Return a function that maps a parameter to the box of the rank at the coordinates `ranks`.
+
+    `sizes` are the sizes of the axes.
+    """
     return lambda spec: spec.box(sizes, ranks)
 
 
-UNSHARDED = box_for_rank({}, {})  # of a rank that is alone
+UNSHARDED = box_for_rank({}, {})  # the full parameter, on a single rank
 
 
 def _part(reference: str, specs: Specs, box_of: BoxOf) -> Part | None:
-    """NAME, NAME[i] or NAME[e,i] as a rectangle of what the rank has; None where there is no such parameter."""
+    """Return the rectangle of NAME, NAME[i] or NAME[e,i] on a rank, or None if there is no such parameter."""
     name, _, index = reference.partition("[")
     if name not in specs:
         return None
     box = box_of(specs[name])
-    chosen = tuple(a + int(i) for a, i in zip(box.start, index[:-1].split(","), strict=False)) if index else ()
-    rest = len(chosen)
-    return specs[name], Box((*chosen, *box.start[rest:]), (*(i + 1 for i in chosen), *box.stop[rest:]))
+    fixed = tuple(a + int(i) for a, i in zip(box.start, index[:-1].split(","), strict=False)) if index else ()
+    num_fixed = len(fixed)
+    return specs[name], Box((*fixed, *box.start[num_fixed:]), (*(i + 1 for i in fixed), *box.stop[num_fixed:]))
 
 
 def _numbers(rule: TensorRule, specs: Specs, box_of: BoxOf, layers: range) -> Iterator[tuple[int, int]]:
-    """The layer n and the expert e of every tensor of a rule; e counts from the rank's first expert."""
+    """Yield (layer n, expert e) of every tensor of a rule. e counts from the rank's first expert."""
+    has_experts = "{e}" in rule.external
     for n in layers if "{n}" in rule.external else (0,):
-        part = _part(rule.params[0].partition("[")[0].format(n=n), specs, box_of) if "{e}" in rule.external else None
-        experts = 1 if "{e}" not in rule.external else 0 if part is None else part[1].shape[0]
-        yield from ((n, e) for e in range(experts))
+        num_experts = 1
+        if has_experts:
+            part = _part(rule.params[0].partition("[")[0].format(n=n), specs, box_of)
+            num_experts = 0 if part is None else part[1].shape[0]
+        yield from ((n, e) for e in range(num_experts))
 
 
 def build_mappings(
@@ -129,58 +148,84 @@ def build_mappings(
     layers: range,
     *,
     box_of: BoxOf = UNSHARDED,
-    found: Container[str] = (),
+    stored_names: Container[str] = (),
 ) -> list[TensorMapping]:
-    """The foreign tensors of `specs`, a model or a stage with `layers`, of a rank that has `groups` of keys and values,
-    and of each parameter the rectangle `box_of`. Foreign numbers count from its first layer and expert. `found`: the
-    files' names, which may be those of `others`. Raises CheckpointError where a parameter has no foreign name."""
-    result, named, replaced = list[TensorMapping](), set[str](), set[str]()
+    """Return the mappings of all external tensors of a model or pipeline stage.
+
+    Args:
+        naming: The tensor names of the family.
+        specs: The parameters of the model or stage.
+        groups: The number of key/value groups of the rank.
+        layers: The layers of the model or stage. External numbers count from the first layer and expert.
+        box_of: Maps a parameter to the rectangle that the rank has.
+        stored_names: The names in the files, which may be those of `naming.alternatives`.
+
+    Raises:
+        CheckpointError: A parameter has no external name.
+    """
+    mappings: list[TensorMapping] = []
+    named: set[str] = set()  # parameters that have a mapping
+    replaced: set[str] = set()  # those with a mapping by an alternative rule
     for rules in (naming.alternatives, naming.rules):
         for rule in rules:
             for n, e in _numbers(rule, specs, box_of, layers):
                 external_name = rule.external.format(n=n - layers.start, e=e)
-                if rules is naming.alternatives and external_name not in found:
+                if rules is naming.alternatives and external_name not in stored_names:
                     continue
                 for is_duplicate, references in ((False, rule.params), (True, rule.duplicates)):
                     parts = [_part(reference.format(n=n, e=e), specs, box_of) for reference in references]
-                    kept = tuple(part for part in parts if part is not None)
-                    names = {spec.name for spec, _ in kept}
-                    if kept and len(kept) == len(parts) and not names & replaced:
-                        result.append(TensorMapping(external_name, kept, rule.form, groups, is_duplicate))
+                    existing = tuple(part for part in parts if part is not None)
+                    names = {spec.name for spec, _ in existing}
+                    if existing and len(existing) == len(parts) and not names & replaced:
+                        mappings.append(TensorMapping(external_name, existing, rule.form, groups, is_duplicate))
                         named |= names
                         break
         replaced = set(named)
     if missing := sorted(set(specs) - named):
         raise CheckpointError(f"{naming.name} has no name for {', '.join(missing[:5])}; choose another family")
-    return result
+    return mappings
 
 
-def split(recipe: TensorMapping, external_name: Tensor) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
-    """(our parameter, rectangle, its values, a view if possible) for a tensor of `recipe.shape`."""
-    rows = [_shape(box, spec, recipe.form)[0] for spec, box in recipe.parts]
-    if recipe.form == "groups":
-        pieces = external_name.unflatten(0, (recipe.groups, -1)).split([n // recipe.groups for n in rows], 1)
+def split(mapping: TensorMapping, external: Tensor) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
+    """Yield (parameter, rectangle, values) for an external tensor of `mapping.shape`.
+
+    The values are views if possible.
+    """
+    rows = [_shape(box, spec, mapping.form)[0] for spec, box in mapping.parts]
+    if mapping.form == "groups":
+        pieces = external.unflatten(0, (mapping.groups, -1)).split([n // mapping.groups for n in rows], 1)
     else:
-        pieces = (external_name.T if recipe.form == "columns" else external_name).split(rows)
-    for (spec, box), piece in zip(recipe.parts, pieces, strict=True):
-        if recipe.form == "reversed":
+        pieces = (external.T if mapping.form == "columns" else external).split(rows)
+    for (spec, box), piece in zip(mapping.parts, pieces, strict=True):
+        if mapping.form == "reversed":
             piece = _reversed(piece.reshape(box.shape[0], *box.shape[:0:-1]))
         yield spec, box, piece.reshape(box.shape)
 
 
-def join(recipe: TensorMapping, read: Callable[[ParamSpec, Box], Tensor]) -> Tensor:
-    """The foreign tensor, contiguous, from our rectangles, which `read` gives."""
-    turned = _reversed if recipe.form == "reversed" else lambda x: x
-    pieces = [turned(read(spec, box)).reshape(_shape(box, spec, recipe.form)) for spec, box in recipe.parts]
-    if recipe.form == "groups":
-        return torch.cat([p.unflatten(0, (recipe.groups, -1)) for p in pieces], 1).flatten(0, 1)
-    upright = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-    return upright.T.contiguous() if recipe.form == "columns" else upright.contiguous()
+def join(mapping: TensorMapping, read: Callable[[ParamSpec, Box], Tensor]) -> Tensor:
+    """Return the external tensor, contiguous, from the rectangles that `read(parameter, box)` returns."""
+    pieces = []
+    for spec, box in mapping.parts:
+        values = read(spec, box)
+        if mapping.form == "reversed":
+            values = _reversed(values)
+        pieces.append(values.reshape(_shape(box, spec, mapping.form)))
+    if mapping.form == "groups":
+        return torch.cat([piece.unflatten(0, (mapping.groups, -1)) for piece in pieces], 1).flatten(0, 1)
+    rows = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return rows.T.contiguous() if mapping.form == "columns" else rows.contiguous()
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a foreign file: `load()` gives it; `place` names it in messages. `dtype`: text if torch has none."""
+    """A tensor in an external file.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype, as text if torch has no such dtype.
+        place: Its location, for messages.
+        load: Returns its values.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
@@ -190,7 +235,14 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class ExternalTensor:
-    """A foreign tensor: `load()` gives it, in recipe.shape and `dtype`; `place` names it in messages."""
+    """An external tensor with its mapping.
+
+    Attributes:
+        recipe: The mapping.
+        dtype: Its dtype.
+        place: Its location, for messages.
+        load: Returns its values, of shape `recipe.shape`.
+    """
 
     recipe: TensorMapping
     dtype: torch.dtype
@@ -198,36 +250,42 @@ class ExternalTensor:
     load: Callable[[], Tensor]
 
     def read(self) -> Tensor:
-        """Its values. Raises CheckpointError unless all are finite."""
+        """Return its values. Raises CheckpointError unless all are finite."""
         values = self.load()
-        if bad := values.numel() - int(values.isfinite().sum()):
+        num_bad = values.numel() - int(values.isfinite().sum())
+        if num_bad:
             first = values[~values.isfinite()][0]
-            wrong = f"{bad:,} of {values.numel():,} values are not finite, the first is {first:g}"
+            problem = f"{num_bad:,} of {values.numel():,} values are not finite, the first is {first:g}"
             remedy = "training cannot begin with them: give another checkpoint"
-            raise CheckpointError(f"{self.place}: {wrong}; {remedy}")
+            raise CheckpointError(f"{self.place}: {problem}; {remedy}")
         return values
 
 
-def check_wrapped(stored: Collection[str], wanted: Collection[str], title: str) -> None:
-    """Raises CheckpointError where most tensors have their names with a word of a wrapper in them, as torch.compile's,
-    or behind a prefix."""
-    words = Counter(_extra_word(name, wanted) for name in stored if name not in wanted)
-    words.pop("", None)
-    for word, count in words.most_common(1):
+def check_wrapped(stored: Collection[str], expected: Collection[str], title: str) -> None:
+    """Raise CheckpointError if most tensor names contain what a wrapper inserts, or have an additional prefix.
+
+    torch.compile, for example, inserts "_orig_mod.".
+    """
+    insertions = Counter(_insertion(name, expected) for name in stored if name not in expected)
+    insertions.pop("", None)
+    for insertion, count in insertions.most_common(1):
         if 2 * count > len(stored):
-            remedy = next(remedy for known, remedy in WRAPPERS.items() if known in word)
-            raise CheckpointError(f"{title}: the names of {count} tensors have {word!r} too much; {remedy}")
+            remedy = next(remedy for known, remedy in WRAPPERS.items() if known in insertion)
+            raise CheckpointError(f"{title}: the names of {count} tensors have {insertion!r} too much; {remedy}")
 
 
-def _extra_word(name: str, wanted: Collection[str]) -> str:
-    """What to take out of a name for it to be wanted: a word of a wrapper anywhere, or all that is before it."""
-    for word in WRAPPERS:
-        if word and name.replace(word, "") in wanted:
-            return word
+def _insertion(name: str, expected: Collection[str]) -> str:
+    """Return what to remove from a name to get an expected one, or "" if nothing fits.
+
+    This is what a wrapper inserts anywhere in the name, or a prefix.
+    """
+    for wrapper in WRAPPERS:
+        if wrapper and name.replace(wrapper, "") in expected:
+            return wrapper
     bare = name
     while bare:
         bare = bare.partition(".")[2]
-        if bare in wanted:
+        if bare in expected:
             return name.removesuffix(bare)
     return ""
 
@@ -238,40 +296,67 @@ def match_tensors(
     remedy: str,
     problems: Sequence[str] = (),
 ) -> list[ExternalTensor]:
-    """Every tensor once, of the tensors and recipes of each tp rank. Several can hold the same part of ours, as copies
-    of a norm do, or a head that is tied to the embedding; then they must be equal. Raises CheckpointError: `title`,
-    `problems` and all that is missing, unknown, or of another shape or type, or else what differs, and `remedy`."""
-    lines, result = list(problems), list[ExternalTensor]()
-    for found, build_mappings in ranks:
-        check_wrapped(found, {recipe.external_name for recipe in build_mappings}, title)
-        wanted = {recipe.external_name: recipe for recipe in build_mappings}
-        lines += [f"{name} is missing" for name, r in wanted.items() if not r.is_duplicate and name not in found]
-        for name, one in found.items():
-            if name not in wanted:
-                lines.append(f"{one.place}: not a tensor of this model")
-            elif not isinstance(one.dtype, torch.dtype) or one.dtype not in CODES:
-                lines.append(f"{one.place}: {one.dtype} is not a floating-point type that megalite has")
-            elif one.shape != wanted[name].shape:
-                lines.append(f"{one.place}: shape {one.shape}, not {wanted[name].shape}")
+    """Match the tensors in files with the expected ones, and return each once.
+
+    Several tensors can hold the same rectangle, such as the copies of a norm on the tp ranks, or a head that is tied to
+    the embedding. Their values must then be equal.
+
+    Args:
+        ranks: The tensors in the files of each tp rank, by name, and the mappings of the rank.
+        title: The first line of the error message.
+        remedy: The advice to the user if copies differ.
+        problems: Problems that are already known.
+
+    Raises:
+        CheckpointError: With all `problems` and all tensors that are missing, unexpected, or of another shape or type,
+        or
+            otherwise all copies that differ.
+    """
+    lines = list(problems)
+    matches: list[ExternalTensor] = []
+    for stored, mappings in ranks:
+        expected = {mapping.external_name: mapping for mapping in mappings}
+        check_wrapped(stored, set(expected), title)
+        lines += [
+            f"{name} is missing"
+            for name, mapping in expected.items()
+            if not mapping.is_duplicate and name not in stored
+        ]
+        for name, tensor in stored.items():
+            if name not in expected:
+                lines.append(f"{tensor.place}: not a tensor of this model")
+            elif not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in CODES:
+                lines.append(f"{tensor.place}: {tensor.dtype} is not a floating-point type that megalite has")
+            elif tensor.shape != expected[name].shape:
+                lines.append(f"{tensor.place}: shape {tensor.shape}, not {expected[name].shape}")
             else:
-                result.append(ExternalTensor(wanted[name], one.dtype, one.place, one.load))
+                matches.append(ExternalTensor(expected[name], tensor.dtype, tensor.place, tensor.load))
     raise_problems(lines, title)
     firsts: dict[tuple[tuple[str, Box], ...], ExternalTensor] = {}
-    for one in sorted(result, key=lambda one: one.recipe.is_duplicate):
-        first = firsts.setdefault(tuple((spec.name, box) for spec, box in one.recipe.parts), one)
-        if one is not first and not torch.equal(one.read(), first.read()):
-            lines.append(f"{one.place} differs from {first.place}, which it repeats; {remedy}")
+    for tensor in sorted(matches, key=lambda tensor: tensor.recipe.is_duplicate):
+        first = firsts.setdefault(tuple((spec.name, box) for spec, box in tensor.recipe.parts), tensor)
+        if tensor is not first and not torch.equal(tensor.read(), first.read()):
+            lines.append(f"{tensor.place} differs from {first.place}, which it repeats; {remedy}")
     raise_problems(lines, title)
     return list(firsts.values())
 
 
 @dataclass(frozen=True)
 class ExternalModel:
-    """An opened model of another program. `name`: its family, or the checkpoint's. `options`: of its configuration.
-    `rows`: of embedding and head. Of Megatron-LM's, whose vocabulary may be padded: `args` as they were saved, and
-    `ranks`, the tensors of each rank of tp and ep."""
+    """An opened model of another program.
 
-    folder: Path
+    Attributes:
+        directory: Its directory.
+        name: The family, or the name of the checkpoint.
+        options: The model's options in its configuration.
+        model: The same options as a ModelConfig.
+        rows: The number of rows of the embedding and head. The vocabulary of Megatron-LM may be padded.
+        tensors: Its tensors.
+        args: The arguments that Megatron-LM saved; None for other programs.
+        ranks: The tensors of each (tp, ep) rank of Megatron-LM.
+    """
+
+    directory: Path
     name: str
     options: dict[str, Any]
     model: ModelConfig
@@ -282,109 +367,137 @@ class ExternalModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of most tensors."""
-        return Counter(one.dtype for one in self.tensors).most_common(1)[0][0]
+        """Return the dtype of most tensors."""
+        return Counter(tensor.dtype for tensor in self.tensors).most_common(1)[0][0]
 
 
 def raise_problems(problems: Sequence[str], title: str) -> None:
-    """Raises CheckpointError if there are problems: the title, then a line for each."""
+    """Raise CheckpointError with the title and a line for each problem, if there are any."""
     if problems:
         rest = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         raise CheckpointError("\n  ".join([f"{title}:", *problems[:20], *rest]))
 
 
-def build_model_config(options: dict[str, Any], where: str) -> ModelConfig:
-    """The model of options from a file. Raises CheckpointError for values that no model can have."""
+def build_model_config(options: dict[str, Any], source: str) -> ModelConfig:
+    """Return the ModelConfig of options from a file. Raises CheckpointError for values that no model can have."""
     try:
         model = build({name: value for name, value in options.items() if name != "vocab_size"}).model
     except ConfigError as error:
-        raise CheckpointError(f"{where}: {'; '.join(error.problems)}; it is damaged") from None
-    values = {f.name: getattr(model, f.name) for f in fields(model)}
-    large = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
+        raise CheckpointError(f"{source}: {'; '.join(error.problems)}; it is damaged") from None
+    values = {option.name: getattr(model, option.name) for option in fields(model)}
+    out_of_range = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
     if model.num_layers > MAX_LAYERS or model.num_layers * (model.num_experts or 1) > MAX_EXPERTS:
-        large += [f"num_layers={model.num_layers}", f"num_experts={model.num_experts}"]
-    if large:
-        raise CheckpointError(f"{where}: {', '.join(large)} is out of range; it is damaged")
+        out_of_range += [f"num_layers={model.num_layers}", f"num_experts={model.num_experts}"]
+    if out_of_range:
+        raise CheckpointError(f"{source}: {', '.join(out_of_range)} is out of range; it is damaged")
     if problems := find_problems(replace(build(PLACEHOLDER_OPTIONS), model=model)):
-        reasons = "; ".join(str(problem).partition("; ")[0] for problem in problems)  # remedies are for options
-        raise CheckpointError(f"{where}: {reasons}; megalite has no such model: convert another one")
+        reasons = "; ".join(
+            str(problem).partition("; ")[0] for problem in problems
+        )  # without the remedies, which are for command lines
+        raise CheckpointError(f"{source}: {reasons}; megalite has no such model: convert another one")
     return model
 
 
 def load_external_weights(
-    foreign: Sequence[ExternalTensor], pieces: Sequence[TensorShard], specs: Specs, where: str, tell: bool
+    tensors: Sequence[ExternalTensor], pieces: Sequence[TensorShard], specs: Specs, source: str, show_progress: bool
 ) -> None:
-    """Write the values of `foreign`, a model of `specs`, into the data of pieces, named KIND/NAME, under any layout.
-    Every rank reads the tensors that it holds a part of. `tell`: show the progress. Raises CheckpointError, before
-    anything changes where shapes differ, later where a file cannot be read."""
+    """Write the values of external tensors into the data of shards, under any layout.
+
+    Every rank only reads the tensors that its shards need.
+
+    Args:
+        tensors: The tensors of the external model.
+        pieces: The shards to fill, named KIND/NAME.
+        specs: The parameters of the model.
+        source: The name of the external model, for messages.
+        show_progress: Print progress lines.
+
+    Raises:
+        CheckpointError: Before anything changes if shapes differ, or later if a file cannot be read.
+    """
     problems: list[str] = []
-    wanted: dict[str, list[tuple[Box, Tensor]]] = {}
+    targets: dict[str, list[tuple[Box, Tensor]]] = {}
     for piece in pieces:
         name = piece.name.partition("/")[2]
-        wanted.setdefault(name, []).extend(shard_views(piece))
-        external_name = specs[name].shape if name in specs else "nothing"
-        if piece.shape != external_name:
-            problems.append(f"{name}: shape {piece.shape} here, {external_name} there")
-    raise_problems(list(dict.fromkeys(problems)), f"{where} does not fit this model")
-    with logged_progress(f"loading {where}", len(foreign), "tensors", not tell) as bar:
-        for one in bar.track(foreign):
-            _fill(one, wanted)
+        targets.setdefault(name, []).extend(shard_views(piece))
+        external_shape = specs[name].shape if name in specs else "nothing"
+        if piece.shape != external_shape:
+            problems.append(f"{name}: shape {piece.shape} here, {external_shape} there")
+    raise_problems(list(dict.fromkeys(problems)), f"{source} does not fit this model")
+    with logged_progress(f"loading {source}", len(tensors), "tensors", not show_progress) as bar:
+        for tensor in bar.track(tensors):
+            _fill(tensor, targets)
 
 
-def _fill(one: ExternalTensor, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> None:
-    if all(intersect(held, box) is None for spec, box in one.recipe.parts for held, _ in wanted.get(spec.name, ())):
+def _fill(tensor: ExternalTensor, targets: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> None:
+    """Write the values of a tensor into the targets, and do not read it if none needs them."""
+    parts = tensor.recipe.parts
+    if all(intersect(target_box, box) is None for spec, box in parts for target_box, _ in targets.get(spec.name, ())):
         return
-    for spec, box, values in split(one.recipe, one.read()):
-        for held, target in wanted.get(spec.name, ()):
-            if (both := intersect(held, box)) is not None:
-                target[slices_within(both, held)] = values[slices_within(both, box)].to(target)
+    for spec, box, values in split(tensor.recipe, tensor.read()):
+        for target_box, target in targets.get(spec.name, ()):
+            if (overlap := intersect(target_box, box)) is not None:
+                target[slices_within(overlap, target_box)] = values[slices_within(overlap, box)].to(target)
 
 
 @contextmanager
-def atomic_directory(folder: Path) -> Iterator[Path]:
-    """An empty directory to fill, which becomes `folder` when the block ends, and is deleted after an error. Raises
-    CheckpointError if `folder` is not empty or cannot be written."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not empty; give a new directory")
-    part = folder.with_name(f".{folder.name}.part")
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory to fill, which becomes `directory` when the context ends, or is deleted after an error.
+
+    Raises CheckpointError if `directory` is not empty or cannot be written.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(f"{directory} is not empty; give a new directory")
+    staging_dir = directory.with_name(f".{directory.name}.part")
     try:
-        remove(part)
-        part.mkdir(parents=True)
-        yield part
-        if folder.exists():
-            folder.rmdir()
-        os.replace(part, folder)
+        remove(staging_dir)
+        staging_dir.mkdir(parents=True)
+        yield staging_dir
+        if directory.exists():
+            directory.rmdir()
+        os.replace(staging_dir, directory)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written ({error}); give a directory elsewhere") from error
+        raise CheckpointError(f"{directory}: cannot be written ({error}); give a directory elsewhere") from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(staging_dir, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class ExportSource:
-    """Our side of an export: rectangles in `dtype`; None: as stored. For fp32 the more exact main weights are read.
-    `used`: the model's specs, for a format with values as they are used: a stored difference gets its offset back."""
+    """A megalite checkpoint as the source of an export.
+
+    Attributes:
+        source: The checkpoint.
+        dtype: The dtype of exported values; None: as stored. For fp32, the more exact main weights are read.
+        used: The parameters of the model, for a format that stores values as they are used. A parameter that is stored
+            as a difference (zero-centered norm weights) gets its offset back.
+    """
 
     source: Checkpoint
     dtype: torch.dtype | None = None
     used: Specs | None = None
 
     def _key(self, name: str) -> str:
+        """Return the name of the stored tensor with the best values of a parameter."""
         kinds = ("state", "optimizer.main") if self.dtype == torch.float32 else ("state",)
         keys = [key for kind in kinds if (key := f"{kind}/{name}") in self.source.manifest.tensors]
         return keys[0] if keys else f"model/{name}"
 
     def dtype_of(self, name: str) -> torch.dtype:
+        """Return the exported dtype of a parameter."""
         return self.dtype or self.source.dtype(self._key(name))
 
     def offset(self, name: str) -> float:
+        """Return the offset that is added to the stored values of a parameter."""
         return 0.0 if self.used is None else self.used[name].stored_offset
 
     def read(self, name: str, box: Box) -> Tensor:
+        """Return the exported values of a rectangle of a parameter."""
         values = self.source.read(self._key(name), box)
         if offset := self.offset(name):
             values = values + offset
         return values if self.dtype is None else values.to(self.dtype)
 
-    def join(self, recipe: TensorMapping) -> Tensor:
-        return join(recipe, lambda spec, box: self.read(spec.name, box))
+    def join(self, mapping: TensorMapping) -> Tensor:
+        """Return an external tensor."""
+        return join(mapping, lambda spec, box: self.read(spec.name, box))

@@ -1,17 +1,18 @@
-"""AdamW with decoupled decay (arXiv:1711.05101), in place on flat tensors; equals torch.optim.AdamW.
+"""AdamW with decoupled weight decay (arXiv:1711.05101), in place on flat tensors; equals torch.optim.AdamW.
 
     g = scale * grad;  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     w = w (1 - lr wd);  w -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps);  copy = w in bf16
 
-Moments in fp32, or in bf16 with stochastic rounding, up or down with probabilities that make the mean right: else a
-second moment that changes by 1/1000 of itself would never change. The random bits are a hash of (step, weight,
-gradient, old moments), so that equal values round alike under every layout and after a resume, and no map from flat
-positions to whole tensors is needed: the sum of their bits times odd numbers, through the 32-bit finaliser of
-MurmurHash3 (A. Appleby, public domain). On a CPU values are equal to the last bit of torch's own update, which differs
-for elements beyond a multiple of its vector's length. fp64 is always torch's.
+Moments are in fp32, or in bf16 with stochastic rounding: up or down with probabilities that keep the mean. Without it,
+a second moment that changes by 1/1000 of its value would never change. The random bits are a hash of (step, weight,
+gradient, old moments): the sum of their bits times odd numbers, through the 32-bit finalizer of MurmurHash3 (A.
+Appleby, public domain). Therefore equal values are rounded the same way under every layout and after a resume, and no
+map from flat positions to tensors is needed. On a CPU, layouts may differ in the last bit, because torch's update
+rounds elements beyond a multiple of its vector length differently. fp64 always uses torch's update.
 
-Bytes per weight, one pass: 16 read and 12 written with fp32 moments, 8 fewer with bf16 ones; 2 for the copy. torch's
-form of these takes blocks that stay in cache, as it makes some 25 passes. `grad` is used up: torch scales it in place.
+Bytes per weight, in one pass: 16 read and 12 written with fp32 moments, 8 fewer with bf16 moments; 2 for model_param.
+With bf16 moments the torch implementation makes about 25 passes, so it loops over blocks that fit in the cache. `grad`
+is overwritten: torch scales it in place.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ if TYPE_CHECKING:
 
 # elements and warps per program: 8 elements per thread are two 16-byte loads of each of the four inputs in flight
 ELEMENTS, WARPS = 1024, 4
-BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}  # elements of torch's form with bf16 moments: 1 MiB per pass on a CPU
+# elements per block of the torch implementation with bf16 moments: on a CPU, 1 MiB per pass
+BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
 def rounding_seed(step: int) -> int:
-    """A key of 31 bits, which Triton takes as an int32."""
+    """Return a 31-bit key for the random bits of a step; Triton passes it as an int32."""
     return fold_in(step) >> 1
 
 
 def random_bits(key: int, *values: Tensor) -> Tensor:
-    """32 random bits (as int32, whose sums and products wrap) per element, from `key` and the bits of up to four fp32
-    values."""
+    """Return 32 random bits per element, as int32, from `key` and the bits of up to four fp32 values.
+
+    Sums and products of int32 wrap.
+    """
     h = torch.full_like(values[0], key, dtype=torch.int32)
     for value, odd in zip(values, _ODD, strict=False):
         h.add_(value.view(torch.int32), alpha=as_int32(odd))
@@ -49,7 +53,12 @@ def random_bits(key: int, *values: Tensor) -> Tensor:
 
 
 def stochastic_round(x: Tensor, bits16: Tensor) -> Tensor:
-    """fp32 -> bf16: up with the probability of the cut-off part. bits16: integers in [0, 2^16). Finite x only."""
+    """Round fp32 to bf16: up with a probability that equals the truncated fraction, otherwise down.
+
+    Args:
+        x: fp32, finite.
+        bits16: random integers in [0, 2^16).
+    """
     return ((x.view(torch.int32) + bits16) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -64,15 +73,17 @@ def adamw_reference_(
     grad_scale: float = 1.0,
     **rates: float,
 ) -> None:
-    """What torch.optim.AdamW(fused=True) calls, in blocks where a moment is in bf16, and the CPU path. Arguments as of
-    `adamw_`; `rates`: lr, eps, weight_decay."""
+    """Compute `adamw_` with the function that torch.optim.AdamW(fused=True) calls; this is also the CPU path.
+
+    It loops over blocks if a moment is in bf16. `rates` are lr, eps and weight_decay.
+    """
     args = {"beta1": betas[0], "beta2": betas[1], **rates}
     if exp_avg.dtype == exp_avg_sq.dtype == param.dtype:
         _fused_(param, grad, exp_avg, exp_avg_sq, step, grad_scale, **args)
         return
     block = BLOCK.get(param.device.type, BLOCK["cuda"])
     for w, g, m, v in zip(*(x.split(block) for x in (param, grad, exp_avg, exp_avg_sq)), strict=True):
-        first, second = (x.to(w.dtype) for x in (m, v))  # a moment that is not in bf16 is itself
+        first, second = (x.to(w.dtype) for x in (m, v))  # no copy of a moment that is not in bf16
         bits = random_bits(rounding_seed(step), *(x.float() for x in (w, g, first, second)))
         _fused_(w, g, first, second, step, grad_scale, **args)
         if m.dtype == torch.bfloat16:
@@ -82,8 +93,9 @@ def adamw_reference_(
 
 
 def _fused_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: float, **args: float) -> None:
+    """Call torch's fused AdamW."""
     if scale != 1.0:
-        grad.mul_(scale)  # torch's own scale is a divisor in fp32, also for fp64
+        grad.mul_(scale)  # the scale argument of torch's function is an fp32 divisor, also for fp64
     steps = torch.full((), float(step), device=w.device)
     torch.ops.aten._fused_adamw_([w], [grad], [m], [v], [], [steps], amsgrad=False, maximize=False, **args)
 
@@ -102,16 +114,16 @@ def _stochastic_round(x, bits16):
 @kernel
 def _adamw(
     W, G, M, V, COPY, n, key, scale, decay_factor, b1, b2, step_size, bias_correction2, eps,
-    RANDOM: tl.constexpr, HAS_COPY: tl.constexpr, ELEMENTS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, HAS_COPY: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    inside = at < n
-    w = tl.load(W + at, mask=inside, other=0.0)
-    g = tl.load(G + at, mask=inside, other=0.0)
-    m = tl.load(M + at, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(V + at, mask=inside, other=0.0).to(tl.float32)
+    offs = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    mask = offs < n
+    w = tl.load(W + offs, mask=mask, other=0.0)
+    g = tl.load(G + offs, mask=mask, other=0.0)
+    m = tl.load(M + offs, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(V + offs, mask=mask, other=0.0).to(tl.float32)
     h = tl.zeros((ELEMENTS,), dtype=tl.uint32)
-    if RANDOM:
+    if STOCHASTIC:
         h = _hash_bits(key, w, g, m, v)
     g *= scale
     m += (1.0 - b1) * (g - m)
@@ -121,11 +133,11 @@ def _adamw(
         m = _stochastic_round(m, h & 0xFFFF)
     if V.dtype.element_ty == tl.bfloat16:
         v = _stochastic_round(v, h >> 16)
-    tl.store(W + at, w, mask=inside)
-    tl.store(M + at, m.to(M.dtype.element_ty), mask=inside)
-    tl.store(V + at, v.to(V.dtype.element_ty), mask=inside)
+    tl.store(W + offs, w, mask=mask)
+    tl.store(M + offs, m.to(M.dtype.element_ty), mask=mask)
+    tl.store(V + offs, v.to(V.dtype.element_ty), mask=mask)
     if HAS_COPY:
-        tl.store(COPY + at, w.to(COPY.dtype.element_ty), mask=inside)
+        tl.store(COPY + offs, w.to(COPY.dtype.element_ty), mask=mask)
 
 
 @torch.no_grad()
@@ -143,25 +155,34 @@ def adamw_(
     grad_scale: float = 1.0,
     model_param: Tensor | None = None,
 ) -> None:
-    """One update of flat contiguous tensors of one shape. param and grad have one dtype, the moments that or bf16.
+    """Update flat contiguous tensors of the same shape in place.
 
-    `copy`: gets the new weights in its own dtype. `step` counts from 1.
+    Args:
+        param: the weights.
+        grad: their gradients, with the dtype of the weights; overwritten.
+        exp_avg: the first moments, with the dtype of the weights or in bf16.
+        exp_avg_sq: the second moments, with the dtype of the weights or in bf16.
+        lr: the learning rate.
+        betas: the decay rates of the moments.
+        eps: the term added to the denominator.
+        weight_decay: the decoupled weight decay.
+        step: the number of this update, from 1.
+        grad_scale: the factor of the gradients.
+        model_param: gets the new weights, in its own dtype; None: no copy.
     """
     if param.dtype == torch.float32 and use_triton(param):
         b1, b2 = betas
+        step_size = lr / (1 - b1**step)
+        bias_correction2 = 1 / math.sqrt(1 - b2**step)
+        is_stochastic = torch.bfloat16 in (exp_avg.dtype, exp_avg_sq.dtype)
+        has_copy = model_param is not None
+        copy = param if model_param is None else model_param  # the kernel ignores it if has_copy is False
+        scalars = (grad_scale, 1 - lr * weight_decay, b1, b2, step_size, bias_correction2, eps)
         _adamw[(ceil_div(param.numel(), ELEMENTS),)](
-            *(
-                param,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-                param if model_param is None else model_param,
-                param.numel(),
-                rounding_seed(step),
-            ),
-            *(grad_scale, 1 - lr * weight_decay, b1, b2, lr / (1 - b1**step), 1 / math.sqrt(1 - b2**step), eps),
-            torch.bfloat16 in (exp_avg.dtype, exp_avg_sq.dtype),
-            model_param is not None,
+            *(param, grad, exp_avg, exp_avg_sq, copy, param.numel(), rounding_seed(step)),
+            *scalars,
+            is_stochastic,
+            has_copy,
             ELEMENTS,
             num_warps=WARPS,
         )

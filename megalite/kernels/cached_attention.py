@@ -1,9 +1,9 @@
-"""Attention of a few new positions to a cache of keys and values: o = softmax(scale q k^T + seen) v.
+"""Attention of a few new positions to a cache of keys and values: o = softmax(scale q k^T + mask) v.
 
-Layout: q_SBHK new queries, k_TBGK and v_TBGK the whole cache, positions_SB the place of each query in it; a query sees
-the places up to its own (of them the last `window`), and other places may hold any finite values. The queries that
-share a key/value head are the rows of one product, so that no head is repeated. Bytes read: the cache once, which
-bounds the speed.
+The inputs are the new queries q_SBHK, the full cache k_TBGK and v_TBGK, and positions_SB, the position of each query in
+the cache. A query sees the positions up to its own (with a window, only the last `window` of them); the other positions
+of the cache may have any finite values. The queries that share a key/value head are the rows of one matrix product, so
+that no head is repeated. The cache is read once, which bounds the speed.
 """
 
 import torch
@@ -23,23 +23,35 @@ def cached_attention(
     window: int | None = None,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """o_SBHK; H is a multiple of G. `window`: how many keys a query sees, its own included. sink_H: attention.py."""
-    (S, B, H, K), dtype = q_SBHK.shape, q_SBHK.dtype
+    """Return o_SBHK, attention of the queries to the cache; H is a multiple of G.
+
+    Args:
+        q_SBHK: the queries.
+        k_TBGK: the keys of the cache.
+        v_TBGK: the values of the cache.
+        positions_SB: the position of each query in the cache.
+        scale: the factor of q k^T.
+        window: the number of keys that a query sees, including the one at its own position; None: all up to it.
+        sink_H: a logit without a value per head (attention.py); None: no sink.
+    """
+    S, B, H, K = q_SBHK.shape
+    dtype = q_SBHK.dtype
     G = k_TBGK.shape[2]
     if upcasts(q_SBHK):
         q_SBHK, k_TBGK, v_TBGK = q_SBHK.float(), k_TBGK.float(), v_TBGK.float()
     k, v = (x.permute(1, 2, 0, 3) for x in (k_TBGK, v_TBGK))
     q = q_SBHK.unflatten(2, (G, H // G)).permute(1, 2, 3, 0, 4).reshape(B, G, H // G * S, K)  # rows are (head, query)
-    positions_T, positions_BS1 = torch.arange(k.shape[2], device=q_SBHK.device), positions_SB.T.unsqueeze(-1)
-    seen_BST = positions_T <= positions_BS1
+    positions_T = torch.arange(k.shape[2], device=q_SBHK.device)
+    positions_BS1 = positions_SB.T.unsqueeze(-1)
+    visible_BST = positions_T <= positions_BS1
     if window is not None:
-        seen_BST &= positions_T > positions_BS1 - window
-    visible = seen_BST.repeat(1, H // G, 1).unsqueeze(1)
+        visible_BST &= positions_T > positions_BS1 - window
+    visible = visible_BST.repeat(1, H // G, 1).unsqueeze(1)
     if sink_H is None:
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     else:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        sink = sink_H.to(wide).view(G, -1, 1).expand(B, -1, -1, S).reshape(B, G, -1, 1)
-        scores = ((q @ k.mT).to(wide) * scale).masked_fill(~visible, float("-inf"))
+        score_dtype = torch.promote_types(q.dtype, torch.float32)
+        sink = sink_H.to(score_dtype).view(G, -1, 1).expand(B, -1, -1, S).reshape(B, G, -1, 1)
+        scores = ((q @ k.mT).to(score_dtype) * scale).masked_fill(~visible, float("-inf"))
         o = torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
     return o.unflatten(2, (H // G, S)).permute(3, 0, 1, 2, 4).flatten(2, 3).to(dtype)

@@ -1,12 +1,12 @@
-"""Dropout whose mask is a function of coordinates, so that it is the same under every layout and never stored.
+"""Dropout with a mask that is a function of coordinates, so that it is the same under every layout and never stored.
 
     y = x * keep / (1 - p),   keep[s, b, d] = hash(key, sample id of b, position s, channel d) >= p * 2^32
 
-Rows are at the positions from `first_position`, or at those of an int64 tensor [s] in its place. The key folds (seed,
-step, layer, site) on the host. The hash is the 32-bit finaliser of MurmurHash3 (A. Appleby,
-public domain), chained over the coordinates, in int32 arithmetic that wraps: the same bits on every device.
-Backward draws the mask again: 0 bytes saved. Bytes for N elements of e bytes: forward with the residual 3 N e, backward
-2 N e.
+Rows start at position `first_position`, which may also be an int64 tensor [s] with the position of every row. The key
+is folded from (seed, step, layer, site) on the host. The hash is the 32-bit finalizer of MurmurHash3 (A. Appleby,
+public domain), chained over the coordinates, in int32 arithmetic that wraps: the bits are the same on every device.
+Backward recomputes the mask, so nothing is saved for it. Bytes for N elements of e bytes: forward with the residual 3 N
+e, backward 2 N e.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megalite.kernels.dispatch import TileConfig, as_2d, ceil_div, fit_tile, ker
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = TileConfig(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, and the hash hides behind it
+BLOCK = TileConfig(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, which hides the hash
 _M32 = 0xFFFFFFFF
 
 
 def fold_in(*coordinates: int) -> int:
-    """A 32-bit key from integers (seed, step, layer, site)."""
+    """Return a 32-bit key from integers (seed, step, layer, site)."""
     h = 0x9E3779B9
     for c in coordinates:
         h = _fmix32_int(h ^ ((c * 0x85EBCA6B + 0x27D4EB2F) & _M32))
@@ -36,7 +36,7 @@ def fold_in(*coordinates: int) -> int:
 
 
 def as_int32(bits: int) -> int:
-    """The int32 that has these 32 bits."""
+    """Return the int32 with these 32 bits."""
     return bits - 2**32 if bits >= 2**31 else bits
 
 
@@ -47,20 +47,24 @@ def _fmix32_int(h: int) -> int:
 
 
 def fmix32_(h: Tensor) -> Tensor:
-    """The finaliser on int32, in place: for attention's dropout `h` has 4 bytes per score."""
+    """Apply the finalizer to int32, in place because for attention's dropout `h` takes 4 bytes per score."""
     h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF)).mul_(as_int32(0x85EBCA6B))
     h.bitwise_xor_((h >> 13).bitwise_and_(0x7FFFF)).mul_(as_int32(0xC2B2AE35))
     return h.bitwise_xor_((h >> 16).bitwise_and_(0xFFFF))
 
 
 def _low_bits(x: Tensor) -> Tensor:
-    """The low 32 bits of int64, as int32."""
+    """Return the low 32 bits of int64, as int32."""
     return (((x & _M32) ^ 2**31) - 2**31).to(torch.int32)
 
 
 def hash_coordinates(key: int | Tensor, *axes: Tensor) -> Tensor:
-    """One 32-bit hash (as int32) per element of the broadcast of the int64 `axes`, outermost first. `key`: an integer,
-    or one in an int64 scalar on their device."""
+    """Return one 32-bit hash, as int32, per element of the broadcast of `axes`.
+
+    Args:
+        key: an integer, or an int64 scalar tensor on the device of the axes.
+        *axes: int64 coordinates that broadcast against each other, outermost first.
+    """
     h = _low_bits(key) if isinstance(key, Tensor) else axes[0].new_full((), as_int32(key), dtype=torch.int32)
     for axis in axes:
         h = fmix32_(h ^ _low_bits(axis * 0x9E3779B1 + 0x7F4A7C15))
@@ -68,11 +72,12 @@ def hash_coordinates(key: int | Tensor, *axes: Tensor) -> Tensor:
 
 
 def keep_mask(key: int | Tensor, p: float, *axes: Tensor) -> Tensor:
-    """True where an element survives; False with probability `p`."""
+    """Return True for elements that are kept; False with probability `p`."""
     return (hash_coordinates(key, *axes) ^ as_int32(2**31)) >= int(p * 2**32) - 2**31  # compared as unsigned
 
 
 def _mask_sBD(x: Tensor, key: int | Tensor, p: float, sample_ids_B: Tensor, first_position: int | Tensor) -> Tensor:
+    """Return the mask for x [s, B, D]."""
     s, _, d = x.shape
     positions = first_position
     if not isinstance(positions, Tensor):
@@ -85,13 +90,14 @@ def dropout_reference(
     x_sBD: Tensor, residual: Tensor | None, p: float, key: int | Tensor, sample_ids_B: Tensor,
     first_position: int | Tensor,
 ) -> Tensor:  # fmt: skip
+    """Compute dropout in torch."""
     y = x_sBD * _mask_sBD(x_sBD, key, p, sample_ids_B, first_position) / (1 - p)
     return y if residual is None else y + residual
 
 
 @kernel
 def fmix32(h):
-    """The finaliser on uint32."""
+    """Apply the finalizer to uint32."""
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
     return h ^ (h >> 16)
@@ -99,57 +105,54 @@ def fmix32(h):
 
 @kernel
 def hash_next(h, axis):
-    """The hash with one more coordinate."""
+    """Return the hash extended by one coordinate."""
     return fmix32(h ^ (axis.to(tl.uint32) * 0x9E3779B1 + 0x7F4A7C15))
 
 
 @kernel(do_not_specialize=["key"])
 def _dropout_kernel(
     X, A, IDS, Y, key, first_position, batch, rows, columns, stride_x, stride_a,
-    PLACED: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    wide = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
+    compute_dtype = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (at < columns)
+    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows) & (offs < columns)
     h = hash_next(key.to(tl.uint32), tl.load(IDS + row % batch))
-    if PLACED:
+    if HAS_POSITIONS:
         h = hash_next(h, tl.load(first_position + row // batch, mask=row < rows, other=0))
     else:
         h = hash_next(h, row // batch + first_position)
-    keep = hash_next(h, at) >= THRESHOLD
-    x = tl.load(X + row * stride_x + at, mask=inside, other=0.0).to(wide)
+    keep = hash_next(h, offs) >= THRESHOLD
+    x = tl.load(X + row * stride_x + offs, mask=mask, other=0.0).to(compute_dtype)
     y = tl.where(keep, x * (1.0 / (1.0 - P)), 0.0)
     if ADD:
-        y += tl.load(A + row * stride_a + at, mask=inside, other=0.0).to(wide)
-    tl.store(Y + row * columns + at, y.to(Y.dtype.element_ty), mask=inside)
+        y += tl.load(A + row * stride_a + offs, mask=mask, other=0.0).to(compute_dtype)
+    tl.store(Y + row * columns + offs, y.to(Y.dtype.element_ty), mask=mask)
 
 
 def dropout_triton(
     x_sBD: Tensor, residual: Tensor | None, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor,
     block: TileConfig = BLOCK,
 ) -> Tensor:  # fmt: skip
+    """Compute dropout with one kernel launch."""
     x_ND = as_2d(x_sBD)
     a_ND = x_ND if residual is None else as_2d(residual)
     rows, columns = x_ND.shape
     block = fit_tile(block, columns)
     y = torch.empty(x_sBD.shape, dtype=x_sBD.dtype, device=x_sBD.device)
-    key_int32 = as_int32(key)  # always 32 bits, or Triton would compile for each width
-    if has_positions := isinstance(first_position, Tensor):
+    key_int32 = as_int32(key)  # always 32 bits, because Triton would compile one kernel per width
+    has_positions = isinstance(first_position, Tensor)
+    if isinstance(first_position, Tensor):
         first_position = first_position.contiguous()
-    _dropout_kernel[(ceil_div(rows, block.rows), ceil_div(columns, block.columns))](
-        *(x_ND, a_ND, sample_ids_B.contiguous(), y, key_int32, first_position, x_sBD.shape[1], rows, columns),
-        *(
-            x_ND.stride(0),
-            a_ND.stride(0),
-            has_positions,
-            p,
-            int(p * 2**32),
-            residual is not None,
-            block.rows,
-            block.columns,
-        ),
+    grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
+    sizes = (x_sBD.shape[1], rows, columns, x_ND.stride(0), a_ND.stride(0))
+    constexprs = (has_positions, p, int(p * 2**32), residual is not None, block.rows, block.columns)
+    _dropout_kernel[grid](
+        *(x_ND, a_ND, sample_ids_B.contiguous(), y, key_int32, first_position),
+        *sizes,
+        *constexprs,
         num_warps=block.warps,
     )
     return y
@@ -158,7 +161,8 @@ def dropout_triton(
 class _DropoutAdd(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, fn: Callable[..., Tensor], *args: Any) -> Tensor:
-        ctx.fn, ctx.args = fn, args
+        ctx.fn = fn
+        ctx.args = args
         return fn(x, residual, *args)
 
     @staticmethod
@@ -176,6 +180,14 @@ def dropout(
     residual_sBD: Tensor | None = None,
     impl: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """dropout(x), or residual + dropout(x). `by`: in place of `drop`; it draws the mask in forward and in backward."""
+    """Return dropout(x), or residual + dropout(x).
+
+    Args:
+        x_sBD: the input. p: the probability that an element is dropped. key: the key of the mask (`fold_in`).
+        sample_ids_B: global sample numbers. first_position: the position of row 0, or an int64 tensor [s] with the
+        position of every row. residual_sBD: added to the result, or None. impl: the implementation, with the signature
+        of `dropout_reference`, instead of the default; forward and backward
+            call it.
+    """
     impl = impl or (dropout_triton if use_triton(x_sBD) else dropout_reference)
     return _DropoutAdd.apply(x_sBD, residual_sBD, impl, p, key, sample_ids_B, first_position)  # type: ignore[return-value]

@@ -25,9 +25,8 @@ def first_visible_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCU
     """Return the first visible key of each query; for rows from `length` on, `keys`, so that they see no key."""
     first_key = tl.maximum(rows + shift - window + 1, 0)
     if DOCUMENTS:
-        first_key = tl.maximum(
-            first_key, tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32) - k_first
-        )
+        document_start = tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32)
+        first_key = tl.maximum(first_key, document_start - k_first)
     return tl.where(rows < length, first_key, keys)
 
 

@@ -1,12 +1,13 @@
-"""Matmuls of experts (grouped_matmul.py) with the activation, and the probability of each choice, in their epilogue.
+"""Matmuls of experts (grouped_matmul.py) with the activation and the probability of each assignment in the epilogue.
 
     up      u_M2F = x[rows] w[e]^T (+ bias),  a_MF = p act(u)
-    down    da_MF = dy[rows] w[e],  du_M2F and dp_M from u and p da,  a_MF again for the gradient of the matmul after it
+    down    da_MF = dy[rows] w[e],  du_M2F and dp_M from u and p da,  a_MF recomputed for the next matmul's gradient
 
-Where the activation is SwiGLU and the kernels are Triton's, each is one kernel: up does not read u again, and down
-neither writes nor reads da. Bytes beside operands of the matmul, for M rows in bf16: up writes 6 M F; down reads 4 M F
-and writes 6. Apart, with the products by p in fp32, it is 22 and 58 M F. Each tile of down leaves its part of dp, which
-are summed in one order. All other activations, a CPU and fp64 take the matmul, then the activation, then the product.
+With Triton and SwiGLU, each is one kernel: up does not read u after writing it, and down neither writes nor reads da.
+Bytes in addition to the operands of the matmul, for M rows in bf16: up writes 6 M F; down reads 4 M F and writes 6 M F.
+Unfused, with the products by p in fp32, they move 22 M F and 58 M F. Each tile of down writes its part of dp, and the
+parts are summed in a fixed order. Other activations, the CPU and fp64 use separate operations: the matmul, the
+activation, and the product with p.
 """
 
 from __future__ import annotations
@@ -36,16 +37,15 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 EPILOGUE_COLUMNS = 32  # columns of a tile whose gradients are computed at once
-UP_TILES, DOWN_TILES = load_table(__file__, "tiles")[
-    "gated_matmul"
-].values()  # by what multiplies; columns are those of a
+# by `matmul_unit`; columns count columns of a
+UP_TILES, DOWN_TILES = load_table(__file__, "tiles")["gated_matmul"].values()
 
 
 def up_unfused(
     x_RD: Tensor, w_EGD: Tensor, offsets: Tensor, rows_M: Tensor, p_M: Tensor, activation: Activation,
     bias_EG: Tensor | None = None, matmul: Callable[..., Tensor] = grouped_matmul,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`up_matmul` as the matmul, then the activation, then the product."""
+    """Compute `up_matmul` with separate operations: the matmul, the activation, and the product with p."""
     u_MG = matmul(x_RD, w_EGD, offsets, rows_M)
     if bias_EG is not None:
         u_MG += bias_EG[expert_of_rows(offsets, len(u_MG))]
@@ -56,15 +56,16 @@ def down_unfused(
     dy_RD: Tensor, w_EDF: Tensor, offsets: Tensor, rows_M: Tensor, u_MG: Tensor, p_M: Tensor, activation: Activation,
     matmul: Callable[..., Tensor] = grouped_matmul,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`down_gradients` likewise."""
-    da_MF, p_M1 = matmul(dy_RD, w_EDF.transpose(1, 2), offsets, rows_M), p_M[:, None]
+    """Compute `down_gradients` with separate operations."""
+    da_MF = matmul(dy_RD, w_EDF.transpose(1, 2), offsets, rows_M)
+    p_M1 = p_M[:, None]
     a_MF, du_MG = activation.backward(u_MG, (da_MF * p_M1).to(u_MG.dtype))
     return (a_MF * p_M1).to(u_MG.dtype), du_MG, (da_MF.to(accum_dtype(u_MG)) * a_MF).sum(-1)
 
 
 @kernel
 def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first half of its columns, and the others; a thread keeps what it has."""
+    """Return the first and the second half of the columns; no elements move between threads."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
@@ -72,27 +73,27 @@ def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _up(
     X, W, U, A, BIAS, P, OFFSETS, INDEX, M, E, F, D, xs, we, wf, wd,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    across, half = tl.cdiv(F, COLUMNS), tl.arange(0, 2 * COLUMNS)
+    across, offs_2n = tl.cdiv(F, COLUMNS), tl.arange(0, 2 * COLUMNS)
     tiles = cumulative_tiles(OFFSETS, M, E, across, GROUPS, ROWS)
     for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
-        e, end, rows, read, j = locate_tile(OFFSETS, INDEX, tiles, tile, M, E, across, True, ROWS, BAND)
+        e, end, rows, read, j = locate_tile(OFFSETS, INDEX, tiles, tile, M, E, across, True, ROWS, GROUP_M)
         columns = j * COLUMNS + tl.arange(0, COLUMNS)
-        column_mask = j * COLUMNS + half % COLUMNS < F
-        both = j * COLUMNS + half % COLUMNS + half // COLUMNS * F  # of gate, and of up
-        w = W + e.to(tl.int64) * we + both.to(tl.int64) * wf
-        u = dot_rows(X + read * xs, w, column_mask, D * (e < E), wd, WHOLE, WIDE, ROWS, 2 * COLUMNS, DEPTH)
+        column_mask = j * COLUMNS + offs_2n % COLUMNS < F
+        offs_gu = j * COLUMNS + offs_2n % COLUMNS + offs_2n // COLUMNS * F  # columns of gate, then of up
+        w = W + e.to(tl.int64) * we + offs_gu.to(tl.int64) * wf
+        u = dot_rows(X + read * xs, w, column_mask, D * (e < E), wd, EVEN, WIDE, ROWS, 2 * COLUMNS, DEPTH)
         if BIASED:
-            u += tl.load(BIAS + e * 2 * F + both, mask=column_mask & (both < 2 * F * (e < E)), other=0.0)[None, :]
+            u += tl.load(BIAS + e * 2 * F + offs_gu, mask=column_mask & (offs_gu < 2 * F * (e < E)), other=0.0)[None, :]
         gate, up = _halves(u.to(A.dtype.element_ty), ROWS, 2 * COLUMNS)
-        inside, to = (rows < end)[:, None] & (columns < F)[None, :], rows.to(tl.int64)[:, None]
-        at = to * 2 * F + columns[None, :]
-        tl.store(U + at, gate, mask=inside)
-        tl.store(U + at + F, up, mask=inside)
-        a = swiglu_tile(gate.to(tl.float32), up.to(tl.float32), LIMIT, ALPHA)  # of what backward will read
+        mask, offs_m = (rows < end)[:, None] & (columns < F)[None, :], rows.to(tl.int64)[:, None]
+        u_offs = offs_m * 2 * F + columns[None, :]
+        tl.store(U + u_offs, gate, mask=mask)
+        tl.store(U + u_offs + F, up, mask=mask)
+        a = swiglu_tile(gate.to(tl.float32), up.to(tl.float32), LIMIT, ALPHA)  # of the rounded u, which backward reads
         a *= tl.load(P + rows, mask=rows < end, other=0.0)[:, None]
-        tl.store(A + to * F + columns[None, :], a.to(A.dtype.element_ty), mask=inside)
+        tl.store(A + offs_m * F + columns[None, :], a.to(A.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -100,8 +101,10 @@ def _swiglu_epilogue(
     da, U, A, DU, p, rows, end, first, F,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Turn these columns of da into a and du, and return their part of dp. A part of them at a time, or the registers
-    would not hold all that belongs to them."""
+    """Compute a and du from these columns of da, and return their part of dp.
+
+    The columns are split recursively into parts of EPILOGUE_COLUMNS, to limit the registers in use.
+    """
     if COLUMNS > EPILOGUE_COLUMNS:
         left, right = _halves(da, ROWS, COLUMNS)
         dp = _swiglu_epilogue(
@@ -112,13 +115,13 @@ def _swiglu_epilogue(
             right, U, A, DU, p, rows, end, first, F, LIMIT, ALPHA, ROWS, COLUMNS // 2, EPILOGUE_COLUMNS
         )
     columns = first + tl.arange(0, COLUMNS)
-    inside, to = (rows < end)[:, None] & (columns < F)[None, :], rows.to(tl.int64)[:, None]
-    at = to * 2 * F + columns[None, :]
-    gate, up = (tl.load(U + at, mask=inside, other=0.0), tl.load(U + at + F, mask=inside, other=0.0))
+    mask, offs_m = (rows < end)[:, None] & (columns < F)[None, :], rows.to(tl.int64)[:, None]
+    u_offs = offs_m * 2 * F + columns[None, :]
+    gate, up = (tl.load(U + u_offs, mask=mask, other=0.0), tl.load(U + u_offs + F, mask=mask, other=0.0))
     a, dgate, dup = swiglu_grad_tile(gate.to(tl.float32), up.to(tl.float32), p[:, None] * da, LIMIT, ALPHA)
-    tl.store(A + to * F + columns[None, :], (p[:, None] * a).to(A.dtype.element_ty), mask=inside)
-    tl.store(DU + at, dgate.to(A.dtype.element_ty), mask=inside)
-    tl.store(DU + at + F, dup.to(A.dtype.element_ty), mask=inside)
+    tl.store(A + offs_m * F + columns[None, :], (p[:, None] * a).to(A.dtype.element_ty), mask=mask)
+    tl.store(DU + u_offs, dgate.to(A.dtype.element_ty), mask=mask)
+    tl.store(DU + u_offs + F, dup.to(A.dtype.element_ty), mask=mask)
     return tl.sum(da * a, 1)
 
 
@@ -126,15 +129,15 @@ def _swiglu_epilogue(
 def _down(
     DY, W, U, A, DU, DP, P, OFFSETS, INDEX, M, E, F, D, ys, we, wf, wd,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, EPILOGUE_COLUMNS: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(F, COLUMNS)
     tiles = cumulative_tiles(OFFSETS, M, E, across, GROUPS, ROWS)
     for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
-        e, end, rows, read, j = locate_tile(OFFSETS, INDEX, tiles, tile, M, E, across, True, ROWS, BAND)
+        e, end, rows, read, j = locate_tile(OFFSETS, INDEX, tiles, tile, M, E, across, True, ROWS, GROUP_M)
         columns = j * COLUMNS + tl.arange(0, COLUMNS)
         w = W + e.to(tl.int64) * we + columns.to(tl.int64) * wf
-        da = dot_rows(DY + read * ys, w, columns < F, D * (e < E), wd, WHOLE, WIDE, ROWS, COLUMNS, DEPTH)
+        da = dot_rows(DY + read * ys, w, columns < F, D * (e < E), wd, EVEN, WIDE, ROWS, COLUMNS, DEPTH)
         p = tl.load(P + rows, mask=rows < end, other=0.0)
         dp = _swiglu_epilogue(da, U, A, DU, p, rows, end, j * COLUMNS, F, LIMIT, ALPHA, ROWS, COLUMNS, EPILOGUE_COLUMNS)
         tl.store(DP + rows.to(tl.int64) * across + j, dp, mask=rows < end)
@@ -144,29 +147,51 @@ def up_matmul(
     x_RD: Tensor, w_EGD: Tensor, offsets: Tensor, rows_M: Tensor, p_M: Tensor, activation: Activation,
     bias_EG: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """u_MG, before the activation (G is 2 F where it is gated), and a_MF = p act(u). Not differentiable."""
-    rows_args = offsets, rows_M
+    """Return u_MG, the input of the activation, and a_MF = p act(u). Not differentiable.
+
+    Args:
+        x_RD: the tokens.
+        w_EGD: the weights; G is 2 F for gated activations, otherwise F.
+        offsets: int32 or int64 [E + 1], the first row of each expert.
+        rows_M: int64, the row of x for each row of M.
+        p_M: the probability of each row.
+        activation: the activation.
+        bias_EG: the bias of each expert, or None.
+    """
     if activation.swiglu_constants is None or not uses_triton(x_RD, w_EGD):
-        return up_unfused(x_RD, w_EGD, *rows_args, p_M, activation, bias_EG)
-    (_, G, _), x_RD = w_EGD.shape, as_2d(x_RD)
-    u_MG, a_MF = (x_RD.new_empty(len(rows_M), width) for width in (G, G // 2))
+        return up_unfused(x_RD, w_EGD, offsets, rows_M, p_M, activation, bias_EG)
+    x_RD = as_2d(x_RD)
+    G = w_EGD.shape[1]
+    u_MG = x_RD.new_empty(len(rows_M), G)
+    a_MF = x_RD.new_empty(len(rows_M), G // 2)
     p_M = p_M.to(accum_dtype(x_RD)).contiguous()  # a router may compute in fp64
-    outputs = u_MG, a_MF, p_M if bias_EG is None else bias_EG.contiguous(), p_M
-    constants = *activation.swiglu_constants, bias_EG is not None
-    launch_tiled(_up, UP_TILES[matmul_unit(x_RD)], x_RD, w_EGD, G // 2, outputs, *rows_args, constants)
+    bias = p_M if bias_EG is None else bias_EG.contiguous()
+    tensors = (u_MG, a_MF, bias, p_M)
+    constants = (*activation.swiglu_constants, bias_EG is not None)
+    launch_tiled(_up, UP_TILES[matmul_unit(x_RD)], x_RD, w_EGD, G // 2, tensors, offsets, rows_M, constants)
     return u_MG, a_MF
 
 
 def down_gradients(
     dy_RD: Tensor, w_EDF: Tensor, offsets: Tensor, rows_M: Tensor, u_MG: Tensor, p_M: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """a_MF = p act(u) again, du_MG and dp_M of y_MD = a w^T, whose gradient is dy[rows]. dp in fp32 (fp64 for fp64)."""
-    rows_args = offsets, rows_M
+    """Return a_MF = p act(u), recomputed, and the gradients du_MG and dp_M of y_MD = a w^T.
+
+    The gradient of y is dy[rows]. dp is in fp32 (fp64 for fp64). For the arguments see `up_matmul`.
+    """
     if activation.swiglu_constants is None or not uses_triton(dy_RD, w_EDF, u_MG):
-        return down_unfused(dy_RD, w_EDF, *rows_args, u_MG, p_M, activation)
-    w_EFD, dy_RD, u_MG, tile = w_EDF.transpose(1, 2), as_2d(dy_RD), u_MG.contiguous(), DOWN_TILES[matmul_unit(dy_RD)]
-    M, F, p_M = len(rows_M), w_EFD.shape[1], p_M.to(accum_dtype(dy_RD)).contiguous()
-    a_MF, du_MG, parts_MT = dy_RD.new_empty(M, F), torch.empty_like(u_MG), p_M.new_empty(M, ceil_div(F, tile[1]))
-    outputs = u_MG, a_MF, du_MG, parts_MT, p_M
-    launch_tiled(_down, tile, dy_RD, w_EFD, F, outputs, *rows_args, (*activation.swiglu_constants, EPILOGUE_COLUMNS))
-    return a_MF, du_MG, parts_MT.sum(-1)
+        return down_unfused(dy_RD, w_EDF, offsets, rows_M, u_MG, p_M, activation)
+    dy_RD = as_2d(dy_RD)
+    w_EFD = w_EDF.transpose(1, 2)
+    u_MG = u_MG.contiguous()
+    p_M = p_M.to(accum_dtype(dy_RD)).contiguous()
+    tile = DOWN_TILES[matmul_unit(dy_RD)]
+    M = len(rows_M)
+    F = w_EFD.shape[1]
+    a_MF = dy_RD.new_empty(M, F)
+    du_MG = torch.empty_like(u_MG)
+    dp_MT = p_M.new_empty(M, ceil_div(F, tile[1]))  # the part of each tile
+    tensors = (u_MG, a_MF, du_MG, dp_MT, p_M)
+    constants = (*activation.swiglu_constants, EPILOGUE_COLUMNS)
+    launch_tiled(_down, tile, dy_RD, w_EFD, F, tensors, offsets, rows_M, constants)
+    return a_MF, du_MG, dp_MT.sum(-1)

@@ -1,8 +1,8 @@
-"""Sum of squares of a flat gradient, or of each row: sum_i g_i^2 as fp64 scalars, the same in every run.
+"""Sums of squares of a flat gradient, or of each row: sum_i g_i^2 as fp64 scalars, deterministic.
 
-Two stages and no atomics: each program sums the squares of its blocks in fp32, lane by lane, and leaves one number;
-those are added in fp64. A lane adds a few hundred terms, so the error is about 1e-7; one long fp32 sum is wrong by
-1e-3 at 12 M elements. NaN and inf stay. Bytes: 4 per element, read once.
+The sum has two stages and no atomics: each program sums the squares of its blocks in fp32, per lane, and writes one
+number; the second stage adds these numbers in fp64. A lane adds a few hundred terms, so the error is about 1e-7; a
+single fp32 sum would have an error of 1e-3 at 12 M elements. NaN and inf propagate. Bytes: 4 per element, read once.
 """
 
 from __future__ import annotations
@@ -17,35 +17,42 @@ from megalite.kernels.dispatch import accum_dtype, ceil_div, kernel, num_sms, us
 if TYPE_CHECKING:
     import triton.language as tl
 
-# elements and warps per program and turn, programs per multiprocessor: four 16-byte loads per thread in flight, and all
-# programs resident
+# elements and warps per program and iteration, programs per multiprocessor: four 16-byte loads per thread in flight,
+# and all programs resident
 ELEMENTS, WARPS, PROGRAMS = 4096, 8, 8
-REFERENCE_ROW = 64  # elements that torch's form sums in their own precision
+REFERENCE_ROW = 64  # elements that the torch implementation sums in the gradient's dtype
 
 
 def sums_of_squares_reference(x_RN: Tensor) -> Tensor:
-    """Short pieces in their own precision, their sum in fp64: error 1e-9; all in fp64 is 20 times slower on a CPU."""
-    pieces = x_RN.shape[1] // REFERENCE_ROW
-    whole = x_RN[:, : pieces * REFERENCE_ROW].unflatten(1, (pieces, REFERENCE_ROW))
-    norms = torch.linalg.vector_norm(whole, dim=2)
-    return norms.double().square().sum(1) + x_RN[:, pieces * REFERENCE_ROW :].double().square().sum(1)
+    """Compute `sums_of_squares` in torch.
+
+    It sums short segments in the gradient's dtype, and the segments in fp64. The error is 1e-9. Summing everything in
+    fp64 is 20 times slower on a CPU.
+    """
+    segments = x_RN.shape[1] // REFERENCE_ROW
+    end = segments * REFERENCE_ROW
+    norms = torch.linalg.vector_norm(x_RN[:, :end].unflatten(1, (segments, REFERENCE_ROW)), dim=2)
+    return norms.double().square().sum(1) + x_RN[:, end:].double().square().sum(1)
 
 
 @kernel
 def _sum_of_squares_kernel(X, OUT, n, ELEMENTS: tl.constexpr):
-    total = tl.zeros((ELEMENTS,), dtype=OUT.dtype.element_ty)
+    acc = tl.zeros((ELEMENTS,), dtype=OUT.dtype.element_ty)
     x_row = X + tl.program_id(1).to(tl.int64) * n
     first = tl.program_id(0).to(tl.int64) * ELEMENTS
     while first < n:
-        at = first + tl.arange(0, ELEMENTS)
-        x = tl.load(x_row + at, mask=at < n, other=0.0).to(OUT.dtype.element_ty)
-        total += x * x
+        offs = first + tl.arange(0, ELEMENTS)
+        x = tl.load(x_row + offs, mask=offs < n, other=0.0).to(OUT.dtype.element_ty)
+        acc += x * x
         first += tl.num_programs(0) * ELEMENTS
-    tl.store(OUT + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total, 0))
+    tl.store(OUT + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(acc, 0))
 
 
 def sums_of_squares(x_RN: Tensor) -> Tensor:
-    """[rows, n] contiguous -> fp64 [rows] on the same device; no wait for it."""
+    """Return the sum of squares of each row of x, contiguous [rows, n], as fp64 [rows] on the same device.
+
+    It does not synchronize with the device.
+    """
     if not use_triton(x_RN):
         return sums_of_squares_reference(x_RN)
     rows, n = x_RN.shape
@@ -56,5 +63,8 @@ def sums_of_squares(x_RN: Tensor) -> Tensor:
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """[n] contiguous -> fp64 scalar on the same device; no wait for it."""
+    """Return the sum of squares of a contiguous tensor [n] as an fp64 scalar on the same device.
+
+    It does not synchronize with the device.
+    """
     return sums_of_squares(flat.unsqueeze(0)).squeeze(0)

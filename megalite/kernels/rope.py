@@ -1,13 +1,15 @@
-"""Rotary position embedding (arXiv:2104.09864), halves convention: channel i turns with channel i + R/2.
+"""Rotary position embedding (arXiv:2104.09864), halves convention: channel i is rotated with channel i + R/2.
 
-    [a, b] -> [a cos - b sin, b cos + a sin];   backward is the rotation by the opposite angle, so only tables are saved
+    [a, b] -> [a cos - b sin, b cos + a sin];   backward rotates by the opposite angle, so only the tables are saved
 
-Partial rotary turns the first R channels. Llama-3 scaling stretches wavelengths beyond
-original_length / low_factor by `factor`, leaves those below original_length / high_factor, and blends between
-(arXiv:2407.21783, sec. 3.2; the released model's constants); `Yarn` is another such rule. Tables may be longer than 1:
-YaRN's magnitude is in them, and backward of a scaled rotation is the opposite one, as long.
+Partial rotary embedding rotates the first R channels. Llama-3 scaling stretches wavelengths above
+original_length / low_factor by `factor`, does not change wavelengths below original_length / high_factor, and blends in
+between (arXiv:2407.21783, sec. 3.2, with the constants of the released model); `Yarn` is another such rule. The tables
+contain YaRN's magnitude, so cos^2 + sin^2 may exceed 1; backward then rotates by the opposite angle with the same
+magnitude.
 
-Arithmetic in the dtype of the tables. Bytes for N elements of e bytes, forward and backward each: 2 N e and the tables.
+Arithmetic is in the dtype of the tables. Bytes for N elements of e bytes, forward and backward each: 2 N e and the
+tables.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from megalite.kernels.dispatch import TileConfig, ceil_div, kernel, power_of_two
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Columns are pairs of channels: tokens x heads x R / 2 of about this many, so that a token's angles serve its heads.
+# Columns are pairs of channels: a program rotates tokens x heads x R / 2 pairs, about this many, so that the heads of a
+# token share its angles.
 BLOCK = TileConfig(1, 1024, 4)
 
 
 class RopeScaling(NamedTuple):
-    """Llama-3 frequency scaling; lengths in tokens."""
+    """The parameters of Llama-3 frequency scaling; lengths are in tokens."""
 
     factor: float = 8.0
     low_factor: float = 1.0
@@ -39,10 +42,13 @@ class RopeScaling(NamedTuple):
 
 
 class Yarn(NamedTuple):
-    """arXiv:2309.00071, sec. 3.2 to 3.4. A channel that makes more than `beta_fast` turns in `original_length` tokens
-    keeps its wavelength, one with fewer than `beta_slow` is stretched by `factor`, and between them the share is linear
-    in the channel's number, of which the ends are rounded outwards with `whole`. Queries and keys grow by
-    (1 + 0.1 mscale log factor) / (1 + 0.1 mscale_all_dim log factor)."""
+    """The parameters of YaRN (arXiv:2309.00071, sec. 3.2 to 3.4).
+
+    A channel that makes more than `beta_fast` turns in `original_length` tokens keeps its wavelength, and a channel
+    that makes fewer than `beta_slow` turns is stretched by `factor`. Between these two channels the blend is linear in
+    the channel's number; with `round_bounds` the numbers of the two channels are rounded outwards. Queries and keys are
+    multiplied by (1 + 0.1 mscale log factor) / (1 + 0.1 mscale_all_dim log factor).
+    """
 
     factor: float = 1.0
     original_length: int = 4096
@@ -54,6 +60,7 @@ class Yarn(NamedTuple):
 
     @property
     def magnitude(self) -> float:
+        """Return the factor of the tables."""
         log = math.log(max(self.factor, 1.0))
         return (1 + 0.1 * self.mscale * log) / (1 + 0.1 * self.mscale_all_dim * log)
 
@@ -62,6 +69,7 @@ Scaling = RopeScaling | Yarn | None
 
 
 def _llama3_scaling(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    """Scale the angles per token."""
     wavelength = 2 * math.pi / inverse
     low = scaling.original_length / scaling.low_factor
     high = scaling.original_length / scaling.high_factor
@@ -71,15 +79,18 @@ def _llama3_scaling(inverse: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(inverse: Tensor, rotary_dim: int, base: float, yarn: Yarn) -> Tensor:
-    def channel(turns: float) -> float:  # which makes so many turns in the original length
+    """Scale the angles per token."""
+
+    def channel(turns: float) -> float:
+        """Return the number of the channel that makes this many turns in the original length."""
         return rotary_dim * math.log(yarn.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
 
     low, high = channel(yarn.beta_fast), channel(yarn.beta_slow)
     if yarn.round_bounds:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
-    at = torch.arange(len(inverse), dtype=inverse.dtype)
-    ramp = ((at - low) / ((high - low) or 0.001)).clamp(0, 1)
+    pair = torch.arange(len(inverse), dtype=inverse.dtype)
+    ramp = ((pair - low) / ((high - low) or 0.001)).clamp(0, 1)
     return inverse * (1 - ramp + ramp / yarn.factor)
 
 
@@ -93,30 +104,45 @@ def rope_tables(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [S, rotary_dim / 2]; angles are computed in fp64. `interpolation`: positions are divided by it
-    (arXiv:2306.15595)."""
-    inverse, magnitude = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim), 1.0
+    """Return cos and sin, each [S, rotary_dim / 2]; angles are computed in fp64.
+
+    Args:
+        seq_length: S, the number of positions.
+        rotary_dim: R, the number of rotated channels.
+        base: the base of the wavelengths (theta).
+        scaling: a rule that stretches the wavelengths, or None.
+        interpolation: the divisor of the positions (arXiv:2306.15595).
+        device: the device of the tables.
+        dtype: the dtype of the tables.
+    """
+    inverse = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    magnitude = 1.0
     if isinstance(scaling, RopeScaling):
         inverse = _llama3_scaling(inverse, scaling)
     elif scaling is not None:
-        inverse, magnitude = _yarn(inverse, rotary_dim, base, scaling), scaling.magnitude
+        inverse = _yarn(inverse, rotary_dim, base, scaling)
+        magnitude = scaling.magnitude
     angles = torch.outer(torch.arange(seq_length, dtype=torch.float64) / interpolation, inverse)
     return (angles.cos() * magnitude).to(device, dtype), (angles.sin() * magnitude).to(device, dtype)
 
 
 def interleaved_to_half(x_SBHK: Tensor, rotary_dim: int) -> Tensor:
-    """Channels 2i and 2i + 1 of the first `rotary_dim` to the places i and i + half: a pair of the interleaved
-    convention becomes one of the halves convention. Scores stay the same where queries and keys both go through."""
-    channel = x_SBHK[..., :rotary_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return torch.cat((channel, x_SBHK[..., rotary_dim:]), -1)
+    """Move channels 2i and 2i + 1 of the first `rotary_dim` to i and i + rotary_dim / 2.
+
+    This turns pairs of the interleaved convention into pairs of the halves convention. Attention scores do not change
+    if both queries and keys are converted.
+    """
+    rotary = x_SBHK[..., :rotary_dim].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((rotary, x_SBHK[..., rotary_dim:]), -1)
 
 
 def rotate_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """Rotate in torch, by the angles times `sign`."""
     half = cos.shape[-1]
     c, s = cos.unsqueeze(-2), sin.unsqueeze(-2) * sign
     if cos.dim() == 2:  # the same angles for every sample
         c, s = c.unsqueeze(1), s.unsqueeze(1)
-    x = x_SBHK.to(cos.dtype)  # once: each operation with a mixture of dtypes would convert for itself
+    x = x_SBHK.to(cos.dtype)  # convert once; otherwise each operation with mixed dtypes would convert
     a, b = x[..., :half], x[..., half : 2 * half]
     cosines = torch.cat((c, c), -1)
     if x.shape[-1] == 2 * half:
@@ -137,28 +163,31 @@ def _rotate(
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     s, b = token // batch, token % batch
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    at = tl.arange(0, HALF)
-    angle = (s * cos_s + b * cos_b)[:, None] + at[None, :]
-    known = (token < tokens)[:, None] & (at < half)[None, :]
-    cos = tl.load(COS + angle, mask=known, other=0.0)[:, None, :]
-    sin = tl.load(SIN + angle, mask=known, other=0.0)[:, None, :] * SIGN
-    inside = ((token < tokens)[:, None] & (head < heads)[None, :])[:, :, None]
+    pair = tl.arange(0, HALF)
+    angle = (s * cos_s + b * cos_b)[:, None] + pair[None, :]
+    table_mask = (token < tokens)[:, None] & (pair < half)[None, :]
+    cos = tl.load(COS + angle, mask=table_mask, other=0.0)[:, None, :]
+    sin = tl.load(SIN + angle, mask=table_mask, other=0.0)[:, None, :] * SIGN
+    head_mask = ((token < tokens)[:, None] & (head < heads)[None, :])[:, :, None]
     x = X + ((s * x_s + b * x_b)[:, None] + (head * x_h)[None, :])[:, :, None]
     y = Y + ((token * heads)[:, None] + head[None, :])[:, :, None] * size
-    channel = at[None, None, :]
-    mask = inside & (channel < half)
+    channel = pair[None, None, :]
+    mask = head_mask & (channel < half)
     first = tl.load(x + channel, mask=mask, other=0.0).to(COS.dtype.element_ty)
     second = tl.load(x + half + channel, mask=mask, other=0.0).to(COS.dtype.element_ty)
     tl.store(y + channel, (first * cos - second * sin).to(Y.dtype.element_ty), mask=mask)
     tl.store(y + half + channel, (second * cos + first * sin).to(Y.dtype.element_ty), mask=mask)
     if REST > 0:
         rest = 2 * half + tl.arange(0, REST)[None, None, :]
-        mask = inside & (rest < size)
+        mask = head_mask & (rest < size)
         tl.store(y + rest, tl.load(x + rest, mask=mask, other=0.0), mask=mask)
 
 
 def rotate_triton(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: TileConfig = BLOCK) -> Tensor:
-    """One launch; x may be a view (a slice of the packed keys and values), the result is contiguous."""
+    """Rotate with one kernel launch, by the angles times `sign`.
+
+    x may be a view (a slice of the packed keys and values); the result is contiguous.
+    """
     S, B, H, K = x_SBHK.shape
     x = x_SBHK if x_SBHK.stride(3) == 1 else x_SBHK.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -168,11 +197,11 @@ def rotate_triton(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: 
     heads = min(power_of_two(H), max(1, block.columns // width))
     tokens = max(1, block.columns // (width * heads))
     rest = K - 2 * half
-    _rotate[(ceil_div(S * B, tokens), ceil_div(H, heads))](
-        *(x, cos, sin, y, S * B, B, H, half, K, *x.stride()[:3], cos.stride(0), cos.stride(1) if cos.dim() == 3 else 0),
-        *(sign, power_of_two(rest) if rest else 0, tokens, heads, width),
-        num_warps=block.warps,
-    )
+    grid = (ceil_div(S * B, tokens), ceil_div(H, heads))
+    sizes = (S * B, B, H, half, K)
+    strides = (*x.stride()[:3], cos.stride(0), cos.stride(1) if cos.dim() == 3 else 0)
+    constexprs = (sign, power_of_two(rest) if rest else 0, tokens, heads, width)
+    _rotate[grid](x, cos, sin, y, *sizes, *strides, *constexprs, num_warps=block.warps)
     return y
 
 
@@ -180,17 +209,19 @@ class _Rope(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rotate_fn: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.turn = rotate_fn
+        ctx.rotate_fn = rotate_fn
         return rotate_fn(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return ctx.turn(dy, cos, sin, -1.0), None, None, None
+        return ctx.rotate_fn(dy, cos, sin, -1.0), None, None, None
 
 
 def apply_rope(x_SBHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] channels of each head. Tables as `rope_tables` makes them, [S, R / 2], or
-    [S, B, R / 2] where each sample counts its positions in its own way."""
+    """Rotate the first 2 * cos.shape[-1] channels of each head.
+
+    The tables are those of `rope_tables`, [S, R / 2], or [S, B, R / 2] if samples have different positions.
+    """
     rotate_fn = rotate_triton if use_triton(x_SBHK, x_SBHK.shape[-1]) else rotate_reference
     return _Rope.apply(x_SBHK, cos, sin, rotate_fn)  # type: ignore[return-value]

@@ -69,7 +69,7 @@ def balanced_routing(tokens: int, experts: int, topk: int, ep: int) -> tuple[int
     """Return (rows, assignments) that a rank's tokens give each peer if all sets of `topk` experts are equally likely.
 
     >>> balanced_routing(4096, 8, 2, 8), balanced_routing(4096, 128, 8, 8), balanced_routing(4096, 4, 4, 2)
-    ((1024, 1024), (2727, 4096), (4096, 8192))
+    ((1024, 1024), (2734, 4096), (4096, 8192))
     """
     no_expert = math.comb(experts - experts // ep, topk) / math.comb(experts, topk)
     return round(tokens * (1 - no_expert)), round(tokens * topk / ep)

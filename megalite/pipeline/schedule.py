@@ -112,7 +112,7 @@ def microbatch_groups(num_microbatches: int, pp: int, size: int | None = None) -
     """Return the sizes of the groups of micro-batches that run through one chunk before the next chunk starts.
 
     Groups have `size` (default pp) micro-batches. A remainder of pp or more is a separate, last group; a smaller one is
-    distributed evenly over the groups, the first of which are the largest.
+    distributed evenly over the groups; the first groups are the largest.
 
     A group smaller than pp would make the first stage wait until its micro-batches return from the last stage. Without
     such a group, the bubble is (pp - 1) / (vpp m + pp - 1) for every m >= pp. torch.distributed.pipelining computes the

@@ -11,7 +11,7 @@ class BatchSizeSchedule:
     The check of the configuration ensures that all sizes are multiples of micro-batch size x dp. `last_whole`: train on
     a last batch that only partly fits into --train-samples, as Megatron-LM does with --step-batch-size-schedule.
 
-    >>> sizes = BatchSizes.ramp(32, 8, 8, 300)
+    >>> sizes = BatchSizeSchedule.ramp(32, 8, 8, 300)
     >>> [sizes.at(n) for n in (0, 99, 100, 200, 299, 300)]
     [8, 8, 16, 24, 24, 32]
     """

@@ -30,8 +30,10 @@ COMPUTE_CAUSES = ("compute", "kernels", "recompute")
 def main_bottleneck(shares: Mapping[str, float]) -> str:
     """The cause to mention. Shares with other names than those of CAUSES are ignored.
 
-    >>> limit_of({"compute": 0.7, "bubble": 0.2, "tp": 0.1}), limit_of({"compute": 0.9, "bubble": 0.09})
-    ('bubble', 'compute')
+    >>> main_bottleneck({"compute": 0.7, "bubble": 0.2, "tp": 0.1})
+    'bubble'
+    >>> main_bottleneck({"compute": 0.9, "bubble": 0.09})
+    'compute'
     """
     above = {name: share / BOTTLENECKS[name].threshold for name, share in shares.items() if name in BOTTLENECKS}
     worst = max(above, key=lambda name: above[name], default="compute")
@@ -41,7 +43,7 @@ def main_bottleneck(shares: Mapping[str, float]) -> str:
 def describe_bottleneck(cause: str, share: float, remedy: str, figures: str = "", of: str = "a step") -> str:
     """Say the share of a cause and its remedy. `figures`: more that is known about either.
 
-    >>> sentence("evaluation", 0.3, "evaluate less often (--eval-interval)", of="the run")
+    >>> describe_bottleneck("evaluation", 0.3, "evaluate less often (--eval-interval)", of="the run")
     'evaluation takes 30.0% of the run: evaluate less often (--eval-interval)'
     """
     known = f" ({figures})" if figures else ""

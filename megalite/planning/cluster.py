@@ -64,8 +64,9 @@ class PeakRate:
 def lookup_peak(device_name: str, dtype: torch.dtype) -> PeakRate:
     """The table's entry for a device name as torch reports it.
 
-    >>> lookup_peak("NVIDIA A100-SXM4-80GB", torch.bfloat16)
-    PeakRate(tflops=312.0, source='NVIDIA A100-SXM4-80GB bf16 dense')
+    >>> peak = lookup_peak("NVIDIA A100-SXM4-80GB", torch.bfloat16)
+    >>> peak.tflops, peak.source
+    (312.0, 'NVIDIA A100-SXM4-80GB bf16 dense')
     """
     unknown = PeakRate(None, f"{device_name} is not in the table; give --peak-tflops")
     if any(_contains_words(device_name, words) for words in SLOWER_VARIANTS):

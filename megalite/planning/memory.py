@@ -1,14 +1,14 @@
 """The peak memory of a rank of each pipeline position, in bytes: counted from its shape and schedule, without a run.
 
-    weights, gradients, optimizer   planning/model_state.py: Holding, exactly the bytes that the run allocates
-    activations                     Arrangement.activations: the bytes that the schedule has in flight
-    buffers                         all other bytes at the worst moment of the schedule: messages that have come or are
-                                    on their way, and temporary tensors of one layer, or of the head
+    weights, gradients, optimizer   model_state.py: ModelStateBytes, exactly the bytes that the run allocates
+    activations                     RunPlan.activation_bytes: the bytes that the schedule has in flight
+    buffers                         all other bytes at the peak of the schedule: messages in memory, and temporary
+                                    tensors of one layer, or of the head
 
-The peak is found by walking through a rank's actions, and in each through the bills of the stage's layers
-(planning/layer_cost.py), as the Triton kernels allocate. Not counted: tokens, memory of CUDA, NCCL and cuBLAS (gigabytes on a
-card), and memory that the allocator cannot reuse. In the layouts of tests/planning/test_rank_memory.py activations
-with buffers are within ACTIVATIONS_ERROR of the allocated bytes.
+The peak is found by simulating a rank's actions, and in each the costs of the stage's layers (planning/layer_cost.py),
+as the Triton kernels allocate. Not counted: tokens, memory of CUDA, NCCL and cuBLAS (gigabytes on a GPU), and memory
+that the allocator cannot reuse. In the layouts of tests/planning/test_rank_memory.py activations with buffers are
+within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
 from collections.abc import Sequence

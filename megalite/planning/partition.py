@@ -19,7 +19,7 @@ def even_split(num_layers: int, num_stages: int) -> LayerSplit:
 def layer_ranges(split: Iterable[int]) -> list[range]:
     """The layers themselves.
 
-    >>> ranges((2, 0, 1))
+    >>> layer_ranges((2, 0, 1))
     [range(0, 2), range(2, 2), range(2, 3)]
     """
     stops = list(itertools.accumulate(split))

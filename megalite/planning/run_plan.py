@@ -1,12 +1,13 @@
-"""A run on its ranks before it starts: batch sizes, steps, layers, memory, bubble, groups.
+"""The plan of a run before it starts: batch sizes, steps, layers, memory, bubble, groups.
 
-It is a pure function of the configuration, the number of ranks and the vocabulary, made once per start: the check makes
-it, the start and a dry run print it, training/setup.py builds from it. Expensive parts are computed when first needed.
+It is a pure function of the configuration, the number of ranks and the vocabulary, computed once per start. The
+preflight checks create it, the start and a dry run print it, and training/setup.py builds the run from it. Expensive
+parts are computed when they are first needed.
 
-Stages are built without memory (on the meta device) and laid out as optim/buffer.py does it, so the bytes of weights,
-gradients and optimizer are those of the run. The FLOPs and bytes of a stage are sums over its layers, from the bill of
-each kind (planning/layer_kinds.py). Activations are the bytes that the schedule has in flight. planning/memory.py adds what lives for
-a moment; memory of CUDA and NCCL is not counted.
+Stages are built without memory (on the meta device) and laid out by optim/buffer.py, so the bytes of weights, gradients
+and optimizer are those of the run. The FLOPs and bytes of a stage are sums over its layers, from the cost of each kind
+(planning/layer_kinds.py). Activations are the bytes that the schedule has in flight. planning/memory.py adds temporary
+tensors. Memory of CUDA and NCCL is not counted.
 """
 
 import math
@@ -174,17 +175,14 @@ class RunPlan:
         if self.fixed_split:
             return layer_ranges(self.fixed_split)
         num_layers, num_stages = self.config.model.num_layers, self.placement.num_stages
-        actions = sum(
-            map(len, self.actions(self._split_backward_for(even_split(num_layers, num_stages)), SIMULATED_GROUPS)[1])
-        )
-        least_time = lambda split: (
-            self.num_microbatches * self._busiest_rank_time(self.stage_costs.flops_of_stages(split))
-        )  # noqa: E731
-        return layer_ranges(
-            choose_split(
-                self.candidate_splits, least_time, self._time_and_memory, max(1, MAX_SIMULATED_ACTIONS // actions)
-            )
-        )
+        backward = self._split_backward_for(even_split(num_layers, num_stages))
+        num_actions = sum(map(len, self.actions(backward, SIMULATED_GROUPS)[1]))
+        max_simulated = max(1, MAX_SIMULATED_ACTIONS // num_actions)
+
+        def min_time(split: Sequence[int]) -> float:
+            return self.num_microbatches * self._busiest_rank_time(self.stage_costs.flops_of_stages(split))
+
+        return layer_ranges(choose_split(self.candidate_splits, min_time, self._time_and_memory, max_simulated))
 
     @property
     def candidate_splits(self) -> Sequence[tuple[int, ...]]:
@@ -342,7 +340,10 @@ class RunPlan:
         num_groups: int,
         **extra: Any,
     ) -> tuple[float, Simulation]:
-        """(time of a step in units of the costs, simulation of it or of its first groups). `extra`: arguments of simulate()."""
+        """Return the time of a step in units of the costs, and the simulation of it or of its first groups.
+
+        `extra` are arguments of simulate().
+        """
         num_simulated, actions = self.actions(split_backward, num_groups)
         simulation = simulate(actions, costs_of_stages, **extra)
         if num_simulated == self.num_microbatches:
@@ -438,7 +439,7 @@ class RunPlan:
     def actions(
         self, split_backward: SplitBackward | None, num_groups: int
     ) -> tuple[int, tuple[tuple[Action, ...], ...]]:
-        """(micro-batches, the actions of each pipeline rank for them) of a step, or of its first `num_groups` groups."""
+        """Return the micro-batches of a step or of its first `num_groups` groups, and each rank's actions for them."""
         p, m, group = self.config.parallel, self.num_microbatches, self.group_size
         size = p.microbatch_group_size_per_virtual_pipeline_stage
         if m > num_groups * group:
@@ -451,7 +452,10 @@ class RunPlan:
         split_backward: SplitBackward | None,
         num_groups: int = SIMULATED_GROUPS,
     ) -> list[float]:
-        """The most that is in flight on every pipeline rank: each forward counts its stage's part of `memory_of_stages`, or 1."""
+        """Return the peak in flight on every pipeline rank.
+
+        Each forward counts `memory_of_stages` of its stage, or 1.
+        """
         num_simulated, actions = self.actions(split_backward, num_groups)
         peaks = [peak_in_flight(row, memory_of_stages) for row in actions]
         if num_simulated == self.num_microbatches:

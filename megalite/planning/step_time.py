@@ -1,8 +1,8 @@
 """Seconds of a training step, by simulation of the schedule that the runtime runs (megalite/pipeline/).
 
-    pipeline    the rows of megalite/pipeline/schedule.py with the durations of megalite/planning/stage_time.py; a message takes
-                its link's time, and a rank's messages in one direction follow each other. Of a long step only the first
-                groups of micro-batches are simulated, as megalite/planning/run_plan.py does for its bubble
+    pipeline    the actions of pipeline/schedule.py with the durations of planning/stage_time.py; a message takes its
+                link's time, and a rank's messages in one direction follow each other. Only the first groups of
+                micro-batches of a long step are simulated, as planning/run_plan.py does for its bubble
     weights     gathered over dp bucket by bucket while the first forwards run; no forward before its stage's buckets
     gradients   reduced bucket by bucket from the last backward of a chunk on (optim/grad_reduce.py); the time that is
                 not hidden behind the rank's other work is added

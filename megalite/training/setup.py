@@ -179,7 +179,7 @@ def build_run(
         replica_action=(
             operations.check_replicas_action if operations.check_weight_hash_across_dp_replicas_interval else None
         ),
-        spikes=SpikeDetector.of(train),
+        spikes=SpikeDetector.from_config(train),
         plugin_metrics=PluginMetrics(stages, mesh, model.num_layers),
     )
 

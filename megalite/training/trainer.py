@@ -46,21 +46,21 @@ class Monitors:
     """
 
     def __init__(
-        self, config: Config, run: Run, folder: Path, phases: TimeBreakdown, hosts: list[str], watchdog: Watchdog
+        self, config: Config, run: Run, directory: Path, phases: TimeBreakdown, hosts: list[str], watchdog: Watchdog
     ) -> None:
         log, operations = config.log, config.operations
         timed = effective_log_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
         self.timers = Timers(log.timing_log_level if timed else -1, run.mesh, log.barrier_with_level_1_timing)
-        self.profiler = Profiler(operations, run.mesh, folder / "trace")
+        self.profiler = Profiler(operations, run.mesh, directory / "trace")
         self.collector = GarbageCollector(
             operations.manual_gc, operations.manual_gc_interval, operations.manual_gc_eval
         )
         self.phases = phases
-        self.events = EventLog(folder, run.mesh.world.rank)
+        self.events = EventLog(directory, run.mesh.world.rank)
         watchdog.attach(run.mesh, 60 * config.parallel.distributed_timeout_minutes)
         watchdog.timers = self.timers
-        self.dog = watchdog
-        self.pulse = HealthMonitor(run.mesh, phases, hosts, self.events, operations)
+        self.watchdog = watchdog
+        self.health = HealthMonitor(run.mesh, phases, hosts, self.events, operations)
         self.begin = time.monotonic()
 
 
@@ -157,7 +157,7 @@ class Trainer:
 
     run: Run
     config: Config
-    folder: Path
+    directory: Path
     report: MetricsLogger
     signals: StopSignalHandler
     saver: CheckpointSaver | None
@@ -226,7 +226,7 @@ class Trainer:
         """Prepare the observers for a step and return the keyword arguments of `train_step`."""
         run, log, timers = self.run, self.config.log, self.watch.timers
         step = run.state.step + 1
-        self.watch.dog.set_activity("step", step)
+        self.watch.watchdog.set_activity("step", step)
         if step == log.profile_pipeline or timers.level == 2:
             run.pipeline.timeline = []
         with self.watch.phases("profiler"):
@@ -286,17 +286,17 @@ class Trainer:
         """Pass a finished step to the observers."""
         run = self.run
         step = run.state.step
-        self.watch.dog.set_activity("after the step", step)
+        self.watch.watchdog.set_activity("after the step", step)
         self.watch.phases.after_step(result.data_s, result.step_s)
         self._steps_since_log.append(result)
         self.watch.timers.add_spans(run.pipeline.timeline or ())
         if step == self.config.log.profile_pipeline:
-            write_timeline(run.pipeline, self.folder)
+            write_timeline(run.pipeline, self.directory)
         run.pipeline.timeline = None
 
     def _stop_requested(self) -> bool:
         """Return True if a signal or the stop file asks this rank to stop; only rank 0 reads and removes the file."""
-        file = self.folder / STOP_FILE
+        file = self.directory / STOP_FILE
         if self.signals.received:
             self._stop_reason = self.signals.received[0]
         elif self.run.mesh.world.is_first and file.is_file():
@@ -357,7 +357,7 @@ class Trainer:
             else:
                 print_out(line)
         self._log_timers(self.watch.timers.step_names, len(self._steps_since_log))
-        self._health_problem = self.watch.pulse.check(self._steps_since_log, step, metrics["memory_gib"], report)
+        self._health_problem = self.watch.health.check(self._steps_since_log, step, metrics["memory_gib"], report)
         self._steps_since_log.clear()
 
     def _save(self, last: bool = False) -> None:
@@ -366,7 +366,7 @@ class Trainer:
         if saver is None or self.saved_step == run.state.step:
             return
         report.info(saver.save_message(run.state.step))
-        self.watch.dog.set_activity("save", run.state.step)
+        self.watch.watchdog.set_activity("save", run.state.step)
         with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
             save(run, saver, self._config_toml, optimizer=not self.config.checkpoint.no_save_optim, last=last)
         self.saved_step = run.state.step
@@ -386,7 +386,7 @@ class Trainer:
         report, state, watch = self.report, self.run.state, self.watch
         iters = self.config.train.eval_iters
         for named in sets if iters > 0 else ():
-            watch.dog.set_activity("evaluate", state.step)
+            watch.watchdog.set_activity("evaluate", state.step)
             with watch.collector.evaluation(), watch.timers("evaluate", 0), watch.phases("evaluation"):
                 with report.evaluation_bar(state.step, named.name, iters) as bar:
                     try:

@@ -241,7 +241,10 @@ def _what(fact: Fact) -> str:
     return fact.name if fact.name == COPY else "update" if "adamw" in fact.where else ""
 
 
-STORE, ACTIVATIONS = "optim/optimizer_offload.py OffloadedState.update_: ", "nn/activation_offload.py _BlockActivations."
+STORE, ACTIVATIONS = (
+    "optim/optimizer_offload.py OffloadedState.update_: ",
+    "nn/activation_offload.py _BlockActivations.",
+)
 # what is left out, flags -> what comes too late, and where what comes too early stands
 UNMOVED = [
     (f"{STORE}copy_event.synchronize()", OFFLOAD, COPY, "megalite/kernels/adamw.py"),

@@ -216,8 +216,8 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
     saved(kept, 1, 2, 3)
     saved(fast, 4)
     sent: list[int] = []
-    real = Uploader._send
-    monkeypatch.setattr(Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
+    real = Uploader._upload
+    monkeypatch.setattr(Uploader, "_upload", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1])
     one = CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=kept)
     one.set_start_step(1)
     if killed:

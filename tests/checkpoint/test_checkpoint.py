@@ -87,7 +87,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
     values = torch.randn(shape)
     with pytest.MonkeyPatch.context() as patch:  # blocks that end anywhere, reads of any size straight into a target
         patch.setattr(tensor_file.write_safetensors, "__defaults__", (data.draw(st.sampled_from([8, 40, 1 << 22])),))
-        patch.setattr(reader, "_DIRECT", data.draw(st.sampled_from([1, 24, 1 << 16])))
+        patch.setattr(reader, "_MIN_DIRECT_BYTES", data.draw(st.sampled_from([1, 24, 1 << 16])))
         final = save_all(folder, cut(values, "w", dim, *saved), 7)
         loaded = manifests.load_manifest(final)
         assert covers_exactly_once(loaded.tensors["w"].shape, [p.box for p in loaded.tensors["w"].boxes])

@@ -102,7 +102,9 @@ def loaded(url: str) -> float:
 def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     put, create = object_store.RemoteStorage.write_text, object_store.RemoteStorage.open_new
-    monkeypatch.setattr(object_store.RemoteStorage, "write_text", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1])
+    monkeypatch.setattr(
+        object_store.RemoteStorage, "write_text", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1]
+    )
     monkeypatch.setattr(object_store.RemoteStorage, "open_new", lambda s, p: (order.append(p.name), create(s, p))[1])
     assert loads.newest(base, ALONE) is None
     one = CheckpointSaver(base, ALONE, 1 << 60, background=background)  # no store says how much it takes

@@ -63,9 +63,9 @@ def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> No
     rows, ordered = tensor_file.plan_write([whole(v, name) for name, v in values.items()])
     stamp = tensor_file.write_safetensors(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
     got = load_file(tmp_path / "x.safetensors")
-    assert {row.algorithm: row.key for row in rows}.keys() == values.keys()
+    assert {row.name: row.key for row in rows}.keys() == values.keys()
     for row in rows:
-        assert got[row.key].dtype == values[row.algorithm].dtype and torch.equal(got[row.key], values[row.algorithm])
+        assert got[row.key].dtype == values[row.name].dtype and torch.equal(got[row.key], values[row.name])
     assert stamp.size == (tmp_path / "x.safetensors").stat().st_size
     again = BlockHash(block_size=block)
     again.update(memoryview((tmp_path / "x.safetensors").read_bytes()))
@@ -316,7 +316,7 @@ def test_the_clock_asks_rarely() -> None:
     clock = SaveTimer(1000.0, ALONE, 0, lambda: now[0])
     for step in range(1, 2001):
         now[0] = step * 1.0
-        asked += step >= clock._ask
+        asked += step >= clock._next_decision
         if clock.is_due(step):
             clock.restart(step)
     assert asked <= 2 * 2 * 10  # two saves, log2(1000) each way

@@ -110,9 +110,9 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
     fast = tmp_path / "fast"
     save_steps(fast, *range(1, 6))
     sent: list[int] = []
-    real = retention.Uploader._send
+    real = retention.Uploader._upload
     monkeypatch.setattr(
-        retention.Uploader, "_send", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1]
+        retention.Uploader, "_upload", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1]
     )
     one = CheckpointSaver(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
     one.set_start_step(5)

@@ -126,7 +126,7 @@ def test_a_feature_is_named_once_and_what_only_matters_beside_it_is_not_refused(
         [*flags, ("--moe-expert-capacity-factor", ["1"]), ("--moe-expert-rank-capacity-factor", ["2"])]
     )
     lost = "--moe-expert-capacity-factor, --moe-expert-rank-capacity-factor: no token is dropped"
-    lost += ", whatever an expert gets; leave it out"
+    lost += ", however many an expert receives; leave it out"
     assert beside.problems == [lost] and not beside.notes
     assert not classify_flags([("--moe-input-jitter-eps", ["0"]), ("--main-grads-dtype", ["fp32"])]).problems
     assert [bool(classify_flags([("--error-injection-rate", [rate])]).warnings) for rate in "30"] == [True, False]
@@ -166,7 +166,7 @@ def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
     assert old.checkpoint.override_opt_param_scheduler
     old = cli.read([*given, "--use-checkpoint-lr-scheduler"], PRESETS)[0]
     assert old.checkpoint.use_checkpoint_opt_param_scheduler
-    assert "main weights begin as the weights" in problems_of([*given, "--load-main-params-from-ckpt"])[0]
+    assert "main weights start as the weights" in problems_of([*given, "--load-main-params-from-ckpt"])[0]
     assert "--position-embedding-type" in problems_of([*GOOD, "--rope-type", "yarn"])[0]
     assert problems_of([*GOOD, "--rope-type", "rope"]) == []
     assert cli.parse_config([*GOOD, "--ddp-reduce-scatter-with-fp32-accumulation"], PRESETS).warnings

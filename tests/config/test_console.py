@@ -162,17 +162,17 @@ def test_under_torchrun_and_in_a_pipe_lines_are_plain(tmp_path: Path) -> None:
 
 WORK = """
 import sys, time
-from megalite.config.console import Bar, complain, show
-with Bar("outer", 50, "things") as outer:
+from megalite.config.console import ProgressBar, print_err, print_out
+with ProgressBar("outer", 50, "things") as outer:
     for i in range(50):
-        outer.at(i + 1, "some [red] text " + "and more " * 20)
+        outer.update(i + 1, "some [red] text " + "and more " * 20)
         if i == 20:
-            with Bar("inner", 3, "parts") as inner:
-                for _ in inner.each(range(3)):
+            with ProgressBar("inner", 3, "parts") as inner:
+                for _ in inner.track(range(3)):
                     time.sleep(0.3)
-                    show("a line")
+                    print_out("a line")
         if i == 30:
-            complain("a complaint")
+            print_err("a complaint")
         time.sleep(0.02)
 print("end")
 """
@@ -203,7 +203,7 @@ def test_a_terminal_that_goes_away_or_takes_nothing_holds_up_nobody(tmp_path: Pa
     for gone in (True, False):
         done = tmp_path / str(gone)
         alone = work.replace("        if i == 30", "        if i == 300")
-        alone = alone.replace("show(", "str(").replace("print(", "str(")
+        alone = alone.replace("print_out(", "str(").replace("print(", "str(")
         run = Terminal(python("-c", f"{alone}\nopen({str(done)!r}, 'w').close()"))
         run.read(until="outer")
         if gone:

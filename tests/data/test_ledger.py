@@ -92,7 +92,8 @@ def test_every_token_once_per_epoch_whatever_the_blend_becomes(
         saved = made.to_json(consumed)
     taken = made.eras[-1].samples_used(consumed - made.eras[-1].begin)
     ends = [
-        source._line.advanced_by(source._taken + n, seq_length) for source, n in zip(made.blend.datasets, taken, strict=True)
+        source._stream.advanced_by(source._first_sample + n, seq_length)
+        for source, n in zip(made.blend.datasets, taken, strict=True)
     ]
     for total, first, tokens, line in zip(saved["sources"], (0, 1000), (600, 960), ends, strict=True):
         counts = [seen[first + i] for i in range(tokens)]
@@ -180,7 +181,7 @@ def test_packed_documents_come_once_per_epoch_and_are_counted_once(
     how = DataConfig(document_packing="best-fit")
     saved, consumed, epoch, within, length_before = None, 0, 0, 0, None
     for samples, length in lives:
-        made = DataLedger(build_blend([files[0]], length, 1, "train", how=how, tokenizer=tokenizer), 1)
+        made = DataLedger(build_blend([files[0]], length, 1, "train", data_config=how, tokenizer=tokenizer), 1)
         if saved is not None:
             made.resume(json.loads(json.dumps(saved)))
         (source,) = made.blend.datasets

@@ -315,13 +315,13 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
         writer.add_many(np.arange(5000), np.full(50, 100))
         writer.finish(make_info(tokenizer, 50, 5000, []))
     url, cache = f"flaky://{tmp_path}/a", tmp_path / "c"
-    train = build_blend([url], 30, 1, "train", how=DataConfig(data_cache_path=str(cache)), tokenizer=tokenizer)
+    train = build_blend([url], 30, 1, "train", data_config=DataConfig(data_cache_path=str(cache)), tokenizer=tokenizer)
     near = build_blend([str(tmp_path / "a")], 30, 1, "train")
     assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
     assert stored(cache) and read_sidecar(url) == read_sidecar(tmp_path / "a")
     with pytest.raises(DataError, match=r"vocabulary 6001\), but this run has NullTokenizer\(51\)"):
         small = build_tokenizer("NullTokenizer", vocab_size=51)
-        build_blend([url], 30, 1, "train", how=DataConfig(data_cache_path=str(cache)), tokenizer=small)
+        build_blend([url], 30, 1, "train", data_config=DataConfig(data_cache_path=str(cache)), tokenizer=small)
     (tmp_path / "a.json").unlink()
     assert read_sidecar(url) is None
     (tmp_path / "a.json").write_bytes(b"")

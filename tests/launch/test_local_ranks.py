@@ -198,8 +198,7 @@ def test_torchruns_table_begins_with_the_rank_that_failed_first(tmp_path: Path) 
 _TELLS_A_FULL_DISK = """
 import sys, contextlib
 from pathlib import Path
-from megalite.launch.rank_info import Ranks
-from megalite.launch.local_launcher import start_local
+from megalite.launch.local_launcher import launch_local
 from megalite.training.logging.rank_log import rank_log
 
 def tell(ranks):
@@ -213,7 +212,7 @@ def tell(ranks):
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
         print("of the launcher", file=sys.stderr)
-    sys.exit(start_local(2, tell, (), timeout_s=60))
+    sys.exit(launch_local(2, tell, (), timeout_s=60))
 """
 
 

@@ -159,7 +159,7 @@ def test_users_processes_are_as_they_were(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text(
         "import os, megalite\n"
         "class Environment:\n"
-        "    def begin(self, *_):\n"
+        "    def on_train_start(self, *_):\n"
         "        assert 'PYTHONSAFEPATH' not in os.environ and 'PYTHONPATH' not in os.environ\n"
         "        open('begun', 'a').write('1')\n"
         "megalite.register('callback', 'environment', Environment())\n"

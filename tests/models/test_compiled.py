@@ -113,7 +113,9 @@ def _warmed(flags: str) -> list[float]:
 def test_a_warm_up_leaves_nothing_of_what_comes_and_goes(stage: int) -> None:
     want = run_ranks(2, _warmed, f"{LLAMA} --num-layers 2")
     for hold in ("layer", "chunk")[: stage - 1]:
-        got = run_ranks(2, _warmed, f"{LLAMA} --num-layers 2 --compile --zero-stage {stage} --reshard-after-forward {hold}")
+        got = run_ranks(
+            2, _warmed, f"{LLAMA} --num-layers 2 --compile --zero-stage {stage} --reshard-after-forward {hold}"
+        )
         for one, other in zip(got, want, strict=True):
             assert one == pytest.approx(other, rel=1e-12, abs=0)
 

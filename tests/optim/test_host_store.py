@@ -99,7 +99,7 @@ def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
 
 def test_weights_that_one_rank_holds_alone_are_not_offloaded() -> None:
     config = config_from(f"{COMMON} {GPT} {ZERO3} {PARAMETERS}")
-    alone = "param_cpu_offload needs 2 or more ranks that share out weights: start more, or leave it out"
+    alone = "param_cpu_offload needs 2 or more ranks that shard weights: start more, or leave it out"
     assert (find_problems(config, 1), find_problems(config, 2)) == ([alone], [])
 
 

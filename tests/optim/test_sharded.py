@@ -210,7 +210,9 @@ def _built(stage: int, flags: str) -> tuple[int, int]:
     made = make_run_plan(config, 4, config.data.vocab_size)
     mesh = replace(abstract_mesh(4, 0, **made.mesh_sizes), device=torch.device("cpu"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    buffer = ParamAndGradBuffer(made.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(stage))
+    buffer = ParamAndGradBuffer(
+        made.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(stage)
+    )
     optimizer = DistributedOptimizer(buffer, AdamW())
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return sum(entry.numel for entry in optimizer.buffer.layout.entries), after - before

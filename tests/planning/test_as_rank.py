@@ -100,9 +100,7 @@ def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: st
     plan, sources = arranged(flags, world)
     for rank, (calls, held) in enumerate(real):
         said = dry_run_rank(plan, sources, rank)
-        assert said.calls == calls, (
-            f"rank {rank}: {said.calls - calls} and {calls - said.calls}"
-        )
+        assert said.calls == calls, f"rank {rank}: {said.calls - calls} and {calls - said.calls}"
         assert {n: s for n, s in (said.parts | {"host": said.host}).items() if s} == held, f"rank {rank}"
         assert said.in_flight > 0 and said.peak > said.state + said.in_flight
         holding = plan.model_states[said.mesh.pp.rank]
@@ -212,10 +210,7 @@ def test_ranks_agree_with_each_other() -> None:
     for rank, done in enumerate(ranks):
         for one, times in done.calls.items():
             if one.peer >= 0:
-                assert ranks[one.peer].calls[replace(one, op=mirrored[one.op], peer=rank)] == times, (
-                    rank,
-                    one,
-                )
+                assert ranks[one.peer].calls[replace(one, op=mirrored[one.op], peer=rank)] == times, (rank, one)
             else:
                 found = [ranks[peer].calls[one] for peer in done.mesh.axis(one.axis).ranks]
                 assert found == [times] * one.ranks, (rank, one)
@@ -223,7 +218,9 @@ def test_ranks_agree_with_each_other() -> None:
 
 def test_a_collective_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = mlp.column_parallel_linear
-    monkeypatch.setattr(mlp, "column_parallel_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later))
+    monkeypatch.setattr(
+        mlp, "column_parallel_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later)
+    )
     plan, sources = arranged(f"{TP} --global-batch-size 8", 4)
     where = r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
     with pytest.raises(SetupError, match=where):

@@ -10,7 +10,13 @@ import documents
 import pytest
 
 PAGE = documents.ROOT / "docs/architecture.md"
-GUARDED = ("docs/architecture.md", "megalite/config/registry.py", "megalite/kernels", "megalite/nn", "megalite/planning")
+GUARDED = (
+    "docs/architecture.md",
+    "megalite/config/registry.py",
+    "megalite/kernels",
+    "megalite/nn",
+    "megalite/planning",
+)
 SHAPE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
  --micro-batch-size 2 --global-batch-size 4 --vocab-size 100 --mock-data --train-iters 4 --eval-iters 0
  --log-interval 1 --lr 1e-3 --activation"""

@@ -72,7 +72,8 @@ def test_rows_travel_on_the_links_between_experts() -> None:
         assert found.parts["tp"] == pytest.approx(wanted, rel=1e-6)
         check_sum(found)
     assert (
-        predict_step(of, dataclasses.replace(apart, inter_node=INSTANT, intra_node=link), profile).parts["tp"] < 0.01 * wanted
+        predict_step(of, dataclasses.replace(apart, inter_node=INSTANT, intra_node=link), profile).parts["tp"]
+        < 0.01 * wanted
     )
 
 

@@ -27,7 +27,9 @@ def made(flags: str, world: int) -> RunPlan:
 
 
 def fast(world: int, **links: Link) -> Cluster:
-    return dataclasses.replace(make_cluster("h100", world, world), **{"intra_node": INSTANT, "inter_node": INSTANT, **links})
+    return dataclasses.replace(
+        make_cluster("h100", world, world), **{"intra_node": INSTANT, "inter_node": INSTANT, **links}
+    )
 
 
 def known(of: RunPlan, **more: Any) -> DeviceProfile:
@@ -190,7 +192,9 @@ def test_tp_waits_for_what_no_matmul_hides() -> None:
 
 def test_what_hides_slows_down_what_hides_it() -> None:
     of = made("--global-batch-size 4 --ddp-bucket-size 1000000", 2)
-    free, dear = (predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5))
+    free, dear = (
+        predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5)
+    )
     whole = (of.model_states[0].weights + of.model_states[0].gradients) / 2 / 1e9
     assert dear.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (whole - free.parts["dp"]), rel=0.01)
 

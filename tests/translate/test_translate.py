@@ -214,7 +214,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "positions that nanotron does not scale": (
         {"model": {"model_config": {"is_llama_config": True, "rope_scaling": {"type": "yarn", "factor": 4.0}}}},
-        "nanotron does not read it, so positions are not scaled there either",
+        "nanotron does not read it, and does not scale positions either",
     ),
     "a checkpoint of nanotron": (
         {"checkpoints": {"resume_checkpoint_path": "a/b", "checkpoints_path": "a"}},

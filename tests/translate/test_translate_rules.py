@@ -391,7 +391,7 @@ def test_one_seed_is_of_weights_and_data(translated: Any) -> None:
     values, text, whole = translated(tree)
     assert values["seed"] == 3 and not whole
     assert (
-        "data_stages[0].data.seed = 7: there is one seed, of weights, dropout and data" in text.partition("no equiv")[2]
+        "data_stages[0].data.seed = 7: there is one seed for weights, dropout and data" in text.partition("no equiv")[2]
     )
     tree["general"].pop("seed")
     values, text, _ = translated(tree)

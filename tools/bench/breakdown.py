@@ -152,7 +152,8 @@ def figures_of(limit: str, share: float, run: Measured, plan: RunPlan) -> str:
         half = with_options(plan, **{f"parallel__{AXES[limit]}": size // 2}) if size > 1 else None
         return "" if half is None else f"with {limit} {size // 2} and dp {half.dp} {room(half, run)}"
     if limit == "pp":
-        return f"stages have {', '.join(map(str, plan.layers_per_stage))} layers, and the planned bubble is {plan.bubble:.1%}"
+        layers = ", ".join(map(str, plan.layers_per_stage))
+        return f"stages have {layers} layers, and the planned bubble is {plan.bubble:.1%}"
     if limit == "ranks":
         return slowest(run)
     if limit in ("data", "other"):

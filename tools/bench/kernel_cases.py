@@ -65,7 +65,7 @@ def norm_cases(op: str, bias: bool, peers: Mapping[str, Fn], fused: Mapping[str,
 
     def case(name: str, added: bool, backward: bool, factor: int, plain: Fn, others: Mapping[str, Fn]) -> Case:
         public: Fn = norms.add_norm if added else norms.norm
-        table = (norms.BACKWARD_CENTRED if bias else norms.BACKWARD) if backward else norms.FORWARD
+        table = (norms.BACKWARD_CENTERED if bias else norms.BACKWARD) if backward else norms.FORWARD
         half = "backward" if backward else "forward"
 
         def ours(*x: Any) -> Any:

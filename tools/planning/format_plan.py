@@ -33,7 +33,7 @@ def wrapped(line: str, indent: str = "") -> list[str]:
 
 
 def band(predicted: float) -> tuple[float, float]:
-    """The least and most seconds that would mostly be measured, by published steps (tools/planning/published_runs.py)."""
+    """Return the range of seconds that would mostly be measured, by published steps (published_runs.py)."""
     return predicted / (1 + TOLERANCE), predicted / (1 - TOLERANCE)
 
 

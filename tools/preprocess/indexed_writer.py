@@ -1,5 +1,7 @@
-"""Writes a `.bin/.idx` pair (megalite/data/files/indexed_dataset.py), resumable at any point; a visible index always has its
-own data beside it."""
+"""Writes a `.bin/.idx` pair (megalite/data/files/indexed_dataset.py), resumable at any point.
+
+A visible index always has its own data beside it.
+"""
 
 import contextlib
 import json

@@ -4,9 +4,9 @@
     read_all(folder, layout) -> [Recording]       of every rank; numpy alone, for whoever compares
 
 Everything is this rank's own copy in its own shape, with no word on where it lies in the whole tensor: that is for
-tools/verification/compare_ranks.py to say, by a rule of its own. A layer is known by its place in the pipeline (chunk, index in
-it), and gets its number when the layers of all stages are counted, whatever number it has itself. After the first step
-and the last one the run is evaluated.
+tools/verification/compare_ranks.py to say, by a rule of its own. A layer is known by its place in the pipeline (chunk,
+index in it), and gets its number when the layers of all stages are counted, whatever number it has itself. After the
+first step and the last one the run is evaluated.
 
 Forwards are watched by hooks of torch, gradients by the hook that a save has before an update. Weights are taken there,
 too, when the forward has waited for them, so that no gather ends earlier than it does in a run.

@@ -1,10 +1,12 @@
-"""Read one checkpoint under any layout: check all of it, or fill pieces from it.
+"""Reading one checkpoint under any layout: verify all of it, or fill shards from it.
 
-`Reader.fill` finds the blocks that hold something for the pieces. Each is read once, hashed, and its wanted parts are
-copied to their targets. One thread reads while another hashes. A file system reads ahead only for a reader that goes in
-order, so there the threads take turns, and bytes go straight into a target that is contiguous in both places; behind a
-URL many blocks are requested at once. All else goes through one buffer per thread, which stays in the processor's
-cache: fresh pages for a whole file would cost more time than reading it. run/loader.py chooses the checkpoint.
+`CheckpointReader.fill` finds the blocks that hold values for the shards. Each block is read once and hashed, and the
+requested parts are copied to their targets. One thread reads while another hashes.
+
+A local file system only reads ahead for sequential reads, so there the threads take turns at reading. Bytes are read
+directly into a target that is contiguous both in memory and in the file. Behind a URL, many blocks are requested
+concurrently. All other bytes go through one buffer per thread, which stays in the CPU cache: allocating new pages for a
+full file would take longer than reading it. manager/loader.py chooses the checkpoint.
 """
 
 import contextlib
@@ -32,109 +34,142 @@ from megalite.checkpoint.storage.storage import OpenFile, storage_of
 from megalite.config.console import logged_progress
 from megalite.parallel.spec import Box, TensorShard, flat_offset, intersect, rectangles, slices_within
 
-_DIRECT = 1 << 16  # bytes; a read of less costs more than copying it
+_MIN_DIRECT_BYTES = 1 << 16  # a smaller direct read costs more than a copy
 
 
 class ReadItem(NamedTuple):
-    """A stored box, where its bytes are, and the tensors that want a part of it, each with its own box."""
+    """A stored box, the location of its bytes, and the tensors that need a part of it.
+
+    `targets` has (tensor, its box in the full tensor) for each of them.
+    """
 
     place: TensorLocation
     stored: Box
     targets: tuple[tuple[Tensor, Box], ...]
 
 
-def verify_checkpoint(folder: Location, manifest: Manifest, tell: str | None = None) -> None:
-    """Check the size of every file and the hash of every block. Raises CheckpointError with the first damaged file and
-    the tensors in the block. `tell`: title of the lines of progress."""
-    check_file_sizes(folder, manifest)
-    blocks = {(name, i): () for name, stamp in manifest.files.items() for i in range(len(stamp.digests))}
-    CheckpointReader(folder, manifest).read_blocks(blocks, tell)
+def verify_checkpoint(directory: Location, manifest: Manifest, progress_title: str | None = None) -> None:
+    """Check the size of every file and the hash of every block.
+
+    `progress_title` is the title of the progress lines; None logs no progress. Raises CheckpointError naming the first
+    damaged file and the tensors in the damaged block.
+    """
+    check_file_sizes(directory, manifest)
+    blocks = {(name, i): () for name, checksum in manifest.files.items() for i in range(len(checksum.digests))}
+    CheckpointReader(directory, manifest).read_blocks(blocks, progress_title)
 
 
-def mismatches(manifest: Manifest, pieces: Sequence[TensorShard], exact: bool = False) -> list[str]:
-    """The reasons why `pieces` cannot be filled, one line each. `exact`: another dtype, else converted, is one."""
+def mismatches(manifest: Manifest, pieces: Sequence[TensorShard], exact_dtype: bool = False) -> list[str]:
+    """Return the reasons why `pieces` cannot be filled from the checkpoint, one line each.
+
+    With `exact_dtype`, a different dtype is one of them. Otherwise values are converted.
+    """
     lines = []
-    for piece in {p.name: p for p in pieces}.values():
+    for piece in {piece.name: piece for piece in pieces}.values():
         stored, dtype = manifest.tensors.get(piece.name), str(piece.data.dtype)[6:]
         if stored is None:
             lines.append(f"{piece.name}: shape {piece.shape} here, not in the checkpoint")
         elif stored.shape != piece.shape:
             lines.append(f"{piece.name}: shape {piece.shape} here, {stored.shape} in the checkpoint")
-        elif exact and stored.dtype != dtype:
+        elif exact_dtype and stored.dtype != dtype:
             lines.append(f"{piece.name}: {dtype} here, {stored.dtype} in the checkpoint")
     return lines
 
 
 class CheckpointReader:
-    """Reads one checkpoint. Keeps, between calls, the checked headers of its files, and the buffers of the threads."""
+    """A reader of one checkpoint. Between calls it keeps the verified headers and the threads' buffers."""
 
-    def __init__(self, folder: Location, manifest: Manifest):
-        self.folder, self.manifest = folder, manifest
-        self._storage = storage_of(folder)
+    def __init__(self, directory: Location, manifest: Manifest):
+        self.directory, self.manifest = directory, manifest
+        self._storage = storage_of(directory)
         self._headers: dict[str, dict[str, TensorLocation]] = {}
         self._buffers: list[Tensor] = []
 
-    def fill(self, pieces: Sequence[TensorShard], tell: str | None = None) -> None:
-        """Write the checkpoint's values into `pieces`, which fit it, and check every block that a value comes from. A
-        block with a wrong hash is not used, but those before it were: after CheckpointError the pieces hold a mixture.
-        `tell`: title of the lines of progress."""
-        wanted: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}  # file -> key -> box, its targets
+    def fill(self, pieces: Sequence[TensorShard], progress_title: str | None = None) -> None:
+        """Write the checkpoint's values into `pieces`, and verify every block that a value comes from.
+
+        The shards must fit the checkpoint (see `mismatches`). A block with a wrong hash is not used, but earlier blocks
+        were: after CheckpointError the shards hold a mixture of old and new values.
+
+        Args:
+            pieces: The shards to fill, in their own dtypes and on their devices.
+            progress_title: The title of the progress lines; None logs no progress.
+        """
+        # file -> key -> (stored box, its targets)
+        requested: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}
         for piece in pieces:
             for box, target in shard_views(piece):
-                for part in self.manifest.tensors[piece.name].boxes:
-                    if intersect(box, part.box) is not None:
-                        _, targets = wanted.setdefault(part.file, {}).setdefault(part.key, (part.box, []))
+                for stored in self.manifest.tensors[piece.name].boxes:
+                    if intersect(box, stored.box) is not None:
+                        _, targets = requested.setdefault(stored.file, {}).setdefault(stored.key, (stored.box, []))
                         targets.append((target, box))
-        with self._storage.read_lock(self.folder):
-            new = [name for name in wanted if name not in self._headers]
+        with self._storage.read_lock(self.directory):
+            new_files = [name for name in requested if name not in self._headers]
             with ThreadPoolExecutor(self._storage.num_readers, thread_name_prefix="megalite-load") as pool:
-                read = dict(zip(new, pool.map(self._header, new), strict=True))
-            headers = self._headers | read
-            wants: dict[tuple[str, int], list[ReadItem]] = {}
-            for name in sorted(wanted):
-                block, header, last = self.manifest.files[name].block_size, headers[name], 0
-                begins = {key: header[key].begin if key in header else 0 for key in wanted[name]}
-                for key in sorted(begins, key=lambda key: begins[key]):
-                    (stored, targets), place = wanted[name][key], header.get(key)
-                    if place is None or place.shape != stored.shape or place.begin < last:
-                        wrong = f"its header and the manifest differ about {key}"
-                        raise CheckpointError(f"{self.folder / name}: {wrong}")
-                    last = place.end
-                    want = ReadItem(place, stored, tuple(targets))
-                    for i in sorted({i for target in targets for i in _blocks_of(target[1], stored, place, block)}):
-                        wants.setdefault((name, i), []).append(want)
-                for i in range(-(-min(place.begin for place in header.values()) // block) if name in read else 0):
-                    wants.setdefault((name, i), [])  # to check the header, too
-            self.read_blocks(wants, tell)
-        self._headers.update(read)
+                new_headers = dict(zip(new_files, pool.map(self._header, new_files), strict=True))
+            headers = self._headers | new_headers
+            items: dict[tuple[str, int], list[ReadItem]] = {}  # (file, block number) -> what is read from the block
+            for name in sorted(requested):
+                block_size, header = self.manifest.files[name].block_size, headers[name]
+                previous_end = 0
+                starts = {key: header[key].begin if key in header else 0 for key in requested[name]}
+                for key in sorted(starts, key=lambda key: starts[key]):
+                    (stored_box, targets), location = requested[name][key], header.get(key)
+                    if location is None or location.shape != stored_box.shape or location.begin < previous_end:
+                        message = f"its header and the manifest differ about {key}"
+                        raise CheckpointError(f"{self.directory / name}: {message}")
+                    previous_end = location.end
+                    item = ReadItem(location, stored_box, tuple(targets))
+                    blocks = {i for _, box in targets for i in _blocks_of(box, stored_box, location, block_size)}
+                    for i in sorted(blocks):
+                        items.setdefault((name, i), []).append(item)
+                if name in new_headers:  # verify the blocks of the header, too
+                    header_end = min(location.begin for location in header.values())
+                    for i in range(-(-header_end // block_size)):
+                        items.setdefault((name, i), [])
+            self.read_blocks(items, progress_title)
+        self._headers.update(new_headers)
 
     def _header(self, name: str) -> dict[str, TensorLocation]:
         try:
-            return read_header(self.folder / name)
+            return read_header(self.directory / name)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.folder / name}: its header cannot be read ({error!r})") from None
+            raise CheckpointError(f"{self.directory / name}: its header cannot be read ({error!r})") from None
 
-    def read_blocks(self, wants: Mapping[tuple[str, int], Sequence[ReadItem]], tell: str | None) -> None:
-        """Read the blocks of `wants`, (file, number), in order, check their hashes, and fill the targets. Raises
-        CheckpointError with the first wrong block and the tensors in it."""
-        todo, folder, manifest, storage = sorted(wants), self.folder, self.manifest, self._storage
+    def read_blocks(self, items: Mapping[tuple[str, int], Sequence[ReadItem]], progress_title: str | None) -> None:
+        """Read blocks in order, verify their hashes, and fill the targets.
+
+        Args:
+            items: What to read from each block, by (file name, block number). A block without items is only verified.
+            progress_title: The title of the progress lines; None logs no progress.
+
+        Raises:
+            CheckpointError: The hash of a block is wrong. The message has the first such block and the tensors in it.
+        """
+        directory, manifest, storage = self.directory, self.manifest, self._storage
+        todo = sorted(items)
         turn = threading.Lock() if storage.sequential else contextlib.nullcontext()
-        files = _Files(folder, Counter(name for name, _ in todo))
+        files = _OpenFiles(directory, Counter(name for name, _ in todo))
         threads = min(storage.num_readers, len(todo))
-        largest = max((min(stamp.block_size, stamp.size) for stamp in manifest.files.values()), default=0)
-        try:  # mmap, since malloc keeps the memory of a thread for later threads
-            more = range(threads - len(self._buffers))
-            self._buffers += [torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in more]
+        largest = max((min(checksum.block_size, checksum.size) for checksum in manifest.files.values()), default=0)
+        try:  # mmap, because malloc would keep a thread's memory for later threads
+            missing_buffers = threads - len(self._buffers)
+            self._buffers += [
+                torch.frombuffer(mmap.mmap(-1, largest), dtype=torch.uint8) for _ in range(missing_buffers)
+            ]
         except (OSError, MemoryError) as error:
-            raise CheckpointError(f"{folder}: cannot be read ({error})") from None
+            raise CheckpointError(f"{directory}: cannot be read ({error})") from None
         free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for buffer in self._buffers:
             free.put(buffer)
 
-        def work(job: tuple[str, int]) -> None:
-            name, buffer = job[0], free.get()
+        def work(block_id: tuple[str, int]) -> None:
+            name, number = block_id
+            buffer = free.get()
             try:
-                block = _Block(folder / name, manifest.files[name], job[1], buffer, wants[job], storage.sequential)
+                block = _Block(
+                    directory / name, manifest.files[name], number, buffer, items[block_id], storage.sequential
+                )
                 with turn:
                     block.read(files.get(name))
                 block.check(manifest)
@@ -142,50 +177,55 @@ class CheckpointReader:
             except CheckpointError:
                 raise
             except Exception as error:
-                raise CheckpointError(f"{folder / name}: cannot be read ({error})") from error
+                raise CheckpointError(f"{directory / name}: cannot be read ({error})") from error
             finally:
                 free.put(buffer)
             files.done(name)
             progress.add((block.end - block.begin) / 2**30)
 
-        total = (
-            sum(min(s.block_size, s.size - i * s.block_size) for name, i in todo for s in [manifest.files[name]])
-            / 2**30
+        total_bytes = 0
+        for name, number in todo:
+            checksum = manifest.files[name]
+            total_bytes += min(checksum.block_size, checksum.size - number * checksum.block_size)
+        progress = logged_progress(
+            progress_title or "", total_bytes / 2**30, "GiB that this rank needs", progress_title is None
         )
-        progress = logged_progress(tell or "", total, "GiB that this rank needs", tell is None)
         with contextlib.closing(files), progress, ThreadPoolExecutor(max(1, threads), "megalite-read") as pool:
-            for _ in pool.map(work, todo):  # raises the first error in order; all earlier blocks are done
+            for _ in pool.map(work, todo):  # raises the first error in block order; all earlier blocks are done
                 pass
 
 
-def _blocks_of(box: Box, stored: Box, place: TensorLocation, block: int) -> range:
-    """The blocks from the first to the last byte that `box` wants of `stored`."""
-    both = intersect(box, stored)
-    assert both is not None
-    first, last = flat_offset(stored, both.start), flat_offset(stored, tuple(n - 1 for n in both.stop))
-    item = place.dtype.itemsize
-    return range((place.begin + first * item) // block, -(-(place.begin + (last + 1) * item) // block))
+def _blocks_of(box: Box, stored: Box, location: TensorLocation, block_size: int) -> range:
+    """Return the numbers of the blocks from the first to the last byte of `stored` that `box` needs."""
+    overlap = intersect(box, stored)
+    assert overlap is not None
+    first, last = flat_offset(stored, overlap.start), flat_offset(stored, tuple(n - 1 for n in overlap.stop))
+    itemsize = location.dtype.itemsize
+    return range(
+        (location.begin + first * itemsize) // block_size, -(-(location.begin + (last + 1) * itemsize) // block_size)
+    )
 
 
-class _Files:
-    """Files, each open until its last block is read."""
+class _OpenFiles:
+    """The open files of a checkpoint. Each is closed after its last block has been read."""
 
-    def __init__(self, folder: Location, left: Counter[str]):
-        self._folder, self._left = folder, left
+    def __init__(self, directory: Location, blocks_left: Counter[str]):
+        self._directory, self._blocks_left = directory, blocks_left
         self._open: dict[str, OpenFile] = {}
         self._lock = threading.Lock()
 
     def get(self, name: str) -> OpenFile:
         with self._lock:
             if name not in self._open:
-                path = self._folder / name
+                path = self._directory / name
                 self._open[name] = storage_of(path).open(path)
             return self._open[name]
 
     def done(self, name: str) -> None:
+        """Count one block of the file as read."""
         with self._lock:
-            self._left[name] -= 1
-            if not self._left[name]:
+            self._blocks_left[name] -= 1
+            if not self._blocks_left[name]:
                 self._open.pop(name).close()
 
     def close(self) -> None:
@@ -194,77 +234,107 @@ class _Files:
 
 
 class _Block:
-    """One block of one file. Its bytes go to `views`, which are parts of `buffer` or, if `direct`, of a target."""
+    """One block of one file.
+
+    Its bytes are read into `views`, consecutive parts of `buffer` or, if `direct`, of a target tensor.
+    """
 
     def __init__(
-        self, path: Location, stamp: FileChecksum, number: int, buffer: Tensor, wants: Sequence[ReadItem], direct: bool
+        self,
+        path: Location,
+        checksum: FileChecksum,
+        number: int,
+        buffer: Tensor,
+        items: Sequence[ReadItem],
+        direct: bool,
     ):
-        self.path, self.stamp, self.number = path, stamp, number
-        self.begin, self.end = number * stamp.block_size, min(stamp.size, (number + 1) * stamp.block_size)
+        self.path, self.checksum, self.number = path, checksum, number
+        self.begin = number * checksum.block_size
+        self.end = min(checksum.size, (number + 1) * checksum.block_size)
         self._buffer = buffer[: self.end - self.begin]
         self._copies: list[tuple[Tensor, Tensor]] = []
-        straight: list[tuple[int, int, memoryview]] = []
-        for want in wants:
-            self._plan(want, straight if direct else None)
+        direct_reads: list[tuple[int, int, memoryview]] = []
+        for item in items:
+            self._plan(item, direct_reads if direct else None)
         self.views: list[memoryview] = []
-        at, whole = self.begin, memoryview(self._buffer.numpy())  # type: ignore[arg-type]
-        for begin, end, view in sorted(straight, key=lambda x: x[0]):
-            if begin < at:
-                raise ValueError(f"two tensors want bytes {begin} to {at}")
-            self.views += [whole[at - self.begin : begin - self.begin], view]
-            at = end
-        self.views.append(whole[at - self.begin :])
+        buffer_bytes = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
+        offset = self.begin
+        for start, end, view in sorted(direct_reads, key=lambda x: x[0]):
+            if start < offset:
+                raise ValueError(f"two tensors want bytes {start} to {offset}")
+            self.views += [buffer_bytes[offset - self.begin : start - self.begin], view]
+            offset = end
+        self.views.append(buffer_bytes[offset - self.begin :])
 
-    def _plan(self, want: ReadItem, straight: list[tuple[int, int, memoryview]] | None) -> None:
-        """Plan the copies of the block's part of `want`, into `straight` where no copy is needed."""
-        item = want.place.dtype.itemsize
-        begin, end = max(self.begin, want.place.begin), min(self.end, want.place.end)
-        if (begin - want.place.begin) % item or (end - want.place.begin) % item:
-            raise ValueError(f"an element lies in two blocks, before byte {begin} or {end}")
-        span = range((begin - want.place.begin) // item, (end - want.place.begin) // item)
-        for part, where in rectangles(want.stored, span):
-            at = begin + where.start * item
-            raw = self._buffer[at - self.begin : at - self.begin + len(where) * item]
-            for target, box in want.targets:
-                both = intersect(part, box)
-                if both is None:
+    def _plan(self, item: ReadItem, direct_reads: list[tuple[int, int, memoryview]] | None) -> None:
+        """Plan the copies of the part of `item` that lies in this block.
+
+        A read that needs no copy is appended to `direct_reads` as (start, end, view of the target), unless this is
+        None.
+        """
+        itemsize = item.place.dtype.itemsize
+        start, end = max(self.begin, item.place.begin), min(self.end, item.place.end)
+        if (start - item.place.begin) % itemsize or (end - item.place.begin) % itemsize:
+            raise ValueError(f"an element lies in two blocks, before byte {start} or {end}")
+        span = range((start - item.place.begin) // itemsize, (end - item.place.begin) // itemsize)
+        for part, part_span in rectangles(item.stored, span):
+            offset = start + part_span.start * itemsize
+            raw = self._buffer[offset - self.begin : offset - self.begin + len(part_span) * itemsize]
+            for target, box in item.targets:
+                overlap = intersect(part, box)
+                if overlap is None:
                     continue
-                into = target[slices_within(both, box)]
-                first = flat_offset(part, both.start)
-                last = flat_offset(part, tuple(n - 1 for n in both.stop))
-                size = both.numel * item
-                contiguous = last - first + 1 == both.numel and into.is_contiguous()
-                same = into.device.type == "cpu" and into.dtype == want.place.dtype
-                if straight is not None and len(want.targets) == 1 and size >= _DIRECT and contiguous and same:
-                    view = memoryview(into.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-                    straight.append((at + first * item, at + first * item + size, view))
+                destination = target[slices_within(overlap, box)]
+                first = flat_offset(part, overlap.start)
+                last = flat_offset(part, tuple(n - 1 for n in overlap.stop))
+                size = overlap.numel * itemsize
+                contiguous = last - first + 1 == overlap.numel and destination.is_contiguous()
+                needs_no_conversion = destination.device.type == "cpu" and destination.dtype == item.place.dtype
+                if (
+                    direct_reads is not None
+                    and len(item.targets) == 1
+                    and size >= _MIN_DIRECT_BYTES
+                    and contiguous
+                    and needs_no_conversion
+                ):
+                    view = memoryview(destination.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                    direct_reads.append((offset + first * itemsize, offset + first * itemsize + size, view))
                 else:
-                    self._copies.append((into, raw.view(want.place.dtype).view(part.shape)[slices_within(both, part)]))
+                    self._copies.append(
+                        (destination, raw.view(item.place.dtype).view(part.shape)[slices_within(overlap, part)])
+                    )
 
     def read(self, file: OpenFile) -> None:
-        at = self.begin
+        """Read the bytes of the block into its views."""
+        offset = self.begin
         for view in self.views:
             if len(view):
-                file.pread(view, at)
-            at += len(view)
+                file.pread(view, offset)
+            offset += len(view)
 
     def check(self, manifest: Manifest) -> None:
-        digest = hash_constructor(self.stamp.algorithm)()
+        """Raise CheckpointError with the tensors in the block if its hash is wrong."""
+        digest = hash_constructor(self.checksum.algorithm)()
         for view in self.views:
             digest.update(view)
-        if digest.hexdigest() != self.stamp.digests[self.number]:
+        if digest.hexdigest() != self.checksum.digests[self.number]:
             try:
-                inside_it = {k for k, p in read_header(self.path).items() if p.begin < self.end and p.end > self.begin}
+                header = read_header(self.path)
             except (OSError, ValueError):
-                inside_it = set()
-            here = ((name, p) for name, whole in manifest.tensors.items() for p in whole.boxes)
-            names = list(dict.fromkeys(n for n, p in here if p.file == self.path.name and p.key in inside_it))
-            names[3:] = [f"and {len(names) - 3} more"] * (len(names) > 3)
+                header = {}
+            keys = {key for key, location in header.items() if location.begin < self.end and location.end > self.begin}
+            stored_boxes = ((name, box) for name, tensor in manifest.tensors.items() for box in tensor.boxes)
+            names = list(
+                dict.fromkeys(name for name, box in stored_boxes if box.file == self.path.name and box.key in keys)
+            )
+            if len(names) > 3:
+                names[3:] = [f"and {len(names) - 3} more"]
             where = f"at bytes {self.begin} to {self.end}: {', '.join(names) or 'the header'}"
             raise CheckpointError(
-                f"{self.path}: its content changed after it was written ({self.stamp.algorithm}), {where}"
+                f"{self.path}: its content changed after it was written ({self.checksum.algorithm}), {where}"
             )
 
     def copy(self) -> None:
-        for into, values in self._copies:
-            into.copy_(values)
+        """Copy the values from the buffer to the targets."""
+        for destination, values in self._copies:
+            destination.copy_(values)

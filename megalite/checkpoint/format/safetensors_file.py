@@ -2,14 +2,15 @@
 
     8 bytes: length of the header | header, JSON: key -> dtype, shape, [begin, end) | bytes of the tensors, packed
 
-A piece's rectangles follow each other in its flat data (parallel/spec.py), so the payload of a file is the pieces' data
-one after the other: the header is known before the first byte is written, and nothing is gathered in memory. The
-package safetensors needs all tensors at once to write, and maps the file to read: one that shrinks is a SIGBUS.
+The rectangles of a shard follow each other in its flat data (parallel/spec.py), so the payload of a file is the
+concatenated data of the shards. The header is known before the first byte is written, and nothing is gathered in
+memory. The `safetensors` package needs all tensors at once to write, and memory-maps files to read, where a file that
+shrinks raises SIGBUS.
 
-xxh3-128 of every 4 MiB of a file is kept, so that ranks share the work of one file and damage has a place. xxh3 finds
-accidents, not forgery: whoever can write the files can write the manifest. It runs at the speed of memory, where sha256
-with the processor's instructions is slower than a good disk (docs/checkpoints.md). Without the package `xxhash` a
-checkpoint is written with sha256; the manifest names the hash.
+An xxh3-128 hash is stored for every 4 MiB of a file, so that ranks can share the reading of one file and damage can be
+located. xxh3 detects accidental corruption, not forgery: whoever can write the files can also write the manifest. It
+runs at memory speed, while sha256 is slower than a good disk even with the CPU's SHA instructions
+(docs/checkpoints.md). Without the package `xxhash`, checkpoints are written with sha256. The manifest names the hash.
 """
 
 import contextlib
@@ -32,21 +33,21 @@ try:
 except ImportError:
     xxh3_128 = None
 
-BLOCK = 1 << 22  # bytes; 34 bytes of manifest for each
+BLOCK = 1 << 22  # bytes; each block adds 34 bytes to the manifest
 DEFAULT_HASH = "sha256" if xxh3_128 is None else "xxh3_128"  # the hash of new files
 _INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of weights
+CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of model weights
 NAMES = {**CODES, **_INTEGERS, torch.bool: "BOOL"}
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 DTYPES = {name: dtype for dtype, name in CODES.items()}
-_PAGE = 4096  # the payload begins at a multiple of it: writes and reads then copy whole pages
-_HEADER = 100_000_000  # bytes; the limit of the format
-_BOUNCE = 1 << 25  # bytes of host memory for data that is on a device, or not contiguous in the file
+_PAGE = 4096  # alignment of the payload in bytes, so that writes and reads copy full pages
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+_BOUNCE_BYTES = 1 << 25  # pinned host buffer for data that is on a device
 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """A file's size in bytes, the name of its hash, and the hash of each block of `block` bytes, as hex."""
+    """The size of a file in bytes, its hash algorithm, and the hex digest of each block of `block_size` bytes."""
 
     size: int
     algorithm: str
@@ -59,7 +60,7 @@ class FileChecksum:
 
 
 def hash_constructor(algorithm: str) -> Callable[..., Any]:
-    """A constructor of hash objects. ValueError for a hash that is unknown, or not installed."""
+    """Return the constructor of a hash algorithm. Raises ValueError if it is unknown or not installed."""
     if algorithm == "sha256":
         return hashlib.sha256
     if algorithm != "xxh3_128":
@@ -70,31 +71,38 @@ def hash_constructor(algorithm: str) -> Callable[..., Any]:
 
 
 class BlockHash:
-    """Hashes a file while it is written: `update` with its bytes in order, then `stamp`."""
+    """A hash of a file in blocks, computed while the file is written.
+
+    Call `update` with the bytes in order, then `stamp` for the checksum.
+    """
 
     def __init__(self, algorithm: str | None = None, block_size: int = BLOCK):
         self.name, self.block = algorithm or DEFAULT_HASH, block_size
-        self._make, self._digests, self._size = hash_constructor(self.name), list[str](), 0
-        self._begun = self._make()  # the hash of the last block, which is not complete
+        self._new_hash = hash_constructor(self.name)
+        self._digests: list[str] = []
+        self._size = 0
+        self._partial = self._new_hash()  # the hash of the last, incomplete block
 
     def update(self, data: memoryview) -> None:
+        """Hash the next bytes of the file."""
         while len(data):
-            part = data[: self.block - self._size % self.block]
-            self._begun.update(part)
-            self._size += len(part)
-            data = data[len(part) :]
+            chunk = data[: self.block - self._size % self.block]
+            self._partial.update(chunk)
+            self._size += len(chunk)
+            data = data[len(chunk) :]
             if self._size % self.block == 0:
-                self._digests.append(self._begun.hexdigest())
-                self._begun = self._make()
+                self._digests.append(self._partial.hexdigest())
+                self._partial = self._new_hash()
 
     def stamp(self) -> FileChecksum:
-        last = [self._begun.hexdigest()] if self._size % self.block else []
+        """Return the checksum of all bytes so far."""
+        last = [self._partial.hexdigest()] if self._size % self.block else []
         return FileChecksum(self._size, self.name, self.block, (*self._digests, *last))
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor that will be written as `key`; `bytes` of its data."""
+    """A tensor that will be written under the key `key`."""
 
     key: str
     dtype: torch.dtype
@@ -102,71 +110,84 @@ class PlannedTensor:
 
     @property
     def bytes(self) -> int:
+        """Return the size of its data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class WriteItem(PlannedTensor):
-    """It is the rectangle `box` of the tensor `name`, which has the shape `whole`."""
+    """The rectangle `box` of the tensor `name`, whose full shape is `full_shape`."""
 
-    algorithm: str
+    name: str
     full_shape: tuple[int, ...]
     box: Box
 
 
 def write_items(parts: Iterable[tuple[str, tuple[int, ...], torch.dtype, Box]]) -> list[WriteItem]:
-    """Rows for (tensor, its shape, dtype, rectangle), with numbers as keys."""
+    """Return a write item for each (tensor name, full shape, dtype, box), with consecutive numbers as keys."""
     return [
-        WriteItem(f"{n:06d}", dtype, box.shape, algorithm, whole, box)
-        for n, (algorithm, whole, dtype, box) in enumerate(parts)
+        WriteItem(f"{n:06d}", dtype, box.shape, name, full_shape, box)
+        for n, (name, full_shape, dtype, box) in enumerate(parts)
     ]
 
 
 def _header(plan: Iterable[PlannedTensor], align: int) -> bytes:
-    """The start of a file with the tensors of `plan`: wider dtypes first, so that all are aligned to their elements."""
+    """Return the length and header of a file with the tensors of `plan`, padded to a multiple of `align` bytes.
+
+    Wider dtypes come first, so that all tensors are aligned to their elements.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end, width = 0, 8
-    for p in plan:
-        assert p.dtype.itemsize <= width, "narrower dtypes come last"
-        begin, end, width = end, end + p.bytes, p.dtype.itemsize
-        entries[p.key] = {"dtype": NAMES[p.dtype], "shape": p.shape, "data_offsets": [begin, end]}
+    end = 0
+    max_itemsize = 8
+    for tensor in plan:
+        assert tensor.dtype.itemsize <= max_itemsize, "narrower dtypes come last"
+        max_itemsize = tensor.dtype.itemsize
+        start, end = end, end + tensor.bytes
+        entries[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
 
 
 def plan_write(pieces: Sequence[TensorShard]) -> tuple[list[WriteItem], list[TensorShard]]:
-    """(rectangles, pieces), both in the order of the data."""
-    ordered = sorted(pieces, key=lambda p: -p.data.element_size())
-    parts = ((p.name, p.shape, p.data.dtype, box) for p in ordered for box, _ in rectangles(p.box, p.span))
+    """Return (write items, shards) in the order in which their data will be written."""
+    ordered = sorted(pieces, key=lambda piece: -piece.data.element_size())
+    parts = (
+        (piece.name, piece.shape, piece.data.dtype, box)
+        for piece in ordered
+        for box, _ in rectangles(piece.box, piece.span)
+    )
     return write_items(parts), ordered
 
 
 def shard_views(piece: TensorShard) -> list[tuple[Box, Tensor]]:
-    """The rectangles of a piece, each with a view of its values."""
+    """Return the rectangles of a shard as (box, view of its values)."""
     data = piece.data.detach()
     return [(box, data[span.start : span.stop].view(box.shape)) for box, span in rectangles(piece.box, piece.span)]
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> list[range]:
-    """Consecutive items in as few files of at most `limit` bytes as their order allows; a larger item gets its own.
+    """Split consecutive items into as few files of at most `limit` bytes as their order allows.
 
-    >>> cut([3, 4, 9, 1, 1], 8)
+    An item that is larger than `limit` gets a file of its own.
+
+    >>> split_by_size([3, 4, 9, 1, 1], 8)
     [range(0, 2), range(2, 3), range(3, 5)]
     """
-    files, start, held = [], 0, 0
+    files: list[range] = []
+    start, file_bytes = 0, 0
     for i, size in enumerate(sizes):
-        if i > start and held + size > limit:
+        if i > start and file_bytes + size > limit:
             files.append(range(start, i))
-            start, held = i, 0
-        held += size
+            start, file_bytes = i, 0
+        file_bytes += size
     return [*files, range(start, len(sizes))] if sizes else []
 
 
 def flatten(plan: Sequence[PlannedTensor], values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """`values`, in the plan's order, as the 1-D tensors that `write` takes."""
-    for p, tensor in zip(plan, values, strict=True):
-        assert (tensor.dtype, tuple(tensor.shape)) == (p.dtype, p.shape), p.key
+    """Yield `values`, which have the order of `plan`, as the 1-D tensors that `write_safetensors` takes."""
+    for planned, tensor in zip(plan, values, strict=True):
+        assert (tensor.dtype, tuple(tensor.shape)) == (planned.dtype, planned.shape), planned.key
         yield tensor.detach().contiguous().view(-1)
 
 
@@ -178,42 +199,57 @@ def write_safetensors(
     *,
     align: int = _PAGE,
 ) -> FileChecksum:
-    """Write, hash and sync a new file. `data`: the planned tensors, 1-D and contiguous, at multiples of `align`."""
-    hashed = BlockHash(block_size=block_size)
+    """Write, hash and sync a new file, and return its checksum.
+
+    Args:
+        path: The file, which must not exist.
+        plan: The tensors, wider dtypes first.
+        data: The planned tensors in this order, 1-D and contiguous, on any device.
+        block_size: Bytes per hashed block.
+        align: The payload starts at a multiple of this number of bytes.
+    """
+    block_hash = BlockHash(block_size=block_size)
     with storage_of(path).open_new(path) as append:
 
-        def put(part: memoryview) -> None:
-            for begin in range(0, len(part), BLOCK):  # hashed while it is in the processor's cache
-                chunk = part[begin : begin + BLOCK]
-                hashed.update(chunk)
+        def write(data_bytes: memoryview) -> None:
+            for start in range(0, len(data_bytes), BLOCK):  # hash each chunk while it is in the CPU cache
+                chunk = data_bytes[start : start + BLOCK]
+                block_hash.update(chunk)
                 append(chunk)
 
-        put(memoryview(_header(plan, align)))
+        write(memoryview(_header(plan, align)))
         for flat in (tensor.detach().view(torch.uint8) for tensor in data):
             if flat.device.type == "cpu":
-                put(memoryview(flat.numpy()))  # type: ignore[arg-type]
+                write(memoryview(flat.numpy()))  # type: ignore[arg-type]
                 continue
-            bounce = torch.empty(min(_BOUNCE, len(flat)), dtype=torch.uint8, pin_memory=True)
+            bounce = torch.empty(min(_BOUNCE_BYTES, len(flat)), dtype=torch.uint8, pin_memory=True)
             for part in flat.split(len(bounce)):
-                put(memoryview(bounce[: len(part)].copy_(part).numpy()))  # type: ignore[arg-type]
-    return hashed.stamp()
+                write(memoryview(bounce[: len(part)].copy_(part).numpy()))  # type: ignore[arg-type]
+    return block_hash.stamp()
 
 
 @dataclass(frozen=True)
 class TensorLocation:
+    """The dtype and shape of a stored tensor, and its bytes [begin, end) in the file."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int  # byte in the file
+    begin: int
     end: int
 
 
 def read_header(path: Location) -> dict[str, TensorLocation]:
-    """Where each key of a safetensors file is. ValueError for a header that does not fit its file; OSError."""
+    """Return the location of each key of a safetensors file.
+
+    Raises:
+        ValueError: The header is damaged or does not fit the size of its file.
+        OSError: The file cannot be read.
+    """
     with contextlib.closing(storage_of(path).open(path)) as file:
         size, prefix = file.size, bytearray(8)
         file.pread(memoryview(prefix), 0)
         length = int.from_bytes(prefix, "little")
-        if length > min(_HEADER, size - 8):
+        if length > min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{path}: its header of {length} bytes does not fit a file of {size}")
         text = bytearray(length)
         file.pread(memoryview(text), 8)
@@ -223,11 +259,11 @@ def read_header(path: Location) -> dict[str, TensorLocation]:
             if key == "__metadata__":
                 continue
             dtype, shape = _DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
-            begin, end = (int(n) + 8 + length for n in entry["data_offsets"])
-            wanted = math.prod(shape) * dtype.itemsize
-            if min((*shape, begin - 8 - length)) < 0 or end > size or end - begin != wanted:
-                raise ValueError(f"{path}: {key} is at bytes {begin}..{end} of {size}, {wanted} wanted")
-            result[key] = TensorLocation(dtype, shape, begin, end)
+            start, end = (int(n) + 8 + length for n in entry["data_offsets"])
+            nbytes = math.prod(shape) * dtype.itemsize
+            if min((*shape, start - 8 - length)) < 0 or end > size or end - start != nbytes:
+                raise ValueError(f"{path}: {key} is at bytes {start}..{end} of {size}, {nbytes} wanted")
+            result[key] = TensorLocation(dtype, shape, start, end)
     except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(repr(error)) from None
     return result

@@ -1,4 +1,4 @@
-"""Actions of all ranks on the --save directory: all succeed, or all raise; and saves by the clock, at the same step."""
+"""Actions of all ranks on the --save directory, which succeed or raise on all ranks, and saves at time intervals."""
 
 import os
 import time
@@ -16,21 +16,32 @@ T = TypeVar("T")
 
 
 def raise_on_all_ranks(error: Exception | None, mesh: Mesh, action: str) -> None:
-    """Raise on all ranks if any failed: the failed rank with its own error, the others with its rank. An ElsewhereError
-    is this rank's knowledge of another's failure."""
-    size, own = mesh.world.size, error is not None and not isinstance(error, OtherRankError)
-    first = all_reduce_int(mesh.world.rank if own else size + (error is None), mesh, dist.ReduceOp.MIN)
-    if error is not None and own:
+    """Raise on all ranks if `error` is set on any. Collective over all ranks.
+
+    A failed rank raises CheckpointError with its own error, and the others raise OtherRankError with the number of the
+    first failed rank. An `error` of type OtherRankError reports the failure of another rank, not of this one.
+    """
+    size = mesh.world.size
+    failed = error is not None and not isinstance(error, OtherRankError)
+    # the rank, if it failed; else `size` if it only knows of another's failure, or `size + 1` without an error
+    code = mesh.world.rank if failed else size + (error is None)
+    first = all_reduce_int(code, mesh, dist.ReduceOp.MIN)
+    if error is not None and failed:
         raise CheckpointError(f"{mesh.describe()} failed while {action}: {error_text(error)}") from error
     if first <= size:
-        who, why = "?" if first == size else first, f" ({error})" if error else ""
-        raise OtherRankError(f"rank {who} failed while {action}{why}; the checkpoint before is untouched")
+        failed_rank = "?" if first == size else first
+        reason = f" ({error})" if error else ""
+        raise OtherRankError(f"rank {failed_rank} failed while {action}{reason}; the checkpoint before is untouched")
 
 
-def run_on_all_ranks(mesh: Mesh, do: Callable[[], T], action: str) -> T:
-    """`do()` on this rank; collective: if it raises on one, all raise, and none waits for that one in vain."""
+def run_on_all_ranks(mesh: Mesh, function: Callable[[], T], action: str) -> T:
+    """Return the result of `function()` on this rank, or raise on all ranks if it raises on any.
+
+    No rank then waits for the failed one. `action` describes the function in messages ("writing to ..."). Collective
+    over all ranks.
+    """
     try:
-        result = do()
+        result = function()
     except Exception as error:
         raise_on_all_ranks(error, mesh, action)
         raise
@@ -38,52 +49,72 @@ def run_on_all_ranks(mesh: Mesh, do: Callable[[], T], action: str) -> T:
     return result
 
 
-def check_shared_filesystem(directory: Location, mesh: Mesh, patience_s: float = 10.0) -> None:
-    """Refuse a directory in which not all ranks see a file of rank 0; network file systems may show it late."""
+def check_shared_filesystem(directory: Location, mesh: Mesh, timeout_s: float = 10.0) -> None:
+    """Raise CheckpointError if some rank does not see a file that rank 0 writes to the directory.
+
+    Network file systems may show the file late, so the ranks look for it for up to `timeout_s` seconds. Collective over
+    all ranks.
+    """
     if mesh.world.size == 1:
         return
     storage = storage_of(directory)
     token = directory / f".probe-{broadcast_int(int.from_bytes(os.urandom(7), 'little'), mesh):x}"
-    run_on_all_ranks(
-        mesh, lambda: storage.write_text(token, "") if mesh.world.is_first else None, f"writing to {directory}"
-    )
 
-    def look() -> None:
-        deadline = time.monotonic() + patience_s
+    def write_token() -> None:
+        if mesh.world.is_first:
+            storage.write_text(token, "")
+
+    def wait_for_token() -> None:
+        deadline = time.monotonic() + timeout_s
         while token.name not in storage.list_files(directory):
             if time.monotonic() > deadline:
                 raise CheckpointError(f"save={str(directory)!r} is not the directory that rank 0 sees: share it")
             time.sleep(0.1)
 
+    run_on_all_ranks(mesh, write_token, f"writing to {directory}")
     try:
-        run_on_all_ranks(mesh, look, f"looking for rank 0's file in {directory}")
+        run_on_all_ranks(mesh, wait_for_token, f"looking for rank 0's file in {directory}")
     finally:
         if mesh.world.is_first:
             storage.delete(token)
 
 
 class SaveTimer:
-    """`due(step)` after every step: True about every `interval_s` seconds, at the same step on all ranks. Clocks differ
-    between ranks, so rank 0's decides. Each of its answers fixes the step of the next question: half way to the end at
-    the pace so far, and after no more steps than that pace was measured over. That is about 2 log2(steps per interval)
-    broadcasts per save; an all-reduce in every step would make all ranks wait for the slowest."""
+    """A timer for saves every `interval_s` seconds, which expires at the same step on all ranks.
+
+    Clocks differ between ranks, so rank 0's clock decides. An all-reduce in every step would make all ranks wait for
+    the slowest, so rank 0 broadcasts a decision only at some steps, and each decision fixes the step of the next one.
+    That is half way to the end of the interval at the pace so far, and at most as many steps ahead as the pace was
+    measured over. This takes about 2 log2(steps per interval) broadcasts per save.
+    """
 
     def __init__(self, interval_s: float, mesh: Mesh, step: int, now: Callable[[], float] = time.monotonic):
         self._interval_s, self._mesh, self._now = interval_s, mesh, now
         self.restart(step)
 
     def restart(self, step: int) -> None:
-        """A checkpoint was made: the interval starts again."""
-        self._from, self._begin, self._ask = step, self._now(), step + 1
+        """Start a new interval at `step`, after a checkpoint was saved."""
+        self._start_step = step
+        self._started = self._now()
+        self._next_decision = step + 1
 
     def is_due(self, step: int) -> bool:
-        """Collective at some steps, the same on all ranks."""
-        if step < self._ask:
+        """Return True if a save is due. Call this after every step.
+
+        Collective over all ranks at some steps, which are the same on all ranks.
+        """
+        if step < self._next_decision:
             return False
-        elapsed = self._now() - self._begin
-        steps, left = step - self._from, self._interval_s - elapsed
-        pace = elapsed / steps
-        skip = 0 if left <= pace / 2 else 1 if pace <= 0 else max(1, min(int(left / pace / 2), steps))
+        elapsed = self._now() - self._started
+        steps = step - self._start_step
+        remaining = self._interval_s - elapsed
+        pace = elapsed / steps  # seconds per step
+        if remaining <= pace / 2:
+            skip = 0
+        elif pace <= 0:
+            skip = 1
+        else:
+            skip = max(1, min(int(remaining / pace / 2), steps))
         skip = broadcast_int(skip, self._mesh)
-        self._ask = step + skip
+        self._next_decision = step + skip
         return skip == 0

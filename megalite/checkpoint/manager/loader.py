@@ -1,8 +1,8 @@
-"""Loads the newest checkpoint of a directory that is whole on all ranks, or the one before it.
+"""Loading the newest checkpoint of a directory that is valid on all ranks, or the one before it.
 
-Before any parameter changes, it is known that the files exist, have their size and hold what the model needs; all
-differences are listed at once. Every block with a value for this rank is read once, and its hash is checked before the
-value counts; where one is wrong, the checkpoint before it is loaded.
+Before any parameter changes, the files are known to exist, to have their sizes, and to contain what the model needs.
+All mismatches are listed at once. Every block with a value for this rank is read once, and its hash is verified before
+a value is used. If a block is damaged on any rank, the previous checkpoint is loaded.
 """
 
 import math
@@ -24,84 +24,117 @@ T = TypeVar("T")
 
 
 class LoadPlan(NamedTuple):
-    """The pieces to fill from a checkpoint. `exact`: dtypes are not converted; `tell`: title of a load in the log."""
+    """The shards to fill from a checkpoint.
+
+    Attributes:
+        pieces: The shards.
+        exact_dtype: Raise for a different stored dtype instead of converting values.
+        progress_title: The title of the progress lines of the load; None logs no progress.
+    """
 
     pieces: Sequence[TensorShard]
     exact_dtype: bool = False
-    tell: str | None = None
+    progress_title: str | None = None
 
 
 def load_newest(
     directory: str | Location,
     mesh: Mesh,
-    wanted: Callable[[Location, Manifest], LoadPlan],
+    make_plan: Callable[[Location, Manifest], LoadPlan],
     step: int | None = None,
     *,
-    later: bool = False,
-    first: str | Location | None = None,
+    or_newer: bool = False,
+    preferred: str | Location | None = None,
 ) -> tuple[Location, Manifest] | None:
-    """Fill pieces from the newest valid checkpoint of `directory`, or that of `step`: (its folder, its manifest), None
-    where there is none at all. Collective, and so may be `wanted`, which is called for a checkpoint with a valid
-    manifest and all files; an error of it, or a piece that does not fit, ends the load before anything changes. When
-    some rank meets a wrong hash, the pieces are filled from the checkpoint before; where there is none, CheckpointError
-    is raised and they are NaN, so that nothing can continue with a mixture. It is raised too where `step` does not
-    exist. `later`: steps after `step` will do as well. `first`: another directory, preferred if both hold it."""
-    roots = [parse_location(root) for root in (directory, first) if root is not None]
-    candidates = _candidates(roots, mesh, step, later)
+    """Fill shards from the newest valid checkpoint of `directory`, or from the one of `step`.
+
+    If some rank meets a wrong hash, the shards are filled from the previous checkpoint. Collective over all ranks.
+
+    Args:
+        directory: The --save directory.
+        mesh: The mesh of the run.
+        make_plan: Returns the shards to fill from (checkpoint directory, manifest), and may be collective. It is called
+            for a checkpoint with a valid manifest and all files. If it raises, or a shard does not fit, the load ends
+            before anything changes.
+        step: The only step to load.
+        or_newer: Also accept steps after `step`.
+        preferred: Another directory, which is preferred if both have the checkpoint.
+
+    Returns:
+        (checkpoint directory, manifest), or None if there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: `step` does not exist, or no checkpoint is valid. If shards were already being filled, they are
+            set to NaN, so that nothing can continue with a mixture.
+    """
+    roots = [parse_location(path) for path in (directory, preferred) if path is not None]
+    candidates = _candidates(roots, mesh, step, or_newer)
     reasons: list[str] = []
-    begun: Sequence[TensorShard] = ()
+    filled: Sequence[TensorShard] = ()
     try:
-        for place in range(broadcast_int(len(candidates), mesh)):
-            newest, root = (broadcast_int(n, mesh) for n in (candidates[-1 - place] if candidates else (0, 0)))
-            folder = checkpoint_dir(roots[root], newest)
-            manifest, reason = _try(mesh, folder, False, partial(load_complete_manifest, folder))
+        for index in range(broadcast_int(len(candidates), mesh)):
+            candidate = candidates[-1 - index] if candidates else (0, 0)  # only rank 0 has candidates
+            newest_step, root_index = (broadcast_int(n, mesh) for n in candidate)
+            checkpoint = checkpoint_dir(roots[root_index], newest_step)
+            manifest, reason = _try(mesh, checkpoint, False, partial(load_complete_manifest, checkpoint))
             if manifest is not None:
-                want = wanted(folder, manifest)
-                lines = mismatches(manifest, want.pieces, want.exact_dtype)
-                if all_reduce_int(len(lines), mesh):
-                    kind, lines = (CheckpointError, lines) if lines else (OtherRankError, ["see another rank"])
-                    raise kind(f"{folder} does not fit this model:\n  " + "\n  ".join(lines))
-                begun = want.pieces
-                _, reason = _try(
-                    mesh, folder, True, partial(CheckpointReader(folder, manifest).fill, want.pieces, want.tell)
-                )
+                plan = make_plan(checkpoint, manifest)
+                problems = mismatches(manifest, plan.pieces, plan.exact_dtype)
+                if all_reduce_int(len(problems), mesh):
+                    error_type = CheckpointError if problems else OtherRankError
+                    problems = problems or ["see another rank"]
+                    raise error_type(f"{checkpoint} does not fit this model:\n  " + "\n  ".join(problems))
+                filled = plan.pieces
+                fill = partial(CheckpointReader(checkpoint, manifest).fill, plan.pieces, plan.progress_title)
+                _, reason = _try(mesh, checkpoint, True, fill)
                 if reason is None:
-                    return folder, manifest
+                    return checkpoint, manifest
             reasons.append(reason or "")
-        kind = CheckpointError if mesh.world.is_first else OtherRankError
+        error_type = CheckpointError if mesh.world.is_first else OtherRankError
         if reasons:
-            raise kind(f"load={str(directory)!r}: no checkpoint in it is valid; " + "; ".join(reasons))
+            raise error_type(f"load={str(directory)!r}: no checkpoint in it is valid; " + "; ".join(reasons))
         if step is not None:
-            raise kind(f"load={str(directory)!r} holds no checkpoint of step {step}: choose another --ckpt-step")
+            raise error_type(f"load={str(directory)!r} holds no checkpoint of step {step}: choose another --ckpt-step")
         return None
     except BaseException:
-        for piece in begun:
+        for piece in filled:
             if piece.data.is_floating_point():
                 piece.data.detach().fill_(math.nan)
         raise
 
 
-def _try(mesh: Mesh, folder: Location, tell: bool, do: Callable[[], T]) -> tuple[T | None, str | None]:
-    """(result of `do`, None), or (None, reason) where it raises CheckpointError or OSError on any rank; collective.
-    `tell`: ranks other than the first print their reasons too."""
+def _try(mesh: Mesh, checkpoint: Location, report_all: bool, action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Call `action` and return (its result, None), or (None, reason) if it raises on any rank.
+
+    Only CheckpointError and OSError are handled. With `report_all`, ranks other than the first print their reasons too.
+    Collective over all ranks.
+    """
     result, reason = None, None
     try:
-        result = do()
-    except (CheckpointError, OSError) as error:  # another run may have pruned it meanwhile
+        result = action()
+    except (CheckpointError, OSError) as error:  # another run may have pruned it in the meantime
         reason = str(error)
     if not all_reduce_int(reason is not None, mesh):
         return result, None
-    if mesh.world.is_first or (tell and reason is not None):
-        print_err(f"skipping {folder}: {reason or 'damaged, as another rank found'}")
-    return None, reason or f"{folder}: damaged, as another rank found"
+    if mesh.world.is_first or (report_all and reason is not None):
+        print_err(f"skipping {checkpoint}: {reason or 'damaged, as another rank found'}")
+    return None, reason or f"{checkpoint}: damaged, as another rank found"
 
 
-def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None, later: bool) -> list[tuple[int, int]]:
-    """(step, number of its root), ascending; on rank 0."""
+def _candidates(roots: Sequence[Location], mesh: Mesh, step: int | None, or_newer: bool) -> list[tuple[int, int]]:
+    """Return (step, index of its root) of the checkpoints to try, ascending, on rank 0; [] on other ranks."""
 
-    def look() -> list[tuple[int, int]]:
+    def list_checkpoints() -> list[tuple[int, int]]:
         numbered = enumerate(roots) if mesh.world.is_first else ()
-        return sorted((n, number) for number, root in numbered for n in storage_of(root).steps_in(root))
+        return sorted(
+            (other_step, root_index) for root_index, root in numbered for other_step in storage_of(root).steps_in(root)
+        )
 
-    every = run_on_all_ranks(mesh, look, f"looking for checkpoints in {' and '.join(map(str, roots))}")
-    return [(n, number) for n, number in every if step is None or n == step or (later and n > step)]
+    checkpoints = run_on_all_ranks(
+        mesh, list_checkpoints, f"looking for checkpoints in {' and '.join(map(str, roots))}"
+    )
+    return [
+        (other_step, root_index)
+        for other_step, root_index in checkpoints
+        if step is None or other_step == step or (or_newer and other_step > step)
+    ]

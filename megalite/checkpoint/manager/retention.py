@@ -1,4 +1,4 @@
-"""The checkpoints of a directory that are kept, and their upload there from a fast disk, where they are committed."""
+"""The checkpoints of a directory that are retained, and their upload from a fast local disk."""
 
 import contextlib
 import threading
@@ -16,10 +16,14 @@ from megalite.checkpoint.storage.storage import storage_of
 
 @dataclass
 class RetentionPolicy:
-    """Keeps the newest `last` complete checkpoints of a directory (None: all), and multiples of `interval`.
+    """A rule that keeps the newest `keep_last` complete checkpoints and the multiples of `interval`.
 
-    known     steps known to be complete
-    damaged   steps whose content a load has found wrong
+    Attributes:
+        directory: The directory of the checkpoints.
+        keep_last: The number of checkpoints to keep; None keeps all.
+        interval: Also keep steps that are multiples of this number; None: no further ones.
+        complete_steps: Steps that are known to be complete.
+        damaged: Steps in which a load has found wrong contents.
     """
 
     directory: Location
@@ -29,7 +33,7 @@ class RetentionPolicy:
     damaged: Collection[int] = ()
 
     def should_keep(self, step: int, newer: int) -> bool:
-        """Whether to keep a step with `newer` checkpoints after it."""
+        """Return True if a step is kept when `newer` later checkpoints exist."""
         return (
             self.keep_last is None
             or newer < self.keep_last
@@ -37,144 +41,176 @@ class RetentionPolicy:
         )
 
     def prune(self, saved: int | None = None, dry: bool = False) -> list[int]:
-        """Delete the others, the oldest first; their steps. Not collective. Folders with a file KEEP, those that are
-        being read, and `saved` are kept as well: after a rollback the step just saved is not the newest. Incomplete,
-        damaged and other folders are neither counted nor touched. `dry`: delete nothing."""
+        """Delete the checkpoints that are not kept, oldest first, and return their steps. Not collective.
+
+        Directories with a file KEEP, checkpoints that are being read, and `saved` are kept as well. After a rollback,
+        the step that was just saved is not the newest. Incomplete, damaged and other directories are neither counted
+        nor touched.
+
+        Args:
+            saved: The step that was just saved.
+            dry: Delete nothing, and only return the steps.
+        """
         if self.keep_last is None:
             return []
         storage = storage_of(self.directory)
         complete = []
         for step in storage.steps_in(self.directory):
-            if (
-                step not in self.complete_steps
-                and step not in self.damaged
-                and is_complete(checkpoint_dir(self.directory, step))
-            ):
+            is_unknown = step not in self.complete_steps and step not in self.damaged
+            if is_unknown and is_complete(checkpoint_dir(self.directory, step)):
                 self.complete_steps.add(step)
             if step in self.complete_steps:
                 complete.append(step)
         deleted = []
-        for place, step in enumerate(complete):
-            folder = checkpoint_dir(self.directory, step)
-            kept = step == saved or self.should_keep(step, len(complete) - 1 - place)
-            if not kept and "KEEP" not in storage.list_files(folder) and not storage.in_use(folder):
+        for index, step in enumerate(complete):
+            checkpoint = checkpoint_dir(self.directory, step)
+            newer = len(complete) - 1 - index
+            if step == saved or self.should_keep(step, newer):
+                continue
+            if "KEEP" not in storage.list_files(checkpoint) and not storage.in_use(checkpoint):
                 if not dry:
-                    storage.remove(folder)
+                    storage.remove(checkpoint)
                     self.complete_steps.discard(step)
                 deleted.append(step)
         return deleted
 
 
-def is_complete(folder: Location) -> bool:
-    """Its manifest is the one that COMPLETE names, and every file has its size; contents are not hashed."""
+def is_complete(checkpoint: Location) -> bool:
+    """Return True if the manifest is the one that COMPLETE names, and every file has its size.
+
+    Contents are not hashed.
+    """
     try:
-        manifest.load_complete_manifest(folder)
+        manifest.load_complete_manifest(checkpoint)
     except (CheckpointError, OSError):
         return False
     return True
 
 
-_FILES = 4  # sent at once
+_CONCURRENT_FILES = 4  # files that are uploaded at once
 
 
 class Uploader:
-    """A thread of rank 0 copies checkpoints during training, oldest first. Each file is hashed on the way, so that
-    damage is not copied. A local checkpoint is deleted once its copy is whole, except the newest, which stays for a
-    quick start. One that would not be kept is not sent. A failed copy is tried again after the next save. All ranks
-    must share the disk: one node, or a fast shared file system.
+    """A thread of rank 0 that copies checkpoints to another directory during training, oldest first. Not collective.
 
-    Call `offer` after every save; for the run that has locked `source`; not collective. `kept`: the rule, and the
-    place. `news`: gets lines for the log. Raises CheckpointError where the place cannot be written.
+    Each file is hashed while it is copied, so that damage is not copied. A local checkpoint is deleted once its copy is
+    complete, except the newest, which stays for a quick restart. Checkpoints that would not be kept are not uploaded. A
+    failed upload is retried after the next save. All ranks must share the local disk: one node, or a fast shared file
+    system.
+
+    Call `notify` after every save. The run must hold the lock of `source`. The constructor raises CheckpointError if
+    the target cannot be written.
+
+    Args:
+        source: The directory in which checkpoints are committed.
+        retention: The target directory and the rule for its checkpoints.
+        messages: Receives lines for the log.
     """
 
-    def __init__(self, source: Location, kept: RetentionPolicy, news: deque[str]):
-        self._source, self._target, self._kept = source, kept.directory, kept
-        target = kept.directory
-        self._here, self._there = storage_of(source), storage_of(target)
-        self._there.check_writable(target, 0)
-        self._lock = self._there.lock(target)
-        self._there.remove_leftovers(target)
-        self.paused = True  # until it is known where the run begins: a rollback may need what sending would prune
-        self._news, self._wake, self._end = news, threading.Event(), threading.Event()
+    def __init__(self, source: Location, retention: RetentionPolicy, messages: deque[str]):
+        target = retention.directory
+        self._source, self._target, self._retention = source, target, retention
+        self._source_storage, self._target_storage = storage_of(source), storage_of(target)
+        self._target_storage.check_writable(target, 0)
+        self._lock = self._target_storage.lock(target)
+        self._target_storage.remove_leftovers(target)
+        self.paused = True  # until the start step is known: a rollback may need checkpoints that an upload would prune
+        self._messages = messages
+        self._wake, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="megalite-upload", daemon=True)
         self._thread.start()
 
     def notify(self) -> None:
-        """There may be a checkpoint to send."""
+        """Wake the thread, because there may be a checkpoint to upload."""
         self._wake.set()
 
     def close(self, wait: bool = True) -> None:
-        """Send the remaining checkpoints, unless `wait` is False; `news` gets those that could not be sent."""
-        self._end.set()
+        """Upload the remaining checkpoints, unless `wait` is False. Failures are reported in `messages`."""
+        self._stop.set()
         self._wake.set()
         if wait:
             self._thread.join()
-        self._lock.close()  # an upload that still runs sees that before it commits
+        self._lock.close()  # an upload that still runs notices this before it commits
 
     def _run(self) -> None:
         while True:
             self._wake.wait()
             self._wake.clear()
-            ending = self._end.is_set()  # before the round: a later offer wakes another one
+            is_last_round = self._stop.is_set()  # read before the round, because a later notify causes another round
             try:
                 if not self.paused:
                     self._upload_pending()
             except Exception as error:  # a disk or network failed; training continues
-                waiting = "; the next run sends them" if ending else "; the next save tries again"
-                failed = f"upload to {self._target} failed ({error_text(error)})"
-                self._news.append(f"{failed}: checkpoints wait in {self._source}{waiting}")
-            if ending:
+                next_try = "; the next run sends them" if is_last_round else "; the next save tries again"
+                message = f"upload to {self._target} failed ({error_text(error)})"
+                self._messages.append(f"{message}: checkpoints wait in {self._source}{next_try}")
+            if is_last_round:
                 return
 
     def _upload_pending(self) -> None:
-        """Send all waiting checkpoints, and delete those that were sent."""
-        for step in self._here.steps_in(self._source):
-            folder, copy = checkpoint_dir(self._source, step), checkpoint_dir(self._target, step)
-            if not is_complete(folder):
+        """Upload all pending checkpoints, and delete the local copies of uploaded ones."""
+        source, target = self._source_storage, self._target_storage
+        for step in source.steps_in(self._source):
+            checkpoint, copy = checkpoint_dir(self._source, step), checkpoint_dir(self._target, step)
+            if not is_complete(checkpoint):
                 continue
-            newer = sum(other > step for other in self._here.steps_in(self._source))
-            if not self._kept.should_keep(step, newer):
-                self._here.remove(folder)
-                self._news.append(f"did not upload {folder.name}: only newer ones are kept")
+            newer = sum(other > step for other in source.steps_in(self._source))
+            if not self._retention.should_keep(step, newer):
+                source.remove(checkpoint)
+                self._messages.append(f"did not upload {checkpoint.name}: only newer ones are kept")
                 continue
-            sent = "COMPLETE" in self._there.list_files(copy)  # which holds the manifest's hash
-            if not sent or self._there.read(copy / "COMPLETE") != self._here.read(folder / "COMPLETE"):
-                begin = time.perf_counter()
-                size = self._send(step, folder, copy)
-                took = time.perf_counter() - begin
-                self._news.append(f"uploaded {copy} in {took:.2f} s, {size / 2**20 / took:.0f} MiB/s")
-                self._kept.complete_steps.add(step)
-                self._kept.prune(step)
-            newest = step == self._here.steps_in(self._source)[-1]
-            if not newest and "KEEP" not in self._here.list_files(folder) and not self._here.in_use(folder):
-                self._here.remove(folder)
+            # COMPLETE holds the hash of the manifest
+            is_uploaded = "COMPLETE" in target.list_files(copy)
+            if not is_uploaded or target.read(copy / "COMPLETE") != source.read(checkpoint / "COMPLETE"):
+                started = time.perf_counter()
+                nbytes = self._upload(step, checkpoint, copy)
+                elapsed_s = time.perf_counter() - started
+                speed = f"{nbytes / 2**20 / elapsed_s:.0f} MiB/s"
+                self._messages.append(f"uploaded {copy} in {elapsed_s:.2f} s, {speed}")
+                self._retention.complete_steps.add(step)
+                self._retention.prune(step)
+            is_newest = step == source.steps_in(self._source)[-1]
+            if not is_newest and "KEEP" not in source.list_files(checkpoint) and not source.in_use(checkpoint):
+                source.remove(checkpoint)
 
-    def _send(self, step: int, folder: Location, copy: Location) -> int:
-        """Copy a checkpoint; its bytes."""
+    def _upload(self, step: int, checkpoint: Location, copy: Location) -> int:
+        """Copy a checkpoint, and return the size of its files in bytes."""
         self._lock.check_held()
-        part = self._there.staging_path(copy)
-        files = manifest.load_manifest(folder).files
-        self._there.make_staging(part)
+        staging_dir = self._target_storage.staging_path(copy)
+        files = manifest.load_manifest(checkpoint).files
+        self._target_storage.make_staging(staging_dir)
         try:
-            with self._here.read_lock(folder), ThreadPoolExecutor(_FILES, "megalite-upload") as pool:
-                list(pool.map(lambda name: self._send_file(folder / name, part / name, files[name]), files))
+            with (
+                self._source_storage.read_lock(checkpoint),
+                ThreadPoolExecutor(_CONCURRENT_FILES, "megalite-upload") as pool,
+            ):
+                list(
+                    pool.map(lambda name: self._upload_file(checkpoint / name, staging_dir / name, files[name]), files)
+                )
             self._lock.check_held()
             for name in ("manifest.json", "COMPLETE"):
-                self._there.write_text(part / name, self._here.read(folder / name).decode())
-            self._there.publish(part, copy)
+                self._target_storage.write_text(
+                    staging_dir / name, self._source_storage.read(checkpoint / name).decode()
+                )
+            self._target_storage.publish(staging_dir, copy)
         except BaseException:
-            self._there.discard(part)
+            self._target_storage.discard(staging_dir)
             raise
         manifest.write_tracker(self._target, step)
-        return sum(stamp.size for stamp in files.values())
+        return sum(checksum.size for checksum in files.values())
 
-    def _send_file(self, source: Location, target: Location, stamp: FileChecksum) -> None:
-        hashed, buffer = BlockHash(stamp.algorithm, stamp.block_size), memoryview(bytearray(BLOCK))
-        with contextlib.closing(self._here.open(source)) as file, self._there.open_new(target) as append:
-            for begin in range(0, stamp.size, BLOCK):
-                chunk = buffer[: min(BLOCK, stamp.size - begin)]
-                file.pread(chunk, begin)
-                hashed.update(chunk)
+    def _upload_file(self, source: Location, target: Location, checksum: FileChecksum) -> None:
+        """Copy a file, and raise CheckpointError if its hash is wrong."""
+        block_hash = BlockHash(checksum.algorithm, checksum.block_size)
+        buffer = memoryview(bytearray(BLOCK))
+        with (
+            contextlib.closing(self._source_storage.open(source)) as file,
+            self._target_storage.open_new(target) as append,
+        ):
+            for start in range(0, checksum.size, BLOCK):
+                chunk = buffer[: min(BLOCK, checksum.size - start)]
+                file.pread(chunk, start)
+                block_hash.update(chunk)
                 append(chunk)
-            if hashed.stamp() != stamp:
+            if block_hash.stamp() != checksum:
                 raise CheckpointError(f"{source}: its content changed after it was written")

@@ -1,14 +1,14 @@
-"""The saves of one run: its lock on the directory, at most one save in flight, and the checkpoints that are kept.
+"""The checkpoint saver of one run: its lock on the directory, its pending save, and the retention of checkpoints.
 
-A save in the background (`background=True`) overlaps with training:
+An asynchronous save (`background=True`) overlaps with training:
 
-    every rank's thread   copies its part into host memory, for which an update waits (`before_update`)
-                          writes, hashes and syncs its file, then its list
-    rank 0's thread       waits until it sees every rank's list; commits, prunes
+    every rank's thread   copies its shards into host memory, for which an update waits (`before_update`);
+                          writes, hashes and syncs its file, then writes its index
+    rank 0's thread       waits until it sees every rank's index; commits; prunes
 
-Threads use no collectives, which would race with those of training: torch's own async save on gloo was seen to deadlock
-on that. A thread that fails leaves a file that ends rank 0's waiting; its rank asks for a stop with the next step's
-all-reduce, so that all ranks raise at the same step.
+The threads use no collectives, because these would race with those of training: torch's own asynchronous save was seen
+to deadlock on gloo for this reason. A thread that fails leaves a file that ends the waiting of rank 0. Its rank
+requests a stop with the all-reduce of the next step, so that all ranks raise at the same step.
 """
 
 import json
@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megalite.checkpoint.format import manifest
@@ -33,10 +34,26 @@ from megalite.parallel.spec import TensorShard
 
 
 class CheckpointSaver:
-    """Methods are collective unless they say otherwise; `news` is for the log of rank 0. Locks the directory, deletes
-    the remains of interrupted saves, and tries whether all ranks can write to it. `nbytes`: size of this rank's part.
-    `upload_to`: where the checkpoints are kept by `keep_last` and `retain_interval`, instead of in `directory`. Raises
-    CheckpointError on all ranks: not writable, no room for one checkpoint, in use, or not the same on every rank."""
+    """The saver of one run's checkpoints.
+
+    The constructor locks the directory, deletes the remains of interrupted saves, and checks that all ranks can write
+    to it. Methods are collective over all ranks unless they say otherwise. The lines of `pop_messages` are for the log
+    of rank 0.
+
+    Args:
+        directory: The --save directory, a path or a URL.
+        mesh: The mesh of the run.
+        nbytes: The size of this rank's shards in bytes.
+        keep_last: The number of newest checkpoints to keep; None keeps all, or one if `retain_interval` is given.
+        retain_interval: Also keep checkpoints of steps that are multiples of this number.
+        background: Save asynchronously.
+        upload_to: The directory whose checkpoints `keep_last` and `retain_interval` apply to, in place of `directory`.
+
+    Raises:
+        CheckpointError: On all ranks, if the directory is not writable, has no space for one checkpoint, is in use, or
+        is
+            not the same on every rank.
+    """
 
     def __init__(
         self,
@@ -52,22 +69,22 @@ class CheckpointSaver:
         self.directory, self.mesh, self.background = parse_location(directory), mesh, background
         self.storage: Storage = storage_of(self.directory)
         self.upload_to = None if upload_to is None else parse_location(upload_to)
-        self.directories = [place for place in (self.directory, self.upload_to) if place is not None]
+        self.directories = [path for path in (self.directory, self.upload_to) if path is not None]
         self.keep_last = 1 if keep_last is None and retain_interval is not None else keep_last
         self._retention = RetentionPolicy(self.upload_to or self.directory, self.keep_last, retain_interval)
-        self.blocked_s = 0.0  # time that training waited for the last save
-        self._before_s = 0.0  # ... and the part of it for the save before
+        self.blocked_s = 0.0  # time for which training waited for the last save
+        self._previous_s = 0.0  # the part of this time that was spent waiting for the save before it
         self._lock: RunLock | None = None
         self._pending_save: AsyncSave | None = None
-        self._host = HostStager(mesh.device)
-        self._news: deque[str] = deque()  # filled from any thread
-        self._branch = SupersededCheckpoints()  # leaves nothing, until `begins_at`
+        self._stager = HostStager(mesh.device)
+        self._messages: deque[str] = deque()  # appended to by any thread
+        self._superseded = SupersededCheckpoints()  # of no checkpoints, until `set_start_step`
         self._uploader: Uploader | None = None
-        self.megatron = False  # whether the log is in its style
+        self.megatron = False  # log in the style of Megatron-LM
         try:
-            probe = lambda: self.storage.check_writable(self.directory, mesh.world.rank)  # noqa: E731
-            run_on_all_ranks(mesh, probe, f"trying to write to {self.directory}")
-            self._bytes = all_reduce_int(nbytes, mesh)  # of one checkpoint
+            check_writable = partial(self.storage.check_writable, self.directory, mesh.world.rank)
+            run_on_all_ranks(mesh, check_writable, f"trying to write to {self.directory}")
+            self._checkpoint_bytes = all_reduce_int(nbytes, mesh)
             run_on_all_ranks(mesh, self._prepare, f"preparing {self.directory}")
             check_shared_filesystem(self.directory, mesh)
         except CheckpointError:
@@ -75,150 +92,190 @@ class CheckpointSaver:
             raise
 
     def _prepare(self) -> None:
+        """Lock and clean up the directory on rank 0."""
         if not self.mesh.world.is_first:
             return
         self._lock = self.storage.lock(self.directory)
         if self.upload_to is not None:
-            self._uploader = Uploader(self.directory, self._retention, self._news)
+            self._uploader = Uploader(self.directory, self._retention, self._messages)
         finish_renames(*self.directories)
-        if left := self.storage.remove_leftovers(self.directory):
-            self._news.append(f"deleted the remains of an unfinished save: {', '.join(left)}")
-        self.storage.check_space(self.directory, self._bytes)
+        if leftovers := self.storage.remove_leftovers(self.directory):
+            self._messages.append(f"deleted the remains of an unfinished save: {', '.join(leftovers)}")
+        self.storage.check_space(self.directory, self._checkpoint_bytes)
 
     def set_start_step(self, step: int, damaged: bool = False) -> str | None:
-        """Tell the step at which the run begins: checkpoints of later steps make way for its first save (branch.py),
-        unless they are `damaged`. Returns a note for people, on rank 0. Raises CheckpointError on all ranks."""
+        """Set the step from which the run starts, and return a message for the user on rank 0.
 
-        def look() -> str | None:
+        Checkpoints of later steps are renamed with the run's first save (superseded.py), unless they are `damaged`.
+        Raises CheckpointError on all ranks.
+        """
+
+        def find_superseded() -> str | None:
             if self.mesh.world.is_first:
-                self._branch = SupersededCheckpoints(self.directories, step, damaged)
-                self._retention.damaged = self._branch.damaged
+                self._superseded = SupersededCheckpoints(self.directories, step, damaged)
+                self._retention.damaged = self._superseded.damaged
                 if self._uploader is not None:
-                    self._uploader.paused = self._branch.pending
+                    self._uploader.paused = self._superseded.pending
                     self._uploader.notify()  # an earlier run may have left checkpoints
-            return self._branch.message
+            return self._superseded.message
 
-        return run_on_all_ranks(self.mesh, look, f"looking for checkpoints in {self.directory}")
+        return run_on_all_ranks(self.mesh, find_superseded, f"looking for checkpoints in {self.directory}")
 
     # ---- saving
 
     def save(self, step: int, pieces: Sequence[TensorShard], state: dict[str, Any], *, last: bool = False) -> Location:
-        """Save this rank's pieces as they are at the call, provided that `before_update` is called before they change;
-        in the background unless `last`. Returns where the checkpoint will be. `state`: plain JSON of rank 0. Raises
-        CheckpointError on all ranks, also for the save before this one."""
-        asked = time.perf_counter()
+        """Save this rank's shards as they are at the call, and return the directory of the checkpoint.
+
+        The save is asynchronous if `background` is set, unless it is the `last`. Call `before_update` before the shards
+        change.
+
+        Args:
+            step: The step of the checkpoint.
+            pieces: The shards that this rank writes.
+            state: The values of rank 0 that are not tensors, as plain JSON.
+            last: This is the last save of the run, so wait for it.
+
+        Raises:
+            CheckpointError: On all ranks, also if the previous save has failed.
+        """
+        called = time.perf_counter()
         self.wait()
-        begin = time.perf_counter()
-        self._before_s = begin - asked
-        final, waits = checkpoint_dir(self.directory, step), last or not self.background
-        part = self.storage.staging_path(final)
-        frozen = json.dumps(state) if self.mesh.world.is_first else ""  # the run changes its own meanwhile
+        started = time.perf_counter()
+        self._previous_s = started - called
+        final = checkpoint_dir(self.directory, step)
+        is_sync = last or not self.background
+        staging_dir = self.storage.staging_path(final)
+        # serialized now, because the run changes its state in the meantime
+        state_json = json.dumps(state) if self.mesh.world.is_first else ""
 
         def commit() -> None:
             self._check_lock()
-            with self._branch.superseded_by(step, self._news.append):
-                manifest.commit(part, final, json.loads(frozen), step, self.mesh.world.size)
+            with self._superseded.superseded_by(step, self._messages.append):
+                manifest.commit(staging_dir, final, json.loads(state_json), step, self.mesh.world.size)
             if self._uploader is not None:
-                self._uploader.paused = self._branch.unfinished
-            took = time.perf_counter() - begin
-            gib = self._bytes / 2**30
-            size = f"{gib:.3g} GiB, {gib / took:.2g} GiB/s" if self._bytes else ""
-            before = f", {self._before_s:.3f} s of it for the save before" if self._before_s >= 0.0005 else ""
-            if waits:
-                shown_size = f" ({size})" if size else ""
-                line = f"saved {final.name} in {took:.2f} s{shown_size}{before}"
-            else:
-                times = f"{took:.2f} s, {size}" if size else f"{took:.2f} s"
-                blocked = f"training blocked for {self.blocked_s:.3f} s{before}"
-                line = f"saved {final.name} in the background ({times}; {blocked})"
-            self._news.append(line)
-            if self.megatron:  # the log line that scripts of Megatron-LM's users look for
-                where = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
-                line = f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {where}"
-                self._news.append(line)
+                self._uploader.paused = self._superseded.unfinished
+            self._log_saved(final.name, step, time.perf_counter() - started, is_sync)
             self._prune(step)
 
-        if waits:
+        if is_sync:
             save(self.directory, step, pieces, {}, self.mesh, self._check_lock, commit)
-            self.blocked_s = time.perf_counter() - asked
+            self.blocked_s = time.perf_counter() - called
             return final
-        _begin(part, self.mesh, self._check_lock)
-        self._host.start()
-        whom = commit, self._check_lock, self._log
-        self._pending_save = AsyncSave(part, step, self.mesh, self._host, list(pieces), *whom)
-        self._news.append(f"scheduled {final.name}")
+        _make_staging(staging_dir, self.mesh, self._check_lock)
+        self._stager.start()
+        self._pending_save = AsyncSave(
+            part=staging_dir,
+            step=step,
+            mesh=self.mesh,
+            host=self._stager,
+            pieces=list(pieces),
+            commit=commit,
+            check_lock=self._check_lock,
+            log=self._log,
+        )
+        self._messages.append(f"scheduled {final.name}")
         if self.megatron:
-            self._news.append(f"  scheduled an async checkpoint save at iteration {step:7d} to {self.directory}")
-        self.blocked_s = time.perf_counter() - asked
+            self._messages.append(f"  scheduled an async checkpoint save at iteration {step:7d} to {self.directory}")
+        self.blocked_s = time.perf_counter() - called
         self._pending_save.start()
         return final
 
+    def _log_saved(self, name: str, step: int, elapsed_s: float, is_sync: bool) -> None:
+        """Log the time, size and speed of a save."""
+        gib = self._checkpoint_bytes / 2**30
+        size = f"{gib:.3g} GiB, {gib / elapsed_s:.2g} GiB/s" if self._checkpoint_bytes else ""
+        previous = f", {self._previous_s:.3f} s of it for the save before" if self._previous_s >= 0.0005 else ""
+        if is_sync:
+            shown_size = f" ({size})" if size else ""
+            line = f"saved {name} in {elapsed_s:.2f} s{shown_size}{previous}"
+        else:
+            times = f"{elapsed_s:.2f} s, {size}" if size else f"{elapsed_s:.2f} s"
+            blocked = f"training blocked for {self.blocked_s:.3f} s{previous}"
+            line = f"saved {name} in the background ({times}; {blocked})"
+        self._messages.append(line)
+        if self.megatron:  # the line that scripts of Megatron-LM's users look for
+            ranks = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
+            self._messages.append(
+                f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {ranks}"
+            )
+
     def before_update(self) -> None:
-        """Not collective: call it before anything changes the saved tensors. Waits while they are being copied."""
+        """Wait while the saved tensors are being copied. Not collective.
+
+        Call this before anything changes these tensors.
+        """
         if self._pending_save is not None:
-            begin = time.perf_counter()
-            self._host.wait_until_staged()
-            self.blocked_s += time.perf_counter() - begin
+            started = time.perf_counter()
+            self._stager.wait_until_staged()
+            self.blocked_s += time.perf_counter() - started
 
     def _check_lock(self) -> None:
         if self._lock is not None:
             self._lock.check_held()
 
     def _log(self, line: str) -> None:
-        """A line from any rank; the news are those of rank 0."""
-        self._news.append(line) if self.mesh.world.is_first else print(line, file=sys.stderr, flush=True)
+        """Log a line of any rank: in the messages on rank 0, on stderr elsewhere."""
+        if self.mesh.world.is_first:
+            self._messages.append(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def save_message(self, step: int) -> str:
-        """The log line before `save`."""
+        """Return the line to log before `save`."""
         if self.megatron:
             return f"saving checkpoint at iteration {step:7d} to {self.directory} in megalite format"
         return f"saving checkpoint at step {step} to {self.directory}"
 
     @property
     def failed(self) -> bool:
-        """Not collective: this rank's save in the background failed; `wait` on all ranks raises."""
+        """Return True if this rank's pending save has failed, so that `wait` will raise. Not collective."""
         return self._pending_save is not None and self._pending_save.error is not None
 
     def wait(self) -> None:
-        """Wait until no save is in flight. Raises CheckpointError on all ranks if it failed on one."""
-        flight = self._pending_save
-        if flight is None:
+        """Wait until no save is pending. Raises CheckpointError on all ranks if the save failed on any."""
+        pending = self._pending_save
+        if pending is None:
             return
         if not self.mesh.world.is_first:
-            flight.join()  # to know whether it failed; it waits for no other rank, and rank 0 waits for it anyway
+            pending.join()  # to know if it failed; this waits for no other rank, and rank 0 waits for it anyway
         if all_reduce_int(self.failed, self.mesh):
-            flight.abort.set()
-        flight.join()
+            pending.abort.set()
+        pending.join()
         self._pending_save = None
         try:
-            raise_on_all_ranks(flight.error, self.mesh, f"saving to {flight.part} in the background")
+            raise_on_all_ranks(pending.error, self.mesh, f"saving to {pending.part} in the background")
         except CheckpointError:
             if self.mesh.world.is_first:
-                manifest.discard_quietly(flight.part)
+                manifest.discard_quietly(pending.part)
             raise
 
     def pop_messages(self) -> list[str]:
-        """Not collective: the lines for the log since the last call."""
-        return [self._news.popleft() for _ in range(len(self._news))]
+        """Return the lines to log since the last call. Not collective."""
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def close(self, wait: bool = True) -> str | None:
-        """Not collective: finish the save in flight (unless the other ranks may be dead) and drop the lock. Returns why
-        the last save is lost, if it failed and nobody waited for it; `news` has that too, and failed uploads."""
-        lost, flight = None, self._pending_save
-        if flight is not None and wait:
-            flight.join()
-        if flight is not None and flight.error is not None:
-            lost = f"the last save, to {flight.part}, failed: {error_text(flight.error)}"
-            self._news.append(lost)
+        """Finish the pending save and release the lock. Not collective.
+
+        Returns the error of the last save if it failed and `wait` was not called. The messages include it, and failed
+        uploads. `wait=False` does not wait for the pending save, for the case that other ranks are dead.
+        """
+        message = None
+        pending = self._pending_save
+        if pending is not None and wait:
+            pending.join()
+        if pending is not None and pending.error is not None:
+            message = f"the last save, to {pending.part}, failed: {error_text(pending.error)}"
+            self._messages.append(message)
         if self._uploader is not None:
             self._uploader.close(wait)
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-        return lost
+        return message
 
     def _prune(self, step: int) -> None:
-        if self._branch.unfinished:
+        """Delete or upload checkpoints after a commit."""
+        if self._superseded.unfinished:  # the new checkpoint must stay
             return
         if self._uploader is not None:
             self._uploader.notify()
@@ -227,7 +284,7 @@ class CheckpointSaver:
             try:
                 self._retention.prune(step)
             except OSError as error:
-                self._news.append(f"could not delete an old checkpoint: {error}")
+                self._messages.append(f"could not delete an old checkpoint: {error}")
 
 
 def save(
@@ -236,39 +293,58 @@ def save(
     pieces: Sequence[TensorShard],
     state: dict[str, Any],
     mesh: Mesh,
-    confirm: Callable[[], None] = lambda: None,
+    check_lock: Callable[[], None] = lambda: None,
     commit: Callable[[], None] | None = None,
 ) -> Location:
-    """A save that training waits for; collective: every rank writes the pieces that it owns into one file, all agree
-    that every file is there, and rank 0 commits. Returns the folder of the checkpoint. `confirm`: called on rank 0
-    before anything changes; its errors end the save. `commit`: what rank 0 does in the end, in place of the commit
-    alone. Raises CheckpointError on all ranks, and removes the folder."""
+    """Save synchronously, and return the directory of the checkpoint. Collective over all ranks.
+
+    Every rank writes its shards into one file, all ranks agree that every file exists, and rank 0 commits.
+
+    Args:
+        directory: The --save directory.
+        step: The step of the checkpoint.
+        pieces: The shards that this rank writes.
+        state: The values that are not tensors, as plain JSON.
+        mesh: The mesh of the run.
+        check_lock: Called on rank 0 before anything changes. Its errors end the save.
+        commit: Called on rank 0 at the end, in place of manifest.commit.
+
+    Raises:
+        CheckpointError: On all ranks. The staging directory has been removed.
+    """
     final = checkpoint_dir(directory, step)
-    part = storage_of(final).staging_path(final)
-    _begin(part, mesh, confirm)
+    staging_dir = storage_of(final).staging_path(final)
+    _make_staging(staging_dir, mesh, check_lock)
 
     def write() -> None:
         rows, ordered = tensor_file.plan_write(pieces)
-        manifest.write_rank_file(part, mesh.world.rank, rows, (p.data for p in ordered))
+        manifest.write_rank_file(staging_dir, mesh.world.rank, rows, (piece.data for piece in ordered))
         inject_fault("ckpt.shard_written", mesh.world.rank, step)
 
-    commit = commit or (lambda: manifest.commit(part, final, state, step, mesh.world.size))
+    def commit_on_first() -> None:
+        if not mesh.world.is_first:
+            return
+        if commit is not None:
+            commit()
+        else:
+            manifest.commit(staging_dir, final, state, step, mesh.world.size)
+
     try:
-        run_on_all_ranks(mesh, write, f"writing to {part}")
-        run_on_all_ranks(mesh, commit if mesh.world.is_first else lambda: None, f"committing {final}")
+        run_on_all_ranks(mesh, write, f"writing to {staging_dir}")
+        run_on_all_ranks(mesh, commit_on_first, f"committing {final}")
     except CheckpointError:
         if mesh.world.is_first:
-            manifest.discard_quietly(part)
+            manifest.discard_quietly(staging_dir)
         raise
     return final
 
 
-def _begin(part: Location, mesh: Mesh, confirm: Callable[[], None]) -> None:
-    """Make an empty folder to build a checkpoint in; collective."""
+def _make_staging(staging_dir: Location, mesh: Mesh, check_lock: Callable[[], None]) -> None:
+    """Make an empty directory in which a checkpoint is built. Collective over all ranks."""
 
-    def begin() -> None:
+    def make() -> None:
         if mesh.world.is_first:
-            confirm()
-            storage_of(part).make_staging(part)
+            check_lock()
+            storage_of(staging_dir).make_staging(staging_dir)
 
-    run_on_all_ranks(mesh, begin, f"making {part}")
+    run_on_all_ranks(mesh, make, f"making {staging_dir}")

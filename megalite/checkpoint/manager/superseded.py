@@ -1,15 +1,17 @@
-"""`Branch`: what becomes of checkpoints of later steps than the one where a run begins, of a branch that it leaves.
+"""Renaming of the checkpoints that a run supersedes when it starts from an earlier step.
 
-These exist after a rollback (--ckpt-step), after --finetune, and where a run saves to another run's directory. If they
-stayed, the next start would continue from them, and --keep-last would delete the new branch's checkpoints first. They
-must disappear as soon as the run has a checkpoint of its own, and no earlier: killed at any moment, one branch or the
-other is whole. Many folders cannot be renamed at once, so it takes two steps, either of which may be interrupted:
+Checkpoints of later steps exist after a rollback (--ckpt-step), after --finetune, and when a run saves to the directory
+of another run. If they stayed, the next start would resume from them, and --keep-last would delete the new checkpoints
+first. They must disappear as soon as the run has a checkpoint of its own, and not earlier: if the run is killed at any
+time, either the old or the new checkpoints are complete. Many directories cannot be renamed atomically, so it takes two
+steps, and both may be interrupted:
 
-    iter_0000300 -> .iter_0000300.left-at-0000200.for-0000250    hidden: nothing lists, counts or deletes it
+    iter_0000300 -> .iter_0000300.left-at-0000200.for-0000250    hidden: not listed, counted or deleted
     iter_0000250 is committed
-    -> abandoned-iter_0000300-left-at-0000200                    or, where it was not committed, back
+    -> abandoned-iter_0000300-left-at-0000200                    or, if it was not committed, the old name
 
-They stay in the directory: a read-only checkpoint can be renamed, but not moved, and relative links stay valid.
+The checkpoints stay in the directory: a read-only checkpoint can be renamed, but not moved, and relative links stay
+valid.
 """
 
 import contextlib
@@ -25,107 +27,145 @@ from megalite.checkpoint.storage.storage import storage_of
 _HIDDEN = re.compile(r"\.(iter_\d{7,})\.(left-at-\d{7,})\.for-(\d{7,})")
 
 
-def hide_later(places: Iterable[Path], begin: int, first: int) -> None:
-    """Hide the checkpoints of these directories that are of later steps than `begin`, where a run began that is about
-    to commit its first checkpoint, that of step `first`. Raises OSError; call `settle` afterwards in any case."""
-    todo = [checkpoint_dir(place, step) for place in places for step in reversed(_later(place, begin))]
-    taken = f"iter_{first:07d}"  # before the others, so that it exists again only when it is the new one
-    for folder in sorted(todo, key=lambda folder: folder.name != taken):
-        os.replace(str(folder), str(folder.parent / f".{folder.name}.left-at-{begin:07d}.for-{first:07d}"))
-    for place in places:
-        fsync_path(place)
+def hide_later(directories: Iterable[Path], start_step: int, first_step: int) -> None:
+    """Hide the checkpoints after step `start_step` before the run commits its first checkpoint, of step `first_step`.
+
+    Raises OSError. Call `finish_renames` afterwards in any case.
+    """
+    checkpoints = [
+        checkpoint_dir(directory, step) for directory in directories for step in reversed(_later(directory, start_step))
+    ]
+    # This name is freed before all others, so that it exists again only as the new checkpoint.
+    first_name = f"iter_{first_step:07d}"
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.name != first_name):
+        os.replace(
+            str(checkpoint),
+            str(checkpoint.parent / f".{checkpoint.name}.left-at-{start_step:07d}.for-{first_step:07d}"),
+        )
+    for directory in directories:
+        fsync_path(directory)
 
 
-def finish_renames(*places: Location) -> dict[Path, dict[str, str]]:
-    """End the work of `hide` in those that are directories: {directory: {old name: new name}}. Where the checkpoint
-    that they were hidden for was committed, to the first one, they get new names, else their old ones, or new ones if
-    those are taken. Raises OSError."""
-    directories = [place for place in places if isinstance(place, Path)]
-    new: dict[Path, dict[str, str]] = {}
-    matches = [(d, path, _HIDDEN.fullmatch(path.name)) for d in directories for path in d.glob(".iter_*")]
+def finish_renames(*locations: Location) -> dict[Path, dict[str, str]]:
+    """Finish the renames of `hide_later` in those locations that are local directories.
+
+    If the checkpoint that they were hidden for was committed to the first directory, the hidden checkpoints get their
+    `abandoned-` names. Otherwise they get their old names back, or `abandoned-` names if those exist by now.
+
+    Returns:
+        {directory: {old name: new name}} of the checkpoints with new names.
+
+    Raises:
+        OSError: A rename failed. Call this again later.
+    """
+    directories = [location for location in locations if isinstance(location, Path)]
+    renamed: dict[Path, dict[str, str]] = {}
+    matches = [
+        (directory, path, _HIDDEN.fullmatch(path.name))
+        for directory in directories
+        for path in directory.glob(".iter_*")
+    ]
     hidden = [(directory, path, match.groups()) for directory, path, match in matches if match]
-    hidden.sort(key=lambda x: (x[2][0] == f"iter_{x[2][2]}", x[0] == directories[0], x[1]))  # last: see `hide`
-    committed = {first: (directories[0] / f"iter_{first}").exists() for _, _, (_, _, first) in hidden}
-    for directory, path, (name, left, first) in hidden:
-        if not committed[first] and not os.path.lexists(directory / name):
+    # The checkpoint with the name of the new one comes last, for the reason given in `hide_later`.
+    hidden.sort(key=lambda entry: (entry[2][0] == f"iter_{entry[2][2]}", entry[0] == directories[0], entry[1]))
+    committed = {first_step: (directories[0] / f"iter_{first_step}").exists() for _, _, (_, _, first_step) in hidden}
+    for directory, path, (name, suffix, first_step) in hidden:
+        if not committed[first_step] and not os.path.lexists(directory / name):
             os.replace(path, directory / name)
             continue
-        number, target = 1, directory / f"abandoned-{name}-{left}"
+        attempt = 1
+        target = directory / f"abandoned-{name}-{suffix}"
         while os.path.lexists(target):
-            number += 1
-            target = directory / f"abandoned-{name}-{left}-{number}"
+            attempt += 1
+            target = directory / f"abandoned-{name}-{suffix}-{attempt}"
         os.replace(path, target)
-        new.setdefault(directory, {})[name] = target.name
+        renamed.setdefault(directory, {})[name] = target.name
     for directory in {directory for directory, _, _ in hidden}:
         fsync_path(directory)
-    return new
+    return renamed
 
 
 class SupersededCheckpoints:
-    """A run that begins at step `begin`, saves to the first of `places`, and uploads to the other. Not collective.
-    `damaged`: the checkpoints of later steps were tried and are not whole; behind a URL they stay. Raises
-    CheckpointError where others of later steps are behind a URL, where no folder can be renamed."""
+    """The checkpoints of later steps than the one from which a run starts. Not collective.
 
-    def __init__(self, places: Sequence[Location] = (), begin: int = 0, damaged: bool = False):
-        self._paths, self._begin = [place for place in places if isinstance(place, Path)], begin
-        later = {place: steps for place in places if (steps := _later(place, begin))}
-        for place, steps in later.items():
-            if isinstance(place, RemotePath) and not damaged:
-                copy = f" (and copy iter_{begin:07d} to it, to load from it as well)" if begin else ""
-                why = "they would be taken for its own, and cannot be renamed behind a URL; give --save another URL"
-                newest = "continue from the newest: --load without --ckpt-step and --finetune"
+    Args:
+        directories: The directory to which the run saves, then the one to which it uploads, if any.
+        start_step: The step from which the run starts.
+        damaged: The later checkpoints were tried and are damaged. Behind a URL, these stay.
+
+    Raises:
+        CheckpointError: Undamaged later checkpoints are behind a URL, where directories cannot be renamed.
+    """
+
+    def __init__(self, directories: Sequence[Location] = (), start_step: int = 0, damaged: bool = False):
+        self._paths = [directory for directory in directories if isinstance(directory, Path)]
+        self._start_step = start_step
+        later = {directory: steps for directory in directories if (steps := _later(directory, start_step))}
+        for directory, steps in later.items():
+            if isinstance(directory, RemotePath) and not damaged:
+                copy_hint = f" (and copy iter_{start_step:07d} to it, to load from it as well)" if start_step else ""
+                reason = "they would be taken for its own, and cannot be renamed behind a URL; give --save another URL"
+                newest_hint = "continue from the newest: --load without --ckpt-step and --finetune"
                 raise CheckpointError(
-                    f"save={str(place)!r} holds {_named(steps)}, of later steps than {begin}, where this run begins: "
-                    f"{why}{copy}, delete them, or {newest}"
+                    f"save={str(directory)!r} holds {_named(steps)}, of later steps than "
+                    f"{start_step}, where this run begins: {reason}{copy_hint}, delete them, or {newest_hint}"
                 )
-        self.damaged = {step for place, steps in later.items() if isinstance(place, RemotePath) for step in steps}
-        self.pending = bool(later)  # until there is a first save
-        self.unfinished = False  # some are still hidden: the first save must stay, since it shows that they are left
+        self.damaged = {
+            step for directory, steps in later.items() if isinstance(directory, RemotePath) for step in steps
+        }
+        self.pending = bool(later)  # until the first save
+        # True while some are still hidden. The first save must stay then, because it marks them as superseded.
+        self.unfinished = False
         self.message: str | None = None
         if later and not damaged:
             self.message = (
-                f"{_named(set().union(*later.values()))} in {' and '.join(map(str, places))}: of later steps than "
-                f"{begin}, where this run begins; the first save renames them to abandoned-... and deletes nothing. "
-                f"To continue from them, stop now and give --load {places[-1]} without --ckpt-step and --finetune"
+                f"{_named(set().union(*later.values()))} in {' and '.join(map(str, directories))}: of later steps than "
+                f"{start_step}, where this run begins; the first save renames them to abandoned-... and deletes "
+                f"nothing. To continue from them, stop now and give --load {directories[-1]} without --ckpt-step and "
+                "--finetune"
             )
 
     @contextlib.contextmanager
-    def superseded_by(self, first: int, tell: Callable[[str], None]) -> Iterator[None]:
-        """Around the commit of step `first`: with the run's first checkpoint, all of later steps than `begin` are
-        renamed, unless the commit raises. `tell`: gets lines for people."""
+    def superseded_by(self, first_step: int, log: Callable[[str], None]) -> Iterator[None]:
+        """Wrap the commit of step `first_step`, and rename the superseded checkpoints with the first commit of the run.
+
+        They keep their names if the commit raises. `log` receives lines for the log.
+        """
         if self.unfinished:
-            self._settle(tell)
+            self._settle(log)
         if not self.pending or not self._paths:
             yield
             return
         try:
-            hide_later(self._paths, self._begin, first)
+            hide_later(self._paths, self._start_step, first_step)
             yield
         except BaseException:
-            with contextlib.suppress(OSError):  # the next start does it
+            with contextlib.suppress(OSError):  # the next start finishes the renames
                 finish_renames(*self._paths)
             raise
         self.pending = False
-        self._settle(tell)
+        self._settle(log)
 
-    def _settle(self, tell: Callable[[str], None]) -> None:
+    def _settle(self, log: Callable[[str], None]) -> None:
+        """Finish the renames, and log them, or a failure."""
         self.unfinished = True
         try:
-            for path, new in finish_renames(*self._paths).items():
-                renamed = ", ".join(f"{name} to {other}" for name, other in new.items())
-                began = f"the run began at step {self._begin} and left the branch of later checkpoints"
-                tell(f"{began}: renamed in {path} {renamed}")
+            for path, new_names in finish_renames(*self._paths).items():
+                renamed = ", ".join(f"{name} to {new_name}" for name, new_name in new_names.items())
+                message = f"the run began at step {self._start_step} and left the branch of later checkpoints"
+                log(f"{message}: renamed in {path} {renamed}")
             self.unfinished = False
-        except OSError as error:  # they stay hidden
-            later = "the next save or start tries again, and until then nothing is deleted or uploaded"
-            tell(f"cannot rename the checkpoints that the run left at step {self._begin} ({error}): {later}")
+        except OSError as error:  # the checkpoints stay hidden
+            consequence = "the next save or start tries again, and until then nothing is deleted or uploaded"
+            log(f"cannot rename the checkpoints that the run left at step {self._start_step} ({error}): {consequence}")
 
 
-def _later(directory: Location, begin: int) -> list[int]:
-    return [step for step in storage_of(directory).steps_in(directory) if step > begin]
+def _later(directory: Location, start_step: int) -> list[int]:
+    """Return the steps after `start_step` of the checkpoints in a directory."""
+    return [step for step in storage_of(directory).steps_in(directory) if step > start_step]
 
 
 def _named(steps: Iterable[int]) -> str:
-    """Their names, or how many they are, with the first and the last."""
+    """Return the names of the checkpoints, or if there are more than three, their number and the first and last."""
     names = [f"iter_{step:07d}" for step in sorted(steps)]
     return ", ".join(names) if len(names) < 4 else f"{len(names)} checkpoints, {names[0]} to {names[-1]}"

@@ -1,4 +1,7 @@
-"""A --save directory on a file system. A checkpoint is built in `.iter_0000500.part` and renamed: then it exists."""
+"""A --save directory on a local file system.
+
+A checkpoint is built in `.iter_0000500.part`, and exists once this is renamed to `iter_0000500`.
+"""
 
 import contextlib
 import datetime
@@ -25,103 +28,129 @@ from megalite.config.console import print_err
 from megalite.config.text_file import read_small_bytes
 
 _REPLACED = ".replaced"
-_BEGIN_WRITING = 1 << 22  # bytes
-MAX_READ_BYTES = 1 << 30  # a manifest is the largest file that is read whole
+_WRITEBACK_BYTES = 1 << 22  # start writing to the disk after this many buffered bytes
+MAX_READ_BYTES = 1 << 30  # a manifest is the largest file that is read at once
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
     return next((f"{count / size:,.1f} {unit}" for unit, size in units if count >= size), f"{count} bytes")
 
 
 def fsync_path(path: Path) -> None:
-    """Write a file's bytes, or a directory's entries, to the disk."""
-    number = os.open(path, os.O_RDONLY)
+    """Flush the bytes of a file, or the entries of a directory, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(fd)
     finally:
-        os.close(number)
+        os.close(fd)
 
 
 class LocalFile:
-    """An open file, never behind a link, for reading ranges."""
+    """A file that is open for reading ranges. It is never opened through a link."""
 
     def __init__(self, path: Path):
         self._path = path
-        self._number = open_nofollow(path, os.O_RDONLY)
-        self.size = os.fstat(self._number).st_size
+        self._fd = open_nofollow(path, os.O_RDONLY)
+        self.size = os.fstat(self._fd).st_size
 
-    def pread(self, target: memoryview, begin: int) -> None:
-        """Fill `target` with the bytes from `begin`. ValueError where the file ends early; OSError. Thread-safe."""
+    def pread(self, target: memoryview, start: int) -> None:
+        """Fill `target` with the bytes from `start`. Thread-safe.
+
+        Raises:
+            ValueError: The file ends early.
+            OSError: The file cannot be read.
+        """
         done = 0
         while done < len(target):
-            count = os.preadv(self._number, [target[done : done + (1 << 30)]], begin + done)
+            count = os.preadv(self._fd, [target[done : done + (1 << 30)]], start + done)
             if count == 0:
-                raise ValueError(f"{self._path}: ends at byte {begin + done}, earlier than when it was opened")
+                raise ValueError(f"{self._path}: ends at byte {start + done}, earlier than when it was opened")
             done += count
 
     def close(self) -> None:
-        os.close(self._number)
+        os.close(self._fd)
 
 
 def is_locked(path: Path, kind: int = fcntl.LOCK_SH) -> bool | None:
-    """Whether another process holds a lock that excludes one of this `kind`; None where unknown, as LOCK_EX on NFS."""
+    """Return True if another process holds a lock that excludes one of this `kind`.
+
+    Returns None if this is unknown, for example for LOCK_EX on NFS.
+    """
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        fcntl.flock(number, kind | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
         return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     finally:
-        os.close(number)
+        os.close(fd)
     return False
 
 
 class DirectoryLock:
-    """One run per directory; the kernel drops the lock with its process. `option`: the flag that gave the directory.
-    Raises CheckpointError where another process holds it, OSError where none can."""
+    """A lock on a directory, for one run at a time. The kernel releases it when its process ends.
+
+    Args:
+        directory: The directory.
+        name: The name of the lock file in it.
+        option: The flag with which the user gave the directory, for messages.
+        remedy: The advice to the user if the directory is in use.
+
+    Raises:
+        CheckpointError: Another process holds the lock.
+        OSError: The directory cannot be locked.
+    """
 
     def __init__(self, directory: Path, name: str = LOCK_FILE, option: str = "save", remedy: str = "save elsewhere"):
         self._path, self._description = directory / name, (name, option, remedy)
-        self._number = open_nofollow(self._path, os.O_RDWR | os.O_CREAT)
+        self._fd = open_nofollow(self._path, os.O_RDWR | os.O_CREAT)
         try:
             self._take()
         except OSError as error:
-            holder = os.pread(self._number, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(self._number)
+            holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(self._fd)
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            used = f"{option}={str(directory)!r} is in use by {holder}"
-            raise CheckpointError(f"{used}: stop that run, or {remedy}") from None
-        os.ftruncate(self._number, 0)
+            message = f"{option}={str(directory)!r} is in use by {holder}"
+            raise CheckpointError(f"{message}: stop that run, or {remedy}") from None
+        os.ftruncate(self._fd, 0)
         since = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        os.pwrite(self._number, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
 
     def _take(self) -> None:
-        for _ in range(4):  # a process in `is_held` has it for a moment
+        """Lock the file, with retries. Raises OSError."""
+        for _ in range(4):  # a process in `is_locked` holds the lock briefly
             with contextlib.suppress(BlockingIOError):
-                return fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
             time.sleep(0.05)
-        fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def check_held(self) -> None:
-        """Make and take the lock again if its file was deleted. CheckpointError where another has that one, OSError."""
+        """Recreate and lock the lock file if it was deleted.
+
+        Raises:
+            CheckpointError: Another process has locked the new file.
+            OSError: The file cannot be created.
+        """
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._number)):
+            if os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._fd)):
                 return
         directory, (name, option, remedy) = self._path.parent, self._description
         directory.mkdir(parents=True, exist_ok=True)
-        again = DirectoryLock(directory, name, option, remedy)
-        self._number, again._number = again._number, self._number
-        os.close(again._number)
-        lost = "its lock was deleted under the run, perhaps with other files"
-        print_err(f"WARNING: {option}={str(directory)!r}: {lost}; it is made and locked again")
+        new_lock = DirectoryLock(directory, name, option, remedy)
+        self._fd, new_lock._fd = new_lock._fd, self._fd
+        os.close(new_lock._fd)
+        message = "its lock was deleted under the run, perhaps with other files"
+        print_err(f"WARNING: {option}={str(directory)!r}: {message}; it is made and locked again")
 
     def close(self) -> None:
-        os.ftruncate(self._number, 0)
-        os.close(self._number)  # not unlinked: another process may have it open already
+        """Release the lock."""
+        os.ftruncate(self._fd, 0)
+        os.close(self._fd)  # not deleted, because another process may already have opened it
 
 
 def _not_writable_error(directory: Path, error: OSError) -> CheckpointError:
@@ -132,24 +161,26 @@ def _not_writable_error(directory: Path, error: OSError) -> CheckpointError:
 
 
 class LocalStorage:
-    """Storage (protocol.py) of a local directory."""
+    """The storage (see storage.py) of a local directory."""
 
     poll_interval_s = 0.02
     stall_timeout_s = 600.0
-    num_readers = 2  # one waits for the disk while another hashes; more would compete for the processor
+    num_readers = 2  # one waits for the disk while the other hashes; more would compete for the CPU
     sequential = True
     open, lock = LocalFile, DirectoryLock
 
     def steps_in(self, directory: Path) -> list[int]:
         steps = {
-            p: step for p in directory.glob("iter_*") if (step := step_from_name(p.name)) is not None and p.is_dir()
+            path: step
+            for path in directory.glob("iter_*")
+            if (step := step_from_name(path.name)) is not None and path.is_dir()
         }
-        return sorted(step for p, step in steps.items() if not is_megatron_checkpoint(p))
+        return sorted(step for path, step in steps.items() if not is_megatron_checkpoint(path))
 
-    def list_files(self, folder: Path) -> dict[str, int]:
+    def list_files(self, directory: Path) -> dict[str, int]:
         try:
-            with os.scandir(folder) as entries:
-                return {e.name: e.stat().st_size for e in entries if e.is_file(follow_symlinks=False)}
+            with os.scandir(directory) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False)}
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
@@ -159,16 +190,16 @@ class LocalStorage:
     @contextlib.contextmanager
     def open_new(self, path: Path) -> Iterator[Append]:
         with open(path, "xb", buffering=1 << 20) as file:
-            begun = 0
+            written = 0
 
-            def append(part: bytes | bytearray | memoryview) -> None:
-                nonlocal begun
-                file.write(part)
-                if file.tell() - begun >= _BEGIN_WRITING and hasattr(os, "posix_fadvise"):
+            def append(data: bytes | bytearray | memoryview) -> None:
+                nonlocal written
+                file.write(data)
+                if file.tell() - written >= _WRITEBACK_BYTES and hasattr(os, "posix_fadvise"):
                     file.flush()
-                    # Linux begins to write pages that it is told to drop, so the disk works while the rest is hashed
-                    os.posix_fadvise(file.fileno(), begun, file.tell() - begun, os.POSIX_FADV_DONTNEED)
-                    begun = file.tell()
+                    # Linux starts writing pages that it is asked to drop, so the disk works while the rest is hashed
+                    os.posix_fadvise(file.fileno(), written, file.tell() - written, os.POSIX_FADV_DONTNEED)
+                    written = file.tell()
 
             yield append
             file.flush()
@@ -191,47 +222,49 @@ class LocalStorage:
     def staging_path(self, final: Path) -> Path:
         return final.with_name(f".{final.name}.part")
 
-    def make_staging(self, part: Path) -> None:
+    def make_staging(self, staging_dir: Path) -> None:
         try:
-            remove(part)
+            remove(staging_dir)
         except OSError as error:
-            wrong = f"{part} is in the way and cannot be removed ({error.strerror})"
-            raise CheckpointError(f"save={str(part.parent)!r}: {wrong}: remove it, or save elsewhere") from None
-        part.mkdir(parents=True)
+            message = f"{staging_dir} is in the way and cannot be removed ({error.strerror})"
+            raise CheckpointError(
+                f"save={str(staging_dir.parent)!r}: {message}: remove it, or save elsewhere"
+            ) from None
+        staging_dir.mkdir(parents=True)
 
-    def discard(self, part: Path) -> None:
+    def discard(self, staging_dir: Path) -> None:
         with contextlib.suppress(OSError):
-            remove(part)
+            remove(staging_dir)
 
-    def publish(self, part: Path, final: Path) -> None:
+    def publish(self, staging_dir: Path, final: Path) -> None:
         for name in ("manifest.json", "COMPLETE"):
-            fsync_path(part / name)
-        fsync_path(part)
-        old = final.with_name(f".{final.name}{_REPLACED}")
-        self.discard(old)
-        if os.path.lexists(final):  # the same step again, after a rollback; see `sweep`
-            os.replace(final, old)
-        os.replace(part, final)
-        self.discard(old)
+            fsync_path(staging_dir / name)
+        fsync_path(staging_dir)
+        replaced = final.with_name(f".{final.name}{_REPLACED}")
+        self.discard(replaced)
+        if os.path.lexists(final):  # the step was saved before a rollback; see `remove_leftovers`
+            os.replace(final, replaced)
+        os.replace(staging_dir, final)
+        self.discard(replaced)
         fsync_path(final.parent)
 
-    def remove(self, folder: Path) -> None:
-        old = folder.with_name(f".{folder.name}.old")  # renamed first: `sweep` ends an interrupted deletion
-        self.discard(old)
-        os.replace(folder, old)
-        self.discard(old)
+    def remove(self, checkpoint: Path) -> None:
+        doomed = checkpoint.with_name(f".{checkpoint.name}.old")  # `remove_leftovers` finishes an interrupted deletion
+        self.discard(doomed)
+        os.replace(checkpoint, doomed)
+        self.discard(doomed)
 
     def remove_leftovers(self, directory: Path) -> list[str]:
-        left = [p for p in directory.glob(".iter_*") if p.suffix in (".part", ".old", _REPLACED)]
-        for folder in left:
-            final = folder.with_name(folder.stem[1:])
-            is_ours = folder.is_dir() and not folder.is_symlink()
-            # killed between two renames: it is still valid
-            if folder.suffix == _REPLACED and is_ours and not os.path.lexists(final):
-                os.replace(folder, final)
+        leftovers = [path for path in directory.glob(".iter_*") if path.suffix in (".part", ".old", _REPLACED)]
+        for leftover in leftovers:
+            final = leftover.with_name(leftover.stem[1:])
+            is_directory = leftover.is_dir() and not leftover.is_symlink()
+            # the process was killed between the two renames of `publish`: the old checkpoint is still valid
+            if leftover.suffix == _REPLACED and is_directory and not os.path.lexists(final):
+                os.replace(leftover, final)
             else:
-                self.discard(folder)
-        return sorted(p.name for p in left)
+                self.discard(leftover)
+        return sorted(path.name for path in leftovers)
 
     def check_writable(self, directory: Path, rank: int) -> None:
         test = directory / f".probe-{rank:05d}"
@@ -250,7 +283,7 @@ class LocalStorage:
             raise _not_writable_error(directory, error) from None
 
     def check_can_create(self, directory: Path) -> None:
-        """Check that the directory could be made and written, and create nothing that stays. Raises CheckpointError."""
+        """Check that the directory can be made and written, and leave nothing behind. Raises CheckpointError."""
         try:
             nearest = next(path for path in (directory, *directory.parents) if path.exists())
             tempfile.TemporaryDirectory(prefix=".probe-", dir=nearest).cleanup()
@@ -258,21 +291,23 @@ class LocalStorage:
             raise _not_writable_error(directory, error) from None
 
     def check_space(self, directory: Path, needed: int) -> None:
-        if (free := shutil.disk_usage(directory).free) < needed:
-            left, wanted = _size(free), _size(needed)
-            left, wanted = (left, wanted) if left != wanted else (f"{free:,} bytes", f"{needed:,} bytes")
-            room = f"has {left} left, a checkpoint needs {wanted}"
-            raise CheckpointError(f"save={str(directory)!r} {room}: free some space, or save elsewhere")
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            free_text, needed_text = _format_size(free), _format_size(needed)
+            if free_text == needed_text:
+                free_text, needed_text = f"{free:,} bytes", f"{needed:,} bytes"
+            problem = f"has {free_text} left, a checkpoint needs {needed_text}"
+            raise CheckpointError(f"save={str(directory)!r} {problem}: free some space, or save elsewhere")
 
     @contextlib.contextmanager
-    def read_lock(self, folder: Path) -> Iterator[None]:
-        number = open_nofollow(folder / "COMPLETE", os.O_RDONLY)
+    def read_lock(self, checkpoint: Path) -> Iterator[None]:
+        fd = open_nofollow(checkpoint / "COMPLETE", os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(number, fcntl.LOCK_SH)
+                fcntl.flock(fd, fcntl.LOCK_SH)
             yield
         finally:
-            os.close(number)
+            os.close(fd)
 
-    def in_use(self, folder: Path) -> bool:
-        return is_locked(folder / "COMPLETE", fcntl.LOCK_EX) is True
+    def in_use(self, checkpoint: Path) -> bool:
+        return is_locked(checkpoint / "COMPLETE", fcntl.LOCK_EX) is True

@@ -1,4 +1,4 @@
-"""Places of checkpoints, paths or URLs that fsspec knows; the names in a --save directory; the errors."""
+"""Locations of checkpoints (paths, or URLs that fsspec supports), names in a --save directory, and errors."""
 
 import re
 from collections.abc import Callable
@@ -11,33 +11,45 @@ from megalite.config.option import find_url_secret
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCK_FILE = ".lock"
-# in a folder iter_NNNNNNN or release that Megatron-LM has written, in any format, and never in one of ours
-_MEGATRON = (".metadata", "metadata.json", "mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
+# names in a directory iter_NNNNNNN or release that only Megatron-LM writes, in any of its formats
+_MEGATRON_NAMES = (".metadata", "metadata.json", "mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; its text names the file and the reason."""
+    """A checkpoint cannot be written or read. The message names the file and the reason."""
 
 
 class OtherRankError(CheckpointError):
-    """Another rank failed, and tells why."""
+    """Another rank has failed, and reports the reason."""
 
 
 def error_text(error: BaseException) -> str:
-    """Text of the error, with its type and place unless it is about files: a MemoryError has no text."""
-    text, place = str(error), error.__traceback__
+    """Return the message of an error, with its type and source line unless it is about files.
+
+    Some errors, such as MemoryError, have no message.
+    """
+    text = str(error)
     if text and isinstance(error, (CheckpointError, OSError)):
         return text
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    where = "" if place is None else f" in {Path(place.tb_frame.f_code.co_filename).name}:{place.tb_lineno}"
-    return f"{type(error).__name__}{where}{': ' * bool(text)}{text}"
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    location = "" if frame is None else f" in {Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"
+    title = f"{type(error).__name__}{location}"
+    return f"{title}: {text}" if text else title
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A folder or file behind a URL, with the interface of a Path. `files`: the fsspec file system; `path`: its name
-    there. Not an os.PathLike: code for local paths must fail on it."""
+    """A file or directory behind a URL, with the interface of a Path.
+
+    It is not an os.PathLike, so that code for local paths fails on it.
+
+    Attributes:
+        text: The URL.
+        path: The name in the fsspec file system.
+        files: The fsspec file system.
+    """
 
     text: str
     path: str
@@ -45,10 +57,12 @@ class RemotePath:
 
     @property
     def name(self) -> str:
+        """Return the last component of the path."""
         return self.path.rpartition("/")[2]
 
     @property
     def parent(self) -> "RemotePath":
+        """Return the directory that contains it."""
         return RemotePath(self.text.rpartition("/")[0], self.path.rpartition("/")[0], self.files)
 
     def __truediv__(self, name: str) -> "RemotePath":
@@ -60,17 +74,22 @@ class RemotePath:
 
 Location = Path | RemotePath
 P = TypeVar("P", bound=Location)
-Append = Callable[[bytes | bytearray | memoryview], object]  # of a file that is being written
+Append = Callable[[bytes | bytearray | memoryview], object]  # appends bytes to a file that is being written
 
 
 def is_url(text: str | Path | RemotePath) -> bool:
-    """Whether it names a place outside the local file system."""
+    """Return True if `text` is a location outside the local file system."""
     return isinstance(text, RemotePath) or ("://" in str(text) and not str(text).startswith(("file://", "local://")))
 
 
 def parse_location(text: str | Path | RemotePath) -> Location:
-    """A path, with or without `file://`, or a URL, whose package finds the credentials. Raises CheckpointError for an
-    unknown protocol or a package that is not installed."""
+    """Return a path, given with or without `file://`, or the location of a URL.
+
+    The fsspec package of the URL's protocol finds the credentials itself.
+
+    Raises:
+        CheckpointError: The protocol is unknown, its package is not installed, or the URL contains a secret.
+    """
     if isinstance(text, (Path, RemotePath)):
         return text
     if not is_url(text):
@@ -86,24 +105,26 @@ def parse_location(text: str | Path | RemotePath) -> Location:
         import fsspec.core
     except ImportError:
         raise CheckpointError(missing_package_message(f"{text!r}: a URL", "fsspec")) from None
-    try:  # no cache of listings: other processes write here. A new client would cost 0.3 s: fsspec keeps one
+    # Listings are not cached, because other processes write here. A new client would take 0.3 s, so fsspec caches it.
+    try:
         files, path = fsspec.core.url_to_fs(text.rstrip("/"), use_listings_cache=False)
-    except (ImportError, ValueError) as error:  # the message names the package, or the protocol nobody knows
+    except (ImportError, ValueError) as error:  # the message names the package, or the unknown protocol
         raise CheckpointError(f"{text!r}: {error}; install what it names, or give a local path") from None
     return RemotePath(text.rstrip("/"), path.rstrip("/"), files)
 
 
 def checkpoint_dir(directory: str | Path | RemotePath, step: int) -> Location:
+    """Return the directory of the checkpoint of a step."""
     return parse_location(directory) / f"iter_{step:07d}"
 
 
 def step_from_name(name: str) -> int | None:
-    """The step of a checkpoint's folder with this name; None for any other name."""
+    """Return the step of a checkpoint directory with this name, or None for any other name."""
     match = re.fullmatch(r"iter_([0-9]{7}|[1-9][0-9]{7,})", name)
     return int(match[1]) if match else None
 
 
-def is_megatron_checkpoint(folder: Path) -> bool:
-    """Whether it is a checkpoint of Megatron-LM, and not one of ours."""
-    ours = any((folder / name).exists() for name in ("manifest.json", "COMPLETE"))
-    return not ours and any((folder / name).exists() for name in _MEGATRON)
+def is_megatron_checkpoint(directory: Path) -> bool:
+    """Return True if the directory is a checkpoint of Megatron-LM, and not one of megalite."""
+    is_megalite = any((directory / name).exists() for name in ("manifest.json", "COMPLETE"))
+    return not is_megalite and any((directory / name).exists() for name in _MEGATRON_NAMES)

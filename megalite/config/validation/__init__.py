@@ -1,5 +1,8 @@
-"""Checks of a configuration: `check` returns all contradictions at once, `without_effect` the notes about options that
-do nothing. A module for each group of options; all are pure functions of the configuration, as options.py is."""
+"""Checks of a configuration.
+
+`find_problems` returns all contradictions at once, `find_ineffective` the notes about options that do nothing. There is
+a module for each group of options. All checks are pure functions of the configuration and do not import torch.
+"""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -14,13 +17,13 @@ from megalite.config.validation.world import world_problems
 def find_problems(
     config: Config, world_size: int | None = None, *, complete: bool = False, unclear: Iterable[str] = ()
 ) -> list[Problem]:
-    """Return every contradiction.
+    """Return all contradictions of a configuration.
 
     Args:
-        world_size: the number of ranks; None: what depends on it is not checked.
-        complete: `config` contains all that --load could bring. Otherwise a vocabulary may be missing, and the options
-            that --use-checkpoint-args takes from the checkpoint.
-        unclear: options whose value could not be read. They are checked no further, nor is what depends on them.
+        world_size: the number of ranks; None skips the checks that depend on it.
+        complete: `config` contains everything that --load could add. Otherwise it may lack the vocabulary size, and the
+            options that --use-checkpoint-args takes from the checkpoint.
+        unclear: options whose value could not be read. Problems that mention one of them are not reported.
     """
     unclear = set(unclear)
     out_of_range = {name: problem for name, problem in _range_problems(config) if name not in unclear}
@@ -28,7 +31,7 @@ def find_problems(
         unclear |= left_to_checkpoint(config)
     unclear |= out_of_range.keys()
     complete = complete or (config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None)
-    config = _with_stand_ins(config, unclear)
+    config = _with_placeholders(config, unclear)
     problems = [
         *launch.launch_problems(config),
         *data.data_problems(config, complete),
@@ -62,13 +65,13 @@ def find_problems(
 
 
 def find_ineffective(config: Config, *, complete: bool = False) -> list[Problem]:
-    """Return the notes about options that do nothing, or less than expected.
+    """Return notes about options that do nothing, or less than expected.
 
     Args:
-        complete: as for `check`.
+        complete: see `find_problems`.
     """
     unclear = set() if complete else left_to_checkpoint(config)
-    config = _with_stand_ins(config, unclear)
+    config = _with_placeholders(config, unclear)
     notes = [
         *effects.position_notes(config),
         *effects.context_parallel_notes(config),
@@ -84,25 +87,26 @@ def find_ineffective(config: Config, *, complete: bool = False) -> list[Problem]
     return [note for note in notes if not note.mentions(unclear)]
 
 
-def _with_stand_ins(config: Config, unclear: Collection[str]) -> Config:
+def _with_placeholders(config: Config, unclear: Collection[str]) -> Config:
     """Return `config` with valid values for the unclear options, so that all others can be checked."""
     for section, f in iter_options():
         if f.name in unclear:
-            stand_in = option_spec(f).placeholder
-            value = f.default if stand_in is None else stand_in
+            placeholder = option_spec(f).placeholder
+            value = f.default if placeholder is None else placeholder
             config = replace(config, **{section: replace(getattr(config, section), **{f.name: value})})
     return config
 
 
 def _range_problems(config: Config) -> Iterator[tuple[str, Problem]]:
-    """Yield (option, problem) for every value that is missing or out of the option's own range."""
+    """Yield (option, problem) for every value that is missing or outside the option's range."""
     for section, f in iter_options():
-        value, facts = value_of(config, f.name), option_spec(f)
-        if value == 0 and facts.required:
+        value = value_of(config, f.name)
+        spec = option_spec(f)
+        if value == 0 and spec.required:
             if f.name not in left_to_checkpoint(config):
                 or_preset = " or a --preset" if section == "model" else ""
                 yield f.name, Problem(f"{f.name}=0 is not set; give {flag_name(f.name)}{or_preset}", [f.name])
-        elif reason := facts.range_error(value):
+        elif reason := spec.range_error(value):
             yield f.name, Problem(f"{f.name}={value or 0} {reason}", [f.name])
     if config.optim.lr is None and not config.train.skip_train:
         yield "lr", Problem("lr is not set; give --lr", ["lr"])

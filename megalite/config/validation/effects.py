@@ -1,5 +1,7 @@
-"""Options that have no effect beside others, or another one than expected. They are no errors, as Megatron-LM accepts
-them; a run prints them as notes."""
+"""Options that have no effect because of others, or another effect than expected.
+
+These are not errors, because Megatron-LM accepts the same options; a run prints them as notes.
+"""
 
 from collections.abc import Iterator
 
@@ -87,7 +89,7 @@ def _expert_tensor_parallel_notes(config: Config) -> Iterator[Problem]:
     tp = parallel.tensor_model_parallel_size
     if parallel.expert_tensor_parallel_size == 1 and tp > 1 and config.model.expert_ffn_size % tp == 0:
         yield Problem(
-            "expert_tensor_parallel_size=1: each expert is whole on a rank; Megatron-LM's default is "
+            "expert_tensor_parallel_size=1: experts are not sharded over tp; Megatron-LM's default is "
             f"tensor_model_parallel_size={tp}, which --expert-tensor-parallel-size {tp} gives",
             options=("expert_tensor_parallel_size", "tensor_model_parallel_size", "num_experts"),
         )
@@ -98,7 +100,7 @@ def _balancing_notes(config: Config) -> Iterator[Problem]:
     kinds = model.moe_router_load_balancing_type
     if "global_aux_loss" in model.aux_loss_coeffs:
         yield Problem(
-            f"{shown(config, 'moe_router_load_balancing_type')}: it depends on how dp and accumulation share out a "
+            f"{shown(config, 'moe_router_load_balancing_type')}: it depends on how dp and accumulation split a "
             "batch, as in Megatron-LM; seq_aux_loss and --moe-router-enable-expert-bias do not",
             options=("moe_router_load_balancing_type", "moe_router_enable_expert_bias", "num_experts"),
         )
@@ -111,7 +113,7 @@ def _balancing_notes(config: Config) -> Iterator[Problem]:
         )
     if model.moe_router_force_load_balancing:
         yield Problem(
-            "moe_router_force_load_balancing: experts are drawn by lot, which is for benchmarks alone",
+            "moe_router_force_load_balancing: experts are chosen at random, which is for benchmarks only",
             options=("moe_router_force_load_balancing", "num_experts"),
         )
 
@@ -131,7 +133,10 @@ def parallel_notes(config: Config) -> Iterator[Problem]:
     if parallel.data_parallel_sharding_strategy is not None and not parallel.use_megatron_fsdp:
         yield no_effect(shown(config, "data_parallel_sharding_strategy"), without="use_megatron_fsdp")
     if parallel.reshard_after_forward != "auto" and stage < 3:
-        yield Problem(f"reshard_after_forward={parallel.reshard_after_forward} has no effect below ZeRO stage 3", options=("reshard_after_forward",))
+        yield Problem(
+            f"reshard_after_forward={parallel.reshard_after_forward} has no effect below ZeRO stage 3",
+            options=("reshard_after_forward",),
+        )
     if parallel.num_distributed_optimizer_instances > 1 and not stage:
         yield Problem(
             f"{shown(config, 'num_distributed_optimizer_instances')} has no effect at ZeRO stage 0",
@@ -210,17 +215,17 @@ def data_notes(config: Config) -> Iterator[Problem]:
 
 
 def _tokenizer_notes(config: Config) -> Iterator[Problem]:
-    """Yield the files and options of a tokenizer that the chosen one does not read."""
+    """Yield a note for each file or option that the tokenizer does not read."""
     kind = config.data.tokenizer_type
     if not kind:
         return
-    of_one_file = (*SENTENCEPIECE, "HuggingFaceTokenizer", "TikTokenizer")
+    with_tokenizer_model = (*SENTENCEPIECE, "HuggingFaceTokenizer", "TikTokenizer")
     ineffective: list[str] = []
     if kind in ("GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"):
         ineffective.append("tokenizer_model")
     if kind != "TikTokenizer":
         ineffective.append("tiktoken_pattern")
-    if kind in (*of_one_file, "ByteTokenizer", "NullTokenizer"):
+    if kind in (*with_tokenizer_model, "ByteTokenizer", "NullTokenizer"):
         ineffective += ["vocab_file", "merge_file"]
     for name in options_set(config, *ineffective):
         yield Problem(

@@ -66,8 +66,8 @@ def _expert_size_problems(config: Config) -> Iterator[Problem]:
         )
     if config.checkpoint.moe_use_upcycling and expert_ffn != model.ffn_size:
         yield Problem(
-            f"moe_ffn_hidden_size={expert_ffn} is not ffn_hidden_size={model.ffn_size}, of which moe_use_upcycling "
-            "makes copies; drop it",
+            f"moe_ffn_hidden_size={expert_ffn} is not ffn_hidden_size={model.ffn_size}, whose weights "
+            "moe_use_upcycling copies; drop it",
             options=("moe_ffn_hidden_size", "ffn_hidden_size", "moe_use_upcycling", "num_experts", "hidden_size"),
         )
 
@@ -106,29 +106,29 @@ def _balancing_problems(config: Config) -> Iterator[Problem]:
 
 
 def _group_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problems of routing that is limited to some groups of experts."""
+    """Yield the problems of group-limited routing, in which a token's experts are in a limited number of groups."""
     model = config.model
     num_experts, topk = model.num_experts or 0, model.moe_router_topk
-    groups, kept = model.moe_router_num_groups, model.moe_router_group_topk
+    groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
     if groups is None:
-        if kept is not None:
-            yield requires(f"moe_router_group_topk={kept}", "moe_router_num_groups", also=("num_experts",))
+        if group_topk is not None:
+            yield requires(f"moe_router_group_topk={group_topk}", "moe_router_num_groups", also=("num_experts",))
         return
-    if kept is None:
+    if group_topk is None:
         yield requires(f"moe_router_num_groups={groups}", "moe_router_group_topk", also=("num_experts",))
         return
     if num_experts % groups:
         yield does_not_divide(
             "moe_router_num_groups", groups, "num_experts", num_experts, also=("moe_router_group_topk",)
         )
-    elif topk % kept:
+    elif topk % group_topk:
         also = ("num_experts", "moe_router_num_groups")
-        yield does_not_divide("moe_router_group_topk", kept, "moe_router_topk", topk, also=also)
-    elif topk * groups > kept * num_experts:
+        yield does_not_divide("moe_router_group_topk", group_topk, "moe_router_topk", topk, also=also)
+    elif topk * groups > group_topk * num_experts:
         yield Problem(
-            f"moe_router_topk={topk} is above the experts in moe_router_group_topk={kept} of "
+            f"moe_router_topk={topk} is above the experts in moe_router_group_topk={group_topk} of "
             f"moe_router_num_groups={groups} groups; lower it or keep more",
             options=("moe_router_topk", "moe_router_group_topk", "moe_router_num_groups", "num_experts"),
         )
-    if kept > groups:
-        yield is_above("moe_router_group_topk", kept, "moe_router_num_groups", groups, also=("num_experts",))
+    if group_topk > groups:
+        yield is_above("moe_router_group_topk", group_topk, "moe_router_num_groups", groups, also=("num_experts",))

@@ -1,4 +1,4 @@
-"""Contradictions in the options of a launch: names and directories, the backend, dry runs, profiles."""
+"""Contradictions in the options of a launch: names, directories, the backend, dry runs and profiles."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ def launch_problems(config: Config) -> Iterator[Problem]:
         )
     if train.dry_run_rank is not None and not train.dry_run:
         yield Problem(
-            f"dry_run_rank={train.dry_run_rank} is for a dry run, which it needs; add --dry-run", options=("dry_run_rank", "dry_run")
+            f"dry_run_rank={train.dry_run_rank} is for a dry run, which it needs; add --dry-run",
+            options=("dry_run_rank", "dry_run"),
         )
     if operations.profile and operations.profile_step_end <= operations.profile_step_start:
         yield Problem(

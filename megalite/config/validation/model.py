@@ -1,4 +1,4 @@
-"""Contradictions in the options of the model: positions, attention, widths, and what is given for each layer."""
+"""Contradictions in the options of the model: positions, attention, widths, and values per layer."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from megalite.config.problems import (
     value_of,
 )
 
-# option -> the values that an error proposes, and others that are accepted, as by Megatron-LM
+# option -> (values that an error message suggests, other values that Megatron-LM and megalite accept)
 LIST_VALUES = {
     "cp_comm_type": (("allgather", "a2a"), ("p2p",)),
     "moe_router_load_balancing_type": (("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), ()),
@@ -41,8 +41,8 @@ def position_problems(config: Config) -> Iterator[Problem]:
         )
     if kind != "yarn":
         return
-    not_of_yarn = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
-    for name in options_set(config, *not_of_yarn):
+    rope_only = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
+    for name in options_set(config, *rope_only):
         yield Problem(
             f"{shown(config, name)} with position_embedding_type=yarn, which does not take it; remove it",
             options=(name, "position_embedding_type"),
@@ -54,7 +54,7 @@ def position_problems(config: Config) -> Iterator[Problem]:
         )
     if model.rotary_base == 1:
         yield Problem(
-            f"rotary_base={model.rotary_base} turns all channels alike; use 10000",
+            f"rotary_base={model.rotary_base} rotates all channels by the same angle; use 10000",
             options=("position_embedding_type", "rotary_base"),
         )
 
@@ -88,7 +88,7 @@ def attention_problems(config: Config) -> Iterator[Problem]:
 
 
 def tensor_parallel_size_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problems of sizes that tensor parallelism splits, other than heads."""
+    """Yield the problems of the sizes that tensor parallelism splits, except the number of heads."""
     model = config.model
     tp = config.parallel.tensor_model_parallel_size
     needs_default_width = model.has_dense_ffn or not model.moe_ffn_hidden_size
@@ -146,7 +146,7 @@ def _list_value_problems(config: Config) -> Iterator[Problem]:
 
 
 def _pattern_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problems of options that are a list with a bit for each layer."""
+    """Yield the problems of options that have a bit for each layer."""
     model = config.model
     has_window = (
         model.window_attn_skip_freq is not None and model.window_size is not None and model.window_size[0] != -1

@@ -7,7 +7,7 @@ from megalite.config.problems import Problem, exclusive, is_above, options_set, 
 
 
 def learning_rate_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problems of the learning rate, which an evaluation of loaded weights does not have."""
+    """Yield the problems of the learning rate; none with --skip-train, which only evaluates."""
     if config.train.skip_train:
         return
     optim = config.optim
@@ -37,7 +37,7 @@ def learning_rate_problems(config: Config) -> Iterator[Problem]:
 
 
 def _unit_problems(config: Config) -> Iterator[Problem]:
-    """Yield the options that count samples in a run of steps, and the other way round."""
+    """Yield problems of options that count samples in a run whose length is in steps, or the reverse."""
     unit, other = ("iters", "samples") if config.train.train_samples is None else ("samples", "iters")
     also = ("train_samples", "skip_train")
     for prefix in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
@@ -103,19 +103,19 @@ def _optimizer_offload_problems(config: Config) -> Iterator[Problem]:
     optim, parallel = config.optim, config.parallel
     if optim.optimizer_cpu_offload and optim.needs_full_tensors:
         yield Problem(
-            f"optimizer_cpu_offload with optimizer={optim.optimizer}: whole tensors are not updated there; use adam or "
+            f"optimizer_cpu_offload with optimizer={optim.optimizer}: full tensors are not updated there; use adam or "
             "sgd",
             options=("optimizer_cpu_offload", "optimizer"),
         )
     if optim.optimizer_cpu_offload and optim.optimizer_impl == "apex":
         yield Problem(
-            "optimizer_impl=apex updates on a card, and optimizer_cpu_offload on the host; use auto",
+            "optimizer_impl=apex updates on a GPU, and optimizer_cpu_offload on the host; use auto",
             options=("optimizer_impl", "optimizer_cpu_offload"),
         )
     is_sharded_once = parallel.effective_zero_stage == 3 and parallel.outer_dp_sharding_strategy != "optim"
     if parallel.param_cpu_offload and not (is_sharded_once and optim.offload_fraction == 1):
         yield Problem(
-            "param_cpu_offload needs --zero-stage 3, shared out once, and --optimizer-cpu-offload of all",
+            "param_cpu_offload needs --zero-stage 3, sharded once, and --optimizer-cpu-offload of all",
             options=(
                 "param_cpu_offload",
                 "outer_dp_sharding_strategy",
@@ -140,7 +140,7 @@ def _activation_offload_problems(config: Config) -> Iterator[Problem]:
 
 
 def schedule_length_problems(config: Config) -> Iterator[Problem]:
-    """Yield a warm-up or a final decay that is longer than the schedule."""
+    """Yield the problem of a warm-up or a final decay that is longer than the schedule."""
     if config.train.skip_train:
         return
     optim = config.optim

@@ -79,12 +79,12 @@ def sharding_problems(config: Config) -> Iterator[Problem]:
     graphs = config.train.cuda_graph_impl
     if not parallel.use_distributed_optimizer and stage:
         yield Problem(
-            f"use_distributed_optimizer=False and ZeRO stage {stage}, which shares out the optimizer; give one",
+            f"use_distributed_optimizer=False and ZeRO stage {stage}, which shards the optimizer state; give one",
             options=("use_distributed_optimizer", "zero_stage", "use_megatron_fsdp"),
         )
     if graphs != "none" and stage > 1:
         yield Problem(
-            f"cuda_graph_impl={graphs} replays memory that stays, and at ZeRO stage {stage} it comes and goes; use "
+            f"cuda_graph_impl={graphs} needs buffers that are always allocated, and ZeRO stage {stage} frees them; use "
             "--zero-stage 1, or drop it",
             options=("cuda_graph_impl", "zero_stage", "use_megatron_fsdp"),
         )
@@ -111,7 +111,7 @@ def fsdp_problems(config: Config) -> Iterator[Problem]:
 
 
 def layout_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problems of the layers of each stage."""
+    """Yield the problems of the number of layers of each stage."""
     model, parallel = config.model, config.parallel
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     try:

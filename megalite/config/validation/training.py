@@ -44,7 +44,7 @@ def _precision_problems(config: Config) -> Iterator[Problem]:
 
 
 def cuda_graph_problems(config: Config) -> Iterator[Problem]:
-    """Yield what CUDA graphs and torch.compile exclude; ZeRO stages are a matter of sharding_problems."""
+    """Yield the problems of CUDA graphs and torch.compile, except with ZeRO stages (sharding_problems)."""
     train, parallel, model = config.train, config.parallel, config.model
     graphs = f"cuda_graph_impl={train.cuda_graph_impl}"
     has_graphs = train.cuda_graph_impl != "none"
@@ -85,7 +85,7 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
 
 
 def batch_size_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problems of batch sizes that no number of ranks solves."""
+    """Yield the problems of batch sizes that do not depend on the number of ranks."""
     train, seq_length = config.train, config.model.seq_length
     skipped, schedule = train.iterations_to_skip, train.step_batch_size_schedule
     batch_size = train.global_batch_size

@@ -8,7 +8,7 @@ from megalite.config.options import Config
 from megalite.config.problems import Problem, comma_separated, divisors, join_or, nearest_multiples
 
 MAX_MICRO_BATCHES = 100_000  # of one rank and step
-MAX_DISTANCE = 4096  # how far away another data-parallel size is looked for
+MAX_DISTANCE = 4096  # maximum difference to a data-parallel size that is suggested instead
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
@@ -22,8 +22,10 @@ def world_problems(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:
-    """Return the data-parallel size; 1 if the world size is wrong. The batch is then checked as well as possible: a
-    size that the micro-batch does not divide is wrong for any number of ranks."""
+    """Return the data-parallel size; 1 if the world size is wrong.
+
+    With 1, the batch is still checked: a size that the micro-batch size does not divide is wrong for any world size.
+    """
     parallel = config.parallel
     if parallel.data_parallel_size is not None:
         return parallel.data_parallel_size
@@ -64,7 +66,8 @@ def _rank_problems(config: Config, world_size: int) -> Iterator[Problem]:
         )
     if dry_run_rank is not None and dry_run_rank >= world_size:
         yield Problem(
-            f"dry_run_rank={dry_run_rank} is not among {world_size} ranks; give 0 to {world_size - 1}", options=("dry_run_rank",)
+            f"dry_run_rank={dry_run_rank} is not among {world_size} ranks; give 0 to {world_size - 1}",
+            options=("dry_run_rank",),
         )
 
 
@@ -73,7 +76,7 @@ def _sharding_problems(config: Config, dp: int) -> Iterator[Problem]:
     cp, instances = parallel.context_parallel_size, parallel.num_distributed_optimizer_instances
     if parallel.param_cpu_offload and dp * cp <= instances:
         yield Problem(
-            "param_cpu_offload needs 2 or more ranks that share out weights: start more, or leave it out",
+            "param_cpu_offload needs 2 or more ranks that shard weights: start more, or leave it out",
             options=("param_cpu_offload",),
         )
     micro_batch_size = train.eval_micro_batch_size or train.micro_batch_size
@@ -147,7 +150,7 @@ def _batch_size_problems(config: Config, dp: int) -> Iterator[Problem]:
 
 
 def _batch_sizes(config: Config) -> list[tuple[str, str, int]]:
-    """Return (option, part of its value, size) for every global batch size, the increment of a ramp-up included."""
+    """Return (option, part of its value, size) for every global batch size and the increment of a ramp-up."""
     train = config.train
     sizes: list[tuple[str, str, int]] = []
     if train.global_batch_size is not None:
@@ -163,7 +166,7 @@ def _batch_sizes(config: Config) -> list[tuple[str, str, int]]:
 
 
 def _nearest_world_sizes(size: int, dp: int, config: Config) -> str:
-    """Return the nearest numbers of ranks, below and above, that divide a batch of `size`; "" if there are none."""
+    """Return the nearest numbers of ranks, below and above, that divide a batch of `size`, as text; "" without any."""
     parallel, micro_batch_size = config.parallel, config.train.micro_batch_size
     if parallel.data_parallel_size is not None:
         return ""

@@ -1,9 +1,10 @@
-"""The batch of a step, as a pure function: `Batches.at(consumed, n)` -> this data-parallel rank's micro-batches.
+"""The batch of a step as a pure function: `Batches.at(consumed, n)` returns this data-parallel rank's micro-batches.
 
-    samples consumed .. consumed + n - 1 are the step's. Micro-batch m of rank r holds, with B rows,
+A step reads the samples consumed .. consumed + n - 1. Micro-batch m of rank r has B rows:
+
     consumed + m * (B * dp) + r * B + [0..B)          so dp and B may change during the run
 
-There is no state to save: a resume needs `consumed`, one integer. `Prefetcher` reads the next step's in a thread.
+There is no state to save: a resume needs `consumed`, one integer. `Prefetcher` reads the next step's batch in a thread.
 """
 
 import time
@@ -22,11 +23,13 @@ T = TypeVar("T")
 
 
 class MicroBatch(NamedTuple):
-    """tokens        [B, S + 1]
-    sample_ids    [B], numbers in the global order
-    loss_mask     [B, S], 1 where the label counts; None: all count
-    first         [B, S], position of the first token of the document that each token is of; None: not asked for
-    padding       [B, S], whether the token only fills its sample; None: no sample is filled
+    """The samples of one forward pass.
+
+    tokens          [B, S + 1]
+    sample_ids      [B], numbers in the global order
+    loss_mask       [B, S], 1 where the label counts; None: all count
+    document_start  [B, S], position of the first token of each token's document; None: not requested
+    padding         [B, S], True where the token only fills its sample; None: no sample is padded
     """
 
     tokens: Ints
@@ -53,11 +56,11 @@ class PlaceholderDataset(Dataset):
 
 
 class DocumentBoundaries(NamedTuple):
-    """Treatment of the borders between documents.
+    """The treatment of boundaries between documents.
 
-    eod        id that ends a document; needed by the next two unless the samples are packed
+    eod        id that ends a document; the next two need it unless the samples are packed
     mask_loss  the label after an eod does not count, since an unrelated text follows
-    documents  fill MicroBatch.first
+    documents  fill MicroBatch.document_start
     """
 
     eod: int | None = None
@@ -67,32 +70,35 @@ class DocumentBoundaries(NamedTuple):
     def mask_and_starts(
         self, tokens: Ints, layout: list[NDArray[np.int32]] | None
     ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
-        """(MicroBatch.loss_mask, MicroBatch.first) of all rows."""
+        """Return (MicroBatch.loss_mask, MicroBatch.document_start) of all rows."""
         inputs = tokens[:, :-1]
         if layout is None and not (self.mask_loss or self.documents):
             return None, None
-        begins = np.zeros(tokens.shape, bool)  # a document begins here
+        is_start = np.zeros(tokens.shape, bool)  # True where a document starts
         if layout is None:
-            begins[:, 1:] = inputs == self.eod
-            counts = ~begins[:, 1:] if self.mask_loss else None
+            is_start[:, 1:] = inputs == self.eod
+            counts_in_loss = ~is_start[:, 1:] if self.mask_loss else None
         else:
-            counts = np.ones(inputs.shape, bool)
+            counts_in_loss = np.ones(inputs.shape, bool)
             for row, pieces in enumerate(layout):
                 ends = np.cumsum(pieces)
-                begins[row, ends[ends <= inputs.shape[1]]] = True
-                counts[row, int(pieces.sum()) :] = False  # padding
-            counts &= ~begins[:, 1:]
-        begins[:, 0] = True
-        first = None
+                is_start[row, ends[ends <= inputs.shape[1]]] = True
+                counts_in_loss[row, int(pieces.sum()) :] = False  # padding
+            counts_in_loss &= ~is_start[:, 1:]
+        is_start[:, 0] = True
+        document_start = None
         if self.documents:
-            positions = np.where(begins[:, :-1], np.arange(inputs.shape[1], dtype=np.int32), np.int32(0))
-            first = np.maximum.accumulate(positions, axis=1)
-        return None if counts is None else counts.astype(np.float32, copy=False), first
+            positions = np.where(is_start[:, :-1], np.arange(inputs.shape[1], dtype=np.int32), np.int32(0))
+            document_start = np.maximum.accumulate(positions, axis=1)
+        return None if counts_in_loss is None else counts_in_loss.astype(np.float32, copy=False), document_start
 
 
 class Batches:
-    """Cuts the samples of one dataset into micro-batches. Ids outside [0, vocab_size) are refused with their place.
-    `ignored_label`: an id that only fills samples and does not count as a label."""
+    """The samples of one dataset, cut into micro-batches.
+
+    An id outside [0, vocab_size) raises DataError with its file and document. `ignored_label` is an id that only fills
+    samples and does not count as a label.
+    """
 
     def __init__(
         self,
@@ -101,58 +107,70 @@ class Batches:
         dp_rank: int,
         dp_size: int,
         vocab_size: int,
-        borders: DocumentBoundaries = DocumentBoundaries(),  # noqa: B008 (frozen)
+        boundaries: DocumentBoundaries = DocumentBoundaries(),  # noqa: B008 (frozen)
         ignored_label: int | None = None,
     ):
         self.dataset, self.vocab_size = dataset, vocab_size
-        self._micro, self._rank, self._dp = micro_batch_size, dp_rank, dp_size
-        self._borders, self._ignored = borders, ignored_label
+        self._micro_batch_size, self._dp_rank, self._dp_size = micro_batch_size, dp_rank, dp_size
+        self._boundaries, self._ignored_label = boundaries, ignored_label
 
     def at(self, consumed: int, global_batch_size: int) -> list[MicroBatch]:
-        """The micro-batches of the step after `consumed` samples."""
-        per_micro = self._micro * self._dp
+        """Return the micro-batches of the step after `consumed` samples.
+
+        Raises ValueError if `global_batch_size` is not a multiple of micro-batch size times data-parallel size, and
+        DataError for ids outside the vocabulary.
+        """
+        per_micro = self._micro_batch_size * self._dp_size
         if global_batch_size < 1 or global_batch_size % per_micro:
-            step = f"micro_batch_size {self._micro} x data parallel {self._dp} = {per_micro}"
-            raise ValueError(f"global_batch_size={global_batch_size} is not a multiple of {step}")
-        ids_MB = consumed + np.arange(global_batch_size).reshape(-1, self._dp, self._micro)[:, self._rank]
+            requirement = f"micro_batch_size {self._micro_batch_size} x data parallel {self._dp_size} = {per_micro}"
+            raise ValueError(f"global_batch_size={global_batch_size} is not a multiple of {requirement}")
+        offsets = np.arange(global_batch_size).reshape(-1, self._dp_size, self._micro_batch_size)[:, self._dp_rank]
+        ids_MB = consumed + offsets
         ids = ids_MB.reshape(-1)
         tokens = self.dataset.samples(ids)
         self._check(ids, tokens)
         layout = self.dataset.piece_lengths(ids)
-        mask, first = self._borders.mask_and_starts(tokens, layout)
+        mask, document_start = self._boundaries.mask_and_starts(tokens, layout)
         padding = None
         if layout is not None:
             lengths = np.array([pieces.sum() for pieces in layout])
             padding = np.arange(tokens.shape[1] - 1) >= lengths[:, None]
-        if self._ignored is not None:
-            padding = tokens[:, :-1] == self._ignored
-            if (filler := tokens[:, 1:] == self._ignored).any():
-                mask = np.where(filler, np.float32(0), np.float32(1) if mask is None else mask)
-        micros = []
+        if self._ignored_label is not None:
+            padding = tokens[:, :-1] == self._ignored_label
+            is_ignored = tokens[:, 1:] == self._ignored_label
+            if is_ignored.any():
+                mask = np.where(is_ignored, np.float32(0), np.float32(1) if mask is None else mask)
+        micro_batches = []
         for m, ids_B in enumerate(ids_MB):
-            rows = slice(m * self._micro, (m + 1) * self._micro)
-            micro = MicroBatch(tokens[rows], ids_B, None if mask is None else mask[rows])
-            if first is not None:
-                micro = micro._replace(document_start=first[rows])
+            rows = slice(m * self._micro_batch_size, (m + 1) * self._micro_batch_size)
+            micro_batch = MicroBatch(tokens[rows], ids_B, None if mask is None else mask[rows])
+            if document_start is not None:
+                micro_batch = micro_batch._replace(document_start=document_start[rows])
             if padding is not None:
-                micro = micro._replace(padding=padding[rows])
-            micros.append(micro)
-        return micros
+                micro_batch = micro_batch._replace(padding=padding[rows])
+            micro_batches.append(micro_batch)
+        return micro_batches
 
     def _check(self, ids: Ints, tokens: Ints) -> None:
         if tokens.min() < 0 or tokens.max() >= self.vocab_size:
             row, position = (int(i) for i in np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0])
-            where, token = self.dataset.locate(int(ids[row]), position), int(tokens[row, position])
+            location, token = self.dataset.locate(int(ids[row]), position), int(tokens[row, position])
             raise DataError(
-                f"{where}: token id {token} is outside the vocabulary 0..{self.vocab_size - 1} "
+                f"{location}: token id {token} is outside the vocabulary 0..{self.vocab_size - 1} "
                 f"(sample {int(ids[row])}): use the tokenizer that made the data"
             )
 
 
 class Prefetcher(Generic[T]):
-    """`get(consumed, n)` -> (micro-batches, seconds waited), after which a thread reads the following step. Requests
-    may come in any order; the next one in sequence costs no wait. `size_at(consumed)`: the size of the next batch,
-    which may ramp up, 0 for the end. `prepare`: applied to each micro-batch in the thread (to pinned memory)."""
+    """A thread that reads the next batch while the current one is trained on.
+
+    `get(consumed, n)` returns (micro-batches, seconds waited), after which the thread reads the following step.
+    Requests may come in any order; the next one in sequence costs no wait.
+
+    Args:
+        prepare: applied to each micro-batch in the thread (a copy to pinned memory)
+        size_at: returns the size of the batch after `consumed` samples, which may ramp up; 0 at the end of the run
+    """
 
     def __init__(self, batches: Batches, prepare: Callable[[MicroBatch], T], size_at: Callable[[int], int]):
         self.batches, self._prepare, self._size_at = batches, prepare, size_at
@@ -164,18 +182,19 @@ class Prefetcher(Generic[T]):
         return [self._prepare(micro) for micro in self.batches.at(consumed, global_batch_size)]
 
     def get(self, consumed: int, global_batch_size: int) -> tuple[list[T], float]:
-        begin = time.perf_counter()
-        wanted = (consumed, global_batch_size)
-        if self._future is None or self._expected != wanted:
+        """Return (micro-batches, seconds waited); raises the error of the thread if its read failed."""
+        started = time.perf_counter()
+        requested = (consumed, global_batch_size)
+        if self._future is None or self._expected != requested:
             if self._future is not None:
                 self._future.cancel()
-            self._future = self._thread.submit(self._read, *wanted)
+            self._future = self._thread.submit(self._read, *requested)
         batches = self._future.result()  # raises the thread's error
-        after = consumed + global_batch_size
-        size = self._size_at(after)
-        self._future = self._thread.submit(self._read, after, size) if size else None
-        self._expected = after, size
-        return batches, time.perf_counter() - begin
+        next_consumed = consumed + global_batch_size
+        next_size = self._size_at(next_consumed)
+        self._future = self._thread.submit(self._read, next_consumed, next_size) if next_size else None
+        self._expected = next_consumed, next_size
+        return batches, time.perf_counter() - started
 
     def close(self) -> None:
         """Stop the thread after its current read."""

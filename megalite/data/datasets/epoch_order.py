@@ -1,17 +1,18 @@
-"""The order of the documents of an epoch, a pure function of lengths and keys; and its copy on disk.
+"""The order of the documents of an epoch, a pure function of lengths and keys, and its cache on disk.
 
-    epoch e    the documents in the order of a shuffle of (seed, e), laid end to end: T tokens
+    epoch e    the documents in the order of a shuffle of (seed, e), concatenated: T tokens
 
-Only the two epochs in use exist, at 12 bytes per document (`Epoch`). No table of samples is kept: the beginning of
+Only the two epochs in use exist, at 12 bytes per document (`EpochOrder`). There is no table of samples: the start of
 sample j is arithmetic (gpt_dataset.py), and a binary search in `starts` finds the document there.
 
-Orders are kept on disk, so that the ranks of a node share one copy and a restart does not build it again:
+Orders are stored on disk, so that the ranks of a node share one copy and a restart does not build it again:
 
     NAME.epoch    starts, i64 | order | crc32 of both, u32
 
-NAME is a hash of everything that determines the content, so a cache never goes stale. Files appear whole, by rename,
-and are read without a lock. Builders of the same one take turns under a lock, or build the same bytes where there are
-no locks. A damaged file is built again with a warning, and in memory where the directory cannot be written.
+NAME is a hash of everything that determines the content, so a cache never becomes stale. Files appear complete, by
+rename, and are read without a lock. Processes that build the same file wait for each other with a lock, or build the
+same bytes where locks do not work. A damaged file is built again with a warning. Where the directory cannot be written,
+the order is built in memory.
 """
 
 import contextlib
@@ -34,8 +35,8 @@ from megalite.data.file_lock import atomic_write, file_lock
 log = logging.getLogger(__name__)
 
 STALE_SECONDS = 24 * 3600.0  # a partial file this old has no writer
-CHUNK = 1 << 20  # documents at a time, enough for the tables of `permute`
-_CRC32_RESIDUE = 0x2144DF1C  # the crc32 of any bytes with their crc32 behind them
+CHUNK = 1 << 20  # documents at a time; enough for `permute` to use its tables
+_CRC32_RESIDUE = 0x2144DF1C  # the crc32 of any bytes followed by their crc32
 
 
 class EpochOrder(NamedTuple):
@@ -48,7 +49,8 @@ class EpochOrder(NamedTuple):
 def build_epoch(lengths: NDArray[Any], key: int) -> EpochOrder:
     """Shuffle the documents of `lengths` (numbered from 0) by `key`."""
     n = len(lengths)
-    order, starts = np.empty(n, _index_dtype(n)), np.zeros(n + 1, np.int64)
+    order = np.empty(n, _index_dtype(n))
+    starts = np.zeros(n + 1, np.int64)
     for a in range(0, n, CHUNK):
         b = min(a + CHUNK, n)
         order[a:b] = part = permute(np.arange(a, b), n, key)
@@ -61,17 +63,17 @@ def _index_dtype(documents: int) -> type[np.signedinteger[Any]]:
 
 
 def load_or_build(directory: str | Path, name: str, documents: int, build: Callable[[], EpochOrder]) -> EpochOrder:
-    """The epoch of so many documents called `name`, from `directory` if it exists, else built and stored there."""
+    """Return the order called `name` of `documents` documents from `directory`; build and store it if it is missing."""
     path = Path(directory) / f"{name}.epoch"
     if (epoch := _load(path, documents)) is not None:
         return epoch
     built: EpochOrder | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with file_lock(path.with_suffix(".lock"), f"index cache {path}") as alone:
+        with file_lock(path.with_suffix(".lock"), f"index cache {path}") as is_locked:
             epoch = _load(path, documents, warn=False)  # another process may have built it meanwhile
             if epoch is None:
-                _remove_stale_files(path, alone)
+                _remove_stale_files(path, is_locked)
                 built = build()
                 with atomic_write(path) as file:
                     file.writelines([built.starts.data, built.order.data])
@@ -85,17 +87,19 @@ def load_or_build(directory: str | Path, name: str, documents: int, build: Calla
 
 
 def _load(path: Path, documents: int, warn: bool = True) -> EpochOrder | None:
-    """The stored epoch; None when missing or damaged. It is read once for that, since a map would count as resident."""
+    """Return the stored order; None if it is missing or damaged.
+
+    The check reads the file, since pages of a map would count as resident memory.
+    """
     damage = "its crc does not fit"
+    expected_size = 8 * (documents + 1) + np.dtype(_index_dtype(documents)).itemsize * documents + 4
     try:
         with open(path, "rb", opener=regular_opener) as file:
-            crc, size = 0, os.fstat(file.fileno()).st_size
+            crc = 0
+            size = os.fstat(file.fileno()).st_size
             while part := file.read(1 << 20):
                 crc = zlib.crc32(part, crc)
-            if (
-                crc == _CRC32_RESIDUE
-                and size == 8 * (documents + 1) + np.dtype(_index_dtype(documents)).itemsize * documents + 4
-            ):
+            if crc == _CRC32_RESIDUE and size == expected_size:
                 raw = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 order = np.frombuffer(raw, _index_dtype(documents), documents, 8 * (documents + 1))
                 return EpochOrder(order, np.frombuffer(raw, np.int64, documents + 1))
@@ -108,10 +112,10 @@ def _load(path: Path, documents: int, warn: bool = True) -> EpochOrder | None:
     return None
 
 
-def _remove_stale_files(path: Path, alone: bool) -> None:
-    """Remove partial files of killed builders: those of this file when we hold its lock, and all old ones."""
+def _remove_stale_files(path: Path, is_locked: bool) -> None:
+    """Remove partial files of killed processes: this file's if we hold its lock, and all old ones."""
     for partial in path.parent.glob("*.partial"):
-        with contextlib.suppress(OSError):  # another process may sweep, too
-            ours = alone and partial.name.startswith(path.name + ".")
-            if ours or time.time() - partial.stat().st_mtime > STALE_SECONDS:
+        with contextlib.suppress(OSError):  # another process may remove it at the same time
+            is_abandoned = is_locked and partial.name.startswith(path.name + ".")
+            if is_abandoned or time.time() - partial.stat().st_mtime > STALE_SECONDS:
                 partial.unlink()

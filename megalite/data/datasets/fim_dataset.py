@@ -4,15 +4,16 @@
     PSM        <PRE> prefix <SUF> suffix <MID> middle
     SPM        <PRE> <SUF> suffix <MID> prefix middle            (the paper's second variant)
 
-Finished samples are rearranged ("context level"): each document of a sample, as end-of-document tokens separate them,
-with probability `rate`; then the sample is cut back to its length, by three tokens per rearranged document. So a middle
-is never in another sample than its prefix, and index, order and blend do not change. Flags, sentinels and behaviour are
-those of Megatron-LM's GPTFIMDataset, but every draw is a hash of (seed, sample, position), whatever else was read.
+Finished samples are rearranged ("context level"). Each document of a sample, as separated by end-of-document tokens, is
+rearranged with probability `rate`. Then the sample is cut back to its length, by three tokens per rearranged document.
+So a middle is never in another sample than its prefix, and index, order and blend do not change. Flags, sentinels and
+behaviour are the same as in Megatron-LM's GPTFIMDataset, but every draw is a hash of (seed, sample, position) and does
+not depend on what else was read.
 
-Characters or tokens: at inference the prefix may end within a word, with a token that the tokenizer makes of half a
-word. Cutting between characters and encoding the three texts again teaches that; cutting between tokens does not, but
-needs no tokenizer. A text that does not decode and encode to itself (half a character at the beginning of a sample) is
-always cut between tokens: no text is lost or invented.
+Cuts are between characters or between tokens. At inference the prefix may end within a word, with a token that the
+tokenizer makes of half a word. Cutting between characters and encoding the three texts separately teaches this; cutting
+between tokens does not, but needs no tokenizer. A text that does not decode and encode to itself (half a character at
+the start of a sample) is always cut between tokens, so that no text is lost or invented.
 """
 
 from collections.abc import Callable
@@ -27,18 +28,21 @@ from megalite.data.datasets.permutation import Ints, bounded, fold, mix32
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
-REENCODED = -1  # in a source: a token that the sample did not hold
-Part = Ints  # positions in the sample of the tokens that it held, and ~id of those that it did not
-DOCUMENT, FRAGMENT, ORDER, CUT = 0, 1, 2, 3  # purpose of a draw; a cut takes two
+REENCODED = -1  # the source of a token that was not in the sample
+Part = Ints  # the position of each token that was in the sample, and ~id of each token that was not
+DOCUMENT, FRAGMENT, ORDER, CUT = 0, 1, 2, 3  # purpose of a draw; a cut needs two
 
 
 @dataclass(frozen=True)
 class FimOptions:
-    """rate           share of documents that are rearranged; spm_rate: share of these that become SPM, not PSM
-    prefix .. eod  token ids; pad fills a sample that encoding again made shorter
-    split          a token that separates a document into fragments (files of a repository), each cut by itself
-    fragment_rate  share of fragments that are rearranged, in documents that `rate` chose; needed with `split`
-    no_prefix      a text; documents that begin with it are not changed
+    """The fill-in-the-middle options, with sentinels as token ids.
+
+    rate           fraction of documents that are rearranged
+    spm_rate       fraction of the rearranged documents that become SPM instead of PSM
+    prefix .. eod  token ids; pad fills a sample that became shorter when it was encoded again
+    split          a token that separates a document into fragments (files of a repository), each cut separately
+    fragment_rate  fraction of fragments that are rearranged, in documents that `rate` chose; needed with `split`
+    no_prefix      a text; documents that start with it are not changed
     characters     cut between characters, not tokens
     unknown        the id of sentinels that the tokenizer lacks; only these may be equal
     """
@@ -58,24 +62,29 @@ class FimOptions:
 
     def __post_init__(self) -> None:
         marks = {"prefix": self.prefix, "middle": self.middle, "suffix": self.suffix, "eod": self.eod}
-        for (one, a), (other, b) in combinations([*marks.items(), ("split_sample", self.split)], 2):
+        for (name, a), (other_name, b) in combinations([*marks.items(), ("split_sample", self.split)], 2):
             if a == b != self.unknown:
-                raise DataError(f"fim_{other}_token and fim_{one}_token are both id {a}; they must differ")
+                raise DataError(f"fim_{other_name}_token and fim_{name}_token are both id {a}; they must differ")
 
 
 def apply_fim(tokens: Ints, key: int, fim: FimOptions, tokenizer: Tokenizer | None = None) -> tuple[Ints, Ints]:
-    """One sample [n] -> (tokens [n], source [n]): rearranged, and cut or filled to the same length. `source`: the
-    position in the sample that each token comes from, WRITTEN for tokens that were encoded again."""
+    """Rearrange one sample [n] and cut or pad it to the same length.
+
+    Returns:
+        (tokens [n], source [n]); `source` is the position in the sample that each token comes from, or REENCODED for
+        tokens that were inserted or encoded again
+    """
     out, source = rearrange_documents(tokens, key, fim, tokenizer)
     fill = max(0, len(tokens) - len(out))
-    out, source = np.append(out, np.full(fill, fim.pad)), np.append(source, np.full(fill, REENCODED))
+    out = np.append(out, np.full(fill, fim.pad))
+    source = np.append(source, np.full(fill, REENCODED))
     return out[: len(tokens)], source[: len(tokens)]
 
 
 def rearrange_documents(
     tokens: Ints, key: int, fim: FimOptions, tokenizer: Tokenizer | None = None
 ) -> tuple[Ints, Ints]:
-    """As `transform`, before the sample is cut or filled."""
+    """Return the same as `apply_fim`, but before the sample is cut or padded."""
     tokens = np.asarray(tokens, np.int64)
     sample = _Sample(tokens, key, fim, tokenizer)
     part = np.concatenate(sample.texts(fim.eod, 0, len(tokens), DOCUMENT, fim.rate, sample.document))
@@ -84,53 +93,61 @@ def rearrange_documents(
 
 
 class _Sample:
+    """One sample that is being rearranged."""
+
     def __init__(self, tokens: Ints, key: int, fim: FimOptions, tokenizer: Tokenizer | None):
         self.tokens, self.key, self.fim, self.tokenizer = tokens, key, fim, tokenizer
 
     def texts(
-        self, mark: int, begin: int, end: int, purpose: int, rate: float, change: Callable[[int, int], list[Part]]
+        self, mark: int, start: int, end: int, purpose: int, rate: float, change: Callable[[int, int], list[Part]]
     ) -> list[Part]:
-        """The texts of [begin, end) that `mark` separates, each changed with probability `rate`, and the marks."""
+        """Return the texts of [start, end) and the `mark` tokens that separate them.
+
+        Each text is changed with probability `rate`.
+        """
         parts: list[Part] = []
-        for stop in [*(np.flatnonzero(self.tokens[begin:end] == mark) + begin).tolist(), end]:
-            chosen = int(self._draws(begin)[purpose]) < rate * 2**32
-            parts += change(begin, stop) if chosen else [np.arange(begin, stop)]
+        for stop in [*(np.flatnonzero(self.tokens[start:end] == mark) + start).tolist(), end]:
+            chosen = int(self._draws(start)[purpose]) < rate * 2**32
+            parts += change(start, stop) if chosen else [np.arange(start, stop)]
             parts.append(np.arange(stop, min(stop + 1, end)))
-            begin = stop + 1
+            start = stop + 1
         return parts
 
-    def document(self, begin: int, end: int) -> list[Part]:
+    def document(self, start: int, end: int) -> list[Part]:
+        """Rearrange one document, fragment by fragment if it contains the `split` token."""
         split, rate = self.fim.split, self.fim.fragment_rate
-        if split is None or rate is None or not (self.tokens[begin:end] == split).any():
-            return self._text(begin, end)
-        return self.texts(split, begin, end, FRAGMENT, rate, self._text)
+        if split is None or rate is None or not (self.tokens[start:end] == split).any():
+            return self._text(start, end)
+        return self.texts(split, start, end, FRAGMENT, rate, self._text)
 
-    def _text(self, begin: int, end: int) -> list[Part]:
-        """The tokens [begin, end) as PSM or SPM; unchanged if there are none or they begin with no_prefix."""
-        if begin == end:
+    def _text(self, start: int, end: int) -> list[Part]:
+        """Return the tokens [start, end) as PSM or SPM; unchanged if there are none or they start with no_prefix."""
+        if start == end:
             return []
-        fim, tokenizer, draws = self.fim, self.tokenizer, self._draws(begin)
-        text = (
-            tokenizer.decode(self.tokens[begin:end].tolist()) if tokenizer and (fim.characters or fim.no_prefix) else ""
-        )
+        fim, tokenizer, draws = self.fim, self.tokenizer, self._draws(start)
+        text = ""
+        if tokenizer and (fim.characters or fim.no_prefix):
+            text = tokenizer.decode(self.tokens[start:end].tolist())
         if fim.no_prefix and text.startswith(fim.no_prefix):
-            return [np.arange(begin, end)]
+            return [np.arange(start, end)]
         cut = _cut_characters(text, draws[CUT:], fim, tokenizer) if tokenizer and fim.characters else None
         if cut is None:
-            a, b = sorted((bounded(draws[CUT:], end - begin + 1).astype(np.int64) + begin).tolist())
-            cut = [np.arange(begin, a), np.arange(a, b), np.arange(b, end)]
+            a, b = sorted((bounded(draws[CUT:], end - start + 1).astype(np.int64) + start).tolist())
+            cut = [np.arange(start, a), np.arange(a, b), np.arange(b, end)]
         prefix, middle, suffix = cut
         pre, mid, suf = (~np.array([mark]) for mark in (fim.prefix, fim.middle, fim.suffix))
         spm = int(draws[ORDER]) < fim.spm_rate * 2**32
-        return [pre, suf, suffix, mid, prefix, middle] if spm else [pre, prefix, suf, suffix, mid, middle]
+        if spm:
+            return [pre, suf, suffix, mid, prefix, middle]
+        return [pre, prefix, suf, suffix, mid, middle]
 
     def _draws(self, position: int) -> NDArray[np.uint32]:
-        """Five uniform 32-bit integers for the text that begins at `position` of the sample."""
+        """Return five uniform 32-bit integers for the text that starts at `position` of the sample."""
         return mix32(np.arange(8 * position, 8 * position + 5, dtype=np.uint32), self.key)
 
 
 def _cut_characters(text: str, draws: NDArray[np.uint32], fim: FimOptions, tokenizer: Tokenizer) -> list[Part] | None:
-    """Prefix, middle and suffix encoded again; None when their ids together do not decode to the text."""
+    """Return prefix, middle and suffix, encoded separately; None if their ids together do not decode to the text."""
     if "\ufffd" in text:  # bytes that are not a character: encoding cannot bring them back
         return None
     a, b = sorted(bounded(draws, len(text) + 1).tolist())
@@ -146,13 +163,17 @@ def _cut_characters(text: str, draws: NDArray[np.uint32], fim: FimOptions, token
 
 
 def _encode_within(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The ids of text that follows other text: without the space that SentencePiece puts before a first word."""
-    before, both = tokenizer.encode("\n"), tokenizer.encode("\n" + text)
-    return both[len(before) :] if both[: len(before)] == before else tokenizer.encode(text)
+    """Return the ids of text that follows other text: without the space that SentencePiece adds before a first word."""
+    context = tokenizer.encode("\n")
+    joined = tokenizer.encode("\n" + text)
+    return joined[len(context) :] if joined[: len(context)] == context else tokenizer.encode(text)
 
 
 class FimDataset(Dataset):
-    """`dataset` with its documents rearranged, sample by sample. `codec`: needed unless cuts are between tokens."""
+    """`dataset` with its documents rearranged, sample by sample.
+
+    `tokenizer` is needed unless cuts are between tokens.
+    """
 
     def __init__(self, dataset: Dataset, fim: FimOptions, seed: int, tokenizer: Tokenizer | None = None):
         self.dataset, self.fim, self.tokenizer = dataset, fim, tokenizer

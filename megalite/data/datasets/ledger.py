@@ -1,15 +1,16 @@
-"""The token ledger: how much of each source a run has read, kept in every checkpoint, and how a run resumes from it.
+"""The data ledger: how much of each source a run has read. Every checkpoint contains it, and a run resumes from it.
 
-    era         a stretch of the run with one blend: from sample `begin` on, one sequence length, sources and weights
-    source      known by a digest of its documents: moved files are the same source
+    phase       the part of a run with one blend: one sequence length, sources and weights, from sample `begin` on
+                (an entry of "eras" in the checkpoint)
+    source      identified by a digest of its documents: moved files are the same source
 
-A run that is resumed with the same blend continues the era, bit for bit. With another blend or sequence length a new
-era begins at the present sample: each source continues with the rest of its epoch (gpt_dataset.py), a new one starts at
-its beginning. The order of data within an era is a pure function of the ledger.
+A run that is resumed with the same blend continues the phase, bit for bit. With another blend or sequence length a new
+phase starts at the current sample: each source continues with the rest of its epoch (gpt_dataset.py), and a new source
+starts at its beginning. The order of data within a phase is a pure function of the ledger.
 
-An era that has ended records how many samples each source gave. Version 1 did not: it repeated the order of a blend
-with a long period after its first million samples, and a blend could have a source twice, which then gave each of its
-samples twice. Such an era ends where it is read.
+A phase that has ended records how many samples each source gave. Version 1 of the ledger did not. It also repeated the
+order of a blend with a long period after its first million samples, and a blend could contain a source twice, which
+then gave each of its samples twice. Such a phase ends where it is read.
 """
 
 import itertools
@@ -25,7 +26,10 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """One source of an era, with its weight in BlendOrder. `gave`: samples of it in the era; None: the era goes on."""
+    """One source of a phase, with its weight in the BlendSchedule.
+
+    `gave` is the number of samples that it gave in the phase, or None while the phase goes on.
+    """
 
     name: str
     digest: str
@@ -35,7 +39,11 @@ class WeightedSource:
 
 @dataclass(frozen=True)
 class BlendPhase:
-    """`begin`: its first sample, counted in the run. `packed`: samples are packed documents."""
+    """A part of the run with one blend.
+
+    begin   the phase's first sample, counted in the whole run
+    packed  True if samples are packed documents
+    """
 
     begin: int
     seq_length: int
@@ -48,14 +56,14 @@ class BlendPhase:
 
     @property
     def order(self) -> BlendSchedule:
-        return BlendSchedule([share.weight for share in self.sources])
+        return BlendSchedule([source.weight for source in self.sources])
 
     def samples_used(self, samples: int) -> list[int]:
-        """Samples that each source gives of the era's first `samples`."""
+        """Return how many of the phase's first `samples` samples each source gives."""
         return self.order.samples_per_source(samples)
 
     def ended(self, samples: int) -> "BlendPhase":
-        """The era that ends after so many samples."""
+        """Return the phase, ended after `samples` samples, with its sample counts; unchanged if it has ended."""
         if self.has_ended:
             return self
         counts = self.samples_used(samples)
@@ -64,7 +72,7 @@ class BlendPhase:
 
 @dataclass
 class SourceUsage:
-    """Amount of a source that a run has read. `documents`: those that began in it."""
+    """The amount of a source that a run has read. `documents` counts those that started in it."""
 
     name: str
     tokens: int
@@ -73,159 +81,184 @@ class SourceUsage:
 
 
 class DataLedger:
-    """Counts how much of each source of a run's training data `blend` was read."""
+    """The counts of how much of each source of a run's training data `blend` was read."""
 
     def __init__(self, blend: BlendedDataset, seed: int):
         self.blend, self.seed = blend, seed
-        weighed = zip(blend.datasets, blend.weights, strict=True)
-        shares = tuple(WeightedSource(source.name, source.digest, weight) for source, weight in weighed)
-        self.eras = [BlendPhase(0, blend.seq_length, blend.datasets[0].packed, shares)]
+        pairs = zip(blend.datasets, blend.weights, strict=True)
+        sources = tuple(WeightedSource(source.name, source.digest, weight) for source, weight in pairs)
+        self.eras = [BlendPhase(0, blend.seq_length, blend.datasets[0].packed, sources)]
         self._past: dict[str, SourceUsage] = {}  # totals before `_counted`
-        self._counted: dict[str, tuple[int, int, int]] = {}  # digest -> samples of this era; tokens, documents in them
+        # digest -> (samples of this phase, tokens in them, documents in them)
+        self._counted: dict[str, tuple[int, int, int]] = {}
 
     def totals(self, consumed: int) -> dict[str, SourceUsage]:
-        """Digest of each source -> its total after `consumed` samples of the run."""
-        era = self.eras[-1]
+        """Return the total of each source, by digest, after `consumed` samples of the run."""
+        phase = self.eras[-1]
         result = {digest: SourceUsage(**asdict(total)) for digest, total in self._past.items()}
-        samples_used = self.blend.order.samples_per_source(consumed - era.begin)
-        for share, source, samples in zip(era.sources, self.blend.datasets, samples_used, strict=True):
-            counted, tokens, documents = self._counted.get(share.digest, (0, 0, 0))
-            if counted > samples:  # an earlier point than in the last call
+        samples_used = self.blend.order.samples_per_source(consumed - phase.begin)
+        for weighted, source, samples in zip(phase.sources, self.blend.datasets, samples_used, strict=True):
+            counted, tokens, documents = self._counted.get(weighted.digest, (0, 0, 0))
+            if counted > samples:  # the last call was for a later point
                 counted, tokens, documents = 0, 0, 0
             new_tokens, new_documents = source.count_tokens_and_documents(range(counted, samples))
             tokens, documents = tokens + new_tokens, documents + new_documents
-            self._counted[share.digest] = (samples, tokens, documents)
-            total = result.setdefault(share.digest, SourceUsage(share.name, 0, 0, 0.0))
-            total.name = share.name
+            self._counted[weighted.digest] = (samples, tokens, documents)
+            total = result.setdefault(weighted.digest, SourceUsage(weighted.name, 0, 0, 0.0))
+            total.name = weighted.name
             total.tokens += tokens
             total.documents += documents
             total.epochs = total.tokens / source.num_tokens
         return result
 
     def to_json(self, consumed: int) -> dict[str, Any]:
-        """For the checkpoint after `consumed` samples."""
+        """Return the ledger as JSON for the checkpoint after `consumed` samples."""
 
         def rows(totals: Mapping[str, SourceUsage]) -> list[dict[str, Any]]:
             return [{"digest": digest, **asdict(total)} for digest, total in totals.items()]
 
-        eras, sources = [asdict(era) for era in self.eras], rows(self.totals(consumed))
-        known = {"version": VERSION, "seed": self.seed, "consumed": consumed}
-        return {**known, "eras": eras, "past": rows(self._past), "sources": sources}
+        eras = [asdict(phase) for phase in self.eras]
+        sources = rows(self.totals(consumed))
+        header = {"version": VERSION, "seed": self.seed, "consumed": consumed}
+        return {**header, "eras": eras, "past": rows(self._past), "sources": sources}
 
     def resume(self, saved: Mapping[str, Any]) -> list[str]:
-        """Resume from a checkpoint's ledger with this run's blend; returns notes for people."""
-        eras, past_totals, totals, consumed = read(saved)
+        """Resume from a checkpoint's ledger with this run's blend.
+
+        Args:
+            saved: what `to_json` returned
+
+        Returns:
+            notes for the log
+
+        Raises:
+            DataError: the ledger is damaged, or seed or document packing differ from the checkpoint's
+        """
+        phases, past_totals, totals, consumed = read(saved)
         if saved.get("seed") != self.seed:
             order = f"the data so far came in the order of seed {saved.get('seed')}"
             raise DataError(f"seed={self.seed}, but {order}; give that one")
-        mine, last = replace(self.eras[-1], begin=0), eras[-1]
-        if mine.packed != last.packed:
+        current, last = replace(self.eras[-1], begin=0), phases[-1]
+        if current.packed != last.packed:
             raise DataError("document_packing was changed since the checkpoint; set it as it was then")
-        digests = [share.digest for share in mine.sources]
-        alike = _blend_of(mine) == _blend_of(last)
-        same = alike and not last.has_ended
+        digests = [source.digest for source in current.sources]
+        same_order = _blend_of(current) == _blend_of(last)
+        continues = same_order and not last.has_ended
         notes = []
-        if same:
-            past = eras[:-1]
-            self.eras = [*past, replace(mine, begin=last.begin)]
+        if continues:
+            past = phases[:-1]
+            self.eras = [*past, replace(current, begin=last.begin)]
         else:
-            past = [*eras[:-1], last.ended(consumed - last.begin)]
-            self.eras = [*past, replace(mine, begin=consumed)]
-            why = "this version mixes the blend in another order" if alike else "the blend changed"
-            notes.append(f"{why}: from sample {consumed} on each source continues where it stopped")
-            new = [share.name for share in mine.sources if share.digest not in totals]
-            notes += [f"{name} is new, or its documents changed: it starts at its beginning" for name in new]
+            past = [*phases[:-1], last.ended(consumed - last.begin)]
+            self.eras = [*past, replace(current, begin=consumed)]
+            reason = "this version mixes the blend in another order" if same_order else "the blend changed"
+            notes.append(f"{reason}: from sample {consumed} on each source continues where it stopped")
+            new_names = [source.name for source in current.sources if source.digest not in totals]
+            notes += [f"{name} is new, or its documents changed: it starts at its beginning" for name in new_names]
             unused = [total for digest, total in totals.items() if digest not in digests]
             notes += [f"{total.name} is no longer used, after {total.epochs:.2f} epochs" for total in unused]
         self.blend.begin = self.eras[-1].begin
-        before: dict[str, list[tuple[int, int]]] = {digest: [] for digest in digests}
-        for era in past:
-            for share in era.sources:
-                if share.digest in before:
-                    before[share.digest].append((era.seq_length, share.gave or 0))
+        history: dict[str, list[tuple[int, int]]] = {digest: [] for digest in digests}
+        for phase in past:
+            for weighted in phase.sources:
+                if weighted.digest in history:
+                    history[weighted.digest].append((phase.seq_length, weighted.gave or 0))
         for digest, source in zip(digests, self.blend.datasets, strict=True):
-            note = source.resume(before[digest])
-            notes += [note] if note else []
-        self._past, self._counted = (past_totals if same else totals), {}
-        if same:  # continue counting documents at this point, not at the beginning of the era
-            for digest, samples in zip(
-                digests, self.blend.order.samples_per_source(consumed - last.begin), strict=True
-            ):
-                total, before_era = totals[digest], past_totals.get(digest, SourceUsage("", 0, 0, 0.0))
-                tokens, documents = total.tokens - before_era.tokens, total.documents - before_era.documents
+            note = source.resume(history[digest])
+            if note:
+                notes.append(note)
+        self._past = past_totals if continues else totals
+        self._counted = {}
+        if continues:  # continue counting documents at this point, not at the start of the phase
+            samples_used = self.blend.order.samples_per_source(consumed - last.begin)
+            for digest, samples in zip(digests, samples_used, strict=True):
+                total = totals[digest]
+                earlier = past_totals.get(digest, SourceUsage("", 0, 0, 0.0))
+                tokens = total.tokens - earlier.tokens
+                documents = total.documents - earlier.documents
                 self._counted[digest] = (samples, tokens, documents)
         return notes
 
 
-def _blend_of(era: BlendPhase) -> list[Any]:
-    """What the order of an era's samples depends on."""
-    return [era.seq_length, *((share.digest, share.weight) for share in era.sources)]
+def _blend_of(phase: BlendPhase) -> list[Any]:
+    """Return the values that determine the order of a phase's samples."""
+    return [phase.seq_length, *((source.digest, source.weight) for source in phase.sources)]
 
 
-def _with_count(share: WeightedSource, count: int) -> WeightedSource:
-    return replace(share, gave=count)
+def _with_count(source: WeightedSource, count: int) -> WeightedSource:
+    return replace(source, gave=count)
 
 
-def _of_version_1(era: BlendPhase, samples: int, is_last: bool) -> BlendPhase:
-    """An era of a ledger of version 1, of so many samples. It goes on if it is the last and its order is today's.
+def _of_version_1(phase: BlendPhase, samples: int, is_last: bool) -> BlendPhase:
+    """Return a phase of a ledger of version 1 that has `samples` samples, in today's form.
 
-    Of a source that was there twice both copies gave the same samples, so as many were read as the larger of the two
-    gave. But the next era began behind the sum of both; what lies between has not been read in that epoch.
+    It continues if it is the last one and its order is the same in this version; otherwise it has ended.
+
+    Both copies of a source that was there twice gave the same samples, so the number of samples read is the larger of
+    the two counts. But the next phase started after the sum of both; the samples between were not read in that epoch.
     """
-    order = era.order
-    is_as_today = order.repeats or samples <= order.block
-    if is_as_today:
+    order = phase.order
+    is_current_order = order.repeats or samples <= order.block
+    if is_current_order:
         counts = order.samples_per_source(samples)
     else:
         in_block, rest = order.samples_per_source(order.block), order.samples_per_source(samples % order.block)
-        counts = [samples // order.block * whole + part for whole, part in zip(in_block, rest, strict=True)]
+        num_blocks = samples // order.block
+        counts = [num_blocks * per_block + in_rest for per_block, in_rest in zip(in_block, rest, strict=True)]
     merged: dict[str, WeightedSource] = {}
-    for share, count in zip(era.sources, counts, strict=True):
-        if (copy := merged.get(share.digest)) is not None:
-            count = max(copy.gave or 0, count) if is_last else (copy.gave or 0) + count
-            share = replace(share, weight=copy.weight + share.weight)
-        merged[share.digest] = _with_count(share, count)
-    goes_on = is_last and is_as_today and len(merged) == len(era.sources)
-    return era if goes_on else replace(era, sources=tuple(merged.values()))
+    for source, count in zip(phase.sources, counts, strict=True):
+        earlier = merged.get(source.digest)
+        if earlier is not None:
+            count = max(earlier.gave or 0, count) if is_last else (earlier.gave or 0) + count
+            source = replace(source, weight=earlier.weight + source.weight)
+        merged[source.digest] = _with_count(source, count)
+    continues = is_last and is_current_order and len(merged) == len(phase.sources)
+    return phase if continues else replace(phase, sources=tuple(merged.values()))
 
 
 def read(saved: Mapping[str, Any]) -> tuple[list[BlendPhase], dict[str, SourceUsage], dict[str, SourceUsage], int]:
-    """(eras, totals before the last era, totals, samples consumed), totals by digest. DataError when damaged."""
+    """Return (phases, totals before the last phase, totals, samples consumed) of a saved ledger; totals are by digest.
 
-    def total(t: Mapping[str, Any]) -> SourceUsage:
+    Raises DataError for a damaged ledger.
+    """
+
+    def to_total(t: Mapping[str, Any]) -> SourceUsage:
         return SourceUsage(str(t["name"]), int(t["tokens"]), int(t["documents"]), float(t["epochs"]))
 
-    def share(s: Mapping[str, Any]) -> WeightedSource:
+    def to_source(s: Mapping[str, Any]) -> WeightedSource:
         weight, gave = s["weight"], s.get("gave")
         if not isinstance(weight, int | float):
             raise TypeError(f"weight {weight!r}")
         return WeightedSource(str(s["name"]), str(s["digest"]), weight, None if gave is None else int(gave))
 
-    def era(e: Mapping[str, Any]) -> BlendPhase:
-        return BlendPhase(int(e["begin"]), int(e["seq_length"]), bool(e["packed"]), tuple(map(share, e["sources"])))
+    def to_phase(e: Mapping[str, Any]) -> BlendPhase:
+        sources = tuple(map(to_source, e["sources"]))
+        return BlendPhase(int(e["begin"]), int(e["seq_length"]), bool(e["packed"]), sources)
 
     try:
         if saved["version"] not in (1, VERSION):
             raise ValueError(f"version {saved['version']}")
-        eras = [era(entry) for entry in saved["eras"]]
-        past, totals = ({str(t["digest"]): total(t) for t in saved[key]} for key in ("past", "sources"))
+        phases = [to_phase(entry) for entry in saved["eras"]]
+        past, totals = ({str(t["digest"]): to_total(t) for t in saved[key]} for key in ("past", "sources"))
         consumed = int(saved["consumed"])
-        borders = [*(era.begin for era in eras), consumed]
-        if not eras or borders != sorted(borders) or borders[0] != 0:
+        boundaries = [*(phase.begin for phase in phases), consumed]
+        if not phases or boundaries != sorted(boundaries) or boundaries[0] != 0:
             raise ValueError("eras do not follow each other")
-        if {share.digest for share in eras[-1].sources} - totals.keys():
+        if {source.digest for source in phases[-1].sources} - totals.keys():
             raise ValueError("a source has no total")
-        lasts = [end - begin for begin, end in itertools.pairwise(borders)]
+        phase_lengths = [end - begin for begin, end in itertools.pairwise(boundaries)]
         if saved["version"] == 1:
-            eras = [_of_version_1(era, n, era is eras[-1]) for era, n in zip(eras, lasts, strict=True)]
-        for number, (entry, samples) in enumerate(zip(eras, lasts, strict=True)):
-            gave = [share.gave for share in entry.sources]
-            if not gave or len({share.digest for share in entry.sources}) < len(gave):
+            phases = [
+                _of_version_1(phase, n, phase is phases[-1]) for phase, n in zip(phases, phase_lengths, strict=True)
+            ]
+        for number, (entry, samples) in enumerate(zip(phases, phase_lengths, strict=True)):
+            gave = [source.gave for source in entry.sources]
+            if not gave or len({source.digest for source in entry.sources}) < len(gave):
                 raise ValueError("an era has no source, or has one twice")
-            if None in gave and (number + 1 < len(eras) or set(gave) != {None}):
+            if None in gave and (number + 1 < len(phases) or set(gave) != {None}):
                 raise ValueError("an era does not say what its sources gave")
             if any(count is not None and not 0 <= count <= samples for count in gave):
                 raise ValueError("a source gave more samples than its era has")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the checkpoint's token ledger is damaged ({error}); use another checkpoint") from None
-    return eras, past, totals, consumed
+    return phases, past, totals, consumed

@@ -1,11 +1,12 @@
 """A shuffle without a table: `permute(i, n, key)` is a bijection of 0..n-1 that is computed, not stored.
 
-i = l + a * r with l in [0, a), r in [0, b), a * b >= n, a ~ b ~ sqrt(n). A round adds a hash of one half to the other
-(a Feistel network over Z_a x Z_b; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). A value in
-[n, a * b), less than one in sqrt(n), is sent through again until it is below n (cycle walking).
+An index is split as i = l + a * r with l in [0, a), r in [0, b), a * b >= n, a ~ b ~ sqrt(n). A round adds a hash of
+one half to the other (a Feistel network over Z_a x Z_b; Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+2002). A value in [n, a * b), less than one in sqrt(n), goes through the network again until it is below n (cycle
+walking).
 
-So the order of a billion samples costs no memory, start-up time or file, where numpy's permutation costs 8 GB; any part
-of it can be computed alone; and it depends on integers only, not on a library's random stream.
+So the order of a billion samples costs no memory, start-up time or file, where numpy's permutation costs 8 GB. Any
+subset of it can be computed alone, and it depends on integers only, not on a library's random stream.
 """
 
 import functools
@@ -18,19 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 8  # 6 leave the order of 3 elements visibly uneven over keys (tests/data/test_permutation.py)
-CHUNK = 1 << 14  # elements at a time: temporaries stay in the cache
+CHUNK = 1 << 14  # elements at a time, so that temporaries fit in the cache
 Ints = NDArray[np.int64]
 Round = Callable[[Ints], Ints]
 
 
 def fold(*parts: int | str) -> int:
-    """A 64-bit key from coordinates, for example fold(seed, "train", "documents", epoch)."""
+    """Return a 64-bit key from coordinates, for example fold(seed, "train", "documents", epoch)."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def mix32(x: NDArray[np.uint32], key: int) -> NDArray[np.uint32]:
-    """A hash of 32-bit integers (the finaliser of MurmurHash3 between two keys)."""
+    """Return a hash of 32-bit integers (the finaliser of MurmurHash3 between two keys)."""
     x = x ^ np.uint32(key & 0xFFFFFFFF)
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x85EBCA6B)
@@ -42,13 +43,16 @@ def mix32(x: NDArray[np.uint32], key: int) -> NDArray[np.uint32]:
 
 
 def bounded(hashed: NDArray[np.uint32], n: int) -> NDArray[np.uint64]:
-    """Uniform 32-bit hashes -> uniform integers in [0, n), n <= 2^32, without a division."""
+    """Map uniform 32-bit hashes to uniform integers in [0, n), n <= 2^32, without a division."""
     return (hashed.astype(np.uint64) * np.uint64(n)) >> np.uint64(32)
 
 
 def permute(index: NDArray[Any], n: int, key: int) -> Ints:
-    """Where the bijection of 0..n-1 named `key` sends each of `index`, 1-D. n < 2^62. A round's hash has about sqrt(n)
-    different arguments, so for more numbers than that it is a table, in the cache: 23 ns each instead of 38."""
+    """Return the images of `index` (1-D) under the bijection of 0..n-1 that `key` names; n < 2^62.
+
+    A round's hash has about sqrt(n) different arguments, so for more numbers than that it becomes a table in the cache:
+    23 ns each instead of 38 ns. Raises IndexError for an index outside 0..n-1.
+    """
     index = np.asarray(index, np.int64)
     out = np.empty(index.shape, np.int64)
     if index.size and (int(index.min()) < 0 or int(index.max()) >= n):
@@ -64,9 +68,9 @@ def permute(index: NDArray[Any], n: int, key: int) -> Ints:
     return out
 
 
-@functools.lru_cache(64)  # the same few for every batch; hashing the keys takes as long as eight samples
+@functools.lru_cache(64)  # every batch uses the same few; hashing the keys takes as long as eight samples
 def _feistel_shape(n: int, key: int) -> tuple[int, int, list[Round]]:
-    """a, b and what each round adds to one half, of the other."""
+    """Return a, b and the function of each round: what it adds to one half, computed from the other."""
     a = math.isqrt(n - 1) + 1 if n > 1 else 1
     b = -(-n // a)
     return a, b, [functools.partial(_hashed, fold(key, turn), (a, b)[turn % 2]) for turn in range(ROUNDS)]

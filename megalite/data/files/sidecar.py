@@ -1,6 +1,6 @@
-"""`prefix.json` beside a token file says which tokenizer made it, so that data of another one is refused.
+"""The file `prefix.json` next to a token file: it names the tokenizer that made the data, so that others are refused.
 
-It is not a part of Megatron's format: of data without it only the ids are checked, batch by batch.
+It is not part of Megatron's format. For data without it only the ids are checked, batch by batch.
 Keys: tokenizer (fingerprint, name, vocabulary size, end of document), documents, tokens, sources, version.
 """
 
@@ -13,11 +13,11 @@ from megalite.config.text_file import read_small_bytes
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
-MAX_BYTES = 16 << 20  # far above any list of sources
+MAX_BYTES = 16 << 20  # far more than any list of sources needs
 
 
 def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
-    """The contents of prefix.json, None when it does not exist."""
+    """Return the contents of prefix.json, or None if it does not exist. Raises DataError for a damaged file."""
     path = f"{prefix}.json"
     try:
         if "://" in path:
@@ -41,18 +41,22 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Refuse data that another tokenizer made. NullTokenizer, which stands for any, must be large enough."""
-    info = read_sidecar(prefix)
-    if info is None:
+    """Raise DataError if another tokenizer made the data.
+
+    NullTokenizer, which stands for any tokenizer, must have a large enough vocabulary.
+    """
+    sidecar = read_sidecar(prefix)
+    if sidecar is None:
         return
-    made_by = info["tokenizer"]
-    small = made_by["vocab_size"] > tokenizer.vocab_size
-    if not small and (tokenizer.is_null or made_by["fingerprint"] == tokenizer.fingerprint):
+    made_by = sidecar["tokenizer"]
+    is_too_small = made_by["vocab_size"] > tokenizer.vocab_size
+    if not is_too_small and (tokenizer.is_null or made_by["fingerprint"] == tokenizer.fingerprint):
         return
-    trait, theirs, ours = "fingerprint", made_by["fingerprint"][:12], tokenizer.fingerprint[:12]
-    if small:
-        trait, theirs, ours = "vocabulary", made_by["vocab_size"], tokenizer.vocab_size
+    trait, data_value, run_value = "fingerprint", made_by["fingerprint"][:12], tokenizer.fingerprint[:12]
+    if is_too_small:
+        trait, data_value, run_value = "vocabulary", made_by["vocab_size"], tokenizer.vocab_size
+    made_with = f"made with {made_by.get('name')} ({trait} {data_value})"
     raise DataError(
-        f"{prefix}: made with {made_by.get('name')} ({trait} {theirs}), but this run has {tokenizer.name} ({ours}): "
+        f"{prefix}: {made_with}, but this run has {tokenizer.name} ({run_value}): "
         "give the tokenizer that made the data, or preprocess it again"
     )

@@ -1,11 +1,11 @@
-"""What stands beside a tokenizer.json: tokens and settings, read in the order and precedence of transformers 5.
+"""The files next to a tokenizer.json: tokens and settings, read in the order and precedence of transformers 5.
 
     tokenizer_config.json      added_tokens_decoder: id -> token; eos_token and other named tokens; extra special tokens
-    special_tokens_map.json    without an added_tokens_decoder: named tokens, before those of tokenizer_config.json
+    special_tokens_map.json    without an added_tokens_decoder: named tokens, before those in tokenizer_config.json
     added_tokens.json          without an added_tokens_decoder: token -> id
 
-All that transformers would add to a tokenizer.json is added by the same library, so that such a token in a text becomes
-its one id. What is there and cannot be taken like that is refused with the file's name.
+Everything that transformers would add to a tokenizer.json is added by the same library, so that such a token in a text
+becomes its one id. Content that cannot be used like this is refused with the file's name.
 """
 
 import json
@@ -18,21 +18,23 @@ from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import read
 
 Json = dict[str, Any]
-CONFIG, SPECIAL_MAP, ADDED, MODEL = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.json",
-)
+CONFIG = "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+MODEL = "tokenizer.json"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
-REMEDY = "correct it, or write the tokenizer anew with AutoTokenizer's save_pretrained"
+REMEDY = "correct it, or write the tokenizer again with AutoTokenizer's save_pretrained"
 _EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 
 
 @dataclass(frozen=True)
 class Declared:
-    """`token`: an AddedToken of the library. `number`: its id where `file` says one."""
+    """A token that a file declares.
+
+    token   an AddedToken of the library
+    number  its id if `file` gives one
+    """
 
     token: Any
     number: int | None
@@ -41,9 +43,13 @@ class Declared:
 
 @dataclass(frozen=True)
 class Settings:
-    """`tokens`: in the order in which they get ids. `eos`: the text of the token that ends a document. `splits`: a
-    special token that a text writes out is cut into pieces. `prefix_space`: whether a text begins with a space; None:
-    not said."""
+    """The tokens and settings of a tokenizer directory.
+
+    tokens        in the order in which they get ids
+    eos           the text of the token that ends a document
+    splits        True if a special token that is written out in a text is cut into pieces
+    prefix_space  whether a space is put before a text; None: not specified
+    """
 
     tokens: Sequence[Declared] = ()
     eos: str | None = None
@@ -51,45 +57,55 @@ class Settings:
     prefix_space: bool | None = None
 
     def declares(self, content: str) -> bool:
-        """Whether a file gives the token an id."""
-        return any(one.number is not None and one.token.content == content for one in self.tokens)
+        """Return True if a file gives the token an id."""
+        return any(token.number is not None and token.token.content == content for token in self.tokens)
 
 
 @dataclass
 class _Files:
-    """What is read so far. `named`: eos_token and the like; `extra`: special tokens without names, None if there is no
-    such key; `declared`: those with ids."""
+    """What has been read so far.
+
+    named     eos_token and other tokens with a name
+    extra     special tokens without names; None if there is no such key
+    declared  tokens with ids, by id
+    """
 
     named: dict[str, Any] = field(default_factory=dict)
     extra: list[Any] | None = None
     declared: dict[int, Declared] = field(default_factory=dict)
 
 
-def read_settings(folder: Path, own_tokens: Sequence[Json] = ()) -> Settings:
-    """`own_tokens`: added_tokens of the tokenizer.json in `folder`. Raises DataError."""
-    config, path = _object(folder / CONFIG), folder / CONFIG
+def read_settings(directory: Path, own_tokens: Sequence[Json] = ()) -> Settings:
+    """Read the tokens and settings of a tokenizer directory.
+
+    `own_tokens` is added_tokens of the tokenizer.json in `directory`. Raises DataError.
+    """
+    path = directory / CONFIG
+    config = _object(path)
     files = _Files()
     _add_named(files, config, path)
-    if _EXTRA in config or _OLDER_EXTRA in config:  # an empty one also takes the place of special_tokens_map.json's
+    if _EXTRA in config or _OLDER_EXTRA in config:  # an empty one also replaces special_tokens_map.json's
         _add_extra(files, config.get(_EXTRA) or config.get(_OLDER_EXTRA) or [], path)
     if "added_tokens_decoder" in config:
         for number, value in _table(config["added_tokens_decoder"], path).items():
             _declare(files, _id(number, path), _token(value, path), path)
     else:
-        _add_older(files, folder, own_tokens)
-    space, eos = config.get("add_prefix_space"), files.named.get("eos_token")
+        _add_older(files, directory, own_tokens)
+    prefix_space, eos = config.get("add_prefix_space"), files.named.get("eos_token")
     return Settings(
-        _in_order(files, folder, own_tokens),
+        _in_order(files, directory, own_tokens),
         None if eos is None else eos.content,
         config.get("split_special_tokens") is True,
-        space if isinstance(space, bool) else None,
+        prefix_space if isinstance(prefix_space, bool) else None,
     )
 
 
-def _add_older(files: _Files, folder: Path, own_tokens: Sequence[Json]) -> None:
-    """special_tokens_map.json, added_tokens.json and the tokenizer.json's own tokens, which an added_tokens_decoder in
-    tokenizer_config.json replaces."""
-    path = folder / SPECIAL_MAP
+def _add_older(files: _Files, directory: Path, own_tokens: Sequence[Json]) -> None:
+    """Read special_tokens_map.json, added_tokens.json and the tokenizer.json's own tokens.
+
+    An added_tokens_decoder in tokenizer_config.json replaces all three.
+    """
+    path = directory / SPECIAL_MAP
     special_map = _object(path)
     _add_named(files, special_map, path, special=True)
     if _EXTRA in special_map:
@@ -98,58 +114,64 @@ def _add_older(files: _Files, folder: Path, own_tokens: Sequence[Json]) -> None:
         _add_extra(files, special_map[_OLDER_EXTRA], path)
     special = {files.named[key].content for key in NAMED if key in files.named}
     special |= {token.content for token in files.extra or ()}
-    path = folder / ADDED
+    path = directory / ADDED
     for content, number in _object(path).items():
         flags = {"normalized": content not in special, "special": content in special}
         _declare(files, _id(number, path), _token({"content": content, **flags}, path), path)
     for record in own_tokens:
-        _declare(files, record["id"], _token(record, folder / MODEL), folder / MODEL)
+        _declare(files, record["id"], _token(record, directory / MODEL), directory / MODEL)
 
 
 def _add_named(files: _Files, table: Json, path: Path, special: bool = False) -> None:
-    """Keys as eos_token. `special`: where a record does not say it."""
+    """Read the keys such as eos_token. `special` makes a record's token special."""
     for key, value in table.items():
         if key.endswith("_token") and isinstance(value, str | dict):
-            flag = {"special": True} if special and isinstance(value, dict) else {}
-            files.named[key] = _token({**value, **flag} if isinstance(value, dict) else value, path)
+            if special and isinstance(value, dict):
+                value = {**value, "special": True}
+            files.named[key] = _token(value, path)
 
 
 def _add_extra(files: _Files, value: Any, path: Path) -> None:
-    """Special tokens without a name: a list, or a table of tokens by other names."""
+    """Read special tokens without a standard name: a list, or a table of tokens by other names. Raises DataError."""
     if isinstance(value, dict):
         files.named |= {key: _token(token, path) for key, token in value.items()}
         return
     if not isinstance(value, list):
         raise DataError(f"{path}: {_EXTRA} is neither a list of tokens nor a table; correct it")
-    have = {token.content for token in files.extra or ()}
-    more = [_token(token, path) for token in value]
-    files.extra = [*(files.extra or ()), *(token for token in more if token.content not in have)]
+    earlier = files.extra or []
+    present = {token.content for token in earlier}
+    tokens = [_token(token, path) for token in value]
+    files.extra = [*earlier, *(token for token in tokens if token.content not in present)]
 
 
 def _declare(files: _Files, number: int, token: Any, path: Path) -> None:
     files.declared[number] = Declared(token, number, path)
 
 
-def _in_order(files: _Files, folder: Path, own_tokens: Sequence[Json]) -> list[Declared]:
-    """Those with ids in the order of these, then the named ones, then the others, without repetitions. Raises DataError
-    for a token without an id that is described twice, in different ways."""
+def _in_order(files: _Files, directory: Path, own_tokens: Sequence[Json]) -> list[Declared]:
+    """Return tokens with ids in the order of the ids, then named tokens, then the others, without duplicates.
+
+    Raises DataError for a token without an id that has two different descriptions.
+    """
     named = {token.content for token in files.named.values()}
     result = [files.declared[number] for number in sorted(files.declared)]
-    have_ids = {record["content"] for record in own_tokens} | {one.token.content for one in result}
-    names = [key for key in NAMED if key in files.named] + [key for key in files.named if key not in NAMED]
-    others = dict[str, Any]()
-    for token in (*(files.named[name] for name in names), *(files.extra or ())):
-        first = others.setdefault(token.content, token)
-        if repr(first) != repr(token) and token.content not in have_ids:
-            raise DataError(f"{folder}: two descriptions of the token {token.content!r} differ; {REMEDY}")
-    result += [Declared(token, None, folder / CONFIG) for token in others.values() if token.content not in have_ids]
-    for one in result:
-        one.token.special = one.token.special or one.token.content in named
+    with_id = {record["content"] for record in own_tokens} | {declared.token.content for declared in result}
+    ordered_names = [key for key in NAMED if key in files.named] + [key for key in files.named if key not in NAMED]
+    without_id = dict[str, Any]()
+    for token in (*(files.named[name] for name in ordered_names), *(files.extra or ())):
+        first = without_id.setdefault(token.content, token)
+        if repr(first) != repr(token) and token.content not in with_id:
+            raise DataError(f"{directory}: two descriptions of the token {token.content!r} differ; {REMEDY}")
+    result += [
+        Declared(token, None, directory / CONFIG) for token in without_id.values() if token.content not in with_id
+    ]
+    for declared in result:
+        declared.token.special = declared.token.special or declared.token.content in named
     return result
 
 
 def _token(value: Any, path: Path) -> Any:
-    """A token that is written as its text or as a record. Raises DataError."""
+    """Return the AddedToken of a token that is written as its text or as a record. Raises DataError."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):
@@ -177,7 +199,7 @@ def _table(value: Any, path: Path) -> Json:
 
 
 def _object(path: Path) -> Json:
-    """{} where there is no such file. Raises DataError."""
+    """Return the JSON object in a file, or {} if the file does not exist. Raises DataError."""
     if not path.exists():
         return {}
     try:
@@ -188,26 +210,28 @@ def _object(path: Path) -> Json:
 
 
 def add_tokens(model: Any, settings: Settings) -> bool:
-    """Add the tokens to a tokenizers.Tokenizer; returns whether they change it. Raises DataError where one has another
-    id than its file says."""
+    """Add the tokens to a tokenizers.Tokenizer; return True if this changes it.
+
+    Raises DataError if a token has another id than its file gives it.
+    """
     before = state(model)
-    model.add_tokens([one.token for one in settings.tokens])
+    model.add_tokens([declared.token for declared in settings.tokens])
     model.encode_special_tokens = settings.splits
-    for one in settings.tokens:
-        found = model.token_to_id(one.token.content)
-        if one.number not in (None, found):
-            wrong = f"{one.token.content!r} is token {one.number} there, but {found} in the tokenizer"
-            raise DataError(f"{one.file}: {wrong}; {REMEDY}")
+    for declared in settings.tokens:
+        number = model.token_to_id(declared.token.content)
+        if declared.number not in (None, number):
+            problem = f"{declared.token.content!r} is token {declared.number} there, but {number} in the tokenizer"
+            raise DataError(f"{declared.file}: {problem}; {REMEDY}")
     return settings.splits or state(model) != before
 
 
 def state(model: Any) -> Mapping[int, str]:
-    """The added tokens of a tokenizers.Tokenizer with all that is said of them, by id."""
+    """Return the added tokens of a tokenizers.Tokenizer with all their flags, by id."""
     return {number: repr(token) for number, token in model.get_added_tokens_decoder().items()}
 
 
 def begins_with_space(model: Json) -> bool | None:
-    """Whether the tokenizer of a tokenizer.json puts a space before a text; None where it has no such step."""
+    """Return whether a tokenizer.json puts a space before a text; None if it has no step that could."""
     steps = [*_steps(model.get("normalizer"), "normalizers"), *_steps(model.get("pre_tokenizer"), "pretokenizers")]
     answers = []
     for step in steps:
@@ -221,8 +245,11 @@ def begins_with_space(model: Json) -> bool | None:
     return any(answers) if answers else None
 
 
-def _steps(part: Any, key: str) -> list[Json]:
-    if not isinstance(part, dict):
+def _steps(component: Any, key: str) -> list[Json]:
+    """Return the steps of a normalizer or pre-tokenizer; sequences, listed under `key`, are flattened."""
+    if not isinstance(component, dict):
         return []
-    inner = part.get(key)
-    return [step for one in inner for step in _steps(one, key)] if isinstance(inner, list) else [part]
+    inner = component.get(key)
+    if isinstance(inner, list):
+        return [step for item in inner for step in _steps(item, key)]
+    return [component]

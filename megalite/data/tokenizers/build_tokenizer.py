@@ -1,11 +1,11 @@
-"""The tokenizer that --tokenizer-type names, under Megatron's names.
+"""Build the tokenizer that --tokenizer-type names; the names are Megatron's.
 
 SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer   a SentencePiece .model; eod is its eos
-HuggingFaceTokenizer   a tokenizer.json, or a directory with one; its own rules for special tokens are kept
+HuggingFaceTokenizer   a tokenizer.json, or a directory with one; its own rules for special tokens apply
 GPT2BPETokenizer       vocab.json + merges.txt; eod is <|endoftext|>
-TikTokenizer           ranks for tiktoken, in its own format or as Megatron-LM's JSON list (tiktoken_files.py)
+TikTokenizer           ranks for tiktoken, in its own format or as Megatron-LM's JSON list (tiktoken_tokenizer.py)
 ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; needs no file and no training
-NullTokenizer          --vocab-size ids, the last one eod; its text is ids with spaces between, as in Megatron-LM
+NullTokenizer          --vocab-size ids, the last one is eod; its text is ids separated by spaces, as in Megatron-LM
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, Sen
 
 
 class TokenizerOptions(NamedTuple):
-    """The options of a tokenizer, by their names."""
+    """The options that select and configure a tokenizer, with the names of the flags."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -29,37 +29,42 @@ class TokenizerOptions(NamedTuple):
     tiktoken_pattern: str | None = None
 
     def require(self, name: str) -> Any:
-        """The option's value. Raises DataError where it is not given."""
-        if (value := getattr(self, name)) is None:
+        """Return the option's value. Raises DataError if it is not set."""
+        value = getattr(self, name)
+        if value is None:
             raise DataError(f"tokenizer_type={self.tokenizer_type} needs --{name.replace('_', '-')}")
         return value
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None, **options: Any) -> Tokenizer:
-    """The tokenizer that the flags of the same names describe; DataError says which one is missing or wrong."""
+    """Build the tokenizer that the flags of the same names describe.
+
+    Raises DataError for an unknown type, or a flag that is missing or wrong.
+    """
     if tokenizer_type not in REGISTRIES["tokenizer_type"]:
         known = ", ".join(REGISTRIES["tokenizer_type"])
         raise DataError(f"tokenizer_type={tokenizer_type} is not supported; use one of {known}{PLUGIN_HINT}")
-    made = REGISTRIES["tokenizer_type"].get(tokenizer_type)(
-        TokenizerOptions(tokenizer_type, tokenizer_model, **options)
-    )
-    if not isinstance(made, Tokenizer):
-        raise DataError(f"tokenizer_type={tokenizer_type} gives a {type(made).__name__}; give a Tokenizer")
-    return made
+    build = REGISTRIES["tokenizer_type"].get(tokenizer_type)
+    tokenizer = build(TokenizerOptions(tokenizer_type, tokenizer_model, **options))
+    if not isinstance(tokenizer, Tokenizer):
+        raise DataError(f"tokenizer_type={tokenizer_type} gives a {type(tokenizer).__name__}; give a Tokenizer")
+    return tokenizer
 
 
-def build_builtin(o: TokenizerOptions) -> Tokenizer:
-    match o.tokenizer_type:
+def build_builtin(options: TokenizerOptions) -> Tokenizer:
+    """Build a tokenizer of one of megalite's own types. Raises DataError."""
+    match options.tokenizer_type:
         case "NullTokenizer":
-            if (size := int(o.require("vocab_size"))) < 2:
+            size = int(options.require("vocab_size"))
+            if size < 2:
                 raise DataError(f"vocab_size={size} has no id beside the end of document; give 2 or more")
             return NullTokenizer(size)
         case "ByteTokenizer":
             return ByteTokenizer()
         case "GPT2BPETokenizer":
-            return open_gpt2(Path(o.require("vocab_file")), Path(o.require("merge_file")))
+            return open_gpt2(Path(options.require("vocab_file")), Path(options.require("merge_file")))
         case "TikTokenizer":
-            return open_tiktoken(Path(o.require("tokenizer_model")), o.tiktoken_pattern, o.vocab_size)
+            return open_tiktoken(Path(options.require("tokenizer_model")), options.tiktoken_pattern, options.vocab_size)
         case "HuggingFaceTokenizer":
-            return open_tokenizer_json(Path(o.require("tokenizer_model")))
-    return SentencePieceTokenizer(Path(o.require("tokenizer_model")))
+            return open_tokenizer_json(Path(options.require("tokenizer_model")))
+    return SentencePieceTokenizer(Path(options.require("tokenizer_model")))

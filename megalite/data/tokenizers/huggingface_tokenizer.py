@@ -1,10 +1,12 @@
-"""Models of the library tokenizers: a Hugging Face tokenizer.json, or GPT-2's two files, are read; `as_tokenizer_json`
-writes a run's tokenizer, whatever it is, so that plain transformers loads it without more packages.
+"""Tokenizers of the library tokenizers: a Hugging Face tokenizer.json, or GPT-2's two files.
+
+`export_tokenizer_json` writes a run's tokenizer, of any type, so that plain transformers loads it without more
+packages.
 
 No code of a model directory is run and nothing is fetched: names on a hub are refused. A SentencePiece model is a
-protobuf message, whose few fields that matter are read here without a package for it. What is written is compared with
-the tokenizer itself on odd texts and on every piece of the vocabulary: other ids are an error, never a file. Special
-tokens that are written out in a text become their ids, as in all that transformers loads.
+protobuf message; the few fields that matter are read here without a package for it. The exported tokenizer is compared
+with the original on unusual texts and on every piece of the vocabulary: different ids are an error, and no file is
+written. Special tokens that are written out in a text become their ids, as in everything that transformers loads.
 """
 
 import json
@@ -26,15 +28,23 @@ _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _LITERAL = {"<": "<(?=0x[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}  # where a mark is unknown, no piece has it
 _SPACE = "\u2581"
-_NEVER = -1e6  # the score of a piece that no text is cut into
+_NEVER = -1e6  # the score of pieces that must never occur in a segmentation
 EDGE_CASE_TEXTS = [*load_table(__file__, "tables")["edge_cases"], "a" * 3000, " " * 3000 + "x"]
 EDGE_CASE_TEXTS.append("\n" * 500 + "=" * 500 + "1" * 500 + "é" * 500)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """`model` is a tokenizers.Tokenizer; `contents` the files that define it."""
+    """A tokenizer of the library tokenizers.
 
-    splits_special = False  # special tokens that are written out in a text are cut into pieces
+    Args:
+        name: for messages and logs
+        kind: the type, as a part of the fingerprint
+        model: a tokenizers.Tokenizer
+        eod: the id that ends a document
+        contents: the files that define the tokenizer, for the fingerprint
+    """
+
+    splits_special = False  # True: special tokens that are written out in a text are cut into pieces
 
     def __init__(self, name: str, kind: str, model: Any, eod: int, contents: Sequence[bytes]):
         self._model, self.eod = model, eod
@@ -43,9 +53,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.set_identity(name, kind, *contents)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        with wrap_library_errors(
-            f"{self.name} cannot encode {texts[0][:40]!r}" if len(texts) == 1 else f"{self.name} fails"
-        ):
+        problem = f"{self.name} cannot encode {texts[0][:40]!r}" if len(texts) == 1 else f"{self.name} fails"
+        with wrap_library_errors(problem):
             return [encoding.ids for encoding in self._model.encode_batch_fast(list(texts))]
 
     def token_id(self, token: str) -> int | None:
@@ -55,7 +64,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def as_tokenizers_model(self, end: str) -> Any:
-        """A tokenizers.Tokenizer of its own, in which `end` is a special token."""
+        """Return a copy of the tokenizers.Tokenizer in which `end` is a special token."""
         from tokenizers import Tokenizer as Library
 
         model: Any = Library.from_str(self._model.to_str())
@@ -68,41 +77,50 @@ class HuggingFaceTokenizer(Tokenizer):
         return None if self.splits_special else gigatoken.Tokenizer.from_json(self._model.to_str())
 
 
-def find_tokenizer_in(folder: Path) -> dict[str, Any]:
-    """The data options (--tokenizer-type and its like) of the tokenizer in a model directory; empty without one. Raises
-    DataError where transformers would add tokens to it that its own files do not have."""
-    folder = folder.resolve()
-    model, vocab, merges = (folder / name for name in ("tokenizer.model", "vocab.json", "merges.txt"))
-    if (folder / "tokenizer.json").is_file():
-        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+def find_tokenizer_in(directory: Path) -> dict[str, Any]:
+    """Return the data options (--tokenizer-type etc.) of the tokenizer in a model directory; empty if it has none.
+
+    Raises DataError if transformers would add tokens that the tokenizer's own files do not have.
+    """
+    directory = directory.resolve()
+    model, vocab, merges = (directory / name for name in ("tokenizer.model", "vocab.json", "merges.txt"))
+    if (directory / "tokenizer.json").is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
     if model.is_file():
         pieces = SentencePieceTokenizer(model)
-        _check_has_tokens(folder, pieces, model)
-        _check_space(model, read_settings(folder), bool(SentencePieces(pieces.content).dummy_prefix))
+        _check_has_tokens(directory, pieces, model)
+        _check_space(model, read_settings(directory), bool(SentencePieces(pieces.content).dummy_prefix))
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(model)}
     if vocab.is_file() and merges.is_file():
-        _check_has_tokens(folder, open_gpt2(vocab, merges), vocab)
-        _check_space(vocab, read_settings(folder), False)
+        _check_has_tokens(directory, open_gpt2(vocab, merges), vocab)
+        _check_space(vocab, read_settings(directory), False)
         return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
     return {}
 
 
-def _check_has_tokens(folder: Path, tokenizer: Tokenizer, file: Path) -> None:
-    """Of a format that cannot be added to. Raises DataError."""
-    settings = read_settings(folder)
-    for one in settings.tokens:
-        found = tokenizer.token_id(one.token.content)
-        if found is None or one.number not in (None, found):
-            has = "lacks" if found is None else f"has as token {found}"
-            wrong = f"the token {one.token.content!r}, which {file.name} {has}"
+def _check_has_tokens(directory: Path, tokenizer: Tokenizer, file: Path) -> None:
+    """Raise DataError if a tokenizer lacks tokens that the settings in its directory declare.
+
+    It is for formats that tokens cannot be added to.
+    """
+    settings = read_settings(directory)
+    for declared in settings.tokens:
+        number = tokenizer.token_id(declared.token.content)
+        if number is None or declared.number not in (None, number):
+            state = "lacks" if number is None else f"has as token {number}"
+            problem = f"the token {declared.token.content!r}, which {file.name} {state}"
             remedy = "write a tokenizer.json with AutoTokenizer's save_pretrained"
-            raise DataError(f"{one.file}: {wrong}; {remedy}")
+            raise DataError(f"{declared.file}: {problem}; {remedy}")
     if settings.splits:
-        raise DataError(f"{folder / added_tokens.CONFIG}: split_special_tokens=true is only known of a tokenizer.json")
+        config = directory / added_tokens.CONFIG
+        raise DataError(f"{config}: split_special_tokens=true is only known of a tokenizer.json")
 
 
 def open_tokenizer_json(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or of the directory that holds one; eod is its eos_token, or a usual one."""
+    """Return the tokenizer of a tokenizer.json, or of the directory that contains one.
+
+    eod is its eos_token, or else the first of DEFAULT_EOD_TOKENS that it has. Raises DataError.
+    """
     import tokenizers
 
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -119,21 +137,21 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
         raise DataError(f"tokenizer_model={file} is not a tokenizer.json: it is not UTF-8 text; {remedy}") from None
     with wrap_library_errors(f"tokenizer_model={file} is not a tokenizer.json"):
         model = tokenizers.Tokenizer.from_str(text)
-    described = json.loads(text)
-    settings = read_settings(file.parent, described.get("added_tokens") or ())
+    spec = json.loads(text)
+    settings = read_settings(file.parent, spec.get("added_tokens") or ())
     contents = [content]
     candidates = DEFAULT_EOD_TOKENS if settings.eos is None else (settings.eos,)
-    known = [token for token in candidates if model.token_to_id(token) is not None or settings.declares(token)]
-    if not known:
-        lost = f"no end-of-document token among {', '.join(candidates)}"
-        raise DataError(f"{file}: {lost}; name one that it has as eos_token in tokenizer_config.json beside it")
-    if file.name == added_tokens.MODEL:  # what is beside another name belongs to another tokenizer
-        _check_space(file, settings, added_tokens.begins_with_space(described))
+    available = [token for token in candidates if model.token_to_id(token) is not None or settings.declares(token)]
+    if not available:
+        problem = f"no end-of-document token among {', '.join(candidates)}"
+        raise DataError(f"{file}: {problem}; name one that it has as eos_token in tokenizer_config.json beside it")
+    if file.name == added_tokens.MODEL:  # files next to a file of another name belong to another tokenizer
+        _check_space(file, settings, added_tokens.begins_with_space(spec))
         if add_tokens(model, settings):
             contents.append(json.dumps([model.encode_special_tokens, added_tokens.state(model)]).encode())
-    eod = model.token_to_id(known[0])
+    eod = model.token_to_id(available[0])
     if eod is None:
-        raise DataError(f"{file}: no end-of-document token {known[0]}; rename the file to {added_tokens.MODEL}")
+        raise DataError(f"{file}: no end-of-document token {available[0]}; rename the file to {added_tokens.MODEL}")
     model.no_padding()
     model.no_truncation()
     tokenizer = HuggingFaceTokenizer(str(file), "huggingface", model, eod, contents)
@@ -142,18 +160,22 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
 
 
 def _check_space(file: Path, settings: added_tokens.Settings, does: bool | None) -> None:
-    """Refuse an add_prefix_space that is not what the tokenizer `does`: some classes of transformers take the one, some
-    the other. Raises DataError."""
-    asked = settings.prefix_space
-    if asked is not None and does not in (None, asked):
-        both = (
-            f"says add_prefix_space={str(asked).lower()}, but {file.name} {'puts' if does else 'does not put'} a space"
-        )
-        raise DataError(f"{file.with_name(added_tokens.CONFIG)}: {both} before a text; {added_tokens.REMEDY}")
+    """Raise DataError if add_prefix_space contradicts what the tokenizer `does`.
+
+    Some classes of transformers follow the one, some the other.
+    """
+    requested = settings.prefix_space
+    if requested is not None and does not in (None, requested):
+        action = "puts" if does else "does not put"
+        problem = f"says add_prefix_space={str(requested).lower()}, but {file.name} {action} a space"
+        raise DataError(f"{file.with_name(added_tokens.CONFIG)}: {problem} before a text; {added_tokens.REMEDY}")
 
 
 def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
-    """GPT-2's byte-level BPE; eod is <|endoftext|>, also where a text writes it out, as in Megatron-LM."""
+    """Return GPT-2's byte-level BPE tokenizer. Raises DataError.
+
+    eod is <|endoftext|>, also where it is written out in a text, as in Megatron-LM.
+    """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -172,57 +194,78 @@ def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
 
 
 class SentencePieces:
-    """What a .model file says, by field numbers and defaults as in sentencepiece_model.proto. `rows`: (piece, score,
-    kind), the kind one of _NORMAL .. _BYTE."""
+    """The contents of a SentencePiece .model file.
+
+    Field numbers and defaults come from sentencepiece_model.proto.
+
+    rows           (piece, score, kind) of each id, with kind from _NORMAL .. _BYTE
+    is_bpe         True for BPE, False for Unigram
+    byte_fallback  True if unknown characters become their bytes
+    expressible    True if a tokenizer.json can express the model
+    charsmap       the precompiled normalization, empty if there is none
+    dummy_prefix   a space is put before the text
+    trims          spaces at both ends, and all but one between words, are removed
+    escapes        spaces are shown as _SPACE
+    """
 
     def __init__(self, content: bytes):
-        parts = list(_fields(content))
-        pieces, trainers, normalizers = ([value for number, value in parts if number == n] for n in (1, 2, 3))
+        fields = list(_fields(content))
+        pieces, trainers, normalizers = ([value for number, value in fields if number == n] for n in (1, 2, 3))
         rows = map(dict, map(_fields, pieces))
         self.rows = [(r[1].decode(), *struct.unpack("<f", r.get(2, bytes(4))), r.get(3, _NORMAL)) for r in rows]
-        trainer, normalizer = dict(_fields(b"".join(trainers))), dict(_fields(b"".join(normalizers)))
-        self.is_bpe, self.byte_fallback = trainer.get(3, _UNIGRAM) == _BPE, bool(trainer.get(35))
-        spaces_behind, unused = trainer.get(24), any(kind == _UNUSED for *_, kind in self.rows)
-        self.expressible = trainer.get(3, _UNIGRAM) in (_UNIGRAM, _BPE) and not spaces_behind and not unused
+        trainer = dict(_fields(b"".join(trainers)))
+        normalizer = dict(_fields(b"".join(normalizers)))
+        model_type = trainer.get(3, _UNIGRAM)
+        self.is_bpe = model_type == _BPE
+        self.byte_fallback = bool(trainer.get(35))
+        spaces_as_suffix = trainer.get(24)
+        has_unused = any(kind == _UNUSED for *_, kind in self.rows)
+        self.expressible = model_type in (_UNIGRAM, _BPE) and not spaces_as_suffix and not has_unused
         self.charsmap = normalizer.get(2, b"")
-        # a space before the text; spaces at both ends, and all but one between, removed; spaces shown as _SPACE
         self.dummy_prefix, self.trims, self.escapes = (normalizer.get(n, 1) for n in (3, 4, 5))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a protobuf message that is known to be one: an int, or the bytes of any other kind."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind = key & 7
-        value, at = _varint(data, at) if kind in (0, 2) else ({1: 8, 5: 4}[kind], at)
-        if kind:
-            value, at = data[at : at + value], at + value
+    """Yield (number, value) of each field of a valid protobuf message; value is an int, or bytes for other types."""
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
+        wire_type = key & 7
+        if wire_type in (0, 2):  # the value, or its length
+            value, offset = _varint(data, offset)
+        else:
+            value = {1: 8, 5: 4}[wire_type]  # bytes
+        if wire_type:
+            value, offset = data[offset : offset + value], offset + value
         yield key >> 3, value
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    end = next(i for i in range(at, len(data)) if data[i] < 128) + 1
-    return sum((data[i] & 127) << 7 * (i - at) for i in range(at, end)), end
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Return the variable-length integer at `offset`, and the offset after it."""
+    end = next(i for i in range(offset, len(data)) if data[i] < 128) + 1
+    return sum((data[i] & 127) << 7 * (i - offset) for i in range(offset, end)), end
 
 
 def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
-    """A tokenizers.Tokenizer. `cut_single`: user-defined pieces of one character are cut out of the normalised text;
-    otherwise they are taken out before normalisation, as longer ones are."""
+    """Return a tokenizers.Tokenizer for a SentencePiece model.
+
+    `cut_single` cuts user-defined pieces of one character out of the normalised text; otherwise they are cut out before
+    normalisation, in the same way as longer ones.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     ids = {piece: i for i, (piece, _, _) in enumerate(model.rows)}
     unknown = next((piece for piece, _, kind in model.rows if kind == _UNKNOWN), None)
-    if model.is_bpe:  # joins, the likeliest first: every cut of a piece into two others
+    if model.is_bpe:  # merges, best score first: every cut of a piece into two others
         normal = {piece: score for piece, score, kind in model.rows if kind == _NORMAL}
         cuts = [(-score, p[:i], p[i:]) for p, score in normal.items() for i in range(1, len(p))]
         merges = [(a, b) for _, a, b in sorted(cuts, key=lambda cut: cut[0]) if a in normal and b in normal]
         options: dict[str, Any] = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": model.byte_fallback}
-        inner: Any = models.BPE(ids, merges, **options)
+        algorithm: Any = models.BPE(ids, merges, **options)
     else:
         scored = [(piece, score if kind in (_NORMAL, _USER) else _NEVER) for piece, score, kind in model.rows]
-        inner = models.Unigram(scored, None if unknown is None else ids[unknown], model.byte_fallback)
-    library: Any = Tokenizer(inner)
+        algorithm = models.Unigram(scored, None if unknown is None else ids[unknown], model.byte_fallback)
+    library: Any = Tokenizer(algorithm)
     steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     if model.trims:
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -232,25 +275,25 @@ def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
         steps.append(normalizers.Replace(" ", _SPACE))
     if steps:
         library.normalizer = normalizers.Sequence(steps)
-    chosen = [piece for piece, _, kind in model.rows if kind == _USER]
-    single = [piece for piece in chosen if cut_single and len(piece) == 1]
-    apart = [re.escape(piece) for piece in single]
+    user_defined = [piece for piece, _, kind in model.rows if kind == _USER]
+    single = [piece for piece in user_defined if cut_single and len(piece) == 1]
+    isolated = [re.escape(piece) for piece in single]
     if model.byte_fallback and not model.is_bpe:  # so that "<0x41>" in a text is not the byte's piece
-        apart += [cut for mark, cut in _LITERAL.items() if mark not in ids]
-    if apart:
-        library.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(apart)), "isolated")
-    library.add_tokens([AddedToken(p, normalized=False, special=False) for p in chosen if p not in single])
+        isolated += [cut for mark, cut in _LITERAL.items() if mark not in ids]
+    if isolated:
+        library.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(isolated)), "isolated")
+    library.add_tokens([AddedToken(p, normalized=False, special=False) for p in user_defined if p not in single])
     special = [piece for piece, _, kind in model.rows if kind in (_CONTROL, _UNKNOWN)]
     library.add_special_tokens([AddedToken(p, normalized=False, special=True) for p in special])
-    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoder_steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.dummy_prefix:
-        parts.append(decoders.Strip(" ", 1000 if model.trims else 1, 0))
-    library.decoder = decoders.Sequence(parts)
+        decoder_steps.append(decoders.Strip(" ", 1000 if model.trims else 1, 0))
+    library.decoder = decoders.Sequence(decoder_steps)
     return library
 
 
 def _bytes() -> Any:
-    """ByteTokenizer: no character is a piece, so each falls back on its bytes, and these are their own ids."""
+    """Return ByteTokenizer as a tokenizers.Tokenizer: no character is a piece, so each becomes its bytes, the ids."""
     from tokenizers import Tokenizer, decoders, models
 
     library: Any = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
@@ -260,34 +303,40 @@ def _bytes() -> Any:
 
 
 def _first_difference(library: Any, tokenizer: Tokenizer, texts: list[str]) -> str | None:
-    """The first text for which `library` gives other ids; those that write out a special token are left out."""
-    words = [token.content for token in library.get_added_tokens_decoder().values() if token.special]
-    texts = [text for text in texts if not any(word in text for word in words)]
+    """Return the first text for which `library` gives different ids, or None.
+
+    Texts that contain a special token are skipped.
+    """
+    special = [token.content for token in library.get_added_tokens_decoder().values() if token.special]
+    texts = [text for text in texts if not any(token in text for token in special)]
     encodings = library.encode_batch(texts, add_special_tokens=False)
     triples = zip(texts, tokenizer.encode_batch(texts), encodings, strict=True)
     return next((text for text, ids, encoding in triples if ids != encoding.ids), None)
 
 
 def export_tokenizer_json(tokenizer: Tokenizer) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json: name -> text. Raises DataError that says why there are none."""
+    """Return tokenizer.json and tokenizer_config.json of a tokenizer, as name -> text.
+
+    Raises DataError if there is no tokenizer.json that gives the same ids.
+    """
     texts = list(EDGE_CASE_TEXTS)
-    ends: dict[str, str | None] = {"bos_token": None, "eos_token": GPT2_EOD, "unk_token": None}
+    special_tokens: dict[str, str | None] = {"bos_token": None, "eos_token": GPT2_EOD, "unk_token": None}
     if isinstance(tokenizer, SentencePieceTokenizer):
         model = SentencePieces(tokenizer.content)
         if not model.expressible:
             raise DataError(f"{tokenizer.name}: a kind of SentencePiece model that tokenizer.json cannot express")
-        forms = [_from_sentencepiece(model, cut) for cut in (True, False)]
+        candidates = [_from_sentencepiece(model, cut_single) for cut_single in (True, False)]
         texts += [piece.replace(_SPACE, " ") for piece, _, kind in model.rows if kind in (_NORMAL, _BYTE)]
-        ends = dict(zip(ends, tokenizer.bos_eos_unk_pieces(), strict=True))
+        special_tokens = dict(zip(special_tokens, tokenizer.bos_eos_unk_pieces(), strict=True))
     elif isinstance(tokenizer, ByteTokenizer):
-        forms = [_bytes()]
+        candidates = [_bytes()]
     elif isinstance(tokenizer, HuggingFaceTokenizer):
-        forms = [tokenizer.as_tokenizers_model(GPT2_EOD)]
+        candidates = [tokenizer.as_tokenizers_model(GPT2_EOD)]
     else:
         raise DataError(f"{tokenizer.name}: there is no tokenizer.json for a {type(tokenizer).__name__}")
-    wrong = [_first_difference(form, tokenizer, texts) for form in forms]
-    if None not in wrong:
-        raise DataError(f"{tokenizer.name}: tokenizer.json would give other ids, as of {wrong[0]!r:.60}")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **ends}
-    text = forms[wrong.index(None)].to_str(pretty=True)
+    differences = [_first_difference(form, tokenizer, texts) for form in candidates]
+    if None not in differences:
+        raise DataError(f"{tokenizer.name}: tokenizer.json would give other ids, as of {differences[0]!r:.60}")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special_tokens}
+    text = candidates[differences.index(None)].to_str(pretty=True)
     return {"tokenizer.json": text + "\n", "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}

@@ -1,7 +1,8 @@
-"""config.json of Hugging Face <-> options of the model. Values that cannot be expressed exactly are refused by name.
+"""Conversion between config.json of Hugging Face and the options of a model.
 
-models/families.toml has the meaning of each family's keys. This module names no family, and has what tables cannot say:
-groups, rotary positions, which layers have experts, and windows, of one of three kinds:
+Values that cannot be expressed exactly are refused by name. models/families.toml has the meaning of each family's keys.
+This module names no family, and has what tables cannot express: groups, rotary positions, which layers have experts,
+and windows, in one of three layouts:
 
     key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
     "all" (Mistral)            sliding_window, in all layers; null: in none
@@ -9,7 +10,7 @@ groups, rotary positions, which layers have experts, and windows, of one of thre
                                those that layer_types names sliding_attention
     "alternate" (GPT-OSS)      sliding_window in the layers that layer_types names, or in layers 0, 2, 4, ...
 
-Defaults are those of the families' classes in transformers 5.
+The defaults are those of the families' classes in transformers 5.
 """
 
 from collections.abc import Mapping
@@ -28,24 +29,32 @@ from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
-_FACTS = load_table(__file__, "constants")
+_CONSTANTS = load_table(__file__, "constants")
 
 
-def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, Json]:
-    """(family, option names to values, vocab_size among them). Raises CheckpointError with all problems. `seq_length`:
-    tokens per sequence in training, by default as many as the model has positions."""
+def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str, Json]:
+    """Return (family, {option: value}) of a config.json. The options include vocab_size.
+
+    Args:
+        config: The contents of config.json.
+        seq_length: Tokens per sequence in training; by default, as many as the model has positions.
+        source: The path of the file, for messages.
+
+    Raises:
+        CheckpointError: With all problems.
+    """
     problems: list[str] = []
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
-        raise CheckpointError(f"{where}: model_type={kind!r} {known}")
-    family: ModelFamily = FAMILIES.get(kind)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        allowed_families = f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
+        raise CheckpointError(f"{source}: model_type={model_type!r} {allowed_families}")
+    family: ModelFamily = FAMILIES.get(model_type)
     options: Json = dict(family.fixed_options)
 
     def get(keys: str) -> Any:
         key = next((key for key in keys.split() if key in config), keys.split()[0])
         value = config.get(key, family.optional.get(key))
-        if value is None and key != "n_inner":  # whose null is 4 times the width
+        if value is None and key != "n_inner":  # null means 4 * hidden_size
             problems.append(f"{key} is missing")
         return value
 
@@ -60,22 +69,25 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     for key, allowed in family.supported_values.items():
         if config.get(key, allowed[0]) not in allowed:
             problems.append(f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}")
-    problems += [f"{key}: {why}" for key, why in _FACTS["absent"].items() if config.get(key) not in (None, {})]
+    problems += [
+        f"{key}: {reason}" for key, reason in _CONSTANTS["absent"].items() if config.get(key) not in (None, {})
+    ]
     if family.grouped:
         groups = config.get("num_key_value_heads", family.optional.get("num_key_value_heads") or None)
         if groups is not None and groups != options["num_attention_heads"]:
             options |= {"group_query_attention": True, "num_query_groups": groups}
         options["kv_channels"] = config.get("head_dim", family.optional.get("head_dim") or None)
-    elif (size := config.get("head_dim")) is not None:  # not a key of theirs, but rotary positions would use it
-        width, heads = options["hidden_size"], options["num_attention_heads"]
-        if type(width) is not int or type(heads) is not int or size * heads != width:
-            problems.append(f"head_dim={size!r} is not hidden_size / num_attention_heads, which {family.name} uses")
+    elif (head_dim := config.get("head_dim")) is not None:
+        # not a key of this family, but rotary positions would use it
+        hidden_size, heads = options["hidden_size"], options["num_attention_heads"]
+        if type(hidden_size) is not int or type(heads) is not int or head_dim * heads != hidden_size:
+            problems.append(f"head_dim={head_dim!r} is not hidden_size / num_attention_heads, which {family.name} uses")
     biases = {key: config.get(key, False) for key, name in family.derived_keys.items() if name == "add_bias_linear"}
     if biases:
         first, *others = biases.values()
         if any(other != first for other in others):
-            given = " with ".join(f"{key}={value}" for key, value in biases.items())
-            problems.append(f"{given}: there is one option for both")
+            values = " with ".join(f"{key}={value}" for key, value in biases.items())
+            problems.append(f"{values}: there is one option for both")
         options["add_bias_linear"] = first
     if options["position_embedding_type"] == "rope":
         problems += read_rope(config, options, family)
@@ -83,63 +95,86 @@ def read_config(config: Json, seq_length: int | None, where: str) -> tuple[str, 
     options["seq_length"] = seq_length or positions
     if isinstance(positions, int) and seq_length is not None and seq_length > positions:
         problems.append(f"seq_length={seq_length} is above the model's {positions} positions")
-    layers = options["num_layers"]  # if out of range, `model_of` refuses it
-    for read in (_read_window, _read_experts) if type(layers) is int and 0 < layers <= MAX_LAYERS_IN_PATTERN else ():
-        more, wrong = read(config, family, layers)
-        options |= more
-        problems += wrong
-    raise_problems(problems, f"{where} describes a model that megalite cannot express")
+    num_layers = options["num_layers"]  # if it is out of range, `build_model_config` refuses it
+    if type(num_layers) is int and 0 < num_layers <= MAX_LAYERS_IN_PATTERN:
+        for read in (_read_window, _read_experts):
+            layer_options, layer_problems = read(config, family, num_layers)
+            options |= layer_options
+            problems += layer_problems
+    raise_problems(problems, f"{source} describes a model that megalite cannot express")
     return family.name, {name: value for name, value in options.items() if value is not None}
 
 
 def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
-    """The reasons why `family` cannot express `model`: how the model that is read from its config.json differs."""
+    """Return the reasons why `family` cannot express `model`.
+
+    The model is written as a config.json and read back, and the differences are the reasons.
+    """
     written = write_config(model, family.name, 1, "", {})
-    if lacking := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
-        return [f"{option}={getattr(model, option)}, but {family.name} has some" for option in lacking]
-    again = build(read_config(written, None, family.name)[1]).model
-    mine, theirs, lines = _functional_options(model), _functional_options(again), []
-    for option in [option for option in mine if mine[option] != theirs.get(option, mine[option])]:
-        given, read = getattr(model, option), getattr(again, option)
-        if given != read:
-            given, read = (mine[option], theirs[option]) if isinstance(mine[option], int) else (given, read)
-            lines.append(f"{option}={given} is not {read}")
+    if missing := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
+        return [f"{option}={getattr(model, option)}, but {family.name} has some" for option in missing]
+    reread = build(read_config(written, None, family.name)[1]).model
+    local, external = _functional_options(model), _functional_options(reread)
+    lines = []
+    for option, effect in local.items():
+        if effect == external.get(option, effect):
+            continue
+        value, reread_value = getattr(model, option), getattr(reread, option)
+        if value != reread_value:
+            if isinstance(effect, int):
+                value, reread_value = effect, external[option]
+            lines.append(f"{option}={value} is not {reread_value}")
     if (family.even_heads or not family.grouped) and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
     return lines
 
 
 def _functional_options(model: ModelConfig) -> Json:
-    """Option -> its effect, of all that a config.json must say, since the model's function depends on them."""
-    facts = {f.name: option_spec(f) for f in fields(ModelConfig)}
-    effects = {name: getattr(model, f.effective_property or name) for name, f in facts.items() if f.resume == MODEL}
+    """Return {option: effect} of the options that determine the model's function.
+
+    A config.json must express all of them.
+    """
+    option_specs = {spec.name: option_spec(spec) for spec in fields(ModelConfig)}
+    effects = {
+        name: getattr(model, spec.effective_property or name)
+        for name, spec in option_specs.items()
+        if spec.resume == MODEL
+    }
     effects |= {"window_size": model.layer_windows, "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}
-    rotates = any(model.rope_layers)
-    effects |= dict.fromkeys(STRETCH, rope_scaling(model) if rotates else None)
-    unused = {name for name in effects if facts[name].acts_through or (name.startswith("rotary_") and not rotates)}
+    uses_rope = any(model.rope_layers)
+    effects |= dict.fromkeys(STRETCH, rope_scaling(model) if uses_rope else None)
+    irrelevant = {
+        name for name in effects if option_specs[name].acts_through or (name.startswith("rotary_") and not uses_rope)
+    }
     if all(model.moe_layers):
-        unused.add("ffn_hidden_size")
+        irrelevant.add("ffn_hidden_size")
     if not any(model.moe_layers):
         effects |= dict.fromkeys(name for name in effects if name == "num_experts" or name.startswith("moe_"))
-    return {name: effect for name, effect in effects.items() if name not in unused | {"apply_layernorm_1p"}}
+    return {name: effect for name, effect in effects.items() if name not in irrelevant | {"apply_layernorm_1p"}}
 
 
-def choose_family(model: ModelConfig, wanted: str | None, usual: str | None) -> str:
-    """`wanted`, or `usual` if it fits, or the first that does. Raises CheckpointError with the reasons."""
+def choose_family(model: ModelConfig, requested: str | None, default: str | None) -> str:
+    """Return the requested family, or else the default family if it fits, or else the first that fits.
+
+    Raises CheckpointError with the reasons if none fits.
+    """
     reasons = {name: incompatibilities(model, FAMILIES.get(name)) for name in FAMILIES}
-    if wanted is not None:
-        raise_problems(reasons[wanted], f"family={wanted} cannot express this model")
-    for name in (wanted, usual, *FAMILIES):
+    if requested is not None:
+        raise_problems(reasons[requested], f"family={requested} cannot express this model")
+    for name in (requested, default, *FAMILIES):
         if name in reasons and not reasons[name]:
             return name
-    every = [f"{name}: {'; '.join(lines)}" for name, lines in reasons.items()]
-    raise CheckpointError("no family of Hugging Face can express this model:\n  " + "\n  ".join(every))
+    rejected = [f"{name}: {'; '.join(lines)}" for name, lines in reasons.items()]
+    raise CheckpointError("no family of Hugging Face can express this model:\n  " + "\n  ".join(rejected))
 
 
 def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tokens: Mapping[str, Any]) -> Json:
-    """A config.json for any transformers, as near to the model as the family can; `tokens`: bos_token_id and such."""
+    """Return a config.json for all versions of transformers, as close to the model as the family allows.
+
+    `tokens` has bos_token_id and other special tokens.
+    """
     family: ModelFamily = FAMILIES.get(name)
-    fitting = [key for key, ours in family.activations.items() if ours == model.activation]
+    matching_activations = [key for key, local_name in family.activations.items() if local_name == model.activation]
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
     values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}
     values |= {"max_position_embeddings": model.max_positions, "moe_ffn_hidden_size": model.expert_ffn_size}
@@ -147,53 +182,54 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config |= {key.split()[0]: values[option] for option, key in family.keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.derived_keys.items()}
     config |= {key: allowed[0] for key, allowed in family.supported_values.items()}
-    config[family.activation_key] = (fitting or list(family.activations))[0]
+    config[family.activation_key] = (matching_activations or list(family.activations))[0]
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if family.scalings:
         config["rope_scaling"] = write_scaling(model, family)
     config |= _write_window(model, family)
     if family.sparse_layers:
-        dense = [n for n, has in enumerate(model.moe_layers) if not has]
+        dense = [n for n, has_experts in enumerate(model.moe_layers) if not has_experts]
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
         config["norm_topk_prob"] = not model.moe_router_pre_softmax
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
 
 
-def _read_window(config: Json, family: ModelFamily, layers: int) -> tuple[Json, list[str]]:
-    """(options, problems)."""
+def _read_window(config: Json, family: ModelFamily, num_layers: int) -> tuple[Json, list[str]]:
+    """Return (options, problems) of the sliding windows."""
     kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
-        return {}, [f"layer_types is not a list of {layers} kinds, one for each layer"]
-    if odd := {str(kind) for kind in kinds or ()} - (
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        return {}, [f"layer_types is not a list of {num_layers} kinds, one for each layer"]
+    if unknown_kinds := {str(kind) for kind in kinds or ()} - (
         {FULL_ATTENTION, SLIDING_ATTENTION} if family.window_layout else {FULL_ATTENTION}
     ):
-        return {}, [f"layer_types has {', '.join(map(repr, sorted(odd)))}, which {family.name} does not have"]
+        return {}, [f"layer_types has {', '.join(map(repr, sorted(unknown_kinds)))}, which {family.name} does not have"]
     by_layer = family.window_layout in ("by layer", "alternate")
-    used = family.window_layout in ("all", "alternate") or (by_layer and config.get("use_sliding_window", False))
-    window = config.get("sliding_window", family.optional.get("sliding_window") or None) if used else None
+    is_used = family.window_layout in ("all", "alternate") or (by_layer and config.get("use_sliding_window", False))
+    window = config.get("sliding_window", family.optional.get("sliding_window") or None) if is_used else None
     if window is not None and (type(window) is not int or window < 2):
         return {}, [f"sliding_window={window!r} is not a number of 2 or more keys"]
     if kinds is not None:
-        bits = [kind == SLIDING_ATTENTION for kind in kinds]
+        has_window = [kind == SLIDING_ATTENTION for kind in kinds]
     elif family.window_layout == "alternate":
-        bits = [window is not None and layer % 2 == 0 for layer in range(layers)]
+        has_window = [window is not None and layer % 2 == 0 for layer in range(num_layers)]
     else:
         first = config.get("max_window_layers", 28) if by_layer else 0
         if type(first) is not int:
             return {}, [f"max_window_layers={first!r} is not a number of layers"]
-        bits = [window is not None and layer >= first for layer in range(layers)]
-    if window is None and any(bits):
+        has_window = [window is not None and layer >= first for layer in range(num_layers)]
+    if window is None and any(has_window):
         return {}, [f"layer_types has {SLIDING_ATTENTION!r}, but there is no sliding_window in use"]
-    if window is not None and not by_layer and not all(bits):
-        kept = f"{family.name} has it in all layers or none"
-        return {}, [f"layer_types has {FULL_ATTENTION!r} beside sliding_window={window}, but {kept}"]
-    if window is None or not any(bits):
+    if window is not None and not by_layer and not all(has_window):
+        rule = f"{family.name} has it in all layers or none"
+        return {}, [f"layer_types has {FULL_ATTENTION!r} beside sliding_window={window}, but {rule}"]
+    if window is None or not any(has_window):
         return {}, []
-    pattern = {} if all(bits) else {"window_attn_skip_freq": format_layer_pattern(bits)}
+    pattern = {} if all(has_window) else {"window_attn_skip_freq": format_layer_pattern(has_window)}
     return {"window_size": (window - 1, 0), **pattern}, []
 
 
 def _write_window(model: ModelConfig, family: ModelFamily) -> Json:
+    """Return the keys of the sliding windows."""
     if not family.window_layout:
         return {}
     windows = model.layer_windows
@@ -201,23 +237,23 @@ def _write_window(model: ModelConfig, family: ModelFamily) -> Json:
     if family.window_layout == "all":
         return {"sliding_window": window}
     types = [FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in windows]
-    if family.window_layout == "alternate":  # where transformers asks for a number, though layer_types may use none
+    if family.window_layout == "alternate":  # transformers requires a number, even if layer_types uses none
         return {"sliding_window": family.optional["sliding_window"] if window is None else window, "layer_types": types}
     keys: Json = {"use_sliding_window": window is not None, "sliding_window": window}
     if window is not None:
-        full = windows.index(window)  # layers before the first with a window
-        keys["max_window_layers"] = full if None not in windows[full:] else model.num_layers  # the older key
+        first = windows.index(window)  # layers before the first with a window
+        keys["max_window_layers"] = first if None not in windows[first:] else model.num_layers  # the older key
         keys["layer_types"] = types
     return keys
 
 
-def _read_experts(config: Json, family: ModelFamily, layers: int) -> tuple[Json, list[str]]:
-    """(options, problems)."""
+def _read_experts(config: Json, family: ModelFamily, num_layers: int) -> tuple[Json, list[str]]:
+    """Return (options, problems) of the layers with experts."""
     if not family.sparse_layers:
         return {}, []
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if type(step) is not int or step < 1 or not isinstance(dense, list) or any(type(n) is not int for n in dense):
         return {}, [f"decoder_sparse_step={step!r}, mlp_only_layers={dense!r} are not a step and a list of layers"]
-    bits = [(n + 1) % step == 0 and n not in dense for n in range(layers)]
-    freq = "1" if all(bits) else format_layer_pattern(bits, periods=False)
+    has_experts = [(n + 1) % step == 0 and n not in dense for n in range(num_layers)]
+    freq = "1" if all(has_experts) else format_layer_pattern(has_experts, periods=False)
     return {"moe_layer_freq": freq, "moe_router_pre_softmax": not config.get("norm_topk_prob", False)}, []

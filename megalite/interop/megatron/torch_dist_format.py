@@ -1,15 +1,16 @@
-"""Megatron-LM's checkpoints of format torch_dist, read without torch.distributed.checkpoint.
+"""Checkpoints of Megatron-LM in the format torch_dist, read without torch.distributed.checkpoint.
 
-    common.pt          args and the like, a torch file          .metadata   a pickle: every tensor's shape and chunks
+    common.pt          args and other values, a torch file      .metadata   a pickle: every tensor's shape and chunks
     __0_0.distcp ...   one torch file after the other, each a chunk of one tensor
 
-`.metadata` is read by an unpickler that knows an exact list of names, and makes for each a `Record`, an object that
-only keeps its state; no class or function of torch is called. Each chunk goes through torch's restricted loader. Layers
-may be stacked, [L, ...] under one name, or numbered. Gate and up are two halves of one tensor whatever tp was.
+`.metadata` is read by an unpickler that accepts an exact list of names, and creates a `Record` for each, an object that
+only stores its state. No class or function of torch is called. Each chunk is read by torch's restricted loader. Layers
+may be stacked, [L, ...] under one name, or numbered. The gate and up matrices are the two halves of one tensor,
+whatever tp was.
 """
 
 import io
-import pickle  # for an Unpickler that finds no class but those listed here
+import pickle  # for an Unpickler that only finds the classes that are listed here
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -26,17 +27,20 @@ from megalite.checkpoint.format.safetensors_file import CODES
 from megalite.checkpoint.offline import full_box
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN
 from megalite.config.text_file import read_small_bytes
-from megalite.interop.megatron import torch_format as rank_files
+from megalite.interop.megatron import torch_format
 from megalite.interop.tensor_mapping import ExternalModel, FileTensor
 from megalite.parallel.spec import Box, intersect, slices_within
 
-RECORD_TYPES: list[str] = rank_files.NAME_TABLE["records"]
+RECORD_TYPES: list[str] = torch_format.NAME_TABLE["records"]
 _FILE = re.compile(r"__\d+_\d+\.distcp")
-_OTHER = ("optimizer.", "rng_state", "rerun_state_machine_state", "chained_")  # entries beside the model
-_LARGEST = 1 << 30  # bytes of .metadata
+# prefixes of entries that are not tensors of the model
+_NOT_MODEL = ("optimizer.", "rng_state", "rerun_state_machine_state", "chained_")
+_MAX_METADATA_BYTES = 1 << 30
 
 
 class Chunk(NamedTuple):
+    """A stored box of a tensor, and its bytes [offset, offset + length) in a file."""
+
     box: Box
     file: str
     offset: int
@@ -44,76 +48,92 @@ class Chunk(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
+    """The full shape and dtype of a tensor, and its chunks."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
 
-def _read(folder: Path, load: Callable[..., Tensor], key: str, stored: StoredTensor, box: Box) -> Tensor:
+def _read_box(directory: Path, load: Callable[..., Tensor], key: str, stored: StoredTensor, box: Box) -> Tensor:
+    """Return the values of a box, which `load` reads from the chunks.
+
+    Raises CheckpointError if elements are missing.
+    """
     result = torch.empty(box.shape, dtype=stored.dtype)
     filled = 0
     for chunk in stored.chunks:
-        both = intersect(box, chunk.box)
-        if both is not None:
-            result[slices_within(both, box)] = load(key, chunk, stored.dtype)[slices_within(both, chunk.box)]
-            filled += both.numel
+        overlap = intersect(box, chunk.box)
+        if overlap is not None:
+            result[slices_within(overlap, box)] = load(key, chunk, stored.dtype)[slices_within(overlap, chunk.box)]
+            filled += overlap.numel
     if filled != box.numel:
-        raise CheckpointError(f"{folder}: damaged: {key} has a hole: {filled} of {box.numel} elements exist")
+        raise CheckpointError(f"{directory}: damaged: {key} has a hole: {filled} of {box.numel} elements exist")
     return result
 
 
-def _load(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-    path = folder / chunk.file
+def _load_chunk(directory: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    """Return the values of a chunk. Raises CheckpointError."""
+    path = directory / chunk.file
     try:
         with open(path, "rb") as file:
             file.seek(chunk.offset)
             data = io.BytesIO(file.read(chunk.length))
         values = torch.load(data, map_location="cpu", weights_only=True)
-    except (*rank_files.READ_ERRORS, pickle.UnpicklingError) as error:
+    except (*torch_format.READ_ERRORS, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path}: {key} cannot be read ({type(error).__name__}); it is damaged") from None
     if not isinstance(values, Tensor) or tuple(values.shape) != chunk.box.shape or values.dtype != dtype:
         raise CheckpointError(f"{path}: {key} is not the tensor that .metadata describes; it is damaged")
     return values
 
 
-def open_checkpoint(folder: Path, say: Callable[[str], object] = print) -> ExternalModel:
-    """Open either of the two formats that can be read. Raises CheckpointError with all problems."""
-    common, metadata = folder / "common.pt", folder / ".metadata"
-    if not metadata.is_file() and not (folder / "metadata.json").is_file():
-        return rank_files.open_torch_checkpoint(folder, say)
+def open_checkpoint(directory: Path, say: Callable[[str], object] = print) -> ExternalModel:
+    """Open a checkpoint of either format that can be read: torch_dist or torch.
+
+    `say` receives a line for each pickle that is opened. Raises CheckpointError with all problems.
+    """
+    common, metadata = directory / "common.pt", directory / ".metadata"
+    if not metadata.is_file() and not (directory / "metadata.json").is_file():
+        return torch_format.open_torch_checkpoint(directory, say)
     if not common.is_file() or not metadata.is_file():
-        known, remedy = "only torch_dist and torch are", "convert it there with --ckpt-convert-format torch_dist"
-        raise CheckpointError(f"{folder}: cannot be read: of Megatron-LM's formats {known}; {remedy}")
-    args = rank_files.get_args(rank_files.load_pickle(common, say), common)
+        supported, remedy = "only torch_dist and torch are", "convert it there with --ckpt-convert-format torch_dist"
+        raise CheckpointError(f"{directory}: cannot be read: of Megatron-LM's formats {supported}; {remedy}")
+    args = torch_format.get_args(torch_format.load_pickle(common, say), common)
     say(f"opening {metadata}: a pickle, of which {2 + len(RECORD_TYPES)} listed names are accepted as plain data")
-    load = lru_cache(1)(partial(_load, folder))  # stacked layers are read one after the other
-    found, read = dict[str, FileTensor](), partial(_read, folder, load)
-    for key, stored in read_metadata(folder).items():
-        name, shape = rank_files.mcore_name(key), stored.shape
-        stacked = rank_files.STACKED_LAYERS.match(name)
+    load = lru_cache(1)(partial(_load_chunk, directory))  # the layers of a stacked tensor are read one after the other
+    read_box = partial(_read_box, directory, load)
+    tensors: dict[str, FileTensor] = {}
+    for key, stored in read_metadata(directory).items():
+        name, shape = torch_format.mcore_name(key), stored.shape
+        stacked = torch_format.STACKED_LAYERS.match(name)
         if not stacked or not shape:
-            every = partial(read, key, stored, full_box(shape))
-            found[name] = FileTensor(shape, stored.dtype, f"{key} in {folder}", every)
+            read_tensor = partial(read_box, key, stored, full_box(shape))
+            tensors[name] = FileTensor(shape, stored.dtype, f"{key} in {directory}", read_tensor)
             continue
-        for n in range(min(shape[0], MAX_LAYERS_IN_PATTERN)):
-            box = Box((n, *(0 for _ in shape[1:])), (n + 1, *shape[1:]))
-            one = lambda key=key, stored=stored, box=box: read(key, stored, box)[0]  # noqa: E731
-            layer = f"decoder.layers.{n}.{name[stacked.end() :]}"
-            found[layer] = FileTensor(shape[1:], stored.dtype, f"{key}[{n}] in {folder}", one)
-    return rank_files.build_external_model(folder, args, common, {(0, 0): found})  # whole tensors, whatever tp was
+        for layer in range(min(shape[0], MAX_LAYERS_IN_PATTERN)):
+            box = Box((layer, *(0 for _ in shape[1:])), (layer + 1, *shape[1:]))
+            read_layer = lambda key=key, stored=stored, box=box: read_box(key, stored, box)[0]  # noqa: E731
+            layer_name = f"decoder.layers.{layer}.{name[stacked.end() :]}"
+            tensors[layer_name] = FileTensor(shape[1:], stored.dtype, f"{key}[{layer}] in {directory}", read_layer)
+    # The tensors are full, whatever tp was.
+    return torch_format.build_external_model(directory, args, common, {(0, 0): tensors})
 
 
-def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the model. Raises CheckpointError for damage and for anything that is not on the list."""
-    path = folder / ".metadata"
+def read_metadata(directory: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of the model. Raises CheckpointError for damage, and for names that are not on the list."""
+    path = directory / ".metadata"
     try:
-        root = _unpickle(read_small_bytes(path, _LARGEST))
-        stored = [(index.state, info.state) for index, info in root.state["storage_data"].items()]
-        places = {(at["fqn"], tuple(at["offset"])): place for at, place in stored if at.get("offset") is not None}
+        root = _unpickle(read_small_bytes(path, _MAX_METADATA_BYTES))
+        stored = [(index_key.state, info.state) for index_key, info in root.state["storage_data"].items()]
+        locations = {
+            (index["fqn"], tuple(index["offset"])): location
+            for index, location in stored
+            if index.get("offset") is not None
+        }
         return {
-            str(key): _stored(str(key), value.state, places, folder)
+            str(key): _parse_tensor(str(key), value.state, locations, directory)
             for key, value in root.state["state_dict_metadata"].items()
-            if "size" in value.state and not str(key).startswith(_OTHER) and "_extra_state" not in str(key)
+            if "size" in value.state and not str(key).startswith(_NOT_MODEL) and "_extra_state" not in str(key)
         }
     except CheckpointError:
         raise
@@ -123,30 +143,35 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); it is damaged") from None
 
 
-def _stored(key: str, state: dict[str, Any], places: dict[Any, dict[str, Any]], folder: Path) -> StoredTensor:
+def _parse_tensor(
+    key: str, state: dict[str, Any], locations: dict[Any, dict[str, Any]], directory: Path
+) -> StoredTensor:
+    """Return the tensor that a metadata entry describes. Raises CheckpointError for damage."""
     shape, dtype = tuple(int(n) for n in state["size"]), state["properties"].state[0]
     chunks = []
     for chunk in state["chunks"]:
         start, sizes = (tuple(int(n) for n in chunk.state[name]) for name in ("offsets", "sizes"))
-        place = places[key, start]
-        if not _FILE.fullmatch(place["relative_path"]) or not (folder / place["relative_path"]).is_file():
-            raise CheckpointError(f"{folder}: {key} is in {place['relative_path']!r}, which is not a file of it")
-        if place.get("transform_descriptors"):
-            compression = place["transform_descriptors"]
-            raise CheckpointError(f"{folder}: {key} is compressed ({compression}); save it uncompressed")
+        location = locations[key, start]
+        if not _FILE.fullmatch(location["relative_path"]) or not (directory / location["relative_path"]).is_file():
+            raise CheckpointError(f"{directory}: {key} is in {location['relative_path']!r}, which is not a file of it")
+        if location.get("transform_descriptors"):
+            compression = location["transform_descriptors"]
+            raise CheckpointError(f"{directory}: {key} is compressed ({compression}); save it uncompressed")
         box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-        begin, length = int(place["offset"]), int(place["length"])
-        if min(begin, length) < 0 or begin + length > (folder / place["relative_path"]).stat().st_size:
-            raise CheckpointError(f"{folder / place['relative_path']}: ends before {key}; it is damaged")
-        chunks.append(Chunk(box, place["relative_path"], begin, length))
+        offset, length = int(location["offset"]), int(location["length"])
+        if min(offset, length) < 0 or offset + length > (directory / location["relative_path"]).stat().st_size:
+            raise CheckpointError(f"{directory / location['relative_path']}: ends before {key}; it is damaged")
+        chunks.append(Chunk(box, location["relative_path"], offset, length))
         if any(not 0 <= a < b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)):
-            raise CheckpointError(f"{folder}: {key} has a chunk outside {shape}; it is damaged")
+            raise CheckpointError(f"{directory}: {key} has a chunk outside {shape}; it is damaged")
     return StoredTensor(shape, dtype, tuple(chunks))
 
 
 def _unpickle(data: bytes) -> Any:
-    class Record:  # local, so that a file cannot change it for later calls
-        state: Any = MappingProxyType({})  # if a file gives none
+    """Return the contents of .metadata, with `Record` in place of every listed type. Raises UnpicklingError."""
+
+    class Record:  # defined here, so that a file cannot change it for later calls
+        state: Any = MappingProxyType({})  # if the file has none
 
         def __init__(self, *args: object):
             pass
@@ -154,20 +179,20 @@ def _unpickle(data: bytes) -> Any:
         def __setstate__(self, state: object) -> None:
             self.state = state
 
-    def member(of: object, name: object) -> Record:
-        """In place of `getattr`, with which Python 3.11.0 to 3.11.3 writes a member of an enumeration."""
-        if of is not Record:
+    def member(owner: object, name: object) -> Record:
+        """Stand in for `getattr`, which Python 3.11.0 to 3.11.3 uses to pickle a member of an enumeration."""
+        if owner is not Record:
             raise pickle.UnpicklingError("it names builtins.getattr, which is not on the list of types")
         return Record()
 
-    known: dict[str, Any] = {name: Record for name in RECORD_TYPES} | {"builtins.getattr": member}
-    known |= {"torch.Size": tuple, "collections.OrderedDict": OrderedDict}
-    known |= {str(dtype): dtype for dtype in CODES}  # type: ignore[dict-item]
+    allowed: dict[str, Any] = {name: Record for name in RECORD_TYPES} | {"builtins.getattr": member}
+    allowed |= {"torch.Size": tuple, "collections.OrderedDict": OrderedDict}
+    allowed |= {str(dtype): dtype for dtype in CODES}  # type: ignore[dict-item]
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            if f"{module}.{name}" not in known:
+            if f"{module}.{name}" not in allowed:
                 raise pickle.UnpicklingError(f"it names {module}.{name}, which is not on the list of types")
-            return known[f"{module}.{name}"]
+            return allowed[f"{module}.{name}"]
 
     return Unpickler(io.BytesIO(data)).load()

@@ -1,25 +1,26 @@
-"""Megatron-LM's checkpoints of one file per rank, read without Megatron-LM, and the model that their `args` describe;
-tools/export_files.py writes both.
+"""Checkpoints of Megatron-LM with one file per rank, read without Megatron-LM.
+
+The `args` in them describe the model. tools/export_files.py converts such a model into a megalite checkpoint, and back.
 
     DIR/latest_checkpointed_iteration.txt        a number, or "release"
     DIR/iter_0000500/mp_rank_00/model_optim_rng.pt            mp_rank_TT[_PPP][_EEE], PPP where pp > 1, EEE where ep > 1
         args, checkpoint_version, model (or model0, model1, .. with virtual stages): name -> tensor
 
 The files are pickles. They are opened with torch's restricted loader and an exact list of names: tensors, plain
-containers, argparse.Namespace; other types that Megatron-LM writes (random states, enumerations) become an `Inert`, an
-object without content. Anything else is refused by name, and no code of a file runs. Tensors stay on disk until they
-are read. A layer's number counts within its stage; stages follow each other in depth, virtual ones in turn. Names and
-meanings of args are those of Megatron-LM at d98e8a64, mostly ours too; the activation is several flags there.
+containers, and argparse.Namespace. Other types that Megatron-LM writes (random states, enumerations) become an
+`UnpickledStub`, an object without content. Anything else is refused by name, and no code of a file runs. Tensors stay
+on disk until they are read. The number of a layer counts within its stage. Stages follow each other in depth, and
+virtual stages take turns. The names and meanings of args are those of Megatron-LM at d98e8a64, and most are the same in
+megalite. The activation is given by several flags there.
 """
 
 import contextlib
 import itertools
-import pickle  # its error only; torch's restricted loader does the reading
+import pickle  # only for its error; torch's restricted loader reads the files
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,39 +49,37 @@ NAME_TABLE = load_table(__file__, "names")
 _CORE_RULES = rules(NAME_TABLE["core"], "decoder.layers.{n}.")
 _STACKED_RULES = rules(NAME_TABLE["stacked"], "decoder.layers.{n}.mlp.experts.experts.")
 SHARED_OPTIONS = tuple(f.name for f in fields(ModelConfig) if f.name not in NAME_TABLE["otherwise"])
-# activations with a flag of their own there; the others are forms of gelu
+# activations that have a flag in Megatron-LM; the others are variants of gelu
 ACTIVATION_FLAGS = ("swiglu", "squared_relu")
 MEGATRON = TensorNames(
     name="megatron", rules=_CORE_RULES, alternatives=_STACKED_RULES, ignored=("._extra_state", ".inv_freq")
 )
-TE_GROUPED_EXPERT = re.compile(
-    r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$"
-)  # an expert of Transformer Engine's layers
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # numbered
-STACKED_LAYERS = re.compile(r"decoder\.layers\.(?!\d)")  # [L, ...] under one name
+# an expert in Transformer Engine's grouped layers
+TE_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # a numbered layer
+STACKED_LAYERS = re.compile(r"decoder\.layers\.(?!\d)")  # all layers, [L, ...] under one name
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
-
-FUSED: list[list[str]] = NAME_TABLE["fused"]  # (another name, Megatron core's)
+FUSED: list[list[str]] = NAME_TABLE["fused"]  # [another name, Megatron core's name]
 STUB_TYPES: list[str] = NAME_TABLE["inert"]
 RankPosition = tuple[int, int, int]  # tp, pp and ep rank
 TensorsByRank = Mapping[tuple[int, int], Mapping[str, FileTensor]]  # (tp, ep) rank -> its tensors
 FILES = ("model_optim_rng.pt", "model_rng.pt")
-# errors of the restricted loader for damaged files, as mutated files have shown
+# errors that the restricted loader was seen to raise for damaged (mutated) files
 READ_ERRORS = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
 READ_ERRORS += (RuntimeError, TypeError, ValueError)
-_RANK = re.compile(r"mp_rank_(\d{2,}(?:_\d{3,}){0,2})")
-_ONE_MATRIX = re.compile(r".*\.mlp\.experts\.weight[12]")
+_RANK_NAME = re.compile(r"mp_rank_(\d{2,}(?:_\d{3,}){0,2})")
+_GROUPED_MLP_MATRIX = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 
 def mcore_name(name: str) -> str:
-    """Megatron core's name of a tensor of any release."""
+    """Return Megatron core's name of a tensor, for the name in any release."""
     for other, core in [*FUSED, *NAME_TABLE["older"]]:
         name = name.replace(other, core)
     return TE_GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
 
 
 class UnpickledStub:
-    """In place of an object that is not needed: takes any arguments, and ignores them."""
+    """A stand-in for an object that is not needed. It takes any arguments and ignores them."""
 
     def __init__(self, *args: object, **kwargs: object):
         pass
@@ -90,16 +89,21 @@ class UnpickledStub:
 
 
 class StubEnumMember(UnpickledStub):
-    """In place of `getattr`, with which Python 3.11.0 to 3.11.3 writes a member of an enumeration. Raises
-    UnpicklingError for an attribute of anything but Inert."""
+    """A stand-in for `getattr`, which Python 3.11.0 to 3.11.3 uses to pickle a member of an enumeration.
 
-    def __init__(self, of: object, name: object):
-        if of is not UnpickledStub:
+    Raises UnpicklingError for an attribute of anything but UnpickledStub.
+    """
+
+    def __init__(self, owner: object, name: object):
+        if owner is not UnpickledStub:
             raise pickle.UnpicklingError("global getattr")
 
 
 def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
-    """The dictionary of a .pt file; tensors stay on disk. Raises CheckpointError, with the name that is not listed."""
+    """Return the dictionary in a .pt file, whose tensors stay on disk.
+
+    `say` receives a line for the log. Raises CheckpointError with the first name that is not on the list.
+    """
     say(f"opening {path}: a pickle, of which tensors and {1 + len(STUB_TYPES)} listed types are accepted")
     allowed = [Namespace, *((UnpickledStub, name) for name in STUB_TYPES), (StubEnumMember, "builtins.getattr")]
     try:
@@ -107,8 +111,10 @@ def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"(?:GLOBAL|global) (?:`)?([\w.]+)", str(error))
-        why = f"it names {name[1]}, which is not on the list of types" if name else "it is not a plain file of tensors"
-        raise CheckpointError(f"{path}: refused: {why}; a file like this can run code") from None
+        reason = (
+            f"it names {name[1]}, which is not on the list of types" if name else "it is not a plain file of tensors"
+        )
+        raise CheckpointError(f"{path}: refused: {reason}; a file like this can run code") from None
     except READ_ERRORS as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); it is damaged, or of torch before 1.6") from None
     if not isinstance(content, dict):
@@ -117,14 +123,14 @@ def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
 
 
 def get_args(content: dict[str, Any], path: Path) -> Namespace:
-    """The args in the file `path`. Raises CheckpointError."""
+    """Return the args in the contents of the file `path`. Raises CheckpointError."""
     if not isinstance(args := content.get("args"), Namespace):
         raise CheckpointError(f"{path}: has no args; it is not a checkpoint of Megatron-LM")
     return args
 
 
-def folder_of(directory: Path) -> Path:
-    """The folder of the newest iteration, or `directory` if that holds the ranks. Raises CheckpointError."""
+def rank_files_dir(directory: Path) -> Path:
+    """Return the directory of the newest iteration, or `directory` if it contains the ranks. Raises CheckpointError."""
     tracker = directory / TRACKER
     if not tracker.is_file():
         return directory
@@ -138,166 +144,202 @@ def folder_of(directory: Path) -> Path:
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether a checkpoint of Megatron-LM is in it."""
-    return any(is_megatron_checkpoint(folder) for folder in (*directory.glob("iter_*"), directory / "release"))
+    """Return True if the directory contains a checkpoint of Megatron-LM."""
+    return any(is_megatron_checkpoint(path) for path in (*directory.glob("iter_*"), directory / "release"))
 
 
 def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
-    """The folder of the Megatron-LM checkpoint that `directory` is, or that its tracker file names, or that of `step`;
-    None where there is none. Raises CheckpointError where the named one is missing."""
+    """Return the directory of the Megatron-LM checkpoint of `step`, or of the newest one.
+
+    `directory` may be the checkpoint itself, or contain it; its tracker file names the newest one. Returns None if
+    there is none. Raises CheckpointError if the checkpoint of `step`, or the named one, is missing among others.
+    """
     if is_megatron_checkpoint(directory):
         if step is not None and directory.name != f"iter_{step:07d}":
             raise CheckpointError(f"{directory} is not the checkpoint of step {step}; give the folder above it")
         return directory
-    iterations = [p.name for p in sorted(directory.glob("iter_*")) if is_megatron_checkpoint(p)]
-    folder = folder_of(directory) if step is None else directory / f"iter_{step:07d}"
-    if is_megatron_checkpoint(folder):
-        return folder
+    iterations = [path.name for path in sorted(directory.glob("iter_*")) if is_megatron_checkpoint(path)]
+    checkpoint = rank_files_dir(directory) if step is None else directory / f"iter_{step:07d}"
+    if is_megatron_checkpoint(checkpoint):
+        return checkpoint
     if not iterations:
         return None
-    where = f"{directory / TRACKER} names" if step is None and folder != directory else f"{directory} holds"
-    near = ", ".join(iterations[-3:])
-    raise CheckpointError(f"{where} no such checkpoint, but the directory has {near}; give --ckpt-step, or the folder")
+    subject = f"{directory / TRACKER} names" if step is None and checkpoint != directory else f"{directory} holds"
+    latest = ", ".join(iterations[-3:])
+    raise CheckpointError(
+        f"{subject} no such checkpoint, but the directory has {latest}; give --ckpt-step, or the folder"
+    )
 
 
-def true_vocab_size(args: Namespace | None, rows: int, tokenizer: int | None = None) -> int | None:
-    """Number of tokens among the embedding's `rows`, from our converter, the tokenizer's size `tokenizer`, or
-    --vocab-size; None if none is known: Megatron-LM itself keeps the padded size alone."""
-    known = (getattr(args, "true_vocab_size", None), tokenizer, getattr(args, "vocab_size", None))
-    return next((n for n in known if type(n) is int and 0 < n <= rows), None)
+def true_vocab_size(args: Namespace | None, rows: int, tokenizer_size: int | None = None) -> int | None:
+    """Return the number of tokens among the embedding's `rows`, or None if it is unknown.
+
+    Megatron-LM itself only stores the padded size. The number is taken from megalite's converter, the size of the
+    tokenizer, or --vocab-size.
+    """
+    candidates = (getattr(args, "true_vocab_size", None), tokenizer_size, getattr(args, "vocab_size", None))
+    return next((n for n in candidates if type(n) is int and 0 < n <= rows), None)
 
 
-def list_rank_files(folder: Path) -> dict[tuple[int, ...], Path]:
-    """The numbers in the name of a rank's folder -> its file. Raises CheckpointError where there is none."""
+def list_rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
+    """Return {numbers in the name of a rank's directory: its file}. Raises CheckpointError if there is none."""
     files: dict[tuple[int, ...], Path] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        match = _RANK.fullmatch(path.name)
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        match = _RANK_NAME.fullmatch(path.name)
         file = next((path / name for name in FILES if (path / name).is_file()), None)
         if match is not None:
             if file is None:
                 raise CheckpointError(f"{path}: has no {FILES[0]}; the checkpoint is incomplete: copy it again")
             files[tuple(map(int, match[1].split("_")))] = file
     if not files:
-        raise CheckpointError(f"{folder}: has no folder mp_rank_00; give the directory of a checkpoint")
+        raise CheckpointError(f"{directory}: has no folder mp_rank_00; give the directory of a checkpoint")
     return files
 
 
 def _rank_positions(
-    names: Iterable[tuple[int, ...]], args: Namespace, folder: Path
+    names: Iterable[tuple[int, ...]], args: Namespace, directory: Path
 ) -> dict[RankPosition, tuple[int, ...]]:
-    """(tp, pp, ep) rank -> the numbers in its name: of pp and ep only where they are above 1. Raises CheckpointError
-    where a rank is missing, or the experts are cut in another way than by these."""
-    result, ep = dict[RankPosition, tuple[int, ...]](), arg_or_default(args, "expert_model_parallel_size", 1)
+    """Return {(tp, pp, ep) rank: the numbers in its name}.
+
+    A name has the pp and ep ranks only if their sizes are above 1. Raises CheckpointError if a rank is missing, or the
+    experts are sharded differently.
+    """
+    positions: dict[RankPosition, tuple[int, ...]] = {}
+    ep = arg_or_default(args, "expert_model_parallel_size", 1)
     for name in names:
-        t, *rest = name
-        e = rest.pop() if ep != 1 or len(rest) > 1 else 0
-        result[t, rest[0] if rest else 0, e] = name
-    sizes = [1 + max(place[i] for place in result) for i in range(3)]
-    for place in itertools.product(*map(range, sizes)):
-        if place not in result:
-            t, p, e = place
-            rank = f"tp rank {t}, pp rank {p}" + (f", ep rank {e}" if sizes[2] > 1 else "")
-            of = " x ".join(map(str, sizes if sizes[2] > 1 else sizes[:2]))
-            raise CheckpointError(f"{folder}: {rank} of {of} is missing; copy it again")
-    if (
-        getattr(args, "num_experts", None)
-        and (etp := arg_or_default(args, "expert_tensor_parallel_size", sizes[0])) != sizes[0]
-    ):
-        cut = f"expert_tensor_parallel_size={etp} is not tensor_model_parallel_size={sizes[0]}"
-        raise CheckpointError(f"{folder}: {cut}, which files by rank cannot tell; save it as torch_dist")
-    return result
+        tp_rank, *remaining = name
+        ep_rank = remaining.pop() if ep != 1 or len(remaining) > 1 else 0
+        positions[tp_rank, remaining[0] if remaining else 0, ep_rank] = name
+    sizes = [1 + max(position[i] for position in positions) for i in range(3)]
+    for position in itertools.product(*map(range, sizes)):
+        if position not in positions:
+            tp_rank, pp_rank, ep_rank = position
+            rank = f"tp rank {tp_rank}, pp rank {pp_rank}" + (f", ep rank {ep_rank}" if sizes[2] > 1 else "")
+            layout = " x ".join(map(str, sizes if sizes[2] > 1 else sizes[:2]))
+            raise CheckpointError(f"{directory}: {rank} of {layout} is missing; copy it again")
+    etp = arg_or_default(args, "expert_tensor_parallel_size", sizes[0])
+    if getattr(args, "num_experts", None) and etp != sizes[0]:
+        problem = f"expert_tensor_parallel_size={etp} is not tensor_model_parallel_size={sizes[0]}"
+        raise CheckpointError(f"{directory}: {problem}, which files by rank cannot tell; save it as torch_dist")
+    return positions
 
 
 def open_torch_checkpoint(directory: Path, say: Callable[[str], object] = print) -> ExternalModel:
-    """Read args and the names of all tensors. Raises CheckpointError with all problems."""
-    folder = folder_of(directory)
-    files = list_rank_files(folder)
-    loaded, first = {name: load_pickle(path, say) for name, path in files.items()}, min(files)
-    args, version = get_args(loaded[first], files[first]), loaded[first].get("checkpoint_version", 0)
+    """Read the args and the names of all tensors. Raises CheckpointError with all problems.
+
+    `say` receives a line for each pickle that is opened.
+    """
+    checkpoint = rank_files_dir(directory)
+    files = list_rank_files(checkpoint)
+    contents = {name: load_pickle(path, say) for name, path in files.items()}
+    first = min(files)
+    args = get_args(contents[first], files[first])
+    version = contents[first].get("checkpoint_version", 0)
     if not isinstance(version, (int, float)) or version < 2:
-        old = f"checkpoint_version={version!r} is below 2, when qkv had another order"
-        raise CheckpointError(f"{files[first]}: {old}; save it again with a newer Megatron-LM")
-    places = _rank_positions(files, args, folder).items()
-    return build_external_model(
-        folder, args, files[first], _number_layers({at: _stages(loaded[n], files[n]) for at, n in places})
-    )
+        problem = f"checkpoint_version={version!r} is below 2, when qkv had another order"
+        raise CheckpointError(f"{files[first]}: {problem}; save it again with a newer Megatron-LM")
+    positions = _rank_positions(files, args, checkpoint)
+    stages = {position: _virtual_stages(contents[name], files[name]) for position, name in positions.items()}
+    return build_external_model(checkpoint, args, files[first], _number_layers(stages))
 
 
-def build_external_model(folder: Path, args: Namespace, where: Path, ranks: TensorsByRank) -> ExternalModel:
-    """The model of the args in the file `where`, of which each rank of tp and ep has `ranks`, Megatron core's names ->
-    tensors. Raises CheckpointError with all problems."""
-    (tp, ep), options = (1 + n for n in max(ranks)), read_args(args, str(where))
-    model = build_model_config(options, str(where))
+def build_external_model(directory: Path, args: Namespace, source: Path, ranks: TensorsByRank) -> ExternalModel:
+    """Return the model that the args describe. Raises CheckpointError with all problems.
+
+    Args:
+        directory: The directory of the checkpoint.
+        args: The args.
+        source: The file of the args, for messages.
+        ranks: The tensors of each (tp, ep) rank, by Megatron core's names.
+    """
+    tp, ep = (1 + n for n in max(ranks))
+    options = read_args(args, str(source))
+    model = build_model_config(options, str(source))
     if model.num_kv_groups % tp or model.num_attention_heads % model.num_kv_groups:
-        raise CheckpointError(f"{folder}: num_query_groups={model.num_kv_groups} does not split over tp={tp}")
+        raise CheckpointError(f"{directory}: num_query_groups={model.num_kv_groups} does not split over tp={tp}")
     if (model.num_experts or 0) % ep:
-        raise CheckpointError(f"{folder}: num_experts={model.num_experts} does not split over ep={ep}")
-    word = ranks[0, 0].get(WORD_EMBEDDING)
-    if word is None or len(word.shape) != 2:
-        raise CheckpointError(f"{where}: has no word embeddings; it is not the first stage of a GPT")
-    padded, layers = word.shape[0] * tp, range(model.num_layers)
-    specs, sizes = checkpoint_specs(model, padded), {"tp": tp, "ep": ep, "etp": tp}
-    boxes = {(t, e): box_for_rank(sizes, {"tp": t, "ep": e, "etp": t}) for t, e in ranks}
-    make = partial(build_mappings, MEGATRON, specs, model.num_kv_groups // tp, layers)
-    pairs = [(rank, make(box_of=boxes[at], found=rank)) for at, rank in ranks.items()]
-    tensors = match_tensors(pairs, f"{folder}: the tensors do not fit the args", "copy the checkpoint again")
-    return ExternalModel(folder, f"Megatron-LM's {folder.name}", options, model, padded, tensors, args, ranks)
+        raise CheckpointError(f"{directory}: num_experts={model.num_experts} does not split over ep={ep}")
+    embedding = ranks[0, 0].get(WORD_EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{source}: has no word embeddings; it is not the first stage of a GPT")
+    padded_vocab_size = embedding.shape[0] * tp
+    layers = range(model.num_layers)
+    specs = checkpoint_specs(model, padded_vocab_size)
+    sizes = {"tp": tp, "ep": ep, "etp": tp}
+    ranks_and_mappings = []
+    for (tp_rank, ep_rank), stored in ranks.items():
+        box_of = box_for_rank(sizes, {"tp": tp_rank, "ep": ep_rank, "etp": tp_rank})
+        mappings = build_mappings(
+            MEGATRON, specs, model.num_kv_groups // tp, layers, box_of=box_of, stored_names=stored
+        )
+        ranks_and_mappings.append((stored, mappings))
+    title = f"{directory}: the tensors do not fit the args"
+    tensors = match_tensors(ranks_and_mappings, title, "copy the checkpoint again")
+    name = f"Megatron-LM's {directory.name}"
+    return ExternalModel(directory, name, options, model, padded_vocab_size, tensors, args, ranks)
 
 
 def _number_layers(stages: Mapping[RankPosition, Sequence[Mapping[str, FileTensor]]]) -> TensorsByRank:
-    """The tensors of all stages on each rank of tp and ep; their layers are counted in the model."""
-    ranks, begin = {(t, e): dict[str, FileTensor]() for t, _, e in sorted(stages)}, 0
-    pp = 1 + max(p for _, p, _ in stages)
-    for chunk, p in itertools.product(range(max(map(len, stages.values()))), range(pp)):
-        end = begin
-        for (t, e), rank in ranks.items():
-            for name, one in stages[t, p, e][chunk].items() if chunk < len(stages[t, p, e]) else ():
-                if layer := LAYER.match(name):
-                    end = max(end, begin + int(layer[1]) + 1)
-                    name = f"decoder.layers.{begin + int(layer[1])}.{name[layer.end() :]}"
-                if name in rank:
-                    raise CheckpointError(f"{one.place}: is {rank[name].place}, too; copy the checkpoint again")
-                rank[name] = one
-        begin = end
+    """Return the tensors of all stages of each (tp, ep) rank, with layer numbers that count in the full model."""
+    ranks = {(tp_rank, ep_rank): dict[str, FileTensor]() for tp_rank, _, ep_rank in sorted(stages)}
+    pp = 1 + max(pp_rank for _, pp_rank, _ in stages)
+    num_chunks = max(map(len, stages.values()))
+    first_layer = 0
+    for chunk, pp_rank in itertools.product(range(num_chunks), range(pp)):
+        next_layer = first_layer
+        for (tp_rank, ep_rank), tensors in ranks.items():
+            chunks = stages[tp_rank, pp_rank, ep_rank]
+            for name, tensor in chunks[chunk].items() if chunk < len(chunks) else ():
+                if match := LAYER.match(name):
+                    layer = first_layer + int(match[1])
+                    next_layer = max(next_layer, layer + 1)
+                    name = f"decoder.layers.{layer}.{name[match.end() :]}"
+                if name in tensors:
+                    raise CheckpointError(f"{tensor.place}: is {tensors[name].place}, too; copy the checkpoint again")
+                tensors[name] = tensor
+        first_layer = next_layer
     return ranks
 
 
-def _stages(file: Mapping[str, Any], path: Path) -> list[dict[str, FileTensor]]:
-    """The virtual stages of one rank, each as Megatron core's names -> tensors."""
+def _virtual_stages(file: Mapping[str, Any], path: Path) -> list[dict[str, FileTensor]]:
+    """Return the virtual stages of one rank, each as {Megatron core's name: tensor}."""
     names = ["model"] if "model" in file else [f"model{i}" for i in range(len(file)) if f"model{i}" in file]
     if not names:
         raise CheckpointError(f"{path}: has no model; give the checkpoint of a model")
-    return [_named(file[name], path) for name in names]
+    return [_flatten_names(file[name], path) for name in names]
 
 
-def _named(node: Any, path: Path, prefix: str = "", depth: int = 0) -> dict[str, FileTensor]:
-    """Core names -> tensors of nested dictionaries, whose keys are parts of a name."""
+def _flatten_names(node: Any, path: Path, prefix: str = "", depth: int = 0) -> dict[str, FileTensor]:
+    """Return {Megatron core's name: tensor} of nested dictionaries, whose keys are components of a name."""
     if not isinstance(node, Mapping) or depth > 8:
         raise CheckpointError(f"{path}: {prefix or 'model'} is not a dictionary of tensors")
     result: dict[str, FileTensor] = {}
     for key, value in node.items():
         name = f"{prefix}{key}"
-        if _ONE_MATRIX.fullmatch(name):
+        if _GROUPED_MLP_MATRIX.fullmatch(name):
             raise CheckpointError(f"{path}: {name} is all experts of a GroupedMLP in one matrix; save it as torch_dist")
         if isinstance(value, Mapping):
-            found = _named(value, path, name + ".", depth + 1)
+            tensors = _flatten_names(value, path, name + ".", depth + 1)
         elif name.endswith(MEGATRON.ignored):
             continue
         elif not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {name} is not a floating-point tensor")
         else:
             load = lambda value=value: value  # noqa: E731
-            found = {
-                mcore_name(name): FileTensor(tuple(value.shape), value.dtype, f"{mcore_name(name)} in {path}", load)
-            }
-        if twice := result.keys() & found.keys():
-            raise CheckpointError(f"{path}: {min(twice)} is stored under two names")
-        result |= found
+            external_name = mcore_name(name)
+            place = f"{external_name} in {path}"
+            tensors = {external_name: FileTensor(tuple(value.shape), value.dtype, place, load)}
+        if duplicates := result.keys() & tensors.keys():
+            raise CheckpointError(f"{path}: {min(duplicates)} is stored under two names")
+        result |= tensors
     return result
 
 
-def read_args(args: Namespace, where: str) -> dict[str, Any]:
-    """Option names to values. Raises CheckpointError with all values that megalite does not have."""
+def read_args(args: Namespace, source: str) -> dict[str, Any]:
+    """Return the options that the args express.
+
+    Raises CheckpointError with all values that megalite does not support.
+    """
     problems: list[str] = []
     options: dict[str, Any] = {}
     for name in SHARED_OPTIONS:
@@ -316,50 +358,59 @@ def read_args(args: Namespace, where: str) -> dict[str, Any]:
     options["rotary_seq_len_interpolation_factor"] = float(
         arg_or_default(args, "rotary_seq_len_interpolation_factor", 1.0)
     )
-    flagged = [name for name in ACTIVATION_FLAGS if getattr(args, name, False)]
+    active_flags = [name for name in ACTIVATION_FLAGS if getattr(args, name, False)]
     flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}
     gelu = gelu_variant(**{name: arg_or_default(args, name, default) for name, default in flags.items()})
-    options["activation"] = flagged[0] if flagged else gelu
+    options["activation"] = active_flags[0] if active_flags else gelu
     try:
         options |= _read_patterns(args, options.get("num_layers"))
     except ValueError as error:
         problems.append(str(error))
-    for name, usual in NAME_TABLE["only"].items():
-        if (value := arg_or_default(args, name, usual)) != usual:
+    for name, default in NAME_TABLE["only"].items():
+        if (value := arg_or_default(args, name, default)) != default:
             problems.append(f"{name}={value!r}")
-    raise_problems(problems, f"{where}: args with values that megalite does not have")
+    raise_problems(problems, f"{source}: args with values that megalite does not have")
     return options
 
 
-def _read_patterns(args: Namespace, layers: Any) -> dict[str, Any]:
-    """Which layers rotate, and have a window: none if its left side is -1 or every bit is 0. Raises ValueError."""
+def _read_patterns(args: Namespace, num_layers: Any) -> dict[str, Any]:
+    """Return the options of the layers with rotary positions and with a window.
+
+    There is no window if its left side is -1 or every layer's flag is 0. Raises ValueError for unsupported values.
+    """
     options: dict[str, Any] = {}
-    window, skipped, bare = (
-        arg_or_default(args, n, None) for n in ("window_size", "window_attn_skip_freq", "no_rope_freq")
+    window, window_pattern, no_rope_pattern = (
+        arg_or_default(args, name, None) for name in ("window_size", "window_attn_skip_freq", "no_rope_freq")
     )
     size = tuple(window) if isinstance(window, (list, tuple)) else (window,)
     if size not in ((None,), (-1, 0), (-1, -1)):
         if len(size) != 2 or type(size[0]) is not int or size[0] < 1 or size[1] != 0:
             raise ValueError(f"window_size={window!r}")
-        bits = _bits("window_attn_skip_freq", skipped, layers) if skipped is not None else (True,)
-        if any(bits):
+        has_window = (
+            _layer_flags("window_attn_skip_freq", window_pattern, num_layers) if window_pattern is not None else (True,)
+        )
+        if any(has_window):
             options["window_size"] = size
-        if any(bits) and not all(bits):
-            options["window_attn_skip_freq"] = format_layer_pattern(bits)
-    if bare is not None and bare != 0 and (any(_bits("no_rope_freq", bare, layers)) or type(bare) is int):
-        options["no_rope_freq"] = str(bare).replace(" ", "")
+        if any(has_window) and not all(has_window):
+            options["window_attn_skip_freq"] = format_layer_pattern(has_window)
+    if (
+        no_rope_pattern is not None
+        and no_rope_pattern != 0
+        and (any(_layer_flags("no_rope_freq", no_rope_pattern, num_layers)) or type(no_rope_pattern) is int)
+    ):
+        options["no_rope_freq"] = str(no_rope_pattern).replace(" ", "")
     return options
 
 
-def _bits(name: str, pattern: Any, layers: Any) -> tuple[bool, ...]:
-    """A bit for each layer."""
+def _layer_flags(name: str, pattern: Any, num_layers: Any) -> tuple[bool, ...]:
+    """Return a flag for each layer of a pattern. Raises ValueError."""
     with contextlib.suppress(ValueError):
-        if type(layers) is int and layers <= MAX_LAYERS_IN_PATTERN:
-            return parse_layer_pattern(str(pattern), layers)
+        if type(num_layers) is int and num_layers <= MAX_LAYERS_IN_PATTERN:
+            return parse_layer_pattern(str(pattern), num_layers)
     raise ValueError(f"{name}={pattern!r}")
 
 
 def arg_or_default(args: Namespace, name: str, default: Any) -> Any:
-    """An argument, or `default` where it is missing or None."""
+    """Return an argument, or `default` if it is missing or None."""
     value = getattr(args, name, None)
     return default if value is None else value

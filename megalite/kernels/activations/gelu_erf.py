@@ -1,4 +1,4 @@
-"""GELU exactly, not in its tanh form: a = x/2 (1 + erf(x / sqrt(2)))."""
+"""Exact GELU, not its tanh form: a = x/2 (1 + erf(x / sqrt(2)))."""
 
 from megalite.kernels.bias_gelu import gelu
 

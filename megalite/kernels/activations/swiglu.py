@@ -1,11 +1,11 @@
-"""SwiGLU (arXiv:2002.05202) on one tensor, [gate | up] along the last dim, with backward from the input alone.
+"""SwiGLU (arXiv:2002.05202) on one tensor, [gate | up] along the last dim; backward needs only the input.
 
     a = silu(g) * u,  silu(g) = g s,  s = sigmoid(g)
     dg = da u s (1 + g (1 - s)),  du = da silu(g)
-    clamped (GPT-OSS, arXiv:2508.10925)     a = g sigmoid(1.702 g) (u + 1),  g at most 7,  u within -7 and 7
+    clamped (GPT-OSS, arXiv:2508.10925)     a = g sigmoid(1.702 g) (u + 1),  g at most 7,  u between -7 and 7
 
-Backward also returns `a` again, for the weight gradient of the matmul after it, in the same pass: `a` is never stored.
-Arithmetic in fp32 (fp64 for fp64). Bytes for N rows of F outputs of e bytes: forward 3 N F e, backward 6 N F e.
+Backward also recomputes `a`, in the same pass, for the weight gradient of the next matmul, so `a` is never saved.
+Arithmetic is in fp32 (fp64 for fp64). Bytes for N rows of F outputs of e bytes: forward 3 N F e, backward 6 N F e.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from megalite.kernels.dispatch import TileConfig, as_2d, ceil_div, fit_tile, ker
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Up to 2048 columns of a row per program, or several narrow rows: 16 elements per thread, which is two 16-byte loads of
-# bf16 from each half.
+# Up to 2048 columns of a row per program, or several narrow rows: 16 elements per thread, which are two 16-byte loads
+# of bf16 from each half.
 FORWARD_TILE = TileConfig(1, 2048, 4)
-BACKWARD_TILE = TileConfig(1, 1024, 4)  # three inputs and three results are held at once
-LIMIT, ALPHA = 7.0, 1.702  # clamped
-PLAIN, CLAMPED = (0.0, 1.0), (LIMIT, ALPHA)  # as kernels take them; 0: there is no limit
+BACKWARD_TILE = TileConfig(1, 1024, 4)  # three inputs and three results are in registers at once
+LIMIT = 7.0  # of the clamped form
+ALPHA = 1.702
+# (limit, alpha) as the kernels expect them; a limit of 0 means none
+PLAIN = (0.0, 1.0)
+CLAMPED = (LIMIT, ALPHA)
 
 
 def swiglu_forward_reference(u: Tensor, clamped: bool = False) -> Tensor:
+    """Compute `forward` in torch."""
     gate, up = u.chunk(2, -1)
     if clamped:
         gate = gate.clamp(max=LIMIT)
@@ -39,13 +43,15 @@ def swiglu_forward_reference(u: Tensor, clamped: bool = False) -> Tensor:
 
 
 def swiglu_backward_reference(u: Tensor, da: Tensor, clamped: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute `backward` in torch."""
     gate, up = u.chunk(2, -1)
     if clamped:
-        g, up_plus_1 = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+        g = gate.clamp(max=LIMIT)
+        up_plus_1 = up.clamp(-LIMIT, LIMIT) + 1
         s = torch.sigmoid(ALPHA * g)
         dgate = da * up_plus_1 * s * (1 + ALPHA * g * (1 - s)) * (gate <= LIMIT)
         return g * s * up_plus_1, torch.cat((dgate, da * g * s * (up.abs() <= LIMIT)), -1)
-    if torch.compiler.is_compiling():  # it cannot write into halves, and makes one pass of this
+    if torch.compiler.is_compiling():  # it does not support writing into halves, and fuses this into one pass
         s = torch.sigmoid(gate)
         silu = gate * s
         return silu * up, torch.cat((da * up * (s + silu * (1 - s)), da * silu), -1)
@@ -59,7 +65,7 @@ def swiglu_backward_reference(u: Tensor, da: Tensor, clamped: bool = False) -> t
 
 @kernel
 def swiglu_tile(g, u, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """a"""
+    """Return a for a tile of gate g and up u; LIMIT is 0 for the plain form."""
     if LIMIT > 0:
         g, u = tl.minimum(g, LIMIT), tl.minimum(tl.maximum(u, -LIMIT), LIMIT) + 1.0
     return g * tl.sigmoid(ALPHA * g) * u
@@ -67,7 +73,7 @@ def swiglu_tile(g, u, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 
 @kernel
 def swiglu_grad_tile(g, u, da, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """a, dg, du"""
+    """Return a, dg and du for a tile of gate g and up u; LIMIT is 0 for the plain form."""
     da_gate = da
     if LIMIT > 0:
         da_gate, da = tl.where(g <= LIMIT, da, 0.0), tl.where(tl.abs(u) <= LIMIT, da, 0.0)
@@ -83,11 +89,11 @@ def _forward(
 ):
     compute_dtype = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (at < columns)
-    g = tl.load(U + row * stride + at, mask=inside, other=0.0).to(compute_dtype)
-    u = tl.load(U + row * stride + columns + at, mask=inside, other=0.0).to(compute_dtype)
-    tl.store(A + row * columns + at, swiglu_tile(g, u, LIMIT, ALPHA).to(A.dtype.element_ty), mask=inside)
+    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows) & (offs < columns)
+    g = tl.load(U + row * stride + offs, mask=mask, other=0.0).to(compute_dtype)
+    u = tl.load(U + row * stride + columns + offs, mask=mask, other=0.0).to(compute_dtype)
+    tl.store(A + row * columns + offs, swiglu_tile(g, u, LIMIT, ALPHA).to(A.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -97,20 +103,20 @@ def _backward(
 ):  # fmt: skip
     compute_dtype = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (at < columns)
-    g = tl.load(U + row * stride_u + at, mask=inside, other=0.0).to(compute_dtype)
-    u = tl.load(U + row * stride_u + columns + at, mask=inside, other=0.0).to(compute_dtype)
-    da = tl.load(DA + row * stride_da + at, mask=inside, other=0.0).to(compute_dtype)
+    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (row < rows) & (offs < columns)
+    g = tl.load(U + row * stride_u + offs, mask=mask, other=0.0).to(compute_dtype)
+    u = tl.load(U + row * stride_u + columns + offs, mask=mask, other=0.0).to(compute_dtype)
+    da = tl.load(DA + row * stride_da + offs, mask=mask, other=0.0).to(compute_dtype)
     a, dg, du = swiglu_grad_tile(g, u, da, LIMIT, ALPHA)
-    tl.store(A + row * columns + at, a.to(A.dtype.element_ty), mask=inside)
-    to = DU + row * 2 * columns + at
-    tl.store(to, dg.to(DU.dtype.element_ty), mask=inside)
-    tl.store(to + columns, du.to(DU.dtype.element_ty), mask=inside)
+    tl.store(A + row * columns + offs, a.to(A.dtype.element_ty), mask=mask)
+    du_ptrs = DU + row * 2 * columns + offs
+    tl.store(du_ptrs, dg.to(DU.dtype.element_ty), mask=mask)
+    tl.store(du_ptrs + columns, du.to(DU.dtype.element_ty), mask=mask)
 
 
 def forward(u: Tensor, tile: TileConfig = FORWARD_TILE, *, clamped: bool = False) -> Tensor:
-    """[..., 2F] = [gate | up] -> [..., F]."""
+    """Return a [..., F] for u [..., 2F] = [gate | up]."""
     if not use_triton(u):
         return swiglu_forward_reference(u, clamped)
     u_N2F = as_2d(u)
@@ -126,7 +132,7 @@ def forward(u: Tensor, tile: TileConfig = FORWARD_TILE, *, clamped: bool = False
 def backward(
     u: Tensor, da: Tensor, tile: TileConfig = BACKWARD_TILE, *, clamped: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """a [..., F] again, and the gradient du [..., 2F]."""
+    """Return a [..., F], recomputed, and the gradient du [..., 2F]."""
     if not use_triton(u):
         return swiglu_backward_reference(u, da, clamped)
     u_N2F, da_NF = as_2d(u), as_2d(da)

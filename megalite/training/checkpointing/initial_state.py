@@ -123,9 +123,9 @@ def similar_directories(load: str) -> str:
     if not isinstance(path, Path) or path.exists() or not path.parent.is_dir():
         return ""
     siblings = [
-        folder.name
-        for folder in path.parent.iterdir()
-        if folder.is_dir() and (storage.steps_in(folder) or megatron.has_checkpoint(folder))
+        directory.name
+        for directory in path.parent.iterdir()
+        if directory.is_dir() and (storage.steps_in(directory) or megatron.has_checkpoint(directory))
     ]
     matches = difflib.get_close_matches(path.name, siblings, n=3)
     if not matches:
@@ -167,9 +167,9 @@ def has_own_checkpoint(mesh: Mesh, config: Config, directory: str, local_dir: st
             return False
         saved = [(step, root) for root in directories for step in storage.steps_in(root) if step > start_step]
         for step, root in sorted(saved, reverse=True):
-            folder = storage.checkpoint_dir(root, step)
+            directory = storage.checkpoint_dir(root, step)
             with contextlib.suppress(CheckpointError):  # skip a damaged checkpoint; the load reports it
-                saved_config = checkpoint_config(manifests.load_manifest(folder), folder)
+                saved_config = checkpoint_config(manifests.load_manifest(directory), directory)
                 return _training(saved_config) == _training(config)
         return False
 
@@ -213,17 +213,17 @@ def _is_same(a: str | Location, b: str | Location) -> bool:
     return first == second
 
 
-def open_external_model(config: Config, folder: Path) -> ExternalModel:
-    """Open the external model in `folder`; raises CheckpointError if it cannot be read.
+def open_external_model(config: Config, directory: Path) -> ExternalModel:
+    """Open the external model in `directory`; raises CheckpointError if it cannot be read.
 
     A directory of Megatron-LM checkpoints is opened at --ckpt-step if --load names it, otherwise at the checkpoint that
     Megatron-LM would load.
     """
     checkpoint = config.checkpoint
-    step = checkpoint.ckpt_step if checkpoint.load is not None and Path(checkpoint.load) == folder else None
-    megatron_checkpoint = None if (folder / "config.json").is_file() else megatron.find_checkpoint(folder, step)
+    step = checkpoint.ckpt_step if checkpoint.load is not None and Path(checkpoint.load) == directory else None
+    megatron_checkpoint = None if (directory / "config.json").is_file() else megatron.find_checkpoint(directory, step)
     if megatron_checkpoint is None:
-        return open_model(folder, config.model.seq_length or None)
+        return open_model(directory, config.model.seq_length or None)
     return open_checkpoint(megatron_checkpoint, lambda line: None)
 
 
@@ -233,37 +233,41 @@ def external_vocabulary(external: ExternalModel, note: Note) -> tuple[dict[str, 
     The options are empty if the model has no tokenizer, or one that does not fit or open; `note` gets the reason.
     """
     if external.args is None:
-        tokenizer, reason = fitting(lambda: find_tokenizer_in(external.folder), external.rows)
+        tokenizer, reason = fitting(lambda: find_tokenizer_in(external.directory), external.rows)
         vocab_size: int | None = external.rows
     else:
         named_tokenizer = tokenizer_from_args(external.args)
-        announce(named_tokenizer, external.folder, note)
+        announce(named_tokenizer, external.directory, note)
         tokenizer, reason = fitting(lambda: named_tokenizer, external.rows)
         size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
         vocab_size = true_vocab_size(external.args, external.rows, size)
     if reason is not None:
-        note(f"note: the tokenizer of {external.folder} is left out: {reason}")
+        note(f"note: the tokenizer of {external.directory} is left out: {reason}")
     return tokenizer, vocab_size
 
 
 def named_external_dir(config: Config) -> Path | None:
     """Return the external directory that --load or --pretrained-checkpoint names, even if the run does not use it."""
     for name in (config.checkpoint.load, config.checkpoint.pretrained_checkpoint):
-        if name is None or storage.steps_in(folder := Path(name)):
+        if name is None or storage.steps_in(directory := Path(name)):
             continue
-        if (folder / "config.json").is_file() or is_megatron_checkpoint(folder) or megatron.has_checkpoint(folder):
-            return folder
+        if (
+            (directory / "config.json").is_file()
+            or is_megatron_checkpoint(directory)
+            or megatron.has_checkpoint(directory)
+        ):
+            return directory
     return None
 
 
 def external_weights_dir(config: Config) -> Path | None:
     """Return the external directory that the run starts from, or None if it starts from its own checkpoint or none."""
     checkpoint = config.checkpoint
-    folder = named_external_dir(config)
-    if folder is None or (checkpoint.load is not None and storage.steps_in(checkpoint.load)):
+    directory = named_external_dir(config)
+    if directory is None or (checkpoint.load is not None and storage.steps_in(checkpoint.load)):
         return None
-    load_is_missing = checkpoint.load is not None and folder != Path(checkpoint.load)
-    return None if load_is_missing and checkpoint.exit_on_missing_checkpoint else folder
+    load_is_missing = checkpoint.load is not None and directory != Path(checkpoint.load)
+    return None if load_is_missing and checkpoint.exit_on_missing_checkpoint else directory
 
 
 def complete_config(config: Config, note: Note = print_err) -> Config:
@@ -275,16 +279,16 @@ def complete_config(config: Config, note: Note = print_err) -> Config:
     Raises:
         SetupError: with all contradictions between the options and the checkpoint.
     """
-    folder = named_external_dir(config)
+    directory = named_external_dir(config)
     checkpoint = config.checkpoint
     if checkpoint.save is not None and not is_url(checkpoint.save) and megatron.has_checkpoint(Path(checkpoint.save)):
         raise SetupError(
             f"save={checkpoint.save!r} holds checkpoints of Megatron-LM, which are kept; give another directory"
         )
-    if folder is None:
+    if directory is None:
         return apply_checkpoint_args(config, note)
     try:
-        external = open_external_model(config, folder)
+        external = open_external_model(config, directory)
     except CheckpointError as error:
         raise SetupError(str(error)) from None
     problems: list[str] = []
@@ -292,24 +296,24 @@ def complete_config(config: Config, note: Note = print_err) -> Config:
         config = apply_checkpoint_args(config, note)
     else:
         if checkpoint.ckpt_step is not None and external.args is None:
-            problems.append(f"ckpt_step={checkpoint.ckpt_step}, but {folder} has no steps; drop --ckpt-step")
-        model = model_to_read(config, external.model, str(folder))
+            problems.append(f"ckpt_step={checkpoint.ckpt_step}, but {directory} has no steps; drop --ckpt-step")
+        model = model_to_read(config, external.model, str(directory))
         if checkpoint.use_checkpoint_args:
-            config = apply_model(config, external.model, str(folder))
+            config = apply_model(config, external.model, str(directory))
         else:
             remedy = "; correct it, or give --use-checkpoint-args and drop the model's options"
-            differences = model_differences(model, external.model, str(external.folder))
+            differences = model_differences(model, external.model, str(external.directory))
             local_positions, external_positions = config.model.max_positions, external.model.max_positions
             learned = external.model.position_embedding_type == "learned_absolute"
             if learned and local_positions != external_positions:
                 differences.append(
-                    f"max_position_embeddings: {local_positions} here, {external_positions} in {external.folder}"
+                    f"max_position_embeddings: {local_positions} here, {external_positions} in {external.directory}"
                 )
             problems += [line + remedy for line in differences] + upcycling_hint(model, external.model)
     vocabulary, vocabulary_problems = _vocabulary_options(config.data, external, note)
     if problems or vocabulary_problems:
         raise SetupError("\n".join([*problems, *vocabulary_problems]))
-    vocabulary = {name: value for name, value in vocabulary.items() if name not in config.given}
+    vocabulary = {name: value for name, value in vocabulary.items() if name not in config.explicit}
     return replace(config, data=replace(config.data, **vocabulary))
 
 
@@ -329,7 +333,7 @@ def _vocabulary_options(data: DataConfig, external: ExternalModel, note: Note) -
             vocab_size = None
     if vocab_size is not None and (vocab_size > rows if is_padded else vocab_size != rows):
         remedy = "drop --vocab-size" if data.vocab_size is not None else "give the model's own tokenizer"
-        return {}, [f"vocab_size: {vocab_size} here, {rows} in {external.folder}; {remedy}"]
+        return {}, [f"vocab_size: {vocab_size} here, {rows} in {external.directory}; {remedy}"]
     differs = tokenizer_options.get("vocab_size", vocab_size) != vocab_size
     if vocab_size is not None and (data.tokenizer_type is not None or differs):
         return {}, []
@@ -354,14 +358,14 @@ def load_external_model(run: Run, config: Config) -> tuple[Path, list[str]] | No
     Returns (the directory, notes), or None if the run does not start from one. Raises CheckpointError on all ranks.
     """
     mesh = run.mesh
-    folder = external_weights_dir(config)
-    if not broadcast_int(folder is not None, mesh):  # rank 0 decides, since others may see a new checkpoint late
+    directory = external_weights_dir(config)
+    if not broadcast_int(directory is not None, mesh):  # rank 0 decides, since others may see a new checkpoint late
         return None
 
     def read() -> tuple[Path, ExternalModel, int | None]:
-        if folder is None:
+        if directory is None:
             raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
-        external = open_external_model(config, folder)
+        external = open_external_model(config, directory)
         shards = run.optimizer.checkpoint_shards()
         # Main weights are preferred, because they are exact.
         targets = [shard for shard in shards if shard.name.startswith("optimizer.main/")]
@@ -372,12 +376,12 @@ def load_external_model(run: Run, config: Config) -> tuple[Path, list[str]] | No
             targets = dense_shards(targets)
         rows = external.rows if external.args is None else run.vocab_size
         if mesh.world.is_first:
-            print_out(f"loading {external.folder} ({len(external.tensors)} tensors)")
+            print_out(f"loading {external.directory} ({len(external.tensors)} tensors)")
         specs = checkpoint_specs(external.model, rows)
-        load_external_weights(external.tensors, targets, specs, str(folder), mesh.world.is_first)
-        return folder, external, external_vocabulary(external, lambda _: None)[1]
+        load_external_weights(external.tensors, targets, specs, str(directory), mesh.world.is_first)
+        return directory, external, external_vocabulary(external, lambda _: None)[1]
 
-    folder, external, vocab_size = run_on_all_ranks(mesh, read, f"reading the weights of {folder}")
+    directory, external, vocab_size = run_on_all_ranks(mesh, read, f"reading the weights of {directory}")
     run.optimizer.sync_after_load()
     dtype = str(external.dtype)[6:]
     notes = [f"weights of {external.name} in {dtype}; step, optimizer and data start from scratch"]
@@ -386,9 +390,9 @@ def load_external_model(run: Run, config: Config) -> tuple[Path, list[str]] | No
     if vocab_size is None and run.vocab_size == external.rows:
         notes.append(f"{UNKNOWN_VOCABULARY}; give the tokenizer, or --vocab-size")
     checkpoint = config.checkpoint
-    if checkpoint.load is not None and Path(checkpoint.load) == folder and checkpoint.save:
+    if checkpoint.load is not None and Path(checkpoint.load) == directory and checkpoint.save:
         notes.append(
             "a restart with this --load starts from scratch again; to continue, give "
-            f"--load {checkpoint.save} --pretrained-checkpoint {folder}"
+            f"--load {checkpoint.save} --pretrained-checkpoint {directory}"
         )
-    return external.folder, notes
+    return external.directory, notes

@@ -13,7 +13,7 @@ from megalite.checkpoint.storage.location import CheckpointError, Location, pars
 from megalite.config.config_file import parse_config_text
 from megalite.config.console import print_err, print_out
 from megalite.config.option import EXECUTION, MODEL, option_spec
-from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build, is_given
+from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build, is_explicit
 from megalite.config.plugins import changed_plugins, missing_plugins_message, plugin_hashes
 from megalite.config.validation import find_problems
 from megalite.data.errors import DataError
@@ -143,18 +143,20 @@ def resume(
     """
     notes: list[str] = []
 
-    def make_plan(folder: Location, manifest: Manifest) -> loader.LoadPlan:
+    def make_plan(checkpoint_dir: Location, manifest: Manifest) -> loader.LoadPlan:
         notes.clear()  # from a checkpoint that was tried before
-        return _load_plan(run, config, options, folder, manifest, notes)
+        return _load_plan(run, config, options, checkpoint_dir, manifest, notes)
 
-    loaded = loader.load_newest(directory, run.mesh, make_plan, options.step, later=options.or_newer, first=local_dir)
+    loaded = loader.load_newest(
+        directory, run.mesh, make_plan, options.step, or_newer=options.or_newer, preferred=local_dir
+    )
     if loaded is None:
         return None
-    folder, manifest = loaded
-    saved = _read_run_state(run, folder, manifest, config.checkpoint)
+    checkpoint_dir, manifest = loaded
+    saved = _read_run_state(run, checkpoint_dir, manifest, config.checkpoint)
     run.optimizer.sync_after_load(main_loaded=options.optimizer)
     if options.reset_progress:
-        return folder, [*notes, "only the weights are loaded: step, optimizer and data start from scratch"]
+        return checkpoint_dir, [*notes, "only the weights are loaded: step, optimizer and data start from scratch"]
     for name, value in saved.progress.items():
         setattr(run.state, name, value)
     run.spikes = saved.spikes
@@ -174,12 +176,13 @@ def resume(
         except DataError:
             raise
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
-            raise CheckpointError(f"{folder}: its ledger of data is damaged ({error!r}); use another one") from None
-    return folder, notes
+            problem = f"{checkpoint_dir}: its ledger of data is damaged ({error!r}); use another one"
+            raise CheckpointError(problem) from None
+    return checkpoint_dir, notes
 
 
 def _load_plan(
-    run: Run, config: Config, options: LoadOptions, folder: Location, manifest: Manifest, notes: list[str]
+    run: Run, config: Config, options: LoadOptions, directory: Location, manifest: Manifest, notes: list[str]
 ) -> loader.LoadPlan:
     """Return the plan that loads this checkpoint; adds to `notes`.
 
@@ -188,12 +191,14 @@ def _load_plan(
     """
     plugins = manifest.state.get("plugins")
     if missing_plugins := missing_plugins_message(plugins):
-        raise SetupError(f"{folder} {missing_plugins}")
+        raise SetupError(f"{directory} {missing_plugins}")
     for name, saved_hash, local_hash in changed_plugins(plugins):
-        notes.append(f"plugin={name!r} has another text than in {folder}: sha256 {local_hash}..., not {saved_hash}...")
-    saved_schedules = _read_run_state(run, folder, manifest, config.checkpoint).schedules
-    saved_model = checkpoint_config(manifest, folder).model
-    model = model_to_read(config, saved_model, str(folder)) if options.reset_progress else config.model
+        notes.append(
+            f"plugin={name!r} has another text than in {directory}: sha256 {local_hash}..., not {saved_hash}..."
+        )
+    saved_schedules = _read_run_state(run, directory, manifest, config.checkpoint).schedules
+    saved_model = checkpoint_config(manifest, directory).model
+    model = model_to_read(config, saved_model, str(directory)) if options.reset_progress else config.model
     model_problems = model_differences(model, saved_model, "the checkpoint")
     saved_vocab_size = manifest.state.get("vocab_size", run.vocab_size)
     if saved_vocab_size != run.vocab_size:
@@ -213,13 +218,13 @@ def _load_plan(
     if local_states and not any(kind.startswith("optimizer.") for kind in saved_kinds):
         local_states = {}
         remedy = "add --no-load-optim to continue without it, or --finetune to start a new training with its weights"
-        optimizer_problems.insert(0, f"{folder} holds no optimizer state: {remedy}")
+        optimizer_problems.insert(0, f"{directory} holds no optimizer state: {remedy}")
     shapes = {spec.stored_name: spec.stored_shape for spec in checkpoint_specs(model, run.vocab_size).values()}
     problems = _incompatibilities(
         shapes, manifest, model_problems, tokenizer_problems, local_states, _optimizer_states(saved_kinds)
     )
     if problems:
-        problems = [f"{folder} does not fit this run:", *problems, *upcycling_hint(model, saved_model)]
+        problems = [f"{directory} does not fit this run:", *problems, *upcycling_hint(model, saved_model)]
     if problems or optimizer_problems:
         raise SetupError("\n".join([*problems, *optimizer_problems]))
     if not options.optimizer:
@@ -232,7 +237,7 @@ def _load_plan(
         notes.append(
             f"saved in {saved_kinds['model']}: the main weights continue bit for bit, in {local_kinds['model']}"
         )
-    return loader.LoadPlan(shards, options.optimizer, tell=_log_load(run, config, folder, manifest))
+    return loader.LoadPlan(shards, options.optimizer, progress_title=_log_load(run, config, directory, manifest))
 
 
 def map_precision(shards: Sequence[TensorShard], local_kinds: Kinds, saved_kinds: Kinds) -> list[TensorShard]:
@@ -335,28 +340,28 @@ def _shorten(value: float | str | None) -> float | str | None:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _log_load(run: Run, config: Config, folder: Location, manifest: Manifest) -> str | None:
+def _log_load(run: Run, config: Config, directory: Location, manifest: Manifest) -> str | None:
     """Log the start of the load and return the title of its progress bar, on rank 0; return None elsewhere."""
     if not run.mesh.world.is_first:
         return None
     if config.log.log_style == "megatron":
         step = manifest.state["progress"]["step"]
-        print_out(f" loading distributed checkpoint from {folder.parent} at iteration {step}")
+        print_out(f" loading distributed checkpoint from {directory.parent} at iteration {step}")
     else:
         gib = sum(file.size for file in manifest.files.values()) / 2**30
-        print_out(f"loading {folder} ({gib:.3g} GiB)")
-    return f"loading {folder}"
+        print_out(f"loading {directory} ({gib:.3g} GiB)")
+    return f"loading {directory}"
 
 
-def load_message(run: Run, config: Config, folder: Location) -> str:
+def load_message(run: Run, config: Config, directory: Location) -> str:
     """Return the log line about a start from a checkpoint."""
     if config.log.log_style == "megatron":
         position = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
-        return f"  successfully loaded checkpoint from {folder.parent} {position}"
-    return f"{'resumed from' if run.state.step else 'begins with'} {folder} at step {run.state.step}"
+        return f"  successfully loaded checkpoint from {directory.parent} {position}"
+    return f"{'resumed from' if run.state.step else 'begins with'} {directory} at step {run.state.step}"
 
 
-def _read_run_state(run: Run, folder: Location, manifest: Manifest, checkpoint: CheckpointConfig) -> SavedState:
+def _read_run_state(run: Run, directory: Location, manifest: Manifest, checkpoint: CheckpointConfig) -> SavedState:
     """Return the checkpoint's state without changing the run; raises CheckpointError if it is damaged."""
     loss_scaler, spikes = replace(run.loss_scaler), replace(run.spikes)
     state = manifest.state
@@ -368,16 +373,16 @@ def _read_run_state(run: Run, folder: Location, manifest: Manifest, checkpoint: 
         num_updates = int(state["updates"])
         schedules = OptimSchedules.from_json(state["rates"]) if "rates" in state else run.schedules
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError, OverflowError) as error:
-        raise CheckpointError(f"{folder}: its state is damaged ({error!r}); use another checkpoint") from None
+        raise CheckpointError(f"{directory}: its state is damaged ({error!r}); use another checkpoint") from None
     if checkpoint.override_opt_param_scheduler and schedules.resume_facts() != run.schedules.resume_facts():
         progress["skipped_samples"] = 0  # as in Megatron-LM: new schedules count all consumed samples
     return SavedState(progress, num_updates, loss_scaler, schedules, spikes)
 
 
-def checkpoint_config(manifest: Manifest, folder: Location) -> Config:
+def checkpoint_config(manifest: Manifest, directory: Location) -> Config:
     """Return the configuration of the run that wrote the checkpoint; raises CheckpointError if it cannot be read."""
     try:
-        config = build(parse_config_text(str(manifest.state["config"]), str(folder)))
+        config = build(parse_config_text(str(manifest.state["config"]), str(directory)))
         if problems := find_problems(replace(build(PLACEHOLDER_OPTIONS), model=config.model)):
             raise ConfigError(problems)
         data, rows = config.data, manifest.state.get("vocab_size")
@@ -387,9 +392,9 @@ def checkpoint_config(manifest: Manifest, folder: Location) -> Config:
         return config
     except (KeyError, ConfigError, OverflowError) as error:
         if missing_plugins := missing_plugins_message(manifest.state.get("plugins")):
-            raise CheckpointError(f"{folder} {missing_plugins}") from None
+            raise CheckpointError(f"{directory} {missing_plugins}") from None
         reason = f"its configuration cannot be read ({error}); use another checkpoint"
-        raise CheckpointError(f"{folder}: {reason}") from None
+        raise CheckpointError(f"{directory}: {reason}") from None
 
 
 def model_differences(model: ModelConfig, saved: ModelConfig, source: str) -> list[str]:
@@ -445,9 +450,9 @@ def apply_checkpoint_args(config: Config, note: Note = print_err) -> Config:
         steps = [checkpoint.ckpt_step]
     errors: list[str] = []
     for step in reversed(steps):
-        folder = storage.checkpoint_dir(source or "", step)
+        directory = storage.checkpoint_dir(source or "", step)
         try:
-            saved = checkpoint_config(manifests.load_manifest(folder), folder)
+            saved = checkpoint_config(manifests.load_manifest(directory), directory)
             break
         except CheckpointError as error:
             errors.append(str(error))
@@ -462,7 +467,7 @@ def apply_checkpoint_args(config: Config, note: Note = print_err) -> Config:
     data = config.data
     config = apply_model(config, saved.model, "the checkpoint")
     if data.tokenizer_type is None and data.vocab_size is None:
-        tokenizer = {name: getattr(saved.data, name) for name in TOKENIZER_OPTIONS if name not in config.given}
+        tokenizer = {name: getattr(saved.data, name) for name in TOKENIZER_OPTIONS if name not in config.explicit}
         announce(tokenizer, parse_location(source or ""), note)
         data = replace(data, **tokenizer)
     return replace(config, data=data)
@@ -481,7 +486,7 @@ def apply_model(config: Config, saved: ModelConfig, source: str) -> Config:
     local_names = {
         field.name
         for field in fields(ModelConfig)
-        if option_spec(field).resume == EXECUTION or is_given(config, field.name)
+        if option_spec(field).resume == EXECUTION or is_explicit(config, field.name)
     }
     if starts_dense:
         local_names.update(EXPERT_OPTIONS)
@@ -508,7 +513,7 @@ def apply_model(config: Config, saved: ModelConfig, source: str) -> Config:
 
 def _contradicts(values: Mapping[str, Any], config: Config, saved: ModelConfig) -> bool:
     """Return True if the weights of `saved` mean something else with these values of options of `config`."""
-    if not is_given(config, "activation") and _requests_other_gelu(values, config.model.openai_gelu, saved):
+    if not is_explicit(config, "activation") and _requests_other_gelu(values, config.model.openai_gelu, saved):
         return True
     try:
         return bool(model_differences(replace(saved, **values), saved, ""))

@@ -32,11 +32,11 @@ from megalite.training.datasets import open_tokenizer
 from megalite.training.state import Run
 
 
-def read_model_type(folder: Path | None) -> str | None:
-    """Return the model_type of a model directory; None if `folder` is not a model directory."""
-    if folder is None or not (folder / "config.json").is_file():
+def read_model_type(directory: Path | None) -> str | None:
+    """Return the model_type of a model directory; None if `directory` is not a model directory."""
+    if directory is None or not (directory / "config.json").is_file():
         return None
-    model_type = hugging_face.read_json(folder / "config.json").get("model_type")
+    model_type = hugging_face.read_json(directory / "config.json").get("model_type")
     return model_type if isinstance(model_type, str) else None
 
 
@@ -106,7 +106,7 @@ def export_problems(config: Config) -> list[str]:
     if config.checkpoint.export_hf is None:
         return []
     target = Path(config.checkpoint.export_hf)
-    existing_parent = next(folder for folder in target.absolute().parents if folder.exists())
+    existing_parent = next(directory for directory in target.absolute().parents if directory.exists())
     problem = ""
     try:
         export_family(config)
@@ -133,8 +133,8 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     if checkpoint.export_hf is None:
         return None
     family, target = export_family(config), Path(checkpoint.export_hf)
-    folder = None if checkpoint.save is None else storage.checkpoint_dir(checkpoint.save, run.state.step)
-    is_saved = folder is not None and "COMPLETE" in storage.storage_of(folder).list_files(folder)
+    directory = None if checkpoint.save is None else storage.checkpoint_dir(checkpoint.save, run.state.step)
+    is_saved = directory is not None and "COMPLETE" in storage.storage_of(directory).list_files(directory)
     temporary = target.with_name(f".{target.name}.weights")
 
     def remove_temporary() -> None:
@@ -142,9 +142,9 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
             remove(temporary)
 
     try:
-        if folder is None or not broadcast_int(is_saved, mesh):
+        if directory is None or not broadcast_int(is_saved, mesh):
             run_on_all_ranks(mesh, remove_temporary, f"making {temporary}")
-            folder = saver.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
+            directory = saver.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
         if not mesh.world.is_first:
             return None
         external_dir = named_external_dir(config)
@@ -157,7 +157,7 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
         else:
             files, note = hugging_face.auxiliary_files(external_dir), None
         source = ExportSource(
-            Checkpoint(folder, manifests.load_manifest(folder)), used=model_specs(config.model, run.vocab_size)
+            Checkpoint(directory, manifests.load_manifest(directory)), used=model_specs(config.model, run.vocab_size)
         )
         written = write_model(target, source, config.model, family, run.vocab_size, tokens=token_ids, files=files)
     finally:

@@ -149,7 +149,7 @@ class TrainingJob:
         self.config = command.config
         self.ranks = ranks
         self.stop = signals
-        self.folder = run_dir(command.config)
+        self.directory = run_dir(command.config)
         self.warnings = [*command.warnings]
         self.hosts = list[str]()
         self.result = ExitCode.DONE, ""
@@ -166,11 +166,11 @@ class TrainingJob:
         if self.config.train.dry_run:  # its ranks do not communicate
             self._log = contextlib.nullcontext()
         else:
-            self._log = rank_log(self.folder, ranks)
+            self._log = rank_log(self.directory, ranks)
             self._mesh = replace(self._mesh, world=Axis("world", ranks.world_size, ranks.rank, ABSTRACT))
         self._log.__enter__()
         self.watchdog = Watchdog(
-            self._mesh, self.folder, Timers(), self._startup_timeout.total_seconds(), ranks.shared_dir
+            self._mesh, self.directory, Timers(), self._startup_timeout.total_seconds(), ranks.shared_dir
         )
         return self
 
@@ -181,7 +181,7 @@ class TrainingJob:
                 code, reason = self.result = report_failure(error, self.ranks, watchdog=self.watchdog)
                 writes_status = self.ranks.rank == 0 or code is ExitCode.HANG  # in a hang rank 0 may not reach this
                 if writes_status and not self.config.train.dry_run:
-                    write_status(self.folder, code.outcome, self.config, reason, resumes=self.ranks.is_restart)
+                    write_status(self.directory, code.outcome, self.config, reason, resumes=self.ranks.is_restart)
                 if code in EXIT_IMMEDIATELY:
                     end_at_once(int(code))
         finally:
@@ -259,13 +259,13 @@ class TrainingJob:
         config, train, ranks = plan.config, plan.config.train, self.ranks
         training_started = False
         watch = Monitors(
-            config, run, self.folder, TimeBreakdown(run.mesh, self.watchdog.started), self.hosts, self.watchdog
+            config, run, self.directory, TimeBreakdown(run.mesh, self.watchdog.started), self.hosts, self.watchdog
         )
         check_collectives(run.mesh)
         if train.skip_train:
             config = replace(config, checkpoint=replace(config.checkpoint, save=None))
         saver = open_saver(run, config)  # before anything is written: another run may have the directory
-        heartbeat = Heartbeat(self.folder, run, config, self.watchdog, ranks.is_restart)
+        heartbeat = Heartbeat(self.directory, run, config, self.watchdog, ranks.is_restart)
         report: MetricsLogger = NullLogger()
         run_report: RunReport | None = None
         self.result = ExitCode.CRASH, ""
@@ -276,11 +276,11 @@ class TrainingJob:
             saved_step, saver_notes = start_saving_from(run, config, saver, loaded)
             if ranks.rank == 0:
                 warnings = [*self.warnings, *preflight.not_shared(run.mesh)]
-                report = preflight.open_metrics_logger(plan, config, run, sources, self.folder, ranks, warnings)
+                report = preflight.open_metrics_logger(plan, config, run, sources, self.directory, ranks, warnings)
                 heartbeat.begin()
                 run_info = report.try_write("events.jsonl", plan_as_json, plan, sources, self.hosts, run.mesh.device)
                 run_report = RunReport(
-                    self.folder, run, watch.phases, report.speed.flops_per_token, config, plan, run_info or {}, ranks
+                    self.directory, run, watch.phases, report.speed.flops_per_token, config, plan, run_info or {}, ranks
                 )
                 if loaded is not None:
                     report.info(load_message(run, config, loaded))
@@ -292,7 +292,7 @@ class TrainingJob:
             watch.begin = time.monotonic()
             training_started = self.stop.training_started = True
             watch.phases.end_startup()
-            trainer = Trainer(run, config, self.folder, report, self.stop, saver, saved_step, watch)
+            trainer = Trainer(run, config, self.directory, report, self.stop, saver, saved_step, watch)
             with watch.collector.running(), contextlib.closing(watch.profiler):
                 yield trainer
             self.result = trainer.finish()
@@ -364,7 +364,7 @@ class TrainingJob:
             progress = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)[1]}"
             print_err(f"pretrain_gpt.py: {progress}; to resume: {to_resume(config)}")
         write_status(
-            self.folder,
+            self.directory,
             outcome.outcome,
             config,
             reason,

@@ -86,7 +86,7 @@ def effects_of_source(command_config: Config, config: Config) -> list[Problem]:
     return [
         note
         for note in find_ineffective(config, complete=True)
-        if note not in printed and note.mentions(command_config.given)
+        if note not in printed and note.mentions(command_config.explicit)
     ]
 
 
@@ -133,10 +133,10 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
             "optimizer_offload_fraction": config.optim.offload_fraction,
             "cpu_offloading_num_layers": config.train.cpu_offloading_num_layers,
         }
-        given = " and ".join(f"{name}={value:g}" for name, value in offload_options.items() if value)
+        requested = " and ".join(f"{name}={value:g}" for name, value in offload_options.items() if value)
         remedy = "offload less, or to a disk" if config.optim.offload_fraction > 0 else "offload less"
         raise LaunchError(
-            f"{given}: {required_host_bytes / 2**30:.1f} GiB of host memory per rank, "
+            f"{requested}: {required_host_bytes / 2**30:.1f} GiB of host memory per rank, "
             f"and there are {memory_per_rank / 2**30:.1f} GiB; {remedy}"
         )
     else:
@@ -151,18 +151,18 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
         )
 
 
-def _check_offload_dir(folder: str, required_bytes: int, ranks: RankInfo) -> None:
+def _check_offload_dir(directory: str, required_bytes: int, ranks: RankInfo) -> None:
     """Raise LaunchError if the directory is not writable, or its disk has less than `required_bytes` per local rank."""
     try:
-        free = shutil.disk_usage(folder).free / ranks.local_world_size
-        with tempfile.TemporaryFile(dir=folder):
+        free = shutil.disk_usage(directory).free / ranks.local_world_size
+        with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        message = f"optimizer_offload_dir={folder!r}: {error.strerror}; name a directory on a disk of each machine"
+        message = f"optimizer_offload_dir={directory!r}: {error.strerror}; name a directory on a disk of each machine"
         raise LaunchError(message) from None
     if required_bytes > free:
         sizes = f"{required_bytes / 2**30:.3g} GiB per rank, and {free / 2**30:.3g} GiB are free"
-        raise LaunchError(f"optimizer_offload_dir={folder!r} is to hold {sizes}: use another disk, or more machines")
+        raise LaunchError(f"optimizer_offload_dir={directory!r} is to hold {sizes}: use another disk, or more machines")
 
 
 def thread_oversubscription_warning(device: str, ranks: RankInfo) -> list[str]:
@@ -210,7 +210,7 @@ def open_metrics_logger(
     config: Config,
     run: Run,
     sources: DatasetBundle,
-    folder: Path,
+    directory: Path,
     ranks: RankInfo,
     warnings: Sequence[str],
 ) -> MetricsLogger:
@@ -224,11 +224,11 @@ def open_metrics_logger(
     save = config.checkpoint.save
     progress = None
     if log.log_progress and save is not None:
-        progress_dir = folder if is_url(save) else Path(save)
+        progress_dir = directory if is_url(save) else Path(save)
         progress = ProgressLog(progress_dir, ranks.world_size, speed.flops_per_token, run.state.consumed_tokens)
-    report = MetricsLogger(folder, speed, log, wandb_config=non_default_options(config), progress=progress)
-    report.try_write(str(folder), lambda: folder.mkdir(parents=True, exist_ok=True))
-    metrics_path, config_path = folder / "metrics.jsonl", folder / "run_config.toml"
+    report = MetricsLogger(directory, speed, log, wandb_config=non_default_options(config), progress=progress)
+    report.try_write(str(directory), lambda: directory.mkdir(parents=True, exist_ok=True))
+    metrics_path, config_path = directory / "metrics.jsonl", directory / "run_config.toml"
     # A run that resumes at its last step repeats the final evaluations.
     keep_evaluations = run.state.step < run.last_step
     report.try_write(str(metrics_path), truncate_metrics_after, metrics_path, run.state.step, keep_evaluations)

@@ -60,14 +60,14 @@ def lock_run_dir(config: Config) -> Iterator[bool]:
     Raises:
         CheckpointError: if another run has the lock.
     """
-    folder = run_dir(config)
+    directory = run_dir(config)
     lock = None
-    is_new = not folder.exists()
+    is_new = not directory.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = DirectoryLock(folder, RUN_LOCK, "run_dir", "give another --run-dir")
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = DirectoryLock(directory, RUN_LOCK, "run_dir", "give another --run-dir")
     except OSError as error:
-        path = error.filename or folder
+        path = error.filename or directory
         print_err(f"WARNING: {path}: {error.strerror}; nothing keeps a second run from writing there")
     try:
         yield lock is not None
@@ -75,10 +75,10 @@ def lock_run_dir(config: Config) -> Iterator[bool]:
         if lock is not None:
             lock.close()
             with contextlib.suppress(OSError):
-                names = {path.name for path in folder.iterdir()}
+                names = {path.name for path in directory.iterdir()}
                 is_unused = is_new and names <= {RUN_LOCK, "status.json", RANK_LOG_DIR}
-                if is_unused and read_status(folder).get("outcome") in STARTUP_FAILURES:
-                    shutil.rmtree(folder, ignore_errors=True)
+                if is_unused and read_status(directory).get("outcome") in STARTUP_FAILURES:
+                    shutil.rmtree(directory, ignore_errors=True)
 
 
 class RestartPolicy:
@@ -86,10 +86,10 @@ class RestartPolicy:
 
     def __init__(self, config: Config):
         self._config = config
-        self._folder = run_dir(config)
+        self._directory = run_dir(config)
         self._max_restarts = config.operations.max_restarts
         self._checkpoint_dirs = checkpoint_dirs(config)
-        self._events = EventLog(self._folder)
+        self._events = EventLog(self._directory)
         self._started = time.time()  # of the current ranks
         self._restart_times = list[float]()  # within the last WINDOW_S
         self._initial_checkpoints = self._newest_checkpoints = self._find_checkpoints()
@@ -138,8 +138,8 @@ class RestartPolicy:
 
         Returns None for no restart, otherwise whether the run has saved a checkpoint since its first start.
         """
-        status = finalize_status(self._folder, self._config, (end.code, end.cause), self._started, self._is_restart)
-        if stack := crash_stack(self._folder, end.cause, self._started):
+        status = finalize_status(self._directory, self._config, (end.code, end.cause), self._started, self._is_restart)
+        if stack := crash_stack(self._directory, end.cause, self._started):
             print_err(stack)
         # The same command has passed preflight before, so the cause may be temporary.
         restart_failed = end.code == ExitCode.PREFLIGHT and self._is_restart
@@ -154,7 +154,7 @@ class RestartPolicy:
         self._restart_times = [restarted for restarted in self._restart_times if restarted > now - WINDOW_S]
         if limit := self._exhausted_limit():
             self._events.add("restarts-exhausted", cause=end.cause, code=end.code, reason=limit)
-            hint = f"see {self._folder / RANK_LOG_DIR}; to resume: {to_resume(self._config)}"
+            hint = f"see {self._directory / RANK_LOG_DIR}; to resume: {to_resume(self._config)}"
             print_err(f"pretrain_gpt.py: {end.cause}: no restart, {limit}; {hint}")
             return None
         self._restart_times.append(now)

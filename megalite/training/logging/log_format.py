@@ -21,12 +21,12 @@ class LoggedMetric(NamedTuple):
 
     name: str
     key: str  # in metrics.jsonl and W&B
-    ours: str = ""  # format in megalite's line; starts with "| " if it is the first of a group
+    megalite: str = ""  # format in megalite's line; starts with "| " if it is the first of a group
     megatron: str = ""  # format in Megatron-LM's line
     place: int = 0  # order in Megatron-LM's line
     tag: str = ""  # of each step in TensorBoard
     optional: bool = False  # omitted if it is None, instead of null and "n/a"
-    usual: float | None = None  # value that megalite's line omits
+    default: float | None = None  # value that megalite's line omits
     drop: int = 0  # order in which metrics are omitted from megalite's line if the terminal is too narrow; 0: never
 
 
@@ -107,8 +107,8 @@ def megalite_line(values: Values, now: datetime.datetime, width: int | None = No
     texts: dict[LoggedMetric, str] = {}
     for metric in METRICS:
         value = values.get(metric.name)
-        template = metric.ours.removeprefix(GROUP)
-        if not metric.ours or (value is not None and value == metric.usual):
+        template = metric.megalite.removeprefix(GROUP)
+        if not metric.megalite or (value is not None and value == metric.default):
             continue
         if value is not None:
             texts[metric] = template.format(value, **values)
@@ -128,7 +128,7 @@ def _join(head: str, texts: Mapping[LoggedMetric, str]) -> str:
     line = head
     group = last_group = 0
     for metric in METRICS:
-        if metric.ours.startswith(GROUP):
+        if metric.megalite.startswith(GROUP):
             group += 1
         if metric in texts:
             line += ("  " if group == last_group else f" {GROUP}") + texts[metric]

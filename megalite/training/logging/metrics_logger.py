@@ -45,8 +45,8 @@ class ProgressLog:
         tokens: The tokens trained before this job.
     """
 
-    def __init__(self, folder: Path, world: int, flops_per_token: float, tokens: int):
-        self.path = folder / "progress.txt"
+    def __init__(self, directory: Path, world: int, flops_per_token: float, tokens: int):
+        self.path = directory / "progress.txt"
         self.world = world
         self.flops = flops_per_token
         self._initial_tokens = tokens
@@ -108,7 +108,7 @@ class MetricsLogger:
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         speed: Speed,
         log: LogConfig = LogConfig(),  # noqa: B008 (frozen)
         *,
@@ -125,8 +125,8 @@ class MetricsLogger:
         self._too_fast = False  # the note about a FLOP/s above the peak was printed
         self._rates = ""  # rates and memory of the last log line
         self._bar: ProgressBar | None = None
-        self._log = AppendOnlyFile(folder / "log.txt")
-        self._rows = AppendOnlyFile(folder / "metrics.jsonl")
+        self._log = AppendOnlyFile(directory / "log.txt")
+        self._rows = AppendOnlyFile(directory / "metrics.jsonl")
         self._board = None if log.tensorboard_dir is None else self.try_write("TensorBoard", self._open_board)
         self._wandb = None if log.wandb_project is None else self.try_write("W&B", self._open_wandb, wandb_config)
 

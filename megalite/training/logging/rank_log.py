@@ -66,12 +66,12 @@ class RankStderr:
 
 
 @contextlib.contextmanager
-def rank_log(folder: Path, ranks: RankInfo) -> Iterator[None]:
+def rank_log(directory: Path, ranks: RankInfo) -> Iterator[None]:
     """Copy this rank's stderr into its file within the context.
 
     The file is removed if nothing was written. The context raises no errors of its own.
     """
-    path = folder / RANK_LOG_DIR / f"rank-{ranks.rank:05d}.log"
+    path = directory / RANK_LOG_DIR / f"rank-{ranks.rank:05d}.log"
     header = f"rank {ranks.rank} of {ranks.world_size} on {socket.gethostname()}, process {os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def rank_log(folder: Path, ranks: RankInfo) -> Iterator[None]:
         os.close(stderr.number)
 
 
-def crash_stack(folder: Path, cause: str, since: float) -> str:
+def crash_stack(directory: Path, cause: str, since: float) -> str:
     """Return the stack of a crash in C code, or "".
 
     Args:
@@ -102,7 +102,7 @@ def crash_stack(folder: Path, cause: str, since: float) -> str:
     match = re.match(r"rank (\d+) ended by signal", cause)
     if match is None:
         return ""
-    path = folder / RANK_LOG_DIR / f"rank-{int(match[1]):05d}.log"
+    path = directory / RANK_LOG_DIR / f"rank-{int(match[1]):05d}.log"
     with contextlib.suppress(OSError):
         if path.stat().st_mtime >= since:
             _, title, rest = read_ends(path)[0].rpartition("Fatal Python error")
@@ -136,14 +136,14 @@ def claim_first_failure(ranks: RankInfo, code: int, reason: str) -> bool:
     """
     if ranks.shared_dir is None:
         return True
-    folder = Path(ranks.shared_dir)
+    directory = Path(ranks.shared_dir)
     with contextlib.suppress(OSError):
         try:
-            with open(folder / FIRST_FAILURE, "x", encoding="utf-8") as file:
+            with open(directory / FIRST_FAILURE, "x", encoding="utf-8") as file:
                 json.dump({"rank": ranks.rank, "code": int(code), "reason": reason}, file)
         except FileExistsError:
             return False
-        torchrun_dir = folder / str(ranks.local_rank)
+        torchrun_dir = directory / str(ranks.local_rank)
         if torchrun_dir.is_dir():
             # torchrun shows the error with the earliest full second, so precede ranks that fail because of this one.
             extra_info = {"timestamp": str(int(time.time()) - 1)}

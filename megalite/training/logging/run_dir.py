@@ -74,14 +74,14 @@ def run_dir(config: Config) -> Path:
 
 def name_conflict(config: Config) -> list[str]:
     """Return an error if --name is the name of another run that --load does not resume, else []."""
-    name, folder, checkpoint = config.log.name, run_dir(config), config.checkpoint
-    if name is None or config.train.dry_run or not os.path.exists(folder / "status.json"):
+    name, directory, checkpoint = config.log.name, run_dir(config), config.checkpoint
+    if name is None or config.train.dry_run or not os.path.exists(directory / "status.json"):
         return []
     if checkpoint.load is not None and checkpoint.load == checkpoint.save:
         return []
-    free_name = next(f"{name}-{n}" for n in itertools.count(2) if not os.path.exists(f"{folder}-{n}"))
+    free_name = next(f"{name}-{n}" for n in itertools.count(2) if not os.path.exists(f"{directory}-{n}"))
     alternative = f"--load {checkpoint.save} to continue it" if checkpoint.save else "remove it"
-    return [f"name={name!r}: {folder} holds a run already; give --name {free_name}, or {alternative}"]
+    return [f"name={name!r}: {directory} holds a run already; give --name {free_name}, or {alternative}"]
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:
@@ -131,29 +131,29 @@ def to_resume(config: Config) -> str:
     return f"the same command with --load {checkpoint.save}"
 
 
-def read_status(folder: Path) -> dict[str, Any]:
+def read_status(directory: Path) -> dict[str, Any]:
     """Return the content of status.json; {} if it does not exist or cannot be read."""
     with contextlib.suppress(ValueError, RecursionError):
-        status = json.loads(read_small_text(folder / "status.json", "the status of a run"))
+        status = json.loads(read_small_text(directory / "status.json", "the status of a run"))
         if isinstance(status, dict):
             return status
     return {}
 
 
-def last_logged_progress(folder: Path) -> dict[str, int]:
+def last_logged_progress(directory: Path) -> dict[str, int]:
     """Return `step` and `tokens` of the last row of metrics.jsonl, or {} without rows.
 
     This is newer than the progress in a status with the outcome "running".
     """
     last: dict[str, int] = {}
     with contextlib.suppress(OSError, RecursionError):
-        for _, row in read_jsonl(folder / "metrics.jsonl"):
+        for _, row in read_jsonl(directory / "metrics.jsonl"):
             if type(row.get("step")) is int and type(row.get("tokens")) is int:
                 last = {"step": row["step"], "tokens": row["tokens"]}
     return last
 
 
-def current_outcome(folder: Path, status: dict[str, Any]) -> str:
+def current_outcome(directory: Path, status: dict[str, Any]) -> str:
     """Return the outcome of `status`, or "killed" if it is "running" but the process has ended.
 
     The process has ended if its lock is free. If the lock cannot be checked, its id is looked up on its own machine.
@@ -161,13 +161,13 @@ def current_outcome(folder: Path, status: dict[str, Any]) -> str:
     outcome, pid = str(status.get("outcome", "unknown")), status.get("pid")
     if outcome != "running":
         return outcome
-    locked = is_locked(folder / RUN_LOCK)
+    locked = is_locked(directory / RUN_LOCK)
     is_local = status.get("host") == socket.gethostname() and type(pid) is int and sys.platform == "linux"
     has_ended = locked is False or (locked is None and is_local and not Path(f"/proc/{pid}").exists())
     return "killed" if has_ended else outcome
 
 
-def belongs_to_another_run(folder: Path, config: Config, resumes: bool) -> bool:
+def belongs_to_another_run(directory: Path, config: Config, resumes: bool) -> bool:
     """Return True if status.json belongs to a different run that this one does not resume.
 
     A run that fails before its first step must not overwrite it.
@@ -176,16 +176,24 @@ def belongs_to_another_run(folder: Path, config: Config, resumes: bool) -> bool:
         resumes: The run was restarted after a rank had died.
     """
     checkpoint = config.checkpoint
-    return bool(read_status(folder)) and not resumes and (checkpoint.load is None or checkpoint.load != checkpoint.save)
+    return (
+        bool(read_status(directory)) and not resumes and (checkpoint.load is None or checkpoint.load != checkpoint.save)
+    )
 
 
-def is_done(folder: Path) -> bool:
-    """Return True if a run has finished in `folder`; a start that fails or is interrupted keeps its status."""
-    return read_status(folder).get("outcome") == ExitCode.DONE.outcome
+def is_done(directory: Path) -> bool:
+    """Return True if a run has finished in `directory`; a start that fails or is interrupted keeps its status."""
+    return read_status(directory).get("outcome") == ExitCode.DONE.outcome
 
 
 def write_status(
-    folder: Path, outcome: str, config: Config, reason: str = "", step: int = 0, tokens: int = 0, resumes: bool = False
+    directory: Path,
+    outcome: str,
+    config: Config,
+    reason: str = "",
+    step: int = 0,
+    tokens: int = 0,
+    resumes: bool = False,
 ) -> None:
     """Write status.json, if the directory exists.
 
@@ -196,25 +204,25 @@ def write_status(
         step, tokens: The progress of training.
         resumes: The run was restarted after a rank had died.
     """
-    if not folder.is_dir():
+    if not directory.is_dir():
         return
     process = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED)
-    previous = read_status(folder)
+    previous = read_status(directory)
     has_started = outcome == "running" or all(previous.get(key) == value for key, value in process.items())
     is_hang = outcome == ExitCode.HANG.outcome  # which only a run that has started can have
-    if not has_started and not is_hang and belongs_to_another_run(folder, config, resumes):
+    if not has_started and not is_hang and belongs_to_another_run(directory, config, resumes):
         return
-    if not has_started and not resumes and outcome in NOT_STARTED and is_done(folder):
+    if not has_started and not resumes and outcome in NOT_STARTED and is_done(directory):
         return
     if not has_started or (not step and outcome != "running"):  # it may have ended before it had loaded its progress
-        logged = last_logged_progress(folder)
+        logged = last_logged_progress(directory)
         step, tokens = max(step, logged.get("step", 0)), max(tokens, logged.get("tokens", 0))
     checkpoint, _ = newest_checkpoint(config)
-    _write_status(folder, dict(outcome=outcome, step=step, tokens=tokens, **checkpoint, reason=reason, **process))
+    _write_status(directory, dict(outcome=outcome, step=step, tokens=tokens, **checkpoint, reason=reason, **process))
 
 
 def finalize_status(
-    folder: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False
+    directory: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False
 ) -> dict[str, Any] | None:
     """Complete status.json after all ranks have ended; called by the launcher.
 
@@ -229,15 +237,15 @@ def finalize_status(
         The status if rank 0 had not written how the run ended, otherwise None.
     """
     code, cause = end
-    path, status = folder / "status.json", read_status(folder)
-    if not folder.is_dir() or (path.exists() and not path.is_file()):
+    path, status = directory / "status.json", read_status(directory)
+    if not directory.is_dir() or (path.exists() and not path.is_file()):
         return None
     with contextlib.suppress(OSError):
         if path.stat().st_mtime < since:
             failed_at_start = code in (ExitCode.USAGE, ExitCode.PREFLIGHT) and not resumes
-            if failed_at_start or belongs_to_another_run(folder, config, resumes):
+            if failed_at_start or belongs_to_another_run(directory, config, resumes):
                 return None
-            if code == ExitCode.INTERRUPTED and not resumes and is_done(folder):
+            if code == ExitCode.INTERRUPTED and not resumes and is_done(directory):
                 return None
             status = {}
     outcome, reason = status.get("outcome"), str(status.get("reason"))
@@ -249,20 +257,20 @@ def finalize_status(
         status |= dict(outcome=end_outcome, reason=reason if cause in reason else f"{cause}; rank 0: {reason}")
     else:
         return None
-    candidates = ({"step": 0, "tokens": 0}, status, last_logged_progress(folder))
+    candidates = ({"step": 0, "tokens": 0}, status, last_logged_progress(directory))
     last = max(candidates, key=lambda progress: progress.get("step", -1))
     final = dict(rank=0, pid=os.getpid(), host=socket.gethostname(), started=_STARTED) | status
     final |= {"step": last["step"], "tokens": last["tokens"]} | newest_checkpoint(config)[0]
-    _write_status(folder, final)
+    _write_status(directory, final)
     return final if outcome in (None, "running") else None
 
 
-def _write_status(folder: Path, status: dict[str, Any]) -> None:
+def _write_status(directory: Path, status: dict[str, Any]) -> None:
     """Replace status.json, or overwrite it in place if the disk is full.
 
     A failure is reported unless the outcome is "running".
     """
-    path, status = folder / "status.json", {"outcome": status["outcome"]} | status | {"time": timestamp()}
+    path, status = directory / "status.json", {"outcome": status["outcome"]} | status | {"time": timestamp()}
     try:
         try:
             write_atomically(path, json.dumps(status) + "\n")
@@ -318,9 +326,9 @@ class EventLog:
     It never raises; the first failed write is reported on stderr.
     """
 
-    def __init__(self, folder: Path, rank: int | None = None):
+    def __init__(self, directory: Path, rank: int | None = None):
         self.rank = rank
-        self._file = AppendOnlyFile(folder / "events.jsonl")
+        self._file = AppendOnlyFile(directory / "events.jsonl")
         self._has_failed = False
 
     def add(self, event: str, step: int | None = None, **facts: Any) -> None:

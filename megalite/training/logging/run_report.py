@@ -63,14 +63,14 @@ def productive_seconds(metrics: Path) -> float:
     return sum(productive_s for _, _, productive_s in rows)
 
 
-def read_history(folder: Path, until: float) -> dict[str, Any] | None:
+def read_history(directory: Path, until: float) -> dict[str, Any] | None:
     """Return the history of a run since step 0, as `goodput_of`; None if events.jsonl has no start.
 
     Args:
         until: The time (time.time()) at which a process that still runs was last seen.
     """
     events: list[dict[str, Any]] = []  # starts and ends of processes
-    for _, row in read_jsonl(folder / "events.jsonl"):
+    for _, row in read_jsonl(directory / "events.jsonl"):
         if row.get("from_scratch"):
             events = []
         if row.get("event") in (STARTED, ENDED) and "at" in row:
@@ -86,7 +86,7 @@ def read_history(folder: Path, until: float) -> dict[str, Any] | None:
         for row, end in zip(events, end_times, strict=True)
         if row.get("outcome") not in ORDERLY_OUTCOMES
     )
-    return goodput_of(wall_s, productive_seconds(folder / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0))
+    return goodput_of(wall_s, productive_seconds(directory / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0))
 
 
 def goodput_of(wall_s: float, productive_s: float, processes: int, tokens: int) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def summary(report: Mapping[str, Any]) -> dict[str, str]:
 class RunReport:
     """Rank 0's record of its process, in events.jsonl and report.json; `run_info` is the result of `plan_as_json`."""
 
-    folder: Path
+    directory: Path
     run: Run
     phases: TimeBreakdown
     flops_per_token: float
@@ -195,7 +195,7 @@ class RunReport:
         # A run with --load equal to --save resumes even at step 0: a process may have died before its first save.
         resumes = checkpoint.save is not None and checkpoint.load == checkpoint.save
         self._initial_state = replace(state)
-        self._events = EventLog(self.folder, 0)
+        self._events = EventLog(self.directory, 0)
         self._events.add(
             STARTED,
             step=state.step,
@@ -210,9 +210,9 @@ class RunReport:
         self._events.add(ENDED, step=self.run.state.step, at=time.time(), outcome=outcome.outcome)
         seconds = self.phases.seconds()
         work = self.work(seconds, outcome, saver)
-        history = read_history(self.folder, time.time())
+        history = read_history(self.directory, time.time())
         report = build_report(seconds, work, history, self.plan, self.ranks.local_world_size)
-        write_atomically(self.folder / "report.json", json.dumps(report, indent=1) + "\n")
+        write_atomically(self.directory / "report.json", json.dumps(report, indent=1) + "\n")
         return summary(report)
 
     def work(self, seconds: Mapping[str, float], outcome: ExitCode, saver: CheckpointSaver | None) -> dict[str, Any]:
@@ -245,7 +245,7 @@ class RunReport:
         """Return why the times of this process do not allow advice, "" if they do."""
         if outcome not in HEALTHY:
             return f"the run ended as {outcome.outcome}, so its times are not those of a healthy one"
-        events = [row.get("event") for _, row in read_jsonl(self.folder / "events.jsonl")]
+        events = [row.get("event") for _, row in read_jsonl(self.directory / "events.jsonl")]
         if HUNG in itertools.takewhile(STARTED.__ne__, reversed(events)):
             return "it hung and resumed, so its times are not those of a healthy run"
         if self.run.mesh.device.type == "cpu":

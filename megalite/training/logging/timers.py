@@ -209,18 +209,18 @@ class TimeBreakdown:
 class Profiler:
     """A profiler of steps `first` to `last` of this rank.
 
-    With torch's profiler it writes `folder`/rank-NNN.json.gz, which includes the spans of the phase timer (the
+    With torch's profiler it writes `directory`/rank-NNN.json.gz, which includes the spans of the phase timer (the
     pipeline's actions, and collectives with their axis). For nsys (--capture-range=cudaProfilerApi) it only calls
     CUDA's profiler start and stop. It also writes CUDA memory snapshots if they are enabled.
     """
 
-    def __init__(self, options: OperationsConfig, mesh: Mesh, folder: Path):
+    def __init__(self, options: OperationsConfig, mesh: Mesh, directory: Path):
         rank, is_cuda = mesh.world.rank, mesh.device.type == "cuda"
         selected = not options.profile_ranks or rank in options.profile_ranks
         self.on = options.profile and selected and (is_cuda or options.use_pytorch_profiler)
         self.first = options.profile_step_start + 1
         self.last = options.profile_step_end
-        self.path = folder / f"rank-{rank:03d}.json.gz"
+        self.path = directory / f"rank-{rank:03d}.json.gz"
         self._clock = mesh.clock
         self._running = False
         self._torch: Any = None
@@ -323,7 +323,7 @@ class GarbageCollector:
             gc.collect(0)  # the evaluation's garbage
 
 
-def write_timeline(pipeline: Pipeline, folder: Path) -> None:
+def write_timeline(pipeline: Pipeline, directory: Path) -> None:
     """Write timeline.json with the start and end of each pipeline rank's actions; collective over the pipeline."""
     mesh = pipeline.mesh
     spans = [{"action": s.action, "start_s": s.start_s, "end_s": s.end_s} for s in pipeline.timeline or []]
@@ -340,6 +340,6 @@ def write_timeline(pipeline: Pipeline, folder: Path) -> None:
         "ranks": [{"pp_rank": rank, "spans": json.loads(text)} for rank, text in enumerate(texts)],
     }
     try:
-        write_atomically(folder / "timeline.json", json.dumps(timeline))
+        write_atomically(directory / "timeline.json", json.dumps(timeline))
     except OSError as error:
-        print_err(f"WARNING: {folder / 'timeline.json'}: {error.strerror}; training continues without it")
+        print_err(f"WARNING: {directory / 'timeline.json'}: {error.strerror}; training continues without it")

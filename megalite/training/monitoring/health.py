@@ -4,8 +4,8 @@
 
 A step takes the same time on all ranks, since they wait for each other; the slowest rank waits least. A rank is
 compared with the ranks of the same pipeline stage, which have the same work. It is a straggler if the median of its
-own time exceeds theirs by SLOW_MARGIN, and by MIN_STEP_SHARE of a step, at LINES_IN_A_ROW log lines. On a CPU the wait
-for a free core is subtracted.
+own time exceeds that of the others by SLOW_MARGIN, and by MIN_STEP_SHARE of a step, at LINES_IN_A_ROW log lines. On a
+CPU the wait for a free core is subtracted.
 
 One all-reduce gathers a row per rank, at log lines that are at least TIMED_EVERY steps apart, or at each line if an
 option needs it. Everything else is a function of that table, so all ranks get the same result.

@@ -32,7 +32,7 @@ class SpikeDetector:
     history: dict[str, list[float]] = field(default_factory=dict)  # the last `window` values of each metric
 
     @classmethod
-    def of(cls, train: TrainConfig) -> "SpikeDetector":
+    def from_config(cls, train: TrainConfig) -> "SpikeDetector":
         """Build the detector that the options describe."""
         metrics = []
         if train.check_for_spiky_loss:

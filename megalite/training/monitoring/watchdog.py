@@ -83,7 +83,7 @@ class Watchdog:
 
     Args:
         mesh: The mesh; before there are process groups only its world, without a group. `attach` replaces it.
-        folder: The run directory.
+        directory: The run directory.
         timeout_s: The timeout of the process groups.
         shared_dir: `RankInfo.shared_dir`.
 
@@ -92,13 +92,13 @@ class Watchdog:
         pace: The factor by which polls and waits are slower with many ranks.
     """
 
-    def __init__(self, mesh: Mesh, folder: Path, timers: Timers, timeout_s: float, shared_dir: str | None = None):
+    def __init__(self, mesh: Mesh, directory: Path, timers: Timers, timeout_s: float, shared_dir: str | None = None):
         self.mesh = mesh
         self.rank = mesh.world.rank
         self.timeout_s = timeout_s
-        self.folder = folder / "hang"
+        self.directory = directory / "hang"
         self.timers = timers
-        self.events = EventLog(folder, mesh.world.rank)
+        self.events = EventLog(directory, mesh.world.rank)
         self.reason = ""
         self.late_ranks = list[int]()
         self.started = time.perf_counter()
@@ -311,7 +311,7 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 verdict = {"rank": self.rank, "code": int(ExitCode.HANG), "reason": self.reason}
                 write_atomically(self._report_file, json.dumps(verdict))
-        print_err("\n".join([*lines, f"  stacks and collectives of each rank: {self.folder}"]))
+        print_err("\n".join([*lines, f"  stacks and collectives of each rank: {self.directory}"]))
         self.events.add("hang", step, reason=self.reason, late_ranks=self.late_ranks)
 
     def _rank_state(self) -> RankState:
@@ -337,9 +337,9 @@ class Watchdog:
 
     def _dump(self, state: RankState) -> None:
         """Write this rank's state, stacks and NCCL's flight recorder into RUN/hang/."""
-        path = self.folder / f"rank-{self.rank:03d}.txt"
+        path = self.directory / f"rank-{self.rank:03d}.txt"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8", opener=open_in_run_dir) as file:
                 file.write(f"--- {time.strftime('%F %T')} {state}\n")
                 for axis, (ranks, calls) in state.axes.items():
@@ -411,15 +411,15 @@ class Heartbeat:
         is_restart: `RankInfo.is_restart`.
     """
 
-    def __init__(self, folder: Path, run: Run, config: Config, watchdog: Watchdog, is_restart: bool):
-        self._folder = folder
+    def __init__(self, directory: Path, run: Run, config: Config, watchdog: Watchdog, is_restart: bool):
+        self._directory = directory
         self._run = run
         self._config = config
         self._watchdog = watchdog
         self._closing = threading.Event()
         self._write_lock = threading.Lock()  # concurrent writers would use the same temporary file
         self._thread = threading.Thread(target=self._renew, name="megalite-heartbeat", daemon=True)
-        if not belongs_to_another_run(folder, config, is_restart) and not is_done(folder):
+        if not belongs_to_another_run(directory, config, is_restart) and not is_done(directory):
             self.begin()
 
     def begin(self) -> None:
@@ -443,4 +443,4 @@ class Heartbeat:
     def _write(self) -> None:
         state = self._run.state
         with self._write_lock:
-            write_status(self._folder, "running", self._config, step=state.step, tokens=state.consumed_tokens)
+            write_status(self._directory, "running", self._config, step=state.step, tokens=state.consumed_tokens)
