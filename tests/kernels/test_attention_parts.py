@@ -110,7 +110,9 @@ def _documents(length: int, lengths: Sequence[int]) -> Documents:
 
 
 def _part_of(documents: Documents | None, start: int, end: int) -> Documents | None:
-    return None if documents is None else documents._replace(first_BS=documents.document_start_BS[:, start:end])
+    return (
+        None if documents is None else documents._replace(document_start_BS=documents.document_start_BS[:, start:end])
+    )
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def test_the_memory_of_a_rank_is_what_it_allocates(which: str) -> None:
             for position, state, most in ranks:
                 found = planned[position]
                 assert state == found.weights + found.gradients + found.optimizer, flags
-                peak = found.activations + found.buffers
+                peak = found.activations + found.transient
                 assert peak == pytest.approx(most, rel=ACTIVATIONS_ERROR), (flags, position)
 
 

@@ -148,7 +148,7 @@ class _Sample:
 
 def _cut_characters(text: str, draws: NDArray[np.uint32], fim: FimOptions, tokenizer: Tokenizer) -> list[Part] | None:
     """Return prefix, middle and suffix, encoded separately; None if their ids together do not decode to the text."""
-    if "\ufffd" in text:  # bytes that are not a character: encoding cannot bring them back
+    if "\ufffd" in text:  # from bytes that are not a character; encoding cannot restore them
         return None
     a, b = sorted(bounded(draws, len(text) + 1).tolist())
     marks = {fim.prefix, fim.middle, fim.suffix, fim.eod, fim.split}

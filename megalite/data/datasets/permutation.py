@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ROUNDS = 8  # 6 leave the order of 3 elements visibly uneven over keys (tests/data/test_permutation.py)
+ROUNDS = 8  # 6 leave the order of 3 elements visibly uneven over keys (tests/data/test_samples.py)
 CHUNK = 1 << 14  # elements at a time, so that temporaries fit in the cache
 Ints = NDArray[np.int64]
 Round = Callable[[Ints], Ints]

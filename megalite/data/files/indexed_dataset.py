@@ -33,7 +33,7 @@ from megalite.data.files.missing_files import missing_prefix_error
 CHUNK = 1 << 15  # entries read at a time
 # dtype of each column, and its offset after the header in bytes per sequence
 COLUMNS = {"lengths": ("<i4", 0), "pointers": ("<i8", 4), "document_indices": ("<i8", 12)}
-# an index that is too large to be checked completely is checked in so many windows of so many entries
+# an index too large to be checked completely is checked in NUM_SPOT_CHECKS windows of SPOT_CHECK_SIZE entries
 NUM_SPOT_CHECKS, SPOT_CHECK_SIZE = 256, 16
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")  # version, dtype code, sequences, document entries

@@ -26,7 +26,8 @@ GPT2_EOD = "<|endoftext|>"
 DEFAULT_EOD_TOKENS = (GPT2_EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
-_LITERAL = {"<": "<(?=0x[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}  # where a mark is unknown, no piece has it
+# patterns that isolate a mark of a literal "<0x41>"; a mark that is not in the vocabulary is in no other piece either
+_LITERAL = {"<": "<(?=0x[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}
 _SPACE = "\u2581"
 _NEVER = -1e6  # the score of pieces that must never occur in a segmentation
 EDGE_CASE_TEXTS = [*load_table(__file__, "tables")["edge_cases"], "a" * 3000, " " * 3000 + "x"]
