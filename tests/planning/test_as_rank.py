@@ -294,4 +294,4 @@ def test_a_rank_of_sixteen_thousand_takes_seconds_and_no_memory() -> None:
     assert "pp: receive from 210 16 bfloat16 33,554,432 32 1.000" in rows
     assert "pp: send to 2,258 16 bfloat16 33,554,432 32 1.000" in rows
     assert "tp: reduce-scatter 8 bfloat16 268,435,456 512 128.000" in rows  # 16 x 8 layers x 4 of the whole sequence
-    assert "world: all-reduce 16,384 float64 40 1 0.000" in rows
+    assert "world: all-reduce 16,384 float64 48 1 0.000" in rows
