@@ -91,7 +91,12 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = "\n\n".join(map(_as_markdown, obj.docstring.value.split("\n\n")))
 
 
+SECTION = re.compile(r"(Args|Raises|Returns|Yields):\n")  # lists in Google's style, which mkdocstrings reads
+
+
 def _as_markdown(paragraph: str) -> str:
+    if SECTION.match(paragraph):
+        return paragraph
     if re.search(r"^ *(>>>|\S.* {2,}\S)", paragraph, re.MULTILINE):
         return f"```text\n{paragraph}\n```"
     return re.sub(r"(`[^`]+`)|([*_\[\]<])", lambda match: match[1] or f"\\{match[2]}", paragraph)
