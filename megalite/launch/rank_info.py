@@ -288,7 +288,7 @@ def cuda_environment(tp: int, run_dir: Path, capability: int | None) -> dict[str
 
     GPUs from Blackwell on (major `capability` 10) do not need a single hardware queue.
     """
-    variables = {name: facts["value"].replace("RUN_DIR", str(run_dir)) for name, facts in VARIABLES["cuda"].items()}
+    variables = {name: facts["value"].replace("{run_dir}", str(run_dir)) for name, facts in VARIABLES["cuda"].items()}
     if tp == 1 or (capability or 0) >= 10:
         del variables["CUDA_DEVICE_MAX_CONNECTIONS"]
     return variables
