@@ -47,7 +47,7 @@ def _timed(flags: str) -> tuple[list[str], float, float]:
     with (
         mock.patch.object(Pipeline, "_forward", _lasting(Pipeline._forward, 1)),
         mock.patch.object(torch.autograd, "backward", _lasting(torch.autograd.backward, parts)),
-        mock.patch.object(WeightGradStore, "run", _lasting(WeightGradStore.compute_all, 1)),
+        mock.patch.object(WeightGradStore, "compute_all", _lasting(WeightGradStore.compute_all, 1)),
     ):
         for _ in range(3):
             run.pipeline.timeline = []
