@@ -87,10 +87,10 @@ def test_a_parent_that_is_ended_takes_the_command_with_it(tmp_path: Path, number
     assert gone(int(log.read_text()), within_s=60)
 
 
-def test_a_keeper_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
+def test_a_supervisor_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
     code = "import os, time; print(os.getpid(), flush=True); os.kill(os.getppid(), 9); time.sleep(60)"
     status, told = run(tmp_path, code)
-    assert status == "failed (its keeper was killed)"
+    assert status == "failed (its supervisor was killed)"
     assert gone(int(told[0]), within_s=20)
 
 
@@ -100,7 +100,7 @@ def test_of_100_mb_begin_and_end_are_kept_and_of_an_endless_line_its_begin(tmp_p
     )
     status, told = run(tmp_path, code)
     assert status == "failed (exit code 1)" and told[-1] == "last"
-    assert max(map(len, told)) <= limited.WIDTH and len(told) <= limited.LINES + 1
+    assert max(map(len, told)) <= limited.MAX_WIDTH and len(told) <= limited.MAX_LINES + 1
     log = tmp_path / "log.txt"
     assert log.stat().st_size < 3 * limited.LOG_BYTES and log.read_text().startswith("first\nxxx")
 
@@ -111,8 +111,8 @@ def test_a_full_disk_stops_the_command_and_its_temporary_files_go(tmp_path: Path
     code += "for _ in range(600): file.write(bytes(1 << 20)); file.flush(); os.fsync(file.fileno()); time.sleep(0.02)"
     script = tmp_path / "limited.py"
     text = Path(limited.__file__).read_text()
-    free = "LEAST_FREE + (64 << 20) - sum(p.stat().st_size for p in Path(temporary).rglob('x'))"
-    script.write_text(text.replace("shutil.disk_usage(folder).free for", f"{free} for"))
+    free = "MIN_FREE_BYTES + (64 << 20) - sum(p.stat().st_size for p in Path(temporary).rglob('x'))"
+    script.write_text(text.replace("shutil.disk_usage(directory).free for", f"{free} for"))
     told = "import sys; from pathlib import Path; import limited\n"
     told += f"print(limited.run([sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log.txt')!r}), 60))"
     done = programs.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=100)
@@ -122,14 +122,14 @@ def test_a_full_disk_stops_the_command_and_its_temporary_files_go(tmp_path: Path
 
 def test_who_cannot_be_ended_is_named_and_not_waited_for() -> None:
     """As a process that the driver holds: no signal reaches it."""
-    assert limited.end_all(lambda: {1 << 30: "python3"}, trace=True, seconds=0.1) == f"python3 ({1 << 30})"
+    assert limited.kill_all(lambda: {1 << 30: "python3"}, trace=True, seconds=0.1) == f"python3 ({1 << 30})"
 
 
 def test_with_many_ranks_the_first_traceback_is_kept() -> None:
     others = "\n".join(f"Traceback (most recent call last):\n  in rank {n}\nConnectionError: closed" for n in range(99))
-    lines = limited.telling(f"noise\n{limited.MARKS[0]}\nValueError: the cause\n{others}\nthe end")
-    assert lines[1] == "ValueError: the cause" and lines[-1] == "the end" and len(lines) == limited.LINES + 1
-    assert limited.telling("\n".join(map(str, range(100)))) == [str(n) for n in range(100 - limited.LINES, 100)]
+    lines = limited.error_tail(f"noise\n{limited.TRACEBACK_MARKS[0]}\nValueError: the cause\n{others}\nthe end")
+    assert lines[1] == "ValueError: the cause" and lines[-1] == "the end" and len(lines) == limited.MAX_LINES + 1
+    assert limited.error_tail("\n".join(map(str, range(100)))) == [str(n) for n in range(100 - limited.MAX_LINES, 100)]
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

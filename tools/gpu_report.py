@@ -37,7 +37,7 @@ from megalite.training.logging.run_dir import write_atomically
 from tools.bench import gpu_report_goals
 from tools.bench import timeout as limited
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of
-from tools.cli_common import local_path, parser_of, read_json
+from tools.cli_common import local_path, make_parser, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_S = 10.0  # a part is not begun with less
@@ -90,7 +90,7 @@ class Report:
         except Exception as error:  # noqa: BLE001
             self.results.pop(part.name, None)
             entry["status"] += f"; its results cannot be read: {type(error).__name__}: {error}"
-            entry["tail"] = entry["tail"] or limited.telling(traceback.format_exc())
+            entry["tail"] = entry["tail"] or limited.error_tail(traceback.format_exc())
 
     def card_answers(self, when: str) -> bool:
         """Whether every card still computes; the first time that it does not, and the next that it does, are told."""
@@ -145,10 +145,10 @@ def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> No
     try:
         entry["status"], entry["tail"] = limited.run(command, folder / "log.txt", seconds, environment)
         if entry["status"] == "ok":
-            entry["tail"] = limited.shorten(folder / "log.txt").splitlines()[-SHOWN_LINES:]
+            entry["tail"] = limited.truncate_log(folder / "log.txt").splitlines()[-SHOWN_LINES:]
         else:  # what the part itself started may have had more to say, and no time to hand it on
-            others = [limited.shorten(log) for log in sorted(folder.glob("*.txt")) if log.name != "log.txt"]
-            entry["tail"] += [line for text in others if limited.MARKS[1] in text for line in limited.telling(text)]
+            others = [limited.truncate_log(log) for log in sorted(folder.glob("*.txt")) if log.name != "log.txt"]
+            entry["tail"] += [line for text in others if limited.TRACEBACK_MARKS[1] in text for line in limited.error_tail(text)]
     except (KeyboardInterrupt, SystemExit):
         entry["status"] = "interrupted"
         raise
@@ -166,7 +166,7 @@ def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
             try:
                 run(part, entry, report, min(part.limit_s, end - time.monotonic()))
             except Exception:  # noqa: BLE001  what is wrong with one part, or with this program, costs that part
-                entry |= {"status": "failed (it could not be run)", "tail": limited.telling(traceback.format_exc())}
+                entry |= {"status": "failed (it could not be run)", "tail": limited.error_tail(traceback.format_exc())}
             say(f"{entry['name']}: {entry['status']}, {entry['seconds']:.0f} s")
             report.write()
     finally:
@@ -177,7 +177,7 @@ def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
     names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=names, help="parts to run: " + ", ".join(names))
     parser.add_argument("--seconds", type=float, help="for all parts together (default 465, on several GPUs 585)")
