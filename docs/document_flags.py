@@ -3,7 +3,7 @@
 The pages are not in the repository. The site's build adds them (docs/hooks.py). To read one without the site:
 
     python -m docs.document_flags > flags.md
-    python -m docs.document_flags --megatron > megatron.md
+    python -m docs.document_flags --megatron > megatron_flags.md
 """
 
 import argparse
@@ -29,7 +29,7 @@ Words of a flag are joined by `-` or `_`. A switch `--x` can also be written `--
 `--x=false`; the table shows the form that changes the default. In a file an option has the name of its flag with `_`,
 in the section under which it is listed here.
 
-Flags that only Megatron-LM has: [Megatron-LM's flags](megatron.md).
+Flags that only Megatron-LM has: [Megatron-LM's flags](megatron_flags.md).
 """
 
 MEGATRON_INTRO = """\

@@ -23,15 +23,19 @@ from docs.document_flags import flags_page, megatron_page
 ROOT = Path(__file__).resolve().parent.parent
 GUESTS = {"changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md", "contributing.md": "CONTRIBUTING.md"}
 PAGES = {**{source: page for page, source in GUESTS.items()}, "README.md": "index.md"}
-GENERATED = {"flags.md": flags_page, "megatron.md": megatron_page}
+GENERATED = {"flags.md": flags_page, "megatron_flags.md": megatron_page}
 # A command that prints what a generated page holds. The documents name the command, and the site links it to the page.
-PRINTED_BY = {"`megalite train --help all`": "flags.md", "`python -m docs.document_flags --megatron`": "megatron.md"}
+PRINTED_BY = {
+    "`megalite train --help all`": "flags.md",
+    "`python -m docs.document_flags --megatron`": "megatron_flags.md",
+}
 # A search ranks pages for users first, then the tables of flags, and the reasons for decisions last. Keys are sections
 # of the navigation and pages.
 BOOST = {"Start": 2.0, "How to": 2.0, "Reference": 0.5, "How it is built": 0.25}
-BOOST |= {"flags.md": 0.2, "megatron.md": 1e-3, "changelog.md": 1e-3, "performance.md": 1e-3, "experiments.md": 1e-3}
+BOOST |= {"flags.md": 0.2, "megatron_flags.md": 1e-3, "changelog.md": 1e-3}
+BOOST |= {"performance.md": 1e-3, "experiments.md": 1e-3}
 BOOST |= {"Decision records": 1e-6, "from_other_trainers.md": 0.5}
-BOOST |= {"data.md": 4.0, "extending.md": 0.5}  # other pages have headings with the same words, such as `dataset`
+BOOST |= {"data.md": 4.0, "plugins.md": 0.5}  # other pages have headings with the same words, such as `dataset`
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 

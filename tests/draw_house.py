@@ -1,5 +1,8 @@
-"""The packages and their imports: `python tests/draw_house.py > docs/house.svg`. A box is a package, a row a layer; a
-dark arrow is an import that no chain of others implies. tests/test_taste.py compares the file with what this prints."""
+"""Draws the packages and their imports: `python tests/draw_house.py > docs/packages.svg`.
+
+A box is a package, a row a layer; a dark arrow is an import that no chain of others implies. tests/test_taste.py
+compares the file with what this prints.
+"""
 
 import sys
 from pathlib import Path

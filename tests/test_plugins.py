@@ -661,7 +661,7 @@ def test_a_written_example_never_takes_the_place_of_a_file(tmp_path: Path) -> No
 SIGNATURES = {
     kind: re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for kind, text in re.findall(
-        r"^### `(\w+)`\n(.*?)(?=^##)", (ROOT / "docs/extending.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
+        r"^### `(\w+)`\n(.*?)(?=^##)", (ROOT / "docs/plugins.md").read_text("utf-8"), re.MULTILINE | re.DOTALL
     )
 }
 
@@ -738,12 +738,12 @@ def test_the_family_of_the_page_is_written_and_read(tmp_path: Path) -> None:
     assert same[0] == same[1]
 
 
-@pytest.mark.everything(guards=("docs/extending.md", "examples/plugins", "megalite/config/plugins.py"))
+@pytest.mark.everything(guards=("docs/plugins.md", "examples/plugins", "megalite/config/plugins.py"))
 def test_the_page(tmp_path: Path) -> None:
     """Every command of it, typed in an empty folder."""
-    shown = next(text for language, text in documents.fences(ROOT / "docs/extending.md") if language == "python")
+    shown = next(text for language, text in documents.fences(ROOT / "docs/plugins.md") if language == "python")
     assert (EXAMPLES / "lr_schedule.py").read_text("utf-8").endswith(f'"""\n\n{shown}')
-    typed_ones = [command for command in documents.commands() if command.place.startswith("extending.md: megalite")]
+    typed_ones = [command for command in documents.commands() if command.place.startswith("plugins.md: megalite")]
     assert {command.words[1] for command in typed_ones} == {"plugin", "train", "verify", "plan", "plot"}
     for command in typed_ones:
         short = ["--num-layers", "2", "--device", "cpu"] * (command.words[1] in ("train", "verify"))

@@ -84,7 +84,7 @@ def lost_lists(page: Page) -> list[str]:
 @pytest.mark.everything
 def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
     pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
-    added = {"changelog", "security", "flags", "megatron"}
+    added = {"changelog", "security", "flags", "megatron_flags"}
     assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")} | added
     assert 'href="flags.html"><code>megalite train --help all</code>' in (site / "python.html").read_text("utf-8")
     for name, page in pages.items():
@@ -104,13 +104,13 @@ def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
 # ---- in a browser
 
 LOADED = "if (!page || page.readyState != 'complete' || !page.querySelector('h1')) return null;"
-LOWER = {"flags", "megatron", "changelog", "performance"}  # tables, figures
+LOWER = {"flags", "megatron_flags", "changelog", "performance"}  # tables, figures
 LOWER |= {page.stem for page in (ROOT / "docs/adr").glob("0*.md")}  # why
 SEARCHES = {
     "checkpoint": "checkpoints",
     "data": "data",
     "kubernetes": "launch",
-    "plugin": "extending",
+    "plugin": "plugins",
     "zero": "sharding",
     "offload": "sharding",
     "learning rate": "optimizers",
@@ -141,7 +141,7 @@ def test_a_table_of_flags_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> 
              narrowest: Math.min(...cells.map(cell => cell.getBoundingClientRect().width)),
              tallest: Math.max(...cells.map(cell => cell.getBoundingClientRect().height)),
              heads: [...page.querySelector('tbody tr').children].map(cell => getComputedStyle(cell, '::before').content)}};"""
-    pages = (("flags", 250, ['"type: "', '"default: "']), ("megatron", 900, ['"flags: "']))
+    pages = (("flags", 250, ['"type: "', '"default: "']), ("megatron_flags", 900, ['"flags: "']))
     for page, at_least, heads in pages:
         seen = browser.ask(site, f"/{page}.html", 390, how, tmp_path)
         assert seen["wider"] <= 0 and seen["cells"] > at_least
@@ -161,7 +161,7 @@ def test_blocks_are_not_cut_on_a_screen(site: Path, tmp_path: Path) -> None:
     how = f"""{LOADED} const blocks = [...page.querySelectorAll('pre > code')];
     return blocks.map(block => [block.textContent.trim().split('\\n')[0], block.scrollWidth - block.clientWidth,
                                 Math.max(...block.textContent.split('\\n').map(line => line.length))]);"""
-    for page in ("planning", "extending", "launch"):
+    for page in ("planning", "plugins", "launch"):
         blocks = browser.ask(site, f"/{page}.html", 1400, how, tmp_path)
         assert blocks and not [(text, beyond) for text, beyond, columns in blocks if beyond > 0 and columns <= 120]
 

@@ -4,7 +4,7 @@ megalite plugin                              list the kinds of components
 megalite plugin activation                   write activation.py, an example of this kind, and print how to try it
 megalite plugin activation --out my/gelu.py  write the example to another file
 
-Existing files are never overwritten. The interface of each kind: docs/extending.md.
+Existing files are never overwritten. The interface of each kind: docs/plugins.md.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Plugins: Python code of users that registers components (docs/extending.md).
+"""Plugins: Python code of users that registers components (docs/plugins.md).
 
 A plugin runs only if its user has named it on the command line or in the --config file (cli.py). Data, checkpoints and
 model directories cannot name one.

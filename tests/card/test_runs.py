@@ -1,4 +1,4 @@
-"""Whole runs on the simulated card: for what the host waits is what docs/gpu.md says ("Host synchronization"),
+"""Whole runs on the simulated card: for what the host waits is what docs/testing.md says ("Host synchronization"),
 and what they save, load and generate is what a CPU does."""
 
 import json
@@ -109,6 +109,6 @@ def test_a_text_is_generated_as_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_each_of_them_is_in_the_documents_table() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs/gpu.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs/testing.md").read_text(encoding="utf-8")
     table = text.partition("## Host synchronization")[2].partition("\n## ")[0]
     assert {run["flags"].split()[0] for run in EXPECTED.values()} <= set(re.findall(r"--[a-z0-9-]+", table))
