@@ -258,9 +258,8 @@ class StageCosts:
         full, recompute = self.recompute.granularity == "full", self.recompute
         if not full or recompute.method == "uniform":
             return PrefixSums(self.per_layer(lambda kind: of(kind, full)))
-        plain, recomputed = (
-            self.per_layer(functools.partial(of, full_recompute=full_recompute)) for full_recompute in (False, True)
-        )
+        plain = self.per_layer(lambda kind: of(kind, False))
+        recomputed = self.per_layer(lambda kind: of(kind, True))
         return PrefixSums(plain, recomputed, recompute.num_layers)
 
     def per_layer(self, of: Callable[[LayerKind], T]) -> list[T]:

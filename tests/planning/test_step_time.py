@@ -216,6 +216,16 @@ def test_a_recompute_takes_a_forward_more() -> None:
     assert 0.8 * forward < again < forward  # without the last operations, whose results backward does not need
 
 
+def test_block_recompute_takes_longer_for_its_first_layers_alone() -> None:
+    full = "--recompute-granularity full --recompute-method"
+    profile, cluster = default_profile("h100"), make_cluster("h100", 1)
+    plain, block, uniform = (
+        TimeModel(made(f"--global-batch-size 4 {flags}", 1), cluster, profile).stage_times[0][0, 1]
+        for flags in ("", f"{full} block --recompute-num-layers 3", f"{full} uniform")
+    )
+    assert block - plain == pytest.approx(3 / 8 * (uniform - plain)) and uniform > plain
+
+
 def test_slower_links_never_make_a_step_faster() -> None:
     of = made("--tp 2 --pp 2 --global-batch-size 8", 8)
     times = []
