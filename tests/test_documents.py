@@ -77,7 +77,7 @@ def test_every_command_is_read_by_its_program(command: Command, tmp_path: Path, 
     if script.startswith("tests/") or "--help" in words:
         assert script != "pretrain_gpt.py" or start(script, words, monkeypatch) == 0
         return
-    if "parser_of(__doc__" not in (ROOT / script).read_text() and script != "pretrain_gpt.py":
+    if "make_parser(__doc__" not in (ROOT / script).read_text() and script != "pretrain_gpt.py":
         assert words == []
         return
     if script != "pretrain_gpt.py":
@@ -135,7 +135,7 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     found |= documents.flags_of(get_args_parser()) | documents.flags_of(torch_range.parser())
     found |= {f"--{word}" for word in OTHERS.split()}
     for path in sorted((ROOT / "tools").rglob("*.py")):
-        if "parser_of(__doc__" in path.read_text():
+        if "make_parser(__doc__" in path.read_text():
             with documents.stopped(patch, read=False) as here:
                 try:
                     start(str(path.relative_to(ROOT)), [], here)

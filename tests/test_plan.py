@@ -86,7 +86,7 @@ def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch
     assert plan.main(["--ask", *words, str(asked)]) == 0
     text = capsys.readouterr().out
     for rule in ("gpt is no file, and no preset", "device=h1000 is not in the table", "'0' is not a number above 0",
-                 "'x' is not a number above 0", "soon is no limit", "0 days is no limit", "/no is not a folder"):  # fmt: skip
+                 "'x' is not a number above 0", "soon is no limit", "0 days is no limit", "/no is not a directory"):  # fmt: skip
         assert text.count(rule) == 1, rule
     assert re.search(
         r"why this one:\n  tp \d: .+\n  pp \d: .+\n  zero \d: .+\n  limit 0.001 days: .* needs about \d+ dev", text

@@ -33,7 +33,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.options import ConfigError
-from tools.cli_common import local_path, number, parser_of, positive, refusing, run_program
+from tools.cli_common import exits_with, local_path, make_parser, number_in_range, positive_int, run_program
 
 SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --vocab-size 32000
  --seq-length 512 --micro-batch-size 2 --swiglu --normalization RMSNorm --position-embedding-type rope
@@ -46,12 +46,12 @@ def counts(text: str) -> list[int]:
     >>> counts("1,2,4")
     [1, 2, 4]
     """
-    return [positive(word) for word in text.split(",")]
+    return [positive_int(word) for word in text.split(",")]
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--peer", choices=["transformers"], help="another program, measured alternately with megalite")
     parser.add_argument("--allocator", action="store_true", help="set the allocator's variables on CPU, too")
     parser.add_argument(
@@ -62,13 +62,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=local_path, metavar="DIR", help="directory for results, from which the command resumes"
     )
-    parser.add_argument("--steps", type=positive, default=6, help="timed steps, after those of --warmup")
-    parser.add_argument("--warmup", type=number(int, "[0, inf)"), default=2)
-    parser.add_argument("--repeats", type=positive, default=3)
-    parser.add_argument("--timeout", type=number(float, "(0, inf)"), default=900, help="seconds for one run")
-    parser.add_argument("--memory-gib", type=number(float, "(0, inf)"), help="memory limit of a rank on CPU")
+    parser.add_argument("--steps", type=positive_int, default=6, help="timed steps, after those of --warmup")
+    parser.add_argument("--warmup", type=number_in_range(int, "[0, inf)"), default=2)
+    parser.add_argument("--repeats", type=positive_int, default=3)
+    parser.add_argument("--timeout", type=number_in_range(float, "(0, inf)"), default=900, help="seconds for one run")
+    parser.add_argument("--memory-gib", type=number_in_range(float, "(0, inf)"), help="memory limit of a rank on CPU")
     parser.add_argument(
-        "--price-per-hour", type=number(float, "(0, inf)"), help="price of one device, for the cost of a sample"
+        "--price-per-hour",
+        type=number_in_range(float, "(0, inf)"),
+        help="price of one device, for the cost of a sample",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results of one combination")
     return parser
@@ -87,7 +89,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-@refusing(2, ConfigError)
+@exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
     from tools.bench import matrix
 

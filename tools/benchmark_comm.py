@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, process_group
 from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups
-from tools.cli_common import parser_of, positive, unwritable, write_json
+from tools.cli_common import find_unwritable, make_parser, positive_int, write_json
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import MeshSizes
@@ -41,8 +41,8 @@ Found = dict[str, Any]
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("--nproc", type=positive, help="local ranks to start, without a launcher")
+    parser = make_parser(__doc__, allow_abbrev=True)
+    parser.add_argument("--nproc", type=positive_int, help="local ranks to start, without a launcher")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
         (args.max_bytes < args.min_bytes, f"max_bytes={args.max_bytes} is below min_bytes={args.min_bytes}; raise it"),
         (not 0 < args.timeout_s < 1e6, f"timeout_s={args.timeout_s:g} is not a time; give seconds above 0"),
     )
-    wrong = [*(text for is_wrong, text in rules if is_wrong), *unwritable(json=args.json, csv=args.csv)]
+    wrong = [*(text for is_wrong, text in rules if is_wrong), *find_unwritable(json=args.json, csv=args.csv)]
     if wrong:
         parser.error("; ".join(wrong))
     return on_ranks("benchmark_comm.py", bench, args, args.tensor_model_parallel_size, problem)

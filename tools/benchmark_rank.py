@@ -7,8 +7,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.common.environment import safe_path
 from megalite.config import cli
-from megalite.config.environment import safe_path
 from megalite.launch.local_launcher import cpu_count, launch_local
 from megalite.launch.rank_info import RankInfo, set_cuda_environment
 from megalite.models.families import PRESETS

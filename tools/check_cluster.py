@@ -24,26 +24,28 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, process_group
 from tools.bench.collectives import everywhere, on_ranks, over_groups, timed
-from tools.cli_common import number, parser_of, positive
+from tools.cli_common import make_parser, number_in_range, positive_int
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "message")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__, allow_abbrev=True)
-    parser.add_argument("--nproc", type=positive, help="local ranks to start, without a launcher")
+    parser = make_parser(__doc__, allow_abbrev=True)
+    parser.add_argument("--nproc", type=positive_int, help="local ranks to start, without a launcher")
     parser.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
-    parser.add_argument("--tensor-parallel", type=positive, default=1, help="check the groups of a run with this tp")
-    parser.add_argument("--pipeline-parallel", type=positive, default=1)
     parser.add_argument(
-        "--sizes", type=positive, nargs="+", help="bytes; default: from 1 KiB to 256 MiB, on a CPU to 4 MiB"
+        "--tensor-parallel", type=positive_int, default=1, help="check the groups of a run with this tp"
+    )
+    parser.add_argument("--pipeline-parallel", type=positive_int, default=1)
+    parser.add_argument(
+        "--sizes", type=positive_int, nargs="+", help="bytes; default: from 1 KiB to 256 MiB, on a CPU to 4 MiB"
     )
     parser.add_argument(
-        "--times", type=positive, default=10, help="repetitions of each collective; the median is reported"
+        "--times", type=positive_int, default=10, help="repetitions of each collective; the median is reported"
     )
     parser.add_argument(
         "--slow", type=float, default=0.5, help="a pair below this fraction of the median pair's rate is slow"
@@ -51,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--expect", type=float, help="bus bandwidth in GB/s that all_reduce must reach in each group")
     parser.add_argument(
         "--timeout-s",
-        type=number(float, "(0, 1e6]"),
+        type=number_in_range(float, "(0, 1e6]"),
         default=300.0,
         help="limit in seconds for the start and for each collective",
     )

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.storage import storage as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse_location, step_from_name
-from megalite.config.console import escape_control_chars
+from megalite.common.console import escape_control_chars
 from megalite.data.datasets import ledger
 from megalite.data.errors import DataError
-from tools.cli_common import parser_of, positive, refusing, run_program
+from tools.cli_common import exits_with, make_parser, positive_int, run_program
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -227,7 +227,7 @@ def prune(path: Location, keep: int, retain: int | None, dry: bool) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("inspect", allow_abbrev=False)
@@ -248,23 +248,23 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("reshard", allow_abbrev=False)
     command.add_argument("checkpoint")
     command.add_argument("out")
-    command.add_argument("--files", type=positive, default=1)
+    command.add_argument("--files", type=positive_int, default=1)
     command.add_argument("--weights", action="store_true", help="leave out the optimizer state")
 
     command = commands.add_parser("average", allow_abbrev=False)
     command.add_argument("out")
     command.add_argument("checkpoints", nargs="+")
-    command.add_argument("--files", type=positive, default=1)
+    command.add_argument("--files", type=positive_int, default=1)
 
     command = commands.add_parser("prune", allow_abbrev=False)
     command.add_argument("directory")
-    command.add_argument("--keep-last", type=positive, required=True)
-    command.add_argument("--save-retain-interval", type=positive)
+    command.add_argument("--keep-last", type=positive_int, required=True)
+    command.add_argument("--save-retain-interval", type=positive_int)
     command.add_argument("--dry-run", action="store_true")
     return parser
 
 
-@refusing(3, CheckpointError, DataError, OSError)
+@exits_with(3, CheckpointError, DataError, OSError)
 def main(argv: list[str]) -> int:
     work: dict[str, Callable[[], int | None]] = {
         "inspect": lambda: inspect(parse_location(a.checkpoint), a.tensors),

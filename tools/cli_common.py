@@ -1,32 +1,36 @@
-"""Code that the programs of this folder share: the parser of flags, the exit code, and the check that the files they
-are asked to write can be written, which comes before the work, so that an hour of it is not lost."""
+"""Code that the programs of this directory share: parsers, types of flags, exit codes, and JSON files.
+
+`find_unwritable` checks output paths before the work starts, so that a wrong path does not lose an hour of it.
+"""
 
 import argparse
 import functools
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.config import exits
-from megalite.config.console import as_typed, print_err
-from megalite.config.exits import run_cli
+from megalite.common import exits
+from megalite.common.console import as_typed, print_err
+from megalite.common.exits import run_cli
+from megalite.common.text_file import read_small_text
 from megalite.config.options import ConfigError
 from megalite.config.plugins import load_plugins
-from megalite.config.text_file import read_small_text
 
 
 class Parser(exits.Parser):
-    """Names programs in its errors as this one was started."""
+    """A parser whose errors name programs in the way this one was started."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with code 2 after printing the usage and the message."""
         super().error(as_typed(message))
 
 
-def parser_of(doc: str | None, name: str | None = None, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
+def make_parser(doc: str | None, name: str | None = None, *, allow_abbrev: bool = False) -> argparse.ArgumentParser:
     """Return an empty parser for a program.
 
     Args:
@@ -49,17 +53,19 @@ def add_max_bad_fraction(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class Plugins(argparse.Action):
+class PluginAction(argparse.Action):
     """The action of --plugin in programs that read a run's files but not its options.
 
     It appends the value to the list of plugins and loads all that were given so far.
     """
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any):
-        text = "FILE.py or module of your own that the run used; may be given several times"
-        super().__init__(option_strings, dest, **{"default": [], "help": text, **more})
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
+        options.setdefault("default", [])
+        options.setdefault("help", "FILE.py or module of your own that the run used; may be given several times")
+        super().__init__(option_strings, dest, **options)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Load the plugins, or exit with the parser's error."""
         setattr(namespace, self.dest, [*getattr(namespace, self.dest), values])
         try:
             load_plugins(getattr(namespace, self.dest))
@@ -67,74 +73,91 @@ class Plugins(argparse.Action):
             parser.error(str(error))
 
 
-def plugins_first(argv: Sequence[str]) -> list[str]:
-    """`argv` with its --plugin FILE before all else, which may have words that they make known."""
-    after = ["", *argv]
-    places = sorted(range(len(argv)), key=lambda i: "--plugin" not in (after[i], argv[i].partition("=")[0]))
-    return [argv[i] for i in places]
+def move_plugins_first(argv: Sequence[str]) -> list[str]:
+    """Return `argv` with every --plugin FILE at its start, since other flags may take names that plugins register."""
+    plugins = []
+    others = []
+    for i, arg in enumerate(argv):
+        is_plugin_value = i > 0 and argv[i - 1] == "--plugin"
+        if is_plugin_value or arg.partition("=")[0] == "--plugin":
+            plugins.append(arg)
+        else:
+            others.append(arg)
+    return plugins + others
 
 
 Main = Callable[[list[str]], int | None]
 
 
-def refusing(code: int, *kinds: type[Exception]) -> Callable[[Main], Main]:
-    """For a program's main: an error of these kinds is told, each of its problems in a line, and gives `code`."""
+def exits_with(code: int, *error_types: type[Exception]) -> Callable[[Main], Main]:
+    """Decorate a program's main: print errors of these types, one line per problem, and return `code`."""
 
-    def around(main: Main) -> Main:
+    def decorate(main: Main) -> Main:
         @functools.wraps(main)
-        def told(argv: list[str]) -> int | None:
+        def wrapper(argv: list[str]) -> int | None:
             try:
                 return main(argv)
-            except kinds as error:
+            except error_types as error:
                 for problem in getattr(error, "problems", [error]):
                     print_err(f"{Path(inspect.getfile(inspect.unwrap(main))).name}: {problem}")
                 return code
 
-        return told
+        return wrapper
 
-    return around
+    return decorate
 
 
-def refuse(text: str, code: int = 3) -> NoReturn:
-    """End a program with one line. `code`: 3, as what it is to read cannot be used, or 2 for a wrong flag."""
+def exit_with_error(text: str, code: int = 3) -> NoReturn:
+    """Print one line on stderr and exit.
+
+    Args:
+        code: 3 if the program's input cannot be used, 2 for a wrong flag.
+    """
     print_err(text)
     raise SystemExit(code)
 
 
 def run_program(main: Main) -> NoReturn:
-    """The program, as it was started."""
+    """Run `main` with the arguments of this process, and exit with its code."""
     sys.exit(run_cli(lambda: main(sys.argv[1:]) or 0))
 
 
-MOST_DIGITS = 18
+MAX_DIGITS = 18
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Return an integer of 1 or more, as a type of argparse."""
-    if len(text) > MOST_DIGITS or not text.isdecimal() or int(text) < 1:
-        shown = text if len(text) <= MOST_DIGITS else f"{text[:MOST_DIGITS]}..."
+    if len(text) > MAX_DIGITS or not text.isdecimal() or int(text) < 1:
+        shown = text if len(text) <= MAX_DIGITS else f"{text[:MAX_DIGITS]}..."
         raise argparse.ArgumentTypeError(f"{shown!r} is not a number above 0")
     return int(text)
 
 
-def number(kind: Callable[[str], float], within: str) -> Callable[[str], float]:
-    """Return a type of argparse for numbers of `kind` in the interval `within`, written "(0, 1]" or "[0, inf)"."""
-    low, high = map(float, within[1:-1].split(","))
+def number_in_range(number_type: Callable[[str], float], interval: str) -> Callable[[str], float]:
+    """Return a type of argparse for numbers in an interval.
 
-    def read(text: str) -> float:
-        value = kind(text)
-        if not low <= value <= high or (value == low and within[0] == "(") or (value == high and within[-1] == ")"):
-            raise argparse.ArgumentTypeError(f"{text} is not in {within}")
+    Args:
+        number_type: int or float.
+        interval: "(0, 1]" or "[0, inf)"; a parenthesis excludes the bound.
+    """
+    low, high = map(float, interval[1:-1].split(","))
+
+    def parse(text: str) -> float:
+        value = number_type(text)
+        too_low = value <= low if interval[0] == "(" else value < low
+        too_high = value >= high if interval[-1] == ")" else value > high
+        if too_low or too_high or math.isnan(value):
+            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
         return value
 
-    read.__name__ = kind.__name__  # argparse prints this name when the text is not a number
-    return read
+    parse.__name__ = number_type.__name__  # argparse prints this name when the text is not a number
+    return parse
 
 
-FORMATS = (".png", ".svg", ".pdf")
+IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def local(text: str) -> str:
+def local_path_str(text: str) -> str:
     """Return a local path, as a type of argparse. A URL would become a directory here, so it is refused.
 
     The message leaves the URL out, which may contain a secret.
@@ -145,33 +168,38 @@ def local(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """Return a local path, as `local` does, as a Path."""
-    return Path(local(text))
+    """Return a local path, as `local_path_str` does, as a Path."""
+    return Path(local_path_str(text))
 
 
-def unwritable(*, pictures: tuple[str, ...] = (), **paths: Path | None) -> Iterator[str]:
-    """Why these paths cannot be written: `name=value breaks rule; remedy`. The suffix of `pictures` is their format."""
+def find_unwritable(*, images: tuple[str, ...] = (), **paths: Path | None) -> Iterator[str]:
+    """Yield a message for each path that cannot be written.
+
+    Args:
+        images: names of paths whose suffix has to be the format of an image.
+        paths: the paths by their names in messages; None is skipped.
+    """
     for name, path in paths.items():
         if path is None:
             continue
-        folder = path.parent
-        if not folder.is_dir():
-            yield f"{name}={path} cannot be written: {folder} is not a folder; make it"
+        directory = path.parent
+        if not directory.is_dir():
+            yield f"{name}={path} cannot be written: {directory} is not a directory; make it"
         elif path.is_dir():
-            yield f"{name}={path} is a folder; give the name of a file"
-        elif not os.access(path if path.exists() else folder, os.W_OK):
+            yield f"{name}={path} is a directory; give the name of a file"
+        elif not os.access(path if path.exists() else directory, os.W_OK):
             yield f"{name}={path} cannot be written: no permission; give another path"
-        elif name in pictures and path.suffix.lower() not in FORMATS:
-            yield f"{name}={path} has no suffix of a picture; end it in one of {' '.join(FORMATS)}"
+        elif name in images and path.suffix.lower() not in IMAGE_SUFFIXES:
+            yield f"{name}={path} has no suffix of an image; end it in one of {' '.join(IMAGE_SUFFIXES)}"
 
 
 def write_json(path: Path, content: Any) -> None:
-    """A reader, and whoever comes after a kill, finds the last whole text."""
+    """Write a JSON file atomically: a reader, or a process that starts after a kill, finds a complete file."""
     from megalite.training.logging.run_dir import write_atomically
 
     write_atomically(path, json.dumps(content, indent=1))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """{} where there is no such file."""
+    """Return the content of a JSON file that `write_json` wrote, or {} if it does not exist."""
     return json.loads(read_small_text(path, "a JSON file that this program wrote")) if path.exists() else {}

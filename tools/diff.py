@@ -18,12 +18,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.common.console import escape_control_chars
 from megalite.config.config_file import read_config_file
-from megalite.config.console import escape_control_chars
 from megalite.config.option import EXECUTION, MODEL, TRAINING, option_spec
 from megalite.config.options import Config, ConfigError, apply_megatron_defaults, apply_preset, build, iter_options
 from megalite.models.families import PRESETS
-from tools.cli_common import Plugins, parser_of, refusing, run_program
+from tools.cli_common import PluginAction, exits_with, make_parser, run_program
 
 CHANGES = {MODEL: "the model", TRAINING: "the training", EXECUTION: "how it is computed"}
 ORDER = (*CHANGES.values(), "neither")
@@ -67,15 +67,15 @@ def text_of(rows: list[dict[str, Any]], a: Path, b: Path) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__, allow_abbrev=True)
+    parser = make_parser(__doc__, allow_abbrev=True)
     parser.add_argument("a", type=Path, help="a run directory, or a TOML file")
     parser.add_argument("b", type=Path, help="another run directory or TOML file")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.add_argument("--plugin", action=Plugins)
+    parser.add_argument("--plugin", action=PluginAction)
     return parser
 
 
-@refusing(2, ConfigError)
+@exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     rows = differences(config_of(args.a), config_of(args.b))

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.checkpoint.storage.location import CheckpointError, parse_location
 from megalite.checkpoint.storage.storage import storage_of
+from megalite.common.console import escape_control_chars
 from megalite.common.tables import load_table
-from megalite.config.console import escape_control_chars
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
 from megalite.launch.system_checks import (
@@ -41,7 +41,7 @@ from megalite.launch.system_checks import (
     check_variables,
     result_if,
 )
-from tools.cli_common import parser_of, run_program
+from tools.cli_common import make_parser, run_program
 
 COSTS = load_table(__file__, "doctor")
 WRITTEN, SECONDS, SLOW = 256 * MIB, 2.0, 200e6  # of a test file at most; bytes/s that checkpoints need
@@ -126,7 +126,7 @@ def examine(save: str, prefixes: list[str]) -> Iterator[CheckResult]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--save", default=".", metavar="DIR", help="directory for checkpoints; default: the current directory"
     )

@@ -20,12 +20,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import escape_control_chars, print_err
-from megalite.config.exits import end_at_once
-from megalite.config.text_file import TextFileError, read_small_text
-from megalite.launch.local_launcher import INTERRUPTED, launch_local
+from megalite.common.console import escape_control_chars, print_err
+from megalite.common.exit_codes import ExitCode
+from megalite.common.exits import end_at_once
+from megalite.common.text_file import TextFileError, read_small_text
+from megalite.launch.local_launcher import launch_local
 from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, nproc_error, process_group, read_environment
-from tools.cli_common import Plugins, number, parser_of, positive
+from tools.cli_common import PluginAction, make_parser, number_in_range, positive_int
 
 LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
 
@@ -47,17 +48,19 @@ def read_prompts(given: list[str], path: Path | None) -> list[str]:
             lines = read_small_text(path, "a text file").splitlines()
         except TextFileError as error:
             raise ValueError(f"--prompts-file {error}") from None
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             if path.suffix != ".jsonl":
                 prompts.append(line)
                 continue
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: not JSON ({error}); write a string on each line") from None
+                raise ValueError(
+                    f"{path}, line {line_number}: not JSON ({error}); write a string on each line"
+                ) from None
             value = value.get("text") if isinstance(value, dict) else value
             if not isinstance(value, str):
-                raise ValueError(f"{path}, line {number}: neither a string nor an object with a text; write one")
+                raise ValueError(f"{path}, line {line_number}: neither a string nor an object with a text; write one")
             prompts.append(value)
         if not prompts:
             raise ValueError(f"--prompts-file {path} is empty; write a prompt on each line")
@@ -111,45 +114,48 @@ def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--load", required=True, metavar="DIR", help="directory of checkpoints, or Hugging Face model")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times")
     parser.add_argument(
         "--prompts-file", type=Path, help="one prompt per line; .jsonl: strings, or objects with the key text"
     )
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=60, help="most tokens to generate per prompt (default 60)"
+        "--max-new-tokens", type=positive_int, default=60, help="most tokens to generate per prompt (default 60)"
     )
     parser.add_argument(
         "--temperature",
-        type=number(float, "[0, inf)"),
+        type=number_in_range(float, "[0, inf)"),
         default=0.8,
         help="0: always the most likely token (default 0.8)",
     )
     parser.add_argument(
-        "--top-k", type=number(int, "[0, inf)"), default=40, help="sample from the K likeliest; 0: all (default 40)"
+        "--top-k",
+        type=number_in_range(int, "[0, inf)"),
+        default=40,
+        help="sample from the K likeliest; 0: all (default 40)",
     )
     parser.add_argument(
         "--top-p",
-        type=number(float, "(0, 1]"),
+        type=number_in_range(float, "(0, 1]"),
         default=1.0,
         help="sample from the smallest set of tokens with this total probability (default 1)",
     )
     parser.add_argument(
-        "--seed", type=number(int, "[0, inf)"), default=1234, help="random seed for sampling (default 1234)"
+        "--seed", type=number_in_range(int, "[0, inf)"), default=1234, help="random seed for sampling (default 1234)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt, one per line")
-    parser.add_argument("--batch-size", type=positive, default=16, help="prompts per batch (default 16)")
+    parser.add_argument("--batch-size", type=positive_int, default=16, help="prompts per batch (default 16)")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype of weights and arithmetic"
     )
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda if it is available"
     )
-    parser.add_argument("--nproc", type=positive, help="local processes to start, without a launcher")
-    parser.add_argument("--plugin", action=Plugins)
-    parser.add_argument("--tensor-model-parallel-size", type=positive, default=1, metavar="TP")
-    parser.add_argument("--pipeline-model-parallel-size", type=positive, default=1, metavar="PP")
+    parser.add_argument("--nproc", type=positive_int, help="local processes to start, without a launcher")
+    parser.add_argument("--plugin", action=PluginAction)
+    parser.add_argument("--tensor-model-parallel-size", type=positive_int, default=1, metavar="TP")
+    parser.add_argument("--pipeline-model-parallel-size", type=positive_int, default=1, metavar="PP")
     return parser
 
 
@@ -175,4 +181,4 @@ if __name__ == "__main__":
     try:
         exit_process(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:
-        end_at_once(INTERRUPTED)
+        end_at_once(ExitCode.INTERRUPTED)

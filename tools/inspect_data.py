@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.console import ProgressBar
+from megalite.common.console import ProgressBar
 from megalite.config.registry import REGISTRIES
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
 from megalite.data.files.sidecar import check_tokenizer, read_sidecar
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from tools.cli_common import Plugins, parser_of, plugins_first, refusing, run_program
+from tools.cli_common import PluginAction, exits_with, make_parser, move_plugins_first, run_program
 from tools.merge_datasets import document_blocks
 from tools.plots.style import Picture, figure, ink, save
 
@@ -169,7 +169,7 @@ def verify(
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("prefix", help="the token file is the pair PREFIX.bin and PREFIX.idx")
     parser.add_argument("--png", metavar="FILE", help="plot the lengths of the documents")
     parser.add_argument(
@@ -177,7 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--verify", action="store_true", help="check both files completely")
     parser.add_argument("--tokenizer-type", choices=REGISTRIES["tokenizer_type"])
-    parser.add_argument("--plugin", action=Plugins)
+    parser.add_argument("--plugin", action=PluginAction)
     parser.add_argument("--tokenizer-model", help="file of the tokenizer")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
@@ -188,9 +188,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@refusing(3, DataError)
+@exits_with(3, DataError)
 def main(argv: list[str]) -> int:
-    args = build_parser().parse_args(plugins_first(argv))
+    args = build_parser().parse_args(move_plugins_first(argv))
     data, info, tokenizer = IndexedDataset(args.prefix), read_sidecar(args.prefix), None
     if args.tokenizer_type is not None:
         names = ("tokenizer_model", "vocab_file", "merge_file", "vocab_size", "tiktoken_pattern")

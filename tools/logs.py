@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import escape_control_chars, print_err
-from megalite.config.text_file import read_ends
+from megalite.common.console import escape_control_chars, print_err
+from megalite.common.text_file import read_ends
 from megalite.training.logging.run_dir import current_outcome, last_logged_progress, read_jsonl, read_status
-from tools.cli_common import parser_of, refuse, run_program
+from tools.cli_common import exit_with_error, make_parser, run_program
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")
 FAILURE = re.compile(r"Traceback \(most recent|Fatal Python error|(pretrain_gpt\.py|megalite \w+): |lost another rank")
@@ -158,7 +158,7 @@ def status_line(run: Path) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__, allow_abbrev=True)
+    parser = make_parser(__doc__, allow_abbrev=True)
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--short", action="store_true", help="print only the failures")
     return parser
@@ -167,7 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     if not args.run.is_dir():
-        refuse(f"logs.py: {args.run} is not a directory; give that of a run")
+        exit_with_error(f"logs.py: {args.run} is not a directory; give that of a run")
     unread: list[str] = []
     entries = read(args.run, unread)
     lines = [f"failure {number}: {line}" for number, line in enumerate(failures(entries), 1)]

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
 from megalite.data.files.sidecar import read_sidecar
-from tools.cli_common import local, parser_of, refusing, run_program
+from tools.cli_common import exits_with, local_path_str, make_parser, run_program
 from tools.preprocess.indexed_writer import IndexedWriter
 
 COPY_TOKENS = 1 << 22
@@ -134,17 +134,17 @@ def _one_sequence_each(file: IndexedDataset) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="DIR_OR_PREFIX", help="token files to merge, in order"
     )
     parser.add_argument(
-        "--output-prefix", type=local, required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json"
+        "--output-prefix", type=local_path_str, required=True, help="writes PREFIX.bin, PREFIX.idx and PREFIX.json"
     )
     return parser
 
 
-@refusing(3, DataError)
+@exits_with(3, DataError)
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     prefixes = expand_prefixes(args.input)

@@ -28,14 +28,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.options import ConfigError
-from tools.cli_common import number, parser_of, positive, refusing, run_program
+from tools.cli_common import exits_with, make_parser, number_in_range, positive_int, run_program
 
 COMMANDS = ("memory", "sizes", "published", "tokens", "calibrate")  # beside the plan itself and compare
 
 
 def flags_of(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command's flags; "": those of the plan itself."""
-    parser = parser_of(__doc__, f"{Path(sys.argv[0]).name} {command}" if command else None)
+    parser = make_parser(__doc__, f"{Path(sys.argv[0]).name} {command}" if command else None)
     if command in ("", "memory", "tokens"):
         add_cluster_flags(parser)
     if command in ("", "memory", "tokens", "calibrate"):
@@ -49,12 +49,12 @@ def flags_of(command: str) -> argparse.ArgumentParser:
     elif command == "tokens":
         parser.add_argument(
             "--mfu",
-            type=number(float, "(0, 1]"),
+            type=number_in_range(float, "(0, 1]"),
             default=0.4,
             help="assumed fraction of the devices' peak; default 0.4",
         )
     elif command == "sizes":
-        parser.add_argument("--dp", type=positive, default=4, help="devices that shard the state; default 4")
+        parser.add_argument("--dp", type=positive_int, default=4, help="devices that shard the state; default 4")
         parser.add_argument("--parameters", default="7B", help="number of parameters; default 7B")
     elif command == "calibrate":
         add_calibration_flags(parser)
@@ -93,12 +93,12 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--usable-memory",
-        type=number(float, "(0, 1]"),
+        type=number_in_range(float, "(0, 1]"),
         default=0.9,
         metavar="SHARE",
         help="fraction of a device's memory to plan with; default 0.9",
     )
-    parser.add_argument("--top", type=positive, default=10, help="number of layouts to print; default 10")
+    parser.add_argument("--top", type=positive_int, default=10, help="number of layouts to print; default 10")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is printed, and more, as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw a picture; the suffix is the format")
 
@@ -107,17 +107,17 @@ def add_calibration_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `calibrate`."""
     parser.add_argument("--out", type=Path, default=Path("profile.json"), help="default profile.json")
     parser.add_argument(
-        "--ranks", type=positive, default=2, help="local ranks that measure at once, as many as the run will have"
+        "--ranks", type=positive_int, default=2, help="local ranks that measure at once, as many as the run will have"
     )
     parser.add_argument(
         "--seconds",
-        type=number(float, "(0, 3600)"),
+        type=number_in_range(float, "(0, 3600)"),
         default=20.0,
         help="seconds to measure, after the start; default 20",
     )
 
 
-@refusing(2, ConfigError)
+@exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
     name = argv[0] if argv and argv[0] in ("", *COMMANDS, "compare", "--compare") else ""
     command, rest = name.removeprefix("--"), argv[1:] if name else argv

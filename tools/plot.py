@@ -21,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.registry import REGISTRIES
-from megalite.config.text_file import TextFileError, read_small_text
 from megalite.pipeline.schedule import SplitBackward, build_schedule
 from megalite.pipeline.simulate import simulate
-from tools.cli_common import Plugins, parser_of, plugins_first, positive, refuse, run_program
+from tools.cli_common import PluginAction, exit_with_error, make_parser, move_plugins_first, positive_int, run_program
 from tools.plots import bars as shares
 from tools.plots import bench, curves, pipeline
 from tools.plots import plan as plans
@@ -52,7 +52,7 @@ def of_runs(args: argparse.Namespace) -> None:
     runs = read_runs(args.run_dirs)
     for run in runs:
         if problem := lacking(args.picture, run):
-            refuse(f"plot.py: {run.folder}: {problem}")
+            exit_with_error(f"plot.py: {run.folder}: {problem}")
     picture = PICTURES[args.picture][1](runs)
     assert picture is not None  # nothing is lacking
     put(picture, args)
@@ -79,7 +79,7 @@ def lacking(picture: str, run: Run) -> str:
 
 def agreement(runs: list[Run]) -> Picture:
     if not any(curves.differences(runs[0], other) for other in runs[1:]):
-        refuse("plot.py: agreement: these runs have no step in common; give two that have")
+        exit_with_error("plot.py: agreement: these runs have no step in common; give two that have")
     return curves.agreement(runs)
 
 
@@ -88,7 +88,7 @@ def timeline(runs: list[Run]) -> Picture:
         return pipeline.timeline(runs[0].timeline)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         told = f"damaged ({error}); train with --profile-pipeline STEP again"
-        refuse(f"plot.py: {runs[0].folder / 'timeline.json'}: {told}")
+        exit_with_error(f"plot.py: {runs[0].folder / 'timeline.json'}: {told}")
 
 
 def of_plan(args: argparse.Namespace) -> None:
@@ -98,7 +98,7 @@ def of_plan(args: argparse.Namespace) -> None:
     except TextFileError as error:
         raise RunError(str(error)) from None
     except (ValueError, RecursionError) as error:
-        refuse(f"plot.py: {args.plan}: {error}")
+        exit_with_error(f"plot.py: {args.plan}: {error}")
     put(picture, args)
 
 
@@ -122,18 +122,18 @@ def of_benchmark(args: argparse.Namespace) -> None:
         made = turns.read(args.folder / "bench.json")
     except (OSError, ValueError) as error:
         told = f"{args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        refuse(f"plot.py: {told}; give what tools/benchmark.py had as --out")
+        exit_with_error(f"plot.py: {told}; give what tools/benchmark.py had as --out")
     found = tables.figures(made.rows)
     found = tables.with_efficiency(found) if made.facts.get("scaling") else found
     picture = {"mfu": bench.mfu, "breakdown": bench.breakdown, "scaling": bench.scaling}[args.show](found)
     if picture is None:
-        refuse(f"plot.py: {args.folder}: no {args.show} was measured there")
+        exit_with_error(f"plot.py: {args.folder}: no {args.show} was measured there")
     put(picture, args)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__, allow_abbrev=True)
+    parser = make_parser(__doc__, allow_abbrev=True)
     commands = parser.add_subparsers(required=True)
     add_schedule_flags(commands.add_parser("schedule", help="a schedule as text or picture"))
 
@@ -163,10 +163,10 @@ def build_parser() -> argparse.ArgumentParser:
 def add_schedule_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `schedule`."""
     parser.add_argument("--schedule", choices=REGISTRIES["pipeline_schedule"], default="1f1b")
-    parser.add_argument("--plugin", action=Plugins)
-    parser.add_argument("--pp", type=positive, default=4, help="pipeline ranks")
-    parser.add_argument("--vpp", type=positive, default=1, help="chunks per rank")
-    parser.add_argument("--microbatches", type=positive, default=8)
+    parser.add_argument("--plugin", action=PluginAction)
+    parser.add_argument("--pp", type=positive_int, default=4, help="pipeline ranks")
+    parser.add_argument("--vpp", type=positive_int, default=1, help="chunks per rank")
+    parser.add_argument("--microbatches", type=positive_int, default=8)
     parser.add_argument("--split", action="store_true", help="separate weight gradients from backward")
     parser.add_argument(
         "--text",
@@ -177,14 +177,14 @@ def add_schedule_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str]) -> None:
-    args = build_parser().parse_args([*argv[:1], *plugins_first(argv[1:])])
+    args = build_parser().parse_args([*argv[:1], *move_plugins_first(argv[1:])])
     try:
         args.run(args)
     except RunError as error:
         more = " of --profile-pipeline STEP" if args.picture == "pipeline" else ""
-        refuse(f"plot.py: {error}{more}")
+        exit_with_error(f"plot.py: {error}{more}")
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
-        refuse(f"plot.py: {args.out}: {error}", 2)
+        exit_with_error(f"plot.py: {args.out}: {error}", 2)
 
 
 if __name__ == "__main__":

@@ -19,18 +19,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.config.registry import REGISTRIES
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
 from tools.cli_common import (
-    Plugins,
+    PluginAction,
     add_max_bad_fraction,
-    local,
-    parser_of,
-    plugins_first,
-    positive,
-    refusing,
+    exits_with,
+    local_path_str,
+    make_parser,
+    move_plugins_first,
+    positive_int,
     run_program,
 )
 from tools.preprocess.tokenize_run import preprocess
@@ -39,7 +39,7 @@ from tools.preprocess.workers import Job
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--input",
         nargs="+",
@@ -47,12 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="GLOB",
         help=".jsonl, .json (lines), .txt, each also .gz or .zst; .parquet; - for standard input",
     )
-    parser.add_argument("--output-prefix", type=local, required=True, help="files are named PREFIX_KEY_document")
+    parser.add_argument(
+        "--output-prefix", type=local_path_str, required=True, help="files are named PREFIX_KEY_document"
+    )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="one pair of files is written for each key"
     )
     parser.add_argument("--tokenizer-type", required=True, choices=REGISTRIES["tokenizer_type"])
-    parser.add_argument("--plugin", action=Plugins)
+    parser.add_argument("--plugin", action=PluginAction)
     parser.add_argument("--tokenizer-model", help="SentencePiece .model; tokenizer.json or its directory")
     parser.add_argument("--vocab-file", help="GPT-2 vocab.json")
     parser.add_argument("--merge-file", help="GPT-2 merges.txt")
@@ -63,10 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     parser.add_argument(
-        "--workers", type=positive, default=os.cpu_count() or 1, help="number of processes; default: one per core"
+        "--workers", type=positive_int, default=os.cpu_count() or 1, help="number of processes; default: one per core"
     )
     parser.add_argument(
-        "--log-interval", type=positive, default=10_000, metavar="N", help="documents between progress lines"
+        "--log-interval", type=positive_int, default=10_000, metavar="N", help="documents between progress lines"
     )
     parser.add_argument(
         "--partitions", type=int, default=1, help="accepted for Megatron-LM; the result never depends on it"
@@ -81,9 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@refusing(3, DataError)
+@exits_with(3, DataError)
 def main(argv: list[str]) -> int:
-    args = vars(build_parser().parse_args(plugins_first(argv)))
+    args = vars(build_parser().parse_args(move_plugins_first(argv)))
     args.pop("plugin")  # is loaded, and goes to the workers as `Job` says
     for flag in ("split_sentences", "keep_newlines"):
         if args.pop(flag):

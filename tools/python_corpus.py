@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import print_err
-from tools.cli_common import local_path, number, parser_of
+from megalite.common.console import print_err
+from tools.cli_common import local_path, make_parser, number_in_range
 
 SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
@@ -63,11 +63,11 @@ def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=local_path, required=True, help="directory for train.jsonl and valid.jsonl")
     parser.add_argument(
         "--valid-every",
-        type=number(int, "[2, inf)"),
+        type=number_in_range(int, "[2, inf)"),
         default=50,
         metavar="N",
         help="one document in N, 2 or more, is for validation",

@@ -14,12 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.common.optional_packages import CODE, MissingPackageError
-from megalite.config.console import escape_control_chars, print_err
+from megalite.common.console import escape_control_chars, print_err
+from megalite.common.exit_codes import ExitCode
+from megalite.common.optional_packages import MissingPackageError
 from megalite.training.logging.log_format import table
 from megalite.training.logging.run_dir import write_atomically
 from megalite.training.logging.run_report import format_goodput, read_history, summary
-from tools.cli_common import local_path, parser_of, refuse, refusing, run_program
+from tools.cli_common import exit_with_error, exits_with, local_path, make_parser, run_program
 from tools.plots.html_report import DAMAGE, Page
 from tools.plots.run_data import Run, RunError, read_runs
 from tools.plots.style import save
@@ -52,14 +53,14 @@ def write(runs: list[Run], folder: Path) -> Path:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__, allow_abbrev=True)
+    parser = make_parser(__doc__, allow_abbrev=True)
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=local_path, metavar="DIR", help="directory for the page (default RUN_DIR/report)")
     parser.add_argument("--text", action="store_true", help="print where the time went, and write nothing")
     return parser
 
 
-@refusing(3, RunError)
+@exits_with(3, RunError)
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     code = 0
@@ -78,9 +79,9 @@ def main(argv: list[str]) -> int:
         page = write(runs, args.out or runs[0].folder / "report")
     except MissingPackageError as error:
         print_err(f"report.py: no page: {error}; --text asks for none")
-        return CODE if args.out else code
+        return ExitCode.PREFLIGHT if args.out else code
     except OSError as error:
-        refuse(f"report.py: {error.filename}: {error.strerror}; give another --out", 2)
+        exit_with_error(f"report.py: {error.filename}: {error.strerror}; give another --out", 2)
     print(f"page: {page}")
     return code
 

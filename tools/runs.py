@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import escape_control_chars, print_err
+from megalite.common.console import escape_control_chars, print_err
 from megalite.training.logging.log_format import aligned_table
-from tools.cli_common import parser_of, run_program
+from tools.cli_common import make_parser, run_program
 from tools.plots.run_data import RunError, number, read_run
 from tools.plots.run_data import table as table_of
 
@@ -94,7 +94,7 @@ def table(rows: list[dict[str, Any]], base: Path) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__, allow_abbrev=True)
+    parser = make_parser(__doc__, allow_abbrev=True)
     parser.add_argument("folder", nargs="?", default=Path("runs"), type=Path, help="default: runs")
     parser.add_argument("--json", action="store_true", help="print one object a line, all numbers with all digits")
     return parser

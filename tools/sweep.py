@@ -18,15 +18,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.common.console import print_err
 from megalite.config import cli
 from megalite.config.config_file import read_config_file
-from megalite.config.console import print_err
 from megalite.config.option import MODEL, TRAINING
 from megalite.config.options import Config, ConfigError, training_options
 from megalite.models.families import PRESETS
 from megalite.training.logging.run_dir import read_status
 from tools import diff, runs
-from tools.cli_common import local_path, parser_of, refusing, run_program
+from tools.cli_common import exits_with, local_path, make_parser, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "default"  # a value: the flag is left out
@@ -113,7 +113,7 @@ def run_to_its_end(line: list[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("toml", type=Path, help="a file like --config of a run")
     parser.add_argument(
         "--folder", type=local_path, help="directory for the runs; default: runs/sweep-NAME, NAME.toml being the file"
@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@refusing(2, ConfigError)
+@exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
     args, words = build_parser().parse_known_args(argv)
     folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"

@@ -24,10 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.data.errors import DataError
 from megalite.training.logging.run_dir import write_atomically
-from tools.cli_common import add_max_bad_fraction, local, parser_of, positive, refusing, run_program
+from tools.cli_common import add_max_bad_fraction, exits_with, local_path_str, make_parser, positive_int, run_program
 from tools.preprocess.bad_records import GoodTexts
 from tools.preprocess.text_input import expand, text_bytes
 
@@ -174,27 +174,32 @@ TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_huggi
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="GLOB", help=".jsonl, .json (lines), .txt files")
     parser.add_argument(
-        "--model-prefix", type=local, required=True, help="output: the file PREFIX.model, or the directory PREFIX"
+        "--model-prefix",
+        type=local_path_str,
+        required=True,
+        help="output: the file PREFIX.model, or the directory PREFIX",
     )
     parser.add_argument("--tokenizer-type", choices=sorted(TRAINERS), default="SentencePieceTokenizer")
-    parser.add_argument("--vocab-size", type=positive, default=8192)
+    parser.add_argument("--vocab-size", type=positive_int, default=8192)
     parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
     parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="e.g. <fim_prefix> <fim_pad>")
     parser.add_argument(
-        "--max-bytes", type=positive, default=10_000_000, help="bytes of text used for training; default 10 MB"
+        "--max-bytes", type=positive_int, default=10_000_000, help="bytes of text used for training; default 10 MB"
     )
-    parser.add_argument("--max-sentences", type=positive, help="pieces of text used for training; default: no limit")
     parser.add_argument(
-        "--workers", type=positive, default=os.cpu_count() or 1, help="number of threads; default: one per core"
+        "--max-sentences", type=positive_int, help="pieces of text used for training; default: no limit"
+    )
+    parser.add_argument(
+        "--workers", type=positive_int, default=os.cpu_count() or 1, help="number of threads; default: one per core"
     )
     add_max_bad_fraction(parser)
     return parser
 
 
-@refusing(3, DataError)
+@exits_with(3, DataError)
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the library tokenizers knows no other way

@@ -15,18 +15,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.options import ConfigError
 from megalite.config.translate import translate
 from megalite.models.families import PRESETS
-from tools.cli_common import parser_of, positive, refusing, run_program
+from tools.cli_common import exits_with, make_parser, positive_int, run_program
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("file", help="JSON, YAML or TOML")
-    parser.add_argument("--gpus", type=positive, metavar="N", help="devices of all machines; default: the file's")
+    parser.add_argument("--gpus", type=positive_int, metavar="N", help="devices of all machines; default: the file's")
     return parser
 
 
-@refusing(2, ConfigError)
+@exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     text, whole = translate(args.file, args.gpus, PRESETS)

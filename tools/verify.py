@@ -21,12 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megalite.common.console import print_err
 from megalite.config import cli
-from megalite.config.console import print_err
 from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
-from tools.cli_common import parser_of, refusing, run_program, unwritable
+from tools.cli_common import exits_with, find_unwritable, make_parser, run_program
 from tools.verification.shrink import Smaller, layout_of, of_groups, smaller
 
 
@@ -35,7 +35,7 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     counts = (("steps", args.steps), ("most_ranks", args.most_ranks))
     wrong = [f"{name}={value} is below 1; give 1 or more" for name, value in counts if value < 1]
     wrong += [] if 0 < args.timeout < 1e6 else [f"timeout={args.timeout:g} is not a time; give seconds above 0"]
-    if wrong := [*wrong, *unwritable(pictures=("out",), json=args.json, out=args.out)]:
+    if wrong := [*wrong, *find_unwritable(images=("out",), json=args.json, out=args.out)]:
         raise ConfigError(wrong)
     parsed = cli.parse_config(words, PRESETS, world=lambda config: layout_of(config)[0].world)
     if parsed.config.checkpoint.use_checkpoint_args:
@@ -69,7 +69,7 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="steps to train; default: 3")
     parser.add_argument(
         "--dtype",
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@refusing(2, ConfigError)
+@exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
     args, words = build_parser().parse_known_args(argv)
     runs = prepare(args, words)
