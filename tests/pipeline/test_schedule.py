@@ -296,14 +296,14 @@ def test_the_fastest_split_is_found_and_of_those_as_fast_the_one_that_holds_leas
         asked.append(split)
         return time[split], held[split]
 
-    got = choose_split(found, below.__getitem__, rate, most=len(found))
+    got = choose_split(found, below.__getitem__, rate, max_evaluated=len(found))
     lean = [split for split in asked if held[split] <= 1.25 * min(held[one] for one in asked)]
     fast = [split for split in lean if time[split] <= 1.01 * min(time[one] for one in lean)]
     assert got in fast and held[got] == min(held[split] for split in fast)
     assert all(below[split] >= 1.01 * time[got] / 1.0201 for split in found if split not in asked), "none is faster"
     assert len(asked) == len(set(asked)), "simulated once"
     asked.clear()
-    choose_split(found, below.__getitem__, rate, most=3)
+    choose_split(found, below.__getitem__, rate, max_evaluated=3)
     assert len(asked) <= 3
 
 
@@ -325,5 +325,5 @@ def test_choosing_among_many_splits_takes_few_comparisons() -> None:
     found = candidate_splits(4, [1] * 100)
     number = len(found)
     assert number > 700
-    choose_split(found, lambda split: 1.0, lambda split: (1.0, Bytes(split[0])), most=number)
+    choose_split(found, lambda split: 1.0, lambda split: (1.0, Bytes(split[0])), max_evaluated=number)
     assert compared < 3 * number**2
