@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
         return _completion(rest)
     sys.argv = [f"megalite {name}", *rest]  # the name that programs show in their messages
     sys.path.insert(0, str(PROGRAMS))
-    from megalite.config.console import as_commands
+    from megalite.common.console import as_commands
 
     program = importlib.import_module(module)
     program.__doc__ = as_commands(program.__doc__ or "")  # printed by --help
@@ -82,7 +82,7 @@ def _unknown_command(argv: list[str]) -> int:
 def main() -> NoReturn:
     """Run the command of sys.argv and exit."""
     try:
-        from megalite.config.exits import run_cli
+        from megalite.common.exits import run_cli
         from megalite.launch.rank_info import exit_process
     except KeyboardInterrupt:
         os._exit(130)

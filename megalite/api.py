@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megalite.checkpoint.storage.location import CheckpointError
+from megalite.common.exit_codes import ExitCode
 from megalite.config import cli
 from megalite.config.option import MAX_SHOWN, to_argv
 from megalite.config.options import Config, ConfigError
@@ -28,15 +29,15 @@ from megalite.config.plugins import load_plugins as load_plugins
 from megalite.config.plugins import no_exit
 from megalite.data.errors import DataError
 from megalite.launch.children import with_module_path
-from megalite.launch.local_launcher import ORDERLY
+from megalite.launch.local_launcher import ORDERLY_STOPS
 from megalite.models.families import PRESETS
-from megalite.training.logging.run_dir import ExitCode, read_jsonl, run_dir
+from megalite.training.logging.run_dir import read_jsonl, run_dir
 
 if TYPE_CHECKING:
     from megalite.generate.generation import TextGenerator
 
 # The child imports the same modules as this process, and stops (which saves a checkpoint) when this process dies.
-_CHILD_SCRIPT = """from megalite.config.exits import report_code_on; report_code_on({report})
+_CHILD_SCRIPT = """from megalite.common.exits import report_code_on; report_code_on({report})
 from megalite.launch.rank_info import die_with_parent; die_with_parent(15)
 from megalite.__main__ import main; main()"""
 _PROGRAM_PREFIX = re.compile(r"^(?:\w+\.py|megalite [a-z ]+): (?:error: )?", re.MULTILINE)  # in front of an error
@@ -340,7 +341,7 @@ def _run(command: str, args: Sequence[str], quiet: bool = True) -> str:
                 lines.append(f"megalite {command}: error: it was ended before it had reported an exit code\n")
             code = int(reported_code or ExitCode.CRASH)
     output = "".join(lines)
-    if code in (0, *ORDERLY):
+    if code in (ExitCode.DONE, *ORDERLY_STOPS):
         return output
     text = ("".join(_PROGRAM_PREFIX.split(output)[1:]) or output).strip()  # from the first error on
     if code == ExitCode.USAGE:

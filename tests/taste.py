@@ -19,7 +19,7 @@ import documents
 ROOT = Path(__file__).resolve().parents[1]
 
 READERS = {
-    "megalite/config/environment.py",
+    "megalite/common/environment.py",
     "megalite/common/fault_injection.py",
     "megalite/launch/rank_info.py",
     "megalite/launch/local_launcher.py",

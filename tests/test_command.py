@@ -17,7 +17,7 @@ from tables import ANSWERS
 
 from megalite import __main__ as command
 from megalite import __version__
-from megalite.config import console
+from megalite.common import console
 from megalite.config.option import flags_of
 from megalite.config.options import iter_options
 
@@ -94,7 +94,7 @@ def test_the_list_needs_few_modules_and_no_torch() -> None:
     assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
     imported = done.stderr
     assert imported.count("import time:") < 200  # 128 with Python 3.11, whose own are 99
-    assert "megalite.config.console" in imported and not re.search(r"\| +(torch|numpy|multiprocessing)\b", imported)
+    assert "megalite.common.console" in imported and not re.search(r"\| +(torch|numpy|multiprocessing)\b", imported)
 
 
 @pytest.mark.parametrize("line", ANSWERS["commands"])

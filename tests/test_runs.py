@@ -298,7 +298,7 @@ def test_a_sweep_has_its_runs_exit_codes_where_the_shell_ignores_sigchld(tmp_pat
     ignore = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # noqa: E731
     done = subprocess.run(words, cwd=tmp_path, env=env, preexec_fn=ignore, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stdout + done.stderr
-    code = "import subprocess, sys; from megalite.config.exits import run_cli\n"
+    code = "import subprocess, sys; from megalite.common.exits import run_cli\n"
     code += "run_cli(lambda: print(subprocess.run([sys.executable, '-c', 'exit(7)']).returncode))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, preexec_fn=ignore, capture_output=True, text=True)
     assert done.stdout == "7\n", done.stdout + done.stderr

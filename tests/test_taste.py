@@ -42,7 +42,7 @@ def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
         "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): self.i, self.h = 1, self.g\n\ndef f(x_SBD):\n"
         "    S, B, _ = x_SBD.shape\n    y_sBD = scatter(x_SBD)\n    return A().g(y_sBD=y_sBD)\n",
         "megalite/training/b.py": "from megalite.nn.a import A\n",
-        "megalite/config/environment.py": "import os\nx = os.environ\n",
+        "megalite/common/environment.py": "import os\nx = os.environ\n",
         "megalite/launch/c.py": "from megalite.config import environment\nx = environment.getenv('A')\n",
         "megalite/common/d.py": "import typing\nif typing.TYPE_CHECKING:\n    from megalite.config.options import A\n",
         "megalite/config/options.py": "class A: ...\n",

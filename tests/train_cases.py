@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megalite.checkpoint.manager.saver import CheckpointSaver
+    from megalite.common.exit_codes import ExitCode
     from megalite.config.options import Config
     from megalite.launch.rank_info import RankInfo
     from megalite.models.gpt import Stage
     from megalite.training.job.stop_signals import StopSignalHandler
-    from megalite.training.logging.run_dir import ExitCode
     from megalite.training.state import Run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from megalite.checkpoint.format import manifest, reader
 from megalite.checkpoint.format.safetensors_file import flatten, write_items
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse_location, step_from_name
 from megalite.checkpoint.storage.storage import storage_of
-from megalite.config.console import ProgressBar
+from megalite.common.console import ProgressBar
 from megalite.parallel.spec import Box, TensorShard
 
 

@@ -113,5 +113,5 @@ def _flat(tensor: Any) -> Any:
 
 try:
     inject_fault = FaultInjector()
-except ValueError:  # config/environment.py refuses it
+except ValueError:  # config/env_overrides.py refuses it
     inject_fault = FaultInjector({})

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megalite.config.options import LogConfig
 
-CODE = 3  # training/logging/run_dir.py: ExitCode.PREFLIGHT
 PIP_EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "matplotlib": "plots", "transformers": "all"}
 PIP_EXTRAS |= {"pyyaml": "translate"}
 PIP_EXTRAS |= dict.fromkeys(("zstandard", "pyarrow", "fsspec", "tiktoken"), "data")  # of pyproject.toml

@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megalite.common.console import print_err
+from megalite.common.exits import Finished
 from megalite.common.tables import load_table
 from megalite.config import options as configs
 from megalite.config import plugins
 from megalite.config.config_file import read_config_file
-from megalite.config.console import print_err
-from megalite.config.exits import Finished
 from megalite.config.megatron_flags import INSTEAD, OPTION, classify_flags, closest_match, known_flags
 from megalite.config.option import LIST_TYPES, flag_name, flags_of, mask_url_secrets, option_spec, type_name
 from megalite.config.options import SECTIONS, Config, ConfigError, iter_options

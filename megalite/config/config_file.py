@@ -6,10 +6,10 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.megatron_flags import closest_match
 from megalite.config.options import SECTIONS, Config, ConfigError, gelu_variant, iter_options
 from megalite.config.plugins import plugin_hashes
-from megalite.config.text_file import TextFileError, read_small_text
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PROBLEMS = 40

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megalite.common.optional_packages import MissingPackageError, missing_package_message
+from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.options import ConfigError
-from megalite.config.text_file import TextFileError, read_small_text
 
 MAX_BYTES = 256 << 10  # PyYAML takes 2 seconds for them; a full configuration of Megatron-Bridge has 60 KiB
 MAX_VALUES = 5000  # keys and elements of lists, counted again for each alias

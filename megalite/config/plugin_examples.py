@@ -13,9 +13,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.config.console import print_err, print_out
+from megalite.common.console import print_err, print_out
+from megalite.common.exits import Parser
 from megalite.config.example_files import example_dir
-from megalite.config.exits import Parser
 from megalite.config.registry import REGISTRIES
 
 EXAMPLE_PATH = "examples/plugins/{}"  # the path of an example in its own docstring

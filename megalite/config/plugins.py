@@ -22,12 +22,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, overload
 
+from megalite.common.console import shortened
+from megalite.common.exits import early_exit, message_of
 from megalite.common.safe_open import open_nofollow
-from megalite.config.console import shortened
-from megalite.config.exits import early_exit, message_of
+from megalite.common.text_file import read_small_bytes
 from megalite.config.options import ConfigError
 from megalite.config.registry import REGISTRIES
-from megalite.config.text_file import read_small_bytes
 
 Part = TypeVar("Part")
 PluginSources = Mapping[str, bytes | None]

@@ -6,9 +6,9 @@ megalite recipe NAME > mine.toml    print one; its first lines show how to start
 
 import argparse
 
-from megalite.config.console import print_err, print_out
+from megalite.common.console import print_err, print_out
+from megalite.common.exits import Parser
 from megalite.config.example_files import example_dir
-from megalite.config.exits import Parser
 
 
 def recipes() -> dict[str, str]:

@@ -31,8 +31,8 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.safetensors_file import CODES, shard_views
 from megalite.checkpoint.offline import Checkpoint
+from megalite.common.console import logged_progress
 from megalite.common.safe_open import remove
-from megalite.config.console import logged_progress
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.config.validation import find_problems
 from megalite.interop.name_mapping import TensorNames, TensorRule

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.config import environment
+from megalite.config.env_overrides import setting_name
 from megalite.kernels.blocked_attention import AttentionParams, blocked_attention, fp16_to_fp32
 from megalite.kernels.blocked_attention import is_fastest as blocked_supports
 from megalite.kernels.dispatch import device_type, kernel_option, runs_triton, upcasts, use_triton
@@ -153,7 +153,7 @@ def describe_backend(device_type: str, dropout: bool = False, half: bool = True,
         evaluation = describe_backend(device_type, half=half, window=window)
         return training if evaluation == training else f"{training}, for dropout; in evaluation {evaluation}"
     if forced_backend() != "auto":
-        line = f"{forced_backend()} ({environment.setting_name('attention_kernel')})"
+        line = f"{forced_backend()} ({setting_name('attention_kernel')})"
         supports_windows = forced_backend() in ("triton", "blocked")
         return line if supports_windows else line + "; in a window: blocked"
     if device_type != "cuda":

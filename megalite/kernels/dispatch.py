@@ -26,8 +26,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megalite.common import environment
 from megalite.common.optional_packages import MissingPackageError, missing_package_message
-from megalite.config import environment
+from megalite.config import env_overrides
 
 Fn = Callable[..., Any]
 # A CPU multiplies in a dtype if it has one of these capabilities (names of torch.cpu.get_capabilities).
@@ -123,14 +124,14 @@ def kernel_option(option: str) -> str:
         KernelError: if the variable has an invalid value.
     """
     try:
-        return environment.env_override(option, _options[option])
+        return env_overrides.env_override(option, _options[option])
     except ValueError as error:
         raise KernelError(str(error)) from None
 
 
 def describe_option() -> str:
     """Return the setting and its origin, such as "kernels=triton" or "MEGALITE_KERNELS=triton"."""
-    return f"{environment.setting_name('kernels')}={kernel_option('kernels')}"
+    return f"{env_overrides.setting_name('kernels')}={kernel_option('kernels')}"
 
 
 @functools.cache

@@ -24,10 +24,11 @@ from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalite.common.console import discard_unwritable_output, print_err
+from megalite.common.environment import threads_of
+from megalite.common.exit_codes import ExitCode
+from megalite.common.exits import exit_code, is_success
 from megalite.config import plugins
-from megalite.config.console import discard_unwritable_output, print_err
-from megalite.config.environment import threads_of
-from megalite.config.exits import exit_code, is_success
 from megalite.config.options import ConfigError
 from megalite.config.run_options import EXIT_SIGNALS
 from megalite.launch.children import safe_start
@@ -42,14 +43,15 @@ from megalite.launch.rank_info import (
     read_first_failure,
 )
 
-INTERRUPTED = 128 + signal.SIGINT
 FORWARDED_SIGNALS = tuple(signal.Signals[name] for name in EXIT_SIGNALS)
 KILL_SIGNALS = (signal.SIGQUIT,)  # Ctrl-\\: kills the ranks without a wait
 BLOCKED_SIGNALS = (*FORWARDED_SIGNALS, *KILL_SIGNALS)
-ORDERLY = (16, 75)  # exit codes of a run that stopped on purpose, its checkpoint complete (training/logging/run_dir.py)
+ORDERLY_STOPS = (ExitCode.RERUN, ExitCode.REQUEUE)  # on purpose, with a complete checkpoint
+# Ranks that end so have printed the reason.
+EXPLAINED_EXITS = (ExitCode.USAGE, ExitCode.PREFLIGHT, *ORDERLY_STOPS, ExitCode.INTERRUPTED)
 WORK_DONE = 254  # exit code of a rank whose target has returned: a rank that exits with 0 has exited too early
 FORKSERVER_DIED = 255  # the exit code that multiprocessing reports when the fork server is gone
-ORDERLY_S = 600.0
+ORDERLY_STOP_S = 600.0
 # imported by the fork server for all ranks; the first backward needs the third, with sympy (1 s for each rank)
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.training.job.job"]
 SCRATCH, MIN_AGE_S = "megalite-ranks-", 60.0  # a younger directory may not be locked yet
@@ -113,8 +115,8 @@ def launch_local(
         target: an importable (module-level) function.
         args: its further arguments.
         threads: CPU threads per rank; default: cores divided by ranks, unless OMP_NUM_THREADS is set.
-        grace_s: when a rank fails, seconds until the others get SIGKILL. After an orderly stop (ORDERLY) they have
-            ORDERLY_S, because rank 0 may still be closing its logs.
+        grace_s: when a rank fails, seconds until the others get SIGKILL. After an orderly stop they have
+            ORDERLY_STOP_S, because rank 0 may still be closing its logs.
         timeout_s: limit after which all ranks are killed.
         keep_signals_blocked: signals stay blocked until `target` unblocks them.
         on_exit: called when all ranks have ended; returns the `RankInfo.is_restart` of the next start, or None for no
@@ -151,7 +153,7 @@ def launch_local(
                     _signal(process, number)
             code, cause = _watch(processes, grace_s, timeout_s, Path(shared_dir))
             for number in set(seen).intersection(KILL_SIGNALS):
-                code, cause = INTERRUPTED, signal.Signals(number).name
+                code, cause = ExitCode.INTERRUPTED, signal.Signals(number).name
             is_restart = on_exit(LaunchResult(code, cause, seen))
         return code
 
@@ -181,9 +183,9 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, shared
                 elif code == FORKSERVER_DIED:
                     ending = "with the fork server, which was killed"
                 failed, cause = _first_failure(shared_dir, failed, f"{process.name} ended {ending}{early}")
-                if code not in (2, 3, *ORDERLY, INTERRUPTED):  # these ranks have printed the reason
+                if code not in EXPLAINED_EXITS:
                     print_err(f"{process.name} ended {ending}; ending the others")
-                deadline = time.monotonic() + (ORDERLY_S if code in ORDERLY else grace_s)
+                deadline = time.monotonic() + (ORDERLY_STOP_S if code in ORDERLY_STOPS else grace_s)
         alive = [p for p in alive if p.is_alive()]
     return failed, cause
 
@@ -348,7 +350,7 @@ def _local_rank(
         plugins.load_plugins([*plugin_sources], plugin_sources)
     except ConfigError as error:  # a plugin that fails on some ranks only, or a module that has changed
         print_err(f"rank {ranks.rank}: {error}")
-        sys.exit(2)
+        sys.exit(ExitCode.USAGE)
     try:
         try:
             code: Any = target(ranks, *args)
@@ -356,6 +358,6 @@ def _local_rank(
             code = exit_code(error)
         sys.exit(WORK_DONE if is_success(code) else code)
     except KeyboardInterrupt:  # during start-up; later the run itself handles it
-        os._exit(INTERRUPTED)
+        os._exit(ExitCode.INTERRUPTED)
     finally:
         discard_unwritable_output()

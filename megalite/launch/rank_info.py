@@ -31,10 +31,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megalite.common.console import discard_unwritable_output, print_err
+from megalite.common.exits import end_at_once, exit_code, report, wait_for_children
 from megalite.common.tables import load_table
-from megalite.config.console import discard_unwritable_output, print_err
-from megalite.config.exits import end_at_once, exit_code, report, wait_for_children
-from megalite.config.text_file import read_small_text
+from megalite.common.text_file import read_small_text
 from megalite.launch.rendezvous import AGENT_STORE, NOTICE_S, RendezvousError, rendezvous
 
 LAUNCHERS = "torchrun, srun, mpirun or --nproc"

@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 
 T = TypeVar("T")
 PAUSE_S = 0.02

@@ -17,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from megalite.common import environment
 from megalite.common.optional_packages import missing_package_message
 from megalite.common.tables import load_table
-from megalite.config import environment
+from megalite.config.env_overrides import env_problems
 from megalite.launch.local_launcher import cpu_count
 from megalite.launch.rank_info import LaunchError, read_environment
 from megalite.launch.rendezvous import RendezvousError, interface_for_others, interfaces
@@ -81,7 +82,7 @@ def check_clock() -> Iterator[CheckResult]:
 
 def check_variables() -> Iterator[CheckResult]:
     """Check the environment variables of megalite, its libraries and launchers."""
-    yield from (CheckResult(BAD, "variables", text) for text in environment.env_problems())
+    yield from (CheckResult(BAD, "variables", text) for text in env_problems())
     yield from (CheckResult(WARN, "variables", text) for text in environment.env_warnings())
     for row in VARIABLES:
         for setting in filter(None, (environment.format_set_variables([name]) for name in row["name"].split(", "))):

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.common.environment import getenv
 from megalite.common.optional_packages import MissingPackageError, missing_package_message
-from megalite.config.environment import getenv
 from megalite.kernels.dispatch import describe_option, kernel_option, triton_installed
 from megalite.kernels.dropout import dropout, dropout_reference
 from megalite.models.gpt import Block, Stage

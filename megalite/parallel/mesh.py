@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megalite.config.environment import env_override
+from megalite.config.env_overrides import env_override
 from megalite.parallel.cpu.peer_sockets import NotShared
 from megalite.parallel.cpu.shared_memory import CollectiveBackend, SharedMemoryBackend
 from megalite.parallel.phase_timer import PhaseTimer
@@ -369,7 +369,7 @@ def build_mesh(
         later_timeout: the timeout with which `set_timeout` will be called later. With TORCH_DISTRIBUTED_DEBUG=DETAIL,
             groups are created with it, because torch cannot change it (it compares collectives in a private group).
         shared_memory: True to use shared memory on CPU between ranks of an axis that are all on one machine. None:
-            True, unless the environment overrides it (config/environment.py).
+            True, unless the environment overrides it (config/env_overrides.py).
         sizes: sizes of the axes.
 
     Raises:

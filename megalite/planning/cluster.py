@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from megalite.common.tables import load_table
-from megalite.config.text_file import read_small_text
+from megalite.common.text_file import read_small_text
 from megalite.kernels.matmul import mm_
 from megalite.launch.local_launcher import cpu_count
 

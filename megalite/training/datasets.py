@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.option import invalid_text_reason
 from megalite.config.options import DataConfig
-from megalite.config.text_file import TextFileError, read_small_text
 from megalite.data.datasets import blended_dataset as blends
 from megalite.data.datasets.base_dataset import Dataset, MockDataset, build_plugin_dataset
 from megalite.data.datasets.fim_dataset import FimDataset, FimOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.environment import env_override
+from megalite.config.env_overrides import env_override
 from megalite.config.options import Config
 from megalite.config.validation import find_problems
 from megalite.data.datasets.base_dataset import Dataset

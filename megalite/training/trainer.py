@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from megalite.checkpoint.manager.collective import SaveTimer
 from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.common.console import print_out
+from megalite.common.exit_codes import ExitCode
 from megalite.common.fault_injection import inject_fault
 from megalite.config.config_file import dump_config
-from megalite.config.console import print_out
 from megalite.config.options import Config, DataConfig, effective_log_interval, effective_log_style
 from megalite.parallel.comm import all_reduce_, all_reduce_int
 from megalite.training.batch import to_device
@@ -24,7 +25,7 @@ from megalite.training.datasets import NamedDataset
 from megalite.training.job.stop_signals import StopSignalHandler
 from megalite.training.logging.device_memory import memory_line, memory_metrics, memory_tags
 from megalite.training.logging.metrics_logger import MetricsLogger
-from megalite.training.logging.run_dir import EventLog, ExitCode
+from megalite.training.logging.run_dir import EventLog
 from megalite.training.logging.timers import GarbageCollector, Profiler, TimeBreakdown, Timers, write_timeline
 from megalite.training.monitoring.health import HealthMonitor
 from megalite.training.monitoring.rerun import AnomalyHandler

@@ -20,11 +20,11 @@ from train_cases import config_from, pretrain, run_from
 from card.simulator import nccl
 from card.simulator.device import Card, simulated
 from card.simulator.trace import Fact
+from megalite.common.exit_codes import ExitCode
 from megalite.generate.generation import Sampling, generate_tokens, load_model
 from megalite.launch.rank_info import RankInfo
 from megalite.parallel.mesh import build_mesh
 from megalite.training.job import job as train_run
-from megalite.training.logging.run_dir import ExitCode
 from megalite.training.train_step import train_step
 
 TORCH = "--kernels torch --attention-kernel torch"

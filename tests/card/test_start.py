@@ -12,6 +12,7 @@ from train_cases import SMALL, config_from, pretrain
 
 from card.simulator import cuda
 from card.simulator.device import simulated
+from megalite.common.exit_codes import ExitCode
 from megalite.config.options import Config
 from megalite.launch.rank_info import (
     CUDA_VARIABLES,
@@ -23,7 +24,6 @@ from megalite.launch.rank_info import (
 )
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.job.preflight import check_machine
-from megalite.training.logging.run_dir import ExitCode
 from tools import generate
 
 

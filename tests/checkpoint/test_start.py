@@ -22,7 +22,8 @@ import megalite
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.config import console
+from megalite.common import console
+from megalite.common.exit_codes import ExitCode
 from megalite.config.config_file import dump_config, parse_config_text
 from megalite.config.option import EXECUTION, MODEL, option_spec, to_argv
 from megalite.config.options import Config, ModelConfig, build
@@ -38,7 +39,6 @@ from megalite.training.checkpointing.resume import (
     open_saver,
     save,
 )
-from megalite.training.logging.run_dir import ExitCode
 from megalite.training.setup import SetupError
 from megalite.training.state import InvalidResultError, Run
 from megalite.training.train_step import train_step

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tables import ANSWERS
 
 import pretrain_gpt
-from megalite.config import cli, environment
+from megalite.common import environment
+from megalite.config import cli
 from megalite.config.megatron_flags import DEPENDENT, NO_EFFECT, REFUSED, WARNED, classify_flags, known_flags
 from megalite.config.option import flag_name, flags_of, type_name
 from megalite.config.options import SECTIONS, ConfigError, iter_options

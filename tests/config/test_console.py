@@ -15,7 +15,7 @@ import programs
 import pytest
 from cover import rarely
 
-from megalite.config import console
+from megalite.common import console
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = (
@@ -25,7 +25,7 @@ RUN = (
 LOGGED = re.compile(r"^\d\d:\d\d:\d\d  step +(\d+)/\d+  loss [\d.]+", re.MULTILINE)
 SHOWN = re.compile(r"^step .*?(\d+)/\d+ .*loss [\d.]+.*tok/s/gpu.*MFU.*GiB")
 COLOURS = re.compile(r"\x1b\[[\d;]*m")
-GUARDS = ("megalite/config/console.py", "megalite/config/rich_progress.py")
+GUARDS = ("megalite/common/console.py", "megalite/common/rich_progress.py")
 
 
 class Terminal:
@@ -162,7 +162,7 @@ def test_under_torchrun_and_in_a_pipe_lines_are_plain(tmp_path: Path) -> None:
 
 WORK = """
 import sys, time
-from megalite.config.console import ProgressBar, print_err, print_out
+from megalite.common.console import ProgressBar, print_err, print_out
 with ProgressBar("outer", 50, "things") as outer:
     for i in range(50):
         outer.update(i + 1, "some [red] text " + "and more " * 20)

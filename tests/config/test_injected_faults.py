@@ -8,8 +8,9 @@ import programs
 import pytest
 import torch
 
+from megalite.common import environment
 from megalite.common.fault_injection import FAULT_ONCE_VARIABLE, FAULT_VARIABLE, POINTS, FaultInjector, InjectedFault
-from megalite.config import environment
+from megalite.config.env_overrides import env_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,7 +79,7 @@ def test_whoever_reads_the_log_is_told_and_what_cannot_strike_is_refused(monkeyp
     said = "this run is made to fail; unset it for a run that counts"
     assert environment.env_warnings() == [f"{FAULT_VARIABLE}=step.begin:0:5:kill: {said}"]
     monkeypatch.setenv(FAULT_VARIABLE, "step.middle:0:1:kill")
-    [problem] = environment.env_problems()
+    [problem] = env_problems()
     assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' names no known point: init.storage, init")
 
 

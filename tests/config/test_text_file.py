@@ -9,9 +9,9 @@ from pathlib import Path
 import programs
 import pytest
 
+from megalite.common.text_file import TextFileError, read_ends, read_small_bytes, read_small_text
 from megalite.config.config_file import MAX_PROBLEMS, parse_config_text
 from megalite.config.options import ConfigError
-from megalite.config.text_file import TextFileError, read_ends, read_small_bytes, read_small_text
 from megalite.training.logging.run_dir import read_jsonl, read_status
 
 MODEL = (

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_files import documents_of, full_disk
 
-from megalite.config.console import ProgressBar
+from megalite.common.console import ProgressBar
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
 from megalite.data.files.sidecar import read_sidecar

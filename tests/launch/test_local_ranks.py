@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.launch.local_launcher import LaunchResult, launch_local
 from megalite.launch.rank_info import FIRST_FAILURE, HANG_REPORT, RankInfo
 from megalite.training.logging.rank_log import (

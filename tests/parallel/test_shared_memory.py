@@ -21,7 +21,7 @@ from ranks import run_ranks, wait_for
 from torch import Tensor
 from train_cases import SMALL
 
-from megalite.config.environment import env_override
+from megalite.config.env_overrides import env_override
 from megalite.parallel.cpu import shared_memory
 from megalite.parallel.cpu.peer_sockets import NotShared, PeerSockets
 from megalite.parallel.cpu.shared_memory import CollectiveMismatchError, SharedMemoryBackend

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from train_cases import SMALL, config_from, pretrain
 
 import pretrain_gpt
+from megalite.common.exit_codes import ExitCode
 from megalite.config.validation import find_problems
 from megalite.launch.rank_info import RankInfo
 from megalite.pipeline.schedule import build_schedule, peak_in_flight
@@ -27,7 +28,6 @@ from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.planning.layer_kinds import layer_kinds, layers_cost
 from megalite.planning.partition import candidate_splits
 from megalite.planning.run_plan import RunPlan, make_run_plan
-from megalite.training.logging.run_dir import ExitCode
 
 ONCE: dict[CodeType, str] = {
     find_problems.__code__: "check",

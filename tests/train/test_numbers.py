@@ -19,6 +19,7 @@ from train_cases import SMALL, config_from, kept
 from train_cases import pretrain as pretrain_here
 from whole_runs import losses, pretrain, rows, status_of
 
+from megalite.common.exit_codes import ExitCode
 from megalite.common.fault_injection import FaultInjector
 from megalite.data.datasets.gpt_dataset import GPTDataset
 from megalite.data.files.indexed_dataset import IndexedDataset
@@ -26,7 +27,6 @@ from megalite.launch.rank_info import RankInfo
 from megalite.parallel.mesh import abstract_mesh
 from megalite.pipeline import runtime as pipeline_module
 from megalite.training import train_step as step_module
-from megalite.training.logging.run_dir import ExitCode
 from megalite.training.monitoring import rerun as suspect
 from megalite.training.monitoring.spike_detector import SpikeDetector
 from megalite.training.state import InvalidResultError

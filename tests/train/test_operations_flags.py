@@ -22,12 +22,12 @@ from train_cases import SMALL
 from train_cases import pretrain as pretrain_here
 from whole_runs import pretrain, rows, status_of
 
+from megalite.common.exit_codes import ExitCode
 from megalite.config import cli
 from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from megalite.training import trainer as loop
 from megalite.training.logging import metrics_logger as metrics
-from megalite.training.logging.run_dir import ExitCode
 
 TOLD = """--log-interval 2 --log-params-norm --log-num-zeros-in-grad --log-throughput --log-progress --log-memory-interval 4
  --timing-log-level 2 --timing-log-option minmax --log-straggler --straggler-minmax-count 2 --eval-interval 2

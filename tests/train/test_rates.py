@@ -13,8 +13,8 @@ from whole_runs import rows
 
 import pretrain_gpt
 from megalite.checkpoint.format import manifest as manifests
+from megalite.common.exit_codes import ExitCode
 from megalite.launch.rank_info import RankInfo
-from megalite.training.logging.run_dir import ExitCode
 from megalite.training.setup import SetupError
 from megalite.training.state import Run
 from megalite.training.train_step import train_step

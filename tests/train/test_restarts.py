@@ -15,12 +15,12 @@ from train_cases import SMALL, config_from
 from whole_runs import losses, pretrain, rank_pids, rows, running, shown, status_of
 
 from megalite.checkpoint.storage.location import CheckpointError
+from megalite.common.exit_codes import ExitCode
 from megalite.config.options import Config
 from megalite.launch.local_launcher import LaunchResult, launch_local
 from megalite.launch.rank_info import RankInfo
 from megalite.training.job import restarts
 from megalite.training.job.restarts import RestartPolicy, lock_run_dir
-from megalite.training.logging.run_dir import ExitCode
 
 BASE = [*SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
 

@@ -12,11 +12,11 @@ import pytest
 from train_cases import SMALL, config_from
 from whole_runs import pretrain, status_of
 
+from megalite.common.exit_codes import ExitCode
 from megalite.config.options import Config
 from megalite.training.job.restarts import lock_run_dir
 from megalite.training.logging.run_dir import (
     AppendOnlyFile,
-    ExitCode,
     current_outcome,
     finalize_status,
     read_status,

@@ -15,6 +15,7 @@ from test_step import build
 from torch import Tensor
 from train_cases import SMALL, config_from, pretrain, run_from
 
+from megalite.common.exit_codes import ExitCode
 from megalite.config import cli
 from megalite.config.options import Config, OperationsConfig, effective_log_interval, effective_log_style
 from megalite.launch.rank_info import RankInfo
@@ -23,7 +24,6 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import ABSTRACT, Axis, Mesh
 from megalite.pipeline.runtime import TimedAction
 from megalite.training.logging.metrics_logger import ProgressLog
-from megalite.training.logging.run_dir import ExitCode
 from megalite.training.logging.timers import PHASES, STEP_TIMERS, Profiler, Timers
 from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import InvalidResultError

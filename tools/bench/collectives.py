@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.launch.local_launcher import launch_local
 from megalite.launch.rank_info import LaunchError, RankInfo, nproc_error, read_environment, set_cuda_environment
 from tools.bench.systems import time_steps

@@ -27,13 +27,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from megalite.common.environment import safe_path
 from megalite.common.optional_packages import MissingPackageError
-from megalite.config.environment import safe_path
 from megalite.kernels.dispatch import KernelError, runs_triton, triton_installed
 from tools.bench.kernel_bench import Bench, Row, best_of
 from tools.bench.kernel_case import Case, Sizes, absent
 from tools.bench.kernel_cases import CASES
-from tools.cli_common import parser_of, write_json
+from tools.cli_common import make_parser, write_json
 
 PEERS = ("megalite", "torch", "compile", "liger", "triton", "cudnn", "flash")
 # flag and field of Sizes: values on a card, and on a CPU
@@ -49,7 +49,7 @@ TOKENS = (16384, 24)
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--only", metavar="NAMES", help="kernels by name, separated by commas")
     parser.add_argument(
         "--half",

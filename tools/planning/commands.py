@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from megalite.common.console import ProgressBar, print_err
+from megalite.common.text_file import TextFileError
 from megalite.config import cli
 from megalite.config.config_file import dump_config
-from megalite.config.console import ProgressBar, print_err
 from megalite.config.options import ConfigError
-from megalite.config.text_file import TextFileError
 from megalite.models.families import PRESETS
 from megalite.planning import comm_time as links
 from megalite.planning.cluster import DeviceProfile, read_profile
@@ -21,7 +21,7 @@ from megalite.planning.memory import rank_memory as memory_of
 from megalite.planning.run_plan import RunPlan
 from megalite.training.logging.log_format import aligned_table
 from megalite.training.logging.plan_summary import stage_rows
-from tools.cli_common import unwritable, write_json
+from tools.cli_common import find_unwritable, write_json
 from tools.planning import format_plan as show
 from tools.planning import published_runs as published
 from tools.planning import recommend as advice
@@ -125,7 +125,7 @@ def plan(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def _writable(*pictures: str, **paths: Path | None) -> None:
-    if wrong := list(unwritable(pictures=pictures, **paths)):
+    if wrong := list(find_unwritable(images=pictures, **paths)):
         raise ConfigError(wrong)
 
 

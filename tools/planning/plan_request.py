@@ -1,23 +1,23 @@
-"""Read the model, batch and cluster to plan from a command line. ConfigError lists all problems.
+"""The model, batch and cluster to plan, read from a command line.
 
-Whatever is no flag of the planner is one of pretrain_gpt.py; what a plan does not depend on (data, rates) may be left
-out, and stands in the ready command line as in PLACEHOLDERS.
+Flags that are not the planner's are those of pretrain_gpt.py. Options that a plan does not depend on, such as the data
+and the learning rate, may be left out; the printed command line then has PLACEHOLDERS for them.
 """
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.checkpoint.storage.location import CheckpointError
+from megalite.common.text_file import TextFileError
 from megalite.config import cli
 from megalite.config.config_file import read_config_file
 from megalite.config.option import flag_name, flags_of, to_argv
 from megalite.config.options import Config, ConfigError, DataConfig, build, iter_options
 from megalite.config.pipeline_layout import STAGE_OPTIONS
 from megalite.config.plugins import load_plugins
-from megalite.config.text_file import TextFileError
 from megalite.config.validation import find_problems
 from megalite.data.errors import DataError
 from megalite.interop.huggingface.config_json import read_config
@@ -26,169 +26,233 @@ from megalite.models.families import PRESETS
 from megalite.planning.cluster import Cluster, make_cluster, read_cluster
 from megalite.training.datasets import open_tokenizer, true_vocab_size
 
-SHARING = {"use_distributed_optimizer", "zero_stage", "use_megatron_fsdp", "data_parallel_sharding_strategy"}
-WHOLE = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}  # one of these, and only that layout is planned
-OF_ONE = (
-    {*STAGE_OPTIONS} - WHOLE - {"num_layers", "num_virtual_stages_per_pipeline_rank"}
-)  # kept by no search over others
-STEP = {"split_backward", *SHARING, "micro_batch_size", "recompute_granularity", "optimizer_cpu_offload"}
-MORE = {"context_parallel_size", "expert_model_parallel_size", "num_virtual_stages_per_pipeline_rank"}
-LAYOUT = WHOLE | OF_ONE | STEP | MORE  # searched over
-HOW = ("recompute_method", "recompute_num_layers", "recompute_modules")  # that go with recompute_granularity
+# if one of these is set, only that layout is planned
+SINGLE_LAYOUT_OPTIONS = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
+# describe the stages of one layout, so a search cannot keep them
+ONE_LAYOUT_ONLY = {*STAGE_OPTIONS} - {
+    *SINGLE_LAYOUT_OPTIONS,
+    "num_layers",
+    "num_virtual_stages_per_pipeline_rank",
+}
+ZERO_OPTIONS = {"use_distributed_optimizer", "zero_stage", "use_megatron_fsdp", "data_parallel_sharding_strategy"}
+# the search chooses these unless the command line sets them
+LAYOUT_OPTIONS = {
+    *SINGLE_LAYOUT_OPTIONS,
+    *ONE_LAYOUT_ONLY,
+    *ZERO_OPTIONS,
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "micro_batch_size",
+    "recompute_granularity",
+    "split_backward",
+    "optimizer_cpu_offload",
+}
+RECOMPUTE_DETAILS = ("recompute_method", "recompute_num_layers", "recompute_modules")  # follow recompute_granularity
 PLACEHOLDERS = {"lr": "1e-4", "train_iters": "1000", "micro_batch_size": "1"}
+DATA_SOURCES = {"mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "dataset"}
 
 
-class Request(NamedTuple):
-    """words: the flags of pretrain_gpt.py for the model and all that the planner does not choose. fixed: the options of
-    LAYOUT that the command line has. left_out: of PLACEHOLDERS those that it has not."""
+@dataclass(frozen=True)
+class Request:
+    """A model, a batch and a cluster to plan.
+
+    Attributes:
+        argv: The flags of pretrain_gpt.py for the model and everything else that the planner does not choose.
+        fixed: The options of LAYOUT_OPTIONS that the command line sets.
+        placeholders: The options of PLACEHOLDERS that the command line leaves out.
+    """
 
     config: Config
     vocab_size: int
     cluster: Cluster
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     fixed: frozenset[str]
-    left_out: frozenset[str]
+    placeholders: frozenset[str]
 
     @property
-    def is_layout(self) -> bool:
-        return not self.fixed.isdisjoint(WHOLE)
+    def is_single_layout(self) -> bool:
+        """True if the command line names a layout, so that no others are searched."""
+        return not self.fixed.isdisjoint(SINGLE_LAYOUT_OPTIONS)
 
 
-def read(args: argparse.Namespace, words: Sequence[str]) -> Request:
+def read_request(args: argparse.Namespace, argv: Sequence[str]) -> Request:
+    """Return what to plan.
+
+    Args:
+        args: The planner's own flags.
+        argv: The remaining flags, which are those of pretrain_gpt.py.
+
+    Raises:
+        ConfigError: with all problems.
+    """
     problems: list[str] = []
-    where = _cluster(args, problems)
+    cluster = _read_cluster(args, problems)
     try:
-        if args.hf is not None and "preset" in (named := cli.parse_args(words).values):
-            raise ConfigError([f"hf={args.hf} and preset={named['preset']} are two models; give one"])
-        load_plugins(cli.parse_args(words).values.get("plugin", ()))  # a family may be a plugin's
-        words = list(words)
-        if args.hf is not None:
-            words = [*of_hugging_face(args.hf, words), *words]
-        problems += _unlike(args, words, where)
-        given = cli.parse_args(words).values
-        in_file = dict(read_config_file(str(given["config"]))) if given.get("config") else {}
-        if {**in_file, **given}.get("use_checkpoint_args"):
-            why = "takes the model from a checkpoint, which a plan does not read"
-            raise ConfigError([f"use_checkpoint_args {why}; give its flags, --config FILE or --hf DIR"])
-        said = {*given, *in_file, *PRESETS.get(str((in_file | given).get("preset")), ())}
-        fixed = frozenset(said & LAYOUT)
-        if (of_one := fixed & OF_ONE) and not fixed & WHOLE:
-            names = ", ".join(sorted(of_one))
-            raise ConfigError([f"{names}: of one layout alone; name tp and pp, too, or leave it to the search"])
+        argv = _add_hf_flags(args, argv)
+        problems += _conflicting_flags(args, argv, cluster)
+        option_names = _set_options(argv)
+        fixed = frozenset(option_names & LAYOUT_OPTIONS)
+        stage_options = fixed & ONE_LAYOUT_ONLY
+        if stage_options and not fixed & SINGLE_LAYOUT_OPTIONS:
+            names = ", ".join(sorted(stage_options))
+            raise ConfigError([f"{names}: only valid for one layout; name tp and pp, too, or leave it to the search"])
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    precision = args.precision or ("" if said & {"bf16", "fp16"} else "bf16")
-    words += [f"--{precision}"] if precision in ("bf16", "fp16") else []
-    stand_ins = {name: text for name, text in PLACEHOLDERS.items() if name not in said}
-    if said & {"train_samples"}:
-        stand_ins.pop("train_iters", None)
-    sources = {"mock_data", "data_path", "train_data_path", "data_args_path", "per_split_data_args_path", "dataset"}
-    completed = [*words, *(w for name, text in stand_ins.items() for w in (flag_name(name), text))]
-    completed += [] if said & sources else ["--mock-data"]
+    placeholders = {name: text for name, text in PLACEHOLDERS.items() if name not in option_names}
+    if "train_samples" in option_names:
+        placeholders.pop("train_iters", None)
+    complete_argv = [*argv, *_precision_flags(args, option_names)]
+    for name, text in placeholders.items():
+        complete_argv += [flag_name(name), text]
+    if not option_names & DATA_SOURCES:
+        complete_argv.append("--mock-data")
     try:
-        config, _ = cli.read(completed, PRESETS)
+        config, _ = cli.read(complete_argv, PRESETS)
     except ConfigError as error:
         problems += error.problems
         config = None
-    vocab_size = _vocabulary(config.data, problems) if config is not None else 0
-    if problems or config is None or where is None:
+    vocab_size = _vocab_size(config.data, problems) if config is not None else 0
+    if problems or config is None or cluster is None:
         raise ConfigError(problems)
-    dropped = ["nproc"]
-    if not fixed & WHOLE:
-        dropped += [*LAYOUT, *HOW]
-    kept = tuple(without(completed, dropped))
+    searched = ["nproc"]
+    if not fixed & SINGLE_LAYOUT_OPTIONS:
+        searched += [*LAYOUT_OPTIONS, *RECOMPUTE_DETAILS]
     config = replace(config, parallel=replace(config.parallel, nproc=None))
-    return Request(config, vocab_size, where, kept, fixed, frozenset(stand_ins))
+    remaining_argv = tuple(drop_flags(complete_argv, searched))
+    return Request(config, vocab_size, cluster, remaining_argv, fixed, frozenset(placeholders))
 
 
-def _vocabulary(data: DataConfig, problems: list[str]) -> int:
-    """As the run has it. A tokenizer's file may be on the cluster alone: then the size has to be given."""
-    tokenizer, why = None, ""
+def _add_hf_flags(args: argparse.Namespace, argv: Sequence[str]) -> list[str]:
+    """Load the plugins of a command line and return it with the flags for the model of --hf."""
+    values = cli.parse_args(argv).values
+    if args.hf is not None and "preset" in values:
+        raise ConfigError([f"hf={args.hf} and preset={values['preset']} are two models; give one"])
+    load_plugins(values.get("plugin", ()))  # the model family may be a plugin's
+    if args.hf is None:
+        return list(argv)
+    return [*flags_from_hf(args.hf, argv), *argv]
+
+
+def _set_options(argv: Sequence[str]) -> set[str]:
+    """Return the names of the options that the command line, its --config file or its preset sets."""
+    on_command_line = cli.parse_args(argv).values
+    in_file: dict[str, Any] = {}
+    if on_command_line.get("config"):
+        in_file = dict(read_config_file(str(on_command_line["config"])))
+    values = {**in_file, **on_command_line}
+    if values.get("use_checkpoint_args"):
+        rule = "takes the model from a checkpoint, which a plan does not read"
+        raise ConfigError([f"use_checkpoint_args {rule}; give its flags, --config FILE or --hf DIR"])
+    return {*values, *PRESETS.get(str(values.get("preset")), ())}
+
+
+def _precision_flags(args: argparse.Namespace, option_names: set[str]) -> list[str]:
+    """Return the flag of --precision, by default of bf16 if the options have none."""
+    precision = args.precision
+    if precision is None and not option_names & {"bf16", "fp16"}:
+        precision = "bf16"
+    return [f"--{precision}"] if precision in ("bf16", "fp16") else []
+
+
+def _vocab_size(data: DataConfig, problems: list[str]) -> int:
+    """Return the vocabulary size that the run has; 0 with a problem if it is unknown.
+
+    The tokenizer's file may exist on the cluster only; the options must set the size then.
+    """
+    tokenizer, tokenizer_error = None, ""
     try:
         tokenizer = open_tokenizer(data)
     except DataError as error:
-        why = f", and its tokenizer cannot be opened here ({error})"
+        tokenizer_error = f", and its tokenizer cannot be opened here ({error})"
     try:
         if size := true_vocab_size(data, tokenizer):
             return size
-        problems.append(f"vocab_size is not set{why}; give --vocab-size, --preset or --hf")
+        problems.append(f"vocab_size is not set{tokenizer_error}; give --vocab-size, --preset or --hf")
     except DataError as error:
         problems.append(str(error))
     return 0
 
 
-def _cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
+def _read_cluster(args: argparse.Namespace, problems: list[str]) -> Cluster | None:
     try:
         if args.cluster is not None:
             return read_cluster(args.cluster)
-        number = args.num_gpus if args.num_gpus is not None else args.gpus_per_node or 8
-        return make_cluster(args.device or "h100", number, args.gpus_per_node)
+        num_gpus = args.num_gpus if args.num_gpus is not None else args.gpus_per_node or 8
+        return make_cluster(args.device or "h100", num_gpus, args.gpus_per_node)
     except TextFileError as error:
         problems.append(f"cluster={args.cluster} {error.reason}; give a TOML file, or --device")
     except ValueError as error:
-        text = str(error)
+        message = str(error)
         if args.cluster is None:
-            text = text.replace("num_devices", "num_gpus").replace("per_node", "gpus_per_node")
-        problems += text.splitlines()
+            message = message.replace("num_devices", "num_gpus").replace("per_node", "gpus_per_node")
+        problems += message.splitlines()
     return None
 
 
-def of_hugging_face(path: Path, words: Sequence[str]) -> list[str]:
-    """The model of a config.json as flags, but for the options that the command line or its --config has."""
+def flags_from_hf(path: Path, argv: Sequence[str]) -> list[str]:
+    """Return the model of a config.json as flags, without the options that `argv` or its --config file sets."""
     file = path / "config.json" if path.is_dir() else path
-    given = cli.parse_args(words).values
-    if given.get("config"):
-        given = {**read_config_file(str(given["config"])), **given}
-    length = str(given.get("seq_length", ""))
+    values = cli.parse_args(argv).values
+    if values.get("config"):
+        values = {**read_config_file(str(values["config"])), **values}
+    text = str(values.get("seq_length", ""))
+    seq_length = int(text) if text.isdigit() else None
     try:
-        _, found = read_config(read_json(file), int(length) if length.isdigit() else None, str(file))
+        _, model_options = read_config(read_json(file), seq_length, str(file))
     except CheckpointError as error:
         raise ConfigError([f"hf={path}: {line}" for line in str(error).splitlines()]) from None
-    return as_flags(build(found), found.keys() - given.keys())
+    return to_flags(build(model_options), model_options.keys() - values.keys())
 
 
-def as_flags(config: Config, names: Iterable[str]) -> list[str]:
-    """The options called so as words of a command line, where they are not the defaults."""
-    wanted = set(names)
-    chosen = {f.name: (getattr(getattr(config, section), f.name), f.default) for section, f in iter_options()}
-    return to_argv({name: value for name, (value, usual) in chosen.items() if name in wanted and value != usual})
+def to_flags(config: Config, names: Iterable[str]) -> list[str]:
+    """Return the options with these names as flags, if they differ from their defaults."""
+    names = set(names)
+    values = {}
+    for section, option in iter_options():
+        value = getattr(getattr(config, section), option.name)
+        if option.name in names and value != option.default:
+            values[option.name] = value
+    return to_argv(values)
 
 
-def _unlike(args: argparse.Namespace, words: Sequence[str], where: Cluster | None) -> list[str]:
-    """Problems with options that are given twice with different values."""
-    given, problems = cli.parse_args(words).values, []
-    for name in {"bf16", "fp16"} & set(given):
+def _conflicting_flags(args: argparse.Namespace, argv: Sequence[str], cluster: Cluster | None) -> list[str]:
+    """Return problems with options that are set twice with different values."""
+    values, problems = cli.parse_args(argv).values, []
+    for name in {"bf16", "fp16"} & set(values):
         if args.precision not in (None, name):
             problems.append(f"precision={args.precision} and --{name} exclude each other; give one")
-    if where is not None and str(given.get("nproc", where.world)) != str(where.world):
-        problems.append(f"nproc={given['nproc']} is not the cluster's {where.world} devices; give --num-gpus alone")
+    if cluster is not None and str(values.get("nproc", cluster.world)) != str(cluster.world):
+        problems.append(f"nproc={values['nproc']} is not the cluster's {cluster.world} devices; give --num-gpus alone")
     if args.cluster is not None and (args.device, args.num_gpus, args.gpus_per_node) != (None, None, None):
-        more = "leave --device, --num-gpus and --gpus-per-node out"
-        problems.append(f"cluster={args.cluster} has its device and their number; {more}")
+        remedy = "leave --device, --num-gpus and --gpus-per-node out"
+        problems.append(f"cluster={args.cluster} has its device and their number; {remedy}")
     return problems
 
 
-def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """`words` but for the flags of these options, and what stands behind them."""
-    dropped = {flag for _, f in iter_options() if f.name in set(names) for flag, _ in flags_of(f)}
-    kept, drop = [], False
-    for word in words:
-        if word.startswith("--"):
-            drop = word.partition("=")[0].replace("_", "-") in dropped
+def drop_flags(argv: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Return `argv` without the flags of these options and their values."""
+    names = set(names)
+    dropped = {flag for _, option in iter_options() if option.name in names for flag, _ in flags_of(option)}
+    remaining, drop = [], False
+    for arg in argv:
+        if arg.startswith("--"):
+            drop = arg.partition("=")[0].replace("_", "-") in dropped
         if not drop:
-            kept.append(word)
-    return kept
+            remaining.append(arg)
+    return remaining
 
 
 def with_options(config: Config, **values: Any) -> Config:
-    """`config` with other values of some options."""
-    parts: dict[str, dict[str, Any]] = {}
-    for section, f in iter_options():
-        if f.name in values:
-            parts.setdefault(section, {})[f.name] = values[f.name]
-    return replace(config, **{name: replace(getattr(config, name), **some) for name, some in parts.items()})
+    """Return `config` with other values for some options."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for section, option in iter_options():
+        if option.name in values:
+            by_section.setdefault(section, {})[option.name] = values[option.name]
+    sections = {name: replace(getattr(config, name), **changed) for name, changed in by_section.items()}
+    return replace(config, **sections)
 
 
-def problems_of(config: Config, world: int) -> list[str]:
-    """Why it cannot be built on so many ranks, as a run would be told; a plan calls them by --num-gpus."""
+def plan_problems(config: Config, world: int) -> list[str]:
+    """Return the problems that a run of `config` on `world` ranks would report, worded for the planner's flags."""
     return [str(problem).replace("--nproc", "--num-gpus") for problem in find_problems(config, world)]

@@ -1,8 +1,8 @@
-"""plan.py --ask: questions whose answers are the flags of a plan, and what that plan does about them.
+"""Questions of plan.py --ask, whose answers become the flags of a plan, and an explanation of that plan.
 
-A line of stdin is an answer; an empty one, and the end of stdin, take the default; a wrong one is asked again, with the
-rule. An answer is read as people write it (`16xH100`, `2x8xh100`, `128K`, `4M tokens`, `100 billion`), and where what
-is read differs from what was typed, a line says so. Nothing is planned here.
+An answer is one line of stdin. An empty line, or the end of stdin, takes the default. An invalid answer is asked for
+again, after the rule that it breaks. Answers may be written in several ways (`16xH100`, `2x8xh100`, `128K`,
+`4M tokens`, `100 billion`); if the value that was read looks different from the answer, it is printed.
 """
 
 import argparse
@@ -10,243 +10,329 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-from megalite.common.tables import load_table
 from megalite.config import cli
 from megalite.config.option import to_argv
 from megalite.models.families import PRESETS
 from megalite.planning.cluster import DEVICES, Device, make_cluster
-from tools.cli_common import positive, unwritable
-from tools.planning.plan_request import of_hugging_face
-from tools.planning.search import Found
-from tools.planning.token_budget import NUMBER, Budget, quantity
+from tools.cli_common import find_unwritable, positive_int
+from tools.planning.plan_request import flags_from_hf
+from tools.planning.search import SearchResult
+from tools.planning.token_budget import NUMBER, TokenBudget, parse_quantity
 
 T = TypeVar("T")
-QUESTIONS = load_table(__file__, "ask")
+DEFAULT_DEVICE = "h100"
+DEFAULT_TOKENS = "20 per parameter"
+DEFAULT_BATCH_TOKENS = 2**22
+NO_ANSWER = "none"
 
 
-def asked(name: str, read: Callable[[str], T], default: str = "", shown: Callable[[T], str] = str, unit: str = "") -> T:
-    """Return an answer as `read` gives it, which raises ValueError with the rule. `shown`: what was read, to be said
-    with its `unit` where it differs from what was typed."""
-    question, usual = QUESTIONS[name][0], default or QUESTIONS[name][1]
+def ask(
+    question: str, default: str, parse: Callable[[str], T], describe: Callable[[T], str] = str, unit: str = ""
+) -> T:
+    """Ask a question until its answer is valid, and return the value of the answer.
+
+    Args:
+        parse: Returns the value of an answer, or raises ValueError with the rule.
+        describe: Formats the value; printed if it differs from the answer.
+        unit: Follows the formatted value.
+    """
     while True:
-        print(f"{question} [{usual}]? ", end="", flush=True)
-        answer = sys.stdin.readline().strip() or usual
+        print(f"{question} [{default}]? ", end="", flush=True)
+        answer = sys.stdin.readline().strip() or default
         if not sys.stdin.isatty():  # a terminal has echoed it
             print(answer)
         try:
-            found = read(answer)
-        except (ValueError, OSError, argparse.ArgumentTypeError) as error:  # OSError: of a name that is too long
+            value = parse(answer)
+        except (ValueError, OSError, argparse.ArgumentTypeError) as error:  # OSError: a file name that is too long
             print(f"  {error}")
             continue
-        if answer != usual and (text := shown(found)).replace(",", "") != answer.replace(",", ""):
+        text = describe(value)
+        if answer != default and text.replace(",", "") != answer.replace(",", ""):
             print(f"  that is {text}{unit}")
-        return found
+        return value
 
 
-class Devices(NamedTuple):
-    """What an answer says of a cluster."""
+@dataclass(frozen=True)
+class DeviceAnswer:
+    """The part of a cluster that an answer describes; None: not given."""
 
     device: str
     number: int | None
     per_node: int | None = None
 
-
-def answers(args: argparse.Namespace) -> list[str]:
-    """Flags of the trainer; the planner's own are set in `args`, with `limit` and `toml`."""
-    words = asked("model", model, shown=model_shown)
-    usual = QUESTIONS["device"][1]
-    found = asked("device", lambda text: devices(text, usual), shown=devices_shown)
-    if found.number is None:
-        device = found.device
-        found = asked("gpus", lambda text: numbered(text, device), shown=devices_shown)
-    args.device, args.num_gpus, args.gpus_per_node = found
-    n, given = found.number or 1, cli.parse_args(words).values
-    known = {**PRESETS.get(str(given.get("preset")), {}), **given}
-    length = asked("length", length_of, str(known.get("seq_length", 4096)), thousands, " tokens")
-    usual = str(max(1, 2**22 // length // n) * n)  # about 4 M tokens
-    batch = asked("batch", lambda text: batch_of(text, length, n), usual, thousands, " sequences")
-    tokens = asked("tokens", tokens_of, "", thousands, " tokens")
-    args.tokens = None if tokens is None else str(tokens)
-    args.limit = asked("limit", limit, shown=lambda most: f"{most[0]:g} {most[1]}" if most else "none")
-    args.toml = asked("toml", file)
-    if length > int(str(known.get("max_position_embeddings", length))):
-        words += ["--max-position-embeddings", str(length)]
-    return [*words, "--seq-length", str(length), "--global-batch-size", str(batch)]
+    def __str__(self) -> str:
+        text = self.device if self.number is None else f"{self.number} x {self.device}"
+        return text if self.per_node is None else f"{text} in nodes of {self.per_node}"
 
 
-def thousands(number: int | None) -> str:
-    return f"{number:,}" if number is not None else QUESTIONS["tokens"][1]
+def ask_all(args: argparse.Namespace) -> list[str]:
+    """Ask all questions and return the flags of the trainer.
 
-
-def model(text: str) -> list[str]:
-    """Flags. A preset is known without its hyphens and in any case, a Llama by its number of parameters, too."""
-    squeezed = {squeeze(name): name for name in PRESETS}
-    if name := squeezed.get(squeeze(text)):
-        return ["--preset", name]
-    if sizes := re.fullmatch(r"(\d+) *[x*] *(\d+) *[x*] *(\d+)", text.lower()):
-        return llama(*map(positive, sizes.groups()))
-    if Path(text).exists():
-        return of_hugging_face(Path(text), [])
-    if re.fullmatch(rf"{NUMBER} *([mbt]|(m|b|tr)illion)( parameters)?", text.lower()):
-        return llama(*sizes_of(quantity(text)))
-    near = get_close_matches(text.lower(), PRESETS, 1)
-    meant = f"did you mean {near[0]}? There are" if near else "give a size such as 7B, or one of"
-    raise ValueError(f"{text} is no file, and no preset; {meant} {', '.join(PRESETS)}")
-
-
-def squeeze(name: str) -> str:
+    Flags of the planner are set in `args`, with the answers `limit` and `toml`.
     """
-    >>> squeeze("Llama 3 8B") == squeeze("llama3-8b")
+    question = "Which model: a preset, a config.json, a Llama by its size such as 7B, or LAYERSxHIDDENxHEADS"
+    argv = ask(question, "llama3-8b", parse_model, describe_model)
+    _ask_devices(args)
+    num_gpus = args.num_gpus or 1
+    values = cli.parse_args(argv).values
+    model_options = {**PRESETS.get(str(values.get("preset")), {}), **values}
+
+    default = str(model_options.get("seq_length", 4096))
+    length = ask("How many tokens per sequence", default, parse_length, format_count, " tokens")
+    default = str(max(1, DEFAULT_BATCH_TOKENS // length // num_gpus) * num_gpus)
+    batch = ask(
+        "How many sequences per batch (or tokens, as 4M)",
+        default,
+        lambda text: parse_batch(text, length, num_gpus),
+        format_count,
+        " sequences",
+    )
+    question = "How many tokens to train on (as 100B)"
+    tokens = ask(question, DEFAULT_TOKENS, parse_tokens, format_count, " tokens")
+    args.tokens = None if tokens is None else str(tokens)
+    args.limit = ask("Limit of time or cost: DAYS days or DOLLARS $", NO_ANSWER, parse_limit, describe_limit)
+    args.toml = ask("File to write the options to, for --config", NO_ANSWER, parse_file)
+
+    if length > int(str(model_options.get("max_position_embeddings", length))):
+        argv += ["--max-position-embeddings", str(length)]
+    return [*argv, "--seq-length", str(length), "--global-batch-size", str(batch)]
+
+
+def _ask_devices(args: argparse.Namespace) -> None:
+    answer = ask(
+        f"Which device (or with their number, as 16x{DEFAULT_DEVICE})",
+        DEFAULT_DEVICE,
+        lambda text: parse_devices(text, DEFAULT_DEVICE),
+    )
+    if answer.number is None:
+        device = answer.device
+        answer = ask("How many of them", "8", lambda text: parse_device_count(text, device))
+    args.device, args.num_gpus, args.gpus_per_node = answer.device, answer.number, answer.per_node
+
+
+def format_count(number: int | None) -> str:
+    return DEFAULT_TOKENS if number is None else f"{number:,}"
+
+
+def parse_model(text: str) -> list[str]:
+    """Return the flags of a model: a preset in any spelling, a config.json, or a Llama by its shape or size."""
+    presets = {_squeeze(name): name for name in PRESETS}
+    if _squeeze(text) in presets:
+        return ["--preset", presets[_squeeze(text)]]
+    if shape := re.fullmatch(r"(\d+) *[x*] *(\d+) *[x*] *(\d+)", text.lower()):
+        return llama_flags(*map(positive_int, shape.groups()))
+    if Path(text).exists():
+        return flags_from_hf(Path(text), [])
+    if re.fullmatch(rf"{NUMBER} *([mbt]|(m|b|tr)illion)( parameters)?", text.lower()):
+        return llama_flags(*llama_shape(parse_quantity(text)))
+    matches = get_close_matches(text.lower(), PRESETS, 1)
+    hint = f"did you mean {matches[0]}? There are" if matches else "give a size such as 7B, or one of"
+    raise ValueError(f"{text} is not a file or a preset; {hint} {', '.join(PRESETS)}")
+
+
+def _squeeze(name: str) -> str:
+    """Return a name in lower case without spaces, hyphens and underscores.
+
+    >>> _squeeze("Llama 3 8B") == _squeeze("llama3-8b")
     True
     """
     return re.sub(r"[\s_-]", "", name.lower())
 
 
-def llama(layers: int, hidden: int, heads: int) -> list[str]:
-    given: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-    given |= {"ffn_hidden_size": 7 * hidden // 2, "num_query_groups": math.gcd(8, heads)}
-    return ["--preset", "llama3-8b", *to_argv(given)]
+def llama_flags(layers: int, hidden: int, heads: int) -> list[str]:
+    """Return the flags of a Llama with this shape and the other options of Llama 3 8B."""
+    options = {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": 7 * hidden // 2,
+        "num_query_groups": math.gcd(8, heads),
+    }
+    return ["--preset", "llama3-8b", *to_argv(options)]
 
 
-def model_shown(words: list[str]) -> str:
-    if len(words) == 2:
-        return words[1]
-    given = cli.parse_args(words).values
-    sizes = [int(str(given[name])) for name in ("num_layers", "hidden_size", "num_attention_heads") if name in given]
-    return f"a Llama of {'x'.join(map(str, sizes))}" if len(sizes) == 3 else "the model of that file"
+def describe_model(argv: list[str]) -> str:
+    if len(argv) == 2:
+        return argv[1]
+    values = cli.parse_args(argv).values
+    shape = [str(values[name]) for name in ("num_layers", "hidden_size", "num_attention_heads") if name in values]
+    return f"a Llama of {'x'.join(shape)}" if len(shape) == 3 else "the model of that file"
 
 
-HEAD = 128  # channels of a head
-UNLIKE = 2.0  # times as deep, or as flat, as published models: then the vocabulary is most of the model
+HEAD_SIZE = 128
+MAX_DEVIATION = 2.0  # factor between hidden / layers and that of published models; beyond, the vocabulary dominates
 
 
-def sizes_of(parameters: int) -> tuple[int, int, int]:
-    """(layers, hidden, heads) of a Llama of about so many parameters with the vocabulary of Llama 3, about as deep as
-    published ones: hidden / layers near 128 (128 at 8 B, 102 at 70 B, 130 at 405 B).
+def llama_shape(parameters: int) -> tuple[int, int, int]:
+    """Return the (layers, hidden size, heads) of a Llama with about this many parameters and Llama 3's vocabulary.
 
-    >>> sizes_of(8 * 10**9), sizes_of(100 * 10**9)
+    Its hidden / layers is near 128, as in published models (128 at 8 B, 102 at 70 B, 130 at 405 B).
+
+    >>> llama_shape(8 * 10**9), llama_shape(100 * 10**9)
     ((32, 4096, 32), (72, 10240, 80))
     """
-    vocabulary, found = PRESETS["llama3-8b"]["vocab_size"], []
-    few = 8 if parameters >= 10**9 else 1  # heads that tp may divide
-    for heads in range(few, 257, few):
-        hidden, groups = heads * HEAD, math.gcd(8, heads)
-        layer = 2 * hidden**2 + 2 * hidden * groups * HEAD + 3 * hidden * (7 * hidden // 2)
-        whole = 4 if few > 1 else 1  # layers that pp may divide
-        layers = round((parameters - 2 * vocabulary * hidden) / layer / whole) * whole
+    is_large = parameters >= 10**9
+    heads_multiple = 8 if is_large else 1  # so that tp can divide the heads
+    layers_multiple = 4 if is_large else 1  # so that pp can divide the layers
+    vocab_size = PRESETS["llama3-8b"]["vocab_size"]
+    shapes = []
+    for heads in range(heads_multiple, 257, heads_multiple):
+        hidden, kv_groups = heads * HEAD_SIZE, math.gcd(8, heads)
+        attention = 2 * hidden**2 + 2 * hidden * kv_groups * HEAD_SIZE
+        layer = attention + 3 * hidden * (7 * hidden // 2)
+        layers = round((parameters - 2 * vocab_size * hidden) / layer / layers_multiple) * layers_multiple
         if layers > 0:
-            found.append((abs(math.log(layers * HEAD / hidden)), (layers, hidden, heads)))
-    unlike, sizes = min(found, default=(math.inf, (0, 0, 0)))
-    if unlike > math.log(UNLIKE):
-        raise ValueError(f"a Llama of {parameters:,} parameters has no usual sizes; write LAYERSxHIDDENxHEADS")
-    return sizes
+            deviation = abs(math.log(layers * HEAD_SIZE / hidden))
+            shapes.append((deviation, (layers, hidden, heads)))
+    deviation, shape = min(shapes, default=(math.inf, (0, 0, 0)))
+    if deviation > math.log(MAX_DEVIATION):
+        raise ValueError(f"a Llama of {parameters:,} parameters has no usual shape; write LAYERSxHIDDENxHEADS")
+    return shape
 
 
-BY = r"\s*[x*×:]?\s*"
-NUMBER_FIRST = re.compile(rf"(?:(\d+)\s*[x*×]\s*)?(\d+)(?:{BY}([a-z]+\d*))?s?")
-DEVICE_FIRST = re.compile(rf"([a-z]+\d*)(?:{BY}(\d+))?")
+_BY = r"\s*[x*×:]?\s*"
+_NUMBER_FIRST = re.compile(rf"(?:(\d+)\s*[x*×]\s*)?(\d+)(?:{_BY}([a-z]+\d*))?s?")
+_DEVICE_FIRST = re.compile(rf"([a-z]+\d*)(?:{_BY}(\d+))?")
 
 
-def devices(text: str, usual: str) -> Devices:
-    """A device, `usual` where none is named, their number, or both, also by nodes: h100, 16, 16xh100, 2x8xH100, h100:8.
+def parse_devices(text: str, default: str) -> DeviceAnswer:
+    """Return a device, its number, or both, also by nodes: h100, 16, 16xh100, 2x8xH100, h100:8.
 
-    >>> [tuple(devices(text, "a100")) for text in ("16xh100", "2 x 8 H100s", "h100:8", "1,024")]
-    [('h100', 16, None), ('h100', 16, 8), ('h100', 8, None), ('a100', 1024, None)]
+    Args:
+        default: The device if the answer names none.
+
+    >>> [str(parse_devices(text, "a100")) for text in ("16xh100", "2 x 8 H100s", "h100:8", "1,024")]
+    ['16 x h100', '16 x h100 in nodes of 8', '8 x h100', '1024 x a100']
     """
     plain = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", text.strip().lower())
-    if one := NUMBER_FIRST.fullmatch(plain):
-        nodes, many, name = one.groups()
-    elif one := DEVICE_FIRST.fullmatch(plain):
-        nodes, name, many = None, *one.groups()
+    nodes_text = None
+    if match := _NUMBER_FIRST.fullmatch(plain):
+        nodes_text, number_text, name = match.groups()
+    elif match := _DEVICE_FIRST.fullmatch(plain):
+        name, number_text = match.groups()
     else:
         raise ValueError(f"{text} is not a device and its number; write it as 16xh100, or as 2x8xh100 for 2 nodes of 8")
-    device = name or usual
-    number = positive(many) if many else None
-    per_node = number if nodes else None
-    if number is not None and nodes:
-        number *= positive(nodes)
-    found = Devices(device if device in DEVICES else device.removesuffix("s"), number, per_node)
+    device = name or default
+    if device not in DEVICES:
+        device = device.removesuffix("s")
+    number = positive_int(number_text) if number_text else None
+    per_node = None
+    if nodes_text and number is not None:
+        per_node = number
+        number *= positive_int(nodes_text)
     try:
-        make_cluster(found.device, number or 1, per_node)
+        make_cluster(device, number or 1, per_node)
     except ValueError as error:
         raise ValueError(str(error).replace("num_devices", "number").replace("per_node=", "nodes of ")) from None
-    return found
+    return DeviceAnswer(device, number, per_node)
 
 
-def numbered(text: str, usual: str) -> Devices:
-    found = devices(text, usual)
-    if found.number is None:
-        raise ValueError(f"{text} is no number of devices; write it as 16")
-    return found
+def parse_device_count(text: str, default: str) -> DeviceAnswer:
+    """Return an answer that must have a number of devices."""
+    answer = parse_devices(text, default)
+    if answer.number is None:
+        raise ValueError(f"{text} is not a number of devices; write it as 16")
+    return answer
 
 
-def devices_shown(found: Devices) -> str:
-    text = found.device if found.number is None else f"{found.number} x {found.device}"
-    return text if found.per_node is None else f"{text} in nodes of {found.per_node}"
+def parse_length(text: str) -> int:
+    """Return the tokens of a sequence: 8192, 8K (1K is 1,024), 1M.
 
-
-def length_of(text: str) -> int:
-    """Tokens of a sequence: 8192, 8K (of 1,024), 1M.
-
-    >>> length_of("8192"), length_of("128k"), length_of("8,192 tokens")
+    >>> parse_length("8192"), parse_length("128k"), parse_length("8,192 tokens")
     (8192, 131072, 8192)
     """
-    found = re.fullmatch(r"(\d[\d,_]*) *([km]?)( tokens)?", text.lower())
-    if not found or not int(re.sub("[,_]", "", found[1])):
+    match = re.fullmatch(r"(\d[\d,_]*) *([km]?)( tokens)?", text.lower())
+    number = int(re.sub("[,_]", "", match[1])) if match else 0
+    if not match or not number:
         raise ValueError(f"{text!r} is not a number above 0; write a length as 8192 or 8K")
-    return int(re.sub("[,_]", "", found[1])) * {"": 1, "k": 2**10, "m": 2**20}[found[2]]
+    return number * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
 
 
-def batch_of(text: str, length: int, devices: int) -> int:
-    """Sequences, or where the answer is of tokens (4M, 4M tokens), about as many that the devices can share."""
+def parse_batch(text: str, length: int, devices: int) -> int:
+    """Return the sequences of a batch. For an answer in tokens (4M), round to a multiple of `devices`."""
     lower = text.lower()
     if re.fullmatch(rf"{NUMBER} *(([kmbt]|thousand|(m|b|tr)illion)? *tokens|[mbt]|(m|b|tr)illion)", lower):
-        return max(1, round(quantity(text) / length / devices)) * devices
+        return max(1, round(parse_quantity(text) / length / devices)) * devices
     try:
-        return length_of(lower.removesuffix("sequences").strip())
+        return parse_length(lower.removesuffix("sequences").strip())
     except ValueError:
         raise ValueError(f"{text!r} is not a number above 0; write it as 512, or in tokens as 4M") from None
 
 
-def tokens_of(text: str) -> int | None:
-    """None: 20 per parameter."""
-    return None if text == QUESTIONS["tokens"][1] else quantity(text)
+def parse_tokens(text: str) -> int | None:
+    """Return a number of tokens, or None for the default."""
+    return None if text == DEFAULT_TOKENS else parse_quantity(text)
 
 
-def limit(text: str) -> tuple[float, str] | None:
-    """A number alone is of days."""
-    if text == "none":
+def parse_limit(text: str) -> tuple[float, str] | None:
+    """Return a limit in days or dollars as (value, unit), or None. A number without a unit is in days."""
+    if text == NO_ANSWER:
         return None
-    found = re.fullmatch(rf"(\$?) *({NUMBER}) *(k?) *(days?|d|weeks?|\$|dollars?|usd)?", text.lower())
-    value = float(re.sub("[,_]", "", found[2])) * (1000 if found[3] else 1) if found else 0
-    unit = (found[1] or found[4] or "days") if found else ""
-    is_days = unit[0:1] in ("d", "w") and not unit.startswith("dollar")
-    if not found or not value or (found[1] and found[4]) or (found[3] and is_days) or value == math.inf:
-        raise ValueError(f"{text} is no limit; write it as 30 days, as 20000 $, or none")
-    return (value * (7 if unit.startswith("w") else 1), "days") if is_days else (value, "$")
+    match = re.fullmatch(rf"(\$?) *({NUMBER}) *(k?) *(days?|d|weeks?|\$|dollars?|usd)?", text.lower())
+    if match is None:
+        raise ValueError(_limit_rule(text))
+    prefix, number, thousands, suffix = match.groups()
+    value = float(re.sub("[,_]", "", number))
+    if thousands:
+        value *= 1000
+    is_dollars = "$" in (prefix, suffix) or suffix in ("dollar", "dollars", "usd")
+    has_two_units = bool(prefix and suffix)
+    if not 0 < value < math.inf or has_two_units or (thousands and not is_dollars):
+        raise ValueError(_limit_rule(text))
+    if is_dollars:
+        return value, "$"
+    is_weeks = suffix in ("week", "weeks")
+    return (7 * value if is_weeks else value), "days"
 
 
-def file(text: str) -> Path | None:
-    if wrong := list(unwritable(toml=Path(text))) if text != "none" else []:
-        raise ValueError(wrong[0])
-    return None if text == "none" else Path(text)
+def _limit_rule(text: str) -> str:
+    return f"{text} is not a limit; write it as 30 days, as 20000 $, or none"
 
 
-def conclusion(args: argparse.Namespace, found: Found, budget: Budget, device: Device) -> Iterator[str]:
-    """Why this tp, pp and ZeRO stage: by the fastest plan with another; and whether the limit is kept."""
-    best = found.choices()[0].best
+def describe_limit(limit: tuple[float, str] | None) -> str:
+    return f"{limit[0]:g} {limit[1]}" if limit else NO_ANSWER
+
+
+def parse_file(text: str) -> Path | None:
+    """Return a file that can be written, or None."""
+    if text == NO_ANSWER:
+        return None
+    path = Path(text)
+    for problem in find_unwritable(toml=path):
+        raise ValueError(problem)
+    return path
+
+
+def explain_choice(
+    args: argparse.Namespace, result: SearchResult, budget: TokenBudget, device: Device
+) -> Iterator[str]:
+    """Yield why the best layout has its tp, pp and ZeRO stage, and what the limit requires.
+
+    The reason is the fastest layout with another value.
+    """
+    best = result.choices()[0].best
     for axis in ("tp", "pp", "zero"):
-        own = getattr(best.layout, axis)
-        other = next((plan for plan in found.plans if getattr(plan.layout, axis) != own), None)
-        slower = other and f"{other.layout} takes {other.time.seconds / best.time.seconds:.2f} times as long"
-        yield f"{axis} {own}: {slower or 'nothing else was faster by its bound, or fits'}"
-    days, price = budget.days(best.time.tokens_per_s), args.price_per_gpu_hour or device.price_per_hour
-    if args.limit is not None:
-        most, unit = args.limit
-        took = days if unit == "days" else days * 24 * args.num_gpus * price
-        more = f"about {math.ceil(args.num_gpus * took / most):,} devices" if unit == "days" else "fewer tokens"
-        yield f"limit {most:g} {unit}: it takes {took:,.1f} {unit}" + (f", and needs {more}" if took > most else "")
+        size = getattr(best.layout, axis)
+        reason = "no other value is faster by its bound, or fits"
+        for plan in result.plans:
+            if getattr(plan.layout, axis) != size:
+                reason = f"{plan.layout} takes {plan.time.seconds / best.time.seconds:.2f} times as long"
+                break
+        yield f"{axis} {size}: {reason}"
+    if args.limit is None:
+        return
+    limit, unit = args.limit
+    days = budget.days(best.time.tokens_per_s)
+    if unit == "days":
+        needed = days
+        remedy = f"about {math.ceil(args.num_gpus * days / limit):,} devices"
+    else:
+        needed = days * 24 * args.num_gpus * (args.price_per_gpu_hour or device.price_per_hour)
+        remedy = "fewer tokens"
+    text = f"limit {limit:g} {unit}: it takes {needed:,.1f} {unit}"
+    yield f"{text}, and needs {remedy}" if needed > limit else text

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.config_file import read_config_file
 from megalite.config.options import ConfigError
-from megalite.config.text_file import TextFileError, read_small_text
 from megalite.training.logging.run_dir import current_outcome, read_jsonl
 from tools.plots.style import clean
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.storage import local_storage as file_system
-from megalite.config.console import ProgressBar, print_err
+from megalite.common.console import ProgressBar, print_err
 from megalite.data.errors import DataError
 from megalite.data.files.sidecar import read_sidecar
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.environment import set_env_defaults
-from megalite.config.exits import message_of
+from megalite.common.environment import set_env_defaults
+from megalite.common.exits import message_of
 from megalite.config.plugins import PluginSources, load_plugins, plugin_sources
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer

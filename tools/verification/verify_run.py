@@ -1,186 +1,283 @@
-"""What tools/verify.py trains, compares and tells, once the two configurations are made."""
+"""Train the layout and one process, compare them, and format the result, for tools/verify.py."""
 
+import dataclasses
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from megalite.config.console import ProgressBar
+from megalite.common.console import ProgressBar
 from megalite.config.options import Config
 from megalite.launch.local_launcher import LaunchResult, launch_local
 from megalite.training.logging.log_format import aligned_table
 from tools.plots.curves import verified
 from tools.plots.style import save
-from tools.verification.compare_ranks import KINDS, Reference, Row, Tolerance, compare, second_reading, when
-from tools.verification.diagnose import Finding, find
-from tools.verification.record import STEP, Recording, read_all, take
+from tools.verification.compare_ranks import (
+    KINDS,
+    QuantityDiff,
+    Reference,
+    Tolerance,
+    compare,
+    reference_loss_problems,
+    step_label,
+)
+from tools.verification.diagnose import Finding, diagnose
+from tools.verification.record import STEP, Recording, read_all, record_rank
 from tools.verification.reference_sharding import Layout
-from tools.verification.shrink import Smaller, twin
+from tools.verification.shrink import ShrunkConfig, single_process_config
 
-WORDS = {  # kind: all of it, and the one of a name
-    "input": ("what micro-batches hold", "the {} of a micro-batch"),
+KIND_TEXTS = {  # kind -> (heading of all quantities, one of them)
+    "input": ("inputs of micro-batches", "the {} of a micro-batch"),
     "forward": ("hidden states and losses", "the output of {}"),
     "loss": ("loss", "the loss of a {}"),
     "gradient": ("gradients", "the gradient of {}"),
     "norm": ("gradient norm", "the gradient norm of the {}"),
-    "router": ("routers' counts and losses", "the sums {}"),
+    "router": ("router counts and losses", "the sums {}"),
     "weight": ("weights", "the weights {}"),
 }
-NAMED = 6  # names of what differs that are listed
+MAX_NAMED = 6  # quantities that are named
+TIMEOUT_CODE = 124
 
 
-class Failed(Exception):
-    """One process, or the layout, ended with an error, which it has told itself."""
+class RunFailed(Exception):
+    """One of the runs ended with an error, which its ranks have printed."""
 
 
-class Stopped(Exception):
-    """By a signal. `code`: what to exit with."""
+class RunStopped(Exception):
+    """A run was stopped by a signal."""
 
     def __init__(self, code: int):
-        self.code = code
+        self.code = code  # the exit code of this process
 
 
-class Verdict(NamedTuple):
-    """`odd`: what is wrong with the one process itself."""
+@dataclass(frozen=True)
+class VerifyResult:
+    """The comparison of one layout with one process.
 
-    made: Smaller
+    Attributes:
+        reference_errors: lines about wrong losses in the one process.
+    """
+
+    shrunk: ShrunkConfig
     tolerance: Tolerance
-    rows: list[Row]
+    diffs: list[QuantityDiff]
     finding: Finding | None
-    odd: list[str]
+    reference_errors: list[str]
 
     @property
     def agrees(self) -> bool:
-        return self.finding is None and not self.odd
+        return self.finding is None and not self.reference_errors
 
     @property
-    def worst(self) -> list[Row]:
-        """Of every kind and step: what is furthest beyond its tolerance."""
-        found: dict[tuple[str, float], Row] = {}
-        for row in self.rows:
-            old = found.setdefault((row.kind, row.step), row)
-            if (row.differs, row.apart) > (old.differs, old.apart):
-                found[row.kind, row.step] = row
-        return [found[key] for key in sorted(found, key=lambda key: (KINDS.index(key[0]), key[1]))]
+    def worst(self) -> list[QuantityDiff]:
+        """The quantity with the largest difference of each kind and step; those beyond the tolerance come first."""
+        worst: dict[tuple[str, float], QuantityDiff] = {}
+        for diff in self.diffs:
+            current = worst.setdefault((diff.kind, diff.step), diff)
+            if (diff.differs, diff.distance) > (current.differs, current.distance):
+                worst[diff.kind, diff.step] = diff
+        return sorted(worst.values(), key=lambda diff: (KINDS.index(diff.kind), diff.step))
 
     @property
     def notes(self) -> list[str]:
-        notes = [*self.made.notes]
-        if not any(row.step % 1 for row in self.rows):
-            notes.append("not evaluated: --eval-iters 0, or no validation set")
+        notes = [*self.shrunk.notes]
+        if not any(diff.step % 1 for diff in self.diffs):
+            notes.append("evaluations are not verified: --eval-iters is 0, or there is no validation set")
         return notes
 
 
 def train(config: Config, dtype: str, layout: Layout, timeout_s: float) -> list[Recording]:
-    """On local ranks, what each of them had. Raises Failed and Stopped."""
-    with tempfile.TemporaryDirectory(prefix="megalite-verify-") as folder:
-        ends: list[LaunchResult] = []
-        args = (config, dtype, config.train.train_iters, folder)
+    """Train on local ranks and return the recording of each.
+
+    Raises:
+        RunFailed: if a rank fails or `timeout_s` has passed.
+        RunStopped: if a signal ended the run.
+    """
+    with tempfile.TemporaryDirectory(prefix="megalite-verify-") as directory:
+        results: list[LaunchResult] = []
+        args = (config, dtype, config.train.train_iters, directory)
         code = launch_local(
-            layout.world, take, args, timeout_s=timeout_s, keep_signals_blocked=True, on_exit=ends.append
+            layout.world_size, record_rank, args, timeout_s=timeout_s, keep_signals_blocked=True, on_exit=results.append
         )
-        if ends[-1].signals:
-            raise Stopped(code)
+        if results[-1].signals:
+            raise RunStopped(code)
         if code:
-            late = f"it is not done after {timeout_s:g} s; give more with --timeout"
-            why = late if code == 124 else f"{ends[-1].cause}; its error is above"
-            raise Failed(f"the run on {layout.world} rank{'s' if layout.world > 1 else ''} failed: {why}")
-        return read_all(Path(folder), layout)
+            reason = f"{results[-1].cause}; its error is above"
+            if code == TIMEOUT_CODE:
+                reason = f"it has not ended after {timeout_s:g} s; raise --timeout"
+            ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+            raise RunFailed(f"the run on {ranks} failed: {reason}")
+        return read_all(Path(directory), layout)
 
 
-def verify(made: Smaller, dtype: str, timeout_s: float) -> Verdict:
-    """Train both ways and compare. Raises Failed."""
-    m, t = made.config.model, made.config.train
-    batch = t.global_batch_size or 1
-    tolerance = Tolerance(dtype, max(m.seq_length * batch, m.ffn_size, m.hidden_size), m.num_layers)
+def verify(shrunk: ShrunkConfig, dtype: str, timeout_s: float) -> VerifyResult:
+    """Train in one process and under the layout, and compare.
+
+    Raises:
+        RunFailed: if one of the runs fails.
+        RunStopped: if a signal ended a run.
+    """
+    config, layout = shrunk.config, shrunk.layout
+    model, train_config = config.model, config.train
+    batch_size = train_config.global_batch_size or 1
+    longest_sum = max(model.seq_length * batch_size, model.ffn_size, model.hidden_size)
+    tolerance = Tolerance(dtype, longest_sum, model.num_layers)
     with ProgressBar("verify", 3, "parts") as bar:
         bar.update(0, "one process")
-        (one,) = train(twin(made.config), dtype, Layout(), timeout_s)
-        bar.update(1, str(made.layout))
-        ranks = train(made.config, dtype, made.layout, timeout_s)
+        (single_process,) = train(single_process_config(config), dtype, Layout(), timeout_s)
+        bar.update(1, str(layout))
+        ranks = train(config, dtype, layout, timeout_s)
         bar.update(2, "comparing")
-        reference = Reference(one)
-        rows, pieces = compare(reference, ranks, made.layout, tolerance)
-        odd = list(second_reading(reference, tolerance))
-        number = batch // (t.micro_batch_size * made.layout.dp)
-        return Verdict(made, tolerance, rows, find(rows, pieces, reference, made.layout, number), odd)
+        reference = Reference(single_process)
+        diffs, parts = compare(reference, ranks, layout, tolerance)
+        reference_errors = list(reference_loss_problems(reference, tolerance))
+        num_microbatches = batch_size // (train_config.micro_batch_size * layout.dp)
+        finding = diagnose(diffs, parts, reference, layout, num_microbatches)
+        return VerifyResult(shrunk, tolerance, diffs, finding, reference_errors)
 
 
-def text_of(verdict: Verdict, dtype: str) -> str:
-    """For people."""
-    made, m, t = verdict.made, verdict.made.config.model, verdict.made.config.train
-    chunks, steps = _chunks(made), t.train_iters
+def format_result(result: VerifyResult, dtype: str) -> str:
+    """Return the report of one comparison as text."""
+    shrunk = result.shrunk
+    model, train_config = shrunk.config.model, shrunk.config.train
+    steps = train_config.train_iters
     lines = [
-        f"asked for: {made.wanted}; verified: {made.layout}{chunks}, {dtype}, {steps} step{'' if steps == 1 else 's'}",
-        f"of {m.num_layers} layers, hidden {m.hidden_size}, {m.num_attention_heads} heads in {m.num_kv_groups} groups, "
-        f"feed-forward {m.ffn_size}, {m.seq_length} tokens, batch {t.global_batch_size} in micro-batches of "
-        f"{t.micro_batch_size}",
+        f"requested: {shrunk.requested}; verified: {shrunk.layout}{_num_chunks(shrunk)}, {dtype}, "
+        f"{steps} step{'' if steps == 1 else 's'}",
+        f"with {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads in "
+        f"{model.num_kv_groups} groups, feed-forward {model.ffn_size}, {model.seq_length} tokens, batch "
+        f"{train_config.global_batch_size} in micro-batches of {train_config.micro_batch_size}",
     ]
-    if any(m.moe_layers):
-        lines.append(f"{m.moe_router_topk} of {m.num_experts} experts for each token, {m.expert_ffn_size} wide")
-    lines += [f"note: {note}" for note in verdict.notes]
-    rows: list[tuple[str, ...]] = [("compared", "step", "furthest apart", "by", "allowed", "differ")]
-    for row in verdict.worst:
-        alike = [one for one in verdict.rows if (one.kind, one.step) == (row.kind, row.step)]
-        count = f"{sum(one.differs for one in alike)} of {len(alike)}"
-        name = row.name if row.apart or row.differs else "equal"
-        when = f"{row.step:g}" if row.step == int(row.step) else f"eval {int(row.step)}"
-        rows.append((WORDS[row.kind][0], when, name, f"{row.apart:.1e}", f"{row.tolerance:.1e}", count))
-    lines += ["", aligned_table(rows), ""]
-    if verdict.odd:
-        lines += ["one process itself is wrong:", *(f"  {line}" for line in verdict.odd)]
-    if verdict.finding is not None:
-        lines += _told(verdict.finding)
-    number = len({row.name for row in verdict.rows if row.kind == "weight"})
-    if verdict.agrees:
-        lines.append(f"agreed: {made.layout} trains as one process does ({number} parameters, every copy of them)")
+    if any(model.moe_layers):
+        lines.append(
+            f"{model.moe_router_topk} of {model.num_experts} experts for each token, {model.expert_ffn_size} wide"
+        )
+    lines += [f"note: {note}" for note in result.notes]
+    lines += ["", _format_worst(result), ""]
+    if result.reference_errors:
+        lines.append("the losses of the one process are wrong:")
+        lines += [f"  {line}" for line in result.reference_errors]
+    if result.finding is not None:
+        lines += _format_finding(result.finding)
+    if result.agrees:
+        num_params = len({diff.name for diff in result.diffs if diff.kind == "weight"})
+        lines.append(
+            f"agreed: {shrunk.layout} trains as one process does ({num_params} parameters, every copy of them)"
+        )
     return "\n".join(lines)
 
 
-def _chunks(made: Smaller) -> str:
-    p = made.config.parallel
-    spelt, pp = p.pipeline_model_parallel_layout, p.pipeline_model_parallel_size
-    number = (spelt.count("|") + 1) // pp if spelt else p.num_virtual_stages_per_pipeline_rank or 1
-    return f", {number} chunks" if number > 1 else ""
+def _format_worst(result: VerifyResult) -> str:
+    """Return the table with the largest difference of each kind and step."""
+    rows: list[tuple[str, ...]] = [("compared", "step", "largest in", "difference", "allowed", "differ")]
+    for worst in result.worst:
+        same_kind = [diff for diff in result.diffs if (diff.kind, diff.step) == (worst.kind, worst.step)]
+        rows.append(
+            (
+                KIND_TEXTS[worst.kind][0],
+                f"{worst.step:g}" if worst.step == int(worst.step) else f"eval {int(worst.step)}",
+                worst.name if worst.distance or worst.differs else "equal",
+                f"{worst.distance:.1e}",
+                f"{worst.tolerance:.1e}",
+                f"{sum(diff.differs for diff in same_kind)} of {len(same_kind)}",
+            )
+        )
+    return aligned_table(rows)
 
 
-def _told(found: Finding) -> list[str]:
-    ranks = "; ".join(f"{axis} {' '.join(map(str, some))}" for axis, some in found.ranks.items() if some)
-    others = ", ".join(found.others[:NAMED])
-    if len(found.others) > NAMED:
-        others += f" and {len(found.others) - NAMED} more"
-    evaluated, name = found.step % 1 > 0, found.name
-    what = WORDS[found.kind][1].format(name)
-    what = "the validation loss" if evaluated and (found.kind, name) == ("loss", STEP) else what
-    place = "in" if evaluated else "after" if found.kind == "weight" else "at"
-    at = f"{place} {when(found.step)}" if found.step else "before the first step"
+def _num_chunks(shrunk: ShrunkConfig) -> str:
+    parallel = shrunk.config.parallel
+    num_chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    if parallel.pipeline_model_parallel_layout:
+        num_stages = parallel.pipeline_model_parallel_layout.count("|") + 1
+        num_chunks = num_stages // parallel.pipeline_model_parallel_size
+    return f", {num_chunks} chunks" if num_chunks > 1 else ""
+
+
+def _format_finding(finding: Finding) -> list[str]:
+    is_evaluation = finding.step % 1 > 0
+    quantity = KIND_TEXTS[finding.kind][1].format(finding.name)
+    if is_evaluation and (finding.kind, finding.name) == ("loss", STEP):
+        quantity = "the validation loss"
+    preposition = "at"
+    if is_evaluation:
+        preposition = "in"
+    elif finding.kind == "weight":
+        preposition = "after"
+    time = f"{preposition} {step_label(finding.step)}" if finding.step else "before the first step"
+    ranks = "; ".join(f"{axis} {' '.join(map(str, numbers))}" for axis, numbers in finding.ranks.items() if numbers)
     lines = [
-        f"DIFFERS first {at}: {what}, {found.apart:.3g} apart where {found.tolerance:.1e} is allowed",
+        f"DIFFERS first {time}: {quantity}, by {finding.distance:.3g}; allowed: {finding.tolerance:.1e}",
         f"  on ranks: {ranks or 'none'}",
-        f"  where: {found.where}",
+        f"  where: {finding.location}",
     ]
-    if len(found.others) > 1:
-        lines.append(f"  all of that kind there: {others}")
-    return [*lines, *(f"  likely: {cause}" for cause in found.causes)]
+    if len(finding.differing) > 1:
+        names = ", ".join(finding.differing[:MAX_NAMED])
+        if len(finding.differing) > MAX_NAMED:
+            names += f" and {len(finding.differing) - MAX_NAMED} more"
+        lines.append(f"  all that differ there: {names}")
+    return [*lines, *(f"  likely: {cause}" for cause in finding.causes)]
 
 
-def as_json(verdicts: Sequence[Verdict], dtype: str) -> dict[str, Any]:
-    """What is told of all, in what is told of the first run; the second's own under its name."""
-    first, *second = (_one(verdict, dtype) for verdict in verdicts)
-    differing = [one["first"] for one in (first, *second) if one["first"] is not None]
-    both = {"agrees": all(verdict.agrees for verdict in verdicts), "first": differing[0] if differing else None}
-    return {**first, **both, "second": second[0] if second else None}
+def to_json(results: Sequence[VerifyResult], dtype: str) -> dict[str, Any]:
+    """Return the content of --json: the first run, with the second one below it under `second`."""
+    first, *others = (_result_json(result, dtype) for result in results)
+    findings = [run["first"] for run in (first, *others) if run["first"] is not None]
+    return {
+        **first,
+        "agrees": all(result.agrees for result in results),
+        "first": findings[0] if findings else None,
+        "second": others[0] if others else None,
+    }
 
 
-def _one(verdict: Verdict, dtype: str) -> dict[str, Any]:
-    keys = ("step", "kind", "name", "apart", "tolerance", "differs", "missing")
-    made, first = verdict.made, None if verdict.finding is None else verdict.finding._asdict()
-    told = {"agrees": verdict.agrees, "dtype": dtype, "steps": made.config.train.train_iters}
-    told |= {"wanted": made.wanted._asdict(), "verified": made.layout._asdict(), "notes": verdict.notes, "first": first}
-    rows = [{key: getattr(row, key) for key in keys} for row in verdict.rows]
-    return told | {"one_process": verdict.odd, "rows": rows}
+def _result_json(result: VerifyResult, dtype: str) -> dict[str, Any]:
+    shrunk = result.shrunk
+    return {
+        "agrees": result.agrees,
+        "dtype": dtype,
+        "steps": shrunk.config.train.train_iters,
+        "wanted": dataclasses.asdict(shrunk.requested),
+        "verified": dataclasses.asdict(shrunk.layout),
+        "notes": result.notes,
+        "first": None if result.finding is None else _finding_json(result.finding),
+        "one_process": result.reference_errors,
+        "rows": [
+            {
+                "step": diff.step,
+                "kind": diff.kind,
+                "name": diff.name,
+                "apart": diff.distance,
+                "tolerance": diff.tolerance,
+                "differs": diff.differs,
+                "missing": diff.problem,
+            }
+            for diff in result.diffs
+        ],
+    }
 
 
-def draw(verdict: Verdict, path: Path, dtype: str) -> None:
-    """Raises OSError, ValueError and MissingPackage."""
-    save(verified(verdict.rows, str(verdict.made.layout), dtype), path)
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "step": finding.step,
+        "kind": finding.kind,
+        "name": finding.name,
+        "layer": finding.layer,
+        "apart": finding.distance,
+        "tolerance": finding.tolerance,
+        "ranks": finding.ranks,
+        "where": finding.location,
+        "others": finding.differing,
+        "causes": finding.causes,
+    }
+
+
+def draw(result: VerifyResult, path: Path, dtype: str) -> None:
+    """Write the plot of a result.
+
+    Raises:
+        OSError, ValueError: if the file cannot be written, or its format is unknown.
+        MissingPackageError: if matplotlib is missing.
+    """
+    save(verified(result.diffs, str(result.shrunk.layout), dtype), path)

@@ -32,8 +32,8 @@ from megalite.checkpoint.format import safetensors_file as tensor_file
 from megalite.checkpoint.format.safetensors_file import FileChecksum, WriteItem
 from megalite.checkpoint.storage.location import CheckpointError, Location, checkpoint_dir
 from megalite.checkpoint.storage.storage import TRACKER, storage_of
+from megalite.common.console import print_err
 from megalite.common.fault_injection import inject_fault
-from megalite.config.console import print_err
 from megalite.parallel.spec import Box
 
 FORMAT = 2

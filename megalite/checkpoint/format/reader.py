@@ -31,7 +31,7 @@ from megalite.checkpoint.format.safetensors_file import (
 )
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.checkpoint.storage.storage import OpenFile, storage_of
-from megalite.config.console import logged_progress
+from megalite.common.console import logged_progress
 from megalite.parallel.spec import Box, TensorShard, flat_offset, intersect, rectangles, slices_within
 
 _MIN_DIRECT_BYTES = 1 << 16  # a smaller direct read costs more than a copy

@@ -15,7 +15,7 @@ from megalite.checkpoint.format.reader import CheckpointReader, mismatches
 from megalite.checkpoint.manager.collective import run_on_all_ranks
 from megalite.checkpoint.storage.location import CheckpointError, Location, OtherRankError, parse_location
 from megalite.checkpoint.storage.storage import checkpoint_dir, storage_of
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.parallel.comm import all_reduce_int, broadcast_int
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import TensorShard

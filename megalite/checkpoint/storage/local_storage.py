@@ -22,10 +22,10 @@ from megalite.checkpoint.storage.location import (
     is_megatron_checkpoint,
     step_from_name,
 )
+from megalite.common.console import print_err
 from megalite.common.fault_injection import inject_fault
 from megalite.common.safe_open import open_nofollow, remove
-from megalite.config.console import print_err
-from megalite.config.text_file import read_small_bytes
+from megalite.common.text_file import read_small_bytes
 
 _REPLACED = ".replaced"
 _WRITEBACK_BYTES = 1 << 22  # start writing to the disk after this many buffered bytes

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.text_file import regular_opener
+from megalite.common.text_file import regular_opener
 from megalite.data.datasets.permutation import Ints, permute
 from megalite.data.file_lock import atomic_write, file_lock
 

@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.common.environment import getenv
 from megalite.common.optional_packages import missing_package_message
 from megalite.common.safe_open import open_nofollow
-from megalite.config.environment import getenv
 from megalite.config.option import find_url_secret
 from megalite.data.errors import DataError
 from megalite.data.file_lock import file_lock

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megalite.config.text_file import read_small_bytes
+from megalite.common.text_file import read_small_bytes
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.text_file import read_small_bytes
+from megalite.common.text_file import read_small_bytes
 from megalite.data.errors import DataError, wrap_library_errors
 
 EOD_BYTE = 256

@@ -19,10 +19,10 @@ from torch import Tensor
 from megalite.checkpoint.format import safetensors_file as tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.safetensors_file import DTYPES
+from megalite.common.console import ProgressBar
 from megalite.common.tables import load_table
-from megalite.config.console import ProgressBar
+from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.options import ModelConfig
-from megalite.config.text_file import TextFileError, read_small_text
 from megalite.interop import tensor_mapping
 from megalite.interop.huggingface.config_json import Json, read_config, write_config
 from megalite.interop.name_mapping import FAMILIES, TensorNames

@@ -25,8 +25,8 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.format.safetensors_file import CODES
 from megalite.checkpoint.offline import full_box
+from megalite.common.text_file import read_small_bytes
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN
-from megalite.config.text_file import read_small_bytes
 from megalite.interop.megatron import torch_format
 from megalite.interop.tensor_mapping import ExternalModel, FileTensor
 from megalite.parallel.spec import Box, intersect, slices_within

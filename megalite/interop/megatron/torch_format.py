@@ -30,9 +30,9 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.storage.location import TRACKER, is_megatron_checkpoint
 from megalite.common.tables import load_table
+from megalite.common.text_file import read_small_bytes
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern, parse_layer_pattern
 from megalite.config.options import ModelConfig, gelu_variant
-from megalite.config.text_file import read_small_bytes
 from megalite.interop.name_mapping import TensorNames, rules
 from megalite.interop.tensor_mapping import (
     ExternalModel,

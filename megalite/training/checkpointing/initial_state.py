@@ -23,7 +23,7 @@ from megalite.checkpoint.storage.location import (
     is_url,
     parse_location,
 )
-from megalite.config.console import print_err, print_out
+from megalite.common.console import print_err, print_out
 from megalite.config.options import Config, DataConfig, training_options
 from megalite.config.registry import REGISTRIES
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer

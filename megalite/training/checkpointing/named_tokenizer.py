@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.storage.location import Location
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 

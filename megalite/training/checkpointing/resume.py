@@ -10,8 +10,8 @@ from megalite.checkpoint.manager import loader
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.checkpoint.storage import storage as storage
 from megalite.checkpoint.storage.location import CheckpointError, Location, parse_location
+from megalite.common.console import print_err, print_out
 from megalite.config.config_file import parse_config_text
-from megalite.config.console import print_err, print_out
 from megalite.config.option import EXECUTION, MODEL, option_spec
 from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build, is_explicit
 from megalite.config.plugins import changed_plugins, missing_plugins_message, plugin_hashes

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from megalite.checkpoint.storage.location import CheckpointError
+from megalite.common import environment
+from megalite.common.console import discard_unwritable_output, print_err
+from megalite.common.exit_codes import ExitCode
+from megalite.common.exits import end_at_once
 from megalite.common.optional_packages import missing_packages
-from megalite.config import cli, environment
-from megalite.config.console import discard_unwritable_output, print_err
-from megalite.config.exits import end_at_once
+from megalite.config import cli
+from megalite.config.env_overrides import env_problems
 from megalite.config.options import Config, num_local_ranks
 from megalite.data.files.missing_files import missing_file_errors, without_data_files
 from megalite.launch import rank_info as launcher
-from megalite.launch.local_launcher import INTERRUPTED, ORDERLY_S, cpu_count, launch_local, print_stopping
+from megalite.launch.local_launcher import ORDERLY_STOP_S, cpu_count, launch_local, print_stopping
 from megalite.launch.rank_info import LaunchError, RankInfo
 from megalite.models.families import PRESETS
 from megalite.training.job.restarts import RestartPolicy, lock_run_dir
 from megalite.training.job.stop_signals import StopImmediately, StopSignalHandler, block_signals
-from megalite.training.logging.run_dir import ExitCode, name_conflict, run_dir, write_status
+from megalite.training.logging.run_dir import name_conflict, run_dir, write_status
 
 MAX_RANKS_PER_CORE = 8
 GPUS_PER_NODE = 8  # assumed by a dry run without a launcher
@@ -80,7 +83,7 @@ class TrainCommand:
         handler = StopSignalHandler(stops_gracefully, extra_signals, prints=no_launcher)
         handler.install()
         if saves:
-            launcher.stop_when_torchrun_exits(ORDERLY_S)
+            launcher.stop_when_torchrun_exits(ORDERLY_STOP_S)
         return handler
 
 
@@ -100,7 +103,7 @@ def parse(argv: list[str]) -> TrainCommand:
 
     def machine_problems(config: Config, option_problems: list[str]) -> list[str]:
         nproc = num_local_ranks(config.parallel)
-        problems = [*launcher_problems, *environment.env_problems()]
+        problems = [*launcher_problems, *env_problems()]
         if problem := launcher.nproc_error(ranks, config.parallel.nproc):
             problems.append(problem)
         if ranks is None and nproc > MAX_RANKS_PER_CORE * cpu_count() and not config.train.dry_run:
@@ -139,6 +142,6 @@ def run_main(main: Callable[[list[str]], int]) -> NoReturn:
     except KeyboardInterrupt as error:
         if not isinstance(error, StopImmediately):  # the handler of StopImmediately has reported it
             print_stopping(signal.Signals[error.args[0]] if error.args else signal.SIGINT)
-        end_at_once(INTERRUPTED)
+        end_at_once(ExitCode.INTERRUPTED)
     finally:
         discard_unwritable_output()

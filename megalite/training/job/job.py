@@ -14,9 +14,10 @@ import torch
 
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
+from megalite.common.console import MOST_OF_AN_ERROR, print_err, shortened
+from megalite.common.exit_codes import ExitCode
+from megalite.common.exits import end_at_once, text_of
 from megalite.common.fault_injection import inject_fault
-from megalite.config.console import MOST_OF_AN_ERROR, print_err, shortened
-from megalite.config.exits import end_at_once, text_of
 from megalite.config.options import Config
 from megalite.data.errors import DataError
 from megalite.launch.rank_info import LaunchError, RankInfo, process_group, torchrun_will_restart
@@ -44,7 +45,7 @@ from megalite.training.logging.rank_log import (
     report_failure_once,
     wait_for_first_failure,
 )
-from megalite.training.logging.run_dir import ExitCode, newest_checkpoint, run_dir, to_resume, write_status
+from megalite.training.logging.run_dir import newest_checkpoint, run_dir, to_resume, write_status
 from megalite.training.logging.run_report import RunReport
 from megalite.training.logging.timers import TimeBreakdown, Timers
 from megalite.training.monitoring.rank_consistency import check_ranks_match

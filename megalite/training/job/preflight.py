@@ -18,11 +18,12 @@ import torch.distributed as dist
 from megalite.checkpoint.storage.local_storage import LocalStorage
 from megalite.checkpoint.storage.location import is_url, parse_location
 from megalite.checkpoint.storage.storage import storage_of
+from megalite.common import environment
+from megalite.common.console import print_out
 from megalite.common.fault_injection import FAULT_VARIABLE
 from megalite.common.optional_packages import MissingPackageError
-from megalite.config import environment
+from megalite.config import env_overrides
 from megalite.config.config_file import dump_config, non_default_options
-from megalite.config.console import print_out
 from megalite.config.options import Config, TrainConfig, effective_log_style
 from megalite.config.plugins import error_location
 from megalite.config.problems import Problem
@@ -244,7 +245,7 @@ def open_metrics_logger(
     for note in sources.notes:
         report.info(f"note: {note}")
     is_cuda = run.mesh.device.type == "cuda"
-    names = [*environment.OVERRIDES.values(), FAULT_VARIABLE]
+    names = [*env_overrides.OVERRIDES.values(), FAULT_VARIABLE]
     if is_cuda:
         names = [*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()), *names]
     variables = environment.format_set_variables(names)

@@ -15,14 +15,14 @@ from typing import Any
 from megalite.checkpoint.storage.local_storage import DirectoryLock
 from megalite.checkpoint.storage.location import CheckpointError, is_url
 from megalite.checkpoint.storage.storage import checkpoint_dir, steps_in
-from megalite.config.console import print_err
+from megalite.common.console import print_err
+from megalite.common.exit_codes import ExitCode
 from megalite.config.options import Config
 from megalite.launch.local_launcher import LaunchResult
 from megalite.training.logging.rank_log import RANK_LOG_DIR, crash_stack
 from megalite.training.logging.run_dir import (
     RUN_LOCK,
     EventLog,
-    ExitCode,
     checkpoint_dirs,
     finalize_status,
     newest_checkpoint,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.environment import getenv
+from megalite.common.environment import getenv
 from megalite.parallel.mesh import Mesh
 
 STATISTICS = {  # name -> statistic of torch's CUDA allocator

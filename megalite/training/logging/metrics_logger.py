@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from megalite.config.console import ProgressBar, print_err, print_out, width_of_terminal
-from megalite.config.environment import getenv
+from megalite.common.console import ProgressBar, print_err, print_out, width_of_terminal
+from megalite.common.environment import getenv
+from megalite.common.text_file import read_ends
 from megalite.config.options import LogConfig
-from megalite.config.text_file import read_ends
 from megalite.data.datasets.blended_dataset import bits_per_byte
 from megalite.training.datasets import NamedDataset
 from megalite.training.logging import log_format as lines

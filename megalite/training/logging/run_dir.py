@@ -18,17 +18,17 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.storage.local_storage import is_locked
 from megalite.checkpoint.storage.location import is_url
 from megalite.checkpoint.storage.storage import checkpoint_dir, steps_in
+from megalite.common.console import print_err
+from megalite.common.exit_codes import ExitCode
 from megalite.common.safe_open import open_nofollow
-from megalite.config.console import print_err
+from megalite.common.text_file import read_small_text, regular_opener
 from megalite.config.options import Config
-from megalite.config.text_file import read_small_text, regular_opener
 
 
 def timestamp() -> str:
@@ -39,25 +39,6 @@ _STARTED = timestamp()
 RUN_LOCK = ".run.lock"  # locked by the run in this directory (training/job/restarts.py)
 MAX_ROW = 1 << 20  # characters of a row of metrics.jsonl or events.jsonl
 MIN_BLOCK = 1024  # bytes that a small file occupies on any disk
-
-
-class ExitCode(IntEnum):
-    """The exit code of pretrain_gpt.py; its name in lower case is `outcome` in status.json."""
-
-    DONE = 0
-    CRASH = 1
-    USAGE = 2
-    PREFLIGHT = 3
-    RERUN = 16
-    BAD_RESULT = 17
-    HANG = 70
-    REQUEUE = 75
-    INTERRUPTED = 130
-
-    @property
-    def outcome(self) -> str:
-        """Return the outcome in status.json."""
-        return self.name.lower().replace("_", "-")
 
 
 # Outcomes of a process that ended before its first step.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.common.exit_codes import ExitCode
 from megalite.config.options import Config
 from megalite.launch.local_launcher import cpu_count
 from megalite.launch.rank_info import RankInfo
@@ -31,7 +32,7 @@ from megalite.planning.bottleneck import (
 )
 from megalite.planning.run_plan import RunPlan
 from megalite.training.logging.log_format import duration
-from megalite.training.logging.run_dir import EventLog, ExitCode, read_jsonl, timestamp, write_atomically
+from megalite.training.logging.run_dir import EventLog, read_jsonl, timestamp, write_atomically
 from megalite.training.logging.timers import COMPUTE, TIMED_FIRST_STEPS, TimeBreakdown
 from megalite.training.state import Run
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.config.console import print_err
+from megalite.common.console import print_err
 from megalite.config.options import OperationsConfig
 from megalite.parallel.comm import all_gather_strings, all_reduce_
 from megalite.parallel.mesh import Mesh

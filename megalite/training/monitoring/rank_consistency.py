@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import megalite
-from megalite.config import environment
+from megalite.common import environment
 from megalite.config.config_file import non_default_options
 from megalite.config.options import Config
 from megalite.config.plugins import plugin_hashes

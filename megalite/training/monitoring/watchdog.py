@@ -35,20 +35,14 @@ import torch
 from torch.distributed import distributed_c10d
 
 import megalite
+from megalite.common.console import print_err
+from megalite.common.exit_codes import ExitCode
 from megalite.common.safe_open import open_in_run_dir
-from megalite.config.console import print_err
 from megalite.config.options import Config
 from megalite.launch.rank_info import HANG_REPORT, LaunchError, read_first_failure
 from megalite.parallel.cpu.shared_memory import CollectiveMismatchError
 from megalite.parallel.mesh import ABSTRACT, Mesh
-from megalite.training.logging.run_dir import (
-    EventLog,
-    ExitCode,
-    belongs_to_another_run,
-    is_done,
-    write_atomically,
-    write_status,
-)
+from megalite.training.logging.run_dir import EventLog, belongs_to_another_run, is_done, write_atomically, write_status
 from megalite.training.logging.timers import Timers
 from megalite.training.monitoring.hang_diagnosis import RankState, diagnose, format_call, format_ranks
 from megalite.training.state import Run

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from megalite.config.environment import wants_plain_output
+from megalite.common.environment import wants_plain_output
 
 T = TypeVar("T")
 ERASE = "\r\x1b[2K"  # erases the current line of a terminal
@@ -165,7 +165,7 @@ class ProgressBar(contextlib.AbstractContextManager["ProgressBar"]):
         self._next = time.monotonic() + (every_s if first_s is None else first_s)
         self.live = is_interactive() and not quiet
         if self.live:
-            from megalite.config.rich_progress import one_line_progress
+            from megalite.common.rich_progress import one_line_progress
 
             self._next = 0.0
             self._progress = one_line_progress()

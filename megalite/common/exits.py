@@ -16,8 +16,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megalite.common.optional_packages import CODE, MissingPackageError
-from megalite.config.console import MOST_CHARACTERS, discard_unwritable_output, print_err, shortened
+from megalite.common.console import MOST_CHARACTERS, discard_unwritable_output, print_err, shortened
+from megalite.common.exit_codes import ExitCode
+from megalite.common.optional_packages import MissingPackageError
 
 _reports: list[int] = []  # the file descriptor on which megalite/api.py waits for the exit code of this process
 
@@ -122,7 +123,7 @@ def run_cli(run: Callable[[], int], prints: bool = True) -> Any:
     except SystemExit as error:
         return exit_code(error)
     except KeyboardInterrupt:
-        end_at_once(130)
+        end_at_once(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         stdout = select.poll()
         stdout.register(1, 0)
@@ -131,7 +132,7 @@ def run_cli(run: Callable[[], int], prints: bool = True) -> Any:
         raise
     except MissingPackageError as error:
         print_err(f"{os.path.basename(sys.argv[0])}: {error}")
-        return CODE
+        return ExitCode.PREFLIGHT
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -1,4 +1,4 @@
-"""The line that `megalite.config.console.ProgressBar` shows on a terminal, drawn by rich.
+"""The line that `megalite.common.console.ProgressBar` shows on a terminal, drawn by rich.
 
 This module is imported only if stdout is a terminal, because most processes of a run have none.
 """
