@@ -1,16 +1,17 @@
 #!/usr/bin/env python
-"""Look at checkpoints, and change them, without a GPU and without the run that made them.
+"""Inspect and modify checkpoints, without a GPU and without the run that wrote them.
 
-python tools/checkpoint.py inspect runs/mine                       what is in it; --tensors: every one
-python tools/checkpoint.py verify runs/mine                        hash it, and older ones until one is whole; --all
+python tools/checkpoint.py inspect runs/mine                       print its contents; --tensors lists every tensor
+python tools/checkpoint.py verify runs/mine                        check its hashes, then older ones until one is
+                                                                   intact; --all checks every checkpoint
 python tools/checkpoint.py diff runs/a/iter_0000500 runs/b         first and largest difference of each tensor
-python tools/checkpoint.py reshard runs/mine small/iter_0000500    in --files 1; --weights: without the optimizer
-python tools/checkpoint.py average OUT A B C                       the mean of the weights
-python tools/checkpoint.py prune runs/mine --keep-last 3           as a run does; --dry-run: only say
+python tools/checkpoint.py reshard runs/mine small/iter_0000500    rewrite it in --files 1; --weights: no optimizer
+python tools/checkpoint.py average OUT A B C                       write the mean of the weights
+python tools/checkpoint.py prune runs/mine --keep-last 3           delete old ones as a run does; --dry-run: only list
 python tools/checkpoint.py data-usage runs/mine                    tokens, documents and epochs of its training data
 
-A --save directory stands for the newest checkpoint in it; each may be a URL (s3://bucket/runs/mine). Exit codes: 0;
-1: it differs, or is damaged; 2: usage; 3: it cannot be read or written.
+A --save directory stands for the newest checkpoint in it. Paths may be URLs (s3://bucket/runs/mine). Exit codes: 0
+success, 1 checkpoints differ or are damaged, 2 wrong usage, 3 a checkpoint cannot be read or written.
 """
 
 from __future__ import annotations
@@ -40,27 +41,26 @@ if TYPE_CHECKING:
     from tools.verification.conversion import Difference
 
 
-def inspect(path: Location, tensors: bool) -> None:
+def inspect(path: Location, list_tensors: bool) -> None:
+    """Print the contents of a checkpoint."""
     from megalite.checkpoint import offline
 
-    found = offline.open_checkpoint(path)
-    folder, manifest = found.directory, found.manifest
+    checkpoint = offline.open_checkpoint(path)
+    manifest = checkpoint.manifest
     progress = manifest.state.get("progress", {})
-    print(f"{folder}: step {progress.get('step', '?')}, {progress.get('consumed_tokens', 0):,} tokens")
-    size = sum(stamp.size for stamp in manifest.files.values())
-    hashes = ", ".join(sorted({stamp.algorithm for stamp in manifest.files.values()}))
-    print(f"{len(manifest.files)} files, {size / 2**30:.3f} GiB, hashed with {hashes}")
-    elements: Counter[tuple[str, str]] = Counter()
-    for name, whole in manifest.tensors.items():
-        elements[name.partition("/")[0], whole.dtype] += math.prod(whole.shape)
-    for (kind, dtype), count in sorted(elements.items()):
+    print(f"{checkpoint.directory}: step {progress.get('step', '?')}, {progress.get('consumed_tokens', 0):,} tokens")
+    size = sum(checksum.size for checksum in manifest.files.values())
+    algorithms = ", ".join(sorted({checksum.algorithm for checksum in manifest.files.values()}))
+    print(f"{len(manifest.files)} files, {size / 2**30:.3f} GiB, hashed with {algorithms}")
+    num_elements: Counter[tuple[str, str]] = Counter()
+    for name, tensor in manifest.tensors.items():
+        num_elements[name.partition("/")[0], tensor.dtype] += math.prod(tensor.shape)
+    for (kind, dtype), count in sorted(num_elements.items()):
         print(escape_control_chars(f"{kind:24}") + f" {count:>16,} elements of {dtype}")
-    if tensors:
-        for name, whole in sorted(manifest.tensors.items()):
-            print(
-                escape_control_chars(f"{name:56}")
-                + f" {whole.dtype:10} {tuple(whole.shape)} in {len(whole.boxes)} parts"
-            )
+    if list_tensors:
+        for name, tensor in sorted(manifest.tensors.items()):
+            facts = f"{tensor.dtype:10} {tuple(tensor.shape)} in {len(tensor.boxes)} parts"
+            print(f"{escape_control_chars(f'{name:56}')} {facts}")
     if "config" in manifest.state:
         print(escape_control_chars(f"\n{manifest.state['config'].rstrip()}"))
 
@@ -70,159 +70,184 @@ def format_data_usage(path: Location) -> str:
 
     Raises CheckpointError or DataError.
     """
-    folder, manifest = manifests.find_newest(path)
+    directory, manifest = manifests.find_newest(path)
     saved = manifest.state.get("data")
     if saved is None:
-        return f"{folder}: trained on generated data, nothing to account for"
-    eras, _, totals, consumed = ledger.read(saved)
-    width = max([6, *(len(total.name) for total in totals.values())])
-    lines = [f"{folder}: {consumed:,} samples", f"{'source':{width}}  {'tokens':>18}  {'documents':>14}  {'epochs':>8}"]
+        return f"{directory}: trained on generated data, nothing to account for"
+    phases, _, totals, num_samples = ledger.read(saved)
+    width = max([len("source"), *(len(total.name) for total in totals.values())])
+    lines = [
+        f"{directory}: {num_samples:,} samples",
+        f"{'source':{width}}  {'tokens':>18}  {'documents':>14}  {'epochs':>8}",
+    ]
     lines += [f"{t.name:{width}}  {t.tokens:18,}  {t.documents:14,}  {t.epochs:8.3f}" for t in totals.values()]
-    for number, era in enumerate(eras):
-        weights = sum(share.weight for share in era.sources)
-        blend = ", ".join(f"{share.weight / weights:.4f} {share.name}" for share in era.sources)
-        end = eras[number + 1].begin if number + 1 < len(eras) else consumed
-        lines.append(f"samples {era.begin:,} to {end:,}: {era.seq_length} tokens each, {blend}")
+    ends = [*(phase.begin for phase in phases[1:]), num_samples]
+    for phase, end in zip(phases, ends, strict=True):
+        total_weight = sum(source.weight for source in phase.sources)
+        blend = ", ".join(f"{source.weight / total_weight:.4f} {source.name}" for source in phase.sources)
+        lines.append(f"samples {phase.begin:,} to {end:,}: {phase.seq_length} tokens each, {blend}")
     return "\n".join(lines)
 
 
-def verify(path: Location, every: bool) -> int:
-    """From the newest down to the first that is whole, or `every` one; 1 if any of them is damaged."""
+def verify(path: Location, verify_all: bool) -> int:
+    """Verify checkpoints from the newest to the first that is intact, or all; return 1 if any of them is damaged."""
     from megalite.checkpoint.format import reader
 
-    folders = [storage.checkpoint_dir(path, step) for step in reversed(storage.steps_in(path))]
-    if (
-        not folders
-        and step_from_name(path.name) is None
-        and "manifest.json" not in storage.storage_of(path).list_files(path)
-    ):
-        raise CheckpointError(f"{path}: no checkpoint; give a --save directory, or one checkpoint in it")
-    bad = 0
-    for folder in folders or [path]:
+    checkpoint_dirs = [storage.checkpoint_dir(path, step) for step in reversed(storage.steps_in(path))]
+    if not checkpoint_dirs:  # `path` may be a checkpoint itself
+        if step_from_name(path.name) is None and "manifest.json" not in storage.storage_of(path).list_files(path):
+            raise CheckpointError(f"{path}: no checkpoint; give a --save directory, or one checkpoint in it")
+        checkpoint_dirs = [path]
+    code = 0
+    for directory in checkpoint_dirs:
         try:
-            manifest = manifests.load_manifest(folder)
-            reader.verify_checkpoint(folder, manifest, f"verifying {folder}")
-            print(f"{folder}: {len(manifest.tensors)} tensors in {len(manifest.files)} files, all as they were written")
-            if not every:
+            manifest = manifests.load_manifest(directory)
+            reader.verify_checkpoint(directory, manifest, f"verifying {directory}")
+            counts = f"{len(manifest.tensors)} tensors in {len(manifest.files)} files"
+            print(f"{directory}: {counts}, all as they were written")
+            if not verify_all:
                 break
         except CheckpointError as error:
-            bad += 1
-            print(escape_control_chars(f"{folder}: {error}"), file=sys.stderr)
-    return 1 if bad else 0
+            code = 1
+            print(escape_control_chars(f"{directory}: {error}"), file=sys.stderr)
+    return code
 
 
 def differences(a: Checkpoint, b: Checkpoint) -> Iterator[Difference]:
-    """The differences between two checkpoints, tensor by tensor."""
+    """Yield the differences between two checkpoints, tensor by tensor."""
     from tools.verification.conversion import Difference, difference
 
-    mine, theirs = a.manifest.tensors, b.manifest.tensors
-    for name in sorted({*mine, *theirs}):
-        if name not in theirs or name not in mine:
-            yield Difference(name, f"only in the {'first' if name in mine else 'second'}")
-        elif mine[name].shape != theirs[name].shape:
-            yield Difference(name, f"shape {mine[name].shape} and {theirs[name].shape}")
-        elif (found := difference(name, a.read(name), b.read(name))) is not None:
-            yield found
+    tensors_a = a.manifest.tensors
+    tensors_b = b.manifest.tensors
+    for name in sorted({*tensors_a, *tensors_b}):
+        if name not in tensors_b:
+            yield Difference(name, "only in the first")
+        elif name not in tensors_a:
+            yield Difference(name, "only in the second")
+        elif tensors_a[name].shape != tensors_b[name].shape:
+            yield Difference(name, f"shape {tensors_a[name].shape} and {tensors_b[name].shape}")
+        elif (result := difference(name, a.read(name), b.read(name))) is not None:
+            yield result
 
 
-def diff(a: Location, b: Location) -> int:
+def diff(path_a: Location, path_b: Location) -> int:
+    """Print the differences between two checkpoints, and return 1 if there are any."""
     from megalite.checkpoint.offline import open_checkpoint
 
-    one, two = open_checkpoint(a), open_checkpoint(b)
+    a = open_checkpoint(path_a)
+    b = open_checkpoint(path_b)
     count = 0
-    for d in differences(one, two):
+    for d in differences(a, b):
         count += 1
-        text = d.note
+        texts = [d.note] if d.note else []
         if d.index is not None:
-            text += f"{', ' if text else ''}{d.count:,} elements; first at {[*d.index]}: {d.here:g} and {d.there:g}"
-            text += f"; largest {d.largest:g}"
-        print(escape_control_chars(f"{d.name}: {text}"))
-    print(f"{count} tensors differ" if count else f"{len(one.manifest.tensors)} tensors, equal to the bit")
+            text = f"first at {[*d.index]}: {d.first:g} and {d.second:g}"
+            texts.append(f"{d.count:,} elements; {text}; largest {d.largest:g}")
+        print(escape_control_chars(f"{d.name}: {', '.join(texts)}"))
+    print(f"{count} tensors differ" if count else f"{len(a.manifest.tensors)} tensors, equal to the bit")
     return 1 if count else 0
 
 
-def named(source: Checkpoint, folder: Location) -> Location:
-    """`folder`, or in it the folder of the source's name."""
-    return folder if folder.name.startswith("iter_") else folder / source.directory.name
+def target_directory(source: Checkpoint, path: Location) -> Location:
+    """Return `path` if it is named like a checkpoint, otherwise the directory with the source's name in it."""
+    return path if path.name.startswith("iter_") else path / source.directory.name
 
 
-def shares(items: Sequence[TensorProducer], files: int) -> list[list[TensorProducer]]:
-    """Consecutive items, cut where their bytes pass the next multiple of total / files."""
-    shares: list[list[TensorProducer]] = [[] for _ in range(files)]
-    total, done = max(1, sum(item.bytes for item in items)), 0
-    for item in items:
-        shares[min(files - 1, (done + item.bytes // 2) * files // total)].append(item)
-        done += item.bytes
-    return shares
+def split_evenly(producers: Sequence[TensorProducer], num_files: int) -> list[list[TensorProducer]]:
+    """Split consecutive producers into files of about the same number of bytes."""
+    files: list[list[TensorProducer]] = [[] for _ in range(num_files)]
+    total = max(1, sum(producer.bytes for producer in producers))
+    offset = 0
+    for producer in producers:
+        middle = offset + producer.bytes // 2
+        files[min(num_files - 1, middle * num_files // total)].append(producer)
+        offset += producer.bytes
+    return files
 
 
-def write_whole(
-    folder: Location, like: Checkpoint, names: Sequence[str], make: Callable[[str], Tensor], state: Any, files: int
+def write_like(
+    directory: Location,
+    template: Checkpoint,
+    names: Sequence[str],
+    make_tensor: Callable[[str], Tensor],
+    state: Any,
+    num_files: int,
 ) -> None:
-    """The tensors `names` of `like`, with the values that `make` gives."""
+    """Write a checkpoint with the tensors `names` of `template`, with the values that `make_tensor(name)` returns."""
     from megalite.checkpoint.offline import TensorProducer, full_box, write_checkpoint
 
-    shapes = {name: like.shape(name) for name in names}
-    items = [TensorProducer(like.dtype(n), [(n, full_box(shapes[n]))], lambda n=n: [make(n)]) for n in names]
-    write_checkpoint(folder, shares(items, files), shapes, state)
+    shapes = {name: template.shape(name) for name in names}
+    producers = []
+    for name in names:
+        parts = [(name, full_box(shapes[name]))]
+        producers.append(TensorProducer(template.dtype(name), parts, lambda name=name: [make_tensor(name)]))
+    write_checkpoint(directory, split_evenly(producers, num_files), shapes, state)
 
 
-def reshard(source: Location, target: Location, files: int, weights: bool) -> None:
+def reshard(path: Location, target: Location, num_files: int, weights_only: bool) -> None:
+    """Write a checkpoint again, in another number of files."""
     from megalite.checkpoint.offline import open_checkpoint
 
-    found = open_checkpoint(source)
-    folder = named(found, target)
-    names = [name for name in found.manifest.tensors if not weights or name.startswith(manifests.MODEL_PREFIXES)]
-    write_whole(folder, found, names, found.read, found.manifest.state, files)
-    print(f"wrote {folder}")
+    source = open_checkpoint(path)
+    directory = target_directory(source, target)
+    names = list(source.manifest.tensors)
+    if weights_only:
+        names = [name for name in names if name.startswith(manifests.MODEL_PREFIXES)]
+    write_like(directory, source, names, source.read, source.manifest.state, num_files)
+    print(f"wrote {directory}")
 
 
-def average(target: Location, paths: list[Location], files: int) -> None:
-    """The mean of the weights of several checkpoints (arXiv:1803.05407), summed in fp64 from main weights where they
-    are stored. No optimizer state: the result is for --finetune, --no-load-optim, evaluation and conversion."""
+def average(target: Location, paths: list[Location], num_files: int) -> None:
+    """Write the mean of the weights of several checkpoints (arXiv:1803.05407).
+
+    It is computed in fp64, from the main weights if they are stored. The result has no optimizer state: it is for
+    --finetune, --no-load-optim, evaluation and conversion.
+    """
     import torch
 
     from megalite.checkpoint.offline import open_checkpoint
 
+    def weight_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+        tensors = checkpoint.manifest.tensors.items()
+        return {name: tensor.shape for name, tensor in tensors if name.startswith(manifests.MODEL_PREFIXES)}
+
     sources = [open_checkpoint(path) for path in paths]
-    folder = named(sources[-1], target)
-    newest = max(sources, key=lambda s: int(s.manifest.state.get("progress", {}).get("step", 0)))
-    weights = {
-        name: w.shape for name, w in newest.manifest.tensors.items() if name.startswith(manifests.MODEL_PREFIXES)
-    }
+    directory = target_directory(sources[-1], target)
+    newest = max(sources, key=lambda source: int(source.manifest.state.get("progress", {}).get("step", 0)))
+    shapes = weight_shapes(newest)
     for source in sources:
-        here = {
-            name: w.shape for name, w in source.manifest.tensors.items() if name.startswith(manifests.MODEL_PREFIXES)
-        }
-        wrong = sorted(n for n in {*here, *weights} if n not in weights or here.get(n) != weights[n])
-        if wrong:
-            both = f"{source.directory} and {newest.directory}"
-            raise CheckpointError(f"{both} are of different models: {', '.join(wrong[:5])}; average those of one")
+        mismatches = sorted({name for name, _ in shapes.items() ^ weight_shapes(source).items()})
+        if mismatches:
+            names = ", ".join(mismatches[:5])
+            raise CheckpointError(
+                f"{source.directory} and {newest.directory} are of different models: {names}; average those of one"
+            )
 
     def mean(name: str) -> Tensor:
-        main = name.replace("model/", "optimizer.main/", 1)
-        total = torch.zeros(weights[name], dtype=torch.float64)
+        main_name = name.replace("model/", "optimizer.main/", 1)
+        total = torch.zeros(shapes[name], dtype=torch.float64)
         for source in sources:
-            total += source.read(main if main in source.manifest.tensors else name)
+            total += source.read(main_name if main_name in source.manifest.tensors else name)
         return (total / len(sources)).to(newest.dtype(name))
 
     state = {**newest.manifest.state, "averaged": [source.directory.name for source in sources]}
-    write_whole(folder, newest, list(weights), mean, state, files)
-    print(f"wrote {folder}, the mean of {', '.join(str(one.directory) for one in sources)}")
+    write_like(directory, newest, list(shapes), mean, state, num_files)
+    print(f"wrote {directory}, the mean of {', '.join(str(source.directory) for source in sources)}")
 
 
-def prune(path: Location, keep: int, retain: int | None, dry: bool) -> None:
+def prune(path: Location, keep_last: int, retain_interval: int | None, dry_run: bool) -> None:
+    """Delete old checkpoints as a run does."""
     from megalite.checkpoint.manager import retention
 
-    if not storage.steps_in(path):  # the lock would make the directory
+    if not storage.steps_in(path):  # taking the lock would create the directory
         raise CheckpointError(f"{path}: no checkpoint; give a --save directory")
     lock = storage.storage_of(path).lock(path)
     try:
-        gone = retention.RetentionPolicy(path, keep, retain).prune(dry=dry)
+        steps = retention.RetentionPolicy(path, keep_last, retain_interval).prune(dry=dry_run)
     finally:
         lock.close()
-    for step in gone:
-        print(f"{'would delete' if dry else 'deleted'} {storage.checkpoint_dir(path, step)}")
+    for step in steps:
+        print(f"{'would delete' if dry_run else 'deleted'} {storage.checkpoint_dir(path, step)}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -266,17 +291,23 @@ def build_parser() -> argparse.ArgumentParser:
 
 @exits_with(3, CheckpointError, DataError, OSError)
 def main(argv: list[str]) -> int:
-    work: dict[str, Callable[[], int | None]] = {
-        "inspect": lambda: inspect(parse_location(a.checkpoint), a.tensors),
-        "verify": lambda: verify(parse_location(a.checkpoint), a.all),
-        "diff": lambda: diff(parse_location(a.a), parse_location(a.b)),
-        "data-usage": lambda: print(escape_control_chars(format_data_usage(parse_location(a.checkpoint)))),
-        "reshard": lambda: reshard(parse_location(a.checkpoint), parse_location(a.out), a.files, a.weights),
-        "average": lambda: average(parse_location(a.out), [parse_location(one) for one in a.checkpoints], a.files),
-        "prune": lambda: prune(parse_location(a.directory), a.keep_last, a.save_retain_interval, a.dry_run),
-    }
-    a = build_parser().parse_args(argv)
-    return work[a.command]() or 0
+    """Run the program and return its exit code."""
+    args = build_parser().parse_args(argv)
+    if args.command == "verify":
+        return verify(parse_location(args.checkpoint), args.all)
+    if args.command == "diff":
+        return diff(parse_location(args.a), parse_location(args.b))
+    if args.command == "inspect":
+        inspect(parse_location(args.checkpoint), args.tensors)
+    elif args.command == "data-usage":
+        print(escape_control_chars(format_data_usage(parse_location(args.checkpoint))))
+    elif args.command == "reshard":
+        reshard(parse_location(args.checkpoint), parse_location(args.out), args.files, args.weights)
+    elif args.command == "average":
+        average(parse_location(args.out), [parse_location(path) for path in args.checkpoints], args.files)
+    else:
+        prune(parse_location(args.directory), args.keep_last, args.save_retain_interval, args.dry_run)
+    return 0
 
 
 if __name__ == "__main__":

@@ -305,11 +305,11 @@ def layers_agree(
         local.source,
         model,
         vocab_size,
-        main_weights=local.dtype == torch.float32,
+        use_main_weights=local.dtype == torch.float32,
         rounding=torch.finfo(dtype).eps if is_rounded else 0.0,
     )
     print(verdict)
-    return verdict.good and not bits.differing
+    return verdict.within_bound and not bits.differing
 
 
 def build_parser() -> argparse.ArgumentParser:
