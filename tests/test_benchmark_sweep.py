@@ -16,8 +16,8 @@ from megalite.planning.run_plan import RunPlan, make_run_plan
 from tools import benchmark, plot
 from tools.bench import format_results as tables
 from tools.bench import systems as contender
-from tools.bench.breakdown import LOST, advise, break_down, least_traffic, lost, shares
-from tools.bench.results import Row, Table, combinations_of, read
+from tools.bench.breakdown import LOSSES, advise, full_breakdown, mfu_losses, min_memory_traffic, time_shares
+from tools.bench.results import BenchResult, ResultsFile, combinations_of, read
 from tools.plots import bench
 
 TINY = """--num-layers 4 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --vocab-size 60 --seq-length 8
@@ -51,7 +51,7 @@ def test_lists_make_every_combination() -> None:
         ["--micro-batch-size=2"],
         ["--micro-batch-size=2", "--recompute-granularity=full", "--recompute-method", "uniform"],
     ]
-    assert Row(made[1][0], "megalite", [], 2).label == "micro-batch 1, recompute full"
+    assert BenchResult(made[1][0], "megalite", [], 2).label == "micro-batch 1, recompute full"
     assert [(values["ranks"], nproc) for values, _, nproc in combinations_of([], [1, 2])] == [("1", 1), ("2", 2)]
     with pytest.raises(ConfigError, match="--lr is given twice"):
         list(combinations_of(["lr=1", "lr=2"], [1]))
@@ -66,11 +66,11 @@ def test_what_cannot_be_measured_is_refused_at_once(words: str, monkeypatch, cap
 
 
 def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None:
-    from tools.bench.matrix import rows_of
+    from tools.bench.matrix import plan_results
 
     def batches(how: str) -> list[int | None]:
         options, rest = benchmark.parse(["--nproc", "1,2,4", "--scaling", how, *FLAGS])
-        return [config_from(row.flags).train.global_batch_size for row in rows_of(options, rest)]
+        return [config_from(row.flags).train.global_batch_size for row in plan_results(options, rest)]
 
     assert batches("weak") == [8, 16, 32] and batches("strong") == [8, 8, 8]
 
@@ -80,32 +80,32 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None
 
 @pytest.mark.parametrize("kind,stderr,status", ANSWERS["ends"])
 def test_each_end_of_a_run_is_a_row_of_its_kind(kind: str, stderr: str, status: str) -> None:
-    row = Row({}, "megalite", [], 1)
-    row.take({"error": "x", "stderr": stderr, "status": status}, 7.0)
-    assert (row.status, row.reason, row.wants(0), row.wants(1)) == (kind, "x", False, False)
+    row = BenchResult({}, "megalite", [], 1)
+    row.record({"error": "x", "stderr": stderr, "status": status}, 7.0)
+    assert (row.status, row.reason, row.needs_run(0), row.needs_run(1)) == (kind, "x", False, False)
 
 
 def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
     facts = {"flags": ["a"], "steps": 2, "warmup": 1, "memory_gib": None, "machine": "m", "torch": "t"}
 
-    def rows() -> list[Row]:
-        return [Row({"x": str(n)}, "megalite", ["a", str(n)], 1) for n in range(6)]
+    def rows() -> list[BenchResult]:
+        return [BenchResult({"x": str(n)}, "megalite", ["a", str(n)], 1) for n in range(6)]
 
     file = tmp_path / "bench.json"
-    first = Table(facts, rows(), file)
-    first.rows[0].take(run({"forward": 1.0}), 5.0)
+    first = ResultsFile(facts, rows(), file)
+    first.rows[0].record(run({"forward": 1.0}), 5.0)
     for n, status in enumerate(("failed", "out of memory", "out of time", "refused"), 1):
         first.rows[n].status, first.rows[n].seconds = status, 5.0
     first.save(False)
-    again = Table(facts, rows()[1:], file)
+    again = ResultsFile(facts, rows()[1:], file)
     assert again.resume(timeout=5.0) == 2  # what was out of memory, or of as much time
     assert [row.status for row in again.rows] == ["waiting", "out of memory", "out of time", "waiting", "waiting", "ok"]
-    assert not again.rows[5].wants(0) and again.rows[5].wants(1)  # a turn more is a run more
-    more = Table(facts, rows(), file)
+    assert not again.rows[5].needs_run(0) and again.rows[5].needs_run(1)  # a turn more is a run more
+    more = ResultsFile(facts, rows(), file)
     more.resume(timeout=6.0)
     assert more.rows[3].status == "waiting"
     with pytest.raises(ConfigError, match=r"another steps, torch of the figures in .*; give another --out"):
-        Table({**facts, "steps": 3, "torch": "u"}, rows(), file).resume(5.0)
+        ResultsFile({**facts, "steps": 3, "torch": "u"}, rows(), file).resume(5.0)
     file.write_text('{"rows": [{"no": 1}]}')
     with pytest.raises(ConfigError, match="is damaged"):
         again.resume(5.0)
@@ -119,26 +119,26 @@ def test_shares_and_losses_sum_to_1() -> None:
     names = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
     parts = dict(zip(names, times, strict=True))
     one = run(parts, {"tp": 0.2, "dp": 0.1}, ranks=2)
-    of = shares(one)
+    of = time_shares(one)
     assert sum(of.values()) == pytest.approx(1) and of["tp"] == pytest.approx(0.1) and "communication" not in of
-    found = break_down(one, plan(2, "--tensor-model-parallel-size", "2"), 4.0, price_per_hour=3.6)
+    found = full_breakdown(one, plan(2, "--tensor-model-parallel-size", "2"), 4.0, price_per_hour=3.6)
     assert found["mfu"] == pytest.approx(4e12 / 2.0 / 4e12 / 2)
-    assert found["mfu"] + sum(found["lost"].values()) == pytest.approx(1) and set(found["lost"]) == set(LOST)
+    assert found["mfu"] + sum(found["lost"].values()) == pytest.approx(1) and set(found["lost"]) == set(LOSSES)
     assert found["lost"]["ranks"] == pytest.approx(0.025) and found["lost"]["kernels"] == pytest.approx(0.7 - 0.25)
     kinds = "gpu_utilization memory_utilization samples_per_s cost_per_sample data_time forward_time backward_time"
     want = (0.75, 0.25, 4.0, 0.0005, 0.05, 0.25, 0.45, 0.15)
     efficiency = dict(zip([*kinds.split(), "communication_time"], want, strict=True))
     assert found["efficiency"] == pytest.approx(efficiency)
-    assert lost(of, 0.71, plan(2, "--tensor-model-parallel-size", "2")) is None  # more than it computed in that time
-    assert break_down(one, plan(2), None)["lost"] is None  # no peak is known
+    assert mfu_losses(of, 0.71, plan(2, "--tensor-model-parallel-size", "2")) is None  # more than it computed in that time
+    assert full_breakdown(one, plan(2), None)["lost"] is None  # no peak is known
 
 
 def test_idle_time_is_the_planned_bubble_and_then_messages() -> None:
     made = plan(2, "--pipeline-model-parallel-size", "2")
     assert 0.05 < made.bubble < 0.3
     for idle in (0.04, 0.6):
-        of = shares(run({"forward": 0.5 - idle / 2, "backward": 0.5 - idle / 2, "idle": idle}, ranks=2))
-        found = lost(of, 0.01, made)
+        of = time_shares(run({"forward": 0.5 - idle / 2, "backward": 0.5 - idle / 2, "idle": idle}, ranks=2))
+        found = mfu_losses(of, 0.01, made)
         assert found is not None and found["bubble"] == pytest.approx(min(idle, made.bubble))
         assert found["bubble"] + found["pp"] == pytest.approx(idle)
 
@@ -148,29 +148,29 @@ def test_what_is_computed_again_is_no_loss_of_kernels() -> None:
     m = made.config.model
     layers, head = m.num_layers * layer_flops(m, 8), head_flops(m, made.padded_vocab)
     expected = layers / (3 * (layers + head) + layers)  # a forward more of all layers, of what is computed
-    found = lost(shares(run({"forward": 0.3, "backward": 0.7})), 0.2, made)
+    found = mfu_losses(time_shares(run({"forward": 0.3, "backward": 0.7})), 0.2, made)
     assert found is not None and found["recompute"] == pytest.approx(expected)
     assert found["kernels"] == pytest.approx(0.8 - expected)
 
 
 def test_the_bound_has_evidence() -> None:
     made, computing = plan(1), {"forward": 0.4, "backward": 0.6}
-    assert break_down(run(computing), made, 4.0)["bound"]["by"] == "compute"
+    assert full_breakdown(run(computing), made, 4.0)["bound"]["by"] == "compute"
     one, two = (plan(cp, "--cp", str(cp), "--no-use-distributed-optimizer") for cp in (1, 2))
     less = (
         2 * one.num_microbatches * (one.memory_of_stages[0][0] - two.memory_of_stages[0][0])
     )  # of weights the padding differs
-    assert least_traffic(one) - least_traffic(two) == pytest.approx(less, rel=0.05)
-    slow = least_traffic(made) / 1.8  # bytes/s at which memory takes 90 % of 2 s, where matmuls take half of it
-    found = break_down(run(computing, copy_bytes_per_s=slow), made, 4.0)["bound"]
+    assert min_memory_traffic(one) - min_memory_traffic(two) == pytest.approx(less, rel=0.05)
+    slow = min_memory_traffic(made) / 1.8  # bytes/s at which memory takes 90 % of 2 s, where matmuls take half of it
+    found = full_breakdown(run(computing, copy_bytes_per_s=slow), made, 4.0)["bound"]
     assert found["by"] == "memory" and "90.0%" in found["evidence"] and "50.0% at the peak" in found["evidence"]
-    assert break_down(run({"forward": 0.3, "data": 0.7}), made, 40.0)["bound"]["by"] == "data"
+    assert full_breakdown(run({"forward": 0.3, "data": 0.7}), made, 40.0)["bound"]["by"] == "data"
     waits = run({"forward": 0.3, "communication": 0.7}, {"dp": 0.7}, ranks=2)
-    assert break_down(waits, plan(2), 40.0)["bound"]["by"] == "network"
+    assert full_breakdown(waits, plan(2), 40.0)["bound"]["by"] == "network"
 
 
 def test_advice_is_computed() -> None:
-    nothing = dict.fromkeys(LOST, 0.0)
+    nothing = dict.fromkeys(LOSSES, 0.0)
     one = run({"forward": 0.5, "backward": 0.5}, ranks=2)
     told = advise(nothing | {"dp": 0.25, "kernels": 0.5}, one, plan(2))
     assert "takes 25.0% of a step (14.3% with twice the micro-batches, --global-batch-size 16): " in told
@@ -197,16 +197,16 @@ def test_advice_is_computed() -> None:
 # ---- files and pictures
 
 
-def measured_table(folder: Path) -> Table:
+def measured_table(folder: Path) -> ResultsFile:
     small, large = ({"ranks": "2", "micro-batch-size": n} for n in ("1", "64"))
     peers = ("megalite", "transformers fp32")
-    rows = [Row(small | {"ranks": str(n)}, name, FLAGS, n) for name in peers for n in (1, 2)]
+    rows = [BenchResult(small | {"ranks": str(n)}, name, FLAGS, n) for name in peers for n in (1, 2)]
     for row in rows:
         for step in (2.0, 1.0, 1.5):
-            row.take(run({"forward": 0.6, "backward": 0.4}, ranks=row.nproc, step_s=step), 9.0)
-    rows[3].take({"error": "no room", "stderr": "MemoryError", "status": "failed"}, 9.0)
-    rows.append(Row(large, "megalite", FLAGS, 2, status="refused", reason="too large"))
-    made = Table({"scaling": "strong"}, rows, folder / "bench.json")
+            row.record(run({"forward": 0.6, "backward": 0.4}, ranks=row.nproc, step_s=step), 9.0)
+    rows[3].record({"error": "no room", "stderr": "MemoryError", "status": "failed"}, 9.0)
+    rows.append(BenchResult(large, "megalite", FLAGS, 2, status="refused", reason="too large"))
+    made = ResultsFile({"scaling": "strong"}, rows, folder / "bench.json")
     made.save(True)
     return made
 
@@ -214,7 +214,7 @@ def measured_table(folder: Path) -> Table:
 def test_figures_are_medians_with_their_spread_and_efficiency(tmp_path: Path) -> None:
     made, again = measured_table(tmp_path), read(tmp_path / "bench.json")
     assert [row.identity for row in again.rows] == [row.identity for row in made.rows]
-    found = tables.with_efficiency(tables.figures(again.rows))
+    found = tables.add_scaling_efficiency(tables.summarize(again.rows))
     first, second, *_, last = found
     tokens = 8 * 8
     assert [first[f"tokens_per_s{end}"] for end in tables.SPREAD] == [tokens / 1.5, tokens / 2.0, tokens / 1.0]
@@ -240,7 +240,7 @@ def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
     plot.main(["bench", str(tmp_path), "--out", str(tmp_path / "x.svg")])
     drawn = (tmp_path / "x.svg").read_text()
     assert "tokens/s" in drawn and "refused" in drawn and "then out of memory" in drawn
-    nothing = tables.figures([Row({}, "megalite", FLAGS, 1)])
+    nothing = tables.summarize([BenchResult({}, "megalite", FLAGS, 1)])
     assert bench.pictures(nothing) == []
     capsys.readouterr()
     with pytest.raises(SystemExit, match="^3$"):
@@ -254,12 +254,12 @@ def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_peer_is_compared_with_what_was_measured_beside_it() -> None:
-    rows = [Row({}, name, ["--bf16"], 1, {}) for name in ("megalite", "transformers bf16")]
+    rows = [BenchResult({}, name, ["--bf16"], 1, {}) for name in ("megalite", "transformers bf16")]
     for own, peer in ((2.0, 1.0), (1.0, 2.0), (1.0, 1.0)):
         rows[0].runs.append({"step_s": own, "memory": 4})
         rows[1].runs.append({"step_s": peer, "memory": 2})
-    assert tables.compared(rows[1], rows[0]) == {"speed": 1.0, "memory": 0.5}
-    assert tables.compared(rows[1], None) == tables.compared(rows[1], Row({}, "megalite", [], 1)) == {}
+    assert tables.compare_to_megalite(rows[1], rows[0]) == {"speed": 1.0, "memory": 0.5}
+    assert tables.compare_to_megalite(rows[1], None) == tables.compare_to_megalite(rows[1], BenchResult({}, "megalite", [], 1)) == {}
 
 
 # ---- the whole, in processes

@@ -14,7 +14,7 @@ from megalite.launch.rank_info import RankInfo
 from tools.bench import ablations as levers
 from tools.bench import gpu_report_goals
 from tools.bench.gpu_report_goals import TABLE
-from tools.bench.systems import built
+from tools.bench.systems import build_run_from_task
 
 FLAGS = f"{TABLE['levers']['run']} {TABLE['words']['tiny']} --num-layers 2 --global-batch-size 4 --device cpu".split()
 PLAN = {"layers": 2, "of_layers": 2, "seq_length": 32, "moments": "fp32"}
@@ -60,7 +60,7 @@ def test_without_time_the_rows_say_so(tmp_path: Path) -> None:
 
 def test_a_side_has_the_batches_chunks_windows_and_documents_of_its_flags() -> None:
     """And FLOPs of its own: those of documents are those of samples as long as they are."""
-    with built(RankInfo(), {"flags": FLAGS}) as (_, run):
+    with build_run_from_task(RankInfo(), {"flags": FLAGS}) as (_, run):
         made = levers.Levers(FLAGS, run)
         words = "--reset-attention-mask --reset-position-ids --tokenizer-type NullTokenizer --micro-batch-size 2"
         plain, apart = made.side(), made.side(flags=words, chunk_mib=3)

@@ -12,7 +12,7 @@ from megalite.config import cli
 from megalite.launch.local_launcher import cpu_count, launch_local
 from megalite.launch.rank_info import RankInfo, set_cuda_environment
 from megalite.models.families import PRESETS
-from tools.bench.systems import built, peak_memory, time_steps, write
+from tools.bench.systems import build_run_from_task, peak_memory, time_steps, write
 
 COPIED_BYTES = 1 << 27
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
@@ -78,7 +78,7 @@ def megalite_rank(ranks: RankInfo, task: dict[str, Any]) -> None:
     from tools.bench.kernel_bench import Clock, copy_rate
 
     losses: list[float] = []
-    with built(ranks, task) as (config, run):
+    with build_run_from_task(ranks, task) as (config, run):
         device = run.mesh.device
         step = lambda: losses.append(train_step(run).loss)  # noqa: E731
         steps = time_steps(step, device, task["warmup"], task["steps"])
@@ -179,7 +179,7 @@ def main(task: dict[str, Any]) -> int:
     elif task["contender"] == "levers":
         from tools.bench.ablations import levers_rank as target
     else:
-        from tools.bench.hf_baseline import peer_rank as target
+        from tools.bench.hf_baseline import run_baseline as target
     with safe_path():  # inductor starts `python -c`
         if task["nproc"] > 1:
             return launch_local(task["nproc"], target, (task,))

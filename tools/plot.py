@@ -123,8 +123,8 @@ def of_benchmark(args: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         told = f"{args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
         exit_with_error(f"plot.py: {told}; give what tools/benchmark.py had as --out")
-    found = tables.figures(made.rows)
-    found = tables.with_efficiency(found) if made.facts.get("scaling") else found
+    found = tables.summarize(made.rows)
+    found = tables.add_scaling_efficiency(found) if made.facts.get("scaling") else found
     picture = {"mfu": bench.mfu, "breakdown": bench.breakdown, "scaling": bench.scaling}[args.show](found)
     if picture is None:
         exit_with_error(f"plot.py: {args.folder}: no {args.show} was measured there")

@@ -25,7 +25,7 @@ from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.logging.run_report import advise, build_report, productive_seconds, read_history, summary
 from megalite.training.logging.timers import COMPUTE, PHASES, TimeBreakdown
 from megalite.training.train_step import train_step
-from tools.bench.breakdown import LOST
+from tools.bench.breakdown import LOSSES
 
 PLANNED = "20.0% as planned with 4 micro-batches over 2 stages"
 SIZES = dict(devices=4, pp=2, chunks=1, microbatches=4, steps=9, tokens=800, total_tokens=1000)
@@ -250,7 +250,7 @@ def test_the_bottleneck_is_named_with_advice(bottleneck: str) -> None:
 
 def test_every_share_that_a_program_has_is_known_and_the_worst_for_its_kind_is_named() -> None:
     planned = {"compute", "bubble", "tp", "cp", "pp", "dp", "optimizer", "fixed costs"}  # StepTime.parts, and its fixed
-    for names in (planned, LOST, {*PHASES} - {*COMPUTE, "profiler"}):
+    for names in (planned, LOSSES, {*PHASES} - {*COMPUTE, "profiler"}):
         assert {*names} <= {*BOTTLENECKS}
         for name in {*names} - {*COMPUTE_CAUSES}:
             others = dict.fromkeys({*names} - {name}, 0.04)

@@ -41,7 +41,7 @@ from megalite.training.state import Progress
 from megalite.training.train_step import train_step
 from tools.bench.gpu_report_goals import TABLE
 from tools.bench.gpu_report_probe import ask_driver
-from tools.bench.systems import built, peak_memory, time_steps
+from tools.bench.systems import build_run_from_task, peak_memory, time_steps
 from tools.cli_common import write_json
 
 HALVES = 5  # of a sample, and the last of them twice
@@ -167,7 +167,7 @@ def levers_rank(ranks: RankInfo, task: Row) -> int:
     end = begin + task["seconds"]
     pairs, warm_s = (2, 0.0) if task["tiny"] else (PAIRS, WARM_S)
     save()
-    with built(ranks, task) as (_, run):
+    with build_run_from_task(ranks, task) as (_, run):
         run.train_loader.close()
         levers, begun = Levers(task["flags"], run), time.monotonic()
         plain = levers.side()

@@ -1,8 +1,9 @@
-"""The peer of tools/benchmark.py: transformers' Llama or Mixtral and torch's AdamW, alone, with DDP or with FSDP2.
+"""The baseline of tools/benchmark.py: transformers' Llama or Mixtral with torch's AdamW, alone, with DDP or with FSDP2.
 
-The same shape, sequence, micro-batches and clipping; random tokens. Nothing is tuned and nothing is held back:
-attention (SDPA) and experts (grouped_mm) are those that transformers chooses, the loss its own. `bf16`: weights and
-moments in bf16, which is less exact than megalite's fp32 main weights; `autocast`: fp32 weights, matmuls in bf16.
+Shape, sequence length, micro-batches and gradient clipping are those of the megalite run; tokens are random. Nothing is
+tuned or disabled: transformers chooses the attention (SDPA), the experts (grouped_mm) and the loss. `bf16` has weights
+and moments in bf16, which is less exact than the fp32 main weights of megalite; `autocast` has fp32 weights and bf16
+matmuls.
 """
 
 import contextlib
@@ -22,44 +23,63 @@ from megalite.training.job.preflight import choose_device
 from tools.bench.systems import limit_memory, peak_memory, time_steps, write
 
 
-def peer_rank(ranks: RankInfo, task: dict[str, Any]) -> None:
+def model_config(config: Any) -> LlamaConfig | MixtralConfig:
+    """Return transformers' configuration of a megalite model."""
+    model = config.model
+    options: dict[str, Any] = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.expert_ffn_size or model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_kv_groups,
+        "max_position_embeddings": model.seq_length,
+        "vocab_size": config.data.vocab_size,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "use_cache": False,
+    }
+    if not model.num_experts:
+        return LlamaConfig(**options)
+    options["num_local_experts"] = model.num_experts
+    options["num_experts_per_tok"] = model.moe_router_topk
+    return MixtralConfig(**options)
+
+
+def run_baseline(ranks: RankInfo, task: dict[str, Any]) -> None:
+    """Time the steps of one rank, and write its result.
+
+    task["contender"] is "transformers PRECISION" or "transformers PRECISION WRAPPER".
+    """
     config, _ = cli.read(task["flags"], PRESETS)
     limit_memory(task.get("memory_bytes"))
-    m, t = config.model, config.train
-    assert m.seq_length and t.micro_batch_size and t.global_batch_size and config.data.vocab_size
-    _, kind, *way = task["contender"].split()
+    seq_length, train = config.model.seq_length, config.train
+    assert seq_length and train.micro_batch_size and train.global_batch_size and config.data.vocab_size
+    _, precision, *wrapper = task["contender"].split()
     timeout = datetime.timedelta(minutes=5)
     with process_group(ranks, device=choose_device(config.parallel.device), startup_timeout=timeout) as device:
         torch.manual_seed(0)
-        sizes: dict[str, Any] = dict(hidden_size=m.hidden_size, intermediate_size=m.expert_ffn_size or m.ffn_size)
-        sizes |= dict(num_hidden_layers=m.num_layers, num_attention_heads=m.num_attention_heads)
-        sizes |= dict(num_key_value_heads=m.num_kv_groups, max_position_embeddings=m.seq_length)
-        sizes |= dict(vocab_size=config.data.vocab_size, tie_word_embeddings=not m.untie_embeddings_and_output_weights)
-        if m.num_experts:
-            sizes |= dict(num_local_experts=m.num_experts, num_experts_per_tok=m.moe_router_topk)
-        shape = (MixtralConfig if m.num_experts else LlamaConfig)(**sizes, use_cache=False)
-        dtype = torch.bfloat16 if kind == "bf16" else torch.float32
-        model: Any = AutoModelForCausalLM.from_config(shape).to(device, dtype)
-        if way == ["ddp"]:
+        hf_config = model_config(config)
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        model: Any = AutoModelForCausalLM.from_config(hf_config).to(device, dtype)
+        if wrapper == ["ddp"]:
             model = nn.parallel.DistributedDataParallel(model)
-        elif way == ["fsdp2"]:
+        elif wrapper == ["fsdp2"]:
             mesh = init_device_mesh(device.type, (ranks.world_size,))
-            for part in (*model.model.layers, model):  # each block, then the rest, as torch's guide to FSDP2 does
-                fully_shard(part, mesh=mesh)
+            for module in (*model.model.layers, model):  # each block, then the rest, as torch's guide to FSDP2 does
+                fully_shard(module, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
-        count = t.global_batch_size // t.micro_batch_size // ranks.world_size
+        num_microbatches = train.global_batch_size // train.micro_batch_size // ranks.world_size
         generator = torch.Generator().manual_seed(ranks.rank)
-        size = (count, t.micro_batch_size, m.seq_length)
+        batch_shape = (num_microbatches, train.micro_batch_size, seq_length)
 
         def step() -> None:
-            tokens = torch.randint(0, shape.vocab_size, size, generator=generator).to(device)
-            for n, micro in enumerate(tokens):
-                last = n == count - 1
-                if way == ["fsdp2"]:
-                    model.set_requires_gradient_sync(last)
-                quiet = model.no_sync() if way == ["ddp"] and not last else contextlib.nullcontext()
-                with quiet, torch.autocast(device.type, torch.bfloat16, enabled=kind == "autocast"):
-                    (model(input_ids=micro, labels=micro).loss / count).backward()
+            batch = torch.randint(0, hf_config.vocab_size, batch_shape, generator=generator).to(device)
+            for n, tokens in enumerate(batch):
+                is_last = n == num_microbatches - 1
+                if wrapper == ["fsdp2"]:
+                    model.set_requires_gradient_sync(is_last)
+                no_sync = model.no_sync() if wrapper == ["ddp"] and not is_last else contextlib.nullcontext()
+                with no_sync, torch.autocast(device.type, torch.bfloat16, enabled=precision == "autocast"):
+                    (model(input_ids=tokens, labels=tokens).loss / num_microbatches).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

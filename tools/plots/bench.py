@@ -5,7 +5,7 @@ from typing import Any
 
 from tools.plots.style import MARKERS, SERIES, WIDE, Picture, clean, figure, ink, legend, short
 
-Figures = dict[str, Any]  # a row, of tools/bench/format_results.py: figures
+Figures = dict[str, Any]  # a row, of tools/bench/format_results.py: summarize
 STEP = (  # share of a step, its colour, what it is called; in this order from the left
     (("forward",), "blue", "forward"),
     (("backward",), "sky", "backward"),
