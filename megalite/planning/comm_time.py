@@ -10,11 +10,11 @@ the bandwidth of a link in bytes/s, and a its latency:
     all-reduce           2 (N - 1) a + 2 (N - 1) / N n / B         ring: reduce-scatter, then all-gather
                          2 log2(N) a + 2 (N - 1) / N n / B         double binary tree over nodes; the faster one is used
 
-The ring of a group that spans nodes passes all ranks of one node before it goes on to the next node. Traffic between
-nodes is spread over the network cards of the group's ranks on a node, so the bandwidth is the minimum of a link within
-the node and the number of ranks per node times a network card: each of 8 dp groups with one rank per node has one card,
-and one dp group with 8 ranks per node has 8. Groups that communicate at the same time therefore never share a card,
-unless the ranks of a node do.
+The ring of a group that spans nodes passes all ranks of one node before it continues on the next node. Traffic between
+nodes is spread over the NICs of the group's ranks on a node, so the bandwidth is the minimum of a link within the node
+and the number of ranks per node times a NIC's: each of 8 dp groups with one rank per node uses one NIC, and one dp
+group with 8 ranks per node uses 8. Groups that communicate at the same time therefore never share a NIC, unless the
+ranks of a node do.
 """
 
 import math
@@ -65,7 +65,7 @@ class CommTimes:
     >>> times, one_node, two_nodes = CommTimes(cluster), CommGroup(4), CommGroup(8, num_nodes=2, min_per_node=4)
     >>> times.all_gather(4e9, one_node) == 3 * 1e-6 + 3.0, times.all_reduce(4e9, one_node) == 6e-6 + 6.0
     (True, True)
-    >>> round(times.reduce_scatter(8e8, two_nodes), 6)  # 7/8 of the bytes at 4 cards' 4e8 B/s, 6 hops inside, 1 between
+    >>> round(times.reduce_scatter(8e8, two_nodes), 6)  # 7/8 of the bytes over 4 NICs, 6 hops inside, 1 between
     1.750016
     """
 
@@ -108,7 +108,7 @@ class CommTimes:
     def all_to_all(self, num_bytes: float, group: CommGroup) -> float:
         """Return the time of an all-to-all in which each rank has `num_bytes`.
 
-        What goes to other nodes passes the rank's own network card, at the same time as the rest.
+        Traffic to other nodes uses the rank's own NIC, at the same time as the traffic within the node.
         """
         bytes_per_peer = num_bytes / group.size
         peers_inside = math.ceil(group.size / group.num_nodes) - 1

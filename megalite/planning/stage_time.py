@@ -74,7 +74,7 @@ class TimeModel:
         return self.plan.mesh_at(0)
 
     def group(self, ranks: Sequence[int]) -> CommGroup:
-        return CommGroup.of(ranks, self.cluster.devices_per_node)
+        return CommGroup.from_ranks(ranks, self.cluster.devices_per_node)
 
     def memory_s(self, num_bytes: float) -> float:
         return num_bytes / (self.cluster.device.memory_bytes_per_s * self.profile.memory)

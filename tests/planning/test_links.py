@@ -39,7 +39,7 @@ def ring(n: float, ranks: list[int], per_node: int) -> float:
 
 @pytest.mark.parametrize("ranks", [[0, 1], list(range(8)), list(range(0, 32, 8)), list(range(16)), [0, 4, 8, 12]])
 def test_a_gather_is_its_ring(ranks: list[int]) -> None:
-    links, group = CommTimes(CLUSTER), CommGroup.of(ranks, 8)
+    links, group = CommTimes(CLUSTER), CommGroup.from_ranks(ranks, 8)
     assert links.all_gather(3e8, group) == pytest.approx(ring(3e8, ranks, 8))
     assert links.reduce_scatter(3e8, group) == links.all_gather(3e8, group)
     assert links.all_reduce(3e8, group) <= 2 * ring(3e8, ranks, 8) * (1 + 1e-9)
@@ -48,16 +48,16 @@ def test_a_gather_is_its_ring(ranks: list[int]) -> None:
 def test_the_order_of_ranks_decides_which_links_are_used() -> None:
     """dp 4 x pp 2 x tp 4 on nodes of 8: tp stays inside; dp pairs within a node, and goes across where it is outermost."""
     inner, outer = (abstract_mesh(32, 0, tp=4, pp=2, dp_outermost=outermost) for outermost in (False, True))
-    assert CommGroup.of(inner.axis("tp").ranks, 8) == CommGroup(4, nodes=1, min_per_node=4)
-    assert CommGroup.of(inner.axis("dp").ranks, 8) == CommGroup(4, nodes=2, min_per_node=2)
-    assert CommGroup.of(outer.axis("dp").ranks, 8) == CommGroup(4, nodes=4, min_per_node=1)
+    assert CommGroup.from_ranks(inner.axis("tp").ranks, 8) == CommGroup(4, num_nodes=1, min_per_node=4)
+    assert CommGroup.from_ranks(inner.axis("dp").ranks, 8) == CommGroup(4, num_nodes=2, min_per_node=2)
+    assert CommGroup.from_ranks(outer.axis("dp").ranks, 8) == CommGroup(4, num_nodes=4, min_per_node=1)
     links = CommTimes(CLUSTER)
-    faster, slower = (links.all_gather(1e9, CommGroup.of(mesh.axis("dp").ranks, 8)) for mesh in (inner, outer))
+    faster, slower = (links.all_gather(1e9, CommGroup.from_ranks(mesh.axis("dp").ranks, 8)) for mesh in (inner, outer))
     assert slower == pytest.approx(2 * faster, rel=1e-3)  # one card in place of two
 
 
 def test_messages_take_the_link_between_the_two_and_one_rank_exchanges_nothing() -> None:
-    links, alone = CommTimes(CLUSTER), CommGroup.of([3], 8)
+    links, alone = CommTimes(CLUSTER), CommGroup.from_ranks([3], 8)
     assert [f(1e9, alone) for f in (links.all_gather, links.reduce_scatter, links.all_reduce)] == [0] * 3
     assert links.p2p(1e9, 0, 7) == pytest.approx(1e-6 + 0.01)
     assert links.p2p(1e9, 7, 8) == pytest.approx(5e-6 + 0.1)
@@ -65,7 +65,7 @@ def test_messages_take_the_link_between_the_two_and_one_rank_exchanges_nothing()
 
 def test_what_large_collectives_reach_is_the_links_rate_in_bus_bandwidth() -> None:
     """As nccl-tests counts it: bytes / time x 2 (N - 1) / N, or half of that."""
-    links, group = CommTimes(CLUSTER), CommGroup.of(range(0, 32, 8), 8)
+    links, group = CommTimes(CLUSTER), CommGroup.from_ranks(range(0, 32, 8), 8)
     assert 1e12 / links.all_reduce(1e12, group) * 1.5 == pytest.approx(10e9, rel=1e-3)
     assert 1e12 / links.all_gather(1e12, group) * 0.75 == pytest.approx(10e9, rel=1e-3)
 
