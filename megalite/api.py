@@ -31,7 +31,8 @@ from megalite.data.errors import DataError
 from megalite.launch.children import with_module_path
 from megalite.launch.local_launcher import ORDERLY_STOPS
 from megalite.models.families import PRESETS
-from megalite.training.logging.run_dir import read_jsonl, run_dir
+from megalite.training.logging.event_log import read_jsonl
+from megalite.training.logging.run_dir import run_dir
 
 if TYPE_CHECKING:
     from megalite.generate.generation import TextGenerator

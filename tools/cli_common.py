@@ -195,7 +195,7 @@ def find_unwritable(*, images: tuple[str, ...] = (), **paths: Path | None) -> It
 
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file atomically: a reader, or a process that starts after a kill, finds a complete file."""
-    from megalite.training.logging.run_dir import write_atomically
+    from megalite.common.safe_open import write_atomically
 
     write_atomically(path, json.dumps(content, indent=1))
 

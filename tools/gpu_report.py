@@ -33,7 +33,7 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megalite.training.logging.run_dir import write_atomically
+from megalite.common.safe_open import write_atomically
 from tools.bench import gpu_report_goals
 from tools.bench import timeout as limited
 from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of
@@ -148,7 +148,9 @@ def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> No
             entry["tail"] = limited.truncate_log(folder / "log.txt").splitlines()[-SHOWN_LINES:]
         else:  # what the part itself started may have had more to say, and no time to hand it on
             others = [limited.truncate_log(log) for log in sorted(folder.glob("*.txt")) if log.name != "log.txt"]
-            entry["tail"] += [line for text in others if limited.TRACEBACK_MARKS[1] in text for line in limited.error_tail(text)]
+            entry["tail"] += [
+                line for text in others if limited.TRACEBACK_MARKS[1] in text for line in limited.error_tail(text)
+            ]
     except (KeyboardInterrupt, SystemExit):
         entry["status"] = "interrupted"
         raise

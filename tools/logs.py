@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import escape_control_chars, print_err
 from megalite.common.text_file import read_ends
-from megalite.training.logging.run_dir import current_outcome, last_logged_progress, read_jsonl, read_status
+from megalite.training.logging.event_log import read_jsonl
+from megalite.training.logging.status import current_outcome, last_logged_progress, read_status
 from tools.cli_common import exit_with_error, make_parser, run_program
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+(?:[+-]\d\d:\d\d|Z)) ?(.*)")

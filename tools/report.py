@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.common.console import escape_control_chars, print_err
 from megalite.common.exit_codes import ExitCode
 from megalite.common.optional_packages import MissingPackageError
+from megalite.common.safe_open import write_atomically
 from megalite.training.logging.log_format import table
-from megalite.training.logging.run_dir import write_atomically
 from megalite.training.logging.run_report import format_goodput, read_history, summary
 from tools.cli_common import exit_with_error, exits_with, local_path, make_parser, run_program
 from tools.plots.html_report import DAMAGE, Page

@@ -24,7 +24,7 @@ from megalite.config.config_file import read_config_file
 from megalite.config.option import MODEL, TRAINING
 from megalite.config.options import Config, ConfigError, training_options
 from megalite.models.families import PRESETS
-from megalite.training.logging.run_dir import read_status
+from megalite.training.logging.status import read_status
 from tools import diff, runs
 from tools.cli_common import exits_with, local_path, make_parser, run_program
 

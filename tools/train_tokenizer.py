@@ -25,8 +25,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import print_err
+from megalite.common.safe_open import write_atomically
 from megalite.data.errors import DataError
-from megalite.training.logging.run_dir import write_atomically
 from tools.cli_common import add_max_bad_fraction, exits_with, local_path_str, make_parser, positive_int, run_program
 from tools.preprocess.bad_records import GoodTexts
 from tools.preprocess.text_input import expand, text_bytes

@@ -1,7 +1,7 @@
-"""Openers for a run's files that follow no link.
+"""Open and replace a run's files without following a link.
 
 Others may be able to write in the run directory. A link there must not make a run write to another file of its user.
-(New files are created with mode "x", which follows no link either.) Both openers are for `open`, do not block on a
+(New files are created with mode "x", which follows no link either.) The openers are for `open`, do not block on a
 pipe, and raise OSError.
 """
 
@@ -9,6 +9,7 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -71,3 +72,15 @@ def _open(path: str | Path, name: str | Path, flags: int, dir_fd: int | None) ->
 
 def _symlink_error(path: str | Path) -> SymlinkError:
     return SymlinkError(errno.ELOOP, "is a link to another file, and a run opens none; remove it", str(path))
+
+
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Write a temporary file and rename it, so that a reader sees either the old or the new text."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.writelines([text] if isinstance(text, str) else text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # exists only after an error

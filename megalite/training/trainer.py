@@ -24,8 +24,8 @@ from megalite.training.checkpointing.resume import LoadOptions, resume, save
 from megalite.training.datasets import NamedDataset
 from megalite.training.job.stop_signals import StopSignalHandler
 from megalite.training.logging.device_memory import memory_line, memory_metrics, memory_tags
+from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.metrics_logger import MetricsLogger
-from megalite.training.logging.run_dir import EventLog
 from megalite.training.logging.timers import GarbageCollector, Profiler, TimeBreakdown, Timers, write_timeline
 from megalite.training.monitoring.health import HealthMonitor
 from megalite.training.monitoring.rerun import AnomalyHandler

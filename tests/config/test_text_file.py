@@ -12,7 +12,8 @@ import pytest
 from megalite.common.text_file import TextFileError, read_ends, read_small_bytes, read_small_text
 from megalite.config.config_file import MAX_PROBLEMS, parse_config_text
 from megalite.config.options import ConfigError
-from megalite.training.logging.run_dir import read_jsonl, read_status
+from megalite.training.logging.event_log import read_jsonl
+from megalite.training.logging.status import read_status
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 8 --seq-length 32 --max-position-embeddings 32 "

@@ -24,9 +24,10 @@ from megalite.common.optional_packages import missing_packages
 from megalite.config.options import Config, LogConfig, iter_options
 from megalite.training.datasets import NamedDataset
 from megalite.training.logging import log_format as figures
+from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.log_format import Speed, aligned_table, table
 from megalite.training.logging.metrics_logger import MetricsLogger
-from megalite.training.logging.run_dir import EventLog, finalize_status
+from megalite.training.logging.status import finalize_status
 from megalite.training.state import Progress, Run, StepResult
 from megalite.training.trainer import step_metrics
 from tools.plots import curves

@@ -14,10 +14,10 @@ from whole_runs import ROOT, pretrain
 
 from megalite.checkpoint.storage.local_storage import DirectoryLock, LocalStorage
 from megalite.checkpoint.storage.location import CheckpointError
-from megalite.common.safe_open import open_in_run_dir, open_nofollow
+from megalite.common.safe_open import open_in_run_dir, open_nofollow, write_atomically
 from megalite.data.file_lock import file_lock
 from megalite.interop.tensor_mapping import atomic_directory
-from megalite.training.logging.run_dir import AppendOnlyFile, write_atomically
+from megalite.training.logging.event_log import AppendOnlyFile
 from tools import python_corpus, train_tokenizer
 from tools.bench import timeout as limited
 from tools.bench.format_results import write_csv

@@ -17,7 +17,7 @@ from whole_runs import pretrain, rows, status_of
 from megalite.common.exit_codes import ExitCode
 from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
-from megalite.training.logging.run_dir import EventLog
+from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.timers import TimeBreakdown
 from megalite.training.monitoring.health import (
     HEALTH,

@@ -13,17 +13,11 @@ from train_cases import SMALL, config_from
 from whole_runs import pretrain, status_of
 
 from megalite.common.exit_codes import ExitCode
+from megalite.common.safe_open import write_atomically
 from megalite.config.options import Config
 from megalite.training.job.restarts import lock_run_dir
-from megalite.training.logging.run_dir import (
-    AppendOnlyFile,
-    current_outcome,
-    finalize_status,
-    read_status,
-    truncate_metrics_after,
-    write_atomically,
-    write_status,
-)
+from megalite.training.logging.event_log import AppendOnlyFile, truncate_metrics_after
+from megalite.training.logging.status import current_outcome, finalize_status, read_status, write_status
 
 
 def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalite.common.safe_open import write_atomically
 from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.planning.bottleneck import format_shares
 from megalite.planning.layer_kinds import flops_per_token
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.logging.log_format import aligned_table
-from megalite.training.logging.run_dir import write_atomically
 from tools.bench.breakdown import LOSSES, full_breakdown
 from tools.bench.results import OK, REFUSED, WAITING, BenchResult
 

@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from megalite.training.logging.run_dir import read_jsonl
-from tools.cli_common import parser_of
+from megalite.training.logging.event_log import read_jsonl
+from tools.cli_common import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -104,7 +104,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__, allow_abbrev=True)
+    parser = make_parser(__doc__, allow_abbrev=True)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--share", help="I/N: run part I of N in this process")

@@ -17,7 +17,8 @@ from typing import Any
 from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.config_file import read_config_file
 from megalite.config.options import ConfigError
-from megalite.training.logging.run_dir import current_outcome, read_jsonl
+from megalite.training.logging.event_log import read_jsonl
+from megalite.training.logging.status import current_outcome
 from tools.plots.style import clean
 
 Point = tuple[float, float, float]  # step, tokens, value

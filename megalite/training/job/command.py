@@ -27,7 +27,8 @@ from megalite.launch.rank_info import LaunchError, RankInfo
 from megalite.models.families import PRESETS
 from megalite.training.job.restarts import RestartPolicy, lock_run_dir
 from megalite.training.job.stop_signals import StopImmediately, StopSignalHandler, block_signals
-from megalite.training.logging.run_dir import name_conflict, run_dir, write_status
+from megalite.training.logging.run_dir import name_conflict, run_dir
+from megalite.training.logging.status import write_status
 
 MAX_RANKS_PER_CORE = 8
 GPUS_PER_NODE = 8  # assumed by a dry run without a launcher

@@ -45,8 +45,9 @@ from megalite.training.logging.rank_log import (
     report_failure_once,
     wait_for_first_failure,
 )
-from megalite.training.logging.run_dir import newest_checkpoint, run_dir, to_resume, write_status
+from megalite.training.logging.run_dir import newest_checkpoint, run_dir, to_resume
 from megalite.training.logging.run_report import RunReport
+from megalite.training.logging.status import write_status
 from megalite.training.logging.timers import TimeBreakdown, Timers
 from megalite.training.monitoring.rank_consistency import check_ranks_match
 from megalite.training.monitoring.watchdog import Heartbeat, Watchdog, is_lost_peer_error
@@ -158,7 +159,7 @@ class TrainingJob:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of this rank (training/logging/run_dir.py)."""
+        """Return the exit code of this rank (common/exit_codes.py)."""
         return 0 if self.stop.is_final and torchrun_will_restart() else self.result[0]
 
     def __enter__(self) -> "TrainingJob":

@@ -22,6 +22,7 @@ from megalite.common import environment
 from megalite.common.console import print_out
 from megalite.common.fault_injection import FAULT_VARIABLE
 from megalite.common.optional_packages import MissingPackageError
+from megalite.common.safe_open import write_atomically
 from megalite.config import env_overrides
 from megalite.config.config_file import dump_config, non_default_options
 from megalite.config.options import Config, TrainConfig, effective_log_style
@@ -48,10 +49,11 @@ from megalite.training.datasets import DatasetBundle, build_datasets
 from megalite.training.job.export_hf import export_problems
 from megalite.training.logging import log_format as lines
 from megalite.training.logging.device_memory import total_memory
+from megalite.training.logging.event_log import truncate_metrics_after
 from megalite.training.logging.log_format import Speed
 from megalite.training.logging.metrics_logger import MetricsLogger, ProgressLog
 from megalite.training.logging.plan_summary import format_plan
-from megalite.training.logging.run_dir import checkpoint_dirs, truncate_metrics_after, write_atomically
+from megalite.training.logging.run_dir import checkpoint_dirs
 from megalite.training.setup import SetupError, host_batch_options
 from megalite.training.state import Run
 

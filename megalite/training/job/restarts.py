@@ -19,17 +19,10 @@ from megalite.common.console import print_err
 from megalite.common.exit_codes import ExitCode
 from megalite.config.options import Config
 from megalite.launch.local_launcher import LaunchResult
+from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.rank_log import RANK_LOG_DIR, crash_stack
-from megalite.training.logging.run_dir import (
-    RUN_LOCK,
-    EventLog,
-    checkpoint_dirs,
-    finalize_status,
-    newest_checkpoint,
-    read_status,
-    run_dir,
-    to_resume,
-)
+from megalite.training.logging.run_dir import RUN_LOCK, checkpoint_dirs, newest_checkpoint, run_dir, to_resume
+from megalite.training.logging.status import finalize_status, read_status
 
 WINDOW_S = 3600.0
 MAX_RESTARTS_WITHOUT_PROGRESS = 3  # failures in a row without a new checkpoint

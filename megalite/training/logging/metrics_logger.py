@@ -23,8 +23,8 @@ from megalite.config.options import LogConfig
 from megalite.data.datasets.blended_dataset import bits_per_byte
 from megalite.training.datasets import NamedDataset
 from megalite.training.logging import log_format as lines
+from megalite.training.logging.event_log import AppendOnlyFile
 from megalite.training.logging.log_format import Speed, Values, perplexity
-from megalite.training.logging.run_dir import AppendOnlyFile
 from megalite.training.state import Progress
 
 PROGRESS_S = 10.0  # between two progress lines of an evaluation

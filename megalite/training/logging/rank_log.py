@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megalite.common.console import print_err
-from megalite.common.safe_open import open_in_run_dir
+from megalite.common.safe_open import open_in_run_dir, write_atomically
 from megalite.common.text_file import read_ends
 from megalite.launch.rank_info import FAILURE_PRINTED, FIRST_FAILURE, RankInfo, read_first_failure
-from megalite.training.logging.run_dir import write_atomically
 
 RANK_LOG_DIR = "ranks"
 MAX_STACK_LINES = 30

@@ -19,6 +19,7 @@ import torch
 
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.common.exit_codes import ExitCode
+from megalite.common.safe_open import write_atomically
 from megalite.config.options import Config
 from megalite.launch.local_launcher import cpu_count
 from megalite.launch.rank_info import RankInfo
@@ -31,8 +32,8 @@ from megalite.planning.bottleneck import (
     remedy,
 )
 from megalite.planning.run_plan import RunPlan
+from megalite.training.logging.event_log import EventLog, read_jsonl, timestamp
 from megalite.training.logging.log_format import duration
-from megalite.training.logging.run_dir import EventLog, read_jsonl, timestamp, write_atomically
 from megalite.training.logging.timers import COMPUTE, TIMED_FIRST_STEPS, TimeBreakdown
 from megalite.training.state import Run
 

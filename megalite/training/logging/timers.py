@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from megalite.common.console import print_err
+from megalite.common.safe_open import write_atomically
 from megalite.config.options import OperationsConfig
 from megalite.parallel.comm import all_gather_strings, all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.phase_timer import OTHER_PHASE
 from megalite.parallel.streams import synchronize
 from megalite.pipeline.runtime import Pipeline, TimedAction
-from megalite.training.logging.run_dir import write_atomically
 
 TIMED_FIRST_STEPS = 10
 TIMED_EVERY = 10

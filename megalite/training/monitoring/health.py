@@ -23,8 +23,8 @@ import torch
 from megalite.config.options import OperationsConfig
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
+from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.metrics_logger import MetricsLogger
-from megalite.training.logging.run_dir import EventLog
 from megalite.training.logging.timers import TIMED_EVERY, TimeBreakdown
 from megalite.training.monitoring.rank_consistency import THROTTLED, GpuMonitor, read_sensors
 from megalite.training.state import StepResult

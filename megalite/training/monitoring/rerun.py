@@ -26,7 +26,7 @@ from megalite.nn.micro_batch import Batch
 from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.layout import Bucket, ParamSlot
 from megalite.parallel.comm import all_gather_strings
-from megalite.training.logging.run_dir import EventLog
+from megalite.training.logging.event_log import EventLog
 from megalite.training.state import Anomaly, InvalidResultError, Run, StepResult, StepSums
 
 FORWARD, BACKWARD, REDUCED = range(3)

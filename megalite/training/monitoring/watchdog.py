@@ -37,12 +37,13 @@ from torch.distributed import distributed_c10d
 import megalite
 from megalite.common.console import print_err
 from megalite.common.exit_codes import ExitCode
-from megalite.common.safe_open import open_in_run_dir
+from megalite.common.safe_open import open_in_run_dir, write_atomically
 from megalite.config.options import Config
 from megalite.launch.rank_info import HANG_REPORT, LaunchError, read_first_failure
 from megalite.parallel.cpu.shared_memory import CollectiveMismatchError
 from megalite.parallel.mesh import ABSTRACT, Mesh
-from megalite.training.logging.run_dir import EventLog, belongs_to_another_run, is_done, write_atomically, write_status
+from megalite.training.logging.event_log import EventLog
+from megalite.training.logging.status import belongs_to_another_run, is_done, write_status
 from megalite.training.logging.timers import Timers
 from megalite.training.monitoring.hang_diagnosis import RankState, diagnose, format_call, format_ranks
 from megalite.training.state import Run
