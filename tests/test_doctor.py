@@ -34,7 +34,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[tup
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "WRITTEN", 1 << 20)
+    monkeypatch.setattr(doctor, "MAX_BYTES", 1 << 20)
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "MASTER_"))]:
         monkeypatch.delenv(name)
 
@@ -47,7 +47,7 @@ def test_a_sound_machine_with_its_storage_and_data_is_0(tmp_path: Path, capsys) 
     code, lines = told(capsys, "--save", str(tmp_path / "runs/new"), "--data-path", str(tmp_path / "mine"))
     assert code == 0 and time.monotonic() - begin < 60 and sorted(tmp_path.iterdir()) == before
     assert "bad" not in dict(lines) and ("ok", f"data {tmp_path / 'mine'}: 1 documents, 3 tokens, 6e-09 GB ") in lines
-    for about in ("python", "torch", "card", "clocks", "variables", "network", "memory", "storage", "costs"):
+    for about in ("python", "torch", "gpu", "clocks", "variables", "network", "memory", "storage", "costs"):
         assert any(text.startswith(about) for _, text in lines), about
     assert doctor.main(["--save", str(tmp_path)]) == 0 and capsys.readouterr().out.endswith("a run can start\n")
 
@@ -69,7 +69,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether t
     "wandb not installed": (dict(lacks="wandb"), "ok"),
     "or newer is needed: pip install --upgrade torch": (dict(old="torch"), "bad"),
     "--shm-size=1g": (dict(shm=64 << 20), "warn"),
-    "sees none of 1 cards": (dict(card={}), "bad"),
+    "sees none of 1 GPUs": (dict(card={}), "bad"),
     "card 0 has uncorrected memory errors (ECC)": (dict(card=CARD), "bad"),
     "cannot be written": (dict(save="file"), "bad"),
     "Protocol not known: s4": (dict(url="s4://x/y"), "bad"),
@@ -122,5 +122,5 @@ def test_without_torch_the_rest_is_told(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     code, lines = told(capsys)
     wrong = [line for mark, line in lines if mark == "bad"]
-    assert code == 3 and wrong[0].startswith("card cannot be looked at: ModuleNotFoundError") and len(wrong) == 1
+    assert code == 3 and wrong[0].startswith("gpu cannot be checked: ModuleNotFoundError") and len(wrong) == 1
     assert any(line.startswith("memory") for _, line in lines)

@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Would a run start on this machine, and what would slow it down? One page, each line ok, warn or bad, with its remedy.
+"""Check whether a run can start on this machine, and what would slow it down.
 
-python tools/doctor.py                                                        and the storage of this folder
+python tools/doctor.py                                                        checks the storage of this directory
 python tools/doctor.py --save runs/mine --data-path data/mine_text_document   that of a run, and its data
-python tools/doctor.py --json                                                 the lines as objects
+python tools/doctor.py --json                                                 prints the results as objects
 
-Software, card, clocks, variables, network, memory, storage (a file is written, synced and deleted), data; and what to
-look at before hours are paid. One process, no group: links between ranks are for tools/check_cluster.py. Exit codes: 0;
-3 something would stop a run.
+Each line is ok, warn or bad, with a remedy. The checks cover software, GPU, clocks, environment variables, network,
+memory, storage (a file is written, synced and deleted) and data. The last lines say what to find out before paying for
+hours of many GPUs. The program is one process without a group: for links between ranks, use tools/check_cluster.py.
+Exit codes: 0; 3 something would stop a run.
 """
 
 import argparse
@@ -24,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.checkpoint.storage.location import CheckpointError, parse_location
 from megalite.checkpoint.storage.storage import storage_of
 from megalite.common.console import escape_control_chars
-from megalite.common.tables import load_table
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
 from megalite.launch.system_checks import (
@@ -43,85 +43,124 @@ from megalite.launch.system_checks import (
 )
 from tools.cli_common import make_parser, run_program
 
-COSTS = load_table(__file__, "doctor")
-WRITTEN, SECONDS, SLOW = 256 * MIB, 2.0, 200e6  # of a test file at most; bytes/s that checkpoints need
+# what to find out before paying for hours of many GPUs -> the command or page that answers it
+COSTS = {
+    "does it fit, how long, for how much": "megalite plan --ask",
+    "does the layout train as one process does": "megalite verify FLAGS, without a GPU",
+    "do the options and the data hold": "the run's own command with --dry-run, on one machine",
+    "is every link as fast as its neighbours": "megalite cluster, on the machines that the run will have",
+    "what a failure costs": "the steps since the last --save-interval, on all devices: see docs/fault_tolerance.md",
+    "what the disk must hold": "the size of a checkpoint, which a run prints, times --keep-last",
+}
+# limits of the storage test
+MAX_BYTES = 256 * MIB
+MAX_SECONDS = 2.0
+MIN_BYTES_PER_S = 200e6  # a slower disk delays checkpoints
 
 
-def card() -> Iterator[CheckResult]:
-    import torch  # which may be what is wrong
+def check_gpu() -> Iterator[CheckResult]:
+    """Check the GPUs that torch sees, and their clocks."""
+    import torch  # here, because a failing import is a result
 
     from megalite.training.monitoring.rank_consistency import THROTTLED, GpuMonitor, read_sensors
     from tools.bench import gpu_report_probe as probe
 
-    found, told = probe.facts(), probe.ask_driver()
-    if not found["cards"]:
-        remedy = f"install torch's build for the driver's CUDA, or correct CUDA_VISIBLE_DEVICES ({found.get('why')})"
-        seen = f"torch {found['torch']} sees none of {len(told)} cards" if told else "none: a run takes the CPU"
-        yield result_if("card", not told, seen, remedy, BAD)
+    facts = probe.facts()
+    driver_facts = probe.ask_driver()
+    if not facts["cards"]:
+        if driver_facts:
+            message = f"torch {facts['torch']} sees none of {len(driver_facts)} GPUs"
+        else:
+            message = "none: a run takes the CPU"
+        remedy = f"install torch's build for the driver's CUDA, or correct CUDA_VISIBLE_DEVICES ({facts.get('why')})"
+        yield result_if("gpu", not driver_facts, message, remedy, BAD)
         return
-    drivers = ", ".join({one["driver_version"] for one in told}) or "not told"
-    which = f"capability {found['capability']}, driver {drivers}, CUDA {found['cuda']}"
-    yield CheckResult(OK, "card", f"{found['cards']} x {found['device']}, {found['memory'] / GIB:.1f} GiB, {which}")
-    for fact, _, why in (text.partition(": ") for text in probe.warnings_of(found)):
-        yield CheckResult(BAD if "(ECC)" in fact else WARN, "card", fact, why)
-    for number in range(found["cards"]):
-        now = read_sensors(GpuMonitor(torch.device("cuda", number)).figures)  # needs nvidia-ml-py
-        held = ", ".join(why for bit, why in THROTTLED.items() if now.get("throttled", 0) & bit)
-        clock = f"card {number} at {now.get('clock_mhz', '?')} MHz"
-        yield result_if("clocks", not held, clock, f"it is held back ({held}): look at its cooling and power")
+    drivers = ", ".join({gpu["driver_version"] for gpu in driver_facts}) or "unknown"
+    versions = f"capability {facts['capability']}, driver {drivers}, CUDA {facts['cuda']}"
+    memory = f"{facts['memory'] / GIB:.1f} GiB"
+    yield CheckResult(OK, "gpu", f"{facts['cards']} x {facts['device']}, {memory}, {versions}")
+    for warning in probe.warnings_of(facts):
+        message, _, reason = warning.partition(": ")
+        yield CheckResult(BAD if "(ECC)" in message else WARN, "gpu", message, reason)
+    for index in range(facts["cards"]):
+        sensors = read_sensors(GpuMonitor(torch.device("cuda", index)).figures)  # empty without nvidia-ml-py
+        reasons = [reason for bit, reason in THROTTLED.items() if sensors.get("throttled", 0) & bit]
+        message = f"GPU {index} at {sensors.get('clock_mhz', '?')} MHz"
+        remedy = f"it is throttled ({', '.join(reasons)}): check its cooling and power"
+        yield result_if("clocks", not reasons, message, remedy)
 
 
-def storage(save: str) -> Iterator[CheckResult]:
-    """How fast it takes bytes, by the code that writes checkpoints."""
-    part, written = os.urandom(4 * MIB), 0
+def check_storage(save: str) -> Iterator[CheckResult]:
+    """Check that checkpoints can be written, and how fast, with the code that writes them."""
     try:
-        if isinstance(
-            place := parse_location(save), Path
-        ):  # the folder that is to hold it, as no new one is left behind
-            place = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
-        storage_of(place).check_writable(place, 0)
-        if not isinstance(place, Path):
+        location = parse_location(save)
+        if isinstance(location, Path):  # use the nearest directory that exists, to leave no new one behind
+            parents = (location, *location.absolute().parents)
+            location = next(directory for directory in parents if directory.exists())
+        storage_of(location).check_writable(location, 0)
+        if not isinstance(location, Path):
             yield CheckResult(OK, "storage", f"{save} can be written; its speed is not measured")
             return
-        file, begin = place / f".doctor-{os.getpid()}", time.perf_counter()
-        try:
-            with storage_of(place).open_new(file) as append:
-                while written < WRITTEN and time.perf_counter() - begin < SECONDS:
-                    append(part)
-                    written += len(part)
-            rate = written / (time.perf_counter() - begin)
-        finally:
-            file.unlink(missing_ok=True)
-        fact = f"save={save!r} takes {rate / 1e6:,.0f} MB/s with fsync, {written / MIB:.0f} MiB"
-        fact = f"{fact}; {shutil.disk_usage(place).free / GIB:,.1f} GiB are free"
-        yield result_if("storage", rate >= SLOW, fact, "use a faster disk, or save less often")
+        num_bytes, seconds = _write_test_file(location)
+        rate = num_bytes / seconds
+        message = f"save={save!r} takes {rate / 1e6:,.0f} MB/s with fsync, {num_bytes / MIB:.0f} MiB"
+        message = f"{message}; {shutil.disk_usage(location).free / GIB:,.1f} GiB are free"
+        yield result_if("storage", rate >= MIN_BYTES_PER_S, message, "use a faster disk, or save less often")
     except CheckpointError as error:
         yield CheckResult(BAD, "storage", str(error))
     except OSError as error:
-        fact = f"save={save!r} does not take {WRITTEN / MIB:.0f} MiB ({error.strerror})"
-        yield CheckResult(BAD, "storage", fact, "make room there, or give --save another disk")
+        message = f"save={save!r} does not take {MAX_BYTES / MIB:.0f} MiB ({error.strerror})"
+        yield CheckResult(BAD, "storage", message, "make room there, or give --save another disk")
 
 
-def data(prefixes: list[str]) -> Iterator[CheckResult]:
+def _write_test_file(directory: Path) -> tuple[int, float]:
+    """Write, sync and delete a file, and return (bytes, seconds)."""
+    chunk = os.urandom(4 * MIB)
+    num_bytes = 0
+    path = directory / f".doctor-{os.getpid()}"
+    start = time.perf_counter()
+    try:
+        with storage_of(directory).open_new(path) as append:
+            while num_bytes < MAX_BYTES and time.perf_counter() - start < MAX_SECONDS:
+                append(chunk)
+                num_bytes += len(chunk)
+        return num_bytes, time.perf_counter() - start
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def check_data(prefixes: list[str]) -> Iterator[CheckResult]:
+    """Check that token files can be opened."""
     for prefix in prefixes:
         try:
-            pair = IndexedDataset(prefix)
-            size = f"{len(pair):,} documents, {pair.num_tokens:,} tokens"
-            yield CheckResult(OK, "data", f"{prefix}: {size}, {pair.num_tokens * pair.dtype.itemsize / 1e9:.3g} GB")
+            dataset = IndexedDataset(prefix)
+            counts = f"{len(dataset):,} documents, {dataset.num_tokens:,} tokens"
+            size = f"{dataset.num_tokens * dataset.dtype.itemsize / 1e9:.3g} GB"
+            yield CheckResult(OK, "data", f"{prefix}: {counts}, {size}")
         except (DataError, OSError) as error:
             yield CheckResult(BAD, "data", str(error))
 
 
-def examine(save: str, prefixes: list[str]) -> Iterator[CheckResult]:
-    parts = {"software": check_packages(), "card": card(), "clocks": check_clock(), "variables": check_variables()}
-    parts |= {"network": check_network(), "memory": check_memory()}
-    for about, part in {**parts, "storage": storage(save), "data": data(prefixes)}.items():
+def run_checks(save: str, prefixes: list[str]) -> Iterator[CheckResult]:
+    """Yield the results of all checks."""
+    checks = {
+        "software": check_packages(),
+        "gpu": check_gpu(),
+        "clocks": check_clock(),
+        "variables": check_variables(),
+        "network": check_network(),
+        "memory": check_memory(),
+        "storage": check_storage(save),
+        "data": check_data(prefixes),
+    }
+    for subject, results in checks.items():
         try:
-            yield from part
-        except Exception as error:  # noqa: BLE001  a broken torch, no /proc: the other parts are told
-            mark = BAD if isinstance(error, ImportError) else WARN
-            yield CheckResult(mark, about, f"cannot be looked at: {type(error).__name__}: {error}")
-    yield from (CheckResult(OK, "costs", f"{what}: {how}") for what, how in COSTS.items())
+            yield from results
+        except Exception as error:  # noqa: BLE001  a broken torch or a missing /proc must not stop the other checks
+            status = BAD if isinstance(error, ImportError) else WARN
+            yield CheckResult(status, subject, f"cannot be checked: {type(error).__name__}: {error}")
+    for question, answer in COSTS.items():
+        yield CheckResult(OK, "costs", f"{question}: {answer}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -138,19 +177,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     args = build_parser().parse_args(argv)
-    lines: list[CheckResult] = []
-    for line in examine(args.save, args.data_path):
-        lines.append(line)
+    results: list[CheckResult] = []
+    for result in run_checks(args.save, args.data_path):
+        results.append(result)
         if not args.json:
-            remedy = f"; {line.remedy}" if line.remedy else ""
-            print(escape_control_chars(f"{line.status:5}{line.subject:14}{line.message}{remedy}"), flush=True)
-    bad, warned = (sum(line.status == mark for line in lines) for mark in (BAD, WARN))
-    told = [dict(zip(("mark", "about", "fact", "remedy"), line, strict=True)) for line in lines]
-    found = {"lines": told, "exit": 3 if bad else 0}
-    end = f"{bad} bad, {warned} to look at: {'a run would be stopped' if bad else 'a run can start'}"
-    print(json.dumps(found, indent=1) if args.json else end)
-    return found["exit"]
+            remedy = f"; {result.remedy}" if result.remedy else ""
+            line = f"{result.status:5}{result.subject:14}{result.message}{remedy}"
+            print(escape_control_chars(line), flush=True)
+    num_bad = sum(result.status == BAD for result in results)
+    num_warnings = sum(result.status == WARN for result in results)
+    code = 3 if num_bad else 0
+    if args.json:
+        lines = [dict(zip(("mark", "about", "fact", "remedy"), result, strict=True)) for result in results]
+        print(json.dumps({"lines": lines, "exit": code}, indent=1))
+    else:
+        verdict = "a run would be stopped" if num_bad else "a run can start"
+        print(f"{num_bad} bad, {num_warnings} to look at: {verdict}")
+    return code
 
 
 if __name__ == "__main__":
