@@ -10,7 +10,7 @@ import pytest
 from tables import ANSWERS
 
 from tools import benchmark_comm
-from tools.bench.collectives import bandwidths, fit
+from tools.bench.collectives import bandwidths, fit_link
 
 TOOL = ("tools/benchmark_comm.py", "--device", "cpu")
 
@@ -25,10 +25,10 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 def test_latency_and_rate_come_back_from_times_with_noise() -> None:
     sizes = [1 << n for n in range(10, 27, 2)]
     noise = [1.02, 0.97, 1.01, 1.03, 0.98, 1.0, 0.99, 1.02, 0.98]
-    latency, rate = fit([(n, (2e-5 + n / 4e10) * f) for n, f in zip(sizes, noise, strict=True)])
+    latency, rate = fit_link([(n, (2e-5 + n / 4e10) * f) for n, f in zip(sizes, noise, strict=True)])
     assert latency == pytest.approx(2e-5, rel=0.05) and rate == pytest.approx(4e10, rel=0.05)
-    assert fit([(1000, 1e-3)]) == (1e-3, 1e6)  # of one size: what is known
-    latency, rate = fit([(1000, 1.0), (10_000_000, 0.5)])  # a slope that cannot be
+    assert fit_link([(1000, 1e-3)]) == (1e-3, 1e6)  # of one size: what is known
+    latency, rate = fit_link([(1000, 1.0), (10_000_000, 0.5)])  # a slope that cannot be
     assert (latency, rate) == (1.0, 2e7)
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import print_err
 from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, process_group
-from tools.bench.collectives import FACTORS, axes_of, fit, on_ranks, over_groups
+from tools.bench.collectives import FACTORS, distinct_axes, fit_link, run_on_ranks, time_groups
 from tools.cli_common import find_unwritable, make_parser, positive_int, write_json
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     wrong = [*(text for is_wrong, text in rules if is_wrong), *find_unwritable(json=args.json, csv=args.csv)]
     if wrong:
         parser.error("; ".join(wrong))
-    return on_ranks("benchmark_comm.py", bench, args, args.tensor_model_parallel_size, problem)
+    return run_on_ranks("benchmark_comm.py", bench, args, args.tensor_model_parallel_size, problem)
 
 
 def problem(world: int, args: argparse.Namespace) -> str:
@@ -131,16 +131,16 @@ def measure(mesh: Any, args: argparse.Namespace) -> Found:
     measured: Found = dict(ranks=mesh.world.size, device=mesh.device.type, hosts=hosts, rows=[], complete=False)
     if mesh.world.is_first:
         print(HEAD)
-    for axis in axes_of(mesh):
+    for axis in distinct_axes(mesh):
         ways = ("all", "one") if args.alone and axis.size < mesh.world.size else ("all",)
         for groups, kind, size in itertools.product(ways, kinds, sizes):
-            row = over_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
+            row = time_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
             measured["rows"].append({"groups": groups, **row})
             if mesh.world.is_first:
                 print(line_of(measured["rows"][-1]), flush=True)
                 if args.json is not None:
                     write_json(args.json, measured)
-    inside = {axis.name: len({hosts[rank] for rank in axis.ranks}) == 1 for axis in axes_of(mesh)}
+    inside = {axis.name: len({hosts[rank] for rank in axis.ranks}) == 1 for axis in distinct_axes(mesh)}
     return measured | {"links": links_of(measured["rows"], inside), "complete": True}
 
 
@@ -155,7 +155,7 @@ def links_of(rows: list[dict[str, Any]], inside: dict[str, bool]) -> Found:
         if row["kind"] == "message" and row["groups"] == "all":
             one_way = row["us"] / 1e6 / FACTORS["message"](row["size"])
             points.setdefault(row["axis"], []).append((row["bytes"], one_way))
-    axes = {axis: dict(zip(("latency_s", "bytes_per_s"), fit(some), strict=True)) for axis, some in points.items()}
+    axes = {axis: dict(zip(("latency_s", "bytes_per_s"), fit_link(some), strict=True)) for axis, some in points.items()}
     links: Found = {"axes": axes}
     for where, wanted in (("inside", True), ("between", False)):
         # of the world only where it is a group of the layout: all ranks exchange nothing but the step's agreement

@@ -1,13 +1,13 @@
-"""How fast this machine runs a model's parts: a profile for megalite/planning/stage_time.py, in half a minute.
+"""Measure how fast this machine runs the parts of a model, as a profile for megalite/planning/stage_time.py.
 
-As many local ranks as will share the machine measure at once, so that memory and caches are shared as in a run:
+Several local ranks measure at the same time, so that they share memory and caches as in a run:
 
-    layer, embedding, head    forward, backward and weight gradients of stages (megalite/models/gpt.py): layers of the
-                              first one's kind, and the model's ends, at its shapes and micro-batch, with gradients
-                              added to the flat buffer as in a run; layers also with a split backward
-    update, norm              the optimizer's, per byte
-    messages, all-gather      a micro-batch's hidden states from rank to rank, and what is shared out over all ranks
-    shares of the peaks       a matmul and attention at the model's shapes, and a copy: for other models, and for tp
+    layer, embedding, head    forward, backward and weight gradients of stages (megalite/models/gpt.py) with the model's
+                              shapes and micro-batch: layers of the first layer's kind, also with a split backward, and
+                              the ends of the model; gradients are added to the flat buffer as in a run
+    update, norm              seconds of the optimizer per byte
+    messages, all-gather      hidden states of a micro-batch from rank to rank, and a tensor sharded over all ranks
+    fractions of the peaks    a matmul and attention with the model's shapes, and a copy: for other models and for tp
 """
 
 import dataclasses
@@ -16,12 +16,13 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megalite.config.options import Config
 from megalite.data.datasets.batches import MicroBatch
@@ -46,9 +47,14 @@ from megalite.training.logging.device_memory import keep_freed_heap
 from megalite.training.setup import build_update_rules
 from tools.bench import collectives
 
-LAYERS = 2  # of the stage that is measured, of a model that has them
-SMALL = 1 << 12  # bytes of a message that shows the latency
-TIMES = 15  # of which the median counts
+MAX_LAYERS = 2  # layers of the stage that is measured
+SMALL_BYTES = 1 << 12  # size of a message that takes as long as the latency
+LINK_REPEATS = 15
+NUM_SECTIONS = 9  # measurements that share the time of a calibration
+COPY_BYTES = 1 << 26
+ATTENTION_BACKWARD_FLOPS = 2.5  # relative to forward
+
+StageSeconds = tuple[float, float, float]  # forward, backward, weight gradients
 
 
 class CalibrationError(RuntimeError):
@@ -56,194 +62,260 @@ class CalibrationError(RuntimeError):
 
 
 def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> DeviceProfile:
-    """Measure this device for models of this configuration's shape without tp. Raises CalibrationError."""
-    with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
-        task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "folder": folder}
-        if code := launch_local(ranks, measure, (task,)):
-            raise CalibrationError(f"a rank ended with exit code {code}; what it said is above")
-        results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-    mean = lambda key: statistics.fmean(one[key] for one in results)  # noqa: E731
-    columns = {name: zip(*(one["blocks"][name] for one in results), strict=True) for name in results[0]["blocks"]}
-    blocks = {name: tuple(map(statistics.fmean, column)) for name, column in columns.items()}
-    message, collective = (Link(*results[0][name]) if results[0][name] else None for name in ("message", "collective"))
+    """Measure this device for models with the shapes of `config` and without tp.
+
+    Raises:
+        CalibrationError: if a rank could not measure.
+    """
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as result_dir:
+        task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "result_dir": result_dir}
+        if exit_code := launch_local(ranks, measure, (task,)):
+            raise CalibrationError(f"a rank ended with exit code {exit_code}; its messages are above")
+        results = [json.loads(path.read_text()) for path in sorted(Path(result_dir).glob("rank*.json"))]
+    first = results[0]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(result[key] for result in results)
+
+    def link(name: str) -> Link | None:
+        return Link(*first[name]) if first[name] else None
+
+    blocks = {}
+    for name in first["blocks"]:
+        columns = zip(*(result["blocks"][name] for result in results), strict=True)
+        blocks[name] = tuple(statistics.fmean(column) for column in columns)
     return dataclasses.replace(
-        default_profile(results[0]["kind"]),
-        source=f"measured {time.strftime('%Y-%m-%d')} by {ranks} ranks at once, {results[0]['device']}",
+        default_profile(first["kind"]),
+        source=f"measured {time.strftime('%Y-%m-%d')} by {ranks} ranks at once, {first['device']}",
         matmul=mean("matmul"),
         head=mean("head"),
         attention=(mean("attention_forward"), mean("attention_backward")),
-        attention_half=(0.0, 0.0),  # at this length
+        attention_half=(0.0, 0.0),  # the fractions above hold at this length
         memory=mean("memory"),
-        shape=results[0]["shape"],
-        device=results[0]["kind"],
+        shape=first["shape"],
+        device=first["kind"],
         blocks=blocks,
-        message=message,
-        collective=collective,
+        message=link("message"),
+        collective=link("collective"),
     )
 
 
 def measure(ranks: RankInfo, task: dict[str, Any]) -> None:
-    """One rank's part: writes what it found into the task's folder."""
-    wanted = choose_device(task["config"].parallel.device)
-    if wanted == "cpu":
+    """Measure on one rank, and write the results to a file in the task's `result_dir`."""
+    device_type = choose_device(task["config"].parallel.device)
+    if device_type == "cpu":
         keep_freed_heap()  # as pretrain() does
-    with process_group(ranks, device=wanted, startup_timeout=datetime.timedelta(minutes=5)) as device:
-        found = _Bench(task, ranks, device).run()
-    (Path(task["folder"]) / f"rank{ranks.rank:05d}.json").write_text(json.dumps(found))
+    with process_group(ranks, device=device_type, startup_timeout=datetime.timedelta(minutes=5)) as device:
+        results = _Calibrator(task, ranks, device).run()
+    (Path(task["result_dir"]) / f"rank{ranks.rank:05d}.json").write_text(json.dumps(results))
 
 
-class _Bench:
-    """All ranks go through the same sections, each of which ends at one time by the clock: so they stay together."""
+class _Calibrator:
+    """The measurements of one rank.
+
+    All ranks run the same sections, and each section ends at the same time by the clock, so the ranks stay in step.
+    """
 
     def __init__(self, task: dict[str, Any], ranks: RankInfo, device: torch.device):
         config = task["config"]
-        sizes = dict.fromkeys(("tensor", "pipeline", "expert"), 1)
-        alone = dataclasses.replace(config.parallel, **{f"{name}_model_parallel_size": n for name, n in sizes.items()})
-        self.made: RunPlan = RunPlan(dataclasses.replace(config, parallel=alone), 1, task["vocab_size"])
+        single_rank = dataclasses.replace(
+            config.parallel,
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            expert_model_parallel_size=1,
+        )
+        self.plan: RunPlan = RunPlan(dataclasses.replace(config, parallel=single_rank), 1, task["vocab_size"])
         self.mesh = dataclasses.replace(Mesh.single_process(), device=device)
-        self.ranks, self.device, self.layers = ranks, device, min(LAYERS, config.model.num_layers)
-        self.section_s, self.until = task["seconds"] / 9, 0.0
+        self.ranks, self.device = ranks, device
+        self.num_layers = min(MAX_LAYERS, config.model.num_layers)
+        self.section_s = task["seconds"] / NUM_SECTIONS
+        self.section_end = 0.0
 
     def run(self) -> dict[str, Any]:
+        """Run all sections and return the results as JSON."""
         message, collective = self.links()
-        self.until = time.perf_counter()  # all are here: the links were used together
-        blocks: dict[str, tuple[float, float, float]] = {}
+        self.section_end = time.perf_counter()  # the same on all ranks, because they measured the links together
         stages, buffer, optimizer = self.build()
-        for name, stage, number in zip(("embedding", "layer", "head"), stages, range(3), strict=True):
-            times = self.stage(stage, number, split=False)
-            blocks[name] = tuple(t / (self.layers if name == "layer" else 1) for t in times)  # type: ignore[assignment]
-        blocks["layer, split"] = tuple(t / self.layers for t in self.stage(stages[1], 1, split=True))  # type: ignore[assignment]
-        step = lambda: optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)  # noqa: E731
-        kept = sum(t.nbytes for state in optimizer.state for t in state.values())
-        kept += 0 if optimizer.main_is_model else sum(t.nbytes for t in optimizer.main)
-        moved = buffer.grads.nbytes + 2 * kept + buffer.weights.nbytes
-        update, norm = self.median(step) / moved, self.median(optimizer.local_norm_sq) / buffer.grads.nbytes
-        blocks["update"] = (update, norm, 0.0)
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        embedding, layers, head = stages
+        per_layer = 1 / self.num_layers
+        blocks: dict[str, StageSeconds] = {
+            "embedding": self.stage_seconds(embedding, 0, split=False),
+            "layer": _scaled(self.stage_seconds(layers, 1, split=False), per_layer),
+            "head": self.stage_seconds(head, 2, split=False),
+            "layer, split": _scaled(self.stage_seconds(layers, 1, split=True), per_layer),
+        }
+        state_bytes = sum(t.nbytes for state in optimizer.state for t in state.values())
+        if not optimizer.main_is_model:
+            state_bytes += sum(t.nbytes for t in optimizer.main)
+        update_bytes = buffer.grads.nbytes + 2 * state_bytes + buffer.weights.nbytes
+        update_s = self.median_s(lambda: optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0))
+        norm_s = self.median_s(optimizer.local_norm_sq)
+        blocks["update"] = (update_s / update_bytes, norm_s / buffer.grads.nbytes, 0.0)
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return {
-            **{"blocks": blocks, "message": message, "collective": collective, "device": name, "kind": self.kind},
-            **{"shape": calibration_key(self.made), **self.shares(blocks)},
+            "blocks": blocks,
+            "message": message,
+            "collective": collective,
+            "device": device,
+            "kind": self.device_kind,
+            "shape": calibration_key(self.plan),
+            **self.peak_fractions(head_forward_s=blocks["head"][0]),
         }
 
-    def now(self) -> float:
+    def synced_time(self) -> float:
         synchronize(self.device)
         return time.perf_counter()
 
-    def median(self, work: Callable[[], Any]) -> float:
-        """Seconds of `work`, which runs until the section's end, and three times at least."""
-        return self.medians(lambda: (self.timed(work),))[0]
+    def median_s(self, work: Callable[[], Any]) -> float:
+        """Return the median seconds of `work`, which is repeated until the section ends, at least three times."""
 
-    def medians(self, times: Callable[[], tuple[float, ...]]) -> list[float]:
-        times()  # the first call makes what the others use
-        self.until += self.section_s
-        rows = [times() for _ in range(3)]
-        while time.perf_counter() < self.until:
-            rows.append(times())
-        self.until = max(self.until, time.perf_counter())
-        return [statistics.median(column) for column in zip(*rows, strict=True)]
+        def timed() -> tuple[float]:
+            start = self.synced_time()
+            work()
+            return (self.synced_time() - start,)
 
-    def timed(self, work: Callable[[], Any]) -> float:
-        start = self.now()
-        work()
-        return self.now() - start
+        return self.medians_s(timed)[0]
 
-    def build(self) -> tuple[list[Stage], Any, Any]:
-        """Three stages: embedding, layers, head; their buffer and optimizer."""
-        config = self.made.config
+    def medians_s(self, timed: Callable[[], tuple[float, ...]]) -> list[float]:
+        """Return the medians of the times that `timed` returns."""
+        timed()  # warm-up
+        self.section_end += self.section_s
+        samples = [timed() for _ in range(3)]
+        while time.perf_counter() < self.section_end:
+            samples.append(timed())
+        self.section_end = max(self.section_end, time.perf_counter())
+        return [statistics.median(column) for column in zip(*samples, strict=True)]
+
+    def build(self) -> tuple[list[Stage], ParamAndGradBuffer, DistributedOptimizer]:
+        """Build three stages (embedding, layers, head), their buffer and their optimizer."""
+        config = self.plan.config
         set_kernel_options(config.parallel.kernels, config.parallel.attention_kernel)
-        make = ParamFactory(self.mesh, self.made.dtype, config.train.seed)
-        layers = [range(0), range(self.layers), range(self.layers, self.layers)]
-        one_kind, stages = dataclasses.replace(layer_kinds(config.model)[0], num_layers=self.layers), []
-        for number, model in enumerate((config.model, one_kind, config.model)):
-            apart = dataclasses.replace(model, untie_embeddings_and_output_weights=True)  # tied weights need two ends
-            made = dataclasses.replace(self.made, config=dataclasses.replace(config, model=apart))
-            stages.append(made.build_stage(make, layers, number))
+        make_param = ParamFactory(self.mesh, self.plan.dtype, config.train.seed)
+        layers = [range(0), range(self.num_layers), range(self.num_layers, self.num_layers)]
+        one_kind = dataclasses.replace(layer_kinds(config.model)[0], num_layers=self.num_layers)
+        stages = []
+        for index, model in enumerate((config.model, one_kind, config.model)):
+            untied = dataclasses.replace(model, untie_embeddings_and_output_weights=True)  # tying needs both ends
+            plan = dataclasses.replace(self.plan, config=dataclasses.replace(config, model=untied))
+            stages.append(plan.build_stage(make_param, layers, index))
         buffer = ParamAndGradBuffer(stages, self.mesh)
         return stages, buffer, DistributedOptimizer(buffer, *build_update_rules(config))
 
-    def stage(self, stage: Stage, number: int, split: bool) -> list[float]:
-        """Seconds of F, B and W (0 where backward is not split)."""
-        made = self.made
-        S, B, D = made.config.model.seq_length, made.config.train.micro_batch_size, made.config.model.hidden_size
-        drawn = np.random.default_rng(0).integers(0, made.vocab_size, (B, S + 1))
-        micro = MicroBatch(drawn, np.arange(B, dtype=np.int64), None, None)
-        host = to_host_batch(micro, pin=False, positions=False, documents=False, cp=self.mesh.cp, windows=())
-        batch = to_device(host, self.device, step=1)
-        x_SBD = torch.randn(S, B, D, device=self.device).to(made.dtype)
-        weight = 1.0 / made.tokens_per_microbatch
+    def stage_seconds(self, stage: Stage, index: int, split: bool) -> StageSeconds:
+        """Return the seconds of forward, backward and weight gradients (0 if backward is not split)."""
+        plan = self.plan
+        S, B, D = plan.config.model.seq_length, plan.config.train.micro_batch_size, plan.config.model.hidden_size
+        is_first, is_last = index == 0, index == 2
+        tokens = np.random.default_rng(0).integers(0, plan.vocab_size, (B, S + 1))
+        micro_batch = MicroBatch(tokens, np.arange(B, dtype=np.int64), None, None)
+        host_batch = to_host_batch(
+            micro_batch, pin=False, positions=False, documents=False, cp=self.mesh.cp, windows=()
+        )
+        batch = to_device(host_batch, self.device, step=1)
+        x_SBD = torch.randn(S, B, D, device=self.device).to(plan.dtype)
+        loss_grad = 1.0 / plan.tokens_per_microbatch
 
-        def once() -> tuple[float, float, float]:
-            x = None if number == 0 else x_SBD.detach().requires_grad_()
-            later = WeightGradStore() if split else None
-            start = self.now()
-            y = stage(x, dataclasses.replace(batch, loss_grad=weight, wgrad_store=later))
-            forward = self.now()
-            torch.autograd.backward(y, torch.full_like(y, weight) if number == 2 else x_SBD)
-            backward = self.now()
-            if later is not None:
-                later.compute_all()
-            return forward - start, backward - forward, self.now() - backward if split else 0.0
+        def timed() -> StageSeconds:
+            x = None if is_first else x_SBD.detach().requires_grad_()
+            wgrad_store = WeightGradStore() if split else None
+            start = self.synced_time()
+            y = stage(x, dataclasses.replace(batch, loss_grad=loss_grad, wgrad_store=wgrad_store))
+            forward_end = self.synced_time()
+            torch.autograd.backward(y, torch.full_like(y, loss_grad) if is_last else x_SBD)
+            backward_end = self.synced_time()
+            wgrad_s = 0.0
+            if wgrad_store is not None:
+                wgrad_store.compute_all()
+                wgrad_s = self.synced_time() - backward_end
+            return forward_end - start, backward_end - forward_end, wgrad_s
 
-        return self.medians(once)
+        forward_s, backward_s, wgrad_s = self.medians_s(timed)
+        return forward_s, backward_s, wgrad_s
 
-    def shares(self, blocks: dict[str, tuple[float, float, float]]) -> dict[str, float]:
-        """The shares of the device's peaks that a matmul, attention and a copy reach."""
-        made, m, name = self.made, self.made.config.model, self.kind
-        device = make_cluster(name, self.ranks.world_size).device if name == "cpu" else DEVICES[name][0]
-        peak, tokens = device.peak_tflops(made.dtype) * 1e12, made.tokens_per_microbatch
-        draw = lambda *shape: torch.randn(*shape, device=self.device).to(made.dtype)  # noqa: E731
-        a_ND, w_FD = draw(tokens, m.hidden_size), draw(m.ffn_size, m.hidden_size)
-        matmul = self.median(lambda: a_ND @ w_FD.T)
-        S, B, K = m.seq_length, made.config.train.micro_batch_size, m.head_size
-        q = draw(S, B, m.num_attention_heads, K).requires_grad_()
-        k, v = (draw(S, B, m.num_kv_groups, K).requires_grad_() for _ in range(2))
+    def peak_fractions(self, head_forward_s: float) -> dict[str, float]:
+        """Return the fractions of the device's peaks that a matmul, the head, attention and a copy reach."""
+        plan, model = self.plan, self.plan.config.model
+        if self.device_kind == "cpu":
+            device = make_cluster("cpu", self.ranks.world_size).device
+        else:
+            device = DEVICES[self.device_kind][0]
+        peak_flops = device.peak_tflops(plan.dtype) * 1e12
+        tokens = plan.tokens_per_microbatch
 
-        def attend() -> tuple[float, float]:
-            start = self.now()
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=self.device).to(plan.dtype)
+
+        a_ND, w_FD = random(tokens, model.hidden_size), random(model.ffn_size, model.hidden_size)
+        matmul_s = self.median_s(lambda: a_ND @ w_FD.T)
+
+        S, B, K = model.seq_length, plan.config.train.micro_batch_size, model.head_size
+        q = random(S, B, model.num_attention_heads, K).requires_grad_()
+        k = random(S, B, model.num_kv_groups, K).requires_grad_()
+        v = random(S, B, model.num_kv_groups, K).requires_grad_()
+
+        def timed_attention() -> tuple[float, float]:
+            start = self.synced_time()
             o = attention(q, k, v, scale=K**-0.5)
-            middle = self.now()
+            forward_end = self.synced_time()
             torch.autograd.grad(o, (q, k, v), o.detach())
-            return middle - start, self.now() - middle
+            return forward_end - start, self.synced_time() - forward_end
 
-        forward, backward = self.medians(attend)
-        kind = dataclasses.replace(layer_kinds(m)[0], window_size=None)
-        setting = dataclasses.replace(made.stage_costs.setting, tp=1, split_backward=False, recompute_modules=())
-        alone = layers_cost((kind,), setting)
-        scores = sum(event.values[0] for event in alone.of_phase("F") if event.kind == "scores")
-        source = torch.empty(1 << 26, dtype=torch.uint8, device=self.device)
+        forward_s, backward_s = self.medians_s(timed_attention)
+        kind = dataclasses.replace(layer_kinds(model)[0], window_size=None)
+        setting = dataclasses.replace(
+            plan.stage_costs.setting, tp=1, split_backward=False, recompute_modules=()
+        )
+        cost = layers_cost((kind,), setting)
+        attention_flops = sum(event.values[0] for event in cost.of_phase("F") if event.kind == "scores")
+
+        source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
-        copied = self.median(lambda: target.copy_(source))
+        copy_s = self.median_s(lambda: target.copy_(source))
         return {
-            "matmul": 2.0 * tokens * m.hidden_size * m.ffn_size / matmul / peak,
-            "head": sum(made.stage_costs.head.flops) * made.tp / blocks["head"][0] / peak,
-            "attention_forward": scores / forward / peak,
-            "attention_backward": 2.5 * scores / backward / peak,
-            "memory": 2 * source.nbytes / copied / device.memory_bytes_per_s,
+            "matmul": 2.0 * tokens * model.hidden_size * model.ffn_size / matmul_s / peak_flops,
+            "head": sum(plan.stage_costs.head.flops) * plan.tp / head_forward_s / peak_flops,
+            "attention_forward": attention_flops / forward_s / peak_flops,
+            "attention_backward": ATTENTION_BACKWARD_FLOPS * attention_flops / backward_s / peak_flops,
+            "memory": 2 * source.nbytes / copy_s / device.memory_bytes_per_s,
         }
 
     @property
-    def kind(self) -> str:
-        """Its name in the table of devices."""
+    def device_kind(self) -> str:
+        """The name of the device in the table of devices."""
         if self.device.type == "cpu":
             return "cpu"
         name = torch.cuda.get_device_name(self.device).lower()
-        if (kind := next((kind for kind in DEVICES if kind in name), None)) is None:
-            raise CalibrationError(f"the table of devices has no {name}; give its peaks in a cluster's file")
-        return kind
+        for kind in DEVICES:
+            if kind in name:
+                return kind
+        raise CalibrationError(f"the table of devices has no {name}; give its peaks in a cluster's file")
 
     def links(self) -> tuple[list[float] | None, list[float] | None]:
-        """(latency, bytes per second) of messages and of all-gathers; None: there is one rank."""
-        world, device = self.ranks.world_size, self.device
+        """Return (latency, bytes per second) of messages and of all-gathers; None if there is one rank."""
+        world = self.ranks.world_size
         if world == 1:
             return None, None
-        large = self.made.tokens_per_microbatch * self.made.config.model.hidden_size * self.made.dtype.itemsize
+        plan = self.plan
+        hidden_bytes = plan.tokens_per_microbatch * plan.config.model.hidden_size * plan.dtype.itemsize
+        pp_axis = build_mesh(device=self.device, pp=world).pp
+        message = self.link("message", pp_axis, hidden_bytes, 2)
+        dp_axis = build_mesh(device=self.device).dp_cp
+        return message, self.link("all_gather", dp_axis, 4 * hidden_bytes, 1)
 
-        def link(kind: str, axis: Axis, large: int, turns: int) -> list[float]:
-            """By a small and a large one. `turns`: messages that follow each other in a call."""
-            calls = (collectives.call_of(kind, axis, size, device) for size in (SMALL, large))
-            latency, whole = (collectives.timed(call, device, TIMES) for call in calls)
-            rate = collectives.FACTORS[kind](world) * (large - SMALL) / max(whole - latency, 1e-9)
-            return [latency / turns, rate]
+    def link(self, kind: str, axis: Axis, large_bytes: int, steps_per_call: int) -> list[float]:
+        """Return (latency, bytes per second) from a small and a large call.
 
-        message = link("message", build_mesh(device=device, pp=world).pp, large, 2)
-        return message, link("all_gather", build_mesh(device=device).dp_cp, 4 * large, 1)
+        Args:
+            steps_per_call: The number of messages that follow each other in a call.
+        """
+        latency_s, large_s = (
+            collectives.time_call(collectives.collective_fn(kind, axis, size, self.device), self.device, LINK_REPEATS)
+            for size in (SMALL_BYTES, large_bytes)
+        )
+        moved_bytes = collectives.FACTORS[kind](self.ranks.world_size) * (large_bytes - SMALL_BYTES)
+        return [latency_s / steps_per_call, moved_bytes / max(large_s - latency_s, 1e-9)]
+
+
+def _scaled(seconds: Sequence[float], factor: float) -> StageSeconds:
+    forward_s, backward_s, wgrad_s = seconds
+    return forward_s * factor, backward_s * factor, wgrad_s * factor
