@@ -362,7 +362,7 @@ def test_token_dtype_is_megatrons() -> None:
 
 
 def test_benchmark_measures_every_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench_data, "alone", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(bench_data, "in_subprocess", lambda function, *arguments: function(*arguments))
     assert bench_data.main(["--documents", "20000"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5 and all(re.search(r"\d (s, |M/s|ms|M tokens/s)|by numpy \d", line) for line in lines)
