@@ -1,106 +1,116 @@
-"""Names the cause by which a step, a run or a plan loses the most time, and its remedy.
+"""The cause by which a step, a run or a plan loses the most time, and its remedy.
 
-The caller gives shares of time by the names of causes.toml, measured (a run's report, tools/benchmark.py) or predicted
-(tools/plan.py). The cause named is the one that is farthest above its `worth`, the share from which it is mentioned; if
-none is above, it is the computation itself. A remedy is only what the run at hand can change. The figure of a remedy is
-planned, for the same run with another option.
+The caller gives fractions of the time by the names of BOTTLENECKS, either measured (the report of a run,
+tools/benchmark.py) or predicted (tools/plan.py). The main bottleneck is the cause whose fraction exceeds its threshold
+by the largest factor; if none exceeds it, the computation itself is the bottleneck. A remedy names only what the run at
+hand can change. Figures of a remedy are planned, for the same run with another option.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
-from megalite.common.tables import load_table
-from megalite.config.options import Config
+from megalite.config.options import Config, iter_options
 from megalite.config.validation import find_problems
 from megalite.planning.run_plan import RunPlan
 
 
-class Bottleneck(NamedTuple):
-    """what: the subject of "takes 12 % of a step". worth: the share from which it is mentioned."""
+@dataclass(frozen=True)
+class Bottleneck:
+    """A cause of lost time.
+
+    Attributes:
+        subject: The subject of "takes 12 % of a step".
+        threshold: The fraction of the time from which the cause is reported; infinite for never.
+    """
 
     subject: str
-    threshold: float
+    threshold: float = float("inf")
 
 
-BOTTLENECKS = {name: Bottleneck(**known) for name, known in load_table(__file__, "bottlenecks").items()}
-COMPUTE_CAUSES = ("compute", "kernels", "recompute")
+BOTTLENECKS: Mapping[str, Bottleneck] = {
+    "data": Bottleneck("waiting for tokens", 0.05),
+    "checkpoint": Bottleneck("waiting for saves", 0.05),
+    "bubble": Bottleneck("the bubble of the pipeline", 0.1),
+    "communication": Bottleneck("exposed communication", 0.2),
+    "tp": Bottleneck("exposed communication of tp", 0.2),
+    "cp": Bottleneck("exposed communication of cp", 0.2),
+    "dp": Bottleneck("the sum of gradients and the gather of weights, once per step,", 0.2),
+    "pp": Bottleneck("waiting between stages, beyond the bubble,", 0.2),
+    "ranks": Bottleneck("waiting for the slowest rank", 0.2),
+    "optimizer": Bottleneck("the update, once per step,", 0.15),
+    "evaluation": Bottleneck("evaluation", 0.15),
+    "start-up": Bottleneck("the start", 0.5),
+    "fixed costs": Bottleneck("the cost of any step, however small,", 0.15),
+    "other": Bottleneck("work outside all parts of a step", 0.15),
+    "recompute": Bottleneck("recomputing activations"),
+    "kernels": Bottleneck("computing below the peak of the device"),
+    "compute": Bottleneck("computing"),
+}
+COMPUTE_CAUSES = ("compute", "kernels", "recompute")  # reported only if no other cause exceeds its threshold
+AXIS_OPTIONS = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size"}
+LARGER_BATCH = "more micro-batches per step (a larger --global-batch-size)"
+NO_REMEDY = "nothing that this run can choose changes it"
 
 
 def main_bottleneck(shares: Mapping[str, float]) -> str:
-    """The cause to mention. Shares with other names than those of CAUSES are ignored.
+    """Return the cause to report. Names that are not in BOTTLENECKS are ignored.
 
     >>> main_bottleneck({"compute": 0.7, "bubble": 0.2, "tp": 0.1})
     'bubble'
     >>> main_bottleneck({"compute": 0.9, "bubble": 0.09})
     'compute'
     """
-    above = {name: share / BOTTLENECKS[name].threshold for name, share in shares.items() if name in BOTTLENECKS}
-    worst = max(above, key=lambda name: above[name], default="compute")
-    return worst if above.get(worst, 0.0) >= 1 else max(COMPUTE_CAUSES, key=lambda name: shares.get(name, 0.0))
+    excess = {name: share / BOTTLENECKS[name].threshold for name, share in shares.items() if name in BOTTLENECKS}
+    worst = max(excess, key=lambda name: excess[name], default="compute")
+    if excess.get(worst, 0.0) >= 1:
+        return worst
+    return max(COMPUTE_CAUSES, key=lambda name: shares.get(name, 0.0))
 
 
-def describe_bottleneck(cause: str, share: float, remedy: str, figures: str = "", of: str = "a step") -> str:
-    """Say the share of a cause and its remedy. `figures`: more that is known about either.
+def describe_bottleneck(cause: str, share: float, advice: str, details: str = "", total: str = "a step") -> str:
+    """Return a sentence on the share of a cause and its remedy. `details` is what else is known about either.
 
-    >>> describe_bottleneck("evaluation", 0.3, "evaluate less often (--eval-interval)", of="the run")
+    >>> describe_bottleneck("evaluation", 0.3, "evaluate less often (--eval-interval)", total="the run")
     'evaluation takes 30.0% of the run: evaluate less often (--eval-interval)'
     """
-    known = f" ({figures})" if figures else ""
-    return f"{BOTTLENECKS[cause].subject} takes {share:.1%} of {of}{known}: {remedy}"
+    parenthesis = f" ({details})" if details else ""
+    return f"{BOTTLENECKS[cause].subject} takes {share:.1%} of {total}{parenthesis}: {advice}"
 
 
-def remedy(cause: str, plan: RunPlan, per_node: int, background_saves: bool = False) -> str:
+def remedy(cause: str, plan: RunPlan, ranks_per_node: int, background_saves: bool = False) -> str:
     """Return what this run can change about a cause.
 
     Args:
-        per_node: ranks of a node, by which a group of ranks is within one or needs the network.
-        background_saves: the run saves in the background already.
+        cause: A name in BOTTLENECKS.
+        plan: The plan of the run.
+        ranks_per_node: The number of ranks of a node, which decides whether a group of ranks needs the network.
+        background_saves: The run saves in the background already.
     """
-    c = plan.config
-    larger_batch = "more micro-batches per step (a larger --global-batch-size)"
     match cause:
         case "data":
-            files = "put --data-path and --data-cache-path on a faster disk, or " * (
-                not c.data.mock_data and c.data.dataset is None
-            )
-            return f"{files}leave a processor free for the thread that reads"
+            return _data_remedy(plan.config)
         case "checkpoint":
-            return "save less often" + ", or in the background (--async-save on)" * (not background_saves)
+            return "save less often" if background_saves else "save less often, or in the background (--async-save on)"
         case "bubble":
-            chunks = plan.pp * (plan.vpp + 1) <= c.model.num_layers
-            return _use(
-                f"{larger_batch[:-1]}, or less dp)" if plan.dp > 1 else larger_batch,
-                "--split-backward" * (not c.parallel.split_backward),
-                "more chunks (--num-virtual-stages-per-pipeline-rank)" * chunks,
-            )
+            return _bubble_remedy(plan)
         case "communication":
-            shown = "" if c.operations.log_straggler else " (--log-straggler)"
-            slower = f"one rank {{}} slower than the others{shown}"
-            used = _use(
-                larger_batch * (plan.dp > 1),
-                *(_nearer_or_smaller(axis, plan, per_node) for axis in OPTIONS),
-                _larger_micro_batches(plan) * any(getattr(plan, axis) > 1 for axis in OPTIONS),
-                _gradients_in_bf16(plan),
-            )
-            return f"{used}; or {slower.format('is')}" if used else slower.format("may be")
+            return _communication_remedy(plan, ranks_per_node)
         case "tp" | "cp":
-            return _use(_nearer_or_smaller(cause, plan, per_node), _larger_micro_batches(plan)) or NOTHING
+            return _use_any(_smaller_axis(cause, plan, ranks_per_node), _larger_micro_batches(plan)) or NO_REMEDY
         case "dp":
-            return _use(larger_batch, _gradients_in_bf16(plan), _faster_network("dp", plan, per_node))
+            return _use_any(LARGER_BATCH, _gradients_in_bf16(plan), _faster_network("dp", plan, ranks_per_node))
         case "pp":
             slow = "a stage is slower than its FLOPs say, or messages are slow (megalite bench comm measures them)"
-            fewer = f"fewer stages{' or chunks' * (plan.vpp > 1)}"
-            return f"{slow}: {_use(fewer, _faster_network('pp', plan, per_node))}"
+            fewer = "fewer stages or chunks" if plan.vpp > 1 else "fewer stages"
+            return f"{slow}: {_use_any(fewer, _faster_network('pp', plan, ranks_per_node))}"
         case "ranks":
             return "look at its device (megalite cluster)"
         case "optimizer":
-            shared = c.parallel.effective_zero_stage > 0
-            sharing = "more dp ranks to share the update" if shared else "--use-distributed-optimizer" * (plan.dp > 1)
-            return _use("a larger --global-batch-size", sharing)
+            return _optimizer_remedy(plan)
         case "evaluation":
-            fewer = ", or fewer batches (--eval-iters)" * (c.train.eval_iters != 1)
-            return f"evaluate less often (--eval-interval){fewer}"
+            interval = "evaluate less often (--eval-interval)"
+            return interval if plan.config.train.eval_iters == 1 else f"{interval}, or fewer batches (--eval-iters)"
         case "start-up":
             return "the run was short; a longer one pays for it"
         case "fixed costs":
@@ -111,87 +121,129 @@ def remedy(cause: str, plan: RunPlan, per_node: int, background_saves: bool = Fa
         case "recompute":
             return "recompute less, as far as memory allows"
         case "kernels":
-            return _use(_larger_micro_batches(plan) or "larger micro-batches, with a larger --global-batch-size")
+            return _use_any(_larger_micro_batches(plan) or "larger micro-batches, with a larger --global-batch-size")
     return "use faster kernels, more devices, or a smaller model; waits do not limit it"
 
 
-NOTHING = "nothing that this run can choose changes it"
-OPTIONS = {
-    "tp": "parallel__tensor_model_parallel_size",
-    "cp": "parallel__context_parallel_size",
-    "ep": "parallel__expert_model_parallel_size",
-}
+def _data_remedy(config: Config) -> str:
+    reader = "leave a processor free for the thread that reads"
+    if config.data.mock_data or config.data.dataset is not None:
+        return reader
+    return f"put --data-path and --data-cache-path on a faster disk, or {reader}"
 
 
-def _use(*ways: str) -> str:
-    """
-    >>> _use("a", "", "b"), _use("a", "b", "c"), _use("")
+def _bubble_remedy(plan: RunPlan) -> str:
+    remedies = [LARGER_BATCH]
+    if plan.dp > 1:
+        remedies = ["more micro-batches per step (a larger --global-batch-size, or less dp)"]
+    if not plan.config.parallel.split_backward:
+        remedies.append("--split-backward")
+    if plan.pp * (plan.vpp + 1) <= plan.config.model.num_layers:
+        remedies.append("more chunks (--num-virtual-stages-per-pipeline-rank)")
+    return _use_any(*remedies)
+
+
+def _communication_remedy(plan: RunPlan, ranks_per_node: int) -> str:
+    """Return the remedies for exposed communication of an axis that is not known."""
+    remedies = [LARGER_BATCH] if plan.dp > 1 else []
+    remedies += [_smaller_axis(axis, plan, ranks_per_node) for axis in AXIS_OPTIONS]
+    if any(getattr(plan, axis) > 1 for axis in AXIS_OPTIONS):
+        remedies.append(_larger_micro_batches(plan))
+    remedies.append(_gradients_in_bf16(plan))
+    log_straggler = "" if plan.config.operations.log_straggler else " (--log-straggler)"
+    if advice := _use_any(*remedies):
+        return f"{advice}; or one rank is slower than the others{log_straggler}"
+    return f"one rank may be slower than the others{log_straggler}"
+
+
+def _optimizer_remedy(plan: RunPlan) -> str:
+    sharding = ""
+    if plan.config.parallel.effective_zero_stage > 0:
+        sharding = "more dp ranks to share the update"
+    elif plan.dp > 1:
+        sharding = "--use-distributed-optimizer"
+    return _use_any("a larger --global-batch-size", sharding)
+
+
+def _use_any(*remedies: str) -> str:
+    """Join the remedies that are not empty to "use ...".
+
+    >>> _use_any("a", "", "b"), _use_any("a", "b", "c"), _use_any("")
     ('use a or b', 'use a, b, or c', '')
     """
-    *some, last = [way for way in ways if way] or [""]
-    if len(some) > 1:
-        return f"use {', '.join(some)}, or {last}"
-    return f"use {' or '.join([*some, last])}" if last else ""
-
-
-def _is_inside(axis: str, plan: RunPlan, per_node: int) -> bool:
-    """Whether no group of this axis needs the network."""
-    return len({rank // per_node for rank in plan.mesh_at(0).axis(axis).ranks}) == 1
-
-
-def _nearer_or_smaller(axis: str, plan: RunPlan, per_node: int) -> str:
-    if (size := getattr(plan, axis)) == 1:
+    available = [text for text in remedies if text]
+    if not available:
         return ""
-    if not _is_inside(axis, plan, per_node):
+    if len(available) > 2:
+        return f"use {', '.join(available[:-1])}, or {available[-1]}"
+    return f"use {' or '.join(available)}"
+
+
+def _is_within_node(axis: str, plan: RunPlan, ranks_per_node: int) -> bool:
+    """Return whether no group of this axis needs the network."""
+    return len({rank // ranks_per_node for rank in plan.mesh_at(0).axis(axis).ranks}) == 1
+
+
+def _smaller_axis(axis: str, plan: RunPlan, ranks_per_node: int) -> str:
+    size = getattr(plan, axis)
+    if size == 1:
+        return ""
+    if not _is_within_node(axis, plan, ranks_per_node):
         return f"{axis} within a node"
-    return f"a smaller {axis}" * _allows(plan, **{OPTIONS[axis]: size // 2})
+    return f"a smaller {axis}" if _is_valid(plan, **{AXIS_OPTIONS[axis]: size // 2}) else ""
 
 
 def _larger_micro_batches(plan: RunPlan) -> str:
-    return "larger micro-batches" * _allows(plan, train__micro_batch_size=2 * plan.config.train.micro_batch_size)
+    doubled = 2 * plan.config.train.micro_batch_size
+    return "larger micro-batches" if _is_valid(plan, micro_batch_size=doubled) else ""
 
 
 def _gradients_in_bf16(plan: RunPlan) -> str:
     reduces = plan.dp * plan.cp > 1 and plan.config.precision.bf16
-    return "--grad-reduce-in-bf16" * (reduces and not plan.config.parallel.grad_reduce_in_bf16)
+    if reduces and not plan.config.parallel.grad_reduce_in_bf16:
+        return "--grad-reduce-in-bf16"
+    return ""
 
 
-def _faster_network(axis: str, plan: RunPlan, per_node: int) -> str:
-    return "" if _is_inside(axis, plan, per_node) else "a faster network"
+def _faster_network(axis: str, plan: RunPlan, ranks_per_node: int) -> str:
+    return "" if _is_within_node(axis, plan, ranks_per_node) else "a faster network"
 
 
 def format_shares(shares: Mapping[str, float]) -> str:
-    """All shares that are not 0, the largest first."""
-    return ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda s: -s[1]) if share)
+    """Format all shares that are not 0, the largest first."""
+    largest_first = sorted(shares.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {share:.1%}" for name, share in largest_first if share)
 
 
-def oversubscription_note(ranks: int, threads: int, cores: int) -> str:
-    """The reason why waits mean nothing if the threads of a machine's ranks share its cores; empty if they do not."""
-    if ranks * threads <= cores:
+def oversubscription_note(num_ranks: int, num_threads: int, num_cores: int) -> str:
+    """Return why waits mean nothing if the threads of a machine's ranks share its cores; "" if they do not."""
+    if num_ranks * num_threads <= num_cores:
         return ""
-    have, number = f"{ranks} rank{'s' * (ranks > 1)}", f"{threads} thread{'s' * (threads > 1)}"
-    shared = f"{have} of {number} share {cores} core{'s' * (cores > 1)}"
-    return f"{shared}, so a wait for other ranks may be a wait for a core"
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+    cores = f"{num_cores} core{'s' if num_cores > 1 else ''}"
+    return f"{ranks} of {threads} share {cores}, so a wait for other ranks may be a wait for a core"
 
 
-def _changed(plan: RunPlan, **options: Any) -> Config:
-    """The configuration with other options, named "section__name"."""
-    config = plan.config
-    for name, value in options.items():
-        section, _, option = name.partition("__")
-        config = replace(config, **{section: replace(getattr(config, section), **{option: value})})
+def _replace_options(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return the configuration with other values for some options."""
+    for section, option in iter_options():
+        if option.name in values:
+            changed = replace(getattr(config, section), **{option.name: values[option.name]})
+            config = replace(config, **{section: changed})
     return config
 
 
-def _allows(plan: RunPlan, **options: Any) -> bool:
-    return not find_problems(_changed(plan, **options), plan.world)
+def _is_valid(plan: RunPlan, **values: Any) -> bool:
+    """Return whether the run passes the checks of its configuration with other values for some options."""
+    return not find_problems(_replace_options(plan.config, values), plan.world)
 
 
-def with_options(plan: RunPlan, **options: Any) -> RunPlan | None:
-    """The same run with other options, named "section__name"; None if they contradict each other."""
-    if not _allows(plan, **options):
+def with_options(plan: RunPlan, **values: Any) -> RunPlan | None:
+    """Return the plan of the same run with other values for some options; None if they contradict each other."""
+    if not _is_valid(plan, **values):
         return None
-    other = replace(plan, config=_changed(plan, **options))
+    other = replace(plan, config=_replace_options(plan.config, values))
     try:
         _ = other.layer_ranges
     except ValueError:
@@ -200,13 +252,14 @@ def with_options(plan: RunPlan, **options: Any) -> RunPlan | None:
 
 
 def describe_bubble(plan: RunPlan) -> str:
-    """The planned bubble, and the bubble with each of its remedies."""
-    larger = f"twice the micro-batches (--global-batch-size {2 * plan.batch_size})"
-    remedies = {larger: with_options(plan, train__global_batch_size=2 * plan.batch_size)}
+    """Describe the planned bubble, and the bubble with each of its remedies."""
+    larger_batch = f"twice the micro-batches (--global-batch-size {2 * plan.batch_size})"
+    remedies = {larger_batch: with_options(plan, global_batch_size=2 * plan.batch_size)}
     if not plan.config.parallel.split_backward:
-        remedies["--split-backward"] = with_options(plan, parallel__split_backward=True)
+        remedies["--split-backward"] = with_options(plan, split_backward=True)
     if plan.vpp == 1 and plan.config.model.num_layers >= 2 * plan.pp:
-        chunked = with_options(plan, parallel__num_virtual_stages_per_pipeline_rank=2)
+        chunked = with_options(plan, num_virtual_stages_per_pipeline_rank=2)
         remedies["--num-virtual-stages-per-pipeline-rank 2"] = chunked
     planned = f"{plan.bubble:.1%} as planned with {plan.num_microbatches} micro-batches over {plan.pp} stages"
-    return ", ".join([planned, *(f"{other.bubble:.1%} with {name}" for name, other in remedies.items() if other)])
+    others = [f"{other.bubble:.1%} with {name}" for name, other in remedies.items() if other is not None]
+    return ", ".join([planned, *others])

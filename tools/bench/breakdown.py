@@ -193,7 +193,7 @@ def remedy_figures(cause: str, share: float, run: Measurement, plan: RunPlan) ->
     if cause in LAYER_AXES:
         option = LAYER_AXES[cause]
         size = getattr(plan.config.parallel, option)
-        half = with_options(plan, **{f"parallel__{option}": size // 2}) if size > 1 else None
+        half = with_options(plan, **{option: size // 2}) if size > 1 else None
         return "" if half is None else f"with {cause} {size // 2} and dp {half.dp} {memory_headroom(half, run)}"
     if cause == "pp":
         layers = ", ".join(map(str, plan.layers_per_stage))
@@ -204,12 +204,12 @@ def remedy_figures(cause: str, share: float, run: Measurement, plan: RunPlan) ->
         step_ms = 1e3 * run["step_s"]
         return f"{step_ms * (1 - share):.4g} of {step_ms:.4g} ms without it"
     if cause == "recompute":
-        options = {f"train__recompute_{name}": None for name in ("granularity", "method", "num_layers")}
+        options = {f"recompute_{name}": None for name in ("granularity", "method", "num_layers")}
         without = with_options(plan, **options)
         return "" if without is None else f"without it {memory_headroom(without, run)}"
     computing = statistics.mean((p["forward"] + p["backward"]) / sum(p.values()) for p in run["parts"])
     size = 2 * plan.config.train.micro_batch_size
-    larger = with_options(plan, train__micro_batch_size=size)
+    larger = with_options(plan, micro_batch_size=size)
     then = "" if larger is None else f"; with --micro-batch-size {size} {memory_headroom(larger, run)}"
     return f"of the {computing:.1%} that they take{then}"
 
