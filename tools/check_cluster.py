@@ -26,7 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import print_err
-from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, process_group
+from megalite.launch.process_group import exit_process, process_group
+from megalite.launch.rank_info import LaunchError, RankInfo
 from tools.bench.collectives import gather_values, run_on_ranks, time_call, time_groups
 from tools.cli_common import make_parser, number_in_range, positive_int
 
@@ -175,9 +176,9 @@ def expected_bandwidth(device: Any) -> str:
     if device.type != "cuda":
         return ""
     name = torch.cuda.get_device_name(device)
-    for spec, _, link, _ in DEVICES.values():
-        if spec.vendor_name == name:
-            bandwidth = link.nominal_bytes_per_s / 1e9
+    for spec in DEVICES.values():
+        if spec.device.vendor_name == name:
+            bandwidth = spec.intra_node.nominal_bytes_per_s / 1e9
             return f"{name}: {bandwidth:g} GB/s in each direction inside a node, by its data sheet"
     return ""
 

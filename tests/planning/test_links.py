@@ -126,7 +126,7 @@ def test_ranks_on_a_cpu_share_its_memory_and_what_cannot_be_is_refused() -> None
     for devices, per_node, text in ((0, None, "num_devices=0"), (8, 0, "per_node=0")):
         with pytest.raises(ValueError, match=text):
             make_cluster("h100", devices, per_node)
-    assert make_cluster("cpu", 2).device.memory_bytes == DEVICES["cpu"][0].memory_bytes // 2
+    assert make_cluster("cpu", 2).device.memory_bytes == DEVICES["cpu"].device.memory_bytes // 2
     assert make_cluster("cpu", 2).num_nodes == 1 and make_cluster("h100", 4).num_nodes == 1
 
 

@@ -29,7 +29,8 @@ from megalite.data.datasets.batches import MicroBatch
 from megalite.kernels.attention import attention
 from megalite.kernels.dispatch import set_kernel_options
 from megalite.launch.local_launcher import launch_local
-from megalite.launch.rank_info import RankInfo, process_group
+from megalite.launch.process_group import process_group
+from megalite.launch.rank_info import RankInfo
 from megalite.models.gpt import Stage
 from megalite.nn.parameter import ParamFactory
 from megalite.nn.wgrad_store import WeightGradStore
@@ -119,10 +120,7 @@ class _Calibrator:
     def __init__(self, task: dict[str, Any], ranks: RankInfo, device: torch.device):
         config = task["config"]
         single_rank = dataclasses.replace(
-            config.parallel,
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            expert_model_parallel_size=1,
+            config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1
         )
         self.plan: RunPlan = RunPlan(dataclasses.replace(config, parallel=single_rank), 1, task["vocab_size"])
         self.mesh = dataclasses.replace(Mesh.single_process(), device=device)
@@ -238,7 +236,7 @@ class _Calibrator:
         if self.device_kind == "cpu":
             device = make_cluster("cpu", self.ranks.world_size).device
         else:
-            device = DEVICES[self.device_kind][0]
+            device = DEVICES[self.device_kind].device
         peak_flops = device.peak_tflops(plan.dtype) * 1e12
         tokens = plan.tokens_per_microbatch
 
@@ -262,9 +260,7 @@ class _Calibrator:
 
         forward_s, backward_s = self.medians_s(timed_attention)
         kind = dataclasses.replace(layer_kinds(model)[0], window_size=None)
-        setting = dataclasses.replace(
-            plan.stage_costs.setting, tp=1, split_backward=False, recompute_modules=()
-        )
+        setting = dataclasses.replace(plan.stage_costs.setting, tp=1, split_backward=False, recompute_modules=())
         cost = layers_cost((kind,), setting)
         attention_flops = sum(event.values[0] for event in cost.of_phase("F") if event.kind == "scores")
 
