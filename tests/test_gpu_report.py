@@ -16,7 +16,7 @@ from tools import gpu_report
 from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_tests
 from tools.bench import timeout as limited
 from tools.bench.gpu_report_parts import Part, Setting
-from tools.bench.kernel_case import Sizes
+from tools.bench.kernel_case import ProblemSizes
 from tools.bench.kernel_cases import CASES
 from tools.bench.kernels import SIZES
 from tools.cli_common import read_json
@@ -211,7 +211,7 @@ def test_without_triton_its_parts_are_skipped_and_on_one_card_those_of_several()
 
 def test_every_goal_of_a_kernel_names_a_row_that_is_measured() -> None:
     """With each row that a run on a card would make, no goal is left without a value."""
-    base = Sizes(16384, 4096, torch.bfloat16, torch.device("cpu"))
+    base = ProblemSizes(16384, 4096, torch.bfloat16, torch.device("cpu"))
     values = {name: sizes for name, (sizes, _) in SIZES.items()}
     figures = {"us": 1.0, "of_copy": 0.95, "gb_s": 4000.0, "tflops": 700.0, "extra_mib": 10.0}
     peers = ("megalite", "torch", "compile", "liger", "cudnn", "triton")

@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.common.environment import safe_path
 from megalite.config import cli
 from megalite.launch.local_launcher import cpu_count, launch_local
-from megalite.launch.rank_info import RankInfo, set_cuda_environment
+from megalite.launch.process_group import set_cuda_environment
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from tools.bench.systems import build_run_from_task, peak_memory, time_steps, write
 
@@ -75,7 +76,7 @@ def timed_steps(run: Any, steps: int) -> dict[str, float]:
 
 def megalite_rank(ranks: RankInfo, task: dict[str, Any]) -> None:
     from megalite.training.train_step import train_step
-    from tools.bench.kernel_bench import Clock, copy_rate
+    from tools.bench.kernel_bench import KernelTimer, copy_rate
 
     losses: list[float] = []
     with build_run_from_task(ranks, task) as (config, run):
@@ -89,7 +90,7 @@ def megalite_rank(ranks: RankInfo, task: dict[str, Any]) -> None:
         facts |= facts_of(run, config, ranks)
         write(task, ranks.rank, **facts)
         if ranks.rank == 0:  # of memory that is beyond the caches; what is measured stays, whatever becomes of it
-            facts["copy_bytes_per_s"] = copy_rate(Clock(device, 3, True), COPIED_BYTES) * 1e9
+            facts["copy_bytes_per_s"] = copy_rate(KernelTimer(device, 3, True), COPIED_BYTES) * 1e9
             write(task, ranks.rank, **facts)
         if device.type == "cuda" and ranks.world_size > 1:  # last, as the copy
             write(task, ranks.rank, **facts, timeline=profile(run, Path(task["folder"])))

@@ -28,7 +28,8 @@ from card.simulator.graphs import CUDAGraph
 from card.test_trainer import LLAMA as UNGROUPED
 from examples import quickstart
 from megalite.config.validation import find_problems
-from megalite.launch.rank_info import LaunchError, RankInfo, process_group
+from megalite.launch.process_group import process_group
+from megalite.launch.rank_info import LaunchError, RankInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 # the parts of the report on a card: processes of their own, which its rehearsal starts (test_gpu_report_rehearsal.py)
@@ -178,7 +179,7 @@ def refused(card: Card, folder: Path) -> None:
                 pass
     assert choose_device("auto") == "cuda"
     cuda.machine().cards = 0
-    assert choose_device("auto") == "cpu" and kernels.missing("cuda")[0].startswith("torch sees no CUDA device;")
+    assert choose_device("auto") == "cpu" and kernels.device_problems("cuda")[0].startswith("torch sees no CUDA device;")
     with pytest.raises(SetupError, match="^device=cuda but torch sees no GPU;"):
         choose_device("cuda")
 
@@ -186,15 +187,15 @@ def refused(card: Card, folder: Path) -> None:
 def clock_and_probe(card: Card, folder: Path) -> None:
     """What tools/bench measures with, and the machine as it tells it."""
     from tools.bench import gpu_report_probe, kernel_bench
-    from tools.bench.kernel_case import Sizes
+    from tools.bench.kernel_case import ProblemSizes
     from tools.bench.kernels import CASES
 
-    kernel_bench.WARM_UP_S = 0.0
-    bench = kernel_bench.Bench(card.device, 3, torch.float32, tiny=True)
+    kernel_bench.WARMUP_S = 0.0
+    bench = kernel_bench.KernelBench(card.device, 3, torch.float32, tiny=True)
     x = torch.zeros(1 << 14, device=card.device)
-    case, sizes = next(case for case in CASES if case.op == "rms_norm"), Sizes(16, 128, torch.float32, card.device)
+    case, sizes = next(case for case in CASES if case.op == "rms_norm"), ProblemSizes(16, 128, torch.float32, card.device)
     with contextlib.redirect_stdout(io.StringIO()):
-        row = bench.row(case, sizes, "torch", lambda: lambda: (x * 2).sum())
+        row = bench.measure_one(case, sizes, "torch", lambda: lambda: (x * 2).sum())
     assert not bench.errors and min(bench.copy_gb_s, bench.matmul_tflops) > 0
     assert row is not None and row.us > 0 and row.extra_mib == pytest.approx(1 / 16, rel=0.1)  # x * 2, beside x
     facts = gpu_report_probe.facts()
@@ -249,9 +250,9 @@ def timeline(card: Card, folder: Path) -> None:
 
 def peer(card: Card, folder: Path) -> None:
     """What tools/benchmark.py compares with."""
-    from tools.bench.hf_baseline import peer_rank
+    from tools.bench.hf_baseline import run_baseline
 
-    assert _of_rank(peer_rank, folder, RankInfo(), contender="peer fp32")["memory"] > 100_000
+    assert _of_rank(run_baseline, folder, RankInfo(), contender="peer fp32")["memory"] > 100_000
 
 
 def layouts_of_the_quickstart(card: Card, folder: Path) -> None:
@@ -281,20 +282,20 @@ def planned(card: Card, folder: Path) -> None:
     """The card as a plan measures it and as a run told of it; what a verification keeps, and a benchmark refuses there."""
     from tools.bench.systems import read_config
     from tools.planning.calibrate import measure
-    from tools.planning.compare import cluster_of
-    from tools.plots.run_data import Run
-    from tools.verification.shrink import smaller
+    from tools.planning.compare import cluster_of_run
+    from tools.plots.run_data import RunData
+    from tools.verification.shrink import shrink
 
     config = config_from(FLAGS)
     with _group_of(card):
-        measure(RankInfo(), {"config": config, "vocab_size": 93, "seconds": 0.1, "folder": str(folder)})
+        measure(RankInfo(), {"config": config, "vocab_size": 93, "seconds": 0.1, "result_dir": str(folder)})
     measured = json.loads((folder / "rank00000.json").read_text())
     assert measured["kind"] == "h100" and "H100" in measured["device"]
     assert all(time > 0 for time in measured["blocks"]["layer"][:2])
     about = {"device": "cuda", "machine": {"card": torch.cuda.get_device_name(INDEX)}}
-    told = Run(folder, "run", events=[{"event": "started", "run_info": about}])
-    assert cluster_of(told, SimpleNamespace(world=1)).device.name == "h100"  # type: ignore[arg-type]
-    assert smaller(config, 2, 1).config.parallel.device == "cuda"
+    told = RunData(folder, "run", events=[{"event": "started", "run_info": about}])
+    assert cluster_of_run(told, SimpleNamespace(world=1)).device.name == "h100"  # type: ignore[arg-type]
+    assert shrink(config, 2, 1).config.parallel.device == "cuda"
     options: Any = SimpleNamespace(nproc=1, memory_gib=4.0, peer=None)
     assert read_config(FLAGS, options)[1] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
 

@@ -9,27 +9,27 @@ import pytest
 import torch
 
 from tools.bench import kernels
-from tools.bench.kernel_case import Sizes, peers_of
+from tools.bench.kernel_case import ProblemSizes, select_peers
 from tools.bench.kernel_cases import CASES
 
 
 def agree_with_peers() -> int:
     """How many cases do. Bytes: what goes in and comes out, where the tensors are the formula's."""
     compared = 0
-    size = Sizes(24, 128, torch.bfloat16, torch.device("cpu"), vocab_size=300, sequence=24, numel=3000)
+    size = ProblemSizes(24, 128, torch.bfloat16, torch.device("cpu"), vocab_size=300, sequence=24, numel=3000)
     for case in CASES:
         wanted = ["megalite", "torch", "triton"]
-        ran = {peer: prepare()() for peer, prepare in peers_of(case, size, wanted)}
-        assert set(wanted[: 2 if case.plain else 1]) <= set(ran), case.name
+        ran = {peer: prepare()() for peer, prepare in select_peers(case, size, wanted)}
+        assert set(wanted[: 2 if case.torch_fn else 1]) <= set(ran), case.name
         # of cross entropy's backward ours returns p - 1 of logits that another call has overwritten
-        if case.op == "dropout_add" or (case.op == "cross_entropy" and case.half != "forward"):
+        if case.op == "dropout_add" or (case.op == "cross_entropy" and case.direction != "forward"):
             continue
         flat = [list(x) if isinstance(x, tuple) else [x] for x in ran.values()]
         for other in flat[1:]:
             for a, b in zip(flat[0], other, strict=True):
                 torch.testing.assert_close(a.float(), b.view_as(a).float(), rtol=0.05, atol=0.1)
-        if case.axis == "hidden_size" and (case.half == "forward" or case.direct):
-            moved = sum(t.nbytes for t in (*case.make(size), *flat[0]) if t.dtype == torch.bfloat16)
+        if case.axis == "hidden_size" and (case.direction == "forward" or case.explicit_backward):
+            moved = sum(t.nbytes for t in (*case.make_inputs(size), *flat[0]) if t.dtype == torch.bfloat16)
             assert abs(moved / case.work.bytes(size) - 1) < 0.05, (case.name, moved, case.work.bytes(size))
         compared += 1
     return compared

@@ -101,10 +101,10 @@ def of_case(name: str, size: dict[str, int]) -> list[list[Traffic]]:
 
 def prepared(name: str, size: dict[str, int]) -> tuple[Any, Callable[[], Callable[[], Any]]]:
     """The case's sizes, and what makes its inputs and a call of the work."""
-    from tools.bench.kernel_case import Sizes, peers_of
+    from tools.bench.kernel_case import ProblemSizes, select_peers
     from tools.bench.kernel_cases import CASES
 
     (case,) = [case for case in CASES if case.name == name]
-    sizes = Sizes(dtype=torch.bfloat16, device=torch.device("cpu"), **size)
-    ((_, prepare),) = peers_of(case, sizes, ["megalite"])
+    sizes = ProblemSizes(dtype=torch.bfloat16, device=torch.device("cpu"), **size)
+    ((_, prepare),) = select_peers(case, sizes, ["megalite"])
     return (case, sizes), prepare

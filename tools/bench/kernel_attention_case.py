@@ -1,82 +1,102 @@
-"""Cases of tools/bench/kernels.py: causal attention, by who computes it."""
+"""The cases of tools/bench/kernels.py for causal attention: the dispatcher, the Triton kernel and torch's backends."""
 
 import contextlib
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels import flash_attention
 from megalite.kernels.attention import attention
-from tools.bench.kernel_case import Case, Fn, Sizes, Swept, Work, entries
+from tools.bench.kernel_case import Candidates, Fn, KernelCase, ProblemSizes, WorkModel, table_candidates
 
-GROUP = 4  # query heads to a key head, as in Llama 3
-TILE = {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
+QUERY_GROUP = 4  # query heads per key head, as in Llama 3
+TILE_VALUES = {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4)}
 
 
-def shape(s: Sizes) -> tuple[int, int, int, int]:
-    """S, B, H, G: all tokens in samples of S, hidden_size columns of queries."""
+def shape(s: ProblemSizes) -> tuple[int, int, int, int]:
+    """Return S, B, H, G: the tokens are samples of S positions, and the queries have hidden_size columns."""
     heads = max(1, s.hidden_size // s.head_size)
-    return s.sequence, max(1, s.tokens // s.sequence), heads, max(1, heads // GROUP)
+    return s.sequence, max(1, s.tokens // s.sequence), heads, max(1, heads // QUERY_GROUP)
 
 
-def inputs(s: Sizes) -> list[Tensor]:
+def make_inputs(s: ProblemSizes) -> list[Tensor]:
+    """Return q, k and v."""
     S, B, H, G = shape(s)
     return [s.normal(S, B, heads, s.head_size) for heads in (H, G, G)]
 
 
-def chosen(q: Tensor, k: Tensor, v: Tensor, by: Fn = attention) -> Tensor:
-    return by(q, k, v, scale=q.shape[-1] ** -0.5)
+def scaled_attention(q: Tensor, k: Tensor, v: Tensor, fn: Fn = attention) -> Tensor:
+    """Return the attention of `fn`, by default the dispatcher's choice, with the usual scale."""
+    return fn(q, k, v, scale=q.shape[-1] ** -0.5)
 
 
-own = partial(chosen, by=flash_attention.flash_attention)
+triton_attention = partial(scaled_attention, fn=flash_attention.flash_attention)
 
 
-def sdpa(name: str | None) -> Fn:
-    """torch's, by one backend alone (None: as torch chooses), on the layout that the model has."""
+def sdpa(backend: str | None) -> Fn:
+    """Return torch's attention by one backend, or with torch's choice, on the layout of the model."""
 
     def run(q_SBHK: Tensor, k_SBGK: Tensor, v_SBGK: Tensor) -> Tensor:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHK, k_SBGK, v_SBGK))
-        kinds = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-        with contextlib.nullcontext() if name is None else sdpa_kernel(kinds[name]):
+        backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+        with contextlib.nullcontext() if backend is None else sdpa_kernel(backends[backend]):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return run
 
 
-def work(formula: str, matmuls: int, sized: int) -> Work:
-    """`matmuls` of 2 S S K per head, of which the mask leaves half; so many tensors of queries, and as many of keys."""
+def attention_work(formula: str, num_matmuls: int, num_tensors: int) -> WorkModel:
+    """Return the work of attention.
 
-    def flops(s: Sizes) -> float:
+    Args:
+        formula: how it is counted.
+        num_matmuls: matmuls of 2 S S K FLOPs per head; the causal mask halves them.
+        num_tensors: tensors of the queries' size, and as many of the keys' size, that are read or written.
+    """
+
+    def flops(s: ProblemSizes) -> float:
         S, B, H, _ = shape(s)
-        return matmuls * 1.0 * S * S * s.head_size * B * H
+        return num_matmuls * 1.0 * S * S * s.head_size * B * H
 
-    def bytes_of(s: Sizes) -> float:
+    def bytes_moved(s: ProblemSizes) -> float:
         S, B, H, G = shape(s)
-        return sized * (H + G) * S * B * s.head_size * s.dtype.itemsize
+        return num_tensors * (H + G) * S * B * s.head_size * s.dtype.itemsize
 
-    return Work(formula, bytes_of, flops)
+    return WorkModel(formula, bytes_moved, flops)
 
 
-def tiles(s: Sizes, half: str) -> Swept:
-    """Backward has two kernels, whose tiles are tried one after the other."""
+def candidates(s: ProblemSizes, direction: str) -> Candidates:
+    """Yield the tiles to try. The backward has two kernels, whose tiles are tried one after the other."""
     head = s.normal(1, 1, 1, s.head_size)
-    key, tables = flash_attention.tile_key(head, head), {"": flash_attention.FORWARD_TILES}
-    if half == "backward":
+    key = flash_attention.tile_key(head, head)
+    if direction == "forward":
+        tables = {"": flash_attention.FORWARD_TILES}
+    else:
         tables = {"q_": flash_attention.BACKWARD_Q_TILES, "kv_": flash_attention.BACKWARD_KV_TILES}
     for prefix, table in tables.items():
-        yield from entries(table, key, {prefix + name: values for name, values in TILE.items()})
+        yield from table_candidates(table, key, {prefix + name: values for name, values in TILE_VALUES.items()})
 
 
-def attention_cases() -> list[Case]:
-    forward = work("2 S S K B H FLOPs (causal); q, k, v, o once", 2, 2)
-    backward = work("5 S S K B H FLOPs (causal); q, k, v, o, do, dq, dk, dv once", 5, 4)
-    peers = {"triton": own, "cudnn": sdpa("cudnn"), "flash": sdpa("flash")}
-    how: dict[str, Any] = dict(axis="sequence", peers=peers, compiles=False, swept="triton")
+def attention_cases() -> list[KernelCase]:
+    """Return the cases of attention."""
+    forward = attention_work("2 S S K B H FLOPs (causal); q, k, v, o once", 2, 2)
+    backward = attention_work("5 S S K B H FLOPs (causal); q, k, v, o, do, dq, dk, dv once", 5, 4)
     return [
-        Case("attention", half, amount, inputs, chosen, sdpa(None), partial(tiles, half=half), **how)
-        for half, amount in (("forward", forward), ("backward", backward))
+        KernelCase(
+            "attention",
+            direction,
+            work,
+            make_inputs,
+            scaled_attention,
+            sdpa(None),
+            partial(candidates, direction=direction),
+            axis="sequence",
+            peers={"triton": triton_attention, "cudnn": sdpa("cudnn"), "flash": sdpa("flash")},
+            compiles=False,
+            sweep_peer="triton",
+        )
+        for direction, work in (("forward", forward), ("backward", backward))
     ]

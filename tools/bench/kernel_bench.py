@@ -1,5 +1,4 @@
-"""How tools/bench/kernels.py takes time, the two rates that it holds figures against, and its rows: of one case after
-the other, of sweeps over tiles, and their best."""
+"""Measure the cases of tools/bench/kernels.py: the timer, the reference rates, and the results of cases and sweeps."""
 
 import itertools
 import statistics
@@ -11,13 +10,29 @@ from typing import Any
 
 import torch
 
-from tools.bench.kernel_case import Case, Sizes, Tile, peers_of
+from tools.bench.kernel_case import KernelCase, ProblemSizes, Tile, select_peers
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement: `peer` names who did it. of_copy, of_matmul: as a part of the rates of this run. extra_mib:
-    memory beside inputs and results. Of a sweep `tile`, and whether it is the table's own."""
+class KernelResult:
+    """One measurement, as a row of the JSON file.
+
+    Attributes:
+        kernel: the name of the case.
+        peer: the name of the measured function.
+        shape: the size that distinguishes the rows of a case.
+        tokens: the number of tokens.
+        dtype: the dtype of the inputs.
+        us: the median time in microseconds.
+        spread: the distance of the quartiles, relative to the median.
+        gb_s: the rate of the case's minimum bytes.
+        of_copy: gb_s relative to the copy rate of this run.
+        tflops: the rate of the case's FLOPs; None if it is limited by memory.
+        of_matmul: tflops relative to the matmul rate of this run.
+        extra_mib: peak memory in addition to inputs and results; None on a CPU.
+        tile: the tile, in a sweep.
+        table: True if this is the tile of the table, in a sweep.
+    """
 
     kernel: str
     peer: str
@@ -35,106 +50,152 @@ class Row:
     table: bool = False
 
     def line(self) -> str:
-        figure = f"{self.gb_s:>7.0f} GB/s   {self.of_copy:>7.1%} of copy"
+        """Format the result as a line of text."""
         if self.tflops is not None and self.of_matmul is not None:
-            figure = f"{self.tflops:>7.1f} TFLOP/s{self.of_matmul:>7.1%} of matmul"
+            rate = f"{self.tflops:>7.1f} TFLOP/s{self.of_matmul:>7.1%} of matmul"
+        else:
+            rate = f"{self.gb_s:>7.0f} GB/s   {self.of_copy:>7.1%} of copy"
         tile = " ".join(f"{name} {value}" for name, value in self.tile.items())
         if self.table:
             tile += " (table)"
-        what = f"{self.kernel:<26} {self.shape:<18} {self.peer:<9} {self.us:>11.1f} us +-{self.spread:>5.1%}"
-        return f"{what} {figure}  {tile}".rstrip()
+        case = f"{self.kernel:<26} {self.shape:<18} {self.peer:<9}"
+        return f"{case} {self.us:>11.1f} us +-{self.spread:>5.1%} {rate}  {tile}".rstrip()
 
 
-class Bench:
-    """Measures cases against the rates of this run; `errors` collects who could not."""
+class KernelBench:
+    """The measurements of one run, and the rates to which it compares them. `errors` collects what failed."""
 
     def __init__(self, device: torch.device, repeats: int, dtype: torch.dtype, tiny: bool):
-        self.clock, self.dtype = Clock(device, repeats, tiny), dtype
-        self.copy_gb_s, self.matmul_tflops = copy_rate(self.clock), matmul_rate(self.clock, dtype)
-        self.errors: list[dict[str, str]] = []
+        self.timer = KernelTimer(device, repeats, tiny)
+        self.copy_gb_s = copy_rate(self.timer)
+        self.matmul_tflops = matmul_rate(self.timer, dtype)
+        self.errors: list[dict[str, Any]] = []
 
-    def row(self, case: Case, s: Sizes, peer: str, prepare: Callable[[], Callable[[], Any]], **more: Any) -> Row | None:
-        """One measurement, or None and an entry in `errors`."""
+    def measure_one(
+        self,
+        case: KernelCase,
+        s: ProblemSizes,
+        peer: str,
+        prepare: Callable[[], Callable[[], Any]],
+        tile: Tile | None = None,
+        table: bool = False,
+    ) -> KernelResult | None:
+        """Return one measurement, or None if it failed, with an entry in `errors`."""
         try:
             fn = prepare()
-            times, extra = self.clock(fn), self.clock.extra_bytes(fn)
-        except Exception as error:  # a peer that lacks the shape, a tile that asks for more than the card has
-            text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            found = {"kernel": case.name, "shape": case.shape(s), "peer": peer, "error": text}
-            self.errors.append(found | {k: v for k, v in more.items() if k == "tile"})
+            times, extra_bytes = self.timer(fn), self.timer.extra_bytes(fn)
+        except Exception as error:  # a peer without this shape, or a tile that needs more than the GPU has
+            message = (str(error).strip().splitlines() or [""])[0]
+            entry: dict[str, Any] = {
+                "kernel": case.name,
+                "shape": case.shape(s),
+                "peer": peer,
+                "error": f"{type(error).__name__}: {message}",
+            }
+            if tile is not None:
+                entry["tile"] = tile
+            self.errors.append(entry)
             return None
         finally:
-            if self.clock.device.type == "cuda":
+            if self.timer.device.type == "cuda":
                 torch.cuda.empty_cache()
         us = statistics.median(times)
-        low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (us, us, us)
+        spread = 0.0
+        if len(times) > 1:
+            low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+            spread = (high - low) / us
         gb_s = case.work.bytes(s) / us / 1e3
         tflops = None if case.work.flops is None else case.work.flops(s) / us / 1e6
-        dtype = str(s.dtype).removeprefix("torch.")
-        of_matmul = None if tflops is None else tflops / self.matmul_tflops
-        extra_mib = None if extra is None else extra / 2**20
-        spread = (high - low) / us
-        rate = (gb_s, gb_s / self.copy_gb_s, tflops, of_matmul)
-        return Row(case.name, peer, case.shape(s), s.tokens, dtype, us, spread, *rate, extra_mib, **more)
+        return KernelResult(
+            kernel=case.name,
+            peer=peer,
+            shape=case.shape(s),
+            tokens=s.tokens,
+            dtype=str(s.dtype).removeprefix("torch."),
+            us=us,
+            spread=spread,
+            gb_s=gb_s,
+            of_copy=gb_s / self.copy_gb_s,
+            tflops=tflops,
+            of_matmul=None if tflops is None else tflops / self.matmul_tflops,
+            extra_mib=None if extra_bytes is None else extra_bytes / 2**20,
+            tile=tile or {},
+            table=table,
+        )
 
-    def measure(self, cases: list[tuple[Case, Sizes]], peers: list[str]) -> Iterator[Row]:
+    def measure(self, cases: list[tuple[KernelCase, ProblemSizes]], peers: list[str]) -> Iterator[KernelResult]:
+        """Yield the results of every case and peer."""
         for case, s in cases:
-            rows = (self.row(case, s, peer, prepare) for peer, prepare in peers_of(case, s, peers))
-            yield from (row for row in rows if row is not None)
+            for peer, prepare in select_peers(case, s, peers):
+                result = self.measure_one(case, s, peer, prepare)
+                if result is not None:
+                    yield result
 
-    def sweep(self, cases: list[tuple[Case, Sizes]], most: int | None) -> Iterator[Row]:
-        """Every candidate tile of every launcher; the table's own first."""
+    def sweep(self, cases: list[tuple[KernelCase, ProblemSizes]], max_tiles: int | None) -> Iterator[KernelResult]:
+        """Yield the results of every candidate tile, for each launcher first that of the table."""
         for case, s in cases:
-            seen: set[tuple[str, ...]] = set()
-            for tile, fn in itertools.islice(case.sweep(s), most):
-                first = tuple(tile) not in seen
-                seen.add(tuple(tile))
-                row = self.row(case, s, "megalite", lambda fn=fn: fn, tile=tile, table=first)
-                if row is not None:
-                    yield row
+            launchers: set[tuple[str, ...]] = set()  # by the names of their tile's values
+            for tile, fn in itertools.islice(case.sweep(s), max_tiles):
+                is_table = tuple(tile) not in launchers
+                launchers.add(tuple(tile))
+                result = self.measure_one(case, s, "megalite", lambda fn=fn: fn, tile=tile, table=is_table)
+                if result is not None:
+                    yield result
 
 
-def best_of(rows: list[Row]) -> list[dict[str, Any]]:
-    """The fastest tile of a sweep for each kernel and size, and its gain over the table's (None: that one failed)."""
-    groups: dict[tuple[str, str, tuple[str, ...]], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.kernel, row.shape, tuple(row.tile)), []).append(row)
-    found = []
-    for (name, shape, _), tried in groups.items():
-        best, table = min(tried, key=lambda r: r.us), next((r for r in tried if r.table), None)
-        gain = None if table is None else table.us / best.us - 1
-        found.append({"kernel": name, "shape": shape, "tile": best.tile, "table": table and table.tile, "gain": gain})
-    return found
+def best_tiles(results: list[KernelResult]) -> list[dict[str, Any]]:
+    """Return the fastest tile of a sweep for each launcher and size.
+
+    `gain` is its speedup over the table's tile minus 1, or None if that tile failed.
+    """
+    groups: dict[tuple[str, str, tuple[str, ...]], list[KernelResult]] = {}
+    for result in results:
+        groups.setdefault((result.kernel, result.shape, tuple(result.tile)), []).append(result)
+    rows = []
+    for (kernel, shape, _), group in groups.items():
+        best = min(group, key=lambda result: result.us)
+        table = next((result for result in group if result.table), None)
+        rows.append(
+            {
+                "kernel": kernel,
+                "shape": shape,
+                "tile": best.tile,
+                "table": None if table is None else table.tile,
+                "gain": None if table is None else table.us / best.us - 1,
+            }
+        )
+    return rows
 
 
-WARM_UP_S = 0.03  # and three calls: the first one compiles, and a card that was idle raises its clock
+WARMUP_S = 0.03  # an idle GPU needs it to raise its clock
+WARMUP_CALLS = 3  # at least; the first one compiles
 FLUSH_BYTES = 2 << 30
 
 
-class Clock:
+class KernelTimer:
     """Times calls in microseconds.
 
-    On a card between two events, after a write of 2 GiB: that empties the L2 cache, and takes about 0.5 ms, in which
-    this process gets ahead of the card, so that what Python needs to launch is not in the figure. What is slower to
-    launch than that is slow for a user too.
+    On a GPU a call is timed by two events after a write of 2 GiB. The write empties the L2 cache and takes about
+    0.5 ms, in which the host enqueues the call, so the time does not include the launch by Python. A call that takes
+    longer to launch is slow for users, too.
     """
 
     def __init__(self, device: torch.device, repeats: int, tiny: bool):
         self.device, self.repeats, self.tiny = device, repeats, tiny
-        self.waste = torch.empty(0 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
+        self.flush_buffer = torch.empty(0 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def __call__(self, fn: Callable[[], Any]) -> list[float]:
-        """The microseconds of each of `repeats` calls after the warm-up."""
-        begin, calls = time.perf_counter(), 0
+        """Return the microseconds of each of `repeats` calls after the warm-up."""
         if self.device.type == "cpu":
             return [1e6 * seconds for seconds in timeit.repeat(fn, number=1, repeat=self.repeats + 1)][1:]
-        while calls < 3 or time.perf_counter() - begin < WARM_UP_S:
+        start_s, num_calls = time.perf_counter(), 0
+        while num_calls < WARMUP_CALLS or time.perf_counter() - start_s < WARMUP_S:
             fn()
             torch.cuda.synchronize()
-            calls += 1
+            num_calls += 1
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats)]
         for start, stop in pairs:
-            self.waste.zero_()
+            self.flush_buffer.zero_()
             start.record()
             fn()
             stop.record()
@@ -142,29 +203,32 @@ class Clock:
         return [start.elapsed_time(stop) * 1e3 for start, stop in pairs]
 
     def extra_bytes(self, fn: Callable[[], Any]) -> int | None:
-        """The most memory that a call takes beside what is there before and after it: beside inputs and results.
-        None on CPU, where nobody counts."""
+        """Return the peak memory of a call in addition to its inputs and results, or None on a CPU."""
         if self.device.type != "cuda":
             return None
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        made = fn()
+        result = fn()
         torch.cuda.synchronize()
-        after, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        del made
-        return most - after
+        with_result, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        del result
+        return peak - with_result
 
 
-def copy_rate(clock: Clock, size: int | None = None) -> float:
-    """GB/s of torch's copy of `size` bytes (1 GiB; tiny: 1 MiB), bytes read and written."""
-    size = size or 1 << (20 if clock.tiny else 30)
-    a, b = (torch.ones(size, dtype=torch.int8, device=clock.device) for _ in range(2))
-    return 2 * size / statistics.median(clock(lambda: b.copy_(a))) / 1e3
+def copy_rate(timer: KernelTimer, size: int | None = None) -> float:
+    """Return the GB/s, read and written, of torch's copy of `size` bytes (default 1 GiB; tiny: 1 MiB)."""
+    if size is None:
+        size = 1 << 20 if timer.tiny else 1 << 30
+    a, b = (torch.ones(size, dtype=torch.int8, device=timer.device) for _ in range(2))
+    return 2 * size / statistics.median(timer(lambda: b.copy_(a))) / 1e3
 
 
-def matmul_rate(clock: Clock, dtype: torch.dtype) -> float:
-    """TFLOP/s of torch's product of two matrices of 8192 x 8192 (tiny: 128), of normal numbers: zeros are faster."""
-    size = 128 if clock.tiny else 8192
-    a, b = (torch.randn(size, size, dtype=dtype, device=clock.device) for _ in range(2))
+def matmul_rate(timer: KernelTimer, dtype: torch.dtype) -> float:
+    """Return the TFLOP/s of torch's product of two matrices of 8192 x 8192 (tiny: 128).
+
+    The matrices hold normal random numbers, because zeros are faster.
+    """
+    size = 128 if timer.tiny else 8192
+    a, b = (torch.randn(size, size, dtype=dtype, device=timer.device) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / statistics.median(clock(lambda: torch.mm(a, b, out=out))) / 1e6
+    return 2 * size**3 / statistics.median(timer(lambda: torch.mm(a, b, out=out))) / 1e6

@@ -1,4 +1,4 @@
-"""A piece of work of tools/bench/kernels.py: its bytes and FLOPs, who else does it, and the tiles worth trying."""
+"""The cases of tools/bench/kernels.py: their inputs, bytes and FLOPs, their peers, and the tiles to try in a sweep."""
 
 import importlib.util
 import itertools
@@ -17,9 +17,18 @@ Tile = dict[str, int]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """N tokens of D columns; a vocabulary of V; attention over samples of S positions, 4 query heads to a group;
-    `numel` weights."""
+class ProblemSizes:
+    """The sizes of a case. Each case uses some of them.
+
+    Attributes:
+        tokens: N.
+        hidden_size: D.
+        vocab_size: V.
+        sequence: S, the positions of a sample; attention is over samples of this length.
+        numel: weights of an update.
+        head_size: K.
+        expert_count: E.
+    """
 
     tokens: int
     hidden_size: int
@@ -32,184 +41,245 @@ class Sizes:
     expert_count: int = 8
 
     def normal(self, *shape: int) -> Tensor:
+        """Return normal random numbers of this dtype and device."""
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
     def rows(self, width: int = 1) -> Tensor:
-        """[N, width x D]"""
+        """Return normal random numbers, [N, width x D]."""
         return self.normal(self.tokens, width * self.hidden_size)
 
     def labels(self) -> Tensor:
+        """Return random token IDs, [N]."""
         return torch.randint(self.vocab_size, (self.tokens,), device=self.device)
 
 
-Make = Callable[[Sizes], list[Tensor]]
-# the tiles worth trying, the table's own first: (its numbers, the names that hold it, what stands there)
-Swept = Iterator[tuple[Tile, dict[str, Any], dict[str, Any]]]
+MakeInputs = Callable[[ProblemSizes], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Work:
-    """The bytes that must move (each input read once, each result written once) and, where matmuls are the limit, the
-    FLOPs. `formula` says how they are counted; e is the size of an element."""
+class TileCandidate:
+    """A tile of a sweep, and how to make the kernel's launcher use it."""
+
+    tile: Tile
+    namespace: dict[str, Any]  # a module's or a table's entries, which the launcher looks up at each call
+    values: dict[str, Any]  # entries to replace there
+
+
+Candidates = Iterator[TileCandidate]  # the current tile comes first
+
+
+@dataclass(frozen=True)
+class WorkModel:
+    """The minimum work of a case.
+
+    Attributes:
+        formula: how it is counted, for --list; e is the size of an element.
+        bytes: the bytes to move if each input is read once and each result is written once.
+        flops: the FLOPs of the matmuls; None if the case is limited by memory.
+    """
 
     formula: str
-    bytes: Callable[[Sizes], float]
-    flops: Callable[[Sizes], float] | None = None
+    bytes: Callable[[ProblemSizes], float]
+    flops: Callable[[ProblemSizes], float] | None = None
 
 
-def streams(factor: int) -> Work:
-    """`factor` tensors of [N, D] are read or written."""
-    return Work(f"{factor} N D e", lambda s: factor * s.tokens * s.hidden_size * s.dtype.itemsize)
+def streams(num_tensors: int) -> WorkModel:
+    """Return the work of reading or writing this number of tensors [N, D]."""
+    return WorkModel(f"{num_tensors} N D e", lambda s: num_tensors * s.tokens * s.hidden_size * s.dtype.itemsize)
 
 
 @dataclass(frozen=True)
-class Case:
-    """`ours`, `plain` (torch) and `peers` take the tensors of `make`, or of their own entry in `own_inputs`.
+class KernelCase:
+    """The forward or backward of one operation, with its peers.
 
-    half      "forward": no graph. "backward": alone, over a graph that is kept. "both": one after the other
-    direct    who is called as in forward all the same, since it is a function of its own: "ours", "all" or nobody
-    axis      the field of Sizes that rows differ in
-    wrap      is applied to plain and peers, after torch.compile
-    tiles     for a sweep, of the peer `swept`; what they replace is looked up at each call
-    compiles  whether torch.compile of `plain` is a peer
+    Attributes:
+        op: the name of the operation.
+        direction: "forward" without a graph; "backward" alone, over a retained graph; "both", one after the other.
+        work: the minimum work.
+        make_inputs: makes the tensors that all functions take, except those in `peer_inputs`.
+        megalite_fn: megalite's function.
+        torch_fn: the same in plain torch; None if there is none.
+        candidates: yields the tiles of a sweep.
+        explicit_backward: who computes a backward by a function of its own, which is called like a forward: nobody
+            (""), "megalite" or "all".
+        axis: the field of ProblemSizes in which rows differ.
+        wrap: applied to torch_fn and to the peers, after torch.compile.
+        peers: further functions by name.
+        peer_inputs: makes the tensors of those functions that take others, by name.
+        compiles: True if torch.compile of torch_fn is a peer.
+        sweep_peer: the peer whose tiles a sweep varies.
     """
 
     op: str
-    half: str
-    work: Work
-    make: Make
-    ours: Fn
-    plain: Fn | None
-    tiles: Callable[[Sizes], Swept]
-    direct: str = ""
+    direction: str
+    work: WorkModel
+    make_inputs: MakeInputs
+    megalite_fn: Fn
+    torch_fn: Fn | None
+    candidates: Callable[[ProblemSizes], Candidates]
+    explicit_backward: str = ""
     axis: str = "hidden_size"
     wrap: Fn = field(default=lambda fn: fn)
     peers: Mapping[str, Fn] = field(default_factory=dict)
-    own_inputs: Mapping[str, Make] = field(default_factory=dict)
+    peer_inputs: Mapping[str, MakeInputs] = field(default_factory=dict)
     compiles: bool = True
-    swept: str = "megalite"
+    sweep_peer: str = "megalite"
 
     @property
     def name(self) -> str:
-        return f"{self.op} {self.half}"
+        """The name of the kernel in tables and files."""
+        return f"{self.op} {self.direction}"
 
-    def sizes(self, base: Sizes, values: Mapping[str, list[int]]) -> list[Sizes]:
+    def sizes(self, base: ProblemSizes, values: Mapping[str, list[int]]) -> list[ProblemSizes]:
+        """Return `base` with every value of this case's axis."""
         return [replace(base, **{self.axis: value}) for value in values[self.axis]]
 
-    def sweep(self, s: Sizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-        """The table's tile and others, each with a call of the work in which it is the table's."""
-        ((_, prepare),) = peers_of(self, s, [self.swept])
+    def sweep(self, s: ProblemSizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
+        """Yield the current tile and then the other candidates, each with a function that launches it."""
+        ((_, prepare),) = select_peers(self, s, [self.sweep_peer])
         launch = prepare()
-        for tile, place, values in self.tiles(s):
-            yield tile, partial(replaced, place, values, launch)
+        for candidate in self.candidates(s):
+            yield candidate.tile, partial(with_replaced, candidate.namespace, candidate.values, launch)
 
-    def shape(self, s: Sizes) -> str:
+    def shape(self, s: ProblemSizes) -> str:
+        """Return the size that distinguishes the rows of this case, as text."""
         return f"{self.axis} {getattr(s, self.axis)}"
 
 
-def liger(name: str, *more: Any) -> Fn:
-    """Liger-Kernel's function of this name; `more`: its arguments after the tensors."""
+def liger(name: str, *extra_args: Any) -> Fn:
+    """Return Liger-Kernel's autograd function of this name; `extra_args` follow the tensors."""
 
     def run(*inputs: Tensor) -> Any:
         import liger_kernel.ops as ops  # type: ignore[import-not-found]
 
-        return getattr(ops, name).apply(*inputs, *more)
+        return getattr(ops, name).apply(*inputs, *extra_args)
 
     return run
 
 
-def absent(peers: list[str]) -> list[str]:
-    """The packages that peers need and that are not installed."""
+def missing_packages(peers: list[str]) -> list[str]:
+    """Return the packages that these peers need and that are not installed."""
     return ["liger_kernel"] if "liger" in peers and importlib.util.find_spec("liger_kernel") is None else []
 
 
-def peers_of(case: Case, s: Sizes, wanted: list[str]) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
-    """The name of each wanted peer that has the work, and a function that makes its inputs and a call of the work."""
-    there: dict[str, Callable[[], Fn]] = {"megalite": lambda: case.ours}
-    plain = case.plain
-    if plain is not None:
-        there["torch"] = lambda: case.wrap(plain)
+def select_peers(
+    case: KernelCase, s: ProblemSizes, names: list[str]
+) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
+    """Yield those of the named peers that a case has.
+
+    Each comes with a function that makes its inputs, and returns a function that does the work once.
+    """
+    available: dict[str, Callable[[], Fn]] = {"megalite": lambda: case.megalite_fn}
+    torch_fn = case.torch_fn
+    if torch_fn is not None:
+        available["torch"] = lambda: case.wrap(torch_fn)
         if case.compiles:
-            there["compile"] = lambda: case.wrap(torch.compile(plain, dynamic=False))
-    there |= {name: lambda fn=fn: case.wrap(fn) for name, fn in case.peers.items() if not absent([name])}
-    for name in wanted:
-        if name in there:
+            available["compile"] = lambda: case.wrap(torch.compile(torch_fn, dynamic=False))
+    for name, fn in case.peers.items():
+        if not missing_packages([name]):
+            available[name] = lambda fn=fn: case.wrap(fn)
 
-            def prepared(name: str = name) -> Callable[[], Any]:
-                torch.manual_seed(0)  # the same inputs for all
-                inputs = case.own_inputs.get(name, case.make)(s)
-                direct = case.direct == "all" or (case.direct == "ours" and name == "megalite")
-                return call(there[name](), inputs, "forward" if direct else case.half)
+    def prepare(name: str) -> Callable[[], Any]:
+        torch.manual_seed(0)  # the same inputs for all peers
+        inputs = case.peer_inputs.get(name, case.make_inputs)(s)
+        is_explicit = case.explicit_backward in ("all", name)
+        return bind_call(available[name](), inputs, "forward" if is_explicit else case.direction)
 
-            yield name, prepared
+    for name in names:
+        if name in available:
+            yield name, partial(prepare, name)
 
 
-def call(fn: Fn, inputs: list[Tensor], half: str) -> Callable[[], Any]:
-    """Forward without a graph, or backward alone over a graph that is kept, or both."""
-    if half == "forward":
+def bind_call(fn: Fn, inputs: list[Tensor], direction: str) -> Callable[[], Any]:
+    """Return a function that runs the forward without a graph, the backward over a retained graph, or both."""
+    if direction == "forward":
 
-        def run() -> Any:
+        def run_forward() -> Any:
             with torch.no_grad():
                 return fn(*inputs)
 
-        return run
+        return run_forward
     leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
 
     def outputs() -> list[Tensor]:
-        made = fn(*inputs)
-        return [y for y in (made if isinstance(made, tuple) else (made,)) if isinstance(y, Tensor)]
+        result = fn(*inputs)
+        results = result if isinstance(result, tuple) else (result,)
+        return [y for y in results if isinstance(y, Tensor)]
 
-    if half == "both":
+    if direction == "both":
 
         def run_both() -> tuple[Tensor, ...]:
             first = outputs()[0]
-            grads = torch.autograd.grad(first if first.dim() == 0 else first.sum(), leaves, allow_unused=True)
-            return tuple(leaf.sink.sum if g is None else g for leaf, g in zip(leaves, grads, strict=True))  # type: ignore
+            loss = first if first.dim() == 0 else first.sum()
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            return tuple(
+                leaf.sink.sum if grad is None else grad  # type: ignore[attr-defined]  # added to its main_grad
+                for leaf, grad in zip(leaves, grads, strict=True)
+            )
 
         return run_both
     from torch._functorch import config
 
     config.donated_buffer = False  # torch.compile's backward must run more than once
-    kept = outputs()
-    above = [torch.randn_like(y) for y in kept]
-    return lambda: torch.autograd.grad(kept, leaves, above, retain_graph=True)
+    graph_outputs = outputs()
+    output_grads = [torch.randn_like(y) for y in graph_outputs]
+    return lambda: torch.autograd.grad(graph_outputs, leaves, output_grads, retain_graph=True)
 
 
-def own_first(own: Any, others: Iterable[Any]) -> list[Any]:
-    return [own, *(one for one in others if one != own)]
+def current_first(current: Any, others: Iterable[Any]) -> list[Any]:
+    """Return the current value and then the others."""
+    return [current, *(value for value in others if value != current)]
 
 
-def blocks(
-    place: dict[str, Any], name: str, own: TileConfig, columns: int, walks: bool, put: Fn | None = None
-) -> Swept:
-    """Rows, columns (where a row may be cut), warps and, where a program `walks` over tiles, programs and stages (not
-    2, which ask for a tile after all work on the one before). A thread has 4 to 128 elements. `put`: what stands in the
-    place, where it is not the tile itself."""
-    sizes = ((1, 2, 4), [own.columns]) if own.columns >= columns else ((own.rows,), [512, 1024, 2048, 4096])
-    walk = ((1, 2, 3, 4, 6, 8), (1, 3)) if walks else ((own.programs,), (own.stages,))
-    tried = (TileConfig(*tile) for tile in itertools.product(*sizes, (2, 4, 8, 16, 32), *walk))
-    for tile in own_first(own, (t for t in tried if 4 <= t.rows * t.columns / (32 * t.warps) <= 128)):
-        yield asdict(tile), place, {name: put(tile) if put else tile}
+def tile_candidates(
+    namespace: dict[str, Any], name: str, current: TileConfig, columns: int, loops: bool, wrap: Fn | None = None
+) -> Candidates:
+    """Yield tiles in which a thread has 4 to 128 elements.
+
+    Rows and warps vary; in place of rows, columns vary if a row can be split. If the programs of a kernel loop over
+    tiles, programs and stages vary, too. Two stages are left out: the next tile is then loaded only after the work on
+    the current one.
+
+    Args:
+        namespace: the entries of the kernel's module.
+        name: the entry that holds the tile.
+        current: the tile of today.
+        columns: elements of a row.
+        loops: True if programs loop over tiles.
+        wrap: makes the entry of a tile, if it is not the tile itself.
+    """
+    if current.columns >= columns:
+        row_counts, column_counts = [1, 2, 4], [current.columns]
+    else:
+        row_counts, column_counts = [current.rows], [512, 1024, 2048, 4096]
+    program_counts = [1, 2, 3, 4, 6, 8] if loops else [current.programs]
+    stage_counts = [1, 3] if loops else [current.stages]
+    grid = itertools.product(row_counts, column_counts, (2, 4, 8, 16, 32), program_counts, stage_counts)
+    tiles = [TileConfig(*values) for values in grid]
+    sensible = [tile for tile in tiles if 4 <= tile.rows * tile.columns / (32 * tile.warps) <= 128]
+    for tile in current_first(current, sensible):
+        yield TileCandidate(asdict(tile), namespace, {name: wrap(tile) if wrap else tile})
 
 
-def constants(module: Any, tried: Mapping[str, tuple[int, ...]]) -> Swept:
-    """Constants of a kernel's module."""
-    grid = (dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values()))
-    for tile in own_first({name: vars(module)[name] for name in tried}, grid):
-        yield {name.lower(): value for name, value in tile.items()}, vars(module), tile
+def constant_candidates(module: Any, values: Mapping[str, tuple[int, ...]]) -> Candidates:
+    """Yield all combinations of values of the constants of a kernel's module."""
+    namespace = vars(module)
+    grid = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+    for tile in current_first({name: namespace[name] for name in values}, grid):
+        yield TileCandidate({name.lower(): value for name, value in tile.items()}, namespace, tile)
 
 
-def entries(table: dict[str, Any], key: str, tried: Mapping[str, tuple[int, ...]]) -> Swept:
-    """One entry of a table; `tried` in the order of its numbers."""
-    for tile in own_first(tuple(table[key]), itertools.product(*tried.values())):
-        yield dict(zip(tried, tile, strict=True)), table, {key: tile}
+def table_candidates(table: dict[str, Any], key: str, values: Mapping[str, tuple[int, ...]]) -> Candidates:
+    """Yield all combinations of values for one entry of a table, whose numbers are in the order of `values`."""
+    for tile in current_first(tuple(table[key]), itertools.product(*values.values())):
+        yield TileCandidate(dict(zip(values, tile, strict=True)), table, {key: tile})
 
 
-def replaced(place: dict[str, Any], values: dict[str, Any], launch: Callable[[], Any]) -> Any:
-    """What `launch` returns with these values in their place."""
-    own = {name: place[name] for name in values}
-    place.update(values)
+def with_replaced(namespace: dict[str, Any], values: dict[str, Any], launch: Callable[[], Any]) -> Any:
+    """Return what `launch` returns while the entries of a namespace have these values."""
+    originals = {name: namespace[name] for name in values}
+    namespace.update(values)
     try:
         return launch()
     finally:
-        place.update(own)
+        namespace.update(originals)

@@ -1,4 +1,4 @@
-"""The cases of tools/bench/kernels.py: kernels over [N, D] that are limited by memory, each with its peers."""
+"""All cases of tools/bench/kernels.py, and those of kernels over [N, D] that are limited by memory."""
 
 import functools
 from collections.abc import Mapping
@@ -12,16 +12,26 @@ from megalite.kernels import bias_gelu, dropout, norms, rope
 from megalite.kernels.activations import swiglu
 from megalite.kernels.dispatch import tile_for
 from tools.bench.kernel_attention_case import attention_cases
-from tools.bench.kernel_case import Case, Fn, Make, Sizes, Swept, blocks, liger, streams
+from tools.bench.kernel_case import (
+    Candidates,
+    Fn,
+    KernelCase,
+    MakeInputs,
+    ProblemSizes,
+    liger,
+    streams,
+    tile_candidates,
+)
 from tools.bench.kernel_expert_cases import expert_cases
-from tools.bench.kernel_loss_cases import flat_cases, loss_cases
+from tools.bench.kernel_loss_cases import loss_cases, update_cases
 
-EPS, P, KEY = 1e-5, 0.1, 0xC0FFEE01
+EPS = 1e-5
+DROPOUT_P, DROPOUT_KEY = 0.1, 0xC0FFEE01
 
 
-# --- peers in plain torch, the same work as ours
+# --- the same work in plain torch
 
-PLAIN: dict[str, Fn] = {
+TORCH_FNS: dict[str, Fn] = {
     "rms_norm": lambda x, w: F.rms_norm(x, (x.shape[-1],), w, EPS),
     "layer_norm": lambda x, w, b: F.layer_norm(x, (x.shape[-1],), w, b, EPS),
     "swiglu": lambda u: F.silu(u.chunk(2, -1)[0]) * u.chunk(2, -1)[1],
@@ -30,7 +40,9 @@ PLAIN: dict[str, Fn] = {
 }
 
 
-def add_then(norm: Fn) -> Fn:
+def add_then_norm(norm: Fn) -> Fn:
+    """Return a function that returns the sum of its first two inputs, and the norm of the sum."""
+
     def run(x: Tensor, a: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         h = x + a
         return h, norm(h, *weights)
@@ -38,141 +50,211 @@ def add_then(norm: Fn) -> Fn:
     return run
 
 
-def both(plain: Fn) -> Fn:
-    """The activation and its gradient from the input, which is what the backward of nn/linear.py needs."""
+def output_and_grads(fn: Fn) -> Fn:
+    """Return a function that computes an activation and its gradients from da and the inputs.
+
+    This is what the backward of nn/linear.py needs.
+    """
 
     def run(da: Tensor, *inputs: Tensor) -> Any:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in inputs]
-            a = plain(*leaves)
+            a = fn(*leaves)
             return a, *torch.autograd.grad(a, leaves, da)
 
     return run
 
 
-# --- the rows of the table
+# --- the cases
 
 
-def norm_cases(op: str, bias: bool, peers: Mapping[str, Fn], fused: Mapping[str, Fn]) -> list[Case]:
-    plain, no_bias = PLAIN[op], [] if bias else [None]
+def norm_cases(op: str, has_bias: bool, peers: Mapping[str, Fn], add_norm_peers: Mapping[str, Fn]) -> list[KernelCase]:
+    """Return the cases of a norm, and of an addition with a norm of the sum."""
+    torch_norm = TORCH_FNS[op]
+    num_weights = 2 if has_bias else 1
 
-    def inputs(added: bool) -> Make:
-        return lambda s: [s.rows() for _ in range(1 + added)] + [s.normal(s.hidden_size) for _ in range(1 + bias)]
+    def inputs(num_rows: int) -> MakeInputs:
+        def make(s: ProblemSizes) -> list[Tensor]:
+            return [s.rows() for _ in range(num_rows)] + [s.normal(s.hidden_size) for _ in range(num_weights)]
 
-    def tiles(s: Sizes, table: Any, walks: bool) -> Swept:
-        own = tile_for(table, s.hidden_size)
-        return blocks(norms.__dict__, "tile_for", own, s.hidden_size, walks, lambda tile: lambda table, columns: tile)
+        return make
 
-    def case(name: str, added: bool, backward: bool, factor: int, plain: Fn, others: Mapping[str, Fn]) -> Case:
-        public: Fn = norms.add_norm if added else norms.norm
-        table = (norms.BACKWARD_CENTERED if bias else norms.BACKWARD) if backward else norms.FORWARD
-        half = "backward" if backward else "forward"
+    def norm(*tensors: Any) -> Any:
+        return norms.norm(*tensors, EPS) if has_bias else norms.norm(*tensors, None, EPS)
 
-        def ours(*x: Any) -> Any:
-            return public(*x, *no_bias, EPS)
+    def add_norm(*tensors: Any) -> Any:
+        return norms.add_norm(*tensors, EPS) if has_bias else norms.add_norm(*tensors, None, EPS)
 
-        swept = functools.partial(tiles, table=table, walks=backward)
-        return Case(name, half, streams(factor), inputs(added), ours, plain, swept, peers=others)
+    def candidates(s: ProblemSizes, table: Any, loops: bool) -> Candidates:
+        """Replace the look-up of a tile by the tile itself."""
+        current = tile_for(table, s.hidden_size)
+        return tile_candidates(
+            vars(norms), "tile_for", current, s.hidden_size, loops, lambda tile: lambda table, columns: tile
+        )
 
+    backward_table = norms.BACKWARD_CENTERED if has_bias else norms.BACKWARD
+    forward_tiles = functools.partial(candidates, table=norms.FORWARD, loops=False)
+    backward_tiles = functools.partial(candidates, table=backward_table, loops=True)
+    torch_add_norm, add_op = add_then_norm(torch_norm), f"add_{op}"
     return [
-        case(op, False, False, 2, plain, peers),
-        case(op, False, True, 3, plain, peers),
-        case(f"add_{op}", True, False, 4, add_then(plain), fused),
-        case(f"add_{op}", True, True, 4, add_then(plain), fused),
+        KernelCase(op, "forward", streams(2), inputs(1), norm, torch_norm, forward_tiles, peers=peers),
+        KernelCase(op, "backward", streams(3), inputs(1), norm, torch_norm, backward_tiles, peers=peers),
+        KernelCase(
+            add_op, "forward", streams(4), inputs(2), add_norm, torch_add_norm, forward_tiles, peers=add_norm_peers
+        ),
+        KernelCase(
+            add_op, "backward", streams(4), inputs(2), add_norm, torch_add_norm, backward_tiles, peers=add_norm_peers
+        ),
     ]
 
 
 def activation_cases(
-    op: str, width: int, module: Any, more: list[Any], peers: Mapping[str, Fn], own: Mapping[str, Make]
-) -> list[Case]:
-    """`more`: arguments of the launchers between the tensors and the tile; with any, a bias is the last tensor.
-    Backward is a pass of its own, which returns the activation and the gradient."""
+    op: str,
+    width: int,
+    module: Any,
+    extra_args: list[Any],
+    peers: Mapping[str, Fn],
+    peer_inputs: Mapping[str, MakeInputs],
+) -> list[KernelCase]:
+    """Return the cases of an activation.
 
-    def inputs(s: Sizes) -> list[Tensor]:
-        return [s.rows(width)] + ([s.normal(s.hidden_size)] if more else [])
+    The backward is a function of its own, which returns the activation and the gradients.
 
-    def with_da(make: Make) -> Make:
-        return lambda s: [s.rows(), *make(s)]
+    Args:
+        op: the name of the activation.
+        width: columns of its input, as a multiple of D.
+        module: the kernel's module.
+        extra_args: arguments of the launchers between the tensors and the tile; if there are any, the last tensor is a
+            bias.
+        peers: other functions by name.
+        peer_inputs: the inputs of peers that take others, by name.
+    """
 
-    def ours(u: Tensor, *b: Tensor) -> Any:
-        return module.forward(u, *b, *more, module.FORWARD_TILE)
+    def inputs(s: ProblemSizes) -> list[Tensor]:
+        bias = [s.normal(s.hidden_size)] if extra_args else []
+        return [s.rows(width), *bias]
 
-    def ours_backward(da: Tensor, u: Tensor, *b: Tensor) -> Any:
-        return module.backward(u, da, *b, *more, module.BACKWARD_TILE)
+    def with_output_grad(make_inputs: MakeInputs) -> MakeInputs:
+        return lambda s: [s.rows(), *make_inputs(s)]
 
-    def tiles(s: Sizes, name: str) -> Swept:
-        own = vars(module)[name]
-        return blocks(vars(module), name, own, s.hidden_size, own.programs > 1)
+    def forward(u: Tensor, *bias: Tensor) -> Any:
+        return module.forward(u, *bias, *extra_args, module.FORWARD_TILE)
 
-    first, second = (functools.partial(tiles, name=name) for name in ("FORWARD_TILE", "BACKWARD_TILE"))
-    how: dict[str, Any] = dict(direct="all", wrap=both, own_inputs={name: with_da(own[name]) for name in own})
-    after = (streams(2 + 2 * width), with_da(inputs), ours_backward, PLAIN[op], second)
+    def backward(da: Tensor, u: Tensor, *bias: Tensor) -> Any:
+        return module.backward(u, da, *bias, *extra_args, module.BACKWARD_TILE)
+
+    def candidates(s: ProblemSizes, name: str) -> Candidates:
+        current = vars(module)[name]
+        return tile_candidates(vars(module), name, current, s.hidden_size, current.programs > 1)
+
     return [
-        Case(op, "forward", streams(1 + width), inputs, ours, PLAIN[op], first, peers=peers, own_inputs=own),
-        Case(op, "backward", *after, peers=peers, **how),
+        KernelCase(
+            op,
+            "forward",
+            streams(1 + width),
+            inputs,
+            forward,
+            TORCH_FNS[op],
+            functools.partial(candidates, name="FORWARD_TILE"),
+            peers=peers,
+            peer_inputs=peer_inputs,
+        ),
+        KernelCase(
+            op,
+            "backward",
+            streams(2 + 2 * width),
+            with_output_grad(inputs),
+            backward,
+            TORCH_FNS[op],
+            functools.partial(candidates, name="BACKWARD_TILE"),
+            explicit_backward="all",
+            wrap=output_and_grads,
+            peers=peers,
+            peer_inputs={name: with_output_grad(make_inputs) for name, make_inputs in peer_inputs.items()},
+        ),
     ]
 
 
-def rope_cases() -> list[Case]:
-    def inputs(s: Sizes) -> list[Tensor]:
+def rope_cases() -> list[KernelCase]:
+    """Return the cases of the rotary embedding. The backward is the same pass with the other sign."""
+
+    def inputs(s: ProblemSizes) -> list[Tensor]:
         cos, sin = rope.rope_tables(s.tokens, s.head_size, 1e4, device=s.device)
         return [s.normal(s.tokens, 1, s.hidden_size // s.head_size, s.head_size), cos, sin]
 
-    def ligers(s: Sizes) -> list[Tensor]:
-        """q and k [B, H, S, K], of which k has one head here, since it always takes both; tables of a whole head."""
-        q, k = (s.normal(1, heads, s.tokens, s.head_size) for heads in (s.hidden_size // s.head_size, 1))
-        return [q, k, *(torch.cat([t, t], -1)[None] for t in inputs(s)[1:])]
+    def liger_inputs(s: ProblemSizes) -> list[Tensor]:
+        """Make q and k [B, H, S, K], and tables of a full head. Liger always rotates both, so k has only one head."""
+        q = s.normal(1, s.hidden_size // s.head_size, s.tokens, s.head_size)
+        k = s.normal(1, 1, s.tokens, s.head_size)
+        _, *tables = inputs(s)
+        return [q, k, *(torch.cat([table, table], -1)[None] for table in tables)]
 
-    def tiles(s: Sizes) -> Swept:
-        return blocks(rope.__dict__, "BLOCK", rope.BLOCK, s.hidden_size, False)
+    def candidates(s: ProblemSizes) -> Candidates:
+        return tile_candidates(vars(rope), "BLOCK", rope.BLOCK, s.hidden_size, False)
 
-    def case(half: str, sign: float) -> Case:
-        """Backward is the same pass with the other sign."""
-
-        def ours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def case(direction: str, sign: float) -> KernelCase:
+        def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             return rope.rotate_triton(x, cos, sin, sign, rope.BLOCK)
 
-        peers = {"liger": liger("LigerRopeFunction")} if half == "forward" else {}
-        plain = functools.partial(rope.rotate_reference, sign=sign)
-        what = ("rope", half, streams(2), inputs, ours, plain, tiles)
-        return Case(*what, direct="all", peers=peers, own_inputs={"liger": ligers})
+        return KernelCase(
+            "rope",
+            direction,
+            streams(2),
+            inputs,
+            rotate,
+            functools.partial(rope.rotate_reference, sign=sign),
+            candidates,
+            explicit_backward="all",
+            peers={"liger": liger("LigerRopeFunction")} if direction == "forward" else {},
+            peer_inputs={"liger": liger_inputs},
+        )
 
     return [case("forward", 1.0), case("backward", -1.0)]
 
 
-def dropout_cases() -> list[Case]:
-    def inputs(s: Sizes) -> list[Tensor]:
+def dropout_cases() -> list[KernelCase]:
+    """Return the cases of dropout with an addition. The backward is a pass over the gradient, without an addition."""
+
+    def inputs(s: ProblemSizes) -> list[Tensor]:
         return [s.normal(s.tokens, 1, s.hidden_size) for _ in range(2)]
 
-    def tiles(s: Sizes) -> Swept:
-        return blocks(dropout.__dict__, "BLOCK", dropout.BLOCK, s.hidden_size, False)
+    def candidates(s: ProblemSizes) -> Candidates:
+        return tile_candidates(vars(dropout), "BLOCK", dropout.BLOCK, s.hidden_size, False)
 
-    def case(half: str, factor: int) -> Case:
-        def ours(x: Tensor, a: Tensor) -> Tensor:
-            """Backward is the same pass over the gradient, and adds nothing."""
-            ids, added = torch.zeros(1, dtype=torch.int64, device=x.device), a if half == "forward" else None
-            return dropout.dropout_triton(x, added, P, KEY, ids, 0, dropout.BLOCK)
+    def torch_fn(x: Tensor, a: Tensor) -> Tensor:
+        return F.dropout(x, DROPOUT_P) + a
 
-        plain: Fn = lambda x, a: F.dropout(x, P) + a  # noqa: E731
-        return Case("dropout_add", half, streams(factor), inputs, ours, plain, tiles, direct="ours")
+    def forward(x: Tensor, a: Tensor) -> Tensor:
+        sample_ids = torch.zeros(1, dtype=torch.int64, device=x.device)
+        return dropout.dropout_triton(x, a, DROPOUT_P, DROPOUT_KEY, sample_ids, 0, dropout.BLOCK)
 
-    return [case("forward", 3), case("backward", 2)]
+    def backward(x: Tensor, a: Tensor) -> Tensor:
+        sample_ids = torch.zeros(1, dtype=torch.int64, device=x.device)
+        return dropout.dropout_triton(x, None, DROPOUT_P, DROPOUT_KEY, sample_ids, 0, dropout.BLOCK)
+
+    def case(direction: str, num_tensors: int, fn: Fn) -> KernelCase:
+        work = streams(num_tensors)
+        return KernelCase(
+            "dropout_add", direction, work, inputs, fn, torch_fn, candidates, explicit_backward="megalite"
+        )
+
+    return [case("forward", 3, forward), case("backward", 2, backward)]
 
 
-RMS = {"liger": liger("LigerRMSNormFunction", EPS, 0.0, "llama", False)}
-ADD_RMS = {"liger": liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False)}
-LAYER = {"liger": liger("LigerLayerNormFunction", EPS)}
-SILU_MUL = {"liger": liger("LigerSiLUMulFunction")}
-CASES: list[Case] = [
-    *norm_cases("rms_norm", False, RMS, ADD_RMS),
-    *norm_cases("layer_norm", True, LAYER, {}),
+LIGER_RMS_NORM = {"liger": liger("LigerRMSNormFunction", EPS, 0.0, "llama", False)}
+LIGER_ADD_RMS_NORM = {"liger": liger("LigerFusedAddRMSNormFunction", EPS, 0.0, "llama", False)}
+LIGER_LAYER_NORM = {"liger": liger("LigerLayerNormFunction", EPS)}
+LIGER_SWIGLU = {"liger": liger("LigerSiLUMulFunction")}
+CASES: list[KernelCase] = [
+    *norm_cases("rms_norm", False, LIGER_RMS_NORM, LIGER_ADD_RMS_NORM),
+    *norm_cases("layer_norm", True, LIGER_LAYER_NORM, {}),
     *rope_cases(),
-    *activation_cases("swiglu", 2, swiglu, [], SILU_MUL, {"liger": lambda s: [s.rows(), s.rows()]}),
+    *activation_cases("swiglu", 2, swiglu, [], LIGER_SWIGLU, {"liger": lambda s: [s.rows(), s.rows()]}),
     *activation_cases("bias_gelu", 1, bias_gelu, [True], {}, {}),
     *activation_cases("bias_gelu_erf", 1, bias_gelu, [False], {}, {}),
     *dropout_cases(),
     *loss_cases(),
     *attention_cases(),
     *expert_cases(),
-    *flat_cases(),
+    *update_cases(),
 ]

@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""What the kernels reach on this card, beside what a copy and a matmul reach in the same run, and beside peers.
+"""Measure the kernels on this GPU, compared with the rates of a copy and a matmul of the same run, and with peers.
 
 python tools/bench/kernels.py                        every kernel, forward and backward, at large sizes
-python tools/bench/kernels.py --only rms_norm,rope   some of them
-python tools/bench/kernels.py --sweep                other tiles than the tables have: which is best
-python tools/bench/kernels.py --list                 what would be measured; needs no card
-python tools/bench/kernels.py --device cpu           tiny sizes in Triton's interpreter: whether it runs
+python tools/bench/kernels.py --only rms_norm,rope   some kernels
+python tools/bench/kernels.py --sweep                other tiles than those of the tables, and the best of them
+python tools/bench/kernels.py --list                 what would be measured; needs no GPU
+python tools/bench/kernels.py --device cpu           tiny sizes in Triton's interpreter, to test that it runs
 
-Bytes are those that must move (each input read once, each result written once), so GB/s of a kernel that reads twice is
-low, as it should be; FLOPs are those of the formula in --list. Peers do the same work on the same inputs: torch eager,
-torch.compile, and Liger-Kernel where it is installed; of attention the own kernel (triton) and torch's by
-backend, "megalite" being what the dispatcher takes. The median of --repeats calls counts, each after the L2 cache was
-overwritten; a figure is as sure as its spread (quartiles, as a part of the median) is small.
+Bytes are the minimum: each input is read once and each result is written once. So a kernel that reads twice has low
+GB/s, as it should. FLOPs are those of the formula in --list. Peers do the same work on the same inputs: torch eager,
+torch.compile, and Liger-Kernel if it is installed. The peers of attention are the Triton kernel (triton) and torch's
+backends; "megalite" is what the dispatcher chooses. A time is the median of --repeats calls, each after the L2 cache
+was overwritten. Its spread is the distance of the quartiles relative to the median.
 """
 
 import argparse
@@ -30,13 +30,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from megalite.common.environment import safe_path
 from megalite.common.optional_packages import MissingPackageError
 from megalite.kernels.dispatch import KernelError, runs_triton, triton_installed
-from tools.bench.kernel_bench import Bench, Row, best_of
-from tools.bench.kernel_case import Case, Sizes, absent
+from tools.bench.kernel_bench import KernelBench, KernelResult, best_tiles
+from tools.bench.kernel_case import KernelCase, ProblemSizes, missing_packages
 from tools.bench.kernel_cases import CASES
 from tools.cli_common import make_parser, write_json
 
 PEERS = ("megalite", "torch", "compile", "liger", "triton", "cudnn", "flash")
-# flag and field of Sizes: values on a card, and on a CPU
+# values on a GPU and on a CPU, by the field of ProblemSizes, which is also the destination of a flag
 SIZES = {
     "hidden_size": ([4096, 8192], [128]),
     "vocab_size": ([128256], [300]),
@@ -77,23 +77,46 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str]) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    wanted = args.only.split(",") if args.only else None
-    names = {case.op for case in CASES}
-    problems = [f"--only {name} is unknown; there are {', '.join(sorted(names))}" for name in wanted or []
-                if name not in names]  # fmt: skip
-    numbers = {"tokens": args.tokens, "repeats": args.repeats, "tiles": args.tiles}
-    numbers |= {f"{name.replace('_', '-')}s": v for name in SIZES for v in getattr(args, name) or []}
-    problems += [f"--{name} {v} is below 1" for name, v in numbers.items() if v is not None and v < 1]
+def find_problems(args: argparse.Namespace, names: list[str]) -> list[str]:
+    """Return the problems of the arguments; `names` are the kernels of --only."""
+    known_names = {case.op for case in CASES}
+    problems = [
+        f"--only {name} is unknown; there are {', '.join(sorted(known_names))}"
+        for name in names
+        if name not in known_names
+    ]
+    counts: dict[str, int | None] = {"tokens": args.tokens, "repeats": args.repeats, "tiles": args.tiles}
+    for name in SIZES:
+        for value in getattr(args, name) or []:
+            counts[f"{name.replace('_', '-')}s"] = value
+    problems += [f"--{name} {count} is below 1" for name, count in counts.items() if count is not None and count < 1]
     problems += [f"--hidden-sizes {d} is not a multiple of 128" for d in args.hidden_size or [] if d % 128]
-    cpu = args.device == "cpu" and not args.list
-    if cpu and triton_installed():
+    return problems
+
+
+def device_problems(device_type: str) -> list[str]:
+    """Return the reasons why nothing can be measured on this type of device."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return ["torch sees no CUDA device; --list says what there is, --device cpu tries it at tiny sizes"]
+    try:
+        if runs_triton(device_type) or device_type == "cpu":
+            return []
+        return ["the dispatcher takes torch; install triton, unset MEGALITE_KERNELS"]
+    except (KernelError, MissingPackageError) as error:
+        return [str(error)]
+
+
+def main(argv: list[str]) -> int:
+    """Run the program, and return its exit code."""
+    args = build_parser().parse_args(argv)
+    names = args.only.split(",") if args.only else []
+    problems = find_problems(args, names)
+    on_cpu = args.device == "cpu" and not args.list
+    if on_cpu and triton_installed():
         os.environ.setdefault("TRITON_INTERPRET", "1")
         os.environ.setdefault("MEGALITE_KERNELS", "triton")
     if not problems and not args.list:
-        problems += missing(args.device)
+        problems += device_problems(args.device)
     if args.json and not args.list:
         try:
             open(args.json, "a").close()
@@ -103,71 +126,76 @@ def main(argv: list[str]) -> int:
         print("\n".join(f"kernels.py: {problem}" for problem in problems), file=sys.stderr)
         return 2
     device = torch.device("cpu" if args.list else args.device)
-    tiny = cpu or args.tiny
-    base = Sizes(args.tokens or TOKENS[tiny], SIZES["hidden_size"][tiny][0], getattr(torch, args.dtype), device)
+    tiny = on_cpu or args.tiny
+    base = ProblemSizes(
+        tokens=args.tokens or TOKENS[tiny],
+        hidden_size=SIZES["hidden_size"][tiny][0],
+        dtype=getattr(torch, args.dtype),
+        device=device,
+    )
     values = {name: getattr(args, name) or defaults[tiny] for name, defaults in SIZES.items()}
-    there = [case for case in CASES if (not wanted or case.op in wanted) and args.half in (None, case.half)]
-    cases = [(case, s) for case in there for s in case.sizes(base, values)]
+    cases = [
+        (case, s)
+        for case in CASES
+        if (not names or case.op in names) and args.half in (None, case.direction)
+        for s in case.sizes(base, values)
+    ]
     if args.list:
         for case, s in cases:
             print(f"{case.name:<26} {case.shape(s):<18} {case.work.bytes(s) / 1e6:>8.1f} MB  {case.work.formula}")
         return 0
-    with safe_path():  # inductor, the peer compile, starts `python -c`
+    with safe_path():  # inductor, of the peer compile, starts `python -c`
         return run(args, device, cases)
 
 
-def run(args: argparse.Namespace, device: torch.device, cases: list[tuple[Case, Sizes]]) -> int:
-    begin = time.monotonic()
-    bench = Bench(device, args.repeats, getattr(torch, args.dtype), args.tiny or device.type == "cpu")
-    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{card}: copy {bench.copy_gb_s:.0f} GB/s, matmul {bench.matmul_tflops:.0f} TFLOP/s")
-    for package in absent(args.peers):
+def run(args: argparse.Namespace, device: torch.device, cases: list[tuple[KernelCase, ProblemSizes]]) -> int:
+    """Measure the cases, and return the exit code."""
+    start = time.monotonic()
+    bench = KernelBench(device, args.repeats, getattr(torch, args.dtype), args.tiny or device.type == "cpu")
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{device_name}: copy {bench.copy_gb_s:.0f} GB/s, matmul {bench.matmul_tflops:.0f} TFLOP/s")
+    for package in missing_packages(args.peers):
         print(f"{package} is not installed: no figures of it")
-    head = {"date": datetime.date.today().isoformat(), "device": card, "torch": torch.__version__}
-    head |= {"interpreted": device.type == "cpu" and runs_triton("cpu")}
+    header: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "device": device_name,
+        "torch": torch.__version__,
+        "interpreted": device.type == "cpu" and runs_triton("cpu"),
+    }
     if triton_installed():
         import triton
 
-        head |= {"triton": triton.__version__}
-    head |= {"copy_gb_s": bench.copy_gb_s, "matmul_tflops": bench.matmul_tflops, "repeats": args.repeats}
-    head |= {"formulas": {case.name: case.work.formula for case, _ in cases}}
-    rows: list[Row] = []
+        header["triton"] = triton.__version__
+    header["copy_gb_s"] = bench.copy_gb_s
+    header["matmul_tflops"] = bench.matmul_tflops
+    header["repeats"] = args.repeats
+    header["formulas"] = {case.name: case.work.formula for case, _ in cases}
+    results: list[KernelResult] = []
 
-    def save(**more: Any) -> None:
+    def save(complete: bool, **extra: Any) -> None:
         if args.json:
-            made = head | {"rows": [asdict(row) for row in rows], "errors": bench.errors} | more
-            write_json(Path(args.json), made)
+            rows = [asdict(result) for result in results]
+            write_json(Path(args.json), {**header, "rows": rows, "errors": bench.errors, "complete": complete, **extra})
 
     save(complete=False)
     complete = True
-    for row in bench.sweep(cases, args.tiles) if args.sweep else bench.measure(cases, args.peers):
-        print(row.line(), flush=True)
-        rows.append(row)
+    for result in bench.sweep(cases, args.tiles) if args.sweep else bench.measure(cases, args.peers):
+        print(result.line(), flush=True)
+        results.append(result)
         save(complete=False)
-        if args.seconds is not None and time.monotonic() - begin > args.seconds:
+        if args.seconds is not None and time.monotonic() - start > args.seconds:
             complete = False
             print(f"stopped after {args.seconds:.0f} s")
             break
-    best = best_of(rows) if args.sweep else []
-    for one in best:
-        gain = "the table's did not run" if one["gain"] is None else f"{one['gain']:+.1%} over the table"
-        print(f"{one['kernel']:<26} {one['shape']:<18} {one['tile']}: {gain}")
+    best = best_tiles(results) if args.sweep else []
+    for row in best:
+        gain = "the table's did not run" if row["gain"] is None else f"{row['gain']:+.1%} over the table"
+        print(f"{row['kernel']:<26} {row['shape']:<18} {row['tile']}: {gain}")
     for error in bench.errors:
         print(f"{error['kernel']} {error['shape']} {error['peer']}: {error['error']}", file=sys.stderr)
     save(complete=complete, best=best)
-    return 1 if any(error["peer"] == "megalite" and not args.sweep for error in bench.errors) else 0
-
-
-def missing(device: str) -> list[str]:
-    """Why nothing can be measured here."""
-    if device == "cuda" and not torch.cuda.is_available():
-        return ["torch sees no CUDA device; --list says what there is, --device cpu tries it at tiny sizes"]
-    try:
-        if runs_triton(device) or device == "cpu":
-            return []
-        return ["the dispatcher takes torch; install triton, unset MEGALITE_KERNELS"]
-    except (KernelError, MissingPackageError) as error:
-        return [str(error)]
+    has_failed = any(error["peer"] == "megalite" for error in bench.errors) and not args.sweep
+    return 1 if has_failed else 0
 
 
 if __name__ == "__main__":
