@@ -66,6 +66,7 @@ def test_a_sweep_times_other_tiles_than_the_table(interpreter: Callable[..., Any
         ("", "torch sees no CUDA device"),
         ("--only swiglu,nothing", "--only nothing is unknown; there are adamw"),
         ("--tokens 0 --list", "--tokens 0 is below 1"),
+        ("--sequences 0 4096 --list", "--sequences 0 is below 1"),
         ("--hidden-sizes 100 --list", "--hidden-sizes 100 is not a multiple of 128"),
     ],
 )

@@ -85,11 +85,11 @@ def find_problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         for name in names
         if name not in known_names
     ]
-    counts: dict[str, int | None] = {"tokens": args.tokens, "repeats": args.repeats, "tiles": args.tiles}
+    counts: list[tuple[str, int | None]] = [("tokens", args.tokens), ("repeats", args.repeats), ("tiles", args.tiles)]
     for name in SIZES:
-        for value in getattr(args, name) or []:
-            counts[f"{name.replace('_', '-')}s"] = value
-    problems += [f"--{name} {count} is below 1" for name, count in counts.items() if count is not None and count < 1]
+        flag = f"{name.replace('_', '-')}s"
+        counts += [(flag, value) for value in getattr(args, name) or []]
+    problems += [f"--{flag} {count} is below 1" for flag, count in counts if count is not None and count < 1]
     problems += [f"--hidden-sizes {d} is not a multiple of 128" for d in args.hidden_size or [] if d % 128]
     return problems
 
