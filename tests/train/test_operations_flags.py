@@ -1,7 +1,4 @@
-"""Megatron-LM's flags of operations, typed on the command line of a short run: what each of them leaves behind.
-
-The table in tests/chaos/README.md says which test sees which flag.
-"""
+"""Megatron-LM's flags of operations, typed on the command line of a short run: what each of them leaves behind."""
 
 import gc
 import gzip
