@@ -23,11 +23,11 @@ from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 from tools import verify as verify_tool
-from tools.verification.compare_ranks import Reference, Tolerance, compare, second_reading
-from tools.verification.diagnose import Finding, find
-from tools.verification.record import Item, Recording, read_all, write
-from tools.verification.reference_sharding import Layout, place
-from tools.verification.shrink import Smaller, of_groups, smaller, twin
+from tools.verification.compare_ranks import Reference, Tolerance, compare, reference_loss_problems
+from tools.verification.diagnose import Finding, diagnose
+from tools.verification.record import RecordedTensor, Recording, read_all, write
+from tools.verification.reference_sharding import Layout, expected_slices
+from tools.verification.shrink import ShrunkConfig, kv_group_check, shrink, single_process_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = """--micro-batch-size 2 --global-batch-size 1024 --train-iters 1000 --lr 3e-4 --mock-data
@@ -37,9 +37,9 @@ spelt = tables.spelt(CASES["words"])
 GPT = spelt("GPT")
 
 
-def made(flags: str, most: int = 8, whole: bool = False) -> tuple[Config, Smaller]:
+def made(flags: str, most: int = 8, whole: bool = False) -> tuple[Config, ShrunkConfig]:
     config = config_from(f"{RUN} {flags}")
-    return config, smaller(config, most, 3, whole)
+    return config, shrink(config, most, 3, whole)
 
 
 # ---- at its small size
@@ -62,8 +62,10 @@ def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, 
     tp, pp, dp = axes
     config, found = made(f"--preset {preset} --tp {tp} --pp {pp} --dp {dp}")
     a, b = config.model, found.config.model
-    assert not find_problems(found.config, found.layout.world) and not find_problems(twin(found.config), 1)
-    assert found.layout.world <= 8
+    assert not find_problems(found.config, found.layout.world_size) and not find_problems(
+        single_process_config(found.config), 1
+    )
+    assert found.layout.world_size <= 8
     for wanted, left in zip(axes, (found.layout.tp, found.layout.pp, found.layout.dp), strict=True):
         assert (wanted > 1) == (left > 1) and left <= wanted
     assert b.hidden_size <= 128 and b.num_layers <= 9 and b.seq_length == 16
@@ -85,17 +87,19 @@ def test_groups_that_ranks_share_and_patterns_of_layers_stay() -> None:
 @pytest.mark.parametrize("flags,second,groups", CASES["groups"])
 def test_a_second_run_is_of_groups_that_the_first_hides(flags: str, second: int, groups: int) -> None:
     config, first = made(spelt(flags))
-    found = of_groups(config, first, 8)
+    found = kv_group_check(config, first, 8)
     assert (found and found.layout) == (Layout(second) if second else None)
     if found is not None:
-        assert found.config.model.num_kv_groups == groups and not find_problems(found.config, found.layout.world)
-        assert found.config.train.train_iters == 1 and not find_problems(twin(found.config), 1)
+        assert found.config.model.num_kv_groups == groups and not find_problems(found.config, found.layout.world_size)
+        assert found.config.train.train_iters == 1 and not find_problems(single_process_config(found.config), 1)
 
 
 def test_too_few_ranks_for_groups_are_told() -> None:
     config, first = made("--preset llama2-70b --tp 16 --dp 2", 4)
-    assert of_groups(config, first, 4) is None
-    assert first.notes[-1].startswith("not verified, for want of ranks: which of 8 groups each of 16 tp ranks takes")
+    assert kv_group_check(config, first, 4) is None
+    assert first.notes[-1].startswith(
+        "not verified, because there are too few ranks: which of 8 groups each of 16 tp ranks takes"
+    )
     assert first.notes[-1].endswith("give --most-ranks 8 or more")
 
 
@@ -115,7 +119,7 @@ def test_micro_batches_relate_to_stages_as_they_did(batch: int, pp: int, number:
 def test_the_twin_computes_by_the_plainest_path() -> None:
     flags = f"{GPT} --pp 2 --tp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --split-backward --bf16"
     _, found = made(f"{flags} --recompute-granularity selective --no-use-distributed-optimizer --z-loss-coeff 0.1")
-    one = twin(found.config)
+    one = single_process_config(found.config)
     assert one.parallel == replace(Config().parallel, nproc=1, device="cpu", kernels="torch", attention_kernel="torch")
     assert one.train.recompute_granularity is None and one.train.z_loss_coeff == 0.1 and one.precision.bf16
     assert one.train.global_batch_size == found.config.train.global_batch_size and one.optim == found.config.optim
@@ -140,7 +144,7 @@ def numbers(name: str, step: int, kind: str) -> Any:
     return np.random.default_rng(seed).standard_normal(SHAPES[name])
 
 
-def at(item: Item) -> tuple[float, str, str]:
+def at(item: RecordedTensor) -> tuple[float, str, str]:
     return item.step, item.kind, item.name
 
 
@@ -152,30 +156,32 @@ def _part(whole: Any, name: str, tp: int) -> Any:
 def recordings(steps: int = 2) -> tuple[Reference, list[Recording]]:
     """What a run without mistakes leaves."""
     names = [*SHAPES]
-    one: list[tuple[Item, Any]] = []
-    ranks: list[list[tuple[Item, Any]]] = [[] for _ in range(LAYOUT.world)]
+    one: list[tuple[RecordedTensor, Any]] = []
+    ranks: list[list[tuple[RecordedTensor, Any]]] = [[] for _ in range(LAYOUT.world_size)]
     for step in range(steps + 1):
         for kind in ("weight", "gradient")[: 1 + bool(step)]:
             for name in names:
                 whole = numbers(name, step, kind)
-                one.append((Item(step, kind, name, -1, whole.shape, 0), whole.reshape(-1)))
+                one.append((RecordedTensor(step, kind, name, -1, whole.shape, 0), whole.reshape(-1)))
                 for rank, items in enumerate(ranks):
                     dp, tp = divmod(rank, 2)
                     mine = _part(whole, name, tp)
                     half = mine.size // 2
                     cut = slice(dp * half, dp * half + half) if kind == "gradient" else slice(0, mine.size)
-                    items.append((Item(step, kind, name, -1, mine.shape, cut.start), mine.reshape(-1)[cut].copy()))
+                    items.append(
+                        (RecordedTensor(step, kind, name, -1, mine.shape, cut.start), mine.reshape(-1)[cut].copy())
+                    )
     return Reference(Recording(names, ["word"], one)), [Recording(names, ["word"], items) for items in ranks]
 
 
 def found_in(reference: Reference, ranks: list[Recording]) -> Finding | None:
     rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
-    return find(rows, pieces, reference, LAYOUT, microbatches=3)
+    return diagnose(rows, pieces, reference, LAYOUT, num_microbatches=3)
 
 
 def change(ranks: list[Recording], step: int, kind: str, name: str, how: Any, who: Any = range(4)) -> None:
     for rank in who:
-        for data in (data for item, data in ranks[rank].items if at(item) == (step, kind, name)):
+        for data in (data for item, data in ranks[rank].tensors if at(item) == (step, kind, name)):
             data[...] = how(data)
 
 
@@ -190,12 +196,12 @@ def test_what_is_equal_agrees_and_rounding_is_allowed() -> None:
 
 def test_one_element_of_one_copy_is_found_and_named() -> None:
     reference, ranks = recordings()
-    data = next(data for item, data in ranks[3].items if at(item) == (1, "weight", "up"))
+    data = next(data for item, data in ranks[3].tensors if at(item) == (1, "weight", "up"))
     data[6] += 1e-6  # of 4 x 4 elements of tp rank 1: row 1 of it, which is row 5, column 2
     found = found_in(reference, ranks)
     assert found is not None and (found.step, found.kind, found.name) == (1, "weight", "up")
     assert found.ranks == {"rank": [3], "pp": [0], "dp": [1], "tp": [1]}
-    assert found.where == "[5, 2], 1 of 16 elements" and "only on dp ranks [1]" in found.causes[0]
+    assert found.location == "[5, 2], 1 of 16 elements" and "only on dp ranks [1]" in found.causes[0]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +218,7 @@ def test_factors_are_named(names: list[str], factor: float, told: str) -> None:
     for name in names:
         change(ranks, 1, "gradient", name, lambda data: factor * data)
     found = found_in(reference, ranks)
-    assert found is not None and found.kind == "gradient" and {*found.others} == {*names}
+    assert found is not None and found.kind == "gradient" and {*found.differing} == {*names}
     assert told in found.causes[0]
 
 
@@ -221,45 +227,47 @@ def test_copies_of_a_weight_are_equal_to_the_bit() -> None:
     change(ranks, 1, "weight", "norm", lambda data: data + [0, 0, 2.0**-50, 0], (1,))  # of 4, over dp and tp
     found = found_in(reference, ranks)
     assert found is not None and (found.kind, found.name, found.ranks["rank"]) == ("weight", "norm", [1])
-    assert found.where == "[2], 1 of 4 elements" and found.apart < found.tolerance
+    assert found.location == "[2], 1 of 4 elements" and found.distance < found.tolerance
 
 
 def test_what_no_rank_has_is_missing_and_what_only_a_rank_has_too() -> None:
     reference, ranks = recordings()
     for rank in ranks[2:]:  # the shards of dp rank 1
-        rank.items[:] = [(item, data) for item, data in rank.items if at(item) != (1, "gradient", "up")]
+        rank.tensors[:] = [(item, data) for item, data in rank.tensors if at(item) != (1, "gradient", "up")]
     found = found_in(reference, ranks)
-    assert found is not None and found.where == "16 of 32 elements are on no rank"
+    assert found is not None and found.location == "16 of 32 elements are on no rank"
     reference, ranks = recordings()
-    ranks[1].items.append((Item(1, "input", "tokens", 7, (4, 1), 0), np.zeros(4)))
+    ranks[1].tensors.append((RecordedTensor(1, "input", "tokens", 7, (4, 1), 0), np.zeros(4)))
     found = found_in(reference, ranks)
-    assert found is not None and "which one process has not" in found.where
+    assert found is not None and "which one process does not have" in found.location
 
 
 def test_a_number_that_is_none_differs() -> None:
     reference, ranks = recordings()
     change(ranks, 1, "gradient", "up", lambda data: math.nan * data)
     found = found_in(reference, ranks)
-    assert found is not None and found.apart == math.inf
+    assert found is not None and found.distance == math.inf
     rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
     here, there = np.array([1.0, math.nan, 3.0]), np.array([1.0, 2.0, 4.0])
-    odd = next(iter(pieces.values()))[0]._replace(here=here, there=there, odd=None)
-    assert odd.bad(1e-6).tolist() == [False, True, True]
+    odd = replace(next(iter(pieces.values()))[0], actual=here, expected=there, deviates=None)
+    assert odd.wrong_elements(1e-6).tolist() == [False, True, True]
 
 
 def test_places_are_shares_in_order_and_padding_is_cut() -> None:
     whole = (97, 6)  # two ranks of 52 rows each
-    rows = [place((52, 6), whole, Layout(tp=2).at(tp), Layout(tp=2)) for tp in (0, 1)]
+    rows = [expected_slices((52, 6), whole, Layout(tp=2).coordinates(tp), Layout(tp=2)) for tp in (0, 1)]
     assert rows == [(slice(0, 52), slice(0, 6)), (slice(52, 97), slice(0, 6))]
     with pytest.raises(ValueError, match="less than"):
-        place((40, 6), whole, Layout().at(0), Layout(tp=2))
+        expected_slices((40, 6), whole, Layout().coordinates(0), Layout(tp=2))
 
 
 def test_experts_are_shared_out_over_the_ranks_of_a_stage() -> None:
     layout = Layout(tp=2, pp=2, dp=2, cp=2, ep=2, etp=2)
-    cuts = [place((2, 3, 4), (4, 6, 4), layout.at(rank), layout, experts=True) for rank in range(16)]
+    cuts = [
+        expected_slices((2, 3, 4), (4, 6, 4), layout.coordinates(rank), layout, is_expert=True) for rank in range(16)
+    ]
     four = [(slice(e, e + 2), slice(f, f + 3), slice(0, 4)) for e in (0, 2) for f in (0, 3)]
-    assert cuts == 4 * four and layout.edp == 2 and layout.least == 16
+    assert cuts == 4 * four and layout.edp == 2 and layout.min_ranks == 16
 
 
 @pytest.mark.parametrize("flags,layout,edp,kept", CASES["experts"])
@@ -268,16 +276,18 @@ def test_experts_keep_how_they_are_chosen_and_held(flags: str, layout: str, edp:
     m = found.config.model
     sizes = (m.num_experts, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk)
     assert (str(found.layout), found.layout.edp, sizes[: len(kept)]) == (layout, edp, tuple(kept))
-    assert not find_problems(found.config, found.layout.world) and not find_problems(twin(found.config), 1)
+    assert not find_problems(found.config, found.layout.world_size) and not find_problems(
+        single_process_config(found.config), 1
+    )
     assert set(m.moe_layers) == set(config.model.moe_layers) and m.expert_ffn_size < 64
 
 
 def test_layers_are_numbered_by_their_place_in_the_pipeline(tmp_path: Path) -> None:
     layout = Layout(pp=2, dp=2)
-    for rank in range(layout.world):
-        counts = ((2, 1), (0, 3))[layout.at(rank).pp]  # of two chunks: stages of 2, 0, 1 and 3 layers
+    for rank in range(layout.world_size):
+        counts = ((2, 1), (0, 3))[layout.coordinates(rank).pp]  # of two chunks: stages of 2, 0, 1 and 3 layers
         names = [f"layers.{chunk}:{i}.mlp.up" for chunk, count in enumerate(counts) for i in range(count)]
-        items = [(Item(0, "weight", name, -1, (1,), 0), np.zeros(1)) for name in names]
+        items = [(RecordedTensor(0, "weight", name, -1, (1,), 0), np.zeros(1)) for name in names]
         write(tmp_path / f"rank-{rank:05d}.npz", Recording([*names, "head"], ["head"], items, counts))
     layers = [[int(name.split(".")[1]) for name in one.parameters[:-1]] for one in read_all(tmp_path, layout)]
     assert layers == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
@@ -297,14 +307,14 @@ def _read(scale: float = 1.0, masked: bool = True, count: float | None = None) -
         losses.append(math.log(math.fsum(map(math.exp, logits))) - logits[labels[position, 0]])
     total = scale * (losses[0] + losses[2] + (0.0 if masked else losses[1]))
     arrays = [
-        (Item(0, "weight", "head", -1, (5, 4), 0), head),
-        (Item(1, "input", "labels", 0, (3, 1), 0), labels),
-        (Item(1, "input", "loss mask", 0, (3, 1), 0), mask),
-        (Item(1, "forward", "final_norm", 0, (3, 1, 4), 0), hidden),
-        (Item(1, "loss", "micro-batch", 0, (), 0), np.array(total)),
-        (Item(1, "loss", "step", -1, (), 0), np.array(total / (count or 2.0))),
+        (RecordedTensor(0, "weight", "head", -1, (5, 4), 0), head),
+        (RecordedTensor(1, "input", "labels", 0, (3, 1), 0), labels),
+        (RecordedTensor(1, "input", "loss mask", 0, (3, 1), 0), mask),
+        (RecordedTensor(1, "forward", "final_norm", 0, (3, 1, 4), 0), hidden),
+        (RecordedTensor(1, "loss", "micro-batch", 0, (), 0), np.array(total)),
+        (RecordedTensor(1, "loss", "step", -1, (), 0), np.array(total / (count or 2.0))),
     ]
-    return [*second_reading(Reference(Recording(["head"], ["head"], arrays)), TOLERANCE)]
+    return [*reference_loss_problems(Reference(Recording(["head"], ["head"], arrays)), TOLERANCE)]
 
 
 def test_losses_are_read_a_second_time() -> None:
@@ -357,7 +367,7 @@ def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_a_layout_that_dies_is_told() -> None:
     done = verify(f"{RUN} {GPT} --tp 2 --dp 1 --timeout 0.01")
-    assert done.returncode == 1 and "it is not done after 0.01 s" in done.stderr
+    assert done.returncode == 1 and "it has not ended after 0.01 s" in done.stderr
 
 
 @pytest.mark.everything

@@ -27,17 +27,17 @@ from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 from tools.cli_common import exits_with, find_unwritable, make_parser, run_program
-from tools.verification.shrink import Smaller, layout_of, of_groups, smaller
+from tools.verification.shrink import ShrunkConfig, kv_group_check, requested_layout, shrink
 
 
-def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
+def prepare(args: argparse.Namespace, words: list[str]) -> list[ShrunkConfig]:
     """Raises ConfigError, with every problem."""
     counts = (("steps", args.steps), ("most_ranks", args.most_ranks))
     wrong = [f"{name}={value} is below 1; give 1 or more" for name, value in counts if value < 1]
     wrong += [] if 0 < args.timeout < 1e6 else [f"timeout={args.timeout:g} is not a time; give seconds above 0"]
     if wrong := [*wrong, *find_unwritable(images=("out",), json=args.json, out=args.out)]:
         raise ConfigError(wrong)
-    parsed = cli.parse_config(words, PRESETS, world=lambda config: layout_of(config)[0].world)
+    parsed = cli.parse_config(words, PRESETS, world=lambda config: requested_layout(config)[0].world_size)
     if parsed.config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
     config = parsed.config
@@ -48,12 +48,12 @@ def prepare(args: argparse.Namespace, words: list[str]) -> list[Smaller]:
     if args.dtype != "float64":  # there options stay (a loss scale, bf16 moments), and only tensors are wider
         config = replace(config, precision=replace(config.precision, bf16=args.dtype == "bfloat16", fp16=False))
     try:
-        first = smaller(config, args.most_ranks, args.steps, args.whole)
+        first = shrink(config, args.most_ranks, args.steps, args.whole)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    second = None if args.whole else of_groups(config, first, args.most_ranks)
+    second = None if args.whole else kv_group_check(config, first, args.most_ranks)
     runs = [first] if second is None else [first, second]
-    if wrong := [line for small in runs for line in find_problems(small.config, small.layout.world)]:
+    if wrong := [line for small in runs for line in find_problems(small.config, small.layout.world_size)]:
         raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
     from megalite.training.job.preflight import choose_device  # imports torch
     from megalite.training.setup import SetupError
@@ -89,31 +89,31 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args, words = build_parser().parse_known_args(argv)
     runs = prepare(args, words)
-    from tools.verification import verify_run as verdict
+    from tools.verification import verify_run
 
-    verdicts: list[verdict.Verdict] = []
+    results: list[verify_run.VerifyResult] = []
     try:
         for small in runs:
-            verdicts.append(verdict.verify(small, args.dtype, args.timeout))
-            if len(verdicts) > 1:
+            results.append(verify_run.verify(small, args.dtype, args.timeout))
+            if len(results) > 1:
                 print()
-            print(verdict.text_of(verdicts[-1], args.dtype), flush=True)
-            if not verdicts[-1].agrees:
+            print(verify_run.format_result(results[-1], args.dtype), flush=True)
+            if not results[-1].agrees:
                 break
-    except verdict.Failed as error:
+    except verify_run.RunFailed as error:
         print_err(f"verify.py: {error}")
         return 1
-    except verdict.Stopped as stopped:
+    except verify_run.RunStopped as stopped:
         print_err("verify.py: interrupted")
         return stopped.code
     try:
         if args.json is not None:
-            args.json.write_text(json.dumps(verdict.as_json(verdicts, args.dtype)), "utf-8")
+            args.json.write_text(json.dumps(verify_run.to_json(results, args.dtype)), "utf-8")
         if args.out is not None:
-            verdict.draw(verdicts[0] if verdicts[-1].agrees else verdicts[-1], args.out, args.dtype)
+            verify_run.draw(results[0] if results[-1].agrees else results[-1], args.out, args.dtype)
     except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
         raise ConfigError([str(error)]) from None
-    return 0 if verdicts[-1].agrees else 1
+    return 0 if results[-1].agrees else 1
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def tokens_BS() -> Tensor:
 
 def our_logits(directory: Path) -> Tensor:
     source = open_checkpoint(directory)
-    return conversion.our_logits(source, convert_checkpoint.saved_model(source), tokens_BS(), V)
+    return conversion.megalite_logits(source, convert_checkpoint.saved_model(source), tokens_BS(), V)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from tools.plots.run_data import Point, Run, differences, thin
 from tools.plots.style import MARKERS, SERIES, WIDE, Picture, equal_edge, figure, ink, legend, short
 
 if TYPE_CHECKING:
-    from tools.verification.compare_ranks import Row
+    from tools.verification.compare_ranks import QuantityDiff
 
 
 def _numbers(axis: Any, *which: str) -> None:
@@ -217,18 +217,18 @@ KINDS |= {"weight": "weights"}
 EQUAL = 1e-17  # where points that are equal to the last bit are drawn
 
 
-def verified(rows: "Sequence[Row]", layout: str, dtype: str) -> Picture:
+def verified(rows: "Sequence[QuantityDiff]", layout: str, dtype: str) -> Picture:
     """Draw the largest difference of each kind and step: filled where it counts, empty within the tolerance."""
     steps = sorted({row.step for row in rows})
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [3.0])
-        floors = [row.apart for row in rows if row.apart > 0 and math.isfinite(row.apart)]
+        floors = [row.distance for row in rows if row.distance > 0 and math.isfinite(row.distance)]
         floor = 10.0 ** math.floor(math.log10(min([*floors, EQUAL * 10])) - 0.3)
         for number, (kind, name) in enumerate(KINDS.items()):
             of_kind = [[row for row in rows if (row.kind, row.step) == (kind, step)] for step in steps]
-            worst = [max(some, key=lambda row: (row.differs, row.apart)) for some in of_kind if some]
-            points = [(row.step, min(max(row.apart, floor), 1e3), row.differs) for row in worst]
+            worst = [max(some, key=lambda row: (row.differs, row.distance)) for some in of_kind if some]
+            points = [(row.step, min(max(row.distance, floor), 1e3), row.differs) for row in worst]
             if not points:
                 continue
             colour, marker = ink(SERIES[number]), MARKERS[number]
@@ -257,7 +257,7 @@ def verified(rows: "Sequence[Row]", layout: str, dtype: str) -> Picture:
         legend(fig, axis, width)
         return fig
 
-    any_equal = any(row.apart == 0 for row in rows if row.kind in KINDS)
+    any_equal = any(row.distance == 0 for row in rows if row.kind in KINDS)
     equal = " On the lower edge: equal to the last bit." if any_equal else ""
     text = f"{layout} against one process in {dtype}, of each kind what is furthest apart; filled: it differs.{equal}"
     return Picture("verify", text, draw)

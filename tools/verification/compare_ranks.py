@@ -1,258 +1,327 @@
-"""Do the ranks of a layout have what one process has? Every hidden state, loss, gradient and weight, on every rank.
+"""Compare every hidden state, loss, gradient and weight of every rank with the same quantity in one process.
 
-A rank's tensor is compared with its part of the one process's (places.py), copies each by itself: a stale one is found
-where the owner's is right. `apart` is the norm of the difference over that of the reference, spread evenly:
+A rank's tensor is compared with its slice of the reference, the full tensor of one process (reference_sharding.py).
+Each copy is compared by itself, so a stale copy is found even if the owner's is right. The distance is the norm of the
+difference relative to that of the reference, with the latter spread evenly over its elements:
 
-    apart = |a - b| / (rms(whole b) sqrt(elements of a))       rms of gradients at least FLOOR of that of all gradients
+    distance = |a - b| / (rms(full b) sqrt(elements of a))
 
-Tolerance: a sum of n rounded terms is off by about eps sqrt(n) of its size (Higham, Accuracy and Stability of Numerical
-Algorithms, 2002, sec. 2.8 and 4.2); n: the longest sum, over the tokens of a step or the widest layer. In half
-precision sums run in fp32, and what is rounded is each of the OPERATIONS of a layer, one after another. A step trains
-on what the one before left, and Adam divides by small numbers: each allows GROWTH times more. Copies of a weight are
-equal to the bit, in every precision.
+For gradients, rms(full b) is at least MIN_GRADIENT_RMS times that of all gradients.
+
+Tolerance: the error of a sum of n rounded terms is about eps sqrt(n) times its size (Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, sec. 2.8 and 4.2). n is the longest sum, over the tokens of a step or the widest layer. In
+half precision sums run in fp32, and the result of each of OPERATIONS_PER_LAYER successive operations is rounded. A step
+starts from the results of the previous one, and Adam divides by small numbers, so each step allows GROWTH times more.
+All copies of a weight must be bitwise equal in every precision.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.verification.record import FINAL, MICROBATCH, STEP, Item, Recording
-from tools.verification.reference_sharding import Layout, Place, of_experts, place
+from tools.verification.record import FINAL_NORM, MICROBATCH, STEP, RecordedTensor, Recording
+from tools.verification.reference_sharding import Layout, RankCoordinates, expected_slices, is_expert_param
 
 Array = NDArray[Any]
 Key = tuple[float, str, str]  # step (n + 0.5: the evaluation after step n), kind, name
 KINDS = ("input", "forward", "loss", "gradient", "norm", "router", "weight")  # in the order of a step
 INPUTS = ("tokens", "positions", "labels", "loss mask")
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-ALLOWED, GROWTH, FLOOR = 16.0, 4.0, 0.1
-# of half precision: what is summed over all tokens is rounded less; docs/verify.md has what was measured
-HALF, HALF_GROWTH, OPERATIONS = {"forward": 2.5, "loss": 0.25, "gradient": 5.0, "norm": 1.0, "weight": 2.0}, 2.0, 12
+ALLOWED_ROUNDINGS, GROWTH, MIN_GRADIENT_RMS = 16.0, 4.0, 0.1
+# The factors of half precision are lower for what is averaged over all tokens; docs/verify.md has measured values.
+HALF_FACTORS = {"forward": 2.5, "loss": 0.25, "gradient": 5.0, "norm": 1.0, "weight": 2.0}
+HALF_GROWTH, OPERATIONS_PER_LAYER = 2.0, 12
+MAX_LOGITS = 2**27  # 1 GiB; larger losses are not recomputed
 
 
-class Tolerance(NamedTuple):
-    """`terms`: of the longest sum; `layers`: of the model."""
+@dataclass(frozen=True)
+class Tolerance:
+    """The allowed distance, which depends on the number of terms of the longest sum and on the number of layers."""
 
     dtype: str
-    terms: int
-    layers: int
+    num_terms: int
+    num_layers: int
 
-    def at(self, step: float, kind: str) -> float:
+    def limit(self, step: float, kind: str) -> float:
+        """Return the largest allowed distance of a kind of quantity at a step."""
         if kind == "input":
             return 0.0
-        eps, later = EPS[self.dtype], max(0, step - 1)
+        eps = EPS[self.dtype]
+        later_steps = max(0, step - 1)
         if eps > EPS["float32"]:
-            return HALF[kind] * HALF_GROWTH**later * eps * math.sqrt(OPERATIONS * self.layers)
-        return ALLOWED * GROWTH**later * eps * math.sqrt(self.terms)
+            rounding = eps * math.sqrt(OPERATIONS_PER_LAYER * self.num_layers)
+            return HALF_FACTORS[kind] * HALF_GROWTH**later_steps * rounding
+        return ALLOWED_ROUNDINGS * GROWTH**later_steps * eps * math.sqrt(self.num_terms)
 
 
-class Piece(NamedTuple):
-    """A rank's part of an array and the same part in one process, both flat and of one length. `odd`: where it differs
-    from most copies."""
+@dataclass(frozen=True, eq=False)
+class TensorPart:
+    """A rank's elements of a quantity and the same elements of the reference, both flat and of equal length.
 
-    place: Place
-    item: Item
+    Attributes:
+        tensor: description of the rank's tensor.
+        slices: position of the rank's tensor in the full tensor.
+        deviates: mask of the elements that differ from those of most copies; None if there are no such elements.
+    """
+
+    rank: RankCoordinates
+    tensor: RecordedTensor
     slices: tuple[slice, ...]
-    here: Array
-    there: Array
-    odd: Array | None = None
+    actual: Array
+    expected: Array
+    deviates: Array | None = None
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
-        """Where it lies in the whole tensor."""
+        """The position in the full tensor, as hashable (start, stop) pairs."""
         return tuple((cut.start, cut.stop) for cut in self.slices)
 
     @property
     def error(self) -> float:
-        return float(np.linalg.norm(self.here - self.there))
+        return float(np.linalg.norm(self.actual - self.expected))
 
-    def bad(self, tolerance: float) -> Array:
-        """Which elements differ; where all are a little off, those that are most."""
-        if self.odd is not None:
-            return self.odd
-        apart = np.abs(self.here - self.there)
-        size, most = (float(some[np.isfinite(some)].max(initial=0.0)) for some in (np.abs(self.there), apart))
-        return ~(apart <= min(tolerance * size, most / 2))  # NaN is
+    def wrong_elements(self, tolerance: float) -> Array:
+        """Return a mask of the elements that differ; if all differ slightly, of those that differ most."""
+        if self.deviates is not None:
+            return self.deviates
+        distance = np.abs(self.actual - self.expected)
+        max_expected = _max_finite(np.abs(self.expected))
+        max_distance = _max_finite(distance)
+        return ~(distance <= min(tolerance * max_expected, max_distance / 2))  # NaN is wrong
 
 
 @dataclass
-class Row:
-    """How far one quantity is apart at one step; `wrong`: the pieces that are beyond the tolerance."""
+class QuantityDiff:
+    """How far one quantity is from its reference at one step.
+
+    Attributes:
+        distance: the largest distance of a rank.
+        wrong_parts: the parts beyond the tolerance.
+        problem: a sentence if the quantity is incomplete or in only one of the two runs; otherwise empty.
+    """
 
     step: float
     kind: str
     name: str
     tolerance: float
-    apart: float = 0.0
-    pieces: list[Piece] = field(default_factory=list)
-    wrong: list[Piece] = field(default_factory=list)
-    missing: str = ""
+    distance: float = 0.0
+    parts: list[TensorPart] = field(default_factory=list)
+    wrong_parts: list[TensorPart] = field(default_factory=list)
+    problem: str = ""
 
     @property
     def differs(self) -> bool:
-        return bool(self.missing or self.wrong)
+        return bool(self.problem or self.wrong_parts)
 
 
 class Reference:
-    """The arrays of the one process."""
+    """The arrays of the run in one process, by quantity and first sample of the micro-batch (-1 for those without)."""
 
     def __init__(self, recording: Recording):
-        self.parameters, self.vocabulary = recording.parameters, recording.vocabulary
+        self.parameters = recording.parameters
+        self.vocabulary = recording.vocabulary
         self.arrays: dict[Key, dict[int, Array]] = {}
-        for item, data in recording.items:
-            samples = self.arrays.setdefault((item.step, item.kind, item.name), {})
-            samples[item.sample] = data.reshape(item.shape)
-        self.forward = list(dict.fromkeys(item.name for item, _ in recording.items if item.kind == "forward"))
+        for tensor, data in recording.tensors:
+            samples = self.arrays.setdefault((tensor.step, tensor.kind, tensor.name), {})
+            samples[tensor.sample] = data.reshape(tensor.shape)
+        forward = (tensor.name for tensor, _ in recording.tensors if tensor.kind == "forward")
+        self.forward = list(dict.fromkeys(forward))
         gradients: dict[float, list[Array]] = {}
         for (step, kind, _), samples in self.arrays.items():
             if kind == "gradient":
                 gradients.setdefault(step, []).append(samples[-1])
-        self.floors = {step: FLOOR * _rms(each) for step, each in gradients.items()}
+        self.min_gradient_rms = {step: MIN_GRADIENT_RMS * _rms(arrays) for step, arrays in gradients.items()}
 
     def scale(self, key: Key) -> float:
-        """The size by which differences of this array are divided."""
-        floor = self.floors[key[0]] if key[1] == "gradient" else 0.0
+        """Return the size by which differences of this quantity are divided."""
+        floor = self.min_gradient_rms[key[0]] if key[1] == "gradient" else 0.0
         return max(_rms(self.arrays[key].values()), floor, 1e-300)
 
     def order(self, key: Key) -> tuple[float, int, int, str]:
-        """When it is computed: gradients in the order of backward."""
+        """Return the sort key of a quantity in the order of computation; gradients are in the order of backward."""
         step, kind, name = key
-        at = 0
+        index = 0
         if kind in ("gradient", "weight") and name in self.parameters:
-            at = self.parameters.index(name) * (-1 if kind == "gradient" else 1)
+            index = self.parameters.index(name) * (-1 if kind == "gradient" else 1)
         elif kind == "forward" and name in self.forward:
-            at = self.forward.index(name)
+            index = self.forward.index(name)
         elif name in INPUTS:
-            at = INPUTS.index(name)
+            index = INPUTS.index(name)
         elif kind == "loss":
-            at = (MICROBATCH, STEP).index(name)
-        return step, KINDS.index(kind), at, name
+            index = (MICROBATCH, STEP).index(name)
+        return step, KINDS.index(kind), index, name
 
 
-def when(step: float) -> str:
-    """In words."""
+def step_label(step: float) -> str:
+    """Return "step 3", or "the evaluation after step 3" for 3.5."""
     return f"step {step:g}" if step == int(step) else f"the evaluation after step {math.floor(step)}"
-
-
-def _rms(arrays: Iterable[Array]) -> float:
-    """The root mean square over all arrays together."""
-    each = [(float(np.square(one.astype(np.float64)).sum()), one.size) for one in arrays]
-    return math.sqrt(sum(square for square, _ in each) / max(1, sum(size for _, size in each)))
 
 
 def compare(
     reference: Reference, ranks: Sequence[Recording], layout: Layout, tolerance: Tolerance
-) -> tuple[list[Row], dict[Key, list[Piece]]]:
-    """In the order of computation: how far everything is apart, and all pieces of what is."""
-    pieces: dict[Key, list[Piece]] = {}
-    odd: dict[Key, str] = {}
+) -> tuple[list[QuantityDiff], dict[Key, list[TensorPart]]]:
+    """Compare the recordings of all ranks with the reference.
+
+    Returns:
+        (the differences of all quantities in the order of computation, the parts of each quantity).
+    """
+    parts: dict[Key, list[TensorPart]] = {}
+    problems: dict[Key, str] = {}
     for rank, recording in enumerate(ranks):
-        for item, data in recording.items:
-            key = (item.step, item.kind, item.name)
-            whole = reference.arrays.get(key, {}).get(item.sample)
-            if whole is None:
-                what = f"micro-batch of sample {item.sample}" if item.sample >= 0 else item.name
-                odd.setdefault(key, f"rank {rank} has a {what}, which one process has not")
+        for tensor, data in recording.tensors:
+            key = (tensor.step, tensor.kind, tensor.name)
+            full = reference.arrays.get(key, {}).get(tensor.sample)
+            if full is None:
+                what = f"micro-batch of sample {tensor.sample}" if tensor.sample >= 0 else tensor.name
+                problems.setdefault(key, f"rank {rank} has a {what}, which one process does not have")
                 continue
             try:
-                where = layout.at(rank)
-                rows = item.shape if item.row < 0 else whole.shape[:1] + item.shape[1:]
-                slices = place(rows, whole.shape, where, layout, of_experts(item.name))
-                if item.row >= 0:
-                    slices = (slice(item.row, item.row + item.shape[0]), *slices[1:])
-                there = whole[slices].reshape(-1)[item.first : item.first + data.size].astype(np.float64)
-                here = data.reshape(-1).astype(np.float64)[: there.size]  # what is behind is padding
-                pieces.setdefault(key, []).append(Piece(where, item, slices, here, there))
+                part = _tensor_part(tensor, data, full, layout.coordinates(rank), layout)
             except ValueError as error:
-                odd.setdefault(key, str(error))
-    rows = []
-    for key in sorted({*reference.arrays, *odd}, key=reference.order):
-        row = Row(*key, tolerance.at(key[0], key[1]), pieces=pieces.get(key, []), missing=odd.get(key, ""))
+                problems.setdefault(key, str(error))
+            else:
+                parts.setdefault(key, []).append(part)
+    diffs = []
+    for key in sorted({*reference.arrays, *problems}, key=reference.order):
+        step, kind, name = key
+        diff = QuantityDiff(step, kind, name, tolerance.limit(step, kind), parts=parts.get(key, []))
+        diff.problem = problems.get(key, "")
         if key in reference.arrays:
-            row.missing = row.missing or _uncovered(reference.arrays[key], row.pieces)
-            _measure(row, reference.scale(key))
-            if not row.wrong and row.kind == "weight":
-                row.wrong = list(_odd_copies(row.pieces))
-        rows.append(row)
-    return rows, pieces
+            diff.problem = diff.problem or _missing_elements(reference.arrays[key], diff.parts)
+            _measure(diff, reference.scale(key))
+            if not diff.wrong_parts and kind == "weight":
+                diff.wrong_parts = list(_deviating_copies(diff.parts))
+        diffs.append(diff)
+    return diffs, parts
 
 
-def _measure(row: Row, scale: float) -> None:
-    for piece in row.pieces:
-        if not piece.here.size:
+def _tensor_part(tensor: RecordedTensor, data: Array, full: Array, rank: RankCoordinates, layout: Layout) -> TensorPart:
+    """Pair a rank's data with the same elements of the full array; padding is cut off.
+
+    Raises:
+        ValueError: if the rank's shape does not fit.
+    """
+    shape = tensor.shape
+    if tensor.first_position >= 0:  # the position in the sequence is known
+        shape = full.shape[:1] + tensor.shape[1:]
+    slices = expected_slices(shape, full.shape, rank, layout, is_expert_param(tensor.name))
+    if tensor.first_position >= 0:
+        positions = slice(tensor.first_position, tensor.first_position + tensor.shape[0])
+        slices = (positions, *slices[1:])
+    expected = full[slices].reshape(-1)[tensor.start : tensor.start + data.size].astype(np.float64)
+    actual = data.reshape(-1).astype(np.float64)[: expected.size]
+    return TensorPart(rank, tensor, slices, actual, expected)
+
+
+def _measure(diff: QuantityDiff, scale: float) -> None:
+    """Fill in the distance and the wrong parts."""
+    for part in diff.parts:
+        if not part.actual.size:
             continue
-        if row.kind == "input":
-            apart = float((piece.here != piece.there).any())
+        if diff.kind == "input":
+            distance = float((part.actual != part.expected).any())
         else:
-            apart = piece.error / (scale * math.sqrt(piece.here.size))
-        apart = math.inf if math.isnan(apart) else apart
-        row.apart = max(row.apart, apart)
-        if apart > row.tolerance:
-            row.wrong.append(piece)
+            distance = part.error / (scale * math.sqrt(part.actual.size))
+        if math.isnan(distance):
+            distance = math.inf
+        diff.distance = max(diff.distance, distance)
+        if distance > diff.tolerance:
+            diff.wrong_parts.append(part)
 
 
-def _odd_copies(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Those that are not what most copies of the same elements are; of two, the one further from the one process."""
-    places: dict[tuple[Any, ...], list[Piece]] = {}
-    for piece in pieces:
-        places.setdefault((piece.box, piece.item.first, piece.here.size), []).append(piece)
-    for copies in places.values():
-        kinds: dict[bytes, list[Piece]] = {}
-        for piece in copies:
-            kinds.setdefault(piece.here.tobytes(), []).append(piece)
-        usual, *rest = sorted(kinds.values(), key=lambda some: (-len(some), some[0].error))
-        for piece in (piece for some in rest for piece in some):
-            yield piece._replace(odd=piece.here != usual[0].here)
+def _deviating_copies(parts: Sequence[TensorPart]) -> Iterator[TensorPart]:
+    """Yield the copies that are not equal to most copies of the same elements.
+
+    Of two different copies, the one that is further from the reference is yielded.
+    """
+    copies_by_position: dict[tuple[Any, ...], list[TensorPart]] = {}
+    for part in parts:
+        position = (part.box, part.tensor.start, part.actual.size)
+        copies_by_position.setdefault(position, []).append(part)
+    for copies in copies_by_position.values():
+        groups: dict[bytes, list[TensorPart]] = {}
+        for part in copies:
+            groups.setdefault(part.actual.tobytes(), []).append(part)
+        majority, *minorities = sorted(groups.values(), key=lambda group: (-len(group), group[0].error))
+        for group in minorities:
+            for part in group:
+                yield dataclasses.replace(part, deviates=part.actual != majority[0].actual)
 
 
-def _uncovered(samples: dict[int, Array], pieces: Sequence[Piece]) -> str:
-    """A sentence on the elements that no rank has; empty where there are none."""
-    for sample, whole in samples.items():
-        there = np.zeros(whole.shape, bool)
-        for piece in pieces:
-            if piece.item.sample == sample:
-                box = there[piece.slices]
+def _missing_elements(samples: dict[int, Array], parts: Sequence[TensorPart]) -> str:
+    """Return a sentence on the elements that no rank has, or an empty string."""
+    for sample, full in samples.items():
+        is_covered = np.zeros(full.shape, bool)
+        for part in parts:
+            if part.tensor.sample == sample:
+                box = is_covered[part.slices]
                 flat = box.reshape(-1)
-                flat[piece.item.first : piece.item.first + piece.here.size] = True
-                there[piece.slices] = flat.reshape(box.shape)
-        if not there.all():
-            part = f"{int((~there).sum()):,} of {there.size:,} elements"
-            return f"{part} are on no rank" + (f", of the micro-batch of sample {sample}" if sample >= 0 else "")
+                flat[part.tensor.start : part.tensor.start + part.actual.size] = True
+                is_covered[part.slices] = flat.reshape(box.shape)
+        if not is_covered.all():
+            message = f"{int((~is_covered).sum()):,} of {is_covered.size:,} elements are on no rank"
+            return message if sample < 0 else f"{message}, in the micro-batch of sample {sample}"
     return ""
 
 
-def second_reading(reference: Reference, tolerance: Tolerance) -> Iterator[str]:
-    """Check the losses of the one process itself against their definition: cross entropy of the final hidden
-    states over the true vocabulary, labels that count alone, divided by how many these are. A line per step."""
+def reference_loss_problems(reference: Reference, tolerance: Tolerance) -> Iterator[str]:
+    """Check the losses of the one process against their definition, and yield a line about the first wrong one.
+
+    The definition is the cross entropy of the final hidden states over the true vocabulary, summed over the labels that
+    count, and divided by their number. Losses with more than MAX_LOGITS logits are not checked.
+    """
     for step in sorted({step for step, kind, _ in reference.arrays if kind == "loss"}):
-        had = {name: reference.arrays.get((step, "input", name), {}) for name in ("labels", "loss mask")}
-        final, told = reference.arrays[step, "forward", FINAL], reference.arrays[step, "loss", MICROBATCH]
-        last = reference.vocabulary[-1]  # the head, or the embedding that it is tied to
-        head = reference.arrays[math.ceil(step) - 1, "weight", last][-1].astype(np.float64)
-        total, count, bound = 0.0, 0.0, tolerance.at(step, "loss")
-        for sample, hidden in final.items():
-            labels = had["labels"][sample]
-            mask = had["loss mask"].get(sample, np.ones(labels.shape))
-            if hidden.size // hidden.shape[-1] * head.shape[0] > 2**27:
-                return  # a gigabyte of logits
-            logits = hidden.astype(np.float64) @ head.T
-            most = logits.max(-1, keepdims=True)
-            lse = np.log(np.exp(logits - most).sum(-1)) + most[..., 0]
-            loss = float(((lse - np.take_along_axis(logits, labels[..., None], -1)[..., 0]) * mask).sum())
-            total, count = total + loss, count + float(mask.sum())
-            if abs(loss - float(told[sample])) > bound * max(abs(loss), 1.0):
+        labels_of_sample = reference.arrays.get((step, "input", "labels"), {})
+        mask_of_sample = reference.arrays.get((step, "input", "loss mask"), {})
+        losses = reference.arrays[step, "loss", MICROBATCH]
+        limit = tolerance.limit(step, "loss")
+        head_name = reference.vocabulary[-1]  # the head, or the embedding if they are tied
+        head = reference.arrays[math.ceil(step) - 1, "weight", head_name][-1].astype(np.float64)
+        total, count = 0.0, 0.0
+        for sample, hidden in reference.arrays[step, "forward", FINAL_NORM].items():
+            if hidden.size // hidden.shape[-1] * head.shape[0] > MAX_LOGITS:
+                return
+            labels = labels_of_sample[sample]
+            mask = mask_of_sample.get(sample, np.ones(labels.shape))
+            loss = float((_cross_entropy(hidden.astype(np.float64) @ head.T, labels) * mask).sum())
+            total += loss
+            count += float(mask.sum())
+            recorded = float(losses[sample])
+            if abs(loss - recorded) > limit * max(abs(loss), 1.0):
                 yield (
-                    f"{when(step)}: the loss of the micro-batch of sample {sample} is {float(told[sample]):.9g}, and "
-                    f"by its definition {loss:.9g}: {int(mask.sum())} of {mask.size} labels count, of {len(head)} ids"
+                    f"{step_label(step)}: the loss of the micro-batch of sample {sample} is {recorded:.9g}, and by its "
+                    f"definition {loss:.9g}: {int(mask.sum())} of {mask.size} labels count, in a vocabulary of "
+                    f"{len(head)}"
                 )
                 return
         mean = float(reference.arrays[step, "loss", STEP][-1])
-        if count and abs(mean - total / count) > bound * max(abs(mean), 1.0):
+        if count and abs(mean - total / count) > limit * max(abs(mean), 1.0):
             yield (
-                f"{when(step)}: the loss is {mean:.9g}, and by its definition {total / count:.9g}: the sum of all "
-                f"micro-batches over the {count:.0f} labels that count"
+                f"{step_label(step)}: the loss is {mean:.9g}, and by its definition {total / count:.9g}: the sum of "
+                f"all micro-batches over the {count:.0f} labels that count"
             )
             return
+
+
+def _cross_entropy(logits: Array, labels: Array) -> Array:
+    max_logits = logits.max(-1, keepdims=True)
+    log_sum_exp = np.log(np.exp(logits - max_logits).sum(-1)) + max_logits[..., 0]
+    return log_sum_exp - np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+
+
+def _max_finite(values: Array) -> float:
+    return float(values[np.isfinite(values)].max(initial=0.0))
+
+
+def _rms(arrays: Iterable[Array]) -> float:
+    """Return the root mean square of the elements of all arrays together."""
+    total, count = 0.0, 0
+    for array in arrays:
+        total += float(np.square(array.astype(np.float64)).sum())
+        count += array.size
+    return math.sqrt(total / max(1, count))

@@ -1,14 +1,14 @@
-"""Two checks of a conversion: the same bits in every tensor; and the same logits as transformers computes, in fp32.
+"""Two checks of a conversion: every tensor is bitwise equal, and the logits agree with those of transformers, in fp32.
 
-For logits both models are whole in memory, 4 bytes per parameter each. transformers is needed for this alone; it reads
-the directory with `trust_remote_code` off and safetensors only.
+For the logits, both models are in memory completely, with 4 bytes per parameter each. transformers is needed only for
+this check; it reads the directory with `trust_remote_code` off, and only safetensors files.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,58 +22,85 @@ from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
-from tools.export_files import kept
+from tools.export_files import stored_boxes
 
 
-class LogitVerdict(NamedTuple):
-    """`largest`: absolute difference of logits; `scale`: the largest logit; `agreement`: share of the positions whose
-    most likely token is the same. `text`: of a sample text; else of random tokens."""
+@dataclass(frozen=True)
+class LogitVerdict:
+    """The agreement of the logits of two models.
 
-    text: bool
+    Attributes:
+        is_text: the tokens are a sample text, not random.
+        largest: the largest absolute difference.
+        scale: the largest absolute logit.
+        agreement: fraction of the positions with the same most likely token.
+    """
+
+    is_text: bool
     positions: int
     largest: float
     scale: float
     agreement: float
 
     def __str__(self) -> str:
-        of = "positions of a text" if self.text else "random tokens"
+        tokens = "positions of a text" if self.is_text else "random tokens"
         return (
-            f"check: logits of {self.positions} {of} differ by at most {self.largest:.2e} (largest logit "
+            f"check: logits of {self.positions} {tokens} differ by at most {self.largest:.2e} (largest logit "
             f"{self.scale:.1f}), likeliest token the same in {self.agreement:.2%}"
         )
 
 
-def fill_stage(stage: Stage, source: Checkpoint, main_weights: bool) -> None:
-    """`main_weights`: of a run in half precision those that the optimizer keeps. Raises CheckpointError."""
-    pieces = model_shards(stage, Mesh.single_process())
-    if main_weights:
-        main = {piece.name: piece.name.replace("model/", "optimizer.main/", 1) for piece in pieces}
-        pieces = [p._replace(name=main[p.name]) if main[p.name] in source.manifest.tensors else p for p in pieces]
-    source.fill(pieces)
+def load_stage(stage: Stage, source: Checkpoint, use_main_weights: bool) -> None:
+    """Load the weights of a stage; with `use_main_weights` the fp32 ones of the optimizer, if the checkpoint has them.
+
+    Raises:
+        CheckpointError: if the checkpoint does not have these tensors.
+    """
+    shards = model_shards(stage, Mesh.single_process())
+    if use_main_weights:
+        main_names = {shard.name: shard.name.replace("model/", "optimizer.main/", 1) for shard in shards}
+        shards = [
+            shard._replace(name=main_names[shard.name]) if main_names[shard.name] in source.manifest.tensors else shard
+            for shard in shards
+        ]
+    source.fill(shards)
 
 
 @torch.no_grad()
-def our_logits(
-    source: Checkpoint, model: ModelConfig, ids_BS: Tensor, vocab_size: int, main_weights: bool = False
+def megalite_logits(
+    source: Checkpoint, model: ModelConfig, ids_BS: Tensor, vocab_size: int, use_main_weights: bool = False
 ) -> Tensor:
-    """[B, S, V] in fp32, of the checkpoint loaded as one stage on the CPU; `main_weights`: as in `fill_stage`."""
-    rows = source.shape("model/embedding.word")[0]
-    make, layers = ParamFactory(Mesh.single_process(), torch.float32, seed=0), range(model.num_layers)
-    stage = Stage(make, model, [layers], 0, vocab_size=vocab_size, padded_vocab_size=rows)
-    fill_stage(stage, source, main_weights)
+    """Return the fp32 logits [B, S, V] of a checkpoint, loaded as a single stage on the CPU.
+
+    Args:
+        use_main_weights: see `load_stage`.
+    """
+    num_rows = source.shape("model/embedding.word")[0]
+    make = ParamFactory(Mesh.single_process(), torch.float32, seed=0)
+    layers = range(model.num_layers)
+    stage = Stage(make, model, [layers], 0, vocab_size=vocab_size, padded_vocab_size=num_rows)
+    load_stage(stage, source, use_main_weights)
     batch = Batch(ids_BS.T, None, None, torch.zeros(len(ids_BS), dtype=torch.int64), 0)
     return stage.eval()(None, batch)[..., :vocab_size].transpose(0, 1)
 
 
 def compare_logits(
-    folder: Path,
+    directory: Path,
     source: Checkpoint,
     model: ModelConfig,
     vocab_size: int,
     ids: list[int] | None = None,
-    main_weights: bool = False,
+    use_main_weights: bool = False,
 ) -> LogitVerdict:
-    """`folder`: of Hugging Face. ids: a text; None: random ones. Raises CheckpointError without transformers."""
+    """Compare the logits of a Hugging Face model directory, as transformers computes them, with those of a checkpoint.
+
+    Args:
+        ids: the tokens of a text; None: random tokens.
+        use_main_weights: see `load_stage`.
+
+    Raises:
+        CheckpointError: if transformers is not installed.
+    """
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -85,52 +112,68 @@ def compare_logits(
     else:
         generator = torch.Generator().manual_seed(1234)
         ids_BS = torch.randint(0, vocab_size, (2, min(model.max_positions, 64)), generator=generator)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
+    hf_model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
     )
     with torch.no_grad():
-        want = theirs.eval()(ids_BS).logits[..., :vocab_size].float()
-    del theirs
-    got = our_logits(source, model, ids_BS, vocab_size, main_weights)
-    agreement = (got.argmax(-1) == want.argmax(-1)).double().mean()
-    largest, scale = float((got - want).abs().max()), float(want.abs().max())
-    return LogitVerdict(bool(ids), ids_BS.numel(), largest, scale, float(agreement))
+        expected = hf_model.eval()(ids_BS).logits[..., :vocab_size].float()
+    del hf_model  # two models at once may not fit in memory
+    actual = megalite_logits(source, model, ids_BS, vocab_size, use_main_weights)
+    return LogitVerdict(
+        is_text=bool(ids),
+        positions=ids_BS.numel(),
+        largest=float((actual - expected).abs().max()),
+        scale=float(expected.abs().max()),
+        agreement=float((actual.argmax(-1) == expected.argmax(-1)).double().mean()),
+    )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs from another. `note`: in its shape, its dtype, or in being there at all. `count` elements
-    differ, the first at `index`, where it is `here` and `there`, by at most `largest`."""
+    """The difference between two tensors.
+
+    Attributes:
+        note: a difference in shape, dtype or existence, or an empty string.
+        index: of the first element that differs; None if no elements do.
+        first, second: the two values at `index`.
+        largest: the largest absolute difference.
+        count: number of elements that differ.
+    """
 
     name: str
     note: str = ""
     index: tuple[int, ...] | None = None
-    here: float = 0.0
-    there: float = 0.0
+    first: float = 0.0
+    second: float = 0.0
     largest: float = 0.0
     count: int = 0
 
 
-def difference(name: str, here: Tensor, there: Tensor) -> Difference | None:
-    """How two tensors of one shape differ in bits or, where their dtypes differ, in values; there NaN equals NaN."""
-    note = "" if here.dtype == there.dtype else f"{str(here.dtype)[6:]} and {str(there.dtype)[6:]}"
-    if note:
-        x, y = here.double(), there.double()
-        far = ~((x == y) | (x.isnan() & y.isnan()))
+def difference(name: str, first: Tensor, second: Tensor) -> Difference | None:
+    """Compare two tensors of one shape, and return None if they are equal.
+
+    Tensors of one dtype have to be bitwise equal, those of different dtypes equal in values, where NaN equals NaN.
+    """
+    note = ""
+    if first.dtype == second.dtype:
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.dtype.itemsize]
+        differs = first.contiguous().view(bits) != second.contiguous().view(bits)
     else:
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[here.dtype.itemsize]
-        far = here.contiguous().view(bits) != there.contiguous().view(bits)
-    if not far.any():
+        note = f"{str(first.dtype)[6:]} and {str(second.dtype)[6:]}"
+        x, y = first.double(), second.double()
+        differs = ~((x == y) | (x.isnan() & y.isnan()))
+    if not differs.any():
         return Difference(name, note) if note else None
-    first = far.reshape(-1).to(torch.uint8).argmax()
-    index = tuple(int(i) for i in torch.unravel_index(first, here.shape)) if here.dim() else ()
-    x, y = here[far].double(), there[far].double()
+    flat_index = differs.reshape(-1).to(torch.uint8).argmax()
+    index = tuple(int(i) for i in torch.unravel_index(flat_index, first.shape)) if first.dim() else ()
+    x, y = first[differs].double(), second[differs].double()
     largest = float((x - y).abs().nan_to_num(math.inf, math.inf).max())
     return Difference(name, note, index, float(x[0]), float(y[0]), largest, len(x))
 
 
-class Verdict(NamedTuple):
-    """`differing`: rectangles of ours, by the name of theirs and ours."""
+@dataclass(frozen=True)
+class Verdict:
+    """The comparison of all tensors; `differing` has one entry per rectangle of a megalite tensor that differs."""
 
     tensors: int
     elements: int
@@ -139,25 +182,41 @@ class Verdict(NamedTuple):
     def __str__(self) -> str:
         if not self.differing:
             return f"check: {self.tensors} tensors, {self.elements:,} elements, all bits equal"
-        largest = max(self.differing, key=lambda d: d.largest)
-        head = f"check: {len(self.differing)} parts of {self.tensors} tensors differ"
-        return "\n".join([head, f"first: {_told(self.differing[0])}", f"largest: {_told(largest)}"])
+        largest = max(self.differing, key=lambda difference: difference.largest)
+        lines = [
+            f"check: {len(self.differing)} parts of {self.tensors} tensors differ",
+            f"first: {_format_difference(self.differing[0])}",
+            f"largest: {_format_difference(largest)}",
+        ]
+        return "\n".join(lines)
 
 
-def _told(d: Difference) -> str:
-    more = f"{d.count:,} elements of it differ, by at most {d.largest:g}"
-    return f"{d.name}{list(d.index or ())}: {d.there!r} there, {d.here!r} here; {d.note and d.note + ', '}{more}"
+def _format_difference(difference: Difference) -> str:
+    dtypes = f"{difference.note}, " if difference.note else ""
+    return (
+        f"{difference.name}{list(difference.index or ())}: {difference.second!r} in the external files, "
+        f"{difference.first!r} in the checkpoint; {dtypes}{difference.count:,} elements differ, by at most "
+        f"{difference.largest:g}"
+    )
 
 
-def compare(foreign: Iterable[ExternalTensor], ours: ExportSource, specs: Specs) -> Verdict:
-    """Every foreign tensor against ours, bit by bit; `specs` tell which rows pad the vocabulary and do not count."""
-    tensors, elements, differing = 0, 0, []
-    for one in foreign:
-        tensors += 1
-        for spec, box, theirs in kept(one, specs):
-            elements += theirs.numel()
-            found = difference(f"{one.place}, {spec.name}", ours.read(spec.name, box), theirs)
-            if found is not None:
-                at = zip(found.index or (), box.start, strict=False)  # no index where only dtypes differ
-                differing.append(replace(found, index=tuple(i + start for i, start in at)))
-    return Verdict(tensors, elements, differing)
+def compare(external_tensors: Iterable[ExternalTensor], source: ExportSource, specs: Specs) -> Verdict:
+    """Compare every external tensor with the same elements in a checkpoint of megalite.
+
+    Args:
+        specs: specs of the parameters; rows beyond their stored shape pad the vocabulary and are ignored.
+    """
+    num_tensors, num_elements = 0, 0
+    differing = []
+    for tensor in external_tensors:
+        num_tensors += 1
+        for spec, box, values in stored_boxes(tensor, specs):
+            num_elements += values.numel()
+            diff = difference(f"{tensor.place}, {spec.name}", source.read(spec.name, box), values)
+            if diff is None:
+                continue
+            index = None
+            if diff.index is not None:  # in the full tensor
+                index = tuple(i + start for i, start in zip(diff.index, box.start, strict=True))
+            differing.append(dataclasses.replace(diff, index=index))
+    return Verdict(num_tensors, num_elements, differing)

@@ -1,10 +1,13 @@
-"""A second reading of foreign files, to check a conversion with: does a layer of theirs compute what ours computes?
+"""Check by an independent reading that the layers of external files compute what those of their conversion compute.
 
-The tables that convert (models/families.toml, megatron/names.toml, convert.py, ParamSpec) are not used: names, the
-order of rows and what is stored as a difference stand here (names in second_reading.toml) once more, in another form,
-so that a mistake in one of them shows. What a config.json means is read again in second_config.py.
-Layer after layer is filled from the files and run in fp64 beside ours, on the same states; embedding, final norm and
-head are one more layer. One layer of each is in memory at a time, and transformers is not needed.
+None of the tables and code of the conversion are used (models/families.toml, megatron/names.toml, tensor_mapping.py,
+ParamSpec). The names, the order of rows and which tensors are stored as a difference are written down here a second
+time, in another form (names in independent_import.toml), so that a mistake in either is found. second_config.py is the
+second reading of a config.json.
+
+Each layer is filled from the external files and run in fp64 on the same hidden states as the checkpoint's layer. The
+embedding, the final norm and the head together count as one more layer. Only one layer of each model is in memory at a
+time, and transformers is not needed.
 """
 
 import contextlib
@@ -12,9 +15,9 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,165 +32,265 @@ from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
 from tools.verification import second_config
-from tools.verification.conversion import fill_stage
+from tools.verification.conversion import load_stage
 
-TOKENS = 24  # of the sequence that is computed
-EXACT, ROUNDED = 1e-9, 8  # largest difference that is none, relative: of fp64 sums; in roundings of the weights
+NUM_TOKENS = 24  # length of the sequence
+# Largest relative difference of equal layers: that of sums in fp64, and in multiples of the weights' rounding.
+FP64_BOUND, ROUNDINGS = 1e-9, 8
+ENDS_LAYER = -1  # the embedding, the final norm and the head
 
-Weight = Callable[[str, int], Tensor]  # (our name within a layer, or outside of them; the layer) -> what is used
+Names = Mapping[str, str]
+# (megalite's name within a layer or outside the layers, the layer or ENDS_LAYER) -> its values in the external files
+WeightFn = Callable[[str, int], Tensor]
+
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+LLAMA: Names = TABLES["llama"]
+LLAMA_VARIANTS: dict[str, Names] = {"mixtral": TABLES["mixtral"], "gpt_oss": TABLES["gpt_oss"]}
+FUSED_EXPERTS: Names = TABLES["fused_experts"]
+GPT2: Names = TABLES["gpt2"]
+GPT_NEOX: Names = TABLES["gpt_neox"]
+MEGATRON: Names = TABLES["megatron"]
+MEGATRON_REPLICATED: Names = TABLES["megatron_replicated"]
+ENDS: dict[str, list[str]] = TABLES["ends"]
 
 
-class Reading(NamedTuple):
-    """`weight`: of each of our parameters. `model`: what its layers compute. `waves`: of its rotary positions, where
-    they were read apart from `model`."""
+@dataclass(frozen=True)
+class Reading:
+    """External weights.
 
-    weight: Weight
+    Attributes:
+        weight: returns the values of each parameter.
+        model: the model that the external layers compute.
+        waves: wavelengths of the rotary positions; None to compute them from `model`.
+    """
+
+    weight: WeightFn
     model: ModelConfig
     waves: second_config.Waves | None = None
 
 
-TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-LLAMA, MIXTRAL, IN_MEMORY, GPT_OSS, GPT2, GPT_NEOX, MEGATRON, SINGLE, ENDS = TABLES.values()
+def hugging_face(directory: Path, family: str, model: ModelConfig) -> Reading:
+    """Read the safetensors files and the config.json of a Hugging Face model directory.
 
+    Args:
+        model: the model that the import under test has built.
 
-def _end(name: str, kind: str) -> str:
-    """The name that files of `kind` give to a parameter outside the layers."""
-    word, position, norm, head = ENDS[kind]
-    norms = {f"final_norm.{part}": f"{norm}.{part}" for part in ("weight", "bias")}
-    return {"embedding.word": word, "embedding.position": position, "head": head, **norms}[name]
-
-
-def _of_layer(name: str, which: Mapping[str, str]) -> str:
-    """The matrix, norm or bias of `which` that our name is."""
-    if name.endswith((".weight", ".bias")):
-        norm, _, part = name.rpartition(".")
-        return f"{which[norm]}.{part}"
-    bare = name.removesuffix("_bias")
-    return f"{which[bare]}.{'bias' if bare != name else 'weight'}"
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files that transformers reads: model.safetensors, or else those in the index."""
-    if (single := folder / "model.safetensors").is_file():
-        return [single]
-    index = json.loads((folder / "model.safetensors.index.json").read_text("utf-8"))
-    return [folder / name for name in sorted(set(index["weight_map"].values()))]
-
-
-def hugging_face(folder: Path, family: str, model: ModelConfig) -> Reading:
-    """The safetensors files and the config.json of a directory. `model`: as the importer has it."""
+    Raises:
+        CheckpointError: if the family comes from a plugin.
+    """
     from safetensors import safe_open
 
     if family in REGISTRIES["family"].added:
-        raise CheckpointError(f"model_type={family!r} is a plugin's: there is no second reading of it; do not check")
-    config = second_config.read(folder)
-    files = [safe_open(path, "pt") for path in _files(folder)]
-    places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        raise CheckpointError(
+            f"model_type={family!r} is added by a plugin, and has no second reading; convert without a check"
+        )
+    config = second_config.read(directory)
+    file_of_tensor: dict[str, Any] = {}
+    for path in _safetensors_files(directory):
+        file = safe_open(path, "pt")
+        file_of_tensor |= dict.fromkeys(file.keys(), file)
 
     def get(name: str) -> Tensor:
-        bare = name.partition(".")[2]  # some files leave out the first word
-        name = name if name in places or bare not in places else bare
-        return places[name].get_tensor(name)
+        without_prefix = name.partition(".")[2]  # some files omit the first component
+        if name not in file_of_tensor and without_prefix in file_of_tensor:
+            name = without_prefix
+        return file_of_tensor[name].get_tensor(name)
 
-    kind = family if family in ("gpt2", "gpt_neox") else "llama"
-    names = LLAMA | {"mixtral": MIXTRAL, "gpt_oss": GPT_OSS}.get(family, {})
-    if family != "gpt_oss" and any(name.endswith("experts.gate_up_proj") for name in places):
-        names |= IN_MEMORY
-    H, K = model.num_attention_heads, model.head_size
-
-    def weight(name: str, n: int) -> Tensor:
-        if not name.startswith(("attention.", "mlp.")):
-            return get(_end(name, kind))
-        if family == "gpt_oss" and "experts." in name:
-            found = get(f"model.layers.{n}.{names[name]}")
-            found = torch.stack([found[..., ::2], found[..., 1::2]], 1) if "gate_up" in name else found
-            return found if name.endswith("_bias") else found.mT
-        if kind == "llama":
-            every = range(model.num_experts or 0) if "{e}" in names[name] else (0,)
-            parts = [get(f"model.layers.{n}.{theirs.format(e=e)}") for e in every for theirs in names[name].split()]
-            return torch.stack(parts) if len(parts) > 1 else parts[0]
-        if kind == "gpt2":
-            found = get(f"transformer.h.{n}.{_of_layer(name, GPT2)}")
-            found = found if found.dim() == 1 else found.T.contiguous()
-            q, k, v = found.chunk(3) if ".q" in name or ".kv" in name else (found,) * 3
-            return torch.stack([k, v]) if ".kv" in name else q
-        found = get(f"gpt_neox.layers.{n}.{_of_layer(name, GPT_NEOX)}")
-        if ".q" not in name and ".kv" not in name:
-            return found
-        heads = found.view(H, 3, K, *found.shape[1:])
-        return heads[:, 0].flatten(0, 1) if ".q" in name else heads[:, 1:].transpose(0, 1).flatten(1, 2)
-
+    if family == "gpt2":
+        weight = _gpt2_weights(get)
+    elif family == "gpt_neox":
+        weight = _gpt_neox_weights(get, model)
+    else:
+        names = {**LLAMA, **LLAMA_VARIANTS.get(family, {})}
+        if family != "gpt_oss" and any(name.endswith("experts.gate_up_proj") for name in file_of_tensor):
+            names |= FUSED_EXPERTS
+        weight = _llama_weights(get, names, family, model)
     return Reading(weight, second_config.model(config, model), second_config.waves(config))
 
 
+def _llama_weights(get: Callable[[str], Tensor], names: Names, family: str, model: ModelConfig) -> WeightFn:
+    """Return the weights of a Llama or one of its relatives."""
+
+    def weight(name: str, layer: int) -> Tensor:
+        if not _is_in_layer(name):
+            return get(_end_name(name, "llama"))
+        external_name = f"model.layers.{layer}.{{}}"
+        if family == "gpt_oss" and "experts." in name:  # stored with the input dim first, gate and up interleaved
+            values = get(external_name.format(names[name]))
+            if "gate_up" in name:
+                values = torch.stack([values[..., ::2], values[..., 1::2]], 1)
+            return values if name.endswith("_bias") else values.mT
+        experts = range(model.num_experts or 0) if "{e}" in names[name] else range(1)
+        parts = [get(external_name.format(part.format(e=expert))) for expert in experts for part in names[name].split()]
+        return torch.stack(parts) if len(parts) > 1 else parts[0]
+
+    return weight
+
+
+def _gpt2_weights(get: Callable[[str], Tensor]) -> WeightFn:
+    """Return the weights of a GPT-2, whose matrices are stored with the input dim first, and q, k, v fused."""
+
+    def weight(name: str, layer: int) -> Tensor:
+        if not _is_in_layer(name):
+            return get(_end_name(name, "gpt2"))
+        values = get(f"transformer.h.{layer}.{_external_layer_name(name, GPT2)}")
+        if values.dim() > 1:
+            values = values.T.contiguous()
+        if ".q" in name:
+            return values.chunk(3)[0]
+        if ".kv" in name:
+            return torch.stack(values.chunk(3)[1:])
+        return values
+
+    return weight
+
+
+def _gpt_neox_weights(get: Callable[[str], Tensor], model: ModelConfig) -> WeightFn:
+    """Return the weights of a GPT-NeoX, whose q, k, v are fused head by head."""
+
+    def weight(name: str, layer: int) -> Tensor:
+        if not _is_in_layer(name):
+            return get(_end_name(name, "gpt_neox"))
+        values = get(f"gpt_neox.layers.{layer}.{_external_layer_name(name, GPT_NEOX)}")
+        if ".q" not in name and ".kv" not in name:
+            return values
+        heads = values.view(model.num_attention_heads, 3, model.head_size, *values.shape[1:])
+        return heads[:, 0].flatten(0, 1) if ".q" in name else heads[:, 1:].transpose(0, 1).flatten(1, 2)
+
+    return weight
+
+
 def megatron(ranks: TensorsByRank, args: Any, model: ModelConfig) -> Reading:
-    """The weights of Megatron core's tensors. `ranks`: ForeignModel.ranks."""
+    """Read the weights of a Megatron core checkpoint.
+
+    Args:
+        ranks: `ExternalModel.ranks`.
+        args: the arguments in the checkpoint.
+    """
     ep = getattr(args, "expert_model_parallel_size", None) or 1
+    stores_norms_minus_one = getattr(args, "apply_layernorm_1p", False)  # all norms, Transformer Engine's too
 
-    def shards(name: str, layer: int, ep_rank: int = 0) -> list[Tensor]:  # of each tp rank; layer -1: outside of them
-        full = name if layer < 0 else f"decoder.layers.{layer}.{name}"
-        return [rank[full].load() for (_, e), rank in ranks.items() if e == ep_rank]
+    def shards(name: str, layer: int, ep_rank: int = 0) -> list[Tensor]:
+        """Return the shards of all tp ranks."""
+        full_name = name if layer == ENDS_LAYER else f"decoder.layers.{layer}.{name}"
+        return [tensors[full_name].load() for (_, rank), tensors in ranks.items() if rank == ep_rank]
 
-    def feed_forward(name: str, found: list[Tensor]) -> Tensor:
+    def feed_forward(name: str, tp_shards: list[Tensor]) -> Tensor:
         if name.startswith("mlp.gate_up"):
-            return torch.stack([torch.cat([one.chunk(2)[half] for one in found]) for half in (0, 1)])
-        return torch.cat(found, 1 if name == "mlp.down" else 0)
+            return torch.stack([torch.cat([shard.chunk(2)[half] for shard in tp_shards]) for half in (0, 1)])
+        return torch.cat(tp_shards, 1 if name == "mlp.down" else 0)
 
-    def experts(name: str, n: int) -> Tensor:
-        theirs = _of_layer(name, MEGATRON).removeprefix("mlp.")
-        with contextlib.suppress(KeyError):  # torch_dist
-            return shards(f"mlp.experts.experts.{theirs}", n)[0]
-        places = [(i, e) for e in range(ep) for i in range((model.num_experts or 0) // ep)]
-        each = [shards(f"mlp.experts.local_experts.{i}.{theirs}", n, e) for i, e in places]
-        return torch.stack([feed_forward(name, found) for found in each])
+    def experts(name: str, layer: int) -> Tensor:
+        external_name = _external_layer_name(name, MEGATRON).removeprefix("mlp.")
+        with contextlib.suppress(KeyError):  # torch_dist has all experts in one tensor
+            return shards(f"mlp.experts.experts.{external_name}", layer)[0]
+        experts_per_rank = (model.num_experts or 0) // ep
+        return torch.stack(
+            [
+                feed_forward(name, shards(f"mlp.experts.local_experts.{i}.{external_name}", layer, ep_rank))
+                for ep_rank in range(ep)
+                for i in range(experts_per_rank)
+            ]
+        )
 
-    def weight(name: str, n: int) -> Tensor:
-        if "norm." in name:  # Transformer Engine's zero_centered_gamma, for every norm that there is
-            less = 1 if name.endswith(".weight") and getattr(args, "apply_layernorm_1p", False) else 0
-            return shards(_of_layer(name, MEGATRON), n)[0].double() + less
-        if name in SINGLE:
-            return shards(SINGLE[name], n)[0]
-        if not name.startswith(("attention.", "mlp.")):
-            return torch.cat(shards(_end(name, "megatron"), n))
+    def attention(name: str, tp_shards: list[Tensor]) -> Tensor:
+        """Take queries, or keys and values, out of the rows of each group: its queries, one key, one value."""
+        heads_per_group = model.num_attention_heads // model.num_kv_groups
+        rows = torch.cat(tp_shards)
+        groups = rows.unflatten(0, (model.num_kv_groups, heads_per_group + 2, model.head_size))
+        if ".q" in name:
+            return groups[:, :heads_per_group].flatten(0, 2)
+        return torch.stack([groups[:, heads_per_group + half].flatten(0, 1) for half in (0, 1)])
+
+    def weight(name: str, layer: int) -> Tensor:
+        if "norm." in name:
+            values = shards(_external_layer_name(name, MEGATRON), layer)[0].double()
+            return values + 1 if stores_norms_minus_one and name.endswith(".weight") else values
+        if name in MEGATRON_REPLICATED:
+            return shards(MEGATRON_REPLICATED[name], layer)[0]
+        if not _is_in_layer(name):
+            return torch.cat(shards(_end_name(name, "megatron"), layer))
         if name == "attention.sink":
-            return torch.cat(shards("self_attention.core_attention.softmax_offset", n))
+            return torch.cat(shards("self_attention.core_attention.softmax_offset", layer))
         if name.startswith("mlp.experts."):
-            return experts(name.replace("experts.", ""), n)
+            return experts(name.replace("experts.", ""), layer)
         if name.startswith("mlp.shared."):
             name = name.replace("shared.", "")
-            return feed_forward(name, shards(_of_layer(name, MEGATRON).replace("mlp.", "mlp.shared_experts."), n))
-        found = shards(_of_layer(name, MEGATRON), n)
+            external_name = _external_layer_name(name, MEGATRON).replace("mlp.", "mlp.shared_experts.")
+            return feed_forward(name, shards(external_name, layer))
+        tp_shards = shards(_external_layer_name(name, MEGATRON), layer)
         if name in ("attention.out_bias", "mlp.down_bias"):
-            return found[0]
+            return tp_shards[0]
         if name == "attention.out":
-            return torch.cat(found, 1)
+            return torch.cat(tp_shards, 1)
         if name.startswith("mlp."):
-            return feed_forward(name, found)
-        each, K = model.num_attention_heads // model.num_kv_groups, model.head_size
-        groups = torch.cat(found).unflatten(0, (model.num_kv_groups, each + 2, K))
-        if ".q" in name:
-            return groups[:, :each].flatten(0, 2)
-        return torch.stack([groups[:, each + half].flatten(0, 1) for half in (0, 1)])
+            return feed_forward(name, tp_shards)
+        return attention(name, tp_shards)
 
     return Reading(weight, model)
 
 
-class Agreement(NamedTuple):
-    """`largest`: difference of what a layer adds to its input, in parts of the largest such value; `where`: there."""
+def _is_in_layer(name: str) -> bool:
+    return name.startswith(("attention.", "mlp."))
 
-    layers: int
+
+def _end_name(name: str, kind: str) -> str:
+    """Return the name of a parameter outside the layers in files of `kind`."""
+    embedding, position, norm, head = ENDS[kind]
+    external_names = {
+        "embedding.word": embedding,
+        "embedding.position": position,
+        "final_norm.weight": f"{norm}.weight",
+        "final_norm.bias": f"{norm}.bias",
+        "head": head,
+    }
+    return external_names[name]
+
+
+def _external_layer_name(name: str, names: Names) -> str:
+    """Return the external name of a norm, a matrix or a bias of a layer, from a table without .weight and .bias."""
+    if name.endswith((".weight", ".bias")):
+        norm, _, parameter = name.rpartition(".")
+        return f"{names[norm]}.{parameter}"
+    if name.endswith("_bias"):
+        return f"{names[name.removesuffix('_bias')]}.bias"
+    return f"{names[name]}.weight"
+
+
+def _safetensors_files(directory: Path) -> list[Path]:
+    """Return the files that transformers reads: model.safetensors if it exists, otherwise those in the index."""
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    index = json.loads((directory / "model.safetensors.index.json").read_text("utf-8"))
+    return [directory / name for name in sorted(set(index["weight_map"].values()))]
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """The agreement of all layers.
+
+    Attributes:
+        largest: the largest difference of a layer's output minus its input, relative to the largest such value.
+        worst_layer: the layer with this difference, as text.
+        bound: the largest allowed difference.
+    """
+
+    num_layers: int
     largest: float
-    where: str
+    worst_layer: str
     bound: float
 
     @property
-    def good(self) -> bool:
+    def within_bound(self) -> bool:
         return self.largest <= self.bound
 
     def __str__(self) -> str:
-        if self.good:
-            return f"check: {self.layers} layers read a second way compute the same, to {self.largest:.1e}"
-        return f"check: {self.where}, read a second way, computes something else: it differs by {self.largest:.2g}"
+        if self.within_bound:
+            return f"check: {self.num_layers} layers read a second way compute the same, to {self.largest:.1e}"
+        return (
+            f"check: {self.worst_layer}, read a second way, computes something else: it differs by {self.largest:.2g}"
+        )
 
 
 @torch.no_grad()
@@ -197,48 +300,70 @@ def compare_layers(
     model: ModelConfig,
     vocab_size: int,
     *,
-    main_weights: bool = False,
+    use_main_weights: bool = False,
     rounding: float = 0.0,
-) -> Agreement:
-    """Each layer of foreign files beside that of our checkpoint. `main_weights`: of ours, those that the optimizer
-    keeps; `rounding`: what it changed in theirs at most, relative. Raises CheckpointError where a tensor is missing.
+) -> LayerAgreement:
+    """Compare each layer of external files with that of a checkpoint of megalite.
+
+    Args:
+        model: the model of the checkpoint.
+        use_main_weights: take the fp32 weights of the optimizer from the checkpoint.
+        rounding: the largest relative change of a weight in the conversion.
+
+    Raises:
+        CheckpointError: if a tensor is missing.
     """
-    S = min(TOKENS, model.max_positions)
+    length = min(NUM_TOKENS, model.max_positions)
     generator = torch.Generator().manual_seed(1234)
-    ids_SB = torch.randint(0, vocab_size, (S, 1), generator=generator)
-    x_SBD = torch.randn(S, 1, model.hidden_size, generator=generator, dtype=torch.float64)
+    ids_SB = torch.randint(0, vocab_size, (length, 1), generator=generator)
+    x_SBD = torch.randn(length, 1, model.hidden_size, generator=generator, dtype=torch.float64)
     batch = Batch(ids_SB, None, None, torch.zeros(1, dtype=torch.int64), 0)
-    rows = source.shape("model/embedding.word")[0]
-    worst, where = 0.0, "no layer"
-    for n in range(-1, model.num_layers):
-        mine = _stage(model, n, rows, S)
-        fill_stage(mine, source, main_weights)
-        other = _stage(replace(reading.model, apply_layernorm_1p=False), n, vocab_size, S)
-        other.rope = other.rope if reading.waves is None else reading.waves.tables(S)
-        try:
-            for piece in model_shards(other, Mesh.single_process()):
-                name = piece.name.partition("/")[2]
-                used = reading.weight(name.removeprefix(f"layers.{n}."), n)
-                if name in ("embedding.word", "head"):
-                    used = used[:vocab_size]
-                piece.data.copy_(used.reshape(piece.data.shape))
-        except (KeyError, RuntimeError) as error:
-            raise CheckpointError(f"the second reading stops at layer {n}: {error}; give complete files") from None
-        want, got = mine(x_SBD, batch), other(x_SBD, batch)
-        if n >= 0:
-            want, got = want - x_SBD, got - x_SBD
-        want = want[..., :vocab_size]
-        differs = float((want - got[..., :vocab_size]).abs().max() / want.abs().max().clamp(min=1e-30))
-        differs = math.inf if math.isnan(differs) else differs
-        if differs > worst:
-            worst, where = differs, f"layer {n}" if n >= 0 else "the embedding with the final norm and the head"
-    return Agreement(model.num_layers, worst, where, EXACT + ROUNDED * rounding)
+    num_rows = source.shape("model/embedding.word")[0]
+    largest, worst_layer = 0.0, "no layer"
+    for layer in range(ENDS_LAYER, model.num_layers):
+        local = _layer_stage(model, layer, num_rows, length)
+        load_stage(local, source, use_main_weights)
+        external = _external_stage(reading, layer, vocab_size, length)
+        expected, actual = local(x_SBD, batch), external(x_SBD, batch)
+        if layer != ENDS_LAYER:  # only what the layer adds
+            expected, actual = expected - x_SBD, actual - x_SBD
+        expected, actual = expected[..., :vocab_size], actual[..., :vocab_size]
+        differs = float((expected - actual).abs().max() / expected.abs().max().clamp(min=1e-30))
+        if math.isnan(differs):
+            differs = math.inf
+        if differs > largest:
+            largest = differs
+            worst_layer = "the embedding with the final norm and the head" if layer == ENDS_LAYER else f"layer {layer}"
+    return LayerAgreement(model.num_layers, largest, worst_layer, FP64_BOUND + ROUNDINGS * rounding)
 
 
-def _stage(model: ModelConfig, n: int, rows: int, length: int) -> Stage:
-    """Layer n alone in fp64, or for -1 the embedding and the head without a layer between."""
+def _external_stage(reading: Reading, layer: int, vocab_size: int, length: int) -> Stage:
+    """Build a stage with one layer, and fill it from the external files.
+
+    Raises:
+        CheckpointError: if a tensor is missing or has another size.
+    """
+    stage = _layer_stage(replace(reading.model, apply_layernorm_1p=False), layer, vocab_size, length)
+    if reading.waves is not None:
+        stage.rope = reading.waves.tables(length)
+    try:
+        for shard in model_shards(stage, Mesh.single_process()):
+            name = shard.name.partition("/")[2].removeprefix(f"layers.{layer}.")
+            values = reading.weight(name, layer)
+            if name in ("embedding.word", "head"):
+                values = values[:vocab_size]
+            shard.data.copy_(values.reshape(shard.data.shape))
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"the second reading stops at layer {layer}: {error}; give complete files") from None
+    return stage
+
+
+def _layer_stage(model: ModelConfig, layer: int, num_rows: int, length: int) -> Stage:
+    """Build a stage in fp64 with one layer, or for ENDS_LAYER with only the embedding and the head."""
     make = ParamFactory(Mesh.single_process(), torch.float64, seed=0)
-    if model.position_embedding_type != "learned_absolute":  # no longer tables than needed
+    if model.position_embedding_type != "learned_absolute":  # shorten the tables of positions
         model = replace(model, seq_length=length, max_position_embeddings=length)
-    stages = [range(0)] if n < 0 else [range(0), range(n, n + 1), range(0)]
-    return Stage(make, model, stages, len(stages) // 2, vocab_size=rows, padded_vocab_size=rows).eval()
+    stages = [range(0), range(layer, layer + 1), range(0)]
+    if layer == ENDS_LAYER:
+        stages = [range(0)]
+    return Stage(make, model, stages, len(stages) // 2, vocab_size=num_rows, padded_vocab_size=num_rows).eval()

@@ -1,20 +1,21 @@
-"""Where a rank's own tensor lies in the whole one, by a rule that reads nothing of the program that is checked.
+"""The rule by which a rank's tensor is a shard of the full one, independent of the program under test.
 
-    a dim that is as long on the rank as in the whole tensor    is the whole dim
-    a dim that is shorter                                       is the rank's share of it, in order of tp ranks
-    rows beyond the end of the whole dim                        pad the vocabulary, and count for nothing
+    a dim that has its full length on the rank    is not sharded
+    a shorter dim                                 is sharded over the tp ranks, in order
+    rows beyond the end of the full dim           pad the vocabulary and are ignored
 
-A rank's number is (pp, dp, cp, tp) written out, tp last, or (dp, pp, cp, tp) with --use-tp-pp-dp-mapping. Parameters
-of experts alone are shared out otherwise: their first dim over ep, others over etp, where the (dp, cp, tp) of a rank,
-written out, is its (copy, ep, etp).
+A rank's number is (pp, dp, cp, tp) written out, with tp last, or (dp, pp, cp, tp) with --use-tp-pp-dp-mapping. The
+parameters of experts are sharded differently: their first dim over ep, the others over etp. The (dp, cp, tp) of a
+rank, written out, is its (copy, ep, etp).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Place(NamedTuple):
-    """A rank's place in the mesh."""
+@dataclass(frozen=True)
+class RankCoordinates:
+    """The position of a rank on every axis of the mesh."""
 
     rank: int
     tp: int
@@ -25,7 +26,10 @@ class Place(NamedTuple):
     etp: int = 0
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of the parallel axes, and the order of ranks."""
+
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -35,62 +39,78 @@ class Layout(NamedTuple):
     etp: int = 1
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
 
     @property
     def edp(self) -> int:
-        """Ranks that have the same experts; 1 where no rank has others than another."""
-        shared = self.ep * self.etp
-        return self.world // self.pp // shared if shared > 1 else 1
+        """The number of ranks with the same experts; 1 if experts are not sharded."""
+        expert_ranks = self.ep * self.etp
+        return self.world_size // self.pp // expert_ranks if expert_ranks > 1 else 1
 
     @property
-    def least(self) -> int:
-        """Ranks of the smallest layout in which every axis that is above 1 is above 1."""
-        tokens, experts = (self.dp, self.cp, self.tp), (self.edp, self.ep, self.etp)
-        return 2 ** ((self.pp > 1) + max(sum(size > 1 for size in axes) for axes in (tokens, experts)))
+    def min_ranks(self) -> int:
+        """The smallest number of ranks on which every axis above 1 can stay above 1."""
+        num_token_axes = sum(size > 1 for size in (self.dp, self.cp, self.tp))
+        num_expert_axes = sum(size > 1 for size in (self.edp, self.ep, self.etp))
+        return 2 ** ((self.pp > 1) + max(num_token_axes, num_expert_axes))
 
-    def at(self, rank: int) -> Place:
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """Return the coordinates of a rank.
+
+        >>> Layout(tp=2, pp=2, dp=3, ep=3).coordinates(9)
+        RankCoordinates(rank=9, tp=1, pp=1, dp=1, cp=0, ep=0, etp=0)
         """
-        >>> Layout(tp=2, pp=2, dp=3, ep=3).at(9)
-        Place(rank=9, tp=1, pp=1, dp=1, cp=0, ep=0, etp=0)
-        """
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        inner = self.pp if self.dp_outermost else self.dp
-        outer, last = divmod(rest, inner)
-        pp, dp = (last, outer) if self.dp_outermost else (outer, last)
-        over_experts, etp = divmod((dp * self.cp + cp) * self.tp + tp, self.etp)
-        return Place(rank, tp, pp, dp, cp, over_experts % self.ep, etp)
+        outer, tp = divmod(rank, self.tp)
+        outer, cp = divmod(outer, self.cp)
+        if self.dp_outermost:
+            dp, pp = divmod(outer, self.pp)
+        else:
+            pp, dp = divmod(outer, self.dp)
+        rank_in_stage = (dp * self.cp + cp) * self.tp + tp
+        outer, etp = divmod(rank_in_stage, self.etp)
+        return RankCoordinates(rank, tp, pp, dp, cp, outer % self.ep, etp)
 
     def __str__(self) -> str:
-        more = (("cp", self.cp), ("ep", self.ep), ("etp", self.etp))
-        return f"tp {self.tp}, pp {self.pp}, dp {self.dp}" + "".join(f", {a} {n}" for a, n in more if n > 1)
+        optional = (("cp", self.cp), ("ep", self.ep), ("etp", self.etp))
+        sizes = [f"{axis} {size}" for axis, size in optional if size > 1]
+        return ", ".join([f"tp {self.tp}", f"pp {self.pp}", f"dp {self.dp}", *sizes])
 
 
-def of_experts(name: str) -> bool:
-    """Whether a parameter is of experts alone."""
+def is_expert_param(name: str) -> bool:
+    """Return True if a parameter belongs to routed experts."""
     return ".experts." in name
 
 
-def place(
-    shape: Sequence[int], whole: Sequence[int], at: Place, layout: Layout, experts: bool = False
+def expected_slices(
+    shape: Sequence[int], full_shape: Sequence[int], rank: RankCoordinates, layout: Layout, is_expert: bool = False
 ) -> tuple[slice, ...]:
-    """The slices of the whole tensor that are a rank's tensor of `shape`. Raises ValueError where the rule fits no dim.
+    """Return the slices of the full tensor that a rank's tensor of `shape` holds, without padding.
 
-    >>> place((4, 6), (10, 6), Place(2, 2, 0, 0), Layout(tp=3)), place((16, 6), (13, 6), Place(0, 0, 0, 0), Layout())
-    ((slice(8, 10, None), slice(0, 6, None)), (slice(0, 13, None), slice(0, 6, None)))
+    >>> expected_slices((4, 6), (10, 6), RankCoordinates(2, 2, 0, 0), Layout(tp=3))
+    (slice(8, 10, None), slice(0, 6, None))
+    >>> expected_slices((16, 6), (13, 6), RankCoordinates(0, 0, 0, 0), Layout())
+    (slice(0, 13, None), slice(0, 6, None))
+
+    Raises:
+        ValueError: if the rule does not allow this shape.
     """
-    if len(shape) != len(whole):
-        raise ValueError(f"{tuple(shape)} on a rank and {tuple(whole)} in one process: other dims")
+    if len(shape) != len(full_shape):
+        raise ValueError(
+            f"{tuple(shape)} on a rank and {tuple(full_shape)} in one process differ in the number of dims"
+        )
     slices = []
-    for dim, (here, there) in enumerate(zip(shape, whole, strict=True)):
-        axis = "tp" if not experts else "etp" if dim else "ep"
-        rank, ranks = getattr(at, axis), getattr(layout, axis)
-        if here >= there:
-            slices.append(slice(0, there))
-        elif here * ranks < there:
-            raise ValueError(f"{tuple(shape)} on each of {ranks} ranks is less than {tuple(whole)} in one process")
+    for dim, (size, full_size) in enumerate(zip(shape, full_shape, strict=True)):
+        axis = "tp"
+        if is_expert:
+            axis = "ep" if dim == 0 else "etp"
+        index, axis_size = getattr(rank, axis), getattr(layout, axis)
+        if size >= full_size:
+            slices.append(slice(0, full_size))
+        elif size * axis_size < full_size:
+            raise ValueError(
+                f"{tuple(shape)} on each of {axis_size} ranks is less than {tuple(full_shape)} in one process"
+            )
         else:
-            slices.append(slice(min(rank * here, there), min((rank + 1) * here, there)))
+            slices.append(slice(min(index * size, full_size), min((index + 1) * size, full_size)))
     return tuple(slices)

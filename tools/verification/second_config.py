@@ -1,15 +1,15 @@
 """A second reading of a Hugging Face config.json, for tools/verification/independent_import.py.
 
-It shares nothing with megalite/interop: keys and defaults stand here once more, in another form, after the source of
-transformers. The rotary wavelengths are numbers here, not options, so that a wrong option shows too.
+It shares no code with megalite/interop: keys and defaults are written down here a second time, in another form, after
+the source code of transformers. The rotary wavelengths are numbers here, not options, so a wrong option is found too.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,17 @@ from torch import Tensor
 from megalite.config.options import ModelConfig
 
 Json = dict[str, Any]
-EPSILON = {"gpt2": ("layer_norm_epsilon", 1e-5), "gpt_neox": ("layer_norm_eps", 1e-5)}
-EPSILON |= dict.fromkeys(("mixtral", "gpt_oss", "olmoe"), ("rms_norm_eps", 1e-5))
-BASE = {"mixtral": 1e6, "gpt_oss": 1.5e5}
-CHOSEN = {"mixtral": 2, "gpt_oss": 4, "olmoe": 8, "qwen2_moe": 4, "qwen3_moe": 8}
+# Defaults of transformers by model_type; all other families have those in the functions below.
+EPSILON = {  # (key, default)
+    "gpt2": ("layer_norm_epsilon", 1e-5),
+    "gpt_neox": ("layer_norm_eps", 1e-5),
+    "mixtral": ("rms_norm_eps", 1e-5),
+    "gpt_oss": ("rms_norm_eps", 1e-5),
+    "olmoe": ("rms_norm_eps", 1e-5),
+}
+ROPE_BASE = {"mixtral": 1e6, "gpt_oss": 1.5e5}
+HEAD_SIZE = {"gpt_oss": 64, "qwen3": 128}
+EXPERTS_PER_TOKEN = {"mixtral": 2, "gpt_oss": 4, "olmoe": 8, "qwen2_moe": 4, "qwen3_moe": 8}
 GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 ACTIVATIONS = {
     "silu": "swiglu",
@@ -31,110 +38,148 @@ ACTIVATIONS = {
 }
 
 
-class Waves(NamedTuple):
-    """`inverse`: radians per position of each pair of channels, [R / 2]; cosines and sines are times `magnitude`."""
+@dataclass(frozen=True)
+class Waves:
+    """The rotary wavelengths of a head with R rotated channels.
 
-    inverse: list[float]
+    Attributes:
+        frequencies: radians per position of each pair of channels, [R / 2].
+        magnitude: factor of all cosines and sines.
+    """
+
+    frequencies: list[float]
     magnitude: float
 
     def tables(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the first `length` positions, in fp64."""
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * torch.tensor(self.inverse, dtype=torch.float64)
+        """Return cos and sin of the first `length` positions, in fp64."""
+        positions = torch.arange(length, dtype=torch.float64)
+        angles = positions[:, None] * torch.tensor(self.frequencies, dtype=torch.float64)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
 
-def read(folder: Path) -> Json:
-    return json.loads((folder / "config.json").read_text("utf-8"))
+def read(directory: Path) -> Json:
+    """Read the config.json of a model directory."""
+    return json.loads((directory / "config.json").read_text("utf-8"))
 
 
 def waves(config: Json) -> Waves | None:
-    """None for a model without rotary positions."""
-    kind = config["model_type"]
-    if kind == "gpt2":
+    """Return the rotary wavelengths, or None for a model without rotary positions."""
+    family = config["model_type"]
+    if family == "gpt2":
         return None
-    neox = kind == "gpt_neox"
-    table = dict(config.get("rope_scaling") or {})
-    if not table:
-        fallback = GPT_OSS_SCALING if kind == "gpt_oss" else {}
-        table = dict(fallback if config.get("rope_parameters") is None else config["rope_parameters"])
-    size = config.get("head_dim") or (64 if kind == "gpt_oss" else 128 if kind == "qwen3" else None)
+    scaling = _rope_scaling(config)
+    size = config.get("head_dim") or HEAD_SIZE.get(family)
     size = size or config["hidden_size"] // config["num_attention_heads"]
-    if neox:
-        size = int(size * table.get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
-    base = table.get("rope_theta", config.get("rotary_emb_base" if neox else "rope_theta", BASE.get(kind, 10000.0)))
-    inverse = [base ** (-2 * i / size) for i in range((size + 1) // 2)]
-    stretch = table.get("rope_type", table.get("type", "default"))
-    if stretch == "default":
-        return Waves(inverse, 1.0)
-    if stretch == "linear":
-        return Waves([one / table["factor"] for one in inverse], 1.0)
-    length = table.get("original_max_position_embeddings", config["max_position_embeddings"])
-    length = config.get("original_max_position_embeddings", length)
-    if stretch == "llama3":
-        return Waves([_llama3(one, table, length) for one in inverse], 1.0)
-    return Waves(_yarn(inverse, base, size, table, length), _magnitude(table))
+    base_key = "rope_theta"
+    if family == "gpt_neox":
+        size = int(size * scaling.get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
+        base_key = "rotary_emb_base"
+    base = scaling.get("rope_theta", config.get(base_key, ROPE_BASE.get(family, 10000.0)))
+    frequencies = [base ** (-2 * i / size) for i in range((size + 1) // 2)]
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if rope_type == "default":
+        return Waves(frequencies, 1.0)
+    if rope_type == "linear":
+        return Waves([frequency / scaling["factor"] for frequency in frequencies], 1.0)
+    trained_length = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+    trained_length = config.get("original_max_position_embeddings", trained_length)
+    if rope_type == "llama3":
+        return Waves([_llama3(frequency, scaling, trained_length) for frequency in frequencies], 1.0)
+    return Waves(_yarn(frequencies, base, size, scaling, trained_length), _yarn_magnitude(scaling))
 
 
-def _llama3(one: float, table: Json, length: float) -> float:
-    """With fewer than low_freq_factor turns in `length` a wave is stretched, with more than high_freq_factor kept."""
-    turns, low, high = length * one / (2 * math.pi), table["low_freq_factor"], table["high_freq_factor"]
-    kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-    return one * kept + one / table["factor"] * (1 - kept)
+def _rope_scaling(config: Json) -> Json:
+    """Return the parameters of the rotary positions: rope_scaling, or rope_parameters as of transformers 5."""
+    if config.get("rope_scaling"):
+        return dict(config["rope_scaling"])
+    if config.get("rope_parameters") is not None:
+        return dict(config["rope_parameters"])
+    return dict(GPT_OSS_SCALING) if config["model_type"] == "gpt_oss" else {}
 
 
-def _yarn(inverse: list[float], base: float, size: int, table: Json, length: float) -> list[float]:
-    fast, slow = table.get("beta_fast") or 32, table.get("beta_slow") or 1
-    # the number of the pair of channels that turns so often in `length`
-    first, last = (size / 2 * math.log(length / (2 * math.pi * turns), base) for turns in (fast, slow))
-    if table.get("truncate", True):
+def _llama3(frequency: float, scaling: Json, length: float) -> float:
+    """Scale a wave.
+
+    A wave with fewer than low_freq_factor turns in `length` is stretched by the full factor, one with more than
+    high_freq_factor turns is not.
+    """
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = length * frequency / (2 * math.pi)
+    unscaled = min(max((turns - low) / (high - low), 0.0), 1.0)
+    return frequency * unscaled + frequency / scaling["factor"] * (1 - unscaled)
+
+
+def _yarn(frequencies: list[float], base: float, size: int, scaling: Json, length: float) -> list[float]:
+    """Scale all waves, with a linear ramp between the pairs of channels that turn beta_fast and beta_slow times."""
+
+    def pair_with(turns: float) -> float:
+        """Return the index of the pair of channels with this number of turns in `length`."""
+        return size / 2 * math.log(length / (2 * math.pi * turns), base)
+
+    first = pair_with(scaling.get("beta_fast") or 32)
+    last = pair_with(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
-    last = last if last != first else last + 0.001
-    stretched = [min(max((i - first) / (last - first), 0.0), 1.0) for i in range(len(inverse))]
-    return [one * (1 - part) + one / table["factor"] * part for one, part in zip(inverse, stretched, strict=True)]
+    if last == first:
+        last += 0.001
+    scaled = []
+    for i, frequency in enumerate(frequencies):
+        stretched = min(max((i - first) / (last - first), 0.0), 1.0)
+        scaled.append(frequency * (1 - stretched) + frequency / scaling["factor"] * stretched)
+    return scaled
 
 
-def _magnitude(table: Json) -> float:
-    if table.get("attention_factor") is not None:
-        return table["attention_factor"]
-    if table["factor"] <= 1:
+def _yarn_magnitude(scaling: Json) -> float:
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    if scaling["factor"] <= 1:
         return 1.0
-    one, other = table.get("mscale"), table.get("mscale_all_dim")
-    if not one or not other:
-        one, other = 1.0, 0.0
-    return (0.1 * one * math.log(table["factor"]) + 1) / (0.1 * other * math.log(table["factor"]) + 1)
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if not mscale or not mscale_all_dim:
+        mscale, mscale_all_dim = 1.0, 0.0
+    log_factor = 0.1 * math.log(scaling["factor"])
+    return (mscale * log_factor + 1) / (mscale_all_dim * log_factor + 1)
 
 
-def model(config: Json, first: ModelConfig) -> ModelConfig:
-    """`first`, which the importer made, with what changes the function of a layer read again."""
-    kind = config["model_type"]
-    again: Json = {"norm_epsilon": config.get(*EPSILON.get(kind, ("rms_norm_eps", 1e-6)))}
-    named = config.get("activation_function", "gelu_new") if kind == "gpt2" else config.get("hidden_act")
-    named = named or ("gelu" if kind == "gpt_neox" else "silu")
-    again["activation"] = "clamped_swiglu" if kind == "gpt_oss" else ACTIVATIONS[named]
-    if kind == "gpt_neox":
-        again["parallel_residual"] = config.get("use_parallel_residual", True)
-    if kind in CHOSEN:
-        again["moe_router_topk"] = config.get("num_experts_per_tok", CHOSEN[kind])
-        normed = kind in ("mixtral", "gpt_oss") or config.get("norm_topk_prob", False)
-        again["moe_router_pre_softmax"] = not normed
-    again |= _windows(config, kind, first.num_layers)
-    return replace(first, **again)
-
-
-def _windows(config: Mapping[str, Any], kind: str, layers: int) -> Json:
-    """Query i sees keys i - sliding_window + 1 to i in the layers that have it."""
-    window, types = config.get("sliding_window", {"mistral": 4096, "gpt_oss": 128}.get(kind)), config.get("layer_types")
-    if kind in ("mistral", "mixtral"):
-        limited = [window is not None] * layers
-    elif kind == "gpt_oss":
-        limited = [t == "sliding_attention" for t in types] if types else [n % 2 == 0 for n in range(layers)]
-    elif kind in ("qwen2", "qwen3") and config.get("use_sliding_window"):
-        window = config.get("sliding_window", 4096)
-        late = [window is not None and n >= config.get("max_window_layers", 28) for n in range(layers)]
-        limited = [t == "sliding_attention" for t in types] if types else late
+def model(config: Json, imported: ModelConfig) -> ModelConfig:
+    """Return the imported model, with every option that changes the function of a layer read again from `config`."""
+    family = config["model_type"]
+    options: Json = {"norm_epsilon": config.get(*EPSILON.get(family, ("rms_norm_eps", 1e-6)))}
+    if family == "gpt_oss":
+        options["activation"] = "clamped_swiglu"
+    elif family == "gpt2":
+        options["activation"] = ACTIVATIONS[config.get("activation_function", "gelu_new") or "silu"]
     else:
-        limited = [False] * layers
-    if window is None or not any(limited):
+        default = "gelu" if family == "gpt_neox" else "silu"
+        options["activation"] = ACTIVATIONS[config.get("hidden_act") or default]
+    if family == "gpt_neox":
+        options["parallel_residual"] = config.get("use_parallel_residual", True)
+    if family in EXPERTS_PER_TOKEN:
+        options["moe_router_topk"] = config.get("num_experts_per_tok", EXPERTS_PER_TOKEN[family])
+        normalizes_topk = family in ("mixtral", "gpt_oss") or config.get("norm_topk_prob", False)
+        options["moe_router_pre_softmax"] = not normalizes_topk
+    options |= _windows(config, family, imported.num_layers)
+    return replace(imported, **options)
+
+
+def _windows(config: Mapping[str, Any], family: str, num_layers: int) -> Json:
+    """Return the options of sliding windows.
+
+    In a layer with a window, query i sees the keys i - sliding_window + 1 to i.
+    """
+    window = config.get("sliding_window", {"mistral": 4096, "gpt_oss": 128}.get(family))
+    by_type = [layer_type == "sliding_attention" for layer_type in config.get("layer_types") or ()]
+    if family in ("mistral", "mixtral"):
+        has_window = [window is not None] * num_layers
+    elif family == "gpt_oss":
+        has_window = by_type or [layer % 2 == 0 for layer in range(num_layers)]
+    elif family in ("qwen2", "qwen3") and config.get("use_sliding_window"):
+        window = config.get("sliding_window", 4096)
+        first = config.get("max_window_layers", 28)
+        has_window = by_type or [window is not None and layer >= first for layer in range(num_layers)]
+    else:
+        has_window = [False] * num_layers
+    if window is None or not any(has_window):
         return {"window_size": None, "window_attn_skip_freq": None}
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": str([int(one) for one in limited])}
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": str([int(windowed) for windowed in has_window])}

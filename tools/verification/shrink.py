@@ -1,27 +1,27 @@
-"""A run made small enough to be trained twice in seconds, with everything that its layout is about left in it. Pure.
+"""Shrink a run until it trains twice within seconds, and keep everything that depends on its layout.
 
-    kept      every kind of layer, norm, position, activation, loss and dropout; ties; windows and patterns by layer;
-              shards, schedule, chunks, uneven stages, split backward, recomputation, precision, overlap
-    smaller   hidden, heads, groups, feed-forward, layers, experts and how many a token goes to, sequence, vocabulary,
-              batch, buckets, the axes of the layout: one that is above 1 stays above 1 as long as the ranks suffice
-    other     generated data; one learning rate for all steps, and Adam's eps at least 1e-3: the first update is
-              g / (|g| + eps), which makes of a gradient that is rounding alone a whole step
+    kept       kinds of layers, norms, positions, activations, losses and dropout; ties; window and layer patterns;
+               sharding, schedule, chunks, uneven stages, split backward, recomputation, precision, overlap
+    smaller    hidden size, heads, groups, feed-forward, layers, experts and experts per token, sequence, vocabulary,
+               batch, buckets, and the axes of the layout; an axis above 1 stays above 1 if the ranks suffice
+    replaced   the data are generated; the learning rate is constant, and Adam's eps is at least 1e-3. The first update
+               is g / (|g| + eps), so a smaller eps turns a gradient that consists of rounding errors into a full step.
 
-Where tp ranks share groups of keys and values, a rank's group is a function of its number, and on few ranks a wrong one
-may be the right one: on 2 with one group all are, on 4 with two `rank // groups` is. Where the small layout hides one
-that is wrong at full size, `of_groups` is a second run, of tp alone.
+If tp ranks share groups of keys and values, the group of a rank is a function of its number. On few ranks a wrong
+function can give the right groups: with one group all functions do, on 4 ranks with two groups `rank // groups` does.
+If the small layout hides such a mistake, `kv_group_check` returns a second run that has only tp.
 
-`twin` is the same training in one process by the plainest path: all that is how a step is computed is at its default,
-kernels are torch's, and the vocabulary has no padding.
+`single_process_config` is the same training in one process with the simplest code: every option that only changes how a
+step is computed has its default, kernels are torch's, and the vocabulary has no padding. All functions are pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.config.option import EXECUTION, option_spec
 from megalite.config.option_parsers import parse_layer_pattern
@@ -35,342 +35,551 @@ from megalite.config.options import (
     ModelConfig,
     OperationsConfig,
     ParallelConfig,
+    TrainConfig,
 )
 from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.config.problems import divisors
 from tools.verification.reference_sharding import Layout
 
-HEAD, LENGTH, VOCABULARY, BUCKET = 4, 16, 97, 2000  # channels, tokens, ids (a prime: it is padded), elements
-RATE, EPS = 0.01, 1e-3
-EVALUATED = 2  # batches of an evaluation
-AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")  # of a layout
+MIN_HEAD_SIZE = 4
+SEQ_LENGTH = 16
+VOCAB_SIZE = 97  # a prime number, so it is padded
+BUCKET_SIZE = 2000  # elements
+LEARNING_RATE, MIN_ADAM_EPS = 0.01, 1e-3
+MAX_EVAL_ITERS = 2
+AXES = ("tp", "pp", "dp", "cp", "ep", "etp", "edp")  # of a Layout
 
 
-class Smaller(NamedTuple):
-    """`wanted`: the layout that was asked for; `layout`: the verified one. `notes`: what is other than asked."""
+@dataclass(frozen=True)
+class ShrunkConfig:
+    """A small run.
+
+    Attributes:
+        requested: the layout of the command line.
+        layout: the layout that is verified.
+        notes: what differs from the request.
+    """
 
     config: Config
-    wanted: Layout
+    requested: Layout
     layout: Layout
     notes: list[str]
 
 
-def layout_of(config: Config) -> tuple[Layout, str]:
-    """The layout that a command line means, and what is worth telling about it. Without --nproc and --dp a launcher
-    decides how many ranks there are: dp 2 then, where the batch lets it."""
-    p, t = config.parallel, config.train
-    tp, pp, cp, note = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size, ""
-    experts = (p.expert_model_parallel_size, p.expert_tensor_parallel_size) if config.model.num_experts else (1, 1)
-    dp = p.data_parallel_size
-    if dp is None and p.nproc is not None:
-        if p.nproc % (each := tp * pp * cp):
-            of = f"tp {tp} x pp {pp} x cp {cp}"
-            raise ConfigError([f"nproc={p.nproc} is not a multiple of {of}; give a multiple of {each}"])
-        dp = p.nproc // each
+def requested_layout(config: Config) -> tuple[Layout, str]:
+    """Return the layout of a command line, and a note on it or an empty string.
+
+    Without --nproc and --dp the launcher decides the number of ranks; dp is 2 then if the batch can be split.
+
+    Raises:
+        ConfigError: if --nproc does not fit.
+    """
+    parallel, train = config.parallel, config.train
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    cp = parallel.context_parallel_size
+    ep, etp = 1, 1
+    if config.model.num_experts:
+        ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    dp = parallel.data_parallel_size
+    note = ""
+    if dp is None and parallel.nproc is not None:
+        ranks_per_replica = tp * pp * cp
+        if parallel.nproc % ranks_per_replica:
+            raise ConfigError(
+                [
+                    f"nproc={parallel.nproc} is not a multiple of tp {tp} x pp {pp} x cp {cp}; give a multiple of "
+                    f"{ranks_per_replica}"
+                ]
+            )
+        dp = parallel.nproc // ranks_per_replica
     elif dp is None:
-        parts = (t.global_batch_size or 2 * t.micro_batch_size) // max(1, t.micro_batch_size)
-        dp = 2 if parts % 2 == 0 else 1
+        batch_size = train.global_batch_size or 2 * train.micro_batch_size
+        num_microbatches = batch_size // max(1, train.micro_batch_size)
+        dp = 2 if num_microbatches % 2 == 0 else 1
         note = f"neither --nproc nor --dp is given: dp {dp}"
-    return Layout(tp, pp, dp, p.use_tp_pp_dp_mapping, cp, *experts), note
+    return Layout(tp, pp, dp, parallel.use_tp_pp_dp_mapping, cp, ep, etp), note
 
 
-def fewer_ranks(wanted: Layout, most: int) -> Layout:
-    """The layout of at most `most` ranks that keeps most of the axes above 1, then a stage between the first and the
-    last, then most ranks, tp first.
+def shrink_layout(requested: Layout, max_ranks: int) -> Layout:
+    """Return the best layout on at most `max_ranks` ranks.
 
-    >>> [str(fewer_ranks(Layout(*sizes), 8)) for sizes in ((8, 16, 32), (1, 16, 4), (2, 1, 2))]
+    The best layout has most of the axes above 1, then more than two pipeline ranks, then most ranks, tp first.
+
+    >>> [str(shrink_layout(Layout(*sizes), 8)) for sizes in ((8, 16, 32), (1, 16, 4), (2, 1, 2))]
     ['tp 2, pp 2, dp 2', 'tp 1, pp 4, dp 2', 'tp 2, pp 1, dp 2']
     """
-    if wanted.world <= most:
-        return wanted
-    ranges = [range(1, min(size, most) + 1) for size in (wanted.pp, wanted.dp)]
-    parts = [divisors(size) for size in (wanted.tp, wanted.cp, wanted.ep, wanted.etp)]
-    tried = [
-        Layout(tp, pp, dp, wanted.dp_outermost, cp, ep, etp)
-        for pp, dp, tp, cp, ep, etp in product(*ranges, *parts)
-        if tp * pp * dp * cp <= most and dp * cp * tp % (ep * etp) == 0
+    if requested.world_size <= max_ranks:
+        return requested
+    sizes = product(
+        range(1, min(requested.pp, max_ranks) + 1),
+        range(1, min(requested.dp, max_ranks) + 1),
+        divisors(requested.tp),
+        divisors(requested.cp),
+        divisors(requested.ep),
+        divisors(requested.etp),
+    )
+    candidates = [
+        Layout(tp, pp, dp, requested.dp_outermost, cp, ep, etp)
+        for pp, dp, tp, cp, ep, etp in sizes
+        if tp * pp * dp * cp <= max_ranks and dp * cp * tp % (ep * etp) == 0
     ]
 
-    def worth(one: Layout) -> tuple[int, ...]:
-        kept = sum(getattr(one, axis) > 1 for axis in AXES if getattr(wanted, axis) > 1)
-        return kept, one.edp == wanted.edp == 1, one.pp > 2, one.world, one.tp, one.cp, one.dp, one.ep
+    def preference(layout: Layout) -> tuple[int, ...]:
+        num_axes = sum(getattr(layout, axis) > 1 for axis in AXES if getattr(requested, axis) > 1)
+        same_edp = layout.edp == requested.edp == 1
+        return num_axes, same_edp, layout.pp > 2, layout.world_size, layout.tp, layout.cp, layout.dp, layout.ep
 
-    return max(tried, key=worth)
+    return max(candidates, key=preference)
 
 
-def smaller(config: Config, most: int, steps: int, whole: bool = False) -> Smaller:
-    """A small version of a checked configuration. `whole`: sizes, data and layout stay. Raises ValueError,
-    `name=value breaks rule; remedy`."""
-    wanted, note = layout_of(config)
+def shrink(config: Config, max_ranks: int, steps: int, keep_sizes: bool = False) -> ShrunkConfig:
+    """Return a small version of a valid configuration.
+
+    Args:
+        keep_sizes: keep the sizes of the model, the data and the layout.
+
+    Raises:
+        ConfigError: if --nproc does not fit the layout.
+        ValueError: if `max_ranks` do not suffice; the message has the form `name=value breaks rule; remedy`.
+    """
+    requested, note = requested_layout(config)
     notes = [note] if note else []
-    if whole:
-        if wanted.world > most:
-            raise ValueError(f"world={wanted.world} ({wanted}) is above --most-ranks {most}; raise it, or drop --whole")
-        return Smaller(_short(config, wanted, steps), wanted, wanted, notes)
-    layout = fewer_ranks(wanted, most)
-    if layout.world == 1 < wanted.world:
-        raise ValueError(f"most_ranks={most} leaves nothing of {wanted}; give {wanted.least} or more")
-    sizes = {axis: (getattr(wanted, axis), getattr(layout, axis)) for axis in AXES}
-    if lost := [f"{axis} {size}" for axis, (size, left) in sizes.items() if size > 1 and left == 1]:
-        notes.append(f"not verified, for want of ranks: {' and '.join(lost)}; give --most-ranks {wanted.least} or more")
-    return Smaller(_made(config, wanted, layout, steps), wanted, layout, notes)
+    if keep_sizes:
+        if requested.world_size > max_ranks:
+            raise ValueError(
+                f"world={requested.world_size} ({requested}) is above --most-ranks {max_ranks}; raise it, or drop "
+                "--whole"
+            )
+        return ShrunkConfig(_limit_steps(config, requested, steps), requested, requested, notes)
+    layout = shrink_layout(requested, max_ranks)
+    if layout.world_size == 1 < requested.world_size:
+        raise ValueError(f"most_ranks={max_ranks} leaves nothing of {requested}; give {requested.min_ranks} or more")
+    lost_axes = [
+        f"{axis} {getattr(requested, axis)}"
+        for axis in AXES
+        if getattr(requested, axis) > 1 and getattr(layout, axis) == 1
+    ]
+    if lost_axes:
+        notes.append(
+            f"not verified, because there are too few ranks: {' and '.join(lost_axes)}; give --most-ranks "
+            f"{requested.min_ranks} or more"
+        )
+    return ShrunkConfig(_shrink_config(config, requested, layout, steps), requested, layout, notes)
 
 
-def _made(config: Config, wanted: Layout, layout: Layout, steps: int) -> Config:
-    chosen, d = _stages(config, wanted, layout), config.data
-    parallel, train = _parallel(config, wanted, layout, chosen), _batch(config, wanted, layout, len(chosen.layers))
-    marks = {name: getattr(d, name) for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")}
-    data = DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=VOCABULARY, **marks)
-    model = _model(config, wanted, layout, chosen)
-    return _short(replace(config, model=model, parallel=parallel, train=train, data=data), layout, steps)
+def kv_group_check(config: Config, first: ShrunkConfig, max_ranks: int) -> ShrunkConfig | None:
+    """Return a run of one step with only tp, in which a rank with a wrong group of keys and values differs.
 
-
-def of_groups(config: Config, first: Smaller, most: int) -> Smaller | None:
-    """One step on tp ranks alone that a wrong group differs in, where it does not in `first`; None: it does. Without
-    ranks for that, `first` says so in its notes."""
-    wanted, full = first.wanted, Shared.of(config, first.wanted.tp)
-    if full is None or full.groups == 1 or not full.hidden_in(Shared.of(first.config, first.layout.tp)):
+    Returns None if `first` shows that already. If it needs more than `max_ranks` ranks, returns None too, and adds a
+    note to `first`.
+    """
+    requested = first.requested
+    sharing = KVSharing.from_config(config, requested.tp)
+    if sharing is None or sharing.groups == 1:
         return None
-    fitting = (tp for tp in divisors(wanted.tp) if not full.hidden_in(full.on(tp)))
-    tp = next(fitting, wanted.tp)
-    if tp > most:
+    if not sharing.mistakes_hidden_in(KVSharing.from_config(first.config, first.layout.tp)):
+        return None
+    tp = next((tp for tp in divisors(requested.tp) if not sharing.mistakes_hidden_in(sharing.shrink(tp))), requested.tp)
+    if tp > max_ranks:
         first.notes.append(
-            f"not verified, for want of ranks: which of {full.groups} groups each of {wanted.tp} tp ranks takes; give "
-            f"--most-ranks {tp} or more"
+            f"not verified, because there are too few ranks: which of {sharing.groups} groups each of {requested.tp} "
+            f"tp ranks takes; give --most-ranks {tp} or more"
         )
         return None
-    note = f"a second run, as which of {full.groups} groups a rank of tp {wanted.tp} takes does not show in the first"
-    return Smaller(_made(config, wanted, Layout(tp), 1), wanted, Layout(tp), [note])
+    note = (
+        f"this second run checks which of {sharing.groups} groups a rank of tp {requested.tp} takes; the first run "
+        "does not show it"
+    )
+    layout = Layout(tp)
+    return ShrunkConfig(_shrink_config(config, requested, layout, 1), requested, layout, [note])
 
 
-class Shared(NamedTuple):
-    """tp ranks with `heads` query heads each that share fewer groups of keys and values."""
+@dataclass(frozen=True)
+class KVSharing:
+    """tp ranks that share groups of keys and values, because there are fewer groups than ranks."""
 
     tp: int
     groups: int
-    heads: int
+    heads: int  # query heads per rank
 
     @classmethod
-    def of(cls, config: Config, tp: int) -> Shared | None:
-        m = config.model
-        return cls(tp, m.num_kv_groups, m.num_attention_heads // tp) if m.num_kv_groups < tp else None
+    def from_config(cls, config: Config, tp: int) -> KVSharing | None:
+        """Return the sharing with `tp` ranks, or None if each rank has groups of its own."""
+        model = config.model
+        if model.num_kv_groups >= tp:
+            return None
+        return cls(tp, model.num_kv_groups, model.num_attention_heads // tp)
 
     @property
-    def wrong(self) -> set[str]:
-        """Maps from a rank to its group that are not the right one: of remainders and quotients by each size."""
-        each, ranks = self.tp // self.groups, range(self.tp)
-        sizes = dict(groups=self.groups, each=each, heads=self.heads, group_heads=each * self.heads, tp=self.tp)
-        maps = {f"% {name}": [rank % n for rank in ranks] for name, n in sizes.items()}
-        maps |= {f"// {name}": [rank // n for rank in ranks] for name, n in sizes.items()}
-        maps |= {"first": [0 for _ in ranks], "reversed": [(self.tp - 1 - rank) // each for rank in ranks]}
-        return {name for name, groups in maps.items() if groups != maps["// each"]}
+    def wrong_maps(self) -> set[str]:
+        """The wrong functions from a rank to its group that differ from the right one: remainders and quotients."""
+        ranks = range(self.tp)
+        ranks_per_group = self.tp // self.groups
+        sizes = {
+            "groups": self.groups,
+            "each": ranks_per_group,
+            "heads": self.heads,
+            "group_heads": ranks_per_group * self.heads,
+            "tp": self.tp,
+        }
+        maps: dict[str, list[int]] = {}
+        for name, size in sizes.items():
+            maps[f"% {name}"] = [rank % size for rank in ranks]
+            maps[f"// {name}"] = [rank // size for rank in ranks]
+        maps["first"] = [0 for _ in ranks]
+        maps["reversed"] = [(self.tp - 1 - rank) // ranks_per_group for rank in ranks]
+        right_map = maps["// each"]
+        return {name for name, groups in maps.items() if groups != right_map}
 
-    def hidden_in(self, small: Shared | None) -> set[str]:
-        """Wrong maps that are right there."""
-        return self.wrong - (small.wrong if small else set())
+    def mistakes_hidden_in(self, small: KVSharing | None) -> set[str]:
+        """Return the functions that are wrong here, but right in a small run."""
+        return self.wrong_maps - (small.wrong_maps if small else set())
 
-    def on(self, tp: int) -> Shared:
-        """On so many ranks, small: what hides least, then with as many ranks per group, then of other sizes each."""
+    def shrink(self, tp: int) -> KVSharing:
+        """Return a small sharing on `tp` ranks.
+
+        It hides as few mistakes as possible, then has as many ranks per group, and then as many different sizes.
+        """
         if tp < 4 or self.groups == 1:
-            return Shared(tp, 1, min(self.heads, 2))
-        groups = [self.groups] if tp == self.tp else [n for n in divisors(tp) if 2 <= n < tp] or [1]
-        tried = [Shared(tp, some, heads) for some in groups for heads in ([1] if self.heads == 1 else [2, 3, 4])]
+            return KVSharing(tp, 1, min(self.heads, 2))
+        groups = [self.groups]
+        if tp != self.tp:
+            groups = [n for n in divisors(tp) if 2 <= n < tp] or [1]
+        heads = [1] if self.heads == 1 else [2, 3, 4]
 
-        def cost(one: Shared) -> tuple[int, ...]:
-            each = one.tp // one.groups
-            other = each != self.tp // self.groups
-            return len(self.hidden_in(one)), other, -len({one.groups, each, one.heads}), one.heads
+        def cost(sharing: KVSharing) -> tuple[int, ...]:
+            ranks_per_group = sharing.tp // sharing.groups
+            num_hidden = len(self.mistakes_hidden_in(sharing))
+            has_other_ratio = ranks_per_group != self.tp // self.groups
+            num_sizes = len({sharing.groups, ranks_per_group, sharing.heads})
+            return num_hidden, has_other_ratio, -num_sizes, sharing.heads
 
-        return min(tried, key=cost)
+        return min((KVSharing(tp, n, h) for n in groups for h in heads), key=cost)
 
 
-class _Stages(NamedTuple):
-    """`counts`: layers of every stage, where the options give them. `layers`: of the real model that are left."""
+def single_process_config(config: Config) -> Config:
+    """Return the configuration of the same training in one process."""
+    sections: dict[str, Any] = {}
+    for name in SECTIONS:
+        section = getattr(config, name)
+        defaults = {
+            option.name: option.default for option in fields(section) if option_spec(option).resume == EXECUTION
+        }
+        sections[name] = replace(section, **defaults)
+    sections["parallel"] = replace(
+        sections["parallel"], nproc=1, device=config.parallel.device, kernels="torch", attention_kernel="torch"
+    )
+    sections["model"] = replace(sections["model"], make_vocab_size_divisible_by=1)
+    return Config(**sections)
 
-    counts: list[int] | None
+
+def _shrink_config(config: Config, requested: Layout, layout: Layout, steps: int) -> Config:
+    stages = _shrink_stages(config, requested, layout)
+    data = DataConfig(
+        mock_data=True,
+        tokenizer_type="NullTokenizer",
+        vocab_size=VOCAB_SIZE,
+        eod_mask_loss=config.data.eod_mask_loss,
+        reset_position_ids=config.data.reset_position_ids,
+        reset_attention_mask=config.data.reset_attention_mask,
+    )
+    small = replace(
+        config,
+        model=_shrink_model(config, requested, layout, stages),
+        parallel=_shrink_parallel(config, requested, layout, stages),
+        train=_shrink_batch(config, requested, layout, len(stages.layers)),
+        data=data,
+    )
+    return _limit_steps(small, layout, steps)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages of a small run.
+
+    Attributes:
+        layers_per_stage: number of layers of every stage; None if the options of the run do not state them.
+        layers: numbers of the layers of the run that are kept.
+        num_chunks: chunks per pipeline rank.
+    """
+
+    layers_per_stage: list[int] | None
     layers: list[int]
-    chunks: int
+    num_chunks: int
 
 
-def _stages(config: Config, wanted: Layout, layout: Layout) -> _Stages:
-    """The first, the last and some between them, of ranks and of their chunks; the fullest of these has 2 layers (1
-    where there are many stages), the others as many or 1, and what has none stays without."""
-    given = explicit_stage_layers(config.model.num_layers, config.parallel)
-    chunks = len(given) // wanted.pp if given else config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    left = min(chunks, 2)
-    number, total = left * layout.pp, config.model.num_layers
-    most = 2 if number <= 4 else 1
-    if given is None:
-        uneven = total % (chunks * wanted.pp) > 0
-        count = min(total, most * number + (uneven and number > 1))
-        return _Stages(None, _spread(total, count), left)
-    ranks, rounds = _spread(wanted.pp, layout.pp), _spread(chunks, left)
-    real = [given[c * wanted.pp + r] for c in rounds for r in ranks]
-    counts = [0 if n == 0 else most if n == max(real) else 1 for n in real]
-    counts = counts if sum(counts) <= total else real
-    return _Stages(counts, _spread(total, sum(counts)), left)
+def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages:
+    """Keep the first, the last and some other pipeline ranks, and the same of their chunks.
+
+    The stages with most layers have 2 layers, or 1 if there are more than 4 stages. The others have 1 layer, or none if
+    they had none.
+    """
+    num_layers = config.model.num_layers
+    stage_layers = explicit_stage_layers(num_layers, config.parallel)
+    all_chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    if stage_layers:
+        all_chunks = len(stage_layers) // requested.pp
+    num_chunks = min(all_chunks, 2)
+    num_stages = num_chunks * layout.pp
+    max_layers = 2 if num_stages <= 4 else 1
+    if stage_layers is None:
+        is_uneven = num_layers % (all_chunks * requested.pp) > 0
+        count = max_layers * num_stages
+        if is_uneven and num_stages > 1:
+            count += 1
+        return _Stages(None, _spread(num_layers, min(num_layers, count)), num_chunks)
+    pp_ranks, chunks = _spread(requested.pp, layout.pp), _spread(all_chunks, num_chunks)
+    kept_stages = [stage_layers[chunk * requested.pp + rank] for chunk in chunks for rank in pp_ranks]
+    largest = max(kept_stages)
+    counts = []
+    for count in kept_stages:
+        if count == 0:
+            counts.append(0)
+        else:
+            counts.append(max_layers if count == largest else 1)
+    if sum(counts) > num_layers:
+        counts = kept_stages
+    return _Stages(counts, _spread(num_layers, sum(counts)), num_chunks)
 
 
-def _spread(of: int, count: int) -> list[int]:
-    """`count` of range(of), the first and the last among them, where there are two.
+def _spread(total: int, count: int) -> list[int]:
+    """Return `count` evenly spaced numbers of range(total), with the first and the last if count is at least 2.
 
     >>> _spread(16, 4), _spread(5, 1), _spread(3, 3)
     ([0, 5, 10, 15], [0], [0, 1, 2])
     """
     if count < 2:
         return [0] * count
-    return [round(i * (of - 1) / (count - 1)) for i in range(count)]
+    return [round(i * (total - 1) / (count - 1)) for i in range(count)]
 
 
-def _model(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> ModelConfig:
-    m, tp = config.model, layout.tp
-    if shared := Shared.of(config, wanted.tp):
-        small = shared.on(tp)
-        groups, each = small.groups, small.heads * tp
-    else:
-        groups = tp * (1 if m.num_kv_groups == wanted.tp else 2)
-        each = min(m.num_attention_heads // m.num_kv_groups, 4) * groups
-    unit = 1 if m.kv_channels else math.gcd(m.hidden_size, 16)  # torch draws normal numbers by sixteens
-    turned = lambda k: int(k * m.rotary_percent)  # noqa: E731  channels of a head, an even number
-    heads = (k for k in range(HEAD, m.head_size) if turned(k) and not turned(k) % 2 and not each * k % unit)
-    if "a2a" in m.cp_comm_type:  # each rank of cp gets heads
-        groups, each = (n * (layout.cp // math.gcd(layout.cp, each // tp)) for n in (groups, each))
-    head = next(heads, m.head_size)
-    hidden = 8 * HEAD if m.kv_channels else each * head
-    ffn = tp * max(3, round(m.ffn_size / m.hidden_size * hidden / tp))
-    unit = 2 * layout.cp * tp if layout.cp > 1 else tp
-    length = min(m.seq_length, _up(LENGTH, unit))
-    windowed = m.window_size is not None and 0 < m.window_size[0] < m.seq_length - 1
+def _shrink_model(config: Config, requested: Layout, layout: Layout, stages: _Stages) -> ModelConfig:
+    model, tp, cp = config.model, layout.tp, layout.cp
+    num_heads, num_groups = _shrink_heads(config, requested, layout)
+    head_size = _shrink_head_size(model, num_heads)
+    hidden_size = 8 * MIN_HEAD_SIZE if model.kv_channels else num_heads * head_size
+
+    def width(size: int, multiple: int) -> int:
+        """Scale a feed-forward size with the hidden size; at least 3 columns per rank."""
+        return multiple * max(3, round(size / model.hidden_size * hidden_size / multiple))
+
+    seq_length = min(model.seq_length, _round_up(SEQ_LENGTH, 2 * cp * tp if cp > 1 else tp))
+    window_size = model.window_size
+    if window_size is not None and 0 < window_size[0] < model.seq_length - 1:
+        window_size = (max(1, min(window_size[0], seq_length // 4)), window_size[1])
     changes: dict[str, Any] = dict(
         num_layers=len(stages.layers),
-        hidden_size=hidden,
-        num_attention_heads=each,
-        kv_channels=head if m.kv_channels else None,
-        num_query_groups=groups if m.group_query_attention else None,
-        ffn_hidden_size=ffn,
-        seq_length=length,
-        max_position_embeddings=length if m.max_positions == m.seq_length else 2 * length,
-        make_vocab_size_divisible_by=min(m.make_vocab_size_divisible_by, 8),
-        window_size=(max(1, min(m.window_size[0], length // 4)), m.window_size[1]) if windowed else m.window_size,  # type: ignore[index]
-        window_attn_skip_freq=_pattern(m.window_attn_skip_freq, m.num_layers, stages.layers),
-        no_rope_freq=_pattern(m.no_rope_freq, m.num_layers, stages.layers),
-        cp_comm_type=tuple(m.layer_cp_comm[i] for i in stages.layers) if layout.cp > 1 else ("allgather",),
-        yarn_original_max_position_embeddings=min(m.yarn_original_max_position_embeddings, length // 2),
-        init_method_std=max(m.init_method_std, hidden**-0.5),
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
+        kv_channels=head_size if model.kv_channels else None,
+        num_query_groups=num_groups if model.group_query_attention else None,
+        ffn_hidden_size=width(model.ffn_size, tp),
+        seq_length=seq_length,
+        max_position_embeddings=seq_length if model.max_positions == model.seq_length else 2 * seq_length,
+        make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
+        window_size=window_size,
+        window_attn_skip_freq=_shrink_pattern(model.window_attn_skip_freq, model.num_layers, stages.layers),
+        no_rope_freq=_shrink_pattern(model.no_rope_freq, model.num_layers, stages.layers),
+        cp_comm_type=tuple(model.layer_cp_comm[i] for i in stages.layers) if cp > 1 else ("allgather",),
+        yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
+        init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
-    if m.num_experts:
-        width = lambda size, by: by * max(3, round(size / m.hidden_size * hidden / by))  # noqa: E731
-        common = m.moe_shared_expert_intermediate_size
-        changes |= dict(
-            moe_layer_freq=_pattern(str([*map(int, m.moe_layers)]), m.num_layers, stages.layers),
-            moe_ffn_hidden_size=width(m.expert_ffn_size, layout.etp),
-            moe_shared_expert_intermediate_size=None if common is None else width(common, tp),
-            **_experts(m, wanted, layout),
-        )
-    return replace(m, **changes)
+    if model.num_experts:
+        moe_layers = str([int(is_moe) for is_moe in model.moe_layers])
+        changes["moe_layer_freq"] = _shrink_pattern(moe_layers, model.num_layers, stages.layers)
+        changes["moe_ffn_hidden_size"] = width(model.expert_ffn_size, layout.etp)
+        if model.moe_shared_expert_intermediate_size is not None:
+            changes["moe_shared_expert_intermediate_size"] = width(model.moe_shared_expert_intermediate_size, tp)
+        changes |= _shrink_experts(model, requested, layout)
+    return replace(model, **changes)
 
 
-def _experts(m: ModelConfig, wanted: Layout, layout: Layout) -> dict[str, int]:
-    """As few as let a token choose: all, one or some of the experts, of all, one or some groups, on ranks that have one
-    or several."""
-    E, k, G, best = m.num_experts or 0, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk
-    if G is None or best is None:
-        experts = _up(max(min(E, 4), (1 + (wanted.ep < E)) * layout.ep), layout.ep)
-        return dict(num_experts=experts, moe_router_topk=experts if k == E else min(k, 3))
-    left, each = min(best, 2), min(k // best, 2)
-    groups = left if best == G else min(2 * left, G)
-    experts = _up(groups * (each + (k // best < E // G)), math.lcm(groups, layout.ep))
-    of_groups = dict(moe_router_num_groups=groups, moe_router_group_topk=left)
-    return dict(num_experts=experts, moe_router_topk=each * left, **of_groups)
+def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[int, int]:
+    """Return (number of attention heads, number of groups)."""
+    model, tp = config.model, layout.tp
+    sharing = KVSharing.from_config(config, requested.tp)
+    if sharing is not None:
+        small = sharing.shrink(tp)
+        num_groups, num_heads = small.groups, small.heads * tp
+    else:
+        num_groups = tp if model.num_kv_groups == requested.tp else 2 * tp
+        num_heads = min(model.num_attention_heads // model.num_kv_groups, 4) * num_groups
+    if "a2a" in model.cp_comm_type:  # every cp rank gets heads
+        factor = layout.cp // math.gcd(layout.cp, num_heads // tp)
+        num_groups *= factor
+        num_heads *= factor
+    return num_heads, num_groups
 
 
-def _up(least: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is not below `least`."""
-    return -(-least // unit) * unit
+def _shrink_head_size(model: ModelConfig, num_heads: int) -> int:
+    """Return the smallest head size with an even number of rotated channels, above 0.
+
+    If the hidden size follows from it, that is a multiple of 16 like the original, because torch draws normal numbers
+    in groups of 16.
+    """
+    multiple = 1 if model.kv_channels else math.gcd(model.hidden_size, 16)
+    for head_size in range(MIN_HEAD_SIZE, model.head_size):
+        num_rotated = int(head_size * model.rotary_percent)
+        if num_rotated and num_rotated % 2 == 0 and num_heads * head_size % multiple == 0:
+            return head_size
+    return model.head_size
 
 
-def _pattern(pattern: str | None, of: int, layers: Sequence[int]) -> str | None:
-    """The pattern of the remaining layers, with both kinds where there were two."""
-    if pattern is None or len(layers) == of:
+def _shrink_experts(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, int]:
+    """Return as few experts as keep the routing.
+
+    Kept is whether a token goes to one, some or all of the experts and of the groups of experts, and whether a rank has
+    one or several experts.
+    """
+    num_experts, topk = model.num_experts or 0, model.moe_router_topk
+    num_groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    if num_groups is None or group_topk is None:
+        experts_per_rank = 2 if requested.ep < num_experts else 1
+        small_experts = _round_up(max(min(num_experts, 4), experts_per_rank * layout.ep), layout.ep)
+        small_topk = small_experts if topk == num_experts else min(topk, 3)
+        return {"num_experts": small_experts, "moe_router_topk": small_topk}
+    small_group_topk = min(group_topk, 2)
+    small_groups = small_group_topk if group_topk == num_groups else min(2 * small_group_topk, num_groups)
+    topk_per_group = topk // group_topk
+    small_topk_per_group = min(topk_per_group, 2)
+    experts_per_group = small_topk_per_group + (topk_per_group < num_experts // num_groups)
+    return {
+        "num_experts": _round_up(small_groups * experts_per_group, math.lcm(small_groups, layout.ep)),
+        "moe_router_topk": small_topk_per_group * small_group_topk,
+        "moe_router_num_groups": small_groups,
+        "moe_router_group_topk": small_group_topk,
+    }
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _shrink_pattern(pattern: str | None, num_layers: int, layers: Sequence[int]) -> str | None:
+    """Return the pattern of the layers that are kept; if it has both kinds of layers, the result has both too."""
+    if pattern is None or len(layers) == num_layers:
         return pattern
     if pattern.strip().isdigit():
         return str(min(int(pattern), len(layers)))
-    bits = parse_layer_pattern(pattern, of)
-    left = [int(bits[layer]) for layer in layers]
-    if len(set(bits)) == 2 and len(set(left)) == 1 and len(left) > 1:
-        left[-2] = 1 - left[-2]
-    return str(left).replace(" ", "")
+    flags = parse_layer_pattern(pattern, num_layers)
+    small = [int(flags[layer]) for layer in layers]
+    if len(set(flags)) == 2 and len(set(small)) == 1 and len(small) > 1:
+        small[-2] = 1 - small[-2]
+    return str(small).replace(" ", "")
 
 
-def _parallel(config: Config, wanted: Layout, layout: Layout, stages: _Stages) -> ParallelConfig:
-    p, pp = config.parallel, layout.pp
-    chunks, spelt = (stages.chunks if stages.chunks > 1 and pp > 1 else None), None
-    if stages.counts is not None and pp > 1:
-        chunks, spelt = None, "E" + "|".join("t" * n for n in stages.counts) + "L"
-    size = p.microbatch_group_size_per_virtual_pipeline_stage
-    other = ("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers")  # ways to say the same
-    changes: dict[str, Any] = dict.fromkeys((*other, "decoder_last_pipeline_num_layers"))
-    changes |= dict(pipeline_model_parallel_layout=spelt, num_virtual_stages_per_pipeline_rank=chunks)
-    changes |= dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False)
-    changes |= dict(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=pp, ddp_bucket_size=BUCKET)
-    changes |= dict(expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp)
-    group = None if size is None else pp + (size > wanted.pp)
-    return replace(p, **changes, microbatch_group_size_per_virtual_pipeline_stage=group)
-
-
-def _batch(config: Config, wanted: Layout, layout: Layout, layers: int) -> Any:
-    """Fewer micro-batches than stages, as many, or no multiple, as they were."""
-    t, pp = config.train, layout.pp
-
-    def fewer(batch: int, micro: int) -> tuple[int, int]:
-        real, size = batch // max(1, micro * wanted.dp), min(micro, 2)
-        multiple = 2 * pp if real % wanted.pp == 0 else pp + 1
-        number = min(real, 3) if pp == 1 else pp - 1 if real < wanted.pp else multiple
-        return max(1, number) * size * layout.dp, size
-
-    batch, size = fewer(t.batch_size(wanted.dp), t.micro_batch_size)
-    evaluated, eval_size = fewer(t.eval_batch_size(wanted.dp), t.eval_micro_batch_size or t.micro_batch_size)
-    again = t.recompute_num_layers
+def _shrink_parallel(config: Config, requested: Layout, layout: Layout, stages: _Stages) -> ParallelConfig:
+    parallel, pp = config.parallel, layout.pp
+    num_chunks = stages.num_chunks if stages.num_chunks > 1 and pp > 1 else None
+    pipeline_layout = None
+    if stages.layers_per_stage is not None and pp > 1:
+        num_chunks = None
+        pipeline_layout = "E" + "|".join("t" * count for count in stages.layers_per_stage) + "L"
+    microbatch_group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if microbatch_group is not None:
+        microbatch_group = pp + 1 if microbatch_group > requested.pp else pp
     return replace(
-        t,
-        micro_batch_size=size,
-        global_batch_size=batch,
-        eval_micro_batch_size=eval_size,
-        eval_global_batch_size=evaluated,
-        recompute_num_layers=None if again is None else min(again, max(1, layers // pp - 1)),
+        parallel,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        pipeline_model_parallel_layout=pipeline_layout,
+        num_virtual_stages_per_pipeline_rank=num_chunks,
+        # other options that would set the layers of the stages
+        num_layers_per_virtual_pipeline_stage=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        microbatch_group_size_per_virtual_pipeline_stage=microbatch_group,
+        ddp_bucket_size=BUCKET_SIZE,
     )
 
 
-def _short(config: Config, layout: Layout, steps: int) -> Config:
-    """Some steps of it that leave nothing behind."""
-    t, o, p = config.train, config.optim, config.parallel
-    unset = ("exit_interval", "exit_duration_in_mins", "iterations_to_skip", "eval_interval", "train_samples")
-    off = ("check_for_spiky_loss", "check_for_large_grads", "dry_run", "skip_train", "compile")
-    plain: dict[str, Any] = {**dict.fromkeys(unset), **dict.fromkeys(off, False), "rerun_mode": "disabled"}
-    plain |= dict(rampup_batch_size=None, step_batch_size_schedule=None, spike_action="log", train_iters=steps)
-    plain |= dict(global_batch_size=t.global_batch_size or t.batch_size(layout.dp))
-    train = replace(t, **plain, eval_iters=max(0, min(t.eval_iters, EVALUATED)))
-    rate: dict[str, Any] = {f.name: f.default for f in fields(o) if f.name.startswith(("lr_", "min_lr"))}
-    rate |= dict(lr=RATE, lr_decay_style="constant", adam_eps=max(o.adam_eps, EPS), decoupled_min_lr=None)
-    rate |= dict(decoupled_lr=None if o.decoupled_lr is None else 3 * RATE)
-    cpu = p.device != "cuda"
-    device: dict[str, Any] = dict(device="cpu", distributed_backend=None) if cpu else {}
-    if cpu and p.attention_kernel not in ("blocked", "torch"):
-        device |= dict(attention_kernel="auto")
-    train = replace(train, cuda_graph_impl="none") if cpu else train
-    parallel = replace(p, **device, nproc=layout.world, data_parallel_size=None, context_parallel_size=layout.cp)
-    silent: dict[str, Any] = dict(checkpoint=CheckpointConfig(), log=LogConfig(), operations=OperationsConfig())
-    return replace(config, train=train, optim=replace(o, **rate), parallel=parallel, **silent)
+def _shrink_batch(config: Config, requested: Layout, layout: Layout, num_layers: int) -> TrainConfig:
+    """Keep the relation of micro-batches to stages: fewer, a multiple, or more but not a multiple."""
+    train, pp = config.train, layout.pp
+
+    def shrink_batch(batch_size: int, micro_batch_size: int) -> tuple[int, int]:
+        """Return (batch size, micro-batch size)."""
+        num_microbatches = batch_size // max(1, micro_batch_size * requested.dp)
+        if pp == 1:
+            count = min(num_microbatches, 3)
+        elif num_microbatches < requested.pp:
+            count = pp - 1
+        elif num_microbatches % requested.pp == 0:
+            count = 2 * pp
+        else:
+            count = pp + 1
+        size = min(micro_batch_size, 2)
+        return max(1, count) * size * layout.dp, size
+
+    batch_size, micro_batch_size = shrink_batch(train.batch_size(requested.dp), train.micro_batch_size)
+    eval_batch_size, eval_micro_batch_size = shrink_batch(
+        train.eval_batch_size(requested.dp), train.eval_micro_batch_size or train.micro_batch_size
+    )
+    recompute_num_layers = train.recompute_num_layers
+    if recompute_num_layers is not None:
+        recompute_num_layers = min(recompute_num_layers, max(1, num_layers // pp - 1))
+    return replace(
+        train,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=batch_size,
+        eval_micro_batch_size=eval_micro_batch_size,
+        eval_global_batch_size=eval_batch_size,
+        recompute_num_layers=recompute_num_layers,
+    )
 
 
-def twin(config: Config) -> Config:
-    """The same training in one process."""
-    parts: dict[str, Any] = {section: getattr(config, section) for section in SECTIONS}
-    for section, part in parts.items():
-        parts[section] = replace(
-            part, **{f.name: f.default for f in fields(part) if option_spec(f).resume == EXECUTION}
-        )
-    parallel = replace(parts["parallel"], nproc=1, device=config.parallel.device, kernels="torch")
-    parts["parallel"] = replace(parallel, attention_kernel="torch")
-    parts["model"] = replace(parts["model"], make_vocab_size_divisible_by=1)
-    return Config(**parts)
+def _limit_steps(config: Config, layout: Layout, steps: int) -> Config:
+    """Return a run of a few plain steps that writes no files, on the CPU unless it is for CUDA."""
+    train, optim, parallel = config.train, config.optim, config.parallel
+    is_cuda = parallel.device == "cuda"
+    train = replace(
+        train,
+        train_iters=steps,
+        global_batch_size=train.global_batch_size or train.batch_size(layout.dp),
+        eval_iters=max(0, min(train.eval_iters, MAX_EVAL_ITERS)),
+        eval_interval=None,
+        train_samples=None,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
+        exit_interval=None,
+        exit_duration_in_mins=None,
+        iterations_to_skip=None,
+        spike_action="log",
+        check_for_spiky_loss=False,
+        check_for_large_grads=False,
+        rerun_mode="disabled",
+        dry_run=False,
+        skip_train=False,
+        compile=False,
+        cuda_graph_impl=train.cuda_graph_impl if is_cuda else "none",
+    )
+    rates: dict[str, Any] = {
+        option.name: option.default for option in fields(optim) if option.name.startswith(("lr_", "min_lr"))
+    }
+    rates |= {
+        "lr": LEARNING_RATE,
+        "lr_decay_style": "constant",
+        "decoupled_lr": None if optim.decoupled_lr is None else 3 * LEARNING_RATE,
+        "decoupled_min_lr": None,
+        "adam_eps": max(optim.adam_eps, MIN_ADAM_EPS),
+    }
+    device: dict[str, Any] = {}
+    if not is_cuda:
+        device = {"device": "cpu", "distributed_backend": None}
+        if parallel.attention_kernel not in ("blocked", "torch"):
+            device["attention_kernel"] = "auto"
+    return replace(
+        config,
+        train=train,
+        optim=replace(optim, **rates),
+        parallel=replace(
+            parallel, **device, nproc=layout.world_size, data_parallel_size=None, context_parallel_size=layout.cp
+        ),
+        checkpoint=CheckpointConfig(),
+        log=LogConfig(),
+        operations=OperationsConfig(),
+    )
