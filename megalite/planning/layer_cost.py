@@ -1,22 +1,14 @@
-"""Reads the costs of a part of the model on a rank off one run of that part on the meta device. It has no formulas.
+"""The cost of a part of the model on one rank, recorded while the part runs once on the meta device; no formulas.
 
-    matmul    rows, columns, depth of a product       scores   FLOPs that an attention kernel states (Kernel.flops)
-    stream    bytes of an operation or a launch: each of its tensors is read or written once
-    beside    bytes that the launch of the matmul before it moves beside operands and result (Kernel.epilogue_tensors)
-    begin     a collective of the layer, its bytes    wait     a wait for the collective with this number
-
-These events are in the order of the rank's work, in three phases: F, the forward; B, the backward to the input with all
-that is computed again; W, the weights' gradients, unless backward computes them at once, in B. Bytes are `saved` from F
-to B, `waiting` from B to W, and the `moment` of each phase: its peak above the bytes that were there when it began, and
-in `parts`, which begin where the first gradient of dense matrices, or of experts, lands. The run uses Triton kernels
-of a card, whatever device the plan is made on.
+A cost is a trace of events in the order of the rank's work, and the bytes that it takes. There are three phases: F is
+the forward, B the backward to the input with everything that is recomputed, and W the weight gradients, unless backward
+computes them at once, in B. The part runs with the Triton kernels of a GPU, whatever device the plan is made on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,35 +24,112 @@ from megalite.parallel.spec import ParamSpec
 from megalite.planning.meta_mode import MATMULS, META, MetaMode, aten, storage_id
 
 M = TypeVar("M", bound=nn.Module)
-# operations that move nothing
-NO_COST_OPS = {
+NO_COST_OPS = {  # operations that move no bytes
     aten._unsafe_view,
+    aten.detach,
     aten.empty,
-    aten.new_empty,
     aten.empty_like,
     aten.empty_strided,
+    aten.lift_fresh,
+    aten.new_empty,
     aten.new_empty_strided,
 }
-NO_COST_OPS |= {aten.detach, aten.lift_fresh}
 
 
-class TraceEvent(NamedTuple):
-    """figures: (rows, columns, depth, whether it adds to a gradient's sum, groups that share out the rows, each with a
-    matrix of its own, bytes of an operand's element) of a matmul, (bytes) of a stream, (FLOPs) of scores, (bytes,
-    number) of a collective, (number) of a wait."""
+@dataclass(frozen=True)
+class Matmul:
+    """A product [rows, depth] @ [depth, columns], or one product for each group of the rows.
+
+    Attributes:
+        phase: "F", "B" or "W".
+        weight: The name of the parameter among the operands or results; "" if there is none.
+        rows: The number of rows of the result.
+        columns: The number of columns of the result.
+        depth: The size of the summed dimension.
+        is_weight_grad: The result is added to a parameter's main gradient.
+        groups: The number of groups that the rows are divided into, each with a matrix of its own.
+        itemsize: The bytes of an element of the operands; of the smaller element if these differ.
+        epilogue_bytes: The bytes that the kernel's epilogue moves in addition to operands and result.
+    """
 
     phase: str
-    kind: str
+    weight: str
+    rows: float
+    columns: float
+    depth: float
+    is_weight_grad: bool
+    groups: float
+    itemsize: int
+    epilogue_bytes: int = 0
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.rows * self.columns * self.depth
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A launch of an attention kernel with the FLOPs that the kernel states (Kernel.flops)."""
+
+    phase: str
+    kernel: str
+    flops: float
+
+
+@dataclass(frozen=True)
+class MemoryOp:
+    """Any other kernel or operation. Each of its tensors is read or written once, `num_bytes` in all."""
+
+    phase: str
     name: str
-    values: tuple[float, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class CommStart:
+    """The start of a collective.
+
+    Attributes:
+        phase: "F", "B" or "W".
+        axis: The mesh axis.
+        op: "all-gather", "reduce-scatter" or "all-to-all".
+        num_bytes: The bytes of the full tensor; of a rank's larger tensor if it is an all-to-all.
+        comm_id: Identifies the collective in its CommWait.
+    """
+
+    phase: str
+    axis: str
+    op: str
+    num_bytes: int
+    comm_id: int
+
+
+@dataclass(frozen=True)
+class CommWait:
+    """The point at which the rank waits for a collective."""
+
+    phase: str
+    comm_id: int
+
+
+TraceEvent = Matmul | AttentionKernel | MemoryOp | CommStart | CommWait
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Bytes and FLOPs of a micro-batch on one rank. `parts`: of each phase, in order, the home of what lands, "" until
-    something does, and the peak until the next. `away`: bytes of `saved` that lie on the host, from the end of the next
-    block's F to the begin of its B (nn/activation_offload.py); `sent`: all that lie there, of which something else may
-    keep some on the device."""
+    """The work and the memory of a micro-batch on one rank.
+
+    Attributes:
+        trace: The work.
+        saved_bytes: Bytes that are saved from F to B.
+        wgrad_bytes: Bytes that a split backward keeps from B to W.
+        peaks: For each phase its peak bytes above those that were there when it started, in sections. A section starts
+            when the first gradient of a matrix of a mesh view is added, and has that view as its key; the section
+            before any gradient has the key "".
+        offloaded_bytes: Bytes among `saved_bytes` that are only on the host, from the end of the next block's F to the
+            start of its B (nn/activation_offload.py).
+        host_bytes: All offloaded bytes, including those that something else keeps on the device as well.
+    """
 
     trace: tuple[TraceEvent, ...]
     saved_bytes: int
@@ -71,57 +140,76 @@ class LayerCost:
 
     @cached_property
     def peak_bytes(self) -> Mapping[str, int]:
+        """The peak bytes of each phase."""
         return {phase: max(peaks.values()) for phase, peaks in self.peaks.items()}
 
     @cached_property
     def flops(self) -> tuple[float, float, float]:
-        """FLOPs of F, B and W. Gradients of weights count in W, whenever they are computed."""
-        sums = {"F": 0.0, "B": 0.0, "W": 0.0}
-        for phase, kind, _, values in self.trace:
-            if kind == "matmul":
-                rows, columns, depth, sinks, *_ = values
-                sums["W" if sinks and phase == "B" else phase] += 2 * rows * columns * depth
-            elif kind == "scores":
-                sums[phase] += values[0]
-        return sums["F"], sums["B"], sums["W"]
+        """The FLOPs of F, B and W. Weight gradients count in W, whenever they are computed."""
+        flops = {"F": 0.0, "B": 0.0, "W": 0.0}
+        for event in self.trace:
+            if isinstance(event, Matmul):
+                phase = "W" if event.is_weight_grad and event.phase == "B" else event.phase
+                flops[phase] += event.flops
+            elif isinstance(event, AttentionKernel):
+                flops[event.phase] += event.flops
+        return flops["F"], flops["B"], flops["W"]
 
     def of_phase(self, phase: str) -> list[TraceEvent]:
         return [event for event in self.trace if event.phase == phase]
 
     def num_launches(self, phases: str) -> int:
-        """How many operations, kernels and collectives the host starts in these phases."""
-        return sum(event.phase in phases and event.kind in ("matmul", "stream", "begin") for event in self.trace)
+        """Return the number of operations, kernels and collectives that the host starts in these phases."""
+        return sum(event.phase in phases and not isinstance(event, CommWait) for event in self.trace)
 
 
-def _unique_bytes(values: Any) -> int:
-    """Of the tensors among them, each once."""
+def _unique_bytes(values: Iterable[Any]) -> int:
+    """Return the bytes of the tensors among `values`, where equal views of a storage count once."""
     tensors = [x for x in values if isinstance(x, Tensor)]
     return sum({(storage_id(x), x.storage_offset(), x.shape): x.nbytes for x in tensors}.values())
 
 
+class _RecordedComm:
+    """A collective that has been recorded and moves nothing."""
+
+    def __init__(self, recorder: "CostRecorder", comm_id: int):
+        self.recorder = recorder
+        self.comm_id = comm_id
+
+    def wait(self) -> None:
+        if self.recorder.phase:
+            self.recorder.trace.append(CommWait(self.recorder.phase, self.comm_id))
+
+
 class _RecordingBackend(CollectiveBackend):
-    """Moves nothing and records each collective. `axis`: "" or the axis and a space, before its name."""
+    """A backend of one axis that records collectives and moves nothing."""
 
-    def __init__(self, recorder: "CostRecorder", axis: str = ""):
-        self.recorder, self.group, self.axis = recorder, self, axis
+    def __init__(self, recorder: "CostRecorder", axis: str):
+        self.recorder = recorder
+        self.group = self
+        self.axis = axis
 
-    def _record_start(self, name: str, x: Tensor) -> Any:
-        number = len(self.recorder.trace)
-        self.recorder.record("begin", self.axis + name, x.nbytes, number)
-        return SimpleNamespace(wait=partial(self.recorder.record, "wait", "", number))
+    def _start(self, op: str, full: Tensor) -> _RecordedComm:
+        recorder = self.recorder
+        comm_id = len(recorder.trace)
+        if recorder.phase:
+            recorder.trace.append(CommStart(recorder.phase, self.axis, op, full.nbytes, comm_id))
+        return _RecordedComm(recorder, comm_id)
 
-    def start_all_gather(self, out: Tensor, x: Tensor) -> Any:
-        return self._record_start("all-gather", out)
+    def start_all_gather(self, out: Tensor, x: Tensor) -> _RecordedComm:
+        return self._start("all-gather", out)
 
-    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> Any:
-        return self._record_start("reduce-scatter", x)
+    def start_reduce_scatter(self, out: Tensor, x: Tensor) -> _RecordedComm:
+        return self._start("reduce-scatter", x)
 
-    def start_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> Any:
-        return self._record_start("all-to-all", max(out, x, key=len))
+    def start_all_to_all(
+        self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> _RecordedComm:
+        return self._start("all-to-all", max(out, x, key=len))
 
 
 class _FakeMainGrad:
-    """The sum of a parameter's gradients, which is always in memory."""
+    """The main gradient of a parameter, which is always allocated."""
 
     def __init__(self, p: nn.Parameter, on_grad: Callable[[ParamSpec], None]):
         self.grad = torch.empty(p.shape, dtype=main_param_dtype(p.dtype), device=META)
@@ -136,114 +224,153 @@ class _FakeMainGrad:
 
 
 class CostRecorder(MetaMode):
+    """A mode that records the work and the memory of what runs in it.
+
+    Attributes:
+        phase: The phase that is recorded; "" for none.
+        trace: The events so far.
+        peaks: The peaks of the phases so far, as LayerCost has them.
+    """
+
     def __init__(self) -> None:
         super().__init__("cuda")
         self.trace: list[TraceEvent] = []
         self.phase = ""
         self.peaks: dict[str, dict[str, int]] = {}
-        self.start = 0
-        self._names: dict[int, tuple[str, bool]] = {}  # storage -> parameter's name, whether it is the gradients' sum
+        self._phase_start = 0  # live bytes when the phase started
+        self._params: dict[int, tuple[str, bool]] = {}  # storage -> name of the parameter, is its main gradient
 
     def mesh(self, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, *, cp_rank: int = 0) -> Mesh:
-        """The mesh of a first rank of axes of these sizes but for cp, whose collectives are recorded."""
+        """Return a mesh whose collectives are recorded, of rank `cp_rank` of cp and rank 0 of every other axis."""
 
-        def axis(name: str, size: int, rank: int, before: str) -> Axis:
-            return (
-                Axis(name, size, rank, _RecordingBackend(self, before), tuple(range(size))) if size > 1 else Axis(name)
-            )
+        def axis(name: str, size: int, rank: int = 0) -> Axis:
+            if size == 1:
+                return Axis(name)
+            return Axis(name, size, rank, _RecordingBackend(self, name), tuple(range(size)))
 
-        experts = [axis(name, size, 0, f"{name} ") for name, size in (("ep", ep), ("etp", etp), ("ep_etp", ep * etp))]
-        ours = axis("tp", tp, 0, ""), axis("cp", cp, cp_rank, "cp ")
-        return Mesh(tp=ours[0], cp=ours[1], ep=experts[0], etp=experts[1], ep_etp=experts[2], device=META)
+        return Mesh(
+            tp=axis("tp", tp),
+            cp=axis("cp", cp, cp_rank),
+            ep=axis("ep", ep),
+            etp=axis("etp", etp),
+            ep_etp=axis("ep_etp", ep * etp),
+            device=META,
+        )
 
     def exclude_params(self, module: M) -> M:
-        """Leave out the bytes of the parameters and of the sums of their gradients."""
+        """Leave the bytes of the parameters and of their main gradients out of the cost, and return the module."""
         for p in module.parameters():
-            p.sink = _FakeMainGrad(p, self.on_grad)  # type: ignore[attr-defined]
+            main_grad = _FakeMainGrad(p, self.on_grad)
+            p.sink = main_grad  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
             name = spec_of(p).name.rsplit(".", 1)[-1]
-            self._names[storage_id(p)] = name, False
-            self._names[storage_id(p.sink.grad)] = name, True  # type: ignore[attr-defined]
+            self._params[storage_id(p)] = (name, False)
+            self._params[storage_id(main_grad.grad)] = (name, True)
         return module
 
     def should_count(self, storage: int) -> bool:
-        return storage not in self._names
-
-    def record(self, kind: str, name: str, *figures: float) -> None:
-        if self.phase:
-            self.trace.append(TraceEvent(self.phase, kind, name, figures))
+        return storage not in self._params
 
     def on_launch(self, kernel: Kernel, args: tuple[Any, ...]) -> None:
+        if not self.phase:
+            return
         name = kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__
         if kernel.matmul_shape is not None:
-            rows, columns, depth, *groups = kernel.matmul_shape(*args)
-            self._record_matmul([x for x in args if isinstance(x, Tensor)], rows, columns, depth, *groups or [1])
+            epilogue_bytes = 0
             if kernel.epilogue_tensors is not None:
-                self.record("beside", name, _unique_bytes(kernel.epilogue_tensors(*args)))
-            return
-        self._record_memory_op(name, args)
-        if kernel.flops is not None:
-            self.record("scores", name, kernel.flops(*args))
+                epilogue_bytes = _unique_bytes(kernel.epilogue_tensors(*args))
+            rows, columns, depth, *groups = kernel.matmul_shape(*args)
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            self._record_matmul(tensors, rows, columns, depth, groups[0] if groups else 1, epilogue_bytes)
+        elif kernel.flops is not None:
+            self.trace.append(AttentionKernel(self.phase, name, kernel.flops(*args)))
+        else:
+            self.trace.append(MemoryOp(self.phase, name, _unique_bytes(args)))
 
     def on_op(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> None:
         packet = op._overloadpacket
         if not self.phase or op.is_view or packet in NO_COST_OPS:
             return
-        if packet not in MATMULS:
-            lists = (x for x in args if isinstance(x, list | tuple))
-            self._record_memory_op(
-                packet.__name__, [*args, *(x for some in lists for x in some), *kwargs.values(), *results]
-            )
+        if packet in MATMULS:
+            index = MATMULS[packet]
+            a, b = args[index : index + 2]
+            batch_size = a.shape[0] if a.dim() > 2 else 1
+            self._record_matmul([a, b, results[0]], a.shape[-2], b.shape[-1], a.shape[-1] * batch_size, groups=1)
             return
-        a, b = args[MATMULS[packet] :][:2]
-        depth = a.shape[-1] * (a.shape[0] if a.dim() > 2 else 1)
-        self._record_matmul([a, b, results[0]], a.shape[-2], b.shape[-1], depth, 1)
+        values = [*args, *kwargs.values(), *results]
+        for arg in args:
+            if isinstance(arg, list | tuple):
+                values += arg
+        self.trace.append(MemoryOp(self.phase, packet.__name__, _unique_bytes(values)))
 
-    def _record_matmul(self, tensors: list[Tensor], rows: float, columns: float, depth: float, groups: float) -> None:
-        """With the name of the parameter among them, and whether the sum of its gradients is. The operand with the
-        smallest elements is no sum."""
-        known = [self._names[at] for x in tensors if (at := storage_id(x)) in self._names]
-        sinks, size = any(is_sum for _, is_sum in known), min(x.element_size() for x in tensors)
-        self.record("matmul", known[0][0] if known else "", rows, columns, depth, sinks, groups, size)
+    def _record_matmul(
+        self, tensors: list[Tensor], rows: float, columns: float, depth: float, groups: float, epilogue_bytes: int = 0
+    ) -> None:
+        """Record a matmul. Its tensors are the operands and the result, or the main gradient that it is added to."""
+        params = [self._params[key] for key in map(storage_id, tensors) if key in self._params]
+        event = Matmul(
+            self.phase,
+            weight=params[0][0] if params else "",
+            rows=rows,
+            columns=columns,
+            depth=depth,
+            is_weight_grad=any(is_main_grad for _, is_main_grad in params),
+            groups=groups,
+            itemsize=min(x.element_size() for x in tensors),  # a main gradient has larger elements than the operands
+            epilogue_bytes=epilogue_bytes,
+        )
+        self.trace.append(event)
 
-    def _record_memory_op(self, name: str, values: Any) -> None:
-        self.record("stream", name, _unique_bytes(values))
-
-    def run_phase(self, phase: str, act: Callable[[], Any]) -> Any:
-        self.start, self.phase, self.peak, self.peaks[phase] = self.live, phase, self.live, {"": 0}
-        result = act()
+    def run_phase(self, phase: str, run: Callable[[], Any]) -> Any:
+        """Record a phase, and return the result of `run`."""
+        self._phase_start = self.live
+        self.phase = phase
+        self.peak = self.live
+        self.peaks[phase] = {"": 0}
+        result = run()
         self._close_peak()
         self.phase = ""
         return result
 
-    def _close_peak(self) -> dict[str, int]:
+    def _close_peak(self) -> None:
+        """Set the peak of the current section."""
         peaks = self.peaks[self.phase]
-        peaks[next(reversed(peaks))] = self.peak - self.start
-        return peaks
+        section = next(reversed(peaks))
+        peaks[section] = self.peak - self._phase_start
 
     def on_grad(self, spec: ParamSpec) -> None:
+        """Start a section of the peaks if this is the first gradient of a matrix of its mesh view in the phase."""
         if self.phase and spec.is_2d and spec.mesh_view not in self.peaks[self.phase]:
-            self._close_peak()[spec.mesh_view] = 0
+            self._close_peak()
+            self.peaks[self.phase][spec.mesh_view] = 0
             self.peak = self.live
 
     def measure(
         self,
         forward: Callable[..., Tensor],
-        given: list[Tensor],
-        dy_of: Any,
+        inputs: list[Tensor],
+        make_dy: Callable[[Tensor], Tensor],
         wgrad_store: WeightGradStore | None = None,
     ) -> LayerCost:
-        """The bill of F, B, and W if backward is split. given: the inputs of `forward`; the list is emptied, so that
-        nothing else holds them. dy_of: makes the gradient of the result."""
-        inputs = [x.requires_grad_() for x in given]
-        given.clear()
-        y = self.run_phase("F", lambda: forward(*inputs))
-        edges, dys = [get_gradient_edge(y)], [dy_of(y)]
+        """Return the cost of F, of B, and with a split backward of W.
+
+        Args:
+            forward: The forward.
+            inputs: Its arguments. The list is emptied, so that no other reference keeps them allocated.
+            make_dy: Returns the gradient of the result.
+            wgrad_store: The store of the weight gradients if backward is split.
+        """
+        args = [x.requires_grad_() for x in inputs]
+        inputs.clear()
+        y = self.run_phase("F", lambda: forward(*args))
+        edges = [get_gradient_edge(y)]
+        dys = [make_dy(y)]
         del y
-        saved_bytes, wgrad_bytes = self.live - dys[0].nbytes, 0
+        saved_bytes = self.live - dys[0].nbytes
         self.run_phase("B", lambda: torch.autograd.backward([edges.pop()], [dys.pop()]))
-        while inputs:  # without a name that would keep the last one
-            inputs.pop().grad = None
+        while args:
+            args.pop().grad = None  # a loop variable would keep the last one allocated
+        wgrad_bytes = 0
         if wgrad_store is not None:
             wgrad_bytes = self.live
             self.run_phase("W", wgrad_store.compute_all)

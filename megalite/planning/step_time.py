@@ -74,7 +74,7 @@ def predict_step(plan: RunPlan, cluster: Cluster, profile: DeviceProfile | None 
     seconds = sum(parts.values())
     tokens = plan.batch_sizes.final * plan.config.model.seq_length
     flops = flops_per_token(plan.config.model, plan.padded_vocab) * tokens
-    mfu, fixed_parts = flops / (seconds * plan.world * step.peak), (step.profile.step_s, step.muon_s)
+    mfu, fixed_parts = flops / (seconds * plan.world * step.peak_flops), (step.profile.step_s, step.muon_s)
     return StepTime(seconds, parts, mfu, tokens / seconds, *fixed_parts)
 
 
@@ -100,7 +100,7 @@ class _StepModel(TimeModel):
         norm, update = self.update_s()
         exposed = with_gathers - with_p2p + self.exposed_reduce_s(simulation) + self.exposed_gathers_s
         hidden = max(0.0, self.total_dp_comm_s - exposed)
-        agreement = self.links.all_reduce(64, self.group(range(plan.world)))  # a few numbers
+        agreement = self.comm_times.all_reduce(64, self.group(range(plan.world)))  # a few numbers
         dp = exposed + self.profile.contention * hidden + agreement + self.tied_grad_s
         parts = {
             "compute": busy - tp - cp,
@@ -210,7 +210,7 @@ class _StepModel(TimeModel):
     ) -> float:
         """Seconds of a chunk's gathers, or reductions, one bucket after another: bytes by home in elements of `size`.
         `of_step`: with what replicas sum once in a step."""
-        links, seconds = self.links, 0.0
+        links, seconds = self.comm_times, 0.0
         for n, (shard, replica) in zip(sizes, self._groups, strict=True):
             if not n:
                 continue
@@ -288,4 +288,4 @@ class _StepModel(TimeModel):
         if plan.pp == 1 or m.untie_embeddings_and_output_weights:
             return 0.0
         n = plan.padded_vocab * m.hidden_size / plan.tp * self._grad_bytes[0] / self._groups[0][0].size
-        return self.links.all_reduce(n, self.group(self.mesh.tied_embedding.ranks))
+        return self.comm_times.all_reduce(n, self.group(self.mesh.tied_embedding.ranks))

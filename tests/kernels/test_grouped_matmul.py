@@ -22,7 +22,7 @@ from megalite.nn.moe import MoELayer
 from megalite.nn.parameter import ParamFactory
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
-from megalite.planning.layer_cost import CostRecorder
+from megalite.planning.layer_cost import CostRecorder, Matmul, MemoryOp
 from megalite.planning.meta_mode import MetaMode
 
 EXACT = dict(rtol=1e-12, atol=1e-12)
@@ -149,19 +149,16 @@ def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card()
         assert unpermute(dx, inverse_permutation(order, offsets, N, K)).shape == (N, D)
     M = N * K
     wanted = [("up", (M, F, D, False)), ("up", (M, D, F, False)), ("up", (E * F, D, M / E, True))]
-    found = [(event.name, event.values) for event in seen.trace if event.kind == "matmul"]
-    assert [(name, figures[:4]) for name, figures in found] == wanted
-    assert [figures[4:] for _, figures in found] == [(E, 2), (E, 2), (1, 2)]
-    moved = {event.name: event.values[0] for event in seen.trace if event.kind == "stream"}
+    found = [event for event in seen.trace if isinstance(event, Matmul)]
+    assert [(e.weight, (e.rows, e.columns, e.depth, e.is_weight_grad)) for e in found] == wanted
+    assert [(e.groups, e.itemsize) for e in found] == [(E, 2), (E, 2), (1, 2)]
+    moved = {event.name: event.num_bytes for event in seen.trace if isinstance(event, MemoryOp)}
     assert moved["permute_combine"] == 2 * (M * D + N * D) + 8 * N * K
     assert not any(name.startswith("grouped_matmul") for name in moved)
     with torch.no_grad(), MetaMode("cpu"):  # a rehearsal on a CPU
         y = grouped_matmul(x, w, offsets, rows)
         grouped_weight_grad_(grad, y, x, offsets, rows, overwrite=True)
         assert y.shape == (M, F) and unpermute(y, inverse_permutation(order, offsets, N, K)).shape == (N, F)
-
-
-MOVES = ("stream", "beside")
 
 
 @pytest.mark.parametrize("fused,forward,backward", [(True, 2, 10), (False, 18, 56)])
@@ -180,10 +177,13 @@ def test_swiglu_in_the_epilogue_moves_what_it_must(fused: bool, forward: int, ba
                 u, a = up_matmul(x, w, *where, p, activation)
             else:
                 again, du, dp = down_gradients(x, down, *where, u, p, activation)
-            moved = sum(event.values[0] for event in seen.trace if event.phase == seen.phase and event.kind in MOVES)
+            events = [event for event in seen.trace if event.phase == seen.phase]
+            moved = sum(event.num_bytes for event in events if isinstance(event, MemoryOp))
+            moved += sum(event.epilogue_bytes for event in events if isinstance(event, Matmul))
             assert moved / a.numel() == pytest.approx(wanted, abs=0.05)
     assert (u.shape, du.shape, again.shape, dp.shape) == ((N * K, 2 * F), u.shape, a.shape, p.shape)
-    assert [event.values[:3] for event in seen.trace if event.kind == "matmul"] == [(64, 2 * F, D), (64, F, D)]
+    matmuls = [event for event in seen.trace if isinstance(event, Matmul)]
+    assert [(e.rows, e.columns, e.depth) for e in matmuls] == [(64, 2 * F, D), (64, F, D)]
 
 
 def of_a_block(activation: str, biases: bool) -> list[Tensor]:

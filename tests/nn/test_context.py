@@ -16,6 +16,7 @@ from megalite.config import cli
 from megalite.config.validation import find_problems
 from megalite.data.datasets.batches import MicroBatch
 from megalite.models.families import PRESETS
+from megalite.planning.layer_cost import CommStart
 from megalite.planning.layer_kinds import LayerSetting, layer_kinds, layers_cost, single_document_sharding
 from megalite.training.batch import to_host_batch
 from megalite.training.setup import host_batch_options
@@ -100,8 +101,8 @@ def _moved(flags: str, cp: int, tp: int = 1, again: tuple[str, ...] = (), **more
         LayerSetting(tp, B, torch.bfloat16, recompute_modules=again, cp_sharding=single_document_sharding(kind, cp)),
         **more,
     )
-    events = [e for e in bill.trace if e.kind == "begin" and e.name.startswith("cp ")]
-    return Counter((e.phase, e.name[3:], e.values[0]) for e in events), bill
+    events = [e for e in bill.trace if isinstance(e, CommStart) and e.axis == "cp"]
+    return Counter((e.phase, e.op, e.num_bytes) for e in events), bill
 
 
 @pytest.mark.parametrize("cp,tp,groups", [(2, 1, 4), (4, 1, 4), (4, 2, 2), (4, 1, 1), (8, 1, 8)])

@@ -21,6 +21,7 @@ from megalite.nn import mlp
 from megalite.nn.activation_offload import _SavedStorage
 from megalite.parallel.mesh import Axis
 from megalite.pipeline import runtime
+from megalite.planning.layer_cost import CommStart
 from megalite.planning.memory import rank_memory
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.datasets import DatasetBundle, build_datasets
@@ -197,9 +198,9 @@ def test_the_rank_of_cp_that_receives_most_is_planned() -> None:
         event
         for bill, _ in plan.stage_costs.layer_costs(plan.layer_ranges[0])
         for event in bill.trace
-        if event.kind == "begin"
+        if isinstance(event, CommStart)
     ]
-    assert max(moved) == plan.num_microbatches * sum(e.values[0] for e in events if "all-to-all" in e.name) > moved[0]
+    assert max(moved) == plan.num_microbatches * sum(e.num_bytes for e in events if e.op == "all-to-all") > moved[0]
 
 
 def test_ranks_agree_with_each_other() -> None:

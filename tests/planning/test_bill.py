@@ -13,6 +13,7 @@ from formulas import head_flops, layer_parts, layer_saved, layer_waiting
 from train_cases import config_from
 
 from megalite.config.options import ModelConfig
+from megalite.planning.layer_cost import CommStart
 from megalite.planning.layer_kinds import LayerSetting, embedding_cost, head_cost, layer_kinds, layers_cost
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,15 +100,15 @@ def test_collectives_of_a_layer_are_those_that_a_run_counts() -> None:
 
     def calls(split: bool) -> Counter[tuple[str, str]]:
         trace = layers_cost((kind,), setting(2, split)).trace
-        return Counter((event.phase, event.name) for event in trace if event.kind == "begin")
+        return Counter((event.phase, event.op) for event in trace if isinstance(event, CommStart))
 
     gather, scatter = "all-gather", "reduce-scatter"
     assert calls(False) == {("F", gather): 2, ("F", scatter): 2, ("B", gather): 4, ("B", scatter): 2}
     split = {("F", gather): 2, ("F", scatter): 2, ("B", gather): 2, ("B", scatter): 2, ("W", gather): 2}
     assert calls(True) == split
     for event in layers_cost((kind,), setting(2)).trace:
-        if event.kind == "begin":
-            assert event.values[0] == 256 * 2 * 512 * 2  # of the whole sequence
+        if isinstance(event, CommStart):
+            assert event.num_bytes == 256 * 2 * 512 * 2  # of the whole sequence
 
 
 def test_the_head_has_its_backward_in_its_forward_and_the_embedding_multiplies_nothing() -> None:

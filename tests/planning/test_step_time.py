@@ -9,6 +9,7 @@ from train_cases import config_from
 from megalite.pipeline.schedule import build_schedule
 from megalite.pipeline.simulate import simulate
 from megalite.planning.cluster import Cluster, DeviceProfile, Link, default_profile, make_cluster
+from megalite.planning.layer_cost import CommStart
 from megalite.planning.layer_kinds import flops_per_token, layer_kinds
 from megalite.planning.run_plan import SIMULATED_GROUPS, RunPlan, make_run_plan
 from megalite.planning.stage_time import TOTAL, F, TimeModel, calibration_key
@@ -162,9 +163,8 @@ def test_waits_for_cp_are_told_apart_from_those_for_tp(exchange: str) -> None:
     of, alone = (made(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
     slow = dataclasses.replace(fast(4, inter_node=Link(0.0, 1e9)), devices_per_node=2, num_nodes=2)
-    moved = sum(
-        event.values[0] for event in of.stage_costs.layer_costs(range(1))[0][0].trace if event.name.startswith("cp ")
-    )
+    trace = of.stage_costs.layer_costs(range(1))[0][0].trace
+    moved = sum(event.num_bytes for event in trace if isinstance(event, CommStart) and event.axis == "cp")
     both, tp = predict_step(of, slow, profile), predict_step(alone, fast(4, intra_node=Link(0.0, 1e9)), profile)
     assert both.parts["cp"] == pytest.approx(6 * 8 * moved / 2 / 1e9) and both.parts["tp"] == pytest.approx(0, abs=1e-9)
     assert tp.parts["tp"] > 0.01 and tp.parts["cp"] == 0

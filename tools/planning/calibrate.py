@@ -39,6 +39,7 @@ from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.streams import synchronize
 from megalite.planning.cluster import DEVICES, DeviceProfile, Link, default_profile, make_cluster
+from megalite.planning.layer_cost import AttentionKernel
 from megalite.planning.layer_kinds import layer_kinds, layers_cost
 from megalite.planning.run_plan import RunPlan
 from megalite.planning.stage_time import calibration_key
@@ -262,7 +263,7 @@ class _Calibrator:
         kind = dataclasses.replace(layer_kinds(model)[0], window_size=None)
         setting = dataclasses.replace(plan.stage_costs.setting, tp=1, split_backward=False, recompute_modules=())
         cost = layers_cost((kind,), setting)
-        attention_flops = sum(event.values[0] for event in cost.of_phase("F") if event.kind == "scores")
+        attention_flops = sum(event.flops for event in cost.of_phase("F") if isinstance(event, AttentionKernel))
 
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
