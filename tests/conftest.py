@@ -5,9 +5,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import durations
 import programs
 import pytest
-import seconds
 import train_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,22 +33,22 @@ with contextlib.suppress(ImportError):  # the tests that need a card run without
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", action="store_true", help="write what tests took to tests/seconds.txt")
+    parser.addoption("--record", action="store_true", help="write what tests took to tests/durations.txt")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is not quick, and what guards a file that was changed."""
-    of_commits, means = seconds.of_commits(), seconds.mean_of_everything()
+    of_commits, means = durations.of_commits(), durations.mean_of_everything()
     guards = list[tuple[str, float]]()
     for item in items:
         if item.get_closest_marker("gpu") and not sys.modules["torch"].cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.nodeid in of_commits:
             item.add_marker("commit")
-        if (mark := item.get_closest_marker("everything")) and seconds.guarded(mark.kwargs.get("guards", ())):
-            guards.append((item.nodeid, means.get(item.nodeid.split("::")[0], seconds.COMMIT_S)))
-    chosen = set(seconds.within(seconds.GUARDED_S, guards))
+        if (mark := item.get_closest_marker("everything")) and durations.guarded(mark.kwargs.get("guards", ())):
+            guards.append((item.nodeid, means.get(item.nodeid.split("::")[0], durations.COMMIT_S)))
+    chosen = set(durations.within(durations.GUARDED_S, guards))
     for item in items:
         if item.nodeid in chosen:
             item.add_marker("changed")
@@ -66,12 +66,12 @@ class Recorder:
             self.everything.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        seconds.record(self.took, self.everything, self.kinds)
+        durations.record(self.took, self.everything, self.kinds)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(seconds.ran(config.getoption("markexpr"))))
+        config.pluginmanager.register(Recorder(durations.ran(config.getoption("markexpr"))))
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from layout_cases import COMMON
 from ranks import run_ranks
-from test_layouts import COMMON
 from train_cases import config_from, pretrain, run_from
 
 from card.simulator import nccl

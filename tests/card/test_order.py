@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cover import rarely
-from test_layouts import COVER, EXCHANGED, GPT, LLAMA, NAME, ROWS, Row, table
+from layout_cases import COVER, EXCHANGED, GPT, LLAMA, NAME, ROWS, Row, table
+from pairwise import rarely
 
 from card import runs
 from card.simulator.clocks import races

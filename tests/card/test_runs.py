@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from cover import rarely
+from pairwise import rarely
 from train_cases import config_from, logged, pretrain
 
 from card.simulator.device import Card, simulated

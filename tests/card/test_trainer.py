@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cover import rarely
+from pairwise import rarely
 from ranks import run_ranks
 from torch import Tensor
 from train_cases import run_from

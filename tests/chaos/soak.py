@@ -34,10 +34,10 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # as pytest has it
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]  # as pytest has it
 
 import programs  # noqa: E402
-from loads import flip  # noqa: E402
+from checkpoint_loads import flip  # noqa: E402
 from token_files import write  # noqa: E402
 from train_cases import logged  # noqa: E402
 

@@ -7,11 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import loads
+import checkpoint_loads
 import pytest
-from cover import rarely
+from checkpoint_loads import ALONE
 from drill import drill
-from loads import ALONE
+from pairwise import rarely
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.storage import storage as storage
@@ -66,7 +66,7 @@ def test_nothing_is_committed_and_the_run_goes_on(name: str, tmp_path: Path, unb
         assert "Traceback" not in "".join(end.said) and "rank 1" in end.status["reason"]
         assert not list(folder.glob(".iter_*"))
     assert storage.steps_in(folder) == [2]
-    found = loads.newest(folder, ALONE)
+    found = checkpoint_loads.newest(folder, ALONE)
     assert found is not None and found[1].state["progress"]["step"] == 2
     assert (again := drill(tmp_path, 2, flags)).code == 0, again
     last = manifests.load_manifest(folder / "iter_0000006")

@@ -12,7 +12,7 @@ from typing import Any
 
 import programs
 import pytest
-from nodes import ROOT, Node, Unpermitted, two_nodes
+from network_namespaces import ROOT, Node, Unpermitted, two_nodes
 from train_cases import SMALL, logged
 
 pytestmark = [pytest.mark.everything(guards=("megalite/launch/rank_info.py",)), pytest.mark.timeout(400)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tables
+import toml_tables
 from drill import drill
 from soak import KINDS, soak
 from token_files import write
@@ -107,8 +107,8 @@ GATHERS = pytest.mark.everything(
 )
 
 
-TABLES = tables.read("layouts")
-spelt = tables.spelt(TABLES["words"])
+TABLES = toml_tables.read("layouts/layouts")
+spelt = toml_tables.spelt(TABLES["words"])
 EXPERTS = """--num-experts 8 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias
  --moe-aux-loss-coeff 0.01"""
 

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-import loads
+import checkpoint_loads
 import numpy as np
 import pytest
 import torch
+from checkpoint_loads import ALONE
+from checkpoint_loads import whole_piece as whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loads import ALONE
-from loads import whole_piece as whole
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import reader
@@ -107,6 +107,6 @@ def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> N
     folder = saver.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
     pieces = [whole(torch.zeros(4, 2), "a"), whole(torch.zeros(5), "b"), whole(torch.zeros(1), "c")]
     with pytest.raises(CheckpointError) as error:
-        loads.fill(folder, manifests.load_manifest(folder), pieces, ALONE)
+        checkpoint_loads.fill(folder, manifests.load_manifest(folder), pieces, ALONE)
     assert "b: shape (5,) here, (3,) in" in str(error.value) and "c: shape (1,) here, not in" in str(error.value)
     assert all(not p.data.any() for p in pieces)

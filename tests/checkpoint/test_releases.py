@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from loads import reseal
+from checkpoint_loads import reseal
 from make_fixtures import CASES, FOLDER, hashes, write_tokens
 from train_cases import config_from, run_from
 

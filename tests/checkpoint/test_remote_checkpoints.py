@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoint_loads
 import fsspec
-import loads
 import programs
 import pytest
 import torch
+from checkpoint_loads import ALONE, BACKGROUND, filled, save_steps
 from fsspec.implementations.memory import MemoryFileSystem
-from loads import ALONE, BACKGROUND, filled, save_steps
 from train_cases import SMALL
 
 from megalite.checkpoint import offline
@@ -87,12 +87,12 @@ def change(url: str, content: bytes | None) -> None:
 
 def loaded(url: str) -> float:
     """The value of the newest checkpoint, verified, and filled under other boxes than it was saved in."""
-    found = loads.newest(url, ALONE)
+    found = checkpoint_loads.newest(url, ALONE)
     targets = []
     for n in range(2):
         box = Box((1, 3), (3, 1 << 12))
         targets.append(TensorShard(f"model/{n}", (4, 1 << 12), box, range(5, box.numel), torch.zeros(box.numel - 5)))
-    loads.fill(*found, targets, ALONE, exact=True)
+    checkpoint_loads.fill(*found, targets, ALONE, exact=True)
     value = float(targets[0].data[0])
     assert all((target.data == value).all() for target in targets)
     return value
@@ -106,7 +106,7 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
         object_store.RemoteStorage, "write_text", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1]
     )
     monkeypatch.setattr(object_store.RemoteStorage, "open_new", lambda s, p: (order.append(p.name), create(s, p))[1])
-    assert loads.newest(base, ALONE) is None
+    assert checkpoint_loads.newest(base, ALONE) is None
     one = CheckpointSaver(base, ALONE, 1 << 60, background=background)  # no store says how much it takes
     for step in (1, 2):
         order.clear()
@@ -121,9 +121,9 @@ def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest
     one.close()
     inside = ["COMPLETE", "manifest.json", "rank-00000.safetensors"]
     assert sorted(files(base)) == sorted([storage.TRACKER, *(f"iter_000000{n}/{f}" for n in (1, 2) for f in inside)])
-    assert loads.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
+    assert checkpoint_loads.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 3"):
-        loads.newest(base, ALONE, step=3)
+        checkpoint_loads.newest(base, ALONE, step=3)
     one = CheckpointSaver(base + "/", ALONE, 0)
     one.save(2, pieces(5.0), {})  # the same step again
     one.close()
@@ -152,7 +152,7 @@ def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, cap
     for step in (1, 2):
         change(f"{base}/iter_000000{step}/COMPLETE", None)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):  # and no fresh start
-        loads.newest(base, ALONE)
+        checkpoint_loads.newest(base, ALONE)
 
 
 def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.M
     again = TensorShard(piece.name, piece.shape, box, piece.span, torch.zeros_like(values))
     monkeypatch.setattr(object_store, "READ_BYTES", 1 << 20)
     reader.verify_checkpoint(folder, manifests.load_manifest(folder))
-    loads.fill(folder, manifests.load_manifest(folder), [again], ALONE, exact=True)
+    checkpoint_loads.fill(folder, manifests.load_manifest(folder), [again], ALONE, exact=True)
     assert torch.equal(again.data, values)
 
     def broken(size: int = 6 << 20) -> Iterator[torch.Tensor]:
@@ -275,7 +275,7 @@ def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.M
 
 
 def test_the_tool_takes_urls(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from test_tool import tool
+    from test_checkpoint_tool import tool
 
     for step in (1, 2):
         saver.save(base, step, pieces(float(step)), {"progress": {"step": step}}, ALONE)
@@ -319,7 +319,7 @@ def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
     type(fsspec.filesystem("s3")).clear_instance_cache()  # a client looks at the environment once
     with pytest.raises(CheckpointError, match="looking for checkpoints in s3://runs/x: .*listing it"):
-        loads.newest("s3://runs/x", ALONE)  # never taken for an empty directory
+        checkpoint_loads.newest("s3://runs/x", ALONE)  # never taken for an empty directory
     type(fsspec.filesystem("s3")).clear_instance_cache()
 
 
@@ -368,7 +368,7 @@ def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CheckpointError, match=r"unsteady://runs/.*ConnectionError: reset by peer"):
         one.save(2, pieces(2.0), {})
     with pytest.raises(CheckpointError, match="ConnectionError: reset by peer"):
-        loads.newest(url, ALONE)
+        checkpoint_loads.newest(url, ALONE)
     monkeypatch.setattr(Unsteady, "bad", 0)
     assert loaded(url) == 1.0
     one.save(3, pieces(3.0), {})

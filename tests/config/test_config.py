@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tables import ANSWERS
+from toml_tables import ANSWERS
 
 import pretrain_gpt
 from docs.document_flags import OUTSIDE, flags_page, megatron_page

@@ -13,7 +13,7 @@ from typing import Any
 
 import programs
 import pytest
-from cover import rarely
+from pairwise import rarely
 
 from megalite.common import console
 

@@ -9,10 +9,10 @@ from typing import Any
 import programs
 import pytest
 import torch
-from cover import rarely
 from hugging_face_cases import MODELS, S, V, collection
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import rarely
 from ranks import run_ranks
 from train_cases import SMALL, config_from
 

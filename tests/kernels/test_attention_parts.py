@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from cases import attention_definition
-from cover import rarely
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import rarely
 from torch import Tensor
 
 from megalite.kernels import blocked_attention as module

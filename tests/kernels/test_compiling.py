@@ -10,9 +10,9 @@ import pytest
 import torch
 from cases import OPS, results
 from compiling import CARDS, Launch, build, cache_folder, recorded
-from cover import cover, rarely
 from launches import WIDTHS, Work, activations, attention, combined, every, experts, gated, norms
 from machine_code import code_of
+from pairwise import cover, rarely
 
 from megalite.kernels import dispatch, flash_attention
 from megalite.kernels.dispatch import kernel

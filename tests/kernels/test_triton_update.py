@@ -1,5 +1,5 @@
 """The update of the weights and the gradient norm: the form for a CPU and Triton's interpreter. That the first is torch's
-AdamW, and its norm the gradient's: optim/test_zero1.py."""
+AdamW, and its norm the gradient's: optim/test_distributed_optimizer.py."""
 
 import math
 from typing import Any

@@ -12,7 +12,7 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
-from cover import spelled
+from pairwise import spelled
 from ranks import run_ranks
 from train_cases import config_from, run_from
 

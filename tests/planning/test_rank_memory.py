@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from cover import rarely, spelled
+from pairwise import rarely, spelled
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -1,0 +1,98 @@
+"""Layers of the stages that the options give: the numbers that Megatron-LM's get_num_layers_to_build returns; and
+patterns of layers."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toml_tables import ANSWERS
+from train_cases import config_from
+
+from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
+from megalite.config.options import ConfigError
+from megalite.config.pipeline_layout import parse_layout
+from megalite.planning.run_plan import RunPlan
+
+MODEL = """--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
+ --tokenizer-type NullTokenizer --vocab-size 5000 --eval-iters 0"""
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+
+STAGES = ANSWERS["stages"]
+
+
+def counts(layers: int, pp: int, flags: str) -> list[int]:
+    words = f"{MODEL} --num-layers {layers} --pipeline-model-parallel-size {pp} {flags}"
+    config = config_from(words)
+    ranges = RunPlan(config, pp, 5000).layer_ranges
+    assert [i for r in ranges for i in r] == list(range(layers))
+    return [len(r) for r in ranges]
+
+
+@pytest.mark.parametrize("layers,pp,flags,want", STAGES["megatrons"])
+def test_given_stages_are_megatrons(layers: int, pp: int, flags: str, want: list[int]) -> None:
+    assert counts(layers, pp, flags) == want
+
+
+def test_what_is_not_given_is_balanced_by_flops() -> None:
+    """The head of this small model costs 50 layers: it is alone, whatever divides, but with one micro-batch, of which
+    no two stages ever run at once."""
+    batch = "--global-batch-size 8"
+    assert counts(8, 2, batch) == [8, 0] and counts(8, 2, "") == [4, 4]
+    assert counts(7, 2, f"{batch} {CHUNKS} 2")[-1] == counts(8, 2, f"{batch} {CHUNKS} 2")[-1] == 0
+
+
+@pytest.mark.parametrize("layers,pp,flags,says", STAGES["refused"])
+def test_what_does_not_fit_says_what_to_do(layers: int, pp: int, flags: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        counts(layers, pp, flags)
+
+
+@pytest.mark.parametrize("text", ["tt|tL", "Ett", "Et|x|L", "Et|tt|L", "Ett|tL", "Ett||ttL", "Et|(t|)*999999999L"])
+def test_a_bad_layout_says_what_to_write(text: str) -> None:
+    with pytest.raises(ValueError, match="pipeline_model_parallel_layout"):
+        parse_layout(text, 4 if text != "Ett|tL" else 3, 2 if text != "Ett|tL" else 4)
+
+
+# ---- patterns of layers: what Megatron-LM's expressions mean, without running them
+lists = st.recursive(  # (text, what it means)
+    st.lists(st.sampled_from([0, 1]), max_size=4).map(lambda bits: (str(bits), bits)),
+    lambda inner: (
+        st.tuples(inner, inner).map(lambda ab: (f"({ab[0][0]}+{ab[1][0]})", ab[0][1] + ab[1][1]))
+        | st.tuples(inner, st.integers(0, 3)).map(lambda an: (f"{an[0][0]} * {an[1]}", an[0][1] * an[1]))
+        | st.tuples(st.integers(0, 3), inner).map(lambda na: (f"({na[0]}*{na[1][0]})", na[0] * na[1][1]))
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100)
+@given(lists)
+def test_an_expression_means_what_python_says(pair: tuple[str, list[int]]) -> None:
+    text, want = pair
+    assert parse_layer_pattern(text, len(want)) == tuple(map(bool, want))
+
+
+@settings(max_examples=100)
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_what_is_written_reads_back(bits: list[bool]) -> None:
+    assert parse_layer_pattern(format_layer_pattern(bits), len(bits)) == tuple(bits)
+
+
+def test_a_number_is_how_many_layers_apart() -> None:
+    """As in Megatron-LM, where layers count from 1: layer n has no window where n % N == 0."""
+    assert parse_layer_pattern("4", 9) == tuple(n % 4 != 0 for n in range(1, 10))
+    assert format_layer_pattern([True, True, True, False] * 2) == "4" and format_layer_pattern([True] * 5) == "[1]*5"
+    assert (
+        format_layer_pattern([False, True] * 3) == "[0,1]*3"
+        and format_layer_pattern([False] * 4 + [True]) == "[0]*4+[1]"
+    )
+
+
+NEITHER = ["", "[1]*(2)*x", "[1.0]", "[True]", "[1]*-1", "[1]*1000000000", "[1]*99999*99999*99999", "'ab'*2"]
+NEITHER += ["__import__('os')", "(" * 3000 + "[1]" + ")" * 3000]
+SAYS = {"0": "below 1", "-2": "below 1", "[1,0]": "has 2 numbers for 3 layers"}
+
+
+@pytest.mark.parametrize("text,says", [*SAYS.items(), *((text, "neither a number nor a list") for text in NEITHER)])
+def test_what_is_no_pattern_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_layer_pattern(text, 3)

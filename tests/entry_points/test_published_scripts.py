@@ -1,0 +1,78 @@
+"""Published scripts, started as they start: torchrun, tp 2 x pp 2 on gloo, a vocabulary and merges, preprocessed text."""
+
+import json
+import math
+import os
+import re
+import shlex
+from pathlib import Path
+
+import programs
+import pytest
+import toml_tables
+from pairwise import rarely
+from token_files import byte_level_bpe
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = toml_tables.read("entry_points/published_scripts")
+LINES, SMALLER = TABLES["lines"], TABLES["smaller"]
+
+
+def words(name: str, places: dict[str, str]) -> list[str]:
+    """A line as the shell would pass it, of small sizes; `places`: what $NAME stands for. pp 2 is added where it has none."""
+    found = [places.get(word, word) for word in shlex.split(LINES[name])]
+    for flag, value in (SMALLER["all"] | SMALLER[name]).items():
+        for i in reversed([i for i, word in enumerate(found) if word == flag]):
+            found[i + 1] = value
+    if "--pipeline-model-parallel-size" not in found:
+        found += ["--pipeline-model-parallel-size", "2"]
+    if "--fp16" in found:
+        found += ["--initial-loss-scale", "65536"]  # from 2^32 all six steps would only halve it
+    return found
+
+
+def docs() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+
+
+def byte_level_vocabulary(folder: Path, size: int = 384) -> dict[str, str]:
+    """vocab.json, merges.txt and tokenizer.json of a small byte-level BPE, as GPT-2's, made of this repository's text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    bpe = byte_level_bpe(docs(), size)
+    bpe.model.save(str(folder))
+    bpe.save(str(folder / "tokenizer.json"))
+    names = {"$VOCAB": "vocab.json", "$MERGES": "merges.txt", "$TOKENIZER": "tokenizer.json"}
+    return {name: str(folder / file) for name, file in names.items()}
+
+
+def preprocessed(folder: Path, places: dict[str, str], *kind: str) -> str:
+    """The docs as a dataset; returns its prefix."""
+    parts = [part for one in docs() for part in one.split("\n## ")]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
+    gpt2 = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", places["$VOCAB"], "--merge-file", places["$MERGES"])
+    where = ("--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "docs"), "--append-eod")
+    programs.python("tools/preprocess_data.py", *where, *(kind or gpt2), ok=True)
+    return str(folder / "docs_text_document")
+
+
+def _losses(log: str) -> list[float]:
+    return [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+) \|", log)]
+
+
+@pytest.mark.parametrize("name", rarely(sorted(LINES), sorted(LINES)[:1], str, guards=("megalite/config",)))
+@pytest.mark.timeout(240)
+def test_a_published_script_trains_and_goes_on(name: str, tmp_path: Path) -> None:
+    places = byte_level_vocabulary(tmp_path)
+    hugging_face = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", places["$TOKENIZER"])
+    kind = () if name == "gpt3" else hugging_face
+    places |= {"$DATA": preprocessed(tmp_path, places, *kind), "$CHECKPOINTS": str(tmp_path / "checkpoints")}
+    places |= {"$LOGS": str(tmp_path / "logs"), "$CACHE": str(tmp_path / "cache")}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    start = ["-m", "torch.distributed.run", "--nproc_per_node", "4", "--standalone", "pretrain_gpt.py"]
+    run = programs.python(*start, *words(name, places), timeout=200, env=env, ok=True)
+    losses = _losses(run.stdout)
+    assert len(losses) == 6 and all(math.isfinite(x) for x in losses), run.stdout
+    assert len(re.findall(r"elapsed time per iteration \(ms\): [0-9.]+ \|", run.stdout)) == 6
+    if "--log-throughput" in LINES[name]:
+        assert len(re.findall(r"throughput per GPU \(TFLOP/s/GPU\): [0-9.]+ \|", run.stdout)) == 6
+    assert json.loads((tmp_path / "checkpoints/status.json").read_text())["outcome"] == "done"

@@ -1,0 +1,224 @@
+"""The specification of parallelism: one table of layouts, and every one trains exactly as one process does.
+
+Per step: loss and gradient norm. At the end: every weight, gathered from the pieces that the ranks own. In float64
+to a relative 1e-10, where no mistake can hide behind rounding; in fp32 to 1e-5 for pp and dp and 1e-4 for tp; bf16
+within BF16 of its own one-process twin.
+"""
+
+import functools
+import os
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from full_tensors import owned, whole_of
+from layout_cases import *  # noqa: F403  until all tests import it themselves
+from layout_cases import (
+    BF16,
+    COMMON,
+    COVER,
+    EXCHANGED,
+    FP64,
+    GPT,
+    LLAMA,
+    NAME,
+    OFTEN,
+    PARAMETERS,
+    ROWS,
+    TABLES,
+    ZERO3,
+    ZLOSS,
+    Row,
+    flags,
+    table,
+)
+from pairwise import rarely
+from ranks import run_ranks
+from train_cases import BORDERS, run_from
+
+from megalite.kernels.dispatch import runs_triton
+from megalite.training.train_step import train_step
+
+STEPS = 3
+DTYPES = ("float64", None)
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, np.ndarray]
+
+
+def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], list[tuple]]:
+    """On one rank: train, then the pieces of the weights that this rank owns."""
+    run = run_from(f"{COMMON} {flags}", dtype=None if dtype is None else getattr(torch, dtype))
+    results = [train_step(run) for _ in range(STEPS)]
+    run.buffer.wait_param_sync()
+    run.close()
+    return [r.loss for r in results], [r.grad_norm for r in results], owned(run.optimizer, "model/")
+
+
+def _assemble(parts: list[tuple]) -> Trained:
+    weights = whole_of(piece for _, _, pieces in parts for piece in pieces)
+    return Trained(parts[0][0], parts[0][1], {name: whole.numpy() for name, whole in weights.items()})
+
+
+def _both(flags: str) -> list[tuple]:
+    return [_parts(flags, dtype) for dtype in DTYPES]
+
+
+def _in_triton(flags: str) -> list[tuple]:
+    """With the Triton kernels, interpreted; on a rank of its own process that has not chosen its kernels yet."""
+    os.environ.update(TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
+    assert runs_triton("cpu")
+    return _both(flags)
+
+
+@functools.cache
+def trained(world: int, flags: str) -> dict[str | None, list[tuple]]:
+    """What every rank returned, in fp64 and in fp32, from one start of the ranks."""
+    ranks = run_ranks(world, _both, flags) if world > 1 else [_both(flags)]
+    return {dtype: [rank[i] for rank in ranks] for i, dtype in enumerate(DTYPES)}
+
+
+@functools.cache
+def alone(flags: str, dtype: str | None) -> Trained:
+    return _assemble([_parts(flags, dtype)])
+
+
+def _twin(item: Row) -> str:
+    """The flags of the one-process run: the model and what changes the batch or the update, not the layout."""
+    words, kept = item.layout.split(), []
+    for flag in ("--global-batch-size", "--optimizer"):
+        if flag in words:
+            kept += [flag, words[words.index(flag) + 1]]
+    return f"{item.model} {' '.join(kept)}"
+
+
+def _far(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
+
+
+def _compare(item: Row, dtype: str | None, bound: float, weights_bound: float) -> None:
+    words = f"{item.model} {item.layout}"
+    parts = trained(item.world, words)[dtype] if "bf16" not in words else run_ranks(item.world, _parts, words, dtype)
+    _same(item, parts, dtype, bound, weights_bound)
+
+
+def _same(item: Row, parts: list[tuple], dtype: str | None, bound: float, weights_bound: float) -> None:
+    """What the ranks of a layout returned equals the one-process twin."""
+    got, want = _assemble(parts), alone(_twin(item), dtype)
+    for losses, norms, _ in parts:
+        assert (losses, norms) == (got.losses, got.grad_norms), "ranks disagree"
+    np.testing.assert_allclose(got.losses, want.losses, rtol=bound, err_msg=f"{item.name}: loss")
+    np.testing.assert_allclose(got.grad_norms, want.grad_norms, rtol=bound, err_msg=f"{item.name}: grad norm")
+    assert got.weights.keys() == want.weights.keys()
+    worst = max(want.weights, key=lambda n: _far(got.weights[n], want.weights[n]))
+    assert _far(got.weights[worst], want.weights[worst]) <= weights_bound, f"{item.name}: {worst} differs most"
+    assert want.losses[0] != want.losses[-1]
+
+
+@pytest.mark.parametrize("item", rarely(ROWS, COVER, NAME))
+def test_layout_equals_one_process_in_fp64(item: Row) -> None:
+    _compare(item, "float64", FP64, 1e-9)
+
+
+@pytest.mark.parametrize("item", rarely(ROWS, COVER, NAME))
+def test_layout_equals_one_process_in_fp32(item: Row) -> None:
+    _compare(item, None, 1e-4 if item.has_tp else 1e-5, 1e-4)
+
+
+@pytest.mark.parametrize("item", table("bf16"), ids=NAME)
+def test_bf16_stays_close(item: Row) -> None:
+    _compare(item, None, BF16, 0.1)
+
+
+def test_moments_in_bf16_are_rounded_alike_under_every_layout() -> None:
+    """In fp64 only: what is rounded at random magnifies the rounding of fp32."""
+    model = LLAMA + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    _compare(Row(8, model, flags("tp2 pp2"), "llama bf16 moments"), "float64", FP64, 1e-9)
+    assert alone(model + " ", "float64").losses[-1] != alone(LLAMA + " ", "float64").losses[-1]
+
+
+@pytest.mark.parametrize("item", table("offloaded"), ids=NAME)
+def test_what_is_offloaded_changes_no_bit(item: Row) -> None:
+    words = f"{item.model} {item.layout} --ddp-bucket-size 500"
+    places = [place for place in map(flags, TABLES["places"].values()) if PARAMETERS not in place or ZERO3 in words]
+    kept, *others = (_bits(run_ranks(item.world, _parts, f"{words} {more}", None)) for more in ("", *places))
+    assert others == [kept] * len(places)
+
+
+def _bits(ranks: list[tuple]) -> list[tuple[str, list[bytes]]]:
+    """NaN is equal to itself."""
+    return [(f"{losses} {norms}", [data.numpy().tobytes() for *_, data in pieces]) for losses, norms, pieces in ranks]
+
+
+def test_a_scaled_loss_has_its_backward_split() -> None:
+    """In fp64 only: weights that are fp16 differ by their rounding."""
+    item = Row(2, GPT, flags("SPLIT --fp16 --initial-loss-scale 1024 pp2"), "gpt split pp2, scaled loss")
+    _compare(item, "float64", FP64, 1e-9)
+
+
+WHOLE = [
+    replace(item, name=f"{name} {item.name}", model=f"{item.model} {rule}")
+    for name, rule in TABLES["rules"].items()
+    for item in table("whole")
+]
+
+
+WHOLE_OFTEN = {  # matrices that ranks cut, that some ranks have copies of, and that no rank holds
+    "muon tp2 dp2, a matrix cut by both",
+    "muon tp4 groups 2 replicated",
+    "muon ZeRO-3 hybrid 2x2 once more",
+    "lamb ZeRO-3 tp2 dp2",
+    "lars pp2 dp2, no layer but the embedding's",
+}
+
+
+@pytest.mark.parametrize(
+    "item", rarely(WHOLE, [row for row in WHOLE if row.name in WHOLE_OFTEN], NAME, guards=("megalite/optim",))
+)
+def test_optimizers_of_whole_tensors_see_them_whole_under_every_layout(item: Row) -> None:
+    """In fp64 only: Newton-Schulz magnifies the rounding of small singular values."""
+    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
+    _same(item, ranks, "float64", FP64, 1e-9)
+
+
+@pytest.mark.parametrize("item", rarely(EXCHANGED, OFTEN, NAME, guards=("megalite/nn", "megalite/kernels")))
+def test_a_context_that_ranks_share_trains_as_one_process_does(item: Row) -> None:
+    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
+    _same(item, ranks, "float64", FP64, 1e-9)
+
+
+INTERPRETED, MOVED = table("interpreted"), table("moved")
+
+
+@pytest.mark.parametrize(
+    "item", rarely(INTERPRETED, INTERPRETED[2:3], NAME, guards=("megalite/kernels", "megalite/nn/context_parallel.py"))
+)
+def test_triton_kernels_train_as_torch_does(item: Row) -> None:
+    ranks = run_ranks(item.world, _in_triton, f"{item.model} {item.layout}", timeout=110)
+    for i, dtype in enumerate(DTYPES):
+        bounds = (1e-10, 1e-9) if dtype == "float64" else (1e-4, 1e-4)
+        _same(item, [rank[i] for rank in ranks], dtype, *bounds)
+
+
+@pytest.mark.parametrize("item", rarely(MOVED, MOVED[:4], NAME, guards=("megalite/nn/activation_offload.py",)))
+def test_activations_in_host_memory_change_no_bit(item: Row) -> None:
+    words, more = f"{item.model} {item.layout}", "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1"
+    kept, moved = (_bits(run_ranks(item.world, _parts, f"{words} {some}", None)) for some in ("", more))
+    assert moved == kept
+
+
+def test_borders_of_documents_change_the_result() -> None:
+    """The rows with documents say nothing unless there are some."""
+    assert alone(GPT + BORDERS + " ", "float64").losses[0] != alone(GPT + " ", "float64").losses[0]
+    only = [alone(GPT + f" --{flag} ", "float64").losses[0] for flag in BORDERS.replace("--", "").split()]
+    assert len({*only, alone(GPT + " ", "float64").losses[0]}) == 4
+
+
+def test_the_z_loss_changes_the_weights_and_is_no_part_of_the_loss() -> None:
+    with_it, without = alone(f"{LLAMA} {ZLOSS}", "float64"), alone(LLAMA + " ", "float64")
+    assert with_it.losses[0] == without.losses[0] and with_it.losses[1] != without.losses[1]

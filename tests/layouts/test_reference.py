@@ -1,0 +1,376 @@
+"""A run against the definition: loss, gradient norm and learning rate of every step, and at the end every weight, equal
+those of a plain torch model with torch's own optimizers (tests/support/reference_model.py), in fp64 to a relative 1e-10. Each
+row names an option twice, as a flag and as a fact; `OTHERWISE` shows that the definition without it gives other losses.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import reference_model as reference
+import torch
+from reference_model import Documents, Model, Rotary, Trained, Training, Weights, Yarn, is_matrix
+from torch import Tensor
+from train_cases import BORDERS, run_from
+
+from megalite.kernels.dropout import fold_in, keep_mask
+from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
+from megalite.nn.parameter import params_with_specs
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
+
+STEPS, BATCH, LR, SEED = 4, 4, 0.01, 7
+COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 20
+ --micro-batch-size 2 --global-batch-size {BATCH} --lr {LR} --lr-decay-style constant --seed {SEED}
+ --mock-data --tokenizer-type NullTokenizer --vocab-size 21 --make-vocab-size-divisible-by 8 --init-method-std 0.2
+ --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --adam-eps 1e-3"""
+EOD = 20  # NullTokenizer's last id
+
+GPT = Model(layers=2, width=32, heads=4, head_size=8, groups=4, ffn=128, vocab_size=21, padded=24, positions=20)
+LLAMA_FLAGS = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
+LLAMA = replace(
+    *(GPT,), norm="RMSNorm", activation="swiglu", ffn=64, bias="none", groups=2, rotary=Rotary(), learned_positions=False,
+    tied=False,
+)  # fmt: skip
+QWEN_FLAGS = f"{LLAMA_FLAGS} --add-qkv-bias --qk-layernorm"
+QWEN = replace(LLAMA, bias="qkv", qk_norm=True)
+YARN_FLAGS = f"""{LLAMA_FLAGS.replace("type rope", "type yarn")} --rotary-base 100 --rotary-scaling-factor 4
+ --yarn-original-max-position-embeddings 10 --yarn-beta-fast 1 --yarn-beta-slow 0.08"""
+YARN = Yarn(factor=4.0, length=10, fast=1.0, slow=0.08)
+PLAIN = Training(rates=(LR,) * STEPS, eps=1e-3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: its flags, and the same said to the definition."""
+
+    name: str
+    flags: str
+    model: Model
+    training: Training = PLAIN
+    documents: Documents | None = None
+    dropout: tuple[float, float] = (0.0, 0.0)  # hidden, attention
+
+
+def gpt(name: str, flags: str, **facts: Any) -> Row:
+    return Row(name, flags, replace(GPT, **facts))
+
+
+def llama(name: str, flags: str, **facts: Any) -> Row:
+    return Row(name, f"{LLAMA_FLAGS} {flags}", replace(LLAMA, **facts))
+
+
+def yarn(name: str, flags: str, **facts: Any) -> Row:
+    return Row(name, f"{YARN_FLAGS} {flags}", replace(LLAMA, rotary=Rotary(100.0, yarn=replace(YARN, **facts))))
+
+
+def update(name: str, flags: str, rate: Callable[[int], float] = lambda step: LR, **facts: Any) -> Row:
+    """A row about the update; `rate` is that after `step` steps, 0 .. STEPS - 1."""
+    rates = tuple(map(rate, range(STEPS)))
+    return Row(name, flags, GPT, replace(PLAIN, rates=rates, **facts))
+
+
+def wsd(style: str, height: Callable[[float], float]) -> Row:
+    """One step of warm-up, at rate 0, one at the peak, and the first two of three steps of decay."""
+    flags = f"""--lr-decay-style WSD --lr-wsd-decay-style {style} --lr-wsd-decay-iters 3 --lr-decay-iters 4
+     --lr-warmup-iters 1 --min-lr 1e-3"""
+    return update(f"WSD {style}", flags, lambda step: LR * step if step <= 1 else 1e-3 + 9e-3 * height((step - 1) / 3))
+
+
+UNTIED, SCALING = "--untie-embeddings-and-output-weights", "--use-rope-scaling"
+NO_POSITIONS = "--position-embedding-type none --normalization RMSNorm"
+BASE, INTERLEAVED = "--rotary-base 500000", "--rotary-interleaved --rotary-percent 0.5"
+POSITIONS, ATTENTION = Documents(EOD, reset_positions=True), Documents(EOD, reset_attention=True)
+DROPPED = "--hidden-dropout 0.3 --attention-dropout 0.2 --reset-attention-mask"
+GROWING = "--start-weight-decay 1 --end-weight-decay 5 --weight-decay-incr-style linear"
+APART = "--decoupled-lr 0.03 --decoupled-min-lr 0.02 --lr-decay-style linear"
+RATES_APART: dict[str, Any] = {
+    "rates": tuple(LR * (1 - step / STEPS) for step in range(STEPS)),
+    "vocabulary_rates": tuple(0.03 - 0.01 * step / STEPS for step in range(STEPS)),
+}
+QK_DECAY = "--weight-decay 5 --apply-wd-to-qk-layernorm"
+
+
+ROWS = [
+    Row("gpt", "", GPT),
+    Row("llama", LLAMA_FLAGS, LLAMA),
+    Row("qwen", QWEN_FLAGS, QWEN),
+    llama("llama one group", "--num-query-groups 1", groups=1),
+    gpt("gpt squared relu untied", f"--squared-relu {UNTIED}", activation="squared_relu", tied=False),
+    gpt("gpt swiglu with biases", "--swiglu --ffn-hidden-size 24", activation="swiglu", ffn=24),
+    gpt("gpt no positions RMSNorm", NO_POSITIONS, learned_positions=False, norm="RMSNorm"),
+    gpt("gpt q/k norm", "--qk-layernorm", qk_norm=True),
+    gpt("softmax off by one", "--softmax-type off-by-one", sink="off-by-one"),
+    llama("sinks", "--softmax-type learnable", sink="learnable"),
+    llama("head size 12", "--kv-channels 12", head_size=12),
+    llama("rotary base", BASE, rotary=Rotary(base=500000.0)),
+    llama("rotary percent", "--rotary-percent 0.5", rotary=Rotary(fraction=0.5)),
+    # wavelengths 6, 167, 4443 and 118k tokens: kept, kept, between, stretched
+    llama("rotary scaling", f"{BASE} {SCALING}", rotary=Rotary(500000.0, factor=8.0)),
+    llama("rotary scaling by 32", f"{BASE} {SCALING} --rope-scaling-factor 32", rotary=Rotary(500000.0, factor=32.0)),
+    gpt("no bias: exact gelu", "--disable-bias-linear", bias="none", activation="gelu_erf"),
+    gpt("no fusion: exact gelu", "--no-bias-gelu-fusion", activation="gelu_erf"),
+    gpt("openai gelu", "--disable-bias-linear --openai-gelu", bias="none"),
+    gpt("named gelu", "--disable-bias-linear --activation gelu", bias="none"),
+    llama("interpolated positions", "--rotary-seq-len-interpolation-factor 4", rotary=Rotary(interpolation=4.0)),
+    llama("interleaved", INTERLEAVED, rotary=Rotary(fraction=0.5, neighbours=True)),
+    llama("every second layer without", "--no-rope-freq 2", rotary=Rotary(without=(1,))),
+    llama("the first layer without", "--no-rope-freq [1,0]", rotary=Rotary(without=(0,))),
+    # channels make 1.6, 0.5, 0.16 and 0.05 turns in 10 tokens: kept, between, between and stretched; ends 0.4 and 2.6
+    yarn("yarn", "--no-yarn-correction-range-round-to-int", rounded=False),
+    yarn("yarn, whole channels", ""),
+    yarn("yarn with both magnitudes", "--mscale 0.7 --mscale-all-dim 0.4", more=0.7, less=0.4),
+    gpt("norm weights less one", "--apply-layernorm-1p --qk-layernorm", one_plus=True, qk_norm=True),
+    Row("RMSNorm weights less one", f"{QWEN_FLAGS} --apply-layernorm-1p", replace(QWEN, one_plus=True)),
+    gpt("norm epsilon LayerNorm", "--norm-epsilon 1e-2", eps=1e-2),
+    Row("norm epsilon q/k", f"{QWEN_FLAGS} --norm-epsilon 1e-2", replace(QWEN, eps=1e-2)),
+    Row("documents gpt", BORDERS, GPT, documents=Documents(EOD, True, True, True)),
+    Row("documents llama", f"{LLAMA_FLAGS} {BORDERS}", LLAMA, documents=Documents(EOD, True, True, True)),
+    Row("documents: loss", "--eod-mask-loss", GPT, documents=Documents(EOD, mask_loss=True)),
+    Row("documents: positions", f"{LLAMA_FLAGS} --reset-position-ids", LLAMA, documents=POSITIONS),
+    Row("documents: attention", "--reset-attention-mask", GPT, documents=ATTENTION),
+    Row("dropout gpt", "--hidden-dropout 0.2 --attention-dropout 0.3", GPT, dropout=(0.2, 0.3)),
+    Row("dropout llama documents", f"{LLAMA_FLAGS} {DROPPED}", LLAMA, documents=ATTENTION, dropout=(0.3, 0.2)),
+    update("decay", "--weight-decay 5 --clip-grad 0", weight_decay=5.0, clip=0.0),
+    update("clip", "--weight-decay 0 --clip-grad 1.9", weight_decay=0.0, clip=1.9),
+    update("betas", "--adam-beta1 0.7 --adam-beta2 0.9", betas=(0.7, 0.9)),
+    update("adam eps", "--adam-eps 0.05", eps=0.05),
+    update("sgd", "--optimizer sgd --sgd-momentum 0.8 --weight-decay 0.3", momentum=0.8, weight_decay=0.3),
+    update(
+        "linear",
+        "--lr-decay-style linear --min-lr 1e-3 --lr-decay-iters 2",
+        lambda step: LR - 9e-3 * step / 2 if step <= 2 else 1e-3,
+    ),
+    update(
+        "linear, by samples",
+        f"--train-samples {STEPS * BATCH} --lr-decay-style linear --lr-decay-samples 24 --lr-warmup-samples 6",
+        lambda step: LR * step * BATCH / 6 if step <= 1 else LR * (1 - (step * BATCH - 6) / 18),
+    ),
+    update(
+        "linear, by a fraction of the steps",
+        f"--lr-decay-style linear --lr-warmup-fraction {2 / STEPS}",
+        lambda step: LR * (step / 2 if step <= 2 else 1 - (step - 2) / (STEPS - 2)),
+    ),
+    update(
+        "warm-up, cosine",
+        "--lr-decay-style cosine --lr-warmup-iters 2 --lr-warmup-init 2e-3 --min-lr 1e-3 --lr-decay-iters 6",
+        lambda step: 2e-3 + 4e-3 * step if step <= 2 else 1e-3 + 4.5e-3 * (1 + math.cos(math.pi * (step - 2) / 4)),
+    ),
+    update(
+        "inverse square root",
+        "--lr-decay-style inverse-square-root --lr-warmup-iters 2",
+        lambda step: LR * step / 2 if step <= 2 else LR * math.sqrt(2 / step),
+    ),
+    Row("growing weight decay", GROWING, GPT, replace(PLAIN, decays=tuple(1 + 4 * s / STEPS for s in range(STEPS)))),
+    Row("a rate of embedding and head", f"{LLAMA_FLAGS} {APART}", LLAMA, replace(PLAIN, **RATES_APART)),
+    Row("a rate of the tied embedding", "--decoupled-lr 0.03", GPT, replace(PLAIN, vocabulary_rates=(0.03,) * STEPS)),
+    Row(
+        "norms of query and key decay",
+        f"{QWEN_FLAGS} {QK_DECAY}",
+        QWEN,
+        replace(PLAIN, weight_decay=5.0, qk_norms_decay=True),
+    ),
+    wsd("linear", lambda r: 1 - r),
+    wsd("exponential", lambda r: 2 * 0.5**r - 1),
+    wsd("cosine", lambda r: (1 + math.cos(math.pi * r)) / 2),
+    wsd("minus_sqrt", lambda r: 1 - math.sqrt(r)),
+]
+BY_NAME = {row.name: row for row in ROWS}
+
+
+@dataclass
+class Outcome:
+    """What the run did, and what it began with."""
+
+    initial: Weights
+    batches: list[Tensor]
+    trained: Trained
+    logged: list[float]
+
+
+def build(flags: str) -> Run:
+    length = "" if "--train-samples" in flags else f"--train-iters {STEPS}"
+    return run_from(f"{COMMON} {length} {flags}", dtype=torch.float64)
+
+
+def weights_of(run: Run) -> Weights:
+    """Views of all weights, with the rows that pad the vocabulary."""
+    return {spec.name: parameter.data for stage in run.pipeline.stages for spec, parameter in params_with_specs(stage)}
+
+
+def perturb_(weights: Weights) -> None:
+    """Norms and biases begin as constants, which hide much: a scale of 1 may be missing, a bias of 0 misplaced."""
+    generator = torch.Generator().manual_seed(1)
+    for name, value in sorted(weights.items()):
+        if not is_matrix(name):
+            value += 0.3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+
+
+@functools.cache
+def ran(flags: str) -> Outcome:
+    run = build(flags)
+    perturb_(weights_of(run))
+    initial = {name: value.clone() for name, value in weights_of(run).items()}
+    dataset = run.train_loader.batches.dataset
+    batches = [torch.from_numpy(dataset.samples(np.arange(s * BATCH, (s + 1) * BATCH))) for s in range(STEPS)]
+    results = [train_step(run) for _ in range(STEPS)]
+    trained = Trained([r.loss for r in results], [r.grad_norm for r in results], weights_of(run))
+    return Outcome(initial, batches, trained, [r.lr for r in results])
+
+
+SITES = {"embedding": 0, "attention": 1, "after_attention": 2, "after_mlp": 3}
+
+
+def drop(step: int, dropout: tuple[float, float], site: str, layer: int, x: Tensor) -> Tensor:
+    """Dropout of step 1 .. STEPS. Like the initial weights, which elements to drop is the run's own choice: a hash of
+    seed, step, layer, site, number of the sample and place (kernels/dropout.py)."""
+    p = dropout[site == "attention"]
+    if p == 0:
+        return x
+    places = [torch.arange(size) for size in x.shape]
+    places[0] += (step - 1) * BATCH
+    axes = [place.view(-1, *[1] * (x.dim() - 1 - i)) for i, place in enumerate(places)]
+    return x * keep_mask(fold_in(SEED, step, layer, SITES[site]), p, *axes) / (1 - p)
+
+
+@functools.cache
+def defined(row: Row) -> Trained:
+    outcome = ran(row.flags)
+    drops = [functools.partial(drop, step, row.dropout) for step in range(1, STEPS + 1)]
+    return reference.train(outcome.initial, outcome.batches, row.model, row.training, row.documents, drops)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_run_is_what_it_is_defined_as(row: Row) -> None:
+    got, want = ran(row.flags), defined(row)
+    assert {name: tuple(w.shape) for name, w in got.initial.items()} == reference.shapes(row.model)
+    np.testing.assert_allclose(got.trained.losses, want.losses, rtol=1e-10)
+    np.testing.assert_allclose(got.trained.grad_norms, want.grad_norms, rtol=1e-10)
+    np.testing.assert_allclose(got.logged[:-1], row.training.rates[1:], rtol=1e-12)  # the log tells the next one
+    far = {n: float((got.trained.weights[n] - w).abs().max() / w.abs().max()) for n, w in want.weights.items()}
+    worst = max(far, key=far.__getitem__)
+    assert far[worst] <= 1e-9, f"{worst} differs by {far[worst]:.1e}"
+
+
+# (row, fact, another value): a fact that a row is there for must change what the definition gives
+OTHERWISE: list[tuple[str, str, Any]] = [
+    *[("gpt", "model.eps", 1e-6), ("gpt", "model.activation", "squared_relu"), ("gpt", "model.bias", "qkv")],
+    *[("gpt", "model.bias", "none"), ("gpt", "model.learned_positions", False), ("gpt", "model.vocab_size", 24)],
+    ("llama", "model.rotary", None),
+    *[("qwen", "model.qk_norm", False), ("qwen", "model.bias", "none"), ("gpt q/k norm", "model.qk_norm", False)],
+    ("gpt squared relu untied", "model.activation", "gelu"),
+    ("no bias: exact gelu", "model.activation", "gelu"),
+    ("no fusion: exact gelu", "model.activation", "gelu"),
+    ("openai gelu", "model.activation", "gelu_erf"),
+    ("named gelu", "model.activation", "gelu_erf"),
+    ("interpolated positions", "model.rotary.interpolation", 1.0),
+    ("interleaved", "model.rotary.neighbours", False),
+    ("every second layer without", "model.rotary.without", ()),
+    ("the first layer without", "model.rotary.without", (1,)),
+    *[("yarn", f"model.rotary.yarn.{name}", value) for name, value in (("factor", 2.0), ("length", 20), ("slow", 0.2))],
+    *[("yarn", "model.rotary.yarn.fast", 1.5), ("yarn, whole channels", "model.rotary.yarn.rounded", False)],
+    ("yarn with both magnitudes", "model.rotary.yarn.more", 1.0),
+    ("yarn with both magnitudes", "model.rotary.yarn.less", 0.0),
+    ("rotary base", "model.rotary", Rotary()),
+    ("rotary percent", "model.rotary", Rotary()),
+    ("rotary scaling", "model.rotary", Rotary(500000.0)),
+    ("rotary scaling by 32", "model.rotary", Rotary(500000.0, factor=8.0)),
+    ("norm weights less one", "model.one_plus", False),
+    ("RMSNorm weights less one", "model.one_plus", False),
+    ("norm epsilon LayerNorm", "model.eps", 1e-5),
+    ("norm epsilon q/k", "model.eps", 1e-5),
+    *[("documents gpt", f"documents.{fact}", False) for fact in ("mask_loss", "reset_positions", "reset_attention")],
+    # rotary attention sees differences of positions, so within one document it is the same wherever they begin
+    *[("documents llama", f"documents.{fact}", False) for fact in ("mask_loss", "reset_attention")],
+    ("documents: loss", "documents.mask_loss", False),
+    ("documents: positions", "documents.reset_positions", False),
+    ("documents: attention", "documents.reset_attention", False),
+    *[("dropout gpt", "dropout", rates) for rates in ((0.0, 0.3), (0.2, 0.0), (0.3, 0.2))],
+    ("dropout llama documents", "documents.reset_attention", False),
+    *[("gpt", "training.weight_decay", 0.0), ("gpt", "training.clip", 0.0), ("gpt", "training.eps", 1e-8)],
+    ("decay", "training.weight_decay", 0.01),
+    ("clip", "training.clip", 0.0),
+    *[("betas", "training.betas", betas) for betas in ((0.9, 0.9), (0.7, 0.999))],
+    ("adam eps", "training.eps", 1e-3),
+    *[("sgd", "training.momentum", momentum) for momentum in (0.9, None)],
+    ("sgd", "training.weight_decay", 0.0),
+    ("growing weight decay", "training.decays", (1.0,) * STEPS),
+    ("a rate of embedding and head", "training.vocabulary_rates", None),
+    ("a rate of the tied embedding", "training.vocabulary_rates", None),
+    ("norms of query and key decay", "training.qk_norms_decay", False),
+    *[(row.name, "training.rates", PLAIN.rates) for row in ROWS if row.training.rates != PLAIN.rates],
+]
+
+
+def otherwise(of: Any, fact: str, value: Any) -> Any:
+    """A row, or a part of it, with another value at a path like model.rotary.base."""
+    name, _, rest = fact.partition(".")
+    return replace(of, **{name: otherwise(getattr(of, name), rest, value) if rest else value})
+
+
+@pytest.mark.parametrize("name,fact,value", OTHERWISE, ids=str)
+def test_every_fact_matters(name: str, fact: str, value: Any) -> None:
+    row = BY_NAME[name]
+    was, now = defined(row).losses, defined(otherwise(row, fact, value)).losses
+    assert max(abs(a - b) / a for a, b in zip(was, now, strict=True)) > 1e-6
+
+
+def test_the_rows_hold_what_they_are_for() -> None:
+    """Clipping bites in some steps and leaves others; tokens that count differ from micro-batch to micro-batch."""
+    norms = np.array(ran(BY_NAME["clip"].flags).trained.grad_norms)
+    assert (norms > 1.9).any() and (norms < 1.9).any()
+    ends = [[int((half[:, :-1] == EOD).sum()) for half in tokens.split(2)] for tokens in ran("").batches]
+    assert any(a != b for a, b in ends) and max(map(max, ends)) >= 4
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_rotary_tables_turn_each_position_by_its_own_angle(factor: float | None) -> None:
+    """Attention sees only differences of angles, so a run cannot tell where they begin."""
+    x_SBHK = torch.randn(9, 2, 3, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tables = rope_tables(9, 8, 500000.0, None if factor is None else RopeScaling(factor=factor), dtype=torch.float64)
+    rotary = Rotary(500000.0, 0.8, factor)
+    want = reference.rotate(x_SBHK.transpose(0, 1), torch.arange(9).expand(2, 9), rotary).transpose(0, 1)
+    torch.testing.assert_close(apply_rope(x_SBHK, *tables), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "documents gpt"])
+def test_evaluation_is_the_loss_without_dropout(name: str) -> None:
+    row = BY_NAME[name]
+    run = build(f"{row.flags} --hidden-dropout 0.3 --attention-dropout 0.3")
+    loss = evaluate(run, run.train_loader, 1)
+    tokens = torch.from_numpy(run.train_loader.batches.dataset.samples(np.arange(BATCH)))
+    want = reference.loss_of(weights_of(run), tokens, row.model, row.documents)
+    assert loss == pytest.approx(want.item(), rel=1e-10)
+
+
+STD = 0.05
+WIDE = f"""--num-layers 3 --hidden-size 128 --num-attention-heads 4 --vocab-size 500 --max-position-embeddings 300
+ --init-method-std {STD}"""
+
+
+@pytest.mark.parametrize("style", ["", f"{QWEN_FLAGS} --add-qkv-bias", "--apply-layernorm-1p --qk-layernorm"])
+def test_initial_weights(style: str) -> None:
+    """N(0, std^2); what ends a residual branch: std / sqrt(2 layers) (GPT-2); norms 1 and biases 0."""
+    run = build(f"{WIDE} {style}")
+    rows = []
+    for name, weight in weights_of(run).items():
+        if not is_matrix(name):
+            one = name.endswith("norm.weight") and "1p" not in style
+            assert (weight == (1.0 if one else 0.0)).all(), name
+            continue
+        std = STD / math.sqrt(2 * 3) if name.endswith(("attention.out", "mlp.down")) else STD
+        n = weight.numel()
+        assert abs(weight.mean()) < 5 * std / math.sqrt(n), name
+        assert abs(weight.std() / std - 1) < 5 / math.sqrt(2 * n), name
+        beyond = (weight.abs() > 2 * std).double().mean()
+        assert abs(beyond - 0.0455) < 5 * math.sqrt(0.0455 / n), name
+        rows.append((weight.T if name.endswith("mlp.down") else weight).reshape(-1, 128) / std)
+    drawn = torch.cat(rows)  # no two rows alike: every tensor and every block of one is drawn by itself
+    nearest = (torch.nn.functional.normalize(drawn) @ torch.nn.functional.normalize(drawn).T).fill_diagonal_(0)
+    assert nearest.abs().max() < 0.75

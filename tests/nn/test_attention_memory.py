@@ -1,0 +1,54 @@
+"""Memory as counts: no scores are saved. Activations of a layer: planning/test_layer_cost.py; collectives: test_as_rank.py."""
+
+import pytest
+import torch
+from planning.test_rank_memory import Live
+from train_cases import stage_from
+
+from megalite.kernels.dispatch import kernel_option, set_kernel_options
+from megalite.nn.micro_batch import Batch
+
+MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+ --micro-batch-size 2 --train-iters 2 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
+ --attention-dropout 0"""
+GPT = "--hidden-dropout 0.1"
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --ffn-hidden-size 340"""
+
+
+def _kept_per_layer(flags: str, s: int, b: int) -> float:
+    """Bytes that one layer leaves behind for its backward."""
+
+    def kept(layers: int) -> int:
+        stage = stage_from(f"{MODEL} {flags} --num-layers {layers}", torch.bfloat16)
+        tokens = torch.zeros(s, b, dtype=torch.int64)
+        with Live() as memory:
+            loss = stage(None, Batch(tokens, tokens, None, torch.arange(b), 1))
+        assert loss.requires_grad  # and holds the graph
+        return memory.live
+
+    return (kept(5) - kept(1)) / 4
+
+
+@pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_no_scores_are_saved(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with dropout of attention weights; where the scores are asked to be explicit, selective recompute saves none.
+    Everything else grows with s alone, so what doubling s adds beyond twice the bytes is theirs: 2 c s^2 of c s^2."""
+    s, b, heads = 32, 2, 4
+
+    def quadratic(more: str) -> float:
+        flags = f"{style} --bf16 --attention-dropout 0.1 --num-attention-heads {heads} {more}"
+        sizes = "--seq-length {0} --max-position-embeddings {0}"
+        one, two = (_kept_per_layer(f"{flags} {sizes.format(n)}", n, b) for n in (s, 2 * s))
+        return (two - 2 * one) / (2 * s * s)
+
+    set_kernel_options("auto", "auto")  # whatever a run before in this process had asked for
+    assert quadratic("") == 0
+    softmax, keep, dropped, hidden = 4, 1, 2, 1  # bytes: fp32, bool, bf16; one causal mask for all heads and samples
+    kernel_option.cache_clear()
+    monkeypatch.setenv("MEGALITE_ATTENTION", "torch")
+    try:
+        assert quadratic("") == b * heads * (softmax + keep + dropped) + hidden
+        assert quadratic("--recompute-granularity selective") == 0
+    finally:
+        kernel_option.cache_clear()

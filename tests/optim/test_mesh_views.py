@@ -1,0 +1,169 @@
+"""Parameters of both homes, under every layout: each element is counted once in norms, and saved once.
+
+NVIDIA/Megatron-LM#5916 is a norm that missed experts where expert and tensor parallelism meet, #3672 a scale that
+depended on the layout.
+"""
+
+import datetime
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from full_tensors import Owned, owned, part_of, whole_of
+from hypothesis import given, settings
+from parallel.test_mesh import shapes
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from megalite.nn.parameter import ParamFactory
+from megalite.optim.buffer import ParamAndGradBuffer
+from megalite.optim.distributed_optimizer import DistributedOptimizer
+from megalite.optim.sgd import SGD
+from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh, abstract_mesh, build_mesh
+from megalite.parallel.rng import initialize_
+from megalite.parallel.spec import MESH_VIEWS, Normal, ParamSpec
+
+E, F, D = 12, 12, 5  # experts and a width that every size below divides, and another width
+TIED = "word"
+SPECS = [
+    ParamSpec(TIED, (24, D), shards=((0, "tp"),), is_vocab=True),
+    ParamSpec("norm", (D,), partial_grad_axes=("tp",), weight_decay=False),
+    ParamSpec("router", (E, D), partial_grad_axes=("tp",)),
+    ParamSpec("up", (2, F, D), shards=((1, "tp"),), stacked=True),
+    ParamSpec("down", (D, F), shards=((1, "tp"),)),
+    ParamSpec("experts.gate_up", (E, 2, F, D), mesh_view="expert", shards=((0, "ep"), (2, "etp")), init_block=1),
+    ParamSpec(
+        "experts.bias",
+        (E, D),
+        mesh_view="expert",
+        shards=((0, "ep"),),
+        partial_grad_axes=("etp",),
+        weight_decay=False,
+        init_block=1,
+    ),
+    ParamSpec("experts.scale", (D,), mesh_view="expert", partial_grad_axes=("ep", "etp")),
+]
+
+
+RARELY = pytest.mark.everything(guards=("megalite/optim",))
+
+
+def _whole(spec: ParamSpec) -> Tensor:
+    """Every element another number, all squares of them exact in fp64."""
+    first = 1 + sum(int(np.prod(s.shape)) for s in SPECS[: [s.name for s in SPECS].index(spec.name)])
+    return torch.arange(first, first + int(np.prod(spec.shape)), dtype=torch.float64).view(spec.shape)
+
+
+def _optimizer(mesh: Mesh) -> DistributedOptimizer:
+    """Everything lives on the first stage, the tied word on the last one too."""
+    names = {spec.name for spec in SPECS} if mesh.pp.is_first else {TIED} if mesh.pp.is_last else {"norm"}
+    make, stage = ParamFactory(mesh, torch.float64, seed=1), nn.Module()
+    for spec in SPECS:
+        if spec.name in names:
+            name = spec.name if mesh.pp.is_first or mesh.pp.is_last else f"{spec.name}.{mesh.pp.rank}"
+            made = make(replace(spec, name=name, tied=mesh.pp.size > 1 and spec.name == TIED))
+            stage.register_parameter(spec.name.replace(".", "_"), made)
+    return DistributedOptimizer(ParamAndGradBuffer([stage], mesh, bucket_size=40), SGD(0.9))
+
+
+def _fill(optimizer: DistributedOptimizer, share: bool) -> None:
+    """Gradients and weights are this rank's part of `_whole`, or, with `share`, the gradient a summand of it: divided
+    over all the ranks that the reduction adds up."""
+    buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
+    for p in buffer.parameters:
+        spec = p.spec  # type: ignore[attr-defined]
+        if "." in spec.name and not spec.name.startswith("experts"):
+            p.data.zero_()  # of a stage between the ends
+            buffer.main_grads[spec.name].accumulator()[0].zero_()
+            continue
+        part = part_of(_whole(spec), spec.box(mesh.sizes, mesh.coordinates))
+        axes = (
+            [MESH_VIEWS[spec.mesh_view][0], *spec.partial_grad_axes, *["tied_embedding"] * spec.tied] if share else []
+        )
+        p.data.copy_(part)
+        buffer.main_grads[spec.name].accumulator()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
+
+
+TOTAL = sum(float(_whole(spec).square().sum()) for spec in SPECS)
+ELEMENTS = sum(int(np.prod(spec.shape)) for spec in SPECS)
+
+
+@settings(max_examples=40)
+@given(shapes(24, E))
+def test_owned_elements_over_replicas_are_the_model(shape: tuple[int, dict[str, Any]]) -> None:
+    world, sizes = shape
+    grads, weights, count, pieces = 0.0, 0.0, 0.0, list[Owned]()
+    for rank in range(world):
+        optimizer = _optimizer(abstract_mesh(world, rank, **sizes))
+        _fill(optimizer, share=False)
+        grads += float(optimizer.local_norm_sq())
+        weights += float(optimizer.local_weight_norm_sq())
+        for bucket in optimizer.buffer.layout.buckets:  # a 1 for every element of the model
+            grad = optimizer.buffer.grads.owned(bucket)
+            grad.copy_((grad != 0).double())
+        count += float(optimizer.local_norm_sq())
+        pieces += owned(optimizer, "model/")
+    assert (count, grads, weights) == pytest.approx((ELEMENTS, TOTAL, TOTAL), rel=1e-12)
+    saved = whole_of(pieces)
+    assert all(torch.equal(saved[f"model/{spec.name}"], _whole(spec)) for spec in SPECS)
+
+
+def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """The squared norm after a reduction between ranks, and the largest error of each weight after an update by it."""
+    mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
+    optimizer = _optimizer(mesh)
+    buffer = optimizer.buffer
+    _fill(optimizer, share=True)
+    buffer.finish_grad_sync()
+    norm = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
+    optimizer.step(lr=0.5, weight_decay=0.0, scale=1.0)
+    buffer.start_param_sync()
+    buffer.wait_param_sync()
+    errors = {}
+    for p in buffer.parameters:
+        spec = p.spec  # type: ignore[attr-defined]
+        part = part_of(_whole(spec), spec.box(mesh.sizes, mesh.coordinates))
+        errors[spec.name] = float((p.detach() - part / 2).abs().max())
+    return norm, errors
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [
+        (4, dict(tp=2, ep=2, etp=1)),
+        (4, dict(tp=2, ep=1, etp=2, num_optimizer_instances=None)),
+        (8, dict(tp=2, cp=2, ep=2, etp=2)),
+        pytest.param(8, dict(tp=2, pp=2, ep=4), marks=RARELY),
+        pytest.param(8, dict(tp=1, cp=2, ep=2, num_optimizer_instances=2), marks=RARELY),
+    ],
+    ids=str,
+)
+def test_gradients_of_both_homes_are_summed_and_updated(world: int, sizes: dict[str, Any]) -> None:
+    for norm, errors in run_ranks(world, _step, sizes):
+        assert norm == pytest.approx(TOTAL, rel=1e-12)
+        assert errors and max(errors.values()) < 1e-9, errors
+
+
+@pytest.mark.parametrize("sizes", [dict(ep=2), dict(etp=3), dict(ep=4, etp=3), dict(ep=12), dict(ep=3, etp=4)], ids=str)
+@pytest.mark.parametrize("block", [1, 5, 128])
+def test_two_split_dims_are_drawn_alike_under_every_layout(sizes: dict[str, Any], block: int) -> None:
+    spec = ParamSpec(
+        "e", (E, 2, F, D), mesh_view="expert", shards=((0, "ep"), (2, "etp")), init_block=block, init=Normal(0.5)
+    )
+    whole = initialize_(torch.empty(spec.shape), spec, Mesh.single_process(), seed=7)
+    assert 0.45 < whole.std().item() < 0.55 and whole.unique().numel() > 0.99 * whole.numel()
+    for rank in range(world := sizes.get("ep", 1) * sizes.get("etp", 1)):
+        mesh = abstract_mesh(world, rank, **{"ep": 1, **sizes})
+        part = initialize_(torch.empty(spec.local_shape(mesh.sizes)), spec, mesh, seed=7)
+        assert torch.equal(part, part_of(whole, spec.box(mesh.sizes, mesh.coordinates)))
+
+
+def test_a_rank_draws_the_experts_that_it_holds_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, real = [], torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, **how: (drawn.append(shape), real(*shape, **how))[1])
+    mesh, (spec,) = abstract_mesh(8, 5, ep=4, etp=2), [spec for spec in SPECS if spec.name == "experts.gate_up"]
+    initialize_(torch.empty(spec.local_shape(mesh.sizes)), spec, mesh, seed=7)
+    assert drawn == [(1, 2, F, D)] * (E // 4)

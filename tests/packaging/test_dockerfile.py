@@ -1,0 +1,154 @@
+"""The Dockerfile: what can be said of its text, and its commands run in an empty environment. Docker itself is not needed."""
+
+import fnmatch
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch_range
+from packaging.requirements import Requirement
+from train_cases import SMALL
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = [*SMALL, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--device", "cpu"]
+TEXT, PYPROJECT, IGNORED = ((ROOT / name).read_text() for name in ("Dockerfile", "pyproject.toml", ".dockerignore"))
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`RUN` and what follows it, its lines joined."""
+
+    name: str
+    text: str
+
+    @property
+    def copied(self) -> tuple[list[str], str]:
+        """Of COPY: the sources, and where they go."""
+        *sources, target = self.text.split()
+        return sources, target
+
+
+def instructions() -> list[Instruction]:
+    """In their order, without comments."""
+    lines = "\n".join(line for line in TEXT.splitlines() if not line.lstrip().startswith("#")).replace("\\\n", " ")
+    return [Instruction(*line.split(maxsplit=1)) for line in lines.splitlines() if line.strip()]
+
+
+def sent(path: str) -> bool:
+    """Whether .dockerignore leaves a path in the context: the last line that names it, or a folder it is in, decides."""
+    parts = path.split("/")
+    decision = True
+    for line in IGNORED.splitlines():
+        pattern = line.lstrip("!").removesuffix("/")
+        if not pattern or line.startswith("#"):
+            continue
+        heads = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+        names = parts if pattern.startswith("**/") else heads
+        if any(fnmatch.fnmatchcase(name, pattern.removeprefix("**/")) for name in names):
+            decision = line.startswith("!")
+    return decision
+
+
+def test_the_image_is_of_the_lowest_torch_and_is_sent_nothing_private() -> None:
+    """What hadolint (.ci/run) cannot know."""
+    lowest = re.escape(torch_range.floor(PYPROJECT))
+    assert re.search(rf'BASE="?pytorch/pytorch:{lowest}\.\d+-cuda\d+\.\d+-cudnn\d+-devel', TEXT)
+    private = (".git/config", ".venv/bin/python", "runs/last/log.txt", "data/a.bin", "megalite/nn/__pycache__/a.pyc")
+    assert not any(map(sent, private))
+    copied = [source for step in instructions() if step.name == "COPY" for source in step.copied[0]]
+    assert copied and all((ROOT / source).exists() and sent(source) for source in copied)
+
+
+def base_image(folder: Path) -> Path:
+    """What stands for the base image: an interpreter with pip, and the torch that is installed here, with what it needs,
+    outside the environment, so that pip sees it and cannot remove it. The interpreter's folder of programs."""
+    venv.create(folder / "env", with_pip=True)
+    packages, wanted, seen = folder / "base", ["torch"], set[str]()
+    packages.mkdir()
+    while wanted:
+        name = wanted.pop()
+        found = importlib.metadata.distribution(name)
+        if found.name in seen:
+            continue
+        seen.add(found.name)
+        needed = [Requirement(line) for line in found.requires or []]
+        wanted += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+        for top in {Path(str(file)).parts[0] for file in found.files or []} - {"..", "__pycache__"}:
+            if not (packages / top).is_symlink():  # CUDA's libraries share a folder, nvidia
+                (packages / top).symlink_to(Path(str(found.locate_file(top))))
+    paths = {"base": str(folder / "env"), "platbase": str(folder / "env")}
+    site = Path(sysconfig.get_path("purelib", vars=paths))
+    (site / "base.pth").write_text(str(packages))
+    programs = folder / "env" / "bin"
+    run = "from torch.distributed.run import main\nmain()\n"
+    (programs / "torchrun").write_text(f"#!{programs / 'python'}\n{run}")
+    (programs / "torchrun").chmod(0o755)
+    return programs
+
+
+def copy(step: Instruction, work: Path) -> None:
+    """COPY from the checkout, as far as .dockerignore sends it."""
+    sources, target = step.copied
+    for source in sources:
+        paths = [ROOT / source] if (ROOT / source).is_file() else [p for p in (ROOT / source).rglob("*") if p.is_file()]
+        for path in paths:
+            name = path.relative_to(ROOT)
+            if not sent(str(name)):
+                continue
+            inside = Path(path.name) if path == ROOT / source else path.relative_to(ROOT / source)
+            (work / target / inside).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, work / target / inside)
+
+
+def as_nobody(work: Path) -> list[str]:
+    """Words before a command that take root's right to write what nobody may write: a user of the image owns nothing."""
+    for path in [work, *work.rglob("*")]:
+        if not path.is_symlink() and path.name not in ("runs", "data", "home"):
+            path.chmod(path.stat().st_mode & ~0o222)
+    drop = "--bounding-set=-dac_override,-dac_read_search"
+    return ["setpriv", drop, "--inh-caps=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+
+
+@pytest.mark.everything(guards=("Dockerfile", ".dockerignore", "pyproject.toml", "constraints.txt"))
+@pytest.mark.timeout(900)
+def test_its_commands_make_an_environment_that_trains(tmp_path: Path) -> None:
+    programs, work = base_image(tmp_path), tmp_path / "opt" / "megalite"
+    work.mkdir(parents=True)
+    env = {name: os.environ[name] for name in os.environ if name.startswith("PIP_") or name == "LANG"}
+    env |= {"PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    steps = instructions()
+    shell = next(shlex.split(s.text.strip("[]").replace(",", " ")) for s in steps if s.name == "SHELL")
+    torch = [str(programs / "python"), "-c", "import torch; print(torch.__version__, torch.__file__)"]
+    before = subprocess.run(torch, env=env, check=True, capture_output=True, text=True).stdout
+
+    for step in steps[steps.index(Instruction("WORKDIR", "/opt/megalite")) :]:
+        if step.name in ("ARG", "ENV"):
+            env |= {name: value for name, _, value in (word.partition("=") for word in shlex.split(step.text))}
+        elif step.name == "COPY":
+            copy(step, work)
+        elif step.name == "RUN":
+            done = subprocess.run([*shell, step.text], cwd=work, env=env, capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, f"{step.text}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    assert subprocess.run(torch, env=env, check=True, capture_output=True, text=True).stdout == before  # not replaced
+
+    env["HOME"] = str(tmp_path / "home")  # /tmp is everybody's here
+    (tmp_path / "home").mkdir()
+    nobody = as_nobody(work)
+    refused = subprocess.run([*nobody, "touch", "megalite/new"], cwd=work, env=env, capture_output=True)
+    assert refused.returncode != 0, "the check can write what a user cannot"
+    command = shlex.split(steps[-1].text.strip("[]").replace(",", " "))
+    env["NPROC"] = "2"  # of the script, which Kubernetes starts
+    ways = ("torchrun --standalone --nproc_per_node 2 pretrain_gpt.py", "bash examples/launch/torchrun.sh runs/job")
+    for words in (command, ["megalite", "--version"], *(way.split() + RUN for way in ways)):
+        done = subprocess.run([*nobody, *words], cwd=work, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        assert words[-2:] != RUN[-2:] or "reached the last step" in done.stdout
+    assert (work / "runs/last/metrics.jsonl").is_file() and (work / "runs/job/iter_0000002").is_dir()

@@ -1,0 +1,84 @@
+"""What .ci/range makes of texts: the range, the index's answer, the turn, the table. The run itself needs gigabytes. And what
+tools/venv.sh says before it downloads them."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch_range as tr
+
+INDEX = """torch (2.15.0)
+Available versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.11.0, 2.10.0, 2.9.1, 1.13.1
+  INSTALLED: 2.13.0+cpu
+"""
+SERVED = ["2.11.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"]
+OLD = tr.Row("2026-11-01", "2.11.0+cu130", "3.6.0", "3.12.1", "CUDA 13.0, no GPU", "quick", "9", "1", "0", "1:05")
+NEW = dataclasses.replace(OLD, torch="2.15.0+cu132", date="2026-11-02")
+PAGE = f"before\n{tr.BEGIN}{tr.END}after\n"
+
+
+def test_the_range_is_that_of_the_package_and_its_releases_come_in_order() -> None:
+    assert tr.key(tr.floor((tr.ROOT / "pyproject.toml").read_text())) >= (2, 11)
+    with pytest.raises(ValueError):
+        tr.floor('[project]\ndependencies = ["torch"]\n')
+    assert tr.releases(INDEX, "2.11") == SERVED
+    assert tr.releases("ERROR: No matching distribution found for torch", "2.11") == []
+
+
+def test_a_row_takes_the_place_of_an_older_one_of_the_same() -> None:
+    page = tr.with_row(tr.with_row(PAGE, OLD), NEW)
+    again = dataclasses.replace(OLD, date="2026-12-01", failed="0")
+    both = dataclasses.replace(OLD, tests="all")
+    page = tr.with_row(tr.with_row(page, again), both)
+    assert tr.read_rows(page) == [NEW, again, both]
+    assert page.startswith("before\n") and page.endswith(tr.END + "after\n")
+    assert tr.with_row(page, again) == page
+    rows = tr.read_rows(tr.PAGE.read_text())
+    assert rows and all(int(row.passed) and row.failed.isdigit() for row in rows)
+
+
+def test_no_room_is_exit_code_3_and_it_starts_without_packages(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(tr.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tr, "DISK_BYTES", 1 << 60)
+    assert tr.main(["lowest"]) == 3
+    assert "set TMPDIR" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    # with -S nothing but Python's own library is there
+    words = [sys.executable, "-S", str(tr.ROOT / "tests/support/torch_range.py"), "--help"]
+    assert "lowest" in subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+    assert subprocess.run(["bash", "-n", str(tr.ROOT / ".ci" / "range")], timeout=30).returncode == 0
+
+
+# ---- tools/venv.sh: what it says before pip downloads gigabytes
+ROOT = Path(__file__).resolve().parents[2]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# stands for the new .venv's interpreter: it has no torch, and tells what it was asked to install
+PYTHON = """#!/usr/bin/env bash
+[ "$1" = -c ] && exit 1
+echo "$*"
+"""
+
+
+@pytest.mark.parametrize("index", [None, CPU_INDEX])
+def test_where_no_card_is_the_size_of_cudas_build_is_told_before_the_download(
+    tmp_path: Path, index: str | None
+) -> None:
+    for name in ("tools/venv.sh", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment |= {"PIP_EXTRA_INDEX_URL": index} if index else {}
+    words = ["bash", "-euc", "source tools/venv.sh dev"]
+    for asked in (True, False):  # the second time all is there
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert ("-m pip install --quiet" in done.stdout) == asked
+        told = asked and index is None and os.uname().sysname == "Linux" and not Path("/dev/nvidiactl").exists()
+        assert (CPU_INDEX in done.stderr and "5 GB" in done.stderr) == told, done.stderr

@@ -1,0 +1,115 @@
+"""Nothing that megalite reads can run code: what could is called nowhere but where tests/answers.toml allows it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from toml_tables import ANSWERS
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [path for folder in ("megalite", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES += [ROOT / "pretrain_gpt.py", ROOT / "setup.py"]
+UNSAFE, BUILTINS, CALLS, METHODS = (
+    set(ANSWERS["unsafe"][kind]) for kind in ("modules", "builtins", "calls", "methods")
+)
+
+ALLOWED = {(path, what) for path, what in ANSWERS["unsafe"]["allowed"]}
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an expression that is one; else what follows the last thing that is not a name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def names(tree: ast.AST) -> tuple[dict[str, str], list[str]]:
+    """(what each imported name stands for, all that is imported)."""
+    means: dict[str, str] = {}
+    imported = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                imported.append(one.name)
+                means[one.asname or one.name.partition(".")[0]] = one.name if one.asname else one.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for one in node.names:
+                imported += [node.module, f"{node.module}.{one.name}"]
+                means[one.asname or one.name] = f"{node.module}.{one.name}"
+    return means, imported
+
+
+def is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def found(text: str) -> Iterator[str]:
+    """What of a module could run data, one word each."""
+    tree = ast.parse(text)
+    means, imported = names(tree)
+    for name in imported:
+        parts = name.split(".")
+        for n in range(1, len(parts) + 1):
+            if ".".join(parts[:n]) in UNSAFE:
+                yield f"import {'.'.join(parts[:n])}"
+                break
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)):  # also where it is not called, but handed on or inherited from
+            head, _, rest = dotted(node).partition(".")
+            name = means.get(head, head) + (f".{rest}" if rest else "")
+            name = name.replace("numpy.", "np.", 1) if name.startswith("numpy.") else name
+            read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)  # a field may have such a name
+            if name in CALLS or (read and name in BUILTINS):
+                yield name
+            if isinstance(node, ast.Attribute) and node.attr in METHODS:
+                yield f".{node.attr}"
+        if not isinstance(node, ast.Call):
+            continue
+        head, _, rest = dotted(node.func).partition(".")
+        name = means.get(head, head) + (f".{rest}" if rest else "")
+        given = {k.arg: k.value for k in node.keywords}
+        if name in ("torch.load", "torch.serialization.load") and not is_constant(given.get("weights_only"), True):
+            yield "torch.load"
+        if name in ("np.load", "numpy.load") and not is_constant(given.get("allow_pickle"), False):
+            yield "np.load"
+        for key, safe in (("allow_pickle", False), ("shell", False), ("trust_remote_code", False)):
+            if key in given and not is_constant(given[key], safe):
+                yield f"{key}="
+        model = name.endswith(".from_pretrained") and "Model" in name
+        if model and not is_constant(given.get("use_safetensors"), True):
+            yield "from_pretrained"
+        if None in given and name in ("torch.load", "np.load", "numpy.load", "subprocess.run", "subprocess.Popen"):
+            yield f"{name}(**)"
+
+
+BAD: dict[str, str] = ANSWERS["code"]
+GOOD = """import torch, re, subprocess
+import numpy as np
+torch.load(x, weights_only=True)
+np.load(x, allow_pickle=False)
+np.save(x, y, allow_pickle=False)
+re.compile(x)
+torch.compile(x)
+model.eval()
+subprocess.run([x], shell=False)
+AutoModel.from_pretrained(x, trust_remote_code=False, use_safetensors=True)
+"""
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_it_would_be_found(text: str) -> None:
+    assert BAD[text] in found(text)
+
+
+def test_what_is_safe_is_not_found() -> None:
+    assert list(found(GOOD)) == []
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    seen = {(str(path.relative_to(ROOT)), what) for path in SOURCES for what in found(path.read_text("utf-8"))}
+    assert seen - ALLOWED == set()
+    assert ALLOWED - seen == set()  # what is not needed any more is not allowed
+    assert len(SOURCES) > 80

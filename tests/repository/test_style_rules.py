@@ -1,0 +1,59 @@
+"""The rules of tests/support/style_rules.py hold in this repository, and each can fail: on a small tree with the fault in it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import draw_packages
+import pytest
+import style_rules
+import toml_tables
+
+Rule = Callable[[Path], Iterator[str]]
+
+
+@pytest.mark.parametrize("rule", style_rules.RULES, ids=lambda rule: rule.__name__)
+def test_the_house_is_in_order(rule: Rule) -> None:
+    assert list(rule(style_rules.ROOT)) == []
+
+
+SHAPES = "| `S` | sequence |\n| `B` | micro-batch |\n| `D` | width |\n"
+FAULTS: dict[str, dict[str, str]] = toml_tables.read("repository/style_violations")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rule_can_fail(fault: str, tmp_path: Path) -> None:
+    for name, text in {"docs/shapes.md": SHAPES, "pyproject.toml": "", **FAULTS[fault]}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = {rule.__name__: list(rule(tmp_path)) for rule in style_rules.RULES}
+    assert len(found.pop(fault.strip())) == 1, found
+    assert not any(found.values()), found
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert {fault.strip() for fault in FAULTS} == {rule.__name__ for rule in style_rules.RULES}
+
+
+def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
+    right = {
+        "docs/shapes.md": SHAPES,
+        "docs/a.md": "`nn/a.py: A.g`, `nn/a.py: A.h`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",
+        "docs/wide.md": f"| {'cell ' * 30} |\n\n```\n{'code ' * 30}\n```\n\n- [{'link ' * 30}](shapes.md)\n",
+        "megalite/nn/a.py": "import os\n\nclass A:\n    def g(self): self.i, self.h = 1, self.g\n\ndef f(x_SBD):\n"
+        "    S, B, _ = x_SBD.shape\n    y_sBD = scatter(x_SBD)\n    return A().g(y_sBD=y_sBD)\n",
+        "megalite/training/b.py": "from megalite.nn.a import A\n",
+        "megalite/common/environment.py": "import os\nx = os.environ\n",
+        "megalite/launch/c.py": "from megalite.config import environment\nx = environment.getenv('A')\n",
+        "megalite/common/d.py": "import typing\nif typing.TYPE_CHECKING:\n    from megalite.config.options import A\n",
+        "megalite/config/options.py": "class A: ...\n",
+        "megalite/checkpoint/storage.py": "def f(self, a): storage_of(a).write_text(a, self.storage.write_text(a, ''))\n",
+    }
+    for name, text in right.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [line for rule in style_rules.RULES for line in rule(tmp_path)] == []
+
+
+def test_the_picture_of_the_house_is_todays() -> None:
+    """Else: python tests/support/draw_packages.py > docs/packages.svg"""
+    assert (style_rules.ROOT / "docs/packages.svg").read_text() == draw_packages.draw(style_rules.ROOT)

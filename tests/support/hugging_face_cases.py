@@ -1,0 +1,75 @@
+"""Tiny models of transformers' families, with weights far from their initial values."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import toml_tables
+import torch
+
+CASES = toml_tables.read("hugging_face")
+SHAPE, GPT2 = CASES["shape"], CASES["gpt2"]
+V, S = SHAPE["vocab_size"], SHAPE["max_position_embeddings"]
+# name -> (class of the configuration, its values); the name begins with the model type
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (kind, {**(GPT2 if kind == "GPT2Config" else SHAPE), **more})
+    for name, (kind, more) in CASES["models"].items()
+}
+MODELS["mistral"][1]["sliding_window"] = None  # which TOML cannot say
+
+
+def make(name: str, folder: Path, **changes: Any) -> Any:
+    """The model of that name, with `changes` of its configuration; it is saved in `folder`."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # what tests capture should be ours
+    cls, values = MODELS[name]
+    config = getattr(transformers, cls)(**{**values, **changes}, bos_token_id=1, eos_token_id=2)
+    config._attn_implementation = config._experts_implementation = "eager"
+    torch.manual_seed(len(name))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def copied(folder: Path, target: Path) -> Path:
+    target.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (target / name).write_bytes((folder / name).read_bytes())
+    return target
+
+
+def with_tokenizer(folder: Path, words: int) -> None:
+    """A word-level tokenizer of `words` tokens beside the model, with what else is usually there."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<unk>", "<s>", "</s>", "the", "in", "of", "was", "."]
+    vocab = {name: i for i, name in enumerate(names + [f"w{i}" for i in range(words - len(names))])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_length": 17}))
+    (folder / "modeling_evil.py").write_text("raise SystemExit")
+
+
+def collection(base: Path, tokenizer: bool = False, layers: int | None = None) -> Callable[[str], tuple[Any, Path]]:
+    """name -> (model of transformers, the directory below `base` it is saved in), each made once. `tokenizer`: with one
+    of as many tokens as the model has rows."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            folder = base / name.replace(" ", "_") / "model"
+            changes = {} if layers is None else {"n_layer" if name.startswith("gpt2") else "num_hidden_layers": layers}
+            made[name] = make(name, folder, **changes), folder
+            if tokenizer:
+                with_tokenizer(folder, V)
+        return made[name]
+
+    return get

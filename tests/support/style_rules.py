@@ -1,0 +1,294 @@
+"""What keeps the house in order, measured from the source: `python tests/support/style_rules.py` prints every place that breaks a rule;
+`python tests/support/style_rules.py path` the files that a training step runs through, with their lines.
+
+Nothing of the package is imported: the files are read as text and syntax trees, which takes seconds. A rule takes the
+root of a repository and yields a line per place; tests/repository/test_style_rules.py runs each, and shows that each can fail.
+"""
+
+import ast
+import functools
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import documents
+
+ROOT = Path(__file__).resolve().parents[2]
+
+READERS = {
+    "megalite/common/environment.py",
+    "megalite/common/fault_injection.py",
+    "megalite/launch/rank_info.py",
+    "megalite/launch/local_launcher.py",
+}  # of os.environ
+LAYERS = (
+    ("generate",),
+    ("training",),
+    ("planning",),
+    ("interop",),
+    ("checkpoint", "pipeline", "data", "optim"),
+    ("models",),
+    ("nn",),
+    ("parallel", "kernels"),
+    ("launch",),
+    ("config",),
+    ("common",),
+)
+
+
+CODE = ("megalite", "tools", "pretrain_gpt.py")
+parse = functools.cache(ast.parse)  # of a text
+
+
+def sources(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """(path from the root, syntax tree) of every Python file below `folders`."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")) if (root / folder).is_dir() else [root / folder]:
+            if path.is_file():
+                yield str(path.relative_to(root)), parse(path.read_text(encoding="utf-8"))
+
+
+def graph(root: Path, *folders: str, annotations: bool = False) -> dict[str, set[str]]:
+    """module -> the modules of `folders` (the package) that it imports anywhere, also inside functions.
+
+    Args:
+        annotations: whether imports that only a type checker runs count, too (if TYPE_CHECKING).
+    """
+    folders = folders or ("megalite",)
+    names = {".".join(Path(path).with_suffix("").parts): path for path, _ in sources(root, *folders)}
+    edges: dict[str, set[str]] = {}
+    for path, tree in sources(root, *folders):
+        name = ".".join(Path(path).with_suffix("").parts)
+        edges[name] = set()
+        for node in set(ast.walk(tree)) - (set() if annotations else _for_type_checkers(tree)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                whole = [f"{node.module}.{alias.name}" for alias in node.names]
+                edges[name] |= {w if w in names else node.module for w in whole if w in names or node.module in names}
+            elif isinstance(node, ast.Import):
+                edges[name] |= {alias.name for alias in node.names if alias.name in names}
+    return edges
+
+
+def _for_type_checkers(tree: ast.Module) -> set[ast.AST]:
+    """Everything below `if TYPE_CHECKING`."""
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
+    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+
+
+def circles(root: Path) -> Iterator[str]:
+    """A circle of imports, tools included, and imports that do not point to a lower layer."""
+    edges = graph(root, *CODE, annotations=True)
+    try:
+        TopologicalSorter({name: others - {name} for name, others in edges.items()}).prepare()
+    except CycleError as error:
+        yield f"import circle: {' <-> '.join(error.args[1][1:])}"
+    layer = {package: number for number, packages in enumerate(LAYERS) for package in packages}
+    for name, others in graph(root, *CODE).items():
+        package, mine = [*name.split("."), ""][:2]
+        for other in sorted(others if package == "megalite" else ()):
+            above, theirs = not other.startswith("megalite."), [*other.split("."), ""][1]
+            if above or (mine != theirs and layer.get(mine, -1) >= layer.get(theirs, 99)):
+                yield f"{name} imports {other}, which is not below it"
+
+
+def environment_readers(root: Path) -> Iterator[str]:
+    """Reads of os.environ elsewhere than in READERS, which others ask (environment.getenv)."""
+    for path, tree in sources(root, "megalite", "pretrain_gpt.py"):
+        found = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
+        reads = [n.lineno for n in found if ast.unparse(n) != "environment.getenv"]
+        if reads and path not in READERS:
+            yield f"{path}:{reads[0]}: reads the environment; only {', '.join(sorted(READERS))} do"
+
+
+# What has the methods of a Storage (checkpoint/storage/), whose write_text follows no link.
+A_STORAGE = re.compile(r"(self|self\._there|(self\.)?\w*storage|storage_of\(.*\))\.write_text")
+
+
+def links_followed(root: Path) -> Iterator[str]:
+    """A file that others may have planted is written by an opener of common/safe_open.py, or is new (mode "x")."""
+    for path, tree in sources(root, *(f"megalite/{package}" for package in ("checkpoint", "training", "data"))):
+        for node in ast.walk(tree):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if not isinstance(node, ast.Call) or any(word.arg == "opener" for word in node.keywords):
+                continue
+            how = "".join(ast.unparse(word) for word in [*node.args[1:], *(w.value for w in node.keywords)])
+            written = called == "open" and re.search(r"'[rb]*[wa+][wab+]*'", how)
+            written = written or (called == "os.open" and re.search("O_WRONLY|O_RDWR|O_CREAT", how))
+            written = written or (called.endswith((".write_text", ".write_bytes")) and not A_STORAGE.fullmatch(called))
+            if written:
+                yield f"{path}:{node.lineno}: {called} follows links; give it an opener of common/safe_open.py"
+
+
+STREAMS = "megalite/parallel/streams.py"
+ORDER = set("Stream Event ExternalStream current_stream default_stream stream set_stream synchronize".split())
+ORDER |= set("graph CUDAGraph graph_pool_handle make_graphed_callables".split())  # of torch.cuda
+ORDER_OF_ANY = {"record_stream", "wait_stream", "wait_event", "record_event"}  # methods of tensors and streams
+
+
+def streams_elsewhere(root: Path) -> Iterator[str]:
+    """Order on a card is made in one place, so that one place is to be read, and to be simulated."""
+    for path, tree in sources(root, "megalite", "pretrain_gpt.py"):
+        for node in ast.walk(tree) if path != STREAMS else ():
+            if isinstance(node, ast.Attribute):
+                of_cuda = node.attr in ORDER and ast.unparse(node.value) in ("torch.cuda", "cuda")
+                if of_cuda or node.attr in ORDER_OF_ANY:
+                    yield f"{path}:{node.lineno}: {ast.unparse(node)}: streams and events go through {STREAMS}"
+
+
+# Words of a parameter's name, ours or another program's: what a parameter is, its ParamSpec says.
+PARAMETER = set("layers embedding word position attention mlp norm q_norm k_norm final_norm head weight bias".split())
+PARAMETER |= set("q kv out gate_up up down q_bias kv_bias out_bias gate_up_bias up_bias down_bias".split())
+PARAMETER |= set("decoder self_attention input_layernorm pre_mlp_layernorm output_layer word_embeddings".split())
+QUESTIONS = set("startswith endswith removeprefix removesuffix split rsplit partition rpartition count find".split())
+ROOMS = set("parallel nn models optim pipeline checkpoint interop generate".split())
+# It reads foreign files a second time, by names of its own: a check does not read through the facts that it checks.
+BY_NAME_ON_PURPOSE = {"tools/verification/independent_import.py"}
+
+
+def _is_name(node: ast.expr) -> bool:
+    """Whether an expression is called a name: `name`, `spec.name`, `old_name[0]`."""
+    while isinstance(node, ast.Subscript | ast.Call):
+        node = node.value if isinstance(node, ast.Subscript) else node.func
+        node = node.value if isinstance(node, ast.Attribute) and node.attr in QUESTIONS else node
+    return (node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")).endswith(("name", "ours", "theirs"))
+
+
+def _names_parameter(node: ast.expr, asked: bool) -> bool:
+    """Whether a string in it is of a parameter's name; a single word only where a name is `asked`."""
+    texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return any(PARAMETER & set(re.split("[./]", text.strip("_["))) and (asked or "." in text) for text in texts)
+
+
+def facts_by_name(root: Path) -> Iterator[str]:
+    """A list of names, a part of a name, an end of it that decides something about a parameter."""
+    for path, tree in sources(root, "megalite", "tools", "pretrain_gpt.py"):
+        room = path.split("/")[1] if "/" in path else path
+        for node in ast.walk(tree) if path not in BY_NAME_ON_PURPOSE else ():
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                found = any(_names_parameter(side, any(map(_is_name, sides))) for side in sides)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in QUESTIONS:
+                asked = _is_name(node.func.value)
+                apart = node.func.attr.endswith(("split", "partition")) and "'.'" in map(ast.unparse, node.args)
+                found = any(_names_parameter(a, asked) for a in node.args) or (asked and apart and room in ROOMS)
+            else:
+                continue
+            if found:
+                yield f"{path}:{node.lineno}: decides by a parameter's name: {ast.unparse(node)[:100]}"
+
+
+def letters(root: Path) -> set[str]:
+    """The axes that docs/shapes.md defines: the first cells of its tables."""
+    return set(re.findall(r"^\| `([A-Z])` \|", (root / "docs/shapes.md").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def suffix(name: str) -> str:
+    """The axes that a tensor's name ends in; "" where it ends in none.
+
+    >>> suffix("x_sBD"), suffix("head_size"), suffix("MOST_ROWS")
+    ('sBD', '', '')
+    """
+    head, _, tail = name.rpartition("_")
+    return tail if re.search("[A-Z]", tail) and re.search("[a-z]", head) else ""
+
+
+LETTER = r"(?:[A-Za-z0-9]{1,2}|\.\.\.)"
+SHAPE = re.compile(rf"\[({LETTER}(?:[ ,*/+-]+{LETTER})*)\]")  # in a docstring or comment
+
+
+def shapes(root: Path) -> Iterator[str]:
+    """Letters that docs/shapes.md does not define, and names that are given to a tensor of other axes."""
+    known = letters(root)
+    for path, tree in sources(root, *(f"megalite/{room}" for room in ("kernels", "nn", "models", "generate"))):
+        lost: dict[str, int] = {}
+        for node in ast.walk(tree):
+            for name in (getattr(node, field, None) for field in ("id", "arg", "attr")):
+                if isinstance(name, str) and set(filter(str.isalpha, suffix(name).upper())) - known:
+                    lost.setdefault(name, node.lineno)  # type: ignore[attr-defined]
+            yield from (f"{path}:{node.lineno}: {line}" for line in _renamed(node))  # type: ignore[attr-defined]
+        yield from (f"{path}:{at}: {name} ends in an axis that docs/shapes.md lacks" for name, at in lost.items())
+        for text in (root / path).read_text(encoding="utf-8").split('"""')[1::2]:
+            for shape in SHAPE.findall(text):
+                if re.search("[A-Z]", shape) and set(re.findall("[A-Z]", shape.upper())) - known:
+                    yield f"{path}: [{shape}] has an axis that docs/shapes.md lacks"
+
+
+def _renamed(node: ast.AST) -> Iterator[str]:
+    """x_SB = y_sB, f(x_SB=y_sB) and `B, S = x_SB.shape`: axes change by an operation, not by a name."""
+    pairs: list[tuple[str, ast.expr]] = []
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        pairs = [(node.targets[0].id, node.value)]
+    elif isinstance(node, ast.Call):
+        pairs = [(word.arg, word.value) for word in node.keywords if word.arg]
+    for name, value in pairs:
+        if isinstance(value, ast.Name) and suffix(name) and suffix(value.id) and suffix(name) != suffix(value.id):
+            yield f"{name} is given {value.id}, whose axes are others"
+    if (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Attribute)
+    ):
+        axes = [element.id if isinstance(element, ast.Name) else "_" for element in node.targets[0].elts]
+        tensor = node.value.value.id if isinstance(node.value.value, ast.Name) else ""
+        if node.value.attr == "shape" and suffix(tensor) and all(len(axis) == 1 for axis in axes):
+            wrong = [a for a, b in zip(axes, suffix(tensor), strict=False) if a != "_" and a.upper() != b.upper()]
+            if wrong or len(axes) != len(suffix(tensor)):
+                yield f"{', '.join(axes)} = {tensor}.shape names other axes"
+
+
+CORE = ("parallel", "kernels", "nn", "models", "pipeline", "optim")
+
+
+def path_of_a_step(root: Path) -> dict[str, int]:
+    """file -> lines: those that the picture of a step in docs/architecture.md names, and what they import of the core."""
+    page = root / "docs/architecture.md"
+    drawn = documents.chains(page.read_text(encoding="utf-8"))[0] if page.is_file() else []
+    edges, found = graph(root), set[str]()
+    todo = [f"megalite/{place.file}".removesuffix(".py").replace("/", ".") for place in drawn if "/" in place.file]
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += [other for other in edges[name] if other.split(".")[1] in CORE]
+            todo += [other for other in edges if other.startswith(tuple(parts_of(name, root)))]
+    files = sorted(name.replace(".", "/") + ".py" for name in found)
+    return {file: len((root / file).read_text(encoding="utf-8").splitlines()) for file in files}
+
+
+def parts_of(name: str, root: Path) -> Iterator[str]:
+    """How the modules begin that a module of the core gets its parts from by name (config/registry.py)."""
+    text = root.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
+    for kind in re.findall(r'REGISTRIES\["(\w+)"\]', text):
+        kinds = tomllib.loads((root / "megalite/config/registry.toml").read_text("utf-8"))
+        places = (str(place).partition(":") for place in kinds[kind].values())
+        yield from (module for module, colon, _ in places if colon)
+        yield from (
+            f"megalite.{kinds[kind]['directory'].replace('/', '.')}." for _ in range("directory" in kinds[kind])
+        )
+
+
+RULES = (
+    *(circles, environment_readers, links_followed, streams_elsewhere, facts_by_name, shapes),
+    *(documents.lost_files, documents.lost_names, documents.lost_places, documents.long_lines),
+)
+
+
+def main(argv: list[str]) -> int:
+    if argv == ["path"]:
+        counted = path_of_a_step(ROOT)
+        for file, lines in counted.items():
+            print(f"{lines:6,d}  {file}")
+        print(f"{sum(counted.values()):6,d}  lines in {len(counted)} files")
+        return 0
+    found = [(rule.__name__, line) for rule in RULES for line in rule(ROOT)]
+    for name, line in found:
+        print(f"{name}: {line}")
+    print(f"{len(found)} places")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

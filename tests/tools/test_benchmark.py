@@ -1,0 +1,355 @@
+"""tools/benchmark.py: rows of every kind, what it cannot do, what goes on, what a step loses, files and pictures."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import documents
+import pytest
+from formulas import head_flops, layer_flops
+from toml_tables import ANSWERS
+from train_cases import config_from
+
+from megalite.config.options import ConfigError
+from megalite.planning.run_plan import RunPlan, make_run_plan
+from tools import benchmark, plot
+from tools.bench import format_results as tables
+from tools.bench import systems as contender
+from tools.bench.breakdown import LOSSES, advise, full_breakdown, mfu_losses, min_memory_traffic, time_shares
+from tools.bench.results import BenchResult, ResultsFile, combinations_of, read
+from tools.plots import bench
+
+TINY = """--num-layers 4 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --vocab-size 60 --seq-length 8
+ --micro-batch-size 1 --device cpu --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --hidden-dropout 0 --attention-dropout 0""".split()
+FLAGS = [*benchmark.RUN.split(), "--global-batch-size", "8", *TINY]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def plan(world: int, *words: str) -> RunPlan:
+    return make_run_plan(config_from([*FLAGS, *words]), world, 60)
+
+
+def run(parts: dict[str, float], axes: dict[str, float] | None = None, ranks: int = 1, **more: Any) -> dict[str, Any]:
+    """As contender.measure returns it; all ranks alike."""
+    whole = dict.fromkeys(("data", "forward", "backward", "optimizer", "communication", "idle", "other"), 0.0) | parts
+    made: dict[str, Any] = dict(parts=[whole] * ranks, axes=[axes or {}] * ranks, step_s=2.0, samples_per_step=8)
+    made |= dict(flops_per_step=4e12, peak_tflops=4.0, devices=ranks, device="CPU", memory=2 << 30, vocab_size=60)
+    return made | dict(memory_there=8 << 30, copy_bytes_per_s=1e10) | more
+
+
+# ---- what is measured
+
+
+def test_lists_make_every_combination() -> None:
+    sweeps = ["micro_batch_size=1,2", "recompute-granularity=default,full --recompute-method uniform"]
+    made = list(combinations_of(sweeps, [2]))
+    assert [words for _, words, _ in made] == [
+        ["--micro-batch-size=1"],
+        ["--micro-batch-size=1", "--recompute-granularity=full", "--recompute-method", "uniform"],
+        ["--micro-batch-size=2"],
+        ["--micro-batch-size=2", "--recompute-granularity=full", "--recompute-method", "uniform"],
+    ]
+    assert BenchResult(made[1][0], "megalite", [], 2).label == "micro-batch 1, recompute full"
+    assert [(values["ranks"], nproc) for values, _, nproc in combinations_of([], [1, 2])] == [("1", 1), ("2", 2)]
+    with pytest.raises(ConfigError, match="--lr is given twice"):
+        list(combinations_of(["lr=1", "lr=2"], [1]))
+
+
+@pytest.mark.parametrize("words", ANSWERS["benchmark"])
+def test_what_cannot_be_measured_is_refused_at_once(words: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(contender, "measure", None)  # is not reached
+    monkeypatch.setattr("torch.cuda.is_available", lambda: "--memory-gib" in words and "cuda" in words)
+    assert documents.start("tools/benchmark.py", [*TINY, *words.split()], monkeypatch) == 2
+    assert ANSWERS["benchmark"][words] in capsys.readouterr().err
+
+
+def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None:
+    from tools.bench.matrix import plan_results
+
+    def batches(how: str) -> list[int | None]:
+        options, rest = benchmark.parse(["--nproc", "1,2,4", "--scaling", how, *FLAGS])
+        return [config_from(row.flags).train.global_batch_size for row in plan_results(options, rest)]
+
+    assert batches("weak") == [8, 16, 32] and batches("strong") == [8, 8, 8]
+
+
+# ---- how it ended
+
+
+@pytest.mark.parametrize("kind,stderr,status", ANSWERS["ends"])
+def test_each_end_of_a_run_is_a_row_of_its_kind(kind: str, stderr: str, status: str) -> None:
+    row = BenchResult({}, "megalite", [], 1)
+    row.record({"error": "x", "stderr": stderr, "status": status}, 7.0)
+    assert (row.status, row.reason, row.needs_run(0), row.needs_run(1)) == (kind, "x", False, False)
+
+
+def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
+    facts = {"flags": ["a"], "steps": 2, "warmup": 1, "memory_gib": None, "machine": "m", "torch": "t"}
+
+    def rows() -> list[BenchResult]:
+        return [BenchResult({"x": str(n)}, "megalite", ["a", str(n)], 1) for n in range(6)]
+
+    file = tmp_path / "bench.json"
+    first = ResultsFile(facts, rows(), file)
+    first.rows[0].record(run({"forward": 1.0}), 5.0)
+    for n, status in enumerate(("failed", "out of memory", "out of time", "refused"), 1):
+        first.rows[n].status, first.rows[n].seconds = status, 5.0
+    first.save(False)
+    again = ResultsFile(facts, rows()[1:], file)
+    assert again.resume(timeout=5.0) == 2  # what was out of memory, or of as much time
+    assert [row.status for row in again.rows] == ["waiting", "out of memory", "out of time", "waiting", "waiting", "ok"]
+    assert not again.rows[5].needs_run(0) and again.rows[5].needs_run(1)  # a turn more is a run more
+    more = ResultsFile(facts, rows(), file)
+    more.resume(timeout=6.0)
+    assert more.rows[3].status == "waiting"
+    with pytest.raises(ConfigError, match=r"another steps, torch of the figures in .*; give another --out"):
+        ResultsFile({**facts, "steps": 3, "torch": "u"}, rows(), file).resume(5.0)
+    file.write_text('{"rows": [{"no": 1}]}')
+    with pytest.raises(ConfigError, match="is damaged"):
+        again.resume(5.0)
+
+
+# ---- where a step went
+
+
+def test_shares_and_losses_sum_to_1() -> None:
+    times = (0.1, 0.5, 0.9, 0.1, 0.3, 0.05, 0.05)
+    names = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
+    parts = dict(zip(names, times, strict=True))
+    one = run(parts, {"tp": 0.2, "dp": 0.1}, ranks=2)
+    of = time_shares(one)
+    assert sum(of.values()) == pytest.approx(1) and of["tp"] == pytest.approx(0.1) and "communication" not in of
+    found = full_breakdown(one, plan(2, "--tensor-model-parallel-size", "2"), 4.0, price_per_hour=3.6)
+    assert found["mfu"] == pytest.approx(4e12 / 2.0 / 4e12 / 2)
+    assert found["mfu"] + sum(found["lost"].values()) == pytest.approx(1) and set(found["lost"]) == set(LOSSES)
+    assert found["lost"]["ranks"] == pytest.approx(0.025) and found["lost"]["kernels"] == pytest.approx(0.7 - 0.25)
+    kinds = "gpu_utilization memory_utilization samples_per_s cost_per_sample data_time forward_time backward_time"
+    want = (0.75, 0.25, 4.0, 0.0005, 0.05, 0.25, 0.45, 0.15)
+    efficiency = dict(zip([*kinds.split(), "communication_time"], want, strict=True))
+    assert found["efficiency"] == pytest.approx(efficiency)
+    assert (
+        mfu_losses(of, 0.71, plan(2, "--tensor-model-parallel-size", "2")) is None
+    )  # more than it computed in that time
+    assert full_breakdown(one, plan(2), None)["lost"] is None  # no peak is known
+
+
+def test_idle_time_is_the_planned_bubble_and_then_messages() -> None:
+    made = plan(2, "--pipeline-model-parallel-size", "2")
+    assert 0.05 < made.bubble < 0.3
+    for idle in (0.04, 0.6):
+        of = time_shares(run({"forward": 0.5 - idle / 2, "backward": 0.5 - idle / 2, "idle": idle}, ranks=2))
+        found = mfu_losses(of, 0.01, made)
+        assert found is not None and found["bubble"] == pytest.approx(min(idle, made.bubble))
+        assert found["bubble"] + found["pp"] == pytest.approx(idle)
+
+
+def test_what_is_computed_again_is_no_loss_of_kernels() -> None:
+    made = plan(1, "--recompute-granularity", "full", "--recompute-method", "uniform")
+    m = made.config.model
+    layers, head = m.num_layers * layer_flops(m, 8), head_flops(m, made.padded_vocab)
+    expected = layers / (3 * (layers + head) + layers)  # a forward more of all layers, of what is computed
+    found = mfu_losses(time_shares(run({"forward": 0.3, "backward": 0.7})), 0.2, made)
+    assert found is not None and found["recompute"] == pytest.approx(expected)
+    assert found["kernels"] == pytest.approx(0.8 - expected)
+
+
+def test_the_bound_has_evidence() -> None:
+    made, computing = plan(1), {"forward": 0.4, "backward": 0.6}
+    assert full_breakdown(run(computing), made, 4.0)["bound"]["by"] == "compute"
+    one, two = (plan(cp, "--cp", str(cp), "--no-use-distributed-optimizer") for cp in (1, 2))
+    less = (
+        2 * one.num_microbatches * (one.memory_of_stages[0][0] - two.memory_of_stages[0][0])
+    )  # of weights the padding differs
+    assert min_memory_traffic(one) - min_memory_traffic(two) == pytest.approx(less, rel=0.05)
+    slow = min_memory_traffic(made) / 1.8  # bytes/s at which memory takes 90 % of 2 s, where matmuls take half of it
+    found = full_breakdown(run(computing, copy_bytes_per_s=slow), made, 4.0)["bound"]
+    assert found["by"] == "memory" and "90.0%" in found["evidence"] and "50.0% at the peak" in found["evidence"]
+    assert full_breakdown(run({"forward": 0.3, "data": 0.7}), made, 40.0)["bound"]["by"] == "data"
+    waits = run({"forward": 0.3, "communication": 0.7}, {"dp": 0.7}, ranks=2)
+    assert full_breakdown(waits, plan(2), 40.0)["bound"]["by"] == "network"
+
+
+def test_advice_is_computed() -> None:
+    nothing = dict.fromkeys(LOSSES, 0.0)
+    one = run({"forward": 0.5, "backward": 0.5}, ranks=2)
+    told = advise(nothing | {"dp": 0.25, "kernels": 0.5}, one, plan(2))
+    assert "takes 25.0% of a step (14.3% with twice the micro-batches, --global-batch-size 16): " in told
+    words = ["--pipeline-model-parallel-size", "2"]
+    twice, split = plan(2, *words, "--global-batch-size", "16"), plan(2, *words, "--split-backward")
+    told = advise(nothing | {"bubble": 0.2}, one, plan(2, *words))
+    assert f"{twice.bubble:.1%} with twice the micro-batches (--global-batch-size 16)" in told
+    assert f"{split.bubble:.1%} with --split-backward" in told and "--num-virtual-stages-per-pipeline-rank 2)" in told
+    two = plan(2, "--tensor-model-parallel-size", "2")
+    told = advise(nothing | {"tp": 0.5}, one, two)
+    assert told.startswith("exposed communication of tp takes 50.0% of a step (with tp 1 and dp 2 a rank holds")
+    assert "does not fit" not in told and "of 4.0 GiB" in told
+    assert "does not fit" in advise(nothing | {"tp": 0.5}, one | {"memory_there": 100}, two)
+    assert "(1000 of 2000 ms without it)" in advise(nothing | {"data": 0.5}, one, plan(2))
+    slow = {**one, "parts": [one["parts"][0], {**one["parts"][0], "forward": 1.5}]}
+    assert "rank 1 computes 33.3% longer" in advise(nothing | {"ranks": 0.5}, slow, plan(2))  # 2 of a mean of 1.5
+    crowd = advise(nothing | {"tp": 0.5}, one | {"threads": 1, "cores": 1}, plan(2))
+    assert crowd.startswith("none: 2 ranks of 1 thread share 1 core, so a wait for other ranks")
+    full = plan(1, "--recompute-granularity", "full", "--recompute-method", "uniform")
+    assert "without it a rank holds" in advise(nothing | {"recompute": 0.2}, run({"forward": 1.0}), full)
+    assert "with --micro-batch-size 2" in advise(nothing | {"kernels": 0.9}, run({"forward": 1.0}), plan(1))
+
+
+# ---- files and pictures
+
+
+def measured_table(folder: Path) -> ResultsFile:
+    small, large = ({"ranks": "2", "micro-batch-size": n} for n in ("1", "64"))
+    peers = ("megalite", "transformers fp32")
+    rows = [BenchResult(small | {"ranks": str(n)}, name, FLAGS, n) for name in peers for n in (1, 2)]
+    for row in rows:
+        for step in (2.0, 1.0, 1.5):
+            row.record(run({"forward": 0.6, "backward": 0.4}, ranks=row.nproc, step_s=step), 9.0)
+    rows[3].record({"error": "no room", "stderr": "MemoryError", "status": "failed"}, 9.0)
+    rows.append(BenchResult(large, "megalite", FLAGS, 2, status="refused", reason="too large"))
+    made = ResultsFile({"scaling": "strong"}, rows, folder / "bench.json")
+    made.save(True)
+    return made
+
+
+def test_figures_are_medians_with_their_spread_and_efficiency(tmp_path: Path) -> None:
+    made, again = measured_table(tmp_path), read(tmp_path / "bench.json")
+    assert [row.identity for row in again.rows] == [row.identity for row in made.rows]
+    found = tables.add_scaling_efficiency(tables.summarize(again.rows))
+    first, second, *_, last = found
+    tokens = 8 * 8
+    assert [first[f"tokens_per_s{end}"] for end in tables.SPREAD] == [tokens / 1.5, tokens / 2.0, tokens / 1.0]
+    assert first["efficiency"] == 1.0 and second["efficiency"] == pytest.approx(0.5)  # as fast, with twice the ranks
+    assert found[2]["mfu"] == first["mfu"] and "breakdown" not in found[2]  # of the peer, by the same peak
+    assert last["status"] == "refused" and "tokens_per_s" not in last
+    text = tables.text_table(found)
+    assert "ranks 2, micro-batch 64, megalite: refused: too large" in text and "out of memory: no room" in text
+    tables.write_csv(found, tmp_path / "bench.csv")
+    lines = list(csv.DictReader((tmp_path / "bench.csv").read_text().splitlines()))
+    assert [line["micro-batch-size"] for line in lines] == ["1"] * 4 + ["64"] and lines[4]["status"] == "refused"
+    shares_of = [float(lines[0][name]) for name in lines[0] if name.startswith("share_")]
+    lost_of = [float(lines[0][name]) for name in lines[0] if name.startswith("lost_") and lines[0][name]]
+    assert sum(shares_of) == pytest.approx(1) and sum(lost_of) == pytest.approx(1 - first["breakdown"]["mfu"])
+
+
+def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured_table(tmp_path)
+    for show in ("mfu", "breakdown", "scaling"):
+        for more in ([], ["--narrow"]):
+            plot.main(["bench", str(tmp_path), "--show", show, "--out", str(tmp_path / "x.png"), *more])
+            assert (tmp_path / "x.png").read_bytes().startswith(PNG)
+    plot.main(["bench", str(tmp_path), "--out", str(tmp_path / "x.svg")])
+    drawn = (tmp_path / "x.svg").read_text()
+    assert "tokens/s" in drawn and "refused" in drawn and "then out of memory" in drawn
+    nothing = tables.summarize([BenchResult({}, "megalite", FLAGS, 1)])
+    assert bench.pictures(nothing) == []
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="^3$"):
+        plot.main(["bench", str(tmp_path / "none")])
+    (tmp_path / "bench.json").write_text("[]")
+    with pytest.raises(SystemExit, match="^3$"):
+        plot.main(["bench", str(tmp_path)])
+    missing, other = capsys.readouterr().err.splitlines()
+    assert "No such file" in missing and missing.endswith("; give what tools/benchmark.py had as --out")
+    assert "is not a benchmark" in other
+
+
+def test_a_peer_is_compared_with_what_was_measured_beside_it() -> None:
+    rows = [BenchResult({}, name, ["--bf16"], 1, {}) for name in ("megalite", "transformers bf16")]
+    for own, peer in ((2.0, 1.0), (1.0, 2.0), (1.0, 1.0)):
+        rows[0].runs.append({"step_s": own, "memory": 4})
+        rows[1].runs.append({"step_s": peer, "memory": 2})
+    assert tables.compare_to_megalite(rows[1], rows[0]) == {"speed": 1.0, "memory": 0.5}
+    assert (
+        tables.compare_to_megalite(rows[1], None)
+        == tables.compare_to_megalite(rows[1], BenchResult({}, "megalite", [], 1))
+        == {}
+    )
+
+
+# ---- the whole, in processes
+
+
+ONCE = ["--steps", "2", "--warmup", "1"]
+
+
+def test_parts_sum_up_and_an_interrupted_benchmark_keeps_what_it_has(tmp_path: Path, monkeypatch, capsys) -> None:
+    file, real, calls = tmp_path / "out.json", contender.measure, []
+
+    def measure(name: str, *rest: Any) -> dict[str, Any]:
+        calls.append(name)
+        saved = json.loads(file.read_text())
+        assert len(saved["rows"][0]["runs"]) == len(calls) - 1 and not saved["complete"]
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(name, *rest)
+
+    monkeypatch.setattr(contender, "measure", measure)
+    assert benchmark.main(["--repeats", "3", "--json", str(file), *TINY, *ONCE]) == 130
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == "benchmark.py: interrupted"
+    written = json.loads(file.read_text())
+    [good], [figures] = written["rows"][0]["runs"], written["figures"]
+    assert len(good["steps"]) == 2 and len(good["losses"]) == 3 and good["memory"] > 1 << 20
+    breakdown = figures["breakdown"]
+    assert sum(breakdown["shares"].values()) == pytest.approx(1) and f"bound: {breakdown['bound']['by']}: " in out
+
+
+def test_a_run_that_is_late_says_so_and_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    assert benchmark.main(["--repeats", "2", "--timeout", "0.01", "--json", str(file), *TINY, *ONCE]) == 1
+    _, late, *where = capsys.readouterr().err.splitlines()  # `where`, if it had begun
+    assert late == "megalite: not done after 0.01 s; give more with --timeout"
+    assert not where or where[0].startswith("Fatal Python error: Aborted")
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["status"] == "out of time" and row["runs"] == []
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(600)
+def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(tmp_path: Path, monkeypatch, capsys) -> None:
+    real, begun = contender.measure, []
+
+    def measure(name: str, *rest: Any) -> dict[str, Any]:
+        begun.append(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(contender, "measure", measure)
+    huge = "2 --hidden-size 8192 --ffn-hidden-size 65536 --num-attention-heads 2"
+    line = ["--steps", "2", "--warmup", "1", "--repeats", "2", "--out", str(tmp_path), "--memory-gib", "4"]
+    line += ["--sweep", f"micro-batch-size=1,3,{huge}", *TINY]
+    assert benchmark.main(line) == 0
+    assert len(begun) == 3  # twice what fits, once what does not, never what is refused
+    rows = read(tmp_path / "bench.json").rows
+    assert [row.status for row in rows] == ["ok", "refused", "out of memory"] and len(rows[0].runs) == 2
+    made = json.loads((tmp_path / "bench.json").read_text())
+    assert made["complete"] and sum(made["figures"][0]["breakdown"]["shares"].values()) == pytest.approx(1)
+    for name in ("mfu", "breakdown"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
+    begun.clear()
+    assert benchmark.main(line) == 0 and begun == []
+    assert benchmark.main([word if word != "2" else "3" for word in line[:6]] + line[6:]) == 2  # other steps
+    assert "another steps of the figures" in capsys.readouterr().err
+    line[line.index("--repeats") + 1] = "3"
+    assert benchmark.main(line) == 0 and begun == ["megalite"]
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(600)
+def test_scaling_in_processes_has_ranks_efficiency_and_the_axis_of_messages(tmp_path: Path) -> None:
+    line = ["--steps", "2", "--warmup", "1", "--repeats", "1", "--nproc", "1,2", "--scaling", "weak"]
+    assert benchmark.main([*line, "--out", str(tmp_path), "--peer", "transformers", *TINY]) == 0
+    made = json.loads((tmp_path / "bench.json").read_text())
+    told = {(one["contender"], one["ranks"]): one for one in made["figures"]}
+    assert [*told] == [
+        *(("megalite", 1), ("transformers fp32", 1), ("megalite", 2)),
+        *((f"transformers fp32 {how}", 2) for how in ("ddp", "fsdp2")),
+    ]
+    assert told["megalite", 1]["efficiency"] == 1.0
+    fewest, ddp = told["transformers fp32", 1], told["transformers fp32 ddp", 2]
+    assert ddp["efficiency"] == pytest.approx(ddp["tokens_per_s"] / 2 / fewest["tokens_per_s"])
+    dp = told["megalite", 2]["breakdown"]["shares"]
+    assert dp["dp"] > 0 and "tp" not in dp and sum(dp.values()) == pytest.approx(1)
+    assert {row["environment"].get("OMP_NUM_THREADS") for row in made["rows"]} <= {"1", "2", "4", None}
+    assert (tmp_path / "scaling.png").read_bytes().startswith(PNG)

@@ -1,0 +1,137 @@
+"""tools/bench/timeout.py: whatever a command does, it ends, leaves nobody behind, and its last words are known."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import programs
+import pytest
+from program_runs import alive
+
+from tools.bench import timeout as limited
+
+ROOT = Path(__file__).resolve().parents[2]
+HANG_IN_C = """
+import ctypes, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+def in_the_driver(): ctypes.CDLL(None).sleep(1000)
+in_the_driver()
+"""
+CHILDREN = """
+import os, subprocess, sys
+words = [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"]
+for session in (False, True):
+    print(subprocess.Popen(words, start_new_session=session).pid, flush=True)
+if os.fork() == 0:  # an orphan from its first moment on, in a session of its own
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        os.execv(sys.executable, words)
+    os._exit(0)
+os.wait()
+import time; time.sleep(0.3)
+"""
+
+
+def gone(pid: int, within_s: float = 0) -> bool:
+    until = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def run(folder: Path, code: str, seconds: float = 30, **more: str) -> tuple[str, list[str]]:
+    return limited.run([sys.executable, "-c", code], folder / "log.txt", seconds, more)
+
+
+@pytest.mark.parametrize(
+    "code, status, word",
+    [
+        ("print('a' * 10)", "ok", "aaaaaaaaaa"),
+        ("def f(): 1 / 0\nf()", "failed (exit code 1)", "ZeroDivisionError"),
+        ("import os; print('last words'); os.kill(os.getpid(), 9)", "failed (exit code -9)", "last words"),
+        ("import ctypes; ctypes.string_at(0)", "failed (exit code -11)", "Fatal Python error: Segmentation fault"),
+    ],
+)
+def test_how_it_ended_and_its_traceback(tmp_path: Path, code: str, status: str, word: str) -> None:
+    told = run(tmp_path, code)
+    assert told[0] == status and any(word in line for line in told[1])
+
+
+def test_what_hangs_in_c_and_ignores_signals_says_where_and_is_ended(tmp_path: Path) -> None:
+    status, told = run(tmp_path, HANG_IN_C, seconds=1.5)
+    assert status == "out of time" and any("in in_the_driver" in line for line in told)
+
+
+def test_children_end_with_it_in_whatever_session_they_are(tmp_path: Path) -> None:
+    status, told = run(tmp_path, CHILDREN)
+    children = [int(line) for line in told]
+    assert status == "ok" and len(children) == 3 and all(gone(pid) for pid in children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_parent_that_is_ended_takes_the_command_with_it(tmp_path: Path, number: int) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    outer = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tools.bench import timeout as limited"
+    outer += f"\nlimited.run([sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log.txt')!r}), 60)"
+    parent = programs.Popen([sys.executable, "-c", outer])
+    log = tmp_path / "log.txt"
+    until = time.monotonic() + 60
+    while not (log.is_file() and log.read_text().endswith("\n")) and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(parent.pid, number)
+    parent.wait()
+    assert gone(int(log.read_text()), within_s=60)
+
+
+def test_a_supervisor_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); os.kill(os.getppid(), 9); time.sleep(60)"
+    status, told = run(tmp_path, code)
+    assert status == "failed (its supervisor was killed)"
+    assert gone(int(told[0]), within_s=20)
+
+
+def test_of_100_mb_begin_and_end_are_kept_and_of_an_endless_line_its_begin(tmp_path: Path) -> None:
+    code = (
+        "import sys\nprint('first')\nfor i in range(1000): print('x' * 99_999)\nprint('y' * 99_999)\nsys.exit('last')"
+    )
+    status, told = run(tmp_path, code)
+    assert status == "failed (exit code 1)" and told[-1] == "last"
+    assert max(map(len, told)) <= limited.MAX_WIDTH and len(told) <= limited.MAX_LINES + 1
+    log = tmp_path / "log.txt"
+    assert log.stat().st_size < 3 * limited.LOG_BYTES and log.read_text().startswith("first\nxxx")
+
+
+def test_a_full_disk_stops_the_command_and_its_temporary_files_go(tmp_path: Path) -> None:
+    """As on a disk that has 64 MB more than it needs."""
+    code = "import os, tempfile, time\nfolder = tempfile.mkdtemp()\nprint(folder)\nfile = open(folder + '/x', 'wb')\n"
+    code += "for _ in range(600): file.write(bytes(1 << 20)); file.flush(); os.fsync(file.fileno()); time.sleep(0.02)"
+    script = tmp_path / "limited.py"
+    text = Path(limited.__file__).read_text()
+    free = "MIN_FREE_BYTES + (64 << 20) - sum(p.stat().st_size for p in Path(temporary).rglob('x'))"
+    script.write_text(text.replace("shutil.disk_usage(directory).free for", f"{free} for"))
+    told = "import sys; from pathlib import Path; import limited\n"
+    told += f"print(limited.run([sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log.txt')!r}), 60))"
+    done = programs.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert "stopped: it has filled the disk" in done.stdout, done.stdout + done.stderr
+    assert not Path((tmp_path / "log.txt").read_text().splitlines()[0]).exists()
+
+
+def test_who_cannot_be_ended_is_named_and_not_waited_for() -> None:
+    """As a process that the driver holds: no signal reaches it."""
+    assert limited.kill_all(lambda: {1 << 30: "python3"}, trace=True, seconds=0.1) == f"python3 ({1 << 30})"
+
+
+def test_with_many_ranks_the_first_traceback_is_kept() -> None:
+    others = "\n".join(f"Traceback (most recent call last):\n  in rank {n}\nConnectionError: closed" for n in range(99))
+    lines = limited.error_tail(f"noise\n{limited.TRACEBACK_MARKS[0]}\nValueError: the cause\n{others}\nthe end")
+    assert lines[1] == "ValueError: the cause" and lines[-1] == "the end" and len(lines) == limited.MAX_LINES + 1
+    assert limited.error_tail("\n".join(map(str, range(100)))) == [str(n) for n in range(100 - limited.MAX_LINES, 100)]
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    status, _ = limited.run(["/nonexistent/compute-sanitizer"], tmp_path / "log.txt", 5)
+    assert status.startswith("failed (cannot be started") and "compute-sanitizer" in status

@@ -1,0 +1,394 @@
+"""tools/verify.py: what is left of a run at its small size, what counts as a difference, and healthy layouts."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import programs
+import pytest
+import toml_tables
+from pairwise import rarely
+from train_cases import config_from
+
+from megalite.config.options import Config
+from megalite.config.pipeline_layout import explicit_stage_layers
+from megalite.config.validation import find_problems
+from megalite.models.families import PRESETS
+from tools import verify as verify_tool
+from tools.verification.compare_ranks import Reference, Tolerance, compare, reference_loss_problems
+from tools.verification.diagnose import Finding, diagnose
+from tools.verification.record import RecordedTensor, Recording, read_all, write
+from tools.verification.reference_sharding import Layout, expected_slices
+from tools.verification.shrink import ShrunkConfig, kv_group_check, shrink, single_process_config
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """--micro-batch-size 2 --global-batch-size 1024 --train-iters 1000 --lr 3e-4 --mock-data
+ --tokenizer-type NullTokenizer --lr-warmup-iters 10 --lr-decay-style cosine --clip-grad 0.7"""
+CASES = toml_tables.read("tools/verify")
+spelt = toml_tables.spelt(CASES["words"])
+GPT = spelt("GPT")
+
+
+def made(flags: str, most: int = 8, whole: bool = False) -> tuple[Config, ShrunkConfig]:
+    config = config_from(f"{RUN} {flags}")
+    return config, shrink(config, most, 3, whole)
+
+
+# ---- at its small size
+
+
+AXES = [(8, 16, 32), (1, 1, 8), (4, 1, 2), (1, 2, 1), (2, 4, 1), (1, 8, 2), (1, 1, 1)]
+
+
+def fits(preset: str, tp: int, pp: int) -> bool:
+    sizes = PRESETS[preset]
+    split = [sizes["num_attention_heads"], sizes.get("ffn_hidden_size", 0)]
+    return not any(size % tp for size in split) and sizes["num_layers"] >= pp
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, int, int]) -> None:
+    tp, pp, dp = axes if fits(preset, *axes[:2]) else (2, 2, axes[2])
+    axes = (tp, pp, dp) if fits(preset, tp, pp) else (1, 2, dp)
+    tp, pp, dp = axes
+    config, found = made(f"--preset {preset} --tp {tp} --pp {pp} --dp {dp}")
+    a, b = config.model, found.config.model
+    assert not find_problems(found.config, found.layout.world_size) and not find_problems(
+        single_process_config(found.config), 1
+    )
+    assert found.layout.world_size <= 8
+    for wanted, left in zip(axes, (found.layout.tp, found.layout.pp, found.layout.dp), strict=True):
+        assert (wanted > 1) == (left > 1) and left <= wanted
+    assert b.hidden_size <= 128 and b.num_layers <= 9 and b.seq_length == 16
+    assert (a.num_kv_groups < a.num_attention_heads) == (b.num_kv_groups < b.num_attention_heads)
+    kept = ("activation", "normalization", "position_embedding_type", "add_bias_linear", "qk_layernorm", "add_qkv_bias")
+    for name in (*kept, "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "rotary_base"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert found.config.optim.clip_grad == 0.7 and found.config.train.train_iters == 3
+
+
+def test_groups_that_ranks_share_and_patterns_of_layers_stay() -> None:
+    config, found = made("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
+    assert config.model.num_kv_groups < 32 and 1 < found.config.model.num_kv_groups < found.layout.tp
+    _, found = made(f"{GPT} --window-size 256,0 --window-attn-skip-freq [1]*23+[0] --tp 2 --dp 1")
+    windows = found.config.model.layer_windows
+    assert None in windows and 5 in windows and len(windows) < 24
+
+
+@pytest.mark.parametrize("flags,second,groups", CASES["groups"])
+def test_a_second_run_is_of_groups_that_the_first_hides(flags: str, second: int, groups: int) -> None:
+    config, first = made(spelt(flags))
+    found = kv_group_check(config, first, 8)
+    assert (found and found.layout) == (Layout(second) if second else None)
+    if found is not None:
+        assert found.config.model.num_kv_groups == groups and not find_problems(found.config, found.layout.world_size)
+        assert found.config.train.train_iters == 1 and not find_problems(single_process_config(found.config), 1)
+
+
+def test_too_few_ranks_for_groups_are_told() -> None:
+    config, first = made("--preset llama2-70b --tp 16 --dp 2", 4)
+    assert kv_group_check(config, first, 4) is None
+    assert first.notes[-1].startswith(
+        "not verified, because there are too few ranks: which of 8 groups each of 16 tp ranks takes"
+    )
+    assert first.notes[-1].endswith("give --most-ranks 8 or more")
+
+
+@pytest.mark.parametrize("flags,counts", CASES["stages"])
+def test_stages_keep_who_has_fewer_layers(flags: str, counts: list[int]) -> None:
+    _, found = made(spelt(f"GPT {flags}"))
+    assert explicit_stage_layers(found.config.model.num_layers, found.config.parallel) == counts
+
+
+@pytest.mark.parametrize("batch,pp,number", [(64, 4, 8), (6, 4, 3), (20, 4, 5), (64, 1, 3), (2, 1, 1)])
+def test_micro_batches_relate_to_stages_as_they_did(batch: int, pp: int, number: int) -> None:
+    _, found = made(f"{GPT} --global-batch-size {batch} --pp {pp} --dp 1")
+    t = found.config.train
+    assert t.global_batch_size == number * t.micro_batch_size
+
+
+def test_the_twin_computes_by_the_plainest_path() -> None:
+    flags = f"{GPT} --pp 2 --tp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --split-backward --bf16"
+    _, found = made(f"{flags} --recompute-granularity selective --no-use-distributed-optimizer --z-loss-coeff 0.1")
+    one = single_process_config(found.config)
+    assert one.parallel == replace(Config().parallel, nproc=1, device="cpu", kernels="torch", attention_kernel="torch")
+    assert one.train.recompute_granularity is None and one.train.z_loss_coeff == 0.1 and one.precision.bf16
+    assert one.train.global_batch_size == found.config.train.global_batch_size and one.optim == found.config.optim
+
+
+def test_what_stays_whole_keeps_its_sizes() -> None:
+    config, found = made("--preset tiny --tp 2 --dp 2", whole=True)
+    assert found.config.model == config.model and found.config.data == config.data
+    with pytest.raises(ValueError, match=r"world=16 .*--most-ranks 8"):
+        made("--preset tiny --dp 16", whole=True)
+
+
+# ---- what counts as a difference: a matrix split over tp, a norm that tp ranks copy, ZeRO shards over dp
+
+SHAPES = {"word": (12, 4), "up": (8, 4), "norm": (4,)}
+TOLERANCE = Tolerance("float64", 64, 2)
+LAYOUT = Layout(tp=2, dp=2)
+
+
+def numbers(name: str, step: int, kind: str) -> Any:
+    seed = [*map(ord, name), step, ord(kind[0])]
+    return np.random.default_rng(seed).standard_normal(SHAPES[name])
+
+
+def at(item: RecordedTensor) -> tuple[float, str, str]:
+    return item.step, item.kind, item.name
+
+
+def _part(whole: Any, name: str, tp: int) -> Any:
+    rows = len(whole) // 2
+    return whole if name == "norm" else whole[tp * rows : (tp + 1) * rows]
+
+
+def recordings(steps: int = 2) -> tuple[Reference, list[Recording]]:
+    """What a run without mistakes leaves."""
+    names = [*SHAPES]
+    one: list[tuple[RecordedTensor, Any]] = []
+    ranks: list[list[tuple[RecordedTensor, Any]]] = [[] for _ in range(LAYOUT.world_size)]
+    for step in range(steps + 1):
+        for kind in ("weight", "gradient")[: 1 + bool(step)]:
+            for name in names:
+                whole = numbers(name, step, kind)
+                one.append((RecordedTensor(step, kind, name, -1, whole.shape, 0), whole.reshape(-1)))
+                for rank, items in enumerate(ranks):
+                    dp, tp = divmod(rank, 2)
+                    mine = _part(whole, name, tp)
+                    half = mine.size // 2
+                    cut = slice(dp * half, dp * half + half) if kind == "gradient" else slice(0, mine.size)
+                    items.append(
+                        (RecordedTensor(step, kind, name, -1, mine.shape, cut.start), mine.reshape(-1)[cut].copy())
+                    )
+    return Reference(Recording(names, ["word"], one)), [Recording(names, ["word"], items) for items in ranks]
+
+
+def found_in(reference: Reference, ranks: list[Recording]) -> Finding | None:
+    rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
+    return diagnose(rows, pieces, reference, LAYOUT, num_microbatches=3)
+
+
+def change(ranks: list[Recording], step: int, kind: str, name: str, how: Any, who: Any = range(4)) -> None:
+    for rank in who:
+        for data in (data for item, data in ranks[rank].tensors if at(item) == (step, kind, name)):
+            data[...] = how(data)
+
+
+def test_what_is_equal_agrees_and_rounding_is_allowed() -> None:
+    reference, ranks = recordings()
+    assert found_in(reference, ranks) is None
+    change(ranks, 2, "gradient", "up", lambda data: data * (1 + 4 * 2.0**-52))
+    assert found_in(reference, ranks) is None
+    change(ranks, 2, "gradient", "up", lambda data: data * (1 + 1e-10))
+    assert found_in(reference, ranks) is not None
+
+
+def test_one_element_of_one_copy_is_found_and_named() -> None:
+    reference, ranks = recordings()
+    data = next(data for item, data in ranks[3].tensors if at(item) == (1, "weight", "up"))
+    data[6] += 1e-6  # of 4 x 4 elements of tp rank 1: row 1 of it, which is row 5, column 2
+    found = found_in(reference, ranks)
+    assert found is not None and (found.step, found.kind, found.name) == (1, "weight", "up")
+    assert found.ranks == {"rank": [3], "pp": [0], "dp": [1], "tp": [1]}
+    assert found.location == "[5, 2], 1 of 16 elements" and "only on dp ranks [1]" in found.causes[0]
+
+
+@pytest.mark.parametrize(
+    "names,factor,told",
+    [
+        ([*SHAPES], 2.0, "every gradient is 2 times what it should be, the number of dp"),
+        ([*SHAPES], 1 / 3, "every gradient is 1/3 of what it should be, the number of micro-batches"),
+        (["word"], 2.0, "the gradient of word is 2 times"),
+        (["up"], 1.25, "the gradient of up is 1.25 times"),
+    ],
+)
+def test_factors_are_named(names: list[str], factor: float, told: str) -> None:
+    reference, ranks = recordings()
+    for name in names:
+        change(ranks, 1, "gradient", name, lambda data: factor * data)
+    found = found_in(reference, ranks)
+    assert found is not None and found.kind == "gradient" and {*found.differing} == {*names}
+    assert told in found.causes[0]
+
+
+def test_copies_of_a_weight_are_equal_to_the_bit() -> None:
+    reference, ranks = recordings()
+    change(ranks, 1, "weight", "norm", lambda data: data + [0, 0, 2.0**-50, 0], (1,))  # of 4, over dp and tp
+    found = found_in(reference, ranks)
+    assert found is not None and (found.kind, found.name, found.ranks["rank"]) == ("weight", "norm", [1])
+    assert found.location == "[2], 1 of 4 elements" and found.distance < found.tolerance
+
+
+def test_what_no_rank_has_is_missing_and_what_only_a_rank_has_too() -> None:
+    reference, ranks = recordings()
+    for rank in ranks[2:]:  # the shards of dp rank 1
+        rank.tensors[:] = [(item, data) for item, data in rank.tensors if at(item) != (1, "gradient", "up")]
+    found = found_in(reference, ranks)
+    assert found is not None and found.location == "16 of 32 elements are on no rank"
+    reference, ranks = recordings()
+    ranks[1].tensors.append((RecordedTensor(1, "input", "tokens", 7, (4, 1), 0), np.zeros(4)))
+    found = found_in(reference, ranks)
+    assert found is not None and "which one process does not have" in found.location
+
+
+def test_a_number_that_is_none_differs() -> None:
+    reference, ranks = recordings()
+    change(ranks, 1, "gradient", "up", lambda data: math.nan * data)
+    found = found_in(reference, ranks)
+    assert found is not None and found.distance == math.inf
+    rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
+    here, there = np.array([1.0, math.nan, 3.0]), np.array([1.0, 2.0, 4.0])
+    odd = replace(next(iter(pieces.values()))[0], actual=here, expected=there, deviates=None)
+    assert odd.wrong_elements(1e-6).tolist() == [False, True, True]
+
+
+def test_places_are_shares_in_order_and_padding_is_cut() -> None:
+    whole = (97, 6)  # two ranks of 52 rows each
+    rows = [expected_slices((52, 6), whole, Layout(tp=2).coordinates(tp), Layout(tp=2)) for tp in (0, 1)]
+    assert rows == [(slice(0, 52), slice(0, 6)), (slice(52, 97), slice(0, 6))]
+    with pytest.raises(ValueError, match="less than"):
+        expected_slices((40, 6), whole, Layout().coordinates(0), Layout(tp=2))
+
+
+def test_experts_are_shared_out_over_the_ranks_of_a_stage() -> None:
+    layout = Layout(tp=2, pp=2, dp=2, cp=2, ep=2, etp=2)
+    cuts = [
+        expected_slices((2, 3, 4), (4, 6, 4), layout.coordinates(rank), layout, is_expert=True) for rank in range(16)
+    ]
+    four = [(slice(e, e + 2), slice(f, f + 3), slice(0, 4)) for e in (0, 2) for f in (0, 3)]
+    assert cuts == 4 * four and layout.edp == 2 and layout.min_ranks == 16
+
+
+@pytest.mark.parametrize("flags,layout,edp,kept", CASES["experts"])
+def test_experts_keep_how_they_are_chosen_and_held(flags: str, layout: str, edp: int, kept: list[int]) -> None:
+    config, found = made(spelt(flags))
+    m = found.config.model
+    sizes = (m.num_experts, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk)
+    assert (str(found.layout), found.layout.edp, sizes[: len(kept)]) == (layout, edp, tuple(kept))
+    assert not find_problems(found.config, found.layout.world_size) and not find_problems(
+        single_process_config(found.config), 1
+    )
+    assert set(m.moe_layers) == set(config.model.moe_layers) and m.expert_ffn_size < 64
+
+
+def test_layers_are_numbered_by_their_place_in_the_pipeline(tmp_path: Path) -> None:
+    layout = Layout(pp=2, dp=2)
+    for rank in range(layout.world_size):
+        counts = ((2, 1), (0, 3))[layout.coordinates(rank).pp]  # of two chunks: stages of 2, 0, 1 and 3 layers
+        names = [f"layers.{chunk}:{i}.mlp.up" for chunk, count in enumerate(counts) for i in range(count)]
+        items = [(RecordedTensor(0, "weight", name, -1, (1,), 0), np.zeros(1)) for name in names]
+        write(tmp_path / f"rank-{rank:05d}.npz", Recording([*names, "head"], ["head"], items, counts))
+    layers = [[int(name.split(".")[1]) for name in one.parameters[:-1]] for one in read_all(tmp_path, layout)]
+    assert layers == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+
+
+# ---- the loss by its definition
+
+
+def _read(scale: float = 1.0, masked: bool = True, count: float | None = None) -> list[str]:
+    """Of one step with one micro-batch, 3 tokens, 2 of which count."""
+    rng = np.random.default_rng(3)
+    hidden, head = rng.standard_normal((3, 1, 4)), rng.standard_normal((5, 4))
+    labels, mask = np.array([[1], [4], [2]]), np.array([[1.0], [0.0], [1.0]])
+    losses = []
+    for position in range(3):
+        logits = [math.fsum(hidden[position, 0] * row) for row in head]
+        losses.append(math.log(math.fsum(map(math.exp, logits))) - logits[labels[position, 0]])
+    total = scale * (losses[0] + losses[2] + (0.0 if masked else losses[1]))
+    arrays = [
+        (RecordedTensor(0, "weight", "head", -1, (5, 4), 0), head),
+        (RecordedTensor(1, "input", "labels", 0, (3, 1), 0), labels),
+        (RecordedTensor(1, "input", "loss mask", 0, (3, 1), 0), mask),
+        (RecordedTensor(1, "forward", "final_norm", 0, (3, 1, 4), 0), hidden),
+        (RecordedTensor(1, "loss", "micro-batch", 0, (), 0), np.array(total)),
+        (RecordedTensor(1, "loss", "step", -1, (), 0), np.array(total / (count or 2.0))),
+    ]
+    return [*reference_loss_problems(Reference(Recording(["head"], ["head"], arrays)), TOLERANCE)]
+
+
+def test_losses_are_read_a_second_time() -> None:
+    assert _read() == []
+    assert "2 of 3 labels count" in _read(masked=False)[0]
+    assert "by its definition" in _read(scale=1.0001)[0]
+    assert "over the 2 labels that count" in _read(count=3.0)[0]
+
+
+# ---- as users type it
+
+
+def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return programs.python("tools/verify.py", *flags.split(), *more, timeout=170, env=environment)
+
+
+BAD: dict[str, list[str]] = toml_tables.ANSWERS["verify"]
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_a_bad_line_is_refused_at_once(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_tool.main(f"{GPT} {RUN} {flags}".split()) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in BAD[flags]) and "Traceback" not in told
+
+
+HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    "name",
+    rarely(
+        [*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp", "experts"], str, guards=("tools/verify.py", "tools/verification")
+    ),
+)
+def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    done = verify(f"{RUN} {HEALTHY[name]}", "--json", str(told), "--out", str(tmp_path / "agreement.svg"))
+    assert done.returncode == 0 and "agreed: tp" in done.stdout, done.stdout + done.stderr
+    found = json.loads(told.read_text("utf-8"))
+    assert found["agrees"] and not found["one_process"] and found["first"] is None
+    assert {row["step"] for row in found["rows"] if row["kind"] == "gradient"} == {1, 2, 3}
+    assert any(row["apart"] > 0 for row in found["rows"] if row["kind"] == "gradient")  # it compares two runs
+    assert "<svg" in (tmp_path / "agreement.svg").read_text("utf-8")
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(120)
+def test_a_layout_that_dies_is_told() -> None:
+    done = verify(f"{RUN} {GPT} --tp 2 --dp 1 --timeout 0.01")
+    assert done.returncode == 1 and "it has not ended after 0.01 s" in done.stderr
+
+
+@pytest.mark.everything
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_group_ends_it_with_one_line(number: int, code: int, tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "tools" / "verify.py"), *f"{RUN} {GPT} --tp 2 --steps 100000".split()]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes["env"] = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with programs.Popen(words, cwd=ROOT, start_new_session=True, **pipes) as process:
+        while not list(tmp_path.glob("megalite-verify-*")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(4)  # the rank has begun, or is about to: both must do
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in out + err, out + err
+    assert "verify.py: interrupted" in err
+
+
+def test_no_card_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = verify(f"{GPT} {RUN} --tp 2 --device cuda")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "cuda" in done.stderr.lower()

@@ -1,0 +1,219 @@
+"""Runs on files: blends that change on the way, sets with losses of their own, and what the ledger says afterwards."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import train_cases
+from program_runs import losses, pretrain, rows, status_of
+from token_files import write
+from train_cases import SMALL, TP2_PP2, config_from
+
+from megalite.data.errors import DataError
+from megalite.data.tokenizers.build_tokenizer import build_tokenizer
+from megalite.training.datasets import build_datasets
+from tools import checkpoint, preprocess_data, train_tokenizer
+from tools.preprocess.indexed_writer import IndexedWriter
+from tools.preprocess.tokenize_run import make_info
+
+FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]
+
+
+def seen(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines of `checkpoint.py data-usage`."""
+    assert checkpoint.main(["data-usage", str(folder)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def trained(folder: Path, *flags: object) -> dict[int, float]:
+    """The losses of a run of one rank, in this process."""
+    assert train_cases.pretrain(config_from([*map(str, flags), "--run-dir", str(folder)])) == 0
+    return losses(folder)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two sources of 40 documents, 3000 tokens each, 4 bytes a token in the second."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(1)
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=94)
+    for k, name in enumerate("ab"):
+        with IndexedWriter(folder / name, np.uint16) as writer:
+            for _ in range(40):
+                writer.add([*rng.integers(0, 40, 74) + 40 * k, 93])
+            info = make_info(tokenizer, 40, 3000, ["x.txt"])
+            writer.finish({**info, "bytes": 12_000} if name == "b" else info)
+    return str(folder / "a"), str(folder / "b")
+
+
+def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_path: Path, capsys) -> None:
+    a, b = files
+    save = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "50", "--split", "1,0,0"]
+    steps = ["--train-iters", "8"]
+    one = pretrain(*FLAGS, *TP2_PP2, *save, *steps, "--data-path", 1, a, 1, b, "--exit-interval", "5")
+    assert one.returncode == 75, one.stderr
+    changed = ["--seq-length", "8", "--data-path", 3, b, 1, a]
+    two = pretrain(*FLAGS, "--nproc", "2", *save, *steps, *changed, ok=True)
+    assert "note: the blend changed: from sample 40 on" in two.stdout
+    shown = seen(tmp_path / "run", capsys)
+    told = {line.split()[0]: line.split()[1:] for line in shown[2:4]}
+    assert told == {a: ["368", told[a][1], "0.123"], b: ["464", told[b][1], "0.155"]}  # 20 * 16 + 6 * 8, 18 * 8
+    assert 0 < int(told[a][1]) < 40
+    assert status_of(tmp_path / "run")["tokens"] == 368 + 464
+    assert shown[-1] == f"samples 40 to 64: 8 tokens each, 0.7500 {b}, 0.2500 {a}"
+    other = ["--seed", "5", "--train-iters", "9", "--lr-decay-iters", "8"]
+    seed = pretrain(*FLAGS, *save, *steps, *changed, *other)
+    assert seed.returncode == 3 and "data so far came in the order of seed 1234" in seed.stderr
+
+
+def test_validation_sets_have_names_and_losses_of_their_own(files: tuple[str, str], tmp_path: Path) -> None:
+    a, b = files
+    flags = ["--train-data-path", a, "--valid-data-path", f"a={a}", "b=", b, "--run-dir", tmp_path]
+    pretrain(*FLAGS, *TP2_PP2, *flags, "--train-iters", "4", "--eval-interval", "2", ok=True)
+    found = rows(tmp_path / "metrics.jsonl")
+    sets = [{k for k in row if k.startswith("val/")} for row in found if any(k.startswith("val/") for k in row)]
+    assert sets == [{"val/a/loss", "val/a/ppl"}, {"val/b/loss", "val/b/ppl", "val/b/bpb"}] * 2
+    last = {k: v for row in found for k, v in row.items()}
+    assert last["val/a/loss"] < last["val/b/loss"]  # it has only seen a
+    assert last["val/b/bpb"] == pytest.approx(last["val/b/loss"] / np.log(2) / 4)
+
+
+def test_lists_of_paths_come_from_files_too(files: tuple[str, str], tmp_path: Path) -> None:
+    a, b = files
+    (tmp_path / "blend.txt").write_text(f"0.5 {a}\n0.5 {b}\n")
+    (tmp_path / "splits.json").write_text(json.dumps({"train": [0.5, a, 0.5, b], "valid": [b], "test": None}))
+    flags = [*FLAGS, "--split", "1,0,0", "--train-iters", "2"]
+    blend = trained(tmp_path / "blend", *flags, "--data-args-path", tmp_path / "blend.txt", "--no-mmap-bin-files")
+    split = trained(tmp_path / "split", *flags, "--per-split-data-args-path", tmp_path / "splits.json")
+    assert blend == split and len(blend) == 2
+
+
+def test_a_source_given_twice_is_one_in_every_form_of_the_lists(files: tuple[str, str], tmp_path: Path) -> None:
+    a, b = files
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"link{suffix}").symlink_to(f"{a}{suffix}")
+    twice = ["0.5", a, "0.3", b, "0.2", str(tmp_path / "link")]
+    (tmp_path / "blend.txt").write_text(" ".join(twice))
+    (tmp_path / "splits.json").write_text(json.dumps({"train": twice, "valid": twice, "test": [a, a]}))
+    note = f"{a} is in the blend more than once, as {a} and as {tmp_path / 'link'}: it is read once"
+    for given in (
+        ["--data-path", *twice],
+        ["--data-args-path", tmp_path / "blend.txt"],
+        ["--per-split-data-args-path", tmp_path / "splits.json"],
+        ["--train-data-path", *twice, "--valid-data-path", *twice, "--test-data-path", a, a],
+    ):
+        config = config_from([*FLAGS, "--train-iters", "2", *map(str, given)])
+        sources = build_datasets(config.data, 16, 2, 8)
+        for blend in [sources.train, *(named.data for named in [*sources.valid, *sources.test])]:
+            assert [source.name for source in blend.datasets] in ([a, b], [a])
+        assert sources.notes[0].startswith(note) and sources.notes[1].startswith(f"valid set: {note}")
+        assert sources.notes[2].startswith(("test set: ", "no test set: "))
+    one = trained(tmp_path / "one", *FLAGS, "--train-iters", "2", "--data-path", 0.7, a, 0.3, b)
+    two = trained(tmp_path / "two", *FLAGS, "--train-iters", "2", "--data-path", *twice)
+    assert one == two
+
+
+def test_sources_that_a_run_never_reads_are_named(files: tuple[str, str]) -> None:
+    a, b = files
+    dry = [*FLAGS, "--train-iters", "4", "--dry-run", "--data-path", "0.999", a, "0.001", b]
+    shown = pretrain(*dry, "--eval-iters", "2", ok=True).stdout
+    assert f"WARNING: none of the 32 samples comes from {b}: its weight is worth 0.032 of one" in shown
+    assert re.search(rf"validation +WARNING: none of the 16 samples comes from {b}", shown)
+    assert "WARNING" not in pretrain(*dry, "--train-iters", "1000", "--eval-iters", "0", ok=True).stdout
+
+
+def test_bad_sets_are_refused(files: tuple[str, str]) -> None:
+    a, b = files
+    for words, text in (
+        (["1", a, "1", b], "prefixes without weights"),
+        ([a, b, "--validation-set-names", "x"], "1 names for 2 sets"),
+        ([a, a], "two validation sets are called 'a'"),
+    ):
+        base = ["--train-data-path", a, "--multiple-validation-sets", "--train-iters", "2", "--valid-data-path"]
+        config = config_from([*FLAGS, *base, *words])
+        with pytest.raises(DataError, match=text):
+            build_datasets(config.data, 16, 2, 8)
+
+
+@pytest.fixture(scope="module")
+def only_ends(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Documents of nothing but their end."""
+    return str(write(tmp_path_factory.mktemp("ends") / "e", [[93]] * 600))
+
+
+@pytest.mark.parametrize(
+    ("layout", "iters"), [(["--nproc", "2"], 9), ([*TP2_PP2], 9), ([], 1)], ids=["dp2", "pp2", "short"]
+)
+def test_a_run_in_which_no_label_counts_ends(only_ends: str, tmp_path: Path, layout: list[str], iters: int) -> None:
+    flags = [*FLAGS, *layout, "--split", "1,0,0", "--data-path", only_ends, "--eod-mask-loss", "--run-dir", tmp_path]
+    run = pretrain(*flags, "--eval-iters", "0", "--train-iters", iters)
+    assert run.returncode == 17, run.stderr
+    last = min(iters, 3)
+    text = f"step {last}: none of its 128 labels counts: --eod-mask-loss masks the label after each end of a document"
+    assert text in run.stderr and f"({last} such step{'s' * (last > 1)} in a row)" in run.stderr
+    assert run.stdout.count("WARNING: step") == last - 1
+    assert status_of(tmp_path)["outcome"] == "bad-result"
+    if last > 1:  # steps before the one that ends it were logged
+        assert {row["train/loss"] for row in rows(tmp_path / "metrics.jsonl")} == {None}
+
+
+def test_an_evaluation_in_which_no_label_counts_has_no_loss(
+    files: tuple[str, str], only_ends: str, tmp_path: Path
+) -> None:
+    flags = [*FLAGS, "--train-data-path", files[0], "--valid-data-path", "a=", files[0], "ends=", only_ends]
+    run = pretrain(
+        *flags, "--eod-mask-loss", "--train-iters", "2", "--eval-interval", "1", "--run-dir", tmp_path, ok=True
+    )
+    assert run.stdout.count("no label of the set ends counts, so it has no loss: --eod-mask-loss masks") == 2
+    found = {name for row in rows(tmp_path / "metrics.jsonl") for name in row if name.startswith("val/")}
+    assert found == {"val/a/loss", "val/a/ppl"}
+
+
+PACKED = ["--document-packing", "best-fit", "--reset-attention-mask", "--reset-position-ids"]
+
+
+def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], tmp_path: Path, capsys) -> None:
+    a, b = files
+    flags = [*FLAGS, *PACKED, "--data-path", a, b, "--split", "1,0,0", "--train-iters", "6", "--save-interval", "50"]
+    flags += ["--seq-length", "64", "--max-position-embeddings", "64"]
+    one = pretrain(*flags, "--save", tmp_path / "one", ok=True)
+    assert "packed into" in one.stdout and "documents cut" in one.stdout
+    four = [*flags, "--save", tmp_path / "four", "--load", tmp_path / "four"]
+    half = pretrain(*four, *TP2_PP2, "--exit-interval", "3")
+    assert half.returncode == 75, half.stderr
+    pretrain(*four, "--nproc", "2", ok=True)
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    told = [seen(tmp_path / name, capsys)[2:4] for name in ("one", "four")]
+    assert told[0] == told[1] and len(told[0]) == 2
+    plain = [f for f in four if f not in PACKED]
+    switched = pretrain(*plain, "--train-iters", "8", "--lr-decay-iters", "6")
+    assert switched.returncode == 3 and "document_packing was changed since the checkpoint" in switched.stderr
+
+
+def test_fill_in_the_middle(tmp_path: Path) -> None:
+    special = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
+    text = "\n".join(f"def f{i}(x):\n    return x + {i} * {i * i}" for i in range(400))
+    (tmp_path / "t.txt").write_text(text)
+    lines = [json.dumps({"text": text[i : i + 300]}) + "\n" for i in range(0, 9000, 50)]
+    (tmp_path / "t.jsonl").write_text("".join(lines))
+    made = ["--input", tmp_path / "t.txt", "--model-prefix", tmp_path / "spm", "--vocab-size", "300"]
+    assert train_tokenizer.main([*map(str, made), "--special-tokens", *special]) == 0
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tmp_path / "spm.model"]
+    made = ["--input", tmp_path / "t.jsonl", "--output-prefix", tmp_path / "d", "--append-eod", "--workers", "1"]
+    assert preprocess_data.main([*map(str, made), *map(str, tokenizer)]) == 0
+    plain = [f for f in SMALL if f not in ("--mock-data", "--vocab-size", "93")]
+    flags = [*plain, *tokenizer, "--data-path", tmp_path / "d_text_document", "--split", "9,1,0", "--train-iters", "3"]
+    fim = [*flags, "--fim-data", "--fim-rate", "1"]
+    alone = trained(tmp_path / "fim", *fim)
+    pretrain(*fim, *TP2_PP2, "--run-dir", tmp_path / "tp", ok=True)
+    assert losses(tmp_path / "tp") == pytest.approx(alone, rel=1e-4) and alone != trained(tmp_path / "plain", *flags)
+    wrong = config_from([*map(str, flags), "--fim-data", "--fim-pad-token", "<nope>"])
+    with pytest.raises(DataError, match="fim_pad_token='<nope>' is not a token"):
+        build_datasets(wrong.data, 16, 2, 8)
+
+
+def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoint.main(["data-usage", str(tmp_path)]) == 3 and "no checkpoint" in capsys.readouterr().err
+    trained(tmp_path, *SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1")
+    assert any("generated data" in line for line in seen(tmp_path / "iter_0000001", capsys))

@@ -1,0 +1,146 @@
+"""What the plan says of a run is what its ranks take, and what they free is used again."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from call_counts import calls
+from train_cases import SMALL, config_from
+
+import pretrain_gpt
+from megalite.config.options import Config
+from megalite.launch.rank_info import LaunchError, RankInfo
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.job.preflight import check_machine
+from megalite.training.logging.device_memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, VARIABLES, keep_freed_heap
+
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+VPP = "--num-virtual-stages-per-pipeline-rank"
+
+
+def config_of(flags: str) -> Config:
+    return config_from([*SMALL, "--train-iters", "1", *flags.split()])
+
+
+def preset(flags: str) -> Config:
+    words = f"--mock-data --lr 1 --train-iters 1 --micro-batch-size 1 --bf16 --preset {flags}"
+    return config_from(words)
+
+
+def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
+    """llama3-8b over 8 stages, with micro-batches enough that the split matters: of one alone all are equally fast."""
+    found = make_run_plan(preset(f"llama3-8b {PP} 8 --global-batch-size 32"), 8, 128256)
+    layer, embedding = 218_112_000, 128_256 * 4096
+    assert found.num_parameters == 8_030_261_248
+    assert [len(layers) for layers in found.layer_ranges] == [2, 4, 4, 5, 5, 5, 5, 2]
+    held = found.model_states[0]
+    assert found.fullest_rank in range(3, 7) and held.local_numel == 2 * layer + embedding
+    assert held.total == pytest.approx(18 * held.local_numel, rel=1e-4)
+    muon = make_run_plan(preset(f"llama3-8b {PP} 8 --global-batch-size 32 --optimizer muon"), 8, 128256).model_states[0]
+    assert muon.total == pytest.approx(18 * embedding + 14 * 2 * layer, rel=1e-4)  # no second moment of a matrix
+    said = r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
+    with pytest.raises(LaunchError, match=said):
+        check_machine(make_run_plan(preset(f"llama3-405b {PP} 16"), 16, 128256), "cpu", RankInfo(0, 16, 0, 16))
+
+
+DRY_RUN = "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1 --eval-iters 0 --bf16"
+
+
+def test_a_plan_of_16384_ranks_needs_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"--preset llama3-405b --vocab-size 128255 --micro-batch-size 1 --global-batch-size 8192 {PP} 16 {VPP} 7"
+    begin = time.process_time()
+    assert pretrain_gpt.main(f"{DRY_RUN} {flags} {TP} 8 --nproc 16384".split()) == 0
+    text, seconds = capsys.readouterr().out, time.process_time() - begin
+    assert "pp 16 x dp 128 x cp 1 x tp 8 = 16384 ranks" in text and "warning" not in text
+    assert "tp 0 1 .. 7 (node 0), dp 0 8 .. 1016 (128 nodes), pp 0 1024 .. 15360 (16 nodes)" in text
+    assert len(re.findall(r"^pipeline rank", text, re.M)) == 16 and seconds < 10
+
+
+@pytest.mark.parametrize("nproc", [64, 1024])
+def test_tensor_parallel_ranks_on_two_nodes_are_warned_of(nproc: int, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"--preset llama3-8b --vocab-size 128255 --micro-batch-size 1 {PP} 4 {TP} 16 --nproc {nproc}"
+    assert pretrain_gpt.main(f"{DRY_RUN} {flags}".split()) == 0
+    text = capsys.readouterr().out
+    assert "tensor_model_parallel_size=16 crosses nodes of 8 ranks" in text and "use 8, or start 16" in text
+    assert "1 micro-batch; bubble 75.0%" in text
+
+
+def test_long_steps_are_extrapolated() -> None:
+    """A plan of many micro-batches takes no longer; test_run_plan.py: and is what the whole schedule gives."""
+    _, many, more = (  # the first fills what is kept for the next
+        calls(
+            lambda size=size: (
+                make_run_plan(config_of(f"{PP} 4 --num-layers 8 --global-batch-size {size}"), 4, 93).bubble
+            )
+        )
+        for size in (10_000, 100_000, 1_000_000)
+    )
+    assert more < 1.1 * many
+
+
+def test_ranks_that_are_to_run_here_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL, "--train-iters", "1", "--nproc", "80000", "--global-batch-size", "160000"]
+    with pytest.raises(SystemExit, match="2"):
+        pretrain_gpt.main(words)
+    assert "nproc=80000 is more than 8 x" in capsys.readouterr().err
+
+
+# ---- freed memory is used again: counted in pages that the system had to give
+PROGRAM = """
+import json, resource, sys
+import torch
+from megalite.training.logging.device_memory import keep_freed_heap
+
+kept = keep_freed_heap() if sys.argv[1] == "keep" else None
+pages = []
+for _ in range(30):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(10 << 20)
+    pages.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(json.dumps([kept, pages]))
+"""
+
+
+def pages_of(what: str) -> tuple[bool | None, list[int]]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, what], capture_output=True, text=True, timeout=60, check=True)
+    kept, pages = json.loads(done.stdout)
+    return kept, pages
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_a_tensor_like_one_freed_before_costs_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    kept, pages = pages_of("keep")
+    if not kept:
+        pytest.skip("not glibc")
+    assert min(pages_of("leave")[1][-9:]) > 15  # 40 MiB, in pages of 4 KiB or 2 MiB
+    assert max(pages[-9:]) < 5
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_the_users_own_settings_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "glibc.malloc.trim_threshold=1000")
+    assert not keep_freed_heap()
+
+
+@pytest.mark.parametrize("most,tried", [(64 << 20, [64]), (32 << 20, [64, 32]), (0, [64, 32])])
+def test_a_threshold_that_is_refused_leaves_the_other_alone(most: int, tried: list[int], monkeypatch) -> None:
+    """glibc before 2.35 takes at most 32 MiB; once one is set, none adapts itself any more."""
+    asked: list[tuple[int, int]] = []
+
+    class Library:
+        @staticmethod
+        def mallopt(number: int, value: int) -> int:
+            asked.append((number, value))
+            return int(number == M_TRIM_THRESHOLD or value <= most)
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert keep_freed_heap() == (most > 0)
+    assert asked[: len(tried)] == [(M_MMAP_THRESHOLD, size << 20) for size in tried]
+    assert [number for number, _ in asked[len(tried) :]] == [M_TRIM_THRESHOLD] * (most > 0)
