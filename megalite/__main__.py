@@ -83,7 +83,7 @@ def main() -> NoReturn:
     """Run the command of sys.argv and exit."""
     try:
         from megalite.common.exits import run_cli
-        from megalite.launch.rank_info import exit_process
+        from megalite.launch.process_group import exit_process
     except KeyboardInterrupt:
         os._exit(130)
     exit_process(lambda: run_cli(lambda: run(sys.argv[1:]), prints=sys.argv[1:2] != ["train"]))

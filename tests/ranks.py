@@ -18,7 +18,8 @@ import train_cases
 
 from megalite.launch import local_launcher as local_ranks
 from megalite.launch.local_launcher import launch_local
-from megalite.launch.rank_info import RankInfo, process_group
+from megalite.launch.process_group import process_group
+from megalite.launch.rank_info import RankInfo
 
 # found from the root of the repository; elsewhere ranks import by themselves
 local_ranks.PRELOAD += ["tests.preloaded"]

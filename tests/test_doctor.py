@@ -20,7 +20,7 @@ from tools import doctor
 from tools.bench import gpu_report_probe
 from tools.preprocess.indexed_writer import IndexedWriter
 
-CARD = {"cards": 1, "device": "NVIDIA H100", "memory": 80 << 30, "free": 80 << 30, "capability": "9.0", "cuda": "12.8"}
+CARD = {"gpus": 1, "device": "NVIDIA H100", "memory": 80 << 30, "free": 80 << 30, "capability": "9.0", "cuda": "12.8"}
 TOLD = dict(zip(gpu_report_probe.QUERY, "H100 580.1 Default Disabled 3 0 0 40 700 700".split(), strict=True))
 
 
@@ -58,7 +58,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether t
     "no GPU is visible": (dict(CUDA_VISIBLE_DEVICES=""), "warn"),
     "this run is made to fail": (dict(MEGALITE_FAULT="init.collectives:1:0:bitflip"), "warn"),
     "MEGALITE_KERNELS=fast is unknown": (dict(MEGALITE_KERNELS="fast"), "bad"),
-    "NCCL_SOCKET_IFNAME=nic7 is no interface": (dict(NCCL_SOCKET_IFNAME="nic7"), "bad"),
+    "NCCL_SOCKET_IFNAME=nic7 is not an interface": (dict(NCCL_SOCKET_IFNAME="nic7"), "bad"),
     "set MASTER_PORT, or --rdzv-endpoint": (dict(MASTER_PORT="taken"), "warn"),
     "RANK=0 of WORLD_SIZE=2: a run here is that rank": (
         dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="taken"),
@@ -70,7 +70,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether t
     "or newer is needed: pip install --upgrade torch": (dict(old="torch"), "bad"),
     "--shm-size=1g": (dict(shm=64 << 20), "warn"),
     "sees none of 1 GPUs": (dict(card={}), "bad"),
-    "card 0 has uncorrected memory errors (ECC)": (dict(card=CARD), "bad"),
+    "GPU 0 has uncorrected memory errors (ECC)": (dict(card=CARD), "bad"),
     "cannot be written": (dict(save="file"), "bad"),
     "Protocol not known: s4": (dict(url="s4://x/y"), "bad"),
     "does not take 1 MiB (No space left on device)": (dict(full=True), "bad"),
@@ -103,12 +103,11 @@ def test_what_is_broken_is_named_and_whether_it_stops_a_run(text: str, tmp_path:
     if shm is not None:
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(path)._replace(free=shm))
     if "card" in what:
-        facts = {"torch": "2.13", "triton": "3.9", "cards": 0, "memory": 1, "cards_told": [TOLD], **what.pop("card")}
+        facts = {"torch": "2.13", "triton": "3.9", "gpus": 0, "memory": 1, "gpu_status": [TOLD], **what.pop("card")}
         monkeypatch.setattr(gpu_report_probe, "facts", lambda: facts)
-        monkeypatch.setattr(gpu_report_probe, "ask_driver", lambda: [TOLD])
+        monkeypatch.setattr(gpu_report_probe, "query_gpus", lambda: [TOLD])
         monkeypatch.setattr(
-            "megalite.training.monitoring.rank_consistency.GpuMonitor",
-            lambda device: type("None_", (), {"figures": {}}),
+            "megalite.training.monitoring.gpu_monitor.GpuMonitor", lambda device: type("None_", (), {"figures": {}})
         )
     for name, value in what.items():
         monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "taken" else value)

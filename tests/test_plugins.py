@@ -22,7 +22,7 @@ from megalite.config import plugins
 from megalite.config.config_file import dump_config
 from megalite.config.options import ConfigError
 from megalite.config.registry import REGISTRIES
-from megalite.data.datasets.base_dataset import MapDataset
+from megalite.data.datasets.map_dataset import MapDataset
 from megalite.data.errors import DataError
 from megalite.kernels.activation import fault_of, get_activation
 from megalite.optim.lr import LrSchedule
@@ -84,7 +84,7 @@ def test_a_resume_wants_the_plugin_and_tells_of_another_text(mish: Path) -> None
     (mish / "other/mine.py").write_text((mish / "mine.py").read_text("utf-8") + "# longer\n", "utf-8")
     said = typed(mish, "--plugin", "other/mine.py", "--activation", "mish", *on, "--save", "on")
     (note,) = [line for line in said.splitlines() if "another text" in line]
-    assert note.startswith("note: plugin='mine.py' has another text than in run/iter_0000003: sha256 ")
+    assert note.startswith("note: plugin='mine.py' differs from the one in run/iter_0000003: sha256 ")
     typed(mish, "--plugin", "mine.py", "--activation", "mish", *on, "--save", "on")
     assert "another text" not in (mish / "on/log.txt").read_text("utf-8").split("note: ")[-1]
 
@@ -103,7 +103,7 @@ def test_what_a_checkpoint_says_loads_nothing(mish: Path) -> None:
     typed(mish, "run", "run", "--plugin", "mine.py", program="tools/diff.py")
     assert mark.exists()  # it does run where its user names it
     said = typed(mish, "--config", "run/run_config.toml", "--dry-run")
-    assert "note: plugin='mine.py' is run, as the configuration says" in said
+    assert "note: plugin='mine.py' is run, because the configuration names it" in said
     (mish / "mine.py").write_text(own, "utf-8")
 
 
@@ -141,7 +141,7 @@ def test_a_dataset_is_shuffled_counted_resumed_and_shared(tmp_path: Path) -> Non
     (source,) = state["data"]["sources"]
     assert source["name"] == "dataset sums" and source["tokens"] == 4 * 8 * 16 and source["documents"] == 32
     said = typed(tmp_path, *words, "--train-iters", "4", "--split", "1,1,1", "--mock-data", "--dry-run", code=2)
-    assert "split=1,1,1 is about token files, and dataset=sums has none" in said
+    assert "split=1,1,1 applies to token files, and dataset=sums has none" in said
     assert "mock_data and dataset exclude each other" in said
     said = typed(tmp_path, *words[2:], "--train-iters", "4", code=2)
     assert "dataset='sums' is unknown; give the --plugin that registers it" in said
@@ -164,7 +164,7 @@ def test_samples_by_number_come_once_an_epoch_and_are_checked() -> None:
     for wrong in (rows_of[:, :4], rows_of.astype(float)):
         with pytest.raises(DataError, match=r"dataset mine: its sample \d is .*; give seq_length \+ 1 = 5 token ids"):
             MapDataset("mine", wrong, 4, seed=1, split="train").samples(np.arange(2))
-    with pytest.raises(DataError, match=r"dataset mine: its sample \d cannot be made: .*; correct the plugin"):
+    with pytest.raises(DataError, match=r"dataset mine: its sample \d cannot be built: .*; correct the plugin"):
         MapDataset("mine", [[1, [2]]] * 7, 4, seed=1, split="train").samples(np.arange(2))
     with pytest.raises(DataError, match="has no samples of test"):
         MapDataset("mine", rows_of[:0], 4, seed=1, split="test")
@@ -283,7 +283,7 @@ def row(rank, place, groups):
 """
     for name, row, said in (
         ("hangs", "f[:1] + b[:2] + f[1:] + b[2:]", "would hang: these actions wait for each other: B0.1, B1.1"),
-        ("short", "f + b[1:]", "rank 0 of 2 has B0.0 0 times, not 1; each F and B of its stages has to come once"),
+        ("short", "f + b[1:]", "rank 0 of 2 has B0.0 0 times, not 1; each F and B of its stages must appear exactly once"),
         ("other", "f + b + [Action(Op.F, 1 - rank, 0)]", "rank 0 of 2 has F1.0 1 times, not 0"),
     ):
         plugin(tmp_path, body.format(name, row))
@@ -410,7 +410,7 @@ def test_verify_refuses_a_gradient_that_is_wrong_in_one_process_too(tmp_path: Pa
         "megalite.register('activation', 'gelu', 3)": "activation='gelu' is taken; choose another name",
         "megalite.register('activation', 'relu6', 3)": "has no forward and no backward and no width",
         "megalite.register('activation', 'a b', 3)": "activation='a b' is not a name; use letters",
-        "megalite.register('activator', 'relu6', 3)": "'activator' is no kind of part; use one of activation",
+        "megalite.register('activator', 'relu6', 3)": "'activator' is not a kind of component; use one of activation",
         "megalite.register('metric', 'mine', 'tensor')": "metric='mine' is 'tensor'; give 'layer', ",
         "megalite.register('callback', 'mine', 3)": "callback='mine' is 3; give an object with methods for events",
         "megalite.register('dataset', 'mine', lambda a: a)": "dataset='mine' does not take 3 arguments; give a function",
@@ -636,12 +636,12 @@ def test_a_written_example_never_takes_the_place_of_a_file(tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text("mine", "utf-8")
     os.symlink("elsewhere.py", tmp_path / "link.py")
     for words, said in {
-        "activation --out mine.py": "out=mine.py is there already; give another name, or remove it",
-        "activation --out link.py": "out=link.py is there already; give another name, or remove it",
+        "activation --out mine.py": "out=mine.py already exists; give another name, or remove it",
+        "activation --out link.py": "out=link.py already exists; give another name, or remove it",
         "activation --out none/mine.py": "out=none/mine.py cannot be written: No such file or directory; give another path",
-        "activation --out mine": "out=mine does not end in .py, by which --plugin knows a file; give mine.py",
+        "activation --out mine": "out=mine does not end in .py, by which --plugin recognizes a file; give mine.py",
         "activation --out s3://bucket/mine.py": "a local path",
-        "tokenizer": "'tokenizer' is no kind of part; give one of ",
+        "tokenizer": "'tokenizer' is not a kind of component; give one of ",
         "--out mine.py": "a kind is missing; give one of ",
     }.items():
         found = written(tmp_path, *words.split(), code=2)

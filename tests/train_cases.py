@@ -118,7 +118,8 @@ def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None 
     """From the run's step to its last, without a log."""
     from megalite.training.job.stop_signals import StopSignalHandler
     from megalite.training.logging.metrics_logger import NullLogger
-    from megalite.training.logging.timers import TimeBreakdown, Timers
+    from megalite.training.logging.time_breakdown import TimeBreakdown
+    from megalite.training.logging.timers import Timers
     from megalite.training.monitoring.watchdog import Watchdog
     from megalite.training.train_step import train_step
     from megalite.training.trainer import Monitors, Trainer  # torch: others want the command lines alone

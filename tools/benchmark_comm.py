@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import print_err
-from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, process_group
+from megalite.launch.process_group import exit_process, process_group
+from megalite.launch.rank_info import LaunchError, RankInfo
 from tools.bench.collectives import FACTORS, distinct_axes, fit_link, run_on_ranks, time_groups
 from tools.cli_common import find_unwritable, make_parser, positive_int, write_json
 

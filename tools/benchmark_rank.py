@@ -177,8 +177,8 @@ def main(task: dict[str, Any]) -> int:
         set_cuda_environment(config.parallel.tensor_model_parallel_size, Path(task["folder"]))
     if task["contender"] == "megalite":
         target = megalite_rank
-    elif task["contender"] == "levers":
-        from tools.bench.ablations import levers_rank as target
+    elif task["contender"] == "ablations":
+        from tools.bench.ablations import run_ablations as target
     else:
         from tools.bench.hf_baseline import run_baseline as target
     with safe_path():  # inductor starts `python -c`

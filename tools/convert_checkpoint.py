@@ -43,9 +43,9 @@ from megalite.interop.name_mapping import FAMILIES
 from megalite.interop.tensor_mapping import ExportSource, ExternalModel, build_model_config
 from megalite.models.specs import checkpoint_specs, model_specs
 from megalite.optim.loss_scale import LossScaler
+from megalite.training.checkpointing.compatibility import checkpoint_config
 from megalite.training.checkpointing.initial_state import UNKNOWN_VOCABULARY, tokenizer_from_args
 from megalite.training.checkpointing.named_tokenizer import announce, fitting
-from megalite.training.checkpointing.resume import checkpoint_config
 from megalite.training.datasets import TOKENIZER_OPTIONS, open_tokenizer
 from megalite.training.job.export_hf import read_model_type, tokenizer_files, tokenizer_source_dir
 from megalite.training.state import Progress

@@ -62,12 +62,12 @@ def check_gpu() -> Iterator[CheckResult]:
     """Check the GPUs that torch sees, and their clocks."""
     import torch  # here, because a failing import is a result
 
-    from megalite.training.monitoring.rank_consistency import THROTTLED, GpuMonitor, read_sensors
+    from megalite.training.monitoring.gpu_monitor import THROTTLED, GpuMonitor, read_sensors
     from tools.bench import gpu_report_probe as probe
 
     facts = probe.facts()
-    driver_facts = probe.ask_driver()
-    if not facts["cards"]:
+    driver_facts = probe.query_gpus()
+    if not facts["gpus"]:
         if driver_facts:
             message = f"torch {facts['torch']} sees none of {len(driver_facts)} GPUs"
         else:
@@ -78,11 +78,11 @@ def check_gpu() -> Iterator[CheckResult]:
     drivers = ", ".join({gpu["driver_version"] for gpu in driver_facts}) or "unknown"
     versions = f"capability {facts['capability']}, driver {drivers}, CUDA {facts['cuda']}"
     memory = f"{facts['memory'] / GIB:.1f} GiB"
-    yield CheckResult(OK, "gpu", f"{facts['cards']} x {facts['device']}, {memory}, {versions}")
+    yield CheckResult(OK, "gpu", f"{facts['gpus']} x {facts['device']}, {memory}, {versions}")
     for warning in probe.warnings_of(facts):
         message, _, reason = warning.partition(": ")
         yield CheckResult(BAD if "(ECC)" in message else WARN, "gpu", message, reason)
-    for index in range(facts["cards"]):
+    for index in range(facts["gpus"]):
         sensors = read_sensors(GpuMonitor(torch.device("cuda", index)).figures)  # empty without nvidia-ml-py
         reasons = [reason for bit, reason in THROTTLED.items() if sensors.get("throttled", 0) & bit]
         message = f"GPU {index} at {sensors.get('clock_mhz', '?')} MHz"

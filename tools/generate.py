@@ -25,7 +25,8 @@ from megalite.common.exit_codes import ExitCode
 from megalite.common.exits import end_at_once
 from megalite.common.text_file import TextFileError, read_small_text
 from megalite.launch.local_launcher import launch_local
-from megalite.launch.rank_info import LaunchError, RankInfo, exit_process, nproc_error, process_group, read_environment
+from megalite.launch.process_group import exit_process, process_group
+from megalite.launch.rank_info import LaunchError, RankInfo, nproc_error, read_environment
 from tools.cli_common import PluginAction, make_parser, number_in_range, positive_int
 
 LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank

@@ -110,7 +110,7 @@ def write_checkpoint(
     if step is None:
         raise CheckpointError(f"{directory}: the name of a checkpoint is iter_ and its step, as in iter_0000500")
     if step in storage.steps_in(directory.parent):
-        raise CheckpointError(f"{directory} exists; give another folder")
+        raise CheckpointError(f"{directory} exists; give another directory")
     _check_cover([producer for producers in files for producer in producers], shapes)
     staging_dir = storage.staging_path(directory)
     try:
@@ -127,7 +127,7 @@ def write_checkpoint(
     except BaseException as error:
         manifest.discard_quietly(staging_dir)
         if isinstance(error, OSError):
-            raise CheckpointError(f"{directory}: cannot be written ({error}); give a writable folder") from error
+            raise CheckpointError(f"{directory}: cannot be written ({error}); give a writable directory") from error
         raise
 
 
@@ -145,4 +145,4 @@ def _check_cover(producers: Sequence[TensorProducer], shapes: dict[str, tuple[in
     for name, shape in shapes.items():
         if num_elements[name] != math.prod(shape):
             count = f"{num_elements[name]} of {math.prod(shape)} elements were found"
-            raise CheckpointError(f"{name}: {count}; a part is missing or double")
+            raise CheckpointError(f"{name}: {count}; a part is missing or duplicated")

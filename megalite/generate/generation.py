@@ -43,8 +43,8 @@ from megalite.nn.parameter import model_shards
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
 from megalite.planning.run_plan import RunPlan
+from megalite.training.checkpointing.compatibility import checkpoint_config, tokenizer_differences
 from megalite.training.checkpointing.named_tokenizer import announce, fitting
-from megalite.training.checkpointing.resume import checkpoint_config, tokenizer_differences
 from megalite.training.datasets import TOKENIZER_OPTIONS, open_tokenizer
 from megalite.training.setup import SetupError
 
@@ -287,7 +287,9 @@ class TextGenerator:
             invalid = [
                 number for number, text in enumerate(prompt_list) if text != text.encode("utf-8", "replace").decode()
             ]
-            problems += [f"prompt {number} has characters that UTF-8 has not; remove them" for number in invalid[:1]]
+            problems += [
+                f"prompt {number} has characters that UTF-8 cannot encode; remove them" for number in invalid[:1]
+            ]
         try:
             sampling = Sampling(temperature, top_k, top_p, seed)
         except ConfigError as error:
@@ -334,7 +336,7 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
         if tokenizer is None:
             raise SetupError(f"{checkpoint} was trained without a tokenizer, so it has a loss but no text")
         if differences := tokenizer_differences(tokenizer, manifest):
-            raise SetupError(f"{checkpoint}: {differences[0]}; put back the tokenizer that it was trained with")
+            raise SetupError(f"{checkpoint}: {differences[0]}; restore the tokenizer that it was trained with")
         vocab_size = int(manifest.state.get("vocab_size", tokenizer.vocab_size))
         stage = _build_stage(config.model, mesh, vocab_size, dtype)
         step = int(manifest.state["progress"]["step"])

@@ -32,6 +32,7 @@ from megalite.config import plugins
 from megalite.config.options import ConfigError
 from megalite.config.run_options import EXIT_SIGNALS
 from megalite.launch.children import safe_start
+from megalite.launch.process_group import die_with_parent
 from megalite.launch.rank_info import (
     FAILURE_PRINTED,
     FIRST_FAILURE,
@@ -39,7 +40,6 @@ from megalite.launch.rank_info import (
     WAITS,
     LaunchError,
     RankInfo,
-    die_with_parent,
     read_first_failure,
 )
 

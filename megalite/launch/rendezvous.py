@@ -105,7 +105,7 @@ def rendezvous(
         first = str(error).partition("\n")[0][:200]
         cause = "rank 0 does not answer" if is_local else likely_cause(host, port, serves, nodes, first)
         raise RendezvousError(
-            f"rank {rank} of {world} on {socket.gethostname()} could not meet the others {where} within "
+            f"rank {rank} of {world} on {socket.gethostname()} could not join the others {where} within "
             f"{timeout.total_seconds():.0f} s: {cause} ({first})"
         ) from error
 
@@ -163,13 +163,13 @@ def agree_on_prefix(
             arrived = [other for other in range(1, world) if other not in missing]
             hosts = {token.split()[0], *(tokens[other].split()[0] for other in arrived)}
             remedy = (
-                "They were started here, and have not come as far: look for what they do in ranks/ of the run directory"
+                "They were started on this machine, but have not reached this point: see ranks/ in the run directory"
                 if where == "on this machine"
                 else "Are their nodes running, do they have the same address, and can they reach it (firewall)?"
             )
             present = format_ranks([0, *arrived])
             raise RendezvousError(
-                f"only ranks {present} of {world} came within {timeout.total_seconds():.0f} s, from "
+                f"only ranks {present} of {world} joined within {timeout.total_seconds():.0f} s, from "
                 f"{', '.join(sorted(hosts))}; missing: {format_ranks(sorted(missing))}. {remedy}"
             )
         time.sleep(PAUSE_S if missing else 0)

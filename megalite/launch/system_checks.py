@@ -31,7 +31,7 @@ GIB, MIB = 2**30, 2**20
 MIN_SHM, MIN_FILES = GIB, 4096  # bytes of shared memory, and open files: with less, NCCL or many data files fail
 # an address for documentation (RFC 5737), to which nothing is sent, and torchrun's port
 _PUBLIC_ADDRESS = ("192.0.2.1", 29500)
-TIME_ERROR = 5  # result of adjtimex: the clock is not synchronised
+TIME_ERROR = 5  # result of adjtimex: the clock is not synchronized
 
 
 class CheckResult(NamedTuple):
@@ -70,13 +70,13 @@ def check_packages() -> Iterator[CheckResult]:
 
 
 def check_clock() -> Iterator[CheckResult]:
-    """Check the load, and whether the clock is synchronised."""
+    """Check the load, and whether the clock is synchronized."""
     load, n = os.getloadavg()[0], cpu_count()
-    yield result_if("clocks", load <= n, f"load {load:.1f} on {n} cores", "figures of this machine mean less now")
+    yield result_if("clocks", load <= n, f"load {load:.1f} on {n} cores", "measurements are less reliable now")
     remedy = "run an NTP client: the logs of several machines are put in order by their times"
     with contextlib.suppress(OSError, AttributeError):  # another C library
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
-        message = "the time is not synchronised" if state == TIME_ERROR else "the time is synchronised"
+        message = "the time is not synchronized" if state == TIME_ERROR else "the time is synchronized"
         yield result_if("clocks", state != TIME_ERROR, message, remedy)
 
 
@@ -95,7 +95,7 @@ def check_variables() -> Iterator[CheckResult]:
     except LaunchError as error:
         yield CheckResult(BAD, "variables", str(error))
     settings = environment.library_variables().replace("\n", " ")
-    yield CheckResult(OK, "variables", f"set: {settings}" if settings else "none of the libraries' is set")
+    yield CheckResult(OK, "variables", f"set: {settings}" if settings else "no variables of libraries are set")
 
 
 def check_network() -> Iterator[CheckResult]:
@@ -105,13 +105,13 @@ def check_network() -> Iterator[CheckResult]:
         requested[name] = value = environment.getenv(name)
         if value.isalnum() and not any(interface.startswith(value) for interface in ("lo", *available)):
             remedy = f"give one of {', '.join(available) or 'lo'}, or unset it"
-            yield CheckResult(BAD, "network", f"{name}={value} is no interface of this machine", remedy)
+            yield CheckResult(BAD, "network", f"{name}={value} is not an interface of this machine", remedy)
     # NCCL prefers InfiniBand, and takes a container's interface last
     first = min(available, key=lambda name: (not name.startswith("ib"), name.startswith("docker")), default="lo")
     try:
-        gloo = interface_for_others(*_PUBLIC_ADDRESS) or f"that of the name {socket.gethostname()}"
+        gloo = interface_for_others(*_PUBLIC_ADDRESS) or f"the interface of the name {socket.gethostname()}"
         chosen = [name or default for name, default in zip(requested.values(), (gloo, first), strict=True)]
-        addresses = ", ".join(f"{name} {address}" for name, address in available.items()) or "lo alone"
+        addresses = ", ".join(f"{name} {address}" for name, address in available.items()) or "only lo"
         yield CheckResult(OK, "network", f"gloo would take {chosen[0]}, NCCL {chosen[1]}; there are {addresses}")
     except RendezvousError as error:
         yield CheckResult(WARN, "network", *str(error).split(": ", 1))
@@ -119,18 +119,18 @@ def check_network() -> Iterator[CheckResult]:
     try:
         # with SO_REUSEADDR, as a store does: connections that are closing do not prevent it
         socket.create_server(("", int(port))).close()
-        yield CheckResult(OK, "network", f"port {port}, where ranks meet, is free")
+        yield CheckResult(OK, "network", f"the rendezvous port {port} is free")
     except (OSError, ValueError, OverflowError) as error:
         remedy = "set MASTER_PORT, or --rdzv-endpoint of torchrun, to a free one"
-        yield CheckResult(WARN, "network", f"port {port}, where ranks meet, cannot be had ({error})", remedy)
+        yield CheckResult(WARN, "network", f"the rendezvous port {port} cannot be opened ({error})", remedy)
 
 
 def check_memory() -> Iterator[CheckResult]:
     """Check free memory, shared memory and the limit of open files."""
     meminfo = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text("ascii", "replace")))
     free, total = (int(meminfo[name]) / MIB for name in ("MemAvailable", "MemTotal"))
-    yield result_if("memory", free > total / 4, f"{free:.1f} of {total:.1f} GiB are free", "end what takes it")
+    yield result_if("memory", free > total / 4, f"{free:.1f} of {total:.1f} GiB are free", "end what uses it")
     shared, (files, _) = shutil.disk_usage("/dev/shm").free, resource.getrlimit(resource.RLIMIT_NOFILE)
-    remedy = "give a container --shm-size=1g: NCCL, and ranks on a CPU, exchange there"
+    remedy = "give a container --shm-size=1g: NCCL, and ranks on a CPU, communicate through it"
     yield result_if("memory", shared >= MIN_SHM, f"{shared / MIB:,.0f} MiB of /dev/shm are free", remedy)
     yield result_if("memory", files >= MIN_FILES, f"a process may open {files:,} files", f"ulimit -n {MIN_FILES}")

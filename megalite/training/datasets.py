@@ -10,9 +10,11 @@ from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.option import invalid_text_reason
 from megalite.config.options import DataConfig
 from megalite.data.datasets import blended_dataset as blends
-from megalite.data.datasets.base_dataset import Dataset, MockDataset, build_plugin_dataset
+from megalite.data.datasets.base_dataset import Dataset
 from megalite.data.datasets.fim_dataset import FimDataset, FimOptions
 from megalite.data.datasets.ledger import DataLedger
+from megalite.data.datasets.map_dataset import build_plugin_dataset
+from megalite.data.datasets.mock_dataset import MockDataset
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -83,7 +85,7 @@ def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int
                 if dataset := plugin(split):
                     named_datasets.append(NamedDataset("", dataset))
         if plugin_train is None:
-            raise DataError(f"dataset={data.dataset!r} gives nothing for the split train; it has to")
+            raise DataError(f"dataset={data.dataset!r} returns None for the split train; return samples for it")
         ledger = DataLedger(blends.BlendedDataset([plugin_train], [1]), seed)
         return DatasetBundle(vocab_size, eod, ledger.blend, tokenizer, ledger, valid, test)
 
@@ -124,7 +126,7 @@ def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int
             bytes_per_token = blends.bytes_per_token(*blends.parse_data_path(set_paths))
             named_datasets.append(NamedDataset(name, dataset, bytes_per_token))
     if data.fim_data and (valid or test):
-        notes.append("fim_data rearranges the training data alone; Megatron-LM rearranges validation and test too")
+        notes.append("fim_data rearranges only the training data; Megatron-LM rearranges validation and test too")
     return DatasetBundle(vocab_size, eod, train_dataset, tokenizer, ledger, valid, test, notes, ignored_label)
 
 
@@ -138,7 +140,7 @@ def _fim_options(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> Fi
         problem = f"{name}={getattr(data, name)!r} is not a token of {tokenizer.name}"
         if tokenizer.unk_id is None:
             raise DataError(f"{problem}; name one that it has, or train a tokenizer with it")
-        notes.append(f"{problem}: its unknown token, id {tokenizer.unk_id}, stands for it, as in Megatron-LM")
+        notes.append(f"{problem}: its unknown token, id {tokenizer.unk_id}, is used instead, as in Megatron-LM")
         return tokenizer.unk_id
 
     return FimOptions(
@@ -209,7 +211,7 @@ def _read_text(path: str) -> str:
 
 def _read_paths_json(path: str) -> dict[str, Paths | None]:
     """Read the file of --per-split-data-args-path: a JSON object with a list of weights and paths for each split."""
-    remedy = 'write {"train": [...], "valid": [...], "test": [...]}, each a list as of --data-path'
+    remedy = 'write {"train": [...], "valid": [...], "test": [...]}, each a list like that of --data-path'
     text = _read_text(path)
     try:
         lists = json.loads(text)

@@ -35,7 +35,7 @@ from megalite.training.state import Run
 from megalite.training.train_step import train_step
 
 PACKAGE = Path(megalite.__file__).resolve().parent
-NOTE = "bytes: of the tensor that the rank gives, or gets as a message; logs, evaluation and saves are not in a step"
+NOTE = "bytes: the tensor that the rank sends, or receives as a message; a step has no logs, evaluations or saves"
 MAX_SIZES = 4  # tensor sizes of one kind of collective that are listed separately
 MAX_FRAMES = 3  # stack frames that an error message lists
 STEP_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, NotImplementedError)
@@ -215,8 +215,8 @@ def format_rank(plan: RunPlan, sources: DatasetBundle, local_world: int) -> str:
     if result.host:
         rows["on the host"] = f"{result.host:,} bytes, {_format_size(result.host)}"
     rows["peak"] = (
-        f"{_format_size(result.peak)}: {_format_size(result.state)} of these, "
-        f"{_format_size(result.in_flight)} that micro-batches keep, and {_format_size(temporary)} for a moment"
+        f"{_format_size(result.peak)}: model state {_format_size(result.state)}, "
+        f"saved activations {_format_size(result.in_flight)}, temporary {_format_size(temporary)}"
     )
     rows["assumed"] = assumed
     tables = [log_format.table(rows)]
@@ -237,7 +237,7 @@ def _call_rows(calls: Counter[CollectiveCall]) -> list[tuple[str, ...]]:
     counts_by_kind: dict[CollectiveCall, dict[int, int]] = {}  # kind -> bytes -> count
     for call, count in sorted(calls.items()):
         counts_by_kind.setdefault(replace(call, bytes=0), {})[call.bytes] = count
-    rows = [("in a step", "ranks", "dtype", "bytes each", "times", "GiB in all")]
+    rows = [("in a step", "ranks", "dtype", "bytes each", "times", "GiB in total")]
     for kind, counts in counts_by_kind.items():
         peer = f" {kind.peer:,}" if kind.peer >= 0 else ""
         name = f"{kind.axis}: {kind.op}{peer}"

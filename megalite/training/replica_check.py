@@ -50,8 +50,8 @@ def check_replicas(run: Run, step: int, action: str = "stop", checksums_differ: 
     differences, majority = _find_differences(run)
     if not differences and not checksums_differ:
         return None
-    message = f"step {step}{', before its update' if checksums_differ else ''}: copies of weights differ: "
-    message += differences or "in the sums of their bits, and a moment later not"
+    message = f"step {step}{', before its update' if checksums_differ else ''}: replicas of the weights differ: "
+    message += differences or "in their checksums, but not when compared again (a transient error)"
     if action == "repair":
         source = _repair(run, majority)
         remaining = _find_differences(run)[0]
@@ -170,7 +170,7 @@ def _main_weight_mismatches(run: Run) -> list[str]:
         offset = buffer.shardings[bucket.key].owned_range(bucket).start + int(differs.nonzero()[0])
         slot = next(slot for slot in bucket.slots if offset < slot.stop)
         name = buffer.layout.entries[slot.entry].spec.name
-        lines.append(f"{name} is not its main weight on {run.mesh.describe()}")
+        lines.append(f"{name} does not match its main weight on {run.mesh.describe()}")
     return lines
 
 
@@ -180,6 +180,6 @@ def _repair(run: Run, majority: MajorityFix) -> str:
     for values, axis, source in majority:
         values.copy_(broadcast_(values.to(run.mesh.device), axis, source))  # `values` may lie in host memory
     if run.optimizer.main_is_model:
-        return "what most replicas have"
+        return "the majority of replicas"
     run.optimizer.sync_after_load()
     return "the main weights"

@@ -20,13 +20,17 @@ from megalite.config.options import Config, DataConfig, effective_log_interval, 
 from megalite.parallel.comm import all_reduce_, all_reduce_int
 from megalite.training.batch import to_device
 from megalite.training.callbacks import run_callbacks
-from megalite.training.checkpointing.resume import LoadOptions, resume, save
+from megalite.training.checkpointing.resume import LoadOptions, resume
+from megalite.training.checkpointing.save import save
 from megalite.training.datasets import NamedDataset
 from megalite.training.job.stop_signals import StopSignalHandler
 from megalite.training.logging.device_memory import memory_line, memory_metrics, memory_tags
 from megalite.training.logging.event_log import EventLog
+from megalite.training.logging.garbage_collector import GarbageCollector
 from megalite.training.logging.metrics_logger import MetricsLogger
-from megalite.training.logging.timers import GarbageCollector, Profiler, TimeBreakdown, Timers, write_timeline
+from megalite.training.logging.profiler import Profiler
+from megalite.training.logging.time_breakdown import TimeBreakdown
+from megalite.training.logging.timers import Timers, write_timeline
 from megalite.training.monitoring.health import HealthMonitor
 from megalite.training.monitoring.rerun import AnomalyHandler
 from megalite.training.monitoring.watchdog import Watchdog
@@ -74,13 +78,13 @@ def why_no_label_counts(data: DataConfig) -> str:
     """Return the likely reason why no label counts, with the flag that causes it and a remedy."""
     reasons = []
     if data.eod_mask_loss:
-        reasons.append("--eod-mask-loss masks the label after each end of a document, and all tokens seem to be one")
+        reasons.append("--eod-mask-loss masks the label after each end of a document, and every token seems to be one")
     if data.document_packing == "best-fit":
-        reasons.append("--document-packing best-fit counts labels within a document, and all seem to have one token")
+        reasons.append("--document-packing best-fit counts labels within a document, and all seem to be one token long")
     if data.fim_data:
-        reasons.append("--fim-data does not count what --fim-pad-token fills")
+        reasons.append("--fim-data does not count tokens filled with --fim-pad-token")
     if not reasons:
-        return "the data masks them all; look at what makes it"
+        return "the data masks all of them; look at the program that writes it"
     return f"{'; '.join(reasons)}; look at the data (tools/inspect_data.py) and at its tokenizer, or drop the flag"
 
 
@@ -215,7 +219,7 @@ class Trainer:
         if outcome is ExitCode.DONE:
             final_sets = ((self.run.valid_loaders, " on validation set"), (self.run.test_loaders, " on test set"))
             if any(self._evaluate(loaders, what) for loaders, what in final_sets):
-                outcome, reason = ExitCode.REQUEUE, self._stop_reason or "asked by another rank"
+                outcome, reason = ExitCode.REQUEUE, self._stop_reason or "requested by another rank"
         run_callbacks("on_train_end", self.run, outcome.outcome)
         if outcome is ExitCode.REQUEUE:
             self.signals.is_final = all_reduce_int(bool(self.signals.received), self.run.mesh) == 0
@@ -279,7 +283,7 @@ class Trainer:
         if problem := unreliable or health_problem:
             self._exit = ExitCode.RERUN, problem
         elif stop:
-            self._exit = ExitCode.REQUEUE, self._stop_reason or self._find_stop_reason() or "asked by another rank"
+            self._exit = ExitCode.REQUEUE, self._stop_reason or self._find_stop_reason() or "requested by another rank"
         elif stopping and step < run.last_step:
             self._exit = ExitCode.REQUEUE, f"exit_interval={train.exit_interval}"
 
@@ -393,7 +397,7 @@ class Trainer:
                     try:
                         loss_sum, labels = evaluation_sums(self.run, named.data, iters, bar.add, self._stop_requested)
                     except EvaluationInterrupted as error:
-                        reason = self._stop_reason or "asked by another rank"
+                        reason = self._stop_reason or "requested by another rank"
                         report.info(
                             f"stopping ({reason}): the evaluation of step {state.step} ends {error}, without a loss"
                         )

@@ -169,7 +169,7 @@ def refused(card: Card, folder: Path) -> None:
     from tools.bench import kernels
 
     told = {
-        1: r"rank 1 of 4 on \S+ could not meet the others on this machine",
+        1: r"rank 1 of 4 on \S+ could not join the others on this machine",
         2: "local rank 2 has no GPU, 2 visible: use --nproc 2 or less",
     }
     how = dict(device="cuda", startup_timeout=datetime.timedelta(seconds=1))
@@ -300,21 +300,21 @@ def planned(card: Card, folder: Path) -> None:
     assert read_config(FLAGS, options)[1] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
 
 
-def levers(card: Card, folder: Path) -> None:
-    """Each side of a lever is a step on the card, with its memory."""
-    from tools.bench import ablations as levers
-    from tools.bench.gpu_report_goals import TABLE
+def ablations(card: Card, folder: Path) -> None:
+    """Each variant of a step runs on the card, with its memory."""
+    from tools.bench.ablations import run_ablations
+    from tools.bench.gpu_report_runs import ABLATIONS, Ablation, VariantOptions
 
     task = {"group": "mine", "flags": FLAGS, "folder": str(folder), "plan": {}, "seconds": 60, "tiny": True}
-    row = {"name": "chunk", "card": "no card is here", "on": {"chunk_mib": 1}}
-    with mock.patch.dict(TABLE["levers"], {"mine": [row]}):
-        assert levers.levers_rank(RankInfo(), task) == 0
-    (made,) = json.loads((folder / "levers.json").read_text())["rows"]
+    chunk = Ablation("chunk", on=VariantOptions(chunk_mib=1), gpu_only="no card is here")
+    with mock.patch.dict(ABLATIONS, {"mine": (chunk,)}):
+        assert run_ablations(RankInfo(), task) == 0
+    (made,) = json.loads((folder / "ablations.json").read_text())["rows"]
     assert made["status"] == "ok" and all(side["memory"] > 100_000 for side in made["sides"])
 
 
 OFTEN = (everything_on, graphs, no_memory_for_a_copy, who_computes, refused, clock_and_probe, benchmark, cluster)
-OFTEN += (planned, layouts_of_the_quickstart, levers)
+OFTEN += (planned, layouts_of_the_quickstart, ablations)
 CASES = {case.__name__: case for case in (*OFTEN, two_ranks, peer, timeline)}
 WORLD = {"two_ranks": 2, "timeline": 2, "cluster": 2}
 

@@ -34,7 +34,7 @@ from megalite.launch.rank_info import LaunchError
 from megalite.optim import param_gather
 from megalite.parallel.comm import all_gather_strings, start_all_gather_into
 from megalite.parallel.self_test import check_collectives
-from megalite.training.checkpointing.resume import save
+from megalite.training.checkpointing.save import save
 from megalite.training.replica_check import check_replicas
 from megalite.training.state import InvalidResultError, Run
 from megalite.training.train_step import train_step

@@ -14,14 +14,8 @@ from card.simulator import cuda
 from card.simulator.device import simulated
 from megalite.common.exit_codes import ExitCode
 from megalite.config.options import Config
-from megalite.launch.rank_info import (
-    CUDA_VARIABLES,
-    LaunchError,
-    RankInfo,
-    cuda_environment,
-    process_group,
-    set_cuda_environment,
-)
+from megalite.launch.process_group import CUDA_VARIABLES, cuda_environment, process_group, set_cuda_environment
+from megalite.launch.rank_info import LaunchError, RankInfo
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.job.preflight import check_machine
 from tools import generate

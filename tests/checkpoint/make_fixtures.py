@@ -30,7 +30,7 @@ from megalite.config import cli  # noqa: E402
 from megalite.config.config_file import dump_config  # noqa: E402
 from megalite.launch.rank_info import RankInfo  # noqa: E402
 from megalite.models.families import PRESETS  # noqa: E402
-from megalite.training.checkpointing.resume import open_saver, save  # noqa: E402
+from megalite.training.checkpointing.save import open_saver, save  # noqa: E402
 from megalite.training.setup import build_run  # noqa: E402
 from megalite.training.train_step import train_step  # noqa: E402
 from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402

@@ -19,7 +19,8 @@ from whole import Owned, whole_of
 from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.config_file import dump_config
 from megalite.config.options import Config
-from megalite.training.checkpointing.resume import LoadOptions, open_saver, pieces_to_save, resume, save
+from megalite.training.checkpointing.resume import LoadOptions, resume
+from megalite.training.checkpointing.save import open_saver, save, shards_to_save
 from megalite.training.train_step import train_step
 
 TABLES = tables.read("layouts")
@@ -77,7 +78,7 @@ def _load_and_go_on(
         for source in sources:
             found = resume(run, f"{base}/{source.name}", config, LoadOptions())
             assert found is not None and run.state.step == run.optimizer.num_updates == 2
-            owned = [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in pieces_to_save(run)]
+            owned = [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in shards_to_save(run)]
             rows.append(([train_step(run).loss for _ in range(2 if source == layout else 1)], owned))
         result.append(rows)
     return result

@@ -16,8 +16,8 @@ from train_cases import config_from, pretrain, run_from
 
 from megalite.checkpoint.manager import loader
 from megalite.checkpoint.manager import superseded as branch
-from megalite.checkpoint.manager.retention import Uploader
 from megalite.checkpoint.manager.saver import CheckpointSaver
+from megalite.checkpoint.manager.uploader import Uploader
 from megalite.checkpoint.storage import storage as storage
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.launch.rank_info import RankInfo

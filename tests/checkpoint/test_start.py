@@ -31,14 +31,9 @@ from megalite.generate.generation import load_model
 from megalite.launch.rank_info import RankInfo
 from megalite.parallel.mesh import Mesh
 from megalite.training import train_step as step_module
+from megalite.training.checkpointing.compatibility import apply_checkpoint_args, apply_model, model_differences
 from megalite.training.checkpointing.initial_state import load_initial_state
-from megalite.training.checkpointing.resume import (
-    apply_checkpoint_args,
-    apply_model,
-    model_differences,
-    open_saver,
-    save,
-)
+from megalite.training.checkpointing.save import open_saver, save
 from megalite.training.setup import SetupError
 from megalite.training.state import InvalidResultError, Run
 from megalite.training.train_step import train_step
@@ -469,5 +464,5 @@ def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None
     byte_level_bpe(["other words here: nothing repeats"], 280).save(bpe)
     with pytest.raises(SetupError, match=r"tokenizer: .* here, .* in the checkpoint\nits tokenizer"):
         started(*flags)
-    with pytest.raises(SetupError, match="put back the tokenizer that it was trained with"):
+    with pytest.raises(SetupError, match="restore the tokenizer that it was trained with"):
         load_model(tmp_path / "run", ALONE)

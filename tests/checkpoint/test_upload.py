@@ -12,7 +12,7 @@ import pytest
 from loads import ALONE, BACKGROUND, filled, flip, save_steps
 from train_cases import SMALL
 
-from megalite.checkpoint.manager import retention, saver
+from megalite.checkpoint.manager import saver, uploader
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.checkpoint.storage import local_storage as file_system
 from megalite.checkpoint.storage import remote_storage as object_store
@@ -110,9 +110,9 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
     fast = tmp_path / "fast"
     save_steps(fast, *range(1, 6))
     sent: list[int] = []
-    real = retention.Uploader._upload
+    real = uploader.Uploader._upload
     monkeypatch.setattr(
-        retention.Uploader, "_upload", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1]
+        uploader.Uploader, "_upload", lambda self, step, *a: (sent.append(step), real(self, step, *a))[1]
     )
     one = CheckpointSaver(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=kept)
     one.set_start_step(5)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megalite.data.datasets.base_dataset import MockDataset
 from megalite.data.datasets.batches import Batches, DocumentBoundaries, MicroBatch, PlaceholderDataset, Prefetcher
 from megalite.data.datasets.blended_dataset import build_blend
+from megalite.data.datasets.mock_dataset import MockDataset
 from megalite.data.errors import DataError
 from tools.preprocess.indexed_writer import IndexedWriter
 

@@ -15,17 +15,11 @@ from hypothesis import strategies as st
 from token_files import numbered
 
 from megalite.data.datasets import blended_dataset as blends
-from megalite.data.datasets.base_dataset import Dataset, MockDataset
-from megalite.data.datasets.blended_dataset import (
-    BlendedDataset,
-    BlendSchedule,
-    bits_per_byte,
-    build_blend,
-    bytes_per_token,
-    one_set_per_prefix,
-    parse_data_path,
-    parse_named_sets,
-)
+from megalite.data.datasets.base_dataset import Dataset
+from megalite.data.datasets.bits_per_byte import bits_per_byte, bytes_per_token
+from megalite.data.datasets.blended_dataset import BlendedDataset, BlendSchedule, build_blend
+from megalite.data.datasets.data_path import one_set_per_prefix, parse_data_path, parse_named_sets
+from megalite.data.datasets.mock_dataset import MockDataset
 from megalite.data.errors import DataError
 
 STORED_ORDERS = [
@@ -203,7 +197,7 @@ def test_blend_of_files(tmp_path: Path) -> None:
         f"0.7500 of {b}: 90 documents, 900 tokens, 0.50 epochs"
     )
     assert build_blend([a], 4, 1, "train").describe(300).endswith("4.00 epochs")
-    assert build_blend([a], 4, 1, "train").describe(400).endswith("5.33 epochs; more than 4 teach little")
+    assert build_blend([a], 4, 1, "train").describe(400).endswith("5.33 epochs; more than 4 add little")
 
 
 def test_parse_data_path() -> None:

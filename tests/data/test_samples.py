@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from token_files import numbered
 
 from megalite.data.datasets.base_dataset import Dataset
-from megalite.data.datasets.blended_dataset import split_fractions
+from megalite.data.datasets.data_path import split_fractions
 from megalite.data.datasets.epoch_order import build_epoch
 from megalite.data.datasets.gpt_dataset import GPTDataset, TokenStream
 from megalite.data.datasets.packed_dataset import PackedDataset

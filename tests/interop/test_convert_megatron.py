@@ -27,7 +27,7 @@ from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.config_file import parse_config_text
 from megalite.config.options import build
 from megalite.interop.megatron.torch_format import load_pickle, open_torch_checkpoint, read_args
-from megalite.training.checkpointing.resume import model_differences
+from megalite.training.checkpointing.compatibility import model_differences
 from tools import convert_checkpoint
 from tools.export_files import write_args
 
@@ -341,7 +341,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "experts": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "num_experts", 8)), "no name for layers.0.mlp.experts.down_bias"),
     "wrong type": (lambda f, c: _edit(f, lambda d: setattr(d["args"], "hidden_size", "16")), "hidden_size='16' is not an int"),
     "tracker": (lambda f, c: (f / "latest_checkpointed_iteration.txt").write_text("../x"), "is neither a number"),
-    "no rank": (lambda f, c: _file(f).parent.rename(f / "iter_0000007" / "x"), "has no folder mp_rank_00"),
+    "no rank": (lambda f, c: _file(f).parent.rename(f / "iter_0000007" / "x"), "has no directory mp_rank_00"),
     "no file": (lambda f, c: _file(f).unlink(), "has no model_optim_rng.pt"),
 }  # fmt: skip
 

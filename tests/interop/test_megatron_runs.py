@@ -18,8 +18,8 @@ from megalite.checkpoint.storage.storage import steps_in
 from megalite.config.options import Config
 from megalite.interop.megatron.torch_format import find_checkpoint
 from megalite.training.checkpointing import initial_state as origin
+from megalite.training.checkpointing.compatibility import checkpoint_config
 from megalite.training.checkpointing.initial_state import load_initial_state
-from megalite.training.checkpointing.resume import checkpoint_config
 from megalite.training.setup import SetupError
 from megalite.training.train_step import train_step
 
@@ -76,7 +76,7 @@ def test_pretrained_checkpoint_and_the_folder_of_one_iteration(kind: str, tmp_pa
     folder, flags = theirs(tmp_path / "theirs", kind, GPT), f"--vocab-size {V}"
     want, notes = first_loss(str(folder), flags)
     assert first_loss(str(one := find_checkpoint(folder)), flags)[0] == want
-    with pytest.raises(SetupError, match="iter_0000007 is not the checkpoint of step 8; give the folder above it"):
+    with pytest.raises(SetupError, match="iter_0000007 is not the checkpoint of step 8; give its parent directory"):
         parse(str(one), "--ckpt-step", "8")
     assert first_loss(str(folder), f"{flags} --ckpt-step 7")[0] == want
     assert first_loss(str(tmp_path / "none"), f"{flags} --pretrained-checkpoint {folder}")[0] == want
@@ -101,7 +101,7 @@ def test_what_contradicts_is_named_and_nothing_of_theirs_is_overwritten(tmp_path
         parse(folder, "--num-layers", "3")
     with pytest.raises(SetupError, match="vocab_size: 65 here, 64 in"):
         parse(folder, "--vocab-size", "65")
-    with pytest.raises(SetupError, match="holds checkpoints of Megatron-LM, which are kept; give another directory"):
+    with pytest.raises(SetupError, match="holds checkpoints of Megatron-LM, which megalite keeps; give another directory"):
         parse(folder, "--save", str(folder))
 
 
@@ -112,7 +112,7 @@ def test_a_format_that_is_not_read_says_what_to_do(files: tuple[str, ...], tmp_p
     for name in files:
         (inner / name).write_text("{}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(SetupError, match="only torch_dist and torch are; convert it there with --ckpt-convert-format"):
+    with pytest.raises(SetupError, match="the supported formats are torch_dist and torch; convert it there with --ckpt-convert-format"):
         parse(tmp_path)
 
 

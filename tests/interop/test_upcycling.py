@@ -17,7 +17,7 @@ from whole import owned, whole_of
 from megalite.config.config_file import dump_config
 from megalite.training.checkpointing import initial_state as origin
 from megalite.training.checkpointing.initial_state import load_initial_state
-from megalite.training.checkpointing.resume import open_saver, save
+from megalite.training.checkpointing.save import open_saver, save
 from megalite.training.setup import SetupError
 from megalite.training.train_step import train_step
 

@@ -23,7 +23,8 @@ from megalite.models.torch_compile import CompileError, check_compile
 from megalite.nn.micro_batch import Batch
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.planning.run_plan import make_run_plan
-from megalite.training.job.preflight import check_machine, compile_warmup
+from megalite.training.job.preflight import check_machine
+from megalite.training.job.startup import compile_warmup
 from megalite.training.setup import SetupError
 from megalite.training.state import Run
 from megalite.training.train_step import train_step
@@ -219,11 +220,11 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
     config = config_from(f"{COMMON} {GPT} --compile")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(SetupError, match=r"^compile=True needs a C\+\+ compiler and there is no g\+\+.*; install one"):
+    with pytest.raises(SetupError, match=r"^compile=True needs a C\+\+ compiler, and .*g\+\+ is not installed; install"):
         check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
     if sys.platform == "linux":  # where inductor does not look for it
         (tmp_path / "clang++").symlink_to(sys.executable)
-        with pytest.raises(CompileError, match=r"there is no g\+\+; install"):
+        with pytest.raises(CompileError, match=r"g\+\+ is not installed; install"):
             check_compile("cpu")
     # one that does not start, and one that tells its version, but has lost its headers
     lost = '[ "$1" = --version ] && exit 0\necho "fatal error: cmath: no such file" >&2\nexit 1'
@@ -231,11 +232,11 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     for name, text in (
-        ("no-such-compiler -O1", "there is no no-such-compiler"),
+        ("no-such-compiler -O1", "no-such-compiler -O1 is not installed"),
         ("broken", "broken does not work .*exit status 3"),
         ("halved", r"halved does not work \(fatal error: cmath: no such file\)"),
-        (" ", "there is no  ; install"),
-        ("", "in CXX;"),
+        (" ", "  is not installed; install"),
+        ("", "in CXX is not"),
     ):
         monkeypatch.setenv("CXX", name)
         with pytest.raises(CompileError, match=text):

@@ -25,7 +25,7 @@ from megalite.common.exit_codes import ExitCode
 from megalite.parallel import comm
 from megalite.parallel.cpu.shared_memory import CollectiveMismatchError
 from megalite.parallel.mesh import ABSTRACT, RECEIVE, SEND, Mesh, build_mesh
-from megalite.training.job.preflight import long_evaluation_note
+from megalite.training.job.startup import long_evaluation_note
 from megalite.training.logging.timers import Timers
 from megalite.training.monitoring import watchdog as hang
 from megalite.training.monitoring.hang_diagnosis import RankState, diagnose

@@ -29,7 +29,7 @@ from megalite.nn.micro_batch import Batch
 from megalite.parallel.mesh import build_mesh
 from megalite.training.batch import to_device
 from megalite.training.checkpointing import initial_state as origin
-from megalite.training.checkpointing.resume import open_saver, save
+from megalite.training.checkpointing.save import open_saver, save
 from megalite.training.job.export_hf import export
 from megalite.training.job.preflight import preflight
 from megalite.training.setup import SetupError
@@ -256,7 +256,7 @@ def test_a_run_from_a_directory_to_a_directory(models, how: str, tmp_path: Path)
     if how != "one process":
         flags += [*LAYOUTS["tp2 pp2"].split(), "--nproc", "4", "--save", str(tmp_path / "run"), "--save-interval", "1"]
     done = program(*flags, ok=True)
-    assert f"begins with {folder} at step 0" in done.stdout and "weights of llama in float32" in done.stdout
+    assert f"starts from {folder} at step 0" in done.stdout and "weights of llama in float32" in done.stdout
     assert f"exported to {tmp_path / 'out'}: llama" in done.stdout
     a, b = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert a.keys() == b.keys() and all(torch.equal(a[n].view(torch.int32), b[n].view(torch.int32)) for n in a)
@@ -307,7 +307,7 @@ def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path
         flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "mine.json")]
     else:
         texts = ["the river rose in the night and fell\n" * 20]
-        train_tokenizer.train(train_tokenizer.cut(texts), str(tmp_path / "mine"), 280, 1)
+        train_tokenizer.train_sentencepiece(train_tokenizer.split_pieces(texts), str(tmp_path / "mine"), 280, 1)
         flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "mine.model")]
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --mock-data --max-position-embeddings 16".split()
     run = ["--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "2"]

@@ -18,7 +18,8 @@ from megalite.common.exit_codes import ExitCode
 from megalite.config.options import OperationsConfig
 from megalite.parallel.mesh import Mesh
 from megalite.training.logging.event_log import EventLog
-from megalite.training.logging.timers import TimeBreakdown
+from megalite.training.logging.time_breakdown import TimeBreakdown
+from megalite.training.monitoring.gpu_monitor import GpuMonitor, read_sensors
 from megalite.training.monitoring.health import (
     HEALTH,
     LINES_IN_A_ROW,
@@ -27,7 +28,6 @@ from megalite.training.monitoring.health import (
     slow_ranks,
     straggler_line,
 )
-from megalite.training.monitoring.rank_consistency import GpuMonitor, read_sensors
 
 
 def row(pp: int = 0, **known: float) -> dict[str, float]:

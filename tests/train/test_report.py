@@ -23,7 +23,7 @@ from megalite.parallel.phase_timer import NULL_CONTEXT
 from megalite.planning.bottleneck import BOTTLENECKS, COMPUTE_CAUSES, main_bottleneck, oversubscription_note
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.logging.run_report import advise, build_report, productive_seconds, read_history, summary
-from megalite.training.logging.timers import COMPUTE, PHASES, TimeBreakdown
+from megalite.training.logging.time_breakdown import COMPUTE, PHASES, TimeBreakdown
 from megalite.training.train_step import train_step
 from tools.bench.breakdown import LOSSES
 
@@ -312,7 +312,7 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     assert sum(seconds.values()) == pytest.approx(report["wall_s"])
     assert seconds["data"] >= 3 and seconds["checkpoint"] >= 2
     assert all(seconds[phase] > 0 for phase in ("forward", "backward", "bubble", "optimizer", "evaluation", "start-up"))
-    assert report["bottleneck"] is None and report["advice"] == "8 steps; it takes 10 to tell"
+    assert report["bottleneck"] is None and report["advice"] == "8 steps; at least 10 are needed"
     assert (report["steps"], report["tokens"], run["processes"], run["tokens"]) == (8, 8 * 8 * 16, 2, 0)
     assert run["wall_s"] > report["wall_s"] + 0.5 and 0 < run["goodput"] < 1
     assert run["productive_s"] == pytest.approx(productive_seconds(folder / "metrics.jsonl"))

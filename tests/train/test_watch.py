@@ -24,7 +24,9 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import ABSTRACT, Axis, Mesh
 from megalite.pipeline.runtime import TimedAction
 from megalite.training.logging.metrics_logger import ProgressLog
-from megalite.training.logging.timers import PHASES, STEP_TIMERS, Profiler, Timers
+from megalite.training.logging.profiler import Profiler
+from megalite.training.logging.time_breakdown import PHASES
+from megalite.training.logging.timers import STEP_TIMERS, Timers
 from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import InvalidResultError
 from megalite.training.train_step import parameter_norm, train_step
@@ -201,7 +203,7 @@ def test_a_turned_bit_is_found_and_named(name: str) -> None:
     told = run_ranks(world, flipped, flags, 1, parameter, action)
     assert len(set(told)) == 1 and words in told[0]  # all ranks know, and do the same
     stopped = action == "stop" or "still" in words or parameter == "state"
-    assert told[0].startswith(f"{'stopped: ' * stopped}step 2: copies of weights differ: ")
+    assert told[0].startswith(f"{'stopped: ' * stopped}step 2: replicas of the weights differ: ")
 
 
 def flipped_between(flags: str, action: str, where: int | None, part: str = "copy") -> tuple[str, Tensor]:
@@ -234,7 +236,7 @@ def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -
     world, flags, action, where, part, words = CASES["between"][name]
     told = run_ranks(world, flipped_between, flags, action, where, part)
     assert len({words for words, _ in told}) == 1 and words in told[0][0], told[0][0]
-    begin = "stopped: " * (action == "stop") + "step 2, before its update: copies of weights differ: "
+    begin = "stopped: " * (action == "stop") + "step 2, before its update: replicas of the weights differ: "
     assert told[0][0].startswith(begin)
     if action == "stop":
         return

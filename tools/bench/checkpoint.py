@@ -37,7 +37,8 @@ import torch.distributed as dist
 from megalite.checkpoint.manager import loader
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.launch.local_launcher import launch_local
-from megalite.launch.rank_info import RankInfo, process_group
+from megalite.launch.process_group import process_group
+from megalite.launch.rank_info import RankInfo
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import Box, TensorShard

@@ -20,7 +20,8 @@ import numpy as np
 
 from megalite.common.console import print_err
 from megalite.launch.local_launcher import launch_local
-from megalite.launch.rank_info import LaunchError, RankInfo, nproc_error, read_environment, set_cuda_environment
+from megalite.launch.process_group import set_cuda_environment
+from megalite.launch.rank_info import LaunchError, RankInfo, nproc_error, read_environment
 from tools.bench.systems import time_steps
 
 # bus bandwidth / algorithm bandwidth, by the number of ranks

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from megalite.config import cli
-from megalite.launch.rank_info import RankInfo, process_group
+from megalite.launch.process_group import process_group
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from megalite.training.job.preflight import choose_device
 from tools.bench.systems import limit_memory, peak_memory, time_steps, write

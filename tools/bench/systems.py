@@ -20,7 +20,8 @@ from typing import Any
 from megalite.config import cli
 from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
-from megalite.launch.rank_info import RankInfo, process_group
+from megalite.launch.process_group import process_group
+from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from tools.bench import timeout
 from tools.cli_common import read_json, write_json

@@ -1,20 +1,25 @@
-"""Predicted beside measured of a run, from what it has written.
+"""Predicted and measured values of a run, from the files that it has written.
 
-python tools/plan.py compare RUN                          by the defaults of its device
-python tools/plan.py compare RUN --profile profile.json   by what tools/plan.py calibrate has measured there
+python tools/plan.py compare RUN                          with the default rates of its device
+python tools/plan.py compare RUN --profile profile.json   with the rates that tools/plan.py calibrate has measured
 
-Predicted: memory as a start prints it (megalite/planning/run_plan.py), times by megalite/planning/step_time.py, of the
-run's own options and ranks. Measured: a step is the median of metrics.jsonl, its first line left out; the parts of a
-step are means over ranks and all steps of the last process (report.json); waits in the pipeline are of the one step
-that --profile-pipeline has timed (timeline.json); memory is what heartbeats, or the log lines of rank 0, have seen: on
-a card what torch has allocated, on a CPU the whole process, with Python and its libraries.
+Predictions are for the run's own options and number of ranks: memory as at its start (megalite/planning/run_plan.py),
+times by megalite/planning/step_time.py. Measured values:
+
+    step              median of the lines of metrics.jsonl without the first
+    parts of a step   means over ranks and over all steps of the last process (report.json)
+    pipeline bubble   of the step that --profile-pipeline has timed (timeline.json)
+    memory            largest value in heartbeats, or in the log lines of rank 0; on a GPU the memory that torch has
+                      allocated, on a CPU the whole process with Python and its libraries
 """
 
 import argparse
+import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 from megalite.config.config_file import read_config_file
 from megalite.config.options import ConfigError, apply_megatron_defaults, build
@@ -25,19 +30,25 @@ from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.planning.step_time import predict_step
 from megalite.training.datasets import open_tokenizer, true_vocab_size
 from megalite.training.logging.log_format import aligned_table
-from megalite.training.logging.timers import COMPUTE
-from tools.cli_common import parser_of, unwritable
-from tools.plots.html_report import DAMAGE
+from megalite.training.logging.time_breakdown import COMPUTE
+from tools.cli_common import find_unwritable, make_parser
+from tools.plots.html_report import DAMAGE_ERRORS
 from tools.plots.pipeline import read_timeline
-from tools.plots.run_data import Run, RunError, listed, number, read_run, table
+from tools.plots.run_data import RunData, RunError, as_dict, as_list, finite_number, read_run
 
-NOT_TOLD, NOT_PREDICTED = "the run did not tell", "not predicted"
-MOST_RANKS = 16  # pipeline ranks that have a row each
+NOT_RECORDED, NOT_PREDICTED = "not recorded", "not predicted"
+MAX_RANKS = 16  # with more pipeline ranks, only the fullest one has a row
 
 
-class Row(NamedTuple):
-    """One figure. unit: s, bytes, share, tokens/s. predicted None: nothing predicts it; measured None: the run did not
-    tell."""
+@dataclass(frozen=True)
+class PredictionRow:
+    """One predicted and measured value.
+
+    Attributes:
+        unit: "s", "bytes", "share" or "tokens/s".
+        predicted: None if nothing predicts it.
+        measured: None if the run did not record it.
+    """
 
     part: str
     unit: str
@@ -47,121 +58,151 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Predicted / measured."""
+        """Predicted divided by measured."""
         return None if self.predicted is None or not self.measured else self.predicted / self.measured
 
 
-def compare(run_dir: Path, cluster: Cluster | None = None, profile: DeviceProfile | None = None) -> list[Row]:
-    """`cluster`, `profile`: in place of the table's by the run's device. Raises ConfigError."""
+def compare(run_dir: Path, cluster: Cluster | None = None, profile: DeviceProfile | None = None) -> list[PredictionRow]:
+    """Compare the predictions for a run with its measured values.
+
+    Args:
+        cluster: By default the one of the run's device and hosts.
+        profile: The rates of a device; by default those of its kind.
+
+    Raises:
+        ConfigError: if the directory is not that of a run, or its options are unknown.
+    """
     try:
         run = read_run(run_dir, run_dir.name)
     except RunError as error:
         raise ConfigError([str(error)]) from None
-    arrangement = arrangement_of(run)
+    plan = plan_of_run(run)
     return [
-        *_times(run, arrangement, cluster or cluster_of(run, arrangement), profile),
-        *_waits(run, arrangement),
-        *_memory(run, arrangement),
+        *_times(run, plan, cluster or cluster_of_run(run, plan), profile),
+        *_pipeline_waits(run, plan),
+        *_memory(run, plan),
     ]
 
 
-def arrangement_of(run: Run) -> RunPlan:
-    """As the run had it. Raises ConfigError."""
-    path = run.folder / "run_config.toml"
+def plan_of_run(run: RunData) -> RunPlan:
+    """Return the plan that a run had at its start. Raises ConfigError."""
+    path = run.directory / "run_config.toml"
     if not path.is_file():
         raise ConfigError([f"{path} is not there: the run's options are not known; give the directory of a run"])
     try:
         config = build(apply_megatron_defaults(read_config_file(str(path))))
         return make_run_plan(config, run.devices, true_vocab_size(config.data, open_tokenizer(config.data)))
     except DataError as error:
-        raise ConfigError([f"{path}: the tokenizer cannot be opened ({error}); compare where its files are"]) from None
+        remedy = "compare on a machine that has its files"
+        raise ConfigError([f"{path}: the tokenizer cannot be opened ({error}); {remedy}"]) from None
     except ValueError as error:
         raise ConfigError([f"{path}: {error}"]) from None
 
 
-def cluster_of(run: Run, made: RunPlan) -> Cluster:
-    """The cluster of the table with the device and hosts that the run recorded. Raises ConfigError."""
-    device, hosts = run.about.get("device"), len(listed(run.about.get("hosts"))) or 1
-    card = str(table(run.about.get("machine")).get("card", ""))
-    known = [name for name in DEVICES if name.upper() in card.upper()] if device == "cuda" else ["cpu"]
-    known = known if device in ("cuda", "cpu") else []
-    if not known:
-        raise ConfigError([f"device={device!r} ({card or 'no card told'}) is not in the table; give --cluster FILE"])
-    return make_cluster(known[0], made.world, made.world // hosts if made.world % hosts == 0 else None)
+def cluster_of_run(run: RunData, plan: RunPlan) -> Cluster:
+    """Return the cluster with the device and hosts that the run recorded. Raises ConfigError."""
+    device, num_hosts = run.run_info.get("device"), len(as_list(run.run_info.get("hosts"))) or 1
+    gpu_name = str(as_dict(run.run_info.get("machine")).get("card", ""))
+    kinds: list[str] = []
+    if device == "cuda":
+        kinds = [kind for kind in DEVICES if kind.upper() in gpu_name.upper()]
+    elif device == "cpu":
+        kinds = ["cpu"]
+    if not kinds:
+        name = gpu_name or "no GPU recorded"
+        raise ConfigError([f"device={device!r} ({name}) is not in the table; give --cluster FILE"])
+    return make_cluster(kinds[0], plan.world, plan.world // num_hosts if plan.world % num_hosts == 0 else None)
 
 
-def _times(run: Run, made: RunPlan, cluster: Cluster, profile: DeviceProfile | None) -> list[Row]:
-    predicted = predict_step(made, cluster, profile)
-    steps = number(run.report.get("steps"))
-    seconds = {phase: number(value) for phase, value in table(run.report.get("seconds")).items()} if steps else {}
+def _times(run: RunData, plan: RunPlan, cluster: Cluster, profile: DeviceProfile | None) -> list[PredictionRow]:
+    predicted = predict_step(plan, cluster, profile)
+    steps = finite_number(run.report.get("steps"))
+    seconds: dict[str, float] = {}
+    if steps:
+        phases = as_dict(run.report.get("seconds"))
+        seconds = {phase: finite_number(value) or 0.0 for phase, value in phases.items()}
 
-    def spent(*phases: str) -> float | None:
-        """Per step; None where there is no report."""
-        return sum(seconds.get(phase) or 0.0 for phase in phases) / steps if seconds and steps else None
+    def measured_s(*phases: str) -> float | None:
+        """Return the seconds of these phases per step; None without a report."""
+        return sum(seconds.get(phase, 0.0) for phase in phases) / steps if seconds and steps else None
 
-    def typical(key: str) -> float | None:
-        values = [value for row in run.rows if (value := number(row.get(key))) is not None]
+    def logged_median(key: str) -> float | None:
+        values = [value for row in run.rows if (value := finite_number(row.get(key))) is not None]
         return median(values[1:] or values) if values else None
 
-    parts, rate = predicted.parts, typical("perf/tokens_per_s_per_gpu")
-    waits, moved = parts["bubble"] + parts["pp"], parts["tp"] + parts["cp"] + parts["dp"]
-    pairs = [
-        Row("step", "s", predicted.seconds, typical("perf/step_s")),
-        Row("  compute", "s", parts["compute"], spent(*COMPUTE)),
-        Row("  bubble and messages", "s", waits, spent("bubble"), "" if made.pp > 1 else "no pipeline"),
-        Row("  communication that shows", "s", moved, spent("communication")),
-        Row("  optimizer", "s", parts["optimizer"], spent("optimizer")),
-        Row("  data", "s", None, spent("data")),
-        Row("  other", "s", None, spent("other"), "also what is between steps"),
-        Row("tokens/s", "tokens/s", predicted.tokens_per_s, None if rate is None else rate * made.world),
-        Row("MFU", "share", predicted.mfu, typical("perf/mfu")),
+    parts = predicted.parts
+    tokens_per_s = logged_median("perf/tokens_per_s_per_gpu")
+    if tokens_per_s is not None:
+        tokens_per_s *= plan.world
+    source = profile.source if profile else f"the defaults of {cluster.device.name}; --profile is more accurate"
+    bubble_note = "" if plan.pp > 1 else "no pipeline"
+    communication = parts["tp"] + parts["cp"] + parts["dp"]
+    return [
+        PredictionRow("step", "s", predicted.seconds, logged_median("perf/step_s"), f"by {source}"),
+        PredictionRow("  compute", "s", parts["compute"], measured_s(*COMPUTE)),
+        PredictionRow(
+            "  bubble and pp messages", "s", parts["bubble"] + parts["pp"], measured_s("bubble"), bubble_note
+        ),
+        PredictionRow("  exposed communication", "s", communication, measured_s("communication")),
+        PredictionRow("  optimizer", "s", parts["optimizer"], measured_s("optimizer")),
+        PredictionRow("  data", "s", None, measured_s("data")),
+        PredictionRow("  other", "s", None, measured_s("other"), "includes the time between steps"),
+        PredictionRow("tokens/s", "tokens/s", predicted.tokens_per_s, tokens_per_s),
+        PredictionRow("MFU", "share", predicted.mfu, logged_median("perf/mfu")),
     ]
-    source = f"by {profile.source if profile else f'the defaults of {cluster.device.name}; --profile is closer'}"
-    return [pairs[0]._replace(note=source), *pairs[1:]]
 
 
-def _waits(run: Run, made: RunPlan) -> list[Row]:
-    """The pipeline's waits as FLOPs and the schedule predict them, and as they were timed."""
-    if made.pp == 1:
+def _pipeline_waits(run: RunData, plan: RunPlan) -> list[PredictionRow]:
+    """Return the bubble that FLOPs and schedule predict, and the timed one."""
+    if plan.pp == 1:
         return []
     measured, note = None, "needs --profile-pipeline STEP"
     if run.timeline is not None:
         try:
-            spans, work, ideal = read_timeline(run.timeline)
-            measured = 1 - work / (made.pp * max(stop for *_, stop in spans))
-            note = f"of one step; {100 * ideal.bubble:.1f} % with the times that stages took there"
-        except DAMAGE as error:
+            spans, work_s, simulation = read_timeline(run.timeline)
+            end_s = max(stop for *_, stop in spans)
+            measured = 1 - work_s / (plan.pp * end_s)
+            note = f"of one step; {100 * simulation.bubble:.1f} % with the measured times of its stages"
+        except DAMAGE_ERRORS as error:
             note = f"timeline.json is damaged: {error!r}"
-    return [Row("bubble of the pipeline", "share", made.bubble, measured, note)]
+    return [PredictionRow("pipeline bubble", "share", plan.bubble, measured, note)]
 
 
-def _memory(run: Run, made: RunPlan) -> list[Row]:
-    dp_outermost = made.mesh_sizes.get("dp_outermost", False)
-    grid = rank_grid(made.world, made.tp, made.pp, made.cp, dp_outermost=dp_outermost).tolist()
-    peaks = run.peaks_gib if len(run.peaks_gib) == made.world else []
-    of_first = [gib for _, _, gib in run.curve("mem/max_allocated_gib")]  # of rank 0
-    worst, rows = made.fullest_rank, []
-    held = made.model_states[worst]
-    where = f" of pipeline rank {worst}" if made.pp > 1 else ""
-    parts = {"weights": held.weights, "gradients": held.gradients, "optimizer": held.optimizer}
-    for name, size in {**parts, "activations": made.activation_bytes[worst]}.items():
-        rows.append(Row(f"{name}{where}", "bytes", size, None))
-    chosen = range(made.pp) if made.pp <= MOST_RANKS else [worst]
-    for position in chosen:
-        ranks = [rank for replica in grid[position] for part in replica for rank in part]
-        if peaks:
-            told = [peaks[rank] for rank in ranks]
-        else:
-            told = of_first if 0 in ranks else []
-        size = made.model_states[position].total + made.activation_bytes[position]
-        name = f"peak of pipeline rank {position}" if made.pp > 1 else "peak"
-        note = "measured is the whole process, with Python and libraries" if run.about.get("device") == "cpu" else ""
-        measured = max(told) * 2**30 if told else None
-        rows.append(Row(name, "bytes", size, measured, note if told else ""))
+def _memory(run: RunData, plan: RunPlan) -> list[PredictionRow]:
+    fullest = plan.fullest_rank
+    state = plan.model_states[fullest]
+    suffix = f" of pipeline rank {fullest}" if plan.pp > 1 else ""
+    rows = [
+        PredictionRow(f"weights{suffix}", "bytes", state.weights, None),
+        PredictionRow(f"gradients{suffix}", "bytes", state.gradients, None),
+        PredictionRow(f"optimizer{suffix}", "bytes", state.optimizer, None),
+        PredictionRow(f"activations{suffix}", "bytes", plan.activation_bytes[fullest], None),
+    ]
+    is_cpu = run.run_info.get("device") == "cpu"
+    note = "measured is the whole process, with Python and libraries" if is_cpu else ""
+    for position in range(plan.pp) if plan.pp <= MAX_RANKS else [fullest]:
+        predicted = plan.model_states[position].total + plan.activation_bytes[position]
+        measured = _measured_peak(run, plan, position)
+        name = f"peak of pipeline rank {position}" if plan.pp > 1 else "peak"
+        rows.append(PredictionRow(name, "bytes", predicted, measured, "" if measured is None else note))
     return rows
 
 
-def _shown(value: float | None, unit: str) -> str:
+def _measured_peak(run: RunData, plan: RunPlan, position: int) -> float | None:
+    """Return the largest peak of the ranks of a pipeline position, in bytes; None if it was not recorded."""
+    dp_outermost = plan.mesh_sizes.get("dp_outermost", False)
+    grid = rank_grid(plan.world, plan.tp, plan.pp, plan.cp, dp_outermost=dp_outermost)
+    ranks = grid[position].flatten().tolist()
+    if len(run.peaks_gib) == plan.world:
+        peaks = [run.peaks_gib[rank] for rank in ranks]
+    elif 0 in ranks:
+        peaks = [gib for _, _, gib in run.curve("mem/max_allocated_gib")]  # log lines have the memory of rank 0
+    else:
+        peaks = []
+    return max(peaks) * 2**30 if peaks else None
+
+
+def _format_value(value: float | None, unit: str) -> str:
     if value is None:
         return ""
     if unit == "bytes":
@@ -171,22 +212,23 @@ def _shown(value: float | None, unit: str) -> str:
     return f"{value:,.0f}" if unit == "tokens/s" else f"{value:.4g} s"
 
 
-def text(rows: list[Row]) -> str:
-    """A table, and what is to be said of its rows."""
+def format_rows(rows: Sequence[PredictionRow]) -> str:
+    """Return a table of the rows, and their notes."""
     table = [("", "predicted", "measured", "ratio")]
+    parts_by_note: dict[str, list[str]] = {}
     for row in rows:
-        predicted = _shown(row.predicted, row.unit) or NOT_PREDICTED
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.append((row.part, predicted, _shown(row.measured, row.unit) or NOT_TOLD, ratio))
-    notes: dict[str, list[str]] = {}
-    for row in rows:
-        notes.setdefault(row.note, []).append(row.part.strip())
-    return "\n".join([aligned_table(table), *(f"{', '.join(parts)}: {note}" for note, parts in notes.items() if note)])
+        predicted = _format_value(row.predicted, row.unit) or NOT_PREDICTED
+        measured = _format_value(row.measured, row.unit) or NOT_RECORDED
+        table.append((row.part, predicted, measured, "" if row.ratio is None else f"{row.ratio:.2f}"))
+        if row.note:
+            parts_by_note.setdefault(row.note, []).append(row.part.strip())
+    notes = [f"{', '.join(parts)}: {note}" for note, parts in parts_by_note.items()]
+    return "\n".join([aligned_table(table), *notes])
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    parser = parser_of(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("run_dir", type=Path, metavar="RUN")
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="measured rates of a device, from plan.py calibrate"
@@ -197,17 +239,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Raises ConfigError."""
+    """Print the comparison and return the exit code. Raises ConfigError."""
     args = build_parser().parse_args(argv)
     try:
-        if wrong := list(unwritable(json=args.json)):
-            raise ConfigError(wrong)
+        if problems := list(find_unwritable(json=args.json)):
+            raise ConfigError(problems)
         cluster = read_cluster(args.cluster) if args.cluster is not None else None
         profile = read_profile(args.profile) if args.profile is not None else None
         rows = compare(args.run_dir, cluster, profile)
-        print(text(rows))
+        print(format_rows(rows))
         if args.json is not None:
-            content = json.dumps([row._asdict() | {"ratio": row.ratio} for row in rows], indent=1)
+            content = json.dumps([{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows], indent=1)
             args.json.write_text(content + "\n")
     except (ValueError, OSError) as error:
         raise ConfigError(str(error).splitlines()) from None

@@ -197,7 +197,7 @@ def _check_state(state: dict[str, Any]) -> dict[str, Any]:
     counts = state.get("progress", {}) | {name: state[name] for name in ("updates", "vocab_size") if name in state}
     for name, value in counts.items():
         if type(value) is not int or not 0 <= value < _MAX_COUNT:
-            raise ValueError(f"state: {name} is {str(value)[:40]!r}, not a number from 0")
+            raise ValueError(f"state: {name} is {str(value)[:40]!r}, not a number of 0 or more")
     return state
 
 
@@ -272,7 +272,9 @@ def commit(staging_dir: Location, final: Location, state: dict[str, Any], step: 
     sizes = storage.list_files(staging_dir)
     for name, (size, *_) in files.items():
         if sizes.get(name) != size:
-            raise CheckpointError(f"{staging_dir / name}: {size} bytes were written, {sizes.get(name, 0)} are there")
+            raise CheckpointError(
+                f"{staging_dir / name}: {size} bytes were written, but the file has {sizes.get(name, 0)}"
+            )
     text = json.dumps({"format": FORMAT, "state": state, "files": files, "tensors": tensors})
     storage.write_text(staging_dir / "manifest.json", text, sync=False)
     storage.write_text(staging_dir / "COMPLETE", hashlib.sha256(text.encode()).hexdigest() + "\n", sync=False)

@@ -116,7 +116,7 @@ class CheckpointReader:
                 for key in sorted(starts, key=lambda key: starts[key]):
                     (stored_box, targets), location = requested[name][key], header.get(key)
                     if location is None or location.shape != stored_box.shape or location.begin < previous_end:
-                        message = f"its header and the manifest differ about {key}"
+                        message = f"its header and the manifest disagree on {key}"
                         raise CheckpointError(f"{self.directory / name}: {message}")
                     previous_end = location.end
                     item = ReadItem(location, stored_box, tuple(targets))
@@ -261,7 +261,7 @@ class _Block:
         offset = self.begin
         for start, end, view in sorted(direct_reads, key=lambda x: x[0]):
             if start < offset:
-                raise ValueError(f"two tensors want bytes {start} to {offset}")
+                raise ValueError(f"two tensors claim bytes {start} to {offset}")
             self.views += [buffer_bytes[offset - self.begin : start - self.begin], view]
             offset = end
         self.views.append(buffer_bytes[offset - self.begin :])

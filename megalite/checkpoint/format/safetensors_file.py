@@ -140,7 +140,7 @@ def _header(plan: Iterable[PlannedTensor], align: int) -> bytes:
     end = 0
     max_itemsize = 8
     for tensor in plan:
-        assert tensor.dtype.itemsize <= max_itemsize, "narrower dtypes come last"
+        assert tensor.dtype.itemsize <= max_itemsize, "narrower dtypes must come last"
         max_itemsize = tensor.dtype.itemsize
         start, end = end, end + tensor.bytes
         entries[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
@@ -262,7 +262,7 @@ def read_header(path: Location) -> dict[str, TensorLocation]:
             start, end = (int(n) + 8 + length for n in entry["data_offsets"])
             nbytes = math.prod(shape) * dtype.itemsize
             if min((*shape, start - 8 - length)) < 0 or end > size or end - start != nbytes:
-                raise ValueError(f"{path}: {key} is at bytes {start}..{end} of {size}, {nbytes} wanted")
+                raise ValueError(f"{path}: {key} is at bytes {start}..{end} of {size}, but needs {nbytes}")
             result[key] = TensorLocation(dtype, shape, start, end)
     except (TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(repr(error)) from None

@@ -198,4 +198,4 @@ def wait_for_rank_files(
                 f"rank {missing[0]} has written nothing to {staging_dir} for {storage.stall_timeout_s:.0f} s"
             )
         if abort.wait(storage.poll_interval_s):
-            raise OtherRankError(f"rank {missing[0]}, or another, has failed")
+            raise OtherRankError(f"rank {missing[0]}, or another one, has failed")

@@ -31,7 +31,7 @@ def raise_on_all_ranks(error: Exception | None, mesh: Mesh, action: str) -> None
     if first <= size:
         failed_rank = "?" if first == size else first
         reason = f" ({error})" if error else ""
-        raise OtherRankError(f"rank {failed_rank} failed while {action}{reason}; the checkpoint before is untouched")
+        raise OtherRankError(f"rank {failed_rank} failed while {action}{reason}; the previous checkpoint is untouched")
 
 
 def run_on_all_ranks(mesh: Mesh, function: Callable[[], T], action: str) -> T:
@@ -68,7 +68,9 @@ def check_shared_filesystem(directory: Location, mesh: Mesh, timeout_s: float = 
         deadline = time.monotonic() + timeout_s
         while token.name not in storage.list_files(directory):
             if time.monotonic() > deadline:
-                raise CheckpointError(f"save={str(directory)!r} is not the directory that rank 0 sees: share it")
+                raise CheckpointError(
+                    f"save={str(directory)!r} is not the same directory as on rank 0: use a shared file system"
+                )
             time.sleep(0.1)
 
     run_on_all_ranks(mesh, write_token, f"writing to {directory}")

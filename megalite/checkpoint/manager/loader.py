@@ -82,7 +82,7 @@ def load_newest(
                 problems = mismatches(manifest, plan.pieces, plan.exact_dtype)
                 if all_reduce_int(len(problems), mesh):
                     error_type = CheckpointError if problems else OtherRankError
-                    problems = problems or ["see another rank"]
+                    problems = problems or ["the log of another rank names the problem"]
                     raise error_type(f"{checkpoint} does not fit this model:\n  " + "\n  ".join(problems))
                 filled = plan.pieces
                 fill = partial(CheckpointReader(checkpoint, manifest).fill, plan.pieces, plan.progress_title)

@@ -23,8 +23,9 @@ from megalite.checkpoint.format import manifest
 from megalite.checkpoint.format import safetensors_file as tensor_file
 from megalite.checkpoint.manager.async_save import AsyncSave, HostStager
 from megalite.checkpoint.manager.collective import check_shared_filesystem, raise_on_all_ranks, run_on_all_ranks
-from megalite.checkpoint.manager.retention import RetentionPolicy, Uploader
+from megalite.checkpoint.manager.retention import RetentionPolicy
 from megalite.checkpoint.manager.superseded import SupersededCheckpoints, finish_renames
+from megalite.checkpoint.manager.uploader import Uploader
 from megalite.checkpoint.storage.location import CheckpointError, Location, error_text, parse_location
 from megalite.checkpoint.storage.storage import RunLock, Storage, checkpoint_dir, storage_of
 from megalite.common.fault_injection import inject_fault
@@ -184,7 +185,7 @@ class CheckpointSaver:
         """Log the time, size and speed of a save."""
         gib = self._checkpoint_bytes / 2**30
         size = f"{gib:.3g} GiB, {gib / elapsed_s:.2g} GiB/s" if self._checkpoint_bytes else ""
-        previous = f", {self._previous_s:.3f} s of it for the save before" if self._previous_s >= 0.0005 else ""
+        previous = f", {self._previous_s:.3f} s of it for the previous save" if self._previous_s >= 0.0005 else ""
         if is_sync:
             shown_size = f" ({size})" if size else ""
             line = f"saved {name} in {elapsed_s:.2f} s{shown_size}{previous}"
@@ -347,4 +348,4 @@ def _make_staging(staging_dir: Location, mesh: Mesh, check_lock: Callable[[], No
             check_lock()
             storage_of(staging_dir).make_staging(staging_dir)
 
-    run_on_all_ranks(mesh, make, f"making {staging_dir}")
+    run_on_all_ranks(mesh, make, f"creating {staging_dir}")

@@ -104,11 +104,11 @@ class SupersededCheckpoints:
         for directory, steps in later.items():
             if isinstance(directory, RemotePath) and not damaged:
                 copy_hint = f" (and copy iter_{start_step:07d} to it, to load from it as well)" if start_step else ""
-                reason = "they would be taken for its own, and cannot be renamed behind a URL; give --save another URL"
+                reason = "a restart would resume from them, and they cannot be renamed at a URL; give another URL"
                 newest_hint = "continue from the newest: --load without --ckpt-step and --finetune"
                 raise CheckpointError(
-                    f"save={str(directory)!r} holds {_named(steps)}, of later steps than "
-                    f"{start_step}, where this run begins: {reason}{copy_hint}, delete them, or {newest_hint}"
+                    f"save={str(directory)!r} holds {_named(steps)}, later than step "
+                    f"{start_step}, where this run starts: {reason}{copy_hint}, delete them, or {newest_hint}"
                 )
         self.damaged = {
             step for directory, steps in later.items() if isinstance(directory, RemotePath) for step in steps
@@ -119,8 +119,8 @@ class SupersededCheckpoints:
         self.message: str | None = None
         if later and not damaged:
             self.message = (
-                f"{_named(set().union(*later.values()))} in {' and '.join(map(str, directories))}: of later steps than "
-                f"{start_step}, where this run begins; the first save renames them to abandoned-... and deletes "
+                f"{_named(set().union(*later.values()))} in {' and '.join(map(str, directories))}, later than step "
+                f"{start_step}, where this run starts; the first save renames them to abandoned-... and deletes "
                 f"nothing. To continue from them, stop now and give --load {directories[-1]} without --ckpt-step and "
                 "--finetune"
             )
@@ -152,12 +152,12 @@ class SupersededCheckpoints:
         try:
             for path, new_names in finish_renames(*self._paths).items():
                 renamed = ", ".join(f"{name} to {new_name}" for name, new_name in new_names.items())
-                message = f"the run began at step {self._start_step} and left the branch of later checkpoints"
+                message = f"the run started at step {self._start_step}, so later checkpoints are superseded"
                 log(f"{message}: renamed in {path} {renamed}")
             self.unfinished = False
         except OSError as error:  # the checkpoints stay hidden
             consequence = "the next save or start tries again, and until then nothing is deleted or uploaded"
-            log(f"cannot rename the checkpoints that the run left at step {self._start_step} ({error}): {consequence}")
+            log(f"cannot rename the checkpoints later than step {self._start_step} ({error}): {consequence}")
 
 
 def _later(directory: Location, start_step: int) -> list[int]:

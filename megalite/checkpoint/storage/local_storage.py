@@ -145,7 +145,7 @@ class DirectoryLock:
         self._fd, new_lock._fd = new_lock._fd, self._fd
         os.close(new_lock._fd)
         message = "its lock was deleted under the run, perhaps with other files"
-        print_err(f"WARNING: {option}={str(directory)!r}: {message}; it is made and locked again")
+        print_err(f"WARNING: {option}={str(directory)!r}: {message}; it is created and locked again")
 
     def close(self) -> None:
         """Release the lock."""

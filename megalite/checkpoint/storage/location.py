@@ -98,7 +98,7 @@ def parse_location(text: str | Path | RemotePath) -> Location:
             raise CheckpointError(f"{text!r} is not absolute: give file:///directory, or a path alone")
         return Path(rest)
     if (reason := find_url_secret(text)) is not None:
-        raise CheckpointError(f"the place of a checkpoint {reason}")
+        raise CheckpointError(f"the location of a checkpoint {reason}")
     if "::" in text:
         raise CheckpointError(f"{text!r} chains protocols, through which no checkpoint can be written; give one URL")
     try:

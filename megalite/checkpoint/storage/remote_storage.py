@@ -68,7 +68,7 @@ class RemoteFile:
             part = target[offset : offset + READ_BYTES]
             part_start, part_stop = start + offset, start + offset + len(part)
             if part_stop > self.size:
-                raise ValueError(f"{self._path}: ends at byte {self.size}, {part_stop} wanted")
+                raise ValueError(f"{self._path}: ends at byte {self.size}, before byte {part_stop}")
 
             def read_part(part_start: int = part_start, part_stop: int = part_stop) -> bytes:
                 content = self._path.files.cat_file(self._path.path, start=part_start, end=part_stop)
@@ -167,7 +167,7 @@ class RemoteStorage:
 
     def _make_directory(self, directory: RemotePath) -> None:
         if directory.text.partition("://")[0] not in _NO_DIRECTORIES:
-            retry(directory, "making it", lambda: directory.files.makedirs(directory.path, exist_ok=True))
+            retry(directory, "creating it", lambda: directory.files.makedirs(directory.path, exist_ok=True))
 
     def delete(self, path: RemotePath) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -13,27 +13,24 @@ import bisect
 import heapq
 import itertools
 import math
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.option_parsers import parse_split
 from megalite.config.options import DataConfig
 from megalite.data.datasets.base_dataset import DocumentDataset
+from megalite.data.datasets.data_path import parse_data_path
 from megalite.data.datasets.gpt_dataset import GPTDataset
 from megalite.data.datasets.packed_dataset import PackedDataset
 from megalite.data.datasets.permutation import Ints
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
-from megalite.data.files.missing_files import is_number
-from megalite.data.files.sidecar import check_tokenizer, read_sidecar
+from megalite.data.files.sidecar import check_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
 MAX_PERIOD = 1_000_000  # samples of a block; weights with up to six decimals repeat within it
@@ -270,40 +267,6 @@ class BlendedDataset:
         return [Fraction(numerator, self.order.denominator) for numerator in self.order.numerators]
 
 
-def parse_data_path(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Return (prefixes, weights) of a --data-path; weights are None if it lists only prefixes.
-
-    Raises DataError for an empty list or incomplete pairs.
-
-    >>> parse_data_path(["0.3", "a", "0.7", "b"])
-    (['a', 'b'], [0.3, 0.7])
-    """
-    if not data_path:
-        raise DataError("data_path is empty; give --data-path PREFIX, or WEIGHT PREFIX pairs")
-    if not is_number(data_path[0]):
-        return list(data_path), None
-    if len(data_path) % 2 or not all(is_number(text) for text in data_path[::2]):
-        option = f"data_path={' '.join(data_path)}"
-        raise DataError(f"{option} is not a list of WEIGHT PREFIX pairs; give each prefix a weight, or none")
-    return list(data_path[1::2]), [float(text) for text in data_path[::2]]
-
-
-def split_fractions(split: str) -> list[tuple[float, float] | None]:
-    """Return the (start, end) fractions of the training, validation and test set; None for an empty set.
-
-    The sets are consecutive and in proportion to the three numbers of `split`. Raises DataError.
-
-    >>> split_fractions("3, 1")
-    [(0.0, 0.75), (0.75, 1.0), None]
-    """
-    try:
-        shares = parse_split(split)
-    except ValueError as error:
-        raise DataError(f"split={split!r} {error}") from None
-    boundaries = [sum(shares[:k]) / sum(shares) for k in range(4)]
-    return [(a, b) if a < b else None for a, b in zip(boundaries, boundaries[1:], strict=False)]
-
-
 def build_blend(
     data_path: Sequence[str],
     seq_length: int,
@@ -382,100 +345,3 @@ def as_written(weight: float | int) -> Fraction:
     if not (isinstance(weight, int) or math.isfinite(weight)) or weight <= 0:
         raise DataError(f"blend weight {weight} is not a number > 0; drop the source instead")
     return Fraction(str(weight))
-
-
-_NAMED_SET = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
-
-
-def parse_named_sets(items: Sequence[str], unnamed: str = "valid") -> dict[str, list[str]]:
-    """Return the data path of every set, by name and in order; without names, one set called `unnamed`.
-
-    --valid-data-path 0.3 a 0.7 b                       Megatron's form: one set without a name
-    --valid-data-path wiki=data/wiki code=0.3 a 0.7 b   NAME= starts a set; the items after it belong to the set
-    valid_data_path = ["wiki=", "data/wiki", "code=", "0.3", "a", "0.7", "b"]     the same in TOML; either spelling
-
-    Nothing needs quotes, and the shell can complete a file name after "wiki= ". A name consists of letters, digits,
-    "_", "-" and "."; so data/lang=en/a is a path, and lang=en/a is one when written ./lang=en/a. Raises DataError.
-
-    >>> parse_named_sets(["wiki=data/wiki", "code=0.3", "a", "0.7", "b"])
-    {'wiki': ['data/wiki'], 'code': ['0.3', 'a', '0.7', 'b']}
-    >>> parse_named_sets(["0.3", "a", "0.7", "data/lang=en/b"])
-    {'valid': ['0.3', 'a', '0.7', 'data/lang=en/b']}
-    """
-    option = f"valid_data_path={' '.join(items)}"
-    if not items:
-        raise DataError("valid_data_path is empty; give a prefix, WEIGHT PREFIX pairs, or NAME=PREFIX for named sets")
-    matches = [_NAMED_SET.fullmatch(item) for item in items]
-    if not any(matches):
-        nameless = [item for item in items if item.startswith("=")]
-        if nameless:
-            raise DataError(f"{option}: {nameless[0]!r} has no name; write NAME=PREFIX without spaces around '='")
-        return {unnamed: list(items)}
-    if matches[0] is None:
-        raise DataError(f"{option}: {items[0]!r} belongs to no set; begin with NAME=, or name none (./ marks a path)")
-    sets: dict[str, list[str]] = {}
-    name = ""
-    for item, match in zip(items, matches, strict=True):
-        if match is None:
-            sets[name].append(item)
-            continue
-        name, first_item = match.groups()
-        if name in sets:
-            raise DataError(f"{option}: two sets are called {name!r}; give each its own name")
-        sets[name] = [first_item] if first_item else []
-    for name, path in sets.items():
-        if not path:
-            raise DataError(f"{option}: set {name!r} has no data; write {name}=PREFIX")
-    return sets
-
-
-def one_set_per_prefix(prefixes: Sequence[str], names: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """Return the sets of --multiple-validation-sets: each prefix is one, with a name from `names` or its file name.
-
-    Raises DataError.
-
-    >>> one_set_per_prefix(["data/wiki_text_document", "data/code"])
-    {'wiki': ['data/wiki_text_document'], 'code': ['data/code']}
-    """
-    named = list(names) if names else [Path(prefix).name.removesuffix("_text_document") for prefix in prefixes]
-    if len(named) != len(prefixes):
-        raise DataError(f"validation_set_names={' '.join(named)}: {len(named)} names for {len(prefixes)} sets")
-    for prefix in prefixes:
-        if is_number(prefix):
-            raise DataError(f"multiple_validation_sets takes prefixes without weights, not {prefix}; drop the weight")
-    for name in named:
-        if named.count(name) > 1:
-            raise DataError(f"two validation sets are called {name!r}; give --validation-set-names, all different")
-    return {name: [prefix] for name, prefix in zip(named, prefixes, strict=True)}
-
-
-def bytes_per_token(prefixes: Sequence[str], weights: Sequence[float] | None = None) -> float | None:
-    """Return the UTF-8 bytes of text per token of a set, or None if a prefix.json does not have them.
-
-    They come from "bytes" and "tokens" in each prefix.json. `weights` are the files' shares of the set's samples;
-    without them each file counts by its tokens. The average is over full files; a fraction of one (--split) may differ
-    a little. Raises DataError for counts that are not integers > 0.
-    """
-    sizes = []
-    for prefix in prefixes:
-        sidecar = read_sidecar(prefix)
-        if sidecar is None or "bytes" not in sidecar:
-            return None
-        counts = sidecar["bytes"], sidecar.get("tokens")
-        if not all(type(count) is int and count > 0 for count in counts):
-            raise DataError(f"{prefix}.json: bytes={counts[0]!r} and tokens={counts[1]!r} must both be integers > 0")
-        sizes.append(counts)
-    shares = weights if weights is not None else [tokens for _, tokens in sizes]
-    total = sum(share * size / tokens for share, (size, tokens) in zip(shares, sizes, strict=True))
-    return total / sum(shares)
-
-
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Return the bits that the model needs for a byte of text when a token costs `loss` nats on average.
-
-    Use it to compare models with different tokenizers: the loss per token depends on how much text a token covers.
-
-    >>> round(bits_per_byte(2.772588722239781, 4.0), 6)  # 4 bits for 4 bytes
-    1.0
-    """
-    return loss / (bytes_per_token * math.log(2))

@@ -91,7 +91,7 @@ def _load(path: Path, documents: int, warn: bool = True) -> EpochOrder | None:
 
     The check reads the file, since pages of a map would count as resident memory.
     """
-    damage = "its crc does not fit"
+    damage = "its CRC does not match"
     expected_size = 8 * (documents + 1) + np.dtype(_index_dtype(documents)).itemsize * documents + 4
     try:
         with open(path, "rb", opener=regular_opener) as file:
@@ -108,7 +108,7 @@ def _load(path: Path, documents: int, warn: bool = True) -> EpochOrder | None:
     except OSError as error:
         damage = str(error.strerror)
     if warn:
-        log.warning("%s: damaged index cache (%s); building it again", path, damage)
+        log.warning("%s: damaged index cache (%s); rebuilding it", path, damage)
     return None
 
 

@@ -255,6 +255,6 @@ class GPTDataset(DocumentDataset):
 
     def describe(self, samples: int) -> str:
         epochs = samples * self.seq_length / self.num_tokens
-        note = f"; more than {MAX_USEFUL_EPOCHS} teach little" if epochs > MAX_USEFUL_EPOCHS else ""
+        note = f"; more than {MAX_USEFUL_EPOCHS} add little" if epochs > MAX_USEFUL_EPOCHS else ""
         counts = f"{len(self._documents)} documents, {self.num_tokens} tokens"
         return f"{self._data.prefix}: {counts}, {epochs:.2f} epochs{note}"

@@ -137,7 +137,7 @@ class DataLedger:
         phases, past_totals, totals, consumed = read(saved)
         if saved.get("seed") != self.seed:
             order = f"the data so far came in the order of seed {saved.get('seed')}"
-            raise DataError(f"seed={self.seed}, but {order}; give that one")
+            raise DataError(f"seed={self.seed}, but {order}; give that seed")
         current, last = replace(self.eras[-1], begin=0), phases[-1]
         if current.packed != last.packed:
             raise DataError("document_packing was changed since the checkpoint; set it as it was then")

@@ -92,7 +92,7 @@ def _sequences(index: IndexReader, full: bool) -> tuple[str, str] | None:
         is_wrong = ends[: len(pointers) - 1] != pointers[1:]
         if is_wrong.any():
             i = int(is_wrong.argmax())
-            return f"pointers[{a + i + 1}]", f"is {pointers[i + 1]}, but the sequence before ends at {ends[i]}"
+            return f"pointers[{a + i + 1}]", f"is {pointers[i + 1]}, but the previous sequence ends at {ends[i]}"
         if not 0 <= pointers[0] <= ends[-1] <= index.size and b < n:  # also catches sums that pass 2^63
             return f"pointers[{b}]", f"is {ends[-1]}, outside the {index.size} bytes of the .bin file"
         if b == n and (pointers[0] < 0 or ends[-1] != index.size):
@@ -112,7 +112,7 @@ def _documents(index: IndexReader, full: bool) -> tuple[str, str] | None:
         entries = index.read("document_indices", a, b + 1)
         is_wrong = entries[1:] < entries[:-1]
         if is_wrong.any():
-            return f"document_indices[{a + 1 + int(is_wrong.argmax())}]", "is smaller than the one before"
+            return f"document_indices[{a + 1 + int(is_wrong.argmax())}]", "is smaller than the previous one"
         if not 0 <= entries[0] <= index.sequences:
             return f"document_indices[{a}]", f"is {entries[0]}, outside 0..{index.sequences}"
     return None
@@ -330,9 +330,11 @@ class IndexedDataset:
                 raise self._format_error(f"lengths[{i}]", f"is {counts[k]}, negative")
             if start < 0 or start % width or end > self._bin_size or end < start:
                 raise self._format_error(
-                    f"pointers[{i}]", f"is {start}, not the place of {counts[k]} tokens of {self.dtype}"
+                    f"pointers[{i}]", f"is {start}, not the position of {counts[k]} tokens of {self.dtype}"
                 )
-            raise self._format_error(f"pointers[{i + 1}]", f"is {next_start[k]}, but the sequence before ends at {end}")
+            raise self._format_error(
+                f"pointers[{i + 1}]", f"is {next_start[k]}, but the previous sequence ends at {end}"
+            )
         return starts // width, counts
 
     def copy_tokens(self, starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]) -> None:

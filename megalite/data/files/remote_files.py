@@ -95,7 +95,7 @@ class UrlFile:
         def read() -> bytes:
             data = self._fs.cat_file(self._path, start=start, end=stop)
             if len(data) != stop - start:
-                raise OSError(f"{len(data)} bytes came instead of {stop - start}")
+                raise OSError(f"{len(data)} bytes were received instead of {stop - start}")
             return data
 
         return self._retry(f"reading bytes {start}..{stop - 1}", read)

@@ -57,7 +57,7 @@ def build_builtin(options: TokenizerOptions) -> Tokenizer:
         case "NullTokenizer":
             size = int(options.require("vocab_size"))
             if size < 2:
-                raise DataError(f"vocab_size={size} has no id beside the end of document; give 2 or more")
+                raise DataError(f"vocab_size={size} has no id besides the end of document; give 2 or more")
             return NullTokenizer(size)
         case "ByteTokenizer":
             return ByteTokenizer()

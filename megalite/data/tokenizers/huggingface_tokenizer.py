@@ -108,13 +108,13 @@ def _check_has_tokens(directory: Path, tokenizer: Tokenizer, file: Path) -> None
     for declared in settings.tokens:
         number = tokenizer.token_id(declared.token.content)
         if number is None or declared.number not in (None, number):
-            state = "lacks" if number is None else f"has as token {number}"
+            state = "lacks" if number is None else f"has as id {number}"
             problem = f"the token {declared.token.content!r}, which {file.name} {state}"
             remedy = "write a tokenizer.json with AutoTokenizer's save_pretrained"
             raise DataError(f"{declared.file}: {problem}; {remedy}")
     if settings.splits:
         config = directory / added_tokens.CONFIG
-        raise DataError(f"{config}: split_special_tokens=true is only known of a tokenizer.json")
+        raise DataError(f"{config}: split_special_tokens=true is only supported with a tokenizer.json")
 
 
 def open_tokenizer_json(path: Path) -> Tokenizer:
@@ -145,7 +145,9 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
     available = [token for token in candidates if model.token_to_id(token) is not None or settings.declares(token)]
     if not available:
         problem = f"no end-of-document token among {', '.join(candidates)}"
-        raise DataError(f"{file}: {problem}; name one that it has as eos_token in tokenizer_config.json beside it")
+        raise DataError(
+            f"{file}: {problem}; name one of its tokens as eos_token in the tokenizer_config.json next to it"
+        )
     if file.name == added_tokens.MODEL:  # files next to a file of another name belong to another tokenizer
         _check_space(file, settings, added_tokens.begins_with_space(spec))
         if add_tokens(model, settings):
@@ -167,8 +169,8 @@ def _check_space(file: Path, settings: added_tokens.Settings, does: bool | None)
     """
     requested = settings.prefix_space
     if requested is not None and does not in (None, requested):
-        action = "puts" if does else "does not put"
-        problem = f"says add_prefix_space={str(requested).lower()}, but {file.name} {action} a space"
+        action = "adds" if does else "does not add"
+        problem = f"has add_prefix_space={str(requested).lower()}, but {file.name} {action} a space"
         raise DataError(f"{file.with_name(added_tokens.CONFIG)}: {problem} before a text; {added_tokens.REMEDY}")
 
 
@@ -337,7 +339,9 @@ def export_tokenizer_json(tokenizer: Tokenizer) -> dict[str, str]:
         raise DataError(f"{tokenizer.name}: there is no tokenizer.json for a {type(tokenizer).__name__}")
     differences = [_first_difference(form, tokenizer, texts) for form in candidates]
     if None not in differences:
-        raise DataError(f"{tokenizer.name}: tokenizer.json would give other ids, as of {differences[0]!r:.60}")
+        raise DataError(
+            f"{tokenizer.name}: tokenizer.json would give other ids, for example for {differences[0]!r:.60}"
+        )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special_tokens}
     text = candidates[differences.index(None)].to_str(pretty=True)
     return {"tokenizer.json": text + "\n", "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}

@@ -162,7 +162,7 @@ def _ranks_of_json(path: Path, content: bytes) -> list[bytes]:
     if isinstance(table, dict):
         table = table.get("vocab")
     if not isinstance(table, list):
-        raise DataError(f"{path}: holds no list of ranks, neither as a whole nor under the key vocab")
+        raise DataError(f"{path}: holds no list of ranks, neither at the top level nor under the key vocab")
     ranks: list[bytes] = []
     for i, record in enumerate(table):
         try:

@@ -36,15 +36,14 @@ from megalite.interop.tensor_mapping import ExternalModel, load_external_weights
 from megalite.models.specs import checkpoint_specs
 from megalite.parallel.comm import broadcast_int
 from megalite.parallel.mesh import Mesh
-from megalite.training.checkpointing.named_tokenizer import Note, announce, fitting
-from megalite.training.checkpointing.resume import (
-    LoadOptions,
+from megalite.training.checkpointing.compatibility import (
     apply_checkpoint_args,
     apply_model,
     checkpoint_config,
     model_differences,
-    resume,
 )
+from megalite.training.checkpointing.named_tokenizer import Note, announce, fitting
+from megalite.training.checkpointing.resume import LoadOptions, resume
 from megalite.training.checkpointing.upcycling import (
     UPCYCLING_NOTE,
     dense_shards,
@@ -73,7 +72,7 @@ def load_initial_state(run: Run, config: Config, is_restart: bool = False) -> tu
         run.mesh, config, checkpoint.save, checkpoint.save_local, is_restart
     )
     if has_own and (loaded := resume(run, checkpoint.save or "", config, resume_own, checkpoint.save_local)):
-        return loaded[0], ["the run was started again", *loaded[1]]
+        return loaded[0], ["the run was restarted", *loaded[1]]
     if external := load_external_model(run, config):
         return external
     if checkpoint.load is not None:
@@ -94,7 +93,7 @@ def load_initial_state(run: Run, config: Config, is_restart: bool = False) -> tu
             notes = []
             if continues:
                 notes.append(
-                    "this same training has saved that: it continues, and does not start over; for that, "
+                    "these checkpoints are from the same training, so it continues from them; to start over, "
                     "change an option of the training, or rename its checkpoints"
                 )
             return loaded[0], [*notes, *loaded[1]]
@@ -144,7 +143,7 @@ def _refuse_abandoned(directory: Location) -> None:
     if isinstance(directory, Path) and (abandoned := sorted(directory.glob("abandoned-iter_*"))):
         raise CheckpointError(
             f"load={str(directory)!r} holds only checkpoints that a run has abandoned, as {abandoned[-1].name}: "
-            "rename the one to begin with to iter_NUMBER, or, to start from scratch, move them away"
+            "rename the one to start from to iter_NUMBER, or move them away to start from scratch"
         )
 
 
@@ -283,7 +282,7 @@ def complete_config(config: Config, note: Note = print_err) -> Config:
     checkpoint = config.checkpoint
     if checkpoint.save is not None and not is_url(checkpoint.save) and megatron.has_checkpoint(Path(checkpoint.save)):
         raise SetupError(
-            f"save={checkpoint.save!r} holds checkpoints of Megatron-LM, which are kept; give another directory"
+            f"save={checkpoint.save!r} holds checkpoints of Megatron-LM, which megalite keeps; give another directory"
         )
     if directory is None:
         return apply_checkpoint_args(config, note)

@@ -1,43 +1,37 @@
-"""Save a run in a checkpoint, and resume it from one."""
+"""Resume a run from a checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format.manifest import MODEL_PREFIXES, Manifest
 from megalite.checkpoint.manager import loader
-from megalite.checkpoint.manager.saver import CheckpointSaver
-from megalite.checkpoint.storage import storage as storage
-from megalite.checkpoint.storage.location import CheckpointError, Location, parse_location
-from megalite.common.console import print_err, print_out
-from megalite.config.config_file import parse_config_text
-from megalite.config.option import EXECUTION, MODEL, option_spec
-from megalite.config.options import CheckpointConfig, Config, ConfigError, ModelConfig, build, is_explicit
-from megalite.config.plugins import changed_plugins, missing_plugins_message, plugin_hashes
-from megalite.config.validation import find_problems
+from megalite.checkpoint.storage.location import CheckpointError, Location
+from megalite.common.console import print_out
+from megalite.config.options import CheckpointConfig, Config
+from megalite.config.plugins import changed_plugins, missing_plugins_message
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.interop.tensor_mapping import PLACEHOLDER_OPTIONS
 from megalite.models.specs import checkpoint_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import OptimSchedules
 from megalite.parallel.spec import TensorShard
-from megalite.training.checkpointing.named_tokenizer import Note, announce
+from megalite.training.checkpointing.compatibility import (
+    MAX_NAMED,
+    checkpoint_config,
+    model_differences,
+    tokenizer_differences,
+)
 from megalite.training.checkpointing.upcycling import (
-    EXPERT_OPTIONS,
     UPCYCLING_NOTE,
     dense_shards,
     model_to_read,
     upcycles,
     upcycling_hint,
 )
-from megalite.training.datasets import TOKENIZER_OPTIONS
 from megalite.training.monitoring.spike_detector import SpikeDetector
 from megalite.training.setup import SetupError
 from megalite.training.state import Run
 
-MAX_NAMED = 3  # options that an error message names
 MAIN_WEIGHTS = "optimizer.main"
 Kinds = Mapping[str, str]  # the KIND of tensors named KIND/NAME -> dtype
 
@@ -65,65 +59,6 @@ class LoadOptions:
     def optimizer(self) -> bool:
         """Return True if the optimizer state is loaded."""
         return not (self.weights_only or self.reset_progress)
-
-
-def pieces_to_save(run: Run, optimizer: bool = True) -> list[TensorShard]:
-    """Return the shards that this rank writes; without `optimizer` no optimizer state and no main weights."""
-    shards = [*run.optimizer.checkpoint_shards(), *run.expert_balancer.state_shards()]
-    return [shard for shard in shards if shard.is_owner and (optimizer or shard.name.startswith(MODEL_PREFIXES))]
-
-
-def open_saver(run: Run, config: Config) -> CheckpointSaver | None:
-    """Lock and test the directory of --save and return its saver, or None without --save; collective.
-
-    Raises:
-        CheckpointError: if the directory is locked or not writable.
-    """
-    checkpoint = config.checkpoint
-    if checkpoint.save is None:
-        return None
-    num_bytes = sum(shard.data.nbytes for shard in pieces_to_save(run, not checkpoint.no_save_optim))
-    is_cuda = run.mesh.device.type == "cuda"
-    saver = CheckpointSaver(
-        checkpoint.save_local or checkpoint.save,
-        run.mesh,
-        num_bytes,
-        upload_to=checkpoint.save if checkpoint.save_local else None,
-        keep_last=checkpoint.keep_last,
-        retain_interval=checkpoint.save_retain_interval,
-        background=checkpoint.async_save == "on" or (checkpoint.async_save == "auto" and is_cuda),
-    )
-    saver.megatron = config.log.log_style == "megatron"
-    return saver
-
-
-def save(run: Run, saver: CheckpointSaver, config_toml: str, *, optimizer: bool = True, last: bool = False) -> Location:
-    """Write a checkpoint, or start to write it in the background; collective.
-
-    Args:
-        config_toml: The configuration to store, as TOML.
-        optimizer: Include the optimizer state.
-        last: This is the run's last save.
-
-    Raises:
-        CheckpointError: on all ranks if writing fails.
-    """
-    run.buffer.wait_param_sync()
-    run.before_update = saver.before_update
-    state: dict[str, Any] = {
-        "progress": run.state.to_json(),
-        "updates": run.optimizer.num_updates,
-        "rates": run.schedules.to_json(),
-        "loss_scaler": run.loss_scaler.to_json(),
-        "spikes": run.spikes.to_json(),
-        "config": config_toml,
-        "plugins": plugin_hashes(),
-        "vocab_size": run.vocab_size,
-        "tokenizer": _tokenizer_identity(run.tokenizer),
-    }
-    if run.ledger is not None and run.mesh.world.is_first:  # only the state of rank 0 is written
-        state["data"] = run.ledger.to_json(run.state.consumed_samples)
-    return saver.save(run.state.step, pieces_to_save(run, optimizer), state, last=last)
 
 
 def resume(
@@ -176,7 +111,7 @@ def resume(
         except DataError:
             raise
         except (ArithmeticError, TypeError, ValueError, LookupError) as error:
-            problem = f"{checkpoint_dir}: its ledger of data is damaged ({error!r}); use another one"
+            problem = f"{checkpoint_dir}: its data ledger is damaged ({error!r}); use another checkpoint"
             raise CheckpointError(problem) from None
     return checkpoint_dir, notes
 
@@ -194,7 +129,7 @@ def _load_plan(
         raise SetupError(f"{directory} {missing_plugins}")
     for name, saved_hash, local_hash in changed_plugins(plugins):
         notes.append(
-            f"plugin={name!r} has another text than in {directory}: sha256 {local_hash}..., not {saved_hash}..."
+            f"plugin={name!r} differs from the one in {directory}: sha256 {local_hash}..., not {saved_hash}..."
         )
     saved_schedules = _read_run_state(run, directory, manifest, config.checkpoint).schedules
     saved_model = checkpoint_config(manifest, directory).model
@@ -290,7 +225,7 @@ def _incompatibilities(
     if mismatches:
         name = mismatches[0]
         local, saved = (str(shapes.get(name, "nothing")) for shapes in (local_shapes, saved_shapes))
-        lines.append(f"{len(mismatches)} tensors, as {name[6:]}: {local} here, {saved} in the checkpoint")
+        lines.append(f"{len(mismatches)} tensors, such as {name[6:]}: {local} here, {saved} in the checkpoint")
     if states_differ:
         local, saved = (
             ", ".join(f"{kind.partition('.')[2]} {dtype}" for kind, dtype in states.items())
@@ -330,8 +265,8 @@ def _schedule_problems(
     if not lines:
         return []
     if local.get("decay in samples") != saved.get("decay in samples"):
-        lines.append("a decay is as long as the training unless --lr-decay-iters or --lr-decay-samples keeps it")
-    remedy = "--override-opt-param-scheduler takes those here, --use-checkpoint-opt-param-scheduler the checkpoint's"
+        lines.append("a decay is as long as the training unless --lr-decay-iters or --lr-decay-samples sets its length")
+    remedy = "--override-opt-param-scheduler uses the options, --use-checkpoint-opt-param-scheduler the checkpoint"
     return [*lines, f"the rates differ from the checkpoint's: {remedy}"]
 
 
@@ -358,7 +293,7 @@ def load_message(run: Run, config: Config, directory: Location) -> str:
     if config.log.log_style == "megatron":
         position = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
         return f"  successfully loaded checkpoint from {directory.parent} {position}"
-    return f"{'resumed from' if run.state.step else 'begins with'} {directory} at step {run.state.step}"
+    return f"{'resumed from' if run.state.step else 'starts from'} {directory} at step {run.state.step}"
 
 
 def _read_run_state(run: Run, directory: Location, manifest: Manifest, checkpoint: CheckpointConfig) -> SavedState:
@@ -377,162 +312,3 @@ def _read_run_state(run: Run, directory: Location, manifest: Manifest, checkpoin
     if checkpoint.override_opt_param_scheduler and schedules.resume_facts() != run.schedules.resume_facts():
         progress["skipped_samples"] = 0  # as in Megatron-LM: new schedules count all consumed samples
     return SavedState(progress, num_updates, loss_scaler, schedules, spikes)
-
-
-def checkpoint_config(manifest: Manifest, directory: Location) -> Config:
-    """Return the configuration of the run that wrote the checkpoint; raises CheckpointError if it cannot be read."""
-    try:
-        config = build(parse_config_text(str(manifest.state["config"]), str(directory)))
-        if problems := find_problems(replace(build(PLACEHOLDER_OPTIONS), model=config.model)):
-            raise ConfigError(problems)
-        data, rows = config.data, manifest.state.get("vocab_size")
-        # Old checkpoints do not count the end-of-document token.
-        if data.tokenizer_type == "NullTokenizer" and data.vocab_size is not None and rows == data.vocab_size + 1:
-            config = replace(config, data=replace(data, vocab_size=rows))
-        return config
-    except (KeyError, ConfigError, OverflowError) as error:
-        if missing_plugins := missing_plugins_message(manifest.state.get("plugins")):
-            raise CheckpointError(f"{directory} {missing_plugins}") from None
-        reason = f"its configuration cannot be read ({error}); use another checkpoint"
-        raise CheckpointError(f"{directory}: {reason}") from None
-
-
-def model_differences(model: ModelConfig, saved: ModelConfig, source: str) -> list[str]:
-    """Return a line for each option that changes what weights mean and whose effective values differ.
-
-    Args:
-        source: The name of `saved` in the lines.
-    """
-    lines = []
-    for field in fields(ModelConfig):
-        spec = option_spec(field)
-        if spec.resume != MODEL or spec.acts_through is not None:
-            continue
-        local_value, saved_value = (getattr(m, spec.effective_property or field.name) for m in (model, saved))
-        if local_value != saved_value and isinstance(local_value, tuple):  # one value per layer is too long to show
-            local_value, saved_value = getattr(model, field.name), getattr(saved, field.name)
-        if local_value != saved_value:
-            lines.append(f"{field.name}: {local_value!r} here, {saved_value!r} in {source}")
-    return lines
-
-
-def _tokenizer_identity(tokenizer: Tokenizer | None) -> dict[str, str] | None:
-    if tokenizer is None or tokenizer.is_null:
-        return None
-    return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
-
-
-def tokenizer_differences(tokenizer: Tokenizer | None, manifest: Manifest) -> list[str]:
-    """Return a line if the checkpoint was trained with another tokenizer, whose ids mean different text, else []."""
-    local, saved = _tokenizer_identity(tokenizer), manifest.state.get("tokenizer")
-    if local is None or not isinstance(saved, dict) or saved.get("fingerprint") == local["fingerprint"]:
-        return []
-    saved_tokenizer = f"{saved.get('name')} {str(saved.get('fingerprint'))[:12]}"
-    return [f"tokenizer: {local['name']} {local['fingerprint'][:12]} here, {saved_tokenizer} in the checkpoint"]
-
-
-def apply_checkpoint_args(config: Config, note: Note = print_err) -> Config:
-    """Return `config` with the model's options from the newest readable checkpoint, under --use-checkpoint-args.
-
-    The tokenizer's options are taken over too if none is given. `note` is called with lines for the user.
-
-    Raises:
-        SetupError: if a given option contradicts the checkpoint, or if no checkpoint can be read.
-    """
-    checkpoint = config.checkpoint
-    if not checkpoint.use_checkpoint_args:
-        return config
-    source = checkpoint.pretrained_checkpoint
-    if checkpoint.load is not None and storage.steps_in(checkpoint.load):
-        source = checkpoint.load
-    steps = [] if source is None else storage.steps_in(source)
-    if checkpoint.ckpt_step is not None and source is not None and source == checkpoint.load:
-        steps = [checkpoint.ckpt_step]
-    errors: list[str] = []
-    for step in reversed(steps):
-        directory = storage.checkpoint_dir(source or "", step)
-        try:
-            saved = checkpoint_config(manifests.load_manifest(directory), directory)
-            break
-        except CheckpointError as error:
-            errors.append(str(error))
-    else:
-        reason = f": none in it can be read: {'; '.join(errors)}" if errors else " holds no checkpoint"
-        raise SetupError(
-            f"use_checkpoint_args: load={source or checkpoint.load!r}{reason}; give the model's options instead"
-        )
-    if config.train.dry_run:  # a run reports unreadable checkpoints when it loads
-        for error in errors:
-            print_err(f"skipping {error}")
-    data = config.data
-    config = apply_model(config, saved.model, "the checkpoint")
-    if data.tokenizer_type is None and data.vocab_size is None:
-        tokenizer = {name: getattr(saved.data, name) for name in TOKENIZER_OPTIONS if name not in config.explicit}
-        announce(tokenizer, parse_location(source or ""), note)
-        data = replace(data, **tokenizer)
-    return replace(config, data=data)
-
-
-def apply_model(config: Config, saved: ModelConfig, source: str) -> Config:
-    """Return `config` with the model `saved`, except for given options and options that only affect execution.
-
-    Args:
-        source: The name of `saved` in an error message.
-
-    Raises:
-        SetupError: if a given option contradicts what the weights mean.
-    """
-    starts_dense = upcycles(config) and not saved.num_experts  # then this run's options of experts apply
-    local_names = {
-        field.name
-        for field in fields(ModelConfig)
-        if option_spec(field).resume == EXECUTION or is_explicit(config, field.name)
-    }
-    if starts_dense:
-        local_names.update(EXPERT_OPTIONS)
-    values = {name: getattr(config.model, name) for name in sorted(local_names)}
-    compared = {
-        name: value
-        for name, value in values.items()
-        if value != getattr(saved, name) and not (starts_dense and name in EXPERT_OPTIONS)
-    }
-    contradictions = [name for name, value in compared.items() if _contradicts({name: value}, config, saved)]
-    # Some options contradict only together, such as a number of groups and its switch.
-    if not contradictions and _contradicts(compared, config, saved):
-        contradictions = [*compared]
-    if contradictions:
-        lines = [
-            f"{name}={values[name]!r}, but {getattr(saved, name)!r} in {source}; drop the option"
-            for name in contradictions
-        ]
-        if not upcycles(config):
-            lines += upcycling_hint(config.model, saved)
-        raise SetupError("\n".join(lines))
-    return replace(config, model=replace(saved, **values))
-
-
-def _contradicts(values: Mapping[str, Any], config: Config, saved: ModelConfig) -> bool:
-    """Return True if the weights of `saved` mean something else with these values of options of `config`."""
-    if not is_explicit(config, "activation") and _requests_other_gelu(values, config.model.openai_gelu, saved):
-        return True
-    try:
-        return bool(model_differences(replace(saved, **values), saved, ""))
-    except ValueError:  # a layer pattern for another number of layers
-        return True
-
-
-def _requests_other_gelu(values: Mapping[str, Any], openai_gelu: bool, saved: ModelConfig) -> bool:
-    """Return True if Megatron-LM's flags for the variant of gelu request another one than `saved` has.
-
-    This applies if no flag names an activation.
-    """
-    if saved.activation not in ("gelu", "gelu_erf"):
-        return False
-    if values.get("openai_gelu"):
-        return saved.activation != "gelu"
-    fused = values.get("bias_gelu_fusion")
-    if fused is None or openai_gelu:
-        return False
-    if fused:
-        return saved.activation == "gelu_erf" and saved.add_bias_linear
-    return saved.activation == "gelu"

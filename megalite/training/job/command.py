@@ -21,7 +21,7 @@ from megalite.config import cli
 from megalite.config.env_overrides import env_problems
 from megalite.config.options import Config, num_local_ranks
 from megalite.data.files.missing_files import missing_file_errors, without_data_files
-from megalite.launch import rank_info as launcher
+from megalite.launch import process_group, rank_info
 from megalite.launch.local_launcher import ORDERLY_STOP_S, cpu_count, launch_local, print_stopping
 from megalite.launch.rank_info import LaunchError, RankInfo
 from megalite.models.families import PRESETS
@@ -84,18 +84,18 @@ class TrainCommand:
         handler = StopSignalHandler(stops_gracefully, extra_signals, prints=no_launcher)
         handler.install()
         if saves:
-            launcher.stop_when_torchrun_exits(ORDERLY_STOP_S)
+            process_group.stop_when_torchrun_exits(ORDERLY_STOP_S)
         return handler
 
 
 def parse(argv: list[str]) -> TrainCommand:
     """Parse the flags and read the environment and the launcher; prints all problems and exits with code 2."""
     block_signals()
-    warnings = launcher.exit_with_torchrun()
+    warnings = process_group.exit_with_torchrun()
     launcher_problems: list[str] = []
     ranks: RankInfo | None = None
     try:
-        ranks = launcher.read_environment()
+        ranks = rank_info.read_environment()
     except LaunchError as error:
         launcher_problems.append(str(error))
 
@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> TrainCommand:
     def machine_problems(config: Config, option_problems: list[str]) -> list[str]:
         nproc = num_local_ranks(config.parallel)
         problems = [*launcher_problems, *env_problems()]
-        if problem := launcher.nproc_error(ranks, config.parallel.nproc):
+        if problem := rank_info.nproc_error(ranks, config.parallel.nproc):
             problems.append(problem)
         if ranks is None and nproc > MAX_RANKS_PER_CORE * cpu_count() and not config.train.dry_run:
             problems.append(f"nproc={nproc} is more than {MAX_RANKS_PER_CORE} x {cpu_count()} processors; start fewer")
@@ -120,7 +120,7 @@ def parse(argv: list[str]) -> TrainCommand:
     )
     config = parsed.config
     if config.parallel.device != "cpu":
-        launcher.set_cuda_environment(
+        process_group.set_cuda_environment(
             config.parallel.tensor_model_parallel_size, run_dir(config), config.train.deterministic_mode
         )
     if ranks is not None and config.operations.max_restarts:
@@ -139,7 +139,7 @@ def _missing_files_and_packages(config: Config) -> list[str]:
 def run_main(main: Callable[[list[str]], int]) -> NoReturn:
     """End the process with the exit code of `main`, or as interrupted by a signal that no run handled."""
     try:
-        launcher.exit_process(lambda: main(sys.argv[1:]))
+        process_group.exit_process(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt as error:
         if not isinstance(error, StopImmediately):  # the handler of StopImmediately has reported it
             print_stopping(signal.Signals[error.args[0]] if error.args else signal.SIGINT)

@@ -27,7 +27,7 @@ from megalite.interop.tensor_mapping import ExportSource
 from megalite.models.specs import model_specs
 from megalite.parallel.comm import broadcast_int
 from megalite.training.checkpointing.initial_state import named_external_dir
-from megalite.training.checkpointing.resume import pieces_to_save
+from megalite.training.checkpointing.save import shards_to_save
 from megalite.training.datasets import open_tokenizer
 from megalite.training.state import Run
 
@@ -143,8 +143,8 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
 
     try:
         if directory is None or not broadcast_int(is_saved, mesh):
-            run_on_all_ranks(mesh, remove_temporary, f"making {temporary}")
-            directory = saver.save(temporary, run.state.step, pieces_to_save(run, optimizer=False), {}, mesh)
+            run_on_all_ranks(mesh, remove_temporary, f"creating {temporary}")
+            directory = saver.save(temporary, run.state.step, shards_to_save(run, optimizer=False), {}, mesh)
         if not mesh.world.is_first:
             return None
         external_dir = named_external_dir(config)

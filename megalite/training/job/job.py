@@ -20,16 +20,18 @@ from megalite.common.exits import end_at_once, text_of
 from megalite.common.fault_injection import inject_fault
 from megalite.config.options import Config
 from megalite.data.errors import DataError
-from megalite.launch.rank_info import LaunchError, RankInfo, process_group, torchrun_will_restart
+from megalite.launch.process_group import process_group, torchrun_will_restart
+from megalite.launch.rank_info import LaunchError, RankInfo
 from megalite.optim.loss_scale import LossScaleExhausted
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import ABSTRACT, Axis, Mesh, world_axis
 from megalite.parallel.self_test import check_collectives
 from megalite.planning.run_plan import RunPlan
 from megalite.training.checkpointing.initial_state import complete_config, load_initial_state, start_saving_from
-from megalite.training.checkpointing.resume import load_message, open_saver
+from megalite.training.checkpointing.resume import load_message
+from megalite.training.checkpointing.save import open_saver
 from megalite.training.datasets import DatasetBundle
-from megalite.training.job import preflight
+from megalite.training.job import preflight, startup
 from megalite.training.job.command import TrainCommand
 from megalite.training.job.export_hf import export
 from megalite.training.job.stop_signals import DOUBLE_SIGNAL_S, STOP_SIGNALS, StopSignalHandler
@@ -48,7 +50,8 @@ from megalite.training.logging.rank_log import (
 from megalite.training.logging.run_dir import newest_checkpoint, run_dir, to_resume
 from megalite.training.logging.run_report import RunReport
 from megalite.training.logging.status import write_status
-from megalite.training.logging.timers import TimeBreakdown, Timers
+from megalite.training.logging.time_breakdown import TimeBreakdown
+from megalite.training.logging.timers import Timers
 from megalite.training.monitoring.rank_consistency import check_ranks_match
 from megalite.training.monitoring.watchdog import Heartbeat, Watchdog, is_lost_peer_error
 from megalite.training.setup import SetupError, step_timeout
@@ -278,7 +281,7 @@ class TrainingJob:
             saved_step, saver_notes = start_saving_from(run, config, saver, loaded)
             if ranks.rank == 0:
                 warnings = [*self.warnings, *preflight.not_shared(run.mesh)]
-                report = preflight.open_metrics_logger(plan, config, run, sources, self.directory, ranks, warnings)
+                report = startup.open_metrics_logger(plan, config, run, sources, self.directory, ranks, warnings)
                 heartbeat.begin()
                 run_info = report.try_write("events.jsonl", plan_as_json, plan, sources, self.hosts, run.mesh.device)
                 run_report = RunReport(
@@ -286,9 +289,9 @@ class TrainingJob:
                 )
                 if loaded is not None:
                     report.info(load_message(run, config, loaded))
-                for note in [*load_notes, *saver_notes, *preflight.long_evaluation_note(run, train)]:
+                for note in [*load_notes, *saver_notes, *startup.long_evaluation_note(run, train)]:
                     report.info(f"note: {note}")
-            preflight.finish_startup(run, config, report)
+            startup.finish_startup(run, config, report)
             inject_fault("init.ready", ranks.rank, 0)
             self._wait_for_all(run)
             watch.begin = time.monotonic()

@@ -61,7 +61,7 @@ def lock_run_dir(config: Config) -> Iterator[bool]:
         lock = DirectoryLock(directory, RUN_LOCK, "run_dir", "give another --run-dir")
     except OSError as error:
         path = error.filename or directory
-        print_err(f"WARNING: {path}: {error.strerror}; nothing keeps a second run from writing there")
+        print_err(f"WARNING: {path}: {error.strerror}; nothing prevents a second run from writing there")
     try:
         yield lock is not None
     finally:
@@ -159,7 +159,7 @@ class RestartPolicy:
             wait_s = min(FIRST_WAIT_S * 2 ** (self._failed_restarts - 1), MAX_WAIT_S)
             delay = f" in {wait_s:.0f} s"
         count_text = f"{count} of {self._max_restarts} within an hour"
-        print_err(f"pretrain_gpt.py: {end.cause}: all ranks are started again{delay} ({count_text})")
+        print_err(f"pretrain_gpt.py: {end.cause}: restarting all ranks{delay} ({count_text})")
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             time.sleep(POLL_S)

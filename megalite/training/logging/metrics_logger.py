@@ -20,7 +20,7 @@ from megalite.common.console import ProgressBar, print_err, print_out, width_of_
 from megalite.common.environment import getenv
 from megalite.common.text_file import read_ends
 from megalite.config.options import LogConfig
-from megalite.data.datasets.blended_dataset import bits_per_byte
+from megalite.data.datasets.bits_per_byte import bits_per_byte
 from megalite.training.datasets import NamedDataset
 from megalite.training.logging import log_format as lines
 from megalite.training.logging.event_log import AppendOnlyFile

@@ -74,7 +74,7 @@ def format_plan(
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
         if plan.dtype in upcast_dtypes(device_type):
-            rows["precision"] += ", multiplied in fp32: this CPU has no instructions for it"
+            rows["precision"] += ", computed in fp32: this CPU has no instructions for it"
         is_half = config.precision.bf16 or config.precision.fp16
         has_dropout = model.attention_dropout > 0
         rows["attention"] = describe_backend(device_type, has_dropout, half=is_half, window=bool(windows))
@@ -83,18 +83,18 @@ def format_plan(
     if plan.cp > 1:
         num_a2a = model.layer_cp_comm.count("a2a")
         rows["context"] = (
-            f"{model.seq_length // plan.cp:,} tokens of each sample on a rank of cp; "
-            f"attention gathers keys in {model.num_layers - num_a2a} layers, exchanges heads in {num_a2a}"
+            f"{model.seq_length // plan.cp:,} tokens of each sample per cp rank; "
+            f"attention gathers keys and values in {model.num_layers - num_a2a} layers, exchanges heads in {num_a2a}"
         )
     if plan.has_experts:
         rows["experts"] = (
             f"{model.num_experts:,} in {sum(model.moe_layers)} of {model.num_layers} layers, "
-            f"{model.moe_router_topk} for a token; ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_at(0).edp.size}"
+            f"{model.moe_router_topk} per token; ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_at(0).edp.size}"
         )
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {model.num_layers} layers"
     if offloaded_layers := config.train.cpu_offloading_num_layers:
-        rows["activations"] = f"of each chunk's first {offloaded_layers} layers on the host"
+        rows["activations"] = f"those of each chunk's first {offloaded_layers} layers in host memory"
     if config.train.compile:
         rows["compile"] = COMPILE_SUMMARY
     if config.train.cuda_graph_impl != "none":
@@ -134,7 +134,7 @@ def format_parameters(plan: RunPlan) -> str:
     """Format the number of parameters, and the number that are active for a token if there are experts."""
     text = f"{plan.num_parameters:,}"
     if plan.has_experts:
-        text += f", of which a token uses {plan.num_active_parameters:,}"
+        text += f", {plan.num_active_parameters:,} active per token"
     return text
 
 

@@ -38,7 +38,7 @@ def name_conflict(config: Config) -> list[str]:
         return []
     free_name = next(f"{name}-{n}" for n in itertools.count(2) if not os.path.exists(f"{directory}-{n}"))
     alternative = f"--load {checkpoint.save} to continue it" if checkpoint.save else "remove it"
-    return [f"name={name!r}: {directory} holds a run already; give --name {free_name}, or {alternative}"]
+    return [f"name={name!r}: {directory} already holds a run; give --name {free_name}, or {alternative}"]
 
 
 def checkpoint_dirs(config: Config) -> list[str]:
@@ -53,7 +53,7 @@ def newest_checkpoint(config: Config) -> tuple[dict[str, Any], str]:
     """
     save, roots = config.checkpoint.save, checkpoint_dirs(config)
     if save is None:
-        return dict(checkpoint=None, checkpoint_step=None), "none, there is no --save"
+        return dict(checkpoint=None, checkpoint_step=None), "none, because --save is not set"
     try:
         saved = [(step, root) for root in roots if not is_url(root) for step in steps_in(root)]
         saved = [(step, root) for step, root in saved if Path(str(checkpoint_dir(root, step)), "COMPLETE").is_file()]
@@ -70,7 +70,7 @@ def to_resume(config: Config) -> str:
     """Describe the command that trains the remaining steps."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:
-        return "from step 1 by the same command; --save DIR keeps what a run has done"
+        return "from step 1 with the same command; --save DIR saves the progress of a run"
     if checkpoint.load == checkpoint.save:
         return "the same command"
     return f"the same command with --load {checkpoint.save}"

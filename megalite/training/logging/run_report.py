@@ -34,7 +34,7 @@ from megalite.planning.bottleneck import (
 from megalite.planning.run_plan import RunPlan
 from megalite.training.logging.event_log import EventLog, read_jsonl, timestamp
 from megalite.training.logging.log_format import duration
-from megalite.training.logging.timers import COMPUTE, TIMED_FIRST_STEPS, TimeBreakdown
+from megalite.training.logging.time_breakdown import COMPUTE, TIMED_FIRST_STEPS, TimeBreakdown
 from megalite.training.state import Run
 
 STARTED, ENDED, HUNG = "started", "ended", "hang"  # events of a process in events.jsonl
@@ -255,5 +255,5 @@ class RunReport:
             if note:
                 return note
         if steps < MIN_TIMED_STEPS:
-            return f"{steps} step{'s' * (steps != 1)}; it takes {MIN_TIMED_STEPS} to tell"
+            return f"{steps} step{'s' * (steps != 1)}; at least {MIN_TIMED_STEPS} are needed"
         return ""

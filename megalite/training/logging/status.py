@@ -181,4 +181,4 @@ def _write_status(directory: Path, status: dict[str, Any]) -> None:
                     raise
     except OSError as error:
         if status["outcome"] != "running":
-            print_err(f"{path}: {error.strerror}; it does not say how this run ended: {status['outcome']}")
+            print_err(f"{path}: {error.strerror}; it lacks the outcome of this run: {status['outcome']}")

@@ -122,5 +122,5 @@ def _find_mismatch(states: Mapping[int, RankState]) -> tuple[str, list[int]] | N
                 for (_, size), ranks in ranks_by_kind.items()
             )
             minority = min(ranks_by_kind.values(), key=len)
-            return f"on {axis_name} {problem}: {kinds}: the program must be the same on all ranks", minority
+            return f"on {axis_name} {problem}: {kinds}: all ranks must run the same program", minority
     return None

@@ -25,8 +25,8 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.metrics_logger import MetricsLogger
-from megalite.training.logging.timers import TIMED_EVERY, TimeBreakdown
-from megalite.training.monitoring.rank_consistency import THROTTLED, GpuMonitor, read_sensors
+from megalite.training.logging.time_breakdown import TIMED_EVERY, TimeBreakdown
+from megalite.training.monitoring.gpu_monitor import THROTTLED, GpuMonitor, read_sensors
 from megalite.training.state import StepResult
 
 OWN_PHASES = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases that are not waits for other ranks

@@ -13,10 +13,8 @@ import hashlib
 import platform
 import socket
 from collections import defaultdict
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +29,11 @@ from megalite.kernels.dispatch import upcast_dtypes
 from megalite.launch.rank_info import LaunchError
 from megalite.parallel.comm import all_gather_strings
 from megalite.parallel.mesh import Axis
+from megalite.training.monitoring.gpu_monitor import GpuMonitor, read_sensors
 
 MUST_MATCH = ("megalite", "python", "torch", "triton", "numpy", "options", "data")
 SHOULD_MATCH = ("card", "driver", "nccl", "kernel", "in fp32", "environment")
 MAX_LINES = 12  # lines of a fact that a message shows
-# Reasons of a low clock that protect the GPU, as opposed to a user's setting (nvml.h, nvmlClocksEventReason*).
-THROTTLED = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
 HOST_NAME_BYTES = 64  # maximum length of a host name
 Facts = dict[str, str]  # name -> text of one or more lines
 
@@ -109,7 +106,7 @@ def compare_facts(facts: Facts, world: Axis, device: torch.device) -> tuple[list
             mismatches[name] = describe(name, all_gather_strings(facts.get(name, ""), world, device), hosts)
     errors = [text for name, text in mismatches.items() if name in MUST_MATCH]
     if errors:
-        raise LaunchError("\n".join(["the ranks of this run are not alike:", *errors]))
+        raise LaunchError("\n".join(["the ranks of this run differ:", *errors]))
     return hosts, list(mismatches.values())
 
 
@@ -130,44 +127,3 @@ def describe(name: str, texts: list[str], hosts: list[str]) -> str:
         ranks = f"rank {first}{f' and {len(others)} more' if others else ''}"
         clauses.append(f"{repr(difference_text) if difference_text else 'not'} on {', '.join(nodes)} ({ranks})")
     return f"{name} differs: {'; '.join(clauses)}"
-
-
-class GpuMonitor:
-    """Access to this rank's GPU through NVIDIA's management library, if nvidia-ml-py is installed.
-
-    Without it, or on a CPU, both tables are empty. Use `read_sensors` to call their functions, since a GPU may not
-    support all of them.
-
-    Attributes:
-        figures: Functions that return measured values, by name.
-        facts: Functions that return constant facts, by name.
-    """
-
-    def __init__(self, device: torch.device):
-        self.figures: dict[str, Callable[[], float]] = {}
-        self.facts: dict[str, Callable[[], str]] = {}
-        if device.type != "cuda":
-            return
-        uuid = f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
-        with contextlib.suppress(Exception):  # no package, no driver, or a part of a GPU (MIG)
-            import pynvml as nvml  # type: ignore[import-not-found]
-
-            nvml.nvmlInit()
-            gpu, uncorrected = nvml.nvmlDeviceGetHandleByUUID(uuid), nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-            self.facts = {"card": lambda: nvml.nvmlDeviceGetName(gpu), "driver": nvml.nvmlSystemGetDriverVersion}
-            self.figures = {
-                "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-                "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-                "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-                "ecc_errors": lambda: nvml.nvmlDeviceGetTotalEccErrors(gpu, uncorrected, nvml.NVML_VOLATILE_ECC),
-                "throttled": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu) & sum(THROTTLED),
-            }
-
-
-def read_sensors(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return the results of the calls that do not fail, by name."""
-    results = {}
-    for name, call in calls.items():
-        with contextlib.suppress(Exception):  # NVMLError: not supported by this GPU
-            results[name] = call()
-    return results

@@ -75,13 +75,13 @@ def diagnose_step(
     if reason is None:
         if not differing_ranks:
             return second, None
-        return second, Anomaly("computed twice, with other results", "", True, differing_ranks)
+        return second, Anomaly("computed twice, with different results", "", True, differing_ranks)
     is_transient = find_anomaly(run, second) is None
     if is_transient:
         result = f"right (loss {second.loss:.4g}): not the data, but the machine of ranks {list(differing_ranks)}"
     else:
         result = f"{'no better' if differing_ranks else 'the same'}: the data or the numbers, not the machine"
-    finding = f"computed again it is {result}"
+    finding = f"recomputed, it is {result}"
     if origin:
         finding = f"{origin}; {finding}"
     return second, Anomaly(reason, finding, is_transient, differing_ranks, first.finite)
@@ -250,7 +250,7 @@ class AnomalyHandler:
     events: EventLog
     say: Callable[[str], None]  # writes a line to the log
     max_skipped: int  # skipped steps in a row that end the run
-    why_empty: str = "the data has none"  # the likely reason if no label of a step counts
+    why_empty: str = "the data has no labels"  # the likely reason if no label of a step counts
     skipped: int = 0  # steps in a row that were skipped
     empty: int = 0  # steps in a row in which no label counts
     has_labels: bool = False  # some step of this process had a label that counts
@@ -282,7 +282,7 @@ class AnomalyHandler:
         if self.passed < MAX_TRANSIENT_ERRORS:
             return None
         ranks = list(anomaly.differing_ranks)
-        return f"{self.passed} steps were right only when computed again, the last on ranks {ranks}"
+        return f"{self.passed} steps were right only when recomputed, the last on ranks {ranks}"
 
     def _check_labels(self, result: StepResult) -> None:
         """Warn about a step in which no label counts.

@@ -81,4 +81,4 @@ class SpikeDetector:
             str(name): [float(value) for value in values][-self.window :] for name, values in saved["seen"].items()
         }
         if not all(math.isfinite(value) for values in self.history.values() for value in values):
-            raise ValueError("a loss or norm among the steps before is not finite")
+            raise ValueError("a loss or norm of the previous steps is not finite")

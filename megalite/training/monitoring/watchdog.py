@@ -279,7 +279,7 @@ class Watchdog:
             self.reason += "; the others wait for it"
         elif self._store is None and world > 1:
             this_rank = f"this {format_ranks([self.rank])}: {state}"
-            self.reason = f"the store by which ranks met (MASTER_ADDR) does not answer; {this_rank}"
+            self.reason = f"the rendezvous store (MASTER_ADDR) does not respond; {this_rank}"
         self._store_set(f"{n}/verdict", json.dumps([self.reason, self.late_ranks]))
         self._report(states, silent)
 

@@ -1,0 +1,151 @@
+"""The end of a start, after the run is built: open the log, describe the run, and compile its blocks."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megalite.checkpoint.storage.location import is_url
+from megalite.common import environment
+from megalite.common.console import print_out
+from megalite.common.fault_injection import FAULT_VARIABLE
+from megalite.common.safe_open import write_atomically
+from megalite.config import env_overrides
+from megalite.config.config_file import dump_config, non_default_options
+from megalite.config.options import Config, TrainConfig, effective_log_style
+from megalite.data.datasets.batches import MicroBatch
+from megalite.launch.process_group import CUDA_VARIABLES
+from megalite.launch.rank_info import RankInfo
+from megalite.models.gpt import Block, Stage
+from megalite.parallel.comm import all_reduce_
+from megalite.planning.cluster import find_peak
+from megalite.planning.layer_kinds import flops_per_token
+from megalite.planning.run_plan import RunPlan
+from megalite.training.batch import to_device, to_host_batch
+from megalite.training.datasets import DatasetBundle
+from megalite.training.logging import log_format as lines
+from megalite.training.logging.event_log import truncate_metrics_after
+from megalite.training.logging.log_format import Speed
+from megalite.training.logging.metrics_logger import MetricsLogger, ProgressLog
+from megalite.training.logging.plan_summary import format_plan
+from megalite.training.setup import host_batch_options
+from megalite.training.state import Run
+
+
+def open_metrics_logger(
+    plan: RunPlan,
+    config: Config,
+    run: Run,
+    sources: DatasetBundle,
+    directory: Path,
+    ranks: RankInfo,
+    warnings: Sequence[str],
+) -> MetricsLogger:
+    """Open the logs of rank 0 and write the description of the run, warnings and notes.
+
+    Rows of metrics.jsonl after the current step, from an earlier process, are dropped.
+    """
+    log = replace(config.log, log_style=effective_log_style(config))
+    peak = find_peak(run.mesh.device, plan.dtype, log.peak_tflops, ranks.local_world_size)
+    speed = Speed(flops_per_token(config.model, plan.padded_vocab), ranks.world_size, peak.tflops, peak.too_low)
+    save = config.checkpoint.save
+    progress = None
+    if log.log_progress and save is not None:
+        progress_dir = directory if is_url(save) else Path(save)
+        progress = ProgressLog(progress_dir, ranks.world_size, speed.flops_per_token, run.state.consumed_tokens)
+    report = MetricsLogger(directory, speed, log, wandb_config=non_default_options(config), progress=progress)
+    report.try_write(str(directory), lambda: directory.mkdir(parents=True, exist_ok=True))
+    metrics_path, config_path = directory / "metrics.jsonl", directory / "run_config.toml"
+    # A run that resumes at its last step repeats the final evaluations.
+    keep_evaluations = run.state.step < run.last_step
+    report.try_write(str(metrics_path), truncate_metrics_after, metrics_path, run.state.step, keep_evaluations)
+    report.try_write(str(config_path), write_atomically, config_path, dump_config(config))
+    if progress is not None:
+        report.try_write(str(progress.path), progress.starting)
+    if report.megatron:
+        report.info(lines.megatron_text("sizes", world=ranks.world_size, **run.mesh.sizes))
+        report.info(lines.megatron_arguments(config))
+    report.info(format_plan(plan, sources, ranks.local_world_size, peak, run.mesh.device.type))
+    for warning in warnings:
+        report.warning(warning)
+    for note in sources.notes:
+        report.info(f"note: {note}")
+    is_cuda = run.mesh.device.type == "cuda"
+    names = [*env_overrides.OVERRIDES.values(), FAULT_VARIABLE]
+    if is_cuda:
+        names = [*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()), *names]
+    variables = environment.format_set_variables(names)
+    if variables or is_cuda:
+        report.info(f"environment: {variables}")
+    return report
+
+
+def finish_startup(run: Run, config: Config, report: MetricsLogger) -> None:
+    """Log Megatron-LM's start-up lines and compile the blocks, before the first step; collective with --compile."""
+    if effective_log_style(config) == "megatron" and run.mesh.dp.is_first:  # a line of each model-parallel rank
+        number = sum(entry.numel for entry in run.buffer.layout.entries)
+        line = lines.megatron_text("parameters", tp=run.mesh.tp.rank, pp=run.mesh.pp.rank, number=number)
+        if run.mesh.world.is_first:
+            report.info(line)
+        else:
+            print_out(line)
+    report.megatron_timestamp("after model, optimizer, and learning rate scheduler are built")
+    report.megatron_timestamp("after dataloaders are built")
+    if config.train.compile:  # before the first step, so that the time of no step includes compilation
+        seconds = torch.tensor(compile_warmup(run, config), device=run.mesh.device)
+        max_seconds = all_reduce_(seconds, run.mesh.world, dist.ReduceOp.MAX)  # waits until every rank has compiled
+        report.info(f"compiled in {float(max_seconds):.1f} s")
+    if report.megatron:
+        report.info("done with setup ...\ntraining ...")
+        report.megatron_timestamp("before the start of training step")
+
+
+def long_evaluation_note(run: Run, train: TrainConfig) -> list[str]:
+    """Return a note if evaluations take longer than the training, given that a forward is about a third of a step."""
+    steps = run.last_step - run.state.step
+    evaluations = 1 + (steps - 1) // train.eval_interval if train.eval_interval else 1
+    batches = train.eval_iters * (evaluations * len(run.valid_loaders) + len(run.test_loaders))
+    if not 0 < 3 * steps < batches:
+        return []
+    return [
+        f"eval_iters={train.eval_iters}: {batches:,} batches are evaluated for {steps:,} steps of training; "
+        "fewer --eval-iters may suffice; 0 turns evaluations off"
+    ]
+
+
+def compile_warmup(run: Run, config: Config) -> float:
+    """Compile by running a block's forward and backward on a micro-batch of the run's shape; returns the seconds.
+
+    All blocks share the compiled code (models/torch_compile.py), and the gradients are dropped. Collective over tp and,
+    if weights are resharded, over data parallelism; a rank without blocks does nothing, and neither do its peers. Code
+    that only evaluations need is compiled at the first evaluation.
+    """
+    start = time.perf_counter()
+    stages = [
+        (chunk, stage)
+        for chunk, stage in enumerate(run.pipeline.stages)
+        if isinstance(stage, Stage) and len(stage.blocks)
+    ]
+    if not stages:
+        return 0.0
+    chunk, stage = stages[0]
+    data = config.data
+    B, S = config.train.micro_batch_size, run.seq_length
+    zeros = np.zeros((B, S + 1), dtype=np.int64)
+    document_start = np.zeros((B, S), np.int32) if data.reset_position_ids or data.reset_attention_mask else None
+    micro = MicroBatch(zeros, np.arange(B, dtype=np.int64), None, document_start)
+    host_batch = to_host_batch(micro, pin=False, **host_batch_options(config, run.mesh))
+    batch = stage.with_rope(to_device(host_batch, run.mesh.device, step=1))
+    block = stage.blocks[0]
+    assert isinstance(block, Block)
+    shape = (len(host_batch.tokens_SB) // run.mesh.tp.size, B, run.pipeline.hidden_size)
+    x_sBD = torch.zeros(shape, dtype=run.pipeline.dtype, device=run.mesh.device, requires_grad=True)
+    with environment.safe_path():  # inductor starts `python -c` to find out which vector instructions work
+        y_sBD = stage.run_unit(block, x_sBD, batch)
+        torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
+    run.buffer.reshard(chunk)  # explicitly, because no gradient of a parameter has triggered it
+    return time.perf_counter() - start
