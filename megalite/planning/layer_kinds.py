@@ -1,5 +1,4 @@
-"""The kinds of layers of a model; the bill of each, of one block, or of several that are recomputed together; and the
-costs of the model's stages on a rank, summed over their layers by kind."""
+"""The kinds of layers of a model, the cost of each kind, and the costs of stages as sums over their layers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,29 +23,46 @@ from megalite.pipeline.schedule import ActionCosts, ActionMemory
 from megalite.planning.layer_cost import CostRecorder, LayerCost
 from megalite.planning.meta_mode import META
 
-LayerKind = ModelConfig  # a model of one layer; two layers are of one kind if theirs are equal
+T = TypeVar("T")
+LayerKind = ModelConfig  # of a model with this one layer; layers are of the same kind if these are equal
 
 
 @functools.lru_cache(maxsize=64)
 def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
-    """The kind of every layer; layers of one kind share one object."""
+    """Return the kind of every layer; layers of the same kind share one object."""
 
     @functools.cache
-    def kind(window: int | None, rotary: bool, exchange: str, experts: bool) -> LayerKind:
-        alike = dict(num_layers=1, window_attn_skip_freq=None, no_rope_freq=None, moe_layer_freq="1")
-        positions, number = model.position_embedding_type if rotary else "none", model.num_experts if experts else None
-        size = None if window is None else (window - 1, 0)
-        kind = replace(model, **alike, window_size=size, position_embedding_type=positions, num_experts=number)
-        return replace(kind, cp_comm_type=(exchange,))
+    def kind_of(window: int | None, use_rope: bool, cp_comm: str, has_experts: bool) -> LayerKind:
+        return replace(
+            model,
+            num_layers=1,
+            window_size=None if window is None else (window - 1, 0),
+            window_attn_skip_freq=None,
+            position_embedding_type=model.position_embedding_type if use_rope else "none",
+            no_rope_freq=None,
+            num_experts=model.num_experts if has_experts else None,
+            moe_layer_freq="1",
+            cp_comm_type=(cp_comm,),
+        )
 
-    return tuple(map(kind, model.layer_windows, model.rope_layers, model.layer_cp_comm, model.moe_layers))
+    return tuple(map(kind_of, model.layer_windows, model.rope_layers, model.layer_cp_comm, model.moe_layers))
 
 
 @dataclass(frozen=True)
 class LayerSetting:
-    """The facts of a rank that a bill depends on. `recompute_modules`: the parts of a block that are computed again in
-    backward; `split_backward`: weight gradients wait. `cp_sharding`: how ranks share the tokens; None: they do not.
-    `ep`, `etp`: of experts, which all tokens choose alike (nn/token_dispatch.py: balanced_routing)."""
+    """What the cost of a layer depends on besides its kind.
+
+    Attributes:
+        tp: The size of tensor parallelism.
+        micro_batch: The micro-batch size.
+        dtype: The dtype of weights and activations.
+        split_backward: Weight gradients are deferred.
+        recompute_modules: The parts of a block that are recomputed in backward.
+        cp_sharding: The sharding of the sequence over cp; None without context parallelism.
+        ep: The size of expert parallelism. Tokens are balanced over the experts (nn/token_dispatch.py:
+            balanced_routing).
+        etp: The size of tensor parallelism of the experts.
+    """
 
     tp: int
     micro_batch: int
@@ -62,29 +78,27 @@ class LayerSetting:
         return len(self.cp_sharding.seq_chunks_by_rank) if self.cp_sharding else 1
 
     def param_factory(self, recorder: CostRecorder, window: int | None = None) -> ParamFactory:
-        """For the rank of cp that receives most in a layer with `window`."""
-        busiest = self.cp_sharding.heaviest_receiver(window) if self.cp_sharding else 0
-        return ParamFactory(
-            recorder.mesh(self.tp, self.cp, self.ep, self.etp, cp_rank=busiest), self.dtype, 0, meta=True
-        )
+        """Return the factory of the cp rank that receives the most in a layer with this attention window."""
+        cp_rank = self.cp_sharding.heaviest_receiver(window) if self.cp_sharding else 0
+        mesh = recorder.mesh(self.tp, self.cp, self.ep, self.etp, cp_rank=cp_rank)
+        return ParamFactory(mesh, self.dtype, 0, meta=True)
 
     def hidden_states(self, model: ModelConfig) -> Tensor:
-        """x_sBD."""
-        shape = model.seq_length // self.cp // self.tp, self.micro_batch, model.hidden_size
-        return torch.empty(shape, dtype=self.dtype, device=META)
+        """Return x_sBD."""
+        local_length = model.seq_length // self.cp // self.tp
+        return torch.empty(local_length, self.micro_batch, model.hidden_size, dtype=self.dtype, device=META)
 
     def token_ids(self, model: ModelConfig) -> Tensor:
-        """tokens_SB."""
+        """Return tokens_SB."""
         return torch.empty(model.seq_length // self.cp, self.micro_batch, dtype=torch.int64, device=META)
 
 
 @functools.lru_cache(maxsize=64)
 def single_document_sharding(model: ModelConfig, cp: int) -> SequenceSharding | None:
-    """How samples of one document are cut over cp; it depends on the windows of all layers."""
+    """Return the sharding over cp of samples with one document; it depends on the windows of all layers."""
     return shard_sequence(model.seq_length, cp, model.layer_windows) if cp > 1 else None
 
 
-@functools.lru_cache(maxsize=4096)
 def layers_cost(
     kinds: tuple[LayerKind, ...],
     setting: LayerSetting,
@@ -92,58 +106,101 @@ def layers_cost(
     offload_min_numel: int | None = None,
     first_in_stage: bool = False,
 ) -> LayerCost:
-    """The bill of consecutive layers. `full_recompute`: only the first one's input stays until backward, which computes
-    all of them again. `offload_min_numel`: of one layer that offloads storages of so many elements or more; where it is
-    `first_in_stage` its input stays."""
-    recorder, (first, *_) = CostRecorder(), kinds
-    make = setting.param_factory(recorder, first.layer_windows[0])
-    blocks = [recorder.exclude_params(Block(make, kind, 0, setting.recompute_modules)) for kind in kinds]
-    later = WeightGradStore() if setting.split_backward else None
-    token_ids, rope = setting.token_ids(first), None
-    if any(first.rope_layers):
-        shape = len(token_ids), int(first.head_size * first.rotary_percent) // 2
-        rope = torch.empty(shape, device=META), torch.empty(shape, device=META)
-    where = Batch(
-        token_ids,
-        None,
-        None,
-        token_ids[0],
-        0,
-        wgrad_store=later,
-        rope=rope,
-        in_full_recompute=full_recompute,
-        loss_grad=1.0,
-    )
-    if setting.cp_sharding is not None:
-        where = replace(where, cp_sharding=setting.cp_sharding, cp_positions_S=token_ids[:, 0])
+    """Return the cost of consecutive layers.
 
-    offload = ActivationOffload(int(offload_min_numel is not None), offload_min_numel or 0, META)
+    Args:
+        kinds: The kinds of the layers.
+        setting: The setting of the rank.
+        full_recompute: Only the input of the first layer is saved, and backward recomputes all of the layers.
+        offload_min_numel: A single layer offloads the storages with at least this number of elements; None: no offload.
+        first_in_stage: The layer that offloads is the first of its stage, so its input stays on the device.
+    """
+    return _layers_cost(kinds, setting, full_recompute, offload_min_numel, first_in_stage)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layers_cost(
+    kinds: tuple[LayerKind, ...],
+    setting: LayerSetting,
+    full_recompute: bool,
+    offload_min_numel: int | None,
+    first_in_stage: bool,
+) -> LayerCost:
+    recorder = CostRecorder()
+    first = kinds[0]
+    make_param = setting.param_factory(recorder, first.layer_windows[0])
+    blocks = [recorder.exclude_params(Block(make_param, kind, 0, setting.recompute_modules)) for kind in kinds]
+    wgrad_store = WeightGradStore() if setting.split_backward else None
+    batch = _batch_of_layers(first, setting, wgrad_store, full_recompute)
+    has_offload = offload_min_numel is not None
+    offload = ActivationOffload(1 if has_offload else 0, offload_min_numel or 0, META)
 
     def run(x: Tensor) -> Tensor:
-        x = x if offload_min_numel is None else x.clone()  # the graph keeps its leaves
-        use = offload(call_unit, 1, [*(where.rope or ()), *[x] * first_in_stage])
+        if has_offload:
+            x = x.clone()  # the graph keeps its leaves
+        resident = list(batch.rope or ())
+        if first_in_stage:
+            resident.append(x)
+        run_unit = offload(call_unit, 1, resident)
         for block in blocks:
-            x = use(block, x, where)
+            x = run_unit(block, x, batch)
         return x
 
+    def forward(x: Tensor) -> Tensor:
+        return recompute(run, x) if full_recompute else run(x)
+
     with recorder:
-        forward = (lambda x: recompute(run, x)) if full_recompute else run
-        bill = recorder.measure(forward, [setting.hidden_states(first)], torch.empty_like, later)
-    if offload_min_numel is None:
-        return bill
-    plain = layers_cost(kinds, setting)
+        cost = recorder.measure(forward, [setting.hidden_states(first)], torch.empty_like, wgrad_store)
+    if not has_offload:
+        return cost
+    without_offload = layers_cost(kinds, setting)
+    clone_bytes = setting.hidden_states(first).nbytes
     return replace(
-        plain,
-        offloaded_bytes=plain.saved_bytes - bill.saved_bytes + setting.hidden_states(first).nbytes,
+        without_offload,
+        offloaded_bytes=without_offload.saved_bytes - cost.saved_bytes + clone_bytes,
         host_bytes=offload.bytes_offloaded,
     )
 
 
+def _batch_of_layers(
+    kind: LayerKind, setting: LayerSetting, wgrad_store: WeightGradStore | None, full_recompute: bool
+) -> Batch:
+    """Return the micro-batch that layers get from their stage."""
+    token_ids = setting.token_ids(kind)
+    rope = None
+    if any(kind.rope_layers):
+        rope_shape = len(token_ids), int(kind.head_size * kind.rotary_percent) // 2
+        rope = torch.empty(rope_shape, device=META), torch.empty(rope_shape, device=META)
+    return Batch(
+        tokens_SB=token_ids,
+        labels_SB=None,
+        mask_SB=None,
+        sample_ids_B=token_ids[0],
+        step=0,
+        loss_grad=1.0,
+        wgrad_store=wgrad_store,
+        cp_sharding=setting.cp_sharding,
+        cp_positions_S=None if setting.cp_sharding is None else token_ids[:, 0],
+        rope=rope,
+        in_full_recompute=full_recompute,
+    )
+
+
 @functools.lru_cache(maxsize=256)
-def head_cost(model: ModelConfig, setting: LayerSetting, vocab_size: int, padded: int, z_loss: float) -> LayerCost:
-    """The bill of final norm, output projection and loss, whose gradients are computed in forward."""
+def head_cost(
+    model: ModelConfig, setting: LayerSetting, vocab_size: int, padded_vocab_size: int, z_loss: float
+) -> LayerCost:
+    """Return the cost of the final norm, the output projection and the loss, whose gradients are computed in forward.
+
+    Args:
+        model: The model.
+        setting: The setting of the rank.
+        vocab_size: The vocabulary without padding.
+        padded_vocab_size: The vocabulary with padding.
+        z_loss: The coefficient of the z-loss.
+    """
     recorder = CostRecorder()
-    spec = vocab_spec("head", padded, vocab_size, model.hidden_size, 0.0, False)
+    spec = vocab_spec("head", padded_vocab_size, vocab_size, model.hidden_size, 0.0, False)
     head = recorder.exclude_params(LMHead(setting.param_factory(recorder), model, spec, None, z_loss))
     token_ids = setting.token_ids(model)
     batch = Batch(token_ids, token_ids, None, token_ids[0], 0, loss_grad=1.0)
@@ -152,57 +209,85 @@ def head_cost(model: ModelConfig, setting: LayerSetting, vocab_size: int, padded
 
 
 @functools.lru_cache(maxsize=256)
-def embedding_cost(model: ModelConfig, setting: LayerSetting, vocab_size: int, padded: int) -> LayerCost:
+def embedding_cost(model: ModelConfig, setting: LayerSetting, vocab_size: int, padded_vocab_size: int) -> LayerCost:
+    """Return the cost of the embedding."""
     recorder = CostRecorder()
-    spec = vocab_spec("embedding.word", padded, vocab_size, model.hidden_size, 0.0, False)
-    module = recorder.exclude_params(Embedding(setting.param_factory(recorder), spec, model))
+    spec = vocab_spec("embedding.word", padded_vocab_size, vocab_size, model.hidden_size, 0.0, False)
+    embedding = recorder.exclude_params(Embedding(setting.param_factory(recorder), spec, model))
     token_ids = setting.token_ids(model)
+    batch = Batch(token_ids, None, None, token_ids[0], 0)
     with recorder:
-        return recorder.measure(lambda: module(Batch(token_ids, None, None, token_ids[0], 0)), [], torch.empty_like)
+        return recorder.measure(lambda: embedding(batch), [], torch.empty_like)
 
 
 @functools.lru_cache(maxsize=256)
 def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
-    """FLOPs of forward and backward per token, with a multiply-add counted as 2: three times the layers' forward on one
-    rank without recompute, and the head's forward, which has its backward in it. Scores that the causal mask or a
-    window hides do not count; scores across documents do."""
-    alone = LayerSetting(1, 1, torch.bfloat16)
-    layers = sum(3 * layers_cost((kind,), alone).flops[0] for kind in layer_kinds(model))
-    head = sum(head_cost(model, alone, padded_vocab_size, padded_vocab_size, 0.0).flops)
+    """Return the FLOPs of forward and backward per token, with a multiply-add counted as 2.
+
+    They are three times the forward of the layers on one rank without recomputation, and the forward of the head, which
+    includes its backward. Attention scores that the causal mask or a window hides do not count; those across documents
+    do.
+    """
+    setting = LayerSetting(tp=1, micro_batch=1, dtype=torch.bfloat16)
+    layers = sum(3 * layers_cost((kind,), setting).flops[0] for kind in layer_kinds(model))
+    head = sum(head_cost(model, setting, padded_vocab_size, padded_vocab_size, 0.0).flops)
     return (layers + head) / model.seq_length
 
 
-T = TypeVar("T")
-
-
 class PrefixSums:
-    """Sums over any range of layers by prefix sums, in O(1), also for arrays of ranges. Sums of integers are exact.
+    """Sums of values over any range of layers in O(1), also for arrays of ranges. Sums of integers are exact.
 
-    rows                 [layers, figures]
-    recompute_rows       rows that count instead for the `num_recomputed` first layers of each stage
+    Attributes:
+        per_layer: The values of each layer, as [layers, values].
     """
 
-    def __init__(self, rows: Sequence[Any], recompute_rows: Sequence[Any] | None = None, num_recomputed: int = 0):
-        self.per_layer, self.num_recomputed = np.array(rows), num_recomputed
-        self._plain, self._again = _prefix(rows), None if recompute_rows is None else _prefix(recompute_rows)
+    def __init__(
+        self, values: Sequence[Any], recompute_values: Sequence[Any] | None = None, num_recomputed: int = 0
+    ) -> None:
+        """Compute the prefix sums.
+
+        Args:
+            values: [layers, values].
+            recompute_values: [layers, values] that count instead for the first layers of a range.
+            num_recomputed: The number of these first layers.
+        """
+        self.per_layer = np.array(values)
+        self.num_recomputed = num_recomputed
+        self._sums = _prefix_sums(self.per_layer)
+        self._recompute_sums = None if recompute_values is None else _prefix_sums(np.array(recompute_values))
 
     def between(self, starts: Any, stops: Any) -> np.ndarray:
-        """Sums [..., figures] over the layers from start to stop, which are numbers or arrays."""
-        if self._again is None:
-            return self._plain[stops] - self._plain[starts]
+        """Return the sums [..., values] over the layers from start to stop, which are integers or arrays of them."""
+        if self._recompute_sums is None:
+            return self._sums[stops] - self._sums[starts]
         middles = np.minimum(np.asarray(starts) + self.num_recomputed, stops)
-        return self._again[middles] - self._again[starts] + self._plain[stops] - self._plain[middles]
+        recomputed = self._recompute_sums[middles] - self._recompute_sums[starts]
+        return recomputed + self._sums[stops] - self._sums[middles]
 
 
-def _prefix(rows: Sequence[Any]) -> np.ndarray:
-    table = np.array(rows)
-    return np.concatenate([np.zeros_like(table[:1]), table.cumsum(0)])
+def _prefix_sums(values: np.ndarray) -> np.ndarray:
+    return np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
+
+
+FLOPS = slice(0, 3)  # of F, B and W; columns of StageCosts._layer_sums
+SAVED_BYTES = 3  # on the device, from F to B
+WGRAD_BYTES = 4  # from B to W
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """`vocab_size`: without padding. `offload`: of how many first layers of a stage storages lie on the host, and the
-    fewest elements of these. A split is the number of layers of each stage."""
+    """The costs of stages on one rank, for any split of the layers (the number of layers of every stage).
+
+    Attributes:
+        model: The model.
+        recompute: The recomputation of activations.
+        setting: The setting of the rank.
+        vocab_size: The vocabulary without padding.
+        padded_vocab: The vocabulary with padding.
+        z_loss: The coefficient of the z-loss.
+        num_offloaded: The number of first layers of each stage that offload activations.
+        offload_min_numel: The smallest number of elements of a storage that they offload.
+    """
 
     model: ModelConfig
     recompute: RecomputeConfig
@@ -210,7 +295,8 @@ class StageCosts:
     vocab_size: int
     padded_vocab: int
     z_loss: float
-    offload: tuple[int, int] = (0, 0)
+    num_offloaded: int = 0
+    offload_min_numel: int = 0
 
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -218,115 +304,135 @@ class StageCosts:
 
     @cached_property
     def without_offload(self) -> "StageCosts":
-        """As if nothing were offloaded, which must not decide in which order gradients are added up."""
-        return replace(self, offload=(0, 0)) if self.offload[0] else self
+        """The costs without offload, which must not change the order in which gradients are added."""
+        return replace(self, num_offloaded=0) if self.num_offloaded else self
 
     @cached_property
     def flops(self) -> tuple[int, ...]:
-        """FLOPs of each layer, forward and backward together."""
-        return tuple(self._layers.per_layer[:, :3].sum(1).tolist())
+        """The FLOPs of each layer, forward and backward together."""
+        return tuple(self._layer_sums.per_layer[:, FLOPS].sum(1).tolist())
 
     def layer_costs(self, layers: range) -> list[tuple[LayerCost, range]]:
-        """The bills of a stage with these layers, in order, each with its own; those recomputed together have one."""
-        layer_costs = []
+        """Return the costs of a stage with these layers, in order, each with its layers.
+
+        Layers that are recomputed together have one cost.
+        """
+        costs = []
         for group, full_recompute in self.recompute.layer_groups(len(layers)):
-            some = layers[group]
-            parts = [some] if full_recompute else [range(n, n + 1) for n in some]
+            group_layers = layers[group]
+            parts = [group_layers] if full_recompute else [range(n, n + 1) for n in group_layers]
             for part in parts:
-                at, (moved, offload_min_numel) = part.start - layers.start, self.offload
-                offload = (offload_min_numel, at == 0) if at < moved else ()
-                layer_costs.append(
-                    (layers_cost(self.kinds[part.start : part.stop], self.setting, full_recompute, *offload), part)
+                is_first = part.start == layers.start
+                has_offload = part.start - layers.start < self.num_offloaded
+                cost = layers_cost(
+                    self.kinds[part.start : part.stop],
+                    self.setting,
+                    full_recompute,
+                    offload_min_numel=self.offload_min_numel if has_offload else None,
+                    first_in_stage=is_first and has_offload,
                 )
-        return layer_costs
+                costs.append((cost, part))
+        return costs
 
     @cached_property
     def head(self) -> LayerCost:
-        return head_cost(self.model, self._plain, self.vocab_size, self.padded_vocab, self.z_loss)
+        return head_cost(self.model, self._end_setting, self.vocab_size, self.padded_vocab, self.z_loss)
 
     @cached_property
     def embedding(self) -> LayerCost:
-        return embedding_cost(self.model, self._plain, self.vocab_size, self.padded_vocab)
+        return embedding_cost(self.model, self._end_setting, self.vocab_size, self.padded_vocab)
 
     @property
-    def _plain(self) -> LayerSetting:
-        """The setting of embedding and head, where no weight gradient waits and nothing is recomputed."""
+    def _end_setting(self) -> LayerSetting:
+        """The setting of embedding and head, where no weight gradient is deferred and nothing is recomputed."""
         return replace(self.setting, split_backward=False, recompute_modules=())
 
-    def prefix_sums(self, of: Callable[..., Any]) -> PrefixSums:
-        """Sums over the layers of any stage of the figures of(kind, full_recompute)."""
-        full, recompute = self.recompute.granularity == "full", self.recompute
-        if not full or recompute.method == "uniform":
-            return PrefixSums(self.per_layer(lambda kind: of(kind, full)))
-        plain = self.per_layer(lambda kind: of(kind, False))
-        recomputed = self.per_layer(lambda kind: of(kind, True))
-        return PrefixSums(plain, recomputed, recompute.num_layers)
+    def prefix_sums(self, values_of: Callable[[LayerKind, bool], Any]) -> PrefixSums:
+        """Return the sums over the layers of any stage of values_of(kind, full_recompute)."""
+        is_full = self.recompute.granularity == "full"
+        if not is_full or self.recompute.method == "uniform":
+            return PrefixSums(self.per_layer(lambda kind: values_of(kind, is_full)))
+        plain = self.per_layer(lambda kind: values_of(kind, False))
+        recomputed = self.per_layer(lambda kind: values_of(kind, True))
+        return PrefixSums(plain, recomputed, self.recompute.num_layers)
 
-    def per_layer(self, of: Callable[[LayerKind], T]) -> list[T]:
-        """of(kind) of every layer, computed once for each kind."""
-        results = {id(kind): of(kind) for kind in {id(kind): kind for kind in self.kinds}.values()}
-        return [results[id(kind)] for kind in self.kinds]
+    def per_layer(self, value_of: Callable[[LayerKind], T]) -> list[T]:
+        """Return value_of(kind) of every layer, computed once for each kind."""
+        values = {id(kind): value_of(kind) for kind in {id(kind): kind for kind in self.kinds}.values()}
+        return [values[id(kind)] for kind in self.kinds]
 
     @cached_property
-    def _layers(self) -> PrefixSums:
-        """Sums of FLOPs of F, B and W, of saved bytes that stay on the device, and of waiting bytes."""
+    def _layer_sums(self) -> PrefixSums:
+        """Sums of the columns FLOPS, SAVED_BYTES and WGRAD_BYTES."""
 
-        def of(kind: LayerKind, full_recompute: bool = False, offload_min_numel: int | None = None) -> list[int]:
-            bill = layers_cost((kind,), self.setting, full_recompute, offload_min_numel)
-            return [round(n) for n in (*bill.flops, bill.saved_bytes - bill.offloaded_bytes, bill.wgrad_bytes)]
+        def values_of(kind: LayerKind, full_recompute: bool, offload_min_numel: int | None = None) -> list[int]:
+            cost = layers_cost((kind,), self.setting, full_recompute, offload_min_numel)
+            values = (*cost.flops, cost.saved_bytes - cost.offloaded_bytes, cost.wgrad_bytes)
+            return [round(value) for value in values]
 
-        layers, least = self.offload  # not with a layer that is recomputed as a whole
-        return (
-            PrefixSums(self.per_layer(of), self.per_layer(lambda kind: of(kind, False, least)), layers)
-            if layers
-            else self.prefix_sums(of)
-        )
+        if not self.num_offloaded:
+            return self.prefix_sums(values_of)
+        # offload does not combine with full recomputation
+        plain = self.per_layer(lambda kind: values_of(kind, False))
+        offloaded = self.per_layer(lambda kind: values_of(kind, False, self.offload_min_numel))
+        return PrefixSums(plain, offloaded, self.num_offloaded)
 
     @cached_property
     def _stage_input_bytes(self) -> np.ndarray:
-        """Bytes that each layer would offload of its input, which stays where it begins a stage."""
-        bill = lambda kind, begins: layers_cost((kind,), self.setting, False, self.offload[1], begins)  # noqa: E731
-        return np.array(
-            [*self.per_layer(lambda kind: bill(kind, False).offloaded_bytes - bill(kind, True).offloaded_bytes), 0]
-        )
+        """The bytes of its input that each layer offloads unless it is the first of a stage; 0 after the last layer."""
+
+        def input_bytes(kind: LayerKind) -> int:
+            inside, first = (
+                layers_cost((kind,), self.setting, False, self.offload_min_numel, first_in_stage)
+                for first_in_stage in (False, True)
+            )
+            return inside.offloaded_bytes - first.offloaded_bytes
+
+        return np.array([*self.per_layer(input_bytes), 0])
 
     def _stage_sums(self, split: Sequence[int]) -> list[list[int]]:
         stops = np.cumsum(split)
-        return self._layers.between(stops - np.array(split), stops).tolist()
+        return self._layer_sums.between(stops - np.array(split), stops).tolist()
 
     def flops_of_stages(self, split: Sequence[int]) -> tuple[ActionCosts, ...]:
-        """FLOPs of every stage for a micro-batch, as integers, so that equal times are equal to the bit."""
-        *others, last = (row[:3] for row in self._stage_sums(split))
-        f, b, w = (layers + round(head) for layers, head in zip(last, self.head.flops, strict=True))
-        return (*((f, b, w) for f, b, w in others), (f, b, w))
+        """Return the FLOPs of every stage for a micro-batch, as integers, so that equal times are exactly equal."""
+        flops: list[ActionCosts] = []
+        for sums in self._stage_sums(split):
+            f, b, w = sums[FLOPS]
+            flops.append((f, b, w))
+        f, b, w = flops[-1]
+        head_f, head_b, head_w = self.head.flops
+        flops[-1] = (f + round(head_f), b + round(head_b), w + round(head_w))
+        return tuple(flops)
 
     def memory_of_stages(self, split: Sequence[int]) -> tuple[ActionMemory, ...]:
-        """Bytes that a forward keeps on every stage, from F to B, and, if backward is split, from B to W."""
-        saved, waiting = self.saved_bytes(np.array(split)), (row[4] for row in self._stage_sums(split))
-        return tuple(zip(saved.tolist(), waiting, strict=True))
+        """Return the bytes that a forward saves on every stage, from F to B, and with a split backward from B to W."""
+        saved_bytes = self.saved_bytes(np.array(split)).tolist()
+        wgrad_bytes = [sums[WGRAD_BYTES] for sums in self._stage_sums(split)]
+        return tuple(zip(saved_bytes, wgrad_bytes, strict=True))
 
     def saved_bytes(self, splits: np.ndarray) -> np.ndarray:
-        """Bytes [..., stages] that are kept from F to B, for splits [..., stages] of the layers."""
-        stops, recompute = splits.cumsum(-1), self.recompute
-        saved = self._layers.between(stops - splits, stops)[..., 3]
-        if recompute.granularity == "full" and recompute.method == "uniform":  # each group keeps one input
-            groups = -(-splits // recompute.num_layers)
-            saved = saved // np.maximum(splits, 1) * groups
-        if self.offload[0]:
-            saved = saved + self._stage_input_bytes[stops - splits] * (splits > 0)
+        """Return the bytes [..., stages] that are saved from F to B, for splits [..., stages] of the layers."""
+        stops = splits.cumsum(-1)
+        starts = stops - splits
+        saved = self._layer_sums.between(starts, stops)[..., SAVED_BYTES]
+        if self.recompute.granularity == "full" and self.recompute.method == "uniform":  # each group saves one input
+            num_groups = -(-splits // self.recompute.num_layers)
+            saved = saved // np.maximum(splits, 1) * num_groups
+        if self.num_offloaded:
+            saved = saved + self._stage_input_bytes[starts] * (splits > 0)
         saved[..., -1] += self.head.saved_bytes
         return saved
 
     @cached_property
     def min_peaks(self) -> tuple[int, int]:
-        """The fewest bytes that a layer's backward adds to what forwards kept; and with all gradients begun to land."""
-        ways = {False, self.recompute.granularity == "full"}
-        layer_costs = [
-            layers_cost((kind,), self.setting, full_recompute) for kind in set(self.kinds) for full_recompute in ways
-        ]
-        return min(bill.peak_bytes["B"] for bill in layer_costs), min(
-            [*bill.peaks["B"].values()][-1] for bill in layer_costs
-        )
+        """The smallest peak of a layer's backward, and the smallest peak of its last section (LayerCost.peaks)."""
+        costs = [layers_cost((kind,), self.setting) for kind in set(self.kinds)]
+        if self.recompute.granularity == "full":
+            costs += [layers_cost((kind,), self.setting, full_recompute=True) for kind in set(self.kinds)]
+        min_peak = min(cost.peak_bytes["B"] for cost in costs)
+        min_last_peak = min(list(cost.peaks["B"].values())[-1] for cost in costs)
+        return min_peak, min_last_peak
 
 
-stage_costs = functools.lru_cache(maxsize=4096)(StageCosts)  # shared by all arrangements alike: a search has thousands
+cached_stage_costs = functools.lru_cache(maxsize=4096)(StageCosts)  # shared by plans, because a search has thousands

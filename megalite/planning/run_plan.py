@@ -48,8 +48,8 @@ from megalite.planning.layer_kinds import (
     LayerSetting,
     PrefixSums,
     StageCosts,
+    cached_stage_costs,
     single_document_sharding,
-    stage_costs,
 )
 from megalite.planning.model_state import (
     ModelStateBytes,
@@ -230,8 +230,16 @@ class RunPlan:
             self.ep,
             self.etp,
         )
-        offload = t.cpu_offloading_num_layers, t.min_offloaded_tensor_size
-        return stage_costs(m, recompute, setting, self.vocab_size, self.padded_vocab, t.z_loss_coeff, offload)
+        return cached_stage_costs(
+            m,
+            recompute,
+            setting,
+            self.vocab_size,
+            self.padded_vocab,
+            t.z_loss_coeff,
+            t.cpu_offloading_num_layers,
+            t.min_offloaded_tensor_size,
+        )
 
     @property
     def p2p_bytes(self) -> int:
