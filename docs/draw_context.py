@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megalite.nn.sequence_sharding import chunk_workloads, imbalance, shard_sequence
-from tools.plots.style import SERIES, Picture, figure, ink, save
+from tools.plots.style import SERIES, Picture, color, figure, save
 
 RANKS, LENGTH = 4, 64
 CASES = (
@@ -21,7 +21,7 @@ CASES = (
 
 
 def picture() -> Picture:
-    """Draw the keys that each query sees, as a bar above its position, in the colour of the rank that has the query."""
+    """Draw the keys that each query sees, as a bar above its position, in the color of the rank that has the query."""
 
     def draw(width: float) -> Any:
         fig, axes = figure(width, [1.5] * len(CASES), share_x=True)
@@ -35,14 +35,14 @@ def picture() -> Picture:
                 rows = places.positions(rank)
                 share = sum(work[b] for b in places.seq_chunks_by_rank[rank]) / sum(work)
                 seen, label = [keys[i] for i in rows], f"rank {rank}: {share:.0%} of the work"
-                axis.bar(rows, seen, width=1.0, color=ink(SERIES[rank]), label=label)
+                axis.bar(rows, seen, width=1.0, color=color(SERIES[rank]), label=label)
             axis.set_ylabel("keys per query")
             busiest = f"the busiest rank has {imbalance(work, places.seq_chunks_by_rank):.2f} times the mean work"
-            axis.set_title(f"{name}: {busiest}", loc="left", color=ink("ink"))
+            axis.set_title(f"{name}: {busiest}", loc="left", color=color("ink"))
             axis.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        axes[-1].set_xlabel("position of the query in the sequence; its colour is the rank that holds it")
+        axes[-1].set_xlabel("position of the query in the sequence; its color is the rank that holds it")
         title = "Which tokens each of four context-parallel ranks holds, and how many keys these attend to"
-        fig.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=ink("ink"))
+        fig.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=color("ink"))
         return fig
 
     return Picture("context", "The queries of each of four context-parallel ranks, and the keys that each sees.", draw)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megalite.planning.model_state import ShardCounts, bytes_per_element
-from tools.plots.style import Picture, figure, ink, legend, save
+from tools.plots.style import Picture, color, figure, legend, save
 
 RANKS, STAGES = 4, 4
 PARTS = (("weights", "blue"), ("gradients", "vermilion"), ("optimizer", "green"))
@@ -29,13 +29,13 @@ def picture() -> Picture:
                 row, first = stage * (RANKS + 1) + rank, 0
                 ticks.append(row)
                 names.append(f"stage {stage}, rank {rank}" if rank == 0 else f"rank {rank}")
-                for (name, colour), size, n in zip(PARTS, sizes, shares, strict=True):
-                    axis.barh(row, size, left=first, height=0.8, color=ink("line"))
+                for (name, color_name), size, n in zip(PARTS, sizes, shares, strict=True):
+                    axis.barh(row, size, left=first, height=0.8, color=color("line"))
                     left, label = first + size * (rank % n) / n, name if stage == rank == 0 else None
-                    axis.barh(row, size / n, left=left, height=0.8, color=ink(colour), label=label)
+                    axis.barh(row, size / n, left=left, height=0.8, color=color(color_name), label=label)
                     first += size
                 text = f"{shares.bytes_of(*sizes):g}"
-                axis.text(first + 0.2, row, text, va="center", color=ink("ink"), fontsize=8)
+                axis.text(first + 0.2, row, text, va="center", color=color("ink"), fontsize=8)
         axis.set_yticks(ticks, names)
         axis.set_xlabel("bytes of each parameter; grey is on another rank")
         axis.set_xticks(range(0, sum(sizes) + 1, 2))

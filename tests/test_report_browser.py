@@ -14,8 +14,8 @@ from tools.plots import bars as shares
 from tools.plots.run_data import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
-ONE_RUN = {"Loss", "Step by step", "Where the time went", "Pipeline", "Which rank holds which layers", "Memory", "Data"}
-ONE_RUN |= {"What happened", "Options that differ from the defaults", "Environment"}
+ONE_RUN = {"Loss", "Training curves", "Time breakdown", "Pipeline", "Layers of each rank", "Memory", "Data"}
+ONE_RUN |= {"Events", "Options that differ from the defaults", "Environment"}
 HOSTILE = "<script>document.title='struck'</script>$x_1$\\1"
 
 pytestmark = pytest.mark.everything(guards=("tools/report.py", "tools/plots"))
@@ -44,8 +44,8 @@ def test_a_real_run_of_four_ranks(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     beat = next(event for event in events if event["event"] == "heartbeat")
     told = read_run(run, "mine")
-    assert shares.positions(told) == [[r for r in range(4) if beat["pp"][r] == position] for position in (0, 1)]
-    assert shares.layers(told)[0][0] == 0 and shares.layers(told)[-1][1] == 4
+    assert shares.ranks_by_position(told) == [[r for r in range(4) if beat["pp"][r] == position] for position in (0, 1)]
+    assert shares.stage_layers(told)[0][0] == 0 and shares.stage_layers(told)[-1][1] == 4
     report(run)
     for seen in faultless(run / "report/index.html", tmp_path).values():
         assert set(seen["titles"]) == ONE_RUN and seen["headline"] == "mine: done" and seen["pictures"] == 6
@@ -62,7 +62,7 @@ def test_two_runs_of_hostile_names_and_texts(tmp_path: Path) -> None:
     two = write_run(tmp_path / "a quite long name of a run that somebody gave it to know it by", shift=0.5)
     report(one, two, "--out", tmp_path / "page")
     for seen in faultless(tmp_path / "page/index.html", tmp_path).values():
-        assert "Agreement" in seen["titles"] and "Runs side by side" in seen["titles"]
+        assert "Agreement" in seen["titles"] and "Comparison" in seen["titles"]
         assert any(title.startswith("Memory of <script>") for title in seen["titles"])
 
 

@@ -19,9 +19,9 @@ from megalite.parallel.mesh import abstract_mesh
 from tools import plot, report
 from tools.plots import bars as shares
 from tools.plots import curves, pipeline
-from tools.plots.html_report import Page, key_figures
-from tools.plots.run_data import COLUMNS, RunError, differences, read_run, read_runs, thin, whence
-from tools.plots.style import COLOURS, NARROW, WIDE, Picture, clean, svg
+from tools.plots.html_report import HtmlReport, key_metrics
+from tools.plots.run_data import MAX_COLUMNS, RunError, differences, downsample, option_sources, read_run, read_runs
+from tools.plots.style import COLORS, NARROW, WIDE, Picture, sanitize, svg
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ("metrics.jsonl", "events.jsonl", "status.json", "report.json", "timeline.json", "run_config.toml")
@@ -43,7 +43,7 @@ def test_ranks_of_a_position_are_those_of_the_mesh(tmp_path: Path) -> None:
         by_mesh: list[list[int]] = [[], [], []]
         for rank in range(24):
             by_mesh[abstract_mesh(24, rank, **axes).pp.rank].append(rank)  # type: ignore[arg-type]
-        assert shares.positions(run) == by_mesh
+        assert shares.ranks_by_position(run) == by_mesh
 
 
 def test_a_step_that_came_again_counts_once_and_the_last_time(tmp_path: Path) -> None:
@@ -60,9 +60,9 @@ def test_resumes_and_doubts_are_those_since_the_run_began(tmp_path: Path) -> Non
     text = (folder / "events.jsonl").read_text()
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in before) + text)
     run = read_run(folder, "run")
-    assert (run.resumed, run.doubts) == ([50.0], [(25.0, "spike")])
+    assert (run.resumed, run.anomalies) == ([50.0], [(25.0, "spike")])
     assert run.peaks_gib == [5.1, 5.2, 5.3, 5.4, 5.5, 5.6, 5.7, 5.8]
-    assert {"resumed", "doubted"} <= {*shown(curves.loss([run]))}
+    assert {"resumed", "anomaly"} <= {*shown(curves.loss([run]))}
 
 
 def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
         (folder / "status.json").write_text(json.dumps(told))
         run = read_run(folder, "run")
         assert run.outcome == outcome and re.search(rf"^outcome +{outcome} *$", report.text(run), re.M)
-        assert dict(key_figures(run))["steps"] == "10 of 1,000"  # status.json is older than the last line
+        assert dict(key_metrics(run))["steps"] == "10 of 1,000"  # status.json is older than the last line
 
 
 def test_where_an_option_was_said(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_where_an_option_was_said(tmp_path: Path) -> None:
     config = f"[model]\nhidden_size = {tiny}\nnum_layers = 99\n[train]\nmicro_batch_size = 2\neval_iters = 7\n"
     config += "[optim]\nlr = 0.001\n"
     (folder / "run_config.toml").write_text(config)
-    said = {name: source for _, name, _, source in whence(read_run(folder, "run"), PRESETS)}
+    said = {name: source for _, name, _, source in option_sources(read_run(folder, "run"), PRESETS)}
     assert said["lr"] == said["eval_iters"] == "flag" and said["micro_batch_size"] == str(toml)
     assert said["hidden_size"] == "--preset tiny" and said["num_layers"] == "follows from others"
 
@@ -102,17 +102,17 @@ def test_names_that_are_alike_take_more_of_their_path(tmp_path: Path) -> None:
 
 def test_the_agreement_is_the_largest_difference_and_its_step(tmp_path: Path) -> None:
     one, two = (read_run(write_run(tmp_path / name, 50), name) for name in ("one", "two"))
-    assert curves.in_words(differences(one, two)) == "equal to the last bit over 50 common log lines"
+    assert curves.describe_agreement(differences(one, two)) == "equal to the last bit over 50 common log lines"
     step, tokens, loss = two.curves["train/loss"][20]
     two.curves["train/loss"][20] = step, tokens, loss + 0.25
     del two.curves["train/loss"][30:]
-    assert curves.in_words(differences(one, two)) == "at most 2.50e-01, at step 21, over 30 common log lines"
+    assert curves.describe_agreement(differences(one, two)) == "at most 2.50e-01, at step 21, over 30 common log lines"
     assert "Points on the lower edge are equal." in curves.agreement([one, two]).caption
     made = curves.agreement([one, two]).draw(WIDE)
     [line], edge = made.axes[0].lines, made.axes[0].get_ylim()[0]
     assert min(line.get_ydata()) == edge < 0.25 and not line.get_clip_on()
     assert "equal" in shown(curves.agreement([one, two])) and "equal" in shown(curves.agreement([one, one]))
-    two.steps_of = dict.fromkeys(two.steps_of, 10.0)  # means of other steps
+    two.steps_in_line = dict.fromkeys(two.steps_in_line, 10.0)  # means of other steps
     assert not differences(one, two)
 
 
@@ -136,13 +136,15 @@ def test_a_perfect_resume_is_no_notch(tmp_path: Path) -> None:
 
     stopped, whole = read(1, 10, 20, 30, 40, 50, 51, 60, 70), read(1, 10, 20, 30, 40, 50, 60, 70)
     assert stopped.resumed == [50.0] and len(stopped.curve("train/loss")) == 9
-    assert [point[0] for point in stopped.drawn("train/loss")] == [point[0] for point in whole.drawn("train/loss")]
-    values = zip(stopped.drawn("train/loss"), whole.drawn("train/loss"), strict=True)
+    assert [point[0] for point in stopped.visible_points("train/loss")] == [
+        point[0] for point in whole.visible_points("train/loss")
+    ]
+    values = zip(stopped.visible_points("train/loss"), whole.visible_points("train/loss"), strict=True)
     assert all(a[2] == pytest.approx(b[2], rel=1e-12) for a, b in values)
-    assert "drawn with the next" in curves.loss([stopped]).caption
-    assert "drawn with the next" not in curves.loss([whole]).caption
-    assert curves.in_words(differences(stopped, whole)) == "equal to the last bit over 7 common log lines"
-    assert [point[0] for point in read(1, 10, 50, 51).drawn("train/loss")] == [1, 10, 50, 51]
+    assert "merged with the next" in curves.loss([stopped]).caption
+    assert "merged with the next" not in curves.loss([whole]).caption
+    assert curves.describe_agreement(differences(stopped, whole)) == "equal to the last bit over 7 common log lines"
+    assert [point[0] for point in read(1, 10, 50, 51).visible_points("train/loss")] == [1, 10, 50, 51]
 
 
 def test_what_is_thinned_keeps_every_extreme() -> None:
@@ -150,8 +152,8 @@ def test_what_is_thinned_keeps_every_extreme() -> None:
     points = [(float(i), float(i), random.random()) for i in range(100_000)]
     points[31_007] = 31_007.0, 31_007.0, 1e3
     points[77_777] = 77_777.0, 77_777.0, -1e3
-    kept = thin(points)
-    assert len(kept) <= 2 * COLUMNS + 2 and kept == sorted(kept) and {*kept} <= {*points}
+    kept = downsample(points)
+    assert len(kept) <= 2 * MAX_COLUMNS + 2 and kept == sorted(kept) and {*kept} <= {*points}
     assert {points[0], points[-1], points[31_007], points[77_777]} <= {*kept}
 
 
@@ -165,8 +167,8 @@ def test_the_layout_names_ranks_and_layers_and_a_stage_of_the_head_alone(tmp_pat
 
 def test_memory_on_cards_shows_what_was_measured_and_on_cpu_says_it(tmp_path: Path) -> None:
     card, cpu = (read_run(write_run(tmp_path / on, 5, device=on), on) for on in ("cuda", "cpu"))
-    assert "measured" in shown(shares.memory(card)) and "measured" not in shown(shares.memory(cpu))
-    assert "rank 7 had 5.80 GiB at most" in shares.memory(cpu).caption  # type: ignore[union-attr]
+    assert "measured peak" in shown(shares.memory(card)) and "measured peak" not in shown(shares.memory(cpu))
+    assert "rank 7 had 5.80 GiB at its peak" in shares.memory(cpu).caption  # type: ignore[union-attr]
 
 
 def test_planned_and_measured_of_a_timeline_have_their_own_times(tmp_path: Path) -> None:
@@ -181,24 +183,24 @@ def test_planned_and_measured_of_a_timeline_have_their_own_times(tmp_path: Path)
     assert lengths == {0: 0.01, 1: 0.01, 2: 0.01, 3: 0.04}
     texts = shown(pipeline.timeline(run.timeline))
     assert any(text.startswith("planned: ") for text in texts) and {"forward", "backward"} <= {*texts}
-    assert "seconds; numbers: micro-batches" in texts and "gradients of weights" not in texts
+    assert "seconds; numbers: micro-batches" in texts and "weight gradients" not in texts
     split = shown(pipeline.schedule("1f1b", 2, 2, 4, True))
-    assert "gradients of weights" in split and any("darker: a later chunk" in text for text in split)
+    assert "weight gradients" in split and any("darker: a later chunk" in text for text in split)
 
 
 def test_colours_of_a_page_are_variables_and_its_text_is_text(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", 40), "<b>&$x_1$")
     made = svg(curves.loss([run]), NARROW, "loss")
     assert "var(--blue)" in made and "var(--ink)" in made and "<text" in made and "font-family" not in made
-    for light, _ in COLOURS.values():
+    for light, _ in COLORS.values():
         assert light not in made
     labels = shown(curves.loss([run, run]))
     assert "&lt;b&gt;&amp;$x_1$: training 2.903" in labels or any("&lt;b&gt;&amp;$x_1$" in t for t in labels)
 
 
 def test_texts_from_outside_are_one_line_that_can_be_written() -> None:
-    assert clean("a\nb\x1b[31m") == "a\ufffdb\ufffd[31m" and clean("\udcff") == "\ufffd"
-    assert clean("x" * 200).endswith("…") and len(clean("x" * 200)) == 90
+    assert sanitize("a\nb\x1b[31m") == "a\ufffdb\ufffd[31m" and sanitize("\udcff") == "\ufffd"
+    assert sanitize("x" * 200).endswith("…") and len(sanitize("x" * 200)) == 90
 
 
 # ---- the page and the program
@@ -214,7 +216,7 @@ def test_the_page_escapes_and_forbids(tmp_path: Path) -> None:
         file.write(json.dumps({"event": evil, "text": evil, "time": evil, "step": 3}) + "\n")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 5, "tokens": 2560, f"val/{evil}/loss": 3.0}) + "\n")
-    page = Page([read_run(folder, evil)]).text()
+    page = HtmlReport([read_run(folder, evil)]).text()
     assert "<img" not in page and "<i>" not in page and "&lt;img" in page
     assert "default-src 'none'" in page and "http" not in re.sub(r'(xmlns[:a-z]*|http-equiv)="[^"]*"', "", page)
 
@@ -318,7 +320,7 @@ def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None
     told["ranks"][0]["spans"][0]["action"] = "F.0"
     (folder / "timeline.json").write_text(json.dumps(told))
     (folder / "status.json").write_text('{"outcome": ')
-    page = Page([read_run(folder, "run")])
+    page = HtmlReport([read_run(folder, "run")])
     text = page.text()
     assert "Cannot be shown: ValueError: &#x27;F.0&#x27; is not an action" in text
     assert "Damaged files" in text and "status.json cannot be read" in text

@@ -29,7 +29,7 @@ from tools.cli_common import PluginAction, exit_with_error, make_parser, move_pl
 from tools.plots import bars as shares
 from tools.plots import bench, curves, pipeline
 from tools.plots import plan as plans
-from tools.plots.run_data import Run, RunError, read_runs
+from tools.plots.run_data import RunData, RunError, read_runs
 from tools.plots.style import NARROW, WIDE, Picture, save
 
 
@@ -38,8 +38,8 @@ def schedule(args: argparse.Namespace) -> None:
         rows = build_schedule(
             args.schedule, args.pp, args.microbatches, args.vpp, split=SplitBackward() if args.split else None
         )
-        print(pipeline.as_text(rows))
-        print(pipeline.told(rows, simulate(rows)))
+        print(pipeline.schedule_text(rows))
+        print(pipeline.summary(rows, simulate(rows)))
         return
     put(pipeline.schedule(args.schedule, args.pp, args.vpp, args.microbatches, args.split), args)
 
@@ -52,13 +52,13 @@ def of_runs(args: argparse.Namespace) -> None:
     runs = read_runs(args.run_dirs)
     for run in runs:
         if problem := lacking(args.picture, run):
-            exit_with_error(f"plot.py: {run.folder}: {problem}")
+            exit_with_error(f"plot.py: {run.directory}: {problem}")
     picture = PICTURES[args.picture][1](runs)
     assert picture is not None  # nothing is lacking
     put(picture, args)
 
 
-def lacking(picture: str, run: Run) -> str:
+def lacking(picture: str, run: RunData) -> str:
     """A sentence on what the picture needs and the run lacks; empty where it lacks nothing."""
     damaged = "; ".join(run.problems)
     if picture == "pipeline" and run.timeline is None:
@@ -66,29 +66,29 @@ def lacking(picture: str, run: Run) -> str:
         return f"timeline.json: {told}; train with --profile-pipeline STEP"
     if picture in ("loss", "agreement") and not run.curve("train/loss"):
         return f"no loss in it yet ({damaged})" if damaged else "no loss in it yet"
-    if picture == "steps" and not any(run.curve(key) for key, _ in curves.STRIP):
+    if picture == "steps" and not any(run.curve(key) for key, _ in curves.STEP_CURVES):
         return "no steps in it yet"
-    if picture == "experts" and not run.loads:
+    if picture == "experts" and not run.expert_loads:
         return "no load of experts in it; it needs a run of a model that has experts"
-    if picture == "time" and not shares.phases(run):
+    if picture == "time" and not shares.time_by_phase(run):
         return "report.json is not there; a run writes it at its end"
     if picture in ("memory", "layout") and getattr(shares, picture)(run) is None:
         return "events.jsonl does not tell; it needs a run of this version, of few pipeline ranks"
     return ""
 
 
-def agreement(runs: list[Run]) -> Picture:
+def agreement(runs: list[RunData]) -> Picture:
     if not any(curves.differences(runs[0], other) for other in runs[1:]):
         exit_with_error("plot.py: agreement: these runs have no step in common; give two that have")
     return curves.agreement(runs)
 
 
-def timeline(runs: list[Run]) -> Picture:
+def timeline(runs: list[RunData]) -> Picture:
     try:
         return pipeline.timeline(runs[0].timeline)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         told = f"damaged ({error}); train with --profile-pipeline STEP again"
-        exit_with_error(f"plot.py: {runs[0].folder / 'timeline.json'}: {told}")
+        exit_with_error(f"plot.py: {runs[0].directory / 'timeline.json'}: {told}")
 
 
 def of_plan(args: argparse.Namespace) -> None:
@@ -102,12 +102,12 @@ def of_plan(args: argparse.Namespace) -> None:
     put(picture, args)
 
 
-PICTURES: dict[str, tuple[str, Callable[[list[Run]], Picture | None], str | None]] = {  # help, make, runs it takes
+PICTURES: dict[str, tuple[str, Callable[[list[RunData]], Picture | None], str | None]] = {  # help, make, runs it takes
     "pipeline": ("measured beside planned", timeline, None),
     "loss": ("losses over tokens and steps", curves.loss, "+"),
-    "steps": ("learning rate, gradient norm and tokens/s", curves.strip, "+"),
+    "steps": ("learning rate, gradient norm and tokens/s", curves.training_curves, "+"),
     "experts": ("how many tokens each expert got", curves.experts, None),
-    "time": ("where the time went", shares.time_split, "+"),
+    "time": ("where the time went", shares.time_bars, "+"),
     "agreement": ("how far the losses of runs are apart", agreement, "+"),
     "memory": ("planned parts and measured peaks of ranks", lambda runs: shares.memory(runs[0]), None),
     "layout": ("which rank holds which layers", lambda runs: shares.layout(runs[0]), None),

@@ -21,26 +21,26 @@ from megalite.common.safe_open import write_atomically
 from megalite.training.logging.log_format import table
 from megalite.training.logging.run_report import format_goodput, read_history, summary
 from tools.cli_common import exit_with_error, exits_with, local_path, make_parser, run_program
-from tools.plots.html_report import DAMAGE, Page
-from tools.plots.run_data import Run, RunError, read_runs
+from tools.plots.html_report import DAMAGE_ERRORS, HtmlReport
+from tools.plots.run_data import RunData, RunError, read_runs
 from tools.plots.style import save
 
 
-def text(run: Run) -> str:
-    """report.json, of the last process that ended; and the run so far. Raises any of DAMAGE."""
-    metrics, report = run.folder / "metrics.jsonl", run.report
+def text(run: RunData) -> str:
+    """report.json, of the last process that ended; and the run so far. Raises any of DAMAGE_ERRORS."""
+    metrics, report = run.directory / "metrics.jsonl", run.report
     rows = {"outcome": run.outcome} if run.outcome in ("running", "killed") else {}
     rows |= {"written": str(report["time"]), **summary(report)} if report else {}
     if not report and not metrics.exists():
         return table({"outcome": f"{run.outcome}, before its first step"})
-    if (past := read_history(run.folder, metrics.stat().st_mtime)) is not None:
+    if (past := read_history(run.directory, metrics.stat().st_mtime)) is not None:
         rows["run so far"] = f"goodput {format_goodput(past)}"
     return table(rows or {"outcome": run.outcome})
 
 
-def write(runs: list[Run], folder: Path) -> Path:
+def write(runs: list[RunData], folder: Path) -> Path:
     """The page and its PNGs. Raises OSError, MissingPackage."""
-    page = Page(runs)
+    page = HtmlReport(runs)
     html, path = page.text(), folder / "index.html"
     folder.mkdir(parents=True, exist_ok=True)
     for picture in page.pictures:
@@ -70,13 +70,13 @@ def main(argv: list[str]) -> int:
             print(f"\n{run.name}")
         try:
             print(escape_control_chars(text(run)))
-        except DAMAGE as error:  # as rows of files may be
-            print_err(f"report.py: {run.folder}: {error!r}; give a run directory")
+        except DAMAGE_ERRORS as error:  # as rows of files may be
+            print_err(f"report.py: {run.directory}: {error!r}; give a run directory")
             code = 3
     if args.text:
         return code
     try:
-        page = write(runs, args.out or runs[0].folder / "report")
+        page = write(runs, args.out or runs[0].directory / "report")
     except MissingPackageError as error:
         print_err(f"report.py: no page: {error}; --text asks for none")
         return ExitCode.PREFLIGHT if args.out else code

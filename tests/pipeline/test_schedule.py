@@ -23,7 +23,7 @@ from megalite.pipeline.schedule import (
 )
 from megalite.pipeline.simulate import simulate
 from megalite.planning.partition import balanced_split, candidate_splits, choose_split, even_split, layer_ranges
-from tools.plots.pipeline import as_text as draw
+from tools.plots.pipeline import schedule_text as draw
 
 GUARDS = ("megalite/pipeline",)  # of the largest, which take seconds
 SHAPES = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]

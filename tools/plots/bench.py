@@ -1,12 +1,12 @@
-"""Pictures of a benchmark: MFU by configuration, scaling, and what a step is made of."""
+"""Pictures of a benchmark: MFU by configuration, scaling, and the parts of a step."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from tools.plots.style import MARKERS, SERIES, WIDE, Picture, clean, figure, ink, legend, short
+from tools.plots.style import MARKERS, SERIES, WIDE, Picture, color, figure, format_number, legend, sanitize, text_color
 
-Figures = dict[str, Any]  # a row, of tools/bench/format_results.py: summarize
-STEP = (  # share of a step, its colour, what it is called; in this order from the left
+Summary = dict[str, Any]  # the summary of a configuration, by tools/bench/format_results.py
+STEP_PARTS = (  # names in a breakdown, color, label; from left to right
     (("forward",), "blue", "forward"),
     (("backward",), "sky", "backward"),
     (("optimizer",), "green", "optimizer"),
@@ -15,27 +15,31 @@ STEP = (  # share of a step, its colour, what it is called; in this order from t
     (("data",), "purple", "data"),
     (("other",), "line", "other"),
 )
-MOST = 40  # rows that a picture has room for
+MAX_ROWS = 40
 
 
-def pictures(found: Sequence[Figures]) -> list[Picture]:
-    """Those that there is something for."""
-    made = [mfu(found), breakdown(found), scaling(found)]
-    return [picture for picture in made if picture is not None]
+def pictures(results: Sequence[Summary]) -> list[Picture]:
+    """Return the pictures for which there are results."""
+    candidates = [mfu(results), breakdown(results), scaling(results)]
+    return [picture for picture in candidates if picture is not None]
 
 
-def _names(rows: Sequence[Figures], width: float) -> list[str]:
-    """The names of the bars. A narrow picture has a line for each flag that varies. Neighbouring bars of one label
-    have it once."""
-    names = [clean(one["label"], 70).replace(", ", ",\n" if width < WIDE else ", ") for one in rows]
-    return [name if n == 0 or name != names[n - 1] else "" for n, name in enumerate(names)]
+def _names(rows: Sequence[Summary], width: float) -> list[str]:
+    """Return the names of the bars; neighbors with the same name show it once.
+
+    In a narrow picture, each flag has its own line.
+    """
+    separator = ",\n" if width < WIDE else ", "
+    names = [sanitize(row["label"], 70).replace(", ", separator) for row in rows]
+    return [name if i == 0 or name != names[i - 1] else "" for i, name in enumerate(names)]
 
 
 def _height(names: Sequence[str]) -> float:
-    return 0.35 + len(names) * (0.3 + 0.14 * max(name.count("\n") for name in names))
+    max_line_breaks = max(name.count("\n") for name in names)
+    return 0.35 + len(names) * (0.3 + 0.14 * max_line_breaks)
 
 
-def _bars(axis: Any, names: Sequence[str]) -> None:
+def _prepare_bars(axis: Any, names: Sequence[str]) -> None:
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.4, -0.6)
     axis.grid(False)
@@ -43,112 +47,130 @@ def _bars(axis: Any, names: Sequence[str]) -> None:
     axis.set_xticks([])
 
 
-def mfu(found: Sequence[Figures]) -> Picture | None:
-    """A bar per row, with the least and the most of its runs; where no peak is known, tokens/s. A row without a figure
-    says why."""
-    rows = [one for one in found if one["status"] != "waiting"][:MOST]
-    measured = [one for one in rows if "tokens_per_s" in one]
+def mfu(results: Sequence[Summary]) -> Picture | None:
+    """Return the MFU of each configuration, with the range of its runs; tokens/s if no peak is known.
+
+    A configuration without a result has the reason instead.
+    """
+    rows = [row for row in results if row["status"] != "waiting"][:MAX_ROWS]
+    measured = [row for row in rows if "tokens_per_s" in row]
     if not measured:
         return None
-    known = any(one["mfu"] is not None for one in measured)
-    key, unit = ("mfu", 100) if known else ("tokens_per_s", 1)
-    contenders = list(dict.fromkeys(one["contender"] for one in rows))
+    has_mfu = any(row["mfu"] is not None for row in measured)
+    key, scale = ("mfu", 100) if has_mfu else ("tokens_per_s", 1)
+    systems = list(dict.fromkeys(row["contender"] for row in rows))
 
-    def text_of(one: Figures) -> str:
-        speed = f"{short(one['tokens_per_s'])} tokens/s"
-        return speed if one["mfu"] is None else f"{100 * one['mfu']:.1f} %   {speed}"
+    def speed_text(row: Summary) -> str:
+        speed = f"{format_number(row['tokens_per_s'])} tokens/s"
+        return speed if row["mfu"] is None else f"{100 * row['mfu']:.1f} %   {speed}"
 
     def draw(width: float) -> Any:
         names = _names(rows, width)
         fig, (axis,) = figure(width, [_height(names)])
-        most = max((unit * (one[f"{key}_most"] or 0) for one in measured), default=1)
-        for n, one in enumerate(rows):
-            if one.get(key) is None:
-                why = one["status"] if "tokens_per_s" not in one else text_of(one)
-                axis.text(0.01 * most, n, f"✕ {why}", va="center", color=ink("vermilion"), fontsize=8)
+        max_value = max((scale * (row[f"{key}_most"] or 0) for row in measured), default=1)
+        for i, row in enumerate(rows):
+            if row.get(key) is None:
+                reason = speed_text(row) if "tokens_per_s" in row else row["status"]
+                axis.text(0.01 * max_value, i, f"✕ {reason}", va="center", color=color("vermilion"), fontsize=8)
                 continue
-            value, ends = unit * one[key], [unit * one[f"{key}{end}"] for end in ("_least", "_most")]
-            colour = ink(SERIES[contenders.index(one["contender"]) % len(SERIES)])
-            axis.barh(n, value, height=0.66, color=colour)
-            axis.errorbar(value, n, xerr=[[value - ends[0]], [ends[1] - value]], color=ink("ink"), capsize=2.5, lw=1)
-            note = text_of(one) + (f", then {one['status']}" if one["status"] != "ok" else "")
-            axis.text(ends[1] + 0.015 * most, n, note, va="center", color=ink("ink"), fontsize=8)
-        _bars(axis, names)
-        axis.set_xlabel("MFU" if known else "tokens/s")
-        axis.set_xlim(0, most * (1.5 if width == WIDE else 2.4))
-        if len(contenders) > 1:
-            for n, name in enumerate(contenders):
-                axis.barh(0, 0, color=ink(SERIES[n % len(SERIES)]), label=name)
+            value, lowest, highest = (scale * row[name] for name in (key, f"{key}_least", f"{key}_most"))
+            axis.barh(i, value, height=0.66, color=color(SERIES[systems.index(row["contender"]) % len(SERIES)]))
+            axis.errorbar(value, i, xerr=[[value - lowest], [highest - value]], color=color("ink"), capsize=2.5, lw=1)
+            note = speed_text(row)
+            if row["status"] != "ok":
+                note += f", then {row['status']}"
+            axis.text(highest + 0.015 * max_value, i, note, va="center", color=color("ink"), fontsize=8)
+        _prepare_bars(axis, names)
+        axis.set_xlabel("MFU" if has_mfu else "tokens/s")
+        axis.set_xlim(0, max_value * (1.5 if width == WIDE else 2.4))
+        if len(systems) > 1:
+            for i, name in enumerate(systems):
+                axis.barh(0, 0, color=color(SERIES[i % len(SERIES)]), label=name)
             legend(fig, axis, width)
         return fig
 
-    what = "MFU" if known else "Tokens/s"
-    left = f" The first {MOST} of {len(found)}." if len(found) > MOST else ""
-    text = f"{what} by configuration: medians, with the least and the most of their runs.{left}"
-    return Picture("mfu", text, draw)
+    caption = f"{'MFU' if has_mfu else 'Tokens/s'} by configuration: median, minimum and maximum of its runs."
+    if len(results) > MAX_ROWS:
+        caption += f" The first {MAX_ROWS} of {len(results)}."
+    return Picture("mfu", caption, draw)
 
 
-def breakdown(found: Sequence[Figures]) -> Picture | None:
-    """Draw the parts of a step, as means over ranks, in bars of 100 %."""
-    rows = [one for one in found if "breakdown" in one][:MOST]
+def breakdown(results: Sequence[Summary]) -> Picture | None:
+    """Return the parts of a step as stacked bars of 100 %, means over ranks."""
+    rows = [row for row in results if "breakdown" in row][:MAX_ROWS]
     if not rows:
         return None
 
     def draw(width: float) -> Any:
         names = _names(rows, width)
         fig, (axis,) = figure(width, [_height(names)])
-        end = [0.0] * len(rows)
-        for parts, colour, label in STEP:
-            part = [100 * sum(one["breakdown"]["shares"].get(name, 0.0) for name in parts) for one in rows]
-            bars = axis.barh(range(len(rows)), part, left=end, height=0.7, color=ink(colour), label=label)
-            told = [f"{share:.0f}" if share >= (6 if width == WIDE else 14) else "" for share in part]
-            colour_of_text = "white" if colour in ("blue", "green", "vermilion", "purple") else "black"
-            axis.bar_label(bars, told, label_type="center", fontsize=8, color=colour_of_text)
-            end = [a + b for a, b in zip(end, part, strict=True)]
-        _bars(axis, names)
+        min_labeled_percent = 6 if width == WIDE else 14
+        ends = [0.0] * len(rows)
+        for parts, color_name, label in STEP_PARTS:
+            percents = [100 * sum(row["breakdown"]["shares"].get(part, 0.0) for part in parts) for row in rows]
+            bars = axis.barh(range(len(rows)), percents, left=ends, height=0.7, color=color(color_name), label=label)
+            labels = [f"{percent:.0f}" if percent >= min_labeled_percent else "" for percent in percents]
+            axis.bar_label(bars, labels, label_type="center", fontsize=8, color=text_color(color_name))
+            ends = [end + percent for end, percent in zip(ends, percents, strict=True)]
+        _prepare_bars(axis, names)
         axis.set_xlim(0, 100)
         legend(fig, axis, width)
         return fig
 
-    return Picture("breakdown", "What a step is made of, per cent of its time, means over the ranks.", draw)
+    return Picture("breakdown", "Parts of a step in percent of its time, means over ranks.", draw)
 
 
-def scaling(found: Sequence[Figures]) -> Picture | None:
-    """Tokens/s over ranks, a line for each row that is alike but for the ranks; dashed: as if nothing were lost."""
-    lines: dict[str, list[Figures]] = {}
-    several = len({one["contender"] for one in found}) > 1
-    for one in found:
-        if "efficiency" in one:
-            words = one["label"].split(", ")[1:]  # after the ranks
-            if several:
-                words.insert(0, one["contender"])
-            lines.setdefault(", ".join(words) or one["contender"], []).append(one)
-    if not any(len(some) > 1 for some in lines.values()):
+def scaling(results: Sequence[Summary]) -> Picture | None:
+    """Return tokens/s over ranks, one line per configuration; dashed lines: perfect scaling."""
+    has_systems = len({row["contender"] for row in results}) > 1
+    lines: dict[str, list[Summary]] = {}
+    for row in results:
+        if "efficiency" in row:
+            name_parts = row["label"].split(", ")[1:]  # without the number of ranks
+            if has_systems:
+                name_parts.insert(0, row["contender"])
+            lines.setdefault(", ".join(name_parts) or row["contender"], []).append(row)
+    if not any(len(rows) > 1 for rows in lines.values()):
         return None
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [3.2])
-        for n, (name, some) in enumerate(lines.items()):
-            some = sorted(some, key=lambda one: one["ranks"])
-            ranks, speeds = [one["ranks"] for one in some], [one["tokens_per_s"] for one in some]
-            spread = [[one["tokens_per_s"] - one["tokens_per_s_least"] for one in some]]
-            spread.append([one["tokens_per_s_most"] - one["tokens_per_s"] for one in some])
-            how = dict(color=ink(SERIES[n % len(SERIES)]), marker=MARKERS[n % len(MARKERS)], linewidth=1.5, capsize=2.5)
-            axis.errorbar(ranks, speeds, yerr=spread, label=clean(name, 50), **how)
-            ideal = [speeds[0] * rank / ranks[0] for rank in ranks]
-            axis.plot(ranks, ideal, "--", color=how["color"], linewidth=1, label="nothing lost" if n == 0 else None)
-            for one in some[1:]:
-                at = (one["ranks"], one["tokens_per_s"])
-                how_far = dict(xytext=(-7, 5), textcoords="offset points", ha="right", fontsize=8)
-                axis.annotate(f"{100 * one['efficiency']:.0f} %", at, **how_far)
+        for i, (name, rows) in enumerate(lines.items()):
+            rows = sorted(rows, key=lambda row: row["ranks"])
+            line_color = color(SERIES[i % len(SERIES)])
+            ranks, speeds = [row["ranks"] for row in rows], [row["tokens_per_s"] for row in rows]
+            below = [row["tokens_per_s"] - row["tokens_per_s_least"] for row in rows]
+            above = [row["tokens_per_s_most"] - row["tokens_per_s"] for row in rows]
+            axis.errorbar(
+                ranks,
+                speeds,
+                yerr=[below, above],
+                label=sanitize(name, 50),
+                color=line_color,
+                marker=MARKERS[i % len(MARKERS)],
+                linewidth=1.5,
+                capsize=2.5,
+            )
+            ideal = [speeds[0] * n / ranks[0] for n in ranks]
+            label = "perfect scaling" if i == 0 else None
+            axis.plot(ranks, ideal, "--", color=line_color, linewidth=1, label=label)
+            for row in rows[1:]:
+                axis.annotate(
+                    f"{100 * row['efficiency']:.0f} %",
+                    (row["ranks"], row["tokens_per_s"]),
+                    xytext=(-7, 5),
+                    textcoords="offset points",
+                    ha="right",
+                    fontsize=8,
+                )
         axis.set_xlabel("ranks")
         axis.set_ylabel("tokens/s")
-        axis.set_xticks(sorted({one["ranks"] for some in lines.values() for one in some}))
-        axis.yaxis.set_major_formatter(lambda value, _: short(value))
+        axis.set_xticks(sorted({row["ranks"] for rows in lines.values() for row in rows}))
+        axis.yaxis.set_major_formatter(lambda value, _: format_number(value))
         axis.set_ylim(bottom=0)
         axis.margins(x=0.08, y=0.12)
         legend(fig, axis, width)
         return fig
 
-    caption = "Tokens/s over ranks, with the least and the most; dashed: as if nothing were lost."
+    caption = "Tokens/s over ranks: median, minimum and maximum; dashed: perfect scaling."
     return Picture("scaling", caption, draw)

@@ -1,263 +1,335 @@
-"""Curves of one run or several: losses, the figures of a step, and how far two runs are apart."""
+"""Curves of one run or several: losses, values of a step, and the differences between runs."""
 
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tools.plots.run_data import Point, Run, differences, thin
-from tools.plots.style import MARKERS, SERIES, WIDE, Picture, equal_edge, figure, ink, legend, short
+from tools.plots.run_data import Point, RunData, differences, downsample
+from tools.plots.style import MARKERS, SERIES, WIDE, Picture, color, figure, format_number, legend, mark_zero_difference
 
 if TYPE_CHECKING:
     from tools.verification.compare_ranks import QuantityDiff
 
+LINE_STYLES = ("-", "--", ":", "-.")  # for more runs than there are colors
+MAX_MARKERS = 60  # points of a line that have markers
+STEP_CURVES = (
+    ("train/lr", "learning rate"),
+    ("train/grad_norm", "gradient norm"),
+    ("perf/tokens_per_s_per_gpu", "tokens/s"),
+)
 
-def _numbers(axis: Any, *which: str) -> None:
-    for name in which:
-        getattr(axis, f"{name}axis").set_major_formatter(lambda value, _: short(value))
+
+def _format_ticks(axis: Any, *names: str) -> None:
+    """Format the ticks of the x or y axes with units such as k and M."""
+    for name in names:
+        getattr(axis, f"{name}axis").set_major_formatter(lambda value, _: format_number(value))
 
 
-DASHES = ("-", "--", ":", "-.")  # of more runs than there are colours
-MARKED = 60  # points of a line that are drawn as points, too
-
-
-def _log(axis: Any) -> None:
+def _log_scale(axis: Any) -> None:
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value < 0.01 else short(value))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}" if value < 0.01 else format_number(value))
     axis.yaxis.set_minor_formatter(lambda value, _: "")
 
 
-def _line(axis: Any, points: Sequence[Point], x: int, number: int, **how: Any) -> None:
-    """`number`: of the run, or the set, which decides the colour."""
-    how = {"linewidth": 1.5, "linestyle": DASHES[number // len(SERIES) % len(DASHES)], **how}
+def _line(axis: Any, points: Sequence[Point], x: int, index: int, **kwargs: Any) -> None:
+    """Draw a line.
+
+    Args:
+        x: 0 for steps, 1 for tokens.
+        index: The index of the run or of the set, which determines the color.
+    """
+    kwargs.setdefault("linewidth", 1.5)
+    kwargs.setdefault("linestyle", LINE_STYLES[index // len(SERIES) % len(LINE_STYLES)])
     if len(points) == 1:
-        how = {"marker": "o", **how}
-    colour = ink(SERIES[number % len(SERIES)])
-    axis.plot([p[x] for p in points], [p[2] for p in points], color=colour, **how)
+        kwargs.setdefault("marker", "o")
+    line_color = color(SERIES[index % len(SERIES)])
+    axis.plot([point[x] for point in points], [point[2] for point in points], color=line_color, **kwargs)
 
 
-def _marks(axis: Any, run: Run, x: int, colour: str, name: str) -> None:
-    """Resumes and doubted steps of a run on the lower edge."""
-    doubts = [step for step, _ in run.doubts]
-    for steps, marker, what in ((run.resumed, "^", "resumed"), (doubts, "X", "doubted")):
-        if steps:
-            at = [step if x == 0 else run.tokens_at(step) for step in steps]
-            times = f", {len(steps)} times" if len(steps) > 1 else ""
-            label = f"{name}{what}{times}"
-            edge = axis.get_xaxis_transform()
-            axis.plot(at, [0.03] * len(at), marker, color=ink(colour), transform=edge, markersize=6, label=label)
+def _mark_events(axis: Any, run: RunData, x: int, color_name: str, prefix: str) -> None:
+    """Mark a run's resumes and anomalies on the lower edge."""
+    anomalies = [step for step, _ in run.anomalies]
+    for steps, marker, name in ((run.resumed, "^", "resumed"), (anomalies, "X", "anomaly")):
+        if not steps:
+            continue
+        positions = [step if x == 0 else run.tokens_at(step) for step in steps]
+        label = f"{prefix}{name}"
+        if len(steps) > 1:
+            label += f", {len(steps)} times"
+        axis.plot(
+            positions,
+            [0.03] * len(positions),
+            marker,
+            color=color(color_name),
+            transform=axis.get_xaxis_transform(),
+            markersize=6,
+            label=label,
+        )
 
 
-def _top(runs: Sequence[Run]) -> float | None:
-    """Where the axis of losses ends, if the first steps of a long run or some spikes would press the rest down."""
-    series = [run.curve("train/loss") for run in runs] + [points for run in runs for points in run.validation.values()]
-    losses = [sorted(y for *_, y in points) for points in series if points]
-    usual = max((some[int(0.99 * (len(some) - 1))] for some in losses), default=0.0)
-    least, most = (which((which(some) for some in losses), default=0.0) for which in (min, max))
-    return usual + 0.15 * (usual - least) if most > usual + 0.3 * (usual - least) else None
+def _max_loss(runs: Sequence[RunData]) -> float | None:
+    """Return an upper limit for the axis of losses if the first steps or some spikes would flatten the rest."""
+    curves = [run.curve("train/loss") for run in runs]
+    for run in runs:
+        curves += run.validation.values()
+    sorted_losses = [sorted(y for *_, y in points) for points in curves if points]
+    percentile_99 = max((losses[int(0.99 * (len(losses) - 1))] for losses in sorted_losses), default=0.0)
+    min_loss = min((losses[0] for losses in sorted_losses), default=0.0)
+    max_loss = max((losses[-1] for losses in sorted_losses), default=0.0)
+    is_flattened = max_loss > percentile_99 + 0.3 * (percentile_99 - min_loss)
+    return percentile_99 + 0.15 * (percentile_99 - min_loss) if is_flattened else None
 
 
-def _linear(runs: Sequence[Run]) -> float | None:
-    """Tokens per step, if that is the same in all steps of all runs."""
-    each = {round(tokens / step, 6) for run in runs for step, tokens, _ in run.curve("train/loss") if step > 0}
-    return each.pop() if len(each) == 1 else None
+def _tokens_per_step(runs: Sequence[RunData]) -> float | None:
+    """Return the tokens per step if they are the same in all steps of all runs."""
+    ratios = {round(tokens / step, 6) for run in runs for step, tokens, _ in run.curve("train/loss") if step > 0}
+    return ratios.pop() if len(ratios) == 1 else None
 
 
-def loss(runs: Sequence[Run]) -> Picture:
-    """Over steps, with the tokens of each below; where batches differ, over steps and over tokens."""
+def loss(runs: Sequence[RunData]) -> Picture:
+    """Return losses over steps with their tokens, or over steps and over tokens if batch sizes differ."""
     runs = [run for run in runs if run.curve("train/loss") or run.validation]
-    each, top = _linear(runs), _top(runs)
-    apart = [points for run in runs[1:] if (points := differences(runs[0], run))]
-    thick = any(max(y for *_, y in points) < 0.02 for points in apart)  # curves hide each other
+    tokens_per_step, max_loss = _tokens_per_step(runs), _max_loss(runs)
+    diffs = [points for run in runs[1:] if (points := differences(runs[0], run))]
+    curves_overlap = any(max(y for *_, y in points) < 0.02 for points in diffs)
 
     def draw(width: float) -> Any:
-        fig, axes = figure(width, [3.4] if each is not None else [3.4, 2.8])
+        fig, axes = figure(width, [3.4] if tokens_per_step is not None else [3.4, 2.8])
         for x, axis in enumerate(axes):
             for i in range(len(runs)):
-                _losses(axis, runs, i, x, 3.2 if thick and i == 0 else 1.4)
+                # the first run is drawn wider, so that it shows behind the others
+                _draw_losses(axis, runs, i, x, linewidth=3.2 if curves_overlap and i == 0 else 1.4)
             axis.set_ylabel("loss, nats per token")
             axis.set_xlabel(("steps", "tokens")[x])
-            axis.set_ylim(top=top)
-            _numbers(axis, "x")
+            axis.set_ylim(top=max_loss)
+            _format_ticks(axis, "x")
             axis.margins(x=0.02)
-        if each is not None:
-            axes[0].xaxis.set_major_formatter(lambda step, _: f"{short(step)}\n{short(step * each)}" if step else "0")
-            axes[0].set_xlabel("steps, and tokens below")
+        if tokens_per_step is not None:
+            axes[0].xaxis.set_major_formatter(lambda step, _: _step_and_tokens(step, tokens_per_step))
+            axes[0].set_xlabel("steps, with tokens below")
         legend(fig, axes[0], width)
         return fig
 
-    caption = ["Training loss, mean since the line before, and validation losses as dots."]
-    if top is not None:
-        caption.append("Above the edge lies less than a hundredth of the points.")
-    if any(len(run.weighed) < len(run.curve("train/loss")) for run in runs):
-        caption.append("The first line after a resume, a mean of one step, is drawn with the next as their mean.")
+    caption = ["Training loss (mean since the previous log line), and validation losses as dots."]
+    if max_loss is not None:
+        caption.append("Less than 1 % of the points lie above the upper edge.")
+    if any(len(run.weighted_losses) < len(run.curve("train/loss")) for run in runs):
+        caption.append("The first line after a resume, a mean of one step, is merged with the next.")
     if any(run.resumed for run in runs):
-        caption.append("Triangle: another process took over.")
-    if any(run.doubts for run in runs):
-        caption.append("Cross: a step whose loss or gradient was doubted.")
+        caption.append("Triangle: resumed by another process.")
+    if any(run.anomalies for run in runs):
+        caption.append("Cross: a step with an anomaly (spike, non-finite value, transient error, rollback).")
     return Picture("loss", " ".join(caption), draw)
 
 
-def _losses(axis: Any, runs: Sequence[Run], number: int, x: int, thick: float) -> None:
-    """Draw a run's losses, with one colour per run, or per set where there is one run."""
-    run, alone = runs[number], len(runs) == 1
-    name = "" if alone else f"{run.label}: "
-    if points := run.drawn("train/loss"):
-        _line(axis, points, x, number, label=f"{name}training {run.last('train/loss'):.3f}", linewidth=thick)
-    for i, (which, points) in enumerate(run.validation.items()):
-        how: dict[str, Any] = {"linewidth": 0.9}
-        if len(points) <= MARKED:
-            how |= {"marker": MARKERS[i % len(MARKERS)], "markersize": 4.5, "markeredgecolor": ink("paper")}
-        newest = run.curve("train/loss") or points
-        at = f" at step {points[-1][0]:,.0f}" if points[-1][0] < newest[-1][0] else ""
-        label = f"{name}{'validation' if which == 'valid' else which} {points[-1][2]:.3f}{at}"
-        _line(axis, thin(points), x, i + 1 if alone else number, label=label, zorder=3, **how)
-    _marks(axis, run, x, "ink" if alone else SERIES[number % len(SERIES)], name)
+def _step_and_tokens(step: float, tokens_per_step: float) -> str:
+    return f"{format_number(step)}\n{format_number(step * tokens_per_step)}" if step else "0"
 
 
-STRIP = (("train/lr", "learning rate"), ("train/grad_norm", "gradient norm"), ("perf/tokens_per_s_per_gpu", "tokens/s"))
+def _draw_losses(axis: Any, runs: Sequence[RunData], index: int, x: int, linewidth: float) -> None:
+    """Draw the losses of a run, with one color per run, or per set if there is only one run."""
+    run, is_single = runs[index], len(runs) == 1
+    prefix = "" if is_single else f"{run.label}: "
+    if points := run.visible_points("train/loss"):
+        label = f"{prefix}training {run.last('train/loss'):.3f}"
+        _line(axis, points, x, index, label=label, linewidth=linewidth)
+    for i, (name, points) in enumerate(run.validation.items()):
+        kwargs: dict[str, Any] = {"linewidth": 0.9}
+        if len(points) <= MAX_MARKERS:
+            marker = MARKERS[i % len(MARKERS)]
+            kwargs.update(marker=marker, markersize=4.5, markeredgecolor=color("paper"))
+        last_step, _, last_loss = points[-1]
+        label = f"{prefix}{'validation' if name == 'valid' else name} {last_loss:.3f}"
+        if last_step < (run.curve("train/loss") or points)[-1][0]:
+            label += f" at step {last_step:,.0f}"
+        _line(axis, downsample(points), x, i + 1 if is_single else index, label=label, zorder=3, **kwargs)
+    _mark_events(axis, run, x, "ink" if is_single else SERIES[index % len(SERIES)], prefix)
 
 
-def strip(runs: Sequence[Run]) -> Picture:
-    """Learning rate, gradient norm and speed over steps."""
+def training_curves(runs: Sequence[RunData]) -> Picture:
+    """Return learning rate, gradient norm and speed over steps."""
 
     def draw(width: float) -> Any:
-        fig, axes = figure(width, [1.35] * 3, share_x=True)
-        for axis, (key, name) in zip(axes, STRIP, strict=True):
-            lowest, highest = math.inf, 0.0
-            for number, run in enumerate(runs):
+        fig, axes = figure(width, [1.35] * len(STEP_CURVES), share_x=True)
+        for axis, (key, name) in zip(axes, STEP_CURVES, strict=True):
+            min_value, max_value = math.inf, 0.0
+            for index, run in enumerate(runs):
                 scale = run.devices if key.startswith("perf") else 1
-                points = [(step, tokens, scale * y) for step, tokens, y in run.drawn(key)]
+                points = [(step, tokens, scale * y) for step, tokens, y in run.visible_points(key)]
                 label = run.label if axis is axes[0] and len(runs) > 1 else None
-                _line(axis, points, 0, number, linewidth=1.2, label=label)
-                lowest = min([lowest, *(y for *_, y in points if y > 0)])
-                highest = max([highest, *(y for *_, y in points)])
-            if key == "train/grad_norm" and highest > 50 * lowest:
-                _log(axis)
-                _numbers(axis, "x")
+                _line(axis, points, 0, index, linewidth=1.2, label=label)
+                min_value = min([min_value, *(y for *_, y in points if y > 0)])
+                max_value = max([max_value, *(y for *_, y in points)])
+            if key == "train/grad_norm" and max_value > 50 * min_value:
+                _log_scale(axis)
+                _format_ticks(axis, "x")
             else:
                 axis.set_ylim(bottom=0)
-                _numbers(axis, "x", "y")
-            axis.set_title(name, loc="left", color=ink("muted"))
+                _format_ticks(axis, "x", "y")
+            axis.set_title(name, loc="left", color=color("muted"))
             axis.margins(x=0.02)
         if len(runs) > 1:
             legend(fig, axes[0], width)
         axes[-1].set_xlabel("steps")
         return fig
 
-    return Picture("steps", "Learning rate, gradient norm before clipping, and tokens per second of all devices.", draw)
+    caption = "Learning rate, gradient norm before clipping, and tokens per second of all devices."
+    return Picture("steps", caption, draw)
 
 
-def experts(runs: Sequence[Run]) -> Picture | None:
-    """The load of every expert of the first run over steps; None: it has none."""
-    steps, loads = zip(*runs[0].loads, strict=True) if runs[0].loads else ((), ())
-    if not steps:
+def experts(runs: Sequence[RunData]) -> Picture | None:
+    """Return the load of every expert of the first run over steps; None if the model has no experts."""
+    if not runs[0].expert_loads:
         return None
+    steps, loads = zip(*runs[0].expert_loads, strict=True)
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [2.4])
-        by_expert = [thin([(s, s, y) for s, y in zip(steps, some, strict=True)]) for some in zip(*loads, strict=True)]
+        by_expert = []
+        for values in zip(*loads, strict=True):
+            by_expert.append(downsample([(step, step, y) for step, y in zip(steps, values, strict=True)]))
         order = sorted(range(len(by_expert)), key=lambda expert: by_expert[expert][-1][2])
         for expert in order:
             xs, _, ys = zip(*by_expert[expert], strict=True)
-            axis.plot(xs, ys, color=ink("line"), linewidth=1.0)
-        for number, (what, expert) in enumerate((("least", order[0]), ("most", order[-1]))):
-            _line(axis, by_expert[expert], 0, number, label=f"expert {expert}, with the {what} in the end")
+            axis.plot(xs, ys, color=color("line"), linewidth=1.0)
+        for index, (name, expert) in enumerate((("lowest", order[0]), ("highest", order[-1]))):
+            _line(axis, by_expert[expert], 0, index, label=f"expert {expert}, {name} load at the end")
         axis.set_ylim(bottom=0)
         axis.set_xlabel("steps")
-        axis.set_ylabel("choices, over their mean")
-        _numbers(axis, "x")
+        axis.set_ylabel("load / mean load")
+        _format_ticks(axis, "x")
         axis.margins(x=0.02)
         legend(fig, axis, width)
         return fig
 
-    told = "Choices of each expert in all layers, in the step of each log line, over their mean"
-    return Picture("experts", f"{told}: 1 is even.", draw)
+    caption = (
+        "Tokens routed to each expert in the step of each log line, in all layers, relative to the mean; 1 is even."
+    )
+    return Picture("experts", caption, draw)
 
 
-def agreement(runs: Sequence[Run]) -> Picture:
-    """Distance of every run's training loss from the first run's."""
+def agreement(runs: Sequence[RunData]) -> Picture:
+    """Return the difference between the training loss of every run and that of the first run."""
     first, *others = runs
-    apart = [(other.label, points) for other in others if (points := differences(first, other))]
-    drawn = [(name, thin(points)) for name, points in apart]
-    equal = any(y == 0 for _, points in apart for *_, y in points)
-    least = min((max(y, 1e-30) for _, points in apart for *_, y in points if y > 0), default=1e-8)
+    diffs = [(other.label, points) for other in others if (points := differences(first, other))]
+    curves = [(label, downsample(points)) for label, points in diffs]
+    values = [y for _, points in diffs for *_, y in points]
+    has_equal = any(y == 0 for y in values)
+    min_difference = min((max(y, 1e-30) for y in values if y > 0), default=1e-8)
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [2.6])
-        floor = 10.0 ** math.floor(math.log10(least) - 0.3)
-        for number, (name, points) in enumerate(drawn):
+        floor = 10.0 ** math.floor(math.log10(min_difference) - 0.3)
+        for index, (label, points) in enumerate(curves):
             shown = [(step, tokens, max(y, floor)) for step, tokens, y in points]
-            wide = 0.7 * (len(drawn) - 1 - number)  # what is drawn first shows below what it is equal to
-            how: dict[str, Any] = dict(linewidth=1.1 + wide, marker="o", markersize=3 + wide, clip_on=False)
-            _line(axis, shown, 0, number + 1, label=name, **how)
-        _log(axis)
+            extra_width = 0.7 * (len(curves) - 1 - index)  # earlier curves show behind later ones that are equal
+            _line(
+                axis,
+                shown,
+                0,
+                index + 1,
+                label=label,
+                linewidth=1.1 + extra_width,
+                marker="o",
+                markersize=3 + extra_width,
+                clip_on=False,
+            )
+        _log_scale(axis)
         axis.set_ylim(bottom=floor)
-        if equal:
-            equal_edge(axis, floor)
+        if has_equal:
+            mark_zero_difference(axis, floor)
         axis.set_xlabel("steps")
-        axis.set_ylabel(f"apart from {first.label},\nnats per token")
-        _numbers(axis, "x")
+        axis.set_ylabel(f"difference from {first.label},\nnats per token")
+        _format_ticks(axis, "x")
         legend(fig, axis, width)
         return fig
 
-    told = " Points on the lower edge are equal." if equal else ""
-    return Picture("agreement", f"Distance of each run's training loss from that of {first.name}.{told}", draw)
+    equal = " Points on the lower edge are equal." if has_equal else ""
+    caption = f"Difference between the training loss of each run and that of {first.name}.{equal}"
+    return Picture("agreement", caption, draw)
 
 
-def in_words(points: Sequence[Point]) -> str:
-    step, _, most = max(points, key=lambda p: p[2])
-    over = f"over {len(points):,} common log line{'s' if len(points) > 1 else ''}"
-    return f"equal to the last bit {over}" if most == 0 else f"at most {most:.2e}, at step {step:,.0f}, {over}"
+def describe_agreement(points: Sequence[Point]) -> str:
+    """Describe the differences of two runs."""
+    step, _, max_difference = max(points, key=lambda point: point[2])
+    lines = f"over {len(points):,} common log line{'s' if len(points) > 1 else ''}"
+    if max_difference == 0:
+        return f"equal to the last bit {lines}"
+    return f"at most {max_difference:.2e}, at step {step:,.0f}, {lines}"
 
 
-# ---- how far a layout is from one process, step by step, beside what rounding allows (tools/verify.py)
+# ---- the differences between a layout and a single process, by step, and the tolerance (tools/verify.py)
 
-KINDS = {"forward": "hidden states", "loss": "loss", "gradient": "gradients", "norm": "gradient norm"}
-KINDS |= {"weight": "weights"}
-EQUAL = 1e-17  # where points that are equal to the last bit are drawn
+QUANTITIES = {
+    "forward": "hidden states",
+    "loss": "loss",
+    "gradient": "gradients",
+    "norm": "gradient norm",
+    "weight": "weights",
+}
+MAX_FLOOR = 1e-17  # points that are equal to the last bit are drawn below this
+MAX_DIFFERENCE = 1e3
 
 
-def verified(rows: "Sequence[QuantityDiff]", layout: str, dtype: str) -> Picture:
-    """Draw the largest difference of each kind and step: filled where it counts, empty within the tolerance."""
+def verification_plot(rows: "Sequence[QuantityDiff]", layout: str, dtype: str) -> Picture:
+    """Return the largest difference of each quantity and step: filled if it fails, open within the tolerance."""
     steps = sorted({row.step for row in rows})
+    has_equal = any(row.distance == 0 for row in rows if row.kind in QUANTITIES)
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [3.0])
-        floors = [row.distance for row in rows if row.distance > 0 and math.isfinite(row.distance)]
-        floor = 10.0 ** math.floor(math.log10(min([*floors, EQUAL * 10])) - 0.3)
-        for number, (kind, name) in enumerate(KINDS.items()):
-            of_kind = [[row for row in rows if (row.kind, row.step) == (kind, step)] for step in steps]
-            worst = [max(some, key=lambda row: (row.differs, row.distance)) for some in of_kind if some]
-            points = [(row.step, min(max(row.distance, floor), 1e3), row.differs) for row in worst]
-            if not points:
-                continue
-            colour, marker = ink(SERIES[number]), MARKERS[number]
-            along = [x + 0.05 * (number - 2) for x, *_ in points]
-            how: dict[str, Any] = dict(color=colour, marker=marker, markersize=5, markerfacecolor=ink("paper"))
-            axis.plot(along, [y for _, y, _ in points], linewidth=1.0, label=name, clip_on=False, **how)
-            bad = [(x, y) for x, (_, y, differs) in zip(along, points, strict=True) if differs]
-            axis.plot([x for x, _ in bad], [y for _, y in bad], marker, color=colour, markersize=7)
-        allowed = {row.step: row.tolerance for row in rows if row.kind == "gradient" or row.step == 0}
-        edges = [(step + side, allowed[step]) for step in sorted(allowed) for side in (-0.3, 0.3)]
-        how = dict(color=ink("ink"), linewidth=1.4, linestyle="--")
-        axis.plot([x for x, _ in edges], [y for _, y in edges], label="allowed for gradients", **how)
-        _log(axis)
+        distances = [row.distance for row in rows if row.distance > 0 and math.isfinite(row.distance)]
+        floor = 10.0 ** math.floor(math.log10(min([*distances, MAX_FLOOR * 10])) - 0.3)
+        for index, (kind, name) in enumerate(QUANTITIES.items()):
+            _draw_quantity(axis, [row for row in rows if row.kind == kind], steps, index, name, floor)
+        tolerances = {row.step: row.tolerance for row in rows if row.kind == "gradient" or row.step == 0}
+        edges = [(step + side, tolerances[step]) for step in sorted(tolerances) for side in (-0.3, 0.3)]
+        xs, ys = [x for x, _ in edges], [y for _, y in edges]
+        axis.plot(xs, ys, label="tolerance of gradients", color=color("ink"), linewidth=1.4, linestyle="--")
+        _log_scale(axis)
         axis.set_ylim(bottom=floor)
-        if equal:
-            equal_edge(axis, floor)
-        names = ["start" if not step else "eval" if step % 1 else f"{step:g}" for step in steps]
-        axis.set_xticks(steps, names)
-        steps_named, kinds_named = "", ""
-        if width >= WIDE:
-            steps_named = " (start: before the first; eval: the evaluation after a step)"
-            kinds_named = ", by what is compared"
-        axis.set_xlabel(f"training step{steps_named}")
+        if has_equal:
+            mark_zero_difference(axis, floor)
+        axis.set_xticks(steps, ["start" if not step else "eval" if step % 1 else f"{step:g}" for step in steps])
+        is_wide = width >= WIDE
+        axis.set_xlabel(
+            "training step (start: before the first; eval: the evaluation after a step)" if is_wide else "training step"
+        )
         axis.set_ylabel("relative difference")
-        axis.set_title(f"Largest difference from one process{kinds_named}", loc="left", color=ink("ink"))
+        title = "Largest difference from a single process"
+        axis.set_title(f"{title}, by quantity" if is_wide else title, loc="left", color=color("ink"))
         legend(fig, axis, width)
         return fig
 
-    any_equal = any(row.distance == 0 for row in rows if row.kind in KINDS)
-    equal = " On the lower edge: equal to the last bit." if any_equal else ""
-    text = f"{layout} against one process in {dtype}, of each kind what is furthest apart; filled: it differs.{equal}"
-    return Picture("verify", text, draw)
+    equal = " On the lower edge: equal to the last bit." if has_equal else ""
+    caption = f"{layout} compared with a single process in {dtype}, largest difference of each quantity"
+    return Picture("verify", f"{caption}; filled: it differs.{equal}", draw)
+
+
+def _draw_quantity(
+    axis: Any, rows: "Sequence[QuantityDiff]", steps: Sequence[float], index: int, name: str, floor: float
+) -> None:
+    """Draw the largest difference of one quantity at each step."""
+    worst = []
+    for step in steps:
+        at_step = [row for row in rows if row.step == step]
+        if at_step:
+            worst.append(max(at_step, key=lambda row: (row.differs, row.distance)))
+    if not worst:
+        return
+    xs = [row.step + 0.05 * (index - 2) for row in worst]  # side by side
+    ys = [min(max(row.distance, floor), MAX_DIFFERENCE) for row in worst]
+    line_color, marker = color(SERIES[index]), MARKERS[index]
+    axis.plot(
+        xs,
+        ys,
+        color=line_color,
+        marker=marker,
+        markersize=5,
+        markerfacecolor=color("paper"),
+        linewidth=1.0,
+        label=name,
+        clip_on=False,
+    )
+    failed = [(x, y) for x, y, row in zip(xs, ys, worst, strict=True) if row.differs]
+    axis.plot([x for x, _ in failed], [y for _, y in failed], marker, color=line_color, markersize=7)

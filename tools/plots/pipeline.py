@@ -1,4 +1,4 @@
-"""The pipeline over time: a schedule as planned, drawn or as text; and a run's measured timeline beside its plan."""
+"""The pipeline over time: a planned schedule, as a picture or as text, and the measured timeline of a run."""
 
 import re
 from collections import defaultdict
@@ -8,129 +8,160 @@ from typing import Any
 
 from megalite.pipeline.schedule import Action, Op, SplitBackward, build_schedule, peak_in_flight
 from megalite.pipeline.simulate import COMPUTE_OPS, Simulation, simulate
-from tools.plots.style import WIDE, Picture, as_rows, figure, ink, legend
+from tools.plots.style import WIDE, Picture, color, figure, horizontal_bars, legend
 
 Bar = tuple[int, Action, float, float]  # pipeline rank, F, B or W, start, end
-COLOURS = {  # of chunk 0, 1, ..; white text stands on each, and each stands on white and on black
+CHUNK_COLORS = {  # by chunk; white text is readable on each, and each is visible on white and on black
     Op.F: ("#2c7fb8", "#1f6596", "#174d74", "#123b59"),
     Op.B: ("#cc5f0a", "#a64d08", "#833d07", "#632e05"),
     Op.W: ("#12886a", "#0e6d55", "#0b5542", "#084032"),
 }
-NAMES = {Op.F: "forward", Op.B: "backward", Op.W: "gradients of weights"}
-MANY = 1500  # bars above which a page gets them as an image: as shapes they would be megabytes
-NUMBERED = "; numbers: micro-batches"
-LONGEST = 200_000  # bars that are drawn at all
+OP_NAMES = {Op.F: "forward", Op.B: "backward", Op.W: "weight gradients"}
+MAX_VECTOR_BARS = 1500  # with more bars, a page has them as an image, because shapes would take megabytes
+MAX_OUTLINED_BARS = 400
+MAX_NAMED_RANKS = 16
+MAX_BARS = 200_000
 
 
-def read_action(text: str) -> Action:
-    """F0.3, as it prints."""
+def parse_action(text: str) -> Action:
+    """Return the action that is printed as `text`, such as F0.3."""
     if (match := re.fullmatch(r"([A-Z]+)(\d{1,9})\.(\d{1,9})", text)) is None:
         raise ValueError(f"{text!r} is not an action")
     return Action(Op(match[1]), int(match[2]), int(match[3]))
 
 
 def read_timeline(data: Any) -> tuple[list[Bar], float, Simulation]:
-    """The bars of what each rank did, the seconds of work in them, and a simulation in which each stage takes its
-    median and nothing else costs time. Raises ValueError, LookupError or TypeError where it is damaged."""
-    rows: list[list[Action]] = [[] for _ in range(len(data["ranks"]))]
-    spans, took = [], defaultdict(list)
+    """Return the measured bars, the seconds of computation in them, and a simulation of the same actions.
+
+    In the simulation, each stage takes its median time, and nothing else takes time.
+
+    Raises:
+        ValueError, LookupError, TypeError: if the timeline is damaged.
+    """
+    actions_by_rank: list[list[Action]] = [[] for _ in range(len(data["ranks"]))]
+    bars: list[Bar] = []
+    seconds = defaultdict(list)
     for rank in data["ranks"]:
         for span in rank["spans"]:
-            action, start, stop = read_action(span["action"]), float(span["start_s"]), float(span["end_s"])
-            rows[rank["pp_rank"]].append(action)
+            action, start, end = parse_action(span["action"]), float(span["start_s"]), float(span["end_s"])
+            actions_by_rank[rank["pp_rank"]].append(action)
             if action.op in COMPUTE_OPS:
-                spans.append((rank["pp_rank"], action, start, stop))
-                took[action.op, action.stage].append(stop - start)
-    if data["pp"] != len(rows) or not 0 < len(spans) <= LONGEST:
-        raise ValueError(f"{len(spans)} actions of {len(rows)} ranks")
-    cost = {key: median(some) for key, some in took.items()}
-    work = sum(stop - start for *_, start, stop in spans)
+                bars.append((rank["pp_rank"], action, start, end))
+                seconds[action.op, action.stage].append(end - start)
+    if data["pp"] != len(actions_by_rank) or not 0 < len(bars) <= MAX_BARS:
+        raise ValueError(f"{len(bars)} actions of {len(actions_by_rank)} ranks")
+    medians = {key: median(values) for key, values in seconds.items()}
+    busy_s = sum(end - start for *_, start, end in bars)
     stages = range(data["pp"] * data["vpp"])
-    f, b, w = ([cost.get((op, stage), 0.0) for stage in stages] for op in COMPUTE_OPS)
-    return spans, work, simulate(rows, list(zip(f, b, w, strict=True)))
+    f, b, w = ([medians.get((op, stage), 0.0) for stage in stages] for op in COMPUTE_OPS)
+    return bars, busy_s, simulate(actions_by_rank, list(zip(f, b, w, strict=True)))
 
 
-def _bars(axis: Any, spans: Sequence[Bar], pp: int, title: str, width: float) -> None:
-    end = max(s[3] for s in spans)
-    together: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
-    for rank, action, start, stop in spans:
-        colours = COLOURS[action.op]
-        together[rank, colours[min(action.stage // pp, len(colours) - 1)]].append((start, stop - start))
-        room = (stop - start) / end * width
-        if room > 0.075 * len(str(action.microbatch)) + 0.02 and len(spans) <= MANY:
-            middle = (start + stop) / 2
-            axis.text(middle, rank, str(action.microbatch), ha="center", va="center", color="white", fontsize=7)
-    thin = 0.0 if len(spans) > 400 else 0.6
-    for (rank, colour), some in together.items():
-        how = dict(facecolors=colour, edgecolor=ink("paper"), linewidth=thin, rasterized=len(spans) > MANY)
-        axis.broken_barh(some, (rank - 0.43, 0.86), **how)
-    if pp <= 16:
+def _simulated_bars(simulation: Simulation) -> list[Bar]:
+    return [(span.rank, span.action, span.start, span.end) for span in simulation.spans]
+
+
+def _draw_bars(axis: Any, bars: Sequence[Bar], pp: int, title: str, width: float) -> None:
+    """Draw the bars of all pipeline ranks, with the numbers of micro-batches that fit."""
+    end = max(bar[3] for bar in bars)
+    spans_by_color: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    is_vector = len(bars) <= MAX_VECTOR_BARS
+    for rank, action, start, stop in bars:
+        chunk_colors = CHUNK_COLORS[action.op]
+        bar_color = chunk_colors[min(action.stage // pp, len(chunk_colors) - 1)]
+        spans_by_color[rank, bar_color].append((start, stop - start))
+        label = str(action.microbatch)
+        bar_inches = (stop - start) / end * width
+        if is_vector and bar_inches > 0.075 * len(label) + 0.02:
+            axis.text((start + stop) / 2, rank, label, ha="center", va="center", color="white", fontsize=7)
+    for (rank, bar_color), spans in spans_by_color.items():
+        axis.broken_barh(
+            spans,
+            (rank - 0.43, 0.86),
+            facecolors=bar_color,
+            edgecolor=color("paper"),
+            linewidth=0.0 if len(bars) > MAX_OUTLINED_BARS else 0.6,
+            rasterized=not is_vector,
+        )
+    if pp <= MAX_NAMED_RANKS:
         axis.set_yticks(range(pp), [f"pp {r}" if width < WIDE else f"pipeline rank {r}" for r in range(pp)])
-    as_rows(axis)
+    horizontal_bars(axis)
     axis.set_xlim(0, end * 1.005)
-    axis.set_title(title, loc="left", color=ink("ink"))
+    axis.set_title(title, loc="left", color=color("ink"))
 
 
 def schedule(name: str, pp: int, vpp: int, microbatches: int, split: bool) -> Picture:
-    rows = build_schedule(name, pp, microbatches, vpp, split=SplitBackward() if split else None)
-    result = simulate(rows)
-    title = f"{name}{', split backward' if split else ''}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
+    """Return a schedule in which forward, backward and weight gradients take equal times."""
+    actions_by_rank = build_schedule(name, pp, microbatches, vpp, split=SplitBackward() if split else None)
+    simulation = simulate(actions_by_rank)
+    title = _title(name, pp, vpp, microbatches, split)
 
     def draw(width: float) -> Any:
         fig, (axis,) = figure(width, [0.9 + 0.3 * pp])
-        spans = [(s.rank, s.action, s.start, s.end) for s in result.spans]
-        _bars(axis, spans, pp, f"{title}\n{told(rows, result)}", width)
-        _legend(fig, axis, width, split, "time in forwards", vpp > 1)
+        full_title = f"{title}\n{summary(actions_by_rank, simulation)}"
+        _draw_bars(axis, _simulated_bars(simulation), pp, full_title, width)
+        _add_legend(fig, axis, width, split, "time, in forwards", vpp > 1)
         return fig
 
-    return Picture("schedule", f"{title}: {told(rows, result)}. Numbers are micro-batches.", draw)
+    caption = f"{title}: {summary(actions_by_rank, simulation)}. Numbers are micro-batches."
+    return Picture("schedule", caption, draw)
 
 
-def _legend(made: Any, axis: Any, width: float, split: bool, unit: str, chunks: bool) -> None:
-    """Above `axis` what the colours are, below it the rest. `unit`: of time."""
+def _title(name: str, pp: int, vpp: int, microbatches: int, split: bool) -> str:
+    return f"{name}{', split backward' if split else ''}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
+
+
+def _add_legend(fig: Any, axis: Any, width: float, split: bool, unit: str, has_chunks: bool) -> None:
+    """Add the legend of colors above `axis`, and the unit of time with the other explanations below it."""
     for op in (Op.F, Op.B, Op.W) if split else (Op.F, Op.B):
-        axis.plot([], [], "s", color=COLOURS[op][0], label=NAMES[op])
-    legend(made, axis, width)
-    numbered = NUMBERED if width == WIDE else ""
-    darker = "; darker: a later chunk" if chunks else ""
-    made.axes[-1].set_xlabel(f"{unit}{numbered}{darker}")
+        axis.plot([], [], "s", color=CHUNK_COLORS[op][0], label=OP_NAMES[op])
+    legend(fig, axis, width)
+    label = unit
+    if width == WIDE:
+        label += "; numbers: micro-batches"
+    if has_chunks:
+        label += "; darker: a later chunk"
+    fig.axes[-1].set_xlabel(label)
 
 
-def told(rows: Sequence[Sequence[Action]], result: Simulation) -> str:
-    held = ", ".join(f"{peak_in_flight(row):.0f}" for row in rows)
-    return f"bubble {100 * result.bubble:.1f} %, activations held per rank: {held}"
+def summary(actions_by_rank: Sequence[Sequence[Action]], simulation: Simulation) -> str:
+    """Return the bubble and the activations that each rank stores at its peak."""
+    peaks = ", ".join(f"{peak_in_flight(actions):.0f}" for actions in actions_by_rank)
+    return f"bubble {100 * simulation.bubble:.1f} %, peak activations in flight per rank: {peaks}"
 
 
 def timeline(data: Any) -> Picture:
-    """Raises as `read_timeline`."""
-    spans, work, ideal = read_timeline(data)
+    """Return the planned and the measured timeline of a step. Raises the errors of `read_timeline`."""
+    bars, busy_s, simulation = read_timeline(data)
     name, microbatches, pp, vpp = (data[key] for key in ("schedule", "microbatches", "pp", "vpp"))
-    end = max(s[3] for s in spans)
-    split = any(action.op is Op.W for _, action, _, _ in spans)
-    waits = 100 * (1 - work / (pp * end))
+    end = max(bar[3] for bar in bars)
+    split = any(action.op is Op.W for _, action, _, _ in bars)
+    idle_percent = 100 * (1 - busy_s / (pp * end))
 
     def draw(width: float) -> Any:
         fig, axes = figure(width, [0.55 + 0.3 * pp] * 2, share_x=True)
-        planned = [(s.rank, s.action, s.start, s.end) for s in ideal.spans]
-        _bars(axes[0], planned, pp, f"planned: {1000 * ideal.end:,.0f} ms, bubble {100 * ideal.bubble:.1f} %", width)
-        _bars(axes[1], spans, pp, f"measured: {1000 * end:,.0f} ms, bubble and waits {waits:.1f} %", width)
-        _legend(fig, axes[0], width, split, "seconds", vpp > 1)
-        axes[0].set_xlim(0, max(end, ideal.end) * 1.005)
+        planned = f"planned: {1000 * simulation.end:,.0f} ms, bubble {100 * simulation.bubble:.1f} %"
+        measured = f"measured: {1000 * end:,.0f} ms, bubble and other waits {idle_percent:.1f} %"
+        _draw_bars(axes[0], _simulated_bars(simulation), pp, planned, width)
+        _draw_bars(axes[1], bars, pp, measured, width)
+        _add_legend(fig, axes[0], width, split, "seconds", vpp > 1)
+        axes[0].set_xlim(0, max(end, simulation.end) * 1.005)
         return fig
 
-    what = f"{name}{', split backward' if split else ''}, pp {pp}, vpp {vpp}, {microbatches} micro-batches"
-    caption = f"One step of {what}. Planned: each stage takes its median, and nothing else costs time."
+    title = _title(name, pp, vpp, microbatches, split)
+    caption = f"One step of {title}. Planned: each stage takes its median time, and nothing else takes time."
     return Picture("timeline", f"{caption} Numbers are micro-batches.", draw)
 
 
-def as_text(rows: Sequence[Sequence[Action]]) -> str:
-    """The compute actions on a time grid, F, B and W equally long; digits are micro-batches.
+def schedule_text(actions_by_rank: Sequence[Sequence[Action]]) -> str:
+    """Return the compute actions on a time grid on which F, B and W take equal times.
 
-    Forwards of chunk 0, 1, .. are  3 , 3', 3'' ; [3] a backward, whole or of the input alone; (3) of the weights alone.
+    Digits are micro-batches. Forwards of chunk 0, 1, 2 are 3, 3', 3''; [3] is a backward, or its input gradients if it
+    is split; (3) are its weight gradients.
     """
-    pp = len(rows)
-    simulation = simulate(rows)
-    width = 1 + max(len(_label(s.action, pp)) for s in simulation.spans)
+    pp = len(actions_by_rank)
+    simulation = simulate(actions_by_rank)
+    width = 1 + max(len(_label(span.action, pp)) for span in simulation.spans)
     lines = []
     for rank in range(pp):
         cells = [" " * width] * round(simulation.end)
@@ -138,13 +169,13 @@ def as_text(rows: Sequence[Sequence[Action]]) -> str:
             if span.rank == rank:
                 length = round(span.end - span.start)
                 text = _label(span.action, pp).center(width * length, " " if length == 1 else "-")
-                at = round(span.start)
-                cells[at : at + length] = [text[i * width : (i + 1) * width] for i in range(length)]
+                start = round(span.start)
+                cells[start : start + length] = [text[i * width : (i + 1) * width] for i in range(length)]
         lines.append(f"{rank} |" + "".join(cells).rstrip())
     return "\n".join(lines)
 
 
 def _label(action: Action, pp: int) -> str:
-    before, after = {Op.B: "[]", Op.W: "()"}.get(action.op, ("", ""))
+    opening, closing = {Op.B: "[]", Op.W: "()"}.get(action.op, ("", ""))
     chunk = "'" * (action.stage // pp)
-    return f"{before}{action.microbatch}{chunk}{after}"
+    return f"{opening}{action.microbatch}{chunk}{closing}"

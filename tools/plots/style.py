@@ -1,22 +1,23 @@
-"""The canvas of every picture: colours for light and dark, widths, SVG for a page, and files.
+"""The style of all pictures: colors for light and dark, widths, SVG for a page, and image files.
 
-A picture is a function of its width that makes a figure of matplotlib; nothing else knows where it goes. In a page its
-colours are CSS variables, by name, so that the reader's light or dark is the page's business, and its text is text in
-the page's font. The series are Okabe and Ito's, which people with any colour vision tell apart.
+A picture is a function from its width to a matplotlib figure, independent of where it is shown. In a page, its colors
+are CSS variables, so that the page switches between light and dark, and its text is text in the page's font. The colors
+of the series are those of Okabe and Ito, which can be told apart with any color vision.
 """
 
 import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.common.optional_packages import MissingPackageError, missing_package_message
 
-WIDE, NARROW = 8.6, 3.7  # inches: of a page's text, and of a telephone
+WIDE, NARROW = 8.6, 3.7  # inches: the text width of a page, and a phone
 DPI = 150  # of a PNG
-COLOURS = {  # name: (on white, on black)
+COLORS = {  # name: (on white, on black)
     "paper": ("#fffffe", "#191c20"),
     "ink": ("#1c2127", "#e6e9ec"),
     "muted": ("#5a636e", "#a0a9b3"),
@@ -29,109 +30,156 @@ COLOURS = {  # name: (on white, on black)
     "sky": ("#56b4e9", "#9bd4f7"),
 }
 SERIES = ("blue", "vermilion", "green", "purple", "orange", "sky")
+DARK_COLORS = ("blue", "green", "vermilion", "purple")  # colors on which text is white
 MARKERS = ("o", "s", "^", "D", "v", "P")
-TEXT = 90  # characters of a name that comes from outside
+MAX_TEXT = 90  # characters of a text from a run's files
 
 
-class Picture(NamedTuple):
-    """`name`: of its file. `caption`: one sentence. `draw`: from the width in inches to a figure."""
+@dataclass(frozen=True)
+class Picture:
+    """A picture that is not drawn yet.
+
+    Attributes:
+        name: The stem of its file.
+        draw: Returns the figure for a width in inches.
+    """
 
     name: str
     caption: str
     draw: Callable[[float], Any]
 
 
-def ink(name: str) -> str:
-    """The colour as matplotlib takes it, which `svg` finds again."""
-    return COLOURS[name][0]
+def color(name: str) -> str:
+    """Return a color for matplotlib, which `svg` replaces by a CSS variable."""
+    return COLORS[name][0]
 
 
-def clean(text: object, most: int = TEXT) -> str:
-    """A text from outside as one line that fonts and encodings can take."""
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)[: most + 1])
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
+def text_color(background: str) -> str:
+    """Return the color of text on the color with this name."""
+    return "white" if background in DARK_COLORS else "black"
+
+
+def sanitize(text: object, max_length: int = MAX_TEXT) -> str:
+    """Return a text from outside as one line that fonts and encodings can represent."""
+    printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text)[: max_length + 1])
+    return printable if len(printable) <= max_length else printable[: max_length - 1] + "…"
 
 
 def figure(width: float, heights: Sequence[float], *, share_x: bool = False) -> tuple[Any, list[Any]]:
-    """A figure and its axes, one above the other; heights in inches."""
+    """Return a figure and its axes, one above the other; sizes in inches."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    fitted = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03)
-    fig = Figure((width, sum(heights)), layout=fitted, facecolor=ink("paper"))
-    many = fig.subplots(len(heights), 1, squeeze=False, sharex=share_x, height_ratios=list(heights))
-    for (axis,) in many:
-        axis.set_facecolor(ink("paper"))
+    layout = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03)
+    fig = Figure((width, sum(heights)), layout=layout, facecolor=color("paper"))
+    grid = fig.subplots(len(heights), 1, squeeze=False, sharex=share_x, height_ratios=list(heights))
+    axes = [row[0] for row in grid]
+    for axis in axes:
+        axis.set_facecolor(color("paper"))
         axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(True, axis="y", color=ink("line"), linewidth=0.7)
+        axis.grid(True, axis="y", color=color("line"), linewidth=0.7)
         axis.set_axisbelow(True)
-    return fig, [row[0] for row in many]
+    return fig, axes
 
 
-def as_rows(axis: Any, values: bool = False) -> None:
-    """Bars in rows, the first one above; `values`: with lines along which their lengths are read."""
+def horizontal_bars(axis: Any, value_grid: bool = False) -> None:
+    """Prepare an axis for horizontal bars, the first at the top, with vertical grid lines if `value_grid`."""
     axis.grid(False)
-    if values:
-        axis.grid(True, axis="x", color=ink("line"), linewidth=0.7)
+    if value_grid:
+        axis.grid(True, axis="x", color=color("line"), linewidth=0.7)
     axis.spines["left"].set_visible(False)
     axis.invert_yaxis()
 
 
-def _style() -> Any:
+def _rc_context() -> Any:
     from matplotlib import rc_context
 
-    muted = ink("muted")
-    sizes = dict.fromkeys(("font.size", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9)
-    colours = {"text.color": ink("ink"), "axes.labelcolor": muted, "xtick.color": muted, "ytick.color": muted}
-    others = {"axes.edgecolor": ink("line"), "xtick.major.size": 0, "ytick.major.size": 0, "legend.frameon": False}
-    plain = {"text.parse_math": False, "axes.unicode_minus": True, "svg.fonttype": "none", "axes.titlesize": 9}
-    every: Any = {**sizes, **colours, **others, **plain, "legend.handlelength": 1.4}
-    return rc_context(every)
+    params: Any = {
+        "font.size": 9,
+        "axes.labelsize": 9,
+        "axes.titlesize": 9,
+        "xtick.labelsize": 9,
+        "ytick.labelsize": 9,
+        "legend.fontsize": 9,
+        "text.color": color("ink"),
+        "axes.labelcolor": color("muted"),
+        "xtick.color": color("muted"),
+        "ytick.color": color("muted"),
+        "axes.edgecolor": color("line"),
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "legend.frameon": False,
+        "legend.handlelength": 1.4,
+        "text.parse_math": False,
+        "axes.unicode_minus": True,
+        "svg.fonttype": "none",
+    }
+    return rc_context(params)
 
 
 def save(picture: Picture, path: Path | str, width: float = WIDE) -> None:
-    """As a file, in the format of its suffix. Raises OSError, ValueError where matplotlib does not know the format, and
-    MissingPackage."""
-    made = _drawn(picture, width)
-    with _style(), _quiet():
-        made.savefig(path, dpi=DPI)
+    """Write a picture in the format of the path's suffix.
+
+    Raises:
+        OSError: if the file cannot be written.
+        ValueError: if matplotlib does not know the format.
+        MissingPackageError: without matplotlib.
+    """
+    fig = _draw(picture, width)
+    with _rc_context(), _ignore_warnings():
+        fig.savefig(path, dpi=DPI)
 
 
-def _drawn(picture: Picture, width: float) -> Any:
+def _draw(picture: Picture, width: float) -> Any:
     try:
-        with _style():
+        with _rc_context():
             return picture.draw(width)
     except ImportError:
         raise MissingPackageError(missing_package_message("a picture", "matplotlib")) from None
 
 
-def _quiet() -> Any:
-    """A glyph that matplotlib's font lacks is shown as a box; a page has the reader's fonts."""
+def _ignore_warnings() -> Any:
+    """Ignore warnings, such as those of a glyph that matplotlib's font lacks; a page uses the reader's fonts."""
     return warnings.catch_warnings(action="ignore")
 
 
 def svg(picture: Picture, width: float, label: str) -> str:
-    """For a page. `label`: what it shows, as HTML, to those who cannot see it."""
-    made, text = _drawn(picture, width), io.StringIO()
+    """Return a picture as SVG for a page.
+
+    Args:
+        label: What the picture shows, as HTML, for screen readers.
+    """
+    fig, stream = _draw(picture, width), io.StringIO()
     from matplotlib import rc_context
 
-    with _style(), rc_context({"svg.hashsalt": f"{picture.name}{width}"}), _quiet():
-        made.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    found = re.sub(r"^.*?<svg ", "<svg ", text.getvalue(), flags=re.DOTALL)
-    named = lambda box: f'<svg viewBox="{box[1]}" role="img" aria-label="{label}">'  # noqa: E731
-    found = re.sub(r'<svg .*?viewBox="([^"]*)".*?>', named, found, count=1)
-    found = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->", "", found, flags=re.DOTALL)
-    found = re.sub(r'<g id="[^"]*">', "<g>", found)
-    found = re.sub(r' d="[^"]*"', lambda d: re.sub(r"(\.\d\d)\d+", r"\1", d[0].replace("\n", "")), found)
-    sized = lambda font: f"font-size: {font[1]};" if font[1] else ""  # noqa: E731
-    found = re.sub(r"font-family: [^;\"]*;?|font: (\S+) [^;\"]*;?", sized, found)
-    names = {light: f"var(--{name})" for name, (light, _) in COLOURS.items()}
-    return re.sub(r"(?<=: )#[0-9a-f]{6}", lambda c: names.get(c[0], c[0]), found)
+    with _rc_context(), rc_context({"svg.hashsalt": f"{picture.name}{width}"}), _ignore_warnings():
+        fig.savefig(stream, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = re.sub(r"^.*?<svg ", "<svg ", stream.getvalue(), flags=re.DOTALL)
+    text = re.sub(
+        r'<svg .*?viewBox="([^"]*)".*?>',
+        lambda tag: f'<svg viewBox="{tag[1]}" role="img" aria-label="{label}">',
+        text,
+        count=1,
+    )
+    text = re.sub(r"<(metadata|style).*?</\1>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    text = re.sub(r' d="[^"]*"', lambda path: _shorten_path(path[0]), text)
+    text = re.sub(
+        r"font-family: [^;\"]*;?|font: (\S+) [^;\"]*;?", lambda font: f"font-size: {font[1]};" if font[1] else "", text
+    )
+    variables = {light: f"var(--{name})" for name, (light, _) in COLORS.items()}
+    return re.sub(r"(?<=: )#[0-9a-f]{6}", lambda hex_color: variables.get(hex_color[0], hex_color[0]), text)
 
 
-def short(number: float) -> str:
-    """
-    >>> short(1536), short(2_000_000), short(3.25e12), short(12)
+def _shorten_path(path: str) -> str:
+    """Return the coordinates of an SVG path with two decimals."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", path.replace("\n", ""))
+
+
+def format_number(number: float) -> str:
+    """Return a number with three significant digits and a unit.
+
+    >>> format_number(1536), format_number(2_000_000), format_number(3.25e12), format_number(12)
     ('1.54k', '2M', '3.25T', '12')
     """
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -140,18 +188,18 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def equal_edge(axis: Any, floor: float) -> None:
-    """The lower end of a logarithmic axis of distances is `floor`, and says that what lies there is equal."""
-    usual = axis.yaxis.get_major_formatter()
-    axis.yaxis.set_major_formatter(lambda value, n: "equal" if value <= 1.01 * floor else usual(value, n))
+def mark_zero_difference(axis: Any, floor: float) -> None:
+    """Label the lower end of a logarithmic axis of differences, `floor`, as "equal"."""
+    default_format = axis.yaxis.get_major_formatter()
+    axis.yaxis.set_major_formatter(lambda value, n: "equal" if value <= 1.01 * floor else default_format(value, n))
     axis.set_yticks([floor], ["equal"], minor=True)
     axis.set_ylim(floor, max(axis.get_ylim()[1], 10 * floor))
 
 
-def legend(made: Any, axis: Any, width: float) -> None:
-    """Above all axes of the figure, which grows for it: what `axis` shows."""
+def legend(fig: Any, axis: Any, width: float) -> None:
+    """Add the legend of `axis` above all axes of the figure, which grows for it."""
     handles, labels = axis.get_legend_handles_labels()
-    longest = max(map(len, labels), default=1)
-    columns = max(1, min(len(labels), 4, int(width / (0.45 + 0.075 * longest))))
-    made.set_figheight(made.get_figheight() + 0.19 * -(-len(labels) // columns))
-    made.legend(handles, labels, ncols=columns, loc="outside upper left", borderaxespad=0.2, columnspacing=1.4)
+    max_length = max(map(len, labels), default=1)
+    columns = max(1, min(len(labels), 4, int(width / (0.45 + 0.075 * max_length))))
+    fig.set_figheight(fig.get_figheight() + 0.19 * -(-len(labels) // columns))
+    fig.legend(handles, labels, ncols=columns, loc="outside upper left", borderaxespad=0.2, columnspacing=1.4)
