@@ -1,33 +1,33 @@
-"""Published step times: within 15 % of what the default profiles predict, or named as a miss with its reason."""
+"""Published step times: within 15 % of the prediction from the default profiles, or marked as a miss with a reason."""
 
 from pathlib import Path
 
 import pytest
 from cover import rarely
 
-from tools.planning.published_runs import PAPERS, TOLERANCE, Case, cases, predict, table
+from tools.planning.published_runs import PAPERS, TOLERANCE, PublishedRun, predict, published_runs, table
 
-CASES = cases()
+RUNS = published_runs()
 QUICK = ("GPT-3 175B, 512 x H100", "Nemotron-4 15B, 16 x H100", "22B, 8 x A100", "MegaScale 175B, 3072 x A100")
 
 
-@pytest.mark.parametrize("case", rarely(CASES, [case for case in CASES if case.name in QUICK], lambda case: case.name))
-def test_a_published_time_holds_or_is_named_as_a_miss(case: Case) -> None:
-    row = predict(case)
+@pytest.mark.parametrize("run", rarely(RUNS, [run for run in RUNS if run.name in QUICK], lambda run: run.name))
+def test_published_time_holds_or_is_marked_as_a_miss(run: PublishedRun) -> None:
+    row = predict(run)
     assert TOLERANCE == 0.15
-    if case.why:  # a miss that is said to be one; one that holds meanwhile must be said to hold
+    if run.why:  # if it holds by now, the mark has to go
         assert not row.holds, f"{row.ratio:.3f}"
     else:
         assert row.ratio == pytest.approx(1.0, abs=0.15)
 
 
-def test_every_case_states_its_source_and_one_figure() -> None:
-    assert len({case.name for case in CASES}) == len(CASES) and len(QUICK) == 4
-    for case in CASES:
-        assert case.source in PAPERS and (case.seconds is None) != (case.mfu is None)
-        assert set(case.profile) <= {"fused"}, "nothing else of a profile is a case's own"
-    misses = [case for case in CASES if case.why]
-    assert len(misses) < len(CASES) / 4
+def test_published_runs_have_a_source_and_one_measured_value() -> None:
+    assert len({run.name for run in RUNS}) == len(RUNS) and len(QUICK) == 4
+    for run in RUNS:
+        assert run.source in PAPERS and (run.seconds is None) != (run.mfu is None)
+        assert set(run.profile) <= {"fused"}, "a run may not change anything else in the profile"
+    misses = [run for run in RUNS if run.why]
+    assert len(misses) < len(RUNS) / 4
 
 
 @pytest.mark.everything(guards=("tools/planning/published_runs.py",))

@@ -1,13 +1,14 @@
-"""Step times that others published, beside what this planner predicts from the same inputs and its default profiles.
+"""Published step times, compared with the planner's predictions from the same inputs and its default profiles.
 
-Of each case of published.toml all inputs are stated and none is tuned. What is predicted is megalite's program; where
-the published one differs in what a flag or the profile can say, the case says it. One that misses stays in the table,
-with the reason.
+All inputs of a run in published.toml are stated by its source, and none is tuned. The prediction is for megalite; if
+the published program differs in a way that a flag or the profile can express, the run has that flag or value. A run
+whose prediction misses stays in the table, with the reason.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from megalite.common.tables import load_table
 from megalite.config import cli
@@ -16,17 +17,24 @@ from megalite.planning.cluster import default_profile, make_cluster
 from megalite.planning.run_plan import make_run_plan
 from megalite.planning.step_time import predict_step
 
-TOLERANCE = 0.15
+TOLERANCE = 0.15  # relative error within which a prediction holds
 DATA = load_table(__file__, "published")
 PAPERS: dict[str, str] = DATA["papers"]
-COMMON = "--bf16 --mock-data --train-iters 1 --lr 1 --vocab-size {vocab_size} "
+COMMON_FLAGS = "--bf16 --mock-data --train-iters 1 --lr 1 --vocab-size {vocab_size} "
 
 
-class Case(NamedTuple):
-    """seconds   of a step, as published; or `mfu`, where only that is
-    vocab_size   the true one
-    profile      what of the default profile the published program had otherwise
-    why          a miss: the reason, as far as it is known
+@dataclass(frozen=True)
+class PublishedRun:
+    """A run with a published step time or MFU.
+
+    Attributes:
+        source: The key of its source in PAPERS.
+        vocab_size: The vocabulary size before padding.
+        flags: The model, the batch and the layout, as flags of pretrain_gpt.py.
+        seconds: The published time of a step; None if only the MFU is published.
+        mfu: The published MFU; None if the time is published.
+        profile: Fields of the default profile that differ for the published program.
+        why: The reason for a miss, as far as it is known; empty if the prediction holds.
     """
 
     name: str
@@ -37,56 +45,74 @@ class Case(NamedTuple):
     flags: str
     seconds: float | None = None
     mfu: float | None = None
-    profile: Mapping[str, Any] = {}
+    profile: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
 
 
-class Row(NamedTuple):
-    case: Case
-    published: float  # seconds of a step, or MFU
+@dataclass(frozen=True)
+class PublishedRow:
+    """A published run and its prediction; both are seconds of a step, or MFU if only that is published."""
+
+    run: PublishedRun
+    published: float
     predicted: float
 
     @property
     def ratio(self) -> float:
-        """Predicted time over published time."""
-        return self.published / self.predicted if self.case.seconds is None else self.predicted / self.published
+        """The predicted time divided by the published time."""
+        return self.published / self.predicted if self.run.seconds is None else self.predicted / self.published
 
     @property
     def holds(self) -> bool:
         return abs(self.ratio - 1) <= TOLERANCE
 
 
-def cases() -> list[Case]:
-    found, names = [], {*Case._fields}
-    for row in (group | row for group in DATA["group"] for row in group["rows"]):
-        made: dict[str, Any] = {"name": row["name"].format(**row), "flags": (COMMON + row["flags"]).format(**row)}
-        made["why"] = DATA["reasons"].get(row.get("why"), "")
-        if "tflops" in row:  # by Megatron-LM's own count of FLOPs, which has the whole square of scores
-            hidden, layers, length = row["hidden"], row["layers"], 4096
-            per_token = 6 * hidden * (12 * layers * hidden + row["vocab_size"] + 2 * layers * length)
-            made["seconds"] = per_token * row["batch"] * length / (row["devices"] * row["tflops"] * 1e12)
-        found.append(Case(**{name: row[name] for name in names & row.keys()} | made))
-    return found
+def published_runs() -> list[PublishedRun]:
+    """Return the runs of published.toml."""
+    runs = []
+    field_names = {f.name for f in dataclasses.fields(PublishedRun)}
+    for group in DATA["group"]:
+        for row in group["rows"]:
+            entry = {**group, **row}
+            values = {name: entry[name] for name in field_names & entry.keys()}
+            values["name"] = entry["name"].format(**entry)
+            values["flags"] = (COMMON_FLAGS + entry["flags"]).format(**entry)
+            values["why"] = DATA["reasons"].get(entry.get("why"), "")
+            if "tflops" in entry:
+                values["seconds"] = _seconds_from_tflops(entry)
+            runs.append(PublishedRun(**values))
+    return runs
 
 
-def predict(case: Case) -> Row:
-    arrangement = make_run_plan(
-        cli.parse_config_or_exit(case.flags.split(), PRESETS).config, case.devices, case.vocab_size
-    )
-    profile = dataclasses.replace(default_profile(case.device), **case.profile)
-    step = predict_step(arrangement, make_cluster(case.device, case.devices), profile)
-    if case.seconds is not None:
-        return Row(case, case.seconds, step.seconds)
-    assert case.mfu is not None
-    return Row(case, case.mfu, step.mfu)
+def _seconds_from_tflops(entry: Mapping[str, Any]) -> float:
+    """Return the step time from TFLOP/s per GPU by Megatron-LM's formula, which counts the full square of scores."""
+    hidden, layers, seq_length = entry["hidden"], entry["layers"], 4096
+    flops_per_token = 6 * hidden * (12 * layers * hidden + entry["vocab_size"] + 2 * layers * seq_length)
+    return flops_per_token * entry["batch"] * seq_length / (entry["devices"] * entry["tflops"] * 1e12)
 
 
-def table(of: Iterable[Case] | None = None) -> list[tuple[str, ...]]:
-    """Rows of all cases, or of these, below a header: case, source, published, predicted, ratio, why it misses."""
+def predict(run: PublishedRun) -> PublishedRow:
+    """Predict the step of a published run."""
+    config = cli.parse_config_or_exit(run.flags.split(), PRESETS).config
+    plan = make_run_plan(config, run.devices, run.vocab_size)
+    profile = dataclasses.replace(default_profile(run.device), **run.profile)
+    step = predict_step(plan, make_cluster(run.device, run.devices), profile)
+    if run.seconds is not None:
+        return PublishedRow(run, run.seconds, step.seconds)
+    assert run.mfu is not None
+    return PublishedRow(run, run.mfu, step.mfu)
+
+
+def table(runs: Iterable[PublishedRun] | None = None) -> list[tuple[str, ...]]:
+    """Return rows of these runs, by default of all, below a header: run, source, published, predicted, ratio, miss."""
     rows: list[tuple[str, ...]] = [("case", "source", "published", "predicted", "time, predicted / published", "")]
-    for row in map(predict, cases() if of is None else of):
-        text = (lambda x: f"{x:.2f} s") if row.case.seconds is not None else (lambda x: f"MFU {x:.1%}")
-        miss = "" if row.holds else f"misses: {row.case.why or 'not explained'}"
-        numbers = (text(row.published), text(row.predicted), f"{row.ratio:.2f}")
-        rows.append((row.case.name, PAPERS[row.case.source].split(";")[0], *numbers, miss))
+    for row in map(predict, published_runs() if runs is None else runs):
+        miss = "" if row.holds else f"misses: {row.run.why or 'not explained'}"
+        source = PAPERS[row.run.source].split(";")[0]
+        published, predicted = (_format(value, row.run) for value in (row.published, row.predicted))
+        rows.append((row.run.name, source, published, predicted, f"{row.ratio:.2f}", miss))
     return rows
+
+
+def _format(value: float, run: PublishedRun) -> str:
+    return f"{value:.2f} s" if run.seconds is not None else f"MFU {value:.1%}"
