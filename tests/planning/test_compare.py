@@ -11,7 +11,7 @@ import pytest
 from megalite.config.options import ConfigError
 from megalite.planning.cluster import Cluster, read_cluster
 from tools import plan
-from tools.planning.compare import Row, arrangement_of, cluster_of, compare, text
+from tools.planning.compare import PredictionRow, cluster_of_run, compare, format_rows, plan_of_run
 from tools.plots.run_data import read_run
 
 L, D, V, S, B, M = 4, 32, 64, 16, 2, 4
@@ -48,7 +48,7 @@ def run(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "mine"))
 
 
-def by_part(rows: list[Row]) -> dict[str, Row]:
+def by_part(rows: list[PredictionRow]) -> dict[str, PredictionRow]:
     found = {row.part.strip(): row for row in rows}
     assert len(found) == len(rows)
     return found
@@ -63,20 +63,20 @@ def test_what_is_measured_is_what_the_files_say(run: Path, here: Cluster) -> Non
     seconds, count = report["seconds"], report["steps"]
     assert rows["compute"].measured == pytest.approx((seconds["forward"] + seconds["backward"]) / count)
     assert rows["optimizer"].measured == pytest.approx(seconds["optimizer"] / count)
-    assert rows["bubble and messages"].measured == pytest.approx(seconds["bubble"] / count)
+    assert rows["bubble and pp messages"].measured == pytest.approx(seconds["bubble"] / count)
     timeline = json.loads((run / "timeline.json").read_text())
     spans = [span for rank in timeline["ranks"] for span in rank["spans"] if span["action"][0] in "FB"]
     busy = [(span["end_s"], span["end_s"] - span["start_s"]) for span in spans]
     assert len(busy) == 2 * 2 * M
     waits = 1 - sum(length for _, length in busy) / (2 * max(end for end, _ in busy))
-    assert rows["bubble of the pipeline"].measured == pytest.approx(waits)
+    assert rows["pipeline bubble"].measured == pytest.approx(waits)
     ranks = [row["mem/max_allocated_gib"] for row in logged if "mem/max_allocated_gib" in row]
     assert rows["peak of pipeline rank 0"].measured == pytest.approx(max(ranks) * 2**30, rel=0.01)
 
 
 def test_what_is_predicted_is_counted_by_hand(run: Path, here: Cluster) -> None:
     rows = by_part(compare(run, here))
-    parts = ("compute", "bubble and messages", "communication that shows", "optimizer")
+    parts = ("compute", "bubble and pp messages", "exposed communication", "optimizer")
     assert rows["step"].predicted == pytest.approx(sum(rows[name].predicted or 0.0 for name in parts))
     assert rows["tokens/s"].predicted == pytest.approx(M * B * S / (rows["step"].predicted or 1))
     # elements of two layers, the head and its norm; what is no multiple of 64, and so would be padded, is none of them
@@ -89,7 +89,7 @@ def test_what_is_predicted_is_counted_by_hand(run: Path, here: Cluster) -> None:
     two = 2 * (2 * D * 4 * D + 6 * D * 48 + 4 * D * S / 2)
     first, second = 3 * two, 3 * two + 3 * 2 * D * V
     bubble = 1 - M * (first + second) / (2 * (first + M * second))
-    assert rows["bubble of the pipeline"].predicted == pytest.approx(bubble)
+    assert rows["pipeline bubble"].predicted == pytest.approx(bubble)
     assert rows["weights of pipeline rank 1"].measured is None and rows["data"].predicted is None
     assert rows["step"].ratio == pytest.approx((rows["step"].predicted or 0) / (rows["step"].measured or 1))
 
@@ -99,33 +99,36 @@ def test_the_table(run: Path, cluster_file: Path, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert any(line.startswith("step ") and line.count(" s ") == 2 for line in lines)
-    assert any(line.startswith("weights of pipeline rank 1") and "the run did not tell" in line for line in lines)
+    assert any(line.startswith("weights of pipeline rank 1") and "not recorded" in line for line in lines)
     assert any(line.startswith("data not predicted") for line in lines)
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {"part", "unit", "predicted", "measured", "note", "ratio"} == rows[0].keys()
-    assert text([Row("step", "s", 1.0, 2.0)]).split() == "predicted measured ratio step 1 s 2 s 0.50".split()
+    assert (
+        format_rows([PredictionRow("step", "s", 1.0, 2.0)]).split()
+        == "predicted measured ratio step 1 s 2 s 0.50".split()
+    )
 
 
 def test_what_a_run_did_not_write_is_said(run: Path, here: Cluster) -> None:
     for file in ("report.json", "timeline.json", "metrics.jsonl"):
         (run / file).unlink()
     rows = by_part(compare(run, here))
-    times = ("step", "compute", "optimizer", "tokens/s", "MFU", "bubble of the pipeline")
+    times = ("step", "compute", "optimizer", "tokens/s", "MFU", "pipeline bubble")
     assert all(rows[name].measured is None and rows[name].predicted for name in times)
-    assert "--profile-pipeline" in rows["bubble of the pipeline"].note
+    assert "--profile-pipeline" in rows["pipeline bubble"].note
     (run / "timeline.json").write_text('{"ranks": [{"spans": 3}]}')
-    assert "timeline.json is damaged" in by_part(compare(run, here))["bubble of the pipeline"].note
+    assert "timeline.json is damaged" in by_part(compare(run, here))["pipeline bubble"].note
 
 
 def test_the_cluster_is_that_of_the_run(run: Path) -> None:
     told = read_run(run, "mine")
-    made = arrangement_of(told)
-    found = cluster_of(told, made)
+    made = plan_of_run(told)
+    found = cluster_of_run(told, made)
     assert (found.device.name, found.world, found.devices_per_node) == ("cpu", 2, 2)
-    told.about |= {"device": "cuda", "machine": {"card": "NVIDIA H100 80GB HBM3"}, "hosts": ["a", "b"]}
-    found = cluster_of(told, made)
+    told.run_info |= {"device": "cuda", "machine": {"card": "NVIDIA H100 80GB HBM3"}, "hosts": ["a", "b"]}
+    found = cluster_of_run(told, made)
     assert (found.device.name, found.num_nodes, found.devices_per_node) == ("h100", 2, 1)
-    assert [list(layers) for layers in made.layer_ranges] == [list(range(*both)) for both in told.about["layers"]]
+    assert [list(layers) for layers in made.layer_ranges] == [list(range(*both)) for both in told.run_info["layers"]]
 
 
 def test_what_cannot_be_compared_is_refused(run: Path, here: Cluster, tmp_path: Path, capsys) -> None:
