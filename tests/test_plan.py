@@ -25,7 +25,7 @@ from megalite.planning.cluster import default_profile
 from megalite.planning.cluster import make_cluster as plan_cluster
 from megalite.planning.run_plan import RunPlan
 from tools import plan, plot
-from tools.planning import wizard as ask
+from tools.planning import wizard
 
 SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()
 BATCH = "--global-batch-size 32 --num-gpus 16".split()
@@ -39,7 +39,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
     words = [*SHAPE, *BATCH, "--top", "3", "--tokens", "2B", "--data-tokens", "200M", "--json", str(file)]
     assert plan.main([*words, "--out", str(picture)]) == 0
     text = capsys.readouterr().out
-    for part in ("16 x h100 (2 nodes of 8)", "the usual questions:", "layout", "GiB per rank", "bound by", "epochs",
+    for part in ("16 x h100 (2 nodes of 8)", "sizing by hand:", "layout", "GiB per rank", "bound by", "epochs",
                  "10.00 over 200,000,000 tokens", "minutes at", "8.2 times", "NCCL_SOCKET_IFNAME", "#SBATCH --nodes=2"):  # fmt: skip
         assert part in text, part
     command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
@@ -73,7 +73,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
         file.write_text(json.dumps(found | {"plans": [found["plans"][0] | damage]}))
         with pytest.raises(SystemExit, match="^3$"):
             plot.main(["plan", str(file), "--show", "layout"])
-        assert "no plan of tools/plan.py --json" in capsys.readouterr().err
+        assert "not a plan of tools/plan.py --json" in capsys.readouterr().err
 
 
 def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -85,8 +85,8 @@ def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch
     words = ["--precision", "fp32", "--top", "1", "--json"]
     assert plan.main(["--ask", *words, str(asked)]) == 0
     text = capsys.readouterr().out
-    for rule in ("gpt is no file, and no preset", "device=h1000 is not in the table", "'0' is not a number above 0",
-                 "'x' is not a number above 0", "soon is no limit", "0 days is no limit", "/no is not a directory"):  # fmt: skip
+    for rule in ("gpt is not a file or a preset", "device=h1000 is not in the table", "'0' is not a number above 0",
+                 "'x' is not a number above 0", "soon is not a limit", "0 days is not a limit", "/no is not a directory"):  # fmt: skip
         assert text.count(rule) == 1, rule
     assert re.search(
         r"why this one:\n  tp \d: .+\n  pp \d: .+\n  zero \d: .+\n  limit 0.001 days: .* needs about \d+ dev", text
@@ -169,7 +169,7 @@ def test_devices_in_words(answers: Sequence[str], cluster: tuple[str, int, int],
     args = argparse.Namespace()
     lines = [*SMALL_ANSWERS[:1], *answers, *SMALL_ANSWERS[2:]]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    words = ask.answers(args)
+    words = wizard.ask_all(args)
     made = plan_cluster(args.device, args.num_gpus, args.gpus_per_node)
     assert (made.device.name, made.num_nodes, made.devices_per_node) == cluster
     assert words[-4:] == ["--seq-length", "1024", "--global-batch-size", "64"]
@@ -184,20 +184,24 @@ def test_devices_in_words(answers: Sequence[str], cluster: tuple[str, int, int],
     }.items(),
 )  # fmt: skip
 def test_limits_in_words(text: str, read: object) -> None:
-    assert ask.limit(text) == read
+    assert wizard.parse_limit(text) == read
 
 
 def test_a_model_is_known_by_its_size() -> None:
     """8B, 70B and so on, beside the parameters that the trainer counts."""
     for text, wanted in (("1B", 1e9), ("8b", 8e9), ("70B", 70e9), ("100 billion", 100e9), ("405B", 405e9)):
-        model = config_from([*ask.model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]).model
-        made = RunPlan(config_from([*ask.model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]), 1, 128256)
+        model = config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]).model
+        made = RunPlan(config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]), 1, 128256)
         assert made.num_parameters == pytest.approx(wanted, rel=0.08), text
         assert model.hidden_size == 128 * model.num_attention_heads and model.num_attention_heads % 8 == 0
-    assert ask.model("Llama 3 8B") == ask.model("llama3-8b") == ["--preset", "llama3-8b"]
-    for text, rule in (("1M", "no usual sizes"), ("llama-8b", "did you mean llama3-8b?"), ("16xh100", "no preset")):
+    assert wizard.parse_model("Llama 3 8B") == wizard.parse_model("llama3-8b") == ["--preset", "llama3-8b"]
+    for text, rule in (
+        ("1M", "no usual shape"),
+        ("llama-8b", "did you mean llama3-8b?"),
+        ("16xh100", "not a file or a preset"),
+    ):
         with pytest.raises(ValueError, match=re.escape(rule)):
-            ask.model(text)
+            wizard.parse_model(text)
 
 
 def test_a_batch_that_grows_is_planned_as_what_it_becomes(capsys: pytest.CaptureFixture[str]) -> None:

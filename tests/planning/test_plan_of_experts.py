@@ -12,13 +12,14 @@ from train_cases import config_from
 
 from megalite.nn.token_dispatch import balanced_routing
 from megalite.planning.cluster import Link, default_profile, make_cluster
+from megalite.planning.layer_cost import CommStart
 from megalite.planning.layer_kinds import LayerSetting, flops_per_token, layer_kinds, layers_cost
 from megalite.planning.stage_time import TimeModel
 from megalite.planning.step_time import predict_step
 from megalite.training.dry_run import format_rank
 from megalite.training.logging.plan_summary import format_plan
-from tools.planning import format_plan as show
-from tools.planning.search import Layout, Planned, layout_of, planned, search
+from tools.planning.format_plan import run_argv, summary_lines
+from tools.planning.search import Layout, PlannedLayout, evaluate, layout_of, search
 
 MIXTRAL, QWEN3 = "--preset mixtral-8x7b", "--preset qwen3-30b-a3b"
 E, K, F, D, L, S = 8, 2, 512, 1024, 8, 512
@@ -53,7 +54,7 @@ def test_a_layer_exchanges_even_rows_and_computes_as_much_as_alone(ep: int, etp:
     assert split.flops == alone.flops
     rows, _ = balanced_routing(S, E, K, ep)
     there, back, gradients = (2 * peers * rows * (D + more) for more in (4 * K, 0, 2 * K))  # fp32 in bf16 is two
-    begun = Counter((e.phase, e.name, e.values[0]) for e in split.trace if e.kind == "begin")
+    begun = Counter((e.phase, f"{e.axis} {e.op}", e.num_bytes) for e in split.trace if isinstance(e, CommStart))
     want = [("F", there), ("F", back), ("B", back), ("B", there), ("B", gradients)]
     known = Counter((phase, "ep_etp all-to-all", size) for phase, size in want if (phase, size) != ("B", there))
     assert begun == known | Counter({("F", "ep_etp all-gather", 16 * peers * peers): 1})
@@ -114,22 +115,22 @@ def test_a_start_and_a_dry_run_tell_where_experts_are() -> None:
     plan, sources = arranged(f"{TP} --ep 2 {EXPERTS} --global-batch-size 16 --dry-run --dry-run-rank 3", 4)
     assert "ep 1 of 2" in " ".join(format_rank(plan, sources, 4).split())
     told = " ".join(format_plan(plan, sources, 4).split())
-    assert "experts 4 in 4 of 4 layers, 4 for a token; ep 2 x etp 1 x edp 2" in told
-    assert f"parameters {plan.num_parameters:,}, of which a token uses {plan.num_parameters:,} (" in told
+    assert "experts 4 in 4 of 4 layers, 4 per token; ep 2 x etp 1 x edp 2" in told
+    assert f"parameters {plan.num_parameters:,}, {plan.num_parameters:,} active per token (" in told
 
 
 def test_the_search_finds_what_everything_simulated_does_and_tells_its_command() -> None:
     asked = request(SMALL, 4)
-    found, layouts = search(asked, wanted=3, most=1000), every(asked)
-    assert {one.ep for one in layouts} == {1, 2, 4} and found.simulated < len(layouts) / 4
+    found, layouts = search(asked, min_rows=3, max_simulated=1000), every(asked)
+    assert {one.ep for one in layouts} == {1, 2, 4} and found.num_simulated < len(layouts) / 4
     for layout in layouts[:: max(1, len(layouts) // 40)]:
         plan, *_ = bounded(layout, asked)
         assert plan.time.seconds >= found.plans[0].time.seconds, layout
         assert found.order(plan) >= found.order(found.choices()[0].best), layout
-        words = show.command_words(asked, layout, 5)
+        words = run_argv(asked, layout, 5)
         assert layout_of(config_from(words)) == layout
     assert {one.ep for one in every(request(f"{SMALL} --ep 2", 4))} == {2}
-    assert "cp, ep and sharding" in " ".join(" ".join(show.counts(found, 3)).split())
+    assert "cp, ep and ZeRO stage" in " ".join(" ".join(summary_lines(found, 3)).split())
 
 
 @pytest.mark.parametrize("layout", [Layout(ep=4, zero=3), Layout(ep=8, zero=2), Layout(2, ep=2, zero=3)], ids=str)
@@ -148,5 +149,7 @@ def test_models_of_experts_are_planned(words: str, devices: int) -> None:
     best = found.plans[0]
     assert best.peak <= found.limit and len({plan.layout.ep for plan in found.plans}) > 1
     for ep in (1, 2, 4, 8):
-        plan = planned(Layout(ep=ep, zero=3), asked, None)
-        assert isinstance(plan, Planned) and (plan.peak > found.limit or plan.time.seconds >= best.time.seconds), ep
+        plan = evaluate(Layout(ep=ep, zero=3), asked, None)
+        assert isinstance(plan, PlannedLayout) and (
+            plan.peak > found.limit or plan.time.seconds >= best.time.seconds
+        ), ep

@@ -44,7 +44,7 @@ def error_band(predicted: float) -> tuple[float, float]:
 
 
 def summary_lines(result: SearchResult, num_shown: int) -> list[str]:
-    """Return the lines below the table of layouts: what was searched, and which rows are about as fast as the fastest."""
+    """Return the lines below the table of layouts: what was searched, and how many rows are about as fast."""
     accuracy = f"about: published steps were mostly within {TOLERANCE:.0%} of their prediction; shares are exposed time"
     if result.num_candidates == 1:
         return [accuracy]
@@ -52,13 +52,13 @@ def summary_lines(result: SearchResult, num_shown: int) -> list[str]:
     num_ties = sum(choice.best.time.seconds <= result.tie_threshold_s for choice in choices)
     axes = "tp, pp, cp, ep" if fastest.plan.has_experts else "tp, pp, cp"
     lines = [
-        f"{result.num_candidates:,} layouts: {result.num_impossible:,} cannot be built, {result.num_too_large:,} do not "
-        f"fit, {result.num_simulated:,} of the others were simulated; one row per combination of {axes} and ZeRO stage, "
-        f"here {num_shown} of {len(choices)}",
+        f"{result.num_candidates:,} layouts: {result.num_impossible:,} cannot be built, "
+        f"{result.num_too_large:,} do not fit, {result.num_simulated:,} of the others were simulated; "
+        f"one row per combination of {axes} and ZeRO stage, here {num_shown} of {len(choices)}",
         accuracy,
-        f"within that error of the fastest ({fastest.layout}, {fastest.time.seconds:.3f} s): {num_ties} of the rows; the "
-        f"simplest of them stands first, or if it leaves less than {MIN_FREE_MEMORY:.0%} of the memory free, the "
-        "simplest that leaves more and takes no longer",
+        f"within that error of the fastest ({fastest.layout}, {fastest.time.seconds:.3f} s): {num_ties} of the rows; "
+        f"the simplest of them stands first, or if it leaves less than {MIN_FREE_MEMORY:.0%} of the memory free, "
+        "the simplest that leaves more and takes no longer",
     ]
     if result.num_unexplored:
         lines.append(f"{result.num_unexplored:,} more may be faster than the fastest, by their bounds; not simulated")

@@ -1,15 +1,15 @@
-"""Seconds and bytes that no balance of the stages which a run may choose is below.
+"""Lower bounds of a layout's step time and memory, over all distributions of its layers that a run may choose.
 
-Both are computed of all splits of the layers that there are to choose from at once, as arrays [splits, stages]; the
-least counts. They are bounds, not estimates: no padding, no messages, no collectives of dp, no optimizer.
+Both are computed for all distributions at once, as arrays [splits, stages], and the smallest value is the bound. They
+leave out padding, messages, collectives of dp and the optimizer's update.
 
-    time    a rank idles until the first forward has come down to it, then works through all micro-batches, and its last
-            backward has yet to go up; and every micro-batch goes through all stages
-    memory  weights, gradients and optimizer of its layers, what its schedule has in flight at most, and a whole unit
+    time    a rank waits until the first forward has reached it, processes all micro-batches, and then the last backward
+            still has to reach the first stage; and every micro-batch passes all stages
+    memory  weights, gradients and optimizer state of the rank's layers, the activations that its schedule has in flight
+            at its peak, and one unsharded unit
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 
@@ -33,121 +33,156 @@ from megalite.planning.run_plan import RunPlan
 from megalite.planning.stage_time import TOTAL, TimeModel
 from megalite.planning.step_time import sync_counts
 
-GROUPS = 3  # of micro-batches; with 1F1B what is held does not grow after them
+SIMULATED_GROUPS = 3  # groups of micro-batches; with 1F1B, memory does not grow after them
 
 
-def possible(made: RunPlan) -> np.ndarray:
-    """[splits, stages]: layers of every stage, of all splits that the run chooses from."""
-    return np.array([given]) if len(given := made.fixed_split) else _table(tuple(made.candidate_splits))
+def all_splits(plan: RunPlan) -> np.ndarray:
+    """Return the layers of every stage, in all distributions that the run chooses from, as [splits, stages]."""
+    fixed_split = plan.fixed_split
+    if len(fixed_split):
+        return np.array([fixed_split])
+    return _as_array(tuple(plan.candidate_splits))
 
 
 @functools.lru_cache(maxsize=256)
-def _table(splits: tuple[tuple[int, ...], ...]) -> np.ndarray:
+def _as_array(splits: tuple[tuple[int, ...], ...]) -> np.ndarray:
     return np.array(splits)
 
 
-def least_time(made: RunPlan, costs: TimeModel) -> float:
-    """Seconds of a step."""
-    counts, pp, m = possible(made), made.pp, made.num_microbatches
+def min_step_time(plan: RunPlan, times: TimeModel) -> float:
+    """Return a lower bound of the seconds of a step."""
+    counts, pp, num_microbatches = all_splits(plan), plan.pp, plan.num_microbatches
     stops = counts.cumsum(1)
-    f, b, w = np.moveaxis(
-        costs.layer_times.between(stops - counts, stops)[..., TOTAL, :], -1, 0
-    )  # each [splits, stages], of one
-    for stage, end in ((0, costs.embedding[TOTAL]), (-1, costs.head[TOTAL])):
-        for part, seconds in zip((f, b, w), end, strict=True):
-            part[:, stage] += seconds
-    back = b if made.splits_backward else b + w
-    most = f.sum(1) + back.sum(1) + (m - 1) * f.max(1)
-    of_rank = lambda x: m * x.reshape(len(x), made.vpp, pp).sum(1)  # noqa: E731
-    fill, drain = (np.cumsum(x[:, :pp], 1) - x[:, :pp] for x in (f, back))
-    work = of_rank(f + b + w)
-    # W may run while others drain
-    ends = np.maximum(work, work - of_rank(w) + drain) if made.splits_backward else work + drain
-    return float(np.maximum(most, (fill + ends).max(1)).min())
+    layer_times = times.layer_times.between(stops - counts, stops)[..., TOTAL, :]
+    f, b, w = np.moveaxis(layer_times, -1, 0)  # seconds of one micro-batch, each [splits, stages]
+    for stage, end_times in ((0, times.embedding[TOTAL]), (-1, times.head[TOTAL])):
+        for stage_times, seconds in zip((f, b, w), end_times, strict=True):
+            stage_times[:, stage] += seconds
+    backward = b if plan.splits_backward else b + w
+    one_microbatch = f.sum(1) + backward.sum(1) + (num_microbatches - 1) * f.max(1)
+    fill = np.cumsum(f[:, :pp], 1) - f[:, :pp]
+    drain = np.cumsum(backward[:, :pp], 1) - backward[:, :pp]
+
+    def rank_seconds(stage_times: np.ndarray) -> np.ndarray:
+        """Return the seconds of all micro-batches in all chunks of each rank."""
+        return num_microbatches * stage_times.reshape(len(stage_times), plan.vpp, pp).sum(1)
+
+    work = rank_seconds(f + b + w)
+    ends = work + drain
+    if plan.splits_backward:  # weight gradients may run while other ranks drain
+        ends = np.maximum(work, work - rank_seconds(w) + drain)
+    return float(np.maximum(one_microbatch, (fill + ends).max(1)).min())
 
 
-def least_exchange(made: RunPlan, costs: TimeModel, parameters: Mapping[str, int]) -> float:
-    """Seconds that the mean rank exchanges over dp at ZeRO stages 2 and 3. `parameters`: of the model, by home."""
-    m, p = made.config.model, made.config.parallel
-    ends = {"dense": (1 + m.untie_embeddings_and_output_weights) * made.vocab_size * m.hidden_size}
-    weight, gradient, _ = made.bytes_per_element()
-    often, sent, seconds = sync_counts(made), 2 if p.grad_reduce_in_bf16 else gradient, 0.0
-    for home, n in parameters.items():
-        group = costs.group(costs.mesh.axis(SHARD_AXES[home][0]).ranks)
-        backward = often.backward_gathers * (n - ends.get(home, 0))
-        once = often.reductions * sent * n + weight * (often.forward_gathers * n + backward)
-        split = math.prod(costs.mesh.axis(axis).size for axis in MESH_VIEWS[home][1])
-        seconds += costs.links.all_gather(once / split / made.pp, group)
-    return made.num_microbatches * seconds
+def min_dp_time(plan: RunPlan, times: TimeModel, params_by_view: Mapping[str, int]) -> float:
+    """Return a lower bound of the mean seconds that a rank spends in collectives over dp at ZeRO stages 2 and 3.
+
+    Args:
+        params_by_view: The number of the model's parameters, by mesh view.
+    """
+    model, parallel = plan.config.model, plan.config.parallel
+    num_end_weights = 2 if model.untie_embeddings_and_output_weights else 1  # backward does not gather these
+    end_params = {"dense": num_end_weights * plan.vocab_size * model.hidden_size}
+    weight_bytes, grad_bytes, _ = plan.bytes_per_element()
+    reduced_bytes = 2 if parallel.grad_reduce_in_bf16 else grad_bytes
+    counts = sync_counts(plan)
+    seconds = 0.0
+    for view, params in params_by_view.items():
+        group = times.group(times.mesh.axis(SHARD_AXES[view][0]).ranks)
+        gathered = counts.forward_gathers * params + counts.backward_gathers * (params - end_params.get(view, 0))
+        num_bytes = counts.reductions * reduced_bytes * params + weight_bytes * gathered
+        model_shards = math.prod(times.mesh.axis(axis).size for axis in MESH_VIEWS[view][1])
+        seconds += times.comm_times.all_gather(num_bytes / model_shards / plan.pp, group)
+    return plan.num_microbatches * seconds
 
 
-def least_memory(made: RunPlan, modules: ModuleStateBytes) -> float:
-    """Bytes of the fullest rank. A split backward holds as much as the schedule without it, or more."""
-    counts, pp, place = possible(made), made.pp, made.placement
-    m, last, edge = made.config.model, made.placement.num_stages - 1, made.p2p_bytes
-    if pp == 1 and not m.untie_embeddings_and_output_weights:
-        modules = modules._replace(head=0.0)  # its weights are the embedding's
-    held, (weights, gradients, head_unit) = made.stage_costs.saved_bytes(counts), _whole(made)
-    moment, last_part = made.stage_costs.min_peaks
-    moment = weights + max(moment, last_part + gradients)
-    most = np.zeros(len(counts))
+def min_memory(plan: RunPlan, module_states: ModuleStateBytes) -> float:
+    """Return a lower bound of the bytes of the fullest rank.
+
+    A split backward holds at least as much as the schedule without it.
+    """
+    counts, pp, placement = all_splits(plan), plan.pp, plan.placement
+    last_stage = placement.num_stages - 1
+    if pp == 1 and not plan.config.model.untie_embeddings_and_output_weights:
+        module_states = module_states._replace(head=0.0)  # its weights are the embedding's
+    saved = plan.stage_costs.saved_bytes(counts)
+    weights, gradients, head_unit = _unsharded_bytes(plan)
+    layer_peak, last_part = plan.stage_costs.min_peaks
+    backward_peak = weights + max(layer_peak, last_part + gradients)
+    head_cost = plan.stage_costs.head
+    peaks = np.zeros(len(counts))
     for rank in {0, min(1, pp - 1), pp - 1}:
-        stages = list(place.stages_of_rank(rank))
-        whole = modules.on_rank(counts, rank, place)
-        alive = held[:, stages] @ _in_flight(made, rank, None)
-        head = made.stage_costs.head.saved_bytes if rank == pp - 1 else 0.0
-        most = np.maximum(most, whole + alive + np.where(counts[:, stages].any(1), moment - head, 0.0))
-        if rank == pp - 1:
-            alive = held[:, stages] @ _in_flight(made, rank, last)
-            more = edge + head_unit + made.stage_costs.head.peak_bytes["F"] - made.stage_costs.head.saved_bytes
-            most = np.maximum(most, whole + alive + more)
-    return float(most.min())
+        stages = list(placement.stages_of_rank(rank))
+        is_last = rank == pp - 1
+        state = module_states.on_rank(counts, rank, placement)
+        in_flight = saved[:, stages] @ _in_flight(plan, rank, None)
+        head_saved = head_cost.saved_bytes if is_last else 0.0
+        has_layers = counts[:, stages].any(1)
+        peaks = np.maximum(peaks, state + in_flight + np.where(has_layers, backward_peak - head_saved, 0.0))
+        if is_last:
+            in_flight = saved[:, stages] @ _in_flight(plan, rank, last_stage)
+            head_peak = plan.p2p_bytes + head_unit + head_cost.peak_bytes["F"] - head_cost.saved_bytes
+            peaks = np.maximum(peaks, state + in_flight + head_peak)
+    return float(peaks.min())
 
 
-def _whole(made: RunPlan) -> tuple[float, float, float]:
-    """Bytes of weights and of gradients that are whole in backward of the smallest block, and of both in the head's,
-    where they come and go. A split backward has the gradients later."""
-    weight, gradient, _ = made.bytes_per_element()
-    weight, mesh = weight * (made.config.parallel.effective_zero_stage > 2), made.mesh_at(0)
-    come = tuple(
-        made.sharding_policy.reduce_every_pass and mesh.axis(SHARD_AXES[home][0]).size > 1 for home in MESH_VIEWS
-    )
-    own = made.config.model.untie_embeddings_and_output_weights or made.pp > 1
-    head = made.padded_vocab // made.tp * made.config.model.hidden_size * (weight + gradient) * own
-    least = _least_matrices(made.stage_costs, come)
-    return least * weight, least * gradient * (not made.splits_backward), come[0] * head
+def _unsharded_bytes(plan: RunPlan) -> tuple[float, float, float]:
+    """Return the bytes that are unsharded in backward: weights and gradients of the smallest block, both of the head.
+
+    All are 0 for parameters that are always allocated. A split backward has the block's gradients later.
+    """
+    mesh = plan.mesh_at(0)
+    weight_bytes, grad_bytes, _ = plan.bytes_per_element()
+    if plan.config.parallel.effective_zero_stage < 3:
+        weight_bytes = 0
+    resharded_views = [
+        view
+        for view in MESH_VIEWS
+        if plan.sharding_policy.reduce_every_pass and mesh.axis(SHARD_AXES[view][0]).size > 1
+    ]
+    numel = _min_matrix_numel(plan.stage_costs, tuple(resharded_views))
+    head_has_weights = plan.config.model.untie_embeddings_and_output_weights or plan.pp > 1
+    head = 0
+    if head_has_weights and "dense" in resharded_views:
+        head = plan.padded_vocab // plan.tp * plan.config.model.hidden_size * (weight_bytes + grad_bytes)
+    return numel * weight_bytes, 0 if plan.splits_backward else numel * grad_bytes, head
 
 
 @functools.lru_cache(maxsize=256)
-def _least_matrices(layers: StageCosts, come: tuple[bool, ...]) -> int:
-    """Elements of the matrices of the smallest block on a rank, of those homes that come and go."""
-    make, homes = layers.setting.param_factory(CostRecorder()), [*itertools.compress(MESH_VIEWS, come)]
+def _min_matrix_numel(costs: StageCosts, views: tuple[str, ...]) -> int:
+    """Return the elements of a rank's matrices in the smallest block, of parameters in these mesh views."""
+    make_param = costs.setting.param_factory(CostRecorder())
 
-    def of(kind: LayerKind) -> int:
-        specs = params_with_specs(Block(make, kind, 0)) if homes else []
-        return sum(p.numel() for spec, p in specs if spec.is_2d and spec.mesh_view in homes)
+    def matrix_numel(kind: LayerKind) -> int:
+        if not views:
+            return 0
+        params = params_with_specs(Block(make_param, kind, 0))
+        return sum(param.numel() for spec, param in params if spec.is_2d and spec.mesh_view in views)
 
-    return min(layers.per_layer(of))
+    return min(costs.per_layer(matrix_numel))
 
 
-def _in_flight(made: RunPlan, rank: int, stage: int | None) -> np.ndarray:
-    p = made.config.parallel
-    groups = microbatch_groups(made.num_microbatches, made.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[
-        :GROUPS
-    ]
-    return _most_alive(p.pipeline_schedule, made.pp, made.vpp, tuple(groups), rank, stage)
+def _in_flight(plan: RunPlan, rank: int, stage: int | None) -> np.ndarray:
+    parallel = plan.config.parallel
+    group_size = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    groups = microbatch_groups(plan.num_microbatches, plan.pp, group_size)[:SIMULATED_GROUPS]
+    return _peak_in_flight(parallel.pipeline_schedule, plan.pp, plan.vpp, tuple(groups), rank, stage)
 
 
 @functools.cache
-def _most_alive(
+def _peak_in_flight(
     schedule: str, pp: int, chunks: int, groups: tuple[int, ...], rank: int, stage: int | None
 ) -> np.ndarray:
-    """Forwards of each chunk that wait for their backward when most of them do; just after a forward of `stage`, if
-    one is given."""
-    row = compute_actions(schedule, rank, place := StagePlacement(pp, chunks), groups)
-    more = np.zeros((len(row), chunks))
-    for i, action in enumerate(row):
-        more[i, place.chunk(action.stage)] = memory_change(action.op, UNIT_MEMORY, split=False)
-    alive = more.cumsum(0)
-    counts = [action.op is Op.F and stage in (None, action.stage) for action in row]
-    return alive[np.where(counts, alive.sum(1), -1).argmax()]
+    """Return the forwards of each chunk that wait for their backward when their sum is largest.
+
+    Args:
+        stage: Only consider the times just after a forward of this stage; None: after any forward.
+    """
+    placement = StagePlacement(pp, chunks)
+    actions = compute_actions(schedule, rank, placement, groups)
+    changes = np.zeros((len(actions), chunks))
+    for i, action in enumerate(actions):
+        changes[i, placement.chunk(action.stage)] = memory_change(action.op, UNIT_MEMORY, split=False)
+    in_flight = changes.cumsum(0)
+    is_considered = [action.op is Op.F and stage in (None, action.stage) for action in actions]
+    return in_flight[np.where(is_considered, in_flight.sum(1), -1).argmax()]

@@ -29,11 +29,7 @@ from megalite.training.datasets import open_tokenizer, true_vocab_size
 # if one of these is set, only that layout is planned
 SINGLE_LAYOUT_OPTIONS = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
 # describe the stages of one layout, so a search cannot keep them
-ONE_LAYOUT_ONLY = {*STAGE_OPTIONS} - {
-    *SINGLE_LAYOUT_OPTIONS,
-    "num_layers",
-    "num_virtual_stages_per_pipeline_rank",
-}
+ONE_LAYOUT_ONLY = {*STAGE_OPTIONS} - {*SINGLE_LAYOUT_OPTIONS, "num_layers", "num_virtual_stages_per_pipeline_rank"}
 ZERO_OPTIONS = {"use_distributed_optimizer", "zero_stage", "use_megatron_fsdp", "data_parallel_sharding_strategy"}
 # the search chooses these unless the command line sets them
 LAYOUT_OPTIONS = {

@@ -1,10 +1,10 @@
-"""The usual questions about a layout, answered with figures, and the usual mistakes, looked for.
+"""Explanations of a plan: the sizing by hand, common mistakes, and what limits the best layout.
 
-    path       does it fit on one device? with its optimizer? on a node? over nodes? with all activations?
-    warnings   what is known to go wrong, in the plan at hand
-    bound      what limits the best plan, and what would help
+    decision_path  whether the model fits on one device, with its optimizer, in a node, over nodes, with all activations
+    warnings       what is known to go wrong with the plan
+    bottleneck     what limits the best layout, and what would help
 
-Rules of thumb say that they are, and whose: they are no part of the plan.
+Rules of thumb are marked as such, with their source. They do not influence the plan.
 """
 
 import math
@@ -12,18 +12,20 @@ import math
 from megalite.launch.system_checks import VARIABLES
 from megalite.planning.bottleneck import describe_bottleneck, format_shares, main_bottleneck, remedy
 from megalite.planning.memory import LARGEST_ERROR
-from tools.planning.plan_request import Request, problems_of
-from tools.planning.search import Found, Layout, Planned, applied, arranged
-from tools.planning.token_budget import MOST_EPOCHS, Budget
+from tools.planning.plan_request import Request, plan_problems
+from tools.planning.search import Layout, PlannedLayout, SearchResult, apply_layout, plan_for
+from tools.planning.token_budget import MAX_USEFUL_EPOCHS, TokenBudget
 
 GIB = 2**30
-SMALL_TOKENS = 1024  # of a micro-batch on one tp rank's matmuls: below, weights are read for too little work
-MUCH_BUBBLE = 0.15
+MIN_MICROBATCH_TOKENS = 1024  # on one tp rank; with fewer, matmuls read the weights for too little work
+MAX_BUBBLE = 0.15  # fraction of a step
 
 
 def critical_batch(parameters: int) -> float:
-    """Tokens of a batch beyond which more of them save few steps, for a model that is trained until its size limits it:
-    B*/L^(1/0.21) with L = (8.8e13/N)^0.076 (arXiv:2001.08361, eq. 1.1 and 1.4; the idea: arXiv:1812.06162).
+    """Return the batch size in tokens above which a larger batch saves few steps.
+
+    This is for a model that is trained until its size limits the loss: B*/L^(1/0.21) with L = (8.8e13/N)^0.076
+    (arXiv:2001.08361, equations 1.1 and 1.4; the idea is from arXiv:1812.06162).
 
     >>> [round(critical_batch(n * 10**9) / 1e6, 1) for n in (1, 7, 70, 405)]
     [3.2, 6.6, 15.1, 28.5]
@@ -31,121 +33,147 @@ def critical_batch(parameters: int) -> float:
     return 2e8 / ((8.8e13 / parameters) ** 0.076) ** (1 / 0.21)
 
 
-def path(request: Request, found: Found) -> list[str]:
-    """question: figure -> branch that is taken."""
-    c, one = request.cluster, arranged(Layout(), request)
-    n, memory = one.num_parameters, c.device.memory_bytes
-    weight, gradient, optimizer = one.bytes_per_element()
-    state, limit = n * (weight + gradient + optimizer), found.limit
-    planned = f"{limit / GIB:.0f} GiB are planned with ({limit / memory:.0%})"
-    lines = [f"a device: {memory / GIB:.0f} GiB, of which {planned}"]
+def decision_path(request: Request, result: SearchResult) -> list[str]:
+    """Return the steps of sizing by hand, as "question: size -> decision"."""
+    cluster, plan = request.cluster, plan_for(Layout(), request)
+    params, memory, limit = plan.num_parameters, cluster.device.memory_bytes, result.limit
+    weight_bytes, grad_bytes, optimizer_bytes = plan.bytes_per_element()
+    usable = f"{limit / GIB:.0f} GiB may be used ({limit / memory:.0%})"
+    lines = [f"memory of a device: {memory / GIB:.0f} GiB, of which {usable}"]
 
-    def ask(question: str, size: float, yes: str, no: str) -> bool:
-        lines.append(f"{question}: {size / GIB:,.1f} GiB -> {yes if size <= limit else no}")
+    def decide(question: str, size: float, if_fits: str, if_not: str) -> bool:
+        lines.append(f"{question}: {size / GIB:,.1f} GiB -> {if_fits if size <= limit else if_not}")
         return size <= limit
 
-    ask("weights alone on one device", n * weight, "they fit", "divide the model")
-    fits = ask("with gradients and optimizer", state, "tp 1 pp 1 would do", "divide the state")
-    if not fits and c.world > 1:
-        dp = f"optimizer over dp {c.world} (ZeRO-1)"
-        size = n * (weight + gradient + optimizer / c.world)
-        fits = ask(dp, size, "dp alone would do", "dp alone does not do")
-    if not fits and c.devices_per_node > 1:
-        tp = max(t for t in range(1, c.devices_per_node + 1) if c.devices_per_node % t == 0 and _divides(t, request))
-        ep = math.gcd(request.config.model.num_experts or 1, c.devices_per_node)
-        how = f"tp {tp} ep {ep}" if one.has_experts else f"tp {tp}"
-        whole = (one.params_by_view["dense"] / tp + one.params_by_view["expert"] / ep) * (weight + gradient)
-        shared = n * optimizer / c.world  # with more stages fewer ranks share what one stage has
-        do = f"{'tp' if ep == 1 else 'tp and ep'} inside a node would do"
-        fits = ask(f"over a node, {how}", whole + shared, do, "pipeline stages over nodes")
-        if not fits and c.num_nodes > 1 and shared < limit:
-            stages = -(-whole // (limit - shared))
-            lines.append(f"fewest stages of {how} for the state: {stages:.0f} -> pp {stages:.0f} or more")
-    if found.plans:
-        lines += _chosen(found.choices()[0].best)
+    decide("weights on one device", params * weight_bytes, "they fit", "shard the model")
+    state = params * (weight_bytes + grad_bytes + optimizer_bytes)
+    fits = decide("with gradients and optimizer", state, "tp 1 pp 1 would suffice", "shard the state")
+    if not fits and cluster.world > 1:
+        zero_1 = params * (weight_bytes + grad_bytes + optimizer_bytes / cluster.world)
+        question = f"optimizer sharded over dp {cluster.world} (ZeRO-1)"
+        fits = decide(question, zero_1, "dp alone would suffice", "dp alone would not suffice")
+    if not fits and cluster.devices_per_node > 1:
+        tp_sizes = [t for t in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % t == 0]
+        tp = max(t for t in tp_sizes if _is_valid_tp(t, request))
+        ep = math.gcd(request.config.model.num_experts or 1, cluster.devices_per_node)
+        layout = f"tp {tp} ep {ep}" if plan.has_experts else f"tp {tp}"
+        axes = "tp" if ep == 1 else "tp and ep"
+        params_per_rank = plan.params_by_view["dense"] / tp + plan.params_by_view["expert"] / ep
+        model_bytes = params_per_rank * (weight_bytes + grad_bytes)
+        # with more stages, fewer ranks shard the optimizer state of a stage
+        sharded_bytes = params * optimizer_bytes / cluster.world
+        fits = decide(
+            f"sharded within a node, {layout}",
+            model_bytes + sharded_bytes,
+            f"{axes} inside a node would suffice",
+            "pipeline stages across nodes",
+        )
+        if not fits and cluster.num_nodes > 1 and sharded_bytes < limit:
+            stages = -(-model_bytes // (limit - sharded_bytes))
+            lines.append(f"fewest stages of {layout} for the state: {stages:.0f} -> pp {stages:.0f} or more")
+    if result.plans:
+        lines += _chosen_layout(result.choices()[0].best)
     return lines
 
 
-def _divides(tp: int, request: Request) -> bool:
-    problems = problems_of(applied(Layout(tp=tp), request.config), tp)
+def _is_valid_tp(tp: int, request: Request) -> bool:
+    problems = plan_problems(apply_layout(Layout(tp=tp), request.config), tp)
     return not any("tensor_model_parallel_size" in problem for problem in problems)
 
 
-def _chosen(best: Planned) -> list[str]:
-    made, rank = best.made, best.fullest
-    held, again = best.memory[rank], best.layout.recompute
-    kept = held.activations + held.transient
-    how = "recompute nothing" if again == "none" else f"recompute {again}"
-    beside = f"{kept / GIB:.1f} GiB beside {(held.peak - kept) / GIB:.1f} GiB of state"
-    steps = f"{made.num_microbatches} over {made.pp} stages x {made.vpp} chunks"
+def _chosen_layout(best: PlannedLayout) -> list[str]:
+    """Return the last steps: full matrices of Muon, activations and micro-batches of the best layout."""
+    plan, rank, step_s = best.plan, best.fullest, best.time.seconds
     lines = []
-    if (matrices := made.model_states[made.fullest_rank].muon) is not None:
-        share = f"{best.time.muon_s:.3g} s, {best.time.muon_s / best.time.seconds:.1%} of the step"
-        lines = [f"whole matrices of a step: {matrices} -> {share}"]
-    return [
-        *lines,
-        f"activations of the best plan's fullest rank ({rank}): {beside} -> {how}",
-        f"micro-batches of a step: {steps} -> bubble {best.time.parts['bubble'] / best.time.seconds:.1%}",
-    ]
-
-
-def warnings(request: Request, best: Planned, limit: float, budget: Budget, data_tokens: int | None) -> list[str]:
-    """`limit`: bytes that are planned with."""
-    made, c, m = best.made, request.cluster, request.config.model
-    lines, fullest = [], best.memory[best.fullest]
-    spare, off = limit - best.peak, LARGEST_ERROR * (fullest.activations + fullest.transient)
-    if 0 <= spare < off:
-        wrong = f"activations of some layouts were {LARGEST_ERROR:.0%} off what runs allocate, {off / GIB:.2f} GiB here"
-        free = "what is kept free (--usable-memory) may have to give the rest"
-        lines.append(f"it fits by {spare / GIB:.2f} GiB, and {wrong}: {free}")
-    if best.layout.tp > c.devices_per_node or c.devices_per_node % best.layout.tp:
-        crosses = f"tp {best.layout.tp} crosses nodes of {c.devices_per_node}"
-        lines.append(f"{crosses}: each layer waits for the network four times; use a divisor")
-    if host := max(held.host_bytes for held in made.model_states):
-        takes = f"offload takes {host / GIB:.1f} GiB of host memory per rank"
-        lines.append(f"{takes}; its copies and updates are not in the time")
-    share = best.time.parts["bubble"] / best.time.seconds
-    if share > MUCH_BUBBLE:
-        few = f"{made.num_microbatches} micro-batches are few for {made.pp} stages: {share:.0%} of the time idles"
-        lines.append(f"{few}; raise --global-batch-size, or use fewer devices for this batch")
-    tokens = m.seq_length * best.layout.micro_batch
-    if tokens < SMALL_TOKENS:
-        small = f"a micro-batch of {tokens} tokens makes small matmuls"
-        lines.append(f"{small}; raise --micro-batch-size (rule of thumb: {SMALL_TOKENS} tokens)")
-    batch, critical = made.batch_sizes.final * m.seq_length, critical_batch(budget.active)
-    if batch > critical:
-        beyond = f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M"
-        lines.append(f"{beyond}: more of it saves few steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)")
-    if data_tokens is not None and (epochs := budget.epochs(data_tokens)) > MOST_EPOCHS:
-        repeated = f"beyond {MOST_EPOCHS}, repeated tokens are worth less and less (arXiv:2305.16264)"
-        over = f"{epochs:.1f} epochs over {data_tokens:,} tokens"
-        lines.append(f"{over}: {repeated}; get more data, or train on fewer tokens")
+    matrices = plan.model_states[plan.fullest_rank].muon
+    if matrices is not None:
+        lines.append(
+            f"full matrices of a step: {matrices} -> {best.time.muon_s:.3g} s, {best.time.muon_s / step_s:.1%}"
+        )
+    memory = best.memory[rank]
+    activations = memory.activations + memory.transient
+    sizes = f"{activations / GIB:.1f} GiB, next to {(memory.peak - activations) / GIB:.1f} GiB of state"
+    recompute = "nothing" if best.layout.recompute == "none" else best.layout.recompute
+    lines.append(f"activations of the best layout's fullest rank ({rank}): {sizes} -> recompute {recompute}")
+    microbatches = f"{plan.num_microbatches} over {plan.pp} stages x {plan.vpp} chunks"
+    lines.append(f"micro-batches of a step: {microbatches} -> bubble {best.time.parts['bubble'] / step_s:.1%}")
     return lines
 
 
-def bound(best: Planned, per_node: int) -> tuple[str, str]:
-    """(what limits the best plan, with all shares of its step; what would help)."""
-    fixed = best.time.fixed_s
-    parts = best.time.parts | {"optimizer": best.time.parts["optimizer"] - fixed, "fixed costs": fixed}
-    shares = {name: seconds / best.time.seconds for name, seconds in parts.items()}
-    limit = main_bottleneck(shares)
-    helps = describe_bottleneck(limit, shares[limit], remedy(limit, best.made, per_node))
-    return f"bound by {limit}: {format_shares(shares)}", f"what would help: {helps}"
+def warnings(
+    request: Request, best: PlannedLayout, limit: float, budget: TokenBudget, data_tokens: int | None
+) -> list[str]:
+    """Return what is known to go wrong with a layout.
+
+    Args:
+        limit: The bytes of a device's memory to plan with.
+        data_tokens: The tokens of the data, if they are known.
+    """
+    plan, cluster = best.plan, request.cluster
+    seq_length = request.config.model.seq_length
+    lines = []
+    memory = best.memory[best.fullest]
+    spare = limit - best.peak
+    error = LARGEST_ERROR * (memory.activations + memory.transient)
+    if 0 <= spare < error:
+        fact = (
+            f"activations of some layouts were {LARGEST_ERROR:.0%} off what runs allocate, {error / GIB:.2f} GiB here"
+        )
+        advice = "the memory that is left free (--usable-memory) may have to provide the rest"
+        lines.append(f"it fits by {spare / GIB:.2f} GiB, and {fact}: {advice}")
+    if best.layout.tp > cluster.devices_per_node or cluster.devices_per_node % best.layout.tp:
+        fact = f"tp {best.layout.tp} crosses nodes of {cluster.devices_per_node}"
+        lines.append(f"{fact}: each layer waits for the network four times; use a divisor")
+    host_bytes = max(state.host_bytes for state in plan.model_states)
+    if host_bytes:
+        fact = f"offload takes {host_bytes / GIB:.1f} GiB of host memory per rank"
+        lines.append(f"{fact}; its copies and updates are not in the time")
+    bubble = best.time.parts["bubble"] / best.time.seconds
+    if bubble > MAX_BUBBLE:
+        fact = f"{plan.num_microbatches} micro-batches are few for {plan.pp} stages: {bubble:.0%} of the time idles"
+        lines.append(f"{fact}; raise --global-batch-size, or use fewer devices for this batch")
+    tokens = seq_length * best.layout.micro_batch
+    if tokens < MIN_MICROBATCH_TOKENS:
+        fact = f"a micro-batch of {tokens} tokens makes small matmuls"
+        lines.append(f"{fact}; raise --micro-batch-size (rule of thumb: {MIN_MICROBATCH_TOKENS} tokens)")
+    batch, critical = plan.batch_sizes.final * seq_length, critical_batch(budget.active)
+    if batch > critical:
+        fact = f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M"
+        lines.append(f"{fact}: a larger one saves few steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)")
+    if data_tokens is not None and budget.epochs(data_tokens) > MAX_USEFUL_EPOCHS:
+        fact = f"beyond {MAX_USEFUL_EPOCHS}, repeated tokens are worth less and less (arXiv:2305.16264)"
+        epochs = f"{budget.epochs(data_tokens):.1f} epochs over {data_tokens:,} tokens"
+        lines.append(f"{epochs}: {fact}; get more data, or train on fewer tokens")
+    return lines
 
 
-def nccl(request: Request) -> list[str]:
-    """Variables of NCCL that are worth knowing on such a cluster."""
+def bottleneck(best: PlannedLayout, devices_per_node: int) -> tuple[str, str]:
+    """Return what limits a layout, with all shares of its step, and what would help."""
+    seconds = dict(best.time.parts)
+    seconds["optimizer"] -= best.time.fixed_s
+    seconds["fixed costs"] = best.time.fixed_s
+    shares = {name: value / best.time.seconds for name, value in seconds.items()}
+    cause = main_bottleneck(shares)
+    advice = describe_bottleneck(cause, shares[cause], remedy(cause, best.plan, devices_per_node))
+    return f"bound by {cause}: {format_shares(shares)}", f"what would help: {advice}"
+
+
+def nccl_variables(request: Request) -> list[str]:
+    """Return the NCCL variables that are worth knowing on the cluster."""
     if request.cluster.device.name == "cpu":
         return []
-    rows = (row for row in VARIABLES if "hint" in row and (request.cluster.num_nodes > 1 or not row.get("nodes")))
-    return [f"{row.get('shown', row['name']):<30}{row['hint']}" for row in rows]
+    lines = []
+    for row in VARIABLES:
+        if "hint" in row and (request.cluster.num_nodes > 1 or not row.get("nodes")):
+            lines.append(f"{row.get('shown', row['name']):<30}{row['hint']}")
+    return lines
 
 
-def needs(request: Request, found: Found) -> list[str]:
-    """Where no layout fits."""
-    if found.least is None:
+def what_would_fit(result: SearchResult) -> list[str]:
+    """Return a remedy if no layout fits."""
+    if result.smallest_too_large is None:
         return ["change what is refused above"]
-    size, layout = found.least
-    over = size / found.limit
-    text = f"the leanest layout takes {size / 2**30:.1f} GiB of {found.limit / 2**30:.1f}: it needs"
-    return [f"{text} about {over:.1f} times the memory: more or larger devices, a smaller model, or shorter sequences"]
+    size, _ = result.smallest_too_large
+    fact = f"the smallest layout takes {size / GIB:.1f} GiB of {result.limit / GIB:.1f}"
+    advice = "more or larger devices, a smaller model, or shorter sequences"
+    return [f"{fact}: it needs about {size / result.limit:.1f} times the memory: {advice}"]
