@@ -4,13 +4,13 @@
     python tools/train_tokenizer.py --input corpus/train.jsonl --vocab-size 8192 --model-prefix data/spm
     python tools/train_tokenizer.py --input a.jsonl --tokenizer-type HuggingFaceTokenizer --model-prefix data/bpe
 
-SentencePieceTokenizer   writes PREFIX.model and PREFIX.vocab. Digits stand one by one, and bytes for what is not in the
-                         vocabulary. Ids: 0 unknown, 1 begin, 2 end of document
+SentencePieceTokenizer   writes PREFIX.model and PREFIX.vocab. Every digit is a token, and characters that are not in
+                         the vocabulary become bytes. Ids: 0 unknown, 1 begin, 2 end of document
 HuggingFaceTokenizer     writes tokenizer.json and tokenizer_config.json in the directory PREFIX: byte-level BPE, split
                          by GPT-4's pattern. Ids: 0 end of document, 1..256 the bytes
 
-Text is kept as it is: no normalisation, spaces and line ends included, so that decoding gives back exactly what was
-encoded. --max-bytes bounds time and memory: pieces of up to 4 kB are taken evenly over the whole input.
+Text is not normalised, and spaces and line ends are preserved, so decoding returns exactly the text that was encoded.
+--max-bytes bounds time and memory: the training text is taken evenly from the whole input, in pieces of up to 4 kB.
 """
 
 import argparse
@@ -28,79 +28,98 @@ from megalite.common.console import print_err
 from megalite.common.safe_open import write_atomically
 from megalite.data.errors import DataError
 from tools.cli_common import add_max_bad_fraction, exits_with, local_path_str, make_parser, positive_int, run_program
-from tools.preprocess.bad_records import GoodTexts
+from tools.preprocess.bad_records import ValidTexts
 from tools.preprocess.text_input import expand, text_bytes
 
 END = "<|endoftext|>"
-# words with the sign before them, digits by threes, signs, line ends, spaces: the pattern of GPT-4 as Llama 3 has it
-SPLIT = (
+# GPT-4's pattern, as in Llama 3: words with the character before them, up to 3 digits, punctuation, line ends, spaces
+SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PIECE_BYTES = 4096  # SentencePiece leaves out longer "sentences"
+MAX_PIECE_BYTES = 4096  # SentencePiece ignores longer "sentences"
 
 
-def cut(texts: Iterable[str]) -> Iterator[str]:
-    """All text in pieces that end at line ends and are at most PIECE_BYTES (a longer line is left out)."""
+def split_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Split texts at line ends into pieces of at most MAX_PIECE_BYTES. A longer line is omitted."""
     for text in texts:
-        piece, size = [], 0
-        for part in text.splitlines(keepends=True):
-            n = len(part.encode("utf-8"))
-            if size + n > PIECE_BYTES and piece:
-                yield "".join(piece)
-                piece, size = [], 0
-            if n <= PIECE_BYTES:
-                piece.append(part)
-                size += n
-        if piece:
-            yield "".join(piece)
+        lines: list[str] = []
+        piece_bytes = 0
+        for line in text.splitlines(keepends=True):
+            line_bytes = len(line.encode("utf-8"))
+            if piece_bytes + line_bytes > MAX_PIECE_BYTES and lines:
+                yield "".join(lines)
+                lines = []
+                piece_bytes = 0
+            if line_bytes <= MAX_PIECE_BYTES:
+                lines.append(line)
+                piece_bytes += line_bytes
+        if lines:
+            yield "".join(lines)
 
 
 def sample_pieces(pieces: Iterator[str], total_bytes: int, max_bytes: int) -> Iterator[str]:
-    """About max_bytes of the pieces, evenly spread."""
-    share, taken, seen = min(1.0, max_bytes / max(total_bytes, 1)), 0, 0
+    """Yield about `max_bytes` of the pieces, evenly spread over `total_bytes`."""
+    fraction = min(1.0, max_bytes / max(total_bytes, 1))
+    sampled_bytes = 0
+    read_bytes = 0
     for piece in pieces:
-        n = len(piece.encode("utf-8"))
-        seen += n
-        if taken + n <= seen * share or share == 1.0:
-            taken += n
+        piece_bytes = len(piece.encode("utf-8"))
+        read_bytes += piece_bytes
+        if sampled_bytes + piece_bytes <= read_bytes * fraction or fraction == 1.0:
+            sampled_bytes += piece_bytes
             yield piece
 
 
-class Handed:
-    """Pieces on their way into a library, which makes a text of its own of what goes wrong in reading: `error` is what
-    it was. No piece at all is a DataError."""
+class PieceStream:
+    """Pieces that a library reads. Raises DataError if there are none.
+
+    SentencePiece replaces an error that happens while it reads by one of its own, so `error` keeps the first.
+    """
 
     def __init__(self, pieces: Iterable[str]):
         self.pieces = pieces
         self.error: BaseException | None = None
 
     def __iter__(self) -> Iterator[str]:
-        some = False
+        is_empty = True
         try:
             for piece in self.pieces:
-                some = True
+                is_empty = False
                 yield piece
-            if not some:
+            if is_empty:
                 raise DataError("the input holds no text")
         except (Exception, KeyboardInterrupt) as error:
             self.error = error
             raise
 
 
-def train(pieces: Iterable[str], model_prefix: str, vocab_size: int, threads: int, special: Sequence[str] = ()) -> None:
-    """`special` tokens have ids and are never made from text."""
+def train_sentencepiece(
+    pieces: Iterable[str], model_prefix: str, vocab_size: int, threads: int, special_tokens: Sequence[str] = ()
+) -> None:
+    """Train a SentencePiece model and write its files.
+
+    Args:
+        pieces: The training text.
+        model_prefix: The path of the files without their suffixes.
+        vocab_size: The number of tokens, special ones included.
+        threads: The number of threads.
+        special_tokens: Tokens that have an id but never come from text.
+
+    Raises:
+        DataError: The text is empty, or does not fit the size of the vocabulary.
+    """
     import sentencepiece
 
-    handed = Handed(pieces)
+    stream = PieceStream(pieces)
     prefix = Path(model_prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     partial = prefix.with_name(prefix.name + ".partial")
     for suffix in (".vocab", ".model"):
-        Path(f"{partial}{suffix}").unlink(missing_ok=True)  # a link is not written through
+        Path(f"{partial}{suffix}").unlink(missing_ok=True)  # do not write through a link
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(handed),
+            sentence_iterator=iter(stream),
             model_prefix=str(partial),
             model_type="bpe",
             vocab_size=vocab_size,
@@ -111,65 +130,67 @@ def train(pieces: Iterable[str], model_prefix: str, vocab_size: int, threads: in
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],
-            control_symbols=list(special),
+            control_symbols=list(special_tokens),
             character_coverage=0.9999,
-            max_sentence_length=2 * PIECE_BYTES,
+            max_sentence_length=2 * MAX_PIECE_BYTES,
             num_threads=threads,
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        raise handed.error or DataError(_reason(vocab_size, str(error))) from None
+        raise stream.error or DataError(_clean_error(vocab_size, str(error))) from None
     for suffix in (".vocab", ".model"):
         os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
 
 
-def _reason(vocab_size: int, told: str) -> str:
-    """SentencePiece's error message without the lines of its source."""
-    if most := re.search(r"Vocabulary size too high.* <= (\d+)", told):
-        return _too_large(vocab_size, int(most[1]))
-    if fewest := re.search(r"smaller than required_chars\. \d+ vs (\d+)", told):
-        needed = "the characters of the text and the special tokens"
-        return f"vocab_size={vocab_size} has no room for 256 bytes, {needed}; give {fewest[1]} or more"
-    words = " ".join(re.sub(r"INTERNAL: |\S+\.cc\(\d+\) |\[.*\] ", "", told).split())
-    return f"SentencePiece cannot train: {words or told}"
+def _clean_error(vocab_size: int, error: str) -> str:
+    """Return SentencePiece's error message without references to its source, or one with a remedy."""
+    if match := re.search(r"Vocabulary size too high.* <= (\d+)", error):
+        return _vocab_too_large(vocab_size, int(match[1]))
+    if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        required = "the characters of the text and the special tokens"
+        return f"vocab_size={vocab_size} has no room for 256 bytes, {required}; give {match[1]} or more"
+    message = " ".join(re.sub(r"INTERNAL: |\S+\.cc\(\d+\) |\[.*\] ", "", error).split())
+    return f"SentencePiece cannot train: {message or error}"
 
 
-def _too_large(vocab_size: int, most: int) -> str:
-    return f"vocab_size={vocab_size}: the text gives {most} pieces only; give more text, or --vocab-size {most}"
+def _vocab_too_large(vocab_size: int, max_size: int) -> str:
+    return f"vocab_size={vocab_size}: the text gives {max_size} pieces only; give more text, or --vocab-size {max_size}"
 
 
 def train_hugging_face(
-    pieces: Iterable[str], directory: str, vocab_size: int, _: int, special: Sequence[str] = ()
+    pieces: Iterable[str], directory: str, vocab_size: int, _: int, special_tokens: Sequence[str] = ()
 ) -> None:
-    """As `train`, a byte-level BPE of the library tokenizers; no normalisation, so every text comes back exactly."""
+    """Train a byte-level BPE with the library tokenizers and write its files into `directory`.
+
+    The other arguments and errors are those of `train_sentencepiece`. The number of threads is set by the environment.
+    """
     import tokenizers
     from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    fewest = len(alphabet) + 1 + len(special)
-    if vocab_size < fewest:
-        tokens = " ".join([END, *special])
-        raise DataError(f"vocab_size={vocab_size} has no room for 256 bytes and {tokens}; give {fewest} or more")
+    min_size = len(alphabet) + 1 + len(special_tokens)
+    if vocab_size < min_size:
+        tokens = " ".join([END, *special_tokens])
+        raise DataError(f"vocab_size={vocab_size} has no room for 256 bytes and {tokens}; give {min_size} or more")
     model = tokenizers.Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(SPLIT), "isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])  # type: ignore[assignment]
+    split_words = pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = pre_tokenizers.Sequence([split_words, to_bytes])  # type: ignore[assignment]
     model.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END, *special], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size, special_tokens=[END, *special_tokens], initial_alphabet=alphabet, show_progress=False
     )
-    model.train_from_iterator(iter(Handed(pieces)), trainer)
+    model.train_from_iterator(iter(PieceStream(pieces)), trainer)
     if model.get_vocab_size() < vocab_size:
-        raise DataError(_too_large(vocab_size, model.get_vocab_size()))
-    # what transformers needs to load the directory; nothing in it names code
+        raise DataError(_vocab_too_large(vocab_size, model.get_vocab_size()))
+    # what transformers needs to load the directory; it refers to no code
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": None, "unk_token": None}
     Path(directory).mkdir(parents=True, exist_ok=True)
-    texts = {"tokenizer.json": model.to_str(pretty=True), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
-    for name, text in texts.items():
-        write_atomically(Path(directory, name), text)
+    write_atomically(Path(directory, "tokenizer.json"), model.to_str(pretty=True))
+    write_atomically(Path(directory, "tokenizer_config.json"), json.dumps(config, indent=2) + "\n")
 
 
-TRAINERS = {"SentencePieceTokenizer": train, "HuggingFaceTokenizer": train_hugging_face}
+TRAINERS = {"SentencePieceTokenizer": train_sentencepiece, "HuggingFaceTokenizer": train_hugging_face}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -201,22 +222,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 @exits_with(3, DataError)
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     args = build_parser().parse_args(argv)
-    os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the library tokenizers knows no other way
+    os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # the only way to set the threads of the library tokenizers
     try:
         files = expand(args.input)
-        texts = GoodTexts(files, args.json_keys, args.max_bad_fraction)
+        texts = ValidTexts(files, args.json_keys, args.max_bad_fraction)
         if "-" in files:
             raise DataError("input=- has no size, by which text is taken evenly from all of it; give a file")
-        total = sum(map(text_bytes, files))
-        pieces = itertools.islice(sample_pieces(cut(texts), total, args.max_bytes), args.max_sentences)
+        total_bytes = sum(text_bytes(file) for file in files)
+        sample = sample_pieces(split_pieces(texts), total_bytes, args.max_bytes)
+        pieces = itertools.islice(sample, args.max_sentences)
         TRAINERS[args.tokenizer_type](pieces, args.model_prefix, args.vocab_size, args.workers, args.special_tokens)
-        if told := texts.left_out():
-            print_err(f"train_tokenizer.py: {told}")
+        if note := texts.left_out():
+            print_err(f"train_tokenizer.py: {note}")
     except OSError as error:
         raise DataError(f"{args.model_prefix}: {error.strerror}") from None
-    written = f"{args.model_prefix}{'.model' if args.tokenizer_type == 'SentencePieceTokenizer' else '/tokenizer.json'}"
-    print(f"{written}: {args.vocab_size} pieces")
+    suffix = ".model" if args.tokenizer_type == "SentencePieceTokenizer" else "/tokenizer.json"
+    print(f"{args.model_prefix}{suffix}: {args.vocab_size} pieces")
     return 0
 
 

@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[Json, str]] = {  # files -> what is said
         f"{CONFIG}: '<tool>' is token 7 there",
     ),
     "a hole": ({CONFIG: config(), ADDED: {"<tool>": 1000}}, f"{ADDED}: '<tool>' is token 1000 there"),
-    "a space": ({CONFIG: config(add_prefix_space=True)}, f"{CONFIG}: says add_prefix_space=true"),
+    "a space": ({CONFIG: config(add_prefix_space=True)}, f"{CONFIG}: has add_prefix_space=true"),
     "eos that is nowhere": ({CONFIG: config(eos_token="<missing>")}, "no end-of-document token among <missing>"),
     "no id": ({CONFIG: config(added_tokens_decoder={"x": record("<tool>")})}, f"{CONFIG}: x is not the id of a token"),
     "no token": ({CONFIG: config(added_tokens_decoder={"1": 5})}, f"{CONFIG}: 5 is not a token"),
@@ -227,7 +227,7 @@ def slow_folder(kind: str, folder: Path) -> Path:
     if kind == "GPT2BPETokenizer":
         byte_level_bpe(LINES, 300).model.save(str(folder))
     else:
-        train_tokenizer.train(train_tokenizer.cut(LINES), str(folder / "tokenizer"), 330, 1)
+        train_tokenizer.train_sentencepiece(train_tokenizer.split_pieces(LINES), str(folder / "tokenizer"), 330, 1)
     return folder
 
 

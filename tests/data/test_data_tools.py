@@ -79,7 +79,7 @@ def test_merged_documents_are_those_of_the_inputs(
     prefixes = [write(folder / f"p{i}", file) for i, file in enumerate(files)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge_datasets, "COPY_TOKENS", tokens)
-        patch.setattr(merge_datasets, "BLOCK_DOCUMENTS", documents)
+        patch.setattr(merge_datasets, "INDEX_ENTRIES", documents)
         blocks = list(document_blocks(IndexedDataset(prefixes[0])))
         for a, b, begin, end in blocks:
             assert b - a == 1 or (end - begin <= tokens and b - a <= documents)
@@ -203,7 +203,7 @@ def test_verify_names_the_first_bad_id(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect_data, "CHUNK", chunk)
         patch.setattr(merge_datasets, "COPY_TOKENS", run)
-        patch.setattr(merge_datasets, "BLOCK_DOCUMENTS", 3)
+        patch.setattr(merge_datasets, "INDEX_ENTRIES", 3)
         good = IndexedDataset(write(folder / "a", documents, dtype=np.int32))
         bar = ProgressBar("", good.num_tokens, quiet=True)
         sound = inspect_data.verify(good, None, 21, 0, bar)

@@ -16,8 +16,8 @@ from megalite.data.files.sidecar import check_tokenizer, read_sidecar
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from tools import preprocess_data, python_corpus, train_tokenizer
 from tools.preprocess import text_input
-from tools.preprocess.bad_records import judge
-from tools.preprocess.journal import Tally
+from tools.preprocess.bad_records import check_bad_fraction
+from tools.preprocess.journal import Progress
 from tools.preprocess.parse_records import SAMPLE_BYTES, parse_line
 from tools.preprocess.tokenize_run import preprocess
 from tools.preprocess.workers import Job
@@ -128,7 +128,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text(text)
     models = []
     for size in (300, 310):
-        train_tokenizer.train(train_tokenizer.cut([text]), str(tmp_path / f"m{size}"), size, 1)
+        train_tokenizer.train_sentencepiece(train_tokenizer.split_pieces([text]), str(tmp_path / f"m{size}"), size, 1)
         models.append(str(tmp_path / f"m{size}.model"))
     jobs = [Job({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model}, fast=True) for model in models]
     [prefix] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "o"), jobs[1])
@@ -251,11 +251,11 @@ def test_hopeless_input_is_stopped_early(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("bad,records,share", [(6, 100, 1.0), (1000, 1000, 0.2)])
 def test_judgement(bad: int, records: int, share: float) -> None:
-    judge(Tally(records=100, bad={"not-json": 5}), 0.05, 1.0, "see there")
-    judge(Tally(records=999, bad={"not-json": 999}), 0.05, 0.9, "see there")  # too few to tell
-    judge(Tally(records=1000, bad={"not-json": 1000}), 0.05, 0.01, "see there")  # all of the rest may be good
+    check_bad_fraction(Progress(records=100, bad={"not-json": 5}), 0.05, 1.0, "see there")
+    check_bad_fraction(Progress(records=999, bad={"not-json": 999}), 0.05, 0.9, "see there")  # too few to tell
+    check_bad_fraction(Progress(records=1000, bad={"not-json": 1000}), 0.05, 0.01, "see there")  # all of the rest may be good
     with pytest.raises(DataError):
-        judge(Tally(records=records, bad={"not-json": bad}), 0.05, share, "see there")
+        check_bad_fraction(Progress(records=records, bad={"not-json": bad}), 0.05, share, "see there")
 
 
 def test_rejects_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:

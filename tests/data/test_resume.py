@@ -172,9 +172,9 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
 
 @pytest.mark.parametrize("disk", [False, True], ids=["a worker dies", "the disk is full"])
 def test_worker_that_dies_loses_nothing(corpus: Path, want: dict, tmp_path: Path, monkeypatch, disk: bool) -> None:
-    prefix, note = tmp_path / "o", token_run.TokenRun._note
+    prefix, note = tmp_path / "o", token_run.TokenizeRun._write_journal_entry
 
-    def note_and_kill(run: token_run.TokenRun) -> None:
+    def note_and_kill(run: token_run.TokenizeRun) -> None:
         note(run)
         if disk:
             raise OSError(28, "No space left on device")
@@ -182,7 +182,7 @@ def test_worker_that_dies_loses_nothing(corpus: Path, want: dict, tmp_path: Path
             os.kill(worker.pid or 0, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_run.TokenRun, "_note", note_and_kill)
+        patch.setattr(token_run.TokenizeRun, "_write_journal_entry", note_and_kill)
         said = "No space left on device" if disk else "a worker process ended with code -9; -9 means that memory"
         with pytest.raises(DataError, match=f"{said}.*continue from there with --resume"):
             preprocess(inputs(corpus), str(prefix), workers=2, **SETTINGS)
@@ -233,7 +233,7 @@ def test_journal_cut_by_the_end_of_power(corpus: Path, want: dict[str, bytes], t
         stopped(corpus, prefix, 40)
         path = Path(f"{prefix}.journal")
         path.write_bytes(path.read_bytes()[:-cut] + b"\0" * 7)
-        entries = len(journal._read(path))
+        entries = len(journal._read_entries(path))
         preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
         assert entries > 1 and contents(prefix) == want
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megalite.data.errors import DataError
 from tools.preprocess import parse_records as records
 from tools.preprocess import text_input
-from tools.preprocess.bad_records import GoodTexts
+from tools.preprocess.bad_records import ValidTexts
 from tools.preprocess.parse_records import BadLine, parse_block, parse_line
 from tools.preprocess.text_input import Position, expand, pack_rows, read_blocks, text_bytes
 
@@ -111,7 +111,7 @@ def test_text_files_are_one_document_however_they_are_packed(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "c.txt.zst").write_bytes(zstandard.compress(text.encode()))
-    assert list(GoodTexts(expand([str(tmp_path / "*")]), ("text",))) == [text] * 3
+    assert list(ValidTexts(expand([str(tmp_path / "*")]), ("text",))) == [text] * 3
 
 
 def test_the_text_of_a_compressed_file_is_larger_than_the_file(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_longer_than_a_document_may_be_is_left_out_and_never_held(tmp_path: Path
         assert name == "b.parquet" or max(sizes) < 5000
     (tmp_path / "d.txt").write_text("x" * 3001)
     with pytest.raises(DataError, match="d.txt:1: is 3001 bytes long, more than the 3000 of one document"):
-        list(GoodTexts([str(tmp_path / "d.txt")], ("text",)))
+        list(ValidTexts([str(tmp_path / "d.txt")], ("text",)))
 
 
 def test_parquet_columns(tmp_path: Path) -> None:
@@ -162,13 +162,13 @@ def test_parquet_columns(tmp_path: Path) -> None:
         "n": [1, 2, 3],
     }
     pq.write_table(pa.table(table), path)
-    assert list(GoodTexts([path], ("words",))) == ["x", "y", "x"]
+    assert list(ValidTexts([path], ("words",))) == ["x", "y", "x"]
     for key, reason in (("text", "a.parquet:2: key 'text' is null"), ("raw", "a.parquet:2: .*0xff")):
         with pytest.raises(DataError, match=reason):
-            list(GoodTexts([path], (key,)))
+            list(ValidTexts([path], (key,)))
     for key, reason in (("n", "column 'n' is int64, not text"), ("x", "no column 'x'; it has text, words, raw, n")):
         with pytest.raises(DataError, match=reason):
-            list(GoodTexts([path], (key,)))
+            list(ValidTexts([path], (key,)))
     [block] = read_blocks([path], ("words", "text"))
     rows = [texts for _, texts in parse_block(block.kind, block.line, block.payload, ("words", "text"))]
     assert rows[0] == ["x", "a"] and rows[2] == ["x", "ü"]

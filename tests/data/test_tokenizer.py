@@ -23,11 +23,11 @@ from megalite.data.tokenizers.huggingface_tokenizer import EDGE_CASE_TEXTS
 from megalite.data.tokenizers.tiktoken_tokenizer import ENCODINGS, PATTERNS
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from tools.preprocess import fast_tokenizer
-from tools.preprocess.bad_records import GoodTexts
+from tools.preprocess.bad_records import ValidTexts
 from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
 from tools.preprocess.tokenize_run import preprocess
 from tools.preprocess.workers import Job
-from tools.train_tokenizer import cut, train, train_hugging_face
+from tools.train_tokenizer import split_pieces, train_hugging_face, train_sentencepiece
 
 TEXTS = ["hello world\n\n\tx = 1  # two  spaces\r\n", "ünïcødé 漢字 \u0000 🙂", "", "</s> <|endoftext|> 12345"]
 
@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tokenizers")
     lines = [f"hello world {i} and some more text, number {i * i}" for i in range(300)]
     (out / "corpus.txt").write_text("\n".join(lines))
-    train(cut(GoodTexts([str(out / "corpus.txt")], ["text"])), str(out / "spm"), 340, 1)
+    train_sentencepiece(split_pieces(ValidTexts([str(out / "corpus.txt")], ["text"])), str(out / "spm"), 340, 1)
     bpe = byte_level_bpe(lines, 350)
     (out / "hf").mkdir()
     bpe.save(str(out / "hf" / "tokenizer.json"))
@@ -303,9 +303,9 @@ def fast_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines += [" ".join("".join(letters.choices("aeionrst", k=5)) for _ in range(12)) for _ in range(200)]
     text = "\n\n".join([*lines, *[f"some{WORDS[0]} and{WORDS[1]}, naïve café"] * 400])
     (out / "corpus.txt").write_text(text)
-    texts = GoodTexts([str(out / "corpus.txt")], ["text"])
-    train(cut(texts), str(out / "spm"), 500, 1)
-    train_hugging_face(cut(texts), str(out / "hf"), 600, 1)
+    texts = ValidTexts([str(out / "corpus.txt")], ["text"])
+    train_sentencepiece(split_pieces(texts), str(out / "spm"), 500, 1)
+    train_hugging_face(split_pieces(texts), str(out / "hf"), 600, 1)
     model = tokenizers.Tokenizer.from_file(str(out / "hf" / "tokenizer.json"))
     model.model.save(str(out))
     write_ranks(out)
@@ -374,7 +374,7 @@ def test_a_difference_refuses_it_and_names_the_text(fast_directory: Path, monkey
 
 
 def test_a_difference_on_the_way_ends_the_run(fast_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_tokenizer, "CHECK_EVERY", 10)
+    monkeypatch.setattr(fast_tokenizer, "CHECK_INTERVAL", 10)
     reference = make(fast_directory, "HuggingFaceTokenizer")
     word = WORDS[0]
     fast = FastTokenizer(reference, other_engine(fast_directory))

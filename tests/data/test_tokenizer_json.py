@@ -56,7 +56,7 @@ print(json.dumps(found))
 
 def by_tool(folder: Path, special: list[str]) -> Tokenizer:
     """What tools/train_tokenizer.py makes."""
-    train_tokenizer.train(train_tokenizer.cut(["".join(CORPUS)]), str(folder / "mine"), 700, 1, special)
+    train_tokenizer.train_sentencepiece(train_tokenizer.split_pieces(["".join(CORPUS)]), str(folder / "mine"), 700, 1, special)
     return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(folder / "mine.model"))
 
 
@@ -111,7 +111,7 @@ def test_what_cannot_be_equal_is_no_file_but_a_reason(tmp_path: Path) -> None:
     """NFKC is done in another way there; only SentencePiece's library does it as it was trained."""
     trained(tmp_path, model_type="bpe", normalization_rule_name="nmt_nfkc")
     path = str(tmp_path / "mine.model")
-    with pytest.raises(DataError, match="tokenizer.json would give other ids, as of"):
+    with pytest.raises(DataError, match="tokenizer.json would give other ids, for example for"):
         export_tokenizer_json(build_tokenizer("SentencePieceTokenizer", tokenizer_model=path))
     options = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": path}
     files, note = tokenizer_files(build(options).data, 2)

@@ -1,12 +1,12 @@
-"""The ids of a tokenizer made by the package gigatoken, many times faster, once it is shown that they are the same.
+"""Tokenize with the package gigatoken, many times faster, after checking that it returns the same ids.
 
-`accelerate` compares both on NASTY and on the first documents of the input. One difference, and the reference stays in
-use, with a warning that quotes the text. While it works, one document in CHECK_EVERY is still compared, and there a
-difference ends the run: silently different ids could not be noticed later. What decides is made once, before worker
-processes begin, so that the output does not depend on their number.
+`accelerate` compares both on EDGE_CASE_TEXTS and on the first documents of the input. If one text differs, the
+reference tokenizer is used, with a warning that quotes the text. Later, one document in CHECK_INTERVAL is still
+compared. A difference there ends the run, because wrong ids in the data would not be noticed. The choice is made once,
+before worker processes start, so the output does not depend on their number.
 
-gigatoken splits text by code of its own for each known pattern and remembers the ids of words; the library tokenizers
-runs a regular expression over everything.
+gigatoken is faster because it splits text with code for each known pattern and caches the ids of words, while the
+library tokenizers runs a regular expression over everything.
 """
 
 import logging
@@ -22,47 +22,66 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY = 2048
+CHECK_INTERVAL = 2048
 
 
 class FastTokenizer(Tokenizer):
-    """Name, fingerprint, vocabulary, end of document and decoding are those of `reference`."""
+    """A tokenizer that returns the ids of `reference`, computed by gigatoken.
+
+    Name, fingerprint, vocabulary, end of document and decoding are those of `reference`.
+    """
 
     def __init__(self, reference: Tokenizer, engine: Any):
-        self.name, self.fingerprint = reference.name, reference.fingerprint
-        self.vocab_size, self.eod = reference.vocab_size, reference.eod
-        self.reference, self._engine, self._seen = reference, engine, 0
-        # the reference may put special tokens around every text; gigatoken leaves that to its caller
-        around, bare = reference.encode(""), engine.encode("a").tolist()
-        fits = [k for k in range(len(around) + 1) if reference.encode("a") == around[:k] + bare + around[k:]]
-        cut = fits[0] if fits else 0  # if nothing fits, the comparison with the reference tells
-        self._prefix, self._suffix = around[:cut], around[cut:]
+        self.name = reference.name
+        self.fingerprint = reference.fingerprint
+        self.vocab_size = reference.vocab_size
+        self.eod = reference.eod
+        self.reference = reference
+        self._engine = engine
+        self._num_encoded = 0
+        # the reference may add special tokens around every text, which gigatoken does not
+        special = reference.encode("")
+        bare = engine.encode("a").tolist()
+        expected = reference.encode("a")
+        splits = [k for k in range(len(special) + 1) if expected == special[:k] + bare + special[k:]]
+        split = splits[0] if splits else 0  # if no split fits, the comparison in `accelerate` finds a difference
+        self._prefix = special[:split]
+        self._suffix = special[split:]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
         ids, lengths = self.encode_flat(texts)
-        return [part.tolist() for part in np.split(ids, np.cumsum(lengths[:-1]))] if len(lengths) else []
+        if not len(lengths):
+            return []
+        return [part.tolist() for part in np.split(ids, np.cumsum(lengths[:-1]))]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return (concatenated ids, number of ids of each text). Raises DataError if a checked text differs."""
         ids, lengths = self._encode(texts)
-        first = -self._seen % CHECK_EVERY or (0 if self._seen else CHECK_EVERY)  # the very first were compared already
+        # check texts number n * CHECK_INTERVAL, but not number 0, which was compared by `accelerate`
+        first = CHECK_INTERVAL if self._num_encoded == 0 else -self._num_encoded % CHECK_INTERVAL
         ends = np.cumsum(lengths)
-        for i in range(first, len(texts), CHECK_EVERY):
+        for i in range(first, len(texts), CHECK_INTERVAL):
             if self.reference.encode(texts[i]) != ids[ends[i] - lengths[i] : ends[i]].tolist():
-                other = f"gigatoken makes other ids than {self.name} from the text {_quote(texts[i])}"
-                raise DataError(f"{other}: run again without it")
-        self._seen += len(texts)
+                problem = f"gigatoken makes other ids than {self.name} from the text {_quote(texts[i])}"
+                raise DataError(f"{problem}: run again without it")
+        self._num_encoded += len(texts)
         return ids, lengths
 
     def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """By gigatoken; texts that write out a special token which is ordinary text go to the reference."""
-        words = self.reference.literal_special_tokens
-        rows = [i for i, text in enumerate(texts) if any(word in text for word in words)] if words else []
-        skip = set(rows)
-        rest = ["" if i in skip else text for i, text in enumerate(texts)]
-        layout = self._engine.encode_batch(rest).layout.to_ListOffsetArray64(True)
+        """Return (concatenated ids, number of ids of each text).
+
+        The reference encodes texts that contain a special token as ordinary text.
+        """
+        special_tokens = self.reference.literal_special_tokens
+        rows = [i for i, text in enumerate(texts) if any(token in text for token in special_tokens)]
+        engine_texts = list(texts)
+        for row in rows:
+            engine_texts[row] = ""
+        layout = self._engine.encode_batch(engine_texts).layout.to_ListOffsetArray64(True)
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[: offsets[-1]]
-        ids, lengths = surround(ids, np.diff(offsets), self._prefix, self._suffix)
+        ids, lengths = add_prefix_suffix(ids, np.diff(offsets), self._prefix, self._suffix)
         if not rows:
             return ids, lengths
         parts = np.split(ids, np.cumsum(lengths[:-1]))
@@ -72,27 +91,39 @@ class FastTokenizer(Tokenizer):
         return np.concatenate(parts), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids."""
         return self.reference.decode(ids)
 
     def token_id(self, token: str) -> int | None:
+        """Return the id of a token, or None."""
         return self.reference.token_id(token)
 
 
-def surround(
+def add_prefix_suffix(
     ids: NDArray[Any], lengths: NDArray[Any], prefix: Sequence[int], suffix: Sequence[int]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Put `prefix` before and `suffix` after each document of those that lie end to end in `ids`."""
+    """Insert `prefix` before and `suffix` after each document, and return (ids, lengths).
+
+    Args:
+        ids: the ids of the documents, concatenated.
+        lengths: the number of ids of each document.
+        prefix: inserted before each document.
+        suffix: inserted after each document.
+    """
     lengths = lengths.astype(np.int64)
-    for part, places in ((prefix, np.cumsum(lengths) - lengths), (suffix, np.cumsum(lengths + len(prefix)))):
-        if part:
-            ids = np.insert(ids, np.repeat(places, len(part)), np.tile(np.asarray(part, ids.dtype), len(places)))
+    starts = np.cumsum(lengths) - lengths
+    ends = np.cumsum(lengths + len(prefix))
+    for inserted, positions in ((prefix, starts), (suffix, ends)):
+        if inserted:
+            values = np.tile(np.asarray(inserted, ids.dtype), len(positions))
+            ids = np.insert(ids, np.repeat(positions, len(inserted)), values)
     return ids, lengths + len(prefix) + len(suffix)
 
 
 def accelerate(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> Tokenizer:
-    """`tokenizer` by gigatoken, if that is installed, can read the model and makes the same ids; else itself.
+    """Return a FastTokenizer if gigatoken is installed, can read the model and returns the same ids, or `tokenizer`.
 
-    Both encode NASTY and `texts`, the first documents of the input; 200 of them are a good number.
+    Both are compared on EDGE_CASE_TEXTS and on `texts`, the first documents of the input; 200 of them are enough.
     """
     try:
         engine = tokenizer.load_gigatoken()
@@ -108,10 +139,10 @@ def accelerate(tokenizer: Tokenizer, texts: Sequence[str] = ()) -> Tokenizer:
         fast = FastTokenizer(tokenizer, engine)
         for text in (*EDGE_CASE_TEXTS, *texts):
             if fast._encode([text])[0].tolist() != tokenizer.encode(text):
-                other = "gigatoken makes other ids than %s from the text %s; the reference tokenizer is used"
-                log.warning(other, tokenizer.name, _quote(text))
+                problem = "gigatoken makes other ids than %s from the text %s; the reference tokenizer is used"
+                log.warning(problem, tokenizer.name, _quote(text))
                 return tokenizer
-    except Exception as error:  # whatever it is, the reference can do the work
+    except Exception as error:  # the reference can always do the work
         log.warning("gigatoken fails on %s (%s); the reference tokenizer is used", tokenizer.name, error)
         return tokenizer
     return fast

@@ -1,8 +1,10 @@
-"""How far an interrupted run had come: one line per entry, each written after the data it vouches for is on disk.
+"""The journal of a preprocessing run, from which an interrupted run resumes.
 
-crc32 of the rest, 8 hex digits | JSON
-line 1: what the run is (tokenizer, inputs, keys): a run that differs cannot continue from it
-others: one `Tally` each; the last whole one counts, a line cut by the end of power does not
+Each entry is a line, written after the data that it counts has been synced to disk:
+
+    crc32 of the rest, 8 hex digits | JSON
+    line 1    tokenizer, inputs and keys; a run with other ones cannot resume from the journal
+    others    one `Progress` each; the last complete line counts (a loss of power may truncate one)
 """
 
 import contextlib
@@ -14,15 +16,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from megalite.checkpoint.storage import local_storage as file_system
+from megalite.checkpoint.storage import local_storage
 from megalite.common.safe_open import open_nofollow
 from megalite.data.errors import DataError
 from tools.preprocess.text_input import Position
 
 
 @dataclass
-class Tally:
-    """Everything that a run knows after a block; with the partial files it is all that continuing needs."""
+class Progress:
+    """The counts of a run after a block; with the partial files, they are all that resuming needs."""
 
     position: Position = field(default_factory=Position)
     documents: list[int] = field(default_factory=list)  # per key
@@ -33,83 +35,99 @@ class Tally:
     bad: dict[str, int] = field(default_factory=dict)  # by reason
     rejects_bytes: int = 0
     input_bytes: int = 0  # uncompressed
-    complete: bool = False  # all input was read; what is left is to name the files
+    complete: bool = False  # all input was read, and the files only need their final names
 
 
 class Journal:
-    """Locked as long as it is open. `last` is where an interrupted run of the same kind stopped, if there is one."""
+    """The journal of a run, locked while it is open.
+
+    Args:
+        path: its path.
+        header: the content of its first line.
+        resume: use the entries of an interrupted run, if there is one.
+        overwrite: discard an interrupted run.
+
+    Attributes:
+        last: the progress at which the interrupted run stopped, or the last one that was appended.
+
+    Raises:
+        DataError: There is an interrupted run but neither flag, it had another header, or the journal is locked.
+    """
 
     def __init__(self, path: Path, header: dict[str, Any], resume: bool, overwrite: bool):
-        self.path, self.last = path, None
+        self.path = path
+        self.last: Progress | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open_locked(path)
         try:
-            found = _read(path)
-            if len(found) > 1 and not overwrite:
+            entries = _read_entries(path)
+            if len(entries) > 1 and not overwrite:
                 if not resume:
                     raise DataError(
                         f"{path}: an interrupted run was kept here: continue it with --resume, or discard it with "
                         "--overwrite"
                     )
-                self._compare(found[0], header)
-                self.last = _progress(path, found[-1])
-            whole = sum(len(_line(entry)) for entry in found) if self.last else 0
-            self._file.truncate(whole)  # a cut line must not stand between whole ones
-            if not self.last:
+                self._compare(entries[0], header)
+                self.last = _parse_progress(path, entries[-1])
+                self._file.truncate(sum(len(_format_line(entry)) for entry in entries))  # remove a truncated line
+            else:
+                self._file.truncate(0)
                 self._write(header)
-                file_system.fsync_path(path.parent)
+                local_storage.fsync_path(path.parent)
         except BaseException:
             self._file.close()
             raise
 
-    def _compare(self, old: dict[str, Any], new: dict[str, Any]) -> None:
-        for name in new:
-            if old.get(name) != new[name]:
-                was, now = (json.dumps(x, ensure_ascii=False)[:500] for x in (old.get(name), new[name]))
-                both = f"the interrupted run had {name} {was}, this one has {now}"
-                raise DataError(f"{self.path}: {both}: give the same, or start over with --overwrite")
+    def _compare(self, old_header: dict[str, Any], header: dict[str, Any]) -> None:
+        for name, value in header.items():
+            if old_header.get(name) != value:
+                old_text = json.dumps(old_header.get(name), ensure_ascii=False)[:500]
+                text = json.dumps(value, ensure_ascii=False)[:500]
+                difference = f"the interrupted run had {name} {old_text}, this one has {text}"
+                raise DataError(f"{self.path}: {difference}: give the same, or start over with --overwrite")
 
-    def append(self, progress: Tally) -> None:
-        """To be called when all that `progress` counts has been synced."""
+    def append(self, progress: Progress) -> None:
+        """Add an entry. Everything that `progress` counts must have been synced."""
         self._write(asdict(progress))
         self.last = progress
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(_line(entry))
+        self._file.write(_format_line(entry))
         sync(self._file)
 
     def close(self, remove: bool) -> None:
+        """Close the journal, and delete its file if `remove`."""
         if remove and not self._file.closed:
             self.path.unlink(missing_ok=True)
         self._file.close()
 
 
-def _line(entry: dict[str, Any]) -> bytes:
+def _format_line(entry: dict[str, Any]) -> bytes:
     text = json.dumps(entry).encode("ascii")
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """All entries up to the first line that is cut or damaged."""
-    found = []
+def _read_entries(path: Path) -> list[dict[str, Any]]:
+    """Return all entries before the first truncated or damaged line."""
+    entries = []
     with open(path, "rb") as file:
         for line in file:
             crc, _, text = line.partition(b" ")
             if not line.endswith(b"\n") or crc != b"%08x" % zlib.crc32(text[:-1]):
                 break
-            found.append(json.loads(text))
-    return found
+            entries.append(json.loads(text))
+    return entries
 
 
-def _progress(path: Path, entry: dict[str, Any]) -> Tally:
+def _parse_progress(path: Path, entry: dict[str, Any]) -> Progress:
     try:
-        return Tally(**{**entry, "position": Position(**entry["position"])})
+        return Progress(**{**entry, "position": Position(**entry["position"])})
     except (TypeError, KeyError) as error:
         raise DataError(f"{path}: written by another version; start over with --overwrite") from error
 
 
 def open_locked(path: Path) -> BinaryIO:
-    """The file, to append to (nothing is cut yet), held by this process alone until it is closed."""
+    """Open a file for appending, locked by this process until it is closed. Raises DataError if it is locked."""
     while True:
         file = open(path, "ab", opener=open_nofollow)  # noqa: SIM115
         try:
@@ -120,10 +138,10 @@ def open_locked(path: Path) -> BinaryIO:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
-        file.close()  # its last owner renamed or removed it between opening and locking
+        file.close()  # the process that held the lock renamed or removed the file before this one got the lock
 
 
 def sync(file: BinaryIO | TextIO) -> None:
-    """Wait until what was written is on disk."""
+    """Wait until everything written to the file is on disk."""
     file.flush()
     os.fsync(file.fileno())

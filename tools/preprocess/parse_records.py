@@ -1,7 +1,7 @@
-"""The texts of one record, a line of JSON or a row of columns, or the reason why it has none.
+"""Parse the records of a block: lines of JSON, or rows of columns.
 
-JSON is read strictly: what other readers would understand differently (a key given twice, NaN, half a surrogate pair, a
-byte order mark) is bad and never guessed. Every reason has a short name, by which bad lines are counted.
+JSON is parsed strictly: a line that other parsers would read differently (a duplicate key, NaN, half a surrogate pair,
+a byte order mark) is bad. Every reason has a short name, by which bad lines are counted.
 """
 
 import json
@@ -12,11 +12,16 @@ import numpy as np
 
 from tools.preprocess.text_input import LINES, MAX_DOCUMENT_BYTES, ROWS
 
-SAMPLE_BYTES = 200  # of a bad line that are kept to look at
+SAMPLE_BYTES = 200  # bytes of a bad line that are kept as a sample
 
 
 class BadLine(ValueError):
-    """A record without usable text. reason: a short name to count by; text: the beginning of what was there."""
+    """A record without usable text.
+
+    Attributes:
+        reason: a short name by which bad lines are counted.
+        text: the beginning of the record.
+    """
 
     def __init__(self, reason: str, detail: str, raw: bytes = b""):
         super().__init__(detail)
@@ -24,18 +29,18 @@ class BadLine(ValueError):
         self.text = raw[:SAMPLE_BYTES].decode("utf-8", "backslashreplace")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         raise BadLine("duplicate-key", "an object has the same key twice")
     return values
 
 
-def _constant(text: str) -> Any:
+def _refuse_constant(text: str) -> Any:
     raise BadLine("not-json", f"{text} is not JSON")
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+DECODER = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant)
 
 
 def _decode(raw: bytes) -> str:
@@ -46,7 +51,7 @@ def _decode(raw: bytes) -> str:
 
 
 def parse_line(raw: bytes, keys: Sequence[str]) -> list[str] | None:
-    """The texts under `keys` of one JSON line; None for a blank line. BadLine says what is wrong with it."""
+    """Return the texts under `keys` of one JSON line, or None for a blank line. Raises BadLine."""
     text = _decode(raw).strip(" \t\r\n")
     if not text:
         return None
@@ -69,28 +74,29 @@ def parse_line(raw: bytes, keys: Sequence[str]) -> list[str] | None:
             raise BadLine("not-a-string", f"key {key!r} is not a string")
         try:
             record[key].encode("utf-8")
-        except UnicodeEncodeError as error:  # half a surrogate pair is no text
+        except UnicodeEncodeError as error:  # half a surrogate pair is not text
             raise BadLine("lone-surrogate", str(error)) from None
     return [record[key] for key in keys]
 
 
 def parse_rows(payload: bytes, keys: Sequence[str]) -> Iterator[list[str] | BadLine]:
-    """The records of a block of rows (see `text_input.pack_rows`)."""
-    count = int.from_bytes(payload[:8], "little")
-    lengths = np.frombuffer(payload, "<i8", len(keys) * count, 8).reshape(len(keys), count)
+    """Yield the texts of each row of a block (see `text_input.pack_rows`), or a BadLine."""
+    num_rows = int.from_bytes(payload[:8], "little")
+    lengths = np.frombuffer(payload, "<i8", len(keys) * num_rows, 8).reshape(len(keys), num_rows)
     sizes = np.maximum(lengths, 0)
-    ends = 8 + lengths.nbytes + np.cumsum(sizes).reshape(len(keys), count)
-    for row in range(count):
+    ends = 8 + lengths.nbytes + np.cumsum(sizes).reshape(len(keys), num_rows)
+    for row in range(num_rows):
         texts: list[str] = []
         raw = b""
         try:
             for k, key in enumerate(keys):
-                end, size = int(ends[k, row]), int(lengths[k, row])
-                raw = payload[end - max(size, 0) : end]
-                if size < 0:
+                end = int(ends[k, row])
+                length = int(lengths[k, row])
+                raw = payload[end - max(length, 0) : end]
+                if length < 0:
                     raise BadLine("not-a-string", f"key {key!r} is null")
-                if size > MAX_DOCUMENT_BYTES:
-                    raise too_long(size)
+                if length > MAX_DOCUMENT_BYTES:
+                    raise too_long(length)
                 texts.append(_decode(raw))
             yield texts
         except BadLine as error:
@@ -98,22 +104,31 @@ def parse_rows(payload: bytes, keys: Sequence[str]) -> Iterator[list[str] | BadL
 
 
 def too_long(size: int) -> BadLine:
+    """Return the BadLine for a record of this many bytes."""
     return BadLine("too-long", f"is {size} bytes long, more than the {MAX_DOCUMENT_BYTES} of one document: split it")
 
 
 def parse_block(kind: int, line: int, payload: bytes, keys: Sequence[str]) -> Iterator[tuple[int, list[str] | BadLine]]:
-    """(line, texts or what is wrong) of each record of a block; blank lines are passed over."""
+    """Yield (line number, texts or BadLine) for each record of a block, without blank lines.
+
+    Args:
+        kind: LINES, ROWS or TOO_LONG.
+        line: the number of the first line.
+        payload: the content of the block.
+        keys: the keys of the texts.
+    """
     if kind == ROWS:
         yield from enumerate(parse_rows(payload, keys), line)
     elif kind == LINES:
         for number, raw in enumerate(payload.split(b"\n"), line):
             try:
-                if len(raw) > MAX_DOCUMENT_BYTES:  # whether a block could hold it depends on where blocks end
+                if len(raw) > MAX_DOCUMENT_BYTES:  # possible in LINES: it depends on where chunks end
                     raise too_long(len(raw))
                 texts = parse_line(raw, keys)
                 if texts is not None:
                     yield number, texts
             except BadLine as error:
-                yield number, BadLine(error.reason, str(error), raw if error.reason != "too-long" else b"")
+                sample = raw if error.reason != "too-long" else b""
+                yield number, BadLine(error.reason, str(error), sample)
     else:
         yield line, too_long(int.from_bytes(payload, "little"))

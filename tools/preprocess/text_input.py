@@ -1,13 +1,13 @@
-"""Input files of every format as blocks of whole records, each with the position after it, in bounded memory.
+"""Read input files of every format as blocks of complete records, in bounded memory.
 
     .jsonl .json   one object per line          + .gz (any number of members), .zst (any number of frames)
     .txt           the whole file is one text   + .gz, .zst
-    .parquet       a row is a record, the column named like the key its text; needs pyarrow
+    .parquet       a row is a record; the column with the name of the key is its text; needs pyarrow
     -              standard input: lines of JSON
 
-A document may have MAX_DOCUMENT_BYTES; a longer one is passed over without being held, and reported. Reading can begin
-at any position that came with a block: plain files are entered there, compressed ones and standard input are read up
-to there and compared by checksum, parquet continues with the row. A compressed file that ends early is an error.
+A document longer than MAX_DOCUMENT_BYTES is skipped without storing it, and reported. Every block has the position
+after it, at which reading can resume: in a plain file by seeking, in parquet at the row. Compressed files and standard
+input are read again up to the position, and their checksum is compared. A truncated compressed file is an error.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,14 +27,21 @@ from megalite.data.errors import DataError
 
 BLOCK_BYTES = 1 << 19
 MAX_DOCUMENT_BYTES = 1 << 28
-ZSTD_SLICE = 4096  # compressed bytes at a time: one slice can become 128 MiB at most, so that no file fills the memory
-MAX_ROWS = 4096  # of one parquet block: a dictionary of long texts hides how large the rows are
-LINES, ROWS, TOO_LONG = range(3)  # what a block holds: lines of JSON; pack_rows(); the size of a document left out
+ZSTD_BYTES = 4096  # compressed bytes at a time: they expand to at most 128 MiB, so no file can fill the memory
+MAX_ROWS = 4096  # rows of a parquet block: with a dictionary of long texts, metadata says little about their size
+LINES, ROWS, TOO_LONG = range(3)  # payloads of a block: lines of JSON; pack_rows(); the size of a skipped document
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where reading continues. at: uncompressed bytes of the file, or rows, before here; crc: of these bytes."""
+    """A position at which reading can resume.
+
+    Attributes:
+        file: the index of the file.
+        line: the number of the next record, from 1.
+        at: the number of uncompressed bytes, or rows, before it.
+        crc: the crc32 of these bytes.
+    """
 
     file: int = 0
     line: int = 1
@@ -42,25 +49,41 @@ class Position:
     crc: int = 0
 
 
-class TextBlock(NamedTuple):
+@dataclass(frozen=True)
+class TextBlock:
+    """A block of complete records.
+
+    Attributes:
+        file: the index of the file.
+        line: the number of the first record, from 1.
+        kind: LINES, ROWS or TOO_LONG.
+        payload: the content.
+        next: the position after it.
+        disk: the bytes of the file on disk that were read so far.
+    """
+
     file: int
-    line: int  # number of the first record, from 1
+    line: int
     kind: int
     payload: bytes
     next: Position
-    disk: int  # bytes of this file on disk that had been read
+    disk: int
 
 
 def format_of(name: str) -> str:
-    """lines, text or parquet; empty when the name says none of them."""
-    stem = name.removesuffix(".gz").removesuffix(".zst") if name.endswith((".gz", ".zst")) else name
+    """Return lines, text or parquet for the name of a file, or an empty string for other names."""
+    stem = name
+    if name.endswith((".gz", ".zst")):
+        stem = name.removesuffix(".gz").removesuffix(".zst")
     if name == "-" or stem.endswith((".jsonl", ".json")):
         return "lines"
-    return "text" if stem.endswith(".txt") else "parquet" if name.endswith(".parquet") else ""
+    if stem.endswith(".txt"):
+        return "text"
+    return "parquet" if name.endswith(".parquet") else ""
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Files that match, each pattern sorted; a pattern without a match is an error."""
+    """Return the files that match the patterns, sorted within each. Raises DataError if a pattern matches no file."""
     files: list[str] = []
     for pattern in patterns:
         paths = [pattern] if pattern == "-" or os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -74,27 +97,29 @@ def expand(patterns: Sequence[str]) -> list[str]:
     return files
 
 
-def _optional(package: str, name: str) -> Any:
+def _import_optional(module: str, file_name: str) -> Any:
+    """Import a module that reading a file needs. Raises DataError if its package is not installed."""
     try:
-        return importlib.import_module(package)
+        return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(missing_package_message(name, package.partition(".")[0])) from error
+        raise DataError(missing_package_message(file_name, module.partition(".")[0])) from error
 
 
 def read_blocks(
     files: Sequence[str], keys: Sequence[str] = ("text",), start: Position | None = None
 ) -> Iterator[TextBlock]:
-    """The records of all files in order, about BLOCK_BYTES at a time. Errors of a file are DataErrors that name it."""
+    """Yield the records of all files in order, about BLOCK_BYTES at a time. Raises DataError for an unreadable file."""
     start = start or Position()
-    for number in range(start.file, len(files)):
-        name, here = files[number], start if number == start.file else Position(number)
+    for index in range(start.file, len(files)):
+        name = files[index]
+        position = start if index == start.file else Position(index)
         try:
             if format_of(name) == "parquet":
-                yield from _parquet(name, here, keys)
+                yield from _read_parquet(name, position, keys)
             elif format_of(name) == "text":
-                yield _text(name, number)
+                yield _read_text(name, index)
             else:
-                yield from _lines(name, here)
+                yield from _LineReader(name, position).blocks()
         except OSError as error:
             raise DataError(f"{name}: {error.strerror or error}") from error
         except (EOFError, zlib.error) as error:
@@ -102,35 +127,41 @@ def read_blocks(
 
 
 def text_bytes(name: str) -> int:
-    """Bytes of a file's contents; of a compressed one by how its beginning unpacks. Raises OSError."""
+    """Return the bytes of a file's content, estimated from the first chunk if it is compressed. Raises OSError."""
     size = os.path.getsize(name)
     if name.endswith((".gz", ".zst")):
-        with contextlib.suppress(EOFError, zlib.error, DataError, StopIteration):  # who reads all of it tells
+        with contextlib.suppress(EOFError, zlib.error, DataError, StopIteration):  # reading it all reports the error
             chunk, disk = next(_chunks(name))
             return size * len(chunk) // max(1, disk)
     return size
 
 
-def _chunks(name: str, at: int = 0) -> Iterator[tuple[bytes, int]]:
-    """The uncompressed contents from byte `at` of a plain file, else from the beginning; and how far on disk."""
+def _chunks(name: str, offset: int = 0) -> Iterator[tuple[bytes, int]]:
+    """Yield (chunk of the uncompressed content, bytes read from disk).
+
+    Args:
+        name: the file.
+        offset: the first byte of a plain file; compressed files start at their beginning.
+    """
     with open(0, "rb", closefd=False) if name == "-" else open(name, "rb") as raw:
         if name.endswith((".gz", ".zst")) and not os.fstat(raw.fileno()).st_size:
             raise EOFError("empty")
         if name.endswith(".zst"):
-            for chunk in _zstd(raw, name):
+            for chunk in _zstd_chunks(raw, name):
                 yield chunk, raw.tell()
             return
-        if at:
-            raw.seek(at)
+        if offset:
+            raw.seek(offset)
         file = gzip.GzipFile(fileobj=raw) if name.endswith(".gz") else raw
         while chunk := file.read(BLOCK_BYTES):
             yield chunk, 0 if name == "-" else raw.tell()
 
 
-def _zstd(raw: BinaryIO, name: str) -> Iterator[bytes]:
-    zstandard = _optional("zstandard", name)
-    frame = None  # the package's stream reader takes a cut frame for a whole one; a frame object knows its end
-    while data := raw.read(ZSTD_SLICE):
+def _zstd_chunks(raw: BinaryIO, name: str) -> Iterator[bytes]:
+    zstandard = _import_optional("zstandard", name)
+    # the package's stream reader accepts a truncated frame; a decompression object knows the end of its frame
+    frame = None
+    while data := raw.read(ZSTD_BYTES):
         while data:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             try:
@@ -141,144 +172,184 @@ def _zstd(raw: BinaryIO, name: str) -> Iterator[bytes]:
                 yield chunk[a : a + BLOCK_BYTES]
             data = b""
             if frame.eof:
-                data, frame = frame.unused_data, None
+                data = frame.unused_data
+                frame = None
     if frame:
         raise EOFError("ends within a frame")
 
 
-def _from(name: str, start: Position) -> Iterator[tuple[bytes, int]]:
-    """_chunks from a position; what has to be read to get there must be what was read before."""
+def _chunks_from(name: str, start: Position) -> Iterator[tuple[bytes, int]]:
+    """Yield `_chunks` from a position. Raises DataError if the content before it is not what was read before."""
     if start.at == 0 or (name != "-" and not name.endswith((".gz", ".zst"))):
         yield from _chunks(name, start.at)
         return
-    left, crc = start.at, 0
+    num_left = start.at
+    crc = 0
     for chunk, disk in _chunks(name):
-        head = chunk[:left]
-        crc, left = zlib.crc32(head, crc), left - len(head)
-        if left == 0 and crc != start.crc:
+        head = chunk[:num_left]
+        crc = zlib.crc32(head, crc)
+        num_left -= len(head)
+        if num_left == 0 and crc != start.crc:
             break
         if len(chunk) > len(head):
             yield chunk[len(head) :], disk
-    if left or crc != start.crc:
-        other = f"the first {start.at} bytes are not those of the interrupted run"
-        raise DataError(f"{name}: {other}: give the same input again, or start over with --overwrite")
+    if num_left or crc != start.crc:
+        problem = f"the first {start.at} bytes are not those of the interrupted run"
+        raise DataError(f"{name}: {problem}: give the same input again, or start over with --overwrite")
 
 
-def _lines(name: str, start: Position) -> Iterator[TextBlock]:
-    line, at, crc, disk = start.line, start.at, start.crc, 0
-    ready: list[bytes] = []  # whole lines
-    tail: list[bytes] = []  # the beginning of the next line
-    ready_size = tail_size = dropped = 0
+class _LineReader:
+    """The lines of a file, as blocks. It keeps track of the position after the last block."""
 
-    def pass_(pieces: Sequence[bytes]) -> None:
-        nonlocal at, crc
-        for piece in pieces:
-            at, crc = at + len(piece), zlib.crc32(piece, crc)
+    def __init__(self, name: str, start: Position):
+        self._name = name
+        self._file = start.file
+        self._start = start
+        self._line = start.line
+        self._offset = start.at
+        self._crc = start.crc
+        self._disk = 0
 
-    def take(pieces: list[bytes]) -> TextBlock:
-        nonlocal line
-        payload, first = b"".join(pieces), line
-        pass_([payload])
-        line += payload.count(b"\n")
-        return TextBlock(start.file, first, LINES, payload, Position(start.file, line, at, crc), disk)
+    def blocks(self) -> Iterator[TextBlock]:
+        """Yield blocks of complete lines."""
+        lines: list[bytes] = []  # complete lines
+        tail: list[bytes] = []  # the beginning of the next line
+        lines_size = tail_size = 0
+        skipped_size = 0  # of the line that is being skipped, since it is too long
+        for chunk, disk in _chunks_from(self._name, self._start):
+            self._disk = disk
+            if skipped_size:
+                end = chunk.find(b"\n") + 1 or len(chunk)
+                self._advance(chunk[:end])
+                skipped_size += end
+                if not chunk[:end].endswith(b"\n"):
+                    continue
+                yield self._skipped_block(skipped_size - 1)
+                skipped_size = 0
+                chunk = chunk[end:]
+            end = chunk.rfind(b"\n") + 1
+            if end:
+                lines += [*tail, chunk[:end]]
+                lines_size += tail_size + end
+                tail = []
+                tail_size = 0
+            tail.append(chunk[end:])
+            tail_size += len(chunk) - end
+            if lines_size >= BLOCK_BYTES or (lines and tail_size > MAX_DOCUMENT_BYTES):
+                yield self._block(lines)
+                lines = []
+                lines_size = 0
+            if tail_size > MAX_DOCUMENT_BYTES:
+                for piece in tail:
+                    self._advance(piece)
+                skipped_size = tail_size
+                tail = []
+                tail_size = 0
+        if skipped_size:
+            yield self._skipped_block(skipped_size)
+        elif lines_size + tail_size:
+            yield self._block(lines + tail)
 
-    def leave_out(size: int) -> TextBlock:
-        nonlocal line
-        line += 1
-        after = Position(start.file, line, at, crc)
-        return TextBlock(start.file, line - 1, TOO_LONG, size.to_bytes(8, "little"), after, disk)
+    def _advance(self, data: bytes) -> None:
+        self._offset += len(data)
+        self._crc = zlib.crc32(data, self._crc)
 
-    for chunk, disk in _from(name, start):  # noqa: B007, the functions above read it
-        if dropped:
-            end = chunk.find(b"\n") + 1 or len(chunk)
-            pass_([chunk[:end]])
-            dropped += end
-            if chunk[end - 1] != 10:  # the line continues
-                continue
-            yield leave_out(dropped - 1)
-            dropped, chunk = 0, chunk[end:]
-        cut = chunk.rfind(b"\n") + 1
-        if cut:
-            ready += [*tail, chunk[:cut]]
-            ready_size += tail_size + cut
-            tail, tail_size = [], 0
-        tail.append(chunk[cut:])
-        tail_size += len(chunk) - cut
-        if ready_size >= BLOCK_BYTES or (ready and tail_size > MAX_DOCUMENT_BYTES):
-            yield take(ready)
-            ready, ready_size = [], 0
-        if tail_size > MAX_DOCUMENT_BYTES:
-            pass_(tail)
-            tail, tail_size, dropped = [], 0, tail_size
-    if dropped:
-        yield leave_out(dropped)
-    elif ready_size + tail_size:
-        yield take(ready + tail)
+    def _block(self, pieces: list[bytes]) -> TextBlock:
+        payload = b"".join(pieces)
+        first = self._line
+        self._advance(payload)
+        self._line += payload.count(b"\n")
+        return TextBlock(self._file, first, LINES, payload, self._position(), self._disk)
+
+    def _skipped_block(self, size: int) -> TextBlock:
+        first = self._line
+        self._line += 1
+        return TextBlock(self._file, first, TOO_LONG, size.to_bytes(8, "little"), self._position(), self._disk)
+
+    def _position(self) -> Position:
+        return Position(self._file, self._line, self._offset, self._crc)
 
 
-def _text(name: str, number: int) -> TextBlock:
-    pieces, size, disk = [], 0, 0
-    for chunk, disk in _chunks(name):  # noqa: B007
+def _read_text(name: str, file_index: int) -> TextBlock:
+    """Return a text file as a block of one row."""
+    pieces = []
+    size = disk = 0
+    next_position = Position(file_index + 1)
+    for chunk, disk in _chunks(name):  # noqa: B007  used after the loop
         size += len(chunk)
-        if size > MAX_DOCUMENT_BYTES:  # how long it really is would take reading it to the end
-            return TextBlock(number, 1, TOO_LONG, size.to_bytes(8, "little"), Position(number + 1), disk)
+        if size > MAX_DOCUMENT_BYTES:  # its real size is unknown, to avoid reading it to the end
+            return TextBlock(file_index, 1, TOO_LONG, size.to_bytes(8, "little"), next_position, disk)
         pieces.append(chunk)
-    return TextBlock(number, 1, ROWS, pack_rows([np.array([size])], pieces), Position(number + 1), disk)
+    return TextBlock(file_index, 1, ROWS, pack_rows([np.array([size])], pieces), next_position, disk)
 
 
 def pack_rows(lengths: Sequence[Any], contents: Sequence[bytes]) -> bytes:
-    """A block of rows: their number u64 | bytes of each text i64 [keys, rows], -1 for null | the texts, key by key."""
+    """Return the payload of a block of rows.
+
+    number of rows u64 | bytes of each text i64 [keys, rows], -1 for null | the texts, key by key
+
+    Args:
+        lengths: for each key, the bytes of each text.
+        contents: the texts, in any number of pieces.
+    """
     table = np.stack(lengths).astype("<i8")
     return b"".join([table.shape[1].to_bytes(8, "little"), table.tobytes(), *contents])
 
 
-def _parquet(name: str, start: Position, keys: Sequence[str]) -> Iterator[TextBlock]:
-    arrow, parquet = _optional("pyarrow", name), _optional("pyarrow.parquet", name)
+def _read_parquet(name: str, start: Position, keys: Sequence[str]) -> Iterator[TextBlock]:
+    """Yield blocks of the rows of a parquet file."""
+    arrow = _import_optional("pyarrow", name)
+    parquet = _import_optional("pyarrow.parquet", name)
     try:
-        # buffered, page by page: never a whole row group
+        # buffered reads get pages, never a complete row group
         with parquet.ParquetFile(name, buffer_size=BLOCK_BYTES, pre_buffer=False) as file:
             _check_columns(name, file.schema_arrow, keys, arrow)
-            size, row = os.path.getsize(name), 0
-            for group in range(file.metadata.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if row + rows <= start.at:
-                    row += rows
+            file_size = os.path.getsize(name)
+            end = 0  # number of rows up to the end of the current batch
+            for group_index in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(group_index)
+                if end + group.num_rows <= start.at:
+                    end += group.num_rows
                     continue
-                about = file.metadata.row_group(group)
-                columns = (about.column(i) for i in range(about.num_columns))
-                size_of_keys = sum(one.total_uncompressed_size for one in columns if one.path_in_schema in keys)
-                most = max(1, min(MAX_ROWS, rows * BLOCK_BYTES // max(size_of_keys, 1)))
-                for batch in file.iter_batches(most, [group], list(keys), use_threads=False):
-                    first, row = row, row + batch.num_rows
-                    if row <= start.at:
+                columns = (group.column(i) for i in range(group.num_columns))
+                text_size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
+                batch_rows = max(1, min(MAX_ROWS, group.num_rows * BLOCK_BYTES // max(text_size, 1)))
+                for batch in file.iter_batches(batch_rows, [group_index], list(keys), use_threads=False):
+                    begin = end
+                    end += batch.num_rows
+                    if end <= start.at:
                         continue
-                    batch = batch.slice(max(start.at - first, 0))
-                    payload = _columns(batch, keys, arrow)
-                    disk = size * row // file.metadata.num_rows
-                    at = Position(start.file, row + 1, row)
-                    yield TextBlock(start.file, row - batch.num_rows + 1, ROWS, payload, at, disk)
+                    begin = max(begin, start.at)
+                    batch = batch.slice(batch.num_rows - (end - begin))
+                    payload = _pack_batch(batch, keys, arrow)
+                    disk = file_size * end // file.metadata.num_rows
+                    yield TextBlock(start.file, begin + 1, ROWS, payload, Position(start.file, end + 1, end), disk)
     except arrow.ArrowException as error:
         raise DataError(f"{name}: truncated or damaged ({error}); fetch the file again") from error
 
 
 def _check_columns(name: str, schema: Any, keys: Sequence[str], arrow: Any) -> None:
+    """Raise DataError unless the file has one text column for each key."""
     for key in keys:
         if schema.names.count(key) != 1:
             raise DataError(f"{name}: no column {key!r}; it has {', '.join(schema.names)}: choose with --json-keys")
-        kind = schema.field(key).type
-        kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
-        if str(kind).replace("large_", "").replace("_view", "") not in ("string", "binary"):
-            raise DataError(f"{name}: column {key!r} is {kind}, not text: choose another with --json-keys")
+        column_type = schema.field(key).type
+        if arrow.types.is_dictionary(column_type):
+            column_type = column_type.value_type
+        if str(column_type).replace("large_", "").replace("_view", "") not in ("string", "binary"):
+            raise DataError(f"{name}: column {key!r} is {column_type}, not text: choose another with --json-keys")
 
 
-def _columns(batch: Any, keys: Sequence[str], arrow: Any) -> bytes:
-    lengths, contents = [], []
+def _pack_batch(batch: Any, keys: Sequence[str], arrow: Any) -> bytes:
+    """Return the payload for a batch of rows."""
+    lengths = []
+    contents = []
     for key in keys:
         column = batch.column(key).cast(arrow.large_binary())
-        missing = column.is_null().to_numpy(zero_copy_only=False)
-        column = column.fill_null(b"")  # what lies under a null is not defined
+        is_null = column.is_null().to_numpy(zero_copy_only=False)
+        column = column.fill_null(b"")  # the bytes of a null are undefined
         _, offsets, data = column.buffers()
         ends = np.frombuffer(offsets, "<i8")[column.offset : column.offset + len(column) + 1]
-        lengths.append(np.where(missing, -1, np.diff(ends)))
+        lengths.append(np.where(is_null, -1, np.diff(ends)))
         contents.append(data[int(ends[0]) : int(ends[-1])].to_pybytes() if data is not None else b"")
     return pack_rows(lengths, contents)

@@ -1,11 +1,11 @@
-"""Raw text to token files: one preprocessing run, what is done so far, and how it ends or is continued.
+"""Turn raw text into token files, in a run that can be interrupted and resumed.
 
     files -> blocks of lines (512 KiB) -> workers: parse, check, tokenize -> writer, by block number
-    write    results, in order -> .bin.partial, .lengths.partial, .rejects.jsonl.partial; now and then sync + journal
-    finish   the journal says complete -> pairs visible one by one -> rejects -> journal removed
+    write    results, in order -> .bin.partial, .lengths.partial, .rejects.jsonl.partial; sync + journal at intervals
+    finish   the journal is marked complete -> pairs get their final names one by one -> rejects -> journal removed
 
-A crash at any point leaves either a journal, from which the same files come out, or the finished files. The output is
-the same bytes for any number of workers, and whether the run was interrupted or not.
+A crash at any point leaves either a journal, from which a resumed run makes the same files, or the finished files. The
+output has the same bytes for any number of workers, and with or without interruptions.
 """
 
 import contextlib
@@ -13,73 +13,97 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.storage import local_storage as file_system
+from megalite.checkpoint.storage import local_storage
 from megalite.common.console import ProgressBar, print_err
 from megalite.data.errors import DataError
 from megalite.data.files.sidecar import read_sidecar
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from tools.preprocess.bad_records import Rejects, check_fraction, in_words, judge
+from tools.preprocess.bad_records import Rejects, check_bad_fraction, check_fraction, format_counts
 from tools.preprocess.fast_tokenizer import FastTokenizer, accelerate
 from tools.preprocess.indexed_writer import IndexedWriter, token_dtype
-from tools.preprocess.journal import Journal, Tally
+from tools.preprocess.journal import Journal, Progress
 from tools.preprocess.parse_records import BadLine, parse_block
 from tools.preprocess.text_input import MAX_DOCUMENT_BYTES, TextBlock, expand, format_of, read_blocks
-from tools.preprocess.workers import Job, Result, in_process, in_workers
+from tools.preprocess.workers import Job, Result, tokenize_in_process, tokenize_in_workers
 
-JOURNAL_SECONDS = 30.0  # work that an interruption can cost; an entry costs one fsync of what was written since
+JOURNAL_SECONDS = 30.0  # work that an interruption can lose; an entry costs an fsync of what was written since the last
 JOURNAL_BYTES = 256 << 20  # of tokens
-READ_AHEAD = 1 << 14  # a decompressor has taken in at most this much more than it has given out
+READ_AHEAD = 1 << 14  # the most that a decompressor may have read beyond the data that it has returned
 
 
 def make_info(tokenizer: Tokenizer, documents: int, tokens: int, sources: Sequence[str]) -> dict[str, Any]:
-    """The content of the .json file beside a token file (megalite/data/files/sidecar.py)."""
-    made_by = {name: getattr(tokenizer, name) for name in ("name", "fingerprint", "vocab_size", "eod")}
-    sizes = {"documents": documents, "tokens": tokens, "sources": list(sources)}
-    return {"version": 1, "tokenizer": made_by, **sizes}
+    """Return the content of the .json file of a token file (megalite/data/files/sidecar.py)."""
+    return {
+        "version": 1,
+        "tokenizer": {
+            "name": tokenizer.name,
+            "fingerprint": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        },
+        "documents": documents,
+        "tokens": tokens,
+        "sources": list(sources),
+    }
 
 
-class TokenRun:
-    """files: input, in order; output_prefix: as the user gave it; max_bad: share of bad lines that is accepted."""
+class TokenizeRun:
+    """One preprocessing run.
 
-    def __init__(self, files: Sequence[str], output_prefix: str, job: Job, model: Tokenizer, max_bad: float):
-        self.files, self.job, self.model, self.max_bad = files, job, model, max_bad
+    Args:
+        files: the input files, in order.
+        output_prefix: the prefix of all output files.
+        job: how texts become tokens.
+        tokenizer: the tokenizer of the job.
+        max_bad_fraction: the largest allowed fraction of bad lines.
+    """
+
+    def __init__(
+        self, files: Sequence[str], output_prefix: str, job: Job, tokenizer: Tokenizer, max_bad_fraction: float
+    ):
+        self.files = files
+        self.job = job
+        self.tokenizer = tokenizer
+        self.max_bad_fraction = max_bad_fraction
         self.prefixes = [f"{output_prefix}_{key}_document" for key in job.keys]
-        self.journal_path, self._rejects_path = (Path(f"{output_prefix}.{x}") for x in ("journal", "rejects.jsonl"))
+        self.journal_path = Path(f"{output_prefix}.journal")
+        self._rejects_path = Path(f"{output_prefix}.rejects.jsonl")
         self._names = [Path(name).name for name in files]
         self._stats = [None if name == "-" else os.stat(name) for name in files]
-        sizes = [about.st_size for about in self._stats if about]
+        sizes = [stat.st_size for stat in self._stats if stat]
         self._sizes = sizes if len(sizes) == len(files) else None
-        self.progress, self.resumed = Tally(), False
+        self.progress = Progress()
+        self.is_resumed = False
         self._journal: Journal | None = None
-        self._writers: list[IndexedWriter | None] = []  # None: that pair is visible already
+        self._writers: list[IndexedWriter | None] = []  # None: the pair has its final names
         self._rejects: Rejects | None = None
 
-    # what the run is
-
     def _header(self) -> dict[str, Any]:
-        """The facts that must be the same for a run to continue where another one stopped."""
+        """Return the facts that must be the same when an interrupted run is resumed."""
         stats = zip(self.files, self._stats, strict=True)
         return {
             "version": 1,
-            "tokenizer": self.model.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
             "keys": list(self.job.keys),
             "append_eod": self.job.append_eod,
             "max_document_bytes": MAX_DOCUMENT_BYTES,
-            "files": [[name, about.st_size, about.st_mtime_ns] if about else [name] for name, about in stats],
+            "files": [[name, stat.st_size, stat.st_mtime_ns] if stat else [name] for name, stat in stats],
         }
 
     def _source_bytes(self) -> int:
-        """On disk; of standard input what was read of it."""
+        """Return the size of the input on disk, or what was read of standard input."""
         return self.progress.input_bytes if self._sizes is None else sum(self._sizes)
 
     def _info(self, k: int) -> dict[str, Any]:
+        """Return the content of the .json file for key number `k`."""
         p = self.progress
-        return make_info(self.model, p.documents[k], p.tokens[k], self._names) | {
+        return {
+            **make_info(self.tokenizer, p.documents[k], p.tokens[k], self._names),
             "append_eod": self.job.append_eod,
             "bytes": p.text_bytes[k],
             "source_bytes": self._source_bytes(),
@@ -89,38 +113,43 @@ class TokenRun:
         }
 
     def is_complete(self) -> bool:
-        """Are the files there that this run would make? Told by their sidecars and by the times of the inputs."""
+        """Return True if the output files exist, are newer than the input, and match this run by their .json files."""
         if None in self._stats:
             return False
-        want = (self.model.fingerprint, self.job.append_eod, self._source_bytes(), self._names)
-        newest = max(about.st_mtime for about in self._stats if about)
+        expected = (self.tokenizer.fingerprint, self.job.append_eod, self._source_bytes(), self._names)
+        newest_input = max(stat.st_mtime for stat in self._stats if stat)
         for prefix in self.prefixes:
             try:
-                info, written = read_sidecar(prefix), os.stat(prefix + ".idx").st_mtime
+                info = read_sidecar(prefix)
+                written = os.stat(f"{prefix}.idx").st_mtime
             except (OSError, DataError):
                 return False
-            keys = ("append_eod", "source_bytes", "sources")
-            if not info or (info["tokenizer"]["fingerprint"], *(info.get(key) for key in keys)) != want:
+            if not info or written < newest_input:
                 return False
-            if written < newest:
+            keys = ("append_eod", "source_bytes", "sources")
+            if (info["tokenizer"]["fingerprint"], *(info.get(key) for key in keys)) != expected:
                 return False
         return True
 
-    # begin and end
-
-    def open(self, resume: bool, overwrite: bool) -> "TokenRun":
-        """Take the journal and the files; start over, or where an interrupted run stopped."""
-        n, dtype = len(self.prefixes), token_dtype(self.model.vocab_size)
+    def open(self, resume: bool, overwrite: bool) -> "TokenizeRun":
+        """Open the journal and the output files, at the position of an interrupted run or at the start."""
         self._journal = Journal(self.journal_path, self._header(), resume, overwrite)
-        self.resumed = self._journal.last is not None
-        zeros: dict[str, Any] = {name: [0] * n for name in ("documents", "tokens", "empty", "text_bytes")}
-        self.progress = p = self._journal.last or Tally(**zeros)
+        self.is_resumed = self._journal.last is not None
+        zeros = [0 for _ in self.prefixes]
+        self.progress = self._journal.last or Progress(
+            documents=[*zeros], tokens=[*zeros], empty=[*zeros], text_bytes=[*zeros]
+        )
+        p = self.progress
+        dtype = token_dtype(self.tokenizer.vocab_size)
         try:
             for k, prefix in enumerate(self.prefixes):
-                # `finish` of a pair removes the lengths last, and the rejects follow when all pairs are done
-                visible = p.complete and not Path(prefix + ".lengths.partial").exists()
-                at = (p.documents[k], p.tokens[k]) if self.resumed else None
-                self._writers.append(None if visible else IndexedWriter(prefix, dtype, at))
+                # an interrupted `finish` handles the pairs one by one and removes the lengths of each last; then the
+                # rejects follow
+                if p.complete and not Path(f"{prefix}.lengths.partial").exists():
+                    self._writers.append(None)
+                    continue
+                resume_at = (p.documents[k], p.tokens[k]) if self.is_resumed else None
+                self._writers.append(IndexedWriter(prefix, dtype, resume_at))
             if not p.complete or Path(f"{self._rejects_path}.partial").exists():
                 self._rejects = Rejects(self._rejects_path, self.files, p.rejects_bytes)
         except BaseException:
@@ -128,21 +157,24 @@ class TokenRun:
             raise
         return self
 
-    def __enter__(self) -> "TokenRun":
+    def __enter__(self) -> "TokenizeRun":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """After an error: keep what the journal vouches for; without an entry there is nothing to keep."""
+        """Close the files. After an error, keep them for --resume if the journal has an entry, or delete them."""
         keep = self._journal is not None and self._journal.last is not None
         for writer in filter(None, self._writers):
-            writer.keep() if keep else writer.abort()
+            if keep:
+                writer.keep()
+            else:
+                writer.abort()
         if self._rejects:
             self._rejects.close(remove=not keep)
         if self._journal:
             self._journal.close(remove=not keep)
 
-    def outlook(self) -> str:
-        """The end of an error's message, which says what is left on disk."""
+    def resume_hint(self) -> str:
+        """Return the end of an error message, which says what is left on disk."""
         if self._journal is None:
             return ""
         if self._journal.last is None:
@@ -150,7 +182,7 @@ class TokenRun:
         return f"; what was done is kept in {self.journal_path}: continue from there with --resume"
 
     def finish(self) -> None:
-        """Give all files their final names. Interrupted anywhere, it is done again by resuming."""
+        """Give all files their final names. If it is interrupted at any point, a resumed run repeats it."""
         for k, writer in enumerate(self._writers):
             if writer:
                 writer.finish(self._info(k))
@@ -158,51 +190,55 @@ class TokenRun:
             self._rejects.finish(self.progress.rejects_bytes)
         if self._journal:
             self._journal.close(remove=True)
-        p = self.progress
-        if p.bad or any(p.empty):
-            bad = in_words(p.bad) or "none"
-            see = f" (samples in {self._rejects_path})" if p.bad else ""
-            print_err(f"left out: {sum(p.empty)} texts without tokens; bad lines: {bad}{see}")
-
-    # the work
+        num_empty = sum(self.progress.empty)
+        if self.progress.bad:
+            counts = f"{format_counts(self.progress.bad)} (samples in {self._rejects_path})"
+            print_err(f"left out: {num_empty} texts without tokens; bad lines: {counts}")
+        elif num_empty:
+            print_err(f"left out: {num_empty} texts without tokens; bad lines: none")
 
     def write(self, results: Iterator[tuple[TextBlock, Result]], log_interval: int) -> None:
-        """Append every result, and an entry to the journal now and then; the last entry says that all is written."""
-        p, meter = self.progress, Meter(self.progress, self._sizes)
-        noted, noted_bytes, told = time.monotonic(), 0, p.documents[0]
+        """Append every result, and an entry to the journal at intervals; mark the last entry as complete."""
+        p = self.progress
+        meter = ProgressMeter(p, self._sizes)
+        journal_time = time.monotonic()
+        bytes_since_journal = 0
+        num_logged = p.documents[0]
         with ProgressBar(f"tokenizing {self._names[0]}", 100, "%") as bar:
             for block, result in results:
-                if result.bad and not self.max_bad:
+                if result.bad and not self.max_bad_fraction:
                     line, _, detail, _ = result.samples[0]
-                    where = f"{self.files[block.file]}:{line}"
-                    raise DataError(f"{where}: {detail}; --max-bad-fraction leaves bad lines out")
-                noted_bytes += self._append(block, result)
-                meter.read(block)
-                if time.monotonic() - noted >= JOURNAL_SECONDS or noted_bytes >= JOURNAL_BYTES:
-                    self._note()
-                    noted, noted_bytes = time.monotonic(), 0
+                    location = f"{self.files[block.file]}:{line}"
+                    raise DataError(f"{location}: {detail}; --max-bad-fraction leaves bad lines out")
+                bytes_since_journal += self._append(block, result)
+                meter.update(block)
+                if time.monotonic() - journal_time >= JOURNAL_SECONDS or bytes_since_journal >= JOURNAL_BYTES:
+                    self._write_journal_entry()
+                    journal_time = time.monotonic()
+                    bytes_since_journal = 0
                 if bar.live:
-                    bar.update(100 * (meter.share or 0), meter.rates())
-                elif p.documents[0] - told >= log_interval:
-                    told = p.documents[0]
+                    bar.update(100 * (meter.fraction or 0), meter.rates())
+                elif p.documents[0] - num_logged >= log_interval:
+                    num_logged = p.documents[0]
                     print_err(meter.line())
-                if meter.share is not None:
-                    self._judge(min(meter.share, 0.999))
-        self._judge(1.0)
+                if meter.fraction is not None:
+                    self._check_bad_fraction(min(meter.fraction, 0.999))
+        self._check_bad_fraction(1.0)
         if not any(p.tokens):
             raise DataError(f"input={' '.join(self.files[:9])} holds no text")
         p.complete = True
-        self._note()
+        self._write_journal_entry()
 
     def _append(self, block: TextBlock, result: Result) -> int:
-        """Bytes of tokens written."""
+        """Append a result to the files and counts, and return its bytes of tokens."""
         p = self.progress
         if self._rejects:
             self._rejects.add(block.file, result, p)
         for k, writer in enumerate(self._writers):
             if writer:
                 writer.add_many(result.tokens[k], result.lengths[k])
-                p.documents[k], p.tokens[k] = writer.num_documents, writer.num_tokens
+                p.documents[k] = writer.num_documents
+                p.tokens[k] = writer.num_tokens
             p.empty[k] += result.empty[k]
             p.text_bytes[k] += result.text_bytes[k]
         p.records += result.records
@@ -210,63 +246,78 @@ class TokenRun:
         p.position = block.next
         return sum(tokens.nbytes for tokens in result.tokens)
 
-    def _judge(self, share: float) -> None:
+    def _check_bad_fraction(self, fraction_read: float) -> None:
+        hint = f"samples are in {self._rejects_path}.partial"
         try:
-            judge(self.progress, self.max_bad, share, f"samples are in {self._rejects_path}.partial")
+            check_bad_fraction(self.progress, self.max_bad_fraction, fraction_read, hint)
         except DataError:
-            self._note()  # another limit may be chosen, and the samples are to be looked at
+            self._write_journal_entry()  # keeps the samples, and the work for a resumed run with another limit
             raise
 
-    def _note(self) -> None:
+    def _write_journal_entry(self) -> None:
         for writer in filter(None, self._writers):
             writer.sync()
         if self._rejects and self._journal:
             self._rejects.sync()
-            file_system.fsync_path(self._rejects_path.parent)
+            local_storage.fsync_path(self._rejects_path.parent)
             self._journal.append(self.progress)
 
 
-class Meter:
-    """How fast a run goes, as one line: rates since it was started, share of the input, time left.
+class ProgressMeter:
+    """The speed of a run: rates since its start, fraction of the input, and remaining time.
 
-    progress: of the whole run, counted on by its owner; sizes: of the input files on disk, None if one is not known
+    Args:
+        progress: the counts of the run, which it updates.
+        sizes: bytes of each input file on disk; None if one is unknown.
+
+    Attributes:
+        fraction: the fraction of the input that was read; None if its size is unknown.
     """
 
-    def __init__(self, progress: Tally, sizes: Sequence[int] | None):
-        self._now, self._begin = progress, time.perf_counter()
-        self._documents, self._tokens = progress.documents[0], sum(progress.tokens)
-        self._bytes = progress.input_bytes
-        self._before = None if sizes is None else [*accumulate(sizes, initial=0)]
-        self.share: float | None = None  # of the input read so far; None when its size is not known
-        self._first: float | None = None
+    def __init__(self, progress: Progress, sizes: Sequence[int] | None):
+        self.fraction: float | None = None
+        self._progress = progress
+        self._start_time = time.perf_counter()
+        self._start_documents = progress.documents[0]
+        self._start_tokens = sum(progress.tokens)
+        self._start_bytes = progress.input_bytes
+        self._start_fraction: float | None = None
+        self._file_offsets = None if sizes is None else [*accumulate(sizes, initial=0)]
 
-    def read(self, block: TextBlock) -> None:
-        if self._before and self._before[-1]:
-            self.share = (self._before[block.file] + max(block.disk - READ_AHEAD, 0)) / self._before[-1]
-            if self._first is None:
-                self._first = self.share
+    def update(self, block: TextBlock) -> None:
+        """Update the fraction after a block."""
+        offsets = self._file_offsets
+        if offsets and offsets[-1]:
+            self.fraction = (offsets[block.file] + max(block.disk - READ_AHEAD, 0)) / offsets[-1]
+            if self._start_fraction is None:
+                self._start_fraction = self.fraction
 
     def rates(self) -> str:
-        seconds, now = max(time.perf_counter() - self._begin, 1e-9), self._now
+        """Return documents, bytes and tokens per second."""
+        seconds = max(time.perf_counter() - self._start_time, 1e-9)
+        documents = self._progress.documents[0] - self._start_documents
+        num_bytes = self._progress.input_bytes - self._start_bytes
+        tokens = sum(self._progress.tokens) - self._start_tokens
         return (
-            f"{(now.documents[0] - self._documents) / seconds:.0f} documents/s, "
-            f"{(now.input_bytes - self._bytes) / seconds / 1e6:.1f} MB/s, "
-            f"{(sum(now.tokens) - self._tokens) / seconds:.3g} tokens/s"
+            f"{documents / seconds:.0f} documents/s, {num_bytes / seconds / 1e6:.1f} MB/s, "
+            f"{tokens / seconds:.3g} tokens/s"
         )
 
     def line(self) -> str:
-        text = f"{self._now.documents[0]} documents, {sum(self._now.tokens)} tokens: {self.rates()}"
-        if self.share is None or self._first is None:
+        """Return a line for the log."""
+        text = f"{self._progress.documents[0]} documents, {sum(self._progress.tokens)} tokens: {self.rates()}"
+        if self.fraction is None or self._start_fraction is None:
             return text
-        text += f"; {100 * self.share:.1f} % of the input"
-        if self.share > self._first:
-            left = round((time.perf_counter() - self._begin) * (1 - self.share) / (self.share - self._first))
+        text += f"; {100 * self.fraction:.1f} % of the input"
+        if self.fraction > self._start_fraction:
+            elapsed = time.perf_counter() - self._start_time
+            left = round(elapsed * (1 - self.fraction) / (self.fraction - self._start_fraction))
             text += f", {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
         return text
 
 
-COMPARED = 200  # documents on which gigatoken has to make the ids of the tokenizer it stands for
-COMPARED_LENGTH = 1 << 16  # characters; longer ones would make the start slow
+NUM_COMPARED = 200  # documents on which gigatoken has to return the same ids as the tokenizer
+MAX_COMPARED_LENGTH = 1 << 16  # characters; longer documents would make the start slow
 
 
 def preprocess(
@@ -280,48 +331,62 @@ def preprocess(
     resume: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Write `{output_prefix}_{key}_document.bin/.idx/.json` for every key of the job; returns these prefixes.
+    """Write `{output_prefix}_{key}_document.bin/.idx/.json` for every key of the job, and return these prefixes.
 
-    patterns          files or globs, see `text_input`; "-" is standard input
-    log_interval      documents between two lines of progress
-    max_bad_fraction  of the lines that may be bad; 0: the first one ends the run. Bad ones are left out and sampled
-                      into `{output_prefix}.rejects.jsonl`. Texts without tokens are left out too, but not bad
-    resume            continue an interrupted run of the same input and tokenizer, if there is one
-    overwrite         discard an interrupted run; without either it is an error
+    Args:
+        patterns: files or globs (see text_input.py); "-" is standard input.
+        output_prefix: the prefix of all output files.
+        job: how texts become tokens.
+        workers: the number of processes.
+        log_interval: documents between two lines of progress.
+        max_bad_fraction: the largest allowed fraction of bad lines; 0 ends the run at the first one. Bad lines are
+            omitted, with samples in `{output_prefix}.rejects.jsonl`. Texts without tokens are omitted, but not bad.
+        resume: resume an interrupted run of the same input and tokenizer, if there is one.
+        overwrite: discard an interrupted run; without either flag it is an error.
+
+    Raises:
+        DataError: The input is bad, or the output cannot be written.
     """
     files = expand(patterns)
-    _check(files, job.keys, max_bad_fraction, resume, overwrite)
-    model = build_tokenizer(**job.tokenizer)
+    _check_args(files, job.keys, max_bad_fraction, resume, overwrite)
+    tokenizer = build_tokenizer(**job.tokenizer)
     if job.fast:  # decided here, once, so that the output does not depend on the number of workers
-        model = accelerate(model, _first_texts(files, job.keys))
-        job = replace(job, fast=isinstance(model, FastTokenizer))
-    if job.append_eod and model.ends_texts:
-        already = f"{model.name} ends each text with the end of a document already"
-        print_err(f"note: {already}; --append-eod adds no second one")
-    run = TokenRun(files, output_prefix, job, model, max_bad_fraction)
+        tokenizer = accelerate(tokenizer, _first_texts(files, job.keys))
+        job = replace(job, fast=isinstance(tokenizer, FastTokenizer))
+    if job.append_eod and tokenizer.ends_texts:
+        note = f"{tokenizer.name} ends each text with the end of a document already"
+        print_err(f"note: {note}; --append-eod adds no second one")
+    run = TokenizeRun(files, output_prefix, job, tokenizer, max_bad_fraction)
     if resume and not run.journal_path.exists() and run.is_complete():
         print_err(f"{output_prefix}: complete already, there is nothing to resume")
         return run.prefixes
     try:
         with run.open(resume, overwrite):
-            if resume:
+            if run.is_resumed:
                 p = run.progress
-                done = f"resuming after {p.documents[0]} documents, {sum(p.tokens)} tokens"
-                print_err(done if run.resumed else "nothing to resume, starting from the beginning")
+                print_err(f"resuming after {p.documents[0]} documents, {sum(p.tokens)} tokens")
+            elif resume:
+                print_err("nothing to resume, starting from the beginning")
             if not run.progress.complete:
                 blocks = read_blocks(files, job.keys, run.progress.position)
-                results = in_workers(blocks, job, workers) if workers > 1 else in_process(blocks, job, model)
+                if workers > 1:
+                    results = tokenize_in_workers(blocks, job, workers)
+                else:
+                    results = tokenize_in_process(blocks, job, tokenizer)
                 with contextlib.closing(results):
                     run.write(results, log_interval)
             run.finish()
     except OSError as error:
-        raise DataError(f"{output_prefix}: {error.strerror or error}{run.outlook()}") from error
+        raise DataError(f"{output_prefix}: {error.strerror or error}{run.resume_hint()}") from error
     except DataError as error:
-        raise DataError(f"{error}{run.outlook()}") from error
+        raise DataError(f"{error}{run.resume_hint()}") from error
     return run.prefixes
 
 
-def _check(files: Sequence[str], keys: Sequence[str], max_bad_fraction: float, resume: bool, overwrite: bool) -> None:
+def _check_args(
+    files: Sequence[str], keys: Sequence[str], max_bad_fraction: float, resume: bool, overwrite: bool
+) -> None:
+    """Raise DataError for arguments that cannot work."""
     check_fraction(max_bad_fraction)
     if resume and overwrite:
         raise DataError("resume and overwrite: an interrupted run is continued or discarded; give one of them")
@@ -330,16 +395,21 @@ def _check(files: Sequence[str], keys: Sequence[str], max_bad_fraction: float, r
     for name in files:
         if len(keys) > 1 and format_of(name) == "text":
             raise DataError(f"json_keys={' '.join(keys)}: {name} has one text only; give one key")
-        if name != "-" and not os.access(name, os.R_OK):  # now, and not hours later when its turn comes
+        if name != "-" and not os.access(name, os.R_OK):  # otherwise it would fail hours later
             raise DataError(f"{name}: cannot be read; change its permissions or drop it from the input")
 
 
 def _first_texts(files: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Some to compare tokenizers on; none from standard input, which can be read only once."""
+    """Return texts to compare tokenizers on; none from standard input, which can be read only once."""
     if files[0] == "-":
         return []
-    for block in read_blocks(files[:1], keys):
-        found = (texts for _, texts in parse_block(block.kind, block.line, block.payload, keys))
-        good = (text for texts in found if not isinstance(texts, BadLine) for text in texts)
-        return list(islice((text for text in good if len(text) < COMPARED_LENGTH), COMPARED))
-    return []
+    block = next(read_blocks(files[:1], keys), None)
+    if block is None:
+        return []
+    compared: list[str] = []
+    for _, record in parse_block(block.kind, block.line, block.payload, keys):
+        if not isinstance(record, BadLine):
+            compared += [text for text in record if len(text) < MAX_COMPARED_LENGTH]
+        if len(compared) >= NUM_COMPARED:
+            break
+    return compared[:NUM_COMPARED]
