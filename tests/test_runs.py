@@ -75,7 +75,7 @@ def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pyte
     left(Path("runs/mine"))
     left(Path("runs/mine-2"))
     [problem] = name_conflict(mine)
-    assert problem == "name='mine': runs/mine holds a run already; give --name mine-3, or remove it"
+    assert problem == "name='mine': runs/mine already holds a run; give --name mine-3, or remove it"
     saved = ("--name", "mine", "--save", "kept", "--save-interval", "2")
     assert "--load kept to continue it" in name_conflict(config(*saved, toml=toml))[0]
     assert name_conflict(config(*saved, "--load", "kept", toml=toml)) == []
@@ -113,14 +113,14 @@ def test_the_table_of_runs(tmp_path: Path) -> None:
         validation_step={"valid": 3.0}, tokens_per_s=200.0, time="2026-11-23T01:00:00+00:00",
     )  # fmt: skip
     wrong = typed("tools/runs.py", "nowhere", cwd=tmp_path)
-    assert wrong.returncode == 3 and "nowhere: No such file or directory; give the folder" in wrong.stderr
+    assert wrong.returncode == 3 and "nowhere: No such file or directory; give the directory" in wrong.stderr
 
 
 def test_tokens_of_a_run_that_ended_without_a_report_are_those_of_all_its_devices(tmp_path: Path) -> None:
     folder = left(tmp_path / "killed", outcome="running", host=os.uname().nodename, pid=2**22 + 1)
     started = {"event": "started", "step": 0, "run_info": {"mesh": {"world": 4, "pp": 2, "dp": 2, "cp": 1, "tp": 1}}}
     (folder / "events.jsonl").write_text(json.dumps(started) + "\n")
-    row = runs.row_of(folder)
+    row = runs.summarize_run(folder)
     assert (row["outcome"], row["tokens_per_s"], row["steps"]) == ("killed", 4 * 200.0, 4)
 
 
@@ -175,7 +175,7 @@ def test_a_rank_that_was_missed_by_others_alone_is_the_first_failure(tmp_path: P
     (folder / "ranks/rank-00003.log").write_text(lost.format(3, "rank 1 of dp has ended (process 7)") + "\n")
     assert logs.main([str(folder), "--short"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert re.search(r"^failure 1: \S+ \S+  rank 1  ended without a word; rank 3 \(dp 3\), step 6: lost another", first)
+    assert re.search(r"^failure 1: \S+ \S+  rank 1  ended without a message; rank 3 \(dp 3\), step 6: lost another", first)
 
 
 def test_events_are_told_in_words_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +204,7 @@ def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> Non
     for old, new in changes.items():
         text = text.replace(old, new)
     (tmp_path / "two.toml").write_text(text)
-    found = {row["option"]: row for row in diff.differences(*map(diff.config_of, (run, tmp_path / "two.toml")))}
+    found = {row["option"]: row for row in diff.differences(*map(diff.read_config, (run, tmp_path / "two.toml")))}
     assert {name: row["changes"] for name, row in found.items()} == {
         "hidden_size": "the model",
         "lr": "the training",
@@ -225,12 +225,12 @@ def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> Non
 def test_the_same_option_under_two_presets_is_none(tmp_path: Path) -> None:
     for name, preset in (("a", "tiny"), ("b", "small")):
         (tmp_path / f"{name}.toml").write_text(f'preset = "{preset}"\n[train]\nmicro_batch_size = 2\n')
-    found = {row["option"] for row in diff.differences(*(diff.config_of(tmp_path / f"{x}.toml") for x in "ab"))}
+    found = {row["option"] for row in diff.differences(*(diff.read_config(tmp_path / f"{x}.toml") for x in "ab"))}
     assert {"num_layers", "hidden_size"} <= found and not {"vocab_size", "lr", "activation"} & found
 
 
 def test_combinations_of_lists() -> None:
-    made = sweep.combinations(sweep.lists_of("--lr 1e-4,3e-4 --nproc 2 --bf16 --seed=1,2".split()))
+    made = sweep.combinations(sweep.parse_sweeps("--lr 1e-4,3e-4 --nproc 2 --bf16 --seed=1,2".split()))
     assert [name for name, _ in made] == ["lr=1e-4,seed=1", "lr=1e-4,seed=2", "lr=3e-4,seed=1", "lr=3e-4,seed=2"]
     assert made[0][1] == ["--lr=1e-4", "--nproc=2", "--bf16", "--seed=1"]
 
@@ -263,7 +263,7 @@ def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> No
     again = typed("tools/sweep.py", *line, cwd=tmp_path)
     assert "1 of 2: out/lr=1e-3 is done already" in again.stdout
     assert "resumed from out/lr=3e-3/iter_0000002 at step 2" in again.stdout, again.stdout + again.stderr
-    assert runs.row_of(folders[1])["outcome"] == "done"
+    assert runs.summarize_run(folders[1])["outcome"] == "done"
     changed = typed("tools/sweep.py", *line, "--weight-decay", "0.5", cwd=tmp_path)
     assert "done already" not in changed.stdout and changed.returncode == 1  # another training: its checkpoints stay
     [line] = [line for line in changed.stderr.splitlines() if line.startswith("sweep.py: ")]

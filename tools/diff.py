@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""In which options two runs differ, and which of those change the training.
+"""Compare the options of two runs, and show which differences change the training.
 
 python tools/diff.py runs/a runs/b        two run directories (their run_config.toml)
 python tools/diff.py run.toml runs/b      or TOML files of --config
 
-Each option has a class: the training (its losses are others), how the same step is computed (layout, kernels), or
-neither (logs, saves, evaluation). Options with the same effect under two names are the same. Exit codes: 0 they are
-the same; 1 they differ; 2 one of them cannot be read.
+Every option belongs to one of these classes: the model, the training (losses change), how a step is computed (layout,
+kernels), or neither (logs, checkpoints, evaluation). Two spellings with the same effect count as equal. Exit codes: 0
+no option differs; 1 options differ; 2 a file cannot be read.
 """
 
 import argparse
@@ -29,40 +29,52 @@ CHANGES = {MODEL: "the model", TRAINING: "the training", EXECUTION: "how it is c
 ORDER = (*CHANGES.values(), "neither")
 
 
-def config_of(path: Path) -> Config:
-    """Raises ConfigError."""
+def read_config(path: Path) -> Config:
+    """Return the configuration of a run directory or TOML file. Raises ConfigError."""
     file = path / "run_config.toml" if path.is_dir() else path
     values = read_config_file(str(file))
     preset = values.pop("preset", None)
     if preset is not None and preset not in PRESETS:
         raise ConfigError([f"{file}: preset={preset!r} is unknown; use one of {', '.join(sorted(PRESETS))}"])
-    return build(apply_megatron_defaults(apply_preset(PRESETS.get(preset, {}) if preset else {}, values)))
+    preset_values = PRESETS[preset] if preset is not None else {}
+    return build(apply_megatron_defaults(apply_preset(preset_values, values)))
 
 
 def differences(a: Config, b: Config) -> list[dict[str, Any]]:
-    """Option, both values and what it changes, the model first."""
+    """Return option, both values and what it changes for every option that differs, sorted by ORDER."""
     rows = []
-    for section, f in iter_options():
-        facts, parts = option_spec(f), (getattr(a, section), getattr(b, section))
-        one, two = (getattr(part, f.name) for part in parts)
-        if one == two or (
-            facts.effective_property and len({str(getattr(part, facts.effective_property)) for part in parts}) == 1
-        ):
+    for section, field in iter_options():
+        spec = option_spec(field)
+        section_a = getattr(a, section)
+        section_b = getattr(b, section)
+        value_a = getattr(section_a, field.name)
+        value_b = getattr(section_b, field.name)
+        if value_a == value_b:
             continue
-        rows.append({"option": f.name, "a": one, "b": two, "changes": CHANGES.get(facts.resume, "neither")})
+        effective = spec.effective_property
+        if effective and str(getattr(section_a, effective)) == str(getattr(section_b, effective)):
+            continue
+        changes = CHANGES.get(spec.resume, "neither")
+        rows.append({"option": field.name, "a": value_a, "b": value_b, "changes": changes})
     return sorted(rows, key=lambda row: ORDER.index(row["changes"]))
 
 
-def _shown(value: Any) -> str:
-    return "-" if value is None else " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _format_value(value: Any) -> str:
+    if value is None:
+        return "-"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def text_of(rows: list[dict[str, Any]], a: Path, b: Path) -> str:
-    lines = []
-    for changes, alike in itertools.groupby(rows, key=lambda row: row["changes"]):
-        lines += [f"what changes {changes}"]
-        lines += [f"  {row['option']:<36} {_shown(row['a']):<28} {_shown(row['b'])}" for row in alike]
-    return "\n".join([f"{'':<38} {a!s:<28} {b}", *lines]) if rows else "no option differs"
+def format_differences(rows: list[dict[str, Any]], path_a: Path, path_b: Path) -> str:
+    """Return a table of the differences, one block per class."""
+    if not rows:
+        return "no option differs"
+    lines = [f"{'':<38} {path_a!s:<28} {path_b}"]
+    for changes, group in itertools.groupby(rows, key=lambda row: row["changes"]):
+        lines.append(f"what changes {changes}")
+        for row in group:
+            lines.append(f"  {row['option']:<36} {_format_value(row['a']):<28} {_format_value(row['b'])}")
+    return "\n".join(lines)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -77,9 +89,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 @exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     args = build_parser().parse_args(argv)
-    rows = differences(config_of(args.a), config_of(args.b))
-    print(json.dumps(rows) if args.json else escape_control_chars(text_of(rows, args.a, args.b)))
+    rows = differences(read_config(args.a), read_config(args.b))
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        print(escape_control_chars(format_differences(rows, args.a, args.b)))
     return 1 if rows else 0
 
 

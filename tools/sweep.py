@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""One TOML file over lists of values: each combination is a run, one after the other, and a table ends it.
+"""Run one TOML file with every combination of lists of values, one run after another, and print a table of the runs.
 
-python tools/sweep.py run.toml --lr 1e-4,3e-4,1e-3 --seed 1,2          six runs, in runs/sweep-run
-python tools/sweep.py run.toml --lr 1e-4,3e-4 --nproc 4 --folder out   a flag with one value is every run's
+python tools/sweep.py run.toml --lr 1e-4,3e-4,1e-3 --seed 1,2    six runs, in runs/sweep-run
+python tools/sweep.py run.toml --lr 1e-4,3e-4 --nproc 4          a flag with one value applies to every run
 
-The value "default" leaves the flag out; "full --recompute-method uniform" brings another one with it.
-Each run has a folder, named for what varies, as lr=1e-4,seed=2. Typed again, the same command skips what is done and
-goes on with the rest, from its checkpoints where the file or the command saves some. All combinations are checked
-before the first one starts. Exit codes: 0 all are done; 1 some are not; 2 usage; 130 interrupted.
+The value "default" omits the flag, and "full --recompute-method uniform" adds another flag. Each run has a directory
+that is named after the values that vary, like lr=1e-4,seed=2. All combinations are checked before the first run starts.
+The same command, typed again, skips finished runs and continues with the rest. If the file or the command saves
+checkpoints, an unfinished run resumes from its own. Exit codes: 0 all runs are done; 1 some are not; 2 usage; 130
+interrupted.
 """
 
 import argparse
@@ -29,40 +30,48 @@ from tools import diff, runs
 from tools.cli_common import exits_with, local_path, make_parser, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
-DEFAULT = "default"  # a value: the flag is left out
-OWN = ("--run-dir", "--name", "--load")  # which each run has for itself
+DEFAULT = "default"  # a value that omits the flag
+RESERVED = ("--run-dir", "--name", "--load")  # flags that the sweep sets for each run
 
 
-def lists_of(words: list[str]) -> dict[str, list[str]]:
-    """Flag -> its values, none of a switch alone. Raises ConfigError."""
+def parse_sweeps(argv: list[str]) -> dict[str, list[str]]:
+    """Return flag -> its values, which are empty for a switch without a value. Raises ConfigError."""
     flags: dict[str, list[str]] = {}
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if word.startswith("--"):
-            if flag in flags or flag in OWN:
-                why = "is given by the sweep" if flag in OWN else "is given twice"
-                raise ConfigError([f"{flag} {why}; leave it out"])
+    last_flag = None
+    for arg in argv:
+        flag, equals, value = arg.partition("=")
+        if arg.startswith("--"):
+            if flag in RESERVED:
+                raise ConfigError([f"{flag} is given by the sweep; leave it out"])
+            if flag in flags:
+                raise ConfigError([f"{flag} is given twice; leave it out"])
             flags[flag] = value.split(",") if equals else []
-        elif not flags or next(reversed(flags.values())):
-            raise ConfigError([f"unexpected word {word!r}; write a list as --lr 1e-4,3e-4"])
+            last_flag = flag
+        elif last_flag is None or flags[last_flag]:
+            raise ConfigError([f"unexpected argument {arg!r}; write a list as --lr 1e-4,3e-4"])
         else:
-            flags[next(reversed(flags))] = word.split(",")
+            flags[last_flag] = arg.split(",")
     return flags
 
 
 def combinations(flags: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
-    """(the folder's name, flags) of each run."""
+    """Return (name of the directory, arguments) for each run."""
     runs: list[tuple[str, list[str]]] = []
-    for values in itertools.product(*(given or [""] for given in flags.values())):
-        pairs = list(zip(flags, values, strict=True))
-        name = ",".join(f"{flag[2:]}={value.replace('/', '_')}" for flag, value in pairs if len(flags[flag]) > 1)
-        runs.append((name or "only", [word for flag, value in pairs for word in words_of(flag, value)]))
+    for values in itertools.product(*(values or [""] for values in flags.values())):
+        args = []
+        varying = []
+        for flag, value in zip(flags, values, strict=True):
+            args += flag_args(flag, value)
+            if len(flags[flag]) > 1:
+                varying.append(f"{flag.removeprefix('--')}={value.replace('/', '_')}")
+        runs.append((",".join(varying) or "only", args))
     return runs
 
 
-def words_of(flag: str, value: str) -> list[str]:
-    """
-    >>> words_of("--recompute-granularity", "full --recompute-method uniform"), words_of("--lr", "default")
+def flag_args(flag: str, value: str) -> list[str]:
+    """Return the arguments for a flag and its value, which may contain further flags.
+
+    >>> flag_args("--recompute-granularity", "full --recompute-method uniform"), flag_args("--lr", "default")
     (['--recompute-granularity=full', '--recompute-method', 'uniform'], [])
     """
     first, *rest = value.split() or [""]
@@ -71,38 +80,43 @@ def words_of(flag: str, value: str) -> list[str]:
     return [f"{flag}={first}" if first else flag, *rest]
 
 
-def finished(folder: Path, config: Config) -> bool:
-    """Whether this same training is done there."""
+def is_finished(run_dir: Path, config: Config) -> bool:
+    """Return True if the directory has a finished run with the same training options."""
     try:
-        done = read_status(folder).get("outcome") == "done"
-        return done and training_options(diff.config_of(folder)) == training_options(config)
+        is_done = read_status(run_dir).get("outcome") == "done"
+        return is_done and training_options(diff.read_config(run_dir)) == training_options(config)
     except (OSError, ValueError):
         return False
 
 
-def changed(folder: Path, config: Config) -> list[str]:
-    """Options that make another training of it than the one there, if there is one."""
+def changed_options(run_dir: Path, config: Config) -> list[str]:
+    """Return the options with which the run in this directory, if there is one, was a different training."""
+    if not run_dir.is_dir():
+        return []
     try:
-        rows = diff.differences(diff.config_of(folder), config) if folder.is_dir() else []
+        rows = diff.differences(diff.read_config(run_dir), config)
     except ConfigError:
         return []
     return [row["option"] for row in rows if row["changes"] in (diff.CHANGES[MODEL], diff.CHANGES[TRAINING])]
 
 
-def line_of(toml: Path, flags: list[str], folder: Path) -> tuple[list[str], Config]:
-    """The command line of one run, and what it comes to. Raises ConfigError."""
-    line = ["--config", str(toml), *flags, "--run-dir", str(folder)]
-    config, _ = cli.read(line, PRESETS)
+def command_line(toml: Path, flags: list[str], run_dir: Path) -> tuple[list[str], Config]:
+    """Return the arguments of one run, and its configuration. Raises ConfigError."""
+    argv = ["--config", str(toml), *flags, "--run-dir", str(run_dir)]
+    config, _ = cli.read(argv, PRESETS)
     if config.checkpoint.save is not None or config.checkpoint.save_interval is not None:
-        line += ["--save", str(folder), "--load", str(folder)]
-        config, _ = cli.read(line, PRESETS)
-    return line, config
+        argv += ["--save", str(run_dir), "--load", str(run_dir)]
+        config, _ = cli.read(argv, PRESETS)
+    return argv, config
 
 
-def run_to_its_end(line: list[str]) -> int:
-    """Its exit code; 130 after Ctrl-C, which it gets, too, and may answer with a checkpoint that takes its time."""
+def run_command(argv: list[str]) -> int:
+    """Run the training and return its exit code, or 130 after Ctrl-C.
+
+    The run gets Ctrl-C as well, and may take time to write a checkpoint; wait for it.
+    """
     interrupted = False
-    with subprocess.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *line]) as process:
+    with subprocess.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *argv]) as process:
         while True:
             try:
                 code = process.wait()
@@ -123,38 +137,45 @@ def build_parser() -> argparse.ArgumentParser:
 
 @exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
-    args, words = build_parser().parse_known_args(argv)
-    folder = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
-    planned, problems = [], []
-    read_config_file(str(args.toml))  # what is wrong with it is told once
-    for name, flags in combinations(lists_of(words)):
+    """Run the program and return its exit code."""
+    args, sweep_argv = build_parser().parse_known_args(argv)
+    base_dir: Path = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
+    plan: list[tuple[Path, list[str], Config]] = []
+    problems = []
+    read_config_file(str(args.toml))  # report its problems once, not for each combination
+    for name, flags in combinations(parse_sweeps(sweep_argv)):
+        run_dir = base_dir / name
         try:
-            planned.append((folder / name, *line_of(args.toml, flags, folder / name)))
+            run_argv, config = command_line(args.toml, flags, run_dir)
         except ConfigError as error:
             problems += [f"{name}: {problem}" for problem in error.problems]
+        else:
+            plan.append((run_dir, run_argv, config))
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
-    code, others = 0, {}
-    for number, (place, line, config) in enumerate(planned, 1):
-        if finished(place, config):
-            print(f"{number} of {len(planned)}: {place} is done already", flush=True)
+    code = 0
+    conflicts: dict[Path, list[str]] = {}
+    for number, (run_dir, run_argv, config) in enumerate(plan, 1):
+        if is_finished(run_dir, config):
+            print(f"{number} of {len(plan)}: {run_dir} is done already", flush=True)
             continue
-        print(f"{number} of {len(planned)}: {place}", flush=True)
-        options = changed(place, config)
-        ended = run_to_its_end(line)
-        code = code or (1 if ended else 0)
-        if ended and ended not in (75, 130) and options:
-            others[place] = options
-        if ended in (75, 130):
+        print(f"{number} of {len(plan)}: {run_dir}", flush=True)
+        options = changed_options(run_dir, config)
+        run_code = run_command(run_argv)
+        if run_code in (75, 130):
             print_err("sweep.py: interrupted; the same command resumes it")
             code = 130
             break
-    if others:
-        names = ", ".join(dict.fromkeys(name for options in others.values() for name in options))
-        why = f"not done, and the runs there have another {names}; give another --folder for a new sweep"
-        print_err(f"sweep.py: {', '.join(map(str, others))}: {why}")
-    rows = [runs.row_of(place) for place, _, _ in planned if (place / "status.json").is_file()]
-    print(runs.table(rows, folder))
+        if run_code:
+            code = 1
+            if options:
+                conflicts[run_dir] = options
+    if conflicts:
+        names = ", ".join(dict.fromkeys(name for options in conflicts.values() for name in options))
+        problem = f"not done, and the runs there have another {names}; give another --folder for a new sweep"
+        print_err(f"sweep.py: {', '.join(map(str, conflicts))}: {problem}")
+    rows = [runs.summarize_run(run_dir) for run_dir, _, _ in plan if (run_dir / "status.json").is_file()]
+    print(runs.table(rows, base_dir))
     return code
 
 
