@@ -182,7 +182,7 @@ def test_tools_write_through_no_link(tmp_path: Path, plant: object) -> None:
     write_json(place / "a.json", {})
     write_csv([], place / "a.csv")
     python_corpus.write(Path(__file__).parent, place, 2)
-    train_tokenizer.train(["a b c"] * 9, str(place / "spm"), 266, 1)
+    train_tokenizer.train_sentencepiece(["a b c"] * 9, str(place / "spm"), 266, 1)
     train_tokenizer.train_hugging_face(["a b c"] * 9, str(place), 258, 1)
     limited.run([sys.executable, "-c", "print('x')"], place / "log.txt", 60)
     assert target.read_text() == "of somebody\n" and (place / "log.txt").read_text() == "x\n"
