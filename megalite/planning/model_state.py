@@ -1,9 +1,9 @@
-"""Bytes of weights, gradients and optimizer, per element and per rank, and what an update of whole matrices takes."""
+"""Bytes of weights, gradients and optimizer state, per element and per rank, and the cost of an update by Muon."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_s
 from megalite.optim.buffer import chunk_layout
 from megalite.optim.flat_buffers import main_param_dtype
 from megalite.optim.host_memory import pinned_bytes
-from megalite.optim.layout import BufferLayout
+from megalite.optim.layout import Bucket, BufferLayout
 from megalite.optim.matrix_exchange import MatrixShape, assign_owners, matrix_shapes
 from megalite.optim.muon import peak_bytes
 from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
@@ -26,90 +26,140 @@ from megalite.pipeline.schedule import ShardingPolicy, StagePlacement
 from megalite.planning.layer_kinds import PrefixSums
 from megalite.planning.meta_mode import META, MetaMode
 
+GIB = 2**30
 
-class ShardCounts(NamedTuple):
-    """How many ranks share out weights, gradients, and what the optimizer keeps."""
 
-    weights: int
-    gradients: int
-    optimizer: int
+@dataclass(frozen=True)
+class ShardCounts:
+    """The numbers of ranks over which weights, gradients, and the optimizer state are sharded."""
 
-    @classmethod
-    def from_config(cls, p: ParallelConfig, mesh: Mesh) -> "Mapping[str, ShardCounts]":
-        """By home."""
-        found = {}
-        for home, axes in SHARD_AXES.items():
-            n, copies = (mesh.axis(name).size for name in axes)
-            outer = copies if p.outer_dp_sharding_strategy == "optim" and n > 1 else 1
-            shares = cls.for_zero_stage(p.effective_zero_stage, n)
-            found[home] = shares._replace(optimizer=shares.optimizer * outer)
-        return found
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
 
     @classmethod
-    def for_zero_stage(cls, stage: int, n: int) -> "ShardCounts":
-        """Of n ranks, at a ZeRO stage."""
-        return cls(n if stage > 2 else 1, n if stage > 1 else 1, n if stage else 1)
+    def from_config(cls, parallel: ParallelConfig, mesh: Mesh) -> "dict[str, ShardCounts]":
+        """Return the counts for each mesh view."""
+        counts = {}
+        for view, (shard_axis, replicate_axis) in SHARD_AXES.items():
+            num_shards = mesh.axis(shard_axis).size
+            count = cls.for_zero_stage(parallel.effective_zero_stage, num_shards)
+            if parallel.outer_dp_sharding_strategy == "optim" and num_shards > 1:
+                count = replace(count, optimizer=count.optimizer * mesh.axis(replicate_axis).size)
+            counts[view] = count
+        return counts
+
+    @classmethod
+    def for_zero_stage(cls, stage: int, num_ranks: int) -> "ShardCounts":
+        """Return the counts at a ZeRO stage on `num_ranks` ranks."""
+        return cls(
+            weights=num_ranks if stage >= 3 else 1,
+            gradients=num_ranks if stage >= 2 else 1,
+            optimizer=num_ranks if stage >= 1 else 1,
+        )
 
     def bytes_of(self, weight: int, gradient: int, optimizer: float) -> float:
-        """Bytes on a rank of an element that is shared out, of which all ranks together have these."""
+        """Return the bytes of an element per rank, given the bytes of its unsharded weight, gradient and state."""
         return weight / self.weights + gradient / self.gradients + optimizer / self.optimizer
 
 
 @dataclass(frozen=True)
 class ModelStateBytes:
-    """The bytes that each rank of a pipeline position always holds. `matrices`: of an update of whole ones."""
+    """The model state that each rank of a pipeline position always has allocated.
 
-    local_numel: int  # elements of this rank's shares of the parameters
-    padded_numel: Mapping[str, int]  # of all buckets, with their padding, by home
-    owned_numel: int  # of these what is left where ranks share out the optimizer's state
+    Attributes:
+        local_numel: Elements of the parameters on this rank, without ZeRO.
+        padded_numel: Elements of all buckets with their padding, by mesh view.
+        owned_numel: Elements of the buckets that this rank's optimizer updates if its state is sharded.
+        weights: Bytes of the weights; weights that are not sharded are full.
+        gradients: Bytes of the gradients; gradients that are not sharded are full.
+        optimizer: Bytes of main weights and optimizer state.
+        unit_numel: Elements of the buckets that are unsharded and resharded, by unit of the model and mesh view, in the
+            order of the buckets.
+        muon: The cost of an update by Muon; None for another optimizer.
+        host_bytes: Bytes of host memory for offloaded state.
+        disk_bytes: Bytes on disk for offloaded state.
+    """
+
+    local_numel: int
+    padded_numel: Mapping[str, int]
+    owned_numel: int
     weights: int
     gradients: int
     optimizer: int
-    unit_numel: Mapping[
-        str, Mapping[str, int]
-    ]  # elements of what comes and goes by unit of the model, in order by home
+    unit_numel: Mapping[str, Mapping[str, int]]
     muon: "MuonCost | None" = None
-    host_bytes: int = 0  # beside the device's
+    host_bytes: int = 0
     disk_bytes: int = 0
 
     @classmethod
     def from_modules(
-        cls, chunks: Sequence[nn.Module], mesh: Mesh, element: Callable[[bool], tuple[int, int, int]], config: Config
+        cls,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        bytes_per_element: Callable[[bool], tuple[int, int, int]],
+        config: Config,
     ) -> "ModelStateBytes":
-        """What stays of weights and gradients is whole. `element`: its bytes, of a matrix or not."""
-        o, p, shares = config.optim, config.parallel, ShardCounts.from_config(config.parallel, mesh)
+        """Return the model state of a rank.
+
+        Args:
+            chunks: The chunks of the model on the rank, on the meta device.
+            mesh: The mesh of the rank.
+            bytes_per_element: Returns the bytes of an element's weight, gradient and optimizer state; its argument says
+                whether the element is in a matrix.
+            config: The configuration of the run.
+        """
+        optim, parallel = config.optim, config.parallel
         _, layout = chunk_layout(
-            chunks, mesh, p.ddp_bucket_size, by_unit=p.effective_zero_stage > 1, **o.separate_buckets
+            chunks, mesh, parallel.ddp_bucket_size, by_unit=parallel.effective_zero_stage > 1, **optim.separate_buckets
         )
-        unit_numel, padded_numel, held = dict[str, dict[str, int]](), dict.fromkeys(shares, 0), list[int]()
-        weights = gradients = owned_numel = 0
+        counts_by_view = ShardCounts.from_config(parallel, mesh)
+        weight_numel = 0
+        grad_numel = 0
+        owned_numel = 0
+        padded_numel = dict.fromkeys(counts_by_view, 0)
+        unit_numel: dict[str, dict[str, int]] = {}
+        host_weight_numels: list[int] = []
         for bucket in layout.buckets:
-            by = shares[bucket.key.mesh_view] if (unit := bucket.key.unit) else ShardCounts(1, 1, 1)
-            part, on_host = bucket.size // by.weights, p.param_cpu_offload and by.weights > 1
-            padded_numel[bucket.key.mesh_view] += bucket.size
-            held += [part] * on_host
-            weights += part * (not on_host)
-            gradients += bucket.size // by.gradients
-            owned_numel += bucket.size // mesh.axis(SHARD_AXES[bucket.key.mesh_view][0]).size
-            if by.gradients > 1:
-                unit_numel.setdefault(unit, {})[bucket.key.mesh_view] = bucket.size
-        (weight, gradient, total), offloaded = element(False), offloaded_buckets(layout, o.offload_fraction)
-        total += gradient * (weight == gradient)  # of the host, which always has main weights of its own
-        kept = [b.size // shares[b.key.mesh_view].optimizer for b in layout.buckets]
-        host_sizes = allocation_sizes(kept[: len(offloaded)], total, gradient)
-        on_disk = len(offloaded) if o.optimizer_offload_dir else 0
-        stay = zip(kept[len(offloaded) :], layout.buckets[len(offloaded) :], strict=True)
+            view = bucket.key.mesh_view
+            counts = counts_by_view[view] if bucket.key.unit else ShardCounts()
+            local_weight_numel = bucket.size // counts.weights
+            if parallel.param_cpu_offload and counts.weights > 1:
+                host_weight_numels.append(local_weight_numel)
+            else:
+                weight_numel += local_weight_numel
+            grad_numel += bucket.size // counts.gradients
+            owned_numel += bucket.size // mesh.axis(SHARD_AXES[view][0]).size
+            padded_numel[view] += bucket.size
+            if counts.gradients > 1:
+                unit_numel.setdefault(bucket.key.unit, {})[view] = bucket.size
+
+        def owned_by_optimizer(bucket: Bucket) -> int:
+            return bucket.size // counts_by_view[bucket.key.mesh_view].optimizer
+
+        weight_bytes, grad_bytes, state_bytes = bytes_per_element(False)
+        num_offloaded = len(offloaded_buckets(layout, optim.offload_fraction))
+        # offloaded state always has main weights of its own, and without them a weight is as wide as its gradient
+        host_state_bytes = state_bytes + grad_bytes if weight_bytes == grad_bytes else state_bytes
+        host_sizes = allocation_sizes(
+            [owned_by_optimizer(bucket) for bucket in layout.buckets[:num_offloaded]], host_state_bytes, grad_bytes
+        )
+        num_on_disk = num_offloaded if optim.optimizer_offload_dir else 0
+        host_weight_sizes = [numel * weight_bytes for numel in host_weight_numels]
         return cls(
-            local_numel=sum(e.numel for e in layout.entries),
+            local_numel=sum(entry.numel for entry in layout.entries),
             padded_numel=padded_numel,
             owned_numel=owned_numel,
-            weights=weights * weight,
-            gradients=gradients * gradient,
-            optimizer=sum(n * element(b.key.is_matrix)[2] for n, b in stay),
+            weights=weight_numel * weight_bytes,
+            gradients=grad_numel * grad_bytes,
+            optimizer=sum(
+                owned_by_optimizer(bucket) * bytes_per_element(bucket.key.is_matrix)[2]
+                for bucket in layout.buckets[num_offloaded:]
+            ),
             unit_numel=unit_numel,
-            muon=muon_cost(layout, mesh, o, shares),
-            host_bytes=pinned_bytes(host_sizes[on_disk:]) + pinned_bytes([n * weight for n in held]),
-            disk_bytes=sum(host_sizes[:on_disk]),
+            muon=muon_cost(layout, mesh, optim, counts_by_view),
+            host_bytes=pinned_bytes(host_sizes[num_on_disk:]) + pinned_bytes(host_weight_sizes),
+            disk_bytes=sum(host_sizes[:num_on_disk]),
         )
 
     @property
@@ -119,74 +169,112 @@ class ModelStateBytes:
 
 @dataclass(frozen=True)
 class MuonCost:
-    """A step of Muon: `flops` of Newton-Schulz on a stage's busiest rank, bytes `moved` by each, most `at_once`."""
+    """The cost of an update by Muon.
+
+    Attributes:
+        flops: FLOPs of Newton-Schulz on the stage's busiest rank.
+        bytes_moved: Bytes that each rank sends to owner ranks and back.
+        peak_bytes: The peak of temporary memory.
+    """
 
     flops: int
     bytes_moved: float
     peak_bytes: int
 
     def __str__(self) -> str:
-        flops = f"{self.flops / 1e12:.3g} TFLOP of Newton-Schulz on the rank with most"
-        return flops + f", {self.bytes_moved / 2**30:.3g} GiB to their homes and back" * (self.bytes_moved > 0)
+        text = f"{self.flops / 1e12:.3g} TFLOP of Newton-Schulz on the busiest rank"
+        if self.bytes_moved > 0:
+            text += f", {self.bytes_moved / GIB:.3g} GiB to their owner ranks and back"
+        return text
 
 
-def muon_cost(layout: BufferLayout, mesh: Mesh, o: OptimConfig, shares: Mapping[str, ShardCounts]) -> MuonCost | None:
-    """As optim/matrix_exchange.py has it."""
-    muon, ranks = matrix_shapes(layout) if o.is_muon else [], mesh.dp_cp_tp.size
-    if not muon:
+def muon_cost(
+    layout: BufferLayout, mesh: Mesh, optim: OptimConfig, counts_by_view: Mapping[str, ShardCounts]
+) -> MuonCost | None:
+    """Return the cost of an update with the exchanges of optim/matrix_exchange.py; None without Muon."""
+    matrices = matrix_shapes(layout) if optim.is_muon else []
+    if not matrices:
         return None
-    loads, size = [0] * ranks, 2 if o.muon_fp32_matmul_prec == "medium" else 4
-    for one, home in zip(muon, assign_owners(muon, ranks), strict=True):
-        loads[home] += newton_schulz_flops(one.rows, one.columns, o.muon_num_ns_steps)
-    owned_numel = sum(e.numel / shares[e.spec.mesh_view].optimizer for e in layout.entries if e.spec.is_matrix)
-    shard_numel = sum(one.numel for one in muon) / ranks
-    bytes_moved = size * (shard_numel + owned_numel) * (ranks > 1)  # of copies one is sent, and all come back
+    num_ranks = mesh.dp_cp_tp.size
+    itemsize = 2 if optim.muon_fp32_matmul_prec == "medium" else 4
+    flops_of_rank = [0] * num_ranks
+    for matrix, owner_rank in zip(matrices, assign_owners(matrices, num_ranks), strict=True):
+        flops_of_rank[owner_rank] += newton_schulz_flops(matrix.rows, matrix.columns, optim.muon_num_ns_steps)
+    owned_numel = sum(
+        entry.numel / counts_by_view[entry.spec.mesh_view].optimizer for entry in layout.entries if entry.spec.is_matrix
+    )
+    shard_numel = sum(matrix.numel for matrix in matrices) / num_ranks
+    bytes_moved = 0.0
+    if num_ranks > 1:
+        # one of the ranks that own the same elements sends them, and all of these ranks receive the result
+        bytes_moved = itemsize * (shard_numel + owned_numel)
+    num_owners = owned_numel / shard_numel
     return MuonCost(
-        max(loads), bytes_moved, peak_bytes(muon, ranks, owned_numel / shard_numel, size, _newton_schulz_bytes)
+        max(flops_of_rank), bytes_moved, peak_bytes(matrices, num_ranks, num_owners, itemsize, _newton_schulz_bytes)
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _newton_schulz_bytes(count: int, one: MatrixShape, size: int) -> int:
-    """Bytes that so many matrices take while they are."""
-    with MetaMode() as seen:
-        whole = torch.empty(count, *one, dtype=torch.bfloat16 if size == 2 else torch.float32, device=META)
-        newton_schulz(whole, coefficients("simple", 2))
-    return seen.peak
+def _newton_schulz_bytes(count: int, shape: MatrixShape, itemsize: int) -> int:
+    """Return the peak bytes of Newton-Schulz on a batch of `count` matrices, which are included."""
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    with MetaMode() as mode:
+        batch = torch.empty(count, shape.rows, shape.columns, dtype=dtype, device=META)
+        newton_schulz(batch, coefficients("simple", 2))
+    return mode.peak
 
 
-class ModuleStateBytes(NamedTuple):
-    """Bytes of weights, gradients and optimizer together on a rank, for layers, embedding and head."""
+@dataclass(frozen=True)
+class ModuleStateBytes:
+    """The model state on a rank in bytes, without padding: sums over the layers, of the embedding and of the head."""
 
     layers: PrefixSums
     embedding: float
     head: float
 
-    def on_rank(self, splits: np.ndarray, rank: int, place: StagePlacement) -> Any:
-        """The bytes [...] of a pipeline rank, with `splits` [..., stages] of the layers."""
-        stops, own = splits.cumsum(-1), list(place.stages_of_rank(rank))
-        layers = self.layers.between((stops - splits)[..., own], stops[..., own])[..., 0].sum(-1)
-        return layers + self.embedding * (rank == 0) + self.head * (rank == place.pp - 1)
+    def on_rank(self, splits: np.ndarray, rank: int, placement: StagePlacement) -> Any:
+        """Return the bytes [...] of a pipeline rank for `splits` [..., stages] of the layers."""
+        stops = splits.cumsum(-1)
+        starts = stops - splits
+        stages = list(placement.stages_of_rank(rank))
+        num_bytes = self.layers.between(starts[..., stages], stops[..., stages])[..., 0].sum(-1)
+        if rank == 0:
+            num_bytes = num_bytes + self.embedding
+        if rank == placement.pp - 1:
+            num_bytes = num_bytes + self.head
+        return num_bytes
 
 
-def state_dtypes_of(o: OptimConfig, matrix: bool) -> tuple[torch.dtype | None, ...]:
-    """dtypes of what the optimizer keeps of a parameter, as its rule says."""
-    rule, of_matrices = build_rules(o)
-    return tuple(((of_matrices if matrix else None) or rule).state_dtypes.values())
+def state_dtypes_of(optim: OptimConfig, matrix: bool) -> tuple[torch.dtype | None, ...]:
+    """Return the dtypes of the optimizer's states of a parameter, None for the gradient's dtype."""
+    rule, matrix_rule = build_rules(optim)
+    if matrix and matrix_rule is not None:
+        rule = matrix_rule
+    return tuple(rule.state_dtypes.values())
 
 
-def bytes_per_element(dtype: torch.dtype, states: Sequence[torch.dtype | None]) -> tuple[int, int, int]:
-    """Bytes of an element's weight, gradient, and optimizer state on the rank that updates it. `states`: the dtypes of
-    the optimizer's states, None as the gradient's."""
-    wide = main_param_dtype(dtype)
-    main = 0 if wide == dtype else wide.itemsize
-    return dtype.itemsize, wide.itemsize, main + sum((total or wide).itemsize for total in states)
+def bytes_per_element(dtype: torch.dtype, state_dtypes: Sequence[torch.dtype | None]) -> tuple[int, int, int]:
+    """Return the bytes of an element's weight, gradient, and optimizer state on the rank that updates it.
+
+    Args:
+        dtype: The dtype of the weights.
+        state_dtypes: The dtypes of the optimizer's states, None for the gradient's dtype.
+    """
+    main_dtype = main_param_dtype(dtype)
+    main_weight_bytes = 0 if main_dtype == dtype else main_dtype.itemsize
+    state_bytes = sum((state_dtype or main_dtype).itemsize for state_dtype in state_dtypes)
+    return dtype.itemsize, main_dtype.itemsize, main_weight_bytes + state_bytes
 
 
-def sharding_policy(p: ParallelConfig, chunks: int) -> ShardingPolicy:
-    """How often what dp shares out meets, on ranks with so many chunks. A run of forwards, one of backwards and the
-    next of both may be whole at once: with fewer chunks than that, all weights would be."""
-    by_chunk = p.reshard_after_forward == "chunk" or (p.reshard_after_forward == "auto" and chunks >= 4)
+def sharding_policy(parallel: ParallelConfig, num_chunks: int) -> ShardingPolicy:
+    """Return how often a rank with `num_chunks` chunks unshards its weights and reduces its gradients.
+
+    A pass of forwards, a pass of backwards, and the next pass of each may be unsharded at the same time. With fewer
+    chunks than these four, entire chunks would mean that all weights are unsharded.
+    """
+    is_auto = parallel.reshard_after_forward == "auto"
+    by_chunk = parallel.reshard_after_forward == "chunk" or (is_auto and num_chunks >= 4)
     return ShardingPolicy(
-        reduce_every_pass=p.effective_zero_stage > 1, unshard_by_chunk=by_chunk and p.effective_zero_stage > 2
+        reduce_every_pass=parallel.effective_zero_stage > 1,
+        unshard_by_chunk=by_chunk and parallel.effective_zero_stage > 2,
     )
