@@ -12,6 +12,8 @@ leave out padding, messages, collectives of dp and the optimizer's update.
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -104,7 +106,7 @@ def min_memory(plan: RunPlan, module_states: ModuleStateBytes) -> float:
     counts, pp, placement = all_splits(plan), plan.pp, plan.placement
     last_stage = placement.num_stages - 1
     if pp == 1 and not plan.config.model.untie_embeddings_and_output_weights:
-        module_states = module_states._replace(head=0.0)  # its weights are the embedding's
+        module_states = replace(module_states, head=0.0)  # its weights are the embedding's
     saved = plan.stage_costs.saved_bytes(counts)
     weights, gradients, head_unit = _unsharded_bytes(plan)
     layer_peak, last_part = plan.stage_costs.min_peaks
