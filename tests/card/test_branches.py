@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cover import rarely
+from pairwise import rarely
 from ranks import run_ranks
 from train_cases import SMALL, config_from, pretrain, run_from
 
@@ -179,7 +179,9 @@ def refused(card: Card, folder: Path) -> None:
                 pass
     assert choose_device("auto") == "cuda"
     cuda.machine().cards = 0
-    assert choose_device("auto") == "cpu" and kernels.device_problems("cuda")[0].startswith("torch sees no CUDA device;")
+    assert choose_device("auto") == "cpu" and kernels.device_problems("cuda")[0].startswith(
+        "torch sees no CUDA device;"
+    )
     with pytest.raises(SetupError, match="^device=cuda but torch sees no GPU;"):
         choose_device("cuda")
 
@@ -193,7 +195,10 @@ def clock_and_probe(card: Card, folder: Path) -> None:
     kernel_bench.WARMUP_S = 0.0
     bench = kernel_bench.KernelBench(card.device, 3, torch.float32, tiny=True)
     x = torch.zeros(1 << 14, device=card.device)
-    case, sizes = next(case for case in CASES if case.op == "rms_norm"), ProblemSizes(16, 128, torch.float32, card.device)
+    case, sizes = (
+        next(case for case in CASES if case.op == "rms_norm"),
+        ProblemSizes(16, 128, torch.float32, card.device),
+    )
     with contextlib.redirect_stdout(io.StringIO()):
         row = bench.measure_one(case, sizes, "torch", lambda: lambda: (x * 2).sum())
     assert not bench.errors and min(bench.copy_gb_s, bench.matmul_tflops) > 0
@@ -302,8 +307,9 @@ def planned(card: Card, folder: Path) -> None:
 
 def ablations(card: Card, folder: Path) -> None:
     """Each variant of a step runs on the card, with its memory."""
-    from tools.bench.ablations import run_ablations
     from tools.bench.gpu_report_runs import ABLATIONS, Ablation, VariantOptions
+
+    from tools.bench.ablations import run_ablations
 
     task = {"group": "mine", "flags": FLAGS, "folder": str(folder), "plan": {}, "seconds": 60, "tiny": True}
     chunk = Ablation("chunk", on=VariantOptions(chunk_mib=1), gpu_only="no card is here")

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cover import rarely
+from pairwise import rarely
 from ranks import run_ranks
 from train_cases import config_from, run_from
 

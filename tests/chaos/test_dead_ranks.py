@@ -10,7 +10,7 @@ from typing import Any
 import checkpoint_loads
 import pytest
 from checkpoint_loads import ALONE
-from drill import drill
+from fault_runs import drill
 from pairwise import rarely
 
 from megalite.checkpoint.format import manifest as manifests

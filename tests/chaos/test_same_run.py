@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toml_tables
-from drill import drill
+from fault_runs import drill
 from soak import KINDS, soak
 from token_files import write
 from train_cases import logged

@@ -15,7 +15,7 @@ import pytest
 import torch
 from checkpoint_loads import ALONE, BACKGROUND, flip, reseal, row, save_steps
 from checkpoint_loads import filled as pieces
-from data.test_resume import dies_at, in_child
+from data.test_preprocess_resume import dies_at, in_child
 from pairwise import rarely
 from ranks import run_ranks
 

@@ -14,8 +14,8 @@ from typing import Any
 import programs
 import pytest
 import torch
-from tables import ANSWERS
 from token_files import byte_level_bpe
+from toml_tables import ANSWERS
 from train_cases import SMALL, config_from, kept, pretrain, run_from, same, train
 
 import megalite

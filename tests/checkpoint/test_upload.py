@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import loads
+import checkpoint_loads
 import programs
 import pytest
-from loads import ALONE, BACKGROUND, filled, flip, save_steps
+from checkpoint_loads import ALONE, BACKGROUND, filled, flip, save_steps
 from train_cases import SMALL
 
 from megalite.checkpoint.manager import saver, uploader
@@ -23,9 +23,9 @@ pieces = functools.partial(filled, rows=1, columns=1 << 12, count=1)
 
 
 def loaded(url: str, **kwargs: Any) -> tuple[str, float]:
-    found = loads.newest(url, ALONE, **kwargs)
+    found = checkpoint_loads.newest(url, ALONE, **kwargs)
     targets = pieces(0.0)
-    loads.fill(*found, targets, ALONE, exact=True)
+    checkpoint_loads.fill(*found, targets, ALONE, exact=True)
     assert len(set(targets[0].data.tolist())) == 1
     return str(found[0]), float(targets[0].data[0])
 
@@ -82,7 +82,7 @@ def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, brok
     assert storage.steps_in(fast) == [1, 2]  # nothing is deleted that does not exist
     lines = [line for line in one.pop_messages() if "the network is down" in line]
     assert lines and lines[-1].endswith("; the next run sends them")
-    assert loads.newest(kept, ALONE) is None
+    assert checkpoint_loads.newest(kept, ALONE) is None
     assert loaded(kept, first=fast) == (f"{fast}/iter_0000002", 2.0)
     broken(False)
     one = CheckpointSaver(fast, ALONE, 0, upload_to=kept)
@@ -132,7 +132,7 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
     one.close()
     line = one.pop_messages()[-1]
     assert "rank-00000.safetensors: its content changed after it was written" in line
-    assert loads.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
+    assert checkpoint_loads.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
 
 
 def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:

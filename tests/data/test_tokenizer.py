@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import tables
 import tokenizers
+import toml_tables
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from token_files import byte_level_bpe
@@ -146,7 +146,7 @@ def test_tiktoken_json_is_megatrons(directory: Path) -> None:
     assert build_tokenizer("TikTokenizer", str(directory / "tekken.json")).encode("hello") == v2.encode("hello")
 
 
-WRONG = tables.read("data/tokenizers")
+WRONG = toml_tables.read("data/tokenizers")
 BAD_RANKS = [
     *WRONG["ranks"],
     ("[" * 100_000, "", "not JSON"),

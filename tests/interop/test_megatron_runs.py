@@ -5,8 +5,8 @@ from pathlib import Path
 import programs
 import pytest
 import test_convert_megatron_dist as dist_format
-from cover import rarely
 from make_fixtures import FOLDER
+from pairwise import rarely
 from ranks import run_ranks
 from test_convert_megatron import Case, V, tool, write
 from train_cases import config_from, run_from
@@ -101,7 +101,9 @@ def test_what_contradicts_is_named_and_nothing_of_theirs_is_overwritten(tmp_path
         parse(folder, "--num-layers", "3")
     with pytest.raises(SetupError, match="vocab_size: 65 here, 64 in"):
         parse(folder, "--vocab-size", "65")
-    with pytest.raises(SetupError, match="holds checkpoints of Megatron-LM, which megalite keeps; give another directory"):
+    with pytest.raises(
+        SetupError, match="holds checkpoints of Megatron-LM, which megalite keeps; give another directory"
+    ):
         parse(folder, "--save", str(folder))
 
 
@@ -112,7 +114,9 @@ def test_a_format_that_is_not_read_says_what_to_do(files: tuple[str, ...], tmp_p
     for name in files:
         (inner / name).write_text("{}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    with pytest.raises(SetupError, match="the supported formats are torch_dist and torch; convert it there with --ckpt-convert-format"):
+    with pytest.raises(
+        SetupError, match="the supported formats are torch_dist and torch; convert it there with --ckpt-convert-format"
+    ):
         parse(tmp_path)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import test_convert_megatron_dist as megatron
 import torch
+from full_tensors import owned, whole_of
 from hugging_face_cases import make
 from ranks import run_ranks
 from test_convert_megatron import Case
 from train_cases import config_from, run_from
-from whole import owned, whole_of
 
 from megalite.config.config_file import dump_config
 from megalite.training.checkpointing import initial_state as origin

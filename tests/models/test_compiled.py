@@ -12,8 +12,8 @@ from unittest import mock
 import programs
 import pytest
 import torch
+from layout_cases import DROP, GPT, LLAMA
 from ranks import run_ranks
-from test_layouts import DROP, GPT, LLAMA
 from train_cases import BORDERS, config_from, logged, run_from
 
 from megalite.config.options import Config
@@ -220,7 +220,9 @@ def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch,
     config = config_from(f"{COMMON} {GPT} --compile")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(SetupError, match=r"^compile=True needs a C\+\+ compiler, and .*g\+\+ is not installed; install"):
+    with pytest.raises(
+        SetupError, match=r"^compile=True needs a C\+\+ compiler, and .*g\+\+ is not installed; install"
+    ):
         check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
     if sys.platform == "linux":  # where inductor does not look for it
         (tmp_path / "clang++").symlink_to(sys.executable)

@@ -1,4 +1,4 @@
-"""Memory as counts: no scores are saved. Activations of a layer: planning/test_layer_cost.py; collectives: test_as_rank.py."""
+"""Memory as counts: no scores are saved. Activations of a layer: planning/test_layer_cost.py; collectives: test_dry_run_rank.py."""
 
 import pytest
 import torch

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 import pytest
-from cover import rarely
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import rarely
 
 from megalite.config.registry import REGISTRIES
 from megalite.pipeline.schedule import (

@@ -94,7 +94,7 @@ def test_layers_together_cost_what_each_costs(name: str, tp: int) -> None:
 
 
 def test_collectives_of_a_layer_are_those_that_a_run_counts() -> None:
-    """test_as_rank.py has them of runs: F two gathers and two scatters, B four and two; split B two and two,
+    """test_dry_run_rank.py has them of runs: F two gathers and two scatters, B four and two; split B two and two,
     and W two gathers."""
     kind = layer_kinds(model_of(KINDS["llama"]))[0]
 

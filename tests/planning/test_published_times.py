@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cover import rarely
+from pairwise import rarely
 
 from tools.planning.published_runs import PAPERS, TOLERANCE, PublishedRun, predict, published_runs, table
 

@@ -1,4 +1,4 @@
-"""Nothing that megalite reads can run code: what could is called nowhere but where tests/answers.toml allows it."""
+"""Nothing that megalite reads can run code: what could is called nowhere but where tests/support/expected_messages.toml allows it."""
 
 import ast
 from collections.abc import Iterator

@@ -22,7 +22,7 @@ def read(name: str) -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parents[1] / f"{MOVED.get(name, name)}.toml").read_text("utf-8"))
 
 
-ANSWERS = read("answers")
+ANSWERS = read("support/expected_messages")
 
 
 def spelt(words: Mapping[str, str]) -> Callable[[str], str]:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cover import rarely
-from loads import reseal
+from checkpoint_loads import reseal
+from full_tensors import owned, whole_of
+from layout_cases import BF16, COMMON, FP64, NAME, Row, flags, table
+from pairwise import rarely
 from ranks import run_ranks
-from test_layouts import BF16, COMMON, FP64, NAME, Row, flags, table
 from token_files import write
 from train_cases import BORDERS, config_from, run_from
-from whole import owned, whole_of
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.config_file import dump_config

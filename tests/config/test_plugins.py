@@ -283,7 +283,11 @@ def row(rank, place, groups):
 """
     for name, row, said in (
         ("hangs", "f[:1] + b[:2] + f[1:] + b[2:]", "would hang: these actions wait for each other: B0.1, B1.1"),
-        ("short", "f + b[1:]", "rank 0 of 2 has B0.0 0 times, not 1; each F and B of its stages must appear exactly once"),
+        (
+            "short",
+            "f + b[1:]",
+            "rank 0 of 2 has B0.0 0 times, not 1; each F and B of its stages must appear exactly once",
+        ),
         ("other", "f + b + [Action(Op.F, 1 - rank, 0)]", "rank 0 of 2 has F1.0 1 times, not 0"),
     ):
         plugin(tmp_path, body.format(name, row))

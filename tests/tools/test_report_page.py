@@ -23,7 +23,7 @@ from tools.plots.html_report import HtmlReport, key_metrics
 from tools.plots.run_data import MAX_COLUMNS, RunError, differences, downsample, option_sources, read_run, read_runs
 from tools.plots.style import COLORS, NARROW, WIDE, Picture, sanitize, svg
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ("metrics.jsonl", "events.jsonl", "status.json", "report.json", "timeline.json", "run_config.toml")
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import programs
 import pytest
-import tables
+import toml_tables
 import torch
-from cover import rarely
+from pairwise import rarely
+from program_runs import ROOT, rows, running, status_of
 from ranks import run_ranks
 from train_cases import SMALL, config_from, run_from
-from whole_runs import ROOT, rows, running, status_of
 
 from megalite.common.exit_codes import ExitCode
 from megalite.parallel import comm
@@ -270,7 +270,7 @@ def test_the_time_limit_holds_where_torch_compares_collectives(
     assert status["reason"].startswith(f"rank {rank} ended by signal SIGKILL")
 
 
-HANGS = tables.read("train/cases")["hangs"]
+HANGS = toml_tables.read("train/cases")["hangs"]
 
 
 @pytest.mark.parametrize(

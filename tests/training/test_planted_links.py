@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from program_runs import ROOT, pretrain
 from train_cases import SMALL
-from whole_runs import ROOT, pretrain
 
 from megalite.checkpoint.storage.local_storage import DirectoryLock, LocalStorage
 from megalite.checkpoint.storage.location import CheckpointError

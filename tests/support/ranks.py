@@ -22,7 +22,7 @@ from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
 
 # found from the root of the repository; elsewhere ranks import by themselves
-local_ranks.PRELOAD += ["tests.preloaded"]
+local_ranks.PRELOAD += ["tests.support.forkserver_imports"]
 
 
 def _run(

@@ -16,8 +16,8 @@ from typing import Any
 import documents
 import programs
 import pytest
-from tables import ANSWERS
-from test_runs import typed
+from programs import python as typed
+from toml_tables import ANSWERS
 from train_cases import config_from
 
 from megalite.config.validation import find_problems
@@ -29,7 +29,7 @@ from tools.planning import wizard
 
 SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()
 BATCH = "--global-batch-size 32 --num-gpus 16".split()
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLACEHOLDERS = "--lr 1e-4 --train-iters 10 --micro-batch-size 1".split()
 
 

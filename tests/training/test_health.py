@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from program_runs import pretrain, rows, status_of
 from train_cases import SMALL
-from whole_runs import pretrain, rows, status_of
 
 from megalite.common.exit_codes import ExitCode
 from megalite.config.options import OperationsConfig

@@ -10,8 +10,8 @@ from typing import Any
 import programs
 import pytest
 import torch
-from cover import rarely
 from hugging_face_cases import S, V, collection, copied, with_tokenizer
+from pairwise import rarely
 from ranks import run_ranks
 from safetensors.torch import load_file
 from token_files import byte_level_bpe, limit_files

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos.drill import drill
-from loads import ALONE, BACKGROUND, filled, save_steps
+from chaos.fault_runs import drill
+from checkpoint_loads import ALONE, BACKGROUND, filled, save_steps
 from token_files import full
 from train_cases import config_from, pretrain, run_from
 

@@ -13,7 +13,7 @@ from train_cases import SMALL, TP2_PP2
 from tools.plots import bars as shares
 from tools.plots.run_data import read_run
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ONE_RUN = {"Loss", "Training curves", "Time breakdown", "Pipeline", "Layers of each rank", "Memory", "Data"}
 ONE_RUN |= {"Events", "Options that differ from the defaults", "Environment"}
 HOSTILE = "<script>document.title='struck'</script>$x_1$\\1"

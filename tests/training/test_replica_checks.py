@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tables
+import toml_tables
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
@@ -31,7 +31,7 @@ from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import InvalidResultError
 from megalite.training.train_step import parameter_norm, train_step
 
-CASES = tables.read("train/cases")
+CASES = toml_tables.read("train/cases")
 
 
 def read(*flags: str) -> Config:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_as_rank import EXPERTS, TP, arranged
+from test_dry_run_rank import EXPERTS, TP, arranged
 from test_search import bounded, every, request
 from test_step_time import INSTANT, SHAPE, check_sum, fast, made
 from train_cases import config_from

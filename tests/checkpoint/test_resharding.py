@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import tables
+import toml_tables
 import torch
-from cover import rarely
+from full_tensors import Owned, whole_of
+from pairwise import rarely
 from ranks import run_ranks
 from train_cases import SMALL, config_from, run_from
-from whole import Owned, whole_of
 
 from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.config_file import dump_config
@@ -23,8 +23,8 @@ from megalite.training.checkpointing.resume import LoadOptions, resume
 from megalite.training.checkpointing.save import open_saver, save, shards_to_save
 from megalite.training.train_step import train_step
 
-TABLES = tables.read("layouts")
-spelt = tables.spelt(TABLES["words"])
+TABLES = toml_tables.read("layouts/layouts")
+spelt = toml_tables.spelt(TABLES["words"])
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 import programs
 import pytest
-import tables
+import toml_tables
 import torch
 import torch.distributed as dist
+from program_runs import pretrain
 from ranks import run_ranks
 from test_step import build
 from train_cases import SMALL, config_from
-from whole_runs import pretrain
 
 from megalite.parallel import phase_timer
 from megalite.parallel.phase_timer import NULL_CONTEXT
@@ -182,7 +182,7 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
     assert shown.returncode == 3 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
 
 
-ADVICE = tables.read("train/cases")["advice"]
+ADVICE = toml_tables.read("train/cases")["advice"]
 
 
 def planned(*words: str, world: int = 4) -> RunPlan:

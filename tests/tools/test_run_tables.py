@@ -13,14 +13,14 @@ from typing import Any
 
 import programs
 import pytest
-from tables import ANSWERS
+from toml_tables import ANSWERS
 
 from megalite.config.cli import read
 from megalite.models.families import PRESETS
 from megalite.training.logging.run_dir import name_conflict, run_dir
 from tools import diff, logs, report, runs, sweep
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOML = """
 [model]
 num_layers = 2
@@ -175,7 +175,9 @@ def test_a_rank_that_was_missed_by_others_alone_is_the_first_failure(tmp_path: P
     (folder / "ranks/rank-00003.log").write_text(lost.format(3, "rank 1 of dp has ended (process 7)") + "\n")
     assert logs.main([str(folder), "--short"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert re.search(r"^failure 1: \S+ \S+  rank 1  ended without a message; rank 3 \(dp 3\), step 6: lost another", first)
+    assert re.search(
+        r"^failure 1: \S+ \S+  rank 1  ended without a message; rank 3 \(dp 3\), step 6: lost another", first
+    )
 
 
 def test_events_are_told_in_words_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megalite.training.job.stop_signals import StopSignalHandler
     from megalite.training.state import Run
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-data --vocab-size 93 --make-vocab-size-divisible-by 8 "
@@ -48,7 +48,7 @@ def config_from(words: str | Sequence[str]) -> Config:
 
 
 def this_rank() -> RankInfo:
-    """Of those that tests/ranks.py has started; else the only one."""
+    """Of those that tests/support/ranks.py has started; else the only one."""
     import torch.distributed as dist
 
     from megalite.launch.rank_info import RankInfo
@@ -65,7 +65,7 @@ def stage_from(words: str | Sequence[str], dtype: torch.dtype) -> Stage:
     return make_run_plan(config, 1, config.data.vocab_size).build_stages(Mesh.single_process(), dtype)[0]
 
 
-OPEN: list[Run] = []  # until the test is over, or what tests/ranks.py calls
+OPEN: list[Run] = []  # until the test is over, or what tests/support/ranks.py calls
 
 
 def run_from(given: Config | str | Sequence[str], **how: Any) -> Run:
