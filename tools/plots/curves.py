@@ -1,7 +1,7 @@
 """Curves of one run or several: losses, values of a step, and the differences between runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tools.plots.run_data import Point, RunData, differences, downsample
@@ -105,7 +105,7 @@ def loss(runs: Sequence[RunData]) -> Picture:
             _format_ticks(axis, "x")
             axis.margins(x=0.02)
         if tokens_per_step is not None:
-            axes[0].xaxis.set_major_formatter(lambda step, _: _step_and_tokens(step, tokens_per_step))
+            axes[0].xaxis.set_major_formatter(_step_and_tokens_format(tokens_per_step))
             axes[0].set_xlabel("steps, with tokens below")
         legend(fig, axes[0], width)
         return fig
@@ -122,8 +122,13 @@ def loss(runs: Sequence[RunData]) -> Picture:
     return Picture("loss", " ".join(caption), draw)
 
 
-def _step_and_tokens(step: float, tokens_per_step: float) -> str:
-    return f"{format_number(step)}\n{format_number(step * tokens_per_step)}" if step else "0"
+def _step_and_tokens_format(tokens_per_step: float) -> Callable[[float, int], str]:
+    """Return a formatter of ticks that prints a step with its tokens below."""
+
+    def format_tick(step: float, _: int) -> str:
+        return f"{format_number(step)}\n{format_number(step * tokens_per_step)}" if step else "0"
+
+    return format_tick
 
 
 def _draw_losses(axis: Any, runs: Sequence[RunData], index: int, x: int, linewidth: float) -> None:
