@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tools import gpu_report
-from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_tests
+from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_runs, gpu_report_tests
 from tools.bench import timeout as limited
-from tools.bench.gpu_report_parts import Part, Setting
+from tools.bench.gpu_report_parts import ReportPart, ReportSetting
 from tools.bench.kernel_case import ProblemSizes
 from tools.bench.kernel_cases import CASES
 from tools.bench.kernels import SIZES
@@ -33,7 +33,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 # the quick kinds of part
-KINDS = "llama3-8b-4096 nccl kernels tests levers levers-mb4 levers-moe tiles".split()
+KINDS = "llama3-8b-4096 nccl kernels tests ablations ablations-mb4 ablations-moe tiles".split()
 
 
 @pytest.mark.everything(guards=("tools/gpu_report.py", "tools/bench"))
@@ -57,8 +57,8 @@ def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path:
     tests = results["tests"]
     assert tests["skipped"] > 200 and tests["passed"] == tests["failed"] == tests["did_not_end"] == 0
     assert tests["without_their_packages"] == []
-    rows = [row for name in ("levers", "levers-mb4", "levers-moe") for row in results[name]["rows"]]
-    assert [row["name"] for row in rows if row["status"] != "ok"] == [row["name"] for row in rows if "card" in row]
+    rows = [row for name in ("ablations", "ablations-mb4", "ablations-moe") for row in results[name]["rows"]]
+    assert [row["name"] for row in rows if row["status"] != "ok"] == [row["name"] for row in rows if row["gpu_only"]]
     assert all(len(row["ratios"]) == 2 and row["ratio"] > 0 for row in rows if row["status"] == "ok")
     assert len(rows) == 11
     assert results["tiles"]["best"][0]["kernel"] == "rms_norm backward" and "| tile of rms_norm backward, " in told
@@ -87,19 +87,19 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(capsys: pytest.CaptureF
 ROWS = "import json, os, subprocess, sys, time\nopen(sys.argv[1], 'w').write('{\"rows\": []}')\n"
 
 
-def part(name: str, code: str, limit_s: float = 60) -> Part:
+def part(name: str, code: str, limit_s: float = 60) -> ReportPart:
     """A part that runs `code`, with the file of its results as its first argument."""
 
     def command(folder: Path, seconds: float) -> list[str]:
         return [sys.executable, "-c", code, str(folder / "kernels.json")]
 
-    return Part(name, limit_s, command, lambda f: read_json(f / "kernels.json"))
+    return ReportPart(name, limit_s, command, lambda f: read_json(f / "kernels.json"))
 
 
-def report_of(folder: Path, parts: list[Part], cpu: bool = True) -> tuple[dict[str, Any], str]:
+def report_of(folder: Path, parts: list[ReportPart], cpu: bool = True) -> tuple[dict[str, Any], str]:
     """report.json and report.md, read back, of a run of `parts`; one that is well comes last."""
     parts = [*parts, part("last", ROWS)]
-    report = gpu_report.Report(folder, {"device": "none"}, parts, Setting(cpu, {}))
+    report = gpu_report.Report(folder, {"device": "none"}, parts, ReportSetting(cpu, {}))
     gpu_report.run_all(parts, report, time.monotonic() + 100)
     return json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
 
@@ -122,7 +122,7 @@ WRITE = "import sys; open(sys.argv[1], 'w').write"
 def test_a_bad_part_costs_itself_and_is_named_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: str, told: str
 ) -> None:
-    monkeypatch.setattr(gpu_report, "LEAST_S", 0.5)
+    monkeypatch.setattr(gpu_report, "MIN_PART_S", 0.5)
     made, text = report_of(tmp_path, [part("kernels", code, limit_s=2 if "sleep" in code else 60)])
     bad, last = made["parts"]
     assert status in bad["status"] and bad["status"] in text and told in text
@@ -134,7 +134,7 @@ def test_a_part_that_cannot_even_be_started_or_has_no_time_costs_itself(tmp_path
     def broken(folder: Path, seconds: float) -> list[str]:
         raise LookupError("no command")
 
-    made, text = report_of(tmp_path, [Part("odd", 60, broken, lambda f: {}), part("short", ROWS, limit_s=0.4)])
+    made, text = report_of(tmp_path, [ReportPart("odd", 60, broken, lambda f: {}), part("short", ROWS, limit_s=0.4)])
     assert [p["status"] for p in made["parts"]] == ["failed (it could not be run)", "not run: no time was left", "ok"]
     assert "LookupError: no command" in text and "in broken" in text
 
@@ -155,10 +155,10 @@ def test_a_driver_that_is_down_is_said_once_and_parts_wait_until_it_is_up(tmp_pa
     monkeypatch.setattr(gpu_report, "PROBE", [sys.executable, "-c", asked])
     crash = part("crash", f"open({str(down)!r}, 'w').write('3'); exit('Xid 79')")
     made, text = report_of(tmp_path, [crash, part("a", ROWS), part("b", ROWS)], cpu=False)
-    states = ["failed (exit code 1)", *["not run: the card does not answer"] * 2, "ok"]
+    states = ["failed (exit code 1)", *["not run: the GPU does not respond"] * 2, "ok"]
     assert [p["status"] for p in made["parts"]] == states
     warnings = made["facts"]["warnings"]
-    assert len(warnings) == 2 and "does not answer after crash" in warnings[0] and "answers before last" in warnings[1]
+    assert len(warnings) == 2 and "does not respond after crash" in warnings[0] and "responds before last" in warnings[1]
     assert "unspecified launch failure" in text
 
 
@@ -166,7 +166,7 @@ def test_a_report_that_is_ended_leaves_what_it_has(tmp_path: Path, monkeypatch: 
     """What it has started ends with it: tests/test_limited.py."""
     real = limited.run
     monkeypatch.setattr(
-        limited, "run", lambda *given: gpu_report.terminated() if "long" in str(given[1]) else real(*given)
+        limited, "run", lambda *given: gpu_report.on_sigterm() if "long" in str(given[1]) else real(*given)
     )
     with pytest.raises(SystemExit, match="143"):
         report_of(tmp_path, [part("first", ROWS), part("long", "")])
@@ -185,25 +185,25 @@ def test_a_card_that_is_busy_divided_or_damaged_is_told(tmp_path: Path, monkeypa
     (tmp_path / "nvidia-smi").write_text(CARDS)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    cards = gpu_report_probe.ask_driver()
+    cards = gpu_report_probe.query_gpus()
     assert [card["driver_version"] for card in cards] == ["580.159.04"] * 2 and len(cards[0]) == 10
-    found = {"triton": None, "free": 50 << 30, "memory": 100 << 30, "cards_told": cards}
-    words = ["triton is not installed", "others hold 50.0 GiB", "card 0 is divided", "card 0 has uncorrected memory errors",
-             "card 0 is 97 % busy", "card 0 takes one process at a time", "card 0 may take 500.00 W of"]  # fmt: skip
+    found = {"triton": None, "free": 50 << 30, "memory": 100 << 30, "gpu_status": cards}
+    words = ["triton is not installed", "others hold 50.0 GiB", "GPU 0 is divided", "GPU 0 has uncorrected memory errors",
+             "GPU 0 is 97 % busy", "GPU 0 takes one process at a time", "GPU 0 may take 500.00 W of"]  # fmt: skip
     told = gpu_report_probe.warnings_of(found)
     assert len(told) == len(words) and all(word in text for word, text in zip(words, told, strict=True))
-    assert gpu_report_probe.warnings_of({"triton": "3.6.0", "memory": 1, "cards_told": cards[1:]}) == []
+    assert gpu_report_probe.warnings_of({"triton": "3.6.0", "memory": 1, "gpu_status": cards[1:]}) == []
     fails = "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{fails}")
-    assert gpu_report_probe.ask_driver() == []
+    assert gpu_report_probe.query_gpus() == []
 
 
 def test_without_triton_its_parts_are_skipped_and_on_one_card_those_of_several() -> None:
-    without = gpu_report_parts.parts_of(Setting(False, {"llama-2b": {}}, triton=False))
+    without = gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {}}, has_triton=False))
     states = {part.name: part.skip for part in without}
     assert "triton is not installed" in str(states["kernels"]) and "triton is not installed" in str(states["peers"])
-    assert states["nccl"] == states["layouts"] == "needs 2 cards; torch sees 1" and states["smoke"] is None
-    several = {part.name: part for part in gpu_report_parts.parts_of(Setting(False, {"llama-2b": {"flags": []}}, 4))}
+    assert states["nccl"] == states["layouts"] == "needs 2 GPUs; torch sees 1" and states["smoke"] is None
+    several = {part.name: part for part in gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {"flags": []}}, 4))}
     assert several["nccl"].skip is several["train llama-2b-tensor-pipeline-dp"].skip is None
     words = several["train llama-2b-tensor-pipeline-dp"].command(Path("x"), 60)
     assert words[words.index("--nproc") + 1] == "4" and words[words.index("--dp") + 1] == "1"
@@ -226,21 +226,21 @@ def test_every_goal_of_a_kernel_names_a_row_that_is_measured() -> None:
     goals = list(gpu_report_goals.kernel_goals(results))
     assert len(goals) > 40
     for goal, without in zip(goals, gpu_report_goals.kernel_goals({}), strict=True):
-        assert goal.figure(judge=True)["met"] == "yes", goal.what
-        assert without.figure(judge=True)["met"] == "not measured"
-    ops = set(gpu_report_parts.ELEMENTWISE.split(","))
-    assert {goal.what.split()[0] for goal in goals if "Liger" in goal.what} < ops <= {case.op for case in CASES}
+        assert goal.to_json(judge=True)["met"] == "yes", goal.name
+        assert without.to_json(judge=True)["met"] == "not measured"
+    ops = set(gpu_report_parts.FUSED_KERNELS.split(","))
+    assert {goal.name.split()[0] for goal in goals if "Liger" in goal.name} < ops <= {case.op for case in CASES}
 
 
 def test_goals_are_judged_in_their_direction() -> None:
     trained = {"mfu": 0.61, "memory": 104.0, "estimate": 100.0, "overhead": 0.031, "tokens_per_s": 1.0}
     tests = {"passed": 3, "failed": 0, "did_not_end": 1}
     results = {"train llama3-8b-4096": trained, "train gpt-1.3b-2048": trained, "tests": tests}
-    met = {goal.what: goal.figure(judge=True)["met"] for goal in gpu_report_goals.goals(results)}
+    met = {goal.name: goal.to_json(judge=True)["met"] for goal in gpu_report_goals.goals(results)}
     assert met["training llama3-8b-4096: MFU"] == "NO" and met["training gpt-1.3b-2048: MFU"] == "yes"
     assert met["training llama3-8b-4096: peak memory off the estimate"] == "yes"
     assert met["training llama3-8b-4096: step outside forward and backward"] == "NO"
-    assert met["tests on the card that fail"] == "NO"
+    assert met["GPU tests that fail"] == "NO"
 
 
 def test_of_tests_that_were_killed_the_last_one_is_known_and_missing_packages_are_named(tmp_path: Path) -> None:
@@ -256,11 +256,12 @@ def test_of_tests_that_were_killed_the_last_one_is_known_and_missing_packages_ar
 @pytest.mark.parametrize("cards", [1, 2, 8])
 def test_parts_of_most_worth_all_get_their_time(cards: int) -> None:
     """The ones after them what is left."""
-    parts = [p for p in gpu_report_parts.parts_of(Setting(False, gpu_report_parts.SHAPES, cards)) if p.skip is None]
+    parts = [p for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.RUN_FLAGS, cards)) if p.skip is None]
     most = parts[: [part.name for part in parts].index("kernels" if cards == 1 else "train llama-2b-dp") + 1]
     assert [part.name for part in parts if not part.name.startswith("train llama-2b")][:2 + (cards > 1)] == [
         "smoke", *["layouts"] * (cards > 1), "train llama3-8b-4096"]  # fmt: skip
-    assert sum(part.limit_s for part in most) < gpu_report.TOTAL_S[cards > 1] < (480 if cards == 1 else 600)
+    total_s = gpu_report.TOTAL_S if cards == 1 else gpu_report.MULTI_GPU_TOTAL_S
+    assert sum(part.limit_s for part in most) < total_s < (480 if cards == 1 else 600)
 
 
 def test_after_a_fault_of_the_card_the_tests_that_are_left_run_in_a_new_process(tmp_path: Path, monkeypatch) -> None:
@@ -271,12 +272,12 @@ def test_after_a_fault_of_the_card_the_tests_that_are_left_run_in_a_new_process(
     file = tmp_path / "share0.jsonl"
     monkeypatch.setattr(gpu_report_tests, "cuda_is_broken", lambda: True)
 
-    def turn() -> gpu_report_tests.Share:
-        share = gpu_report_tests.Share(0, 1, file)
+    def turn() -> gpu_report_tests.PytestShard:
+        share = gpu_report_tests.PytestShard(0, 1, file)
         pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tests)], plugins=[share])
         return share
 
-    assert turn().broken and gpu_report_tests.read(tmp_path)["passed"] == 1
-    assert not turn().broken
+    assert turn().is_broken and gpu_report_tests.read(tmp_path)["passed"] == 1
+    assert not turn().is_broken
     found = gpu_report_tests.read(tmp_path)
     assert (found["passed"], found["failed"], found["did_not_end"]) == (2, 1, 0)

@@ -55,9 +55,9 @@ ILLNESS = {
     "tests": "Fatal Python error: Segmentation fault",
     "kernels": "an illegal memory access",
     "peers": "an illegal memory access",
-    "levers": "CUDA out of memory",
-    "levers-mb4": "CUDA out of memory",
-    "levers-moe": "CUDA out of memory",
+    "ablations": "CUDA out of memory",
+    "ablations-mb4": "CUDA out of memory",
+    "ablations-moe": "CUDA out of memory",
     "tiles": "an illegal memory access",
 }
 
@@ -70,7 +70,7 @@ def rehearse(folder: Path, illness: str = "", *only: str, code: int = 1) -> tupl
     done = subprocess.run([*command, "--out", str(folder / "out")], capture_output=True, text=True, env=environment)
     assert done.returncode == code, done.stdout + done.stderr
     made = json.loads((folder / "out" / "report.json").read_text())
-    assert made["facts"]["device"].startswith("NVIDIA") and made["facts"]["cards"] == 2
+    assert made["facts"]["device"].startswith("NVIDIA") and made["facts"]["gpus"] == 2
     return made, (folder / "out" / "report.md").read_text()
 
 
@@ -87,17 +87,17 @@ def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
     states = {part["name"]: part["status"] for part in made["parts"]}
     assert states.pop("smoke") == "failed (exit code 1)"
     results = made["results"]
-    rows = [row for name in ("levers", "levers-mb4", "levers-moe") for row in results[name]["rows"]]
+    rows = [row for name in ("ablations", "ablations-mb4", "ablations-moe") for row in results[name]["rows"]]
     lost = [row["status"] for row in rows if row["status"] != "ok"]
     assert len(rows) == 11 and all("compiled with cuBLASLt" in status for status in lost)  # by torch's build
-    assert states.pop("levers") == ("failed (exit code 1)" if lost else "ok"), told
+    assert states.pop("ablations") == ("failed (exit code 1)" if lost else "ok"), told
     assert rows[0]["sides"][0]["attention"] == "cudnn" and all(row["ratio"] > 0 for row in rows if "sides" in row)
     assert set(states.values()) == {"ok"}, told
     ways = {case["name"]: case for case in results["smoke"]["cases"]}
     assert ways.pop("compiled")["status"] == "failed (exit code 1)"
     assert "Torch not compiled with CUDA enabled" in told or "Found no NVIDIA driver" in told  # by torch's build
     assert len(ways) == 11 and {case["status"] for case in ways.values()} == {"ok"}
-    assert {case["name"] for case in results["layouts"]["cases"]} == {"one card", "tp 2", "pp 2", "dp 2"}
+    assert {case["name"] for case in results["layouts"]["cases"]} == {"one GPU", "tp 2", "pp 2", "dp 2"}
     assert {row["kind"] for row in results["nccl"]["rows"]} == {"all_reduce", "all_gather", "reduce_scatter", "message"}
     assert all(results[name]["memory"] < 1 << 30 for name in results if name.startswith("train"))  # the card's
     assert all(row["extra_mib"] is not None for row in results["kernels"]["rows"])

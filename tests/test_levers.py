@@ -11,31 +11,31 @@ import pytest
 from megalite.kernels import cross_entropy
 from megalite.kernels.dispatch import kernel_option
 from megalite.launch.rank_info import RankInfo
-from tools.bench import ablations as levers
 from tools.bench import gpu_report_goals
-from tools.bench.gpu_report_goals import TABLE
+from tools.bench.ablations import AblationRun, run_ablations
+from tools.bench.gpu_report_runs import ABLATION_RUN_FLAGS, ABLATIONS, TINY_LLAMA, Ablation, VariantOptions
 from tools.bench.systems import build_run_from_task
 
-FLAGS = f"{TABLE['levers']['run']} {TABLE['words']['tiny']} --num-layers 2 --global-batch-size 4 --device cpu".split()
+FLAGS = f"{ABLATION_RUN_FLAGS} {TINY_LLAMA} --num-layers 2 --global-batch-size 4 --device cpu".split()
 PLAN = {"layers": 2, "of_layers": 2, "seq_length": 32, "moments": "fp32"}
 Row = dict[str, Any]
 
 
-def measured(folder: Path, rows: list[Row], flags: str = "", seconds: float = 200) -> tuple[int, Row]:
-    """The exit code, and what is in the file, of a group of these rows."""
+def measured(folder: Path, ablations: list[Ablation], flags: str = "", seconds: float = 200) -> tuple[int, Row]:
+    """The exit code, and what is in the file, of a group of these ablations."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TABLE["levers"], "mine", rows)
+        patch.setitem(ABLATIONS, "mine", tuple(ablations))
         task = {"group": "mine", "flags": [*FLAGS, *flags.split()], "folder": str(folder), "plan": PLAN}
-        code = levers.levers_rank(RankInfo(), task | {"seconds": seconds, "tiny": True})
-    return code, json.loads((folder / "levers.json").read_text())
+        code = run_ablations(RankInfo(), task | {"seconds": seconds, "tiny": True})
+    return code, json.loads((folder / "ablations.json").read_text())
 
 
 def test_a_lever_is_measured_in_pairs_and_one_that_breaks_costs_itself(tmp_path: Path) -> None:
-    window = {"name": "window", "on": {"flags": "--window-size {quarter},0"}}
-    breaks = {"name": "breaks", "on": {"flags": "--micro-batch-size 3"}}
-    rows = [{"name": "nothing"}, breaks, {"name": "of a card", "card": "no card is here"}, window]
+    window = Ablation("window", on=VariantOptions("--window-size {quarter},0"))
+    breaks = Ablation("breaks", on=VariantOptions("--micro-batch-size 3"))
+    ablations = [Ablation("nothing"), breaks, Ablation("of a card", gpu_only="no card is here"), window]
     before = dict(cross_entropy.CHUNK_BYTES), kernel_option("attention_kernel")
-    code, made = measured(tmp_path, rows)
+    code, made = measured(tmp_path, ablations)
     nothing, broken, of_a_card, good = made["rows"]
     assert nothing["status"].startswith("not measured: both sides are the same here")
     assert broken["status"].startswith("failed: ValueError: global_batch_size=4 is not a multiple") and code == 1
@@ -46,7 +46,7 @@ def test_a_lever_is_measured_in_pairs_and_one_that_breaks_costs_itself(tmp_path:
     assert on["losses"][0] != off["losses"][0] == pytest.approx(on["losses"][0], rel=0.05)  # it was switched
     assert on["mfu"] / on["tokens_per_s"] < off["mfu"] / off["tokens_per_s"]  # what a window hides is no work
     assert (dict(cross_entropy.CHUNK_BYTES), kernel_option("attention_kernel")) == before
-    shown = list(gpu_report_goals.lever_rows({"levers": made}))
+    shown = list(gpu_report_goals.ablation_rows({"ablations": made}))
     assert [row[0] for row in shown] == ["nothing", "breaks", "of a card", "window"] and {
         len(row) for row in shown
     } == {6}
@@ -54,36 +54,35 @@ def test_a_lever_is_measured_in_pairs_and_one_that_breaks_costs_itself(tmp_path:
 
 
 def test_without_time_the_rows_say_so(tmp_path: Path) -> None:
-    code, made = measured(tmp_path, [{"name": "chunk", "on": {"chunk_mib": 1}}], seconds=0)
+    code, made = measured(tmp_path, [Ablation("chunk", on=VariantOptions(chunk_mib=1))], seconds=0)
     assert code == 0 and made["rows"][0]["status"] == "not measured: no time was left" and made["warm_up"]
 
 
 def test_a_side_has_the_batches_chunks_windows_and_documents_of_its_flags() -> None:
     """And FLOPs of its own: those of documents are those of samples as long as they are."""
     with build_run_from_task(RankInfo(), {"flags": FLAGS}) as (_, run):
-        made = levers.Levers(FLAGS, run)
+        made = AblationRun(FLAGS, run)
         words = "--reset-attention-mask --reset-position-ids --tokenizer-type NullTokenizer --micro-batch-size 2"
-        plain, apart = made.side(), made.side(flags=words, chunk_mib=3)
-        first, *rest = apart.data.get(0, 4)[0]
+        plain, packed = made.variant(), made.variant(VariantOptions(words, chunk_mib=3))
+        first, *rest = packed.data.get(0, 4)[0]
         assert [end - begin for row, begin, end in first.documents.spans if row == 1] == [16, 8, 4, 2, 1, 1]
         assert first.positions_SB[:, 0].tolist() == [*range(16), *range(8), *range(4), 0, 1, 0, 0] and len(rest) == 1
         assert plain.data.get(0, 4)[0][0].documents is None and len(plain.data.get(0, 4)[0]) == 4
-        made.take(apart)
-        assert cross_entropy.CHUNK_BYTES["cpu"] == 3 << 20 and apart.facts != plain.facts
-        windowed = made.side(flags="--window-size {quarter},0")
-        made.take(windowed)
+        made.activate(packed)
+        assert cross_entropy.CHUNK_BYTES["cpu"] == 3 << 20 and packed.properties != plain.properties
+        windowed = made.variant(VariantOptions("--window-size {quarter},0"))
+        made.activate(windowed)
         assert {block.attention.window for stage in run.pipeline.stages for block in stage.blocks} == {8}
-        made.take(plain)
+        made.activate(plain)
         assert {block.attention.window for stage in run.pipeline.stages for block in stage.blocks} == {None}
-        assert plain.flops > windowed.flops > apart.flops > 0.5 * plain.flops
-        for side in (plain, apart, windowed):
+        assert plain.flops > windowed.flops > packed.flops > 0.5 * plain.flops
+        for side in (plain, packed, windowed):
             side.data.close()
 
 
 def _interpreted(folder: Path) -> tuple[int, Row]:
-    own = {"flags": "--attention-kernel triton"}
-    rows = [{"name": "attention", "off": {"flags": "--attention-kernel torch"}, "on": own}]
-    return measured(folder, rows, "--kernels triton --seq-length 16 --num-layers 1")
+    on, off = VariantOptions("--attention-kernel triton"), VariantOptions("--attention-kernel torch")
+    return measured(folder, [Ablation("attention", on=on, off=off)], "--kernels triton --seq-length 16 --num-layers 1")
 
 
 def test_the_kernels_of_attention_are_switched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""Everything that needs a card, in one command of less than 8 minutes (10 on several cards): does it train, how fast,
-tests, kernels, messages between cards; beside their goals.
+"""Run everything that needs a GPU in one command of less than 8 minutes (10 on several GPUs), and compare with goals.
 
     python tools/gpu_report.py                       writes runs/gpu_report/report.json and report.md
     python tools/gpu_report.py --only tests kernels  some parts
-    python tools/gpu_report.py --only levers --seconds 590       what kernels, windows, chunks are worth, in pairs
-    python tools/gpu_report.py --tiny                everything at tiny sizes: does it run at all?
-    python tools/gpu_report.py --cpu                 the same as a dry run without a card
+    python tools/gpu_report.py --only ablations --seconds 590    what kernels, windows and chunks are worth, in pairs
+    python tools/gpu_report.py --tiny                everything at tiny sizes, to test that it runs
+    python tools/gpu_report.py --cpu                 the same as a dry run without a GPU
 
-Parts run one after the other, most valuable first, each in processes of its own with a time limit (bench/limited.py): a
-crash, a hang, a full disk cost that part, and its last words with their traceback are in the report. Both files are
-written before and after each part, so a run that is killed leaves what it has; all that a part printed is in
-OUT/NAME/log.txt. After a part that failed the card is asked to compute a little: parts are not run while it cannot.
-Needs torch, triton, numpy and sentencepiece, and pytest for the tests.
+The parts are losses, training speed, tests, kernels and collectives. They run one after the other, most valuable first,
+each in processes of its own with a time limit (bench/timeout.py). A crash, a hang or a full disk costs only that part,
+and the report has its last lines and its traceback. Both files are written before and after each part, so a run that is
+killed leaves its results so far. OUT/NAME/log.txt has the output of a part. After a part that failed, the GPU must pass
+a small computation; further parts are skipped while it does not. Needs torch, triton, numpy and sentencepiece, and
+pytest for the tests.
 
-Exit code 0 when every part ran (whether goals were reached is in the report), 1 when one failed, 2 for a bad flag, 3
-without a CUDA device, 130 or 143 when it was ended.
+Exit code 0 when every part ran (the report says which goals were reached), 1 when one failed, 2 for an invalid flag,
+3 without a CUDA device, 130 or 143 when it was ended.
 """
 
 import argparse
@@ -34,54 +34,71 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.safe_open import write_atomically
-from tools.bench import gpu_report_goals
-from tools.bench import timeout as limited
-from tools.bench.gpu_report_parts import SHAPES, TINY_SHAPES, Part, Setting, parts_of
+from tools.bench import gpu_report_goals, timeout
+from tools.bench.gpu_report_parts import ReportPart, ReportSetting, list_parts
+from tools.bench.gpu_report_runs import RUN_FLAGS, TINY_RUN_FLAGS
 from tools.cli_common import local_path, make_parser, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAST_S = 10.0  # a part is not begun with less
-PROBE_S, ANSWER_S = 90.0, 30.0
-TOTAL_S = {False: 465.0, True: 585.0}  # on one card, on several
-SHOWN_LINES = 400  # of what a part printed
+MIN_PART_S = 10.0  # no part is started with less time
+PROBE_S, SELF_TEST_S = 90.0, 30.0
+TOTAL_S, MULTI_GPU_TOTAL_S = 465.0, 585.0
+MAX_LOG_LINES = 400  # of a part, in the report
 PROBE = [sys.executable, str(ROOT / "tools" / "bench" / "gpu_report_probe.py")]
 
 
-def say(text: str, file: TextIO = sys.stdout) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever listened may have gone
+def print_safely(text: str, file: TextIO = sys.stdout) -> None:
+    """Print a line, even if the reader of the stream is gone."""
+    with contextlib.suppress(OSError, ValueError):
         print(text, file=file, flush=True)
 
 
 class Report:
-    """What is known so far; `write` puts it on disk, if the disk lets it."""
+    """The results so far.
 
-    def __init__(self, out: Path, facts: dict[str, Any], parts: list[Part], setting: Setting):
+    Attributes:
+        out: the directory of the report.
+        facts: the versions, the hardware and warnings.
+        setting: the machine and the sizes.
+        results: the results by part.
+        parts: the status of every part, in their order.
+        gpu_failed: True if the GPU failed its last self-test.
+    """
+
+    def __init__(self, out: Path, facts: dict[str, Any], parts: list[ReportPart], setting: ReportSetting):
         self.out, self.facts, self.setting = out, facts, setting
         self.results: dict[str, dict[str, Any]] = {}
-        waiting = {"status": "waiting", "seconds": 0.0, "tail": [], "command": ""}
-        self.parts: list[dict[str, Any]] = [{"name": part.name, **waiting} for part in parts]
-        self.sick = False  # the card did not answer when it was last asked
+        self.parts: list[dict[str, Any]] = [
+            {"name": part.name, "status": "waiting", "seconds": 0.0, "tail": [], "command": ""} for part in parts
+        ]
+        self.gpu_failed = False
 
     def render(self) -> tuple[dict[str, Any], str]:
-        """The content of report.json and of report.md. Raises what results of an unexpected shape lead to."""
+        """Return the content of report.json and of report.md. Raises an exception if results have the wrong shape."""
         tiny, goals = self.setting.tiny, gpu_report_goals.goals(self.results)
-        content = {"dry_run": tiny, "facts": self.facts, "parts": self.parts}
-        content |= {"figures": [goal.figure(not tiny) for goal in goals], "results": self.results}
+        content = {
+            "dry_run": tiny,
+            "facts": self.facts,
+            "parts": self.parts,
+            "figures": [goal.to_json(judge=not tiny) for goal in goals],
+            "results": self.results,
+        }
         return content, gpu_report_goals.markdown(content)
 
     def write(self) -> dict[str, Any]:
+        """Write both files, or print that this is impossible, and return the content of report.json."""
         content, page = self.render()
         try:
-            for name, text in (("report.json", json.dumps(content, indent=1)), ("report.md", page)):
-                write_atomically(self.out / name, text)
+            write_atomically(self.out / "report.json", json.dumps(content, indent=1))
+            write_atomically(self.out / "report.md", page)
         except OSError as error:
-            say(f"gpu_report.py: {self.out} cannot be written: {error.strerror}", sys.stderr)
+            print_safely(f"gpu_report.py: {self.out} cannot be written: {error.strerror}", sys.stderr)
         return content
 
-    def take(self, part: Part, entry: dict[str, Any], folder: Path) -> None:
-        """The part's results, if they are there and make sense: a file may have been cut off anywhere."""
+    def read_results(self, part: ReportPart, entry: dict[str, Any], directory: Path) -> None:
+        """Read the results of a part. An error, such as of a truncated file, becomes its status."""
         try:
-            result = part.read(folder)
+            result = part.read(directory)
             if result:
                 self.results[part.name] = result
                 self.render()
@@ -90,95 +107,125 @@ class Report:
         except Exception as error:  # noqa: BLE001
             self.results.pop(part.name, None)
             entry["status"] += f"; its results cannot be read: {type(error).__name__}: {error}"
-            entry["tail"] = entry["tail"] or limited.error_tail(traceback.format_exc())
+            entry["tail"] = entry["tail"] or timeout.error_tail(traceback.format_exc())
 
-    def card_answers(self, when: str) -> bool:
-        """Whether every card still computes; the first time that it does not, and the next that it does, are told."""
+    def gpu_responds(self, when: str) -> bool:
+        """Return True if every GPU passes its self-test. Adds a warning when this changes."""
         if self.setting.cpu:
             return True
-        status, tail = limited.run([*PROBE, "--answers"], self.out / "answers.txt", ANSWER_S)
-        if self.sick != (status != "ok"):
-            self.sick = not self.sick
-            why = f"does not answer {when}: {status}; {tail[-1] if tail else ''}" if self.sick else f"answers {when}"
-            self.facts.setdefault("warnings", []).append(f"the card {why}")
-        return not self.sick
+        status, tail = timeout.run([*PROBE, "--self-test"], self.out / "self_test.txt", SELF_TEST_S)
+        failed = status != "ok"
+        if failed != self.gpu_failed:
+            self.gpu_failed = failed
+            warnings = self.facts.setdefault("warnings", [])
+            if failed:
+                warnings.append(f"the GPU does not respond {when}: {status}; {tail[-1] if tail else ''}")
+            else:
+                warnings.append(f"the GPU responds {when}")
+        return not failed
 
 
-def facts_of(out: Path, tiny: bool, cpu: bool) -> tuple[dict[str, Any], str]:
-    """The facts of gpu_report_probe.py, and why some are missing."""
+def device_environment(cpu: bool) -> dict[str, str]:
+    """Return the environment variables of a part, which hide the GPUs in a dry run."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
+
+
+def probe_machine(out: Path, tiny: bool, cpu: bool) -> tuple[dict[str, Any], str]:
+    """Return the facts of gpu_report_probe.py, and the reason if some are missing."""
     file = out / "machine.json"
     file.unlink(missing_ok=True)
-    environment = {"CUDA_VISIBLE_DEVICES": ""} if cpu else {}
-    command = [*PROBE, json.dumps(TINY_SHAPES if tiny else SHAPES), str(file)]
-    status, tail = limited.run(command, out / "machine.txt", PROBE_S, environment)
+    command = [*PROBE, json.dumps(TINY_RUN_FLAGS if tiny else RUN_FLAGS), str(file)]
+    status, tail = timeout.run(command, out / "machine.txt", PROBE_S, device_environment(cpu))
     problem = "" if status == "ok" else "\n".join([f"the machine could not be examined: {status}", *tail])
     return read_json(file), problem
 
 
-def commit() -> str:
-    """The commit of the working tree, with a mark where it was changed; "unknown" outside of git."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+def git_commit() -> str:
+    """Return the commit of the working tree, with a mark if it was changed, or "unknown" outside of git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(words, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip() or "unknown"
     return "unknown"
 
 
-def run(part: Part, entry: dict[str, Any], report: Report, seconds: float) -> None:
-    refused = ""
+def reason_to_skip(part: ReportPart, report: Report, seconds: float) -> str:
+    """Return the status of a part that cannot run now, or an empty string."""
     if part.skip is not None:
-        refused = f"skipped: {part.skip}"
-    elif seconds < LEAST_S:
-        refused = "not run: no time was left"
-    elif report.sick and not report.card_answers(f"before {part.name}"):
-        refused = "not run: the card does not answer"
-    if refused:
-        entry["status"] = refused
+        return f"skipped: {part.skip}"
+    if seconds < MIN_PART_S:
+        return "not run: no time was left"
+    if report.gpu_failed and not report.gpu_responds(f"before {part.name}"):
+        return "not run: the GPU does not respond"
+    return ""
+
+
+def run_part(part: ReportPart, entry: dict[str, Any], report: Report, seconds: float) -> None:
+    """Run a part for at most `seconds`, and set its entry and its results."""
+    if status := reason_to_skip(part, report, seconds):
+        entry["status"] = status
         return
-    folder = report.out / part.name.replace(" ", "-")
-    shutil.rmtree(folder, ignore_errors=True)  # of another run
-    folder.mkdir(parents=True, exist_ok=True)
-    command = part.command(folder, seconds)
+    directory = report.out / part.name.replace(" ", "-")
+    shutil.rmtree(directory, ignore_errors=True)  # of a previous report
+    directory.mkdir(parents=True, exist_ok=True)
+    command, log = part.command(directory, seconds), directory / "log.txt"
     entry |= {"status": "running", "command": " ".join(command)}
     report.write()
-    begin = time.monotonic()
-    environment = {"CUDA_VISIBLE_DEVICES": ""} if report.setting.cpu else {}
+    start = time.monotonic()
     try:
-        entry["status"], entry["tail"] = limited.run(command, folder / "log.txt", seconds, environment)
+        environment = device_environment(report.setting.cpu)
+        entry["status"], entry["tail"] = timeout.run(command, log, seconds, environment)
         if entry["status"] == "ok":
-            entry["tail"] = limited.truncate_log(folder / "log.txt").splitlines()[-SHOWN_LINES:]
-        else:  # what the part itself started may have had more to say, and no time to hand it on
-            others = [limited.truncate_log(log) for log in sorted(folder.glob("*.txt")) if log.name != "log.txt"]
-            entry["tail"] += [
-                line for text in others if limited.TRACEBACK_MARKS[1] in text for line in limited.error_tail(text)
-            ]
+            entry["tail"] = timeout.truncate_log(log).splitlines()[-MAX_LOG_LINES:]
+        else:
+            entry["tail"] += subprocess_tails(directory)
     except (KeyboardInterrupt, SystemExit):
         entry["status"] = "interrupted"
         raise
     finally:
-        entry["seconds"] = time.monotonic() - begin
-        report.take(part, entry, folder)
+        entry["seconds"] = time.monotonic() - start
+        report.read_results(part, entry, directory)
     if entry["status"] != "ok":
-        report.card_answers(f"after {part.name}")
+        report.gpu_responds(f"after {part.name}")
 
 
-def run_all(parts: list[Part], report: Report, end: float) -> dict[str, Any]:
-    """Every part until the clock says `end`; the finished report."""
+def subprocess_tails(directory: Path) -> list[str]:
+    """Return the decisive lines of logs of a part's own processes that crashed.
+
+    A part that is killed has no time to print them.
+    """
+    lines = []
+    for log in sorted(directory.glob("*.txt")):
+        if log.name != "log.txt":
+            text = timeout.truncate_log(log)
+            if timeout.FATAL_ERROR in text:
+                lines += timeout.error_tail(text)
+    return lines
+
+
+def run_all(parts: list[ReportPart], report: Report, deadline: float) -> dict[str, Any]:
+    """Run every part until the deadline, and return the content of report.json."""
     try:
         for part, entry in zip(parts, report.parts, strict=True):
             try:
-                run(part, entry, report, min(part.limit_s, end - time.monotonic()))
-            except Exception:  # noqa: BLE001  what is wrong with one part, or with this program, costs that part
-                entry |= {"status": "failed (it could not be run)", "tail": limited.error_tail(traceback.format_exc())}
-            say(f"{entry['name']}: {entry['status']}, {entry['seconds']:.0f} s")
+                run_part(part, entry, report, min(part.limit_s, deadline - time.monotonic()))
+            except Exception:  # noqa: BLE001  an error of a part, or of this program, costs only that part
+                status = "failed (it could not be run)"
+                entry |= {"status": status, "tail": timeout.error_tail(traceback.format_exc())}
+            print_safely(f"{entry['name']}: {entry['status']}, {entry['seconds']:.0f} s")
             report.write()
     finally:
         content = report.write()
     return content
 
 
+def short_name(part: ReportPart) -> str:
+    """Return the name of a part in --only."""
+    return part.name.removeprefix("train ")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    names = [part.name.removeprefix("train ") for part in parts_of(Setting(True, {}))]
+    names = [short_name(part) for part in list_parts(ReportSetting(True, {}))]
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=names, help="parts to run: " + ", ".join(names))
@@ -189,7 +236,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    begin = time.monotonic()
+    """Run the program, and return its exit code."""
+    start = time.monotonic()
     parser = build_parser()
     args = parser.parse_args(argv)
     args.tiny |= args.cpu
@@ -199,39 +247,47 @@ def main(argv: list[str]) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {args.out} cannot be made: {error.strerror}")
-    facts, problem = facts_of(args.out, args.tiny, args.cpu)
+    facts, problem = probe_machine(args.out, args.tiny, args.cpu)
     if not args.cpu and facts.get("device", "CPU") == "CPU":
-        why = f" ({facts['why']})" if "why" in facts else ""
-        text = f"torch sees no CUDA device{why}; use a machine with one, or --cpu for a dry run"
-        say(f"gpu_report.py: {text if facts else problem}", sys.stderr)
+        if facts:
+            reason = f" ({facts['why']})" if "why" in facts else ""
+            problem = f"torch sees no CUDA device{reason}; use a machine with one, or --cpu for a dry run"
+        print_safely(f"gpu_report.py: {problem}", sys.stderr)
         return 3
-    facts |= {"date": datetime.date.today().isoformat(), "commit": commit()}
+    facts["date"] = datetime.date.today().isoformat()
+    facts["commit"] = git_commit()
     facts["warnings"] = [*facts.get("warnings", [])]
     if problem:
         facts["warnings"].append(problem)
-    together = not any("one process at a time" in text for text in facts["warnings"])
-    cards, triton = 2 if args.cpu else facts["cards"], facts.get("triton") is not None
-    setting = Setting(args.cpu, facts.get("plans", {}), cards, args.tiny, together, triton)
-    parts = [part for part in parts_of(setting) if not args.only or part.name.removeprefix("train ") in args.only]
+        print_safely(f"gpu_report.py: {problem}", sys.stderr)
+    setting = ReportSetting(
+        cpu=args.cpu,
+        plans=facts.get("plans", {}),
+        num_gpus=2 if args.cpu else facts["gpus"],
+        tiny=args.tiny,
+        shares_gpu=not any("one process at a time" in text for text in facts["warnings"]),
+        has_triton=facts.get("triton") is not None,
+    )
+    parts = [part for part in list_parts(setting) if not args.only or short_name(part) in args.only]
     report = Report(args.out, facts, parts, setting)
-    if problem:
-        say(f"gpu_report.py: {problem}", sys.stderr)
-    content = run_all(parts, report, begin + (args.seconds or TOTAL_S[cards > 1]))
-    for figure in content["figures"]:
-        if figure["value"] is not None:
-            say(f"{figure['what']}: {figure['shown']} (goal {figure['goal']}): {figure['met']}")
-    say(f"written: {args.out / 'report.md'}, {args.out / 'report.json'}")
-    bad = [e for e in report.parts if not e["status"].startswith(("ok", "skipped"))]
-    return 1 if bad or problem else 0
+    total_s = args.seconds or (MULTI_GPU_TOTAL_S if setting.num_gpus > 1 else TOTAL_S)
+    content = run_all(parts, report, start + total_s)
+    for goal in content["figures"]:
+        if goal["value"] is not None:
+            print_safely(f"{goal['what']}: {goal['shown']} (goal {goal['goal']}): {goal['met']}")
+    print_safely(f"written: {args.out / 'report.md'}, {args.out / 'report.json'}")
+    any_failed = any(not entry["status"].startswith(("ok", "skipped")) for entry in report.parts)
+    return 1 if any_failed or problem else 0
 
 
-def terminated(*_: Any) -> None:
-    raise SystemExit(143)  # so that what is running is ended too
+def on_sigterm(*_: Any) -> None:
+    """Raise SystemExit, so that the running part ends, too."""
+    raise SystemExit(143)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, terminated)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a connection that breaks ends nothing
+    signal.signal(signal.SIGTERM, on_sigterm)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a lost connection ends nothing
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""The parts of tools/gpu_report.py: what each runs, for how long at most, and how its results are read.
+"""The parts of tools/gpu_report.py: the command, the time limit and the results of each.
 
-A part is a command in a process of its own that leaves files in a folder; what it has left when it is killed counts.
-They come in the order of their worth: what the clock cuts off is what one can do without.
+A part is a command in a process of its own that writes files to a directory. The results of a part that is killed still
+count. Parts are sorted by their value, so that the last ones are cut off if time runs out.
 """
 
 import json
@@ -13,43 +13,63 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.bench import gpu_report_goals, gpu_report_tests
+from tools.bench import gpu_report_tests
+from tools.bench.gpu_report_runs import ABLATION_RUN_FLAGS, TINY_TIMING, TRAINING_RUNS
 from tools.cli_common import read_json
 
-TOOLS = Path(__file__).resolve().parent.parent
-TABLE = gpu_report_goals.TABLE
-SHAPES, TINY_SHAPES = ({name: flags.format_map(TABLE["words"]) for name, flags in TABLE[table].items()}
-                       for table in ("shapes", "tiny_shapes"))  # fmt: skip
-ELEMENTWISE = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "message")
-FORWARD_AND_BACKWARD = ("forward", "backward")
+TOOLS_DIR = Path(__file__).resolve().parent.parent
+FUSED_KERNELS = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "message")
+TINY_SLOWDOWN = 4  # of time limits, because times do not matter and machines for tests may be slow
+TIMING = {run.name: run.timing for run in TRAINING_RUNS}
+NO_PLAN = "no plan for its memory could be made"
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """The machine and sizes of the parts. `plans`: flags and estimate of each shape, from gpu_report_probe.py."""
+class ReportSetting:
+    """The machine and the sizes of the parts.
+
+    Attributes:
+        cpu: True for a dry run without a GPU.
+        plans: the flags and the memory estimate of each training run, by gpu_report_probe.py.
+        num_gpus: the number of GPUs.
+        tiny: True for tiny sizes.
+        shares_gpu: True if a GPU takes several processes at once.
+        has_triton: True if Triton is installed.
+    """
 
     cpu: bool
     plans: dict[str, Any]
-    cards: int = 1
+    num_gpus: int = 1
     tiny: bool = False
-    together: bool = True  # whether a card takes several processes at once
-    triton: bool = True
+    shares_gpu: bool = True
+    has_triton: bool = True
 
     @property
     def device(self) -> str:
+        """The type of the device, as in --device."""
         return "cpu" if self.cpu else "cuda"
 
-    def jobs(self, most: int) -> int:
+    def num_jobs(self, max_jobs: int) -> int:
+        """Return the number of processes to run at once."""
+        if not self.shares_gpu:
+            return 1
         cores = os.cpu_count() or 1
-        return max(1, min(most, cores if self.tiny else cores // 2)) if self.together else 1
+        return max(1, min(max_jobs, cores if self.tiny else cores // 2))
 
 
 @dataclass(frozen=True)
-class Part:
-    """`command` gets the part's folder and the seconds it has. `read` gives {} where there is nothing yet. `skip`: why
-    it cannot run here."""
+class ReportPart:
+    """One part of the report.
+
+    Attributes:
+        name: its name.
+        limit_s: its time limit in seconds.
+        command: returns the command for a directory and a number of seconds.
+        read: returns the results in the directory, {} if there are none yet.
+        skip: the reason why it cannot run here, if there is one.
+    """
 
     name: str
     limit_s: float
@@ -58,68 +78,85 @@ class Part:
     skip: str | None = None
 
 
-def started(program: str, *words: object) -> list[str]:
-    """The command line of a program of tools/."""
-    return [sys.executable, str(TOOLS / program), *map(str, words)]
+def tool_command(program: str, *args: object) -> list[str]:
+    """Return the command line of a program in tools/."""
+    return [sys.executable, str(TOOLS_DIR / program), *map(str, args)]
 
 
-def kernels(name: str, limit_s: float, flags: str, setting: Setting) -> Part:
-    def command(folder: Path, seconds: float) -> list[str]:
-        options = [*flags.split(), "--device", setting.device]
+def kernels_part(name: str, limit_s: float, flags: str, setting: ReportSetting) -> ReportPart:
+    """Return a part that runs kernels.py with `flags`."""
+
+    def command(directory: Path, seconds: float) -> list[str]:
+        args = [*flags.split(), "--device", setting.device]
         if setting.tiny:
-            options += ["--tiny", "--repeats", "1"]
-        options += ["--seconds", str(max(5, seconds - 10)), "--json", str(folder / "kernels.json")]
-        return started("bench/kernels.py", *options)
+            args += ["--tiny", "--repeats", "1"]
+        args += ["--seconds", str(max(5, seconds - 10)), "--json", str(directory / "kernels.json")]
+        return tool_command("bench/kernels.py", *args)
 
-    skip = None if setting.triton or setting.cpu else "triton is not installed: all of it runs torch's kernels here"
-    return Part(name, limit_s, command, lambda folder: read_json(folder / "kernels.json"), skip)
+    skip = None
+    if not setting.has_triton and not setting.cpu:
+        skip = "triton is not installed: all of it runs torch's kernels here"
+    return ReportPart(name, limit_s, command, lambda directory: read_json(directory / "kernels.json"), skip)
 
 
-def smoke(name: str, limit_s: float, setting: Setting, cards: int = 1) -> Part:
-    def command(folder: Path, seconds: float) -> list[str]:
-        jobs = setting.jobs(6 if cards == 1 else 3)
-        options = ["--device", setting.device, "--cards", cards, "--jobs", jobs]
+def smoke_part(name: str, limit_s: float, setting: ReportSetting, num_gpus: int = 1) -> ReportPart:
+    """Return a part that compares losses with a CPU's or, with several GPUs, those of layouts with one GPU's."""
+
+    def command(directory: Path, seconds: float) -> list[str]:
+        num_jobs = setting.num_jobs(6 if num_gpus == 1 else 3)
+        args = ["--device", setting.device, "--gpus", num_gpus, "--jobs", num_jobs]
         if setting.tiny:
-            options.append("--tiny")
-        return started("bench/gpu_report_smoke.py", folder, *options, "--seconds", seconds - 3)
+            args.append("--tiny")
+        return tool_command("bench/gpu_report_smoke.py", directory, *args, "--seconds", seconds - 3)
 
-    return Part(name, limit_s, command, lambda folder: read_json(folder / "smoke.json"))
-
-
-def nccl(limit_s: float, setting: Setting) -> Part:
-    def command(folder: Path, seconds: float) -> list[str]:
-        least, most = (1 << 12, 1 << 12) if setting.tiny else (1 << 20, 1 << 28)
-        sizes = ["--min-bytes", least, "--max-bytes", most, "--factor", 16, "--kinds", *KINDS]
-        where = ["--device", setting.device, "--nproc", setting.cards, "--json", folder / "nccl.json"]
-        return started("benchmark_comm.py", *where, *sizes)
-
-    return Part("nccl", limit_s, command, lambda folder: read_json(folder / "nccl.json"))
+    return ReportPart(name, limit_s, command, lambda directory: read_json(directory / "smoke.json"))
 
 
-def training(shape: str, limit_s: float, setting: Setting, layout: str = "", cards: int = 1) -> Part:
-    """`limit_s` is mostly the time to draw the weights, on one core. `layout`: flags, on `cards` cards."""
-    plan = setting.plans.get(shape)
+def nccl_part(limit_s: float, setting: ReportSetting) -> ReportPart:
+    """Return a part that times collectives over all GPUs."""
 
-    def command(folder: Path, seconds: float) -> list[str]:
+    def command(directory: Path, seconds: float) -> list[str]:
+        min_bytes, max_bytes = (1 << 12, 1 << 12) if setting.tiny else (1 << 20, 1 << 28)
+        ranks = ["--device", setting.device, "--nproc", setting.num_gpus, "--json", directory / "nccl.json"]
+        sizes = ["--min-bytes", min_bytes, "--max-bytes", max_bytes, "--factor", 16, "--kinds", *COLLECTIVES]
+        return tool_command("benchmark_comm.py", *ranks, *sizes)
+
+    return ReportPart("nccl", limit_s, command, lambda directory: read_json(directory / "nccl.json"))
+
+
+def training_part(
+    run_name: str, limit_s: float, setting: ReportSetting, layout: str = "", num_gpus: int = 1
+) -> ReportPart:
+    """Return a part that times the steps of a training run.
+
+    Args:
+        run_name: the name of a TrainingRun.
+        limit_s: the time limit; most of it is needed to draw the weights, on one core.
+        setting: the machine.
+        layout: the flags of the parallel layout.
+        num_gpus: the number of GPUs.
+    """
+    plan = setting.plans.get(run_name)
+
+    def command(directory: Path, seconds: float) -> list[str]:
         assert plan is not None
-        usual = "--repeats 1 --warmup 1 --steps 2" if setting.tiny else "--repeats 1 --warmup 2 --steps 4"
-        steps = usual if setting.tiny else TABLE["steps"].get(shape, usual)
-        file = ["--timeout", seconds - 10, "--json", folder / "training.json", "--nproc", cards]
-        where = ["--device", setting.device, *layout.split()]
-        return started("benchmark.py", *steps.split(), *file, *plan["flags"], *where)
+        timing = TINY_TIMING if setting.tiny else TIMING[run_name]
+        args = ["--timeout", seconds - 10, "--json", directory / "training.json", "--nproc", num_gpus]
+        device = ["--device", setting.device]
+        return tool_command("benchmark.py", *timing.split(), *args, *plan["flags"], *device, *layout.split())
 
-    def read(folder: Path) -> Result:
-        return training_result(read_json(folder / "training.json"), plan or {})
+    def read(directory: Path) -> Result:
+        return training_result(read_json(directory / "training.json"), plan or {})
 
-    skip = None if plan is not None else "no plan for its memory could be made"
-    name = "-".join([shape, *(word.removeprefix("--").partition("-")[0] for word in layout.split()[::2])])
-    return Part(f"train {name}", limit_s, command, read, skip)
+    axes = [flag.removeprefix("--").partition("-")[0] for flag in layout.split()[::2]]
+    name = "-".join([run_name, *axes])
+    return ReportPart(f"train {name}", limit_s, command, read, NO_PLAN if plan is None else None)
 
 
-def training_result(written: Result, plan: Result) -> Result:
-    """The figures of tools/benchmark.py's file that the report has."""
-    runs = [run for row in written.get("rows", []) for run in row["runs"]]
-    if not runs:  # why stands in what the part has said
+def training_result(bench: Result, plan: Result) -> Result:
+    """Return the values of the report from the results of tools/benchmark.py and the plan of the run."""
+    runs = [run for row in bench.get("rows", []) for run in row["runs"]]
+    if not runs:  # the output of the part has the reason
         return {}
     run = runs[-1]
     parts = {name: statistics.mean(rank[name] for rank in run["parts"]) for name in run["parts"][0]}
@@ -133,76 +170,112 @@ def training_result(written: Result, plan: Result) -> Result:
         "mfu": tflops / run["peak_tflops"] if run["peak_tflops"] else None,
         "estimate": plan["estimate"],
         "parts": {name: seconds / total for name, seconds in parts.items()},
-        "overhead": 1 - sum(parts[name] for name in FORWARD_AND_BACKWARD) / total,
+        "overhead": 1 - (parts["forward"] + parts["backward"]) / total,
         **{key: run.get(key) for key in ("tokens_per_step", "step_s", "peak_tflops", "memory", "losses", "timeline")},
     }
 
 
-def levers(name: str, limit_s: float, setting: Setting) -> Part:
-    """A group of levers.py on a run of the shape of this name."""
+def ablations_part(name: str, limit_s: float, setting: ReportSetting) -> ReportPart:
+    """Return a part that runs the ablations of this name on the training run of this name."""
     plan = setting.plans.get(name)
 
-    def command(folder: Path, seconds: float) -> list[str]:
+    def command(directory: Path, seconds: float) -> list[str]:
         assert plan is not None
-        flags = [*TABLE["levers"]["run"].split(), *plan["flags"], "--device", setting.device]
-        task = {"contender": "levers", "nproc": 1, "group": name, "flags": flags, "tiny": setting.tiny}
-        task |= {"folder": str(folder), "seconds": seconds - 20, "plan": plan}
-        return started("benchmark_rank.py", json.dumps(task))
+        task = {
+            "contender": "ablations",
+            "nproc": 1,
+            "group": name,
+            "flags": [*ABLATION_RUN_FLAGS.split(), *plan["flags"], "--device", setting.device],
+            "tiny": setting.tiny,
+            "folder": str(directory),
+            "seconds": seconds - 20,
+            "plan": plan,
+        }
+        return tool_command("benchmark_rank.py", json.dumps(task))
 
-    skip = None if plan is not None else "no plan for its memory could be made"
-    return Part(name, limit_s, command, lambda folder: read_json(folder / "levers.json"), skip)
-
-
-def tests(limit_s: float, setting: Setting) -> Part:
-    jobs = 1 if setting.tiny else setting.jobs(8)
-
-    def command(folder: Path, seconds: float) -> list[str]:
-        return started("bench/gpu_report_tests.py", folder, "--jobs", jobs)
-
-    return Part("tests", limit_s, command, gpu_report_tests.read)
+    skip = NO_PLAN if plan is None else None
+    return ReportPart(name, limit_s, command, lambda directory: read_json(directory / "ablations.json"), skip)
 
 
-def several(setting: Setting) -> tuple[Part, Part, list[Part]]:
-    """Losses, messages and speed over several cards; skipped on one."""
-    cards = min(8, 1 << (setting.cards.bit_length() - 1))
+def tests_part(limit_s: float, setting: ReportSetting) -> ReportPart:
+    """Return a part that runs the GPU tests."""
+    num_jobs = 1 if setting.tiny else setting.num_jobs(8)
+
+    def command(directory: Path, seconds: float) -> list[str]:
+        return tool_command("bench/gpu_report_tests.py", directory, "--jobs", num_jobs)
+
+    return ReportPart("tests", limit_s, command, gpu_report_tests.read)
+
+
+def multi_gpu_parts(setting: ReportSetting) -> tuple[ReportPart, ReportPart, list[ReportPart]]:
+    """Return the parts for several GPUs, skipped with one: losses of layouts, collectives, and training."""
+    num_gpus = min(8, 1 << (setting.num_gpus.bit_length() - 1))
     tp, pp = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-    ways = [(f"{tp} {cards}", 2), (f"{pp} {cards}", 2), (f"--dp {cards}", 2), (f"{tp} 2 {pp} 2 --dp {cards // 4}", 4)]
-    parts = [(smoke("layouts", 70, setting, max(2, cards)), 2), (nccl(40, setting), 2)]
-    ways = ways[::2] if setting.tiny else ways
-    parts += [(training("llama-2b", 75, setting, layout, cards), least) for layout, least in ways]
-    reason = f"needs {{}} cards; torch sees {setting.cards}"
-    few = [replace(part, skip=reason.format(least)) if setting.cards < least else part for part, least in parts]
-    return few[0], few[1], few[2:]
-
-
-def parts_of(setting: Setting) -> list[Part]:
-    peers = f"--hidden-sizes 4096 --peers megalite torch compile liger --only {ELEMENTWISE},grouped_matmul,gated_matmul"
-    own = "--peers megalite triton cudnn flash"
-    tiles = "--sweep --half backward --only rms_norm"
-    tiles += " --tiles 2" if setting.tiny else ",add_rms_norm,layer_norm,add_layer_norm,bias_gelu --hidden-sizes 4096"
-    if setting.tiny:
-        peers = "--only swiglu --peers megalite torch"
-        own = "--peers megalite torch triton --only rms_norm,attention,adamw"
-    layouts, messages, trained = several(setting)
-    shapes = {"gpt-1.3b-2048": 70, "gpt-1.3b-4096": 70, "llama3-8b-4096-mb4": 150}
-    shapes |= {"gpt-125m-1024": 40, "gpt-125m-1024-graphs": 40, "qwen3-30b-a3b-4096": 200}
-    shapes |= {"llama3-8b-4096-64": 240, "llama3-8b-4096-128": 300}
-    other_shapes = [training(shape, limit_s, setting) for shape, limit_s in shapes.items() if not setting.tiny]
-    parts = [
-        smoke("smoke", 60, setting),
-        layouts,
-        training("llama3-8b-4096", 170, setting),
-        messages,
-        *trained,
-        tests(120, setting),
-        kernels("kernels", 100, own, setting),
-        *other_shapes[:2],
-        kernels("peers", 150, peers, setting),
-        *other_shapes[2:],
-        levers("levers", 560, setting),
-        levers("levers-mb4", 330, setting),
-        levers("levers-moe", 330, setting),
-        kernels("tiles", 560, tiles, setting),
+    layouts = [  # with the number of GPUs that they need at least
+        (f"{tp} {num_gpus}", 2),
+        (f"{pp} {num_gpus}", 2),
+        (f"--dp {num_gpus}", 2),
+        (f"{tp} 2 {pp} 2 --dp {num_gpus // 4}", 4),
     ]
-    slow = 4 if setting.tiny else 1  # a machine may be, and figures do not count
-    return [replace(part, limit_s=slow * part.limit_s) for part in parts]
+    if setting.tiny:
+        layouts = [layouts[0], layouts[2]]
+
+    def skip_if_below(min_gpus: int, part: ReportPart) -> ReportPart:
+        if setting.num_gpus >= min_gpus:
+            return part
+        return replace(part, skip=f"needs {min_gpus} GPUs; torch sees {setting.num_gpus}")
+
+    training = [
+        skip_if_below(min_gpus, training_part("llama-2b", 75, setting, layout, num_gpus))
+        for layout, min_gpus in layouts
+    ]
+    smoke = skip_if_below(2, smoke_part("layouts", 70, setting, max(2, num_gpus)))
+    return smoke, skip_if_below(2, nccl_part(40, setting)), training
+
+
+def list_parts(setting: ReportSetting) -> list[ReportPart]:
+    """Return all parts, most valuable first."""
+    kernel_flags = "--peers megalite triton cudnn flash"
+    peer_flags = (
+        f"--hidden-sizes 4096 --peers megalite torch compile liger --only {FUSED_KERNELS},grouped_matmul,gated_matmul"
+    )
+    tile_flags = (
+        "--sweep --half backward --only rms_norm,add_rms_norm,layer_norm,add_layer_norm,bias_gelu --hidden-sizes 4096"
+    )
+    if setting.tiny:
+        kernel_flags = "--peers megalite torch triton --only rms_norm,attention,adamw"
+        peer_flags = "--only swiglu --peers megalite torch"
+        tile_flags = "--sweep --half backward --only rms_norm --tiles 2"
+    layouts, nccl, multi_gpu_training = multi_gpu_parts(setting)
+    other_runs = {
+        "gpt-1.3b-2048": 70,
+        "gpt-1.3b-4096": 70,
+        "llama3-8b-4096-mb4": 150,
+        "gpt-125m-1024": 40,
+        "gpt-125m-1024-graphs": 40,
+        "qwen3-30b-a3b-4096": 200,
+        "llama3-8b-4096-64": 240,
+        "llama3-8b-4096-128": 300,
+    }
+    other_training = []
+    if not setting.tiny:
+        other_training = [training_part(name, limit_s, setting) for name, limit_s in other_runs.items()]
+    parts = [
+        smoke_part("smoke", 60, setting),
+        layouts,
+        training_part("llama3-8b-4096", 170, setting),
+        nccl,
+        *multi_gpu_training,
+        tests_part(120, setting),
+        kernels_part("kernels", 100, kernel_flags, setting),
+        *other_training[:2],
+        kernels_part("peers", 150, peer_flags, setting),
+        *other_training[2:],
+        ablations_part("ablations", 560, setting),
+        ablations_part("ablations-mb4", 330, setting),
+        ablations_part("ablations-moe", 330, setting),
+        kernels_part("tiles", 560, tile_flags, setting),
+    ]
+    if setting.tiny:
+        parts = [replace(part, limit_s=TINY_SLOWDOWN * part.limit_s) for part in parts]
+    return parts

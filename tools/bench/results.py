@@ -21,7 +21,7 @@ from typing import Any
 from megalite.common.text_file import read_small_text
 from megalite.config.options import ConfigError
 from tools.cli_common import write_json
-from tools.sweep import lists_of, words_of
+from tools.sweep import flag_args, parse_sweeps
 
 OK, REFUSED, WAITING = "ok", "refused", "waiting"
 NO_MEMORY, NO_TIME, FAILED = "out of memory", "out of time", "failed"
@@ -122,12 +122,12 @@ def combinations_of(sweeps: Sequence[str], nprocs: Sequence[int]) -> Iterator[tu
     for sweep in sweeps:
         name, _, values = sweep.partition("=")
         flags.append(f"--{name.replace('_', '-')}={values}")
-    lists = lists_of(flags)
+    lists = parse_sweeps(flags)
     for nproc, values in itertools.product(nprocs, itertools.product(*lists.values())):
         pairs = list(zip(lists, values, strict=True))
         varied = {"ranks": str(nproc)} if len(nprocs) > 1 else {}
         varied |= {flag[2:]: value for flag, value in pairs}
-        yield varied, [arg for flag, value in pairs for arg in words_of(flag, value)], nproc
+        yield varied, [arg for flag, value in pairs for arg in flag_args(flag, value)], nproc
 
 
 @dataclass

@@ -29,7 +29,8 @@ KILL_S = 5.0  # for the kernel to end them
 SLACK_S = 15.0  # for the supervisor to report
 LOG_BYTES = 1 << 20  # of each end of a log that is kept
 MAX_LINES, MAX_WIDTH = 60, 400  # of the lines that `run` returns
-TRACEBACK_MARKS = ("Traceback (most recent call last)", "Fatal Python error", "Current thread 0x")
+FATAL_ERROR = "Fatal Python error"
+TRACEBACK_MARKS = ("Traceback (most recent call last)", FATAL_ERROR, "Current thread 0x")
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
