@@ -1,5 +1,5 @@
 # CUDA, torch, and megalite with its packages; how to run it: docs/launch.md. With NVIDIA's apex: --build-arg APEX=1.
-# tests/packaging/test_dockerfile.py runs what is written here as far as that goes without docker.
+# tests/distribution/test_dockerfile.py runs what is written here as far as that goes without docker.
 ARG BASE=pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel
 FROM ${BASE}
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]

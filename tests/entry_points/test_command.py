@@ -1,4 +1,4 @@
-"""The command `megalite` in a clone; tests/packaging/test_installed.py has it from a wheel."""
+"""The command `megalite` in a clone; tests/distribution/test_installed.py has it from a wheel."""
 
 import argparse
 import importlib

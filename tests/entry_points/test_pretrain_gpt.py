@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import programs
-from train_cases import ROOT, SMALL
+from train_cases import SMALL
 
 # Prints the functions between `main` and `DistributedOptimizer.step`, of one process that trains. A generator or a context manager is
 # not among them unless it is on the stack, and then it counts as any function does.
@@ -26,13 +26,6 @@ def step(self, *args, **kwargs):
 DistributedOptimizer.step = step
 sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
-
-
-def test_the_entry_is_a_page() -> None:
-    lines = (ROOT / "pretrain_gpt.py").read_text("utf-8").splitlines()
-    assert len(lines) <= 45
-    page = "\n".join(lines)
-    assert all(f"{name}(" in page for name in ("parse", "build_run", "train_step"))
 
 
 def test_five_calls_lead_from_main_to_the_optimizers_step(tmp_path: Path) -> None:

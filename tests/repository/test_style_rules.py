@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import draw_packages
 import pytest
 import style_rules
 import toml_tables
@@ -30,10 +29,6 @@ def test_every_rule_can_fail(fault: str, tmp_path: Path) -> None:
     assert not any(found.values()), found
 
 
-def test_every_rule_has_a_fault() -> None:
-    assert {fault.strip() for fault in FAULTS} == {rule.__name__ for rule in style_rules.RULES}
-
-
 def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
     right = {
         "docs/shapes.md": SHAPES,
@@ -52,8 +47,3 @@ def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert [line for rule in style_rules.RULES for line in rule(tmp_path)] == []
-
-
-def test_the_picture_of_the_house_is_todays() -> None:
-    """Else: python tests/support/draw_packages.py > docs/packages.svg"""
-    assert (style_rules.ROOT / "docs/packages.svg").read_text() == draw_packages.draw(style_rules.ROOT)

@@ -1,7 +1,6 @@
 """Draws the packages and their imports: `python tests/support/draw_packages.py > docs/packages.svg`.
 
-A box is a package, a row a layer; a dark arrow is an import that no chain of others implies. tests/repository/test_style_rules.py
-compares the file with what this prints.
+A box is a package, a row a layer; a dark arrow is an import that no chain of others implies.
 """
 
 import sys

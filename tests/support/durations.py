@@ -19,8 +19,6 @@ QUICK, COMMIT, EVERYTHING = "quick", "commit", "everything"
 QUICK_S = 1.0  # longer ones run with each commit alone
 COMMIT_S = 40.0  # longer ones run with everything alone, by their mark
 GUARDED_S = 90.0  # of the class everything, with each commit: tests of what it changed
-# of two workers: 5 minutes of tests/run.sh, 20 of .ci/run; less what collecting takes, installing and the linters
-BUDGET_S = {QUICK: 550.0, COMMIT: 2200.0}
 
 
 @dataclass(frozen=True)
@@ -80,13 +78,6 @@ def of_commits() -> set[str]:
 def mean_of_everything() -> dict[str, float]:
     """By file: seconds of one of its tests that run with everything."""
     return {line.name: line.seconds / line.tests for line in read() if line.kind == EVERYTHING}
-
-
-def needed() -> dict[str, float]:
-    """Seconds of one worker, by class; what runs with each commit has the quick ones, too."""
-    sums = {kind: sum(line.seconds for line in read() if line.kind == kind) for kind in (QUICK, COMMIT, EVERYTHING)}
-    commit = sums[QUICK] + sums[COMMIT]
-    return {QUICK: sums[QUICK], COMMIT: commit + GUARDED_S, EVERYTHING: commit + sums[EVERYTHING]}
 
 
 @functools.cache

@@ -31,9 +31,7 @@ BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 DISK_BYTES = 12 << 30
 LIMIT_S = 4 * 3600
 MARKS = "not commit and not everything"  # as tests/run.sh
-QUICK = (
-    "packaging/test_torch_api.py kernels/test_compiling.py optim pipeline nn parallel layouts/test_layouts.py".split()
-)
+QUICK = "distribution/test_torch_api.py kernels/test_compiling.py optim pipeline nn parallel layouts/test_layouts.py".split()
 ASK = """import json, platform, torch, triton
 gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 build = "CUDA " + torch.version.cuda if torch.version.cuda else "CPU"
