@@ -32,7 +32,7 @@ from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import LaunchError, RankInfo
 
 ROOT = Path(__file__).resolve().parents[2]
-# the parts of the report on a card: processes of their own, which its rehearsal starts (test_gpu_report_rehearsal.py)
+# the parts of the report on a card: processes of their own, which its rehearsal starts (test_gpu_report_parts.py)
 REHEARSED = ("tools/bench/gpu_report_", "tools/bench/kernels.py")
 LLAMA = f"{UNGROUPED} --group-query-attention --num-query-groups 2"
 ON_CARD = "--device cuda --kernels torch --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --num-layers 1 --global-batch-size 4"
@@ -307,9 +307,8 @@ def planned(card: Card, folder: Path) -> None:
 
 def ablations(card: Card, folder: Path) -> None:
     """Each variant of a step runs on the card, with its memory."""
-    from tools.bench.gpu_report_runs import ABLATIONS, Ablation, VariantOptions
-
     from tools.bench.ablations import run_ablations
+    from tools.bench.gpu_report_runs import ABLATIONS, Ablation, VariantOptions
 
     task = {"group": "mine", "flags": FLAGS, "folder": str(folder), "plan": {}, "seconds": 60, "tiny": True}
     chunk = Ablation("chunk", on=VariantOptions(chunk_mib=1), gpu_only="no card is here")

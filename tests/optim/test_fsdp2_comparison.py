@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from train.test_hugging_face_runs import CPU, begun, taken, tokens_of
+from training.test_hugging_face_runs import CPU, begun, taken, tokens_of
 
 from megalite.training.batch import to_device
 from megalite.training.dry_run import record_collectives

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from card.simulator import everywhere
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # of tests for a card those that launch no kernel of Triton's
 ADDOPTS = "-p no:cacheprovider -k 'test_watch or test_cuda_graphs'"
 # In a process of a part: what goes wrong there. One defect for each part, each as a card or its driver would have it.

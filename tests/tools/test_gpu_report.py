@@ -158,12 +158,14 @@ def test_a_driver_that_is_down_is_said_once_and_parts_wait_until_it_is_up(tmp_pa
     states = ["failed (exit code 1)", *["not run: the GPU does not respond"] * 2, "ok"]
     assert [p["status"] for p in made["parts"]] == states
     warnings = made["facts"]["warnings"]
-    assert len(warnings) == 2 and "does not respond after crash" in warnings[0] and "responds before last" in warnings[1]
+    assert (
+        len(warnings) == 2 and "does not respond after crash" in warnings[0] and "responds before last" in warnings[1]
+    )
     assert "unspecified launch failure" in text
 
 
 def test_a_report_that_is_ended_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has started ends with it: tests/test_limited.py."""
+    """What it has started ends with it: tests/tools/test_timeout.py."""
     real = limited.run
     monkeypatch.setattr(
         limited, "run", lambda *given: gpu_report.on_sigterm() if "long" in str(given[1]) else real(*given)
@@ -203,7 +205,9 @@ def test_without_triton_its_parts_are_skipped_and_on_one_card_those_of_several()
     states = {part.name: part.skip for part in without}
     assert "triton is not installed" in str(states["kernels"]) and "triton is not installed" in str(states["peers"])
     assert states["nccl"] == states["layouts"] == "needs 2 GPUs; torch sees 1" and states["smoke"] is None
-    several = {part.name: part for part in gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {"flags": []}}, 4))}
+    several = {
+        part.name: part for part in gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {"flags": []}}, 4))
+    }
     assert several["nccl"].skip is several["train llama-2b-tensor-pipeline-dp"].skip is None
     words = several["train llama-2b-tensor-pipeline-dp"].command(Path("x"), 60)
     assert words[words.index("--nproc") + 1] == "4" and words[words.index("--dp") + 1] == "1"
@@ -256,7 +260,9 @@ def test_of_tests_that_were_killed_the_last_one_is_known_and_missing_packages_ar
 @pytest.mark.parametrize("cards", [1, 2, 8])
 def test_parts_of_most_worth_all_get_their_time(cards: int) -> None:
     """The ones after them what is left."""
-    parts = [p for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.RUN_FLAGS, cards)) if p.skip is None]
+    parts = [
+        p for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.RUN_FLAGS, cards)) if p.skip is None
+    ]
     most = parts[: [part.name for part in parts].index("kernels" if cards == 1 else "train llama-2b-dp") + 1]
     assert [part.name for part in parts if not part.name.startswith("train llama-2b")][:2 + (cards > 1)] == [
         "smoke", *["layouts"] * (cards > 1), "train llama3-8b-4096"]  # fmt: skip
