@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Continue prompts with the newest checkpoint of a run, or with a Hugging Face model, whatever layout wrote it.
+"""Continue prompts with the newest checkpoint of a run, written under any layout, or with a Hugging Face model.
 
     python tools/generate.py --load runs/quickstart --prompt 'def main(' --max-new-tokens 60
     python tools/generate.py --load models/Qwen3-8B --prompts-file prompts.txt --temperature 0 --json
     python tools/generate.py --load runs/large --nproc 4 --tensor-model-parallel-size 2 \\
         --pipeline-model-parallel-size 2 --prompt 'Once'                   or the same under torchrun, without --nproc
 
-Without --json: the text, prompt first, after [step N]. With it a line per prompt: number, prompt, text (what is new),
-ids, new_ids, stop ("eod" or "length"), step.
+Without --json, each text is printed after [step N], with its prompt. With --json, each line is an object with number,
+prompt, text (without the prompt), ids, new_ids, stop ("eod" or "length") and step.
 """
 
 import argparse
@@ -29,21 +29,21 @@ from megalite.launch.process_group import exit_process, process_group
 from megalite.launch.rank_info import LaunchError, RankInfo, nproc_error, read_environment
 from tools.cli_common import PluginAction, make_parser, number_in_range, positive_int
 
-LIMIT = datetime.timedelta(minutes=10)  # of a wait for another rank
+TIMEOUT = datetime.timedelta(minutes=10)  # for other ranks
 
 
-def misuse(args: argparse.Namespace, world: int) -> str | None:
-    """The problem with the flags on so many ranks, or None."""
+def flag_conflicts(args: argparse.Namespace, world_size: int) -> str | None:
+    """Return a message if the layout does not fit the number of ranks, otherwise None."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if tp * pp != world:
-        ranks = f"{world} process{'es' if world > 1 else ''} for tp {tp} x pp {pp} = {tp * pp}"
-        return f"{ranks}; start as many (--nproc {tp * pp})"
+    if tp * pp != world_size:
+        processes = "1 process" if world_size == 1 else f"{world_size} processes"
+        return f"{processes} for tp {tp} x pp {pp} = {tp * pp}; start as many (--nproc {tp * pp})"
     return None
 
 
-def read_prompts(given: list[str], path: Path | None) -> list[str]:
-    """Those of the command line, then those of the file; "" where there are none. Raises ValueError."""
-    prompts = list(given)
+def read_prompts(prompt_args: list[str], path: Path | None) -> list[str]:
+    """Return the prompts of the command line and then of the file, or [""] if there are none. Raises ValueError."""
+    prompts = list(prompt_args)
     if path is not None:
         try:
             lines = read_small_text(path, "a text file").splitlines()
@@ -69,7 +69,7 @@ def read_prompts(given: list[str], path: Path | None) -> list[str]:
 
 
 def run(ranks: RankInfo, args: argparse.Namespace, prompts: list[str]) -> None:
-    """One rank, from its place in the world to its exit code."""
+    """Generate on one rank. Exits with code 3 if the checkpoint or the device cannot be used."""
     from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
     from megalite.data.errors import DataError
     from megalite.training.job.preflight import choose_device
@@ -77,10 +77,10 @@ def run(ranks: RankInfo, args: argparse.Namespace, prompts: list[str]) -> None:
 
     try:
         device = choose_device(args.device)
-        with process_group(ranks, device=device, startup_timeout=LIMIT) as here:
-            generate(args, prompts, here, speak=ranks.rank == 0)
+        with process_group(ranks, device=device, startup_timeout=TIMEOUT) as rank_device:
+            generate(args, prompts, rank_device, is_printing_rank=ranks.rank == 0)
     except (SetupError, DataError, LaunchError) as error:
-        if ranks.local_rank == getattr(error, "local_rank", 0):  # every rank found the same
+        if ranks.local_rank == getattr(error, "local_rank", 0):  # one line, since every rank has the same error
             print_err(f"generate.py: {error}")
         sys.exit(3)
     except CheckpointError as error:
@@ -89,28 +89,37 @@ def run(ranks: RankInfo, args: argparse.Namespace, prompts: list[str]) -> None:
         sys.exit(3)
 
 
-def generate(args: argparse.Namespace, prompts: list[str], device, speak: bool) -> None:
+def generate(args: argparse.Namespace, prompts: list[str], device: Any, is_printing_rank: bool) -> None:
+    """Load the model, and print the continuations on the printing rank. Collective over the world."""
     import torch
 
     from megalite.generate.generation import Sampling, generate_batches, load_model
     from megalite.parallel.mesh import build_mesh
 
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    mesh = build_mesh(tp=tp, pp=pp, device=device, timeout=LIMIT)
+    mesh = build_mesh(tp=tp, pp=pp, device=device, timeout=TIMEOUT)
     model = load_model(args.load, mesh, getattr(torch, args.dtype))
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     texts = generate_batches(model, prompts, args.max_new_tokens, sampling, args.batch_size)
-    for index, text in enumerate(texts):
-        new = text.ids[text.prompt_length :]
-        row = {"number": index, "prompt": prompts[index], "text": model.tokenizer.decode(new), "ids": text.ids}
-        row |= {"new_ids": new, "stop": text.finish_reason, "step": model.step}
-        if speak:
-            print(line_of(row, model.tokenizer.decode(text.ids), args.json), flush=True)
+    for index, text in enumerate(texts):  # collective, so every rank iterates
+        if not is_printing_rank:
+            continue
+        new_ids = text.ids[text.prompt_length :]
+        row = {
+            "number": index,
+            "prompt": prompts[index],
+            "text": model.tokenizer.decode(new_ids),
+            "ids": text.ids,
+            "new_ids": new_ids,
+            "stop": text.finish_reason,
+            "step": model.step,
+        }
+        print(format_completion(row, model.tokenizer.decode(text.ids), args.json), flush=True)
 
 
-def line_of(row: dict[str, Any], whole: str, as_json: bool) -> str:
-    """The printable form of a text: a model may have learned characters that steer a terminal."""
-    return json.dumps(row) if as_json else f"[step {row['step']}] {escape_control_chars(whole)}"
+def format_completion(row: dict[str, Any], full_text: str, as_json: bool) -> str:
+    """Return a line of JSON, or the text with its prompt. A model may have learned control characters."""
+    return json.dumps(row) if as_json else f"[step {row['step']}] {escape_control_chars(full_text)}"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -122,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompts-file", type=Path, help="one prompt per line; .jsonl: strings, or objects with the key text"
     )
     parser.add_argument(
-        "--max-new-tokens", type=positive_int, default=60, help="most tokens to generate per prompt (default 60)"
+        "--max-new-tokens", type=positive_int, default=60, help="maximum number of new tokens per prompt (default 60)"
     )
     parser.add_argument(
         "--temperature",
@@ -134,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--top-k",
         type=number_in_range(int, "[0, inf)"),
         default=40,
-        help="sample from the K likeliest; 0: all (default 40)",
+        help="sample from the K most likely tokens; 0: all (default 40)",
     )
     parser.add_argument(
         "--top-p",
@@ -161,6 +170,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
@@ -169,7 +179,7 @@ def main(argv: list[str]) -> int:
     except (LaunchError, ValueError) as error:
         parser.error(str(error))
     nproc = args.nproc or 1
-    problem = nproc_error(ranks, args.nproc) or misuse(args, nproc if ranks is None else ranks.world_size)
+    problem = nproc_error(ranks, args.nproc) or flag_conflicts(args, nproc if ranks is None else ranks.world_size)
     if problem is not None:
         parser.error(problem)
     if ranks is None and nproc > 1:

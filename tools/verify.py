@@ -1,16 +1,17 @@
 #!/usr/bin/env python
-"""Does a layout train as one process does? Your command line at a small size, both ways, everything compared.
+"""Verify that a layout trains like a single process: run a command line at a small size both ways and compare.
 
 python tools/verify.py --config run.toml --tp 2 --pp 4 --dp 8              any flags of pretrain_gpt.py
 python tools/verify.py --preset llama3-8b --tp 2 --pp 2 --nproc 8 ...      --nproc: ranks of the run, not of the check
-python tools/verify.py FLAGS --dtype bfloat16 --out agreement.png          in bf16, with a picture
-python tools/verify.py FLAGS --whole                                       at its own size, on its own data
+python tools/verify.py FLAGS --dtype bfloat16 --out agreement.png          in bf16, with a plot
+python tools/verify.py FLAGS --whole                                       at its full size, on its own data
 
-Trains --steps steps in one process and on the layout, from the same weights, evaluates after the first and the last,
-and compares every hidden state, loss, gradient and weight of every rank. Sizes and ranks are reduced (--most-ranks)
-with all that the layout is about left in them; where tp ranks share groups of keys and values, a second run may be of
-that alone. Where something differs: the first step, layer and parameter, its ranks and elements, and what leaves such
-a pattern. On a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ, or the layout failed; 2 usage.
+It trains --steps steps in one process and on the layout, from the same weights, evaluates after the first and the last
+step, and compares every hidden state, loss, gradient and weight of every rank. Sizes and ranks are reduced
+(--most-ranks), but everything that characterizes the layout remains. If tp ranks share key/value groups, a second run
+may check only that. For a difference it reports the first step, layer and parameter, its ranks and elements, and the
+likely cause. It runs on a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ, or the layout failed; 2
+wrong usage.
 """
 
 import argparse
@@ -30,41 +31,56 @@ from tools.cli_common import exits_with, find_unwritable, make_parser, run_progr
 from tools.verification.shrink import ShrunkConfig, kv_group_check, requested_layout, shrink
 
 
-def prepare(args: argparse.Namespace, words: list[str]) -> list[ShrunkConfig]:
-    """Raises ConfigError, with every problem."""
-    counts = (("steps", args.steps), ("most_ranks", args.most_ranks))
-    wrong = [f"{name}={value} is below 1; give 1 or more" for name, value in counts if value < 1]
-    wrong += [] if 0 < args.timeout < 1e6 else [f"timeout={args.timeout:g} is not a time; give seconds above 0"]
-    if wrong := [*wrong, *find_unwritable(images=("out",), json=args.json, out=args.out)]:
-        raise ConfigError(wrong)
-    parsed = cli.parse_config(words, PRESETS, world=lambda config: requested_layout(config)[0].world_size)
-    if parsed.config.checkpoint.use_checkpoint_args:
+def prepare_configs(args: argparse.Namespace, run_argv: list[str]) -> list[ShrunkConfig]:
+    """Return the configurations to verify. Raises ConfigError with all problems.
+
+    Args:
+        args: the flags of this program.
+        run_argv: the flags of the run.
+    """
+    problems = []
+    if args.steps < 1:
+        problems.append(f"steps={args.steps} is below 1; give 1 or more")
+    if args.most_ranks < 1:
+        problems.append(f"most_ranks={args.most_ranks} is below 1; give 1 or more")
+    if not 0 < args.timeout < 1e6:
+        problems.append(f"timeout={args.timeout:g} is not a time; give seconds above 0")
+    problems += find_unwritable(images=("out",), json=args.json, out=args.out)
+    if problems:
+        raise ConfigError(problems)
+    config = cli.parse_config(run_argv, PRESETS, world=lambda config: requested_layout(config)[0].world_size).config
+    if config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
-    config = parsed.config
+    uses_compile = config.train.compile
     if any(config.model.moe_layers) and args.dtype == "bfloat16":
-        what = f"dtype=bfloat16 with num_experts={config.model.num_experts}"
-        why = "a token between two experts goes by rounding to another one than in one process"
-        raise ConfigError([f"{what}: {why}; give float64 or float32"])
-    if args.dtype != "float64":  # there options stay (a loss scale, bf16 moments), and only tensors are wider
+        options = f"dtype=bfloat16 with num_experts={config.model.num_experts}"
+        reason = "a token between two experts goes by rounding to another one than in one process"
+        raise ConfigError([f"{options}: {reason}; give float64 or float32"])
+    if args.dtype != "float64":  # in float64 the precision's options stay (loss scale, bf16 moments): tensors are wider
         config = replace(config, precision=replace(config.precision, bf16=args.dtype == "bfloat16", fp16=False))
     try:
         first = shrink(config, args.most_ranks, args.steps, args.whole)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    second = None if args.whole else kv_group_check(config, first, args.most_ranks)
-    runs = [first] if second is None else [first, second]
-    if wrong := [line for small in runs for line in find_problems(small.config, small.layout.world_size)]:
-        raise ConfigError([f"at its small size: {line}; or give --whole" for line in wrong])
+    configs = [first]
+    if not args.whole:
+        second = kv_group_check(config, first, args.most_ranks)
+        if second is not None:
+            configs.append(second)
+    for shrunk in configs:
+        problems += find_problems(shrunk.config, shrunk.layout.world_size)
+    if problems:
+        raise ConfigError([f"at its small size: {problem}; or give --whole" for problem in problems])
     from megalite.training.job.preflight import choose_device  # imports torch
     from megalite.training.setup import SetupError
 
-    if parsed.config.train.compile:
+    if uses_compile:
         first.notes.append("--compile is not verified: blocks run as they are")
     try:
         choose_device(first.config.parallel.device)
     except SetupError as error:
         raise ConfigError([str(error)]) from None
-    return runs
+    return configs
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,20 +97,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run; default: 600")
     parser.add_argument("--json", type=Path, help="FILE for everything that was compared")
-    parser.add_argument("--out", type=Path, help="FILE for a picture of the agreement, .png or .svg")
+    parser.add_argument("--out", type=Path, help="FILE for a plot of the agreement, .png or .svg")
     return parser
 
 
 @exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
-    args, words = build_parser().parse_known_args(argv)
-    runs = prepare(args, words)
+    """Run the program and return its exit code."""
+    args, run_argv = build_parser().parse_known_args(argv)
+    configs = prepare_configs(args, run_argv)
     from tools.verification import verify_run
 
     results: list[verify_run.VerifyResult] = []
     try:
-        for small in runs:
-            results.append(verify_run.verify(small, args.dtype, args.timeout))
+        for shrunk in configs:
+            results.append(verify_run.verify(shrunk, args.dtype, args.timeout))
             if len(results) > 1:
                 print()
             print(verify_run.format_result(results[-1], args.dtype), flush=True)
@@ -111,7 +128,7 @@ def main(argv: list[str]) -> int:
             args.json.write_text(json.dumps(verify_run.to_json(results, args.dtype)), "utf-8")
         if args.out is not None:
             verify_run.draw(results[0] if results[-1].agrees else results[-1], args.out, args.dtype)
-    except (OSError, ValueError) as error:  # matplotlib says by ValueError that it does not know a format
+    except (OSError, ValueError) as error:  # matplotlib raises ValueError for an unknown format
         raise ConfigError([str(error)]) from None
     return 0 if results[-1].agrees else 1
 

@@ -37,7 +37,7 @@ from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.setup import SetupError
 from tools import convert_checkpoint
-from tools.generate import line_of
+from tools.generate import format_completion
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = Sampling()
@@ -276,8 +276,8 @@ def test_the_program_continues_what_ranks_with_parts_of_a_sequence_have_trained(
 
 def test_a_text_steers_no_terminal() -> None:
     text = "\x1b[2J\u202ethe\n\tw10"
-    assert line_of({"step": 7}, text, as_json=False) == "[step 7] \\x1b[2J\\u202ethe\n\tw10"
-    assert json.loads(line_of({"step": 7, "text": text}, text, as_json=True))["text"] == text
+    assert format_completion({"step": 7}, text, as_json=False) == "[step 7] \\x1b[2J\\u202ethe\n\tw10"
+    assert json.loads(format_completion({"step": 7, "text": text}, text, as_json=True))["text"] == text
 
 
 def test_bad_prompts_and_models_are_told_in_one_line(models, tmp_path: Path) -> None:
