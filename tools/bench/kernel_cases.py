@@ -79,17 +79,17 @@ def norm_cases(op: str, has_bias: bool, peers: Mapping[str, Fn], add_norm_peers:
 
         return make
 
-    def norm(*tensors: Any) -> Any:
-        return norms.norm(*tensors, EPS) if has_bias else norms.norm(*tensors, None, EPS)
+    def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return norms.norm(x, weight, bias, EPS)
 
-    def add_norm(*tensors: Any) -> Any:
-        return norms.add_norm(*tensors, EPS) if has_bias else norms.add_norm(*tensors, None, EPS)
+    def add_norm(x: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return norms.add_norm(x, a, weight, bias, EPS)
 
     def candidates(s: ProblemSizes, table: Any, loops: bool) -> Candidates:
         """Replace the look-up of a tile by the tile itself."""
         current = tile_for(table, s.hidden_size)
         return tile_candidates(
-            vars(norms), "tile_for", current, s.hidden_size, loops, lambda tile: lambda table, columns: tile
+            norms.__dict__, "tile_for", current, s.hidden_size, loops, lambda tile: lambda table, columns: tile
         )
 
     backward_table = norms.BACKWARD_CENTERED if has_bias else norms.BACKWARD
@@ -190,7 +190,7 @@ def rope_cases() -> list[KernelCase]:
         return [q, k, *(torch.cat([table, table], -1)[None] for table in tables)]
 
     def candidates(s: ProblemSizes) -> Candidates:
-        return tile_candidates(vars(rope), "BLOCK", rope.BLOCK, s.hidden_size, False)
+        return tile_candidates(rope.__dict__, "BLOCK", rope.BLOCK, s.hidden_size, False)
 
     def case(direction: str, sign: float) -> KernelCase:
         def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def dropout_cases() -> list[KernelCase]:
         return [s.normal(s.tokens, 1, s.hidden_size) for _ in range(2)]
 
     def candidates(s: ProblemSizes) -> Candidates:
-        return tile_candidates(vars(dropout), "BLOCK", dropout.BLOCK, s.hidden_size, False)
+        return tile_candidates(dropout.__dict__, "BLOCK", dropout.BLOCK, s.hidden_size, False)
 
     def torch_fn(x: Tensor, a: Tensor) -> Tensor:
         return F.dropout(x, DROPOUT_P) + a
