@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from dataclasses import replace
 
 import numpy as np
 
