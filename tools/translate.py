@@ -3,7 +3,7 @@
 
 python tools/translate.py ds.json --gpus 8 > run.toml    its comments are a verdict on each key, and the launch line
 
-Exit codes: 0 all keys act or are always so here; 3 some have no equivalent; 2 it cannot be read, or contradicts itself.
+Exit codes: 0 all keys are supported or built in; 3 some have no equivalent; 2 it cannot be read, or contradicts itself.
 """
 
 import argparse

@@ -70,10 +70,12 @@ def env_warnings() -> list[str]:
     warnings = list[str]()
     fault = getenv(FAULT_VARIABLE)
     if fault:
-        warnings.append(f"{FAULT_VARIABLE}={fault}: this run is made to fail; unset it for a run that counts")
+        warnings.append(f"{FAULT_VARIABLE}={fault}: this run fails on purpose; unset it for a real run")
     threads = getenv("OMP_NUM_THREADS")
     if threads and threads_of(threads) is None:
-        warnings.append(f"OMP_NUM_THREADS={threads} is no number of threads, and has no effect: set a number from 1 on")
+        warnings.append(
+            f"OMP_NUM_THREADS={threads} is not a number of threads, and has no effect: set a number of 1 or more"
+        )
     return warnings
 
 

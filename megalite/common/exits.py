@@ -136,7 +136,7 @@ def run_cli(run: Callable[[], int], prints: bool = True) -> Any:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        print_err(f"{error}: what was printed or written is not whole; make room")
+        print_err(f"{error}: what was printed or written is incomplete; free some space")
         return 1
     finally:
         discard_unwritable_output()

@@ -84,9 +84,9 @@ def _inject(kind: str, value: float, where: str, tensor: Any = None) -> None:
         case "kill" | "stop" | "term":
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind])
         case "raise":
-            raise InjectedFault(f"asked for by {FAULT_VARIABLE} at {where}")
+            raise InjectedFault(f"requested by {FAULT_VARIABLE} at {where}")
         case "eio":
-            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (asked for by {FAULT_VARIABLE} at {where})")
+            raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (requested by {FAULT_VARIABLE} at {where})")
         case "full":  # like a full disk: no file can grow beyond 4 kB
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))

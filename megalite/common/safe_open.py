@@ -71,7 +71,7 @@ def _open(path: str | Path, name: str | Path, flags: int, dir_fd: int | None) ->
 
 
 def _symlink_error(path: str | Path) -> SymlinkError:
-    return SymlinkError(errno.ELOOP, "is a link to another file, and a run opens none; remove it", str(path))
+    return SymlinkError(errno.ELOOP, "is a link to another file, which a run does not open; remove it", str(path))
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:

@@ -79,9 +79,9 @@ class ParsedArgs:
             where = f" after {flag} {value}; quote a value that has spaces: {flag} {quoted}"
         else:
             after = f" after {before}" if before else ""
-            where = f"{after}; a flag stands before its value, as in --lr 3e-4"
+            where = f"{after}; a flag comes before its value, as in --lr 3e-4"
         plural = "s" if len(more) > 1 else ""
-        self.problems.append(f"unexpected word{plural} {', '.join(map(repr, more))}{where}")
+        self.problems.append(f"unexpected argument{plural} {', '.join(map(repr, more))}{where}")
 
 
 def _is_flag(arg: str) -> bool:
@@ -152,7 +152,7 @@ def parse_args(argv: Sequence[str]) -> ParsedArgs:
                 if switch is not None:
                     values = [bare if switch else "off"]
             if not values:
-                remedy = f"give it after the flag (one that begins with -: {flag}=-1)"
+                remedy = f"give it after the flag (one that starts with -: {flag}=-1)"
                 parsed.problems.append(f"{flag} needs a value; {remedy}")
                 parsed.unreadable.add(name)
             elif f is not None and option_spec(f).accumulates:
@@ -281,7 +281,7 @@ def _load_plugins(file: dict[str, Any], values: dict[str, Any], problems: list[s
         plugins.load_plugins(specs)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    return [f"plugin={spec!r} is run, as the configuration says" for spec in from_file.get("plugin", ())]
+    return [f"plugin={spec!r} is run, because the configuration names it" for spec in from_file.get("plugin", ())]
 
 
 def read(argv: Sequence[str], presets: Presets) -> tuple[Config, list[str]]:
@@ -341,7 +341,7 @@ def help_text(topic: str, presets: Sequence[str]) -> str:
     parser.description = "Pretrain a GPT over a tensor x pipeline x data parallel mesh. Megatron-LM's flags."
     parser.epilog = "A switch --x is also --no-x and --x=false. Many more of Megatron-LM's flags are accepted."
     if topic == "":
-        _add_flags(parser.add_argument_group("to begin with"), HELP_PAGES["first"].split(), presets, short=True)
+        _add_flags(parser.add_argument_group("most used"), HELP_PAGES["first"].split(), presets, short=True)
         parser.epilog = _epilog(parser.prog)
     for section in SECTIONS if topic == "all" else [topic] if topic else ():
         group = parser.add_argument_group(section, HELP_PAGES["groups"][section])

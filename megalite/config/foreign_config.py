@@ -59,12 +59,12 @@ def read_mapping(path: str) -> dict[str, Any]:
         raise MissingPackageError(missing_package_message(repr(path), "pyyaml")) from None
     except RecursionError:
         reason = f"values nested more than {MAX_DEPTH} deep"
-        raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({reason}); correct it"]) from None
+        raise ConfigError([f"{path!r} cannot be read as JSON, TOML or YAML ({reason}); correct it"]) from None
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise ConfigError([f"{path!r} is no JSON, TOML or YAML that can be read ({reason}); correct it"]) from None
+        raise ConfigError([f"{path!r} cannot be read as JSON, TOML or YAML ({reason}); correct it"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError([f"{path!r} is no list of keys with values; give a configuration in JSON, TOML or YAML"])
+        raise ConfigError([f"{path!r} is not a table of keys with values; give a configuration in JSON, TOML or YAML"])
     return tree
 
 

@@ -92,7 +92,7 @@ def classify_flags(flags: Iterable[tuple[str, list[str]]]) -> FlagReport:
             reason = f"only with {primary_flag(flag.feature)}"
         elif verdict in (WARNED, REFUSED) and not has_request:
             verdict = NO_EFFECT
-            reason = "the value asks for nothing"
+            reason = "the value requests nothing"
         names = names_by_reason.setdefault((verdict, reason), [])
         if name not in names:
             names.append(name)

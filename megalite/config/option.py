@@ -193,8 +193,8 @@ def find_url_secret(text: str) -> str | None:
 def mask_url_secrets(text: str) -> str:
     """Return a message with *** in place of the parts of its URLs that may be secrets.
 
-    >>> mask_url_secrets("unexpected word 's3://KEY:TOP@b/x?token=T'; quote it"), mask_url_secrets("ssh://me@host/x")
-    ("unexpected word 's3://***@b/x?*** quote it", 'ssh://me@host/x')
+    >>> mask_url_secrets("unexpected argument 's3://KEY:TOP@b/x?token=T'; quote"), mask_url_secrets("ssh://me@host/x")
+    ("unexpected argument 's3://***@b/x?*** quote", 'ssh://me@host/x')
     """
 
     def mask_user(url: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ def parse_layer_pattern(text: str, layers: int) -> tuple[bool, ...]:
         pass
     else:
         if period < 1:
-            raise ValueError("is below 1; give how many layers apart, or a list")
+            raise ValueError("is below 1; give the distance in layers, or a list")
         return tuple((layer + 1) % period != 0 for layer in range(layers))
     try:
         bits = _list(ast.parse(text.strip(), mode="eval").body)
@@ -98,7 +98,7 @@ def parse_batch_schedule(text: str, seq_length: int) -> tuple[tuple[int, int], .
         steps.append((tokens // seq_length, size))
     steps.sort(key=lambda step: step[0])
     if not steps or steps[0][0] != 0:
-        raise ValueError("does not begin at 0 tokens; write 0:SIZE first")
+        raise ValueError("does not start at 0 tokens; write 0:SIZE first")
     if len({start for start, _ in steps}) < len(steps):
         raise ValueError(f"has two sizes within one sample of {seq_length} tokens; remove one")
     if min(size for _, size in steps) < 1:

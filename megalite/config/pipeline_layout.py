@@ -121,7 +121,7 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
         raise ValueError(f"{where} has characters other than E, t, L, |, ( )*n; write it as in 'Et|(tt|)*2tL'")
     stages = flat.split("|")
     if not stages[0].startswith("E") or not stages[-1].endswith("L") or flat.count("E") != 1 or flat.count("L") != 1:
-        raise ValueError(f"{where} must begin with the one E and end with the one L")
+        raise ValueError(f"{where} must start with its only E and end with its only L")
     if flat.count("t") != num_layers:
         raise ValueError(f"{where} holds {flat.count('t')} layers, num_layers={num_layers}; make them equal")
     if len(stages) > 1 and pp == 1:

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         return 0
     kind = (args.kind or "").replace("-", "_")
     if kind not in REGISTRIES:
-        wrong = "a kind is missing" if args.kind is None else f"{args.kind!r} is no kind of part"
+        wrong = "a kind is missing" if args.kind is None else f"{args.kind!r} is not a kind of component"
         print_err(f"megalite plugin: {wrong}; give one of {', '.join(REGISTRIES)}")
         return 2
     example = example_dir("plugins") / REGISTRIES[kind].example
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         print_err(f"megalite plugin: {problem}")
         return 2
     commands = "\n".join(_commands(text)).replace(example_path, shlex.quote(path))
-    print_out(f"{path} is an example of {kind}. It can be tried as it stands:\n\n{commands}")
+    print_out(f"{path} is an example of {kind}. It can be tried as it is:\n\n{commands}")
     return 0
 
 
@@ -57,7 +57,7 @@ def _write(path: str, text: str) -> str:
     if "://" in path:
         return f"out={path} is a URL; give a local path"
     if not path.endswith(".py"):
-        return f"out={path} does not end in .py, by which --plugin knows a file; give {path.rstrip('/')}.py"
+        return f"out={path} does not end in .py, by which --plugin recognizes a file; give {path.rstrip('/')}.py"
     try:
         with open(path, "x", encoding="utf-8") as file:  # mode x follows no symbolic link
             try:
@@ -67,7 +67,7 @@ def _write(path: str, text: str) -> str:
                 Path(path).unlink()
                 raise
     except FileExistsError:
-        return f"out={path} is there already; give another name, or remove it"
+        return f"out={path} already exists; give another name, or remove it"
     except (OSError, ValueError) as error:
         return f"out={path} cannot be written: {getattr(error, 'strerror', None) or error}; give another path"
     return ""

@@ -72,7 +72,7 @@ def register(kind: str, name: str, part: Any = None) -> Any:
     if not _loading:
         raise ValueError(f"{kind}={name!r} is registered outside of a plugin; put it into FILE.py: --plugin FILE.py")
     if kind not in REGISTRIES:
-        raise ValueError(f"{kind!r} is no kind of part; use one of {', '.join(REGISTRIES)}")
+        raise ValueError(f"{kind!r} is not a kind of component; use one of {', '.join(REGISTRIES)}")
     REGISTRIES[kind].register(name, part)
     _loading[-1].parts.append((kind, name, part))
     return part

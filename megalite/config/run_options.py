@@ -16,7 +16,7 @@ MAX_ZERO_STAGE = (3, "is above 3; use 0, 1, 2 or 3")
 # the launcher forwards these to its ranks
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-MAX_FRACTION = (1, "is not a share; use at most 1")
+MAX_FRACTION = (1, "is not a fraction; use at most 1")
 MAX_LEVEL = (2, "is above 2; use 0, 1 or 2")
 
 
@@ -505,13 +505,13 @@ class DataConfig:
         None, maximum=MAX_FRACTION, minimum=0, help="fill-in-the-middle: fraction of fragments that are rearranged"
     )
     fim_no_prefix: str | None = training(
-        None, help="fill-in-the-middle: documents that begin with this text stay unchanged"
+        None, help="fill-in-the-middle: documents that start with this text stay unchanged"
     )
     fim_prefix_token: str = training("<fim_prefix>", help="fill-in-the-middle: special token for the prefix")
     fim_middle_token: str = training("<fim_middle>", help="fill-in-the-middle: special token for the middle")
     fim_suffix_token: str = training("<fim_suffix>", help="fill-in-the-middle: special token for the suffix")
     fim_pad_token: str = training(
-        "<fim_pad>", help="fill-in-the-middle: special token that pads samples that became shorter"
+        "<fim_pad>", help="fill-in-the-middle: special token that pads shortened samples"
     )
     fim_eod_token: str | None = training(
         None, help="fill-in-the-middle: token at the end of a document; default: the tokenizer's own"

@@ -80,7 +80,7 @@ def judge(file: File, key: SourceKey, translation: Translation, hints: list[str]
     acts = mark in "+>~"
     if acts and key.text in FILLED_IN:
         reason = (
-            "the script that reads the file fills it in" if key.text == "auto" else "the file leaves it to be given"
+            "the script that reads the file fills it in" if key.text == "auto" else "the file leaves it unset"
         )
         flags = [flag_name(word) for word in re.findall(r"\w+", rest) if word in FIELDS]
         return Verdict(key, NO_EQUIVALENT, f"{reason}; give {' '.join(flags) or 'it as a flag'}")
@@ -107,7 +107,7 @@ def _row_of_value(row: Mapping[str, str], key: SourceKey) -> str:
         return min(row.values(), key=lambda text: "+>~!=".index(text[0]))
     if "*" in row and (row["*"] != NOOP_VERDICT or key.text in NOOP_VALUES):
         return row["*"]
-    return f"! there is no such value there; give one of {', '.join(other for other in row if other != '*')}"
+    return f"! this is not a valid value there; give one of {', '.join(other for other in row if other != '*')}"
 
 
 def _unknown(file: File, key: SourceKey, hints: list[str]) -> str:
@@ -298,8 +298,8 @@ def translate(path: str, gpus: int | None, presets: Mapping[str, Mapping[str, An
     )
     problems = file.notes()
     problems += find_problems(build(apply_megatron_defaults(apply_preset(presets.get(preset, {}), values))), world)
-    lines = [f"What becomes of each key of {file.settings['title']}", *_lines(verdicts)]
-    lines += ["", f"to give or to correct ({len(problems)})", *(f"  {line}" for line in problems)]
+    lines = [f"Translation of each key of {file.settings['title']}", *_lines(verdicts)]
+    lines += ["", f"to be given or corrected ({len(problems)})", *(f"  {line}" for line in problems)]
     lines += ["", _launch(translation, world)]
     comments = "".join(f"# {CONTROL.sub(' ', mask_url_secrets(line))}".rstrip() + "\n" for line in lines)
     first = f"preset = {json.dumps(preset)}\n\n" if preset else ""

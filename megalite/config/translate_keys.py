@@ -4,7 +4,7 @@ translate/FORMAT.toml has a row for each key, by section (`top`: keys outside of
 row, as "a b"; "*" stands for all other keys of its section and below it.
 
 A row is a text that starts with a mark, or a table of such texts by the key's value, as text in lower case. In a table,
-"*" stands for any other value; if its text is "= asks for nothing", only for values that request nothing. A value that
+"*" stands for any other value; if its text is "= requests nothing", only for values that request nothing. A value that
 is filled in later, such as auto, uses the text that acts. The marks:
 
     + OPTION ...         acts: the options take the value, or one element each of a list
@@ -47,7 +47,7 @@ NOOP_VALUES = {"", "none", "no", "false", "off", "disabled", "0", "0.0", "[]", "
 TRUE = {"true", "1", "1.0", "yes", "on"}
 FALSE = {"false", "0", "0.0", "no", "off"}
 FILLED_IN = ("auto", "???")  # values that are set later
-NOOP_VERDICT = "= asks for nothing"
+NOOP_VERDICT = "= requests nothing"
 ConfigTree = dict[str, Any]
 REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 MAX_REFERENCES = 10  # maximum length of a chain of references

@@ -15,7 +15,7 @@ from megalite.config.option import convert_value, flag_name, type_name
 from megalite.config.options import ConfigError, iter_options
 
 FIELDS = {f.name: f for _, f in iter_options()}
-SUPPORTED, BUILT_IN, NO_EQUIVALENT = "acts", "always so here", "no equivalent"
+SUPPORTED, BUILT_IN, NO_EQUIVALENT = "supported", "built in", "no equivalent"
 BESIDE, DEFAULT, GIVEN, OVERRIDES = range(4)  # precedence of a value, lowest first
 
 MAX_WHOLE = 10**15  # maximum of a size, a count or a number of steps
@@ -115,9 +115,9 @@ def number(value: Any) -> int | float:
     try:
         result = value if isinstance(value, int) and not isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{shown(value)[:100]} is no number; write one") from None
+        raise ValueError(f"{shown(value)[:100]} is not a number; write one") from None
     if isinstance(value, bool) or not math.isfinite(result):
-        raise ValueError(f"{shown(value)} is no finite number; write one")
+        raise ValueError(f"{shown(value)} is not a finite number; write one")
     return int(result) if isinstance(result, int) or result.is_integer() else result
 
 
@@ -125,7 +125,7 @@ def whole_number(value: Any) -> int:
     """Return an integer of at most MAX_WHOLE. Raises ValueError for any other value."""
     result = number(value)
     if not isinstance(result, int) or abs(result) > MAX_WHOLE:
-        raise ValueError(f"{shown(value)[:100]} is no whole number of at most {MAX_WHOLE:.0e}; write one")
+        raise ValueError(f"{shown(value)[:100]} is not a whole number of at most {MAX_WHOLE:.0e}; write one")
     return result
 
 
@@ -151,12 +151,12 @@ def part_of(part: str, value: Any) -> Any:
     if part in SHARES:
         fraction = number(value)
         if not 0 <= fraction <= 1:
-            raise ValueError(f"{shown(value)} is no share; write a number from 0 to 1")
+            raise ValueError(f"{shown(value)} is not a fraction; write a number from 0 to 1")
         return fraction
     if part in NUMBERS:
         return number(value)
     if part in TEXTS and isinstance(value, dict | list):
-        raise ValueError(f"{shown(value)[:100]} is no text; write one")
+        raise ValueError(f"{shown(value)[:100]} is not a text; write one")
     return value
 
 
@@ -187,7 +187,7 @@ def batch(translation: Translation, dp: int | None) -> int | None:
     if any(size is not None and size < 1 for size in (total, micro, steps)):
         raise ConfigError([f"batch sizes {total}, {micro}, {steps} are not all above 0; correct them"])
     if local is not None and total and dp and total % (local * dp):
-        raise ConfigError([f"the global batch size {total} is no multiple of {local} x {dp} (dp); correct one"])
+        raise ConfigError([f"the global batch size {total} is not a multiple of {local} x {dp} (dp); correct one"])
     if total and micro and steps and local is None:
         dp = total // (micro * steps) if dp is None and total % (micro * steps) == 0 else dp
         if total != micro * steps * (dp or 1):
@@ -202,7 +202,7 @@ def batch(translation: Translation, dp: int | None) -> int | None:
     elif total and not micro:
         micro, rest = divmod(total, (steps or 1) * dp)
         if rest:
-            raise ConfigError([f"the train batch size {total} is no multiple of {steps or 1} x {dp} (dp); correct one"])
+            raise ConfigError([f"the train batch {total} is not a multiple of {steps or 1} x {dp} (dp); correct one"])
         translation.derive("micro_batch_size", micro, "total")
     if "total" in translation.parts:
         translation.derive("global_batch_size", total, "total")
@@ -219,11 +219,11 @@ def _pipeline_batch(translation: Translation) -> None:
         return
     if translation.options.get("pipeline_model_parallel_size", 1) == 1:
         translation.derive("micro_batch_size", local, "local")
-        translation.tell("pipeline_micro", BUILT_IN, "there is no pipeline that would cut a batch")
+        translation.tell("pipeline_micro", BUILT_IN, "there is no pipeline that would split a batch")
         return
     micro = translation.parts.get("pipeline_micro", 1)
     if local % micro:
-        raise ConfigError([f"the local batch size {local} is no multiple of the pipeline's {micro}; correct one"])
+        raise ConfigError([f"the local batch size {local} is not a multiple of the pipeline's {micro}; correct one"])
     translation.derive("micro_batch_size", micro, "pipeline_micro")
 
 
@@ -236,7 +236,7 @@ def rates(translation: Translation) -> None:
             translation.tell(
                 part,
                 NO_EQUIVALENT,
-                f"it is a share of the rate, which the file does not have; give {flag_name(option)}",
+                f"it is a fraction of the learning rate, which the file does not have; give {flag_name(option)}",
             )
         elif part in translation.parts:
             translation.derive(option, _rounded((lr or 0.0) * translation.parts.get(part)), part)
@@ -245,7 +245,7 @@ def rates(translation: Translation) -> None:
             translation.derive("initial_loss_scale", 2.0**power, "scale_power")
         else:
             translation.tell(
-                "scale_power", NO_EQUIVALENT, "2 to this power is no loss scale; give --initial-loss-scale"
+                "scale_power", NO_EQUIVALENT, "2 to this power is not a loss scale; give --initial-loss-scale"
             )
     style = translation.parts.get("decay_style")
     if (
@@ -258,7 +258,7 @@ def rates(translation: Translation) -> None:
     end = translation.parts.get("total_steps", translation.options.get("train_iters"))
     if style == "constant":
         translation.derive("lr_decay_style", "constant", "decay_style")
-        translation.tell("total_steps", BUILT_IN, "the rate stays what it is")
+        translation.tell("total_steps", BUILT_IN, "the learning rate is constant")
     elif style is not None:
         _decay(translation, style, end)
     elif "total_steps" in translation.parts:
@@ -292,7 +292,7 @@ def _decay(translation: Translation, style: str, end: int | None) -> None:
     warmup = translation.options.get("lr_warmup_iters", 0)
     start = translation.parts.get("decay_start", warmup)
     if end is None:
-        problem = "the file does not say how many steps the training has; give --lr-decay-iters"
+        problem = "the file does not contain the number of steps; give --lr-decay-iters"
         for part in ("decay_ratio", "decay_start", "decay_steps"):
             translation.tell(part, NO_EQUIVALENT, f"{problem}, and --lr-wsd-decay-iters")
         translation.tell("constant_steps", NO_EQUIVALENT, problem)
@@ -336,14 +336,16 @@ def layout(translation: Translation, gpus: int | None) -> int | None:
     sizes = {name: translation.options.get(name, 1) for name in names}
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError([f"{translation.options.key(name)} = {size} is no size; give 1 or more"])
+            raise ConfigError([f"{translation.options.key(name)} = {size} is not a size; give 1 or more"])
     model = math.prod(sizes.values())
     stated = translation.parts.get("gpus")
     if "devices" in translation.parts:
         stated = translation.parts.get("devices") * translation.parts.get("nodes", 1)
     world = gpus or stated
     if world is not None and world % model:
-        raise ConfigError([f"{world} devices are no multiple of tp x pp x cp = {model}; correct one, or give --gpus N"])
+        raise ConfigError(
+            [f"{world} devices are not a multiple of tp x pp x cp = {model}; correct one, or give --gpus N"]
+        )
     dp = _data_parallel(translation, world, model)
     known = world // model if world else dp
     dp = batch(translation, known)
@@ -353,7 +355,7 @@ def layout(translation: Translation, gpus: int | None) -> int | None:
     world = world or (dp * model if dp else None)
     if world is not None and world % translation.parts.get("nodes", 1):
         raise ConfigError(
-            [f"{world} devices are no multiple of {translation.parts.get('nodes')} machines; correct one"]
+            [f"{world} devices are not a multiple of {translation.parts.get('nodes')} machines; correct one"]
         )
     return world
 
@@ -373,11 +375,11 @@ def _data_parallel(translation: Translation, world: int | None, model: int) -> i
     dp = translation.parts.get("dp")
     accepts_rest = translation.trainer == "torchtitan"
     if shard is not None and shard < 1 and not (shard == -1 and accepts_rest):
-        or_rest = ", or -1 for all that are left" if accepts_rest else ""
-        raise ConfigError([f"{translation.parts.key('shard')} = {shard} is no size; give 1 or more{or_rest}"])
+        or_rest = ", or -1 for all remaining ones" if accepts_rest else ""
+        raise ConfigError([f"{translation.parts.key('shard')} = {shard} is not a size; give 1 or more{or_rest}"])
     if shard == -1:
         if world is not None and (world // model) % copies:
-            raise ConfigError([f"{world // model} data-parallel devices are no multiple of {copies}; correct one"])
+            raise ConfigError([f"{world // model} data-parallel devices are not a multiple of {copies}; correct one"])
         return world // model if world is not None else None
     if shard is not None or ("replicate" in translation.parts and copies > 1):
         dp = copies * (shard or 1)
@@ -424,7 +426,7 @@ def _groups(translation: Translation, dp: int | None) -> int:
     """Return the number of groups that shard everything at ZeRO stage 3 (DeepSpeed's MiCS)."""
     group = translation.parts.get("group")
     if translation.options.get("zero_stage") != 3:
-        translation.tell("group", BUILT_IN, "DeepSpeed reads it at stage 3 alone")
+        translation.tell("group", BUILT_IN, "DeepSpeed reads it only at stage 3")
         return 1
     if dp is None:
         raise ConfigError(
@@ -445,13 +447,13 @@ def _nemo(translation: Translation) -> None:
     strategy = str(translation.parts.get("nemo_strategy", "full")).lower()
     if translation.parts.get("nemo_fsdp") != "on":
         for part in ("nemo_strategy", "nemo_reduce"):
-            translation.tell(part, BUILT_IN, "asks for nothing without fsdp")
+            translation.tell(part, BUILT_IN, "has no effect without fsdp")
         if "zero_stage" not in translation.options:
             translation.derive("zero_stage", 0)
         return
     if (stage := {"full": 3, "grad": 2}.get(strategy)) is None:
         for part in ("nemo_fsdp", "nemo_strategy"):
-            translation.tell(part, NO_EQUIVALENT, "NeMo runs full and grad alone; give --zero-stage 3 or 2")
+            translation.tell(part, NO_EQUIVALENT, "NeMo supports only full and grad; give --zero-stage 3 or 2")
         return
     translation.derive("zero_stage", stage, "nemo_fsdp", "nemo_strategy")
     if "nemo_reduce" in translation.parts:
@@ -475,7 +477,7 @@ def _accelerate(translation: Translation, dp: int | None, cp: int, copies: int) 
         kind == "" and any(part in translation.parts for part in ("version", "strategy", "reshard"))
     )
     if kind in ("deepspeed", "megatron_lm"):
-        translation.tell("distributed", BUILT_IN, f"{kind}_config says how")
+        translation.tell("distributed", BUILT_IN, f"{kind}_config has the details")
         return 1
     if not fsdp and not (sized and "shard" in translation.parts):
         if kind:
@@ -487,7 +489,7 @@ def _accelerate(translation: Translation, dp: int | None, cp: int, copies: int) 
     strategy = str(translation.parts.get("strategy", "")).lower()
     version = str(translation.parts.get("version", 2 if sized or reshard in ("true", "false") else 1))
     if version == "2":
-        translation.tell("strategy", BUILT_IN, "FSDP 2 does not read it, but fsdp_reshard_after_forward")
+        translation.tell("strategy", BUILT_IN, "FSDP 2 reads fsdp_reshard_after_forward instead")
         if sized:
             stage = 3 if translation.parts.get("shard", 1) * cp > 1 else 0
             translation.derive("zero_stage", stage, "shard", "replicate", "version")
@@ -508,10 +510,10 @@ def _accelerate(translation: Translation, dp: int | None, cp: int, copies: int) 
     name = strategy or reshard or "full_shard"
     name = strategies.get(int(name), name) if re.fullmatch(r"\d", name) else name
     if name not in FSDP_STAGES:
-        translation.tell(part, NO_EQUIVALENT, f"there is no such strategy; give {', '.join(FSDP_STAGES)}")
+        translation.tell(part, NO_EQUIVALENT, f"this is not a strategy; give {', '.join(FSDP_STAGES)}")
         return 1
     if strategy:
-        translation.tell("reshard", BUILT_IN, "FSDP 1 does not read it beside fsdp_sharding_strategy")
+        translation.tell("reshard", BUILT_IN, "FSDP 1 ignores it if fsdp_sharding_strategy is given")
     translation.derive("zero_stage", FSDP_STAGES[name], part, "distributed")
     return translation.parts.get("nodes", 1) if name.startswith("hybrid") else 1
 
@@ -528,24 +530,24 @@ def switches(translation: Translation) -> None:
         )
         translation.derive("moe_shared_expert_gate", True, "shared")
     else:
-        translation.tell("shared_size", BUILT_IN, "asks for nothing without enable_shared_expert")
+        translation.tell("shared_size", BUILT_IN, "has no effect without enable_shared_expert")
     if translation.parts.get("z_loss") == "on":
         translation.derive(
             "z_loss_coeff", translation.parts.get("z_loss_coefficient", 1e-4), "z_loss", "z_loss_coefficient"
         )
     else:
-        translation.tell("z_loss_coefficient", BUILT_IN, "asks for nothing without z_loss_enabled")
+        translation.tell("z_loss_coefficient", BUILT_IN, "has no effect without z_loss_enabled")
     if translation.parts.get("offloading") == "on" and "offload_layers" in translation.parts:
         translation.derive(
             "cpu_offloading_num_layers", translation.parts.get("offload_layers"), "offloading", "offload_layers"
         )
     else:
         translation.tell("offloading", NO_EQUIVALENT, "give --cpu-offloading-num-layers N")
-        translation.tell("offload_layers", BUILT_IN, "asks for nothing without cpu_offloading")
+        translation.tell("offload_layers", BUILT_IN, "has no effect without cpu_offloading")
     if translation.parts.get("tensorboard") == "on":
         translation.derive("tensorboard_dir", translation.parts.get("tb_folder", "tb"), "tensorboard", "tb_folder")
     else:
-        translation.tell("tb_folder", BUILT_IN, "asks for nothing without enable_tensorboard")
+        translation.tell("tb_folder", BUILT_IN, "has no effect without enable_tensorboard")
     if translation.parts.get("validation_length") == translation.options.get("seq_length"):
         translation.tell("validation_length", BUILT_IN, "evaluation has the length of the training")
     else:
@@ -566,13 +568,13 @@ def _compile(translation: Translation) -> None:
     """Set torch.compile. torchtitan compiles the model, the loss or both; megalite has a kernel for the loss."""
     components = translation.parts.get("components", ["model", "loss"])
     if translation.parts.get("compile") != "on":
-        translation.tell("components", BUILT_IN, "asks for nothing without enable")
+        translation.tell("components", BUILT_IN, "has no effect without enable")
     elif "model" in (components.split(",") if isinstance(components, str) else components or []):
         translation.derive("compile", True, "compile", "components")
     else:
         for part in ("compile", "components"):
             translation.tell(
-                part, BUILT_IN, "only the model's blocks are compiled here; the loss has a kernel of its own"
+                part, BUILT_IN, "only the model's blocks are compiled here; the loss has its own kernel"
             )
 
 
@@ -580,7 +582,7 @@ def _profile(translation: Translation) -> None:
     """Set the profiled steps: the first of the ranges that torchtitan profiles, one every `profile_freq` steps."""
     if translation.parts.get("profiling") != "on":
         for part in ("profile_freq", "profiler_active", "profiler_warmup"):
-            translation.tell(part, BUILT_IN, "asks for nothing without enable_profiling")
+            translation.tell(part, BUILT_IN, "has no effect without enable_profiling")
         return
     last = translation.parts.get("profile_freq", 10)
     translation.derive("profile", True, "profiling")
@@ -617,7 +619,9 @@ def _checkpoints(translation: Translation) -> None:
         translation.derive("keep_last", translation.parts.get("top_k"), "top_k", "monitor")
     else:
         translation.tell(
-            "top_k", NO_EQUIVALENT, "the newest checkpoints are kept, not those with the least loss; give --keep-last N"
+            "top_k",
+            NO_EQUIVALENT,
+            "the newest checkpoints are kept, not those with the lowest loss; give --keep-last N",
         )
         translation.tell("monitor", BUILT_IN, "it belongs to save_top_k")
 

@@ -272,6 +272,6 @@ def test_help_needs_few_modules_and_no_torch() -> None:
 )
 def test_threads_that_are_no_number_are_told(text: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)
-    told = f"OMP_NUM_THREADS={text} is no number of threads, and has no effect: set a number from 1 on"
+    told = f"OMP_NUM_THREADS={text} is not a number of threads, and has no effect: set a number of 1 or more"
     assert environment.threads_of(text) == threads
     assert environment.env_warnings() == ([told] if text and threads is None else [])

@@ -76,7 +76,7 @@ def test_whoever_reads_the_log_is_told_and_what_cannot_strike_is_refused(monkeyp
     monkeypatch.delenv(FAULT_VARIABLE, raising=False)
     assert environment.env_warnings() == []
     monkeypatch.setenv(FAULT_VARIABLE, "step.begin:0:5:kill")
-    said = "this run is made to fail; unset it for a run that counts"
+    said = "this run fails on purpose; unset it for a real run"
     assert environment.env_warnings() == [f"{FAULT_VARIABLE}=step.begin:0:5:kill: {said}"]
     monkeypatch.setenv(FAULT_VARIABLE, "step.middle:0:1:kill")
     [problem] = env_problems()

@@ -46,9 +46,9 @@ COSTLY = {
     "twice.json": ('{"a": {"stage": 1, "b": 2, "stage": 3}}', "the key stage is given twice; keep one"),
     "twice.yaml": ("a:\n  stage: 1\n  stage: 3\n", "the key stage is given twice; keep one"),
     "twice in a list.yaml": ("- {1: x, 1: y}\n", "the key 1 is given twice; keep one"),
-    "a list.yaml": ("[1, 2]", "is no list of keys with values"),
-    "empty.yaml": ("", "is no list of keys with values"),
-    "words.json": ('"words"', "is no list of keys with values"),
+    "a list.yaml": ("[1, 2]", "is not a table of keys with values"),
+    "empty.yaml": ("", "is not a table of keys with values"),
+    "words.json": ('"words"', "is not a table of keys with values"),
     "zero.toml": ("a = \0", "Invalid value"),
 }
 

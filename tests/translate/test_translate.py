@@ -194,7 +194,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a way of sharding that NeMo has not": (
         {"model": {"mcore_gpt": True, "fsdp": True, "fsdp_sharding_strategy": "hybrid"}},
-        'model.fsdp = true, model.fsdp_sharding_strategy = "hybrid": NeMo runs full and grad alone',
+        'model.fsdp = true, model.fsdp_sharding_strategy = "hybrid": NeMo supports only full and grad',
     ),
     "a switch that is computed": (
         {"model": {"mcore_gpt": True, "fsdp": "${oc.env:FSDP}"}},
@@ -206,7 +206,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no shared experts": (
         {"model": {"model_config": {"moe_config": {"shared_expert_intermediate_size": 9, "enable_shared_expert": False}}}},
-        "shared_expert_intermediate_size = 9: asks for nothing without enable_shared_expert",
+        "shared_expert_intermediate_size = 9: has no effect without enable_shared_expert",
     ),
     "a z-loss": (
         {"model": {"model_config": {"is_llama_config": True, "z_loss_enabled": True}}},
@@ -225,10 +225,10 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
         "grad_reduce_in_bf16 = true",
     ),
     "a compiled model": ({"compile": {"enable": True, "components": ["model"]}}, "compile = true"),
-    "a compiled loss": ({"compile": {"enable": True, "components": ["loss"]}}, "the loss has a kernel of its own"),
+    "a compiled loss": ({"compile": {"enable": True, "components": ["loss"]}}, "the loss has its own kernel"),
     "the best checkpoints": (
         {"exp_manager": {"checkpoint_callback_params": {"save_top_k": 3, "monitor": "val_loss"}}},
-        "save_top_k = 3: the newest checkpoints are kept, not those with the least loss; give --keep-last N",
+        "save_top_k = 3: the newest checkpoints are kept, not those with the lowest loss; give --keep-last N",
     ),
     "the newest checkpoints": (
         {"exp_manager": {"checkpoint_callback_params": {"save_top_k": 3, "monitor": "step", "mode": "max"}}},
@@ -236,11 +236,11 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a value that is to be given": (
         {"trainer": {"max_steps": "???", "devices": 1, "num_nodes": 1}},
-        'max_steps = "???": the file leaves it to be given; give --train-iters',
+        'max_steps = "???": the file leaves it unset; give --train-iters',
     ),
     "a tokenizer that is to be given": (
         {"model": {"tokenizer": {"model": "???", "library": "sentencepiece"}}},
-        'model.tokenizer.model = "???": the file leaves it to be given; give --tokenizer-model',
+        'model.tokenizer.model = "???": the file leaves it unset; give --tokenizer-model',
     ),
     "a reference": (
         {"model": {"encoder_seq_length": 64, "max_position_embeddings": "${.encoder_seq_length}",
@@ -341,7 +341,7 @@ def test_what_is_typed_wrong_or_secret(tmp_path: Path, monkeypatch: pytest.Monke
     assert not whole and "zero_optimization.staeg = 2: unknown here; did you mean stage?" in text and "TOP" not in text
     assert tomllib.loads(text)["train"] == {"micro_batch_size": 1, "global_batch_size": 8}
     assert "lr" not in tomllib.loads(text)["optim"], "a key is data, whatever is in its name"
-    assert 'gradient_clipping = "much": "much" is no number; write one' in text
+    assert 'gradient_clipping = "much": "much" is not a number; write one' in text
     assert 'steps_per_print = "${x}": it is computed from other values; write its value' in text
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(

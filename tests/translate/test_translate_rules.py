@@ -67,7 +67,7 @@ def test_torchtitan_shards_over_dp_shard_and_cp(
     assert shard_of(values, world) == ((left * cp, replicate) if left * cp > 1 else (1, replicate))
     assert values["global_batch_size"] == 8 * replicate * left
     assert values["micro_batch_size"] == (8 if pp == 1 else 1), "a pipeline cuts a local batch into ones"
-    given = text.partition("to give or to correct")[2]
+    given = text.partition("to be given or corrected")[2]
     assert "divide" not in given and "multiple" not in given
 
 
@@ -175,7 +175,7 @@ def test_each_trainer_s_own_data_parallelism(translated: Any) -> None:
     values, _, _ = translated({"zero_optimization": groups, "train_batch_size": 16}, 16)
     assert shard_of(values, 16) == (4, 4)
     values, text, _ = translated({"zero_optimization": groups | {"stage": 2}, "train_batch_size": 16}, 16)
-    assert "num_distributed_optimizer_instances" not in values and "DeepSpeed reads it at stage 3 alone" in text
+    assert "num_distributed_optimizer_instances" not in values and "DeepSpeed reads it only at stage 3" in text
     optim = {"model": {"micro_batch_size": 1, "optim": {"name": "fused_adam"}}, "trainer": {"devices": 8}}
     assert translated(optim)[0]["zero_stage"] == 0
     for name in ("distributed_fused_adam", "mcore_distributed_optim"):
@@ -185,7 +185,7 @@ def test_each_trainer_s_own_data_parallelism(translated: Any) -> None:
     fsdp = {"micro_batch_size": 1, "optim": {"name": "fused_adam"}, "fsdp": True}
     for strategy, stage in (("full", 3), ("grad", 2)):
         assert translated({"model": fsdp | {"fsdp_sharding_strategy": strategy}})[0]["zero_stage"] == stage
-    assert "NeMo runs full and grad alone" in translated({"model": fsdp | {"fsdp_sharding_strategy": "hybrid"}})[1]
+    assert "NeMo supports only full and grad" in translated({"model": fsdp | {"fsdp_sharding_strategy": "hybrid"}})[1]
     off = {"fsdp": False, "fsdp_sharding_strategy": "full", "fsdp_grad_reduce_dtype": "bf16"}
     values, _, _ = translated({"model": fsdp | off})
     assert values["zero_stage"] == 0 and "grad_reduce_in_bf16" not in values
@@ -227,22 +227,22 @@ DISAGREE: dict[str, tuple[Tree, int | None, str]] = {
     "devices that are left over": (
         {"parallelism": {"data_parallel_replicate_degree": 3}, "training": {"steps": 9}},
         8,
-        "8 data-parallel devices are no multiple of 3",
+        "8 data-parallel devices are not a multiple of 3",
     ),
     "a degree": (
         {"parallelism": {"data_parallel_shard_degree": -5}, "training": {"steps": 9}},
         8,
-        "data_parallel_shard_degree = -5 is no size; give 1 or more, or -1 for all that are left",
+        "data_parallel_shard_degree = -5 is not a size; give 1 or more, or -1 for all remaining ones",
     ),
     "a degree of 0": (
         {"parallelism": {"tensor_parallel_degree": 0}, "training": {"steps": 9}},
         8,
-        "parallelism.tensor_parallel_degree = 0 is no size",
+        "parallelism.tensor_parallel_degree = 0 is not a size",
     ),
     "a rest in Accelerate": (
         {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_dp_shard_size": -1}},
         8,
-        "dp_shard_size = -1 is no size; give 1 or more",
+        "dp_shard_size = -1 is not a size; give 1 or more",
     ),
     "sizes and FSDP 1": (
         {
@@ -266,7 +266,7 @@ DISAGREE: dict[str, tuple[Tree, int | None, str]] = {
     "fewer devices than machines": (
         {"distributed_type": "FSDP", "num_machines": 8, "num_processes": 64},
         4,
-        "4 devices are no multiple of 8 machines",
+        "4 devices are not a multiple of 8 machines",
     ),
     "nanotron's dp": (
         {"parallelism": {"dp": 4, "tp": 2, "pp": 1, "tp_mode": "ALL_REDUCE"}},
@@ -279,7 +279,7 @@ DISAGREE: dict[str, tuple[Tree, int | None, str]] = {
             "training": {"local_batch_size": 8},
         },
         8,
-        "8 is no multiple of the pipeline's 3",
+        "8 is not a multiple of the pipeline's 3",
     ),
     "groups of an unknown number of devices": (
         {"zero_optimization": {"stage": 3, "mics_shard_size": 4}, "train_micro_batch_size_per_gpu": 1},
@@ -503,10 +503,10 @@ def test_a_share_of_a_rate_that_is_not_there_has_no_equivalent(translated: Any) 
     }
     values, text, whole = translated({"train_batch_size": 8, "scheduler": scheduler}, 8)
     assert not whole and "min_lr" not in values
-    assert "cos_min_ratio = 0.1: it is a share of the rate, which the file does not have; give --min-lr" in text
+    assert "cos_min_ratio = 0.1: it is a fraction of the learning rate, which the file does not have; give --min-lr" in text
     given = {"learning_rate": 1e-3, "lr_decay_style": "1-sqrt", "lr_decay_starting_step": 5}
     _, text, whole = translated({"optimizer": {"learning_rate_scheduler": given}})
-    assert not whole and "lr_decay_starting_step = 5: the file does not say how many steps" in text
+    assert not whole and "lr_decay_starting_step = 5: the file does not contain the number of steps" in text
 
 
 DEFAULTS = [

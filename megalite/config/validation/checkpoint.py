@@ -19,13 +19,13 @@ def checkpoint_problems(config: Config) -> Iterator[Problem]:
         yield Problem(f"save_local={save_local} keeps nothing without --save; add it", options=("save_local", "save"))
     if checkpoint.ckpt_step is not None and not checkpoint.load:
         yield Problem(
-            f"ckpt_step={checkpoint.ckpt_step} is of a checkpoint that load names; add --load",
+            f"ckpt_step={checkpoint.ckpt_step} selects a checkpoint of --load; add --load",
             options=("ckpt_step", "load"),
         )
     if not checkpoint.load and not checkpoint.pretrained_checkpoint:
         if checkpoint.exit_on_missing_checkpoint:
             yield Problem(
-                "exit_on_missing_checkpoint, and no checkpoint is named; add --load",
+                "exit_on_missing_checkpointneeds a checkpoint to load; add --load",
                 options=("exit_on_missing_checkpoint", "load", "pretrained_checkpoint"),
             )
         for name in options_set(config, "use_checkpoint_args", "moe_use_upcycling"):

@@ -26,7 +26,7 @@ def data_problems(config: Config, complete: bool) -> Iterator[Problem]:
     if data.dataset:
         for name in options_set(config, "fim_data", "document_packing", "split"):
             yield Problem(
-                f"{shown(config, name)} is about token files, and dataset={data.dataset} has none; remove it",
+                f"{shown(config, name)} applies to token files, and dataset={data.dataset} has none; remove it",
                 options=(name, "dataset"),
             )
     yield from _source_problems(config)
@@ -52,7 +52,7 @@ def _fill_in_the_middle_problems(config: Config) -> Iterator[Problem]:
         yield requires(f"fim_fragment_rate={data.fim_fragment_rate}", "fim_split_sample")
     if data.fim_no_prefix == "":
         yield Problem(
-            "fim_no_prefix is empty, and every text begins with nothing; drop --fim-no-prefix",
+            "fim_no_prefix is empty, which every text starts with; drop --fim-no-prefix",
             options=("fim_no_prefix",),
         )
 
@@ -66,7 +66,7 @@ def _source_problems(config: Config) -> Iterator[Problem]:
     ways_to_train = ("train_data_path", "data_path", "data_args_path", "per_split_data_args_path", "mock_data")
     if sources.isdisjoint(ways_to_train):
         for name in options_set(config, "valid_data_path", "test_data_path"):
-            yield Problem(f"train_data_path is not set beside {name}; give it", options=(name, *ways_to_train))
+            yield Problem(f"train_data_path is not set, although {name} is; give it", options=(name, *ways_to_train))
     if data.mock_data and data.data_path:
         yield exclusive("mock_data", "data_path")
     if data.data_path or data.mock_data:

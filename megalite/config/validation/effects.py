@@ -38,7 +38,7 @@ def context_parallel_notes(config: Config) -> Iterator[Problem]:
     cp = config.parallel.context_parallel_size
     if cp > 1 and any("p2p" in kind for kind in config.model.cp_comm_type):
         yield Problem(
-            "cp_comm_type=p2p is taken as allgather, which moves the same bytes",
+            "cp_comm_type=p2p is replaced by allgather, which moves the same bytes",
             options=("cp_comm_type", "context_parallel_size"),
         )
     if cp == 1 and is_set(config, "cp_comm_type"):
@@ -179,7 +179,7 @@ def training_notes(config: Config) -> Iterator[Problem]:
     if train.step_batch_size_schedule and train.train_iters is not None:
         yield Problem(
             "step_batch_size_schedule with train_iters: an iteration of warm-up and decay counts micro_batch_size x "
-            "data parallel samples, as in Megatron-LM; --train-samples and --lr-*-samples say what you mean",
+            "data parallel samples, as in Megatron-LM; --train-samples and --lr-*-samples are unambiguous",
             options=("step_batch_size_schedule", "train_iters", "micro_batch_size", "train_samples"),
         )
     if train.spike_action != "log" and not (train.check_for_spiky_loss or train.check_for_large_grads):

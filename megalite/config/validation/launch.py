@@ -18,7 +18,7 @@ def launch_problems(config: Config) -> Iterator[Problem]:
             yield Problem(f"{name}={path!r} is a URL; give a local directory", options=(name,))
     if parallel.distributed_backend == "mpi":
         yield Problem(
-            "distributed_backend=mpi is in no torch wheel; mpirun starts ranks of nccl and gloo as well: remove it",
+            "distributed_backend=mpi is in none of torch's wheels; mpirun starts ranks of nccl and gloo too: remove it",
             options=("distributed_backend",),
         )
     if parallel.distributed_backend == "nccl" and parallel.device == "cpu":
@@ -27,7 +27,7 @@ def launch_problems(config: Config) -> Iterator[Problem]:
         )
     if train.dry_run_rank is not None and not train.dry_run:
         yield Problem(
-            f"dry_run_rank={train.dry_run_rank} is for a dry run, which it needs; add --dry-run",
+            f"dry_run_rank={train.dry_run_rank} has no effect without a dry run; add --dry-run",
             options=("dry_run_rank", "dry_run"),
         )
     if operations.profile and operations.profile_step_end <= operations.profile_step_start:

@@ -175,11 +175,11 @@ def _window_problems(config: Config) -> Iterator[Problem]:
     left, right = window
     if right not in (0, -1):
         yield Problem(
-            f"window_size={left},{right} has {right} on the right, where a causal model sees nothing; use {left},0",
+            f"window_size={left},{right} has {right} on the right, where a causal model does not attend; use {left},0",
             options=("window_size",),
         )
     if left == 0 or left < -1:
-        reason = "lets a token see only itself" if left == 0 else "is not a window"
+        reason = "lets a token attend only to itself" if left == 0 else "is not a window"
         yield Problem(
             f"window_size={left},{right} {reason}; give at least 1,0, or -1,0 for no limit", options=("window_size",)
         )
@@ -198,6 +198,6 @@ def _balancing_loss_problems(config: Config) -> Iterator[Problem]:
     for coefficient in model.moe_aux_loss_coeff:
         if not 0 <= coefficient < float("inf"):
             yield Problem(
-                f"moe_aux_loss_coeff={coefficient} is no finite number of 0 or more; give one",
+                f"moe_aux_loss_coeff={coefficient} is not a finite number of 0 or more; give one",
                 options=("moe_aux_loss_coeff",),
             )

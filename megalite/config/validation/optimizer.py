@@ -58,7 +58,7 @@ def weight_decay_problems(config: Config) -> Iterator[Problem]:
     if optim.weight_decay_incr_style == "constant":
         for name in options_set(config, "start_weight_decay", "end_weight_decay"):
             yield Problem(
-                f"{name}={value_of(config, name)} has no effect on a constant one; add "
+                f"{name}={value_of(config, name)} has no effect on a constant weight decay; add "
                 "--weight-decay-incr-style linear",
                 options=(name, "weight_decay_incr_style"),
             )
@@ -93,7 +93,7 @@ def optimizer_problems(config: Config) -> Iterator[Problem]:
     yield from _activation_offload_problems(config)
     if optim.is_muon and optim.muon_coefficient_type == "quintic" and optim.muon_num_ns_steps % 5:
         yield Problem(
-            f"muon_num_ns_steps={optim.muon_num_ns_steps} is no multiple of quintic's 5; use 5, or "
+            f"muon_num_ns_steps={optim.muon_num_ns_steps} is not a multiple of quintic's 5; use 5, or "
             "--muon-coefficient-type simple",
             options=("muon_num_ns_steps", "muon_coefficient_type", "optimizer"),
         )
@@ -103,8 +103,8 @@ def _optimizer_offload_problems(config: Config) -> Iterator[Problem]:
     optim, parallel = config.optim, config.parallel
     if optim.optimizer_cpu_offload and optim.needs_full_tensors:
         yield Problem(
-            f"optimizer_cpu_offload with optimizer={optim.optimizer}: full tensors are not updated there; use adam or "
-            "sgd",
+            f"optimizer_cpu_offload with optimizer={optim.optimizer}: updates of full tensors are not offloaded; use "
+            "adam or sgd",
             options=("optimizer_cpu_offload", "optimizer"),
         )
     if optim.optimizer_cpu_offload and optim.optimizer_impl == "apex":
@@ -115,7 +115,7 @@ def _optimizer_offload_problems(config: Config) -> Iterator[Problem]:
     is_sharded_once = parallel.effective_zero_stage == 3 and parallel.outer_dp_sharding_strategy != "optim"
     if parallel.param_cpu_offload and not (is_sharded_once and optim.offload_fraction == 1):
         yield Problem(
-            "param_cpu_offload needs --zero-stage 3, sharded once, and --optimizer-cpu-offload of all",
+            "param_cpu_offload needs --zero-stage 3, sharded once, and --optimizer-cpu-offload of all states",
             options=(
                 "param_cpu_offload",
                 "outer_dp_sharding_strategy",

@@ -21,7 +21,7 @@ def training_problems(config: Config) -> Iterator[Problem]:
     yield from _precision_problems(config)
     if train.spike_action == "rollback" and (not checkpoint.save or checkpoint.no_save_optim):
         yield Problem(
-            "spike_action=rollback needs checkpoints of all of the run; add --save, without --no-save-optim",
+            "spike_action=rollback needs complete checkpoints; add --save, without --no-save-optim",
             options=("spike_action", "save", "no_save_optim"),
         )
     if train.rampup_batch_size is not None and len(train.rampup_batch_size) != 3:
@@ -91,7 +91,7 @@ def batch_size_problems(config: Config) -> Iterator[Problem]:
     batch_size = train.global_batch_size
     if skipped is not None and min(skipped, default=1) < 1:
         yield Problem(
-            f"iterations_to_skip={comma_separated(skipped)}: steps count from 1; remove the others",
+            f"iterations_to_skip={comma_separated(skipped)}: steps count from 1; remove those below 1",
             options=("iterations_to_skip",),
         )
     if schedule is not None:
