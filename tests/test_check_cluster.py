@@ -51,7 +51,7 @@ def test_ranks_that_cannot_meet_are_3() -> None:
         begin = time.monotonic()
         where = dict(RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         done = check("--timeout-s", "2", **where)
-    assert done.returncode == 3 and "could not meet the others at 127.0.0.1" in done.stderr
+    assert done.returncode == 3 and "could not join the others at 127.0.0.1" in done.stderr
     assert time.monotonic() - begin < 100
     assert check(RANK="0").returncode == 3  # of how many?
 

@@ -256,7 +256,7 @@ class ExternalTensor:
         if num_bad:
             first = values[~values.isfinite()][0]
             problem = f"{num_bad:,} of {values.numel():,} values are not finite, the first is {first:g}"
-            remedy = "training cannot begin with them: give another checkpoint"
+            remedy = "training cannot start with them: give another checkpoint"
             raise CheckpointError(f"{self.place}: {problem}; {remedy}")
         return values
 
@@ -271,7 +271,7 @@ def check_wrapped(stored: Collection[str], expected: Collection[str], title: str
     for insertion, count in insertions.most_common(1):
         if 2 * count > len(stored):
             remedy = next(remedy for known, remedy in WRAPPERS.items() if known in insertion)
-            raise CheckpointError(f"{title}: the names of {count} tensors have {insertion!r} too much; {remedy}")
+            raise CheckpointError(f"{title}: the names of {count} tensors contain an extra {insertion!r}; {remedy}")
 
 
 def _insertion(name: str, expected: Collection[str]) -> str:
@@ -326,7 +326,7 @@ def match_tensors(
             if name not in expected:
                 lines.append(f"{tensor.place}: not a tensor of this model")
             elif not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in CODES:
-                lines.append(f"{tensor.place}: {tensor.dtype} is not a floating-point type that megalite has")
+                lines.append(f"{tensor.place}: {tensor.dtype} is not a floating-point type that megalite supports")
             elif tensor.shape != expected[name].shape:
                 lines.append(f"{tensor.place}: shape {tensor.shape}, not {expected[name].shape}")
             else:

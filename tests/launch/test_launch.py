@@ -112,7 +112,7 @@ def test_two_jobs_of_one_machine_have_two_ports() -> None:
         # what an earlier job has left, in every process that a launcher has started
         (
             slurm(3, 4) | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "RANK=0 of WORLD_SIZE=2, but SLURM_PROCID=3 of SLURM_NTASKS=4: unset RANK and WORLD_SIZE if they are left from another run",
+            "RANK=0 of WORLD_SIZE=2, but SLURM_PROCID=3 of SLURM_NTASKS=4: unset RANK and WORLD_SIZE if they are left over from another run",
         ),
         (ompi(1, 2, 1, 2) | {"RANK": "0", "WORLD_SIZE": "1"}, "RANK=0 of WORLD_SIZE=1, but OMPI_COMM_WORLD_RANK=1 of "),
         (ompi(9, 8, 1, 8), "OMPI_COMM_WORLD_RANK=9 is not below OMPI_COMM_WORLD_SIZE=8"),
@@ -158,7 +158,7 @@ def test_nproc_beside_a_launcher_of_another_size_is_refused(program: str, size: 
     folder = ("--run-dir", str(tmp_path / "r")) if program == "pretrain_gpt.py" else ()
     done = programs.python(program, *PROGRAMS[program], *folder, "--nproc", "3", env=clean() | SIZES[size], timeout=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert f"nproc=3, but {size}=2 says how many processes were started: leave out nproc, or unset" in done.stderr
+    assert f"nproc=3, but {size}=2 processes were started by a launcher: leave out nproc, or unset" in done.stderr
     assert not (tmp_path / "r").exists()
 
 

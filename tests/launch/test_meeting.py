@@ -71,13 +71,13 @@ def test_who_is_missing_is_told(store: HashStore) -> None:
     with pytest.raises(RendezvousError) as error:
         agree_on_prefix(store, 0, 4, SHORT)
     other.join(30)
-    assert f"only ranks 0, 2 of 4 came within 1 s, from {socket.gethostname()}; missing: 1, 3." in str(error.value)
+    assert f"only ranks 0, 2 of 4 joined within 1 s, from {socket.gethostname()}; missing: 1, 3." in str(error.value)
 
 
 def why(rank: int, host: str, port: int, serves: bool = True, nodes: int = 1) -> str:
     with pytest.raises(RendezvousError) as error:
         rendezvous(rank, 2, f"tcp://{host}:{port}", {}, SHORT, nodes=nodes, gloo=False, serves=serves)
-    said = f"rank {rank} of 2 on {socket.gethostname()} could not meet the others at {host}:{port} within 1 s"
+    said = f"rank {rank} of 2 on {socket.gethostname()} could not join the others at {host}:{port} within 1 s"
     assert said in str(error.value)
     return str(error.value)
 

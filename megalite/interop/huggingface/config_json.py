@@ -112,7 +112,7 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     """
     written = write_config(model, family.name, 1, "", {})
     if missing := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
-        return [f"{option}={getattr(model, option)}, but {family.name} has some" for option in missing]
+        return [f"{option}={getattr(model, option)}, but {family.name} always has this option" for option in missing]
     reread = build(read_config(written, None, family.name)[1]).model
     local, external = _functional_options(model), _functional_options(reread)
     lines = []
@@ -221,7 +221,7 @@ def _read_window(config: Json, family: ModelFamily, num_layers: int) -> tuple[Js
         return {}, [f"layer_types has {SLIDING_ATTENTION!r}, but there is no sliding_window in use"]
     if window is not None and not by_layer and not all(has_window):
         rule = f"{family.name} has it in all layers or none"
-        return {}, [f"layer_types has {FULL_ATTENTION!r} beside sliding_window={window}, but {rule}"]
+        return {}, [f"layer_types has {FULL_ATTENTION!r} together with sliding_window={window}, but {rule}"]
     if window is None or not any(has_window):
         return {}, []
     pattern = {} if all(has_window) else {"window_attn_skip_freq": format_layer_pattern(has_window)}

@@ -74,7 +74,7 @@ def _files(directory: Path) -> dict[str, Any]:
     if (directory / ADAPTER).exists():
         remedy = "add them to that model (merge_and_unload of peft), save it, and give the result"
         raise CheckpointError(
-            f"{directory}: {ADAPTER} says that these are changes to another model's weights; {remedy}"
+            f"{directory}: {ADAPTER} shows that these are changes to another model's weights; {remedy}"
         )
     if not index.exists() and not single.is_file():
         raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX}; {_other_formats(directory)}")
@@ -83,7 +83,7 @@ def _files(directory: Path) -> dict[str, Any]:
         others = sorted(file for file in set(weight_map.values()) - {SINGLE} if (directory / file).exists())
         if others:
             problem = f"has {SINGLE}, but {INDEX} names {others[0]}"
-            raise CheckpointError(f"{directory}: {problem}; delete what is not meant, transformers would read {SINGLE}")
+            raise CheckpointError(f"{directory}: {problem}; delete the wrong files; transformers would read {SINGLE}")
         return {SINGLE: _open(single)}
     files: dict[str, Any] = {}
     for file in sorted(set(weight_map.values())):
@@ -115,7 +115,7 @@ def _other_formats(directory: Path) -> str:
     others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in directory.glob(pattern))
     safetensors_files = sorted(path.name for path in directory.glob("*.safetensors"))
     if safetensors_files:
-        remedy = "give all files and their index, or rename it if it is alone"
+        remedy = "give all files and their index, or rename it if it is the only file"
         return f"{safetensors_files[0]} is not read under this name: {remedy}"
     if others:
         return f"{others[0]} can run code and is not read: save the model as safetensors"
@@ -149,7 +149,7 @@ def _tensors(
         for name in sorted(handle.keys()):
             full_name = name if name in expected else naming.prefix + name
             if full_name in tensors:
-                problems.append(f"{name} in {file}: a second one, beside {tensors[full_name].place}")
+                problems.append(f"{name} in {file}: a duplicate of {tensors[full_name].place}")
             elif full_name in expected or not name.endswith(naming.ignored):
                 header = handle.get_slice(name)
                 shape, code = tuple(header.get_shape()), header.get_dtype()

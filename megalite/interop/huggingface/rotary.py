@@ -104,7 +104,7 @@ def _conflicts(config: Json, family: ModelFamily, name: str, used: Json) -> list
     if not differing:
         return []
     values = ", ".join(f"{key}={other.get(key)!r} instead of {used.get(key)!r}" for key in differing)
-    problem = f"rope_parameters beside rope_scaling, with {values}"
+    problem = f"rope_parameters differs from rope_scaling, with {values}"
     return [f"{problem}; transformers reads only the latter: write all values into one table, and delete the other"]
 
 
@@ -168,7 +168,7 @@ def _read_yarn(table: Json, options: Json) -> list[str]:
                 options["mscale"], options["mscale_all_dim"] = mscale_value, all_dim_value
                 return []
     except (TypeError, ArithmeticError):
-        return [f"rope scaling with {table!r} is not numbers"]
+        return [f"rope scaling with {table!r} has values that are not numbers"]
     return [f"rope scaling with attention_factor={attention_factor!r} is not {magnitude:.6g}"]
 
 

@@ -96,10 +96,10 @@ def open_checkpoint(directory: Path, say: Callable[[str], object] = print) -> Ex
     if not metadata.is_file() and not (directory / "metadata.json").is_file():
         return torch_format.open_torch_checkpoint(directory, say)
     if not common.is_file() or not metadata.is_file():
-        supported, remedy = "only torch_dist and torch are", "convert it there with --ckpt-convert-format torch_dist"
-        raise CheckpointError(f"{directory}: cannot be read: of Megatron-LM's formats {supported}; {remedy}")
+        remedy = "convert it there with --ckpt-convert-format torch_dist"
+        raise CheckpointError(f"{directory}: cannot be read: the supported formats are torch_dist and torch; {remedy}")
     args = torch_format.get_args(torch_format.load_pickle(common, say), common)
-    say(f"opening {metadata}: a pickle, of which {2 + len(RECORD_TYPES)} listed names are accepted as plain data")
+    say(f"opening {metadata}: a pickle; only {2 + len(RECORD_TYPES)} listed names in it are accepted, as plain data")
     load = lru_cache(1)(partial(_load_chunk, directory))  # the layers of a stacked tensor are read one after the other
     read_box = partial(_read_box, directory, load)
     tensors: dict[str, FileTensor] = {}

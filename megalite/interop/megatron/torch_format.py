@@ -104,7 +104,7 @@ def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
 
     `say` receives a line for the log. Raises CheckpointError with the first name that is not on the list.
     """
-    say(f"opening {path}: a pickle, of which tensors and {1 + len(STUB_TYPES)} listed types are accepted")
+    say(f"opening {path}: a pickle; only tensors and {1 + len(STUB_TYPES)} listed types in it are accepted")
     allowed = [Namespace, *((UnpickledStub, name) for name in STUB_TYPES), (StubEnumMember, "builtins.getattr")]
     try:
         with torch.serialization.safe_globals(allowed):
@@ -137,9 +137,11 @@ def rank_files_dir(directory: Path) -> Path:
     try:
         text = read_small_bytes(tracker, 1 << 20).decode("utf-8", "replace").strip()
     except OSError as error:
-        raise CheckpointError(f"{tracker}: cannot be read ({error.strerror}); give the iteration's folder") from None
+        raise CheckpointError(f"{tracker}: cannot be read ({error.strerror}); give the iteration's directory") from None
     if text != "release" and not (text.isascii() and text.isdigit()):
-        raise CheckpointError(f"{tracker}: {text[:40]!r} is neither a number nor release; give the iteration's folder")
+        raise CheckpointError(
+            f"{tracker}: {text[:40]!r} is neither a number nor release; give the iteration's directory"
+        )
     return directory / (text if text == "release" else f"iter_{int(text):07d}")
 
 
@@ -156,7 +158,7 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     """
     if is_megatron_checkpoint(directory):
         if step is not None and directory.name != f"iter_{step:07d}":
-            raise CheckpointError(f"{directory} is not the checkpoint of step {step}; give the folder above it")
+            raise CheckpointError(f"{directory} is not the checkpoint of step {step}; give its parent directory")
         return directory
     iterations = [path.name for path in sorted(directory.glob("iter_*")) if is_megatron_checkpoint(path)]
     checkpoint = rank_files_dir(directory) if step is None else directory / f"iter_{step:07d}"
@@ -167,7 +169,7 @@ def find_checkpoint(directory: Path, step: int | None = None) -> Path | None:
     subject = f"{directory / TRACKER} names" if step is None and checkpoint != directory else f"{directory} holds"
     latest = ", ".join(iterations[-3:])
     raise CheckpointError(
-        f"{subject} no such checkpoint, but the directory has {latest}; give --ckpt-step, or the folder"
+        f"{subject} no such checkpoint, but the directory has {latest}; give --ckpt-step, or the directory"
     )
 
 
@@ -192,7 +194,7 @@ def list_rank_files(directory: Path) -> dict[tuple[int, ...], Path]:
                 raise CheckpointError(f"{path}: has no {FILES[0]}; the checkpoint is incomplete: copy it again")
             files[tuple(map(int, match[1].split("_")))] = file
     if not files:
-        raise CheckpointError(f"{directory}: has no folder mp_rank_00; give the directory of a checkpoint")
+        raise CheckpointError(f"{directory}: has no directory mp_rank_00; give the directory of a checkpoint")
     return files
 
 
@@ -220,7 +222,7 @@ def _rank_positions(
     etp = arg_or_default(args, "expert_tensor_parallel_size", sizes[0])
     if getattr(args, "num_experts", None) and etp != sizes[0]:
         problem = f"expert_tensor_parallel_size={etp} is not tensor_model_parallel_size={sizes[0]}"
-        raise CheckpointError(f"{directory}: {problem}, which files by rank cannot tell; save it as torch_dist")
+        raise CheckpointError(f"{directory}: {problem}, which files by rank do not show; save it as torch_dist")
     return positions
 
 
@@ -295,7 +297,9 @@ def _number_layers(stages: Mapping[RankPosition, Sequence[Mapping[str, FileTenso
                     next_layer = max(next_layer, layer + 1)
                     name = f"decoder.layers.{layer}.{name[match.end() :]}"
                 if name in tensors:
-                    raise CheckpointError(f"{tensor.place}: is {tensors[name].place}, too; copy the checkpoint again")
+                    raise CheckpointError(
+                        f"{tensor.place}: is a duplicate of {tensors[name].place}; copy the checkpoint again"
+                    )
                 tensors[name] = tensor
         first_layer = next_layer
     return ranks
@@ -369,7 +373,7 @@ def read_args(args: Namespace, source: str) -> dict[str, Any]:
     for name, default in NAME_TABLE["only"].items():
         if (value := arg_or_default(args, name, default)) != default:
             problems.append(f"{name}={value!r}")
-    raise_problems(problems, f"{source}: args with values that megalite does not have")
+    raise_problems(problems, f"{source}: args with values that megalite does not support")
     return options
 
 
