@@ -222,11 +222,13 @@ def _split_args(argv: object) -> list[str]:
         try:
             args = shlex.split(argv.replace("\\\n", " "))
         except ValueError as error:  # such as "No closing quotation"
-            raise ConfigError([f"{_shorten(argv)} cannot be split into words ({error}); correct its quotes"]) from None
+            raise ConfigError(
+                [f"{_shorten(argv)} cannot be split into arguments ({error}); correct its quotes"]
+            ) from None
     elif isinstance(argv, list | tuple) and all(isinstance(arg, str) for arg in argv):
         args = [*argv]
     else:
-        rule = f"is of type {type(argv).__name__}, not a command line or a list of its words"
+        rule = f"is of type {type(argv).__name__}, not a command line or a list of arguments"
         raise ConfigError([f"{_shorten(argv)} {rule}; give one, or options by their names, as lr=1e-4"])
     for arg in args:
         try:
@@ -234,7 +236,7 @@ def _split_args(argv: object) -> list[str]:
         except UnicodeEncodeError:
             is_valid = False
         if not is_valid:
-            raise ConfigError([f"{_shorten(arg)} has a character that no word may have; remove it"])
+            raise ConfigError([f"{_shorten(arg)} has a character that no argument may contain; remove it"])
     return args
 
 
@@ -321,7 +323,7 @@ def _run(command: str, args: Sequence[str], quiet: bool = True) -> str:
             if error.errno != errno.E2BIG:
                 raise
             remedy = "put the options into a file: config=FILE; data_args_path names a file of paths"
-            raise ConfigError([f"{len(args)} words are longer than a command line may be; {remedy}"]) from None
+            raise ConfigError([f"{len(args)} arguments are longer than a command line may be; {remedy}"]) from None
         finally:
             os.close(child_report)
         with child:

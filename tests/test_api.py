@@ -139,7 +139,7 @@ def test_an_argument_that_cannot_be_is_a_config_error(run: Path) -> None:
         "device='gpu' is not one of auto, cpu, cuda; give one": [lambda: megalite.load(run, device="gpu")],
         "plugins='x.py' is not a list of names": [lambda: megalite.load(run, plugins="x.py")],
         "plugins=None is not a list of names": [lambda: megalite.load(run, plugins=None)],
-        '"--a \'b" cannot be split into words (No closing quotation)': [lambda: megalite.Config("--a 'b")],
+        '"--a \'b" cannot be split into arguments (No closing quotation)': [lambda: megalite.Config("--a 'b")],
         "5 is of type int, not a command line": [lambda: megalite.Config(5)],
         "['--lr', 0.001] is of type list, not": [lambda: megalite.Config(["--lr", 1e-3])],
         "lr={'a': 1} is of type dict; give a text": [lambda: megalite.Config(lr={"a": 1})],
@@ -164,7 +164,7 @@ def test_more_words_than_a_command_line_may_have_are_a_config_error(monkeypatch:
     monkeypatch.setattr(api, "Popen", subprocess.Popen)
     config = megalite.Config(SMALL, data_path=["x" * 100] * 40_000)
     with pytest.raises(
-        megalite.ConfigError, match="^400.. words are longer than a command line may be; put the options"
+        megalite.ConfigError, match="^400.. arguments are longer than a command line may be; put the options"
     ):
         megalite.plan(config, gpus=1)
 

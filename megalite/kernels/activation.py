@@ -95,7 +95,7 @@ def _mismatch(name: str, x: Any, shape: torch.Size, part: Activation, u: Tensor)
         return ""
     actual = f"{tuple(x.shape)} in {x.dtype}" if isinstance(x, Tensor) else repr(x)
     expected = f"{tuple(shape)} in {u.dtype}"
-    return f"with width={part.width} gives {actual} as {name} where {expected} is due; correct it, or width"
+    return f"with width={part.width} gives {actual} as {name} where {expected} is expected; correct it, or width"
 
 
 def _wrong_constants(part: Activation, u: Tensor, bias: list[Tensor]) -> str:

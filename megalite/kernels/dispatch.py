@@ -300,7 +300,7 @@ def tile_for(table: Sequence[Sequence[int]], columns: int) -> TileConfig:
     for max_width, rows, warps, *loop in table:
         if width <= max_width:
             return TileConfig(rows, width, warps, *loop)
-    raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch twin")
+    raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch implementation")
 
 
 def fit_tile(block: TileConfig, columns: int) -> TileConfig:

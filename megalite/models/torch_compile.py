@@ -38,7 +38,7 @@ from megalite.nn.norm import Norm, QKNormAllHeads, normalize
 Backend = str | Callable[..., Any]
 # shown in the plan
 COMPILE_SUMMARY = (
-    "inductor, in blocks: norms, rotary positions, activation, dropout; matmuls and collectives as without"
+    "inductor, in blocks: norms, rotary positions, activation, dropout; matmuls and collectives are not compiled"
 )
 
 
@@ -58,7 +58,9 @@ def check_compile(device_type: str) -> None:
     name = getenv("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the only compiler that inductor calls
     remedy = "install one or set CXX to the name of one, without options"
     if shutil.which(name) is None:
-        raise CompileError(f"compile=True needs a C++ compiler and there is no {name or 'name in CXX'}; {remedy}")
+        raise CompileError(
+            f"compile=True needs a C++ compiler, and {name or 'the one named in CXX'} is not installed; {remedy}"
+        )
     try:
         command = [name, "-x", "c++", "-shared", "-fPIC", "-o", os.devnull, "-"]
         subprocess.run(command, input=b"#include <cmath>\n", capture_output=True, check=True, timeout=60)

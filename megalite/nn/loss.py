@@ -114,10 +114,10 @@ class _LinearCrossEntropy(Function):
                 raise RuntimeError("linear_cross_entropy: a second backward, but the first one has used the gradients")
             ctx.was_used = True
             loss_grad = ctx.loss_grad
-            on_device = isinstance(loss_grad, Tensor)  # reading its value would synchronise
+            on_device = isinstance(loss_grad, Tensor)  # reading its value would synchronize
             expected = loss_grad.to(dloss.dtype) if on_device else dloss.new_full((), loss_grad)
-            shown = "that" if on_device else loss_grad
-            text = f"the loss's gradient is not {shown}, which was promised; promise what backward will get"
+            shown = "loss_grad" if on_device else f"loss_grad={loss_grad}"
+            text = f"the gradient of the loss is not {shown}; pass the value that backward will get"
             _assert_on_device(dloss == expected, text)
             return dx_sBD, None if dw_vD is None else dw_vD.to(ctx.dtype), *no_grads
         # in place, so that autograd refuses a second backward: saved tensors have changed

@@ -106,7 +106,9 @@ class ParamAndGradBuffer:
         dtypes = {p.dtype for p in parameters}
         device = parameters[0].device
         if len(dtypes) != 1:
-            raise ValueError(f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has one: build them alike")
+            raise ValueError(
+                f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has only one: build them with one dtype"
+            )
         dtype = dtypes.pop()
         self.mesh = mesh
         self.shardings = bucket_shardings(layout, mesh, reduce_in_bf16, zero_config.shard_over_replicas)

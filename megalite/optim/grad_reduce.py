@@ -66,7 +66,7 @@ class ParamMainGrad:
         reducer = self._reducer()
         # a resharded bucket may still be in the reduction of the pass before, which is finished here
         if bucket in self._in_flight and not (reducer is not None and reducer.finish_reduce(bucket)):
-            text = "a gradient came after its bucket was reduced; call set_last_backward only before the last backward"
+            text = "got a gradient after its bucket was reduced; call set_last_backward only before the last backward"
             raise RuntimeError(f"{self._name}: {text}")
         overwrite = entry not in self._written
         if not self._written and reducer is not None:

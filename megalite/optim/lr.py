@@ -60,7 +60,9 @@ class LrSchedule:
             return self.minimum
         rate = REGISTRIES["lr_decay_style"].get(self.style)(self, n)
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:  # a plugin's may be anything
-            raise ValueError(f"lr_decay_style={self.style!r} gives {rate!r} at sample {n:g}; give a finite rate from 0")
+            raise ValueError(
+                f"lr_decay_style={self.style!r} gives {rate!r} at sample {n:g}; give a finite rate of 0 or more"
+            )
         return rate
 
     def decay_progress(self, n: float) -> float:
@@ -186,7 +188,7 @@ def _from_saved(cls: type[T], saved: Mapping[str, Any]) -> T:
             if value not in STYLES[name]:
                 raise ValueError(f"{name} is {str(value)[:40]!r}")
         elif type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {str(value)[:40]!r}, not a number from 0")
+            raise ValueError(f"{name} is {str(value)[:40]!r}, not a number of 0 or more")
         else:
             values[name] = float(value)
     return cls(**values)

@@ -87,7 +87,7 @@ def build_rules(config: OptimConfig) -> tuple[UpdateRule, UpdateRule | None]:
     """
     rule: UpdateRule = REGISTRIES["optimizer"].get(config.optimizer).from_config(config)
     if not isinstance(getattr(rule, "state_dtypes", None), Mapping):
-        text = f"from_config(options) gives {rule!r}, whose state_dtypes are no dict; give a rule as"
+        text = f"from_config(options) gives {rule!r}, whose state_dtypes is not a dict; return a rule like"
         raise ValueError(f"optimizer={config.optimizer!r}: {text} megalite.optim.update_rule: UpdateRule")
     if config.is_muon:
         return REGISTRIES["optimizer"].get("adam").from_config(config), rule

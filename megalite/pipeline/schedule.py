@@ -182,7 +182,7 @@ def compute_actions(name: str, rank: int, placement: StagePlacement, groups: Seq
         expected = Counter(a for op in (Op.F, Op.B) for a in _in_group_order(rank, placement, groups, op))
         if wrong := [*(expected - counts), *(counts - expected)]:
             text = f"pipeline_schedule={name!r}: rank {rank} of {placement.pp} has {wrong[0]} {counts[wrong[0]]} times"
-            raise ValueError(f"{text}, not {expected[wrong[0]]}; each F and B of its stages has to come once")
+            raise ValueError(f"{text}, not {expected[wrong[0]]}; each F and B of its stages must appear exactly once")
     return actions
 
 
@@ -432,4 +432,4 @@ def build_schedule(
     try:
         return tuple(tuple(actions) for actions in add_send_recv(compute, placement, split))
     except ValueError as error:
-        raise ValueError(f"pipeline_schedule={name!r} would hang: {error}; put each behind what it needs") from None
+        raise ValueError(f"pipeline_schedule={name!r} would hang: {error}; put each after what it depends on") from None

@@ -332,7 +332,7 @@ def test_backward_keeps_no_more_than_with_the_instructions(model: str) -> None:
 
 
 def test_a_run_says_that_it_multiplies_in_fp32(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "multiplied in fp32: this CPU has no instructions for it"
+    said = "computed in fp32: this CPU has no instructions for it"
     for there in (False, True):
         flags = f"--bf16 --peak-tflops 1e-9 --log-interval 1 --run-dir {tmp_path / str(there)}"
         with instructions(there):

@@ -154,7 +154,7 @@ def test_without_a_promise_forward_leaves_the_buffer_alone() -> None:
 def test_a_broken_promise_and_a_second_backward_are_refused() -> None:
     model = stage(LLAMA, torch.float32)
     ParamAndGradBuffer([model], Mesh.single_process())
-    with pytest.raises(RuntimeError, match="gradient is not 0.015625, which was promised"):
+    with pytest.raises(RuntimeError, match="gradient of the loss is not loss_grad=0.015625"):
         backward(model, 1, given=1.0)
     loss = model(None, batch(1, WEIGHT))
     loss.backward(loss.new_full((), WEIGHT), retain_graph=True)
@@ -168,7 +168,7 @@ def test_a_late_matmul_is_refused_before_it_adds() -> None:
     buffer.set_last_backward(0)
     backward(model, 1)
     before = torch.cat(buffer.grads.tensors)
-    with pytest.raises(RuntimeError, match=r"head: a gradient came after its bucket was reduced"):
+    with pytest.raises(RuntimeError, match=r"head: got a gradient after its bucket was reduced"):
         backward(model, 2)
     assert torch.equal(torch.cat(buffer.grads.tensors), before)
 

@@ -87,7 +87,7 @@ def test_more_than_the_hosts_memory_is_refused() -> None:
 
 
 def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
-    for folder, told in ((tmp_path, r"hold 9\d\.\d GiB per rank, and 7 GiB are free"), ("/none", "No such file")):
+    for folder, told in ((tmp_path, r": 9\d\.\d GiB per rank are needed, and 7 GiB are free"), ("/none", "No such file")):
         plan = make_run_plan(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-dir {folder}"), 8, 128256)
         with (
             mock.patch.object(preflight, "total_memory", return_value=80 << 30),

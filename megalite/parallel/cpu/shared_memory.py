@@ -295,8 +295,8 @@ class SharedMemoryBackend(CollectiveBackend):
                 smallest = [min(values) for values in zip(*expected, *received, strict=True)]
                 largest = [max(values) for values in zip(*expected, *received, strict=True)]
                 raise CollectiveMismatchError(
-                    "ranks do different collectives (1: all-gather, 2: reduce-scatter, 3: all-to-all; elements; bytes "
-                    f"of each): between {smallest} and {largest}; the program must be the same on all ranks"
+                    "ranks called different collectives (1: all-gather, 2: reduce-scatter, 3: all-to-all; elements; "
+                    f"bytes of each): between {smallest} and {largest}; all ranks must run the same program"
                 )
             longest = max(header[3] for header in [*headers, *peer_headers])
             current_slot, current_start = slot, start
