@@ -126,7 +126,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch, call: 
 
 @BACKGROUND
 def test_what_is_around_a_checkpoint_ends_no_run(tmp_path: Path, background: bool, capsys) -> None:
-    """A tracker file that cannot be written, and then a directory that is deleted: it is made and locked again."""
+    """A tracker file that cannot be written, and then a directory that is deleted: it is created and locked again."""
     folder = tmp_path / "save"
     (folder / storage.TRACKER / "inside").mkdir(parents=True)
     one = CheckpointSaver(folder, ALONE, 0, background=background)
@@ -430,7 +430,7 @@ def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch
     first, second, third = [line for line in one.pop_messages() if not line.startswith("scheduled")]
     assert "for the save before" not in first
     stall, before = (float(part.split(" s")[0]) for part in second.split("blocked for ")[1].split(" s, "))
-    assert second.endswith(" s of it for the save before)") and 0.07 < before <= stall
+    assert second.endswith(" s of it for the previous save)") and 0.07 < before <= stall
     assert third.startswith("saved iter_0000003 in ") and float(third.split(" s, ")[1].split()[0]) > 0.07
     one.close()
 

@@ -146,7 +146,7 @@ def test_damage_that_opening_does_not_see_is_found_on_use(tmp_path: Path, monkey
         ("<q", pointer, 1 << 62, r"pointers\[5077\] is 4611686018427387904"),
         ("<q", pointer, -4, r"pointers\[5077\] is -4"),
         ("<q", pointer, 3, r"pointers\[5077\] is 3"),
-        ("<q", pointer + 8, 20310, r"pointers\[5078\] is 20310, but the sequence before ends at 20312"),
+        ("<q", pointer + 8, 20310, r"pointers\[5078\] is 20310, but the previous sequence ends at 20312"),
     ):
         raw = bytearray(good)
         struct.pack_into(fmt, raw, at, value)
@@ -186,7 +186,7 @@ def test_runs_of_entries_that_agree_among_themselves(tmp_path: Path, monkeypatch
         with pytest.raises(DataError, match=r"a.idx: document_indices\[\d+\] is -?\d+, outside 0..20000"):
             shifted(ends, 5000, 15_000, by)
         between = shifted(pointers, 5040, 5080, by)  # no place that opening looks at
-        with pytest.raises(DataError, match=r"a.idx: pointers\[5050\] is -?\d+, not the place of 2 tokens of uint16"):
+        with pytest.raises(DataError, match=r"a.idx: pointers\[5050\] is -?\d+, not the position of 2 tokens of uint16"):
             between.spans(np.array([5050]))
     with pytest.raises(DataError, match=r"a.idx: pointers\[9000\] is 36001, not the place"):
         shifted(pointers, 5000, 15_000, 1).spans(np.array([9000]))

@@ -126,7 +126,7 @@ def test_what_cannot_be_repeated_is_refused(flags: str) -> None:
 
 def test_without_a_card_it_is_refused() -> None:
     config = config_from(f"{COMMON} {GRAPHED}")
-    with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device and there is none; drop it"):
+    with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device, and none is available; drop it"):
         check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
 
 

@@ -49,7 +49,7 @@ def test_what_differs_is_named_with_its_nodes_and_stops_where_it_must() -> None:
     assert answers[0]["alike"] == ([socket.gethostname()] * 3, [])
     for told in answers:  # the same everywhere
         for name in MUST_MATCH:
-            assert told[name].startswith("the ranks of this run are not alike:\n")
+            assert told[name].startswith("the ranks of this run differ:\n")
             assert f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)" in told[name]
         for name in SHOULD_MATCH:
             assert told[name] == [f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)"]

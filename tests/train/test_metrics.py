@@ -440,7 +440,7 @@ def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, caps
     (tmp_path / "events.jsonl").unlink()
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     EventLog(tmp_path).add("something")
-    said = "is a link to another file, and a run opens none; remove it; events are lost there"
+    said = "is a link to another file, which a run does not open; remove it; events are lost there"
     assert said in capsys.readouterr().err
     EventLog(Path("/proc/run")).add("something")
     assert "/proc/run/events.jsonl" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_where_a_nan_came_up_is_named(name: str) -> None:
     assert len(set(told)) == 1
     assert told[0].startswith("step 2: loss ") and f"first seen in {words}" in told[0]
     assert f" at samples {BATCH}..{2 * BATCH - 1}; nothing was updated" in told[0]
-    assert "computed again it is the same: the data or the numbers, not the machine" in told[0]
+    assert "recomputed, it is the same: the data or the numbers, not the machine" in told[0]
 
 
 def _named_behind_long_paths() -> str:
@@ -108,14 +108,14 @@ def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing(flags: str
         assert got == good[rank] and torch.equal(moved, weights[rank])
         assert anomalies[0] is None
         assert [(a.transient, a.differing_ranks) for a in anomalies[1:]] == [(True, (1,)), (True, (0,))]
-        assert "computed again it is right" in str(anomalies[1]) and "of ranks [1]" in str(anomalies[1])
+        assert "recomputed, it is right" in str(anomalies[1]) and "of ranks [1]" in str(anomalies[1])
 
 
 def test_report_stats_computes_every_step_twice_and_tells_which_differ() -> None:
     good, _, weights = _struck("")
     got, anomalies, moved = _struck("--rerun-mode report_determinism_stats", "step.after_reduce:0:2:bitflip")
     assert got == good and torch.equal(moved, weights)
-    assert anomalies[0] is None and anomalies[2] is None and anomalies[1].reason == "computed twice, with other results"
+    assert anomalies[0] is None and anomalies[2] is None and anomalies[1].reason == "computed twice, with different results"
 
 
 def test_the_timeline_of_a_step_that_is_computed_again_is_that_of_the_first_time() -> None:
@@ -221,7 +221,7 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
     assert (spike["event"], back["event"], spike["step"], back["step"]) == ("spike", "rollback", 10, 10)
     assert spike["samples"] == [72, 79] and back["samples"] == [64, 79] and back["checkpoint"] == 8
     assert len(spike["documents"]) == 8 and len(back["documents"]) == 16
-    assert set(spike["documents"]) < set(back["documents"]) and "computed again it is the same" in spike["text"]
+    assert set(spike["documents"]) < set(back["documents"]) and "recomputed, it is the same" in spike["text"]
     state = manifest(one, 10)["state"]  # what is passed over is kept, for whatever comes after
     passed = dict(step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16)
     assert state["progress"] == passed
@@ -251,7 +251,7 @@ def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], l
     pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path), ok=True)
     spike, back = events(tmp_path)
     assert (spike["samples"], back["samples"]) == ([72, 79], [64, 79])
-    assert "computed again it is the same" in spike["text"]
+    assert "recomputed, it is the same" in spike["text"]
 
 
 def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
@@ -294,6 +294,6 @@ def test_a_machine_that_computes_wrongly_again_and_again_is_left(tmp_path: Path,
     assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == ExitCode.RERUN
     status = status_of(tmp_path)
     assert (status["outcome"], status["step"]) == ("rerun", 5)
-    assert status["reason"] == "3 steps were right only when computed again, the last on ranks [0]"
+    assert status["reason"] == "3 steps were right only when recomputed, the last on ranks [0]"
     assert [e["event"] for e in events(tmp_path)] == ["transient-error"] * 3
     assert manifest(tmp_path, 5)["state"]["progress"]["skipped_steps"] == 0

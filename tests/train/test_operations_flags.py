@@ -212,7 +212,7 @@ def test_copies_that_differ_stop_the_run(tmp_path: Path) -> None:
     done = pretrain(*SMALL, *words.split(), fault="step.after_update:1:2:bitflip")
     status = status_of(tmp_path)
     assert (done.returncode, status["outcome"], status["step"]) == (ExitCode.BAD_RESULT, "bad-result", 2), done.stderr
-    said = r"step 3, before its update: copies of weights differ: \S+ differs over dp on ranks \[0, 1\]"
+    said = r"step 3, before its update: replicas of the weights differ: \S+ differs over dp on ranks \[0, 1\]"
     assert re.match(said, status["reason"])
 
 
@@ -223,7 +223,7 @@ def test_who_does_not_come_in_time_is_told(tmp_path: Path) -> None:
     alone = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     words = ["--train-iters", "2", "--run-dir", str(tmp_path), "--distributed-timeout-minutes", "0.05"]
     done = pretrain(*SMALL, *words, env={**alone, "MASTER_PORT": str(port)})
-    assert done.returncode == ExitCode.PREFLIGHT and "only ranks 0 of 2 came within 3 s" in done.stderr, done.stderr
+    assert done.returncode == ExitCode.PREFLIGHT and "only ranks 0 of 2 joined within 3 s" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(("flags", "code"), [((), ExitCode.INTERRUPTED), (("--exit-signal-handler",), ExitCode.DONE)])

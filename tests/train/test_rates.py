@@ -43,7 +43,7 @@ def test_a_resume_with_other_rates_is_refused(saved: Path, flags: str, lines: li
         resumed(saved, *flags.split())
     for line in lines:
         assert f"{line} the checkpoint" in str(error.value)
-    assert "--override-opt-param-scheduler takes those here" in str(error.value)
+    assert "--override-opt-param-scheduler uses the options" in str(error.value)
 
 
 RAMP = "--rampup-batch-size 8 8 32 --global-batch-size 16"

@@ -37,12 +37,12 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
         assert re.search(rf"^pretrain_gpt.py: {who}another --run-dir\n\Z", second.stderr, re.M), second.stderr
         assert (folder / "metrics.jsonl").read_bytes().startswith(before)
         os.kill(rank_pids(folder)[2], signal.SIGKILL)
-        shown(process, "note: the run was started again")
+        shown(process, "note: the run was restarted")
         shown(process, "/100000  loss")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=100)
     assert process.returncode == ExitCode.REQUEUE, err
-    assert "rank 1 ended by signal SIGKILL: all ranks are started again (1 of 1 within an hour)" in err
+    assert "rank 1 ended by signal SIGKILL: restarting all ranks (1 of 1 within an hour)" in err
     assert "Traceback" not in err
     status = status_of(folder)
     assert status["outcome"] == "requeue" and [*losses(folder)] == [*range(1, status["step"] + 1)]
@@ -209,7 +209,7 @@ def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, caps
     (tmp_path / "file").touch()
     with lock_run_dir(config_of("--run-dir", tmp_path / "file/r")) as held:
         assert not held
-    assert "file/r: Not a directory; nothing keeps a second run from writing there" in capsys.readouterr().err
+    assert "file/r: Not a directory; nothing prevents a second run from writing there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("then", [Path.touch, lambda run: None], ids=["a file", "nothing"])

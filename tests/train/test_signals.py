@@ -154,7 +154,7 @@ def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name
     status = status_of(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
-    assert f"at step {status['step']}; checkpoint: none, there is no --save; to resume: from step 1" in line
+    assert f"at step {status['step']}; checkpoint: none, because --save is not set; to resume: from step 1" in line
     assert "Traceback" not in err and "outcome " in out and "--save DIR keeps what a run has done" in err
 
 

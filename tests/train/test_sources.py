@@ -66,13 +66,13 @@ def test_fim_with_gpt2s_files_takes_the_unknown_token(folder: Path) -> None:
     assert [note.partition(" is not a token of ")[0] for note in sources.notes] == [
         f"fim_{name}_token='<fim_{name}>'" for name in ("prefix", "middle", "suffix", "pad")
     ]
-    assert all("its unknown token, id 0, stands for it, as in Megatron-LM" in note for note in sources.notes)
+    assert all("its unknown token, id 0, is used instead, as in Megatron-LM" in note for note in sources.notes)
     assert sources.ignored_label is None  # else no document's end would be learnt
     index = np.arange(8)
     ours, theirs = (s.train.samples(index) for s in (sources, plain))
     assert (ours == 0).sum() > (theirs == 0).sum() and ours.shape == theirs.shape
     _, evaluated = read(folder, *fim[:3], "--split", "3,1,0")
-    assert evaluated.notes[-1].startswith("fim_data rearranges the training data alone; Megatron-LM")
+    assert evaluated.notes[-1].startswith("fim_data rearranges only the training data; Megatron-LM")
     with pytest.raises(DataError, match="fim_middle_token and fim_prefix_token are both id 65"):
         read(folder, *fim, "--fim-prefix-token", "a", "--fim-middle-token", "a")
     _, named = read(folder, "--fim-data", "--fim-eod-token", "!", "--split", "1,0,0")

@@ -92,7 +92,7 @@ def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeyp
         out = process.communicate(timeout=200)[0]
     assert process.returncode == 1 and out.count("megalite.common.fault_injection.InjectedFault: asked for") == 1, out
     _, _, table = out.partition("Root Cause")
-    assert "rank      : 1" in table and "traceback : InjectedFault: asked for by MEGALITE_FAULT" in table
+    assert "rank      : 1" in table and "traceback : InjectedFault: requested by MEGALITE_FAULT" in table
     status = status_of(tmp_path)
     assert status["outcome"] == "crash" and status["reason"].startswith("rank 1: InjectedFault: asked for")
     assert "lost another rank" in (tmp_path / "ranks/rank-00000.log").read_text()

@@ -71,7 +71,7 @@ def parse_named_sets(items: Sequence[str], unnamed: str = "valid") -> dict[str, 
             raise DataError(f"{option}: {nameless[0]!r} has no name; write NAME=PREFIX without spaces around '='")
         return {unnamed: list(items)}
     if matches[0] is None:
-        raise DataError(f"{option}: {items[0]!r} belongs to no set; begin with NAME=, or name none (./ marks a path)")
+        raise DataError(f"{option}: {items[0]!r} belongs to no set; start with NAME=, or name no set (./ marks a path)")
     sets: dict[str, list[str]] = {}
     name = ""
     for item, match in zip(items, matches, strict=True):
