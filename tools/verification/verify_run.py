@@ -11,7 +11,7 @@ from megalite.common.console import ProgressBar
 from megalite.config.options import Config
 from megalite.launch.local_launcher import LaunchResult, launch_local
 from megalite.training.logging.log_format import aligned_table
-from tools.plots.curves import verified
+from tools.plots.curves import verification_plot
 from tools.plots.style import save
 from tools.verification.compare_ranks import (
     KINDS,
@@ -280,4 +280,4 @@ def draw(result: VerifyResult, path: Path, dtype: str) -> None:
         OSError, ValueError: if the file cannot be written, or its format is unknown.
         MissingPackageError: if matplotlib is missing.
     """
-    save(verified(result.diffs, str(result.shrunk.layout), dtype), path)
+    save(verification_plot(result.diffs, str(result.shrunk.layout), dtype), path)
