@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 # elements and warps per program: 8 elements per thread are two 16-byte loads of each of the four inputs in flight
-ELEMENTS, WARPS = 1024, 4
+BLOCK_SIZE, NUM_WARPS = 1024, 4
 # elements per block of the torch implementation with bf16 moments: on a CPU, 1 MiB per pass
-BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
+REFERENCE_BLOCK_SIZE = {"cpu": 1 << 18, "cuda": 1 << 24}
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 
 
@@ -81,7 +81,7 @@ def adamw_reference_(
     if exp_avg.dtype == exp_avg_sq.dtype == param.dtype:
         _fused_(param, grad, exp_avg, exp_avg_sq, step, grad_scale, **args)
         return
-    block = BLOCK.get(param.device.type, BLOCK["cuda"])
+    block = REFERENCE_BLOCK_SIZE.get(param.device.type, REFERENCE_BLOCK_SIZE["cuda"])
     for w, g, m, v in zip(*(x.split(block) for x in (param, grad, exp_avg, exp_avg_sq)), strict=True):
         first, second = (x.to(w.dtype) for x in (m, v))  # no copy of a moment that is not in bf16
         bits = random_bits(rounding_seed(step), *(x.float() for x in (w, g, first, second)))
@@ -101,8 +101,8 @@ def _fused_(w: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: int, scale: flo
 
 
 @kernel
-def _hash_bits(key, w, g, m, v):
-    h = key.to(tl.uint32) + w.to(tl.uint32, bitcast=True) * 0x9E3779B1 + g.to(tl.uint32, bitcast=True) * 0x85EBCA77
+def _hash_bits(seed, w, g, m, v):
+    h = seed.to(tl.uint32) + w.to(tl.uint32, bitcast=True) * 0x9E3779B1 + g.to(tl.uint32, bitcast=True) * 0x85EBCA77
     return fmix32(h + m.to(tl.uint32, bitcast=True) * 0xC2B2AE3D + v.to(tl.uint32, bitcast=True) * 0x27D4EB2F)
 
 
@@ -113,31 +113,32 @@ def _stochastic_round(x, bits16):
 
 @kernel
 def _adamw(
-    W, G, M, V, COPY, n, key, scale, decay_factor, b1, b2, step_size, bias_correction2, eps,
-    STOCHASTIC: tl.constexpr, HAS_COPY: tl.constexpr, ELEMENTS: tl.constexpr,
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, model_param_ptr, n_elements, seed,
+    scale, decay_factor, beta1, beta2, step_size, bias_correction2, eps,
+    STOCHASTIC_ROUNDING: tl.constexpr, HAS_MODEL_PARAM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    offs = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    mask = offs < n
-    w = tl.load(W + offs, mask=mask, other=0.0)
-    g = tl.load(G + offs, mask=mask, other=0.0)
-    m = tl.load(M + offs, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(V + offs, mask=mask, other=0.0).to(tl.float32)
-    h = tl.zeros((ELEMENTS,), dtype=tl.uint32)
-    if STOCHASTIC:
-        h = _hash_bits(key, w, g, m, v)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offs < n_elements
+    w = tl.load(param_ptr + offs, mask=mask, other=0.0)
+    g = tl.load(grad_ptr + offs, mask=mask, other=0.0)
+    m = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    bits = tl.zeros((BLOCK_SIZE,), dtype=tl.uint32)
+    if STOCHASTIC_ROUNDING:
+        bits = _hash_bits(seed, w, g, m, v)
     g *= scale
-    m += (1.0 - b1) * (g - m)
-    v = b2 * v + (1.0 - b2) * g * g
+    m += (1.0 - beta1) * (g - m)
+    v = beta2 * v + (1.0 - beta2) * g * g
     w = w * decay_factor - step_size * m / (tl.sqrt(v) * bias_correction2 + eps)
-    if M.dtype.element_ty == tl.bfloat16:
-        m = _stochastic_round(m, h & 0xFFFF)
-    if V.dtype.element_ty == tl.bfloat16:
-        v = _stochastic_round(v, h >> 16)
-    tl.store(W + offs, w, mask=mask)
-    tl.store(M + offs, m.to(M.dtype.element_ty), mask=mask)
-    tl.store(V + offs, v.to(V.dtype.element_ty), mask=mask)
-    if HAS_COPY:
-        tl.store(COPY + offs, w.to(COPY.dtype.element_ty), mask=mask)
+    if exp_avg_ptr.dtype.element_ty == tl.bfloat16:
+        m = _stochastic_round(m, bits & 0xFFFF)
+    if exp_avg_sq_ptr.dtype.element_ty == tl.bfloat16:
+        v = _stochastic_round(v, bits >> 16)
+    tl.store(param_ptr + offs, w, mask=mask)
+    tl.store(exp_avg_ptr + offs, m.to(exp_avg_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq_ptr + offs, v.to(exp_avg_sq_ptr.dtype.element_ty), mask=mask)
+    if HAS_MODEL_PARAM:
+        tl.store(model_param_ptr + offs, w.to(model_param_ptr.dtype.element_ty), mask=mask)
 
 
 @torch.no_grad()
@@ -171,20 +172,18 @@ def adamw_(
         model_param: gets the new weights, in its own dtype; None: no copy.
     """
     if param.dtype == torch.float32 and use_triton(param):
-        b1, b2 = betas
-        step_size = lr / (1 - b1**step)
-        bias_correction2 = 1 / math.sqrt(1 - b2**step)
+        beta1, beta2 = betas
+        step_size = lr / (1 - beta1**step)
+        bias_correction2 = 1 / math.sqrt(1 - beta2**step)
         is_stochastic = torch.bfloat16 in (exp_avg.dtype, exp_avg_sq.dtype)
-        has_copy = model_param is not None
-        copy = param if model_param is None else model_param  # the kernel ignores it if has_copy is False
-        scalars = (grad_scale, 1 - lr * weight_decay, b1, b2, step_size, bias_correction2, eps)
-        _adamw[(ceil_div(param.numel(), ELEMENTS),)](
-            *(param, grad, exp_avg, exp_avg_sq, copy, param.numel(), rounding_seed(step)),
-            *scalars,
-            is_stochastic,
-            has_copy,
-            ELEMENTS,
-            num_warps=WARPS,
+        has_model_param = model_param is not None
+        # The kernel ignores the pointer of an absent model_param; any tensor may take its place.
+        copy = param if model_param is None else model_param
+        scalars = (grad_scale, 1 - lr * weight_decay, beta1, beta2, step_size, bias_correction2, eps)
+        tensors = (param, grad, exp_avg, exp_avg_sq, copy)
+        constexprs = (is_stochastic, has_model_param, BLOCK_SIZE)
+        _adamw[(ceil_div(param.numel(), BLOCK_SIZE),)](
+            *tensors, param.numel(), rounding_seed(step), *scalars, *constexprs, num_warps=NUM_WARPS
         )
         return
     rates = {"lr": lr, "eps": eps, "weight_decay": weight_decay}

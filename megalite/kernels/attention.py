@@ -240,7 +240,7 @@ def attention(
         return _in_fp32(lambda q, k, v, sink: explicit(q, k, v, sink_H=sink), *qkv, sink_H)
     if name == "triton":
         document_start_BS = None if documents is None else documents.document_start_BS
-        return flash_attention(*qkv, first_BS=document_start_BS, **kernel_kwargs)
+        return flash_attention(*qkv, document_start_BS=document_start_BS, **kernel_kwargs)
     if documents is not None:
         return _attend_per_document(*qkv, documents, sink_H, params)
     if name == "blocked":

@@ -84,64 +84,64 @@ def _gelu(x, TANH: tl.constexpr):
 
 @kernel
 def _forward(
-    U, B, A, rows, columns, stride,
-    BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    u_ptr, bias_ptr, a_ptr, M, N, stride_um,
+    HAS_BIAS: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    compute_dtype = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows) & (offs < columns)
-    x = tl.load(U + row * stride + offs, mask=mask, other=0.0).to(compute_dtype)
-    if BIAS:
-        x += tl.load(B + offs, mask=offs < columns, other=0.0).to(compute_dtype)
+    compute_dtype = tl.float64 if u_ptr.dtype.element_ty == tl.float64 else tl.float32
+    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (offs_m < M) & (offs_n < N)
+    x = tl.load(u_ptr + offs_m * stride_um + offs_n, mask=mask, other=0.0).to(compute_dtype)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(compute_dtype)
     a, _ = _gelu(x, TANH)
-    tl.store(A + row * columns + offs, a.to(A.dtype.element_ty), mask=mask)
+    tl.store(a_ptr + offs_m * N + offs_n, a.to(a_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _backward(
-    U, B, DA, A, DU, PARTIAL, rows, columns, stride_u, stride_da,
-    BIAS: tl.constexpr, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    u_ptr, bias_ptr, da_ptr, a_ptr, du_ptr, partial_ptr, M, N, stride_um, stride_dam,
+    HAS_BIAS: tl.constexpr, TANH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    compute_dtype = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    if BIAS:
-        b = tl.load(B + offs, mask=offs < columns, other=0.0).to(compute_dtype)
-        db = tl.zeros((ROWS, COLUMNS), dtype=compute_dtype)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):  # type: ignore
-        row = (tl.arange(0, ROWS)[:, None] + first).to(tl.int64)
-        mask = (row < rows) & (offs < columns)
-        x = tl.load(U + row * stride_u + offs, mask=mask, other=0.0).to(compute_dtype)
-        if BIAS:
+    compute_dtype = tl.float64 if u_ptr.dtype.element_ty == tl.float64 else tl.float32
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if HAS_BIAS:
+        b = tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(compute_dtype)
+        db = tl.zeros((BLOCK_M, BLOCK_N), dtype=compute_dtype)
+    for start_m in tl.range(tl.program_id(0) * BLOCK_M, M, tl.num_programs(0) * BLOCK_M, num_stages=NUM_STAGES):  # type: ignore
+        offs_m = (tl.arange(0, BLOCK_M)[:, None] + start_m).to(tl.int64)
+        mask = (offs_m < M) & (offs_n < N)
+        x = tl.load(u_ptr + offs_m * stride_um + offs_n, mask=mask, other=0.0).to(compute_dtype)
+        if HAS_BIAS:
             x += b
         a, slope = _gelu(x, TANH)
-        dx = tl.load(DA + row * stride_da + offs, mask=mask, other=0.0).to(compute_dtype) * slope
-        tl.store(A + row * columns + offs, a.to(A.dtype.element_ty), mask=mask)
-        tl.store(DU + row * columns + offs, dx.to(DU.dtype.element_ty), mask=mask)
-        if BIAS:
+        dx = tl.load(da_ptr + offs_m * stride_dam + offs_n, mask=mask, other=0.0).to(compute_dtype) * slope
+        tl.store(a_ptr + offs_m * N + offs_n, a.to(a_ptr.dtype.element_ty), mask=mask)
+        tl.store(du_ptr + offs_m * N + offs_n, dx.to(du_ptr.dtype.element_ty), mask=mask)
+        if HAS_BIAS:
             db += dx
-    if BIAS:
-        partial_row = PARTIAL + tl.program_id(0).to(tl.int64) * columns + offs
-        tl.store(partial_row, tl.sum(db, 0, keep_dims=True), mask=offs < columns)
+    if HAS_BIAS:
+        partial_ptrs = partial_ptr + tl.program_id(0).to(tl.int64) * N + offs_n
+        tl.store(partial_ptrs, tl.sum(db, 0, keep_dims=True), mask=offs_n < N)
 
 
-def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileConfig = FORWARD_TILE) -> Tensor:
+def forward(u: Tensor, bias: Tensor | None = None, tanh: bool = True, tile: TileConfig = FORWARD_TILE) -> Tensor:
     """Return gelu(u + bias) for u [..., F] and bias [F], in its tanh form or exactly."""
     if not use_triton(u):
         return bias_gelu_forward_reference(u, bias, tanh=tanh)
     u_NF = as_2d(u)
     rows, columns = u_NF.shape
-    block = fit_tile(block, columns)
+    tile = fit_tile(tile, columns)
     a = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     b = u if bias is None else bias.contiguous()
-    grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
-    constexprs = (bias is not None, tanh, block.rows, block.columns)
-    _forward[grid](u_NF, b, a, rows, columns, u_NF.stride(0), *constexprs, num_warps=block.warps)
+    grid = (ceil_div(rows, tile.block_m), ceil_div(columns, tile.block_n))
+    constexprs = (bias is not None, tanh, tile.block_m, tile.block_n)
+    _forward[grid](u_NF, b, a, rows, columns, u_NF.stride(0), *constexprs, num_warps=tile.num_warps)
     return a
 
 
 def backward(
-    u: Tensor, da: Tensor, bias: Tensor | None = None, tanh: bool = True, block: TileConfig = BACKWARD_TILE
+    u: Tensor, da: Tensor, bias: Tensor | None = None, tanh: bool = True, tile: TileConfig = BACKWARD_TILE
 ) -> tuple[Tensor, ...]:
     """Return a, recomputed, and du, both with u's shape, and with a bias also db [F]."""
     if not use_triton(u):
@@ -149,11 +149,11 @@ def backward(
     u_NF = as_2d(u)
     da_NF = as_2d(da)
     rows, columns = u_NF.shape
-    block = fit_tile(block, columns)
-    column_programs = ceil_div(columns, block.columns)
-    row_programs = ceil_div(rows, block.rows)
+    tile = fit_tile(tile, columns)
+    column_programs = ceil_div(columns, tile.block_n)
+    row_programs = ceil_div(rows, tile.block_m)
     if bias is not None:
-        row_programs = min(row_programs, ceil_div(block.programs * num_sms(u.device), column_programs))
+        row_programs = min(row_programs, ceil_div(tile.programs_per_sm * num_sms(u.device), column_programs))
     a = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     partial_rows = 0 if bias is None else row_programs
@@ -161,8 +161,8 @@ def backward(
     b = u if bias is None else bias.contiguous()
     tensors = (u_NF, b, da_NF, a, du, partial)
     sizes = (rows, columns, u_NF.stride(0), da_NF.stride(0))
-    constexprs = (bias is not None, tanh, block.rows, block.columns, block.stages)
-    _backward[(row_programs, column_programs)](*tensors, *sizes, *constexprs, num_warps=block.warps)
+    constexprs = (bias is not None, tanh, tile.block_m, tile.block_n, tile.num_stages)
+    _backward[(row_programs, column_programs)](*tensors, *sizes, *constexprs, num_warps=tile.num_warps)
     return (a, du) if bias is None else (a, du, sum_rows(partial, bias.dtype))
 
 

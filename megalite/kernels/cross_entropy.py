@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # columns and warps per iteration of a program, which loops over one row: 16 logits per thread, two 16-byte loads in
 # bf16
-COLUMNS, WARPS = 4096, 8
+BLOCK_N, NUM_WARPS = 4096, 8
 
 # bytes of the fp32 workspace: about a CPU's second-level cache; on a GPU, enough to occupy it
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 128 << 20}
@@ -126,38 +126,40 @@ def shard_grad_reference_(
 
 
 @kernel
-def _stats(L, LABELS, OUT, stride, rows, vocab_start, num_valid, COLUMNS: tl.constexpr):
+def _stats(logits_ptr, labels_ptr, out_ptr, stride_lm, M, vocab_start, num_valid, BLOCK_N: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    L += row * stride
-    m = tl.full((), float("-inf"), dtype=OUT.dtype.element_ty)
-    total = tl.full((), 0.0, dtype=OUT.dtype.element_ty)
-    for start in range(0, num_valid, COLUMNS):
-        offs = start + tl.arange(0, COLUMNS)
-        x = tl.load(L + offs, mask=offs < num_valid, other=float("-inf")).to(OUT.dtype.element_ty)
-        m_new = tl.maximum(m, tl.max(x, 0))
+    logits_ptr += row * stride_lm
+    m_i = tl.full((), float("-inf"), dtype=out_ptr.dtype.element_ty)
+    l_i = tl.full((), 0.0, dtype=out_ptr.dtype.element_ty)
+    for start_n in range(0, num_valid, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        x = tl.load(logits_ptr + offs_n, mask=offs_n < num_valid, other=float("-inf")).to(out_ptr.dtype.element_ty)
+        m_new = tl.maximum(m_i, tl.max(x, 0))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # all logits so far are -inf, and -inf - -inf is NaN
         p = tl.exp2(x * 1.4426950408889634 - base * 1.4426950408889634)
-        total = total * tl.exp2((m - base) * 1.4426950408889634) + tl.sum(p, 0)
-        m = m_new
-    tl.store(OUT + row, m + tl.log(total))
-    local = tl.load(LABELS + row) - vocab_start
-    target = tl.load(L + local, mask=(local >= 0) & (local < num_valid), other=0.0)
-    tl.store(OUT + rows + row, target.to(OUT.dtype.element_ty))
+        l_i = l_i * tl.exp2((m_i - base) * 1.4426950408889634) + tl.sum(p, 0)
+        m_i = m_new
+    tl.store(out_ptr + row, m_i + tl.log(l_i))
+    local = tl.load(labels_ptr + row) - vocab_start
+    target = tl.load(logits_ptr + local, mask=(local >= 0) & (local < num_valid), other=0.0)
+    tl.store(out_ptr + M + row, target.to(out_ptr.dtype.element_ty))
 
 
 @kernel
-def _grad(L, LABELS, LSE, DLSE, DLOSS, stride, columns, vocab_start, num_valid, COLUMNS: tl.constexpr):
+def _grad(
+    logits_ptr, labels_ptr, lse_ptr, dlse_ptr, dloss_ptr, stride_lm, N, vocab_start, num_valid, BLOCK_N: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    L += row * stride
-    local = tl.load(LABELS + row) - vocab_start
+    logits_ptr += row * stride_lm
+    local = tl.load(labels_ptr + row) - vocab_start
     local = tl.where(local < num_valid, local, -1)  # not a padding column
-    lse, dlse, dloss = tl.load(LSE + row), tl.load(DLSE + row), tl.load(DLOSS + row)
-    for start in range(0, columns, COLUMNS):
-        offs = start + tl.arange(0, COLUMNS)
-        x = tl.load(L + offs, mask=offs < num_valid, other=float("-inf")).to(LSE.dtype.element_ty)
+    lse, dlse, dloss = tl.load(lse_ptr + row), tl.load(dlse_ptr + row), tl.load(dloss_ptr + row)
+    for start_n in range(0, N, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        x = tl.load(logits_ptr + offs_n, mask=offs_n < num_valid, other=float("-inf")).to(lse_ptr.dtype.element_ty)
         # before rounding: p - 1 of a confident token has no digits left in bf16
-        dx = dlse * tl.exp2((x - lse) * 1.4426950408889634) - tl.where(offs == local, dloss, 0.0)
-        tl.store(L + offs, dx.to(L.dtype.element_ty), mask=offs < columns)
+        dx = dlse * tl.exp2((x - lse) * 1.4426950408889634) - tl.where(offs_n == local, dloss, 0.0)
+        tl.store(logits_ptr + offs_n, dx.to(logits_ptr.dtype.element_ty), mask=offs_n < N)
 
 
 def shard_stats(logits_Nv: Tensor, labels_N: Tensor, vocab_start: int, num_valid: int) -> Tensor:
@@ -177,7 +179,7 @@ def shard_stats(logits_Nv: Tensor, labels_N: Tensor, vocab_start: int, num_valid
     out_2N = torch.empty(2, rows, dtype=accum_dtype(logits_Nv), device=logits_Nv.device)
     stride = logits_Nv.stride(0)
     _stats[(rows,)](
-        logits_Nv, labels_N.contiguous(), out_2N, stride, rows, vocab_start, num_valid, COLUMNS, num_warps=WARPS
+        logits_Nv, labels_N.contiguous(), out_2N, stride, rows, vocab_start, num_valid, BLOCK_N, num_warps=NUM_WARPS
     )
     return out_2N
 
@@ -207,7 +209,9 @@ def shard_grad_(
     rows, columns = logits_Nv.shape
     lse_N, dloss_N = lse_N.contiguous(), dloss_N.to(lse_N.dtype).contiguous()
     per_row = (labels_N.contiguous(), lse_N, _lse_grad(lse_N, dloss_N, z_loss), dloss_N)
-    _grad[(rows,)](logits_Nv, *per_row, logits_Nv.stride(0), columns, vocab_start, num_valid, COLUMNS, num_warps=WARPS)
+    _grad[(rows,)](
+        logits_Nv, *per_row, logits_Nv.stride(0), columns, vocab_start, num_valid, BLOCK_N, num_warps=NUM_WARPS
+    )
     return logits_Nv
 
 

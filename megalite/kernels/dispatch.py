@@ -270,47 +270,47 @@ def kernel(
 
 @dataclass(frozen=True)
 class TileConfig:
-    """The tile of one program: rows x columns elements (columns is a power of two), and its number of warps.
+    """The tile of one program: block_m x block_n elements (block_n is a power of two), and its number of warps.
 
-    programs  programs per multiprocessor, for kernels whose programs loop over many tiles
-    stages    pipeline stages of that loop: the number of successive tiles whose loads are in flight
+    programs_per_sm  programs per multiprocessor, for kernels whose programs loop over many tiles
+    num_stages       pipeline stages of that loop: the number of successive tiles whose loads are in flight
     """
 
-    rows: int
-    columns: int
-    warps: int
-    programs: int = 1
-    stages: int = 1
+    block_m: int
+    block_n: int
+    num_warps: int
+    programs_per_sm: int = 1
+    num_stages: int = 1
 
 
 def tile_for(table: Sequence[Sequence[int]], columns: int) -> TileConfig:
     """Return the tile that holds full rows of `columns` elements.
 
     Args:
-        table: (max width, rows, warps[, programs, stages]), in ascending order of the width.
+        table: (max width, block_m, num_warps[, programs_per_sm, num_stages]), in ascending order of the width.
         columns: elements of a row.
 
     Raises:
         ValueError: if `columns` is above the table's largest width.
 
     >>> tile_for(((128, 8, 4), (4096, 1, 8)), 1000)
-    TileConfig(rows=1, columns=1024, warps=8, programs=1, stages=1)
+    TileConfig(block_m=1, block_n=1024, num_warps=8, programs_per_sm=1, num_stages=1)
     """
     width = power_of_two(columns)
-    for max_width, rows, warps, *loop in table:
+    for max_width, block_m, num_warps, *loop in table:
         if width <= max_width:
-            return TileConfig(rows, width, warps, *loop)
+            return TileConfig(block_m, width, num_warps, *loop)
     raise ValueError(f"columns={columns} is above the table's {table[-1][0]}; use the torch implementation")
 
 
-def fit_tile(block: TileConfig, columns: int) -> TileConfig:
+def fit_tile(tile: TileConfig, columns: int) -> TileConfig:
     """Return a tile with the same number of elements for rows of `columns`: several rows if they are narrower.
 
     >>> fit_tile(TileConfig(1, 2048, 4), 500)
-    TileConfig(rows=4, columns=512, warps=4, programs=1, stages=1)
+    TileConfig(block_m=4, block_n=512, num_warps=4, programs_per_sm=1, num_stages=1)
     """
-    width = min(block.columns, power_of_two(columns))
-    return replace(block, rows=block.rows * block.columns // width, columns=width)
+    block_n = min(tile.block_n, power_of_two(columns))
+    return replace(tile, block_m=tile.block_m * tile.block_n // block_n, block_n=block_n)
 
 
 def power_of_two(n: int) -> int:

@@ -23,7 +23,7 @@ from megalite.kernels.dispatch import TileConfig, as_2d, ceil_div, fit_tile, ker
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = TileConfig(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, which hides the hash
+TILE = TileConfig(1, 1024, 4)  # 8 elements per thread: one 16-byte load of bf16, which hides the hash
 _M32 = 0xFFFFFFFF
 
 
@@ -111,50 +111,46 @@ def hash_next(h, axis):
 
 @kernel(do_not_specialize=["key"])
 def _dropout_kernel(
-    X, A, IDS, Y, key, first_position, batch, rows, columns, stride_x, stride_a,
-    HAS_POSITIONS: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr, ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, residual_ptr, sample_ids_ptr, y_ptr, key, first_position, batch_size, M, N, stride_xm, stride_rm,
+    HAS_POSITIONS: tl.constexpr, DROPOUT_P: tl.constexpr, THRESHOLD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    compute_dtype = tl.float64 if X.dtype.element_ty == tl.float64 else tl.float32
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows) & (offs < columns)
-    h = hash_next(key.to(tl.uint32), tl.load(IDS + row % batch))
+    compute_dtype = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (offs_m < M) & (offs_n < N)
+    h = hash_next(key.to(tl.uint32), tl.load(sample_ids_ptr + offs_m % batch_size))
     if HAS_POSITIONS:
-        h = hash_next(h, tl.load(first_position + row // batch, mask=row < rows, other=0))
+        h = hash_next(h, tl.load(first_position + offs_m // batch_size, mask=offs_m < M, other=0))
     else:
-        h = hash_next(h, row // batch + first_position)
-    keep = hash_next(h, offs) >= THRESHOLD
-    x = tl.load(X + row * stride_x + offs, mask=mask, other=0.0).to(compute_dtype)
-    y = tl.where(keep, x * (1.0 / (1.0 - P)), 0.0)
-    if ADD:
-        y += tl.load(A + row * stride_a + offs, mask=mask, other=0.0).to(compute_dtype)
-    tl.store(Y + row * columns + offs, y.to(Y.dtype.element_ty), mask=mask)
+        h = hash_next(h, offs_m // batch_size + first_position)
+    keep = hash_next(h, offs_n) >= THRESHOLD
+    x = tl.load(x_ptr + offs_m * stride_xm + offs_n, mask=mask, other=0.0).to(compute_dtype)
+    y = tl.where(keep, x * (1.0 / (1.0 - DROPOUT_P)), 0.0)
+    if HAS_RESIDUAL:
+        y += tl.load(residual_ptr + offs_m * stride_rm + offs_n, mask=mask, other=0.0).to(compute_dtype)
+    tl.store(y_ptr + offs_m * N + offs_n, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def dropout_triton(
     x_sBD: Tensor, residual: Tensor | None, p: float, key: int, sample_ids_B: Tensor, first_position: int | Tensor,
-    block: TileConfig = BLOCK,
+    tile: TileConfig = TILE,
 ) -> Tensor:  # fmt: skip
     """Compute dropout with one kernel launch."""
     x_ND = as_2d(x_sBD)
     a_ND = x_ND if residual is None else as_2d(residual)
     rows, columns = x_ND.shape
-    block = fit_tile(block, columns)
+    tile = fit_tile(tile, columns)
     y = torch.empty(x_sBD.shape, dtype=x_sBD.dtype, device=x_sBD.device)
     key_int32 = as_int32(key)  # always 32 bits, because Triton would compile one kernel per width
     has_positions = isinstance(first_position, Tensor)
     if isinstance(first_position, Tensor):
         first_position = first_position.contiguous()
-    grid = (ceil_div(rows, block.rows), ceil_div(columns, block.columns))
+    grid = (ceil_div(rows, tile.block_m), ceil_div(columns, tile.block_n))
     sizes = (x_sBD.shape[1], rows, columns, x_ND.stride(0), a_ND.stride(0))
-    constexprs = (has_positions, p, int(p * 2**32), residual is not None, block.rows, block.columns)
-    _dropout_kernel[grid](
-        *(x_ND, a_ND, sample_ids_B.contiguous(), y, key_int32, first_position),
-        *sizes,
-        *constexprs,
-        num_warps=block.warps,
-    )
+    constexprs = (has_positions, p, int(p * 2**32), residual is not None, tile.block_m, tile.block_n)
+    tensors = (x_ND, a_ND, sample_ids_B.contiguous(), y)
+    _dropout_kernel[grid](*tensors, key_int32, first_position, *sizes, *constexprs, num_warps=tile.num_warps)
     return y
 
 
@@ -183,11 +179,14 @@ def dropout(
     """Return dropout(x), or residual + dropout(x).
 
     Args:
-        x_sBD: the input. p: the probability that an element is dropped. key: the key of the mask (`fold_in`).
-        sample_ids_B: global sample numbers. first_position: the position of row 0, or an int64 tensor [s] with the
-        position of every row. residual_sBD: added to the result, or None. impl: the implementation, with the signature
-        of `dropout_reference`, instead of the default; forward and backward
-            call it.
+        x_sBD: the input.
+        p: the probability that an element is dropped.
+        key: the key of the mask (`fold_in`).
+        sample_ids_B: global sample numbers.
+        first_position: the position of row 0, or an int64 tensor [s] with the position of every row.
+        residual_sBD: added to the result, or None.
+        impl: the implementation, with the signature of `dropout_reference`, instead of the default; forward and
+            backward call it.
     """
     impl = impl or (dropout_triton if use_triton(x_sBD) else dropout_reference)
     return _DropoutAdd.apply(x_sBD, residual_sBD, impl, p, key, sample_ids_B, first_position)  # type: ignore[return-value]

@@ -100,18 +100,19 @@ def padded_head_dim(channels: int) -> int:
 
 @kernel
 def _forward_block(
-    acc, l_i, m_i, q, K, V, IDS, start, offs_m, first_key, keys, shift, k_first, scale, key, b, head, ks, vs,
-    WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, V_WIDTH: tl.constexpr,
-    THRESHOLD: tl.constexpr, COLUMNS: tl.constexpr, IS_FULL: tl.constexpr,
+    acc, l_i, m_i, q, k_ptr, v_ptr, sample_ids_ptr, start_n, offs_m, first_key, seqlen_k, shift, k_start, scale,
+    dropout_key, off_b, head, stride_kn, stride_vn,
+    UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK_N: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
-    offs_n = start + tl.arange(0, COLUMNS)
-    k = load_tile(K, offs_n, ks, keys, HEAD, WIDTH, IS_FULL)
-    s = dot(q, tl.trans(k), WIDE)
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    k = load_tile(k_ptr, offs_n, stride_kn, seqlen_k, HEAD_DIM, BLOCK_D, IS_FULL)
+    s = dot(q, tl.trans(k), UPCAST)
     if IS_FULL:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
         base = m_new
     else:
-        last_key = tl.minimum(offs_m + shift, keys - 1)
+        last_key = tl.minimum(offs_m + shift, seqlen_k - 1)
         visible = (first_key[:, None] <= offs_n[None, :]) & (offs_n[None, :] <= last_key[:, None])
         s = tl.where(visible, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
@@ -120,208 +121,234 @@ def _forward_block(
     alpha = tl.exp2(m_i - base)
     l_i = l_i * alpha + tl.sum(p, 1)
     if THRESHOLD > 0:
-        pos_q, pos_k = (offs_m + shift + k_first)[:, None], (offs_n + k_first)[None, :]
-        p = tl.where(dropout_keep(IDS, key, b, head, pos_q, pos_k, THRESHOLD), p, 0.0)
-    v = load_tile(V, offs_n, vs, keys, VALUE, V_WIDTH, IS_FULL)
-    return acc * alpha[:, None] + dot(p.to(v.dtype), v, WIDE), l_i, m_new
+        pos_q, pos_k = (offs_m + shift + k_start)[:, None], (offs_n + k_start)[None, :]
+        p = tl.where(dropout_keep(sample_ids_ptr, dropout_key, off_b, head, pos_q, pos_k, THRESHOLD), p, 0.0)
+    v = load_tile(v_ptr, offs_n, stride_vn, seqlen_k, V_HEAD_DIM, BLOCK_DV, IS_FULL)
+    return acc * alpha[:, None] + dot(p.to(v.dtype), v, UPCAST), l_i, m_new
 
 
-@kernel(flops=flops, do_not_specialize=["key", "head_offset", "shift", "k_first"])
+@kernel(flops=flops, do_not_specialize=["dropout_key", "head_offset", "shift", "k_start"])
 def _forward(
-    Q, K, V, OUT, LSE, FIRST, IDS, SINK,
-    length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
-    qs, qb, qh, ks, kb, kh, vs, vb, vh,
-    DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE: tl.constexpr, V_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
-    SUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, doc_start_ptr, sample_ids_ptr, sink_ptr,
+    seqlen_q, seqlen_k, shift, k_start, batch_size, num_heads, group_size, scale, window, dropout_key, head_offset,
+    stride_qm, stride_qb, stride_qh, stride_kn, stride_kb, stride_kh, stride_vn, stride_vb, stride_vh,
+    HAS_DOCUMENTS: tl.constexpr, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    HAS_SINK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, to balance the last wave
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    offs_m = block * ROWS + tl.arange(0, ROWS)
-    K += b.to(tl.int64) * kb + (h // group) * kh
-    V += b.to(tl.int64) * vb + (h // group) * vh
-    q = load_tile(Q + b.to(tl.int64) * qb + h * qh, offs_m, qs, length, HEAD, WIDTH, False)
-    first_key = first_visible_key(FIRST, offs_m, b, length, keys, shift, k_first, window, DOCUMENTS)
-    m_i = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    l_i = tl.zeros((ROWS,), dtype=tl.float32)
-    if SUNK:
-        m_i = tl.zeros((ROWS,), dtype=tl.float32) + tl.load(SINK + h).to(tl.float32) * 1.4426950408889634
-        l_i += 1.0
-    acc = tl.zeros((ROWS, V_WIDTH), dtype=tl.float32)
-    key_end = (block + 1) * ROWS + shift
-    lo, full_lo, full_hi, hi = key_block_bounds(
-        first_key, offs_m, length, keys, tl.min(first_key, 0), key_end, ROWS, COLUMNS
+    pid_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, to balance the last wave
+    off_b, off_h = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    k_ptr += off_b.to(tl.int64) * stride_kb + (off_h // group_size) * stride_kh
+    v_ptr += off_b.to(tl.int64) * stride_vb + (off_h // group_size) * stride_vh
+    q_head_ptr = q_ptr + off_b.to(tl.int64) * stride_qb + off_h * stride_qh
+    q = load_tile(q_head_ptr, offs_m, stride_qm, seqlen_q, HEAD_DIM, BLOCK_D, False)
+    first_key = first_visible_key(
+        doc_start_ptr, offs_m, off_b, seqlen_q, seqlen_k, shift, k_start, window, HAS_DOCUMENTS
     )
-    for start in range(full_lo, full_hi, COLUMNS):
+    m_i = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    l_i = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    if HAS_SINK:
+        m_i = tl.zeros((BLOCK_M,), dtype=tl.float32) + tl.load(sink_ptr + off_h).to(tl.float32) * 1.4426950408889634
+        l_i += 1.0
+    acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
+    key_end = (pid_m + 1) * BLOCK_M + shift
+    lo, full_lo, full_hi, hi = key_block_bounds(
+        first_key, offs_m, seqlen_q, seqlen_k, tl.min(first_key, 0), key_end, BLOCK_M, BLOCK_N
+    )
+    for start_n in range(full_lo, full_hi, BLOCK_N):
         acc, l_i, m_i = _forward_block(
-            acc, l_i, m_i, q, K, V, IDS, start, offs_m, first_key, keys, shift, k_first, scale, key, b,
-            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, COLUMNS, True,
+            acc, l_i, m_i, q, k_ptr, v_ptr, sample_ids_ptr, start_n, offs_m, first_key, seqlen_k, shift, k_start,
+            scale, dropout_key, off_b, head_offset + off_h, stride_kn, stride_vn, UPCAST, HEAD_DIM, BLOCK_D,
+            V_HEAD_DIM, BLOCK_DV, THRESHOLD, BLOCK_N, True,
         )  # fmt: skip
-    for i in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, COLUMNS)):
-        start = nth_masked_block(i, lo, full_lo, full_hi, COLUMNS)
+    for i in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, BLOCK_N)):
+        start_n = nth_masked_block(i, lo, full_lo, full_hi, BLOCK_N)
         acc, l_i, m_i = _forward_block(
-            acc, l_i, m_i, q, K, V, IDS, start, offs_m, first_key, keys, shift, k_first, scale, key, b,
-            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, COLUMNS, False,
+            acc, l_i, m_i, q, k_ptr, v_ptr, sample_ids_ptr, start_n, offs_m, first_key, seqlen_k, shift, k_start,
+            scale, dropout_key, off_b, head_offset + off_h, stride_kn, stride_vn, UPCAST, HEAD_DIM, BLOCK_D,
+            V_HEAD_DIM, BLOCK_DV, THRESHOLD, BLOCK_N, False,
         )  # fmt: skip
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
-    row_offs = (offs_m.to(tl.int64) * batch + b) * heads + h
-    channels = tl.arange(0, V_WIDTH)
-    mask = (offs_m < length)[:, None] & (channels < VALUE)[None, :]
-    acc = (acc * (RAISE / l_i)[:, None]).to(OUT.dtype.element_ty)
-    tl.store(OUT + row_offs[:, None] * VALUE + channels[None, :], acc, mask=mask)
-    tl.store(LSE + tl.program_id(1).to(tl.int64) * length + offs_m, m_i + tl.log2(l_i), mask=offs_m < length)
+    row_offs = (offs_m.to(tl.int64) * batch_size + off_b) * num_heads + off_h
+    offs_dv = tl.arange(0, BLOCK_DV)
+    mask = (offs_m < seqlen_q)[:, None] & (offs_dv < V_HEAD_DIM)[None, :]
+    acc = (acc * (DROPOUT_SCALE / l_i)[:, None]).to(o_ptr.dtype.element_ty)
+    tl.store(o_ptr + row_offs[:, None] * V_HEAD_DIM + offs_dv[None, :], acc, mask=mask)
+    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * seqlen_q + offs_m, m_i + tl.log2(l_i), mask=offs_m < seqlen_q)
 
 
 @kernel
 def _backward_q_block(
-    dq, q, do, K, V, IDS, lse, delta, start, offs_m, first_key, keys, shift, k_first, scale, key, b, head, ks, vs,
-    WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr, VALUE: tl.constexpr, V_WIDTH: tl.constexpr,
-    THRESHOLD: tl.constexpr, RAISE: tl.constexpr, COLUMNS: tl.constexpr, IS_FULL: tl.constexpr,
+    dq, q, do, k_ptr, v_ptr, sample_ids_ptr, lse, delta, start_n, offs_m, first_key, seqlen_k, shift, k_start, scale,
+    dropout_key, off_b, head, stride_kn, stride_vn,
+    UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_FULL: tl.constexpr,
 ):  # fmt: skip
-    offs_n = start + tl.arange(0, COLUMNS)
-    k = load_tile(K, offs_n, ks, keys, HEAD, WIDTH, IS_FULL)
-    v = load_tile(V, offs_n, vs, keys, VALUE, V_WIDTH, IS_FULL)
-    p = tl.exp2(dot(q, tl.trans(k), WIDE) * scale - lse[:, None])
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    k = load_tile(k_ptr, offs_n, stride_kn, seqlen_k, HEAD_DIM, BLOCK_D, IS_FULL)
+    v = load_tile(v_ptr, offs_n, stride_vn, seqlen_k, V_HEAD_DIM, BLOCK_DV, IS_FULL)
+    p = tl.exp2(dot(q, tl.trans(k), UPCAST) * scale - lse[:, None])
     if not IS_FULL:
-        last_key = tl.minimum(offs_m + shift, keys - 1)
+        last_key = tl.minimum(offs_m + shift, seqlen_k - 1)
         p = tl.where((first_key[:, None] <= offs_n[None, :]) & (offs_n[None, :] <= last_key[:, None]), p, 0.0)
-    dp = dot(do, tl.trans(v), WIDE)
+    dp = dot(do, tl.trans(v), UPCAST)
     if THRESHOLD > 0:
-        pos_q, pos_k = (offs_m + shift + k_first)[:, None], (offs_n + k_first)[None, :]
-        dp = tl.where(dropout_keep(IDS, key, b, head, pos_q, pos_k, THRESHOLD), dp * RAISE, 0.0)
-    return dq + dot((p * (dp - delta[:, None])).to(k.dtype), k, WIDE)
+        pos_q, pos_k = (offs_m + shift + k_start)[:, None], (offs_n + k_start)[None, :]
+        keep = dropout_keep(sample_ids_ptr, dropout_key, off_b, head, pos_q, pos_k, THRESHOLD)
+        dp = tl.where(keep, dp * DROPOUT_SCALE, 0.0)
+    return dq + dot((p * (dp - delta[:, None])).to(k.dtype), k, UPCAST)
 
 
-@kernel(flops=flops, do_not_specialize=["key", "head_offset", "shift", "k_first"])
+@kernel(flops=flops, do_not_specialize=["dropout_key", "head_offset", "shift", "k_start"])
 def _backward_q(
-    Q, K, V, OUT, DO, LSE, DELTA, DQ, FIRST, IDS,
-    length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
-    qs, qb, qh, ks, kb, kh, vs, vb, vh,
-    DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE: tl.constexpr, V_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, doc_start_ptr, sample_ids_ptr,
+    seqlen_q, seqlen_k, shift, k_start, batch_size, num_heads, group_size, scale, window, dropout_key, head_offset,
+    stride_qm, stride_qb, stride_qh, stride_kn, stride_kb, stride_kh, stride_vn, stride_vb, stride_vh,
+    HAS_DOCUMENTS: tl.constexpr, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    offs_m = block * ROWS + tl.arange(0, ROWS)
-    K += b.to(tl.int64) * kb + (h // group) * kh
-    V += b.to(tl.int64) * vb + (h // group) * vh
-    head = b.to(tl.int64) * heads + h
-    head_offs = head * VALUE  # o and do are contiguous [S, B, H, V]
-    q = load_tile(Q + b.to(tl.int64) * qb + h * qh, offs_m, qs, length, HEAD, WIDTH, False)
-    do = load_tile(DO + head_offs, offs_m, batch * heads * VALUE, length, VALUE, V_WIDTH, False)
-    o = load_tile(OUT + head_offs, offs_m, batch * heads * VALUE, length, VALUE, V_WIDTH, False)
+    pid_m = tl.num_programs(0) - 1 - tl.program_id(0)
+    off_b, off_h = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    k_ptr += off_b.to(tl.int64) * stride_kb + (off_h // group_size) * stride_kh
+    v_ptr += off_b.to(tl.int64) * stride_vb + (off_h // group_size) * stride_vh
+    head = off_b.to(tl.int64) * num_heads + off_h
+    head_offs = head * V_HEAD_DIM  # o and do are contiguous [S, B, H, V]
+    q_head_ptr = q_ptr + off_b.to(tl.int64) * stride_qb + off_h * stride_qh
+    q = load_tile(q_head_ptr, offs_m, stride_qm, seqlen_q, HEAD_DIM, BLOCK_D, False)
+    stride_om = batch_size * num_heads * V_HEAD_DIM
+    do = load_tile(do_ptr + head_offs, offs_m, stride_om, seqlen_q, V_HEAD_DIM, BLOCK_DV, False)
+    o = load_tile(o_ptr + head_offs, offs_m, stride_om, seqlen_q, V_HEAD_DIM, BLOCK_DV, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    row_offs = tl.program_id(1).to(tl.int64) * length + offs_m
-    tl.store(DELTA + row_offs, delta, mask=offs_m < length)  # read by _backward_kv
-    lse = tl.load(LSE + row_offs, mask=offs_m < length, other=float("inf"))
-    first_key = first_visible_key(FIRST, offs_m, b, length, keys, shift, k_first, window, DOCUMENTS)
-    dq = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-    key_end = (block + 1) * ROWS + shift
-    lo, full_lo, full_hi, hi = key_block_bounds(
-        first_key, offs_m, length, keys, tl.min(first_key, 0), key_end, ROWS, COLUMNS
+    row_offs = tl.program_id(1).to(tl.int64) * seqlen_q + offs_m
+    tl.store(delta_ptr + row_offs, delta, mask=offs_m < seqlen_q)  # read by _backward_kv
+    lse = tl.load(lse_ptr + row_offs, mask=offs_m < seqlen_q, other=float("inf"))
+    first_key = first_visible_key(
+        doc_start_ptr, offs_m, off_b, seqlen_q, seqlen_k, shift, k_start, window, HAS_DOCUMENTS
     )
-    for start in range(full_lo, full_hi, COLUMNS):
+    dq = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    key_end = (pid_m + 1) * BLOCK_M + shift
+    lo, full_lo, full_hi, hi = key_block_bounds(
+        first_key, offs_m, seqlen_q, seqlen_k, tl.min(first_key, 0), key_end, BLOCK_M, BLOCK_N
+    )
+    for start_n in range(full_lo, full_hi, BLOCK_N):
         dq = _backward_q_block(
-            dq, q, do, K, V, IDS, lse, delta, start, offs_m, first_key, keys, shift, k_first, scale, key, b,
-            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, COLUMNS, True,
+            dq, q, do, k_ptr, v_ptr, sample_ids_ptr, lse, delta, start_n, offs_m, first_key, seqlen_k, shift, k_start,
+            scale, dropout_key, off_b, head_offset + off_h, stride_kn, stride_vn, UPCAST, HEAD_DIM, BLOCK_D,
+            V_HEAD_DIM, BLOCK_DV, THRESHOLD, DROPOUT_SCALE, BLOCK_N, True,
         )  # fmt: skip
-    for i in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, COLUMNS)):
-        start = nth_masked_block(i, lo, full_lo, full_hi, COLUMNS)
+    for i in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, BLOCK_N)):
+        start_n = nth_masked_block(i, lo, full_lo, full_hi, BLOCK_N)
         dq = _backward_q_block(
-            dq, q, do, K, V, IDS, lse, delta, start, offs_m, first_key, keys, shift, k_first, scale, key, b,
-            head_offset + h, ks, vs, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, COLUMNS, False,
+            dq, q, do, k_ptr, v_ptr, sample_ids_ptr, lse, delta, start_n, offs_m, first_key, seqlen_k, shift, k_start,
+            scale, dropout_key, off_b, head_offset + off_h, stride_kn, stride_vn, UPCAST, HEAD_DIM, BLOCK_D,
+            V_HEAD_DIM, BLOCK_DV, THRESHOLD, DROPOUT_SCALE, BLOCK_N, False,
         )  # fmt: skip
     dq = dq * (scale * 0.6931471805599453)  # ln 2
-    channels = tl.arange(0, WIDTH)
-    mask = (offs_m < length)[:, None] & (channels < HEAD)[None, :]
-    offs = head * HEAD + offs_m.to(tl.int64)[:, None] * (batch * heads * HEAD) + channels[None, :]
-    tl.store(DQ + offs, dq.to(DQ.dtype.element_ty), mask=mask)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (offs_m < seqlen_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    offs = head * HEAD_DIM + offs_m.to(tl.int64)[:, None] * (batch_size * num_heads * HEAD_DIM) + offs_d[None, :]
+    tl.store(dq_ptr + offs, dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _backward_kv_block(
-    dk, dv, k, v, Q, DO, LSE, DELTA, FIRST, IDS, start, offs_n, length, keys, shift, k_first, window,
-    scale, key, b, head, qs, dos,
-    DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE: tl.constexpr, V_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
-    ROWS: tl.constexpr, IS_FULL: tl.constexpr,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, doc_start_ptr, sample_ids_ptr, start_m, offs_n, seqlen_q,
+    seqlen_k, shift, k_start, window, scale, dropout_key, off_b, head, stride_qm, stride_dom,
+    HAS_DOCUMENTS: tl.constexpr, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """Add one block of queries to dk and dv.
 
     Scores have keys along rows and queries along columns, so that the products that follow need no transposition.
     """
-    offs_m = start + tl.arange(0, ROWS)
-    q = load_tile(Q, offs_m, qs, length, HEAD, WIDTH, IS_FULL)
-    do = load_tile(DO, offs_m, dos, length, VALUE, V_WIDTH, IS_FULL)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    q = load_tile(q_ptr, offs_m, stride_qm, seqlen_q, HEAD_DIM, BLOCK_D, IS_FULL)
+    do = load_tile(do_ptr, offs_m, stride_dom, seqlen_q, V_HEAD_DIM, BLOCK_DV, IS_FULL)
     if IS_FULL:
-        lse, delta = tl.load(LSE + offs_m), tl.load(DELTA + offs_m)
+        lse, delta = tl.load(lse_ptr + offs_m), tl.load(delta_ptr + offs_m)
     else:
-        lse = tl.load(LSE + offs_m, mask=offs_m < length, other=float("inf"))
-        delta = tl.load(DELTA + offs_m, mask=offs_m < length, other=0.0)
-    p = tl.exp2(dot(k, tl.trans(q), WIDE) * scale - lse[None, :])
+        lse = tl.load(lse_ptr + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
+        delta = tl.load(delta_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
+    p = tl.exp2(dot(k, tl.trans(q), UPCAST) * scale - lse[None, :])
     if not IS_FULL:
-        first_key = first_visible_key(FIRST, offs_m, b, length, keys, shift, k_first, window, DOCUMENTS)
+        first_key = first_visible_key(
+            doc_start_ptr, offs_m, off_b, seqlen_q, seqlen_k, shift, k_start, window, HAS_DOCUMENTS
+        )
         p = tl.where((first_key[None, :] <= offs_n[:, None]) & (offs_n[:, None] <= (offs_m + shift)[None, :]), p, 0.0)
-    dp = dot(v, tl.trans(do), WIDE)
+    dp = dot(v, tl.trans(do), UPCAST)
     p_dropped = p
     if THRESHOLD > 0:
-        pos_q, pos_k = (offs_m + shift + k_first)[None, :], (offs_n + k_first)[:, None]
-        keep = dropout_keep(IDS, key, b, head, pos_q, pos_k, THRESHOLD)
-        p_dropped, dp = tl.where(keep, p * RAISE, 0.0), tl.where(keep, dp * RAISE, 0.0)
-    dv += dot(p_dropped.to(do.dtype), do, WIDE)
-    dk += dot((p * (dp - delta[None, :])).to(q.dtype), q, WIDE)
+        pos_q, pos_k = (offs_m + shift + k_start)[None, :], (offs_n + k_start)[:, None]
+        keep = dropout_keep(sample_ids_ptr, dropout_key, off_b, head, pos_q, pos_k, THRESHOLD)
+        p_dropped, dp = tl.where(keep, p * DROPOUT_SCALE, 0.0), tl.where(keep, dp * DROPOUT_SCALE, 0.0)
+    dv += dot(p_dropped.to(do.dtype), do, UPCAST)
+    dk += dot((p * (dp - delta[None, :])).to(q.dtype), q, UPCAST)
     return dk, dv
 
 
-@kernel(flops=flops, do_not_specialize=["key", "head_offset", "shift", "k_first"])
+@kernel(flops=flops, do_not_specialize=["dropout_key", "head_offset", "shift", "k_start"])
 def _backward_kv(
-    Q, K, V, DO, LSE, DELTA, DK, DV, FIRST, END, IDS,
-    length, keys, shift, k_first, batch, heads, group, scale, window, key, head_offset,
-    qs, qb, qh, ks, kb, kh, vs, vb, vh,
-    DOCUMENTS: tl.constexpr, WIDE: tl.constexpr, HEAD: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE: tl.constexpr, V_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, RAISE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, doc_start_ptr, doc_end_ptr, sample_ids_ptr,
+    seqlen_q, seqlen_k, shift, k_start, batch_size, num_heads, group_size, scale, window, dropout_key, head_offset,
+    stride_qm, stride_qb, stride_qh, stride_kn, stride_kb, stride_kh, stride_vn, stride_vb, stride_vh,
+    HAS_DOCUMENTS: tl.constexpr, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    groups = heads // group
-    b, g = tl.program_id(1) // groups, tl.program_id(1) % groups
-    first = tl.program_id(0) * COLUMNS
-    offs_n = first + tl.arange(0, COLUMNS)
-    k = load_tile(K + b.to(tl.int64) * kb + g * kh, offs_n, ks, keys, HEAD, WIDTH, False)
-    v = load_tile(V + b.to(tl.int64) * vb + g * vh, offs_n, vs, keys, VALUE, V_WIDTH, False)
-    last = tl.minimum(first + COLUMNS, keys) - 1
-    hi = tl.minimum(last + window - shift, length)  # after the last query that sees any key of this block
-    full_hi = tl.minimum(first + window - shift, length)  # after the last query that sees all of its keys
-    if DOCUMENTS:
-        hi = tl.minimum(hi, tl.load(END + b * keys + last).to(tl.int32))
-        full_hi = tl.minimum(full_hi, tl.load(END + b * keys + first).to(tl.int32))
-    lo = tl.maximum(first - shift, 0) // ROWS * ROWS
-    full_hi = tl.maximum(tl.maximum(full_hi, 0) // ROWS * ROWS, lo)
-    full_lo = tl.minimum((tl.maximum(last - shift, 0) + ROWS - 1) // ROWS * ROWS, full_hi)
-    dk = tl.zeros((COLUMNS, WIDTH), dtype=tl.float32)
-    dv = tl.zeros((COLUMNS, V_WIDTH), dtype=tl.float32)
-    for i in range(0, group):
-        h = g * group + i
-        do_off, lse_off = (b.to(tl.int64) * heads + h) * VALUE, (b * heads + h).to(tl.int64) * length
-        for start in range(full_lo, full_hi, ROWS):
+    num_kv_heads = num_heads // group_size
+    off_b, off_g = tl.program_id(1) // num_kv_heads, tl.program_id(1) % num_kv_heads
+    first_n = tl.program_id(0) * BLOCK_N
+    offs_n = first_n + tl.arange(0, BLOCK_N)
+    k_head_ptr = k_ptr + off_b.to(tl.int64) * stride_kb + off_g * stride_kh
+    k = load_tile(k_head_ptr, offs_n, stride_kn, seqlen_k, HEAD_DIM, BLOCK_D, False)
+    v_head_ptr = v_ptr + off_b.to(tl.int64) * stride_vb + off_g * stride_vh
+    v = load_tile(v_head_ptr, offs_n, stride_vn, seqlen_k, V_HEAD_DIM, BLOCK_DV, False)
+    last_n = tl.minimum(first_n + BLOCK_N, seqlen_k) - 1
+    hi = tl.minimum(last_n + window - shift, seqlen_q)  # after the last query that sees any key of this block
+    full_hi = tl.minimum(first_n + window - shift, seqlen_q)  # after the last query that sees all of its keys
+    if HAS_DOCUMENTS:
+        hi = tl.minimum(hi, tl.load(doc_end_ptr + off_b * seqlen_k + last_n).to(tl.int32))
+        full_hi = tl.minimum(full_hi, tl.load(doc_end_ptr + off_b * seqlen_k + first_n).to(tl.int32))
+    lo = tl.maximum(first_n - shift, 0) // BLOCK_M * BLOCK_M
+    full_hi = tl.maximum(tl.maximum(full_hi, 0) // BLOCK_M * BLOCK_M, lo)
+    full_lo = tl.minimum((tl.maximum(last_n - shift, 0) + BLOCK_M - 1) // BLOCK_M * BLOCK_M, full_hi)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), dtype=tl.float32)
+    for i in range(0, group_size):
+        off_h = off_g * group_size + i
+        do_off = (off_b.to(tl.int64) * num_heads + off_h) * V_HEAD_DIM
+        lse_off = (off_b * num_heads + off_h).to(tl.int64) * seqlen_q
+        for start_m in range(full_lo, full_hi, BLOCK_M):
             dk, dv = _backward_kv_block(
-                dk, dv, k, v, Q + b.to(tl.int64) * qb + h * qh, DO + do_off, LSE + lse_off, DELTA + lse_off, FIRST, IDS,
-                start, offs_n, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
-                qs, batch * heads * VALUE, DOCUMENTS, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, ROWS, True,
+                dk, dv, k, v, q_ptr + off_b.to(tl.int64) * stride_qb + off_h * stride_qh, do_ptr + do_off,
+                lse_ptr + lse_off, delta_ptr + lse_off, doc_start_ptr, sample_ids_ptr, start_m, offs_n, seqlen_q,
+                seqlen_k, shift, k_start, window, scale, dropout_key, off_b, head_offset + off_h, stride_qm,
+                batch_size * num_heads * V_HEAD_DIM, HAS_DOCUMENTS, UPCAST, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV,
+                THRESHOLD, DROPOUT_SCALE, BLOCK_M, True,
             )  # fmt: skip
-        for n in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, ROWS)):
-            start = nth_masked_block(n, lo, full_lo, full_hi, ROWS)
+        for j in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, BLOCK_M)):
+            start_m = nth_masked_block(j, lo, full_lo, full_hi, BLOCK_M)
             dk, dv = _backward_kv_block(
-                dk, dv, k, v, Q + b.to(tl.int64) * qb + h * qh, DO + do_off, LSE + lse_off, DELTA + lse_off, FIRST, IDS,
-                start, offs_n, length, keys, shift, k_first, window, scale, key, b, head_offset + h,
-                qs, batch * heads * VALUE, DOCUMENTS, WIDE, HEAD, WIDTH, VALUE, V_WIDTH, THRESHOLD, RAISE, ROWS, False,
+                dk, dv, k, v, q_ptr + off_b.to(tl.int64) * stride_qb + off_h * stride_qh, do_ptr + do_off,
+                lse_ptr + lse_off, delta_ptr + lse_off, doc_start_ptr, sample_ids_ptr, start_m, offs_n, seqlen_q,
+                seqlen_k, shift, k_start, window, scale, dropout_key, off_b, head_offset + off_h, stride_qm,
+                batch_size * num_heads * V_HEAD_DIM, HAS_DOCUMENTS, UPCAST, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV,
+                THRESHOLD, DROPOUT_SCALE, BLOCK_M, False,
             )  # fmt: skip
     dk = dk * (scale * 0.6931471805599453)  # ln 2
-    channels, v_channels = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
-    row_offs_n, mask = ((offs_n.to(tl.int64) * batch + b) * groups + g)[:, None], (offs_n < keys)[:, None]
-    k_offs, v_offs = row_offs_n * HEAD + channels[None, :], row_offs_n * VALUE + v_channels[None, :]
-    tl.store(DK + k_offs, dk.to(DK.dtype.element_ty), mask=mask & (channels < HEAD)[None, :])
-    tl.store(DV + v_offs, dv.to(DV.dtype.element_ty), mask=mask & (v_channels < VALUE)[None, :])
+    offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    row_offs_n, mask = (
+        ((offs_n.to(tl.int64) * batch_size + off_b) * num_kv_heads + off_g)[:, None],
+        (offs_n < seqlen_k)[:, None],
+    )
+    k_offs, v_offs = row_offs_n * HEAD_DIM + offs_d[None, :], row_offs_n * V_HEAD_DIM + offs_dv[None, :]
+    tl.store(dk_ptr + k_offs, dk.to(dk_ptr.dtype.element_ty), mask=mask & (offs_d < HEAD_DIM)[None, :])
+    tl.store(dv_ptr + v_offs, dv.to(dv_ptr.dtype.element_ty), mask=mask & (offs_dv < V_HEAD_DIM)[None, :])
 
 
 class _Attention(Function):
@@ -332,28 +359,28 @@ class _Attention(Function):
         k: Tensor,
         v: Tensor,
         sink_H: Tensor | None,
-        first_BS: Tensor | None,
+        document_start_BS: Tensor | None,
         params: AttentionParams,
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         S, B, H, K = q.shape
         T, _, G, V = v.shape
-        k_first = params.k_start
+        k_start = params.k_start
         o = q.new_empty(S, B, H, V)
         lse = q.new_empty(B, H, S, dtype=torch.float32)
         # A kernel ignores the pointers of absent inputs; any tensor may take their place.
-        first = lse if first_BS is None else first_BS.contiguous()
-        dropout_p, key, ids, head_offset = params.drop or AttentionDropout(0.0, 0, lse)
-        ids = ids.contiguous()
+        document_start = lse if document_start_BS is None else document_start_BS.contiguous()
+        dropout_p, key, sample_ids, head_offset = params.drop or AttentionDropout(0.0, 0, lse)
+        sample_ids = sample_ids.contiguous()
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-        shift = params.q_start - k_first
+        shift = params.q_start - k_start
         # without a window, one that reaches back to key 0
         window = max(1, S + shift) if params.window is None else params.window
         ctx.launch_args = (
             S,
             T,
             shift,
-            k_first,
+            k_start,
             B,
             H,
             H // G,
@@ -364,7 +391,7 @@ class _Attention(Function):
             *strides,
         )
         ctx.constexprs = (
-            first_BS is not None,
+            document_start_BS is not None,
             upcast_for_interpreter(q),
             K,
             padded_head_dim(K),
@@ -373,38 +400,39 @@ class _Attention(Function):
             int(dropout_p * 2**32),
             1.0 / (1.0 - dropout_p),
         )
-        rows, columns, warps, stages = FORWARD_TILES[tile_key(q, v)]
+        block_m, block_n, num_warps, num_stages = FORWARD_TILES[tile_key(q, v)]
         has_sink = sink_H is not None
         sink = lse if sink_H is None else sink_H.contiguous()
-        _forward[(ceil_div(S, rows), B * H)](
-            *(q, k, v, o, lse, first, ids, sink, *ctx.launch_args, *ctx.constexprs, has_sink, rows, columns),
-            num_warps=warps,
-            num_stages=stages,
+        tensors = (q, k, v, o, lse, document_start, sample_ids, sink)
+        constexprs = (*ctx.constexprs, has_sink, block_m, block_n)
+        _forward[(ceil_div(S, block_m), B * H)](
+            *tensors, *ctx.launch_args, *constexprs, num_warps=num_warps, num_stages=num_stages
         )
-        ctx.save_for_backward(q, k, v, o, lse, first, ids, sink_H)
+        ctx.save_for_backward(q, k, v, o, lse, document_start, sample_ids, sink_H)
         return o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, o, lse, first, ids, sink_H = ctx.saved_tensors
-        S, T, _, k_first, B, H = ctx.launch_args[:6]
+        q, k, v, o, lse, document_start, sample_ids, sink_H = ctx.saved_tensors
+        S, T, _, k_start, B, H = ctx.launch_args[:6]
         do = do.contiguous()
         dq, dk, dv, delta = (x.new_empty(x.shape) for x in (q, k, v, lse))
-        rows, columns, warps, stages = BACKWARD_Q_TILES[tile_key(q, v)]
-        _backward_q[(ceil_div(S, rows), B * H)](
-            *(q, k, v, o, do, lse, delta, dq, first, ids, *ctx.launch_args, *ctx.constexprs, rows, columns),
-            num_warps=warps,
-            num_stages=stages,
+        block_m, block_n, num_warps, num_stages = BACKWARD_Q_TILES[tile_key(q, v)]
+        tensors = (q, k, v, o, do, lse, delta, dq, document_start, sample_ids)
+        constexprs = (*ctx.constexprs, block_m, block_n)
+        _backward_q[(ceil_div(S, block_m), B * H)](
+            *tensors, *ctx.launch_args, *constexprs, num_warps=num_warps, num_stages=num_stages
         )
-        end = first
+        document_end = document_start
         if ctx.constexprs[0]:  # has documents; the number of queries whose document starts at or before key j
-            keys = torch.arange(k_first, k_first + T, dtype=first.dtype, device=first.device).expand(B, T).contiguous()
-            end = torch.searchsorted(first, keys, right=True)
-        rows, columns, warps, stages = BACKWARD_KV_TILES[tile_key(q, v)]
-        _backward_kv[(ceil_div(T, columns), B * k.shape[2])](
-            *(q, k, v, do, lse, delta, dk, dv, first, end, ids, *ctx.launch_args, *ctx.constexprs, rows, columns),
-            num_warps=warps,
-            num_stages=stages,
+            keys = torch.arange(k_start, k_start + T, dtype=document_start.dtype, device=q.device)
+            keys = keys.expand(B, T).contiguous()
+            document_end = torch.searchsorted(document_start, keys, right=True)
+        block_m, block_n, num_warps, num_stages = BACKWARD_KV_TILES[tile_key(q, v)]
+        tensors = (q, k, v, do, lse, delta, dk, dv, document_start, document_end, sample_ids)
+        constexprs = (*ctx.constexprs, block_m, block_n)
+        _backward_kv[(ceil_div(T, block_n), B * k.shape[2])](
+            *tensors, *ctx.launch_args, *constexprs, num_warps=num_warps, num_stages=num_stages
         )
         dsink_H = None
         if sink_H is not None:
@@ -414,8 +442,8 @@ class _Attention(Function):
 
 
 def flash_attention(
-    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, sink_H: Tensor | None = None, first_BS: Tensor | None = None,
-    **kwargs: Any,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, sink_H: Tensor | None = None,
+    document_start_BS: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """Return o_SBHK, causal attention of the queries to the keys and values.
 
@@ -424,7 +452,7 @@ def flash_attention(
         k_TBGK: the keys. Heads have up to 256 channels in bf16 and fp16, 128 in fp32.
         v_TBGK: the values, with the same limits; their width may differ from the keys'.
         sink_H: a logit without a value per head (kernels/attention.py); None: no sink.
-        first_BS: int64, the first position of the document of each query; None: one document per sample.
+        document_start_BS: int64, the first position of the document of each query; None: one document per sample.
         **kwargs: the fields of AttentionParams.
 
     Raises:
@@ -434,4 +462,4 @@ def flash_attention(
         shapes = f"v has shape {(*v_TBGK.shape,)}, k has shape {(*k_TBGK.shape,)}"
         raise ValueError(f"{shapes}; they must agree in all dims but the last")
     params = AttentionParams(**kwargs)
-    return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, sink_H, first_BS, params)  # type: ignore[return-value]
+    return _Attention.apply(q_SBHK, k_TBGK, v_TBGK, sink_H, document_start_BS, params)  # type: ignore[return-value]

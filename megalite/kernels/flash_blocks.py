@@ -1,6 +1,6 @@
 """Functions shared by the attention kernels (kernels/flash_attention.py): visible keys, tiles, loops over blocks.
 
-A program loops over the keys of a block of queries (or over the queries of a block of keys), in blocks of STEP:
+A program loops over the keys of a block of queries (or over the queries of a block of keys), in blocks of BLOCK:
 
     lo         full_lo                full_hi    hi
     | masked   | every query sees all | masked   |
@@ -21,58 +21,61 @@ if TYPE_CHECKING:
 
 
 @kernel
-def first_visible_key(FIRST, rows, b, length, keys, shift, k_first, window, DOCUMENTS: tl.constexpr):
-    """Return the first visible key of each query; for rows from `length` on, `keys`, so that they see no key."""
-    first_key = tl.maximum(rows + shift - window + 1, 0)
-    if DOCUMENTS:
-        document_start = tl.load(FIRST + b * length + rows, mask=rows < length, other=0).to(tl.int32)
-        first_key = tl.maximum(first_key, document_start - k_first)
-    return tl.where(rows < length, first_key, keys)
+def first_visible_key(
+    doc_start_ptr, offs_m, off_b, seqlen_q, seqlen_k, shift, k_start, window, HAS_DOCUMENTS: tl.constexpr
+):
+    """Return the first visible key of each query; for rows from `seqlen_q` on, `seqlen_k`, so that they see no key."""
+    first_key = tl.maximum(offs_m + shift - window + 1, 0)
+    if HAS_DOCUMENTS:
+        doc_start = tl.load(doc_start_ptr + off_b * seqlen_q + offs_m, mask=offs_m < seqlen_q, other=0).to(tl.int32)
+        first_key = tl.maximum(first_key, doc_start - k_start)
+    return tl.where(offs_m < seqlen_q, first_key, seqlen_k)
 
 
 @kernel
-def dot(a, b, WIDE: tl.constexpr):
-    """Return a b, accumulated in fp32. WIDE: convert the operands to fp32 first."""
-    if WIDE:
+def dot(a, b, UPCAST: tl.constexpr):
+    """Return a b, accumulated in fp32. UPCAST: convert the operands to fp32 first."""
+    if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
 
 
 @kernel
-def dropout_keep(IDS, key, b, head, rows, columns, THRESHOLD: tl.constexpr):
-    """Return the mask of the scores that dropout keeps (kernels/dropout.py), with rows and columns broadcast."""
-    h = hash_next(hash_next(hash_next(key.to(tl.uint32), tl.load(IDS + b)), head), rows)
-    return hash_next(h, columns) >= THRESHOLD
+def dropout_keep(sample_ids_ptr, dropout_key, off_b, head, query_positions, key_positions, THRESHOLD: tl.constexpr):
+    """Return the mask of the scores that dropout keeps (kernels/dropout.py), with query and key positions broadcast."""
+    h = hash_next(dropout_key.to(tl.uint32), tl.load(sample_ids_ptr + off_b))
+    h = hash_next(hash_next(h, head), query_positions)
+    return hash_next(h, key_positions) >= THRESHOLD
 
 
 @kernel
-def load_tile(X, rows, stride, length, HEAD: tl.constexpr, WIDTH: tl.constexpr, IS_FULL: tl.constexpr):
-    """Load rows of a head with HEAD channels, padded to WIDTH. IS_FULL: all rows are in bounds."""
-    channels = tl.arange(0, WIDTH)
-    ptrs = X + rows.to(tl.int64)[:, None] * stride + channels[None, :]
+def load_tile(x_ptr, offs_m, stride_xm, seqlen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_FULL: tl.constexpr):
+    """Load rows of a head with HEAD_DIM channels, padded to BLOCK_D. IS_FULL: all rows are in bounds."""
+    offs_d = tl.arange(0, BLOCK_D)
+    ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm + offs_d[None, :]
     if IS_FULL:
-        return tl.load(ptrs) if HEAD == WIDTH else tl.load(ptrs, mask=(channels < HEAD)[None, :], other=0.0)
-    return tl.load(ptrs, mask=(rows < length)[:, None] & (channels < HEAD)[None, :], other=0.0)
+        return tl.load(ptrs) if HEAD_DIM == BLOCK_D else tl.load(ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(ptrs, mask=(offs_m < seqlen)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
 
 
 @kernel
-def key_block_bounds(first_key, rows, length, keys, lo, hi, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def key_block_bounds(first_key, offs_m, seqlen_q, seqlen_k, lo, hi, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return (lo, full_lo, full_hi, hi) of the blocks of keys that any of these queries sees."""
-    lo = lo // COLUMNS * COLUMNS
-    full_hi = tl.maximum(tl.minimum(tl.maximum(hi - ROWS + 1, 0), keys) // COLUMNS * COLUMNS, lo)
-    latest = tl.max(tl.where(rows < length, first_key, 0), 0)
-    full_lo = tl.minimum((latest + COLUMNS - 1) // COLUMNS * COLUMNS, full_hi)  # type: ignore[operator]
-    return lo, tl.maximum(full_lo, lo), full_hi, tl.minimum(hi, keys)
+    lo = lo // BLOCK_N * BLOCK_N
+    full_hi = tl.maximum(tl.minimum(tl.maximum(hi - BLOCK_M + 1, 0), seqlen_k) // BLOCK_N * BLOCK_N, lo)
+    latest = tl.max(tl.where(offs_m < seqlen_q, first_key, 0), 0)
+    full_lo = tl.minimum((latest + BLOCK_N - 1) // BLOCK_N * BLOCK_N, full_hi)  # type: ignore[operator]
+    return lo, tl.maximum(full_lo, lo), full_hi, tl.minimum(hi, seqlen_k)
 
 
 @kernel
-def nth_masked_block(i, lo, full_lo, full_hi, STEP: tl.constexpr):
+def nth_masked_block(i, lo, full_lo, full_hi, BLOCK: tl.constexpr):
     """Return the start of the i-th block that needs a mask."""
-    before = (full_lo - lo) // STEP
-    return tl.where(i < before, lo + i * STEP, full_hi + (i - before) * STEP)
+    before = (full_lo - lo) // BLOCK
+    return tl.where(i < before, lo + i * BLOCK, full_hi + (i - before) * BLOCK)
 
 
 @kernel
-def num_masked_blocks(lo, full_lo, full_hi, hi, STEP: tl.constexpr):
+def num_masked_blocks(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
     """Return the number of blocks that need a mask."""
-    return (full_lo - lo) // STEP + tl.maximum(hi - full_hi + STEP - 1, 0) // STEP
+    return (full_lo - lo) // BLOCK + tl.maximum(hi - full_hi + BLOCK - 1, 0) // BLOCK

@@ -36,8 +36,8 @@ from megalite.kernels.permute import expert_of_rows
 if TYPE_CHECKING:
     import triton.language as tl
 
-EPILOGUE_COLUMNS = 32  # columns of a tile whose gradients are computed at once
-# by `matmul_unit`; columns count columns of a
+EPILOGUE_BLOCK_N = 32  # columns of a tile whose gradients are computed at once
+# by `matmul_unit`; BLOCK_N counts columns of a
 UP_TILES, DOWN_TILES = load_table(__file__, "tiles")["gated_matmul"].values()
 
 
@@ -64,83 +64,105 @@ def down_unfused(
 
 
 @kernel
-def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _halves(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the first and the second half of the columns; no elements move between threads."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    return tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
 
 
 @kernel(matmul_shape=matmul_shape, epilogue_tensors=lambda x, w, u, a, *_: (a,), do_not_specialize=["M"])
 def _up(
-    X, W, U, A, BIAS, P, OFFSETS, INDEX, M, E, F, D, xs, we, wf, wd,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP_M: tl.constexpr,
+    x_ptr, w_ptr, u_ptr, a_ptr, bias_ptr, p_ptr, offsets_ptr, index_ptr,
+    M, E, N, K, stride_xm, stride_we, stride_wn, stride_wk,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_E: tl.constexpr,
+    EVEN_NK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
-    across, offs_2n = tl.cdiv(F, COLUMNS), tl.arange(0, 2 * COLUMNS)
-    tiles = cumulative_tiles(OFFSETS, M, E, across, GROUPS, ROWS)
-    for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
-        e, end, rows, read, j = locate_tile(OFFSETS, INDEX, tiles, tile, M, E, across, True, ROWS, GROUP_M)
-        columns = j * COLUMNS + tl.arange(0, COLUMNS)
-        column_mask = j * COLUMNS + offs_2n % COLUMNS < F
-        offs_gu = j * COLUMNS + offs_2n % COLUMNS + offs_2n // COLUMNS * F  # columns of gate, then of up
-        w = W + e.to(tl.int64) * we + offs_gu.to(tl.int64) * wf
-        u = dot_rows(X + read * xs, w, column_mask, D * (e < E), wd, EVEN, WIDE, ROWS, 2 * COLUMNS, DEPTH)
-        if BIASED:
-            u += tl.load(BIAS + e * 2 * F + offs_gu, mask=column_mask & (offs_gu < 2 * F * (e < E)), other=0.0)[None, :]
-        gate, up = _halves(u.to(A.dtype.element_ty), ROWS, 2 * COLUMNS)
-        mask, offs_m = (rows < end)[:, None] & (columns < F)[None, :], rows.to(tl.int64)[:, None]
-        u_offs = offs_m * 2 * F + columns[None, :]
-        tl.store(U + u_offs, gate, mask=mask)
-        tl.store(U + u_offs + F, up, mask=mask)
+    """Compute all tiles of a [M, N], N = F, and the tiles of gate and up that they need; K is D."""
+    num_pid_n = tl.cdiv(N, BLOCK_N)
+    offs_2n = tl.arange(0, 2 * BLOCK_N)
+    tiles = cumulative_tiles(offsets_ptr, M, E, num_pid_n, BLOCK_E, BLOCK_M)
+    for tile_id in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
+        e, group_end, offs_m, x_rows, pid_n = locate_tile(
+            offsets_ptr, index_ptr, tiles, tile_id, M, E, num_pid_n, True, BLOCK_M, GROUP_SIZE_M
+        )
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        n_mask = pid_n * BLOCK_N + offs_2n % BLOCK_N < N
+        offs_gu = pid_n * BLOCK_N + offs_2n % BLOCK_N + offs_2n // BLOCK_N * N  # columns of gate, then of up
+        w_ptrs = w_ptr + e.to(tl.int64) * stride_we + offs_gu.to(tl.int64) * stride_wn
+        x_ptrs = x_ptr + x_rows * stride_xm
+        u = dot_rows(x_ptrs, w_ptrs, n_mask, K * (e < E), stride_wk, EVEN_NK, UPCAST, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
+        if HAS_BIAS:
+            u += tl.load(bias_ptr + e * 2 * N + offs_gu, mask=n_mask & (offs_gu < 2 * N * (e < E)), other=0.0)[None, :]
+        gate, up = _halves(u.to(a_ptr.dtype.element_ty), BLOCK_M, 2 * BLOCK_N)
+        mask = (offs_m < group_end)[:, None] & (offs_n < N)[None, :]
+        row_offs = offs_m.to(tl.int64)[:, None]
+        u_offs = row_offs * 2 * N + offs_n[None, :]
+        tl.store(u_ptr + u_offs, gate, mask=mask)
+        tl.store(u_ptr + u_offs + N, up, mask=mask)
         a = swiglu_tile(gate.to(tl.float32), up.to(tl.float32), LIMIT, ALPHA)  # of the rounded u, which backward reads
-        a *= tl.load(P + rows, mask=rows < end, other=0.0)[:, None]
-        tl.store(A + offs_m * F + columns[None, :], a.to(A.dtype.element_ty), mask=mask)
+        a *= tl.load(p_ptr + offs_m, mask=offs_m < group_end, other=0.0)[:, None]
+        tl.store(a_ptr + row_offs * N + offs_n[None, :], a.to(a_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _swiglu_epilogue(
-    da, U, A, DU, p, rows, end, first, F,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE_COLUMNS: tl.constexpr,
+    da, u_ptr, a_ptr, du_ptr, p, offs_m, group_end, start_n, N,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EPILOGUE_BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute a and du from these columns of da, and return their part of dp.
 
-    The columns are split recursively into parts of EPILOGUE_COLUMNS, to limit the registers in use.
+    The columns are split recursively into parts of EPILOGUE_BLOCK_N, to limit the registers in use.
     """
-    if COLUMNS > EPILOGUE_COLUMNS:
-        left, right = _halves(da, ROWS, COLUMNS)
+    if BLOCK_N > EPILOGUE_BLOCK_N:
+        left, right = _halves(da, BLOCK_M, BLOCK_N)
         dp = _swiglu_epilogue(
-            left, U, A, DU, p, rows, end, first, F, LIMIT, ALPHA, ROWS, COLUMNS // 2, EPILOGUE_COLUMNS
-        )
-        first += COLUMNS // 2
+            left, u_ptr, a_ptr, du_ptr, p, offs_m, group_end, start_n, N,
+            LIMIT, ALPHA, BLOCK_M, BLOCK_N // 2, EPILOGUE_BLOCK_N,
+        )  # fmt: skip
+        start_n += BLOCK_N // 2
         return dp + _swiglu_epilogue(
-            right, U, A, DU, p, rows, end, first, F, LIMIT, ALPHA, ROWS, COLUMNS // 2, EPILOGUE_COLUMNS
-        )
-    columns = first + tl.arange(0, COLUMNS)
-    mask, offs_m = (rows < end)[:, None] & (columns < F)[None, :], rows.to(tl.int64)[:, None]
-    u_offs = offs_m * 2 * F + columns[None, :]
-    gate, up = (tl.load(U + u_offs, mask=mask, other=0.0), tl.load(U + u_offs + F, mask=mask, other=0.0))
+            right, u_ptr, a_ptr, du_ptr, p, offs_m, group_end, start_n, N,
+            LIMIT, ALPHA, BLOCK_M, BLOCK_N // 2, EPILOGUE_BLOCK_N,
+        )  # fmt: skip
+    offs_n = start_n + tl.arange(0, BLOCK_N)
+    mask = (offs_m < group_end)[:, None] & (offs_n < N)[None, :]
+    row_offs = offs_m.to(tl.int64)[:, None]
+    u_offs = row_offs * 2 * N + offs_n[None, :]
+    gate = tl.load(u_ptr + u_offs, mask=mask, other=0.0)
+    up = tl.load(u_ptr + u_offs + N, mask=mask, other=0.0)
     a, dgate, dup = swiglu_grad_tile(gate.to(tl.float32), up.to(tl.float32), p[:, None] * da, LIMIT, ALPHA)
-    tl.store(A + offs_m * F + columns[None, :], (p[:, None] * a).to(A.dtype.element_ty), mask=mask)
-    tl.store(DU + u_offs, dgate.to(A.dtype.element_ty), mask=mask)
-    tl.store(DU + u_offs + F, dup.to(A.dtype.element_ty), mask=mask)
+    tl.store(a_ptr + row_offs * N + offs_n[None, :], (p[:, None] * a).to(a_ptr.dtype.element_ty), mask=mask)
+    tl.store(du_ptr + u_offs, dgate.to(a_ptr.dtype.element_ty), mask=mask)
+    tl.store(du_ptr + u_offs + N, dup.to(a_ptr.dtype.element_ty), mask=mask)
     return tl.sum(da * a, 1)
 
 
 @kernel(matmul_shape=matmul_shape, epilogue_tensors=lambda dy, w, u, a, du, *_: (u, a, du), do_not_specialize=["M"])
 def _down(
-    DY, W, U, A, DU, DP, P, OFFSETS, INDEX, M, E, F, D, ys, we, wf, wd,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, EPILOGUE_COLUMNS: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP_M: tl.constexpr,
+    dy_ptr, w_ptr, u_ptr, a_ptr, du_ptr, dp_ptr, p_ptr, offsets_ptr, index_ptr,
+    M, E, N, K, stride_dym, stride_we, stride_wn, stride_wk,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, EPILOGUE_BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_E: tl.constexpr, EVEN_NK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
-    across = tl.cdiv(F, COLUMNS)
-    tiles = cumulative_tiles(OFFSETS, M, E, across, GROUPS, ROWS)
-    for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
-        e, end, rows, read, j = locate_tile(OFFSETS, INDEX, tiles, tile, M, E, across, True, ROWS, GROUP_M)
-        columns = j * COLUMNS + tl.arange(0, COLUMNS)
-        w = W + e.to(tl.int64) * we + columns.to(tl.int64) * wf
-        da = dot_rows(DY + read * ys, w, columns < F, D * (e < E), wd, EVEN, WIDE, ROWS, COLUMNS, DEPTH)
-        p = tl.load(P + rows, mask=rows < end, other=0.0)
-        dp = _swiglu_epilogue(da, U, A, DU, p, rows, end, j * COLUMNS, F, LIMIT, ALPHA, ROWS, COLUMNS, EPILOGUE_COLUMNS)
-        tl.store(DP + rows.to(tl.int64) * across + j, dp, mask=rows < end)
+    """Compute all tiles of da [M, N], N = F, and from them a, du and dp; K is D."""
+    num_pid_n = tl.cdiv(N, BLOCK_N)
+    tiles = cumulative_tiles(offsets_ptr, M, E, num_pid_n, BLOCK_E, BLOCK_M)
+    for tile_id in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
+        e, group_end, offs_m, x_rows, pid_n = locate_tile(
+            offsets_ptr, index_ptr, tiles, tile_id, M, E, num_pid_n, True, BLOCK_M, GROUP_SIZE_M
+        )
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        w_ptrs = w_ptr + e.to(tl.int64) * stride_we + offs_n.to(tl.int64) * stride_wn
+        dy_ptrs = dy_ptr + x_rows * stride_dym
+        da = dot_rows(dy_ptrs, w_ptrs, offs_n < N, K * (e < E), stride_wk, EVEN_NK, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
+        p = tl.load(p_ptr + offs_m, mask=offs_m < group_end, other=0.0)
+        dp = _swiglu_epilogue(
+            da, u_ptr, a_ptr, du_ptr, p, offs_m, group_end, pid_n * BLOCK_N, N,
+            LIMIT, ALPHA, BLOCK_M, BLOCK_N, EPILOGUE_BLOCK_N,
+        )  # fmt: skip
+        tl.store(dp_ptr + offs_m.to(tl.int64) * num_pid_n + pid_n, dp, mask=offs_m < group_end)
 
 
 def up_matmul(
@@ -192,6 +214,6 @@ def down_gradients(
     du_MG = torch.empty_like(u_MG)
     dp_MT = p_M.new_empty(M, ceil_div(F, tile[1]))  # the part of each tile
     tensors = (u_MG, a_MF, du_MG, dp_MT, p_M)
-    constants = (*activation.swiglu_constants, EPILOGUE_COLUMNS)
+    constants = (*activation.swiglu_constants, EPILOGUE_BLOCK_N)
     launch_tiled(_down, tile, dy_RD, w_EFD, F, tensors, offsets, rows_M, constants)
     return a_MF, du_MG, dp_MT.sum(-1)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # elements and warps per program and iteration, programs per multiprocessor: four 16-byte loads per thread in flight,
 # and all programs resident
-ELEMENTS, WARPS, PROGRAMS = 4096, 8, 8
+BLOCK_SIZE, NUM_WARPS, PROGRAMS_PER_SM = 4096, 8, 8
 REFERENCE_ROW = 64  # elements that the torch implementation sums in the gradient's dtype
 
 
@@ -36,16 +36,16 @@ def sums_of_squares_reference(x_RN: Tensor) -> Tensor:
 
 
 @kernel
-def _sum_of_squares_kernel(X, OUT, n, ELEMENTS: tl.constexpr):
-    acc = tl.zeros((ELEMENTS,), dtype=OUT.dtype.element_ty)
-    x_row = X + tl.program_id(1).to(tl.int64) * n
-    first = tl.program_id(0).to(tl.int64) * ELEMENTS
-    while first < n:
-        offs = first + tl.arange(0, ELEMENTS)
-        x = tl.load(x_row + offs, mask=offs < n, other=0.0).to(OUT.dtype.element_ty)
+def _sum_of_squares_kernel(x_ptr, out_ptr, N, BLOCK_SIZE: tl.constexpr):
+    acc = tl.zeros((BLOCK_SIZE,), dtype=out_ptr.dtype.element_ty)
+    x_row_ptr = x_ptr + tl.program_id(1).to(tl.int64) * N
+    start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
+    while start < N:
+        offs = start + tl.arange(0, BLOCK_SIZE)
+        x = tl.load(x_row_ptr + offs, mask=offs < N, other=0.0).to(out_ptr.dtype.element_ty)
         acc += x * x
-        first += tl.num_programs(0) * ELEMENTS
-    tl.store(OUT + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(acc, 0))
+        start += tl.num_programs(0) * BLOCK_SIZE
+    tl.store(out_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(acc, 0))
 
 
 def sums_of_squares(x_RN: Tensor) -> Tensor:
@@ -56,9 +56,9 @@ def sums_of_squares(x_RN: Tensor) -> Tensor:
     if not use_triton(x_RN):
         return sums_of_squares_reference(x_RN)
     rows, n = x_RN.shape
-    programs = min(ceil_div(n, ELEMENTS), ceil_div(PROGRAMS * num_sms(x_RN.device), rows))
+    programs = min(ceil_div(n, BLOCK_SIZE), ceil_div(PROGRAMS_PER_SM * num_sms(x_RN.device), rows))
     partial = torch.empty(rows, programs, dtype=accum_dtype(x_RN), device=x_RN.device)
-    _sum_of_squares_kernel[(programs, rows)](x_RN, partial, n, ELEMENTS, num_warps=WARPS)
+    _sum_of_squares_kernel[(programs, rows)](x_RN, partial, n, BLOCK_SIZE, num_warps=NUM_WARPS)
     return partial.double().sum(1)
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 FORWARD, WEIGHT_GRAD = load_table(__file__, "tiles")["grouped_matmul"].values()  # by `matmul_unit`
-GROUP_M = 8  # rows of tiles that are processed column by column, so that the operands they share stay in the cache
+GROUP_SIZE_M = 8  # rows of tiles that are processed column by column, so that the operands they share stay in the cache
 
 
 def _expert_slices(offsets: Tensor, M: int) -> Iterator[tuple[int, slice]]:
@@ -91,62 +91,66 @@ def grouped_weight_grad_reference_(
 
 
 @kernel
-def cumulative_tiles(OFFSETS, M, E, across, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+def cumulative_tiles(offsets_ptr, M, E, num_pid_n, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the cumulative number of tiles of the groups; group E has the rows that are in no group."""
-    group = tl.arange(0, GROUPS)
-    starts = tl.load(OFFSETS + group, mask=group <= E, other=M).to(tl.int32)
-    ends = tl.load(OFFSETS + group + 1, mask=group < E, other=M).to(tl.int32)
-    return tl.cumsum((ends - starts + ROWS - 1) // ROWS, 0) * across
+    group = tl.arange(0, BLOCK_E)
+    starts = tl.load(offsets_ptr + group, mask=group <= E, other=M).to(tl.int32)
+    ends = tl.load(offsets_ptr + group + 1, mask=group < E, other=M).to(tl.int32)
+    return tl.cumsum((ends - starts + BLOCK_M - 1) // BLOCK_M, 0) * num_pid_n
 
 
 @kernel
 def locate_tile(
-    OFFSETS, INDEX, tiles, tile, M, E, across, INDEXED: tl.constexpr, ROWS: tl.constexpr, GROUP_M: tl.constexpr
-):
+    offsets_ptr, index_ptr, tiles, tile_id, M, E, num_pid_n,
+    HAS_INDEX: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
+):  # fmt: skip
     """Return the group of a tile, the end of the group, the tile's rows of M and of x, and its column of tiles."""
-    e = tl.sum((tiles <= tile).to(tl.int32), 0)
-    start = tl.load(OFFSETS + e).to(tl.int32)
-    end = tl.load(OFFSETS + e + 1, mask=e < E, other=M).to(tl.int32)
-    tiles_before = tl.max(tl.where(tiles <= tile, tiles, 0), 0)
-    i, j = _swizzle(tile - tiles_before, (end - start + ROWS - 1) // ROWS, across, GROUP_M)  # type: ignore
-    rows = start + i * ROWS + tl.arange(0, ROWS)
-    return e, end, rows, _source_rows(INDEX, rows, end, INDEXED), j
+    e = tl.sum((tiles <= tile_id).to(tl.int32), 0)
+    group_start = tl.load(offsets_ptr + e).to(tl.int32)
+    group_end = tl.load(offsets_ptr + e + 1, mask=e < E, other=M).to(tl.int32)
+    tiles_before = tl.max(tl.where(tiles <= tile_id, tiles, 0), 0)
+    num_pid_m = (group_end - group_start + BLOCK_M - 1) // BLOCK_M
+    pid_m, pid_n = _swizzle(tile_id - tiles_before, num_pid_m, num_pid_n, GROUP_SIZE_M)  # type: ignore
+    offs_m = group_start + pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    return e, group_end, offs_m, _source_rows(index_ptr, offs_m, group_end, HAS_INDEX), pid_n
 
 
 @kernel
-def _swizzle(tile, down, across, GROUP_M: tl.constexpr):
-    """Return the row and column of a tile in a grid of down x across tiles, ordered in bands of GROUP_M rows."""
-    first = tile // (GROUP_M * across) * GROUP_M
-    within = tile % (GROUP_M * across)
-    height = tl.minimum(down - first, GROUP_M)
-    return first + within % height, within // height
+def _swizzle(tile_id, num_pid_m, num_pid_n, GROUP_SIZE_M: tl.constexpr):
+    """Return the row and column of a tile in a grid of num_pid_m x num_pid_n, ordered in bands of GROUP_SIZE_M rows."""
+    first_pid_m = tile_id // (GROUP_SIZE_M * num_pid_n) * GROUP_SIZE_M
+    pid_in_group = tile_id % (GROUP_SIZE_M * num_pid_n)
+    group_size_m = tl.minimum(num_pid_m - first_pid_m, GROUP_SIZE_M)
+    return first_pid_m + pid_in_group % group_size_m, pid_in_group // group_size_m
 
 
 @kernel
-def _source_rows(INDEX, offs, end, INDEXED: tl.constexpr):
-    """Return the rows to read for these rows of M; row 0 for rows from `end` on."""
-    if INDEXED:
-        return tl.load(INDEX + offs, mask=offs < end, other=0).to(tl.int64)
-    return tl.where(offs < end, offs, 0).to(tl.int64)
+def _source_rows(index_ptr, offs_m, group_end, HAS_INDEX: tl.constexpr):
+    """Return the rows to read for these rows of M; row 0 for rows from `group_end` on."""
+    if HAS_INDEX:
+        return tl.load(index_ptr + offs_m, mask=offs_m < group_end, other=0).to(tl.int64)
+    return tl.where(offs_m < group_end, offs_m, 0).to(tl.int64)
 
 
 @kernel
 def dot_rows(
-    x, w, column_mask, depth, wd,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x_ptrs, w_ptrs, n_mask, K, stride_wk,
+    EVEN_NK: tl.constexpr, UPCAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return x w^T in fp32, for rows that start at the pointers x and w; `column_mask` masks the rows of w."""
-    offs_k = tl.arange(0, DEPTH)[None, :]
-    x, w, acc = x[:, None] + offs_k, w[:, None] + offs_k * wd, tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for k in range(0, depth, DEPTH):
-        if EVEN:
-            acc += dot(tl.load(x), tl.trans(tl.load(w)), WIDE)
+    """Return x w^T in fp32, for rows that start at x_ptrs and w_ptrs; `n_mask` masks the rows of w."""
+    offs_k = tl.arange(0, BLOCK_K)[None, :]
+    x_ptrs = x_ptrs[:, None] + offs_k
+    w_ptrs = w_ptrs[:, None] + offs_k * stride_wk
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_NK:
+            acc += dot(tl.load(x_ptrs), tl.trans(tl.load(w_ptrs)), UPCAST)
         else:
-            k_mask = offs_k < depth - k
-            w_tile = tl.load(w, mask=k_mask & column_mask[:, None], other=0.0)
-            acc += dot(tl.load(x, mask=k_mask, other=0.0), tl.trans(w_tile), WIDE)
-        x += DEPTH
-        w += DEPTH * wd
+            k_mask = offs_k < K - k
+            w_tile = tl.load(w_ptrs, mask=k_mask & n_mask[:, None], other=0.0)
+            acc += dot(tl.load(x_ptrs, mask=k_mask, other=0.0), tl.trans(w_tile), UPCAST)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * stride_wk
     return acc
 
 
@@ -157,20 +161,23 @@ def matmul_shape(x: Tensor, w: Tensor, y: Tensor, *_: Any) -> tuple[float, ...]:
 
 @kernel(matmul_shape=matmul_shape, do_not_specialize=["M"])
 def _forward(
-    X, W, Y, OFFSETS, INDEX, M, E, F, D, xs, we, wf, wd,
-    INDEXED: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP_M: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, offsets_ptr, index_ptr, M, E, N, K, stride_xm, stride_we, stride_wn, stride_wk,
+    HAS_INDEX: tl.constexpr, UPCAST: tl.constexpr, BLOCK_E: tl.constexpr, EVEN_NK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
-    """Multiply all tiles of the groups. EVEN: COLUMNS divides F, and DEPTH divides D."""
-    across = tl.cdiv(F, COLUMNS)
-    tiles = cumulative_tiles(OFFSETS, M, E, across, GROUPS, ROWS)
-    for tile in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
-        e, end, rows, read, j = locate_tile(OFFSETS, INDEX, tiles, tile, M, E, across, INDEXED, ROWS, GROUP_M)
-        columns = j * COLUMNS + tl.arange(0, COLUMNS)
-        w = W + e.to(tl.int64) * we + columns.to(tl.int64) * wf
-        y = dot_rows(X + read * xs, w, columns < F, D * (e < E), wd, EVEN, WIDE, ROWS, COLUMNS, DEPTH)
-        mask = (rows < end)[:, None] & (columns < F)[None, :]
-        tl.store(Y + rows.to(tl.int64)[:, None] * F + columns[None, :], y.to(Y.dtype.element_ty), mask=mask)
+    """Compute all tiles of y [M, N], N = F; K is D. EVEN_NK: BLOCK_N divides N, and BLOCK_K divides K."""
+    num_pid_n = tl.cdiv(N, BLOCK_N)
+    tiles = cumulative_tiles(offsets_ptr, M, E, num_pid_n, BLOCK_E, BLOCK_M)
+    for tile_id in range(tl.program_id(0), tl.max(tiles, 0), tl.num_programs(0)):  # type: ignore
+        e, group_end, offs_m, x_rows, pid_n = locate_tile(
+            offsets_ptr, index_ptr, tiles, tile_id, M, E, num_pid_n, HAS_INDEX, BLOCK_M, GROUP_SIZE_M
+        )
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        w_ptrs = w_ptr + e.to(tl.int64) * stride_we + offs_n.to(tl.int64) * stride_wn
+        x_ptrs = x_ptr + x_rows * stride_xm
+        y = dot_rows(x_ptrs, w_ptrs, offs_n < N, K * (e < E), stride_wk, EVEN_NK, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K)
+        mask = (offs_m < group_end)[:, None] & (offs_n < N)[None, :]
+        tl.store(y_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def _wgrad_matmul_shape(grad: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, M: int, *_: Any) -> tuple[float, ...]:
@@ -179,28 +186,36 @@ def _wgrad_matmul_shape(grad: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, M:
     return E * F, D, M / E
 
 
-@kernel(matmul_shape=_wgrad_matmul_shape, do_not_specialize=["M"])
+@kernel(matmul_shape=_wgrad_matmul_shape, do_not_specialize=["K"])
 def _weight_grad(
-    GRAD, DY, X, OFFSETS, M, DY_INDEX, X_INDEX, F, D, ys, xs, ge, gf, gd,
-    DY_INDEXED: tl.constexpr, X_INDEXED: tl.constexpr, OVERWRITE: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP_M: tl.constexpr,
+    grad_ptr, dy_ptr, x_ptr, offsets_ptr, K, dy_index_ptr, x_index_ptr, M, N,
+    stride_dyk, stride_xk, stride_ge, stride_gm, stride_gn,
+    HAS_DY_INDEX: tl.constexpr, HAS_X_INDEX: tl.constexpr, OVERWRITE: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
 ):  # fmt: skip
-    down, across = tl.cdiv(F, ROWS), tl.cdiv(D, COLUMNS)
-    e = tl.program_id(0) // (down * across)
-    i, j = _swizzle(tl.program_id(0) % (down * across), down, across, GROUP_M)
-    start, end = tl.load(OFFSETS + e).to(tl.int32), tl.load(OFFSETS + e + 1).to(tl.int32)
-    if OVERWRITE | (start < end):
-        offs_m, offs_n = i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS)
-        acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for first in range(start, end, DEPTH):
-            offs = first + tl.arange(0, DEPTH)
-            dy = DY + _source_rows(DY_INDEX, offs, end, DY_INDEXED)[:, None] * ys + offs_m[None, :]
-            x = X + _source_rows(X_INDEX, offs, end, X_INDEXED)[:, None] * xs + offs_n[None, :]
-            dy = tl.load(dy, mask=(offs < end)[:, None] & (offs_m < F)[None, :], other=0.0)
-            x = tl.load(x, mask=(offs < end)[:, None] & (offs_n < D)[None, :], other=0.0)
-            acc += dot(tl.trans(dy), x, WIDE)
-        grad_ptrs = GRAD + e.to(tl.int64) * ge + offs_m.to(tl.int64)[:, None] * gf + offs_n.to(tl.int64)[None, :] * gd
-        mask = (offs_m < F)[:, None] & (offs_n < D)[None, :]
+    """Compute one tile of a group's gradient [M, N] = [F, D]; K is the number of rows of all groups."""
+    num_pid_m = tl.cdiv(M, BLOCK_M)
+    num_pid_n = tl.cdiv(N, BLOCK_N)
+    e = tl.program_id(0) // (num_pid_m * num_pid_n)
+    pid_m, pid_n = _swizzle(tl.program_id(0) % (num_pid_m * num_pid_n), num_pid_m, num_pid_n, GROUP_SIZE_M)
+    group_start = tl.load(offsets_ptr + e).to(tl.int32)
+    group_end = tl.load(offsets_ptr + e + 1).to(tl.int32)
+    if OVERWRITE | (group_start < group_end):
+        offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start_k in range(group_start, group_end, BLOCK_K):
+            offs_k = start_k + tl.arange(0, BLOCK_K)
+            dy_rows = _source_rows(dy_index_ptr, offs_k, group_end, HAS_DY_INDEX)
+            dy_ptrs = dy_ptr + dy_rows[:, None] * stride_dyk + offs_m[None, :]
+            x_rows = _source_rows(x_index_ptr, offs_k, group_end, HAS_X_INDEX)
+            x_ptrs = x_ptr + x_rows[:, None] * stride_xk + offs_n[None, :]
+            dy = tl.load(dy_ptrs, mask=(offs_k < group_end)[:, None] & (offs_m < M)[None, :], other=0.0)
+            x = tl.load(x_ptrs, mask=(offs_k < group_end)[:, None] & (offs_n < N)[None, :], other=0.0)
+            acc += dot(tl.trans(dy), x, UPCAST)
+        grad_rows = grad_ptr + e.to(tl.int64) * stride_ge + offs_m.to(tl.int64)[:, None] * stride_gm
+        grad_ptrs = grad_rows + offs_n.to(tl.int64)[None, :] * stride_gn
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
         if not OVERWRITE:
             acc += tl.load(grad_ptrs, mask=mask, other=0.0)
         tl.store(grad_ptrs, acc, mask=mask)
@@ -219,7 +234,7 @@ def launch_tiled(
 
     Args:
         kernel: the kernel.
-        tile: (block_m, block_n, block_k, warps, stages).
+        tile: (block_m, block_n, block_k, num_warps, num_stages).
         x_RD: the input.
         w: the weights, whose last dimension is D.
         F: columns of the output.
@@ -230,14 +245,16 @@ def launch_tiled(
     """
     E, _, D = w.shape
     M = len(others[0])
-    block_m, block_n, block_k, warps, stages = tile
+    block_m, block_n, block_k, num_warps, num_stages = tile
     programs = min(num_sms(x_RD.device), (ceil_div(M, block_m) + E) * ceil_div(F, block_n))
     index = offsets if rows is None else rows.contiguous()
-    is_even = not (F % block_n or D % block_k)
+    is_even_nk = not (F % block_n or D % block_k)
     sizes = (M, E, F, D, x_RD.stride(0), *w.stride())
-    constexprs = (*constants, upcast_for_interpreter(x_RD), power_of_two(E + 1), is_even)
-    constexprs += (block_m, block_n, block_k, GROUP_M)
-    kernel[(programs,)](x_RD, w, *others, offsets, index, *sizes, *constexprs, num_warps=warps, num_stages=stages)
+    constexprs = (*constants, upcast_for_interpreter(x_RD), power_of_two(E + 1), is_even_nk)
+    constexprs += (block_m, block_n, block_k, GROUP_SIZE_M)
+    kernel[(programs,)](
+        x_RD, w, *others, offsets, index, *sizes, *constexprs, num_warps=num_warps, num_stages=num_stages
+    )
 
 
 def grouped_matmul(x_RD: Tensor, w_EFD: Tensor, offsets: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -281,12 +298,22 @@ def grouped_weight_grad_(
     M = len(x_RD if rows is None else rows)
     dy_MF = as_2d(dy_MF)
     x_RD = as_2d(x_RD)
-    block_m, block_n, block_k, warps, stages = WEIGHT_GRAD[matmul_unit(x_RD)]
+    block_m, block_n, block_k, num_warps, num_stages = WEIGHT_GRAD[matmul_unit(x_RD)]
     dy_index = offsets if dy_rows is None else dy_rows.contiguous()
     x_index = offsets if rows is None else rows.contiguous()
     sizes = (F, D, dy_MF.stride(0), x_RD.stride(0), *grad_EFD.stride())
     constexprs = (dy_rows is not None, rows is not None, overwrite, upcast_for_interpreter(x_RD))
-    constexprs += (block_m, block_n, block_k, GROUP_M)
+    constexprs += (block_m, block_n, block_k, GROUP_SIZE_M)
     _weight_grad[(E * ceil_div(F, block_m) * ceil_div(D, block_n),)](
-        grad_EFD, dy_MF, x_RD, offsets, M, dy_index, x_index, *sizes, *constexprs, num_warps=warps, num_stages=stages
+        grad_EFD,
+        dy_MF,
+        x_RD,
+        offsets,
+        M,
+        dy_index,
+        x_index,
+        *sizes,
+        *constexprs,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.kernels.dispatch import upcasts
 
-DEPTH = 2048  # max elements of a sum per block: more would leave too few columns in a block of the right operand
+BLOCK_K = 2048  # max elements of a sum per block: more would leave too few columns in a block of the right operand
 # Bytes of blocks in fp32. The blocks of the left operand and the result are large, so that the right operand is rarely
 # converted; blocks of the right operand fit in a CPU's second-level cache.
 LEFT_BYTES = 64 << 20
@@ -43,14 +43,14 @@ def mm_(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, add: bool = False) -> Ten
         if add:
             return out_MN.addmm_(a_MK, b_KN)
         return torch.mm(a_MK, b_KN, out=out_MN)
-    for rows in blocks(M, max(N, min(K, DEPTH)), LEFT_BYTES):
+    for rows in blocks(M, max(N, min(K, BLOCK_K)), LEFT_BYTES):
         out_mN = out_MN[rows]
         a_mK = a_MK[rows]
-        if K <= DEPTH:
+        if K <= BLOCK_K:
             _by_columns(out_mN, a_mK, b_KN, add=add)
             continue
         acc_mN = out_mN.float() if add else torch.zeros(out_mN.shape, dtype=torch.float32)
-        for depth in blocks(K, 1, 4 * DEPTH):
+        for depth in blocks(K, 1, 4 * BLOCK_K):
             _by_columns(acc_mN, a_mK[:, depth], b_KN[depth], add=True)
         out_mN.copy_(acc_mN)
     return out_MN

@@ -22,7 +22,7 @@ from megalite.kernels.dispatch import TileConfig, as_2d, ceil_div, fit_tile, ker
 if TYPE_CHECKING:
     import triton.language as tl
 
-BLOCK = TileConfig(1, 1024, 4)  # 8 elements per thread: one 16-byte load per assignment, all in flight
+TILE = TileConfig(1, 1024, 4)  # 8 elements per thread: one 16-byte load per assignment, all in flight
 
 
 def sort_by_expert(ids_NK: Tensor, E: int) -> tuple[Tensor, Tensor]:
@@ -61,16 +61,16 @@ def unpermute_reference(y_MD: Tensor, slots_NK: Tensor) -> Tensor:
 
 @kernel
 def _combine(
-    Y, SLOTS, OUT, tokens, columns, stride, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    y_ptr, slots_ptr, out_ptr, M, N, stride_ym, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    compute_dtype = tl.float64 if Y.dtype.element_ty == tl.float64 else tl.float32
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    acc = tl.zeros((ROWS, COLUMNS), dtype=compute_dtype)
+    compute_dtype = tl.float64 if y_ptr.dtype.element_ty == tl.float64 else tl.float32
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=compute_dtype)
     for k in tl.static_range(TOP_K):  # type: ignore
-        slot = tl.load(SLOTS + token * TOP_K + k, mask=token < tokens, other=-1)
-        acc += tl.load(Y + slot * stride + offs, mask=(slot >= 0) & (offs < columns), other=0.0).to(compute_dtype)
-    tl.store(OUT + token * columns + offs, acc.to(OUT.dtype.element_ty), mask=(token < tokens) & (offs < columns))
+        slot = tl.load(slots_ptr + offs_m * TOP_K + k, mask=offs_m < M, other=-1)
+        acc += tl.load(y_ptr + slot * stride_ym + offs_n, mask=(slot >= 0) & (offs_n < N), other=0.0).to(compute_dtype)
+    tl.store(out_ptr + offs_m * N + offs_n, acc.to(out_ptr.dtype.element_ty), mask=(offs_m < M) & (offs_n < N))
 
 
 def unpermute(y_MD: Tensor, slots_NK: Tensor) -> Tensor:
@@ -84,9 +84,9 @@ def unpermute(y_MD: Tensor, slots_NK: Tensor) -> Tensor:
     D = y_MD.shape[1]
     y_MD = as_2d(y_MD)
     out_ND = torch.empty(N, D, dtype=y_MD.dtype, device=y_MD.device)
-    block = fit_tile(BLOCK, D)
-    grid = (ceil_div(N, block.rows), ceil_div(D, block.columns))
+    tile = fit_tile(TILE, D)
+    grid = (ceil_div(N, tile.block_m), ceil_div(D, tile.block_n))
     sizes = (N, D, y_MD.stride(0))
-    constexprs = (K, block.rows, block.columns)
-    _combine[grid](y_MD, slots_NK.contiguous(), out_ND, *sizes, *constexprs, num_warps=block.warps)
+    constexprs = (K, tile.block_m, tile.block_n)
+    _combine[grid](y_MD, slots_NK.contiguous(), out_ND, *sizes, *constexprs, num_warps=tile.num_warps)
     return out_ND

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Columns are pairs of channels: a program rotates tokens x heads x R / 2 pairs, about this many, so that the heads of a
 # token share its angles.
-BLOCK = TileConfig(1, 1024, 4)
+TILE = TileConfig(1, 1024, 4)
 
 
 class RopeScaling(NamedTuple):
@@ -157,33 +157,34 @@ def rotate_reference(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float) -> T
 
 @kernel
 def _rotate(
-    X, COS, SIN, Y, tokens, batch, heads, half, size, x_s, x_b, x_h, cos_s, cos_b,
-    SIGN: tl.constexpr, REST: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, y_ptr, M, batch_size, num_heads, half_dim, head_dim,
+    stride_xs, stride_xb, stride_xh, stride_cs, stride_cb,
+    SIGN: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    s, b = token // batch, token % batch
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    pair = tl.arange(0, HALF)
-    angle = (s * cos_s + b * cos_b)[:, None] + pair[None, :]
-    table_mask = (token < tokens)[:, None] & (pair < half)[None, :]
-    cos = tl.load(COS + angle, mask=table_mask, other=0.0)[:, None, :]
-    sin = tl.load(SIN + angle, mask=table_mask, other=0.0)[:, None, :] * SIGN
-    head_mask = ((token < tokens)[:, None] & (head < heads)[None, :])[:, :, None]
-    x = X + ((s * x_s + b * x_b)[:, None] + (head * x_h)[None, :])[:, :, None]
-    y = Y + ((token * heads)[:, None] + head[None, :])[:, :, None] * size
-    channel = pair[None, None, :]
-    mask = head_mask & (channel < half)
-    first = tl.load(x + channel, mask=mask, other=0.0).to(COS.dtype.element_ty)
-    second = tl.load(x + half + channel, mask=mask, other=0.0).to(COS.dtype.element_ty)
-    tl.store(y + channel, (first * cos - second * sin).to(Y.dtype.element_ty), mask=mask)
-    tl.store(y + half + channel, (second * cos + first * sin).to(Y.dtype.element_ty), mask=mask)
-    if REST > 0:
-        rest = 2 * half + tl.arange(0, REST)[None, None, :]
-        mask = head_mask & (rest < size)
-        tl.store(y + rest, tl.load(x + rest, mask=mask, other=0.0), mask=mask)
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    s, b = offs_m // batch_size, offs_m % batch_size
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d = tl.arange(0, BLOCK_D)
+    table_offs = (s * stride_cs + b * stride_cb)[:, None] + offs_d[None, :]
+    table_mask = (offs_m < M)[:, None] & (offs_d < half_dim)[None, :]
+    cos = tl.load(cos_ptr + table_offs, mask=table_mask, other=0.0)[:, None, :]
+    sin = tl.load(sin_ptr + table_offs, mask=table_mask, other=0.0)[:, None, :] * SIGN
+    head_mask = ((offs_m < M)[:, None] & (offs_h < num_heads)[None, :])[:, :, None]
+    x_ptrs = x_ptr + ((s * stride_xs + b * stride_xb)[:, None] + (offs_h * stride_xh)[None, :])[:, :, None]
+    y_ptrs = y_ptr + ((offs_m * num_heads)[:, None] + offs_h[None, :])[:, :, None] * head_dim
+    channel = offs_d[None, None, :]
+    mask = head_mask & (channel < half_dim)
+    first = tl.load(x_ptrs + channel, mask=mask, other=0.0).to(cos_ptr.dtype.element_ty)
+    second = tl.load(x_ptrs + half_dim + channel, mask=mask, other=0.0).to(cos_ptr.dtype.element_ty)
+    tl.store(y_ptrs + channel, (first * cos - second * sin).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs + half_dim + channel, (second * cos + first * sin).to(y_ptr.dtype.element_ty), mask=mask)
+    if BLOCK_REST > 0:
+        rest = 2 * half_dim + tl.arange(0, BLOCK_REST)[None, None, :]
+        mask = head_mask & (rest < head_dim)
+        tl.store(y_ptrs + rest, tl.load(x_ptrs + rest, mask=mask, other=0.0), mask=mask)
 
 
-def rotate_triton(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: TileConfig = BLOCK) -> Tensor:
+def rotate_triton(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, tile: TileConfig = TILE) -> Tensor:
     """Rotate with one kernel launch, by the angles times `sign`.
 
     x may be a view (a slice of the packed keys and values); the result is contiguous.
@@ -194,14 +195,14 @@ def rotate_triton(x_SBHK: Tensor, cos: Tensor, sin: Tensor, sign: float, block: 
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = cos.shape[-1]
     width = power_of_two(half)
-    heads = min(power_of_two(H), max(1, block.columns // width))
-    tokens = max(1, block.columns // (width * heads))
+    heads = min(power_of_two(H), max(1, tile.block_n // width))
+    tokens = max(1, tile.block_n // (width * heads))
     rest = K - 2 * half
     grid = (ceil_div(S * B, tokens), ceil_div(H, heads))
     sizes = (S * B, B, H, half, K)
     strides = (*x.stride()[:3], cos.stride(0), cos.stride(1) if cos.dim() == 3 else 0)
     constexprs = (sign, power_of_two(rest) if rest else 0, tokens, heads, width)
-    _rotate[grid](x, cos, sin, y, *sizes, *strides, *constexprs, num_warps=block.warps)
+    _rotate[grid](x, cos, sin, y, *sizes, *strides, *constexprs, num_warps=tile.num_warps)
     return y
 
 

@@ -16,18 +16,18 @@ from megalite.kernels.dispatch import ceil_div, kernel
 if TYPE_CHECKING:
     import triton.language as tl
 
-ROWS, COLUMNS, WARPS = 32, 64, 4  # few columns, so that a hidden size of 4096 has 64 programs
+BLOCK_M, BLOCK_N, NUM_WARPS = 32, 64, 4  # few columns, so that a hidden size of 4096 has 64 programs
 
 
 @kernel
-def _sum_rows_kernel(P, OUT, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    offs = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.zeros((ROWS, COLUMNS), dtype=P.dtype.element_ty)
-    for first in range(0, rows, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & (offs < columns)[None, :]
-        acc += tl.load(P + row[:, None] * columns + offs[None, :], mask=mask, other=0.0)
-    tl.store(OUT + offs, tl.sum(acc, 0).to(OUT.dtype.element_ty), mask=offs < columns)
+def _sum_rows_kernel(partial_ptr, out_ptr, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=partial_ptr.dtype.element_ty)
+    for start_m in range(0, M, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+        acc += tl.load(partial_ptr + offs_m[:, None] * N + offs_n[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + offs_n, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=offs_n < N)
 
 
 def sum_rows(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
@@ -37,5 +37,7 @@ def sum_rows(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows, columns = partial_PD.shape
     out = torch.empty(columns, dtype=dtype, device=partial_PD.device)
-    _sum_rows_kernel[(ceil_div(columns, COLUMNS),)](partial_PD, out, rows, columns, ROWS, COLUMNS, num_warps=WARPS)
+    _sum_rows_kernel[(ceil_div(columns, BLOCK_N),)](
+        partial_PD, out, rows, columns, BLOCK_M, BLOCK_N, num_warps=NUM_WARPS
+    )
     return out

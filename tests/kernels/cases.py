@@ -166,8 +166,9 @@ def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: fl
     """`fn` on q, k, v and, where given, the starts of documents and a sink."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        first_BS, sink_H = (next((x for x in more if x.dtype.is_floating_point == f), None) for f in (False, True))
-        documents = None if first_BS is None else Documents(spans_of(first_BS), first_BS)
+        document_start_BS = next((x for x in more if not x.dtype.is_floating_point), None)
+        sink_H = next((x for x in more if x.dtype.is_floating_point), None)
+        documents = None if document_start_BS is None else Documents(spans_of(document_start_BS), document_start_BS)
         drop = None
         if dropout_p:
             ids_B = torch.arange(q.shape[1], device=q.device) * 1_000_003 + 2**33
@@ -178,16 +179,17 @@ def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: fl
 
 
 def attention_definition(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, first_BS: Tensor | None = None,
-    drop: AttentionDropout | None = None, sink_H: Tensor | None = None, q_start: int = 0, k_start: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None,
+    document_start_BS: Tensor | None = None, drop: AttentionDropout | None = None, sink_H: Tensor | None = None,
+    q_start: int = 0, k_start: int = 0,
 ) -> Tensor:  # fmt: skip
     """Of queries from position `q_start` on and keys from `k_start` on, with scores in memory: nothing here is shared with
     what is tested but the dropout mask."""
     i = torch.arange(q_start, q_start + q.shape[0]).view(1, 1, -1, 1)
     j = torch.arange(k_start, k_start + k.shape[0]).view(1, 1, 1, -1)
     low = torch.zeros_like(i) if window is None else (i - window + 1).clamp(min=0)
-    if first_BS is not None:
-        low = torch.maximum(low, first_BS[:, None, :, None])
+    if document_start_BS is not None:
+        low = torch.maximum(low, document_start_BS[:, None, :, None])
     seen = (low <= j) & (j <= i)
     every = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
     scores = (every[0] @ every[1].mT * scale).masked_fill(~seen, -math.inf)
@@ -202,9 +204,9 @@ def attention_definition(
     return (p @ every[2]).permute(2, 0, 1, 3)
 
 
-def spans_of(first_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
-    rows = [sorted(set(row)) for row in first_BS.tolist()]
-    ends = [[*row[1:], first_BS.shape[1]] for row in rows]
+def spans_of(document_start_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
+    rows = [sorted(set(row)) for row in document_start_BS.tolist()]
+    ends = [[*row[1:], document_start_BS.shape[1]] for row in rows]
     return tuple((b, *span) for b in range(len(rows)) for span in zip(rows[b], ends[b], strict=True))
 
 
@@ -218,8 +220,8 @@ def heads(
         given = normals((S, B, H, K), (S, B, G, K), (S, B, G, value or K))()
         if document is not None:
             starts = torch.arange(S)[None] + torch.arange(B)[:, None] * (document // 2)
-            first_BS = (starts // document * document - torch.arange(B)[:, None] * (document // 2)).clamp(min=0)
-            given.append(first_BS)
+            shifted_starts = starts // document * document - torch.arange(B)[:, None] * (document // 2)
+            given.append(shifted_starts.clamp(min=0))
         return given + [normal(H, seed=3)] * sunk
 
     return make

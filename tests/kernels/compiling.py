@@ -62,9 +62,9 @@ class Launch:
         return f"{self.name} {self.types} {self.constants} {sorted(self.aligned)} {self.options}"
 
     @property
-    def columns(self) -> int:
-        """Of its tile, 0 where it has none."""
-        return self.constants.get("COLUMNS", 0)
+    def block_n(self) -> int:
+        """The columns of its tile; 0 if it has none."""
+        return self.constants.get("BLOCK_N", 0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class Built:
 
 
 def tile_of(launch: Launch) -> str:
-    names = ("ROWS", "COLUMNS", "ELEMENTS", "WIDTH", "V_WIDTH", "ADD", "THRESHOLD", "DOCUMENTS", "SUNK")
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_SIZE", "BLOCK_D", "BLOCK_DV")
+    names += ("HAS_RESIDUAL", "THRESHOLD", "HAS_DOCUMENTS", "HAS_SINK")
     first = next((t.lstrip("*") for t in launch.types.values() if t.startswith("*")), "")
     tile = ", ".join(f"{k.lower()} {launch.constants[k]}" for k in names if k in launch.constants)
     return f"[{first}, {tile}, {', '.join(f'{k[4:]} {v}' for k, v in launch.options.items())}]"

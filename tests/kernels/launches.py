@@ -104,11 +104,11 @@ def attention(head_size: int, dtype: torch.dtype, value: int | None = None) -> W
     def run() -> None:
         for p, documents, sunk in ((0.0, False, False), (0.0, False, True), (0.0, True, False), (0.1, True, True)):
             q, k, v = of(dtype, *((256, 2, *x) for x in ((4, head_size), (2, head_size), (2, value or head_size))))
-            first_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
+            document_start_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
             drop = AttentionDropout(p, 0, ids_B) if p else None
             sink_H = torch.zeros(4, dtype=dtype) if sunk else None
-            first_BS = first_BS if documents else None
-            backward(flash_attention(q, k, v, scale=0.1, first_BS=first_BS, drop=drop, sink_H=sink_H))
+            document_start_BS = document_start_BS if documents else None
+            backward(flash_attention(q, k, v, scale=0.1, document_start_BS=document_start_BS, drop=drop, sink_H=sink_H))
 
     return Work("attention", dtype, head_size, run)
 

@@ -68,13 +68,13 @@ def turns(launch: Launch) -> Sequence[float]:
     """How often the loop of a kernel turns in this launch."""
     constants, name = launch.constants, launch.name
     if name == "row_sum.sum_rows_kernel":
-        return (-(-argument(launch, "rows") // constants["ROWS"]),)
+        return (-(-argument(launch, "M") // constants["BLOCK_M"]),)
     if name in ("norms.backward", "bias_gelu.backward"):
-        return (argument(launch, "rows") / (launch.grid[0] * constants["ROWS"]),)
+        return (argument(launch, "M") / (launch.grid[0] * constants["BLOCK_M"]),)
     if name.startswith("cross_entropy"):
-        return (-(-argument(launch, "num_valid") // constants["COLUMNS"]),)
+        return (-(-argument(launch, "num_valid") // constants["BLOCK_N"]),)
     if name == "grad_norm.sum_of_squares_kernel":
-        return (argument(launch, "n") / (launch.grid[0] * constants["ELEMENTS"]),)
+        return (argument(launch, "N") / (launch.grid[0] * constants["BLOCK_SIZE"]),)
     if name.startswith(("grouped_matmul", "gated_matmul")):
         return (1, 1)  # by the offsets, which are not known
     return ()
@@ -85,7 +85,7 @@ def per_element(built: Built) -> float:
     where there is none."""
     made = instructions(disassembled("nvdisasm", built.cubin, "-c"))
     deepest, tile = max(depth for depth, _ in made), built.launch.constants
-    elements = tile.get("ROWS", 1) * tile["COLUMNS"] / (32 * built.warps)
+    elements = tile.get("BLOCK_M", 1) * tile["BLOCK_N"] / (32 * built.warps)
     return sum(depth == deepest and text != "NOP" for depth, text in made) / elements
 
 

@@ -81,7 +81,7 @@ def _first(queries: int, q_start: int) -> Tensor:
 def _options(case: tuple[Any, ...]) -> dict[str, Any]:
     queries, _, q_start, k_start, window, p, documents, *_ = case
     first = _first(queries, q_start) if documents else None
-    return dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start, first_BS=first)
+    return dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start, document_start_BS=first)
 
 
 def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
@@ -147,8 +147,8 @@ def test_the_door_takes_queries_and_keys_at_any_positions(
         patch.setattr(module, "BLOCK_QUERIES", rows)
         patch.setattr(module, "WINDOW_BLOCK_QUERIES", (min(rows, 7), rows))
         got = _results(attention, tensors, documents=documents or None, **options)
-    first_BS = documents.document_start_BS if documents else None
-    _close(got, _results(attention_definition, tensors, first_BS=first_BS, **options), 1e-12)
+    document_start_BS = documents.document_start_BS if documents else None
+    _close(got, _results(attention_definition, tensors, document_start_BS=document_start_BS, **options), 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 5, 200])

@@ -39,11 +39,11 @@ def known_spill(launch: Launch) -> bool:
     forward with dropout spills 16 bytes on 12.0, beside the hash of every score."""
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
         table = flash_attention.FORWARD_TILES if launch.name.endswith("forward") else flash_attention.BACKWARD_KV_TILES
-        tile = [launch.constants["ROWS"], launch.columns]
+        tile = [launch.constants["BLOCK_M"], launch.block_n]
         dropout = launch.constants["THRESHOLD"] > 0 and launch.name.endswith("forward")
-        narrow = max(launch.constants["WIDTH"], launch.constants["V_WIDTH"]) <= 128
+        narrow = max(launch.constants["BLOCK_D"], launch.constants["BLOCK_DV"]) <= 128
         return narrow and (tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2]))
-    return launch.name.startswith("norms.") and launch.columns > WIDEST_IN_REGISTERS
+    return launch.name.startswith("norms.") and launch.block_n > WIDEST_IN_REGISTERS
 
 
 def problems(work: Work, capability: int) -> list[str]:
@@ -150,9 +150,10 @@ def test_a_tile_over_the_shared_memory_of_one_card_alone_is_found() -> None:
 
 
 @kernel
-def _copy(X, Y, n, STEP: tl.constexpr, ELEMENTS: tl.constexpr):
-    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS) * STEP
-    tl.store(Y + at, tl.load(X + at, mask=at < n, other=0.0), mask=at < n)
+def _copy(x_ptr, y_ptr, n_elements, STEP: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE) * STEP
+    mask = offs < n_elements
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=0.0), mask=mask)
 
 
 def test_a_kernel_that_lost_its_wide_accesses_is_found() -> None:
@@ -169,6 +170,6 @@ def test_a_card_gets_the_tiles_of_its_tensor_cores() -> None:
     tiles = {}
     for capability in CARDS:
         launch = recorded(attention(128, torch.bfloat16).run, capability)[0]
-        tiles[capability] = [launch.constants["ROWS"], launch.constants["COLUMNS"]]
+        tiles[capability] = [launch.constants["BLOCK_M"], launch.constants["BLOCK_N"]]
     table = {unit: tile[:2] for unit, tile in flash_attention.FORWARD_TILES.items()}
     assert tiles == {80: table["mma"], 89: table["mma"], 90: table["wgmma"], 100: table["tcgen05"], 120: table["mma"]}

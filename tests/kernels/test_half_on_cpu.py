@@ -99,7 +99,7 @@ def sizes_of_blocks(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in (matmul, sys.modules["megalite.kernels.weight_grad"]):
             monkeypatch.setattr(module, "LEFT_BYTES", 4 * 48 * 5)  # 5 rows of 48 elements
             monkeypatch.setattr(module, "RIGHT_BYTES", 4 * 48 * 7)
-        monkeypatch.setattr(matmul, "DEPTH", 20)
+        monkeypatch.setattr(matmul, "BLOCK_K", 20)
 
 
 Product = Callable[[dict[str, Tensor], torch.dtype], Tensor]
@@ -276,7 +276,7 @@ def test_conversions_are_no_larger_than_a_block(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(matmul, "LEFT_BYTES", 4 * 5000)
     monkeypatch.setattr(matmul, "RIGHT_BYTES", 4 * 48 * 70)
     for depth in (48, 20):
-        monkeypatch.setattr(matmul, "DEPTH", depth)
+        monkeypatch.setattr(matmul, "BLOCK_K", depth)
         with instructions(False), Products() as products:
             matmul.matmul(draw(64, 48).bfloat16(), draw(48, 500).bfloat16())
         assert 0 < products.largest <= 5000

@@ -23,13 +23,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import triton.language as tl
 
-SECOND_STAGE = ("PARTIAL", "P")  # sums per program of a weight's gradient: by the number of programs, not of rows
+SECOND_STAGE = ("partial_ptr",)  # sums per program of a weight's gradient: by the number of programs, not of rows
 FLAT = {"tokens": 64, "hidden_size": 512, "vocab_size": 8192, "sequence": 64, "numel": 1 << 16}
 ATTENTION = FLAT | {"tokens": 256, "sequence": 256, "hidden_size": 512}
 LOSS = FLAT | {"tokens": 16}
 ROPE = FLAT | {"tokens": 16, "hidden_size": 4096}  # a token's angles serve its 32 heads
 # which inputs are small and shared, so that every program may ask for them: from the cache, after the first
-SHARED = ("W", "B", "COS", "SIN", "IDS")
+SHARED = ("w_ptr", "b_ptr", "bias_ptr", "cos_ptr", "sin_ptr", "sample_ids_ptr")
 CASES = [f"{op} {half}" for op in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope", "swiglu",
          "bias_gelu", "bias_gelu_erf", "dropout_add", "cross_entropy") for half in ("forward", "backward")]  # fmt: skip
 CASES += ["adamw forward", "adamw bf16 moments forward", "grad_norm forward"]
@@ -122,5 +122,5 @@ def test_a_division_in_the_place_of_a_root_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_with_three_stages_rows_are_on_their_way_during_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their copies to shared memory take instructions, which a table that has stages pays for."""
-    one, three = (longest("rms_norm backward", monkeypatch, STAGES=stages) for stages in (1, 3))
+    one, three = (longest("rms_norm backward", monkeypatch, NUM_STAGES=stages) for stages in (1, 3))
     assert one <= MOST["rms_norm"][1] < three

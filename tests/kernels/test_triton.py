@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import DTYPES, LAYOUTS, OPS, measure, results
 
-from megalite.kernels.cross_entropy import COLUMNS, shard_stats, shard_stats_reference
+from megalite.kernels.cross_entropy import BLOCK_N, shard_stats, shard_stats_reference
 
 ROWS = [(name, i, dtype) for name, op in OPS.items() for i in range(len(op.cases)) for dtype in DTYPES]
 # with each commit without fp16, which rounds as bf16 does, unless a kernel has changed
@@ -37,10 +37,10 @@ def test_kernel_against_its_twin(interpreter: Call, name: str, case: int, dtype:
 
 def stats_of_infinite_logits(dtype: str, device: str) -> list[torch.Tensor]:
     """Of rows whose first turn of the kernel, and whose last, sees nothing but -inf, and of one with a NaN."""
-    logits = torch.randn(3, 2 * COLUMNS + 100, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
-    logits[0, : COLUMNS + 5] = logits[1, COLUMNS:] = -torch.inf
+    logits = torch.randn(3, 2 * BLOCK_N + 100, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+    logits[0, : BLOCK_N + 5] = logits[1, BLOCK_N:] = -torch.inf
     logits[2, 7] = torch.nan
-    labels, valid = torch.tensor([2 * COLUMNS, 3, 4]), 2 * COLUMNS + 50
+    labels, valid = torch.tensor([2 * BLOCK_N, 3, 4]), 2 * BLOCK_N + 50
     args = (logits.to(device), labels.to(device), 0, valid)
     return [shard_stats(*args).cpu(), shard_stats_reference(*args).cpu()]
 

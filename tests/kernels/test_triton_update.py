@@ -9,7 +9,14 @@ import torch
 from cases import guarded, laid_out
 from torch import Tensor
 
-from megalite.kernels.adamw import BLOCK, adamw_, adamw_reference_, random_bits, rounding_seed, stochastic_round
+from megalite.kernels.adamw import (
+    REFERENCE_BLOCK_SIZE,
+    adamw_,
+    adamw_reference_,
+    random_bits,
+    rounding_seed,
+    stochastic_round,
+)
 from megalite.kernels.dispatch import runs_triton
 from megalite.kernels.grad_norm import sum_of_squares, sums_of_squares
 
@@ -37,7 +44,7 @@ def test_blocks_do_not_matter(moments: tuple[torch.dtype, torch.dtype], monkeypa
     """Also where a block ends: every element has its own random bits, wherever it lies."""
     blocks, plain = (tensors(999, moments) for _ in range(2))
     adamw_(*plain, **ARGS)
-    monkeypatch.setitem(BLOCK, "cpu", 100)
+    monkeypatch.setitem(REFERENCE_BLOCK_SIZE, "cpu", 100)
     adamw_(*blocks, **ARGS)
     torch.testing.assert_close(blocks[0], plain[0], rtol=1e-6, atol=1e-6)
     for ours, theirs in zip(blocks[2:], plain[2:], strict=True):

@@ -213,7 +213,7 @@ def bind_call(fn: Fn, inputs: list[Tensor], direction: str) -> Callable[[], Any]
             loss = first if first.dim() == 0 else first.sum()
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
             return tuple(
-                leaf.sink.sum if grad is None else grad  # type: ignore[attr-defined]  # added to its main_grad
+                leaf.main_grad.sum if grad is None else grad  # type: ignore[attr-defined]  # added to its main_grad
                 for leaf, grad in zip(leaves, grads, strict=True)
             )
 
@@ -248,15 +248,15 @@ def tile_candidates(
         loops: True if programs loop over tiles.
         wrap: makes the entry of a tile, if it is not the tile itself.
     """
-    if current.columns >= columns:
-        row_counts, column_counts = [1, 2, 4], [current.columns]
+    if current.block_n >= columns:
+        row_counts, column_counts = [1, 2, 4], [current.block_n]
     else:
-        row_counts, column_counts = [current.rows], [512, 1024, 2048, 4096]
-    program_counts = [1, 2, 3, 4, 6, 8] if loops else [current.programs]
-    stage_counts = [1, 3] if loops else [current.stages]
+        row_counts, column_counts = [current.block_m], [512, 1024, 2048, 4096]
+    program_counts = [1, 2, 3, 4, 6, 8] if loops else [current.programs_per_sm]
+    stage_counts = [1, 3] if loops else [current.num_stages]
     grid = itertools.product(row_counts, column_counts, (2, 4, 8, 16, 32), program_counts, stage_counts)
     tiles = [TileConfig(*values) for values in grid]
-    sensible = [tile for tile in tiles if 4 <= tile.rows * tile.columns / (32 * tile.warps) <= 128]
+    sensible = [tile for tile in tiles if 4 <= tile.block_m * tile.block_n / (32 * tile.num_warps) <= 128]
     for tile in current_first(current, sensible):
         yield TileCandidate(asdict(tile), namespace, {name: wrap(tile) if wrap else tile})
 

@@ -145,7 +145,7 @@ def activation_cases(
 
     def candidates(s: ProblemSizes, name: str) -> Candidates:
         current = vars(module)[name]
-        return tile_candidates(vars(module), name, current, s.hidden_size, current.programs > 1)
+        return tile_candidates(vars(module), name, current, s.hidden_size, current.programs_per_sm > 1)
 
     return [
         KernelCase(
@@ -190,11 +190,11 @@ def rope_cases() -> list[KernelCase]:
         return [q, k, *(torch.cat([table, table], -1)[None] for table in tables)]
 
     def candidates(s: ProblemSizes) -> Candidates:
-        return tile_candidates(rope.__dict__, "BLOCK", rope.BLOCK, s.hidden_size, False)
+        return tile_candidates(rope.__dict__, "TILE", rope.TILE, s.hidden_size, False)
 
     def case(direction: str, sign: float) -> KernelCase:
         def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return rope.rotate_triton(x, cos, sin, sign, rope.BLOCK)
+            return rope.rotate_triton(x, cos, sin, sign, rope.TILE)
 
         return KernelCase(
             "rope",
@@ -219,18 +219,18 @@ def dropout_cases() -> list[KernelCase]:
         return [s.normal(s.tokens, 1, s.hidden_size) for _ in range(2)]
 
     def candidates(s: ProblemSizes) -> Candidates:
-        return tile_candidates(dropout.__dict__, "BLOCK", dropout.BLOCK, s.hidden_size, False)
+        return tile_candidates(dropout.__dict__, "TILE", dropout.TILE, s.hidden_size, False)
 
     def torch_fn(x: Tensor, a: Tensor) -> Tensor:
         return F.dropout(x, DROPOUT_P) + a
 
     def forward(x: Tensor, a: Tensor) -> Tensor:
         sample_ids = torch.zeros(1, dtype=torch.int64, device=x.device)
-        return dropout.dropout_triton(x, a, DROPOUT_P, DROPOUT_KEY, sample_ids, 0, dropout.BLOCK)
+        return dropout.dropout_triton(x, a, DROPOUT_P, DROPOUT_KEY, sample_ids, 0, dropout.TILE)
 
     def backward(x: Tensor, a: Tensor) -> Tensor:
         sample_ids = torch.zeros(1, dtype=torch.int64, device=x.device)
-        return dropout.dropout_triton(x, None, DROPOUT_P, DROPOUT_KEY, sample_ids, 0, dropout.BLOCK)
+        return dropout.dropout_triton(x, None, DROPOUT_P, DROPOUT_KEY, sample_ids, 0, dropout.TILE)
 
     def case(direction: str, num_tensors: int, fn: Fn) -> KernelCase:
         work = streams(num_tensors)

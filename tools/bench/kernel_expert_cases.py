@@ -21,11 +21,11 @@ from megalite.kernels.weight_grad import accumulate_weight_grad_
 from tools.bench.kernel_case import Candidates, Fn, KernelCase, MakeInputs, ProblemSizes, WorkModel, table_candidates
 
 TILE_VALUES = {
-    "rows": (64, 128, 256),
-    "columns": (64, 128, 256),
-    "depth": (32, 64),
-    "warps": (4, 8),
-    "stages": (3, 4, 5),
+    "BLOCK_M": (64, 128, 256),
+    "BLOCK_N": (64, 128, 256),
+    "BLOCK_K": (32, 64),
+    "num_warps": (4, 8),
+    "num_stages": (3, 4, 5),
 }
 
 

@@ -27,7 +27,7 @@ from tools.bench.kernel_case import (
 
 # --- cross entropy
 
-LOSS_TILE_VALUES = {"COLUMNS": (1024, 2048, 4096, 8192, 16384), "WARPS": (2, 4, 8, 16, 32)}
+LOSS_TILE_VALUES = {"BLOCK_N": (1024, 2048, 4096, 8192, 16384), "NUM_WARPS": (2, 4, 8, 16, 32)}
 
 # Liger's forward overwrites its input with the gradient. "sum", because it has no other reduction for a batch.
 LIGER = liger("LigerCrossEntropyFunction", None, -100, 0.0, 0.0, "sum")
@@ -97,8 +97,8 @@ class FakeMainGrad:
 
 def head_loss(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     """Compute the loss like the trainer, which adds the weight's gradient to an accumulator of its own."""
-    if not hasattr(weight_VD, "sink"):  # main_grad_of reads this attribute
-        weight_VD.sink = FakeMainGrad(weight_VD)  # type: ignore[attr-defined]
+    if not hasattr(weight_VD, "main_grad"):  # main_grad_of reads this attribute
+        weight_VD.main_grad = FakeMainGrad(weight_VD)  # type: ignore[attr-defined]
     x_SBD, labels_SB, tp = x_ND[:, None], labels_N[:, None], Mesh.single_process().tp
     return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], loss_grad=1.0)
 
@@ -182,8 +182,8 @@ def loss_cases() -> list[KernelCase]:
 # --- AdamW and the gradient norm
 
 ADAMW_OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 10}
-ADAMW_TILE_VALUES = {"ELEMENTS": (512, 1024, 2048, 4096), "WARPS": (2, 4, 8)}
-NORM_TILE_VALUES = {"ELEMENTS": (2048, 4096, 8192), "WARPS": (4, 8, 16), "PROGRAMS": (2, 4, 8)}
+ADAMW_TILE_VALUES = {"BLOCK_SIZE": (512, 1024, 2048, 4096), "NUM_WARPS": (2, 4, 8)}
+NORM_TILE_VALUES = {"BLOCK_SIZE": (2048, 4096, 8192), "NUM_WARPS": (4, 8, 16), "PROGRAMS_PER_SM": (2, 4, 8)}
 
 
 def adamw_inputs(s: ProblemSizes, moment_dtype: torch.dtype) -> list[Tensor]:

@@ -85,34 +85,35 @@ def swiglu_grad_tile(g, u, da, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
 
 @kernel
 def _forward(
-    U, A, rows, columns, stride, LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    compute_dtype = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows) & (offs < columns)
-    g = tl.load(U + row * stride + offs, mask=mask, other=0.0).to(compute_dtype)
-    u = tl.load(U + row * stride + columns + offs, mask=mask, other=0.0).to(compute_dtype)
-    tl.store(A + row * columns + offs, swiglu_tile(g, u, LIMIT, ALPHA).to(A.dtype.element_ty), mask=mask)
+    u_ptr, a_ptr, M, N, stride_um,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    compute_dtype = tl.float64 if u_ptr.dtype.element_ty == tl.float64 else tl.float32
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (offs_m < M) & (offs_n < N)
+    g = tl.load(u_ptr + offs_m * stride_um + offs_n, mask=mask, other=0.0).to(compute_dtype)
+    u = tl.load(u_ptr + offs_m * stride_um + N + offs_n, mask=mask, other=0.0).to(compute_dtype)
+    tl.store(a_ptr + offs_m * N + offs_n, swiglu_tile(g, u, LIMIT, ALPHA).to(a_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
 def _backward(
-    U, DA, A, DU, rows, columns, stride_u, stride_da,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    u_ptr, da_ptr, a_ptr, du_ptr, M, N, stride_um, stride_dam,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    compute_dtype = tl.float64 if U.dtype.element_ty == tl.float64 else tl.float32
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    offs = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mask = (row < rows) & (offs < columns)
-    g = tl.load(U + row * stride_u + offs, mask=mask, other=0.0).to(compute_dtype)
-    u = tl.load(U + row * stride_u + columns + offs, mask=mask, other=0.0).to(compute_dtype)
-    da = tl.load(DA + row * stride_da + offs, mask=mask, other=0.0).to(compute_dtype)
+    compute_dtype = tl.float64 if u_ptr.dtype.element_ty == tl.float64 else tl.float32
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (offs_m < M) & (offs_n < N)
+    g = tl.load(u_ptr + offs_m * stride_um + offs_n, mask=mask, other=0.0).to(compute_dtype)
+    u = tl.load(u_ptr + offs_m * stride_um + N + offs_n, mask=mask, other=0.0).to(compute_dtype)
+    da = tl.load(da_ptr + offs_m * stride_dam + offs_n, mask=mask, other=0.0).to(compute_dtype)
     a, dg, du = swiglu_grad_tile(g, u, da, LIMIT, ALPHA)
-    tl.store(A + row * columns + offs, a.to(A.dtype.element_ty), mask=mask)
-    du_ptrs = DU + row * 2 * columns + offs
-    tl.store(du_ptrs, dg.to(DU.dtype.element_ty), mask=mask)
-    tl.store(du_ptrs + columns, du.to(DU.dtype.element_ty), mask=mask)
+    tl.store(a_ptr + offs_m * N + offs_n, a.to(a_ptr.dtype.element_ty), mask=mask)
+    du_ptrs = du_ptr + offs_m * 2 * N + offs_n
+    tl.store(du_ptrs, dg.to(du_ptr.dtype.element_ty), mask=mask)
+    tl.store(du_ptrs + N, du.to(du_ptr.dtype.element_ty), mask=mask)
 
 
 def forward(u: Tensor, tile: TileConfig = FORWARD_TILE, *, clamped: bool = False) -> Tensor:
@@ -123,9 +124,9 @@ def forward(u: Tensor, tile: TileConfig = FORWARD_TILE, *, clamped: bool = False
     rows, columns = u_N2F.shape[0], u.shape[-1] // 2
     tile = fit_tile(tile, columns)
     a = torch.empty((*u.shape[:-1], columns), dtype=u.dtype, device=u.device)
-    grid = (ceil_div(rows, tile.rows), ceil_div(columns, tile.columns))
-    launch_args = (rows, columns, u_N2F.stride(0), *(CLAMPED if clamped else PLAIN), tile.rows, tile.columns)
-    _forward[grid](u_N2F, a, *launch_args, num_warps=tile.warps)
+    grid = (ceil_div(rows, tile.block_m), ceil_div(columns, tile.block_n))
+    launch_args = (rows, columns, u_N2F.stride(0), *(CLAMPED if clamped else PLAIN), tile.block_m, tile.block_n)
+    _forward[grid](u_N2F, a, *launch_args, num_warps=tile.num_warps)
     return a
 
 
@@ -140,10 +141,10 @@ def backward(
     tile = fit_tile(tile, columns)
     a = torch.empty(da.shape, dtype=u.dtype, device=u.device)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    grid = (ceil_div(rows, tile.rows), ceil_div(columns, tile.columns))
+    grid = (ceil_div(rows, tile.block_m), ceil_div(columns, tile.block_n))
     strides = (u_N2F.stride(0), da_NF.stride(0))
-    launch_args = (rows, columns, *strides, *(CLAMPED if clamped else PLAIN), tile.rows, tile.columns)
-    _backward[grid](u_N2F, da_NF, a, du, *launch_args, num_warps=tile.warps)
+    launch_args = (rows, columns, *strides, *(CLAMPED if clamped else PLAIN), tile.block_m, tile.block_n)
+    _backward[grid](u_N2F, da_NF, a, du, *launch_args, num_warps=tile.num_warps)
     return a, du
 
 
