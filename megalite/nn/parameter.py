@@ -36,16 +36,16 @@ class ParamFactory:
         return replace(self, unit=unit)
 
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
-        """Return this rank's shard of the parameter, initialised unless it is deferred."""
+        """Return this rank's shard of the parameter, initialized unless it is deferred."""
         device, shape = "meta" if self.meta else self.mesh.device, spec.local_shape(self.mesh.sizes)
-        draw = partial(initialize_, spec=spec, mesh=self.mesh, seed=self.seed)
+        init_fn = partial(initialize_, spec=spec, mesh=self.mesh, seed=self.seed)
         if self.deferred:
             parameter = nn.Parameter(torch.empty((), dtype=self.dtype, device=device).expand(shape))
-            parameter.draw = draw  # type: ignore[attr-defined]
+            parameter.init_fn = init_fn  # type: ignore[attr-defined]
         else:
             parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
             if not parameter.is_meta:
-                draw(parameter.data)
+                init_fn(parameter.data)
         parameter.spec, parameter.unit = spec, self.unit  # type: ignore[attr-defined]
         return parameter
 
@@ -56,12 +56,12 @@ def write_initial_values(parameter: nn.Parameter, into: Tensor, span: range | No
 
     If the parameter is deferred, at least the elements `span` of the flattened tensor are written.
     """
-    if (draw := getattr(parameter, "draw", None)) is None:
+    if (init_fn := getattr(parameter, "init_fn", None)) is None:
         into.copy_(parameter.data)
         return
-    del parameter.draw  # pyright: ignore[reportAttributeAccessIssue]
+    del parameter.init_fn  # pyright: ignore[reportAttributeAccessIssue]
     if not into.is_meta:
-        draw(into, span=span)
+        init_fn(into, span=span)
 
 
 def spec_of(parameter: nn.Parameter) -> ParamSpec:
@@ -91,7 +91,7 @@ def main_grad_of(parameter: Tensor) -> MainGrad | None:
     A function that adds to it in backward returns None for the parameter. Autograd's hook still marks the gradient as
     ready when all uses of the parameter are done.
     """
-    return getattr(parameter, "sink", None)
+    return getattr(parameter, "main_grad", None)
 
 
 def params_with_specs(module: nn.Module) -> Iterator[tuple[ParamSpec, nn.Parameter]]:

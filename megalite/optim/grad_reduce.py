@@ -129,7 +129,7 @@ class GradReducer:
                 name = grads.layout.entries[slot.entry].spec.name
                 main_grad = ParamMainGrad(name, grads.param_view(slot).view_as(p), (bucket.index, slot.entry), self)
                 self.main_grads[name] = main_grad
-                p.sink = main_grad  # type: ignore[attr-defined]
+                p.main_grad = main_grad  # type: ignore[attr-defined]
                 node = get_gradient_edge(p).node
                 node.register_hook(partial(main_grad.accumulate_and_mark_ready, p))
                 self._nodes.append(node)

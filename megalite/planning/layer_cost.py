@@ -261,7 +261,7 @@ class CostRecorder(MetaMode):
         """Leave the bytes of the parameters and of their main gradients out of the cost, and return the module."""
         for p in module.parameters():
             main_grad = _FakeMainGrad(p, self.on_grad)
-            p.sink = main_grad  # type: ignore[attr-defined]
+            p.main_grad = main_grad  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
             name = spec_of(p).name.rsplit(".", 1)[-1]
             self._params[storage_id(p)] = (name, False)

@@ -138,7 +138,7 @@ def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card()
     model.w = nn.Parameter(torch.empty(E, F, D, dtype=torch.bfloat16, device="meta"))
     model.w.spec = ParamSpec("layers.0.mlp.experts.up", (E, F, D))  # type: ignore[union-attr]
     with torch.no_grad(), CostRecorder() as seen:
-        w, grad = seen.exclude_params(model).w, model.w.sink.grad  # type: ignore[union-attr]
+        w, grad = seen.exclude_params(model).w, model.w.main_grad.grad  # type: ignore[union-attr]
         ids, x = torch.empty(N, K, dtype=torch.int64, device="meta"), torch.empty(N, D, dtype=w.dtype, device="meta")
         seen.phase = "F"
         order, offsets = sort_by_expert(ids, E)

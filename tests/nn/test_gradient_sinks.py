@@ -69,7 +69,7 @@ def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], promised: 
         backward(model, seed, promised)
     buffer.finish_grad_sync()
     assert all(p.grad is None for p in model.parameters())
-    return {name: sink.accumulator()[0] for name, sink in buffer.main_grads.items()}
+    return {name: main_grad.accumulator()[0] for name, main_grad in buffer.main_grads.items()}
 
 
 @pytest.mark.parametrize("promised", [WEIGHT, None], ids=["promised", "not"])
@@ -147,7 +147,7 @@ def test_without_a_promise_forward_leaves_the_buffer_alone() -> None:
     with torch.no_grad():
         model(None, batch(1, WEIGHT))
     assert not any(flat.any() for flat in buffer.grads.tensors) and all(
-        sink.accumulator()[1] for sink in buffer.main_grads.values()
+        main_grad.accumulator()[1] for main_grad in buffer.main_grads.values()
     )
 
 

@@ -37,7 +37,7 @@ def test_the_sums_are_the_same_to_the_bit_where_their_order_is(flags: str) -> No
         backward(stage, seed, None)
         later = WeightGradStore()
         backward(other, seed, later)
-        names = {sink._name for sink in later.main_grads}  # type: ignore[attr-defined]
+        names = {main_grad._name for main_grad in later.main_grads}  # type: ignore[attr-defined]
         matrices = {
             n
             for n, s in split.main_grads.items()

@@ -98,7 +98,7 @@ def test_norm_and_zeros_are_those_of_the_model() -> None:
     real = run.optimizer.step
 
     def look(**options: Any) -> None:  # when the gradients are complete and not used up
-        counts.append(sum(int((sink._main_grad == 0).sum()) for sink in run.buffer.main_grads.values()))
+        counts.append(sum(int((main_grad._main_grad == 0).sum()) for main_grad in run.buffer.main_grads.values()))
         real(**options)
 
     run.optimizer.step = look  # type: ignore[method-assign]
