@@ -36,7 +36,7 @@ from megalite.parallel.phase_timer import PhaseTimer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ABSTRACT: Final = "planned"
+ABSTRACT: Final = "abstract"
 AXES: Final = ("pp", "dp", "cp", "tp", "dp_cp_tp", "dp_cp", "dp_shard", "dp_replicate") + (
     ("edp", "ep", "etp", "ep_etp", "edp_shard", "edp_replicate", "tied_embedding")
 )
@@ -80,7 +80,7 @@ class CommRecord:
         self.axis.comm_log.blocked_on = self, time.monotonic()
         if self.peer < 0:  # the pipeline times messages itself
             phase = "agreement" if self.axis.name == "world" else "communication"
-            self._span = self.axis.clock.span(phase, self.op, self.axis.name)
+            self._span = self.axis.phase_timer.span(phase, self.op, self.axis.name)
             self._span.__enter__()
         return self
 
@@ -119,21 +119,21 @@ class Axis:
         backend: a process group, or a CollectiveBackend with a group (shared memory, or the recorder of
             planning/layer_cost.py). ABSTRACT: collectives raise an error. None: the axis has size 1.
         ranks: global ranks along the axis, in axis order.
-        clock: timer of this rank, which measures the waits for collectives.
+        phase_timer: timer of this rank, which measures the waits for collectives.
         comm_log: the collectives and messages that this rank has started on this axis.
     """
 
     name: str
     size: int = 1
     rank: int = 0
-    backend: "ProcessGroup | CollectiveBackend | Literal['planned'] | None" = None
+    backend: "ProcessGroup | CollectiveBackend | Literal['abstract'] | None" = None
     ranks: tuple[int, ...] = (0,)
-    clock: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)
+    phase_timer: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)
     comm_log: CommLog = field(default_factory=CommLog, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.size > 1 and self.backend is None:
-            raise ValueError(f"axis {self.name} of size {self.size} has no transport; give a group, or ABSTRACT")
+            raise ValueError(f"axis {self.name} of size {self.size} has no backend; give a process group, or ABSTRACT")
 
     @property
     def group(self) -> "ProcessGroup | None":
@@ -196,7 +196,7 @@ class Mesh:
         start: all ranks, with the timeout of the startup even if the other groups had to be created with a shorter one
             (`build_mesh`).
         device: the device on which this rank computes.
-        clock: the timer of this rank, shared by all axes.
+        phase_timer: the timer of this rank, shared by all axes.
         not_shared: the reason why some ranks of one machine don't use shared memory although they should; else "".
     """
 
@@ -219,7 +219,7 @@ class Mesh:
     world: Axis = field(default_factory=lambda: Axis("world"))
     start: Axis = field(default_factory=lambda: Axis("start"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    clock: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)
+    phase_timer: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)
     not_shared: str = ""
 
     @classmethod
@@ -397,10 +397,10 @@ class _GroupBuilder:
     """A factory of axes from grids of ranks, which creates each group once. If `world` is abstract, all axes are."""
 
     def __init__(self, world: Axis, timeout: datetime.timedelta | None = None, use_shared_memory: bool = False):
-        self.clock = PhaseTimer()
+        self.phase_timer = PhaseTimer()
         self.timeout = timeout
         self.use_shared_memory = use_shared_memory
-        self.world = self.start = replace(world, clock=self.clock)
+        self.world = self.start = replace(world, phase_timer=self.phase_timer)
         if compares_collectives() and world.size > 1 and world.backend != ABSTRACT:
             self.start = replace(self.start, name="start", comm_log=CommLog())
             self.world = replace(self.world, backend=self._new_group(world.ranks, "world"))
@@ -428,14 +428,14 @@ class _GroupBuilder:
         """
         size = grid.shape[dim]
         rank = self.world.rank
-        single_rank = Axis(name, ranks=(rank,), clock=self.clock)
+        single_rank = Axis(name, ranks=(rank,), phase_timer=self.phase_timer)
         if size == 1:
             return single_rank
         lines = grid.movedim(dim, -1).reshape(-1, size)
         matches = (lines == rank).nonzero().tolist()  # (line, index in the line)
         if matches:
             line, rank_in_axis = matches[0]
-            axis = Axis(name, size, rank_in_axis, ABSTRACT, tuple(lines[line].tolist()), self.clock)
+            axis = Axis(name, size, rank_in_axis, ABSTRACT, tuple(lines[line].tolist()), self.phase_timer)
         else:
             axis = single_rank
         if self.world.backend == ABSTRACT:
@@ -499,4 +499,4 @@ def _build_axes(groups: _GroupBuilder, **sizes: Unpack[MeshSizes]) -> Mesh:
     axes["dp_cp_tp"] = groups.axis_along("dp_cp_tp", dp_cp_tp, 1, abstract=not sizes.get("dp_cp_tp"))
     axes["pp_grad"] = groups.axis_along("pp_grad", grid, 0, own_group=True)
     axes["tied_embedding"] = groups.axis_along("tied_embedding", grid[[0, -1]] if pp > 1 else grid, 0, own_group=True)
-    return Mesh(**axes, world=groups.world, start=groups.start, clock=groups.clock)
+    return Mesh(**axes, world=groups.world, start=groups.start, phase_timer=groups.phase_timer)

@@ -91,7 +91,7 @@ class CudaGraphPipeline(Pipeline):
         for name, value in vars(batch).items():
             if isinstance(value, Tensor):
                 getattr(static_batch, name).copy_(value)
-        with self.mesh.clock.span("graph", "replay"):
+        with self.mesh.phase_timer.span("graph", "replay"):
             graph.replay()
         return losses
 
@@ -107,7 +107,7 @@ class CudaGraphPipeline(Pipeline):
             losses.append(self._forward(flight, (0, 0), 0, static_batch, self._loss_grad))
             self._backward(flight, (0, 0), self._loss_grad)
 
-        timer = self.mesh.clock
+        timer = self.mesh.phase_timer
         was_timed = timer.timed
         timer.timed = False  # a captured event has no timestamp
         try:

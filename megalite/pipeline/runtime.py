@@ -213,20 +213,20 @@ class Pipeline:
             chunk = self.placement.chunk(action.stage)
             last_in_step = last_microbatch.get(action.stage) == action.microbatch
             if action.op is Op.F:
-                with mesh.clock.span("forward", action):
+                with mesh.phase_timer.span("forward", action):
                     losses = self._forward(flight, key, chunk, batches[action.microbatch], loss_grad)
                 total[: len(losses)] += losses
             elif action.op is Op.B:
                 assert loss_grad is not None
                 if not self.split_backward and key in ends_pass:
                     self.param_sync.set_last_backward(chunk, None, last_in_step)
-                with mesh.clock.span("backward", action):
+                with mesh.phase_timer.span("backward", action):
                     self._backward(flight, key, loss_grad)
             elif action.op is Op.W:
                 wgrad_store = flight.wgrad_stores.pop(key)
                 if key in ends_pass:
                     self.param_sync.set_last_backward(chunk, wgrad_store.main_grads, last_in_step)
-                with mesh.clock.span("backward", action):
+                with mesh.phase_timer.span("backward", action):
                     wgrad_store.compute_all()
             elif action.op is Op.REDUCE_GRAD:
                 self.param_sync.finish_pass(chunk, last_in_step)
@@ -262,7 +262,7 @@ class Pipeline:
 
     def _wait_for_message(self, message: Pending, *name: object) -> Tensor:
         """Wait for a message and return its tensor. Most of the wait for the sender is the pipeline's bubble."""
-        with self.mesh.clock.span(P2P_PHASE, "wait for", *name):
+        with self.mesh.phase_timer.span(P2P_PHASE, "wait for", *name):
             tensor = message.wait()
         self._last_arrival = self._elapsed(0.0)
         return tensor
@@ -311,7 +311,7 @@ class Pipeline:
         forward = action.op in (Op.SEND_F, Op.RECV_F)
         axis: Axis = self.mesh.pp if forward else self.mesh.pp_grad
         step = 1 if action.op in (Op.SEND_F, Op.RECV_B) else -1
-        with self.mesh.clock.span(P2P_PHASE, action):
+        with self.mesh.phase_timer.span(P2P_PHASE, action):
             return start_p2p(tensor, axis, self.placement.rank(action.stage + step), op, action.microbatch)
 
     def _elapsed(self, start: float) -> float:

@@ -50,7 +50,7 @@ def train_step(
     state = run.state
     step = state.step + 1
     batch_size = run.batch_sizes.at(state.consumed_samples)
-    with timers("batch-generator", 2), mesh.clock.span("data", "wait for data"):
+    with timers("batch-generator", 2), mesh.phase_timer.span("data", "wait for data"):
         inject_fault("data.get", mesh.world.rank, step)
         host_batches, _ = run.train_loader.get(state.consumed_samples, batch_size)
     data_s = time.perf_counter() - start
@@ -184,7 +184,7 @@ def _reduce_step_sums(
     sums, router_sums = packed.split([len(names), len(local_router_sums)])
     router_sums.copy_(local_router_sums)
     local_sums = dict(zip(names, sums.split(1), strict=True))  # views: writing to one does not wait for the device
-    with mesh.clock.span("optimizer", "gradient norm"):
+    with mesh.phase_timer.span("optimizer", "gradient norm"):
         local_sums["norm_sq"].copy_(run.optimizer.local_norm_sq())
     if mesh.pp.is_last and mesh.tp.is_first:  # replicated values are counted once per data-parallel rank
         local_sums["loss_sum"].copy_(losses[0])
@@ -211,7 +211,7 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
     """Clip the gradient, update the elements that this rank owns, and start the all-gather of the weights."""
     samples = run.state.consumed_samples - run.state.skipped_samples
     clip = min(1.0, run.clip_grad / (grad_norm + 1e-6)) if run.clip_grad > 0 else 1.0
-    with run.mesh.clock.span("checkpoint", "wait for the save"):
+    with run.mesh.phase_timer.span("checkpoint", "wait for the save"):
         run.before_update()
     schedules = run.schedules
     rates = dict(
@@ -219,7 +219,7 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
         decoupled_lr=(schedules.decoupled or schedules.lr).at(samples),
         weight_decay=schedules.weight_decay.at(samples),
     )
-    with timers("optimizer", 1), run.mesh.clock.span("optimizer", "optimizer"):
+    with timers("optimizer", 1), run.mesh.phase_timer.span("optimizer", "optimizer"):
         with timers("optimizer-inner-step", 1):
             run.optimizer.step(scale=clip * unscale, **rates)
         with timers("params-all-gather", 1):

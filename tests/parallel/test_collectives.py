@@ -143,7 +143,7 @@ def test_an_odd_ring_comes_round_and_one_bit_is_enough() -> None:
 
 def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -> None:
     """Sizes alone would make it the identity, and a sum of one summand would pass for the whole."""
-    with pytest.raises(ValueError, match="axis tp of size 2 has no transport"):
+    with pytest.raises(ValueError, match="axis tp of size 2 has no backend"):
         Axis("tp", 2)
     axis, x = Axis("tp", 2, 1, ABSTRACT), torch.ones(4)
     for collective in (

@@ -52,10 +52,10 @@ def _timed(flags: str) -> tuple[list[str], float, float]:
         for _ in range(3):
             run.pipeline.timeline = []
             dist.barrier()
-            run.mesh.clock.start_step(run.mesh.device)
+            run.mesh.phase_timer.start_step(run.mesh.device)
             train_step(run)
-            run.mesh.clock.end_step()
-            waited = run.mesh.clock.phase_seconds()[P2P_PHASE]
+            run.mesh.phase_timer.end_step()
+            waited = run.mesh.phase_timer.phase_seconds()[P2P_PHASE]
             timeline = run.pipeline.timeline
             steps.append((max(timed.end_s for timed in timeline), waited, [timed.action for timed in timeline]))
     took, waited, actions = min(steps[1:])

@@ -107,12 +107,12 @@ def test_a_late_rank_is_waited_for(flags: str) -> None:
 def test_steps_that_are_not_timed_have_the_shares_of_the_last_that_was() -> None:
     run = build("")
     phases, begun = TimeBreakdown(run.mesh, time.perf_counter()), []
-    real = run.mesh.clock.start_step
-    run.mesh.clock.start_step = lambda device: (begun.append(phases._steps), real(device))  # type: ignore[assignment, func-returns-value]
+    real = run.mesh.phase_timer.start_step
+    run.mesh.phase_timer.start_step = lambda device: (begun.append(phases._steps), real(device))  # type: ignore[assignment, func-returns-value]
     for step in range(1, 33):
         phases.before_step()
-        if run.mesh.clock.timed:
-            with run.mesh.clock.span("forward"):
+        if run.mesh.phase_timer.timed:
+            with run.mesh.phase_timer.span("forward"):
                 time.sleep(0.003)
         phases.after_step(0.0, 1.0)
         if step == 24:

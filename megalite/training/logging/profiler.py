@@ -25,7 +25,7 @@ class Profiler:
         self.first = options.profile_step_start + 1
         self.last = options.profile_step_end
         self.path = directory / f"rank-{rank:03d}.json.gz"
-        self._clock = mesh.clock
+        self._phase_timer = mesh.phase_timer
         self._running = False
         self._torch: Any = None
         self._cuda: Any = torch.cuda.cudart
@@ -57,7 +57,7 @@ class Profiler:
                 self._torch.start()
             else:
                 self._cuda().cudaProfilerStart()
-            self._clock.traced = self._torch is not None
+            self._phase_timer.traced = self._torch is not None
 
     def after(self, step: int, logged: bool) -> None:
         """Write a memory snapshot if the step was logged, and the profile after the last step."""
@@ -75,7 +75,7 @@ class Profiler:
         """Stop profiling and write the profile, if it is still running."""
         if not self._running:
             return
-        self._running = self._clock.traced = False
+        self._running = self._phase_timer.traced = False
         if self._torch is None:
             self._cuda().cudaProfilerStop()
             return

@@ -48,7 +48,7 @@ class TimeBreakdown:
 
     def __init__(self, mesh: Mesh, start: float):
         self._mesh = mesh
-        self._clock = mesh.clock
+        self._phase_timer = mesh.phase_timer
         self._start = start
         self._seconds: dict[str, float] = defaultdict(float)
         self._shares: Mapping[str, float] = {OTHER_PHASE: 1.0}  # in the last timed step
@@ -81,18 +81,18 @@ class TimeBreakdown:
         if self._after_save or self._steps <= TIMED_FIRST_STEPS or self._steps % TIMED_EVERY == 0:
             self._assign_to_phases()
             self._after_save = False
-            self._clock.start_step(self._mesh.device)
+            self._phase_timer.start_step(self._mesh.device)
 
     def after_step(self, data_s: float, step_s: float) -> None:
         """Add a step of `step_s` seconds, including `data_s` seconds of waiting for data."""
-        if self._clock.timed:
-            self._clock.end_step()
+        if self._phase_timer.timed:
+            self._phase_timer.end_step()
         self._seconds["data"] += data_s
         self._unassigned_s += step_s - data_s
 
     def _assign_to_phases(self) -> None:
         """Divide the time of the last timed step, and of the steps after it, among the phases."""
-        spent = self._clock.phase_seconds()
+        spent = self._phase_timer.phase_seconds()
         if spent:
             self.recent.append(dict(spent))
         spent.pop("data", None)
