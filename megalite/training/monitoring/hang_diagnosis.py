@@ -24,20 +24,20 @@ class RankState:
     axes: dict[str, tuple[list[int], list[CallRecord]]]  # axis -> its ranks and the collectives that were started last
 
     @property
-    def place(self) -> str:
-        """Return the innermost line in megalite."""
+    def location(self) -> str:
+        """The innermost line in megalite."""
         return self.stack[0] if self.stack else "outside megalite"
 
     @property
     def likely_cause(self) -> str | None:
-        """Return the likely cause if the rank loads data or writes a checkpoint, else None."""
+        """The likely cause if the rank loads data or writes a checkpoint, else None."""
         packages = {line.partition("/")[0] for line in self.stack} | {self.phase}
         if packages & {"data", "batch-generator"}:
             return "a data stall: slow storage, or a slow preparation of samples"
         return "a slow checkpoint" if packages & {"checkpoint", "save-checkpoint"} else None
 
     def __str__(self) -> str:
-        position = f"{f'step {self.step}, ' if self.step else ''}{self.phase or self.activity}, {self.place}"
+        position = f"{f'step {self.step}, ' if self.step else ''}{self.phase or self.activity}, {self.location}"
         if self.waiting_on is None:
             return position
         axis, call, seconds = self.waiting_on
@@ -89,7 +89,7 @@ def diagnose(states: Mapping[int, RankState], silent: Mapping[int, str]) -> tupl
         return f"every rank waits for another: {format_ranks([last.rank])} in {last}{example}", [last.rank]
     first = min(busy, key=lambda state: (state.likely_cause is None, state.step, state.rank))
     late = sorted(
-        state.rank for state in busy if (state.place, state.likely_cause) == (first.place, first.likely_cause)
+        state.rank for state in busy if (state.location, state.likely_cause) == (first.location, first.likely_cause)
     )
     cause = f" ({first.likely_cause})" if first.likely_cause else ""
     return f"{format_ranks(late)} in {first}{cause}{example}", late

@@ -177,10 +177,10 @@ class Watchdog:
             lost_rank = f"{'one of ' * (len(candidates) > 1)}{format_ranks(candidates)}{group}"
         # The frames of the error, innermost first, since the main thread has left them.
         frames = reversed([(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)])
-        place = next(self._megalite_lines(frames), state.place)
+        location = next(self._megalite_lines(frames), state.location)
         return (
             f"lost another rank ({match[0] if match else 'error'}): {lost_rank}; "
-            f"in {state.phase or state.activity}, {place}{call_text}"
+            f"in {state.phase or state.activity}, {location}{call_text}"
         )
 
     def _ended_processes(self, ranks: Sequence[int]) -> dict[int, str]:
