@@ -226,7 +226,7 @@ def export_hf(args: argparse.Namespace) -> bool:
     local = ExportSource(source, DTYPES.get(args.dtype), model_specs(model, vocab_size))
     size = args.max_shard_size or parse_size("5GB")
     external = write_model(args.to_hf, local, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
-    num_files = len({tensor.place.rpartition(" in ")[2] for tensor in external.tensors})
+    num_files = len({tensor.location.rpartition(" in ")[2] for tensor in external.tensors})
     print(f"{args.to_hf}: {family}, {len(external.tensors)} tensors in {num_files} files, vocabulary {vocab_size}")
     if note is not None:
         print_err(f"note: {note}")

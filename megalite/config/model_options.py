@@ -10,7 +10,7 @@ from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pa
 from megalite.config.registry import REGISTRIES
 
 MAX_DROPOUT = (1, "drops everything; use less than 1")
-MOST_LAYERS = (
+MAX_LAYERS = (
     MAX_LAYERS_IN_PATTERN,
     f"is more layers than any model has; use at most {MAX_LAYERS_IN_PATTERN}",
 )  # several properties are lists with a value for each layer
@@ -24,7 +24,7 @@ class ModelConfig:
         0,
         required=True,
         placeholder=2,
-        maximum=MOST_LAYERS,
+        maximum=MAX_LAYERS,
         aliases=("--encoder-num-layers",),
         help="number of transformer layers",
     )

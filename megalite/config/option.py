@@ -19,7 +19,7 @@ from typing import Any
 from megalite.common.tables import load_table
 from megalite.config.registry import PLUGIN_HINT, Registry
 
-OPERATIONAL, EXECUTION, TRAINING, MODEL = "free", "how", "training", "model"
+OPERATIONAL, EXECUTION, TRAINING, MODEL = "operational", "execution", "training", "model"
 _URL = re.compile(r"(?<![a-z0-9+.-])([a-z0-9+.-]*)://((?:[^/@\s]*|[^/@\s:]*:(?!\d+/)[^@\s]*)@)?", re.IGNORECASE)
 _QUERY = re.compile(r"://[^?#\s]*([?#]\S*)")
 _USER_PROTOCOLS = (

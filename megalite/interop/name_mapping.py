@@ -128,8 +128,8 @@ class ModelFamily(TensorNames):
     even_heads: bool = False
 
     @property
-    def grouped(self) -> bool:
-        """Return True if the family supports grouped-query attention."""
+    def supports_gqa(self) -> bool:
+        """True if the family supports grouped-query attention."""
         return "num_key_value_heads" in self.derived_keys
 
 

@@ -223,13 +223,13 @@ class FileTensor:
     Attributes:
         shape: Its shape.
         dtype: Its dtype, as text if torch has no such dtype.
-        place: Its location, for messages.
+        location: Its location, for messages.
         load: Returns its values.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | str
-    place: str
+    location: str
     load: Callable[[], Tensor]
 
 
@@ -240,13 +240,13 @@ class ExternalTensor:
     Attributes:
         recipe: The mapping.
         dtype: Its dtype.
-        place: Its location, for messages.
+        location: Its location, for messages.
         load: Returns its values, of shape `recipe.shape`.
     """
 
     recipe: TensorMapping
     dtype: torch.dtype
-    place: str
+    location: str
     load: Callable[[], Tensor]
 
     def read(self) -> Tensor:
@@ -257,7 +257,7 @@ class ExternalTensor:
             first = values[~values.isfinite()][0]
             problem = f"{num_bad:,} of {values.numel():,} values are not finite, the first is {first:g}"
             remedy = "training cannot start with them: give another checkpoint"
-            raise CheckpointError(f"{self.place}: {problem}; {remedy}")
+            raise CheckpointError(f"{self.location}: {problem}; {remedy}")
         return values
 
 
@@ -324,19 +324,19 @@ def match_tensors(
         ]
         for name, tensor in stored.items():
             if name not in expected:
-                lines.append(f"{tensor.place}: not a tensor of this model")
+                lines.append(f"{tensor.location}: not a tensor of this model")
             elif not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in CODES:
-                lines.append(f"{tensor.place}: {tensor.dtype} is not a floating-point type that megalite supports")
+                lines.append(f"{tensor.location}: {tensor.dtype} is not a floating-point type that megalite supports")
             elif tensor.shape != expected[name].shape:
-                lines.append(f"{tensor.place}: shape {tensor.shape}, not {expected[name].shape}")
+                lines.append(f"{tensor.location}: shape {tensor.shape}, not {expected[name].shape}")
             else:
-                matches.append(ExternalTensor(expected[name], tensor.dtype, tensor.place, tensor.load))
+                matches.append(ExternalTensor(expected[name], tensor.dtype, tensor.location, tensor.load))
     raise_problems(lines, title)
     firsts: dict[tuple[tuple[str, Box], ...], ExternalTensor] = {}
     for tensor in sorted(matches, key=lambda tensor: tensor.recipe.is_duplicate):
         first = firsts.setdefault(tuple((spec.name, box) for spec, box in tensor.recipe.parts), tensor)
         if tensor is not first and not torch.equal(tensor.read(), first.read()):
-            lines.append(f"{tensor.place} differs from {first.place}, which it repeats; {remedy}")
+            lines.append(f"{tensor.location} differs from {first.location}, which it repeats; {remedy}")
     raise_problems(lines, title)
     return list(firsts.values())
 

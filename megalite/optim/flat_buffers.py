@@ -35,7 +35,7 @@ class AllocationObserver(Protocol):
         ...
 
 
-_observer: ContextVar[AllocationObserver | None] = ContextVar("observer", default=None)
+_observer: ContextVar[AllocationObserver | None] = ContextVar("allocation_observer", default=None)
 # observe_allocations(observer) is a context in which every ResizableStorage calls `observer`
 observe_allocations = partial(context_value, _observer)
 

@@ -51,7 +51,7 @@ class OffloadedState:
     Attributes:
         state: bucket -> the owned part of main weights and optimizer state.
         host_bytes: pinned memory in bytes.
-        disk: size of the mapped file in bytes.
+        disk_bytes: size of the mapped file in bytes.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OffloadedState:
         sizes = allocation_sizes(owned_numels, sum(dtype.itemsize for dtype in dtypes), main_dtype.itemsize)
         num_on_disk = len(owned_numels) if directory else 0
         self.host_bytes = pinned_bytes(sizes[num_on_disk:])
-        self.disk = sum(sizes[:num_on_disk])
+        self.disk_bytes = sum(sizes[:num_on_disk])
         host_tensors = itertools.chain(
             allocate_mapped(sizes[:num_on_disk], directory, self._device),
             allocate_pinned(sizes[num_on_disk:], self._device),

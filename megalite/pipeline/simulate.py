@@ -40,13 +40,13 @@ class Simulation:
 
     starts: Sequence[float]
     ends: Mapping[Action, float]
-    place: StagePlacement
+    placement: StagePlacement
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The compute actions of all ranks; those of one rank are in order."""
         times = zip(self.starts, self.ends.items(), strict=True)
-        return tuple(Span(self.place.rank(action.stage), action, start, end) for start, (action, end) in times)
+        return tuple(Span(self.placement.rank(action.stage), action, start, end) for start, (action, end) in times)
 
     @cached_property
     def end(self) -> float:
@@ -57,7 +57,7 @@ class Simulation:
     def bubble(self) -> float:
         """The idle fraction of the time of all ranks."""
         busy = sum(end - start for start, end in zip(self.starts, self.ends.values(), strict=True))
-        return 1.0 - busy / (self.place.pp * self.end)
+        return 1.0 - busy / (self.placement.pp * self.end)
 
 
 def simulate(
@@ -89,7 +89,7 @@ def simulate(
     )
     last = max(stages)
     split = Op.W in ops
-    place = StagePlacement(num_ranks, -(-(last + 1) // num_ranks))
+    placement = StagePlacement(num_ranks, -(-(last + 1) // num_ranks))
     durations = [{Op.F: f, Op.B: b if split else b + w, Op.W: w} for f, b, w in costs or [EQUAL_COSTS] * (last + 1)]
     # [operation][stage][micro-batch]: when the activations for F and the gradients for B arrive. The first F and the
     # last B wait for no input. Stages last + 1 and, as index -1, last + 2 take the output of the last F and first B.
@@ -114,15 +114,15 @@ def simulate(
                     start = max(clock[rank], arrival, earliest[stage])
                     clock[rank] = ends[action] = start + durations[stage][op]
                     starts.append(start)
-                    if place.pp == 1 and op is not Op.W:  # the next stage is on the same rank: there is no message
+                    if placement.pp == 1 and op is not Op.W:  # the next stage is on the same rank: there is no message
                         arrivals[op][stage + (1 if op is Op.F else -1)][microbatch] = clock[rank]
                 elif op in SENDS:
                     input_op, step = SENDS[op]
-                    arrival = max(clock[rank], channel_free_at[op][rank]) + delay(rank, place.rank(stage + step))
+                    arrival = max(clock[rank], channel_free_at[op][rank]) + delay(rank, placement.rank(stage + step))
                     arrivals[input_op][stage + step][microbatch] = channel_free_at[op][rank] = arrival
                 position[rank] += 1
                 progressed = True
     stuck = [str(actions[i]) for actions, i in zip(actions_by_rank, position, strict=True) if i < len(actions)]
     if stuck:
         raise ValueError(f"never runs: {', '.join(stuck)}")
-    return Simulation(starts, ends, place)
+    return Simulation(starts, ends, placement)

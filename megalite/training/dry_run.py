@@ -160,7 +160,7 @@ def _run_step(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
         parts=parts,
         host=host_bytes,
         in_flight=max(bytes_after_forward) - state_bytes,
-        peak=shapes.peak - host_bytes - optimizer.offloaded.disk,
+        peak=shapes.peak - host_bytes - optimizer.offloaded.disk_bytes,
         calls=calls,
     )
 

@@ -31,7 +31,7 @@ class ExpertLoadBalancer:
         routers: The routers of this rank.
         layers: The indices of the model's L layers with experts.
         counts_LE: The number of assignments to each of the E experts in the last step's global batch, on every rank.
-        losses_L3: The sums of the auxiliary losses over the tokens of the same batch.
+        losses_L4: The sums of the auxiliary losses over the tokens of the same batch.
     """
 
     def __init__(self, stages: Iterable[Stage], mesh: Mesh, model: ModelConfig):
@@ -41,7 +41,7 @@ class ExpertLoadBalancer:
         self.has_losses = any(model.moe_layers) and bool(model.aux_loss_coeffs or model.moe_z_loss_coeff)
         self.layers = [layer for layer, has_experts in enumerate(model.moe_layers) if has_experts]
         self.counts_LE = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.int64)
-        self.losses_L3 = torch.zeros(len(self.layers), len(AUX_LOSSES), dtype=torch.float64)
+        self.losses_L4 = torch.zeros(len(self.layers), len(AUX_LOSSES), dtype=torch.float64)
 
     def reset(self) -> None:
         """Zero the routers' sums, before the first forward of a step or of its rerun."""
@@ -58,9 +58,9 @@ class ExpertLoadBalancer:
         return sums.flatten()
 
     def set_global_sums(self, sums: Tensor) -> None:
-        """Set counts_LE and losses_L3 from the sum of `local_sums` over the world."""
+        """Set counts_LE and losses_L4 from the sum of `local_sums` over the world."""
         L, E = self.counts_LE.shape
-        counts, self.losses_L3 = sums.view(L, E + len(AUX_LOSSES)).split([E, len(AUX_LOSSES)], 1)
+        counts, self.losses_L4 = sums.view(L, E + len(AUX_LOSSES)).split([E, len(AUX_LOSSES)], 1)
         self.counts_LE = counts.long()
 
     def metrics(self, tokens: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class ExpertLoadBalancer:
         by_expert = self.counts_LE.double().cpu()
         by_rank = by_expert.unflatten(1, (self.mesh.ep.size, -1)).sum(2)
         load_E = by_expert.sum(0) / by_expert.sum(0).mean()
-        losses = dict(zip(LOSS_NAMES, (self.losses_L3 / max(tokens, 1)).T.cpu().tolist(), strict=True))
+        losses = dict(zip(LOSS_NAMES, (self.losses_L4 / max(tokens, 1)).T.cpu().tolist(), strict=True))
         means = {name: sum(layer_losses) / len(layer_losses) or None for name, layer_losses in losses.items()}
         by_layer = {
             f"moe/{name.removeprefix('router_')}_layer_{self.layers[n]}": loss

@@ -48,7 +48,7 @@ def _train(flags: str, evaluates: bool = False, common: str = COMMON) -> tuple:
             evaluate(run, run.train_loader, 1)
         results.append(train_step(run))
         counts.append(run.expert_balancer.counts_LE.tolist())
-        losses.append(run.expert_balancer.losses_L3.tolist())
+        losses.append(run.expert_balancer.losses_L4.tolist())
     run.buffer.wait_param_sync()
     biases = {router.name: router.bias.tolist() for router in run.expert_balancer.routers if router.bias is not None}
     numbers = [(r.loss, r.grad_norm, *(r.moe_metrics[name] or 0 for name in LOSS_NAMES)) for r in results]

@@ -66,7 +66,7 @@ def _real(flags: str) -> Real:
         for storage in (run.buffer.weights, run.buffer.grads)
     )
     kept = [x for main, state in run.optimizer.offloaded.state.values() for x in (main, *state.values())]
-    on_host = [*([] if run.optimizer.offloaded.disk else kept), *run.optimizer.offloaded._grads]
+    on_host = [*([] if run.optimizer.offloaded.disk_bytes else kept), *run.optimizer.offloaded._grads]
     shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *kept)}
     if plan.config.parallel.param_cpu_offload:
         lent = [

@@ -212,7 +212,7 @@ def compare(external_tensors: Iterable[ExternalTensor], source: ExportSource, sp
         num_tensors += 1
         for spec, box, values in stored_boxes(tensor, specs):
             num_elements += values.numel()
-            diff = difference(f"{tensor.place}, {spec.name}", source.read(spec.name, box), values)
+            diff = difference(f"{tensor.location}, {spec.name}", source.read(spec.name, box), values)
             if diff is None:
                 continue
             index = None

@@ -157,7 +157,7 @@ class _RankRecorder:
         for name, router in zip(self.router_names, balancer.routers, strict=True):
             index = balancer.layers.index(router.layer)
             self.add("router", f"{name}.counts", balancer.counts_LE[index])
-            self.add("router", f"{name}.losses", balancer.losses_L3[index])
+            self.add("router", f"{name}.losses", balancer.losses_L4[index])
 
     def before_update(self) -> None:
         """Record the complete gradients that this rank owns, and the weights after the previous step."""

@@ -43,7 +43,7 @@ class ReadItem(NamedTuple):
     `targets` has (tensor, its box in the full tensor) for each of them.
     """
 
-    place: TensorLocation
+    location: TensorLocation
     stored: Box
     targets: tuple[tuple[Tensor, Box], ...]
 
@@ -272,11 +272,11 @@ class _Block:
         A read that needs no copy is appended to `direct_reads` as (start, end, view of the target), unless this is
         None.
         """
-        itemsize = item.place.dtype.itemsize
-        start, end = max(self.begin, item.place.begin), min(self.end, item.place.end)
-        if (start - item.place.begin) % itemsize or (end - item.place.begin) % itemsize:
+        itemsize = item.location.dtype.itemsize
+        start, end = max(self.begin, item.location.begin), min(self.end, item.location.end)
+        if (start - item.location.begin) % itemsize or (end - item.location.begin) % itemsize:
             raise ValueError(f"an element lies in two blocks, before byte {start} or {end}")
-        span = range((start - item.place.begin) // itemsize, (end - item.place.begin) // itemsize)
+        span = range((start - item.location.begin) // itemsize, (end - item.location.begin) // itemsize)
         for part, part_span in rectangles(item.stored, span):
             offset = start + part_span.start * itemsize
             raw = self._buffer[offset - self.begin : offset - self.begin + len(part_span) * itemsize]
@@ -289,7 +289,7 @@ class _Block:
                 last = flat_offset(part, tuple(n - 1 for n in overlap.stop))
                 size = overlap.numel * itemsize
                 contiguous = last - first + 1 == overlap.numel and destination.is_contiguous()
-                needs_no_conversion = destination.device.type == "cpu" and destination.dtype == item.place.dtype
+                needs_no_conversion = destination.device.type == "cpu" and destination.dtype == item.location.dtype
                 if (
                     direct_reads is not None
                     and len(item.targets) == 1
@@ -301,7 +301,7 @@ class _Block:
                     direct_reads.append((offset + first * itemsize, offset + first * itemsize + size, view))
                 else:
                     self._copies.append(
-                        (destination, raw.view(item.place.dtype).view(part.shape)[slices_within(overlap, part)])
+                        (destination, raw.view(item.location.dtype).view(part.shape)[slices_within(overlap, part)])
                     )
 
     def read(self, file: OpenFile) -> None:

@@ -168,11 +168,6 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
 
-    @property
-    def ends_texts(self) -> bool:
-        """True if it appends the end of a document to each text itself, as the template of a tokenizer.json can."""
-        return self.encode("")[-1:] == [self.eod] and self.encode("a")[-1:] == [self.eod]
-
     def token_id(self, token: str) -> int | None:
         piece = int(self._model.piece_to_id(token))
         return piece if self._model.id_to_piece(piece) == token else None

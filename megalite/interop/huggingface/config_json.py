@@ -72,7 +72,7 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     problems += [
         f"{key}: {reason}" for key, reason in _CONSTANTS["absent"].items() if config.get(key) not in (None, {})
     ]
-    if family.grouped:
+    if family.supports_gqa:
         groups = config.get("num_key_value_heads", family.optional.get("num_key_value_heads") or None)
         if groups is not None and groups != options["num_attention_heads"]:
             options |= {"group_query_attention": True, "num_query_groups": groups}
@@ -124,7 +124,7 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
             if isinstance(effect, int):
                 value, reread_value = effect, external[option]
             lines.append(f"{option}={value} is not {reread_value}")
-    if (family.even_heads or not family.grouped) and model.hidden_size % model.num_attention_heads:
+    if (family.even_heads or not family.supports_gqa) and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
     return lines
 

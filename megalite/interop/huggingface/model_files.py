@@ -149,7 +149,7 @@ def _tensors(
         for name in sorted(handle.keys()):
             full_name = name if name in expected else naming.prefix + name
             if full_name in tensors:
-                problems.append(f"{name} in {file}: a duplicate of {tensors[full_name].place}")
+                problems.append(f"{name} in {file}: a duplicate of {tensors[full_name].location}")
             elif full_name in expected or not name.endswith(naming.ignored):
                 header = handle.get_slice(name)
                 shape, code = tuple(header.get_shape()), header.get_dtype()

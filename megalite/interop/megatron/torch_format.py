@@ -298,7 +298,7 @@ def _number_layers(stages: Mapping[RankPosition, Sequence[Mapping[str, FileTenso
                     name = f"decoder.layers.{layer}.{name[match.end() :]}"
                 if name in tensors:
                     raise CheckpointError(
-                        f"{tensor.place}: is a duplicate of {tensors[name].place}; copy the checkpoint again"
+                        f"{tensor.location}: is a duplicate of {tensors[name].location}; copy the checkpoint again"
                     )
                 tensors[name] = tensor
         first_layer = next_layer
@@ -331,8 +331,8 @@ def _flatten_names(node: Any, path: Path, prefix: str = "", depth: int = 0) -> d
         else:
             load = lambda value=value: value  # noqa: E731
             external_name = mcore_name(name)
-            place = f"{external_name} in {path}"
-            tensors = {external_name: FileTensor(tuple(value.shape), value.dtype, place, load)}
+            location = f"{external_name} in {path}"
+            tensors = {external_name: FileTensor(tuple(value.shape), value.dtype, location, load)}
         if duplicates := result.keys() & tensors.keys():
             raise CheckpointError(f"{path}: {min(duplicates)} is stored under two names")
         result |= tensors

@@ -23,7 +23,7 @@ class LoggedMetric(NamedTuple):
     key: str  # in metrics.jsonl and W&B
     megalite: str = ""  # format in megalite's line; starts with "| " if it is the first of a group
     megatron: str = ""  # format in Megatron-LM's line
-    place: int = 0  # order in Megatron-LM's line
+    megatron_order: int = 0  # position in Megatron-LM's line
     tag: str = ""  # of each step in TensorBoard
     optional: bool = False  # omitted if it is None, instead of null and "n/a"
     default: float | None = None  # value that megalite's line omits
@@ -32,7 +32,7 @@ class LoggedMetric(NamedTuple):
 
 GROUP = "| "  # starts the format of a group's first metric
 TABLES = load_table(__file__, "metrics")
-METRICS = tuple(LoggedMetric(name, **fields) for name, fields in TABLES["figures"].items())
+METRICS = tuple(LoggedMetric(name, **fields) for name, fields in TABLES["metrics"].items())
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def megatron_line(values: Values, now: datetime.datetime, throughput: bool) -> s
         for metric in METRICS
         if metric.megatron and values.get(metric.name) is not None and (throughput or metric.name != "tflops")
     ]
-    metrics.sort(key=lambda metric: metric.place)
+    metrics.sort(key=lambda metric: metric.megatron_order)
     head = f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {values['step']:8d}/{values['last_step']:8d} |"
     return "".join([head, *(f" {metric.megatron.format(values[metric.name])} |" for metric in metrics)])
 

@@ -18,7 +18,7 @@ from megalite.training.datasets import DatasetBundle
 from megalite.training.logging import log_format as lines
 from megalite.training.monitoring.rank_consistency import machine_facts
 
-MOST_ROWS = 16  # of the memory table
+MAX_ROWS = 16  # of the memory table
 STATE_PARTS = ("weights", "gradients", "optimizer")
 
 
@@ -202,7 +202,7 @@ def stage_rows(plan: RunPlan) -> list[tuple[str, ...]]:
 def memory_rows(plan: RunPlan) -> list[tuple[str, ...]]:
     """Return the table of GiB per pipeline rank, the head first.
 
-    With more than MOST_ROWS pipeline ranks it has only the row of the largest, and the range of all.
+    With more than MAX_ROWS pipeline ranks it has only the row of the largest, and the range of all.
     """
     host = host_bytes(plan)
     has_host = any(host)
@@ -219,7 +219,7 @@ def memory_rows(plan: RunPlan) -> list[tuple[str, ...]]:
         parts = (_gib(getattr(state, part)) for part in STATE_PARTS)
         row = (name, layers, *parts, _gib(activations), str(in_flight), _gib(totals[i]))
         rows.append((*row, _gib(host[i])) if has_host else row)
-    if plan.pp <= MOST_ROWS:
+    if plan.pp <= MAX_ROWS:
         return [head, *rows]
     columns = list(zip(*rows, strict=True))[2:]
     ranges = (f"{min(column, key=float)} - {max(column, key=float)}" for column in columns)
