@@ -249,7 +249,7 @@ def parse_config(
     ranks = world(config) if world else None
     if ranks is not None and ranks <= 0:  # an invalid number is reported elsewhere
         ranks = None
-    problems += [problem for problem in find_problems(config, ranks, unclear=unreadable) if problem not in ignored]
+    problems += [problem for problem in find_problems(config, ranks, unreadable=unreadable) if problem not in ignored]
     problems += also(config, problems) if also else []
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

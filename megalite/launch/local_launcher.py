@@ -54,7 +54,7 @@ FORKSERVER_DIED = 255  # the exit code that multiprocessing reports when the for
 ORDERLY_STOP_S = 600.0
 # imported by the fork server for all ranks; the first backward needs the third, with sympy (1 s for each rank)
 PRELOAD = ["torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "megalite.training.job.job"]
-SCRATCH, MIN_AGE_S = "megalite-ranks-", 60.0  # a younger directory may not be locked yet
+DIR_PREFIX, MIN_AGE_S = "megalite-ranks-", 60.0  # a younger directory may not be locked yet
 MAX_SOCKET_ROOT = 47  # bytes: the path of the fork server's socket is limited to 103 (107 on Linux), 56 below here
 
 
@@ -210,11 +210,11 @@ def _scratch_dir() -> Iterator[str]:
     try:
         temp_dir = tempfile.gettempdir()
         root = temp_dir if len(os.fsencode(temp_dir)) <= MAX_SOCKET_ROOT else "/tmp"
-        for path in (path for parent in {temp_dir, root} for path in Path(parent).glob(f"{SCRATCH}????????")):
+        for path in (path for parent in {temp_dir, root} for path in Path(parent).glob(f"{DIR_PREFIX}????????")):
             with contextlib.suppress(OSError):
                 _remove_stale_scratch(path)
         _place_forkserver_socket(root)
-        scratch = tempfile.TemporaryDirectory(prefix=SCRATCH)
+        scratch = tempfile.TemporaryDirectory(prefix=DIR_PREFIX)
     except OSError as error:
         text = f"no directory for temporary files: {error}; set TMPDIR to a short path that can be written"
         raise LaunchError(text) from None
@@ -241,7 +241,7 @@ def _place_forkserver_socket(root: str) -> None:
     A later launcher can then remove it if this one is killed; multiprocessing's prefix, pymp-, is used by every
     program.
     """
-    socket_dir = tempfile.mkdtemp(prefix=SCRATCH, dir=root)
+    socket_dir = tempfile.mkdtemp(prefix=DIR_PREFIX, dir=root)
     _lock_dir(socket_dir)  # until this process, and with it the server, ends
     util.Finalize(None, shutil.rmtree, (socket_dir,), {"ignore_errors": True}, exitpriority=-200)  # after its own, -100
     before, tempfile.tempdir = tempfile.tempdir, socket_dir

@@ -58,18 +58,18 @@ class LaunchError(Exception):
         self.local_rank = local_rank
 
 
-class Names(NamedTuple):
+class RankVariables(NamedTuple):
     """The variables in which a launcher passes the rank, the number of ranks, and both on the machine."""
 
     rank: str
-    world: str
+    world_size: str
     local_rank: str
-    local_world: str
+    local_world_size: str
 
 
-TORCH = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-MPI = [Names(*names) for names in VARIABLES["mpi"]]
-SLURM = Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+TORCH = RankVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+MPI = [RankVariables(*names) for names in VARIABLES["mpi"]]
+SLURM = RankVariables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,12 @@ def _read_slurm(env: Mapping[str, str]) -> RankInfo | None:
     """
     if "SLURM_STEP_ID" not in env or _parse_int(env, "SLURM_STEP_ID") >= FIRST_SPECIAL_STEP:
         return None
-    world = "SLURM_NTASKS" if "SLURM_NTASKS" in env and SLURM.world not in env else SLURM.world
-    step_env = {name: value for name, value in env.items() if name != SLURM.local_world}
-    ranks = _read_rank(step_env, SLURM._replace(world=world))
+    world = "SLURM_NTASKS" if "SLURM_NTASKS" in env and SLURM.world_size not in env else SLURM.world_size
+    step_env = {name: value for name, value in env.items() if name != SLURM.local_world_size}
+    ranks = _read_rank(step_env, SLURM._replace(world_size=world))
     if ranks is None or ranks.world_size == 1:
         return None
-    tasks = env.get(SLURM.local_world) or env.get("SLURM_NTASKS_PER_NODE", "1")  # the step's, else the job's
+    tasks = env.get(SLURM.local_world_size) or env.get("SLURM_NTASKS_PER_NODE", "1")  # the step's, else the job's
     local_world = _tasks_of_node(tasks, int(env["SLURM_NODEID"]) if env.get("SLURM_NODEID", "").isdecimal() else 0)
     return replace(ranks, local_world_size=max(min(local_world, ranks.world_size), ranks.local_rank + 1))
 
@@ -200,13 +200,13 @@ def _tasks_of_node(text: str, node: int) -> int:
     return counts[0][0] if counts else 1
 
 
-def _mpi_init_method(env: Mapping[str, str], names: Names, ranks: RankInfo) -> str:
+def _mpi_init_method(env: Mapping[str, str], names: RankVariables, ranks: RankInfo) -> str:
     """Return the address of the rendezvous, which MPI itself does not provide. Raises LaunchError."""
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(names.local_world) == env[names.world] else None)
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(names.local_world_size) == env[names.world_size] else None)
     if host is None:
         raise LaunchError(
-            f"MASTER_ADDR is not set and {names.world}={ranks.world_size} ranks are on several nodes "
-            f"({names.local_world}={env.get(names.local_world)}): give every rank the host of rank 0, as "
+            f"MASTER_ADDR is not set and {names.world_size}={ranks.world_size} ranks are on several nodes "
+            f"({names.local_world_size}={env.get(names.local_world_size)}): give every rank the host of rank 0, as "
             f"mpirun -x MASTER_ADDR=HOST does; {ranks.unset_remedy}"
         )
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid")  # differs between jobs on one machine
@@ -227,7 +227,7 @@ def _parse_int(env: Mapping[str, str], name: str, default: str = "") -> int:
     return int(text)
 
 
-def _read_rank(env: Mapping[str, str], names: Names) -> RankInfo | None:
+def _read_rank(env: Mapping[str, str], names: RankVariables) -> RankInfo | None:
     """Return the rank by the variables of one launcher. Raises LaunchError.
 
     Returns None if neither the rank nor the number of ranks is set.

@@ -76,9 +76,9 @@ class _RouterFunction(Function):
         if force_balance:
             ids_NK = router.select_experts(router.random_scores(x_sBD, batch), None)
         elif router.sinkhorn and router.training:
-            ids_NK = router.select_experts(router.sinkhorn_scores(logits_NE, padding_N1), router.bias)
+            ids_NK = router.select_experts(router.sinkhorn_scores(logits_NE, padding_N1), router.expert_bias)
         else:
-            ids_NK = router.select_experts(scores_NE, router.bias)
+            ids_NK = router.select_experts(scores_NE, router.expert_bias)
         ctx.save_for_backward(x_sBD, weight, ids_NK)
         ctx.has_bias = logit_bias is not None
         ctx.mark_non_differentiable(ids_NK)
@@ -109,7 +109,7 @@ class Router(nn.Module):
 
     loss_coeffs    coefficients of the active auxiliary losses
     logit_bias     [E] added to the logits, or None
-    bias           [E] added to the scores for the selection, or None; state without a gradient
+    expert_bias    [E] added to the scores for the selection, or None; state without a gradient
                    (training/expert_balancer.py)
     expert_counts  [E] assignments of this rank's tokens to each expert
     global_counts  [E] assignments of the tokens of all tp, cp and dp ranks, with global_aux_loss
@@ -122,20 +122,22 @@ class Router(nn.Module):
         super().__init__()
         self.name, self.model, self.layer, self.seed = name, model, layer, make.seed
         self.tp, self.cp, self.dp = make.mesh.tp, make.mesh.cp, make.mesh.dp
-        self.experts, self.topk = model.num_experts or 0, model.moe_router_topk
+        self.num_experts, self.topk = model.num_experts or 0, model.moe_router_topk
         self.sinkhorn, z_loss = "sinkhorn" in model.moe_router_load_balancing_type, model.moe_z_loss_coeff
         self.sigmoid = self.topk == 1 if self.sinkhorn else model.moe_router_score_function == "sigmoid"
         self.pre_softmax = model.moe_router_pre_softmax or self.sinkhorn
         self.loss_coeffs = model.aux_loss_coeffs | ({"z_loss": z_loss} if z_loss else {})
-        E, device = self.experts, torch.device("meta") if make.meta else make.mesh.device
+        E, device = self.num_experts, torch.device("meta") if make.meta else make.mesh.device
         self.weight = make(
             ParamSpec(name, (E, model.hidden_size), partial_grad_axes=("tp",), init=Normal(model.init_method_std))
         )
-        expert_bias = ParamSpec(
+        logit_bias = ParamSpec(
             f"{name}.logit_bias", (E,), partial_grad_axes=("tp",), init=Constant(0.0), weight_decay=False
         )
-        self.logit_bias = make(expert_bias) if model.add_bias_linear else None
-        self.bias = torch.zeros(E, dtype=torch.float32, device=device) if model.moe_router_enable_expert_bias else None
+        self.logit_bias = make(logit_bias) if model.add_bias_linear else None
+        self.expert_bias = None
+        if model.moe_router_enable_expert_bias:
+            self.expert_bias = torch.zeros(E, dtype=torch.float32, device=device)
         self.expert_counts = torch.zeros(E, dtype=torch.int64, device=device)
         self.global_counts = torch.zeros_like(self.expert_counts)
         self.loss_sums = torch.zeros(len(AUX_LOSSES), dtype=torch.float64, device=device)
@@ -152,12 +154,12 @@ class Router(nn.Module):
 
     def buffer_shards(self) -> list[TensorShard]:
         """Return the bias, which every rank has in full, as a shard of a checkpoint: a view that loading may write."""
-        if self.bias is None:
+        if self.expert_bias is None:
             return []
-        shape, first = tuple(self.bias.shape), self.tp.is_first and self.cp.is_first and self.dp.is_first
-        return [
-            TensorShard(f"state/{self.name}.bias", shape, Box((0,), shape), range(len(self.bias)), self.bias, first)
-        ]
+        bias_E = self.expert_bias
+        shape = tuple(bias_E.shape)
+        is_owner = self.tp.is_first and self.cp.is_first and self.dp.is_first
+        return [TensorShard(f"state/{self.name}.bias", shape, Box((0,), shape), range(len(bias_E)), bias_E, is_owner)]
 
     def logits(self, x_sBD: Tensor, weight: Tensor) -> Tensor:
         """Return logits_NE in fp32 or fp64."""
@@ -213,7 +215,7 @@ class Router(nn.Module):
         positions = batch.token_positions(self.tp, s)
         if not isinstance(positions, Tensor):
             positions = torch.arange(positions, positions + s, device=device)
-        experts = torch.arange(self.experts, device=device)
+        experts = torch.arange(self.num_experts, device=device)
         key = fold_in(self.seed, batch.step, self.layer, RNG_SITE_ROUTER)
         return hash_coordinates(key, positions[:, None, None], batch.sample_ids_B[:, None], experts).flatten(0, 1)
 
@@ -243,7 +245,7 @@ class Router(nn.Module):
 
     def count_assignments_(self, ids_NK: Tensor, samples: int, padding_N1: Tensor | None) -> Tensor:
         """Add the assignments to `expert_counts`, and return the counts of each sample, [B, E]."""
-        E = self.experts
+        E = self.num_experts
         sample_N = torch.arange(len(ids_NK), device=ids_NK.device) % samples
         bins_NK = sample_N[:, None] * E + ids_NK
         ones_NK = torch.ones_like(bins_NK)

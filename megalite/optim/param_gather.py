@@ -50,7 +50,7 @@ class ParamGatherer:
         """
         self.weights = weights
         self.overlap = overlap
-        self.by_chunk = unshard_by_chunk
+        self.unshard_by_chunk = unshard_by_chunk
         self._device = parameters[0].device
         self._h2d_stream = new_stream(self._device) if weights.on_host else None
         self._queue: list[int] = []  # buckets to gather, in the order in which every rank starts them
@@ -195,7 +195,7 @@ class ParamGatherer:
         buckets = self._buckets_of_unit[unit]
         self._request(buckets)
         self._wait_all(buckets)
-        if self.overlap and not self.by_chunk:
+        if self.overlap and not self.unshard_by_chunk:
             self._request(self._prefetch_buckets.get((unit, direction), []))
 
     def _request(self, buckets: list[int]) -> None:
@@ -205,14 +205,14 @@ class ParamGatherer:
                 self._start_gather(b)
 
     def _reshard_unit(self, unit: nn.Module) -> None:
-        if self.by_chunk:
+        if self.unshard_by_chunk:
             return
         for b in self._buckets_of_unit[unit]:
             self.weights.free(self._buckets[b])
 
     def _expect_backward(self, unit: nn.Module) -> None:
         """Free the weights of a unit as soon as the backward that follows no longer needs them."""
-        if self.by_chunk:
+        if self.unshard_by_chunk:
             return
         for b in self._buckets_of_unit[unit]:
             self._params_left[b] = {slot.entry for slot in self._buckets[b].slots}

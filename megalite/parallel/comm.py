@@ -56,7 +56,7 @@ class Pending:
         self._work = work
         self._input = input_tensor
         self._record = record
-        self.copies = False
+        self.clone_result = False
 
     def is_completed(self) -> bool:
         """Return True if `wait` would not block."""
@@ -73,7 +73,7 @@ class Pending:
                 else:
                     self._work.wait(timeout)
             self._work = self._input = None
-            if self.copies:
+            if self.clone_result:
                 self._result = self._result.clone()
         return self._result
 
@@ -109,7 +109,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     in_place = axis.custom_backend is None and not has_native_reduce_scatter(x.device)
     out = x.narrow(0, axis.rank * n, n) if in_place else x.new_empty(n, *x.shape[1:])
     pending = start_reduce_scatter_into(out, x, axis)
-    pending.copies = in_place  # so that the other blocks are freed
+    pending.clone_result = in_place  # so that the other blocks are freed
     return pending
 
 

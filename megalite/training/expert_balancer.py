@@ -96,8 +96,8 @@ class ExpertLoadBalancer:
         """Move each bias by `rate` toward balance; does nothing for routers without a bias."""
         for router in self.routers:
             counts_E = self.counts_LE[self.layers.index(router.layer)]
-            if router.bias is not None:
-                router.bias += self.rate * (counts_E.sum() - len(counts_E) * counts_E).sign()
+            if router.expert_bias is not None:
+                router.expert_bias += self.rate * (counts_E.sum() - len(counts_E) * counts_E).sign()
 
     def state_shards(self) -> list[TensorShard]:
         """Return the biases of this rank, as views that loading may write to."""

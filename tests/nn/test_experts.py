@@ -64,8 +64,8 @@ def make(name: str) -> tuple[MoELayer, Routing]:
         if bias is not None:
             torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(bias.numel()))
     if routing.bias:
-        experts.router.bias = torch.linspace(-0.1, 0.1, routing.experts)
-        experts.router.bias[-3:] -= 100.0 * name.startswith("never")
+        experts.router.expert_bias = torch.linspace(-0.1, 0.1, routing.experts)
+        experts.router.expert_bias[-3:] -= 100.0 * name.startswith("never")
     return experts, routing
 
 
@@ -124,7 +124,7 @@ def definition(x_SBD: Tensor, experts: MoELayer, r: Routing) -> tuple[Tensor, Te
     by_SBE = balanced(logits_SBE.flatten(0, 1)).view_as(logits_SBE) if r.sinkhorn else None
     for s in range(len(x_SBD)):
         for b in range(B):
-            ids, probs = chosen(logits_SBE[s, b], r, experts.router.bias, None if by_SBE is None else by_SBE[s, b])
+            ids, probs = chosen(logits_SBE[s, b], r, experts.router.expert_bias, None if by_SBE is None else by_SBE[s, b])
             counts[b, ids] += 1
             of = [experts.up, experts.down, *experts.biases]
             parts = [p * feed(x_SBD[s, b], *(w[e] for w in of)) for e, p in zip(ids, probs, strict=True)]
@@ -193,7 +193,7 @@ def _as_one(sizes: dict[str, int], routing: Routing, biases: tuple[float, ...], 
 
     def through(mesh: Mesh, given: Tensor) -> tuple[MoELayer, list[Tensor]]:
         experts = MoELayer(ParamFactory(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
-        experts.router.bias = torch.tensor(biases) if biases else None
+        experts.router.expert_bias = torch.tensor(biases) if biases else None
         results = []
         for x, dy in given.split(micro, 2):
             y = experts(x := x.contiguous().requires_grad_(), where())

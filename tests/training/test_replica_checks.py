@@ -183,7 +183,7 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
     if name == "state":
         run.optimizer.num_updates += dist.get_rank() == where
     elif dist.get_rank() == where:
-        biases = {f"{router.name}.bias": router.bias for router in run.expert_balancer.routers}
+        biases = {f"{router.name}.bias": router.expert_bias for router in run.expert_balancer.routers}
         turned = biases[name] if name in biases else weights.resident_slice(slots[name])[1]
         turned[:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:

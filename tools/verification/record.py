@@ -147,8 +147,8 @@ class _RankRecorder:
                     shape = self._param_shape(slot)
                     self.add("weight", self.names[slot.entry], data, shape=shape, start=elements.start)
         for name, router in zip(self.router_names, self.run.expert_balancer.routers, strict=True):
-            if router.bias is not None:
-                self.add("weight", f"{name}.bias", router.bias)
+            if router.expert_bias is not None:
+                self.add("weight", f"{name}.bias", router.expert_bias)
         self.step = current_step
 
     def record_routers(self) -> None:
@@ -343,9 +343,9 @@ def _perturb_constants(run: Run) -> None:
             elements, data = weights.resident_slice(slot)  # only the shard of an expert's bias at ZeRO-3
             data.add_(torch.from_numpy(full[slices].reshape(-1)[elements.start : elements.stop]).to(data))
     for router in run.expert_balancer.routers:
-        if router.bias is not None:
-            noise = torch.from_numpy(_normal_numbers(router.name, router.bias.shape))
-            router.bias += PERTURBATION * noise.to(router.bias)
+        if router.expert_bias is not None:
+            noise = torch.from_numpy(_normal_numbers(router.name, router.expert_bias.shape))
+            router.expert_bias += PERTURBATION * noise.to(router.expert_bias)
     run.optimizer.sync_after_load(main_loaded=False)
 
 

@@ -15,27 +15,27 @@ from megalite.config.validation.world import world_problems
 
 
 def find_problems(
-    config: Config, world_size: int | None = None, *, complete: bool = False, unclear: Iterable[str] = ()
+    config: Config, world_size: int | None = None, *, is_complete: bool = False, unreadable: Iterable[str] = ()
 ) -> list[Problem]:
     """Return all contradictions of a configuration.
 
     Args:
         world_size: the number of ranks; None skips the checks that depend on it.
-        complete: `config` contains everything that --load could add. Otherwise it may lack the vocabulary size, and the
-            options that --use-checkpoint-args takes from the checkpoint.
-        unclear: options whose value could not be read. Problems that mention one of them are not reported.
+        is_complete: `config` contains everything that --load could add. Otherwise it may lack the vocabulary size, and
+            the options that --use-checkpoint-args takes from the checkpoint.
+        unreadable: options whose value could not be read. Problems that mention one of them are not reported.
     """
-    unclear = set(unclear)
-    out_of_range = {name: problem for name, problem in _range_problems(config) if name not in unclear}
-    if not complete:
-        unclear |= left_to_checkpoint(config)
-    unclear |= out_of_range.keys()
-    complete = complete or (config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None)
-    config = _with_placeholders(config, unclear)
+    unreadable = set(unreadable)
+    out_of_range = {name: problem for name, problem in _range_problems(config) if name not in unreadable}
+    if not is_complete:
+        unreadable |= left_to_checkpoint(config)
+    unreadable |= out_of_range.keys()
+    is_complete = is_complete or (config.checkpoint.load is None and config.checkpoint.pretrained_checkpoint is None)
+    config = _with_placeholders(config, unreadable)
     problems = [
         *launch.launch_problems(config),
-        *data.data_problems(config, complete),
-        *data.tokenizer_problems(config, complete),
+        *data.data_problems(config, is_complete),
+        *data.tokenizer_problems(config, is_complete),
         *checkpoint.checkpoint_problems(config),
         *model.position_problems(config),
         *parallel.micro_batch_group_problems(config),
@@ -61,17 +61,17 @@ def find_problems(
     ]
     if world_size is not None:
         problems += world_problems(config, world_size)
-    return [*out_of_range.values(), *(problem for problem in problems if not problem.mentions(unclear))]
+    return [*out_of_range.values(), *(problem for problem in problems if not problem.mentions(unreadable))]
 
 
-def find_ineffective(config: Config, *, complete: bool = False) -> list[Problem]:
+def find_ineffective(config: Config, *, is_complete: bool = False) -> list[Problem]:
     """Return notes about options that do nothing, or less than expected.
 
     Args:
-        complete: see `find_problems`.
+        is_complete: see `find_problems`.
     """
-    unclear = set() if complete else left_to_checkpoint(config)
-    config = _with_placeholders(config, unclear)
+    unreadable = set() if is_complete else left_to_checkpoint(config)
+    config = _with_placeholders(config, unreadable)
     notes = [
         *effects.position_notes(config),
         *effects.context_parallel_notes(config),
@@ -84,13 +84,13 @@ def find_ineffective(config: Config, *, complete: bool = False) -> list[Problem]
         *effects.log_notes(config),
         *effects.window_notes(config),
     ]
-    return [note for note in notes if not note.mentions(unclear)]
+    return [note for note in notes if not note.mentions(unreadable)]
 
 
-def _with_placeholders(config: Config, unclear: Collection[str]) -> Config:
-    """Return `config` with valid values for the unclear options, so that all others can be checked."""
+def _with_placeholders(config: Config, unreadable: Collection[str]) -> Config:
+    """Return `config` with valid values for the unreadable options, so that all others can be checked."""
     for section, f in iter_options():
-        if f.name in unclear:
+        if f.name in unreadable:
             placeholder = option_spec(f).placeholder
             value = f.default if placeholder is None else placeholder
             config = replace(config, **{section: replace(getattr(config, section), **{f.name: value})})

@@ -12,12 +12,12 @@ ALL_SOURCES = ("data_path", "data_args_path", "per_split_data_args_path", "mock_
 ONE_WAY = "give the data in one way"
 
 
-def data_problems(config: Config, complete: bool) -> Iterator[Problem]:
+def data_problems(config: Config, is_complete: bool) -> Iterator[Problem]:
     data = config.data
     if data.multiple_validation_sets and not data.valid_data_path and not data.per_split_data_args_path:
         yield requires("multiple_validation_sets", "valid_data_path", also=("per_split_data_args_path",))
     yield from _fill_in_the_middle_problems(config)
-    if complete and not data.tokenizer_type:
+    if is_complete and not data.tokenizer_type:
         for name in options_set(config, "eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fim_data"):
             yield Problem(
                 f"{name} needs a tokenizer that knows the end of a document; give --tokenizer-type",
@@ -88,10 +88,10 @@ def _source_problems(config: Config) -> Iterator[Problem]:
             yield exclusive(name, "per_split_data_args_path", remedy=ONE_WAY)
 
 
-def tokenizer_problems(config: Config, complete: bool) -> Iterator[Problem]:
+def tokenizer_problems(config: Config, is_complete: bool) -> Iterator[Problem]:
     data = config.data
     kind = data.tokenizer_type
-    if not kind and data.vocab_size is None and complete:
+    if not kind and data.vocab_size is None and is_complete:
         yield Problem(
             "vocab_size is not set; give a tokenizer (--tokenizer-type, --tokenizer-model) or --vocab-size",
             options=("tokenizer_type", "vocab_size", "tokenizer_model"),

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from megalite.data.datasets.permutation import Ints, fold
 from megalite.data.files.indexed_dataset import IndexedDataset
 
-# two large sources are compared in PLACES windows of WINDOW tokens each
-PLACES = 64
-WINDOW = 1 << 16
+# Two large sources are compared in this many windows of WINDOW_SIZE tokens.
+NUM_COMPARED_WINDOWS = 64
+WINDOW_SIZE = 1 << 16
 
 
 class Dataset(Protocol):
@@ -77,16 +77,17 @@ class DocumentDataset(Dataset):
     def same_documents(self, other: "DocumentDataset") -> bool:
         """Return True if a source of the same digest has the same tokens.
 
-        Up to PLACES * WINDOW tokens are all compared; of a larger source, PLACES windows are.
+        Up to NUM_COMPARED_WINDOWS * WINDOW_SIZE tokens are all compared. Of a larger source, that many windows of this
+        size are compared.
         """
         total = self.num_tokens
         self_start = int(self._data.spans(np.array(self._documents[:1]))[0][0])
         other_start = int(other._data.spans(np.array(other._documents[:1]))[0][0])
-        starts = np.arange(0, total, WINDOW)
-        if len(starts) > PLACES:
-            starts = np.linspace(0, total - WINDOW, PLACES).astype(np.int64)
+        starts = np.arange(0, total, WINDOW_SIZE)
+        if len(starts) > NUM_COMPARED_WINDOWS:
+            starts = np.linspace(0, total - WINDOW_SIZE, NUM_COMPARED_WINDOWS).astype(np.int64)
         for start in starts.tolist():
-            end = min(start + WINDOW, total)
+            end = min(start + WINDOW_SIZE, total)
             window = self._data.tokens[self_start + start : self_start + end]
             if not np.array_equal(window, other._data.tokens[other_start + start : other_start + end]):
                 return False

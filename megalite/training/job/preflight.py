@@ -40,7 +40,7 @@ def preflight(config: Config, ranks: RankInfo) -> tuple[RunPlan, DatasetBundle]:
         DataError: if the data cannot be used.
     """
     train = config.train
-    if problems := [*find_problems(config, ranks.world_size, complete=True), *export_problems(config)]:
+    if problems := [*find_problems(config, ranks.world_size, is_complete=True), *export_problems(config)]:
         raise SetupError("\n".join(problems))
     try:
         data = without_data_files(config.data) if train.dry_run_rank is not None else config.data
@@ -62,7 +62,7 @@ def effects_of_source(command_config: Config, config: Config) -> list[Problem]:
     printed = find_ineffective(command_config)
     return [
         note
-        for note in find_ineffective(config, complete=True)
+        for note in find_ineffective(config, is_complete=True)
         if note not in printed and note.mentions(command_config.explicit)
     ]
 
