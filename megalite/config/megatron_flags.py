@@ -6,6 +6,7 @@ returns the notes, warnings and problems for the flags of a command line.
 
 import difflib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,8 @@ from typing import NamedTuple
 OPTION, NO_EFFECT, WARNED, REFUSED, DEPENDENT, INSTEAD = "+=?!~>"
 
 
-class MegatronFlag(NamedTuple):
+@dataclass(frozen=True)
+class MegatronFlag:
     """A flag that Megatron-LM or a fork of it accepts."""
 
     group: str  # of Megatron-LM's parser

@@ -32,9 +32,10 @@ if a section is missing.
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.common.tables import load_table
 from megalite.config.megatron_flags import INSTEAD, OPTION, REFUSED, WARNED, known_flags, requests_feature
@@ -53,7 +54,8 @@ REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 MAX_REFERENCES = 10  # maximum length of a chain of references
 
 
-class SourceKey(NamedTuple):
+@dataclass(frozen=True)
+class SourceKey:
     """A key of another trainer's configuration."""
 
     name: str  # with its sections, as in the file, and with the indices of list elements

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 TILE = TileConfig(1, 1024, 4)
 
 
-class RopeScaling(NamedTuple):
+@dataclass(frozen=True)
+class RopeScaling:
     """The parameters of Llama-3 frequency scaling; lengths are in tokens."""
 
     factor: float = 8.0
@@ -41,7 +43,8 @@ class RopeScaling(NamedTuple):
     original_length: int = 8192
 
 
-class Yarn(NamedTuple):
+@dataclass(frozen=True)
+class Yarn:
     """The parameters of YaRN (arXiv:2309.00071, sec. 3.2 to 3.4).
 
     A channel that makes more than `beta_fast` turns in `original_length` tokens keeps its wavelength, and a channel

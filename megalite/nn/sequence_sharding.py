@@ -12,7 +12,7 @@ chunks are equal enough, as in a window, a rank gets neighbours.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ CONTIGUOUS_BELOW = 1.1
 MAX_CHUNKS_PER_RANK = 8  # each chunk is a launch of attention
 
 
-class SequenceSharding(NamedTuple):
+@dataclass(frozen=True)
+class SequenceSharding:
     """The sharding of a micro-batch's samples over cp.
 
     seq_chunks_by_rank  the numbers of each rank's chunks, in order

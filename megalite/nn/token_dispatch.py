@@ -14,7 +14,8 @@ Bytes to other ranks per layer and micro-batch: 4 S' D e for the S' rows that le
 """
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from megalite.parallel.comm import Pending, start_all_gather, start_all_to_all
 from megalite.parallel.mesh import Axis
 
 
-class DispatchSplits(NamedTuple):
+@dataclass(frozen=True)
+class DispatchSplits:
     """The numbers of rows sent to and received from each peer."""
 
     ep_etp: Axis
@@ -42,7 +44,8 @@ class DispatchSplits(NamedTuple):
         return start_all_to_all(rows.reshape(-1), sent, received, self.ep_etp)
 
 
-class DispatchedTokens(NamedTuple):
+@dataclass(frozen=True)
+class DispatchedTokens:
     """Rows that are being sent.
 
     token_S   the token of each row that was sent

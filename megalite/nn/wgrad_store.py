@@ -10,7 +10,7 @@ number of collectives is the same. Only gradients that go to a main gradient are
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ def accumulate_weight_grad(main_grad: MainGrad, dy: Tensor, x: Tensor) -> None:
 AccumulateFn = Callable[[MainGrad, Tensor, Tensor], None]
 
 
-class _DeferredMatmul(NamedTuple):
+@dataclass(frozen=True)
+class _DeferredMatmul:
     """The weight gradients of matmuls with one input."""
 
     x: Tensor

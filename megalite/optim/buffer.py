@@ -12,7 +12,7 @@ It has four parts: the sharding of each bucket (bucket_sharding.py), the storage
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -48,7 +48,8 @@ def chunk_layout(
     return parameters, build_layout(entries, bucket_size=size, sizes=mesh.sizes, **separate_buckets)
 
 
-class ZeroConfig(NamedTuple):
+@dataclass(frozen=True)
+class ZeroConfig:
     """The sharding of weights and gradients over data-parallel ranks (ZeRO, arXiv:1910.02054).
 
     Attributes:

@@ -15,7 +15,6 @@ number of these ranks.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +28,8 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.spec import Box, ParamSpec, flat_offset
 
 
-class _TensorSlice(NamedTuple):
+@dataclass(frozen=True)
+class _TensorSlice:
     """The owned elements of consecutive tensors of one parameter: all elements of several tensors, or a range of one.
 
     Attributes:

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -160,7 +160,8 @@ class _DistributedNewtonSchulz:
             offset += shard.box.numel
 
 
-class _GroupNumels(NamedTuple):
+@dataclass(frozen=True)
+class _GroupNumels:
     """The number of elements in the buffers of one group on one rank, and the bytes of its workspace."""
 
     processing: float = 0.0  # received matrices and results

@@ -14,6 +14,7 @@ Rejected: copying gradients during the backward. This also hides the first copy,
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ class OffloadedState:
             assert weight is not None
             if copy_event is not None:
                 copy_event.synchronize()
-            rule.update_(update._replace(grad=grad, model_param=None))
+            rule.update_(replace(update, grad=grad, model_param=None))
             # the gradient is no longer needed, so its memory takes the weight in its own dtype
             source = main if weight.dtype == grad.dtype else grad.view(weight.dtype)[: len(weight)].copy_(main)
             with on_side_stream(self._stream, after=start_event):

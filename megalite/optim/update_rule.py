@@ -4,7 +4,8 @@ Rules that need full tensors have a second half, in which ranks communicate (opt
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from megalite.optim.layout import Bucket
 
 
-class ParamUpdate(NamedTuple):
+@dataclass(frozen=True)
+class ParamUpdate:
     """The arguments of an update of the part of a bucket that this rank owns. All tensors are flat, of one length.
 
     Attributes:

@@ -177,7 +177,8 @@ class ParamSpec:
         return not any(ranks.get(axis, 0) for axis in self.replicated_axes)
 
 
-class TensorShard(NamedTuple):
+@dataclass(frozen=True)
+class TensorShard:
     """The part of one named tensor on one rank: a contiguous range of the flattened (row-major) `box`.
 
     Attributes:

@@ -17,6 +17,7 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -50,7 +51,8 @@ EQUAL_COSTS: ActionCosts = (1, 1, 1)
 UNIT_MEMORY: ActionMemory = (1, 1)
 
 
-class StagePlacement(NamedTuple):
+@dataclass(frozen=True)
+class StagePlacement:
     """The placement of stages on pipeline ranks: stage s is chunk s // pp of the `vpp` chunks of rank s % pp."""
 
     pp: int
@@ -74,7 +76,8 @@ class StagePlacement(NamedTuple):
         return range(rank, self.num_stages, self.pp)
 
 
-class SplitBackward(NamedTuple):
+@dataclass(frozen=True)
+class SplitBackward:
     """Options of a backward that is split into B and W.
 
     A rank keeps its order of F and B. A W runs whenever the next F or B cannot run yet, or would exceed the memory
@@ -208,7 +211,8 @@ def memory_change(op: Op, memory: ActionMemory, split: bool) -> float:
     return 0
 
 
-class ShardingPolicy(NamedTuple):
+@dataclass(frozen=True)
+class ShardingPolicy:
     """How often gradients and weights that are sharded over dp are reduced and unsharded.
 
     Attributes:

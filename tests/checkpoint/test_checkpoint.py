@@ -1,5 +1,6 @@
 """Pieces as pure geometry; saving under one split and loading under another; refusal of anything damaged."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import checkpoint_loads
@@ -98,7 +99,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
                 lambda pieces: reader.CheckpointReader(final, loaded).fill(pieces),
                 lambda pieces: loader.load_newest(folder, ALONE, lambda *_: loader.LoadPlan(pieces)),
             ):
-                target = rank[0]._replace(data=torch.full_like(rank[0].data, torch.nan))
+                target = replace(rank[0], data=torch.full_like(rank[0].data, torch.nan))
                 fill([target])
                 assert torch.equal(target.data, rank[0].data)
 

@@ -209,7 +209,9 @@ def test_a_run_begins_with_their_experts_and_biases(tmp_path: Path) -> None:
     assert origin.load_external_model(run, config) is not None
     assert [router.layer for router in run.expert_balancer.routers] == [1, 3]
     for router in run.expert_balancer.routers:
-        assert router.expert_bias is not None and torch.equal(router.expert_bias, want[f"layers.{router.layer}.mlp.router.bias"])
+        assert router.expert_bias is not None and torch.equal(
+            router.expert_bias, want[f"layers.{router.layer}.mlp.router.bias"]
+        )
         assert torch.equal(router.weight, want[f"layers.{router.layer}.mlp.router"])
 
 

@@ -50,7 +50,11 @@ def _train(flags: str, evaluates: bool = False, common: str = COMMON) -> tuple:
         counts.append(run.expert_balancer.counts_LE.tolist())
         losses.append(run.expert_balancer.losses_L4.tolist())
     run.buffer.wait_param_sync()
-    biases = {router.name: router.expert_bias.tolist() for router in run.expert_balancer.routers if router.expert_bias is not None}
+    biases = {
+        router.name: router.expert_bias.tolist()
+        for router in run.expert_balancer.routers
+        if router.expert_bias is not None
+    }
     numbers = [(r.loss, r.grad_norm, *(r.moe_metrics[name] or 0 for name in LOSS_NAMES)) for r in results]
     return numbers, owned(run.optimizer, "model/"), counts, losses, biases
 

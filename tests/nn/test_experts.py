@@ -124,7 +124,9 @@ def definition(x_SBD: Tensor, experts: MoELayer, r: Routing) -> tuple[Tensor, Te
     by_SBE = balanced(logits_SBE.flatten(0, 1)).view_as(logits_SBE) if r.sinkhorn else None
     for s in range(len(x_SBD)):
         for b in range(B):
-            ids, probs = chosen(logits_SBE[s, b], r, experts.router.expert_bias, None if by_SBE is None else by_SBE[s, b])
+            ids, probs = chosen(
+                logits_SBE[s, b], r, experts.router.expert_bias, None if by_SBE is None else by_SBE[s, b]
+            )
             counts[b, ids] += 1
             of = [experts.up, experts.down, *experts.biases]
             parts = [p * feed(x_SBD[s, b], *(w[e] for w in of)) for e, p in zip(ids, probs, strict=True)]

@@ -1,6 +1,7 @@
 """One training step: the scale of the loss changes no result, and a step that is skipped changes nothing."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,7 +181,7 @@ class Masked(Batches):
     def at(self, consumed: int, global_batch_size: int) -> list[MicroBatch]:
         micros = super().at(consumed, global_batch_size)
         masks = [np.repeat([[i not in self.hides] for i in m.sample_ids], self.dataset.seq_length, 1) for m in micros]
-        return [m._replace(loss_mask=mask.astype(np.float32)) for m, mask in zip(micros, masks, strict=True)]
+        return [replace(m, loss_mask=mask.astype(np.float32)) for m, mask in zip(micros, masks, strict=True)]
 
 
 def _hidden(flags: str, hides: set[int]) -> tuple[list[Any], bool]:

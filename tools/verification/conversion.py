@@ -7,7 +7,7 @@ this check; it reads the directory with `trust_remote_code` off, and only safete
 import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -60,7 +60,7 @@ def load_stage(stage: Stage, source: Checkpoint, use_main_weights: bool) -> None
     if use_main_weights:
         main_names = {shard.name: shard.name.replace("model/", "optimizer.main/", 1) for shard in shards}
         shards = [
-            shard._replace(name=main_names[shard.name]) if main_names[shard.name] in source.manifest.tensors else shard
+            replace(shard, name=main_names[shard.name]) if main_names[shard.name] in source.manifest.tensors else shard
             for shard in shards
         ]
     source.fill(shards)

@@ -7,8 +7,9 @@ a value is used. If a block is damaged on any rank, the previous checkpoint is l
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from megalite.checkpoint.format.manifest import Manifest, load_complete_manifest
 from megalite.checkpoint.format.reader import CheckpointReader, mismatches
@@ -23,7 +24,8 @@ from megalite.parallel.spec import TensorShard
 T = TypeVar("T")
 
 
-class LoadPlan(NamedTuple):
+@dataclass(frozen=True)
+class LoadPlan:
     """The shards to fill from a checkpoint.
 
     Attributes:

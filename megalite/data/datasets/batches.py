@@ -10,7 +10,8 @@ There is no state to save: a resume needs `consumed`, one integer. `Prefetcher` 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,8 @@ from megalite.data.errors import DataError
 T = TypeVar("T")
 
 
-class MicroBatch(NamedTuple):
+@dataclass(frozen=True)
+class MicroBatch:
     """The samples of one forward pass.
 
     tokens          [B, S + 1]
@@ -55,7 +57,8 @@ class PlaceholderDataset(Dataset):
         return "not read by this rank"
 
 
-class DocumentBoundaries(NamedTuple):
+@dataclass(frozen=True)
+class DocumentBoundaries:
     """The treatment of boundaries between documents.
 
     eod        id that ends a document; the next two need it unless the samples are packed
@@ -145,9 +148,9 @@ class Batches:
             rows = slice(m * self._micro_batch_size, (m + 1) * self._micro_batch_size)
             micro_batch = MicroBatch(tokens[rows], ids_B, None if mask is None else mask[rows])
             if document_start is not None:
-                micro_batch = micro_batch._replace(document_start=document_start[rows])
+                micro_batch = replace(micro_batch, document_start=document_start[rows])
             if padding is not None:
-                micro_batch = micro_batch._replace(padding=padding[rows])
+                micro_batch = replace(micro_batch, padding=padding[rows])
             micro_batches.append(micro_batch)
         return micro_batches
 

@@ -20,7 +20,8 @@ The plan depends only on the lengths and S, and is made once for all epochs and 
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,7 +78,8 @@ class DocumentPieces:
         return document, start, np.minimum(self.lengths[document] - start, self.capacity)
 
 
-class PackingPlan(NamedTuple):
+@dataclass(frozen=True)
+class PackingPlan:
     """The pieces of every bin: bin b contains order[starts[b] : starts[b + 1]], longest first.
 
     order is [pieces], int32 below 2^31, else int64; starts is [bins + 1].

@@ -8,8 +8,9 @@ ByteTokenizer          the bytes of the UTF-8 text, 0..255, and 256 as eod; need
 NullTokenizer          --vocab-size ids, the last one is eod; its text is ids separated by spaces, as in Megatron-LM
 """
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.config.registry import PLUGIN_HINT, REGISTRIES
 from megalite.data.errors import DataError
@@ -18,7 +19,8 @@ from megalite.data.tokenizers.tiktoken_tokenizer import open_tiktoken
 from megalite.data.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, SentencePieceTokenizer, Tokenizer
 
 
-class TokenizerOptions(NamedTuple):
+@dataclass(frozen=True)
+class TokenizerOptions:
     """The options that select and configure a tokenizer, with the names of the flags."""
 
     tokenizer_type: str

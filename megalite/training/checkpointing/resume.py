@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megalite.checkpoint.format.manifest import MODEL_PREFIXES, Manifest
 from megalite.checkpoint.manager import loader
@@ -36,7 +35,8 @@ MAIN_WEIGHTS = "optimizer.main"
 Kinds = Mapping[str, str]  # the KIND of tensors named KIND/NAME -> dtype
 
 
-class SavedState(NamedTuple):
+@dataclass(frozen=True)
+class SavedState:
     """The state of a run in a checkpoint's manifest."""
 
     progress: dict[str, int]
@@ -185,7 +185,7 @@ def map_precision(shards: Sequence[TensorShard], local_kinds: Kinds, saved_kinds
     saved_kind = MAIN_WEIGHTS if MAIN_WEIGHTS in saved_kinds else "model"
     if local_kind != "model":
         shards = [shard for shard in shards if not shard.name.startswith("model/")]
-    return [shard._replace(name=shard.name.replace(f"{local_kind}/", f"{saved_kind}/", 1)) for shard in shards]
+    return [replace(shard, name=shard.name.replace(f"{local_kind}/", f"{saved_kind}/", 1)) for shard in shards]
 
 
 def _optimizer_states(kinds: Kinds) -> dict[str, str]:

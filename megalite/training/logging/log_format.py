@@ -8,7 +8,7 @@ import datetime
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.common.tables import load_table
 from megalite.config.options import Config, iter_options
@@ -16,7 +16,8 @@ from megalite.config.options import Config, iter_options
 Values = Mapping[str, Any]  # metrics by name; an absent name is None
 
 
-class LoggedMetric(NamedTuple):
+@dataclass(frozen=True)
+class LoggedMetric:
     """The places where a metric is logged; "" for not at all."""
 
     name: str
