@@ -83,7 +83,7 @@ def check_gpu() -> Iterator[CheckResult]:
         message, _, reason = warning.partition(": ")
         yield CheckResult(BAD if "(ECC)" in message else WARN, "gpu", message, reason)
     for index in range(facts["gpus"]):
-        sensors = read_sensors(GpuMonitor(torch.device("cuda", index)).figures)  # empty without nvidia-ml-py
+        sensors = read_sensors(GpuMonitor(torch.device("cuda", index)).sensors)  # empty without nvidia-ml-py
         reasons = [reason for bit, reason in THROTTLED.items() if sensors.get("throttled", 0) & bit]
         message = f"GPU {index} at {sensors.get('clock_mhz', '?')} MHz"
         remedy = f"it is throttled ({', '.join(reasons)}): check its cooling and power"

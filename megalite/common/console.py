@@ -25,8 +25,8 @@ from megalite.common.environment import wants_plain_output
 T = TypeVar("T")
 ERASE = "\r\x1b[2K"  # erases the current line of a terminal
 _CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-MOST_CHARACTERS = 2000  # of a line on stderr
-MOST_OF_AN_ERROR = 30_000  # characters of all lines that one call prints on stderr
+MAX_LINE_CHARACTERS = 2000  # of a line on stderr
+MAX_ERROR_CHARACTERS = 30_000  # characters of all lines that one call prints on stderr
 REDRAW_S = 0.25  # minimum time between two drawings of a bar
 _bars: "list[ProgressBar]" = []  # open bars of this process on its terminal; only the last one is shown
 
@@ -46,11 +46,11 @@ def discard_unwritable_output() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return `text` with its middle cut out if it is longer than `most` characters."""
-    if len(text) <= most:
+def shortened(text: str, max_length: int = MAX_LINE_CHARACTERS) -> str:
+    """Return `text` with its middle cut out if it is longer than `max_length` characters."""
+    if len(text) <= max_length:
         return text
-    return f"{text[: most * 2 // 3]} ... ({len(text):,} characters) ... {text[len(text) - most // 3 :]}"
+    return f"{text[: max_length * 2 // 3]} ... ({len(text):,} characters) ... {text[len(text) - max_length // 3 :]}"
 
 
 def is_interactive() -> bool:
@@ -118,7 +118,7 @@ def print_out(text: str) -> None:
 
 def print_err(text: str) -> None:
     """Print one or several lines on stderr, shortened if they are very long. Ignores errors."""
-    text = "\n".join(shortened(line) for line in shortened(text, MOST_OF_AN_ERROR).split("\n"))
+    text = "\n".join(shortened(line) for line in shortened(text, MAX_ERROR_CHARACTERS).split("\n"))
     with contextlib.suppress(OSError, ValueError):
         if is_interactive():  # erase the bar of this rank or another one
             sys.stdout.write(ERASE)

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megalite.common.console import MOST_CHARACTERS, discard_unwritable_output, print_err, shortened
+from megalite.common.console import MAX_LINE_CHARACTERS, discard_unwritable_output, print_err, shortened
 from megalite.common.exit_codes import ExitCode
 from megalite.common.optional_packages import MissingPackageError
 
@@ -49,7 +49,7 @@ def is_success(code: object) -> bool:
 def message_of(error: BaseException) -> str:
     """Return the error's type and text as one short line."""
     name, text = type(error).__name__, " ".join(text_of(error).split())
-    return shortened(f"{name}: {text}" if text else name, MOST_CHARACTERS // 2)  # leaves room for a file and line
+    return shortened(f"{name}: {text}" if text else name, MAX_LINE_CHARACTERS // 2)  # leaves room for a file and line
 
 
 def text_of(error: BaseException) -> str:

@@ -66,7 +66,7 @@ class Monitors:
         watchdog.timers = self.timers
         self.watchdog = watchdog
         self.health = HealthMonitor(run.mesh, phases, hosts, self.events, operations)
-        self.begin = time.monotonic()
+        self.start_time = time.monotonic()
 
 
 def _is_due(interval: int | None, step: int) -> bool:

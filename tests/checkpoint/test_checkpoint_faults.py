@@ -200,7 +200,7 @@ def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: py
         flip(file, bit)
         with pytest.raises(CheckpointError, match=file.name) as error:
             reader.verify_checkpoint(folder, loaded)
-        hit = [places[key] for key, place in where.items() if place.begin <= bit // 8 < place.end]
+        hit = [places[key] for key, place in where.items() if place.start <= bit // 8 < place.end]
         if hit:
             assert hit[0] in str(error.value)
         flip(file, bit)

@@ -107,7 +107,7 @@ def test_what_is_broken_is_named_and_whether_it_stops_a_run(text: str, tmp_path:
         monkeypatch.setattr(gpu_report_probe, "facts", lambda: facts)
         monkeypatch.setattr(gpu_report_probe, "query_gpus", lambda: [TOLD])
         monkeypatch.setattr(
-            "megalite.training.monitoring.gpu_monitor.GpuMonitor", lambda device: type("None_", (), {"figures": {}})
+            "megalite.training.monitoring.gpu_monitor.GpuMonitor", lambda device: type("None_", (), {"sensors": {}})
         )
     for name, value in what.items():
         monkeypatch.setenv(name, str(taken.getsockname()[1]) if value == "taken" else value)

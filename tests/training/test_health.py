@@ -123,17 +123,17 @@ class Nvml(types.ModuleType):
 
 
 def test_a_card_is_asked_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert GpuMonitor(torch.device("cpu")).figures == {}
+    assert GpuMonitor(torch.device("cpu")).sensors == {}
     nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     properties = types.SimpleNamespace(uuid="0a1b")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     card = GpuMonitor(torch.device("cuda", 3))
     assert nvml.asked == ["GPU-0a1b"]
-    assert read_sensors(card.figures) == {"temperature_c": 61, "clock_mhz": 1980, "ecc_errors": 2, "throttled": 0x40}
+    assert read_sensors(card.sensors) == {"temperature_c": 61, "clock_mhz": 1980, "ecc_errors": 2, "throttled": 0x40}
     assert read_sensors(card.facts) == {"card": "H100", "driver": "570.86"}
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert GpuMonitor(torch.device("cuda", 3)).figures == {}
+    assert GpuMonitor(torch.device("cuda", 3)).sensors == {}
 
 
 def test_the_line_names_as_many_ranks_as_asked_for() -> None:

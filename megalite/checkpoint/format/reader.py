@@ -112,10 +112,10 @@ class CheckpointReader:
             for name in sorted(requested):
                 block_size, header = self.manifest.files[name].block_size, headers[name]
                 previous_end = 0
-                starts = {key: header[key].begin if key in header else 0 for key in requested[name]}
+                starts = {key: header[key].start if key in header else 0 for key in requested[name]}
                 for key in sorted(starts, key=lambda key: starts[key]):
                     (stored_box, targets), location = requested[name][key], header.get(key)
-                    if location is None or location.shape != stored_box.shape or location.begin < previous_end:
+                    if location is None or location.shape != stored_box.shape or location.start < previous_end:
                         message = f"its header and the manifest disagree on {key}"
                         raise CheckpointError(f"{self.directory / name}: {message}")
                     previous_end = location.end
@@ -124,7 +124,7 @@ class CheckpointReader:
                     for i in sorted(blocks):
                         items.setdefault((name, i), []).append(item)
                 if name in new_headers:  # verify the blocks of the header, too
-                    header_end = min(location.begin for location in header.values())
+                    header_end = min(location.start for location in header.values())
                     for i in range(-(-header_end // block_size)):
                         items.setdefault((name, i), [])
             self.read_blocks(items, progress_title)
@@ -181,7 +181,7 @@ class CheckpointReader:
             finally:
                 free.put(buffer)
             files.done(name)
-            progress.add((block.end - block.begin) / 2**30)
+            progress.add((block.end - block.start) / 2**30)
 
         total_bytes = 0
         for name, number in todo:
@@ -202,7 +202,7 @@ def _blocks_of(box: Box, stored: Box, location: TensorLocation, block_size: int)
     first, last = flat_offset(stored, overlap.start), flat_offset(stored, tuple(n - 1 for n in overlap.stop))
     itemsize = location.dtype.itemsize
     return range(
-        (location.begin + first * itemsize) // block_size, -(-(location.begin + (last + 1) * itemsize) // block_size)
+        (location.start + first * itemsize) // block_size, -(-(location.start + (last + 1) * itemsize) // block_size)
     )
 
 
@@ -249,22 +249,22 @@ class _Block:
         direct: bool,
     ):
         self.path, self.checksum, self.number = path, checksum, number
-        self.begin = number * checksum.block_size
+        self.start = number * checksum.block_size
         self.end = min(checksum.size, (number + 1) * checksum.block_size)
-        self._buffer = buffer[: self.end - self.begin]
+        self._buffer = buffer[: self.end - self.start]
         self._copies: list[tuple[Tensor, Tensor]] = []
         direct_reads: list[tuple[int, int, memoryview]] = []
         for item in items:
             self._plan(item, direct_reads if direct else None)
         self.views: list[memoryview] = []
         buffer_bytes = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
-        offset = self.begin
+        offset = self.start
         for start, end, view in sorted(direct_reads, key=lambda x: x[0]):
             if start < offset:
                 raise ValueError(f"two tensors claim bytes {start} to {offset}")
-            self.views += [buffer_bytes[offset - self.begin : start - self.begin], view]
+            self.views += [buffer_bytes[offset - self.start : start - self.start], view]
             offset = end
-        self.views.append(buffer_bytes[offset - self.begin :])
+        self.views.append(buffer_bytes[offset - self.start :])
 
     def _plan(self, item: ReadItem, direct_reads: list[tuple[int, int, memoryview]] | None) -> None:
         """Plan the copies of the part of `item` that lies in this block.
@@ -273,13 +273,13 @@ class _Block:
         None.
         """
         itemsize = item.location.dtype.itemsize
-        start, end = max(self.begin, item.location.begin), min(self.end, item.location.end)
-        if (start - item.location.begin) % itemsize or (end - item.location.begin) % itemsize:
+        start, end = max(self.start, item.location.start), min(self.end, item.location.end)
+        if (start - item.location.start) % itemsize or (end - item.location.start) % itemsize:
             raise ValueError(f"an element lies in two blocks, before byte {start} or {end}")
-        span = range((start - item.location.begin) // itemsize, (end - item.location.begin) // itemsize)
+        span = range((start - item.location.start) // itemsize, (end - item.location.start) // itemsize)
         for part, part_span in rectangles(item.stored, span):
             offset = start + part_span.start * itemsize
-            raw = self._buffer[offset - self.begin : offset - self.begin + len(part_span) * itemsize]
+            raw = self._buffer[offset - self.start : offset - self.start + len(part_span) * itemsize]
             for target, box in item.targets:
                 overlap = intersect(part, box)
                 if overlap is None:
@@ -306,7 +306,7 @@ class _Block:
 
     def read(self, file: OpenFile) -> None:
         """Read the bytes of the block into its views."""
-        offset = self.begin
+        offset = self.start
         for view in self.views:
             if len(view):
                 file.pread(view, offset)
@@ -322,14 +322,14 @@ class _Block:
                 header = read_header(self.path)
             except (OSError, ValueError):
                 header = {}
-            keys = {key for key, location in header.items() if location.begin < self.end and location.end > self.begin}
+            keys = {key for key, location in header.items() if location.start < self.end and location.end > self.start}
             stored_boxes = ((name, box) for name, tensor in manifest.tensors.items() for box in tensor.boxes)
             names = list(
                 dict.fromkeys(name for name, box in stored_boxes if box.file == self.path.name and box.key in keys)
             )
             if len(names) > 3:
                 names[3:] = [f"and {len(names) - 3} more"]
-            where = f"at bytes {self.begin} to {self.end}: {', '.join(names) or 'the header'}"
+            where = f"at bytes {self.start} to {self.end}: {', '.join(names) or 'the header'}"
             raise CheckpointError(
                 f"{self.path}: its content changed after it was written ({self.checksum.algorithm}), {where}"
             )

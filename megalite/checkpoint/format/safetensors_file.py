@@ -230,11 +230,11 @@ def write_safetensors(
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """The dtype and shape of a stored tensor, and its bytes [begin, end) in the file."""
+    """The dtype and shape of a stored tensor, and its bytes [start, end) in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    begin: int
+    start: int
     end: int
 
 

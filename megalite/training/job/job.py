@@ -14,7 +14,7 @@ import torch
 
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
-from megalite.common.console import MOST_OF_AN_ERROR, print_err, shortened
+from megalite.common.console import MAX_ERROR_CHARACTERS, print_err, shortened
 from megalite.common.exit_codes import ExitCode
 from megalite.common.exits import end_at_once, text_of
 from megalite.common.fault_injection import inject_fault
@@ -88,7 +88,7 @@ def report_failure(
         report_failure_once(ranks, code, reason, f"{position}: {code.outcome}: {reason}")
         return code, reason
     mesh = None if run is None else run.mesh
-    reason = shortened(text_of(error), MOST_OF_AN_ERROR)
+    reason = shortened(text_of(error), MAX_ERROR_CHARACTERS)
     match error:
         case SetupError() | LaunchError() | DataError() if mesh is None:
             code = ExitCode.USAGE if isinstance(error, SetupError) else ExitCode.PREFLIGHT
@@ -282,7 +282,7 @@ class TrainingJob:
             if ranks.rank == 0:
                 warnings = [*self.warnings, *preflight.not_shared(run.mesh)]
                 report = startup.open_metrics_logger(plan, config, run, sources, self.directory, ranks, warnings)
-                heartbeat.begin()
+                heartbeat.start()
                 run_info = report.try_write("events.jsonl", plan_as_json, plan, sources, self.hosts, run.mesh.device)
                 run_report = RunReport(
                     self.directory, run, watch.phases, report.speed.flops_per_token, config, plan, run_info or {}, ranks
@@ -294,7 +294,7 @@ class TrainingJob:
             startup.finish_startup(run, config, report)
             inject_fault("init.ready", ranks.rank, 0)
             self._wait_for_all(run)
-            watch.begin = time.monotonic()
+            watch.start_time = time.monotonic()
             training_started = self.stop.training_started = True
             watch.phases.end_startup()
             trainer = Trainer(run, config, self.directory, report, self.stop, saver, saved_step, watch)
@@ -303,7 +303,7 @@ class TrainingJob:
             self.result = trainer.finish()
             watch.phases.average_over_ranks()
             report.megatron_timestamp(
-                lines.megatron_end(self.result[1], run.state.step, (time.monotonic() - watch.begin) / 60)
+                lines.megatron_end(self.result[1], run.state.step, (time.monotonic() - watch.start_time) / 60)
             )
             if self.result[0] is ExitCode.DONE and (line := export(run, config, sources.eod)):
                 report.info(line)
@@ -356,7 +356,7 @@ class TrainingJob:
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
                 "steps": f"{run.state.step:,} of {run.last_step:,}",
                 "tokens": f"{run.state.consumed_tokens:,}",
-                "time": lines.duration(time.monotonic() - watch.begin),
+                "time": lines.duration(time.monotonic() - watch.start_time),
                 "checkpoint": newest_checkpoint(config)[1],
             }
             if outcome not in (ExitCode.DONE, ExitCode.USAGE, ExitCode.PREFLIGHT):

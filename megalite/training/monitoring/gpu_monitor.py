@@ -17,12 +17,12 @@ class GpuMonitor:
     support all of them.
 
     Attributes:
-        figures: Functions that return measured values, by name.
+        sensors: Functions that return measured values, by name.
         facts: Functions that return constant facts, by name.
     """
 
     def __init__(self, device: torch.device):
-        self.figures: dict[str, Callable[[], float]] = {}
+        self.sensors: dict[str, Callable[[], float]] = {}
         self.facts: dict[str, Callable[[], str]] = {}
         if device.type != "cuda":
             return
@@ -33,7 +33,7 @@ class GpuMonitor:
             nvml.nvmlInit()
             gpu, uncorrected = nvml.nvmlDeviceGetHandleByUUID(uuid), nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
             self.facts = {"card": lambda: nvml.nvmlDeviceGetName(gpu), "driver": nvml.nvmlSystemGetDriverVersion}
-            self.figures = {
+            self.sensors = {
                 "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
                 "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
                 "clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),

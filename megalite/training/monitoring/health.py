@@ -97,7 +97,7 @@ class HealthMonitor:
         """Gather the rows of all ranks, over the `steps` steps since the last check; collective."""
         mesh = self.mesh
         previous_wait_s, self._cpu_wait_s = self._cpu_wait_s, cpu_wait_s()
-        local = {"step_s": step_s, "memory_gib": memory_gib, **read_sensors(self._gpu.figures)}
+        local = {"step_s": step_s, "memory_gib": memory_gib, **read_sensors(self._gpu.sensors)}
         local["queued_s"] = (self._cpu_wait_s - previous_wait_s) / steps if mesh.device.type == "cpu" else 0.0
         for phase in OWN_PHASES:
             local[phase] = math.nan

@@ -399,7 +399,7 @@ class Heartbeat:
     """A thread of rank 0 that renews status.json every HEARTBEAT_S, so that an old one means a dead or hanging run.
 
     It is a thread because a batch or a save may take longer, and because a disk that hangs must not block the run. It
-    pauses while the watchdog reports a hang. The status of another run, or of a finished one, remains until `begin` is
+    pauses while the watchdog reports a hang. The status of another run, or of a finished one, remains until `start` is
     called, since this run may still fail to start.
 
     Args:
@@ -415,9 +415,9 @@ class Heartbeat:
         self._write_lock = threading.Lock()  # concurrent writers would use the same temporary file
         self._thread = threading.Thread(target=self._renew, name="megalite-heartbeat", daemon=True)
         if not belongs_to_another_run(directory, config, is_restart) and not is_done(directory):
-            self.begin()
+            self.start()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Write the status, and start the thread unless it runs."""
         if self._run.mesh.world.is_first:
             self._write()
