@@ -22,6 +22,7 @@ READERS = {
     "megalite/common/environment.py",
     "megalite/common/fault_injection.py",
     "megalite/launch/rank_info.py",
+    "megalite/launch/process_group.py",
     "megalite/launch/local_launcher.py",
 }  # of os.environ
 LAYERS = (
