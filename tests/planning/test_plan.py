@@ -26,6 +26,8 @@ from megalite.planning.cluster import make_cluster as plan_cluster
 from megalite.planning.run_plan import RunPlan
 from tools import plan, plot
 from tools.planning import wizard
+from tools.plots.plan import picture as plan_picture
+from tools.plots.style import WIDE
 
 SHAPE = "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000".split()
 BATCH = "--global-batch-size 32 --num-gpus 16".split()
@@ -74,6 +76,20 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
         with pytest.raises(SystemExit, match="^3$"):
             plot.main(["plan", str(file), "--show", "layout"])
         assert "not a plan of tools/plan.py --json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cp_s", [0.0, 0.5])
+def test_picture_of_a_plan_shows_all_parts_of_a_step(cp_s: float) -> None:
+    """The bar is as long as the step; cp has an entry in the legend only if a layout has it."""
+    parts = {"compute": 2.0, "bubble": 0.5, "tp": 0.25, "cp": cp_s, "pp": 0.125, "dp": 0.125, "optimizer": 0.5}
+    memory = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "buffers"), 2**30)
+    layout = {"name": "cp 2", "parts": parts, "memory": [memory], "world": 8, "mfu": 0.5, "tokens_per_s": 1.0}
+    layout |= {"seconds": sum(parts.values()), "about_seconds": [3.0, 5.0]}
+    data = {"plans": [layout], "device_memory": 80 * 2**30, "usable_memory": 72 * 2**30, "parameters": 8e9}
+    axis = plan_picture({**data, "cluster": {"device": "h100"}}).draw(WIDE).axes[1]
+    assert max(bar.get_x() + bar.get_width() for bar in axis.patches) == pytest.approx(sum(parts.values()))
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert ("exposed cp" in labels) == (cp_s > 0)
 
 
 def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -21,6 +21,7 @@ TIME_PARTS = {  # part of a step: (label, color)
     "compute": ("computation", "blue"),
     "bubble": ("pipeline bubble", "orange"),
     "tp": ("exposed tp", "vermilion"),
+    "cp": ("exposed cp", "muted"),
     "pp": ("exposed pp", "purple"),
     "dp": ("exposed dp", "sky"),
     "optimizer": ("optimizer", "green"),
@@ -41,7 +42,9 @@ def picture(data: Mapping[str, Any]) -> Picture:
         shown = [(rank, row) for rank, row in rank_memory if rank % stride == 0 or rank == len(rank_memory) - 1]
         memory = [[row[part] / GIB for part in MEMORY_COLORS] for _, row in shown]
         device_gib, usable_gib = data["device_memory"] / GIB, data["usable_memory"] / GIB
-        times = [[max(0.0, float(plan["parts"][part])) for part in TIME_PARTS] for plan in plans]
+        has_cp = any(plan["parts"].get("cp") for plan in plans)
+        time_parts = {part: style for part, style in TIME_PARTS.items() if part != "cp" or has_cp}
+        times = [[max(0.0, float(plan["parts"][part])) for part in time_parts] for plan in plans]
         names = [str(plan["name"]) for plan in plans]
         errors = [[abs(float(end) - float(plan["seconds"])) for end in plan["about_seconds"]] for plan in plans]
         device, speed = str(data["cluster"]["device"]), float(best["tokens_per_s"])
@@ -60,7 +63,7 @@ def picture(data: Mapping[str, Any]) -> Picture:
 
     def draw_times(axis: Any, is_narrow: bool) -> None:
         labels = [name.replace(" mb", "\nmb") for name in names] if is_narrow else names
-        parts, color_names = zip(*TIME_PARTS.values(), strict=True)
+        parts, color_names = zip(*time_parts.values(), strict=True)
         _stacked_bars(axis, times, parts, color_names, labels)
         axis.errorbar(
             [sum(seconds) for seconds in times],
