@@ -58,7 +58,7 @@ def time_bars(runs: Sequence[RunData]) -> Picture:
             legend(fig, axis, width)
         return fig
 
-    colors = " Blue: computation; orange: waiting." if len(runs) == 1 else ""
+    colors = " Blue: computation; orange: everything else." if len(runs) == 1 else ""
     return Picture("time", f"Share of the last process's time, mean over all ranks.{colors}", draw)
 
 
