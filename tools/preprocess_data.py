@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""Text to tokens: .jsonl and .txt files -> Megatron's PREFIX_text_document.bin/.idx, with Megatron-LM's flags.
+"""Tokenize .jsonl and .txt files into Megatron's PREFIX_text_document.bin/.idx, with Megatron-LM's flags.
 
     python tools/preprocess_data.py --input 'corpus/*.jsonl' --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model --append-eod --workers 8
 
-A .jsonl file holds one document per line, an object with the text under each of --json-keys; a .txt file is one
-document; a row of a .parquet file is a record with the keys as columns. .gz and .zst are read too, and - is standard
-input. Texts without tokens are left out. The first bad line ends the run and is named, unless --max-bad-fraction
-allows some: these are counted and sampled into PREFIX.rejects.jsonl. An interrupted run continues with --resume, also
-one that reads standard input, when the same stream is given again. Exit code 3: the data or the disk is at fault.
+A .jsonl file has one document per line, an object with the text under each of --json-keys. A .txt file is one document.
+A row of a .parquet file is a record with the keys as columns. .gz and .zst files are decompressed, and - is standard
+input. Texts without tokens are omitted. The first bad line ends the run with its file and line, unless
+--max-bad-fraction allows some; these are counted, and samples written to PREFIX.rejects.jsonl. An interrupted run
+resumes with --resume; if it reads standard input, give the same stream again. Exit code 3: the data or the disk is at
+fault.
 """
 
 import argparse
@@ -85,25 +86,41 @@ def build_parser() -> argparse.ArgumentParser:
 
 @exits_with(3, DataError)
 def main(argv: list[str]) -> int:
-    args = vars(build_parser().parse_args(move_plugins_first(argv)))
-    args.pop("plugin")  # is loaded, and goes to the workers as `Job` says
-    for flag in ("split_sentences", "keep_newlines"):
-        if args.pop(flag):
-            why = "is for BERT and T5 data, which megalite does not make: drop it"
-            print_err(f"preprocess_data.py: --{flag.replace('_', '-')} {why}")
+    """Run the program and return its exit code."""
+    args = build_parser().parse_args(move_plugins_first(argv))
+    for flag, is_set in (("--split-sentences", args.split_sentences), ("--keep-newlines", args.keep_newlines)):
+        if is_set:
+            reason = "is for BERT and T5 data, which megalite does not make: drop it"
+            print_err(f"preprocess_data.py: {flag} {reason}")
             return 2
-    if args.pop("keep_sequential_samples"):
+    if args.keep_sequential_samples:
         print_err("note: --keep-sequential-samples is always on")
-    if args.pop("partitions") != 1:
+    if args.partitions != 1:
         print_err("note: --partitions changes nothing: blocks of all files go to the workers one by one")
-    begin = time.perf_counter()
-    files, prefix = args.pop("input"), args.pop("output_prefix")
-    how = {name: args.pop(name) for name in ("workers", "log_interval", "max_bad_fraction", "resume", "overwrite")}
-    keys, append_eod, fast = tuple(args.pop("json_keys")), args.pop("append_eod"), args.pop("gigatoken")
-    for pair in preprocess(files, prefix, Job(args, keys, append_eod, fast), **how):
-        data = IndexedDataset(pair)
-        took = f"{time.perf_counter() - begin:.1f} s"
-        print(f"{pair}: {len(data)} documents, {data.num_tokens} tokens ({data.dtype}), {took}")
+    tokenizer = {
+        "tokenizer_type": args.tokenizer_type,
+        "tokenizer_model": args.tokenizer_model,
+        "vocab_file": args.vocab_file,
+        "merge_file": args.merge_file,
+        "vocab_size": args.vocab_size,
+        "tiktoken_pattern": args.tiktoken_pattern,
+    }
+    job = Job(tokenizer, tuple(args.json_keys), args.append_eod, args.gigatoken)
+    start = time.perf_counter()
+    prefixes = preprocess(
+        args.input,
+        args.output_prefix,
+        job,
+        workers=args.workers,
+        log_interval=args.log_interval,
+        max_bad_fraction=args.max_bad_fraction,
+        resume=args.resume,
+        overwrite=args.overwrite,
+    )
+    for prefix in prefixes:
+        data = IndexedDataset(prefix)
+        seconds = time.perf_counter() - start
+        print(f"{prefix}: {len(data)} documents, {data.num_tokens} tokens ({data.dtype}), {seconds:.1f} s")
     return 0
 
 

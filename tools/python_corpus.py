@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Real text that is on every machine with Python: the standard library's own source, as train.jsonl and valid.jsonl.
+"""Write the source of Python's standard library as train.jsonl and valid.jsonl: real text that every machine has.
 
     python tools/python_corpus.py --out data
 
-One document per .py file, in sorted order, each content once, without site-packages. Every --valid-every-th document
-goes to validation. The same interpreter gives the same files; different Python versions give different ones.
+Each .py file is a document, in sorted order, without duplicates and site-packages. Every --valid-every-th document is
+for validation. An interpreter always gives the same files; different Python versions give different ones.
 """
 
 import argparse
@@ -25,9 +25,9 @@ SKIP = {"site-packages", "dist-packages", "__pycache__", "idle_test"}
 
 
 def documents(root: Path) -> Iterator[dict[str, str]]:
-    """{"path", "text"} of each file that is UTF-8, new, and of a usual size."""
+    """Yield {"path", "text"} of each UTF-8 file between 64 bytes and 1 MiB, without duplicates."""
     seen: set[bytes] = set()
-    files = (path for path in root.rglob("*.py") if SKIP.isdisjoint(path.relative_to(root).parts[:-1]))
+    files = [path for path in root.rglob("*.py") if SKIP.isdisjoint(path.relative_to(root).parts[:-1])]
     for path in sorted(files, key=lambda path: (path.parent.parts, path.name)):
         try:
             raw = path.read_bytes()
@@ -42,22 +42,26 @@ def documents(root: Path) -> Iterator[dict[str, str]]:
 
 
 def write(root: Path, out: Path, valid_every: int) -> dict[str, tuple[int, int]]:
-    """Write both files; {name: (documents, bytes)}."""
+    """Write both files and return name -> (number of documents, bytes). If one would be empty, write neither."""
     out.mkdir(parents=True, exist_ok=True)
     counts = {"train": (0, 0), "valid": (0, 0)}
     partial = {name: out / f"{name}.jsonl.partial" for name in counts}
     for path in partial.values():
-        path.unlink(missing_ok=True)  # a link is not written through
+        path.unlink(missing_ok=True)  # do not write through a link
     with open(partial["train"], "x", encoding="utf-8") as train, open(partial["valid"], "x", encoding="utf-8") as valid:
         for index, document in enumerate(documents(root)):
-            name, file = ("valid", valid) if index % valid_every == valid_every // 2 else ("train", train)
-            n, size = counts[name]
+            is_valid = index % valid_every == valid_every // 2
             line = json.dumps(document, ensure_ascii=False) + "\n"
-            file.write(line)
-            counts[name] = (n + 1, size + len(line.encode("utf-8")))
-    whole = all(n for n, _ in counts.values())
+            (valid if is_valid else train).write(line)
+            name = "valid" if is_valid else "train"
+            num_documents, num_bytes = counts[name]
+            counts[name] = (num_documents + 1, num_bytes + len(line.encode("utf-8")))
+    is_complete = all(num_documents for num_documents, _ in counts.values())
     for name, path in partial.items():
-        os.replace(path, out / f"{name}.jsonl") if whole else path.unlink()
+        if is_complete:
+            os.replace(path, out / f"{name}.jsonl")
+        else:
+            path.unlink()
     return counts
 
 
@@ -76,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     args = build_parser().parse_args(argv)
     root = Path(sysconfig.get_paths()["stdlib"])
     try:
@@ -86,8 +91,8 @@ def main(argv: list[str]) -> int:
     if not counts["train"][0] or not counts["valid"][0]:
         print_err(f"python_corpus.py: {root} holds too few .py files for --valid-every {args.valid_every}")
         return 3
-    for name, (n, size) in counts.items():
-        print(f"{args.out / name}.jsonl: {n} documents, {size / 1e6:.1f} MB")
+    for name, (num_documents, num_bytes) in counts.items():
+        print(f"{args.out / name}.jsonl: {num_documents} documents, {num_bytes / 1e6:.1f} MB")
     return 0
 
 

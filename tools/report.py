@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What came of a run: where its time went, as text; and a page with everything it wrote, losses to memory, in pictures.
+"""Report on a run: where its time went, as text, and a page with plots of everything that it wrote.
 
-python tools/report.py RUN_DIR                      the text, and RUN_DIR/report/index.html with its pictures as PNGs
-python tools/report.py RUN_DIR RUN_DIR --out DIR    several runs in the same pictures, and how far they are apart
-python tools/report.py RUN_DIR --text               the text alone; nothing is written
+python tools/report.py RUN_DIR                      the text, and RUN_DIR/report/index.html with its plots as PNGs
+python tools/report.py RUN_DIR RUN_DIR --out DIR    several runs in the same plots, and their differences
+python tools/report.py RUN_DIR --text               only the text; nothing is written
 
-Also of a run that goes on or was killed. The page is one file without scripts, for any browser; it loads nothing.
+It works for a run that is still running or was killed, too. The page is one file without scripts; it loads nothing.
 """
 
 import argparse
@@ -26,27 +26,33 @@ from tools.plots.run_data import RunData, RunError, read_runs
 from tools.plots.style import save
 
 
-def text(run: RunData) -> str:
-    """report.json, of the last process that ended; and the run so far. Raises any of DAMAGE_ERRORS."""
-    metrics, report = run.directory / "metrics.jsonl", run.report
-    rows = {"outcome": run.outcome} if run.outcome in ("running", "killed") else {}
-    rows |= {"written": str(report["time"]), **summary(report)} if report else {}
-    if not report and not metrics.exists():
+def report_text(run: RunData) -> str:
+    """Return report.json of the last process that ended, and the goodput so far. Raises any of DAMAGE_ERRORS."""
+    metrics = run.directory / "metrics.jsonl"
+    if not run.report and not metrics.exists():
         return table({"outcome": f"{run.outcome}, before its first step"})
-    if (past := read_history(run.directory, metrics.stat().st_mtime)) is not None:
-        rows["run so far"] = f"goodput {format_goodput(past)}"
+    rows = {}
+    if run.outcome in ("running", "killed"):
+        rows["outcome"] = run.outcome
+    if run.report:
+        rows["written"] = str(run.report["time"])
+        rows |= summary(run.report)
+    history = read_history(run.directory, metrics.stat().st_mtime)
+    if history is not None:
+        rows["run so far"] = f"goodput {format_goodput(history)}"
     return table(rows or {"outcome": run.outcome})
 
 
-def write(runs: list[RunData], folder: Path) -> Path:
-    """The page and its PNGs. Raises OSError, MissingPackage."""
+def write_page(runs: list[RunData], directory: Path) -> Path:
+    """Write the page and its PNGs, and return the path of the page. Raises OSError or MissingPackageError."""
     page = HtmlReport(runs)
-    html, path = page.text(), folder / "index.html"
-    folder.mkdir(parents=True, exist_ok=True)
+    html = page.text()
+    directory.mkdir(parents=True, exist_ok=True)
     for picture in page.pictures:
-        file = folder / f"{picture.name}.png"
-        file.unlink(missing_ok=True)  # matplotlib would write through a link
-        save(picture, file)
+        image = directory / f"{picture.name}.png"
+        image.unlink(missing_ok=True)  # matplotlib would write through a link
+        save(picture, image)
+    path = directory / "index.html"
     write_atomically(path, html)
     return path
 
@@ -62,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @exits_with(3, RunError)
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     args = build_parser().parse_args(argv)
     code = 0
     runs = read_runs(args.run_dirs)
@@ -69,14 +76,14 @@ def main(argv: list[str]) -> int:
         if len(runs) > 1:
             print(f"\n{run.name}")
         try:
-            print(escape_control_chars(text(run)))
-        except DAMAGE_ERRORS as error:  # as rows of files may be
+            print(escape_control_chars(report_text(run)))
+        except DAMAGE_ERRORS as error:
             print_err(f"report.py: {run.directory}: {error!r}; give a run directory")
             code = 3
     if args.text:
         return code
     try:
-        page = write(runs, args.out or runs[0].directory / "report")
+        page = write_page(runs, args.out or runs[0].directory / "report")
     except MissingPackageError as error:
         print_err(f"report.py: no page: {error}; --text asks for none")
         return ExitCode.PREFLIGHT if args.out else code

@@ -73,7 +73,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
         told = {"outcome": "running", "pid": pid, "host": socket.gethostname(), "step": 2, "tokens": 1024}
         (folder / "status.json").write_text(json.dumps(told))
         run = read_run(folder, "run")
-        assert run.outcome == outcome and re.search(rf"^outcome +{outcome} *$", report.text(run), re.M)
+        assert run.outcome == outcome and re.search(rf"^outcome +{outcome} *$", report.report_text(run), re.M)
         assert dict(key_metrics(run))["steps"] == "10 of 1,000"  # status.json is older than the last line
 
 
@@ -236,7 +236,7 @@ def test_text_alone_writes_nothing_and_the_page_has_its_pictures(tmp_path: Path,
 @pytest.mark.parametrize("picture", ["pipeline", "loss", "steps", "time", "memory", "layout", "agreement"])
 def test_each_picture_alone(tmp_path: Path, picture: str) -> None:
     folders = [str(write_run(tmp_path / name, 20)) for name in ("one", "two")]
-    many = folders if plot.PICTURES[picture][2] else folders[:1]
+    many = folders if plot.RUN_PLOTS[picture].takes_several else folders[:1]
     plot.main([picture, *many, "--out", str(tmp_path / "made.svg"), "--narrow"])
     assert "<svg" in (tmp_path / "made.svg").read_text()
 
