@@ -33,45 +33,49 @@ with contextlib.suppress(ImportError):  # the tests that need a card run without
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", action="store_true", help="write what tests took to tests/durations.txt")
+    parser.addoption("--record", action="store_true", help="write the durations to tests/durations.txt")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is not quick, and what guards a file that was changed."""
-    of_commits, means = durations.of_commits(), durations.mean_of_everything()
+    """Mark presubmit tests, and nightly tests that guard a changed file."""
+    presubmit, means = durations.presubmit_tests(), durations.mean_nightly_seconds()
     guards = list[tuple[str, float]]()
     for item in items:
+        if mark := item.get_closest_marker("everything"):  # the marker's old name
+            item.add_marker(pytest.mark.nightly(**mark.kwargs))
+        elif item.get_closest_marker("nightly"):
+            item.add_marker("everything")
         if item.get_closest_marker("gpu") and not sys.modules["torch"].cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if item.nodeid in of_commits:
-            item.add_marker("commit")
-        if (mark := item.get_closest_marker("everything")) and durations.guarded(mark.kwargs.get("guards", ())):
-            guards.append((item.nodeid, means.get(item.nodeid.split("::")[0], durations.COMMIT_S)))
-    chosen = set(durations.within(durations.GUARDED_S, guards))
+        if item.nodeid in presubmit:
+            item.add_marker("presubmit")
+        if (mark := item.get_closest_marker("nightly")) and durations.guards_a_change(mark.kwargs.get("guards", ())):
+            guards.append((item.nodeid, means.get(item.nodeid.split("::")[0], durations.MEAN_NIGHTLY_S)))
+    guarded = set(durations.fitting(durations.MAX_GUARDED_S, guards))
     for item in items:
-        if item.nodeid in chosen:
-            item.add_marker("changed")
+        if item.nodeid in guarded:
+            item.add_marker("guarded")
 
 
 class Recorder:
-    """What tests took, of all workers."""
+    """A pytest plugin that records the durations of the tests of all workers."""
 
-    def __init__(self, kinds: set[str]) -> None:
-        self.took, self.everything, self.kinds = Counter[str](), set[str](), kinds
+    def __init__(self, groups: set[str]) -> None:
+        self.seconds_of, self.nightly, self.groups = Counter[str](), set[str](), groups
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.took[report.nodeid] += report.duration  # type: ignore[assignment]
-        if "everything" in report.keywords:
-            self.everything.add(report.nodeid)
+        self.seconds_of[report.nodeid] += report.duration  # type: ignore[assignment]
+        if "nightly" in report.keywords:
+            self.nightly.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        durations.record(self.took, self.everything, self.kinds)
+        durations.record(self.seconds_of, self.nightly, self.groups)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(durations.ran(config.getoption("markexpr"))))
+        config.pluginmanager.register(Recorder(durations.groups_that_ran(config.getoption("markexpr"))))
 
 
 @pytest.fixture(autouse=True)

@@ -363,7 +363,7 @@ def test_the_quickstart_counts_its_ranks(
     assert f"{10 * ranks} tokens/s, {2 * ranks:.3f} TFLOP/s, MFU n/a ({ranks} ranks together)" in " ".join(said.split())
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_no_place_of_the_source_that_speaks_of_cards_is_left_out(tmp_path: Path) -> None:
     seen = set()

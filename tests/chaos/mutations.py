@@ -62,7 +62,7 @@ def rarely(breakages: list[Breakage]) -> list[Any]:
         guards: tuple[str, ...] = ()
         with suppress(ValueError):  # which a test of its own tells
             guards = tuple(planted(one))
-        found.append(pytest.param(one, marks=pytest.mark.everything(guards=guards), id=one.name))
+        found.append(pytest.param(one, marks=pytest.mark.nightly(guards=guards), id=one.name))
     return found
 
 

@@ -91,7 +91,7 @@ PLACES = {
 QUICK = ("message", "update", "evaluation")
 
 
-@pytest.mark.parametrize("where", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.everything) for n in PLACES])
+@pytest.mark.parametrize("where", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.nightly) for n in PLACES])
 def test_kill_9_of_any_rank_ends_the_others_soon(where: str, tmp_path: Path) -> None:
     place = PLACES[where]
     victim = int(place.split(":")[1])

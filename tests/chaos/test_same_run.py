@@ -63,7 +63,7 @@ def read(base: Path) -> dict[int, list[tuple[int, list[int]]]]:
     return {step: sorted(rows.items()) for step, rows in sorted(found.items())}
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(data: str, tmp_path: Path) -> None:
     """An epoch and two steps of the next one: dp 2 -> 4 -> 1 -> 2, with a kill -9 of a rank in each but the last."""
     steps = SAMPLES // BATCH + 2
@@ -101,7 +101,7 @@ def _die_with_weights_whole(base: Path, rank: int) -> None:
     ParamGatherer._reshard_unit = counted  # type: ignore[method-assign]
 
 
-GATHERS = pytest.mark.everything(
+GATHERS = pytest.mark.nightly(
     guards=tuple(f"megalite/optim/{m}.py" for m in ("param_gather", "grad_reduce", "flat_buffers"))
     + ("megalite/nn/context_parallel.py", "megalite/nn/sequence_sharding.py")
 )
@@ -135,7 +135,7 @@ def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: 
         assert counts == logged(tmp_path / "s", "moe/load") and len(counts) == 8
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_among_faults_of_every_kind_the_run_is_the_same_run(tmp_path: Path) -> None:
     """A minute of them; half an hour: `python tests/chaos/soak.py 30 FOLDER`."""

@@ -742,7 +742,7 @@ def test_the_family_of_the_page_is_written_and_read(tmp_path: Path) -> None:
     assert same[0] == same[1]
 
 
-@pytest.mark.everything(guards=("docs/plugins.md", "examples/plugins", "megalite/config/plugins.py"))
+@pytest.mark.nightly(guards=("docs/plugins.md", "examples/plugins", "megalite/config/plugins.py"))
 def test_the_page(tmp_path: Path) -> None:
     """Every command of it, typed in an empty folder."""
     shown = next(text for language, text in documents.fences(ROOT / "docs/plugins.md") if language == "python")

@@ -51,7 +51,7 @@ def test_a_recipe_starts_and_takes_what_it_says(name: str, tmp_path, capsys) -> 
     )
 
 
-@pytest.mark.everything(guards=[f"examples/recipes/{name}.toml" for name in RECIPES])
+@pytest.mark.nightly(guards=[f"examples/recipes/{name}.toml" for name in RECIPES])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_at_a_small_size_as_one_process_does(name: str, tmp_path, capsys) -> None:
     """Two steps and their evaluations on at most 4 ranks, with everything that its layout is about left in it."""

@@ -105,7 +105,7 @@ def as_nobody(work: Path) -> list[str]:
     return ["setpriv", drop, "--inh-caps=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 
 
-@pytest.mark.everything(guards=("Dockerfile", ".dockerignore", "pyproject.toml", "constraints.txt"))
+@pytest.mark.nightly(guards=("Dockerfile", ".dockerignore", "pyproject.toml", "constraints.txt"))
 @pytest.mark.timeout(900)
 def test_its_commands_make_an_environment_that_trains(tmp_path: Path) -> None:
     programs, work = base_image(tmp_path), tmp_path / "opt" / "megalite"

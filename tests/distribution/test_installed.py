@@ -30,7 +30,7 @@ CLONE = (
 )
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 pytestmark = pytest.mark.timeout(900)
-RARELY = pytest.mark.everything(guards=("pyproject.toml", "megalite/__main__.py"))
+RARELY = pytest.mark.nightly(guards=("pyproject.toml", "megalite/__main__.py"))
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
@@ -186,7 +186,7 @@ def indented(text: str) -> str:
     return "".join(line[2:] for line in text.splitlines(keepends=True) if line.startswith("  "))
 
 
-@pytest.mark.everything(guards=("examples/plugins", "megalite/config/plugin_examples.py"))
+@pytest.mark.nightly(guards=("examples/plugins", "megalite/config/plugin_examples.py"))
 @pytest.mark.parametrize("kind", REGISTRIES)
 def test_a_written_plugin_trains(kind: str, run: Run, tmp_path: Path) -> None:
     """What `megalite plugin KIND` says can be typed as it stands, and its runs train."""

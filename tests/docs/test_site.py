@@ -81,7 +81,7 @@ def lost_lists(page: Page) -> list[str]:
     return [text for text in page.paragraphs if re.search(r"^\s*([-*] |\|)", text, re.MULTILINE)]
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
     pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
     added = {"changelog", "security", "flags", "megatron_flags"}
@@ -119,7 +119,7 @@ SEARCHES = {
 }
 
 
-@pytest.mark.everything(guards=("docs", "mkdocs.yml"))
+@pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
 @pytest.mark.parametrize("words", SEARCHES)
 def test_a_search_finds_what_a_reader_can_do_first(words: str, site: Path, tmp_path: Path) -> None:
     browser.need_browser()
@@ -132,7 +132,7 @@ def test_a_search_finds_what_a_reader_can_do_first(words: str, site: Path, tmp_p
     assert first >= min(3, len(pages)), pages
 
 
-@pytest.mark.everything(guards=("docs", "mkdocs.yml"))
+@pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
 def test_a_table_of_flags_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> None:
     browser.need_browser()
     how = f"""{LOADED}
@@ -154,7 +154,7 @@ def test_a_table_of_flags_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> 
         assert not broken, page  # into its syllables
 
 
-@pytest.mark.everything(guards=("docs", "mkdocs.yml"))
+@pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
 def test_blocks_are_not_cut_on_a_screen(site: Path, tmp_path: Path) -> None:
     """Lines of 120 characters fit at 1,400 pixels."""
     browser.need_browser()

@@ -75,7 +75,7 @@ def random_qwen(folder: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
 
 
-@pytest.mark.everything(guards=("README.md",))
+@pytest.mark.nightly(guards=("README.md",))
 def test_readmes_way_from_text_to_a_published_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -94,7 +94,7 @@ def test_readmes_way_from_text_to_a_published_model(tmp_path: Path) -> None:
         assert AutoModelForCausalLM.from_pretrained(tmp_path / folder).config.num_hidden_layers == 2
 
 
-@pytest.mark.everything(guards=("docs/tutorial.md", "docs/python.md"))
+@pytest.mark.nightly(guards=("docs/tutorial.md", "docs/python.md"))
 def test_the_tutorial(tmp_path: Path) -> None:
     shell = Shell(tmp_path, SHORTER["tutorial"])
     (config,) = blocks("tutorial.md", "toml")
@@ -123,7 +123,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
     assert all(part in one for part, one in zip(parts, said, strict=True)), said
 
 
-@pytest.mark.everything(guards=("docs/from_hugging_face.md",))
+@pytest.mark.nightly(guards=("docs/from_hugging_face.md",))
 def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -141,7 +141,7 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
     assert "iter_0000002" in again and "start from scratch" not in again
 
 
-@pytest.mark.everything(guards=("docs/from_megatron.md",))
+@pytest.mark.nightly(guards=("docs/from_megatron.md",))
 def test_from_megatron(tmp_path: Path) -> None:
     """`old/checkpoints` is in Megatron-LM's format, for two ranks."""
     shell = Shell(tmp_path, SHORTER["megatron"])
@@ -156,7 +156,7 @@ def test_from_megatron(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "new/checkpoints/release").iterdir()} == {"mp_rank_00", "mp_rank_01"}
 
 
-@pytest.mark.everything(guards=("docs/index.md",))
+@pytest.mark.nightly(guards=("docs/index.md",))
 def test_the_first_page(tmp_path: Path) -> None:
     shell = Shell(tmp_path, SHORTER["first_page"])
     (command,) = typed("index.md")

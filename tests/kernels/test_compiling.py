@@ -102,7 +102,7 @@ def on_cards() -> list[Any]:
     def of(row: tuple[Work, int]) -> Any:
         file = "norms" if row[0].op.endswith("norm") else row[0].op
         file = {"attention": "flash_attention", "swiglu": "activations/swiglu"}.get(file, file)
-        mark = pytest.mark.everything(guards=(f"{folder}/{file}.py",))
+        mark = pytest.mark.nightly(guards=(f"{folder}/{file}.py",))
         return pytest.param(*row, id=f"{row[0].name}-{row[1]}", marks=() if row in often else mark)
 
     return [of(row) for row in rows]

@@ -68,7 +68,7 @@ def test_bytes_are_those_of_the_formula(interpreter: Call, name: str) -> None:
         assert twice(seen) == []
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_the_machine_code_moves_what_the_interpreter_counts(
     interpreter: Call, name: str, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +101,7 @@ def longest(name: str, monkeypatch: pytest.MonkeyPatch, **changed: int) -> float
     return max(per_element(build(launch, 90)) for launch in main)
 
 
-@pytest.mark.everything(guards=("megalite/kernels",))
+@pytest.mark.nightly(guards=("megalite/kernels",))
 @pytest.mark.parametrize("op", MOST)
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_no_kernel_takes_more_instructions(op: str, half: str, monkeypatch: pytest.MonkeyPatch) -> None:

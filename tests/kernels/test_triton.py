@@ -14,7 +14,7 @@ from megalite.kernels.cross_entropy import BLOCK_N, shard_stats, shard_stats_ref
 
 ROWS = [(name, i, dtype) for name, op in OPS.items() for i in range(len(op.cases)) for dtype in DTYPES]
 # with each commit without fp16, which rounds as bf16 does, unless a kernel has changed
-RARELY = pytest.mark.everything(guards=("megalite/kernels",))
+RARELY = pytest.mark.nightly(guards=("megalite/kernels",))
 OFTEN = [pytest.param(*row, marks=RARELY if row[2] == "float16" else ()) for row in ROWS]
 Call = Callable[..., Any]
 

@@ -149,7 +149,7 @@ def started(folder: Path, step: int, job: subprocess.Popen[str]) -> int:
     raise AssertionError(job.communicate(timeout=5)[0])
 
 
-@pytest.mark.everything(guards=("examples/launch",))
+@pytest.mark.nightly(guards=("examples/launch",))
 @pytest.mark.parametrize("case", ["done", "signal", "killed", "no data"])
 def test_a_job_and_how_it_ends(tmp_path: Path, cluster: dict[str, str], case: str) -> None:
     """The status is the program's own."""
@@ -291,7 +291,7 @@ def test_skypilot_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
     assert (words.values["save"], words.values["load"], words.values["run_dir"]) == (bucket, bucket, f"{tmp_path}/run")
 
 
-@pytest.mark.everything(guards=("examples/launch",))
+@pytest.mark.nightly(guards=("examples/launch",))
 @pytest.mark.usefixtures("s3_server")
 def test_skypilots_run_goes_on_from_the_bucket_on_nodes_that_have_nothing(
     tmp_path: Path, cluster: dict[str, str]

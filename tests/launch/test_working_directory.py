@@ -11,7 +11,7 @@ import pytest
 from train_cases import ROOT
 
 pytestmark = pytest.mark.timeout(900)
-RARELY = pytest.mark.everything(guards=("megalite/launch/children.py", "megalite/api.py"))
+RARELY = pytest.mark.nightly(guards=("megalite/launch/children.py", "megalite/api.py"))
 PACKAGES = ("torch", "numpy", "megalite", "tools", "safetensors", "tokenizers", "triton", "wandb", "pyarrow", "rich")
 HOSTILE = """with open({canary!r}, "a") as file:
     file.write({name!r} + "\\n")

@@ -73,7 +73,7 @@ def test_an_evaluation_changes_nothing(model: str) -> None:
     assert repr(_train(model, evaluates=True)) == repr(alone(model))
 
 
-@pytest.mark.everything(guards=("megalite/nn/moe.py", "megalite/nn/router.py", "megalite/nn/token_dispatch.py"))
+@pytest.mark.nightly(guards=("megalite/nn/moe.py", "megalite/nn/router.py", "megalite/nn/token_dispatch.py"))
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 1024"])
 def test_half_precision_trains_as_in_one_process(precision: str) -> None:
     flags = f"{MIXTRAL} {precision} --train-iters 5 --global-batch-size 8"

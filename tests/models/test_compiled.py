@@ -68,7 +68,7 @@ def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eage
     return figures(build(flags, dtype, backend)[0])
 
 
-RARELY = pytest.mark.everything(guards=("megalite/models/torch_compile.py", "megalite/models/gpt.py"))
+RARELY = pytest.mark.nightly(guards=("megalite/models/torch_compile.py", "megalite/models/gpt.py"))
 OFTEN = [LLAMA + BORDERS + SELECTIVE]
 SELDOM = [DROP + FULL, DROP + BORDERS, QWEN, NEOX, DROP + SELECTIVE, PAIRS + PARTS]
 

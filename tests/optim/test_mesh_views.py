@@ -48,7 +48,7 @@ SPECS = [
 ]
 
 
-RARELY = pytest.mark.everything(guards=("megalite/optim",))
+RARELY = pytest.mark.nightly(guards=("megalite/optim",))
 
 
 def _whole(spec: ParamSpec) -> Tensor:

@@ -218,7 +218,7 @@ def _built(stage: int, flags: str) -> tuple[int, int]:
     return sum(entry.numel for entry in optimizer.buffer.layout.entries), after - before
 
 
-@pytest.mark.everything(
+@pytest.mark.nightly(
     guards=("megalite/optim/flat_buffers.py", "megalite/nn/parameter.py", "megalite/parallel/rng.py")
 )
 @pytest.mark.timeout(150)

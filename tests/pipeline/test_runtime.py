@@ -62,7 +62,7 @@ def _timed(flags: str) -> tuple[list[str], float, float]:
     return actions, took, waited
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_ranks_wait_less_by_what_the_plan_says() -> None:
     """1F1B idles for 3 (pp - 1) parts of a step, its twin for pp - 1. One quiet moment of the machine has to show it."""
     less, told = 2 * (PP - 1) * PART_S, []

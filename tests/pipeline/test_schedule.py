@@ -105,7 +105,7 @@ def test_bubble_and_activations_are_as_the_papers_say(pp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "pp,vpp", [pytest.param(*s, marks=pytest.mark.everything(guards=GUARDS) if s[0] > 5 else ()) for s in SHAPES]
+    "pp,vpp", [pytest.param(*s, marks=pytest.mark.nightly(guards=GUARDS) if s[0] > 5 else ()) for s in SHAPES]
 )
 def test_a_split_backward_fills_the_bubble_and_holds_no_more(pp: int, vpp: int) -> None:
     for name, m in itertools.product(("1f1b", "gpipe", "breadth-first"), range(1, 21)):

@@ -64,7 +64,7 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, name: str, value: objec
         read_profile(tmp_path / "p.json")
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_two_ranks_measure_every_part_and_the_plan_uses_it(tmp_path: Path) -> None:
     config = config_from(f"{TINY} --pp 2")
     profile = calibrate(config, 128, ranks=2, seconds=1.0)

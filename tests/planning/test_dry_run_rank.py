@@ -88,7 +88,7 @@ def _real(flags: str) -> Real:
 
 def rows_of(table: str) -> list[Any]:
     """Rows that run with each commit, and those that run with what they guard."""
-    mark = pytest.mark.everything(guards=("megalite/planning", "megalite/training/dry_run.py", "megalite/optim"))
+    mark = pytest.mark.nightly(guards=("megalite/planning", "megalite/training/dry_run.py", "megalite/optim"))
     rows = [(row, marks) for name, marks in (("often", ()), ("seldom", mark)) for row in TABLES[table][name]]
     return [pytest.param(world, flags.format_map(WORDS), marks=marks) for (world, flags), marks in rows]
 
@@ -281,7 +281,7 @@ def test_wrong_ranks_are_refused() -> None:
     assert (code, out) == (2, "") and "dry_run_rank=4 is not among 4 ranks; give 0 to 3" in error
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_a_rank_of_sixteen_thousand_takes_seconds_and_no_memory() -> None:
     """Llama 3 405B as it was trained: tp 8, pp 16, dp 128; its rank would hold 18 GiB of weights, gradients and optimizer."""
     flags = """--preset llama3-405b --bf16 --tp 8 --pp 16 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1

@@ -139,7 +139,7 @@ def test_the_bounds_of_experts_that_are_shared_out_are_below_the_plan(layout: La
     assert bounded(layout, asked)[2] > 0.7
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("words,devices", [(MIXTRAL, 64), (QWEN3, 8), (QWEN3, 64)])
 def test_models_of_experts_are_planned(words: str, devices: int) -> None:

@@ -53,7 +53,7 @@ def in_copy(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.everything(guards=GUARDED)
+@pytest.mark.nightly(guards=GUARDED)
 @pytest.mark.timeout(500)
 def test_an_activation_is_one_file(tmp_path: Path) -> None:
     copy = documents.copy_parts(("megalite", "tools", "pretrain_gpt.py"), tmp_path)

@@ -30,7 +30,7 @@ def test_published_runs_have_a_source_and_one_measured_value() -> None:
     assert len(misses) < len(RUNS) / 4
 
 
-@pytest.mark.everything(guards=("tools/planning/published_runs.py",))
+@pytest.mark.nightly(guards=("tools/planning/published_runs.py",))
 def test_the_page_on_accuracy_has_the_table() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "planning_accuracy.md").read_text("utf-8")
     _, _, section = page.partition("## Published steps")

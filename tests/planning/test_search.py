@@ -111,7 +111,7 @@ TIGHT = {
 }
 
 
-@pytest.mark.parametrize("flags", [[*TIGHT][0], pytest.param([*TIGHT][1], marks=pytest.mark.everything)])
+@pytest.mark.parametrize("flags", [[*TIGHT][0], pytest.param([*TIGHT][1], marks=pytest.mark.nightly)])
 def test_a_tight_fit_does_not_stand_before_one_with_room(flags: str) -> None:
     """The plainest layout takes 95 % and more of what is planned with; another takes no longer and has room."""
     devices, plainest = TIGHT[flags]
@@ -171,7 +171,7 @@ def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
         assert not made.fixed_split or layout.split or share > 0.85, layout
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_head_that_weighs_much_hides_no_layout() -> None:
     """Its rank has few layers then, which no even division has. Everything that fits is simulated."""
@@ -184,7 +184,7 @@ def test_a_head_that_weighs_much_hides_no_layout() -> None:
         assert isinstance(plan, int) or plan.time.seconds >= best.time.seconds, layout
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_405b_on_16384_devices_is_at_least_as_good_as_the_published_layout() -> None:
     """TP 8, PP 16 (arXiv:2407.21783, table 4), in as many chunks as there can be, with embedding and head in the place of
     a layer and without."""

@@ -1,9 +1,9 @@
-"""What each test took, and so in which class it is (CONTRIBUTING.md): tests/durations.txt, written by a run.
+"""The recorded duration of each test, which decides the group that it runs in (CONTRIBUTING.md).
 
-    tests/run.sh --all --record        a run that others do not disturb; or of whole files, as tests/run.sh --all --record FILE
+    tests/run.sh --all --record FILE        records the tests of a file in tests/durations.txt, on a quiet machine
 
-A line is a class, seconds, what took them, and of how many tests: of the classes quick and everything a file has one
-line, of the class commit a test has.
+A line of tests/durations.txt is a group, seconds, the number of tests, and a name. The groups `quick` and `nightly` have
+one line per file. The group `presubmit` has one line per test.
 """
 
 import functools
@@ -15,17 +15,17 @@ from pathlib import Path
 
 LIST = Path(__file__).parents[1] / "durations.txt"
 ROOT = LIST.parent.parent
-QUICK, COMMIT, EVERYTHING = "quick", "commit", "everything"
-QUICK_S = 1.0  # longer ones run with each commit alone
-COMMIT_S = 40.0  # longer ones run with everything alone, by their mark
-GUARDED_S = 90.0  # of the class everything, with each commit: tests of what it changed
+QUICK, PRESUBMIT, NIGHTLY = "quick", "presubmit", "nightly"
+MAX_QUICK_S = 1.0  # longer tests are presubmit tests
+MEAN_NIGHTLY_S = 40.0  # assumed for nightly tests without a record
+MAX_GUARDED_S = 90.0  # of nightly tests that a presubmit run adds, because they guard a changed file
 
 
 @dataclass(frozen=True)
 class Line:
-    """`name`: a file, or of the class commit a test."""
+    """A line of the list. `name` is a test in the group `presubmit`, and a file in the others."""
 
-    kind: str
+    group: str
     seconds: float
     name: str
     tests: int = 1
@@ -38,56 +38,63 @@ class Line:
 @functools.cache
 def read() -> tuple[Line, ...]:
     rows = (line.split(" ", 3) for line in LIST.read_text("utf-8").splitlines())
-    return tuple(Line(kind, float(seconds), name, int(tests)) for kind, seconds, tests, name in rows)
+    return tuple(Line(group, float(seconds), name, int(tests)) for group, seconds, tests, name in rows)
 
 
-def summed(took: Mapping[str, float], everything: Iterable[str]) -> list[Line]:
-    """From the seconds of tests, some of which have the mark."""
-    marked, files = set(everything), defaultdict[tuple[str, str], list[float]](list)
+def lines_of(seconds_of: Mapping[str, float], nightly: Iterable[str]) -> list[Line]:
+    """Return the lines for tests with these durations. `nightly` has the tests with that marker."""
+    marked, files = set(nightly), defaultdict[tuple[str, str], list[float]](list)
     lines = []
-    for test, seconds in took.items():
-        if test not in marked and seconds > QUICK_S:
-            lines.append(Line(COMMIT, seconds, test))
+    for test, seconds in seconds_of.items():
+        if test not in marked and seconds > MAX_QUICK_S:
+            lines.append(Line(PRESUBMIT, seconds, test))
         else:
-            files[EVERYTHING if test in marked else QUICK, test.split("::")[0]].append(seconds)
-    return lines + [Line(kind, sum(each), file, len(each)) for (kind, file), each in files.items()]
+            files[NIGHTLY if test in marked else QUICK, test.split("::")[0]].append(seconds)
+    return lines + [Line(group, sum(each), file, len(each)) for (group, file), each in files.items()]
 
 
-def ran(marks: str) -> set[str]:
-    """Classes, by what pytest's -m was."""
-    return {QUICK} | ({COMMIT} if "not commit" not in marks else set()) | ({EVERYTHING} if not marks else set())
+def groups_that_ran(marker_expression: str) -> set[str]:
+    """Return the groups that pytest's -m selects."""
+    groups = {QUICK}
+    if "not presubmit" not in marker_expression:
+        groups.add(PRESUBMIT)
+    if not marker_expression:
+        groups.add(NIGHTLY)
+    return groups
 
 
-def record(took: Mapping[str, float], everything: Iterable[str], kinds: set[str]) -> None:
-    """In place of what was known of these files in the classes that ran."""
-    new = [line for line in summed(took, everything) if line.kind != EVERYTHING or EVERYTHING in kinds]
-    files, names = {line.file for line in new}, {(line.kind, line.name) for line in new}
-    kept = [line for line in read() if line.file not in files or line.kind not in kinds]
-    lines = new + [line for line in kept if (line.kind, line.name) not in names and (ROOT / line.file).is_file()]
-    lines.sort(key=lambda line: (line.name, line.kind))
-    text = (f"{line.kind} {line.seconds:.2f} {line.tests} {line.name}\n" for line in lines)
+def record(seconds_of: Mapping[str, float], nightly: Iterable[str], groups: set[str]) -> None:
+    """Replace the lines of these tests' files in the groups that ran."""
+    new = [line for line in lines_of(seconds_of, nightly) if line.group != NIGHTLY or NIGHTLY in groups]
+    files, names = {line.file for line in new}, {(line.group, line.name) for line in new}
+    old = [line for line in read() if line.file not in files or line.group not in groups]
+    lines = new + [line for line in old if (line.group, line.name) not in names and (ROOT / line.file).is_file()]
+    lines.sort(key=lambda line: (line.name, line.group))
+    text = (f"{line.group} {line.seconds:.2f} {line.tests} {line.name}\n" for line in lines)
     LIST.write_text("".join(text), "utf-8")
     read.cache_clear()
 
 
-def of_commits() -> set[str]:
-    """Tests that are not quick."""
-    return {line.name for line in read() if line.kind == COMMIT}
+def presubmit_tests() -> set[str]:
+    return {line.name for line in read() if line.group == PRESUBMIT}
 
 
-def mean_of_everything() -> dict[str, float]:
-    """By file: seconds of one of its tests that run with everything."""
-    return {line.name: line.seconds / line.tests for line in read() if line.kind == EVERYTHING}
+def mean_nightly_seconds() -> dict[str, float]:
+    """Return the mean duration of a nightly test, by file."""
+    return {line.name: line.seconds / line.tests for line in read() if line.group == NIGHTLY}
 
 
 @functools.cache
 def changed_files() -> frozenset[str]:
-    """Since this branch left main, and on main since the last merge; none where git cannot tell."""
+    """Return the files that changed since this branch left main, or on main since the last merge.
 
-    def git(*words: str) -> str:
+    The set is empty where git cannot tell.
+    """
+
+    def git(*args: str) -> str:
         try:
-            done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
-        except OSError:  # there is none
+            done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+        except OSError:  # git is not installed
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -98,17 +105,17 @@ def changed_files() -> frozenset[str]:
     return frozenset(git("diff", "--name-only", base).splitlines() if base else ())
 
 
-def guarded(files: Iterable[str]) -> bool:
-    """Whether one of them, or what is in one that is a folder, was changed. AssertionError: one is not there."""
+def guards_a_change(files: Iterable[str]) -> bool:
+    """Return True if one of the files, or a file below one of the directories, changed."""
     for file in files:
         assert (ROOT / file).exists(), f"a test guards {file}, which does not exist"
     return any(f"{changed}/".startswith(f"{file}/") for file in files for changed in changed_files())
 
 
-def within(spent_s: float, items: Iterable[tuple[str, float]]) -> Iterable[str]:
-    """Names, in their order, as long as their seconds fit."""
+def fitting(budget_s: float, items: Iterable[tuple[str, float]]) -> Iterable[str]:
+    """Yield the names of (name, seconds) in order, as long as they fit the budget."""
     for name, seconds in items:
-        spent_s -= seconds
-        if spent_s < 0:
+        budget_s -= seconds
+        if budget_s < 0:
             return
         yield name

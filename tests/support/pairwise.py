@@ -32,6 +32,6 @@ def spelled(words: dict[str, str]) -> dict[str, str]:
 
 
 def rarely(rows: Sequence[Any], often: Sequence[Any], name: Callable[[Any], str], **guards: Any) -> list[Any]:
-    """`rows` as parameters of a test, of which those in `often` alone run with each commit."""
-    mark = pytest.mark.everything(**guards)
+    """`rows` as parameters of a test, of which only those in `often` run before each commit."""
+    mark = pytest.mark.nightly(**guards)
     return [pytest.param(row, id=name(row), marks=() if row in often else mark) for row in rows]

@@ -306,7 +306,7 @@ def test_a_run_that_is_late_says_so_and_where_it_was(tmp_path: Path, capsys: pyt
     assert row["status"] == "out of time" and row["runs"] == []
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(tmp_path: Path, monkeypatch, capsys) -> None:
     real, begun = contender.measure, []
@@ -335,7 +335,7 @@ def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(tmp_path: Pa
     assert benchmark.main(line) == 0 and begun == ["megalite"]
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_scaling_in_processes_has_ranks_efficiency_and_the_axis_of_messages(tmp_path: Path) -> None:
     line = ["--steps", "2", "--warmup", "1", "--repeats", "1", "--nproc", "1,2", "--scaling", "weak"]

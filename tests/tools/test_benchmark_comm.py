@@ -66,7 +66,7 @@ def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> 
     assert done.stdout.count("all_to_all") == 2 and "[inside]\ngb_per_s = " in done.stdout
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_groups_work_at_once_and_one_alone() -> None:
     sizes = ["--min-bytes", "1024", "--max-bytes", "1024", "--times", "2", "--kinds", "all_reduce", "--alone"]
     done = programs.python(*TOOL, "--nproc", "4", *sizes, "--tensor-model-parallel-size", "2", ok=True)

@@ -36,7 +36,7 @@ sys.meta_path.insert(0, Block())
 KINDS = "llama3-8b-4096 nccl kernels tests ablations ablations-mb4 ablations-moe tiles".split()
 
 
-@pytest.mark.everything(guards=("tools/gpu_report.py", "tools/bench"))
+@pytest.mark.nightly(guards=("tools/gpu_report.py", "tools/bench"))
 def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}

@@ -80,7 +80,7 @@ def test_training_runs_on_a_simulated_card(tmp_path: Path) -> None:
     assert 0 < made["results"]["train llama3-8b-4096"]["memory"] < 1 << 30, told  # the card's
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
     made, told = rehearse(tmp_path)
@@ -104,7 +104,7 @@ def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
     assert results["tests"]["passed"] > 0 and results["tests"]["failed"] == 0
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_what_goes_wrong_in_each_part_is_named(tmp_path: Path) -> None:
     made, told = rehearse(tmp_path, ILL)

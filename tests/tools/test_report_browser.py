@@ -18,7 +18,7 @@ ONE_RUN = {"Loss", "Training curves", "Time breakdown", "Pipeline", "Layers of e
 ONE_RUN |= {"Events", "Options that differ from the defaults", "Environment"}
 HOSTILE = "<script>document.title='struck'</script>$x_1$\\1"
 
-pytestmark = pytest.mark.everything(guards=("tools/report.py", "tools/plots"))
+pytestmark = pytest.mark.nightly(guards=("tools/report.py", "tools/plots"))
 
 
 def report(*words: str | Path) -> None:

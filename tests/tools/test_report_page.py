@@ -307,7 +307,7 @@ def test_a_damaged_run_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     survives(write_run(tmp_path / "run", 8), random.Random(3), capsys)
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_runs_damaged_in_many_ways_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(20):
@@ -327,7 +327,7 @@ def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None
     assert [picture.name for picture in page.pictures] == ["loss", "steps", "time", "layout", "memory"]
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 10)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(100_000)))

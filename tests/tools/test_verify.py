@@ -363,14 +363,14 @@ def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "agreement.svg").read_text("utf-8")
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 def test_a_layout_that_dies_is_told() -> None:
     done = verify(f"{RUN} {GPT} --tp 2 --dp 1 --timeout 0.01")
     assert done.returncode == 1 and "it has not ended after 0.01 s" in done.stderr
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_group_ends_it_with_one_line(number: int, code: int, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def _message(elements: int, dtype: torch.dtype, mark: int) -> bool:
     return not x.any() and mesh.pp.comm_log.blocked_on is not None
 
 
-OTHERS = [(8, torch.float32, 0), pytest.param(4, torch.int32, 0, marks=pytest.mark.everything), (4, torch.float32, 1)]
+OTHERS = [(8, torch.float32, 0), pytest.param(4, torch.int32, 0, marks=pytest.mark.nightly), (4, torch.float32, 1)]
 
 
 @pytest.mark.parametrize("elements,dtype,mark", OTHERS)
@@ -254,7 +254,7 @@ def test_the_start_has_a_time_limit_of_its_own(tmp_path: Path) -> None:
     assert (code, status["outcome"]) == (0, "done") and "NO PROGRESS" not in err, err
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shared", ["--shared-memory", "--no-shared-memory"])
 def test_the_time_limit_holds_where_torch_compares_collectives(
@@ -316,7 +316,7 @@ def test_an_abort_is_what_was_told_before_or_a_crash(tmp_path: Path, outcome: st
     assert (ended, status["outcome"]) == (code, outcome) and re.match(reason, status["reason"]), status
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_under_torchrun_the_status_says_hang(tmp_path: Path) -> None:
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "2")
     code, err, status = ended(tmp_path, fault="step.begin:0:6:stop", start=start)
@@ -324,7 +324,7 @@ def test_under_torchrun_the_status_says_hang(tmp_path: Path) -> None:
     assert status["reason"].startswith("rank 0 no longer answers")
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_a_clean_run_hears_nothing_of_it_and_a_slow_step_goes_on(tmp_path: Path) -> None:
     """With a first step, evaluations and saves that take longer than a training step may."""
     words = ["--nproc", "2", "--save", str(tmp_path / "saved"), "--save-interval", "10", "--eval-interval", "10"]

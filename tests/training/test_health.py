@@ -167,7 +167,7 @@ def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path
     assert "stragglers | Mn" not in (tmp_path / "log.txt").read_text()  # nothing was timed before the first line
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_slow_rank_is_named_within_ten_steps_and_nobody_in_a_clean_run(tmp_path: Path) -> None:
     code, events = train(tmp_path / "clean", 200, "--log-straggler")

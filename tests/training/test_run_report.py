@@ -281,7 +281,7 @@ def test_a_price_gives_a_cost() -> None:
 # ---- names in a profile
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path) -> None:
     flags = (
         "--nproc 4 --pp 2 --train-iters 3 --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end"
@@ -298,7 +298,7 @@ def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path)
 LONG = [*SMALL, "--train-iters", "12", "--save-interval", "4"]
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     where = ["--save", str(folder), "--load", str(folder), "--price-per-gpu-hour", "3.5"]
@@ -323,7 +323,7 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
     assert shown.returncode == 0 and "bottleneck" in shown.stdout and "in 2 processes" in shown.stdout, shown.stderr
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 def test_a_split_backward_is_the_remedy_of_a_bubble_until_it_is_taken(tmp_path: Path) -> None:
     bubbles = []
     for name, also in (("whole", []), ("split", ["--split-backward"])):
