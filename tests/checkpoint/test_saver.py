@@ -9,15 +9,15 @@ import threading
 import time
 from pathlib import Path
 
-import loads
+import checkpoint_loads
 import programs
 import pytest
 import torch
+from checkpoint_loads import ALONE, BACKGROUND
+from checkpoint_loads import row as shard
+from checkpoint_loads import whole_piece as whole
 from hypothesis import given
 from hypothesis import strategies as st
-from loads import ALONE, BACKGROUND
-from loads import row as shard
-from loads import whole_piece as whole
 from ranks import run_ranks
 from safetensors.torch import load_file
 from token_files import full, limit_files
@@ -45,7 +45,7 @@ def load(folder: Path, like: TensorShard) -> torch.Tensor:
     target = TensorShard(like.name, like.shape, like.box, like.span, torch.zeros_like(like.data))
     loaded = manifests.load_manifest(folder)
     reader.verify_checkpoint(folder, loaded)
-    loads.fill(folder, loaded, [target], ALONE, exact=True)
+    checkpoint_loads.fill(folder, loaded, [target], ALONE, exact=True)
     return target.data.view(like.box.shape)
 
 
@@ -116,12 +116,12 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch, call: 
         patch.setattr(file_system if call == "open" else os, call, full, raising=False)
         with pytest.raises(CheckpointError, match="No space left"):
             put(one, 2)
-    found = loads.newest(tmp_path, ALONE)
+    found = checkpoint_loads.newest(tmp_path, ALONE)
     assert found is not None and found[0].name == "iter_0000001"
     assert not list(tmp_path.glob(".iter_*"))
     put(one, 3)  # and the next one works again
     one.close()
-    assert loads.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
+    assert checkpoint_loads.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
 
 
 @BACKGROUND
@@ -169,7 +169,7 @@ def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
         one.save(2, [shard(mesh, 2.0, 100_000)], {})
         one.wait()
     limit_files(resource.RLIM_INFINITY)
-    found = loads.newest(directory, mesh)
+    found = checkpoint_loads.newest(directory, mesh)
     one.close()
     return str(error.value), found is not None and found[0].name == "iter_0000001"
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     one = CheckpointSaver(odd, ALONE, 0)
     one.save(1, [whole(torch.ones(2))], {})
     one.close()
-    assert loads.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
+    assert checkpoint_loads.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
     assert sorted(p.name for p in odd.iterdir()) == [storage.LOCK_FILE, "iter_0000001", storage.TRACKER]
 
 
@@ -238,7 +238,7 @@ def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) 
 
 # ---- what is kept
 def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
-    loads.save_steps(tmp_path, *range(1, 9))
+    checkpoint_loads.save_steps(tmp_path, *range(1, 9))
     (tmp_path / "iter_backup").mkdir()
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
@@ -252,7 +252,7 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
 
 
 def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads.save_steps(tmp_path, 1, 2)
+    checkpoint_loads.save_steps(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
         retention.RetentionPolicy(tmp_path, 1).prune()
@@ -263,7 +263,7 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monke
 
 def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
     """After a rollback it is not the newest by number."""
-    loads.save_steps(tmp_path, 10, 20, 30)
+    checkpoint_loads.save_steps(tmp_path, 10, 20, 30)
     one = CheckpointSaver(tmp_path, ALONE, 0, keep_last=1)
     one.save(15, [whole(torch.ones(2))], {})
     one.close()

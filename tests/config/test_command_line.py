@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import ANSWERS
+from toml_tables import ANSWERS
 
 import pretrain_gpt
 from megalite.common import environment

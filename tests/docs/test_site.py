@@ -24,7 +24,7 @@ HEAVY = ("torch", "numpy", "safetensors", "tokenizers")  # what docstrings are r
 
 def copied(folder: Path) -> Path:
     """What a build reads, in a folder where it can be broken, and packages that cannot be imported."""
-    tests = ("tests/chaos/README.md", "tests/card/simulator/README.md", "tests/layouts/test_layouts.py")
+    tests = ("tests/chaos/README.md", "tests/simulated_gpu/simulator/README.md", "tests/layouts/test_layouts.py")
     tests += ("tests/nn/test_attention_memory.py", "tests/planning/test_layer_cost.py")  # which pages link to
     documents.copy_parts((*PARTS, *tests, "examples/python.ipynb", "examples/recipes"), folder)
     for name in HEAVY:

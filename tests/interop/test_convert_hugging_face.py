@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_loads import whole_piece
 from hugging_face_cases import CASES, GPT2, MODELS, SHAPE, S, V, copied, make, with_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loads import whole_piece
 from safetensors.torch import load_file, save_file
 from test_convert_megatron import tool
 from token_files import full_disk

@@ -1,6 +1,6 @@
 """What a backward is given that was not kept on the device. A part that is computed again gives the same gradients, bit
 for bit, and is computed as often as it says. Activations in host memory: what moves, how often, and what the device is
-spared; that no bit changes is in tests/layouts/test_layouts.py, that every copy is waited for in tests/card/test_left_out.py."""
+spared; that no bit changes is in tests/layouts/test_layouts.py, that every copy is waited for in tests/simulated_gpu/test_removed_waits.py."""
 
 from collections import Counter
 from typing import Any
@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from card.simulator.device import simulated
-from card.simulator.trace import Launch
+from simulated_gpu.simulator.device import simulated
+from simulated_gpu.simulator.trace import Launch
 from torch import Tensor
 from train_cases import run_from, stage_from
 

@@ -8,7 +8,7 @@ from typing import Any
 import toml_tables
 import torch
 
-CASES = toml_tables.read("hugging_face")
+CASES = toml_tables.read("support/hugging_face_cases")
 SHAPE, GPT2 = CASES["shape"], CASES["gpt2"]
 V, S = SHAPE["vocab_size"], SHAPE["max_position_embeddings"]
 # name -> (class of the configuration, its values); the name begins with the model type

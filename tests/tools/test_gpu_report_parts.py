@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from card.simulator import everywhere
+from simulated_gpu.simulator import everywhere
 
 ROOT = Path(__file__).resolve().parents[2]
 # of tests for a card those that launch no kernel of Triton's

@@ -270,7 +270,7 @@ def test_the_time_limit_holds_where_torch_compares_collectives(
     assert status["reason"].startswith(f"rank {rank} ended by signal SIGKILL")
 
 
-HANGS = toml_tables.read("train/cases")["hangs"]
+HANGS = toml_tables.read("training/cases")["hangs"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megalite.planning import cluster
 from megalite.planning.cluster import DTYPE_NAMES, PEAKS, REPETITIONS, find_peak, lookup_peak, measure_cpu_peak
 from megalite.training.job import preflight
 
-CASES = toml_tables.read("train/cases")
+CASES = toml_tables.read("training/cases")
 
 
 def test_the_peak_is_that_of_the_card_or_of_the_flag() -> None:

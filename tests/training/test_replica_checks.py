@@ -11,7 +11,7 @@ import toml_tables
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_step import build
+from test_train_step import build
 from torch import Tensor
 from train_cases import SMALL, config_from, pretrain, run_from
 
@@ -31,7 +31,7 @@ from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import InvalidResultError
 from megalite.training.train_step import parameter_norm, train_step
 
-CASES = toml_tables.read("train/cases")
+CASES = toml_tables.read("training/cases")
 
 
 def read(*flags: str) -> Config:

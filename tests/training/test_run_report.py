@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from program_runs import pretrain
 from ranks import run_ranks
-from test_step import build
+from test_train_step import build
 from train_cases import SMALL, config_from
 
 from megalite.parallel import phase_timer
@@ -182,7 +182,7 @@ def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_ref
     assert shown.returncode == 3 and "give a run directory" in shown.stderr and "Traceback" not in shown.stderr
 
 
-ADVICE = toml_tables.read("train/cases")["advice"]
+ADVICE = toml_tables.read("training/cases")["advice"]
 
 
 def planned(*words: str, world: int = 4) -> RunPlan:

@@ -1,0 +1,211 @@
+"""An optimizer whose state is in host memory: what moves and how much; that it changes nothing is in
+tests/layouts/test_layouts.py, its bytes on ranks in tests/planning/test_dry_run_rank.py, and that it waits for all that it copies in
+tests/simulated_gpu/test_removed_waits.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import programs
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from layout_cases import COMMON, GPT, HALF, LLAMA, OFFLOAD, PARAMETERS, ZERO2, ZERO3
+from ranks import run_ranks
+from simulated_gpu.runs import on_card
+from simulated_gpu.simulator import nccl
+from simulated_gpu.simulator.trace import Fact, HostAccess, Launch
+from train_cases import config_from, run_from
+
+from megalite.config.validation import find_problems
+from megalite.launch.rank_info import LaunchError, RankInfo
+from megalite.optim.host_memory import allocate_mapped, pinned_bytes
+from megalite.optim.layout import ParamEntry, build_layout
+from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
+from megalite.parallel.spec import ParamSpec
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.job import preflight
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
+
+ROOT = Path(__file__).resolve().parents[2]
+GUARDS = pytest.mark.everything(guards=("megalite/optim", "megalite/parallel/streams.py"))
+UP, DOWN = "copy to the card", "copy to the host"
+STORE = "megalite/optim/optimizer_offload.py"
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.integers(0, 2)), min_size=1, max_size=20), st.floats(0, 1))
+def test_as_few_buckets_move_as_have_the_fraction(rows: list[tuple[int, int]], share: float) -> None:
+    entries = [ParamEntry(ParamSpec(f"p{i}", (n,)), n, chunk) for i, (n, chunk) in enumerate(rows)]
+    layout = build_layout(entries, bucket_size=300, sizes={"dp_cp": 2})
+    away = offloaded_buckets(layout, share)
+    assert away == layout.buckets[: len(away)]
+    assert sum(bucket.size for bucket in away) >= share * layout.size
+    assert not away or sum(bucket.size for bucket in away[:-1]) < share * layout.size
+    assert offloaded_buckets(layout, 1.0) == layout.buckets and offloaded_buckets(layout, 0.0) == ()
+
+
+@given(st.lists(st.integers(1, 3 << 30), max_size=99))
+def test_little_more_is_pinned_than_is_needed(parts: list[int]) -> None:
+    """Of each block at most a part is not filled, and the last are rounded up."""
+    more, large = pinned_bytes(parts) - sum(parts), max(parts, default=0)
+    assert 0 <= more <= min(sum(parts), large * (2 + sum(parts).bit_length() - large.bit_length()))
+
+
+def test_parts_share_blocks() -> None:
+    gib = 1 << 30
+    assert pinned_bytes([gib] * 11) == 11 * gib and pinned_bytes([3 * gib // 4] * 5) == 5 * gib
+    assert allocation_sizes([10, 30], 12, 4) == [120, 360, 120, 120] and allocation_sizes([], 12, 4) == []
+
+
+LARGE = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 4 --bf16 --tp 8 --nproc 8"
+
+
+def test_more_than_the_hosts_memory_is_refused() -> None:
+    plan, moved = (
+        make_run_plan(config_from(f"{LARGE} {way}"), 8, 128256) for way in (OFFLOAD, "--cpu-offloading-num-layers 80")
+    )
+    told = r"=1: 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB; offload less, or to a disk$"
+    card = mock.patch.object(preflight, "cuda_device", return_value=torch.device("cuda"))
+    size = mock.patch.object(preflight, "total_memory", lambda device: 512 << 30 if device.type == "cpu" else 80 << 30)
+    with card, size:
+        for one, line in ((plan, f"optimizer_offload_fraction{told}"), (moved, r"cpu_offloading_num_layers=80: .*s$")):
+            with pytest.raises(LaunchError, match=f"^{line}"):
+                preflight.check_machine(one, "cuda", RankInfo(0, 8, 0, 8))
+        preflight.check_machine(plan, "cuda", RankInfo(0, 8, 0, 2))
+        with pytest.raises(LaunchError, match=r"^weights and optimizer alone take 1\d\d\.\d GiB"):
+            preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 8))
+
+
+def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
+    for folder, told in (
+        (tmp_path, r": 9\d\.\d GiB per rank are needed, and 7 GiB are free"),
+        ("/none", "No such file"),
+    ):
+        plan = make_run_plan(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-dir {folder}"), 8, 128256)
+        with (
+            mock.patch.object(preflight, "total_memory", return_value=80 << 30),
+            mock.patch.object(preflight.shutil, "disk_usage", side_effect=_disk),
+            pytest.raises(LaunchError, match=rf"^optimizer_offload_dir='{folder}'.*{told}"),
+        ):
+            preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 2))
+
+
+def test_weights_that_one_rank_holds_alone_are_not_offloaded() -> None:
+    config = config_from(f"{COMMON} {GPT} {ZERO3} {PARAMETERS}")
+    alone = "param_cpu_offload needs 2 or more ranks that shard weights: start more, or leave it out"
+    assert (find_problems(config, 1), find_problems(config, 2)) == ([alone], [])
+
+
+def _disk(folder: str) -> Any:
+    os.stat(folder)
+    return mock.Mock(free=14 << 30)
+
+
+def test_a_file_of_the_optimizer_has_no_name_and_its_blocks(tmp_path: Path) -> None:
+    before = os.statvfs(tmp_path).f_bfree
+    (flat,) = allocate_mapped([64 << 20], str(tmp_path), torch.device("cpu"))
+    assert not os.listdir(tmp_path) and not flat.any()
+    assert before - os.statvfs(tmp_path).f_bfree > (32 << 20) // os.statvfs(tmp_path).f_frsize
+
+
+def _run(flags: str) -> Run:
+    return run_from(f"{COMMON} {GPT} {flags}")
+
+
+@pytest.mark.parametrize("flags", [OFFLOAD, f"{HALF} --bf16"])
+def test_what_is_loaded_reaches_the_host(flags: str) -> None:
+    trained, other = _run(flags), _run(f"{flags} --seed 8")
+    for _ in range(2):
+        train_step(trained)
+    for mine, theirs in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
+        mine.data.copy_(theirs.data)
+    other.optimizer.num_updates, other.state = trained.optimizer.num_updates, replace(trained.state)
+    other.optimizer.sync_after_load()
+    other.train_loader = trained.train_loader  # whose order is the other seed's
+    train_step(trained)
+    other.state.consumed_samples = trained.state.consumed_samples - 16
+    train_step(other)
+    for mine, theirs in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
+        assert torch.equal(mine.data, theirs.data), mine.name
+    for flat in other.buffer.weights.tensors:
+        flat.fill_(0.5)
+    other.optimizer.sync_after_load(main_loaded=False)
+    assert all(bool((main == 0.5).all()) for main in other.optimizer.main)
+
+
+def _traced(flags: str) -> tuple[list[Fact], int, int]:
+    """On a simulated card: the facts of one step, and the elements that this rank owns of all and of what moves."""
+    with on_card(dist.get_rank()) as card:
+        run = run_from(f"{COMMON} {flags} --kernels torch --attention-kernel torch", device=card.device)
+        train_step(run)
+        begin = len(card.trace)
+        train_step(run)
+        run.buffer.wait_param_sync()
+        run.close()
+        owned = sum(len(main) for main, _ in run.optimizer.offloaded.state.values())
+        return card.trace[begin:], owned, run.buffer.layout.size // run.mesh.dp.size
+
+
+def _bytes(facts: list[Fact], name: str) -> int:
+    """Of what the store copies."""
+    copies = (f for f in facts if isinstance(f, Launch) and f.name == name and f.where.startswith(STORE))
+    return sum(span.stop - span.start for f in copies for span in f.writes)
+
+
+@GUARDS
+@pytest.mark.parametrize(
+    "flags,weight,share", [(OFFLOAD, 4, 1.0), (f"{ZERO2} {OFFLOAD} --bf16", 2, 1.0), (f"{HALF} --bf16 {ZERO3}", 2, 0.5)]
+)
+def test_four_bytes_go_down_and_a_weight_up_for_each_element_that_is_owned_and_has_moved(
+    flags: str, weight: int, share: float
+) -> None:
+    for facts, owned, local in run_ranks(2, _traced, f"{LLAMA} {flags}", backend=nccl.join):
+        assert (_bytes(facts, DOWN), _bytes(facts, UP)) == (4 * owned, weight * owned)
+        assert share * local <= owned <= (share + 0.2) * local
+
+
+@GUARDS
+def test_copies_run_behind_the_hosts_updates_and_the_card_before_it() -> None:
+    """By the order of events: a second gradient is on its way down before the first update, a weight on its way up
+    before the last, on a stream of their own, and none of the card's updates waits for the host's."""
+    facts, _, _ = run_ranks(2, _traced, f"{LLAMA} {HALF} --bf16", backend=nccl.join)[0]
+    at = lambda test: [i for i, f in enumerate(facts) if test(f)]  # noqa: E731
+    stores = at(lambda f: isinstance(f, Launch) and f.where.startswith(STORE))
+    copies = {name: [i for i in stores if facts[i].name == name] for name in (UP, DOWN)}  # type: ignore[attr-defined]
+    updates = at(lambda f: isinstance(f, HostAccess) and f.name == "_fused_adamw_")
+    of_card = at(lambda f: isinstance(f, Launch) and f.name == "_fused_adamw_")
+    streams = {facts[i].stream for name in copies for i in copies[name]}  # type: ignore[union-attr]
+    assert len(streams) == 1 and 0 not in streams
+    assert copies[DOWN][1] < updates[0] and copies[UP][0] < updates[-1] and of_card[-1] < updates[0]
+
+
+@GUARDS
+def test_a_run_that_is_killed_goes_on_and_its_files_are_those_of_a_run_without(tmp_path: Path) -> None:
+    def trained(name: str, *more: str, fault: str = "") -> dict[str, Any]:
+        words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *f"{COMMON} {LLAMA} --bf16 --train-iters 4".split()]
+        words += [*more, "--save", str(tmp_path / name), "--save-interval", "1"]
+        env = os.environ | ({"MEGALITE_FAULT": fault} if fault else {})
+        done = programs.run(
+            [*words, "--run-dir", str(tmp_path / name / "run")], capture_output=True, text=True, env=env
+        )
+        assert done.returncode in ((-signal.SIGKILL, 128 + signal.SIGKILL) if fault else (0,)), done.stderr
+        return {} if fault else json.loads((tmp_path / name / "iter_0000004/manifest.json").read_text())["files"]
+
+    shared = (*ZERO3.split(), *"--dp 2 --nproc 2 --optimizer-offload-dir".split(), str(tmp_path))
+    trained("weights, too", *PARAMETERS.split(), *shared, "--async-save", "on", fault="step.after_update:0:3:kill")
+    there = trained("weights, too", *PARAMETERS.split(), *shared, "--load", str(tmp_path / "weights, too"))
+    assert there == trained("on cards", *ZERO3.split(), *"--dp 2 --nproc 2".split())
+    behind = (*HALF.split(), "--async-save", "on")
+    trained("killed", *behind, fault="step.after_update:0:3:kill")
+    again = trained("killed", OFFLOAD, *behind[-4:], "--load", str(tmp_path / "killed"))  # all of it
+    assert again == trained("straight", *HALF.split()[-2:])

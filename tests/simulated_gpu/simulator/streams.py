@@ -1,0 +1,113 @@
+"""Streams and events of the stand-in for torch.cuda, under CUDA's rules: each call is a fact in the trace."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.cuda._utils import _get_device_index
+
+from simulated_gpu.simulator import graphs
+from simulated_gpu.simulator.state import Listed, caller, machine
+from simulated_gpu.simulator.trace import HostWait, Record, Wait
+from simulated_gpu.simulator.trace import Stream as Number
+
+
+def index_of(device: Any) -> int:
+    """Of one of the cards that there are; None: this thread's."""
+    number, cards = _get_device_index(device, optional=True), machine().cards
+    if not 0 <= number < cards:
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {number} of {cards} (asked for at {caller()})")
+    return number
+
+
+class Stream(Listed):
+    """`number`: its name in the trace."""
+
+    def __init__(self, device: Any = None):
+        self.device_index = index_of(device)
+        self.number: Number = next(machine().numbers["stream"])
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.device_index)
+
+    def wait_event(self, event: Event) -> None:
+        graphs.on_wait(self.number, event.number)
+        if event.recorded:
+            machine().trace.append(Wait(self.number, event.number))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        host_waits(HostWait(stream=self.number, where=caller()))
+
+
+class Event(Listed):
+    def __init__(self, enable_timing: bool = False):
+        self.enable_timing, self.recorded, self._at = enable_timing, False, 0.0
+        self.number = next(machine().numbers["event"])
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = current_stream() if stream is None else stream
+        graphs.on_record(stream.number, self.number)
+        self.recorded, self._at = True, time.perf_counter()
+        machine().trace.append(Record(self.number, stream.number))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (current_stream() if stream is None else stream).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether the host has waited for it: of what is still under way nobody knows."""
+        graphs.refuse("Event.query")
+        return not self.recorded or machine().waited_for(self.number)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds. As CUDA: of two that keep time, are recorded, and have been waited for."""
+        both = (self, end_event)
+        if not all(event.enable_timing for event in both):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not all(event.recorded for event in both):
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not all(machine().waited_for(event.number) for event in both):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return (end_event._at - self._at) * 1e3
+
+    def synchronize(self) -> None:
+        if self.recorded:
+            host_waits(HostWait(event=self.number, where=caller()))
+
+
+def host_waits(fact: HostWait) -> None:
+    graphs.refuse(f"a wait of the host at {fact.where}")
+    machine().trace.append(fact)
+
+
+def synchronize(device: Any = None) -> None:
+    index_of(device)
+    host_waits(HostWait(where=caller()))
+
+
+def default_stream(device: Any = None) -> Stream:
+    made = object.__new__(Stream)
+    made.device_index, made.number = index_of(device), 0
+    return made
+
+
+def current_stream(device: Any = None) -> Stream:
+    index = index_of(device)
+    found = machine().here.streams.get(index)
+    return found if isinstance(found, Stream) else default_stream(index)
+
+
+def set_stream(stream: Stream) -> None:
+    if stream is not None:
+        here = machine().here
+        here.device, here.streams[stream.device_index] = stream.device_index, stream

@@ -1,0 +1,108 @@
+"""The detector of races against every path through a small program, and on what a trainer does, step by step by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from simulated_gpu.simulator.clocks import races
+from simulated_gpu.simulator.trace import (
+    Alloc,
+    Comm,
+    CommDone,
+    CommWait,
+    Fact,
+    Free,
+    HostAccess,
+    HostWait,
+    Launch,
+    Mark,
+    Record,
+    Span,
+    Wait,
+)
+
+
+def comm(number: int, after: int | str = 0, reads: Sequence[Span] = (), writes: Sequence[Span] = (), name: str = "dp",
+         kind: str = "all_reduce") -> Comm:  # fmt: skip
+    return Comm(name, (0, 1), kind, "float32", 4, None, number, after, tuple(reads), tuple(writes))
+
+
+# ---- what a trainer does: each wait is needed
+
+WEIGHTS, OWN, REST = Span(1, 0, 800), Span(1, 0, 400), Span(1, 400, 800)
+GRADS, X, Y, PINNED = Span(2, 0, 800), Span(3, 0, 64), Span(4, 0, 64), Span(5, 0, 800)
+ALLOCS: tuple[Fact, ...] = (Alloc(1, "card", 800), Alloc(2, "card", 800), Alloc(3, "card", 64), Alloc(4, "card", 64))
+NEXT = Alloc(9, "card", 64)
+
+SITUATIONS: dict[str, tuple[Fact, ...]] = {
+    "a block is let go of after its reduction": (
+        *ALLOCS, Launch(0, "round", (), (X,)), comm(1, 0, [X], [X]), CommWait(1, 0), Free(3), NEXT,
+    ),
+    "what was received is used, and let go of": (
+        *ALLOCS, comm(1, 0, [], [X], "pp 0-1", "recv"), CommWait(1, 0), Launch(0, "forward", (X,), (Y,)), Free(3), NEXT,
+    ),
+    "what was sent is kept until it is gone": (
+        *ALLOCS, Launch(0, "forward", (), (Y,)), comm(1, 0, [Y], [], "pp 0-1", "send"), CommDone(1), Free(4), NEXT,
+    ),
+    "the pinned copy is filled again": (
+        Alloc(5, "pinned", 800), *ALLOCS, Launch(7, "copy to the host", (), (PINNED,)), Record(1, 7),
+        HostWait(event=1), HostAccess("write to the file", (PINNED,)), Launch(8, "copy to the host", (), (PINNED,)),
+    ),
+    "a batch is made in the memory of the one before": (
+        Alloc(5, "pinned", 800), *ALLOCS, HostAccess("fill", writes=(PINNED,)), Launch(0, "copy", (PINNED,), (X,)),
+        HostWait(stream=0), HostAccess("fill again", writes=(PINNED,)),
+    ),
+    "a block of one stream that another one used last": (
+        *ALLOCS, Launch(0, "fill", (), (X,)), Record(1, 0), Wait(7, 1), Launch(7, "use", (X,), ()), Record(2, 7), Wait(0, 2), Free(3), NEXT,
+    ),
+    "a block that another stream gets first": (
+        Launch(0, "its last owner"), Alloc(3, "card", 64), Record(1, 0), Wait(7, 1), Launch(7, "fill", (), (X,)),
+    ),
+}  # fmt: skip
+ORDER = (Wait, CommWait, CommDone, HostWait)
+PLANTED = [(name, at) for name, facts in SITUATIONS.items() for at, fact in enumerate(facts) if isinstance(fact, ORDER)]
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_what_is_in_order_is_no_race(name: str) -> None:
+    assert races(SITUATIONS[name]) == []
+
+
+@pytest.mark.parametrize(("name", "at"), PLANTED)
+def test_without_any_one_wait_there_is_a_race(name: str, at: int) -> None:
+    facts = SITUATIONS[name]
+    assert races([*facts[:at], *facts[at + 1 :]]), facts[at]
+
+
+def test_a_race_is_told_in_words() -> None:
+    gather = replace(comm(1, 0, [OWN], [WEIGHTS], kind="all_gather"), where="optim/param_gather.py:56")
+    matmul = Launch(0, "matmul", (WEIGHTS,), (Y,), "nn/linear.py:55")
+    [race] = races([*ALLOCS, Mark("step 3"), gather, matmul, Mark(""), matmul])
+    assert str(race) == (
+        "step 3: use before ready: all_gather of dp (optim/param_gather.py:56), then matmul on stream 0 "
+        "(nn/linear.py:55), nothing between them (bytes 0..800 of block 1, 2 times)"
+    )
+
+
+def test_neighbours_in_one_allocation_do_not_meet() -> None:
+    assert races([*ALLOCS, comm(1, 0, [OWN], [OWN]), Launch(0, "other bucket", (), (REST,))]) == []
+    assert races([*ALLOCS, comm(1, 0, [OWN], [OWN]), Launch(0, "one byte of it", (Span(1, 399, 500),))]) != []
+
+
+def test_what_an_all_gather_sends_in_place_stays_as_it_is() -> None:
+    """The copy of a save reads what is owned while the gather is under way; the rest is not there yet."""
+    for where, expected in ((OWN, 0), (REST, 1)):
+        gather = comm(1, 0, [OWN], [WEIGHTS], kind="all_gather")
+        assert len(races([*ALLOCS, gather, Launch(7, "copy to the host", (where,))])) == expected
+
+
+def test_a_block_that_is_gone_is_not_used() -> None:
+    [race] = races([*ALLOCS, Free(3), Launch(0, "matmul", (X,))])
+    assert race.kind == "used after free"
+
+
+def test_an_event_that_is_recorded_again_means_the_newer_point() -> None:
+    early = [*ALLOCS, Record(1, 0), Launch(0, "fill", (), (X,))]
+    assert races([*early, Wait(7, 1), Launch(7, "use", (X,))]) != []
+    assert races([*early, Record(1, 0), Wait(7, 1), Launch(7, "use", (X,))]) == []

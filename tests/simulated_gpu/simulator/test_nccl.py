@@ -1,0 +1,72 @@
+"""The simulated NCCL: it computes what gloo does, waits as NCCL does, and refuses what NCCL has not."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megalite.parallel.comm import all_gather_into_tensor, reduce_scatter_tensor
+from simulated_gpu.simulator import nccl
+
+HEADER = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/NCCLUtils.hpp"
+KINDS = {"Char": "int8", "Byte": "uint8", "Float": "float32", "Double": "float64", "Int": "int32", "Long": "int64"}
+KINDS |= {"Half": "float16", "Bool": "bool", "BFloat16": "bfloat16"}
+
+
+def test_the_dtypes_are_those_of_the_header_that_comes_with_torch() -> None:
+    table = HEADER.read_text().partition("ncclDataType = {")[2].partition("};")[0]
+    names = re.findall(r"\{at::k(\w+),", table)
+    assert len(names) > 8
+    theirs = {getattr(torch, KINDS.get(name, name.lower())) for name in names}
+    assert theirs == nccl.DTYPES
+
+
+def _refused() -> None:
+    long, strided = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 4).T
+    op, out = dist.ReduceOp, torch.zeros(3)
+    asked: list[tuple[str, Callable[[], Any]]] = [
+        ("UInt16|uint16", lambda: dist.all_reduce(torch.zeros(2, dtype=torch.uint16))),
+        ("int16", lambda: dist.broadcast(torch.zeros(2, dtype=torch.int16), 0)),
+        ("Float8", lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e5m2))),
+        ("BAND", lambda: dist.all_reduce(long, op.BAND)),
+        ("BOR", lambda: dist.all_reduce(long, op.BOR)),
+        ("BXOR", lambda: dist.all_reduce(long, op.BXOR)),
+        ("AVG", lambda: dist.all_reduce(torch.tensor([True]), op.AVG)),
+        ("contiguous", lambda: dist.all_reduce(strided)),
+        ("world_size", lambda: all_gather_into_tensor(out, torch.zeros(2))),
+        ("same type", lambda: all_gather_into_tensor(out, torch.zeros(2, dtype=torch.float64))),
+        ("world size", lambda: reduce_scatter_tensor(torch.zeros(2), out)),
+        ("tag=3", lambda: dist.isend(out, 1 - dist.get_rank(), tag=3)),
+        ("recvAnysource", lambda: dist.irecv(out)),
+        ("No backend type", lambda: dist.gather(out, [out, out] if dist.get_rank() == 0 else None)),
+        ("Split sizes", lambda: dist.all_to_all_single(out, out)),
+        ("Split sizes", lambda: dist.all_to_all_single(out, out, [2, 2], [1, 2])),
+    ]
+    for says, ask in asked:
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=says):
+            ask()
+    assert not nccl.facts()
+
+
+def test_what_nccl_has_not_is_refused() -> None:
+    run_ranks(2, _refused, backend=nccl.join)
+
+
+def _exchanged(strays: bool) -> list[float]:
+    """Rank r gives r + 1 elements to the first rank and one to the other."""
+    rank, out = dist.get_rank(), torch.zeros(3 if dist.get_rank() == 0 else 2 + strays)
+    x, got = torch.arange(rank + 2.0) + 10 * rank, [1, 2] if rank == 0 else [1, 1 + strays]
+    dist.all_to_all_single(out, x, got, [rank + 1, 1])
+    return out.tolist()
+
+
+def test_an_all_to_all_of_uneven_parts_is_gloos_and_counts_that_do_not_meet_are_told() -> None:
+    found = run_ranks(2, _exchanged, False, backend=nccl.join)
+    assert found == run_ranks(2, _exchanged, False) == [[0.0, 10.0, 11.0], [1.0, 12.0]]
+    with pytest.raises(Exception, match=r"rank 1 expects \[1, 2\] and is given \[1, 1\]"):
+        run_ranks(2, _exchanged, True, backend=nccl.join)

@@ -1,1 +1,0 @@
-from checkpoint_loads import *  # noqa: F403  until all tests use the new name

@@ -1,1 +1,0 @@
-from program_runs import *  # noqa: F403  until all tests use the new name

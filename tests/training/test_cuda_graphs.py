@@ -1,0 +1,143 @@
+"""--cuda-graph-impl: replayed micro-batches train bit by bit as eager ones.
+
+On a CPU a tape (simulated_gpu/simulator/tape.py) stands for the card's graph and keeps its rules.
+"""
+
+import pytest
+import torch
+from ranks import run_ranks
+from simulated_gpu.simulator.tape import Tape
+from toml_tables import ANSWERS
+from torch import Tensor
+from train_cases import config_from, run_from
+
+from megalite.config import cli
+from megalite.config.validation import find_problems
+from megalite.launch.rank_info import RankInfo
+from megalite.pipeline.cuda_graph import CudaGraphPipeline
+from megalite.planning.run_plan import make_run_plan
+from megalite.training.job.preflight import check_machine
+from megalite.training.setup import SetupError
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
+
+STEPS = 3
+COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
+ --global-batch-size 8 --train-iters 9 --lr 0.01 --seed 7 --mock-data --tokenizer-type NullTokenizer --vocab-size 94
+ --make-vocab-size-divisible-by 8 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0"""
+LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+ --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
+BORDERS = "--reset-position-ids --eod-mask-loss"
+SELECTIVE = "--recompute-granularity selective"
+FULL = "--recompute-granularity full --recompute-method uniform"
+GRAPHED = "--cuda-graph-impl local"
+
+
+def build(flags: str, dtype: torch.dtype, tapes: list[Tape]) -> Run:
+    def tape() -> Tape:
+        tapes.append(Tape())
+        return tapes[-1]
+
+    return run_from(f"{COMMON} {flags}", dtype=dtype, graphs=tape if "--cuda-graph-impl" in flags else None)
+
+
+def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[float, ...]], Tensor, list[int]]:
+    """Loss, gradient norm and z-loss of each step; the weights; how often each tape was replayed."""
+    tapes: list[Tape] = []
+    run = build(flags, dtype, tapes)
+    results = [train_step(run) for _ in range(STEPS)]
+    run.buffer.wait_param_sync()
+    weights = torch.cat(run.buffer.weights.tensors)
+    return [(r.loss, r.grad_norm, r.z_loss) for r in results], weights, [tape.replays for tape in tapes]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("", torch.float32),
+        (f"{LLAMA} --bf16", torch.bfloat16),
+        (f"{LLAMA} {BORDERS} {SELECTIVE} --z-loss-coeff 1e-3", torch.float32),
+        (f"{FULL} --fp16 --initial-loss-scale 256 --loss-scale-window 1", torch.float16),  # a new weight at each step
+    ],
+)
+def test_replays_train_as_eager_micro_batches(flags: str, dtype: torch.dtype) -> None:
+    losses, weights, none = trained(flags, dtype)
+    assert none == [] and losses[0] != losses[1]
+    again, same, replays = trained(f"{flags} {GRAPHED}", dtype)
+    assert again == losses and torch.equal(same, weights)
+    assert sum(replays) == STEPS * 4 - len(replays)  # of each shape the first ran eagerly
+
+
+def test_a_batch_that_grows_changes_the_weight_and_records_nothing_new() -> None:
+    flags = f"{LLAMA} --rampup-batch-size 2 2 6"
+    losses, weights, _ = trained(flags)
+    again, same, replays = trained(f"{flags} {GRAPHED}")
+    assert again == losses and torch.equal(same, weights) and replays == [1 + 2 + 4 - 1]
+
+
+def test_data_parallel_ranks_replay_between_the_first_and_the_last() -> None:
+    """Behind these two weights are gathered and gradients are reduced; and their losses are those of one process."""
+    flags = f"{LLAMA} --global-batch-size 16 --ddp-bucket-size 2000"
+    (losses, weights, _), *_ = run_ranks(2, trained, flags, torch.float64)
+    one, _, _ = trained(f"{flags} {GRAPHED}", torch.float64)
+    for again, same, replays in run_ranks(2, trained, f"{flags} {GRAPHED}", torch.float64):
+        assert again == losses and torch.equal(same, weights)
+        assert replays == [STEPS * 2 - 1]
+        for here, there in zip(again, one, strict=True):
+            assert here == pytest.approx(there, rel=1e-10)
+
+
+def test_evaluation_and_a_timeline_are_eager() -> None:
+    tapes: list[Tape] = []
+    run = build(GRAPHED, torch.float32, tapes)
+    pipeline = run.pipeline
+    assert isinstance(pipeline, CudaGraphPipeline)
+    pipeline.timeline = []
+    train_step(run)
+    assert [str(timed.action)[0] for timed in pipeline.timeline] == ["F", "B"] * 4 and not tapes
+    pipeline.timeline, pipeline.enabled = None, False
+    train_step(run)
+    assert not tapes
+    pipeline.enabled = True
+    train_step(run)
+    replays, grads = [tape.replays for tape in tapes], torch.cat(run.buffer.grads.tensors)
+    assert sum(replays) == 3
+    for _ in range(2):
+        assert evaluate(run, run.valid_loaders[0].data, 1) > 0
+    assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.tensors), grads)
+
+
+REFUSED = ANSWERS["graphs"]
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_repeated_is_refused(flags: str) -> None:
+    world, text = REFUSED[flags]
+    argv = f"{COMMON} {GRAPHED} {flags}".split()
+    try:
+        config = config_from(argv)
+        problems = find_problems(config, world)
+    except cli.ConfigError as error:
+        problems = error.problems
+    assert len(problems) == 1 and problems[0].startswith("cuda_graph_impl=local ") and text in problems[0]
+    assert "drop" in problems[0]
+
+
+def test_without_a_card_it_is_refused() -> None:
+    config = config_from(f"{COMMON} {GRAPHED}")
+    with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device, and none is available; drop it"):
+        check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("flags", ["", f"{LLAMA} {SELECTIVE} --bf16"])
+def test_on_a_card_replays_train_as_eager_micro_batches(flags: str) -> None:
+    device, made = torch.device("cuda"), []
+    for more in ("", GRAPHED):
+        run = run_from(f"{COMMON} {flags} {more}", device=device)
+        made.append([x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)])
+        if more:
+            assert isinstance(run.pipeline, CudaGraphPipeline) and len(run.pipeline._captured) == 1
+    assert made[1] == pytest.approx(made[0], rel=1e-2 if "--bf16" in flags else 1e-4)

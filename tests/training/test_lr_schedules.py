@@ -1,0 +1,185 @@
+"""Rates in a run: what a resume may change, what an update follows, steps that are skipped, and evaluations."""
+
+import math
+from pathlib import Path
+
+import pytest
+import toml_tables
+import torch
+from program_runs import rows
+from ranks import run_ranks
+from test_run_start import built, save_step, started, weights
+from train_cases import SMALL, config_from, pretrain, run_from, train
+
+import pretrain_gpt
+from megalite.checkpoint.format import manifest as manifests
+from megalite.common.exit_codes import ExitCode
+from megalite.launch.rank_info import RankInfo
+from megalite.training.setup import SetupError
+from megalite.training.state import Run
+from megalite.training.train_step import train_step
+from megalite.training.trainer import evaluate
+
+OTHER = toml_tables.read("training/cases")["rates"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of step 2 of 6, of which one updated nothing."""
+    folder = tmp_path_factory.mktemp("saved")
+    run, config = built("--save", str(folder))
+    run.state.advance(8, tokens=128, skipped=True)
+    save_step(run, config)
+    return folder
+
+
+def resumed(folder: Path, *flags: str) -> Run:
+    return started("--load", str(folder), *flags)[0]
+
+
+@pytest.mark.parametrize("flags,lines", OTHER.items())
+def test_a_resume_with_other_rates_is_refused(saved: Path, flags: str, lines: list[str]) -> None:
+    with pytest.raises(SetupError) as error:
+        resumed(saved, *flags.split())
+    for line in lines:
+        assert f"{line} the checkpoint" in str(error.value)
+    assert "--override-opt-param-scheduler uses the options" in str(error.value)
+
+
+RAMP = "--rampup-batch-size 8 8 32 --global-batch-size 16"
+CURVE = "--lr-decay-style cosine --lr-warmup-iters 2"
+
+
+@pytest.mark.parametrize("batch", ["--global-batch-size 16", RAMP])
+def test_rates_of_a_base_batch_size_are_in_proportion_to_the_last_batch(batch: str) -> None:
+    given = "--lr 0.004 --min-lr 0.001 --lr-warmup-init 0.0004 --decoupled-lr 0.002 --lr-base-batch-size 4"
+    want = "--lr 0.016 --min-lr 0.004 --lr-warmup-init 0.0016 --decoupled-lr 0.008"
+    scaled, _ = built(*f"{given} {batch} {CURVE}".split())
+    plain, _ = built(*f"{want} {batch} {CURVE}".split())
+    for n in range(0, 97, 8):
+        assert scaled.schedules.lr.at(n) == pytest.approx(plain.schedules.lr.at(n), rel=1e-12)
+        assert scaled.schedules.decoupled and plain.schedules.decoupled
+        assert scaled.schedules.decoupled.at(n) == pytest.approx(plain.schedules.decoupled.at(n), rel=1e-12)
+    assert scaled.schedules.weight_decay == plain.schedules.weight_decay
+
+
+def test_a_base_batch_size_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, told in (("--lr 0.0025 --lr-base-batch-size 4", True), ("--lr 0.01", False)):
+        words = [*SMALL, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu --dry-run".split()]
+        assert pretrain_gpt.main([*words, *flags.split()]) == ExitCode.DONE
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("0.0025 at a batch of 4, so 0.01 at one of 16" in shown) == ("at a batch of" in shown) == told
+
+
+def test_a_longer_run_goes_on_where_its_decay_stays(saved: Path) -> None:
+    run = resumed(saved, "--train-iters", "9", "--lr-decay-iters", "6")
+    assert run.last_step == 9 and run.state.step == 2 and run.schedules.lr.decay == 48
+
+
+def test_rates_of_the_flags_or_of_the_checkpoint(saved: Path) -> None:
+    flags = ("--lr", "0.02", "--train-iters", "9", "--weight-decay", "0.3", "--lr-decay-style", "cosine")
+    flags += ("--decoupled-lr", "0.1")
+    here = resumed(saved, *flags, "--override-opt-param-scheduler")
+    assert (here.schedules.lr.peak, here.schedules.lr.style, here.schedules.lr.decay) == (0.02, "cosine", 72)
+    assert here.schedules.weight_decay.at(0) == 0.3 and here.schedules.decoupled is not None
+    # as there, the count of samples begins anew with all that were consumed
+    assert (here.state.consumed_samples, here.state.skipped_samples) == (16, 0)
+    there = resumed(saved, *flags[:-2], "--use-checkpoint-opt-param-scheduler")
+    assert there.schedules == resumed(saved).schedules and there.state.skipped_samples == 8
+
+
+def test_a_rate_of_embedding_and_head_in_the_checkpoint_is_not_dropped(tmp_path: Path) -> None:
+    """Buckets are laid out before a checkpoint is read: without the flag none of them would follow that rate."""
+    save_step(*built("--save", str(tmp_path), "--decoupled-lr", "0.03"))
+    said = r"decoupled_lr=0\.03 in the checkpoint, but none here; add --decoupled-lr 0\.03"
+    with pytest.raises(SetupError, match=said):
+        resumed(tmp_path, "--use-checkpoint-opt-param-scheduler")
+    there = resumed(tmp_path, "--use-checkpoint-opt-param-scheduler", "--decoupled-lr", "0.5")
+    assert there.schedules.decoupled is not None and there.schedules.decoupled.peak == 0.03
+    assert resumed(tmp_path, "--override-opt-param-scheduler").schedules.decoupled is None
+
+
+@pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
+def test_where_the_optimizer_is_not_loaded_its_rates_are_free(saved: Path, flag: str) -> None:
+    assert resumed(saved, flag, "--lr", "0.5").schedules.lr.peak == 0.5
+
+
+def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of before 2026-11-22: their state has no rates."""
+    real = manifests.load_manifest
+
+    def older(folder: Path) -> manifests.Manifest:
+        found = real(folder)
+        return found._replace(state={name: value for name, value in found.state.items() if name != "rates"})
+
+    monkeypatch.setattr(manifests, "load_manifest", older)
+    run, _, notes = started("--load", str(saved), "--lr", "0.5")
+    assert run.schedules.lr.peak == 0.5 and "has no learning rate" in notes[0]
+
+
+def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
+    run, _ = built("--train-iters", "1", "--lr", "1e-5", "--weight-decay", "0", "--adam-eps", "1e-30")
+    before = weights(run)
+    assert train_step(run).lr == 0.0  # what the next update would have
+    moved = max(float((after - before[name]).abs().max()) for name, after in weights(run).items())
+    assert moved == pytest.approx(1e-5, rel=1e-2)  # the first step of Adam is as long as the rate
+
+
+def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
+    """Without optimizer state, rates and a learning rate; nothing is saved."""
+    save_to, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
+    config = config_from([*flags, "--save", str(save_to)])
+    assert pretrain(config, RankInfo()) is ExitCode.DONE
+    made = sorted(save_to.glob("iter_*"))
+    trained = [row for row in rows(save_to / "metrics.jsonl") if any("valid" in name or "test" in name for name in row)]
+    words = [word for i, word in enumerate(flags) if "--lr" not in flags[max(i - 1, 0) : i + 1]]
+    words += ["--load", str(save_to), "--save", str(save_to), "--run-dir", str(tmp_path / "logs"), "--skip-train"]
+    assert pretrain(config_from(words), RankInfo()) is ExitCode.DONE
+    assert sorted(save_to.glob("iter_*")) == made
+    told = rows(tmp_path / "logs/metrics.jsonl")
+    assert told and told == trained
+
+
+def test_evaluations_have_a_batch_of_their_own(tmp_path: Path) -> None:
+    run, _ = built("--eval-iters", "2")
+    whole = evaluate(run, run.valid_loaders[0].data, 2)  # 2 x 8 samples
+    run, config = built("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
+    shapes, real = [], run.pipeline.evaluate
+    run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), real(batches))[1]  # type: ignore[method-assign]
+    assert evaluate(run, run.valid_loaders[0].data, 4) == pytest.approx(whole, rel=1e-6)
+    assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
+    run.last_step = 0
+    train(run, config, tmp_path)
+    assert shapes == [(16, 1)] * 16 * 3  # at the end, on the validation and the test set
+
+
+def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
+    at = SMALL.index("--global-batch-size")
+    words = [*SMALL[:at], *SMALL[at + 2 :], "--train-samples", "20", "--step-batch-size-schedule", "0:4 128:8"]
+    run = run_from(words)
+    sizes = [train_step(run).batch_size for _ in range(run.last_step)]
+    assert sizes == [4, 4, 8, 8]  # 128 tokens are 8 samples; the last batch goes beyond the 20
+    assert run.batch_sizes.at(8) == 8 and run.state.consumed_samples == 24
+    assert run.schedules.lr.decay == 20 and run.eval_batch_size == 2
+
+
+def test_no_evaluation() -> None:
+    for count in ("0", "-1"):
+        run, _ = built("--eval-iters", count)
+        assert not run.valid_loaders and not run.test_loaders
+
+
+def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
+    run = run_from([*SMALL, "--train-iters", "6", "--bf16", *extra.split()])
+    losses = [train_step(run).loss for _ in range(3)]
+    run.buffer.wait_param_sync()
+    return losses, {"weights": torch.cat(run.buffer.weights.tensors).view(torch.uint8).numpy().tobytes()}
+
+
+@pytest.mark.parametrize("zero", ["", "--no-use-distributed-optimizer"])
+def test_gradients_reduced_in_bf16_leave_all_ranks_alike(zero: str) -> None:
+    one, two = run_ranks(2, _bf16_ranks, f"--grad-reduce-in-bf16 {zero}")
+    plain, _ = run_ranks(2, _bf16_ranks, zero)
+    assert one == two and one[1] != plain[1]
+    assert one[0] == pytest.approx(plain[0], rel=2e-3)
+    assert math.isfinite(one[0][-1])

@@ -1,0 +1,175 @@
+"""Signals, to the program as a user starts it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+from pairwise import rarely
+from program_runs import ROOT, children, losses, pretrain, rows, running, status_of
+from train_cases import SMALL, TP2_PP2, signalled
+
+GUARDS = ("megalite/training/job/stop_signals.py", "megalite/launch/local_launcher.py", "pretrain_gpt.py")
+RARELY = pytest.mark.everything(guards=GUARDS)
+LONG = [*SMALL, "--train-iters", "100000"]
+
+
+TWO = ["--nproc", "2"]
+STOPS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    **{f"{name}-two": (name, TWO, {}) for name in ("SIGTERM", "SIGINT", "SIGXCPU", "SIGUSR1", "SIGHUP")},
+    **{f"{name}-one process": (name, [], {}) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT", "SIGXCPU")},
+    "SIGTERM-ZeRO-3": ("SIGTERM", [*TWO, "--zero-stage", "3"], {}),
+    **{f"{name} before the first step": (name, TWO, {"after": ""}) for name in ("SIGTERM", "SIGUSR1")},
+    **{f"--exit-signal {n}": (n, [*TP2_PP2, "--exit-signal", n], {"alone": True}) for n in ("SIGUSR1", "SIGUSR2")},
+}
+OFTEN = ["SIGTERM-two", "SIGXCPU-two", "SIGHUP-one process", "SIGTERM-ZeRO-3", "SIGTERM before the first step"]
+OFTEN += ["--exit-signal SIGUSR2"]
+
+
+@pytest.mark.parametrize("name", rarely([*STOPS], OFTEN, str, guards=GUARDS))
+def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str) -> None:
+    number, layout, how = STOPS[name]
+    flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
+    code, out, err = signalled(*flags, number=getattr(signal, number), **how)
+    status = status_of(tmp_path)
+    assert (code, status["outcome"]) == (75, "requeue") and number in status["reason"], err
+    assert status["step"] == 1 if "after" in how else status["step"] >= 4
+    assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
+    assert f"to resume the same command with --load {tmp_path}" in " ".join(out.split())
+    assert "Traceback" not in err and status["time"] >= status["started"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        pytest.param([], signal.SIGINT, id="one process", marks=RARELY),
+        pytest.param(["--nproc", "2"], signal.SIGINT, id="two"),
+        pytest.param(["--nproc", "2"], signal.SIGQUIT, id="two, Ctrl-backslash", marks=RARELY),
+    ],
+)
+def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: list, number: signal.Signals) -> None:
+    """Ranks of --nproc wait for a process that imports it for them."""
+    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    try:
+        assert any("without --save-interval" in line for line in process.stderr)  # the last word before
+        while layout and len(children(process.pid)) < 2:
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, number)
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, f"stopping: {number.name}\n")
+        assert not (tmp_path / "run" / "log.txt").exists()
+    finally:
+        process.kill()
+
+
+def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_training(tmp_path: Path) -> None:
+    """A signal to one rank alone; the evaluation would take hours."""
+
+    def run(folder: Path, *flags: str, fault: str = "") -> tuple[int, str]:
+        words = [*SMALL, "--nproc", "2", "--train-iters", "6", *flags, "--save", folder, "--run-dir", folder]
+        done = pretrain(*words, fault=fault)
+        return done.returncode, done.stdout + done.stderr
+
+    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    flags = ["--eval-interval", "3", "--eval-iters", "1000000"]
+    code, text = run(broken, *flags, fault="eval.begin:1:3:term")
+    assert code == 75 and "note: eval_iters=1000000: 3,000,000 batches are evaluated for 6 steps" in text, text
+    assert re.search(r"stopping \(.*\): the evaluation of step 3 ends after \d+ of 1000000 batches, without", text)
+    status, rows = status_of(broken), (broken / "metrics.jsonl").read_text()
+    assert (status["outcome"], status["step"]) == ("requeue", 3) and "val/" not in rows
+    code, text = run(broken, *flags, "--load", str(broken), fault="eval.begin:0:6:term")  # there is no more to train
+    assert (code, status_of(broken)["step"]) == (75, 6) and "val/" not in (broken / "metrics.jsonl").read_text(), text
+    code, text = run(broken, "--load", str(broken))
+    assert (code, status_of(broken)["outcome"]) == (0, "done"), text
+    assert "val/" in (broken / "metrics.jsonl").read_text()
+    assert run(whole)[0] == 0 and losses(broken) == losses(whole) and len(losses(whole)) == 6
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "step"),
+    [
+        ("eval.begin:1:4:term", 75, 5),
+        pytest.param("ckpt.before_commit:0:4:term", 75, 5, marks=pytest.mark.everything),
+        ("step.after_update:1:8:term", 0, 8),  # nothing is left to requeue
+        pytest.param("eval.begin:0:8:term", 0, 8, marks=pytest.mark.everything),
+    ],
+)
+def test_a_signal_while_it_evaluates_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:
+    """To one rank alone."""
+    flags = "--nproc 2 --train-iters 8 --eval-interval 4 --save-interval 4 --save".split()
+    done, status = pretrain(*SMALL, *flags, tmp_path, fault=fault), status_of(tmp_path)
+    outcome = "requeue" if code else "done"
+    assert (done.returncode, status["outcome"], status["step"]) == (code, outcome, step), done.stderr
+    whole = {path.parent.name for path in tmp_path.glob("iter_*/COMPLETE")}
+    assert whole == {"iter_0000004", f"iter_{step:07d}"} and "Traceback" not in done.stderr
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == str(step)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first asks for a save, which waits here for a step that takes too long."""
+    monkeypatch.setenv("MEGALITE_FAULT", "step.begin:*:3:sleep=90")
+    flags = [*LONG, *TWO, "--save", str(tmp_path), "--save-interval", "50000"]
+    code, _, err = signalled(*flags, number=signal.SIGINT, after="step     2/", again_s=1.0)
+    assert code == 130 and "Traceback" not in err, err
+    assert status_of(tmp_path)["outcome"] == "interrupted" and not list(tmp_path.glob("iter_*"))
+
+
+LOST_FIRST = """
+import signal, sys
+import pretrain_gpt
+from megalite.training.job import job
+
+def lost(error):
+    job.is_lost_peer_error = lambda error: False
+    signal.raise_signal(signal.SIGTERM)
+    return True
+
+job.is_lost_peer_error = lost
+sys.exit(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_that_python_hears_of_after_another_rank_is_lost_is_what_ended_the_run(tmp_path: Path) -> None:
+    """A group gets it at once; who is in a collective then sees the others go before its own handler runs."""
+    words = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALITE_FAULT": "step.begin:0:3:raise"}
+    done = programs.run(words, capture_output=True, text=True, env=env, timeout=120)
+    status = status_of(tmp_path)
+    assert (done.returncode, status["outcome"], status["reason"]) == (130, "interrupted", "SIGTERM"), done.stderr
+    assert status["step"] == 2 and "pretrain_gpt.py: interrupted at step 2; checkpoint: none" in done.stderr
+    assert re.search(r"^outcome +interrupted: SIGTERM", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize(("name", "layout"), [("SIGTERM", TWO), ("SIGINT", [])], ids=["two", "one process"])
+def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name: str, layout: list[str]) -> None:
+    code, out, err = signalled(*LONG, *layout, "--run-dir", str(tmp_path), number=getattr(signal, name))
+    status = status_of(tmp_path)
+    assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
+    [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
+    assert f"at step {status['step']}; checkpoint: none, because --save is not set; to resume: from step 1" in line
+    assert "Traceback" not in err and "outcome " in out and "--save DIR keeps what a run has done" in err
+
+
+def test_a_file_stops_a_run(tmp_path: Path) -> None:
+    with running(*LONG, "--nproc", "2", "--save", tmp_path, "--save-interval", "50000") as process:
+        (tmp_path / "stop").touch()
+        process.communicate(timeout=60)
+    status = status_of(tmp_path)
+    assert (process.returncode, status["outcome"], status["reason"]) == (75, "requeue", str(tmp_path / "stop"))
+    assert not (tmp_path / "stop").exists() and (tmp_path / f"iter_{status['step']:07d}/COMPLETE").is_file()
+
+
+def test_ctrl_backslash_ends_a_run_at_once_and_says_so(tmp_path: Path) -> None:
+    flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
+    code, _, err = signalled(*flags, number=signal.SIGQUIT)
+    status = status_of(tmp_path)
+    assert (code, status["outcome"], status["reason"]) == (130, "interrupted", "SIGQUIT"), err
+    assert status["step"] >= rows(tmp_path / "metrics.jsonl")[-1]["step"] >= 4 and status["checkpoint"] is None

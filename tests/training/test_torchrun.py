@@ -1,0 +1,129 @@
+"""torchrun, as its users start it: restarts after a rank was killed, and a torchrun that is killed itself."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+from pairwise import rarely
+from program_runs import ROOT, alive, children, losses, shown, status_of
+from train_cases import SMALL
+
+STEPS = 40
+GUARDS = ("megalite/launch/rank_info.py", "megalite/training/job/restarts.py")
+RARELY = pytest.mark.everything(guards=GUARDS)
+
+
+def torchrun(folder: Path, *words: str, steps: int = STEPS) -> AbstractContextManager[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    command += [str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", str(steps), "--device", "cpu"]
+    command += ["--save", str(folder), "--load", str(folder), "--save-interval", "5", "--hidden-dropout", "0.1"]
+    return programs.group(command)
+
+
+@RARELY
+@pytest.mark.timeout(400)
+def test_every_restart_meets_and_the_run_is_the_same_run(tmp_path: Path) -> None:
+    with torchrun(tmp_path / "straight") as straight:
+        assert straight.communicate(timeout=120)[0] is not None and straight.returncode == 0
+    with torchrun(tmp_path / "killed", "--max-restarts", "3") as process:
+        for step in (7, 17, 27):
+            shown(process, f"step    {step:2d}/")
+            os.kill(children(process.pid)[step % 2], signal.SIGKILL)
+        out = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, out
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight") and len(losses(tmp_path / "killed")) == STEPS
+
+
+@RARELY
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+    with torchrun(tmp_path, steps=100_000) as process:
+        shown(process, "step     3/")
+        ranks = children(process.pid)
+        assert len(ranks) == 2
+        os.kill(process.pid, signal.SIGKILL)
+        end_of(ranks)
+
+
+def end_of(ranks: list[int]) -> None:
+    """Waits for it. Who is about to die closes its pipes first."""
+    end = time.monotonic() + 10
+    while any(alive(pid) for pid in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+HANDLED = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+STOPS: dict[str, tuple[str, int, Callable[[Any, Path], object]]] = {  # torchrun's flags and exit code, what is done
+    "SIGTERM to torchrun": ("", 1, lambda process, folder: process.send_signal(signal.SIGTERM)),
+    # as SLURM sends it to all processes of a step: torchrun too, and its ranks a second time through it
+    "SIGUSR1 twice": (HANDLED, 1, lambda process, folder: os.killpg(process.pid, signal.SIGUSR1)),
+    "stop": ("--max-restarts 3", 0, lambda process, folder: (folder / "stop").touch()),  # and no restart
+}
+
+
+@pytest.mark.parametrize("name", rarely([*STOPS], ["SIGTERM to torchrun"], str, guards=GUARDS))
+def test_a_run_that_is_asked_to_stop_saves_once_and_says_requeue(tmp_path: Path, name: str) -> None:
+    flags, code, ask = STOPS[name]
+    with torchrun(tmp_path, *flags.split(), steps=100_000) as process:
+        shown(process, "step     3/")
+        ask(process, tmp_path)
+        out, _ = process.communicate(timeout=60)
+    status = status_of(tmp_path)
+    assert (process.returncode, status["outcome"]) == (code, "requeue") and name.split()[0] in status["reason"], out
+    assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
+    assert out.count(f"saving checkpoint at step {status['step']} ") == 1
+    before, _, after = out.partition("outcome ")
+    assert "Traceback" not in before and "step     1/" not in after
+
+
+@RARELY
+@pytest.mark.timeout(300)
+def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITE_FAULT", "step.after_forward_backward:1:3:raise")
+    with torchrun(tmp_path) as process:
+        out = process.communicate(timeout=200)[0]
+    assert process.returncode == 1 and out.count("megalite.common.fault_injection.InjectedFault: asked for") == 1, out
+    _, _, table = out.partition("Root Cause")
+    assert "rank      : 1" in table and "traceback : InjectedFault: requested by MEGALITE_FAULT" in table
+    status = status_of(tmp_path)
+    assert status["outcome"] == "crash" and status["reason"].startswith("rank 1: InjectedFault: asked for")
+    assert "lost another rank" in (tmp_path / "ranks/rank-00000.log").read_text()
+
+
+@RARELY
+def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(tmp_path: Path, monkeypatch) -> None:
+    """Its ranks, which it leaves, save and stop."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    with torchrun(tmp_path, steps=100_000) as process:
+        said = shown(process, "step     3/")
+        [line] = [line for line in said if "torchrun dies of SIGUSR1" in line]  # once, in the log, and again at its end
+        assert HANDLED in line
+        ranks = children(process.pid)
+        process.send_signal(signal.SIGUSR1)
+        out, _ = process.communicate(timeout=60)
+        assert out.count("torchrun has ended without its ranks: they save and stop") <= 1 and "Traceback" not in out
+        assert process.returncode == -signal.SIGUSR1
+        end_of(ranks)
+    status = status_of(tmp_path)
+    assert (status["outcome"], status["reason"], status["checkpoint_step"]) == ("requeue", "SIGTERM", status["step"])
+
+
+@RARELY
+def test_a_grace_that_is_shorter_than_the_save_costs_only_what_was_not_saved(tmp_path: Path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("MEGALITE_FAULT", ",".join(f"ckpt.before_commit:0:{step}:sleep=90" for step in range(6, 60)))
+        with torchrun(tmp_path, "--shutdown-timeout", "2", steps=100_000) as process:
+            shown(process, "saved iter_0000005 ")
+            process.send_signal(signal.SIGTERM)
+            out, _ = process.communicate(timeout=60)
+    assert "saving checkpoint at step " in out and process.returncode == 1
+    with torchrun(tmp_path, steps=100_000) as process:
+        shown(process, f"resumed from {tmp_path}/iter_0000005 at step 5")
