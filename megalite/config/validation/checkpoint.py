@@ -25,7 +25,7 @@ def checkpoint_problems(config: Config) -> Iterator[Problem]:
     if not checkpoint.load and not checkpoint.pretrained_checkpoint:
         if checkpoint.exit_on_missing_checkpoint:
             yield Problem(
-                "exit_on_missing_checkpointneeds a checkpoint to load; add --load",
+                "exit_on_missing_checkpoint needs a checkpoint to load; add --load",
                 options=("exit_on_missing_checkpoint", "load", "pretrained_checkpoint"),
             )
         for name in options_set(config, "use_checkpoint_args", "moe_use_upcycling"):
