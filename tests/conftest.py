@@ -42,10 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     presubmit, means = durations.presubmit_tests(), durations.mean_nightly_seconds()
     guards = list[tuple[str, float]]()
     for item in items:
-        if mark := item.get_closest_marker("everything"):  # the marker's old name
-            item.add_marker(pytest.mark.nightly(**mark.kwargs))
-        elif item.get_closest_marker("nightly"):
-            item.add_marker("everything")
+        if item.get_closest_marker("nightly"):
+            item.add_marker("everything")  # the marker's old name
         if item.get_closest_marker("gpu") and not sys.modules["torch"].cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.nodeid in presubmit:

@@ -253,7 +253,9 @@ def test_hopeless_input_is_stopped_early(tmp_path: Path, monkeypatch: pytest.Mon
 def test_judgement(bad: int, records: int, share: float) -> None:
     check_bad_fraction(Progress(records=100, bad={"not-json": 5}), 0.05, 1.0, "see there")
     check_bad_fraction(Progress(records=999, bad={"not-json": 999}), 0.05, 0.9, "see there")  # too few to tell
-    check_bad_fraction(Progress(records=1000, bad={"not-json": 1000}), 0.05, 0.01, "see there")  # all of the rest may be good
+    check_bad_fraction(
+        Progress(records=1000, bad={"not-json": 1000}), 0.05, 0.01, "see there"
+    )  # all of the rest may be good
     with pytest.raises(DataError):
         check_bad_fraction(Progress(records=records, bad={"not-json": bad}), 0.05, share, "see there")
 

@@ -56,7 +56,9 @@ print(json.dumps(found))
 
 def by_tool(folder: Path, special: list[str]) -> Tokenizer:
     """What tools/train_tokenizer.py makes."""
-    train_tokenizer.train_sentencepiece(train_tokenizer.split_pieces(["".join(CORPUS)]), str(folder / "mine"), 700, 1, special)
+    train_tokenizer.train_sentencepiece(
+        train_tokenizer.split_pieces(["".join(CORPUS)]), str(folder / "mine"), 700, 1, special
+    )
     return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(folder / "mine.model"))
 
 

@@ -106,7 +106,7 @@ def test_weights_there_and_back(run: Path) -> None:
     assert all(other.equal(first) for other in others)
 
 
-@pytest.mark.everything(guards=("megalite/api.py", "tools/verify.py"))
+@pytest.mark.nightly(guards=("megalite/api.py", "tools/verify.py"))
 def test_a_layout_is_verified(run: Path) -> None:
     verdict = megalite.verify(megalite.Config(SMALL, train_iters=2, nproc=2, tp=2), steps=1)
     assert verdict["agrees"] and verdict["first"] is None and len(verdict["rows"]) > 10 and verdict["text"]
@@ -219,7 +219,7 @@ def test_importing_costs_nothing() -> None:
     assert {"Config", "train", "plan", "load", "convert", "verify", "read_metrics"} <= {*facts}
 
 
-@pytest.mark.everything(guards=("megalite/api.py", "examples/python.ipynb"))
+@pytest.mark.nightly(guards=("megalite/api.py", "examples/python.ipynb"))
 def test_the_notebook_and_the_page(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples/python.ipynb").read_text("utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]

@@ -175,7 +175,7 @@ LEFT = {  # by an earlier program, of two processes: what rank 0 and rank 1 wait
 }
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_variables_that_were_left_behind_are_named_within_seconds(tmp_path: Path) -> None:
     started = []

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from full_tensors import owned, whole_of
-from layout_cases import *  # noqa: F403  until all tests import it themselves  # noqa: F403  until all tests import it themselves  # noqa: F403  until all tests import it themselves
 from layout_cases import (
     BF16,
     COMMON,

@@ -218,9 +218,7 @@ def _built(stage: int, flags: str) -> tuple[int, int]:
     return sum(entry.numel for entry in optimizer.buffer.layout.entries), after - before
 
 
-@pytest.mark.nightly(
-    guards=("megalite/optim/flat_buffers.py", "megalite/nn/parameter.py", "megalite/parallel/rng.py")
-)
+@pytest.mark.nightly(guards=("megalite/optim/flat_buffers.py", "megalite/nn/parameter.py", "megalite/parallel/rng.py"))
 @pytest.mark.timeout(150)
 def test_a_start_of_half_a_billion_weights_never_has_them_whole() -> None:
     """Of one rank of dp 4 in fp32, beyond the imports. By the formula (4 + 4 + 8) / 4 and 4 + 4 + 8 / 4 bytes for each

@@ -248,7 +248,7 @@ def test_a_second_computation_divides_by_all_tokens() -> None:
     assert weights == [1 / (2 * 4 * 2 * 3 * 2)]
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", [TP2, f"{PP2} --split-backward"])
 def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
     flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()

@@ -104,7 +104,7 @@ def test_a_node_with_another_option_ends_the_run_before_its_first_step(tmp_path:
     assert status["outcome"] == "preflight" and "options differs" in status["reason"]
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_another_environment_is_a_warning_and_a_broken_link_the_end(tmp_path: Path) -> None:
     (code, text), _ = _both(tmp_path, NCCL_ALGO="Ring")

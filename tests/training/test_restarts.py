@@ -81,7 +81,7 @@ def test_a_crash_says_which_rank_where_it_was_missed_and_how_to_resume(tmp_path:
     assert programs.python("tools/logs.py", str(tmp_path), "--short").stdout.splitlines()[0] == logs[0]
 
 
-@pytest.mark.everything
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> None:
     """It begins with another run's weights; rank 1, rank 0 and the fork server die. Then nothing is left to restart."""

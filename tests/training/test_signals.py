@@ -16,7 +16,7 @@ from program_runs import ROOT, children, losses, pretrain, rows, running, status
 from train_cases import SMALL, TP2_PP2, signalled
 
 GUARDS = ("megalite/training/job/stop_signals.py", "megalite/launch/local_launcher.py", "pretrain_gpt.py")
-RARELY = pytest.mark.everything(guards=GUARDS)
+RARELY = pytest.mark.nightly(guards=GUARDS)
 LONG = [*SMALL, "--train-iters", "100000"]
 
 
@@ -97,9 +97,9 @@ def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_train
     ("fault", "code", "step"),
     [
         ("eval.begin:1:4:term", 75, 5),
-        pytest.param("ckpt.before_commit:0:4:term", 75, 5, marks=pytest.mark.everything),
+        pytest.param("ckpt.before_commit:0:4:term", 75, 5, marks=pytest.mark.nightly),
         ("step.after_update:1:8:term", 0, 8),  # nothing is left to requeue
-        pytest.param("eval.begin:0:8:term", 0, 8, marks=pytest.mark.everything),
+        pytest.param("eval.begin:0:8:term", 0, 8, marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_while_it_evaluates_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:

@@ -18,7 +18,7 @@ from train_cases import SMALL
 
 STEPS = 40
 GUARDS = ("megalite/launch/rank_info.py", "megalite/training/job/restarts.py")
-RARELY = pytest.mark.everything(guards=GUARDS)
+RARELY = pytest.mark.nightly(guards=GUARDS)
 
 
 def torchrun(folder: Path, *words: str, steps: int = STEPS) -> AbstractContextManager[subprocess.Popen[str]]:

@@ -503,7 +503,10 @@ def test_a_share_of_a_rate_that_is_not_there_has_no_equivalent(translated: Any) 
     }
     values, text, whole = translated({"train_batch_size": 8, "scheduler": scheduler}, 8)
     assert not whole and "min_lr" not in values
-    assert "cos_min_ratio = 0.1: it is a fraction of the learning rate, which the file does not have; give --min-lr" in text
+    assert (
+        "cos_min_ratio = 0.1: it is a fraction of the learning rate, which the file does not have; give --min-lr"
+        in text
+    )
     given = {"learning_rate": 1e-3, "lr_decay_style": "1-sqrt", "lr_decay_starting_step": 5}
     _, text, whole = translated({"optimizer": {"learning_rate_scheduler": given}})
     assert not whole and "lr_decay_starting_step = 5: the file does not contain the number of steps" in text

@@ -1,1 +1,0 @@
-from pairwise import *  # noqa: F403  until all tests use the new name
