@@ -1,29 +1,28 @@
 #!/usr/bin/env python
-"""Training end to end: tokens/s, MFU, peak memory, where a step's time went and what to do about it; beside a peer.
+"""Benchmark training: tokens/s, MFU, peak memory, the time of each part of a step with remedies, next to a peer.
 
-    python tools/benchmark.py --bf16                                    a small Llama, the shape of docs/performance.md
+    python tools/benchmark.py --bf16                                    a small Llama as in docs/performance.md
     python tools/benchmark.py --preset llama3-8b --num-layers 16 ...    any flags of pretrain_gpt.py come last
     python tools/benchmark.py --peer transformers --nproc 2 --bf16 --json out.json
     python tools/benchmark.py --nproc 2 --sweep micro-batch-size=1,2 --sweep tensor-model-parallel-size=1,2 --out bench
     python tools/benchmark.py --scaling strong --nproc 1,2,4,8 --out bench
 
-Every contender runs in processes of its own, in turns, --repeats times; a row is the median over the repeats of the
-median step. Beside a peer, speed and memory are multiples of megalite's, medians of the ratios of neighbouring runs,
-since machines are seldom quiet.
+All systems run in processes of their own and take turns, --repeats times. A row is the median over the repeats of the
+median step. Ratios to a peer are medians of the ratios of neighbouring runs, since other work on the machine varies.
 
 megalite           as pretrain_gpt.py runs it, on --mock-data
-transformers       a Llama or Mixtral of the same shape, its own loss, torch.optim.AdamW, clipping (bench/peer.py);
-                   in bf16 once with bf16 weights and once with autocast; on 2 processes DDP and FSDP2
-+ allocator        on CPU, both sides with freed memory kept and huge pages (glibc tunables, THP_MEM_ALLOC_ENABLE)
+transformers       a Llama or Mixtral of the same shape with its own loss, torch.optim.AdamW and clipping
+                   (bench/hf_baseline.py); in bf16 with bf16 weights and with autocast; on 2 processes DDP and FSDP2
++ allocator        on CPU, both sides keep freed memory and use huge pages (glibc tunables, THP_MEM_ALLOC_ENABLE)
 
---sweep measures every combination of its lists, as tools/sweep.py writes them. Flags that contradict each other, a run
-that is out of memory or out of time are rows, too. --out DIR gets bench.json after every run, bench.csv and pictures;
-typed again, the command goes on where it was. --json FILE is bench.json alone, of one combination. --scaling weak keeps
-the batch of a rank, strong that of all ranks; with several numbers of ranks each rank has as many threads in all rows.
+--sweep measures every combination of its lists, in the syntax of tools/sweep.py. Flags that contradict each other, and
+runs out of memory or time, are rows, too. --out DIR gets bench.json after every run, and bench.csv and plots at the
+end; the same command, typed again, resumes. --json FILE writes only bench.json, for one combination. --scaling weak
+keeps the batch size per rank, strong that of all ranks together; each rank has the same number of threads in all rows.
 
-Parts are measured in further steps by the run's own clock and sum to 100 %. Idle: the wait for the other stages of the
-pipeline, and at a step's end for the slowest rank. Peak memory: on CPU the largest resident sizes of all ranks, added
-up. Exit codes: 0; 1 nothing of megalite's was measured; 2 usage; 130 interrupted.
+Parts of a step are measured in further steps by the run's own timer and sum to 100 %. The idle part is the time that a
+rank waits for other stages of the pipeline, and at the end of a step for the slowest rank. Peak memory on CPU is the sum
+of the largest resident sizes of all ranks. Exit codes: 0; 1 no row of megalite was measured; 2 usage; 130 interrupted.
 """
 
 import argparse
@@ -41,12 +40,13 @@ SHAPE = """--num-layers 6 --hidden-size 512 --num-attention-heads 8 --ffn-hidden
 RUN = "--mock-data --train-iters 1000 --lr 1e-4 --lr-decay-style constant --eval-iters 0"
 
 
-def counts(text: str) -> list[int]:
-    """
-    >>> counts("1,2,4")
+def rank_counts(text: str) -> list[int]:
+    """Parse the value of --nproc, as a type of argparse.
+
+    >>> rank_counts("1,2,4")
     [1, 2, 4]
     """
-    return [positive_int(word) for word in text.split(",")]
+    return [positive_int(number) for number in text.split(",")]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer", choices=["transformers"], help="another program, measured alternately with megalite")
     parser.add_argument("--allocator", action="store_true", help="set the allocator's variables on CPU, too")
     parser.add_argument(
-        "--nproc", type=counts, default=[1], metavar="N[,N...]", help="number of ranks; several with --scaling"
+        "--nproc", type=rank_counts, default=[1], metavar="N[,N...]", help="number of ranks; several with --scaling"
     )
     parser.add_argument("--sweep", action="append", default=[], metavar="FLAG=A,B", help="may be given several times")
     parser.add_argument("--scaling", choices=["weak", "strong"], help="compare the numbers of ranks in --nproc")
@@ -91,6 +91,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 @exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     from tools.bench import matrix
 
     options, rest = parse(argv)
