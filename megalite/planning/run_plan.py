@@ -4,7 +4,7 @@ It is a pure function of the configuration, the number of ranks and the vocabula
 preflight checks create it, the start and a dry run print it, and training/setup.py builds the run from it. Expensive
 parts are computed when they are first needed.
 
-Stages are built without memory (on the meta device) and laid out by optim/buffer.py, so the bytes of weights, gradients
+Stages are built on the meta device, without memory, and laid out by optim/buffer.py, so the bytes of weights, gradients
 and optimizer are those of the run. The FLOPs and bytes of a stage are sums over its layers, from the cost of each kind
 (planning/layer_kinds.py). Activations are the bytes that the schedule has in flight. planning/memory.py adds temporary
 tensors. Memory of CUDA and NCCL is not counted.
@@ -12,10 +12,9 @@ tensors. Memory of CUDA and NCCL is not counted.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,14 +60,20 @@ from megalite.planning.model_state import (
 )
 from megalite.planning.partition import candidate_splits, choose_split, even_split, layer_ranges
 
-MAX_SIMULATED_ACTIONS = 200_000  # simulated in all to balance the stages: about a second
-SIMULATED_GROUPS = 3  # groups of micro-batches that are simulated to compare splits; later groups are like the last
-MIN_REPORTED_ACTIONS = 10_000  # simulated at least for the figures, because waiting gradients may take long to settle
+MAX_SIMULATED_ACTIONS = 200_000  # in all simulations that balance the stages: about a second
+SIMULATED_GROUPS = 3  # groups of micro-batches in simulations that compare splits; later groups are like the last
+MIN_REPORTED_ACTIONS = 10_000  # in simulations for reports, because deferred weight gradients may take long to settle
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """`world`: number of ranks, a multiple of tp x cp x pp. `vocab_size`: without padding."""
+    """The plan of a run.
+
+    Attributes:
+        config: The configuration.
+        world: The number of ranks, a multiple of tp x cp x pp.
+        vocab_size: The vocabulary without padding.
+    """
 
     config: Config
     world: int
@@ -103,17 +108,45 @@ class RunPlan:
         return self.world // self.config.parallel.model_parallel_size
 
     @property
-    def mesh_sizes(self) -> MeshSizes:
-        """The sizes that parallel/mesh.py makes a mesh of."""
-        p = self.config.parallel
-        instances = p.num_distributed_optimizer_instances if p.effective_zero_stage else None
-        extra = dict(dp_outermost=p.use_tp_pp_dp_mapping, dp_cp_tp=self.config.optim.needs_full_tensors)
-        mesh_sizes = MeshSizes(tp=self.tp, pp=self.pp, cp=self.cp, num_optimizer_instances=instances, **extra)
-        return mesh_sizes | MeshSizes(ep=self.ep, etp=self.etp) if self.has_experts else mesh_sizes
+    def vpp(self) -> int:
+        """The number of stages of each pipeline rank."""
+        if self._given_split is not None:
+            return len(self._given_split) // self.pp
+        return self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
 
     @property
-    def sharding_policy(self) -> ShardingPolicy:
-        return sharding_policy(self.config.parallel, self.vpp)
+    def placement(self) -> StagePlacement:
+        return StagePlacement(self.pp, self.vpp)
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        parallel = self.config.parallel
+        has_optimizer_instances = parallel.effective_zero_stage > 0
+        sizes = MeshSizes(
+            tp=self.tp,
+            pp=self.pp,
+            cp=self.cp,
+            num_optimizer_instances=parallel.num_distributed_optimizer_instances if has_optimizer_instances else None,
+            dp_outermost=parallel.use_tp_pp_dp_mapping,
+            dp_cp_tp=self.config.optim.needs_full_tensors,
+        )
+        if self.has_experts:
+            sizes["ep"] = self.ep
+            sizes["etp"] = self.etp
+        return sizes
+
+    def mesh_at(self, rank: int) -> Mesh:
+        """Return the mesh of the first global rank of a pipeline rank, without groups."""
+        mesh = abstract_mesh(self.world, 0, **self.mesh_sizes)
+        if rank == 0:
+            return mesh
+        return abstract_mesh(self.world, mesh.pp.ranks[rank], **self.mesh_sizes)
+
+    @property
+    def rank0_groups(self) -> dict[str, tuple[int, ...]]:
+        """The groups of rank 0, by axis."""
+        mesh = self.mesh_at(0)
+        return {name: mesh.axis(name).ranks for name in ("tp", "cp", "dp", "pp")}
 
     @property
     def padded_vocab(self) -> int:
@@ -128,9 +161,19 @@ class RunPlan:
 
     @cached_property
     def recompute(self) -> RecomputeConfig:
-        t = self.config.train
-        method, num_layers = t.recompute_method or "uniform", t.recompute_num_layers or 1
-        return RecomputeConfig(t.recompute_granularity, method, num_layers, t.recompute_modules)
+        train = self.config.train
+        return RecomputeConfig(
+            train.recompute_granularity,
+            train.recompute_method or "uniform",
+            train.recompute_num_layers or 1,
+            train.recompute_modules,
+        )
+
+    @property
+    def sharding_policy(self) -> ShardingPolicy:
+        return sharding_policy(self.config.parallel, self.vpp)
+
+    # ---- batches and steps
 
     @property
     def batch_size(self) -> int:
@@ -142,22 +185,24 @@ class RunPlan:
 
     @cached_property
     def batch_sizes(self) -> BatchSizeSchedule:
-        """Raises ValueError if a ramp does not lead to the global batch size."""
-        t = self.config.train
-        if t.step_batch_size_schedule is not None:
-            num_steps = parse_batch_schedule(t.step_batch_size_schedule, self.config.model.seq_length)
-            return BatchSizeSchedule(num_steps, keep_last_batch=True)
-        if t.rampup_batch_size is None:
+        """The batch size of every step. Raises ValueError if a ramp does not lead to the global batch size."""
+        train = self.config.train
+        if train.step_batch_size_schedule is not None:
+            milestones = parse_batch_schedule(train.step_batch_size_schedule, self.config.model.seq_length)
+            return BatchSizeSchedule(milestones, keep_last_batch=True)
+        if train.rampup_batch_size is None:
             return BatchSizeSchedule.constant(self.batch_size)
-        start, increment, total_samples = t.rampup_batch_size
-        return BatchSizeSchedule.ramp(self.batch_size, start, increment, total_samples)
+        start, increment, samples = train.rampup_batch_size
+        return BatchSizeSchedule.ramp(self.batch_size, start, increment, samples)
 
     @cached_property
     def num_steps(self) -> int:
-        """The number of steps. Raises ValueError if it is 0, and as `batch_sizes` does."""
-        t, mesh_sizes = self.config.train, self.batch_sizes
-        if not (num_steps := t.train_iters or mesh_sizes.num_steps_for(t.train_samples or 0)):
-            raise ValueError(f"train_samples={t.train_samples} is below one batch of {mesh_sizes.at(0)}; give more")
+        """The number of steps. Raises ValueError if it is 0, and in the same cases as `batch_sizes`."""
+        train = self.config.train
+        num_steps = train.train_iters or self.batch_sizes.num_steps_for(train.train_samples or 0)
+        if not num_steps:
+            first_batch = self.batch_sizes.at(0)
+            raise ValueError(f"train_samples={train.train_samples} is below one batch of {first_batch}; give more")
         return num_steps
 
     @cached_property
@@ -166,17 +211,29 @@ class RunPlan:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step, once its batch has its final size."""
+        """The number of micro-batches of a step whose batch has the final size."""
         return self.batch_sizes.final // (self.config.train.micro_batch_size * self.dp)
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        """The tokens of a micro-batch on a cp rank."""
+        return self.config.model.seq_length // self.cp * self.config.train.micro_batch_size
+
+    @property
+    def p2p_bytes(self) -> int:
+        """The bytes of a message between stages, and of x_sBD."""
+        return self.tokens_per_microbatch * self.config.model.hidden_size * self.dtype.itemsize // self.tp
+
+    # ---- layers of the stages
 
     @cached_property
     def layer_ranges(self) -> list[range]:
         """The layers of every stage: given by the options, or balanced by simulated time and memory."""
         if self.fixed_split:
             return layer_ranges(self.fixed_split)
-        num_layers, num_stages = self.config.model.num_layers, self.placement.num_stages
-        backward = self._split_backward_for(even_split(num_layers, num_stages))
-        num_actions = sum(map(len, self.actions(backward, SIMULATED_GROUPS)[1]))
+        split_backward = self._split_backward_for(even_split(self.config.model.num_layers, self.placement.num_stages))
+        _, actions_by_rank = self.actions(split_backward, SIMULATED_GROUPS)
+        num_actions = sum(map(len, actions_by_rank))
         max_simulated = max(1, MAX_SIMULATED_ACTIONS // num_actions)
 
         def min_time(split: Sequence[int]) -> float:
@@ -191,10 +248,13 @@ class RunPlan:
 
     @property
     def fixed_split(self) -> Sequence[int]:
-        """The layers of every stage if there is no choice: given by the options, or at most one each; else empty."""
+        """The layers of every stage if there is no choice: given by the options, or at most one each; otherwise ()."""
+        if self._given_split is not None:
+            return self._given_split
         num_layers, num_stages = self.config.model.num_layers, self.placement.num_stages
-        even = even_split(num_layers, num_stages) if num_layers <= num_stages or num_stages == 1 else ()
-        return even if self._given_split is None else self._given_split
+        if num_layers <= num_stages or num_stages == 1:
+            return even_split(num_layers, num_stages)
+        return ()
 
     @cached_property
     def layers_per_stage(self) -> list[int]:
@@ -205,61 +265,43 @@ class RunPlan:
     def _given_split(self) -> list[int] | None:
         return explicit_stage_layers(self.config.model.num_layers, self.config.parallel)
 
-    @property
-    def vpp(self) -> int:
-        """The number of stages of each pipeline rank."""
-        if self._given_split is not None:
-            return len(self._given_split) // self.pp
-        return self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    def _time_and_memory(self, layers_per_stage: Sequence[int]) -> tuple[float, float]:
+        """Return (time of a step, bytes of the fullest rank: layers, embedding, head and activations in flight)."""
+        split_backward = self._split_backward_for(layers_per_stage)
+        activations = self.peak_alive(self.stage_costs.memory_of_stages(layers_per_stage), split_backward)
+        memory = max(
+            self.module_state_bytes.on_rank(np.array(layers_per_stage), rank, self.placement) + activations[rank]
+            for rank in range(self.pp)
+        )
+        costs = self.stage_costs.flops_of_stages(layers_per_stage)
+        time, _ = self.simulate_step(costs, split_backward, SIMULATED_GROUPS)
+        return time, memory
 
-    @property
-    def placement(self) -> StagePlacement:
-        return StagePlacement(self.pp, self.vpp)
+    # ---- costs of the stages
 
     @cached_property
     def stage_costs(self) -> StageCosts:
-        m, t, recompute = self.config.model, self.config.train, self.recompute
-        split_backward, places = self.splits_backward, single_document_sharding(m, self.cp)
+        model, train = self.config.model, self.config.train
         setting = LayerSetting(
-            self.tp,
-            t.micro_batch_size,
-            self.dtype,
-            split_backward,
-            recompute.selective_modules,
-            places,
-            self.ep,
-            self.etp,
+            tp=self.tp,
+            micro_batch=train.micro_batch_size,
+            dtype=self.dtype,
+            split_backward=self.splits_backward,
+            recompute_modules=self.recompute.selective_modules,
+            cp_sharding=single_document_sharding(model, self.cp),
+            ep=self.ep,
+            etp=self.etp,
         )
         return cached_stage_costs(
-            m,
-            recompute,
+            model,
+            self.recompute,
             setting,
             self.vocab_size,
             self.padded_vocab,
-            t.z_loss_coeff,
-            t.cpu_offloading_num_layers,
-            t.min_offloaded_tensor_size,
+            train.z_loss_coeff,
+            train.cpu_offloading_num_layers,
+            train.min_offloaded_tensor_size,
         )
-
-    @property
-    def p2p_bytes(self) -> int:
-        """Bytes of x_sBD, which is also the size of a message."""
-        return self.tokens_per_microbatch * self.config.model.hidden_size * self.dtype.itemsize // self.tp
-
-    @property
-    def tokens_per_microbatch(self) -> int:
-        """Tokens of a micro-batch on a rank of cp."""
-        return self.config.model.seq_length // self.cp * self.config.train.micro_batch_size
-
-    def build_stages(self, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False) -> list[Stage]:
-        """The chunks of the model on this rank; `meta`, `deferred`: as a Maker has it."""
-        make = ParamFactory(mesh, dtype, self.config.train.seed, meta, deferred)
-        return [self.build_stage(make, self.layer_ranges, s) for s in self.placement.stages_of_rank(mesh.pp.rank)]
-
-    def build_stage(self, make: ParamFactory, layer_ranges: Sequence[range], number: int) -> Stage:
-        actions = dict(vocab_size=self.vocab_size, padded_vocab_size=self.padded_vocab)
-        extra: dict[str, Any] = dict(recompute=self.recompute, z_loss=self.config.train.z_loss_coeff)
-        return Stage(make, self.config.model, layer_ranges, number, **actions, **extra)
 
     @cached_property
     def costs_of_stages(self) -> tuple[ActionCosts, ...]:
@@ -269,28 +311,92 @@ class RunPlan:
     def memory_of_stages(self) -> tuple[ActionMemory, ...]:
         return self.stage_costs.memory_of_stages(self.layers_per_stage)
 
+    # ---- model and model state
+
+    def build_stages(self, mesh: Mesh, dtype: torch.dtype, meta: bool = False, deferred: bool = False) -> list[Stage]:
+        """Return the chunks of the model on this rank. For `meta` and `deferred` see ParamFactory."""
+        make_param = ParamFactory(mesh, dtype, self.config.train.seed, meta, deferred)
+        stages = self.placement.stages_of_rank(mesh.pp.rank)
+        return [self.build_stage(make_param, self.layer_ranges, index) for index in stages]
+
+    def build_stage(self, make_param: ParamFactory, layer_ranges: Sequence[range], stage_index: int) -> Stage:
+        return Stage(
+            make_param,
+            self.config.model,
+            layer_ranges,
+            stage_index,
+            vocab_size=self.vocab_size,
+            padded_vocab_size=self.padded_vocab,
+            recompute=self.recompute,
+            z_loss=self.config.train.z_loss_coeff,
+        )
+
+    def bytes_per_element(self, matrix: bool = True) -> tuple[int, int, int]:
+        """Return the bytes of the weight, gradient and optimizer state of an element, in a matrix or elsewhere."""
+        return bytes_per_element(self.dtype, state_dtypes_of(self.config.optim, matrix))
+
     @cached_property
     def model_states(self) -> list[ModelStateBytes]:
-        """The holding of every pipeline rank, built once for ranks with equal layers and the same end of the model."""
-        kinds = []
+        """The model state of every pipeline rank, computed once for ranks with equal layers and the same ends."""
+        keys = []
         for rank in range(self.pp):
-            layer_ranges = (self.layer_ranges[stage] for stage in self.placement.stages_of_rank(rank))
-            kinds.append(
-                (rank == 0, rank == self.pp - 1, *(self.numel_by_layer[n.start : n.stop] for n in layer_ranges))
-            )
-        built = {kind: self._model_state(kinds.index(kind)) for kind in dict.fromkeys(kinds)}
-        return [built[kind] for kind in kinds]
+            ranges = [self.layer_ranges[stage] for stage in self.placement.stages_of_rank(rank)]
+            numels = [self.numel_by_layer[layers.start : layers.stop] for layers in ranges]
+            keys.append((rank == 0, rank == self.pp - 1, *numels))
+        states = {key: self._model_state(keys.index(key)) for key in dict.fromkeys(keys)}
+        return [states[key] for key in keys]
+
+    def _model_state(self, rank: int) -> ModelStateBytes:
+        mesh = self.mesh_at(rank)
+        chunks = self.build_stages(mesh, self.dtype, meta=True)
+        return ModelStateBytes.from_modules(chunks, mesh, self.bytes_per_element, self.config)
 
     @property
     def fullest_rank(self) -> int:
         """The pipeline rank with the most bytes of weights, gradients and optimizer."""
-        return max(range(self.pp), key=lambda r: self.model_states[r].total)
+        return max(range(self.pp), key=lambda rank: self.model_states[rank].total)
+
+    @cached_property
+    def module_state_bytes(self) -> ModuleStateBytes:
+        """The model state of each layer and of the ends; `model_states` also has the padding of the buckets."""
+        parallel, optim = self.config.parallel, self.config.optim
+        make_param = ParamFactory(self.mesh_at(0), self.dtype, 0, meta=True)
+        first, last = (self.build_stage(make_param, [range(0), range(0)], index) for index in (0, 1))
+        shard_counts = ShardCounts.from_config(parallel, make_param.mesh)
+
+        def element_bytes(spec: ParamSpec) -> float:
+            weight, gradient, state = self.bytes_per_element(spec.is_matrix)
+            if parallel.param_cpu_offload and spec.is_2d:
+                weight = 0
+            return shard_counts[spec.mesh_view].bytes_of(weight, gradient, state * (1 - optim.offload_fraction))
+
+        def bytes_of(module: nn.Module | None) -> float:
+            if module is None:
+                return 0.0
+            return sum(element_bytes(spec) * p.numel() for spec, p in params_with_specs(module))
+
+        layers = self.stage_costs.per_layer(lambda kind: [bytes_of(Block(make_param, kind, 0))])
+        return ModuleStateBytes(PrefixSums(layers), bytes_of(first.embedding), bytes_of(last.head))
+
+    @cached_property
+    def numel_by_layer(self) -> tuple[tuple[int, ...], ...]:
+        """The number of elements of each layer's parameters on a rank, for each of MESH_VIEWS."""
+        make_param = ParamFactory(self.mesh_at(0), self.dtype, 0, meta=True)
+
+        def numel_by_view(kind: LayerKind) -> tuple[int, ...]:
+            params = list(params_with_specs(Block(make_param, kind, 0)))
+            return tuple(sum(p.numel() for spec, p in params if spec.mesh_view == view) for view in MESH_VIEWS)
+
+        return tuple(self.stage_costs.per_layer(numel_by_view))
 
     @cached_property
     def params_by_view(self) -> Counter[str]:
-        """The number of parameters of the whole model by their home, each counted once, without padding."""
-        specs = model_specs(self.config.model, self.vocab_size, padded_vocab_size=self.padded_vocab).values()
-        return sum((Counter({spec.mesh_view: math.prod(spec.stored_shape)}) for spec in specs), Counter())
+        """The number of parameters of the entire model by mesh view, each counted once, without padding."""
+        specs = model_specs(self.config.model, self.vocab_size, padded_vocab_size=self.padded_vocab)
+        counts = Counter[str]()
+        for spec in specs.values():
+            counts[spec.mesh_view] += math.prod(spec.stored_shape)
+        return counts
 
     @property
     def num_parameters(self) -> int:
@@ -298,9 +404,12 @@ class RunPlan:
 
     @property
     def num_active_parameters(self) -> int:
-        """Of these, how many a token goes through."""
-        m = self.config.model
-        return self.params_by_view["dense"] + self.params_by_view["expert"] * m.moe_router_topk // (m.num_experts or 1)
+        """The number of parameters that a token uses."""
+        model = self.config.model
+        active_experts = self.params_by_view["expert"] * model.moe_router_topk // (model.num_experts or 1)
+        return self.params_by_view["dense"] + active_experts
+
+    # ---- schedule
 
     @property
     def splits_backward(self) -> bool:
@@ -308,7 +417,7 @@ class RunPlan:
 
     @cached_property
     def split_backward(self) -> SplitBackward | None:
-        """How backward is split, if it is."""
+        """The options of a split backward; None if backward is not split."""
         return self._split_backward_for(self.layers_per_stage)
 
     def _split_backward_for(self, layers_per_stage: Sequence[int]) -> SplitBackward | None:
@@ -320,139 +429,93 @@ class RunPlan:
             return SplitBackward(costs, memory_limit=memory_limit)
         return SplitBackward(costs, self.stage_costs.without_offload.memory_of_stages(layers_per_stage))
 
-    @cached_property
-    def peak_in_flight(self) -> list[int]:
-        """The most forwards of a chunk that wait for their backward, for every pipeline rank."""
-        return [round(peak) for peak in self.peak_alive(None, self.split_backward, self.reported_groups)]
+    @property
+    def group_size(self) -> int:
+        """The number of micro-batches of the first group."""
+        size = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return microbatch_groups(self.num_microbatches, self.pp, size)[0]
 
-    @cached_property
-    def activation_bytes(self) -> list[int]:
-        """The most bytes that the forwards in flight keep on the device, for every pipeline rank."""
-        return [
-            round(peak) for peak in self.peak_alive(self.memory_of_stages, self.split_backward, self.reported_groups)
-        ]
+    @property
+    def reported_groups(self) -> int:
+        """The number of groups of micro-batches to simulate for reports; more than a short step has."""
+        actions_per_group = 3 * self.placement.num_stages * self.group_size
+        return max(SIMULATED_GROUPS, MIN_REPORTED_ACTIONS // actions_per_group)
 
-    @cached_property
-    def bubble(self) -> float:
-        """The share of the time for which ranks are idle, by FLOPs."""
-        times = sum(map(sum, self.costs_of_stages))
-        idle = 1.0 - self.num_microbatches * times / (
-            self.pp * self.simulate_step(self.costs_of_stages, self.split_backward, self.reported_groups)[0]
+    def actions(
+        self, split_backward: SplitBackward | None, num_groups: int
+    ) -> tuple[int, tuple[tuple[Action, ...], ...]]:
+        """Return the micro-batches of a step or of its first `num_groups` groups, and each rank's actions for them."""
+        parallel = self.config.parallel
+        num_microbatches = self.num_microbatches
+        group_size = parallel.microbatch_group_size_per_virtual_pipeline_stage
+        if num_microbatches > num_groups * self.group_size:
+            num_microbatches = num_groups * self.group_size
+            group_size = self.group_size
+        actions_by_rank = build_schedule(
+            parallel.pipeline_schedule, self.pp, num_microbatches, self.vpp, group_size, split_backward
         )
-        return max(0.0, idle)  # rounding: not -0.0%
+        return num_microbatches, actions_by_rank
 
     def simulate_step(
         self,
         costs_of_stages: Sequence[ActionCosts],
         split_backward: SplitBackward | None,
         num_groups: int,
-        **extra: Any,
+        *,
+        delay: Callable[[int, int], float] | None = None,
+        earliest_start: Mapping[int, float] | None = None,
     ) -> tuple[float, Simulation]:
         """Return the time of a step in units of the costs, and the simulation of it or of its first groups.
 
-        `extra` are arguments of simulate().
+        Args:
+            costs_of_stages: The costs of F, B and W of every stage.
+            split_backward: The options of a split backward.
+            num_groups: The number of groups of micro-batches to simulate at most.
+            delay: The time of a message from one pipeline rank to another; None for no time.
+            earliest_start: Stage -> earliest time at which its actions may start; None for no limits.
         """
-        num_simulated, actions = self.actions(split_backward, num_groups)
-        simulation = simulate(actions, costs_of_stages, **extra)
+
+        def simulate_groups(num_groups: int) -> tuple[int, Simulation]:
+            num_microbatches, actions_by_rank = self.actions(split_backward, num_groups)
+            simulation = simulate(
+                actions_by_rank, costs_of_stages, delay=delay or _no_delay, earliest_start=earliest_start or {}
+            )
+            return num_microbatches, simulation
+
+        num_simulated, simulation = simulate_groups(num_groups)
         if num_simulated == self.num_microbatches:
             return simulation.end, simulation
-        time_per_microbatch = self._busiest_rank_time(costs_of_stages)
-        if (
-            extra or self.config.parallel.pipeline_schedule != "1f1b"
-        ):  # a message, or F and B of different ranks, may be
-            num_fewer, actions = self.actions(split_backward, num_groups - 1)  # the slowest
-            time_per_microbatch = max(
-                time_per_microbatch,
-                (simulation.end - simulate(actions, costs_of_stages, **extra).end) / (num_simulated - num_fewer),
-            )
-        return simulation.end + (self.num_microbatches - num_simulated) * time_per_microbatch, simulation
+        microbatch_time = self._busiest_rank_time(costs_of_stages)
+        is_only_1f1b = self.config.parallel.pipeline_schedule == "1f1b" and delay is None and earliest_start is None
+        if not is_only_1f1b:  # the slowest part may be messages, or F and B of different ranks
+            num_fewer, shorter = simulate_groups(num_groups - 1)
+            group_time = simulation.end - shorter.end
+            microbatch_time = max(microbatch_time, group_time / (num_simulated - num_fewer))
+        return simulation.end + (self.num_microbatches - num_simulated) * microbatch_time, simulation
 
     def _busiest_rank_time(self, costs_of_stages: Sequence[ActionCosts]) -> float:
-        """The time of the busiest rank for one micro-batch."""
-        return max(sum(sum(costs_of_stages[s]) for s in self.placement.stages_of_rank(rank)) for rank in range(self.pp))
-
-    def _time_and_memory(self, layers_per_stage: Sequence[int]) -> tuple[float, float]:
-        """(time of a step, bytes of the fullest rank: layers, embedding, head and activations in flight)."""
-        backward = self._split_backward_for(layers_per_stage)
-        alive = self.peak_alive(self.stage_costs.memory_of_stages(layers_per_stage), backward)
-        memory_of_ranks = [
-            self.module_state_bytes.on_rank(np.array(layers_per_stage), rank, self.placement) + alive[rank]
-            for rank in range(self.pp)
-        ]
-        return self.simulate_step(self.stage_costs.flops_of_stages(layers_per_stage), backward, SIMULATED_GROUPS)[
-            0
-        ], max(memory_of_ranks)
-
-    @property
-    def rank0_groups(self) -> dict[str, tuple[int, ...]]:
-        """The groups of rank 0, by axis."""
-        mesh = self.mesh_at(0)
-        return {name: mesh.axis(name).ranks for name in ("tp", "cp", "dp", "pp")}
-
-    def mesh_at(self, rank: int) -> Mesh:
-        """The mesh of the first rank of a pipeline position, without groups."""
-        first = abstract_mesh(self.world, 0, **self.mesh_sizes)
-        return abstract_mesh(self.world, first.pp.ranks[rank], **self.mesh_sizes) if rank else first
-
-    def bytes_per_element(self, matrix: bool = True) -> tuple[int, int, int]:
-        """Of a matrix, as most are, or not of one."""
-        return bytes_per_element(self.dtype, state_dtypes_of(self.config.optim, matrix))
-
-    def _model_state(self, rank: int) -> ModelStateBytes:
-        mesh = self.mesh_at(rank)
-        return ModelStateBytes.from_modules(
-            self.build_stages(mesh, self.dtype, meta=True), mesh, self.bytes_per_element, self.config
+        """Return the time of the busiest rank for one micro-batch."""
+        return max(
+            sum(sum(costs_of_stages[stage]) for stage in self.placement.stages_of_rank(rank)) for rank in range(self.pp)
         )
 
     @cached_property
-    def numel_by_layer(self) -> tuple[tuple[int, ...], ...]:
-        """The number of elements of each layer's parameters on a rank, by home in the order of HOMES."""
-        make = ParamFactory(self.mesh_at(0), self.dtype, 0, meta=True)
-
-        def of(kind: LayerKind) -> tuple[int, ...]:
-            specs = list(params_with_specs(Block(make, kind, 0)))
-            return tuple(sum(p.numel() for spec, p in specs if spec.mesh_view == view) for view in MESH_VIEWS)
-
-        return tuple(self.stage_costs.per_layer(of))
+    def bubble(self) -> float:
+        """The fraction of the time for which ranks are idle, by FLOPs."""
+        busy = self.num_microbatches * sum(map(sum, self.costs_of_stages))
+        step_time, _ = self.simulate_step(self.costs_of_stages, self.split_backward, self.reported_groups)
+        return max(0.0, 1.0 - busy / (self.pp * step_time))  # rounding could give -0.0 %
 
     @cached_property
-    def module_state_bytes(self) -> ModuleStateBytes:
-        """Without the layout's padding, which `holdings` has."""
-        make = ParamFactory(self.mesh_at(0), self.dtype, 0, meta=True)
-        first, last = (self.build_stage(make, [range(0), range(0)], number) for number in (0, 1))
-        shares = ShardCounts.from_config(self.config.parallel, make.mesh)
+    def peak_in_flight(self) -> list[int]:
+        """The peak number of forwards in flight, which wait for their backward, on every pipeline rank."""
+        return [round(peak) for peak in self.peak_alive(None, self.split_backward, self.reported_groups)]
 
-        def each(spec: ParamSpec) -> float:
-            weight, gradient, state = self.bytes_per_element(spec.is_matrix)
-            weight *= not (self.config.parallel.param_cpu_offload and spec.is_2d)
-            return shares[spec.mesh_view].bytes_of(weight, gradient, state * (1 - self.config.optim.offload_fraction))
-
-        def of(module: nn.Module | None) -> float:
-            return sum(each(spec) * p.numel() for spec, p in params_with_specs(module)) if module else 0.0
-
-        bytes_of_layers = PrefixSums([[n] for n in self.stage_costs.per_layer(lambda kind: of(Block(make, kind, 0)))])
-        return ModuleStateBytes(bytes_of_layers, of(first.embedding), of(last.head))
-
-    @property
-    def group_size(self) -> int:
-        """The number of micro-batches of the first group."""
-        p = self.config.parallel
-        return microbatch_groups(self.num_microbatches, self.pp, p.microbatch_group_size_per_virtual_pipeline_stage)[0]
-
-    @property
-    def reported_groups(self) -> int:
-        """The number of groups of micro-batches that the figures describe: all of a short step."""
-        return max(SIMULATED_GROUPS, MIN_REPORTED_ACTIONS // (3 * self.placement.num_stages * self.group_size))
-
-    def actions(
-        self, split_backward: SplitBackward | None, num_groups: int
-    ) -> tuple[int, tuple[tuple[Action, ...], ...]]:
-        """Return the micro-batches of a step or of its first `num_groups` groups, and each rank's actions for them."""
-        p, m, group = self.config.parallel, self.num_microbatches, self.group_size
-        size = p.microbatch_group_size_per_virtual_pipeline_stage
-        if m > num_groups * group:
-            m, size = num_groups * group, group
-        return m, build_schedule(p.pipeline_schedule, self.pp, m, self.vpp, size, split_backward)
+    @cached_property
+    def activation_bytes(self) -> list[int]:
+        """The peak bytes on the device that forwards in flight have saved, on every pipeline rank."""
+        peaks = self.peak_alive(self.memory_of_stages, self.split_backward, self.reported_groups)
+        return [round(peak) for peak in peaks]
 
     def peak_alive(
         self,
@@ -460,32 +523,46 @@ class RunPlan:
         split_backward: SplitBackward | None,
         num_groups: int = SIMULATED_GROUPS,
     ) -> list[float]:
-        """Return the peak in flight on every pipeline rank.
+        """Return the peak memory in flight on every pipeline rank.
 
-        Each forward counts `memory_of_stages` of its stage, or 1.
+        Args:
+            memory_of_stages: The memory of a forward on every stage; None for 1, which counts forwards.
+            split_backward: The options of a split backward.
+            num_groups: The number of groups of micro-batches to simulate at most.
         """
-        num_simulated, actions = self.actions(split_backward, num_groups)
-        peaks = [peak_in_flight(row, memory_of_stages) for row in actions]
+        num_simulated, actions_by_rank = self.actions(split_backward, num_groups)
+        peaks = [peak_in_flight(actions, memory_of_stages) for actions in actions_by_rank]
         if num_simulated == self.num_microbatches:
             return peaks
-        # each further group adds as much as one group without a split adds, because what waits is limited
-        (run_2, two), (run_3, three) = self.actions(None, SIMULATED_GROUPS - 1), self.actions(None, SIMULATED_GROUPS)
-        extra = (self.num_microbatches - num_simulated) / (run_3 - run_2)
-        grown = (
-            peak_in_flight(b, memory_of_stages) - peak_in_flight(a, memory_of_stages)
-            for a, b in zip(two, three, strict=True)
-        )
-        return [most + each * extra for most, each in zip(peaks, grown, strict=True)]
+        # each further group adds as much as it would without a split backward, since deferred gradients are limited
+        num_fewer, fewer_groups = self.actions(None, SIMULATED_GROUPS - 1)
+        num_more, more_groups = self.actions(None, SIMULATED_GROUPS)
+        further_groups = (self.num_microbatches - num_simulated) / (num_more - num_fewer)
+        for rank, (fewer, more) in enumerate(zip(fewer_groups, more_groups, strict=True)):
+            growth = peak_in_flight(more, memory_of_stages) - peak_in_flight(fewer, memory_of_stages)
+            peaks[rank] += growth * further_groups
+        return peaks
+
+
+def _no_delay(source: int, target: int) -> float:
+    return 0.0
 
 
 def make_run_plan(config: Config, world: int, vocab_size: int) -> RunPlan:
-    """Make it. Raises ValueError, `name=value breaks rule; remedy`, for all that config/validation cannot check."""
+    """Return the plan of a run.
+
+    Raises:
+        ValueError: The run is not possible for a reason that config/validation cannot check, as `name=value breaks
+            rule; remedy`.
+    """
     plan = RunPlan(config, world, vocab_size)
     _ = plan.num_steps, plan.layer_ranges, state_dtypes_of(config.optim, matrix=False)  # these raise
-    if (name := config.parallel.pipeline_schedule) in REGISTRIES[
-        "pipeline_schedule"
-    ].added:  # others are proven by tests
-        by, unit = config.parallel.microbatch_group_size_per_virtual_pipeline_stage, plan.num_microbatches
-        for m in {unit * size // plan.batch_sizes.final for _, size in plan.batch_sizes.milestones}:
-            build_schedule(name, plan.pp, m, plan.vpp, by, SplitBackward() if config.parallel.split_backward else None)
+    schedule = config.parallel.pipeline_schedule
+    if schedule in REGISTRIES["pipeline_schedule"].added:  # tests prove the schedules that are not a plugin's
+        group_size = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        split_backward = SplitBackward() if config.parallel.split_backward else None
+        batch_sizes = plan.batch_sizes
+        all_num_microbatches = {plan.num_microbatches * size // batch_sizes.final for _, size in batch_sizes.milestones}
+        for num_microbatches in all_num_microbatches:
+            build_schedule(schedule, plan.pp, num_microbatches, plan.vpp, group_size, split_backward)
     return plan
