@@ -235,7 +235,7 @@ class Profiler:
         Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
-def _group_of(card: Card, where: str = "megalite.launch.rank_info") -> Any:
+def _group_of(card: Card, where: str) -> Any:
     """The group is there already."""
     return mock.patch(f"{where}.process_group", lambda *a, **k: contextlib.nullcontext(card.device))
 
@@ -249,7 +249,7 @@ def timeline(card: Card, folder: Path) -> None:
     rank, kinds = dist.get_rank(), {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA}
     supported = mock.patch.object(profiler, "supported_activities", lambda: kinds)
     with _group_of(card, "tools.bench.systems"), supported, mock.patch.object(profiler, "profile", Profiler):
-        made = _of_rank(benchmark_rank.megalite_rank, folder, RankInfo(rank, 2, rank, 2))
+        made = _of_rank(benchmark_rank.run_megalite, folder, RankInfo(rank, 2, rank, 2))
     assert rank or made["timeline"] == {"communication_s": 4.0, "hidden_s": 1.0}
 
 
@@ -292,7 +292,7 @@ def planned(card: Card, folder: Path) -> None:
     from tools.verification.shrink import shrink
 
     config = config_from(FLAGS)
-    with _group_of(card):
+    with _group_of(card, "tools.planning.calibrate"):
         measure(RankInfo(), {"config": config, "vocab_size": 93, "seconds": 0.1, "result_dir": str(folder)})
     measured = json.loads((folder / "rank00000.json").read_text())
     assert measured["kind"] == "h100" and "H100" in measured["device"]
