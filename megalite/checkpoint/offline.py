@@ -84,7 +84,7 @@ class TensorProducer:
 
     @property
     def bytes(self) -> int:
-        """Return the size of all its values in bytes."""
+        """The size of all its values in bytes."""
         return sum(box.numel for _, box in self.parts) * self.dtype.itemsize
 
 

@@ -54,7 +54,7 @@ def shortened(text: str, max_length: int = MAX_LINE_CHARACTERS) -> str:
 
 
 def is_interactive() -> bool:
-    """Whether stdout is a terminal that takes more than plain lines."""
+    """Return True if stdout is a terminal that takes more than plain lines."""
     try:
         return not wants_plain_output() and sys.stdout.isatty()
     except (AttributeError, ValueError):
@@ -62,7 +62,7 @@ def is_interactive() -> bool:
 
 
 def _takes_output() -> bool:
-    """Return whether a write to stdout would not block, as it does after Ctrl-S. Raises OSError if stdout is gone."""
+    """Return True if a write to stdout would not block, as it does after Ctrl-S. Raises OSError if stdout is gone."""
     return bool(select.select([], [sys.stdout.fileno()], [], 0)[1])
 
 

@@ -254,7 +254,7 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts, in the order of the layers."""
+        """True for each layer with experts, in the order of the layers."""
         if not self.num_experts:
             return (False,) * self.num_layers
         if self.moe_layer_freq.strip().isdigit() and (period := int(self.moe_layer_freq)) > 0:
@@ -263,7 +263,7 @@ class ModelConfig:
 
     @property
     def has_dense_ffn(self) -> bool:
-        """Whether any layer has no experts; True if `moe_layer_freq` is invalid, which the validation reports."""
+        """True if any layer has no experts, or if `moe_layer_freq` is invalid, which the validation reports."""
         try:
             return not all(self.moe_layers)
         except ValueError:
@@ -287,7 +287,7 @@ class ModelConfig:
 
     @property
     def rope_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary positions, in the order of the layers."""
+        """True for each layer with rotary positions, in the order of the layers."""
         has_rope = self.position_embedding_type in ("rope", "yarn")
         pattern = self.no_rope_freq
         if pattern is None or not has_rope:

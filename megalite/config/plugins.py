@@ -45,7 +45,7 @@ class Plugin:
 
     @property
     def name(self) -> str:
-        """Return the file name or module, without a directory; checkpoints identify plugins by it."""
+        """The file name or module, without a directory; checkpoints identify plugins by it."""
         return os.path.basename(self.spec)
 
 

@@ -417,12 +417,12 @@ class OptimConfig:
 
     @property
     def separate_buckets(self) -> dict[str, bool]:
-        """Which reasons for separate buckets apply (optim/layout.py: build_layout)."""
+        """Reasons for separate buckets, and True for those that apply (optim/layout.py: build_layout)."""
         return {"decoupled_lr": self.decoupled_lr is not None, "matrices": self.is_muon}
 
     @property
     def needs_full_tensors(self) -> bool:
-        """Whether the optimizer's update needs full tensors, so that data-parallel ranks communicate for it."""
+        """True if the optimizer's update needs full tensors, so that data-parallel ranks communicate for it."""
         return self.is_muon or self.optimizer in ("lamb", "lars")
 
 
@@ -510,9 +510,7 @@ class DataConfig:
     fim_prefix_token: str = training("<fim_prefix>", help="fill-in-the-middle: special token for the prefix")
     fim_middle_token: str = training("<fim_middle>", help="fill-in-the-middle: special token for the middle")
     fim_suffix_token: str = training("<fim_suffix>", help="fill-in-the-middle: special token for the suffix")
-    fim_pad_token: str = training(
-        "<fim_pad>", help="fill-in-the-middle: special token that pads shortened samples"
-    )
+    fim_pad_token: str = training("<fim_pad>", help="fill-in-the-middle: special token that pads shortened samples")
     fim_eod_token: str | None = training(
         None, help="fill-in-the-middle: token at the end of a document; default: the tokenizer's own"
     )

@@ -12,12 +12,8 @@ from typing import Any, Literal
 from megalite.config.registry import REGISTRIES
 from megalite.models.families import TABLES
 
-_MERGED = (
-    "keys",
-    "fixed_options",
-    "supported_values",
-    "optional",
-)  # entries that are merged with the entries of the family given by `like`
+# entries that are merged with the entries of the family given by `like`
+_MERGED = ("keys", "fixed_options", "supported_values", "optional")
 
 
 @dataclass(frozen=True)
@@ -29,13 +25,15 @@ class TensorRule:
         params: The parameters in the order of its rows. NAME[i] is the i-th half of a stacked parameter (kv, gate_up),
             NAME[{e}] is one expert of all, and NAME[{e},i] the i-th half of this expert.
         form: The layout of the parameters in the tensor:
-            "rows": the parameters one below the other; "columns": the same, transposed ([in, out] instead of [out,
-            in]); "groups": the rows of q, kv[0] and kv[1] by key/value group, [G, H/G + 2, K]: the queries of a group,
-            its key, and its value; "experts": a matrix for each expert, [E, rows, in]; "reversed": the same,
-            transposed, with gate and up interleaved: [E, in, rows], [E, F 2]; "row": a vector as a matrix of one row.
+            "rows": the parameters one below the other;
+            "columns": the same, transposed ([in, out] instead of [out, in]);
+            "groups": the rows of q, kv[0] and kv[1] by key/value group, [G, H/G + 2, K]: the queries of a group, its
+            key, and its value;
+            "experts": a matrix for each expert, [E, rows, in];
+            "reversed": the same, transposed, with gate and up interleaved: [E, in, rows], [E, F 2];
+            "row": a vector as a matrix of one row.
         duplicates: The parameter that it repeats in a model without `params`, as a tied head repeats the embedding.
-        Files
-            may omit the tensor then.
+            Files may omit the tensor then.
     """
 
     external: str
@@ -95,21 +93,22 @@ class ModelFamily(TensorNames):
     The defaults are those of its class in transformers, because old files omit keys.
 
     Attributes:
-        architecture: The name of the model's class in transformers. keys: Option -> key, or several keys separated by
-        spaces; the first is written. fixed_options: Option -> value, which is set on import and required on export.
-        activation_key: The key of the activation. activations: Value of `activation_key` -> activation. If several have
-        one activation, the first is written. optional: Key -> default value, for keys that files may omit.
-        supported_values: Key -> supported values, the default first. derived_keys: Key -> attribute of ModelConfig, for
-        keys that are written in addition to `keys` and read by separate
-            code. With num_key_value_heads and head_dim, heads may be grouped and of any size; with rotary_pct, only a
-            part of the channels may be rotated; all keys of add_bias_linear must agree.
+        architecture: The name of the model's class in transformers.
+        keys: Option -> key, or several keys separated by spaces; the first is written.
+        fixed_options: Option -> value, which is set on import and required on export.
+        activation_key: The key of the activation.
+        activations: Value of `activation_key` -> activation. If several have one activation, the first is written.
+        optional: Key -> default value, for keys that files may omit.
+        supported_values: Key -> supported values, the default first.
+        derived_keys: Key -> attribute of ModelConfig, for keys that are written in addition to `keys` and read by
+            separate code. With num_key_value_heads and head_dim, heads may be grouped and of any size; with rotary_pct,
+            only a part of the channels may be rotated; all keys of add_bias_linear must agree.
         tied_by_default: The head is tied to the embedding if the file does not say.
         scalings: Supported values of rope_type for scaled rotary frequencies, in addition to "default".
         window_layout: The layers that may have a sliding window. "all": all or none of them; "by layer": each one;
             "alternate": every second one, unless the file says otherwise; "": none.
         sparse_layers: Some layers may have experts and others none, and the probabilities of the chosen experts need
-        not
-            add up to 1.
+            not add up to 1.
         even_heads: hidden_size must be a multiple of the number of heads.
     """
 

@@ -82,7 +82,7 @@ class TensorMapping:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the external tensor."""
+        """The shape of the external tensor."""
         shapes = [_shape(box, spec, self.form) for spec, box in self.parts]
         row_shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         return row_shape[::-1] if self.form == "columns" else row_shape
@@ -308,9 +308,8 @@ def match_tensors(
         problems: Problems that are already known.
 
     Raises:
-        CheckpointError: With all `problems` and all tensors that are missing, unexpected, or of another shape or type,
-        or
-            otherwise all copies that differ.
+        CheckpointError: With all `problems` and all tensors that are missing, unexpected, or of another shape or type;
+            without any of these, all copies that differ.
     """
     lines = list(problems)
     matches: list[ExternalTensor] = []
@@ -367,7 +366,7 @@ class ExternalModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of most tensors."""
+        """The dtype of most tensors."""
         return Counter(tensor.dtype for tensor in self.tensors).most_common(1)[0][0]
 
 

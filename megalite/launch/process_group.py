@@ -190,7 +190,7 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def exit_with_torchrun() -> list[str]:
-    """Let this rank end when its torchrun is killed, which cannot end its ranks then.
+    """Make this rank end with its torchrun, which cannot end its ranks when it is killed.
 
     Returns a line for each option that torchrun lacks, with the consequence.
     """

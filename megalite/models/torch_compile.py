@@ -6,7 +6,7 @@
 Each is a pure function of tensors, compiled once and shared by all layers, with `fullgraph` so that no part of it
 silently falls back to eager mode. Matmuls are not compiled: they keep their collectives, their overlap and their sums
 into the gradient buffer (nn/linear.py). Neither is attention. Tensor and pipeline parallelism, recompute and the hooks
-of optim/buffer.py therefore work as without.
+of optim/buffer.py therefore work as they do without it.
 
 Rejected: a graph per block. It fuses no more, because a matmul ends a fusion. With tp 2 it breaks into 10 graphs (at
 every collective and wait), with dp 2 into 3 (at the hooks that wait for weights), and layer and step, which are
@@ -70,7 +70,7 @@ def check_compile(device_type: str) -> None:
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
-    """Make the blocks of `stages` use compiled functions; they are compiled when first used (preflight.py)."""
+    """Make the blocks of `stages` use compiled functions, which are compiled when first used (job/startup.py)."""
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)

@@ -1,7 +1,7 @@
 """Column- and row-parallel matmuls with their collectives inside, for sequence-parallel activations.
 
-    gather_linear    x_sBD --all-gather--> x_SBD @ W^T -> y_SBf          weights [f, D], f split over tp
-    linear_scatter   a(u_SBf) @ W^T -> y_SBD --reduce-scatter--> y_sBD   weight [D, f], a: optional activation
+    column_parallel_linear   x_sBD --all-gather--> x_SBD @ W^T -> y_SBf          weights [f, D], f split over tp
+    row_parallel_linear      a(u_SBf) @ W^T -> y_SBD --reduce-scatter--> y_sBD   weight [D, f], a: optional activation
 
 Only the shard x_sBD is saved (arXiv:2205.05198, sec. 4.2.2). It is gathered again in backward, behind the matmul for
 dx, and the reduce-scatter of dx hides behind the matmuls for dW:

@@ -143,12 +143,16 @@ def linear_cross_entropy(
     tp.
 
     Args:
-        x_sBD: this rank's positions. weight_vD: this rank's rows of the head. labels_SB: labels of all positions.
-        mask_SB: 1 where a token counts; None: all tokens count. tp: the tensor-parallel axis. vocab_size: vocabulary
-        without padding. z_loss: coefficient of the z-loss. loss_grad: the gradient that the result will get in
-        backward, if it is known: a number, or a scalar on the device
-            that keeps its value until then. dW is then added to the weight's main gradient (nn/parameter.py), if it has
-            one, in forward. Backward must follow in the same step, and forward must not be repeated (recompute).
+        x_sBD: this rank's positions.
+        weight_vD: this rank's rows of the head.
+        labels_SB: labels of all positions.
+        mask_SB: 1 where a token counts; None: all tokens count.
+        tp: the tensor-parallel axis.
+        vocab_size: the vocabulary without padding.
+        z_loss: coefficient of the z-loss.
+        loss_grad: the gradient that the result will get in backward, if it is known: a number, or a scalar on the
+            device that keeps its value until then. dW is then added to the weight's main gradient (nn/parameter.py), if
+            it has one, in forward. Backward must follow in the same step, and forward must not be repeated (recompute).
 
     Raises:
         RuntimeError: in backward, if it gets another gradient than `loss_grad`, or is called a second time.

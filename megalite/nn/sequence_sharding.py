@@ -7,8 +7,8 @@ of a chunk grows with its number, and a rank with a late chunk also gets an earl
     rank       0   1   2   3   3   2   1   0          work 1 + 15 = 3 + 13 = 5 + 11 = 7 + 9
 
 Documents and windows hide keys, so work is counted: the keys that each query sees. `assign_chunks` assigns the chunks
-by that count. If documents leave the ranks unequal, chunks are halved, so that each rank has 4, or 8. If neighbouring
-chunks are equal enough, as in a window, a rank gets neighbours.
+by that count. If documents leave the ranks unequal, chunks are halved, so that each rank has 4, or 8. If neighboring
+chunks are equal enough, as in a window, a rank gets neighbors.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPLIT_CHUNKS_ABOVE = 1.05  # imbalance above which chunks are halved
-# imbalance up to which a rank has neighbouring chunks: one launch, and fewer borders that windows cross
+# imbalance up to which a rank has neighboring chunks: one launch, and fewer borders that windows cross
 CONTIGUOUS_BELOW = 1.1
 MAX_CHUNKS_PER_RANK = 8  # each chunk is a launch of attention
 
@@ -141,9 +141,9 @@ def shard_sequence(
         if length % (chunks_per_rank * ranks) or (candidates and min(candidates)[0] <= SPLIT_CHUNKS_ABOVE):
             break
         work = chunk_workloads(length, chunks_per_rank * ranks, windows, first_visible)
-        neighbours = tuple((2 * rank, 2 * rank + 1) for rank in range(ranks)) if chunks_per_rank == 2 else ()
-        if neighbours and imbalance(work, neighbours) <= CONTIGUOUS_BELOW:
-            candidates = [(1.0, neighbours)]
+        neighbors = tuple((2 * rank, 2 * rank + 1) for rank in range(ranks)) if chunks_per_rank == 2 else ()
+        if neighbors and imbalance(work, neighbors) <= CONTIGUOUS_BELOW:
+            candidates = [(1.0, neighbors)]
         else:
             assignment = assign_chunks(work, ranks)
             candidates.append((imbalance(work, assignment), assignment))

@@ -38,7 +38,7 @@ class Pending:
     """A collective that has been started. Its result is valid only after `wait()`.
 
     Attributes:
-        copies: True if `wait` returns a copy of the result, so that the buffer that contains it can be freed.
+        clone_result: True if `wait` returns a copy of the result, so that the buffer that contains it can be freed.
     """
 
     def __init__(

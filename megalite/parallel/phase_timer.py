@@ -6,8 +6,8 @@
 
 Time is attributed to the innermost span. On a GPU a timestamp is an event on the current stream, so a phase is the time
 that the GPU spent in it, waits included, and the host never waits for the measurement. A span costs two flag checks
-unless the step is timed or traced (training/logging/timers.py decides). A timer measures one step at a time, in one
-thread.
+unless the step is timed (training/logging/time_breakdown.py decides) or traced (training/logging/profiler.py). A timer
+measures one step at a time, in one thread.
 """
 
 import contextlib

@@ -80,7 +80,7 @@ class RankDryRun:
 
     @property
     def state(self) -> int:
-        """Return the bytes that are always allocated."""
+        """The bytes that are always allocated."""
         return sum(self.parts.values())
 
 

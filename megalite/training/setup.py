@@ -1,4 +1,4 @@
-"""Build a run. Only this module sees the full configuration; it passes each part the values that it needs."""
+"""Build a run from its configuration; model, data and optimizer get only the values that they need."""
 
 import datetime
 import functools

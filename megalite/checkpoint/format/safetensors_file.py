@@ -110,7 +110,7 @@ class PlannedTensor:
 
     @property
     def bytes(self) -> int:
-        """Return the size of its data in bytes."""
+        """The size of its data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -52,8 +52,7 @@ class CheckpointSaver:
 
     Raises:
         CheckpointError: On all ranks, if the directory is not writable, has no space for one checkpoint, is in use, or
-        is
-            not the same on every rank.
+            is not the same on every rank.
     """
 
     def __init__(
@@ -229,7 +228,7 @@ class CheckpointSaver:
 
     @property
     def failed(self) -> bool:
-        """Return True if this rank's pending save has failed, so that `wait` will raise. Not collective."""
+        """True if this rank's pending save has failed, so that `wait` will raise. Not collective."""
         return self._pending_save is not None and self._pending_save.error is not None
 
     def wait(self) -> None:

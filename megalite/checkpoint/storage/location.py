@@ -57,12 +57,12 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """Return the last component of the path."""
+        """The last component of the path."""
         return self.path.rpartition("/")[2]
 
     @property
     def parent(self) -> "RemotePath":
-        """Return the directory that contains it."""
+        """The directory that contains it."""
         return RemotePath(self.text.rpartition("/")[0], self.path.rpartition("/")[0], self.files)
 
     def __truediv__(self, name: str) -> "RemotePath":

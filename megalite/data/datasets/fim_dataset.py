@@ -7,7 +7,7 @@
 Finished samples are rearranged ("context level"). Each document of a sample, as separated by end-of-document tokens, is
 rearranged with probability `rate`. Then the sample is cut back to its length, by three tokens per rearranged document.
 So a middle is never in another sample than its prefix, and index, order and blend do not change. Flags, sentinels and
-behaviour are the same as in Megatron-LM's GPTFIMDataset, but every draw is a hash of (seed, sample, position) and does
+behavior are the same as in Megatron-LM's GPTFIMDataset, but every draw is a hash of (seed, sample, position) and does
 not depend on what else was read.
 
 Cuts are between characters or between tokens. At inference the prefix may end within a word, with a token that the

@@ -31,7 +31,7 @@ def fold(*parts: int | str) -> int:
 
 
 def mix32(x: NDArray[np.uint32], key: int) -> NDArray[np.uint32]:
-    """Return a hash of 32-bit integers (the finaliser of MurmurHash3 between two keys)."""
+    """Return a hash of 32-bit integers (the finalizer of MurmurHash3 between two keys)."""
     x = x ^ np.uint32(key & 0xFFFFFFFF)
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x85EBCA6B)

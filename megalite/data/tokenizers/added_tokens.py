@@ -63,7 +63,7 @@ class Settings:
 
 @dataclass
 class _Files:
-    """What has been read so far.
+    """The tokens that have been read so far.
 
     named     eos_token and other tokens with a name
     extra     special tokens without names; None if there is no such key

@@ -252,8 +252,8 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
 def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
     """Return a tokenizers.Tokenizer for a SentencePiece model.
 
-    `cut_single` cuts user-defined pieces of one character out of the normalised text; otherwise they are cut out before
-    normalisation, in the same way as longer ones.
+    `cut_single` cuts user-defined pieces of one character out of the normalized text; otherwise they are cut out before
+    normalization, in the same way as longer ones.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

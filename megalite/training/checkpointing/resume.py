@@ -57,7 +57,7 @@ class LoadOptions:
 
     @property
     def optimizer(self) -> bool:
-        """Return True if the optimizer state is loaded."""
+        """True if the optimizer state is loaded."""
         return not (self.weights_only or self.reset_progress)
 
 

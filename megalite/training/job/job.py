@@ -162,7 +162,7 @@ class TrainingJob:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of this rank (common/exit_codes.py)."""
+        """The exit code of this rank (common/exit_codes.py)."""
         return 0 if self.stop.is_final and torchrun_will_restart() else self.result[0]
 
     def __enter__(self) -> "TrainingJob":

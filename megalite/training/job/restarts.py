@@ -29,10 +29,10 @@ MAX_RESTARTS_WITHOUT_PROGRESS = 3  # failures in a row without a new checkpoint
 FIRST_WAIT_S = 15.0  # before the retry of a restart that failed in preflight; doubled each time
 MAX_WAIT_S = 900.0
 POLL_S = 0.5
-# Ends that the run has explained itself, and ends before the first step.
+# Ends for which the run has printed the cause itself, and those before the first step.
 ORDERLY_ENDS = (ExitCode.DONE, ExitCode.USAGE, ExitCode.PREFLIGHT, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 STARTUP_FAILURES = (ExitCode.USAGE.outcome, ExitCode.PREFLIGHT.outcome)
-# Ends that a restart would repeat, or that were intended; RERUN needs another machine.
+# Ends that a restart would lead to again, or that were intended; RERUN needs another machine.
 NO_RESTART_CODES = (
     ExitCode.DONE,
     ExitCode.USAGE,

@@ -20,8 +20,8 @@ STATISTICS = {  # name -> statistic of torch's CUDA allocator
 
 # Parameters of mallopt in glibc's malloc.h, and their values in bytes. Blocks of up to 64 MiB are allocated from the
 # heap, and 512 MiB of it may remain free. Larger blocks are still mapped one by one, since holes of their size would
-# add up: before glibc 2.38, alignment prevents that a freed block is reused for one of the same size. glibc before 2.35
-# does not accept more than 32 MiB.
+# add up: before glibc 2.38, alignment prevents a freed block from being reused for one of the same size. glibc before
+# 2.35 does not accept more than 32 MiB.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MAX_HEAP_BLOCK_BYTES = (64 << 20, 32 << 20)  # the first value that glibc accepts is used
 HEAP_KEEP_BYTES = 512 << 20

@@ -63,7 +63,7 @@ class TimeBreakdown:
 
     @property
     def wall_s(self) -> float:
-        """Return the seconds since the start."""
+        """The seconds since the start."""
         return time.perf_counter() - self._start
 
     @contextlib.contextmanager

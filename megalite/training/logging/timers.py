@@ -46,7 +46,7 @@ class Timers:
 
     @property
     def step_names(self) -> tuple[str, ...]:
-        """Return the names of the timers within a step that are measured."""
+        """The names of the timers within a step that are measured."""
         names: tuple[str, ...] = ()
         if self.level >= 1:
             names += STEP_TIMERS

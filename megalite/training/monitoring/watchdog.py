@@ -124,7 +124,7 @@ class Watchdog:
 
     @property
     def hang_reported(self) -> bool:
-        """Return True if a hang was reported and the main thread has made no progress since."""
+        """True if a hang was reported and the main thread has made no progress since."""
         return self._reported_activity is self._activity
 
     def set_activity(self, activity: str, step: int) -> None:
@@ -231,7 +231,7 @@ class Watchdog:
 
     @property
     def patience_s(self) -> float:
-        """Return how long a step may take: more than half the timeout only if steps usually take long."""
+        """The time that a step may take: more than half the timeout only if steps usually take long."""
         median, half = statistics.median(self._step_times), self.timeout_s / 2
         return max(min(LATE_FACTOR * median, half), MIN_LATE_FACTOR * median, min(MIN_PATIENCE_S, half))
 
