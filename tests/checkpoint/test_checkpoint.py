@@ -22,7 +22,7 @@ from megalite.parallel.spec import Box, ParamSpec, TensorShard, rectangles, slic
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_rectangles_are_the_span_in_order(shape: list[int], data: st.DataObject) -> None:
+def test_box_rectangles_cover_the_span_in_order(shape: list[int], data: st.DataObject) -> None:
     origin = tuple(data.draw(st.integers(0, 3)) for _ in shape)
     box = Box(origin, tuple(o + n for o, n in zip(origin, shape, strict=True)))
     start = data.draw(st.integers(0, box.numel))
@@ -38,7 +38,7 @@ def test_rectangles_are_the_span_in_order(shape: list[int], data: st.DataObject)
 
 
 @given(st.lists(st.integers(1, 3), max_size=3), st.data())
-def test_boxes_cover_a_tensor_where_each_element_is_held_once(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_cover_each_element_once(shape: list[int], data: st.DataObject) -> None:
     held, boxes = np.zeros(shape, int), []
     for _ in range(data.draw(st.integers(1, 4))):
         start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
@@ -82,7 +82,7 @@ LAYOUT = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 5))  # tp, dp
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3), LAYOUT, LAYOUT, st.data())
-def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, saved, other, data) -> None:
+def test_load_under_another_layout(tmp_path_factory, shape, saved, other, data) -> None:
     folder = tmp_path_factory.mktemp("saved")
     dim = data.draw(st.integers(0, len(shape) - 1))
     values = torch.randn(shape)
@@ -104,7 +104,7 @@ def test_saved_under_one_layout_loads_under_another(tmp_path_factory, shape, sav
                 assert torch.equal(target.data, rank[0].data)
 
 
-def test_all_differences_are_listed_before_anything_changes(tmp_path: Path) -> None:
+def test_load_lists_all_mismatches_before_changing_anything(tmp_path: Path) -> None:
     folder = saver.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
     pieces = [whole(torch.zeros(4, 2), "a"), whole(torch.zeros(5), "b"), whole(torch.zeros(1), "c")]
     with pytest.raises(CheckpointError) as error:

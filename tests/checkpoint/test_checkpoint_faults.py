@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 @BACKGROUND
-def test_killed_at_any_moment_there_is_a_checkpoint_and_it_is_whole(tmp_path: Path, background: bool) -> None:
+def test_save_killed_at_any_time_leaves_a_complete_checkpoint(tmp_path: Path, background: bool) -> None:
     """kill -9 before every call that makes something last or visible; leftovers are swept by the next start."""
 
     def save_two() -> None:
@@ -77,7 +77,9 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00002.safetensors", "manifest.json", "COMPLETE"])
-def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, capsys, name: str, damage: str) -> None:
+def test_load_names_a_damaged_file_and_uses_the_previous_checkpoint(
+    tmp_path: Path, capsys, name: str, damage: str
+) -> None:
     from test_checkpoint import cut, save_all
 
     for step in (1, 2):
@@ -93,7 +95,7 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_what_is_damaged_while_it_is_loaded_is_filled_from_the_one_before(tmp_path, monkeypatch, damage: str) -> None:
+def test_damage_during_load_falls_back_to_the_previous_checkpoint(tmp_path, monkeypatch, damage: str) -> None:
     """The pieces hold the older checkpoint whole, or, where there is none, nothing that anyone could train on."""
     with monkeypatch.context() as small:  # damage in the middle: some is filled before it
         small.setattr(tensor_file.write_safetensors, "__defaults__", (1 << 12,))
@@ -136,11 +138,11 @@ def _one_rank_cannot_take_it(directory: str, gone: bool) -> tuple[float, list[fl
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["damaged", "pruned"])
-def test_what_one_rank_cannot_take_sends_all_to_the_one_before(tmp_path: Path, gone: bool) -> None:
+def test_failure_on_one_rank_sends_all_to_the_previous_checkpoint(tmp_path: Path, gone: bool) -> None:
     assert run_ranks(2, _one_rank_cannot_take_it, str(tmp_path), gone) == [(1.0, [10.0]), (1.0, [11.0])]
 
 
-def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_for_a_block_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver.save(tmp_path, 1, pieces(1.0), {}, ALONE)
 
     def no_memory(*_: Any) -> None:
@@ -151,7 +153,7 @@ def test_no_memory_for_a_block_is_an_error_of_the_checkpoint(tmp_path: Path, mon
         loader.load_newest(tmp_path, ALONE, lambda *_: loader.LoadPlan(pieces(9.0)))
 
 
-def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     box = Box((0, 0), (64, 1 << 17))  # 32 MiB: 8 blocks and the header
     state = [TensorShard("model/w", box.stop, box, range(box.numel), torch.randn(box.numel))]
     saver.save(tmp_path, 1, state, {}, ALONE)
@@ -168,7 +170,7 @@ def test_every_byte_that_is_wanted_is_read_once(tmp_path: Path, monkeypatch: pyt
     assert all(at + size == after for (at, size), (after, _) in pairwise(reads))
 
 
-def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_swapped_files_of_two_checkpoints_are_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (saver.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
 
     def swap(name: str) -> None:
@@ -186,7 +188,7 @@ def test_files_of_two_checkpoints_swapped_are_found(tmp_path: Path, capsys: pyte
     assert checkpoint_loads.newest(tmp_path, ALONE)[0] == two  # type: ignore[index]
 
 
-def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flipped_bits_are_detected_and_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.checkpoint.format.safetensors_file.write_safetensors.__defaults__", (256,))
     box = Box((0,), (500,))
     state = [TensorShard(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
@@ -207,7 +209,7 @@ def test_forty_flipped_bits_are_found_and_placed(tmp_path: Path, monkeypatch: py
     reader.verify_checkpoint(folder, loaded)
 
 
-def test_the_tracker_file_is_never_believed(tmp_path: Path) -> None:
+def test_tracker_file_is_not_trusted(tmp_path: Path) -> None:
     save_steps(tmp_path, 3, 4)
     for text in (b"", b"99\n", b"\xff\xfe", b"release\n", b"-1"):
         (tmp_path / storage.TRACKER).write_bytes(text)
@@ -241,7 +243,7 @@ def mutated(data: Any, rng: random.Random) -> Any:
     return data
 
 
-def test_five_hundred_hostile_manifests_are_refused_or_harmless(tmp_path: Path, monkeypatch) -> None:
+def test_hostile_manifests_are_refused_or_harmless(tmp_path: Path, monkeypatch) -> None:
     folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
     sealed = json.loads((folder / "manifest.json").read_text())
     opened: list[str] = []
@@ -263,7 +265,7 @@ def test_five_hundred_hostile_manifests_are_refused_or_harmless(tmp_path: Path, 
     assert all(Path(p).resolve().is_relative_to(tmp_path) for p in opened)
 
 
-def test_manifests_that_are_bombs_are_refused(tmp_path: Path) -> None:
+def test_manifest_bombs_are_refused(tmp_path: Path) -> None:
     folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
     good = json.loads((folder / "manifest.json").read_text())
     for text in ("[" * 200_000, '{"a":' * 50_000, "NaN", "\ufeff{}", '{"format": 2}', "null", "[]", "2"):
@@ -280,7 +282,7 @@ def test_manifests_that_are_bombs_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dims", rarely([1, 2, 3], [2], str, guards=("megalite/checkpoint/format",)))
-def test_many_boxes_are_checked_in_a_tests_time(tmp_path: Path, dims: int) -> None:
+def test_many_boxes_are_checked_quickly(tmp_path: Path, dims: int) -> None:
     """90,000 boxes of one element, side by side in one row: pairs of them would take minutes."""
     folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
     data = json.loads((folder / "manifest.json").read_text())
@@ -313,7 +315,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("attack", sorted(HEADERS))
-def test_a_hostile_header_is_refused(tmp_path: Path, attack: str) -> None:
+def test_hostile_safetensors_header_is_refused(tmp_path: Path, attack: str) -> None:
     """With hashes that fit: whoever wrote it wrote the manifest too."""
     folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
     file = folder / "rank-00000.safetensors"

@@ -57,7 +57,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_what_is_passed_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_inspect_reports_skipped_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     """By all tools that take the newest checkpoint of a directory: the answer is of an older one."""
     old, new = (str(make(tmp_path / "run", step)) for step in (2, 3))
     DAMAGE[damage](Path(new))
@@ -81,7 +81,7 @@ def test_what_is_passed_over_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert tool.main(["verify", str(tmp_path)]) == 3
 
 
-def test_diff_says_where_and_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_reports_location_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = make(tmp_path / "a", 1), make(tmp_path / "b", 1, change=2), make(tmp_path / "c", 1, bf16=True)
     assert tool.main(["diff", str(a), str(tmp_path / "a")]) == 0
     assert "4 tensors, equal to the bit" in capsys.readouterr().out
@@ -93,7 +93,7 @@ def test_diff_says_where_and_how_much(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "optimizer.main/b: only in the second" in out and "model/a: float32 and bfloat16, " in out
 
 
-def test_diff_sees_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_detects_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """ "Equal to the bit" is said of bits: 0 and -0 are equal numbers, and a NaN is not even equal to itself."""
 
     def save(name: str, values: list[float]) -> Path:
@@ -106,7 +106,7 @@ def test_diff_sees_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "model/a: 1 elements; first at [1]: 0 and -0; largest 0" in capsys.readouterr().out
 
 
-def test_what_is_read_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_verify_the_files_that_they_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tools open a checkpoint without hashing it all; a damaged block is found when a value of it is wanted."""
     a, b = make(tmp_path / "a", 1), make(tmp_path / "b", 1)
     flip(b / "rank-00000.safetensors")
@@ -117,7 +117,7 @@ def test_what_is_read_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("files", [1, 2, 7])
-def test_resharded_is_equal(tmp_path: Path, files: int) -> None:
+def test_reshard_keeps_every_value(tmp_path: Path, files: int) -> None:
     a = make(tmp_path / "a", 5)
     assert tool.main(["reshard", str(a), str(tmp_path / "b"), "--files", str(files)]) == 0
     found = checkpoint_loads.newest(tmp_path / "b", ALONE)  # verified
@@ -130,7 +130,7 @@ def test_resharded_is_equal(tmp_path: Path, files: int) -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_the_average_is_of_the_main_weights(tmp_path: Path, bf16: bool) -> None:
+def test_average_uses_the_main_weights(tmp_path: Path, bf16: bool) -> None:
     sources = [make(tmp_path / n, 2, scale, bf16) for n, scale in (("a", 1.0), ("b", 2.0), ("c", 6.0))]
     assert tool.main(["average", str(tmp_path / "mean"), *map(str, sources)]) == 0
     found = offline.open_checkpoint(tmp_path / "mean", verified=True)
@@ -146,7 +146,7 @@ def test_the_average_is_of_the_main_weights(tmp_path: Path, bf16: bool) -> None:
     assert not list((tmp_path / "m2").glob("*iter_*"))
 
 
-def test_prune_says_first_and_respects_the_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_announces_deletions_and_respects_the_lock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in range(1, 6):
         make(tmp_path, step)
     flags = ["prune", str(tmp_path), "--keep-last", "1", "--save-retain-interval", "2"]
@@ -159,7 +159,7 @@ def test_prune_says_first_and_respects_the_lock(tmp_path: Path, capsys: pytest.C
     assert tool.main(["prune", str(tmp_path / "no"), "--keep-last", "1"]) == 3
 
 
-def test_usage_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_and_missing_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["inspect", str(tmp_path)]) == 3 and "no checkpoint" in capsys.readouterr().err
     for bad in (["prune", "x", "--keep-last", "0"], ["what"], []):
         with pytest.raises(SystemExit) as stop:
@@ -168,7 +168,7 @@ def test_usage_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "reshard" in programs.python("tools/checkpoint.py", "--help").stdout
 
 
-def test_no_secret_of_a_url_is_repeated_and_no_text_of_a_file_steers_the_terminal(tmp_path: Path, capsys) -> None:
+def test_output_hides_url_secrets_and_escapes_control_characters(tmp_path: Path, capsys) -> None:
     for url in ("memory://b/x?token=hunter2", "s3://hunter2@host/x", "a::https://h/x?sig=hunter2"):
         assert tool.main(["inspect", url]) == tool.main(["data-usage", url]) == 3
         said = capsys.readouterr().err

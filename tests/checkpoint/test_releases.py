@@ -34,12 +34,12 @@ from megalite.training.train_step import train_step
 STORED = sorted(path.parent for path in FOLDER.glob("*/*/expected.json"))
 
 
-def test_this_release_has_its_fixtures() -> None:
+def test_current_release_has_fixtures() -> None:
     assert {path.name for path in STORED if path.parent.name == megalite.__version__} == set(CASES)
 
 
 @pytest.mark.parametrize("folder", STORED, ids=lambda path: f"{path.parent.name} {path.name}")
-def test_a_stored_checkpoint_loads_and_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_checkpoint_loads_and_resumes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one process, where two or four had written it."""
     expected = json.loads((folder / "expected.json").read_text())
     assert hashes(folder) == expected["tensors"]
@@ -96,7 +96,7 @@ def facts(run: Run) -> tuple[Any, ...]:
     return run.state.to_json(), run.optimizer.num_updates, replace(run.loss_scaler), values.tolist()
 
 
-def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_types_in_run_state_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a loss scale that moves. What is not refused is a number that might have been there."""
     run, folder, config = opened("fp16", tmp_path, monkeypatch)
     good = json.loads((folder / "manifest.json").read_text())
@@ -127,7 +127,7 @@ def test_wrong_kinds_in_what_a_run_goes_on_from(tmp_path: Path, monkeypatch: pyt
     assert sorted(map(str, accepted)) == sorted(map(str, numbers)) and tried > 150
 
 
-def test_wrong_kinds_in_the_ledger_and_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_types_in_ledger_and_tokenizer_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, folder, config = opened("fp64", tmp_path, monkeypatch)
     good = json.loads((folder / "manifest.json").read_text())
     resume(run, str(folder.parent), config, LoadOptions())
@@ -144,7 +144,7 @@ def test_wrong_kinds_in_the_ledger_and_the_tokenizer(tmp_path: Path, monkeypatch
     assert refused > 20
 
 
-def test_wrong_kinds_of_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_dtypes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer's state must have its dtype. Weights are converted from what the file says; a wrong word is refused."""
     run, folder, config = opened("fp16", tmp_path, monkeypatch)
     good = json.loads((folder / "manifest.json").read_text())

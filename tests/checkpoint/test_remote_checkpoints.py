@@ -99,7 +99,7 @@ def loaded(url: str) -> float:
 
 
 @BACKGROUND
-def test_saved_found_and_filled(base: str, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_save_and_load(base: str, background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     put, create = object_store.RemoteStorage.write_text, object_store.RemoteStorage.open_new
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ DAMAGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, capsys) -> None:
+def test_remote_damage_falls_back_to_the_previous_checkpoint(base: str, damage: str, capsys) -> None:
     saved(base, 1, 2)
     for name in ("rank-00000.safetensors", "manifest.json", "COMPLETE"):
         url = f"{base}/iter_0000002/{name}"
@@ -155,7 +155,7 @@ def test_damage_is_named_and_the_one_before_is_taken(base: str, damage: str, cap
         checkpoint_loads.newest(base, ALONE)
 
 
-def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_retention_and_cleanup(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(base, *range(1, 7))
     change(f"{base}/iter_0000001/KEEP", b"")
     change(f"{base}/iter_0000007/mp_rank_00/model_optim_rng.pt", b"of Megatron-LM")
@@ -183,7 +183,7 @@ def test_what_is_kept_and_what_is_swept(base: str, monkeypatch: pytest.MonkeyPat
     assert storage.steps_in(base) == [1, 5, 6, 7, 8]  # strangers stay
 
 
-def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_checkpoint_in_use_is_not_deleted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(base, 1, 2, 3)
     place, real, gone = parse_location(base), object_store.RemoteFile.pread, []
 
@@ -213,7 +213,7 @@ def test_what_is_being_read_is_not_deleted(base: str, monkeypatch: pytest.Monkey
     assert not any("iter_0000001" in name for name in files(base))
 
 
-def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
+def test_later_run_takes_over_and_the_earlier_ends(base: str) -> None:
     early = CheckpointSaver(base, ALONE, 0, keep_last=2)
     early.save(1, pieces(1.0), {})
     late = CheckpointSaver(base, ALONE, 0)
@@ -230,7 +230,7 @@ def test_the_later_run_goes_on_and_the_earlier_ends(base: str) -> None:
     assert loaded(base) == 4.0 and location.LOCK_FILE not in files(base)
 
 
-def test_taken_over_between_the_files_and_the_commit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takeover_between_files_and_commit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = CheckpointSaver(base, ALONE, 0, background=True)
     real = manifests.write_rank_file
 
@@ -245,7 +245,7 @@ def test_taken_over_between_the_files_and_the_commit(base: str, monkeypatch: pyt
     assert not any("COMPLETE" in name for name in files(base))
 
 
-def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_that_fails_half_way_is_aborted(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)  # the smallest that S3 takes
     values = torch.randn(3 << 20)  # 12 MiB: two parts, since 4 MiB are handed over at a time
     box = Box((0,), (len(values),))
@@ -274,7 +274,7 @@ def test_a_file_that_fails_half_way_is_given_up(base: str, monkeypatch: pytest.M
         assert not uploads.get("Uploads")  # which would be paid for
 
 
-def test_the_tool_takes_urls(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_tool_accepts_urls(base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from test_checkpoint_tool import tool
 
     for step in (1, 2):
@@ -292,7 +292,7 @@ def test_the_tool_takes_urls(base: str, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 # ---- refused, retried
-def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for url, text in {
         "nobody://x/y": "nobody.*install what it names",
         "simplecache::s3://x/y": "chains protocols",
@@ -308,7 +308,7 @@ def test_urls_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         parse_location("memory://x")
 
 
-def test_a_bucket_that_is_not_there(on_s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bucket_is_refused(on_s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     with pytest.raises(CheckpointError, match="save='s3://nobodys/x' cannot be written .*check its name"):
         CheckpointSaver("s3://nobodys/x", ALONE, 0)
@@ -357,7 +357,7 @@ class Unsteady(MemoryFileSystem):
 fsspec.register_implementation("unsteady", Unsteady, clobber=True)
 
 
-def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intermittent_store_failures_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     url = f"unsteady://runs/{uuid.uuid4().hex}"
     monkeypatch.setattr(Unsteady, "bad", 2)
@@ -379,7 +379,7 @@ def test_a_store_that_fails_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- several processes
 
 
-def test_the_program_saves_to_a_store_and_goes_on_from_it(on_s3: str, tmp_path: Path) -> None:
+def test_program_saves_to_a_store_and_resumes(on_s3: str, tmp_path: Path) -> None:
     words = [*SMALL, "--save", on_s3, "--load", on_s3, "--save-interval", "2", "--keep-last", "1", "--nproc", "2"]
     for last in ("3", "5"):
         more = ["--lr-decay-style", "constant", "--train-iters", last]

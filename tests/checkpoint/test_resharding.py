@@ -104,7 +104,7 @@ OFTEN = [name for name in SETS if name not in ("fp32", "ZeRO")]
 
 
 @pytest.mark.parametrize("which", rarely([*SETS], OFTEN, str, guards=("megalite/checkpoint", "megalite/optim")))
-def test_saved_under_any_layout_goes_on_under_any_other(tmp_path: Path, which: str) -> None:
+def test_resume_under_any_other_layout(tmp_path: Path, which: str) -> None:
     layouts = SETS[which]
     unbroken: dict[str, list[float]] = {}
     for world, some in _by_world(layouts).items():

@@ -57,7 +57,7 @@ LEFT = ["abandoned-iter_0000003-left-at-0000002", "abandoned-iter_0000004-left-a
 
 
 @BACKGROUND
-def test_the_first_save_of_a_branch_renames_what_was_left(tmp_path: Path, background: bool) -> None:
+def test_first_save_renames_superseded_checkpoints(tmp_path: Path, background: bool) -> None:
     saved(tmp_path, 1, 2, 3, 4)
     one = CheckpointSaver(tmp_path, ALONE, 0, keep_last=2, background=background)
     note = one.set_start_step(2)
@@ -76,7 +76,7 @@ def test_the_first_save_of_a_branch_renames_what_was_left(tmp_path: Path, backgr
     assert value_of(tmp_path / "again") == 4.0
 
 
-def test_a_second_branch_from_the_same_step(tmp_path: Path) -> None:
+def test_second_rollback_to_the_same_step(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     for n in range(3):
         one = CheckpointSaver(tmp_path, ALONE, 0)
@@ -88,7 +88,7 @@ def test_a_second_branch_from_the_same_step(tmp_path: Path) -> None:
     assert value_of(tmp_path) == 42.0
 
 
-def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_first_save_renames_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 1, 2, 3)
     one = CheckpointSaver(tmp_path, ALONE, 0)
     one.set_start_step(1)
@@ -110,7 +110,7 @@ def test_a_failed_first_save_leaves_everything_in_its_place(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["one place", "saved locally first"])
-def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(tmp_path, monkeypatch, local: bool) -> None:
+def test_superseded_checkpoint_that_cannot_be_renamed_is_not_loaded(tmp_path, monkeypatch, local: bool) -> None:
     """--keep-last would delete the first save, which says that it was left."""
     kept = tmp_path / "kept"
     saved(kept, 1, 2, 3, 9)
@@ -136,7 +136,7 @@ def test_what_cannot_be_renamed_after_the_first_save_does_not_come_back(tmp_path
     assert [name for name in names(kept) if "9" in name] == ["abandoned-iter_0000009-left-at-0000002"]
 
 
-def test_damaged_ones_are_not_those_that_are_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     """Of the right sizes: only a load finds it out."""
     saved(tmp_path, 1, 2, 3, 4)
     for step in (3, 4):
@@ -150,7 +150,7 @@ def test_damaged_ones_are_not_those_that_are_kept(tmp_path: Path) -> None:
     one.close()
 
 
-def test_links_and_folders_that_may_not_be_written_to(tmp_path: Path) -> None:
+def test_rollback_with_links_and_read_only_directories(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     saved(tmp_path / "archive", 3)
     saved(folder, 1, 2)
@@ -166,7 +166,7 @@ def test_links_and_folders_that_may_not_be_written_to(tmp_path: Path) -> None:
     (folder / "abandoned-iter_0000002-left-at-0000001").chmod(0o755)
 
 
-def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) -> None:
+def test_rollback_in_a_remote_store_is_refused(tmp_path: Path) -> None:
     url = f"memory://runs/{uuid.uuid4().hex}"
     saved(url, 1, 2, 3)
     one = CheckpointSaver(url, ALONE, 0)
@@ -196,7 +196,7 @@ def test_behind_a_url_it_is_refused_and_damage_does_not_count(tmp_path: Path) ->
     assert storage.steps_in(fresh) == [1, 3] and storage.steps_in(tmp_path) == [3]
 
 
-def test_a_start_that_fails_sends_nothing_and_so_deletes_nothing(tmp_path: Path) -> None:
+def test_failed_start_uploads_and_deletes_nothing(tmp_path: Path) -> None:
     """A wrong flag beside --ckpt-step 1 must not cost step 1."""
     fast, kept = tmp_path / "fast", tmp_path / "kept"
     saved(kept, 1, 2)
@@ -210,7 +210,7 @@ def test_a_start_that_fails_sends_nothing_and_so_deletes_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monkeypatch, killed: bool) -> None:
+def test_rollback_renames_local_and_uploaded_checkpoints_together(tmp_path: Path, monkeypatch, killed: bool) -> None:
     """Killed between the commit and the last renames, the next start finds the new branch in both."""
     fast, kept = tmp_path / "fast", tmp_path / "kept"
     saved(kept, 1, 2, 3)
@@ -238,7 +238,7 @@ def test_saved_locally_first_both_places_are_left_together(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("fast", [[], [2, 3]], ids=["one place", "saved locally first"])
-def test_killed_at_any_rename_one_branch_is_whole_in_every_place(tmp_path: Path, monkeypatch, fast: list[int]) -> None:
+def test_kill_at_any_rename_leaves_one_complete_branch(tmp_path: Path, monkeypatch, fast: list[int]) -> None:
     """Both may hold the step that is saved first: the newest stays in the fast one after it was sent."""
     monkeypatch.setattr(Uploader, "_upload_pending", lambda self: None)
     old = {place: [f"iter_{n:07d}" for n in steps] for place, steps in (("kept", [1, 2, 3]), ("fast", fast)) if steps}
@@ -269,7 +269,7 @@ def test_killed_at_any_rename_one_branch_is_whole_in_every_place(tmp_path: Path,
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_what_settles_may_be_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool) -> None:
+def test_interrupted_recovery_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool) -> None:
     """Whatever went back already, the step that is saved first must not be there before all others are."""
     last, ended = 0, False
     while not ended:
@@ -329,7 +329,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
+def test_restarted_rollback_resumes(run: Path) -> None:
     code, said = alone(run, f"{BACK} --exit-interval 5")
     assert code == 75 and "at step 4" in said, said
     assert "note: iter_0000006, iter_0000007 in" in said and "abandoned-iter_0000007-left-at-0000004" in said
@@ -345,14 +345,14 @@ def test_a_rollback_that_is_restarted_goes_on(run: Path) -> None:
     assert code == 0 and "at step 8" in said and storage.steps_in(run) == [6, 8, 9]
 
 
-def test_a_rollback_on_two_ranks_goes_back_until_it_has_saved(run: Path) -> None:
+def test_rollback_on_two_ranks_repeats_until_it_has_saved(run: Path) -> None:
     for fault, code, steps in (("step.begin:*:5:kill", 137, [4, 6, 7]), ("", 75, [4, 5]), ("", 0, [5, 6, 8])):
         end = drill(run.parent / "two", 2, flags_of(run, f"{BACK} --exit-interval 5"), fault)
         assert end.code == code and storage.steps_in(run) == steps, end
         assert f"at step {5 if code == 0 else 4}" in end.said[0]
 
 
-def test_the_newest_of_the_same_command_may_be_damaged(run: Path) -> None:
+def test_damaged_newest_checkpoint_of_the_same_command(run: Path) -> None:
     for _ in range(2):
         alone(run, f"{BACK} --exit-interval 5")
     assert storage.steps_in(run) == [5, 6, 8]
@@ -367,7 +367,7 @@ def test_the_newest_of_the_same_command_may_be_damaged(run: Path) -> None:
 TUNE = "--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {}"
 
 
-def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
+def test_finetune_in_the_same_directory_resumes(run: Path) -> None:
     tune = TUNE.format(run.with_name("fast"))
     code, said = alone(run, tune)
     assert code == 75 and "begins with" in said and "only the weights are loaded" in said, said
@@ -380,7 +380,7 @@ def test_a_finetune_in_the_same_directory_goes_on(run: Path) -> None:
     assert code == 0 and "at step 7" in said and "saved iter_" not in said
 
 
-def test_a_finetune_whose_fast_disk_is_lost_does_not_start_from_scratch(run: Path, monkeypatch) -> None:
+def test_finetune_after_loss_of_the_local_disk_resumes(run: Path, monkeypatch) -> None:
     """What it began with has been left, and what it saved never got here."""
     tune = TUNE.format(run.with_name("fast"))
     monkeypatch.setattr(Uploader, "_upload_pending", lambda self: None)

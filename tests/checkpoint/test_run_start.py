@@ -81,7 +81,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
     return folder, then
 
 
-def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
+def test_ckpt_step_selects_the_checkpoint(saved: tuple[Path, dict]) -> None:
     folder, then = saved
     run, found, notes = started("--load", str(folder), "--ckpt-step", "2")
     assert found is not None and found.name == "iter_0000002" and run.state.step == 2 and notes == []
@@ -91,7 +91,7 @@ def test_ckpt_step_chooses(saved: tuple[Path, dict]) -> None:
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
-def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], precision: list[str]) -> None:
+def test_load_without_optimizer_and_weights_only(saved: tuple[Path, dict], precision: list[str]) -> None:
     folder, then = saved
     cast = (lambda t: t.bfloat16()) if precision else (lambda t: t)
     wanted = {name: cast(values) for name, values in then[3].items()}
@@ -106,7 +106,7 @@ def test_without_the_optimizer_and_from_weights_alone(saved: tuple[Path, dict], 
     assert train_step(run).loss > 0
 
 
-def test_a_misspelt_load_names_what_is_near_and_holds_checkpoints(saved: tuple[Path, dict], tmp_path: Path) -> None:
+def test_misspelled_load_suggests_similar_directories(saved: tuple[Path, dict], tmp_path: Path) -> None:
     (tmp_path / "run-seven").symlink_to(saved[0])
     (tmp_path / "run-even").mkdir()  # near, but empty
     wrong = str(tmp_path / "run-sevn")
@@ -120,7 +120,7 @@ def test_a_misspelt_load_names_what_is_near_and_holds_checkpoints(saved: tuple[P
     assert "holds no checkpoint and does not exist: the run starts" in notes[0]
 
 
-def test_pretrained_checkpoint_is_for_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
+def test_pretrained_checkpoint_needs_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, then = saved
     run, found, _ = started("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
     assert found is not None and run.state.step == 0 and same(weights(run), then[3])
@@ -130,7 +130,7 @@ def test_pretrained_checkpoint_is_for_an_empty_load(saved: tuple[Path, dict], tm
         started("--pretrained-checkpoint", str(tmp_path))
 
 
-def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> None:
+def test_weights_only_checkpoint_reports_its_missing_state(tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval", "1", "--no-save-optim", "--bf16")
     save_step(run, config, optimizer=not config.checkpoint.no_save_optim)
     assert {name.partition("/")[0] for name in offline.open_checkpoint(tmp_path).manifest.tensors} == {"model"}
@@ -144,7 +144,7 @@ def test_weights_alone_can_be_saved_and_say_what_they_lack(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("what", sorted(ANSWERS["resumes"]))
-def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], what: str) -> None:
+def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], what: str) -> None:
     flags, remedy, *texts = ANSWERS["resumes"][what]
     run, config = built("--load", str(saved[0]), *flags.split())
     before = weights(run)
@@ -158,7 +158,7 @@ def test_a_few_lines_say_what_differs_and_what_to_do(saved: tuple[Path, dict], w
 
 
 @pytest.mark.parametrize("here,there,line", ANSWERS["models"]["rows"])
-def test_what_changes_the_meaning_of_weights_is_a_difference(here: str, there: str, line: str) -> None:
+def test_changed_weight_semantics_is_a_mismatch(here: str, there: str, line: str) -> None:
     found = model_differences(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
     assert any(text.startswith(line) for text in found) if line else found == []
 
@@ -173,7 +173,7 @@ PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
 
 
 @pytest.mark.parametrize("before,after", [(a, b) for a in PRECISIONS for b in PRECISIONS if a != b])
-def test_a_run_goes_on_in_another_precision_with_the_same_main_weights(before: str, after: str, tmp_path: Path) -> None:
+def test_resume_in_another_precision_keeps_the_main_weights(before: str, after: str, tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval", "1", *PRECISIONS[before])
     save_step(run, config)
     main, moments = _main(run, before != "fp32"), kept(run, "optimizer.exp_avg_sq/")
@@ -185,7 +185,7 @@ def test_a_run_goes_on_in_another_precision_with_the_same_main_weights(before: s
     assert run.loss_scaler.dynamic == (after == "fp16") and math.isfinite(train_step(run).loss)
 
 
-def test_the_program_refuses_once_with_the_code_of_usage(saved: tuple[Path, dict], tmp_path: Path) -> None:
+def test_program_refuses_once_with_the_usage_exit_code(saved: tuple[Path, dict], tmp_path: Path) -> None:
     words = [*SMALL, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
     done = programs.python("pretrain_gpt.py", *words, "--nproc", "2", "--pipeline-model-parallel-size", "2")
     assert done.returncode == 2, done.stderr
@@ -193,7 +193,7 @@ def test_the_program_refuses_once_with_the_code_of_usage(saved: tuple[Path, dict
     assert len(lines) == 4 and sum("num_layers: 6 here" in line for line in lines) == 1, done.stderr
 
 
-def test_what_may_change_on_the_way(saved: tuple[Path, dict]) -> None:
+def test_options_that_may_change_at_a_resume(saved: tuple[Path, dict]) -> None:
     free = "--hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1 --ffn-hidden-size 128 --num-query-groups 4"
     run, *_ = started("--load", str(saved[0]), *free.split(), "--group-query-attention", "--kv-channels", "8")
     assert run.state.step == 3
@@ -223,7 +223,7 @@ def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
     assert apply_checkpoint_args(parse()) == parse()  # not asked for
 
 
-def test_use_checkpoint_args_tells_what_it_passes_over(saved: tuple[Path, dict], tmp_path: Path, capsys) -> None:
+def test_use_checkpoint_args_reports_ignored_options(saved: tuple[Path, dict], tmp_path: Path, capsys) -> None:
     shutil.copytree(saved[0], tmp_path / "run")
     newest = max((tmp_path / "run").glob("iter_*"))
     (newest / "manifest.json").write_text("{")
@@ -281,7 +281,7 @@ def given_as(how: str, name: str, value: Any, folder: Path) -> Config:
 
 @pytest.mark.parametrize("how", HOW_TO_GIVE)
 @pytest.mark.parametrize("name", FIELDS)
-def test_what_is_given_wins_over_the_checkpoint_or_is_refused(name: str, how: str, tmp_path: Path) -> None:
+def test_explicit_option_wins_over_the_checkpoint_or_is_refused(name: str, how: str, tmp_path: Path) -> None:
     """Also where its value is the default, for every option of the model."""
     default, facts = FIELDS[name].default, option_spec(FIELDS[name])
     kept = apply_model(given_as(how, "seed", 7, tmp_path), THERE, "it").model
@@ -314,7 +314,7 @@ def test_what_is_given_wins_over_the_checkpoint_or_is_refused(name: str, how: st
         ("swiglu", "--gelu", "activation='gelu', but 'swiglu'"),
     ],
 )
-def test_the_form_of_gelu_is_given_by_megatron_lms_flags(activation: str, words: str, refused: str) -> None:
+def test_gelu_variant_comes_from_megatron_flags(activation: str, words: str, refused: str) -> None:
     saved = replace(parse().model, activation=activation, bias_gelu_fusion=activation != "gelu_erf")
     config = parse("--load", "x", *words.replace("--gelu", "--activation gelu").split(), base=WITHOUT_MODEL)
     if refused:
@@ -324,7 +324,7 @@ def test_the_form_of_gelu_is_given_by_megatron_lms_flags(activation: str, words:
         assert apply_model(config, saved, "it").model.activation == activation
 
 
-def test_options_that_contradict_only_together() -> None:
+def test_options_that_contradict_in_combination_are_refused() -> None:
     there = replace(parse().model, num_attention_heads=4)
     config = parse("--load", "x", "--group-query-attention", "--num-query-groups", "2", base=WITHOUT_MODEL)
     with pytest.raises(SetupError, match="(?s)^group_query_attention=True, but False .*\nnum_query_groups=2, but None"):
@@ -363,7 +363,7 @@ def thirds(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--load dense --window-size 4", 2, [], "is not two numbers"),
     ],
 )  # fmt: skip
-def test_checks_wait_for_the_options_of_the_checkpoint(
+def test_validation_runs_after_checkpoint_options_are_read(
     thirds: Path, words: str, code: int, notes: list[str], said: str
 ) -> None:
     """A tp that no stand-in for a size has, and options of experts, have to be those of the checkpoint's model."""
@@ -376,7 +376,7 @@ def test_checks_wait_for_the_options_of_the_checkpoint(
 
 
 # ---- the loop
-def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
+def test_save_by_time_and_by_steps(tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval-mins", "1e-9", "--save-retain-interval", "4")
     saver = open_saver(run, config)
     made: list[int] = []
@@ -389,14 +389,14 @@ def test_saving_by_the_clock_and_by_steps(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
-def test_without_an_interval_a_run_saves_where_it_ends_or_stops(tmp_path: Path) -> None:
+def test_save_without_an_interval_happens_at_the_end(tmp_path: Path) -> None:
     for steps, code in ((["--exit-interval", "4"], ExitCode.REQUEUE), ([], ExitCode.DONE)):
         assert pretrain(parse("--save", str(tmp_path), "--load", str(tmp_path), *steps), RankInfo()) == code
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
 @pytest.mark.parametrize("kind", [InvalidResultError, KeyboardInterrupt])
-def test_a_save_that_failed_before_the_run_ended_otherwise_is_told(tmp_path: Path, monkeypatch, kind: type) -> None:
+def test_failed_save_is_reported_when_the_run_ends_otherwise(tmp_path: Path, monkeypatch, kind: type) -> None:
     """Nobody asks for it any more: neither a step nor another save comes after it."""
     failed, real = threading.Event(), step_module.train_step
 
@@ -441,7 +441,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_save_and_load_are_logged(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """And say how far they are, where it takes long."""
     where = str(tmp_path / "run")
     words = f"--lr-decay-iters 9 --save {where} --load {where} --save-interval 2 --log-style {style}".split()
@@ -455,7 +455,7 @@ def test_saving_and_loading_speak(style: str, tmp_path: Path, monkeypatch: pytes
     assert re.search(rf"loading {where}/iter_0000003: [\d.e-]+ of [\d.e-]+ GiB that this", capsys.readouterr().out)
 
 
-def test_another_tokenizer_is_refused_by_its_fingerprint(tmp_path: Path) -> None:
+def test_other_tokenizer_fingerprint_is_refused(tmp_path: Path) -> None:
     bpe, where = str(tmp_path / "tokenizer.json"), str(tmp_path / "run")
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", bpe, "--vocab-size", "400"]
     flags += ["--load", where, "--save", where, "--save-interval", "1"]

@@ -57,7 +57,7 @@ def put(one: CheckpointSaver, step: int) -> None:
 
 # ---- the file
 @pytest.mark.parametrize("block", [1, 7, 64, 4096])
-def test_a_streamed_file_is_a_safetensors_file(tmp_path: Path, block: int) -> None:
+def test_streamed_file_is_valid_safetensors(tmp_path: Path, block: int) -> None:
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(4).view(2, 2)}
     values |= {"d": torch.tensor([True, False, True]), "e": torch.tensor(2.5, dtype=torch.float64)}
     rows, ordered = tensor_file.plan_write([whole(v, name) for name, v in values.items()])
@@ -79,7 +79,7 @@ def peak_mib() -> float:
     return int(line.split()[1]) / 1024
 
 
-def test_a_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
+def test_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
     state = [whole(torch.randn(16, 1 << 20), f"model/{i}") for i in range(2)]  # 128 MiB
     saver.save(tmp_path, 1, [whole(torch.ones(3))], {}, ALONE)  # what is imported late is there now
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
@@ -90,7 +90,7 @@ def test_a_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
 
 
 # ---- durable, and failing
-def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_order_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     real_sync, real_replace = os.fsync, os.replace
 
@@ -108,7 +108,7 @@ def test_order_of_events_survives_a_power_cut(tmp_path: Path, monkeypatch: pytes
 
 @BACKGROUND
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
-def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch, call: str, background: bool) -> None:
+def test_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch, call: str, background: bool) -> None:
     one = CheckpointSaver(tmp_path, ALONE, 8, background=background)
     put(one, 1)
 
@@ -125,7 +125,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch, call: 
 
 
 @BACKGROUND
-def test_what_is_around_a_checkpoint_ends_no_run(tmp_path: Path, background: bool, capsys) -> None:
+def test_unrelated_files_do_not_end_a_run(tmp_path: Path, background: bool, capsys) -> None:
     """A tracker file that cannot be written, and then a directory that is deleted: it is created and locked again."""
     folder = tmp_path / "save"
     (folder / storage.TRACKER / "inside").mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_what_is_around_a_checkpoint_ends_no_run(tmp_path: Path, background: boo
 
 
 @BACKGROUND
-def test_a_failure_without_a_text_has_a_type_and_a_place(tmp_path: Path, monkeypatch, background: bool) -> None:
+def test_error_without_text_shows_type_and_location(tmp_path: Path, monkeypatch, background: bool) -> None:
     monkeypatch.setattr(manifests, "write_rank_file", lambda *_: bytearray(1 << 62))
     one = CheckpointSaver(tmp_path, ALONE, 0, background=background)
     with pytest.raises(CheckpointError, match=r"failed while .*: MemoryError in test_saver.py:\d+$"):
@@ -175,14 +175,14 @@ def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
 
 
 @BACKGROUND
-def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(tmp_path: Path, background: bool) -> None:
+def test_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, background: bool) -> None:
     (first, ok0), (second, ok1) = run_ranks(2, _disk_full_on_rank_1, str(tmp_path), background)
     assert "File too large" in second and "rank 1" in second and "rank" in first and ok0 and ok1
     assert not list(tmp_path.glob(".iter_*"))
 
 
 # ---- the directory
-def test_a_second_run_in_the_same_directory_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
+def test_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     hold = "import time; from pathlib import Path; from megalite.checkpoint.storage.local_storage import DirectoryLock"
     hold += f"\nlock = DirectoryLock(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"
     process = programs.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
@@ -208,11 +208,11 @@ def _two_directories(base: str) -> str:
     return str(error.value)
 
 
-def test_a_directory_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+def test_unshared_directory_is_refused(tmp_path: Path) -> None:
     assert "is not the directory that rank 0 sees" in run_ranks(2, _two_directories, str(tmp_path))[1]
 
 
-def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_unwritable_directory_is_refused_at_startup(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for bad in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
         with pytest.raises(CheckpointError, match="cannot be written"):
@@ -227,7 +227,7 @@ def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     assert sorted(p.name for p in odd.iterdir()) == [storage.LOCK_FILE, "iter_0000001", storage.TRACKER]
 
 
-def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_unfinished_saves_are_removed(tmp_path: Path) -> None:
     for name in (".iter_0000003.part", ".iter_0000001.old", ".mine", "iter_0000002"):
         (tmp_path / name).mkdir()
     one = CheckpointSaver(tmp_path, ALONE, 0)
@@ -237,7 +237,7 @@ def test_what_unfinished_saves_and_deletions_have_left_is_swept(tmp_path: Path) 
 
 
 # ---- what is kept
-def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
+def test_retention_deletes_only_complete_checkpoints(tmp_path: Path) -> None:
     checkpoint_loads.save_steps(tmp_path, *range(1, 9))
     (tmp_path / "iter_backup").mkdir()
     (tmp_path / "iter_0000009").mkdir()  # not complete: neither counted nor touched
@@ -251,7 +251,7 @@ def test_keep_last_and_retain_touch_only_complete_ones(tmp_path: Path) -> None:
     assert left == ["iter_0000001", "iter_0000007", "iter_0000008", "iter_0000009", "iter_backup"]
 
 
-def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_deletion_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint_loads.save_steps(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
@@ -261,7 +261,7 @@ def test_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, monke
     assert not (tmp_path / ".iter_0000001.old").exists()
 
 
-def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_checkpoint(tmp_path: Path) -> None:
     """After a rollback it is not the newest by number."""
     checkpoint_loads.save_steps(tmp_path, 10, 20, 30)
     one = CheckpointSaver(tmp_path, ALONE, 0, keep_last=1)
@@ -274,7 +274,7 @@ def test_the_one_just_saved_is_never_deleted(tmp_path: Path) -> None:
     assert retention.RetentionPolicy(tmp_path, 1).prune() == []
 
 
-def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_while_replacing_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two renames neither the old one nor the new is in its place: the next start puts the old one back."""
     saver.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
     real = os.replace
@@ -294,7 +294,7 @@ def test_killed_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pyt
 
 
 @given(paces=st.lists(st.floats(0.01, 5.0), min_size=1, max_size=6), interval=st.floats(1.0, 60.0))
-def test_the_clock_saves_in_time_whatever_the_pace(paces: list[float], interval: float) -> None:
+def test_save_interval_in_time_is_kept_at_any_pace(paces: list[float], interval: float) -> None:
     """A steady pace: the interval to half a step. One that comes in cycles: to two of them."""
     now, last, saves = [0.0], 0.0, []
     clock = SaveTimer(interval, ALONE, 0, lambda: now[0])
@@ -311,7 +311,7 @@ def test_the_clock_saves_in_time_whatever_the_pace(paces: list[float], interval:
     assert saves or now[0] < interval + off + max(paces)
 
 
-def test_the_clock_asks_rarely() -> None:
+def test_save_timer_communicates_rarely() -> None:
     now, asked = [0.0], 0
     clock = SaveTimer(1000.0, ALONE, 0, lambda: now[0])
     for step in range(1, 2001):
@@ -323,7 +323,7 @@ def test_the_clock_asks_rarely() -> None:
 
 
 # ---- in the background
-def test_only_the_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_update_waits_for_staging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, real = threading.Event(), background_save.HostStager._parts
 
     def slow(*args: object, **kwargs: object) -> list[torch.Tensor]:
@@ -349,7 +349,7 @@ def test_only_the_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.
     one.close()
 
 
-def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_staging_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "plan_write", no_memory)
@@ -362,7 +362,7 @@ def test_a_copy_that_fails_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.M
     assert storage.steps_in(tmp_path) == [2]
 
 
-def test_one_save_is_in_flight_and_closing_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_save_is_in_flight_and_close_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, flying, most = threading.Event(), [0], [0]
     real = manifests.write_rank_file
 
@@ -388,7 +388,7 @@ def no_memory(*args: object, **kwargs: object) -> list[torch.Tensor]:
     raise RuntimeError("CUDA error: out of memory\nand much that explains nothing")
 
 
-def test_without_memory_for_a_copy_the_update_waits_for_the_file(tmp_path: Path, monkeypatch) -> None:
+def test_without_staging_memory_the_update_waits_for_the_file(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(background_save.HostStager, "_parts", no_memory)
     gate, real = threading.Event(), manifests.write_rank_file
     monkeypatch.setattr(manifests, "write_rank_file", lambda *a: (gate.wait(10), real(*a)))
@@ -405,7 +405,7 @@ def test_without_memory_for_a_copy_the_update_waits_for_the_file(tmp_path: Path,
     one.close()
 
 
-def test_without_another_thread_a_save_is_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_the_save_is_synchronous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -418,7 +418,7 @@ def test_without_another_thread_a_save_is_made_at_once(tmp_path: Path, monkeypat
     one.close()
 
 
-def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocked_time_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = manifests.write_rank_file
     monkeypatch.setattr(manifests, "write_rank_file", lambda *a: (time.sleep(0.1), real(*a)))
     one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
@@ -435,7 +435,7 @@ def test_the_time_waited_for_the_save_before_is_told(tmp_path: Path, monkeypatch
     one.close()
 
 
-def test_a_save_that_failed_and_nobody_waited_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_background_save_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     one.save(1, [whole(torch.ones(2))], {})
     assert one.close() is None
@@ -461,12 +461,12 @@ def _silent_failure(directory: str) -> str:
     return str(error.value)
 
 
-def test_a_failure_that_no_file_can_tell_holds_rank_0_up_no_longer_than_rank_1(tmp_path: Path) -> None:
+def test_failure_without_a_file_does_not_delay_rank_0(tmp_path: Path) -> None:
     _, text = run_ranks(2, _silent_failure, str(tmp_path))  # which ends ranks that take a minute
     assert "No space left on device" in text
 
 
-def test_no_line_of_the_news_is_lost(tmp_path: Path) -> None:
+def test_no_log_line_of_a_background_save_is_lost(tmp_path: Path) -> None:
     one, got = CheckpointSaver(tmp_path, build_mesh(tp=1, pp=1, device=CPU), 0), []
     threads = [threading.Thread(target=lambda n=n: [one._log(f"{n} {i}") for i in range(2000)]) for n in range(3)]
     for thread in threads:
@@ -494,7 +494,7 @@ def _slow_rank(directory: str) -> list[str]:
     return [str(early), *one.pop_messages()]
 
 
-def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
+def test_rank_0_commits_after_the_last_file(tmp_path: Path) -> None:
     first, second = run_ranks(2, _slow_rank, str(tmp_path))
     assert first[0] == second[0] == "False" and first[-1].startswith("saved iter_0000004 in the background (")
     assert load(tmp_path / "iter_0000004", MATRIX).tolist() == [[0.0] * 8, [1.0] * 8]
@@ -504,7 +504,7 @@ def test_rank_0_commits_when_the_last_file_is_there(tmp_path: Path) -> None:
     "failed,told,said",
     [("", False, "rank 0 has written nothing"), ("rank 1: broken", False, "rank 1: broken"), ("", True, "has failed")],
 )
-def test_a_rank_that_never_writes_does_not_hold_rank_0_for_ever(
+def test_rank_0_does_not_wait_forever_for_a_missing_file(
     tmp_path: Path, failed: str, told: bool, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_system.LocalStorage, "stall_timeout_s", 0.1)

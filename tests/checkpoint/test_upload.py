@@ -52,7 +52,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @BACKGROUND
-def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> None:
+def test_upload_and_retention(kept: str, tmp_path: Path, background: bool) -> None:
     fast = tmp_path / "fast"
     one = CheckpointSaver(fast, ALONE, 0, background=background, upload_to=kept)
     for step in (1, 2, 3):
@@ -72,7 +72,7 @@ def test_uploaded_and_pruned(kept: str, tmp_path: Path, background: bool) -> Non
     assert storage.steps_in(kept) == [2, 4, 5] and storage.steps_in(fast) == [5]
 
 
-def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, broken: Any) -> None:
+def test_failed_upload_is_reported_and_retried(kept: str, tmp_path: Path, broken: Any) -> None:
     fast = tmp_path / "fast"
     one = CheckpointSaver(fast, ALONE, 0, upload_to=kept)
     broken(True)
@@ -91,7 +91,7 @@ def test_a_failed_upload_is_told_and_tried_again(kept: str, tmp_path: Path, brok
     assert storage.steps_in(kept) == [1, 2] and storage.steps_in(fast) == [2] and loaded(kept)[1] == 2.0
 
 
-def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken: Any) -> None:
+def test_training_continues_when_an_upload_fails(kept: str, tmp_path: Path, broken: Any) -> None:
     one = CheckpointSaver(tmp_path / "fast", ALONE, 0, upload_to=kept)
     broken(True)
     one.save(1, pieces(1.0), {})
@@ -106,7 +106,9 @@ def test_training_goes_on_when_an_upload_fails(kept: str, tmp_path: Path, broken
     one.close()
 
 
-def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upload_skips_checkpoints_that_would_be_deleted(
+    kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fast = tmp_path / "fast"
     save_steps(fast, *range(1, 6))
     sent: list[int] = []
@@ -123,7 +125,7 @@ def test_what_would_not_be_kept_is_not_sent(kept: str, tmp_path: Path, monkeypat
     assert sum("newer ones are kept" in line for line in news) == 2
 
 
-def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> None:
+def test_upload_refuses_a_checkpoint_changed_on_disk(kept: str, tmp_path: Path) -> None:
     fast = tmp_path / "fast"
     folder = saver.save(fast, 1, pieces(1.0), {}, ALONE)
     flip(folder / "rank-00000.safetensors")
@@ -135,7 +137,7 @@ def test_what_has_changed_on_the_disk_is_not_sent(kept: str, tmp_path: Path) -> 
     assert checkpoint_loads.newest(kept, ALONE) is None and storage.steps_in(fast) == [1]
 
 
-def test_where_they_go_is_tried_at_the_start(tmp_path: Path) -> None:
+def test_upload_target_is_checked_at_startup(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         CheckpointSaver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path / "file")
@@ -152,7 +154,7 @@ def run(folder: Path, last: int, *more: str) -> str:
     return done.stdout
 
 
-def test_the_program_saves_locally_first(tmp_path: Path) -> None:
+def test_program_saves_locally_first(tmp_path: Path) -> None:
     kept, fast = tmp_path / "kept", tmp_path / "fast"
     out = run(kept, 5, "--save-local", str(fast), "--nproc", "2", "--keep-last", "1")
     assert f"uploaded {kept}/iter_0000005" in out

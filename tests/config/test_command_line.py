@@ -39,11 +39,11 @@ OFF = ["--bf16 --no-bf16", "--disable-bf16", "--bf16=false", "--bf16 False", "--
 
 
 @pytest.mark.parametrize("words", [*ON, *OFF])
-def test_a_switch_has_both_spellings_and_takes_a_value(words: str) -> None:
+def test_switch_has_both_spellings_and_takes_a_value(words: str) -> None:
     assert cli.read([*GOOD, *words.split()], PRESETS)[0].precision.bf16 is (words in ON)
 
 
-def test_every_switch_can_be_switched_off_over_a_file(tmp_path: Path) -> None:
+def test_flag_can_switch_off_a_switch_of_the_config_file(tmp_path: Path) -> None:
     switches = [f for _, f in iter_options() if type_name(f) == "bool"]
     assert len(switches) > 20
     for f in switches:
@@ -68,7 +68,7 @@ def test_underscores_and_short_names_are_taken() -> None:
     assert not any("unknown" in line for line in problems_of([*GOOD, "--load", "x", spelt]))
 
 
-def test_dp_says_how_many_ranks_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dp_sets_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*GOOD, "--tp", "2", "--dp", "4"]
     assert problems_of(words, 8) == []
     said = "data_parallel_size=4 x tp 2 x pp 1 is not the world size 2; start 8 ranks, or leave it out"
@@ -80,13 +80,13 @@ MEANT: dict[str, str] = ANSWERS["meant"]
 
 
 @pytest.mark.parametrize("flag", MEANT)
-def test_an_unknown_flag_is_answered_with_what_is_meant_or_with_no_guess(flag: str) -> None:
+def test_unknown_flag_suggests_a_near_spelling(flag: str) -> None:
     (problem,) = problems_of([*GOOD, flag, "3"])
     assert problem.startswith(f"unknown flag {flag}; {MEANT[flag]}")
 
 
 @pytest.mark.parametrize("flag", ["--deepspeed", "--ds-config=x.json", "--embed-layernorm", "--patch-tokenizer-type=x"])
-def test_flags_of_other_programs_are_named_as_such(flag: str) -> None:
+def test_flags_of_other_programs_are_recognized(flag: str) -> None:
     (problem,) = problems_of([*GOOD, flag])
     assert re.match(rf"{flag.partition('=')[0]}: a flag of (DeepSpeed|BLOOM's fork|Pai-Megatron-Patch)", problem)
 
@@ -96,7 +96,7 @@ def test_flags_of_other_programs_are_named_as_such(flag: str) -> None:
     st.lists(st.sampled_from([*ANSWERS["faults"].items()]), min_size=1, max_size=8, unique=True),
     st.randoms(use_true_random=False),
 )
-def test_whatever_is_wrong_is_said_at_once(faults: list[tuple[str, str]], order: random.Random) -> None:
+def test_all_problems_are_listed_at_once(faults: list[tuple[str, str]], order: random.Random) -> None:
     parts = [words.split() for words, _ in faults]
     order.shuffle(parts)
     problems = problems_of([*GOOD, *(word for part in parts for word in part)])
@@ -114,12 +114,12 @@ ODD = ["", "\x00", *"0 -1 2 1e300 nan x true [1]*9 - -- --= = 1,2 '99,1,0' tiny"
 
 @settings(max_examples=200)
 @given(st.lists(st.one_of(st.sampled_from(FLAGS), st.sampled_from(ODD), st.text(max_size=6)), max_size=24))
-def test_no_command_line_ends_in_a_traceback(words: list[str]) -> None:
+def test_command_line_never_ends_in_a_traceback(words: list[str]) -> None:
     for line in problems_of([*GOOD, *words], 4):
         assert line and "\n" not in line
 
 
-def test_a_feature_is_named_once_and_what_only_matters_beside_it_is_not_refused() -> None:
+def test_unsupported_feature_is_named_once() -> None:
     flags = [("--moe-token-drop-policy", ["probs"]), ("--moe-pad-expert-input-to-capacity", [])]
     alone = classify_flags(flags)
     assert not alone.problems and len(alone.notes) == 1 and "only with --" in alone.notes[0]
@@ -133,7 +133,7 @@ def test_a_feature_is_named_once_and_what_only_matters_beside_it_is_not_refused(
     assert [bool(classify_flags([("--error-injection-rate", [rate])]).warnings) for rate in "30"] == [True, False]
 
 
-def test_the_table_of_flags_is_whole() -> None:
+def test_megatron_flag_table_is_complete() -> None:
     known = known_flags()
     others = ("gone from Megatron-LM", "other programs of Megatron-LM", "DeepSpeed", "forks of Megatron-LM")
     parser = [f for f in known.values() if f.group not in (*others, "spellings of other programs")]
@@ -146,7 +146,7 @@ def test_the_table_of_flags_is_whole() -> None:
             assert "yet" not in flag.reason, f"{name}: what is not here yet is refused or warned of"
 
 
-def test_files_that_are_not_there_are_in_the_same_list(tmp_path: Path) -> None:
+def test_missing_files_are_in_the_list_of_problems(tmp_path: Path) -> None:
     lost = ["--data-path", "0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")]
     lost += ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(tmp_path / "none.model")]
     words = [*(word for word in GOOD if word != "--mock-data"), *lost, "--run-dir", str(tmp_path / "run")]
@@ -161,7 +161,7 @@ def test_files_that_are_not_there_are_in_the_same_list(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
+def test_ignored_flag_that_changes_the_training_is_a_warning() -> None:
     given = [*GOOD, "--load", "x"]
     old = cli.read([*given, "--override-lr-scheduler"], PRESETS)[0]  # the spelling of older scripts
     assert old.checkpoint.override_opt_param_scheduler
@@ -184,7 +184,7 @@ def test_what_would_change_the_training_is_not_taken_in_silence() -> None:
         assert cli.read([*GOOD, *flags], PRESETS)[0].checkpoint.async_save == saves
 
 
-def test_one_rank_tells_the_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_notes_are_printed_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     words = [*GOOD, "--sequence-parallel", "--dry-run", "--save", str(tmp_path)]
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     told = []
@@ -196,7 +196,7 @@ def test_one_rank_tells_the_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert told[0] > 0 and told[1] == 0
 
 
-def test_what_may_be_a_secret_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under a scheduler the console is a file that others read."""
     (tmp_path / "odd.toml").write_text('"\\u001b[2Jkey" = 1\n')
     url = "s3://KEY:SECRET@b/x?token=SECRET"
@@ -221,7 +221,7 @@ def asked(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_first_page_holds_fifteen_flags_examples_and_groups() -> None:
+def test_help_first_page() -> None:
     page = cli.help_text("", sorted(PRESETS))
     begin, _, rest = page.partition("examples:")
     first = cli.HELP_PAGES["first"].split()
@@ -235,7 +235,7 @@ def test_the_first_page_holds_fifteen_flags_examples_and_groups() -> None:
     assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*cli.HELP_PAGES["groups"], "all"}
 
 
-def test_each_flag_is_on_the_page_of_its_group_and_on_that_of_all() -> None:
+def test_help_lists_each_flag_in_its_group_and_in_all() -> None:
     every = flags_in(cli.help_text("all", ["one"]))
     pages = {section: flags_in(cli.help_text(section, ["one"])) for section in SECTIONS}
     assert every == set().union(*pages.values()) and {"--preset", "--config"} <= every
@@ -248,11 +248,11 @@ PAGES = {"": None, "--lr 3": None, "--help": "", "-h": "", "--help data": "data"
 
 
 @pytest.mark.parametrize("line,page", [*PAGES.items(), ("--lr 3 --help --bf16", ""), ("--lr 3 -h all --bf16", "all")])
-def test_the_word_behind_help_is_its_page(line: str, page: str | None) -> None:
+def test_help_argument_selects_the_page(line: str, page: str | None) -> None:
     assert cli.requested_help_topic(line.split()) == page
 
 
-def test_a_page_that_is_none_is_answered_with_the_nearest() -> None:
+def test_help_unknown_page_suggests_the_nearest() -> None:
     done = asked("--help", "dta")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "pretrain_gpt.py: --help dta is not a page of the help; did you mean data?\n"
@@ -270,7 +270,7 @@ def test_help_needs_few_modules_and_no_torch() -> None:
 @pytest.mark.parametrize(
     ("text", "threads"), [("two", None), ("0", None), ("-1", None), ("3", 3), ("4,2", 4), ("", None)]
 )
-def test_threads_that_are_no_number_are_told(text: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_omp_num_threads_is_reported(text: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     told = f"OMP_NUM_THREADS={text} is not a number of threads, and has no effect: set a number of 1 or more"
     assert environment.threads_of(text) == threads

@@ -29,7 +29,7 @@ BAD: dict[str, str] = ANSWERS["config"] | {
 
 
 @pytest.mark.parametrize("flags,message", BAD.items(), ids=[flags[:80] for flags in BAD])
-def test_a_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, message: str) -> None:
+def test_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         cli.read([*GOOD.split(), *flags.split()], PRESETS)
     assert any(message in problem for problem in error.value.problems), error.value.problems
@@ -37,7 +37,7 @@ def test_a_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, m
 
 
 @pytest.mark.parametrize("width", [192, 20])
-def test_the_width_of_dense_layers_is_checked_where_there_are_some(width: int) -> None:
+def test_dense_layer_width_is_checked_only_with_dense_layers(width: int) -> None:
     """Of 192 channels 3 ranks can have a part, but not of swiglu's 512; of 20 it has no width at all."""
     heads = f"--hidden-size {width} --num-attention-heads {6 if width == 192 else 2} --seq-length 48 --swiglu"
     flags = f"{heads} --disable-bias-linear --num-experts 6 --moe-ffn-hidden-size 24"
@@ -47,7 +47,7 @@ def test_the_width_of_dense_layers_is_checked_where_there_are_some(width: int) -
         cli.read([*GOOD.split(), *flags.split(), "--moe-layer-freq", "2"], PRESETS)
 
 
-def test_gpt2s_two_files_are_the_default_tokenizer() -> None:
+def test_gpt2_files_select_the_gpt2_tokenizer() -> None:
     both = "--vocab-file v.json --merge-file m.txt"
     config, notes = cli.read([*GOOD.split(), *both.split()], PRESETS)
     assert config.data.tokenizer_type == "GPT2BPETokenizer" and notes == []
@@ -63,19 +63,19 @@ SIZES = {"": 8192, NULL: 8192, f"{NULL} --vocab-size 99": 99, BYTES: None, GPT2:
 
 
 @pytest.mark.parametrize("tokenizer,size", [*SIZES.items(), (f"{BYTES} --vocab-size 300", 300)])
-def test_a_presets_vocabulary_is_for_runs_without_a_tokenizer(tokenizer: str, size: int | None) -> None:
+def test_preset_vocabulary_applies_without_a_tokenizer(tokenizer: str, size: int | None) -> None:
     flags = "--preset tiny --mock-data --micro-batch-size 1 --train-iters 1"
     assert cli.read([*flags.split(), *tokenizer.split()], PRESETS)[0].data.vocab_size == size
 
 
 @pytest.mark.parametrize("name", ["tiny", "small"])
-def test_a_preset_to_try_out_has_a_rate_which_a_flag_changes(name: str) -> None:
+def test_tiny_preset_learning_rate_can_be_overridden(name: str) -> None:
     flags = f"--preset {name} --mock-data --micro-batch-size 1 --train-iters 1"
     assert cli.read(flags.split(), PRESETS)[0].optim.lr == PRESETS[name]["lr"]
     assert cli.read([*flags.split(), "--lr", "7e-5"], PRESETS)[0].optim.lr == 7e-5
 
 
-def test_rows_of_the_embedding_can_be_given() -> None:
+def test_embedding_rows_can_be_set() -> None:
     for tp in ("1", "2"):
         flags = ["--padded-vocab-size", "160", "--tensor-model-parallel-size", tp]
         model = cli.read([*GOOD.split(), *flags], PRESETS)[0].model
@@ -83,12 +83,12 @@ def test_rows_of_the_embedding_can_be_given() -> None:
 
 
 @pytest.mark.parametrize("flags,notes", ANSWERS["notes"].items())
-def test_what_megatron_takes_in_silence_is_a_note(flags: str, notes: list[str]) -> None:
+def test_silently_accepted_megatron_values_are_noted(flags: str, notes: list[str]) -> None:
     assert cli.read([*GOOD.split(), *flags.split()], PRESETS)[1] == notes
 
 
 @pytest.mark.parametrize("flags,means", ANSWERS["means"].items())
-def test_what_a_line_leaves_open_is_what_megatron_makes_of_it(flags: str, means: dict, tmp_path: Path) -> None:
+def test_defaults_equal_megatrons(flags: str, means: dict, tmp_path: Path) -> None:
     """And the run's own TOML file says it again."""
     config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
     found = {name: getattr(config.model, name) for name in means}
@@ -99,14 +99,14 @@ def test_what_a_line_leaves_open_is_what_megatron_makes_of_it(flags: str, means:
     assert build(parse_config_text(dump_config(config), "x")) == config
 
 
-def test_what_an_older_checkpoint_stores_keeps_its_meaning() -> None:
+def test_options_of_older_checkpoints_keep_their_meaning() -> None:
     """Before `apply_megatron_defaults`, gelu was the tanh form and there were as many groups as heads, unless it said otherwise."""
     stored = "num_layers = 1\nhidden_size = 64\nnum_attention_heads = 4\nadd_bias_linear = false\n"
     model = build(parse_config_text(stored + "group_query_attention = true", "x")).model
     assert (model.activation, model.num_kv_groups) == ("gelu", 4)
 
 
-def test_all_problems_come_at_once_and_before_torch_also_without_assertions() -> None:
+def test_all_problems_are_reported_before_torch_is_imported() -> None:
     flags = [*GOOD.split(), "--hidden-dropout", "3", "--min-lr", "9", "--bf16", "--fp16"]
     code = (
         "import sys\nfrom megalite.config import cli\nfrom megalite.models.families import PRESETS\n"
@@ -118,7 +118,7 @@ def test_all_problems_come_at_once_and_before_torch_also_without_assertions() ->
 
 
 @pytest.mark.parametrize("spelt", ["7,0", "(7,0)", "7 0", "(7, 0)"])
-def test_a_window_is_spelt_as_megatrons_or_as_two_words(spelt: str) -> None:
+def test_window_size_spellings(spelt: str) -> None:
     words = [spelt] if "(" in spelt else spelt.split()
     config, notes = cli.read([*GOOD.split(), "--window-size", *words, "--window-attn-skip-freq", "3"], PRESETS)
     assert config.model.layer_windows == (8, 8, None, 8) and notes == []
@@ -137,13 +137,13 @@ OF_WORLD += [
 
 
 @pytest.mark.parametrize("flags,world,good,message", OF_WORLD)
-def test_what_depends_on_the_world_size(flags: str, world: int, good: int, message: str) -> None:
+def test_rules_that_depend_on_the_world_size(flags: str, world: int, good: int, message: str) -> None:
     config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
     assert any(message in problem for problem in find_problems(config, world))
     assert find_problems(config, good) == []
 
 
-def test_layers_of_precedence(tmp_path: Path) -> None:
+def test_precedence_of_preset_file_and_flags(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     model = "[model]\nnum_layers = 3\n[train]\ntrain_iters = 5\nmicro_batch_size = 2\n"
     path.write_text(f'preset = "tiny"\nlr = 0.5\n{model}')
@@ -162,7 +162,7 @@ LONG = {  # longer than a line of a table may be
 
 
 @pytest.mark.parametrize("text,message", [*ANSWERS["toml"].items(), *LONG.items()], ids=lambda text: text[:60])
-def test_a_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.toml").write_text(text)
     said = "\n".join(problems_of([*GOOD.split(), "--config", str(tmp_path / "run.toml")]))
     assert message in said and "secret" not in said
@@ -172,12 +172,12 @@ def test_a_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> No
     "url",
     ["sftp://me@host/x", "abfs://container@account/x", "s3://b/x?versionId=a1", "hdfs://host:8020/a@b", "/a?token=b@c"],
 )
-def test_a_url_with_a_name_that_is_no_secret_is_taken(url: str) -> None:
+def test_url_with_a_plain_user_name_is_accepted(url: str) -> None:
     config, _ = cli.read([*GOOD.split(), "--save", url], PRESETS)
     assert config.checkpoint.save == url
 
 
-def test_paths_are_told_from_other_texts_and_must_be_utf_8() -> None:
+def test_paths_are_recognized_and_must_be_utf_8() -> None:
     """By their names: whatever is described as a file, a directory or a prefix."""
     said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|data prefixes)\b")
     texts = [f for _, f in iter_options() if type_name(f) in ("str", "strs") and not option_spec(f).choices]
@@ -195,7 +195,7 @@ def problems_of(words: list[str]) -> list[str]:
     return error.value.problems
 
 
-def test_a_flag_has_one_meaning() -> None:
+def test_flag_names_are_unique() -> None:
     ours = [flag for _, f in iter_options() for flag, _ in flags_of(f)]
     assert len(ours) == len(set(ours))
     listed = {flag for flag, known in known_flags().items() if known.verdict == OPTION}
@@ -203,7 +203,7 @@ def test_a_flag_has_one_meaning() -> None:
     assert not set(ours) & (known_flags().keys() - listed), "options that megatron_flags.txt knows as no option"
 
 
-def test_the_padded_vocabulary_does_not_depend_on_usual_tp() -> None:
+def test_padded_vocabulary_is_independent_of_common_tp_sizes() -> None:
     assert {padded_vocab_size(50257, 128, tp) for tp in (1, 2, 4, 8, 16, 64, 128)} == {50304}
     assert padded_vocab_size(100, 1, 3) == 102
 
@@ -213,7 +213,7 @@ def rows_of(page: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `--")]
 
 
-def test_every_option_has_a_row_on_the_page_of_flags() -> None:
+def test_every_option_has_a_row_in_flags_page() -> None:
     row_of: dict[str, list[str]] = {}
     for cells in rows_of(flags_page()):
         for flag in re.findall(r"`(--[^`]+)`", cells[0]):
@@ -231,7 +231,7 @@ def test_every_option_has_a_row_on_the_page_of_flags() -> None:
             assert flag in row_of or is_default or flag == f"--disable-{flag_name(option.name)[2:]}", flag
 
 
-def test_every_flag_of_megatron_has_a_row_with_its_verdict() -> None:
+def test_every_megatron_flag_has_a_row_with_its_verdict() -> None:
     verdicts = {OPTION: "works", NO_EFFECT: "no effect", DEPENDENT: "dependent", WARNED: "warning", REFUSED: "refused"}
     listed = {name: flag for name, flag in known_flags().items() if flag.verdict != INSTEAD}
     rows = {cells[0].strip("`"): cells[1:] for cells in rows_of(megatron_page())}
@@ -249,7 +249,7 @@ def test_every_flag_of_megatron_has_a_row_with_its_verdict() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(p.name for p in (ROOT / "examples").glob("*.toml")))
-def test_examples_dry_run(path: str, tmp_path: Path, capsys) -> None:
+def test_example_configs_dry_run(path: str, tmp_path: Path, capsys) -> None:
     text, more = (ROOT / "examples" / path).read_text(), ["--mock-data"]
     if "tokenizer_model" in text:  # the quickstart's data may not be there: the plan needs only a vocabulary
         kept = [line for line in text.splitlines() if not line.startswith(("data_path", "tokenizer_", "split"))]

@@ -87,7 +87,7 @@ def trained(*flags: str, **how: str) -> Terminal:
 
 
 @pytest.mark.parametrize("nproc", rarely(["1", "2"], ["2"], str, guards=GUARDS))
-def test_a_run_on_a_terminal_shows_its_state_below_its_lines(nproc: str, tmp_path: Path) -> None:
+def test_run_on_a_terminal_shows_a_status_bar(nproc: str, tmp_path: Path) -> None:
     run = trained("--train-iters", "60", "--eval-iters", "3", "--nproc", nproc, "--run-dir", str(tmp_path))
     assert run.end() == 0, run.raw
     text = "\n".join(run.shown())
@@ -100,7 +100,7 @@ def test_a_run_on_a_terminal_shows_its_state_below_its_lines(nproc: str, tmp_pat
     assert "\x1b" not in (tmp_path / "log.txt").read_text()
 
 
-def test_a_log_line_fits_the_terminal_and_is_whole_in_the_log(tmp_path: Path) -> None:
+def test_log_line_is_cut_on_the_terminal_and_complete_in_the_log(tmp_path: Path) -> None:
     words = python("pretrain_gpt.py", *RUN, "--train-iters", "3", "--eval-iters", "0", "--run-dir", str(tmp_path))
     run = Terminal(words, columns=80)
     assert run.end() == 0, run.raw
@@ -112,7 +112,7 @@ def test_a_log_line_fits_the_terminal_and_is_whole_in_the_log(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("saves", rarely([True, False], [True], str, guards=GUARDS))
-def test_ctrl_c_leaves_a_clean_terminal(saves: bool, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_clean_terminal_line(saves: bool, tmp_path: Path) -> None:
     flags = ["--save", str(tmp_path), "--save-interval", "50000"] if saves else ["--run-dir", str(tmp_path)]
     run = trained("--train-iters", "100000", *flags)
     run.read(until=r"step .*? 5/100000 .*MFU")
@@ -123,7 +123,7 @@ def test_ctrl_c_leaves_a_clean_terminal(saves: bool, tmp_path: Path) -> None:
     assert not any(map(SHOWN.match, last)) and last[-1] == "" and "to resume" in "\n".join(last)
 
 
-def test_tools_show_how_far_they_are(tmp_path: Path) -> None:
+def test_tools_show_progress(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "some words"}\n' * 2000)
     programs.python("pretrain_gpt.py", *RUN, "--train-iters", "1", "--save", str(tmp_path / "s"), ok=True)
     text, mine = "--input t.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1", "mine_text_document"
@@ -147,12 +147,12 @@ PLAIN = [{"NO_COLOR": "1"}, {"TERM": "dumb"}]
 
 
 @pytest.mark.parametrize("variables", rarely(PLAIN, PLAIN[1:], str, guards=GUARDS))
-def test_a_terminal_that_wants_none_gets_plain_lines(variables: dict[str, str], tmp_path: Path) -> None:
+def test_dumb_terminal_gets_plain_lines(variables: dict[str, str], tmp_path: Path) -> None:
     run = trained("--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path), **variables)
     assert run.end() == 0 and "\x1b" not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
 
 
-def test_under_torchrun_and_in_a_pipe_lines_are_plain(tmp_path: Path) -> None:
+def test_torchrun_and_pipes_get_plain_lines(tmp_path: Path) -> None:
     flags = [*RUN, "--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path)]
     run = Terminal(python("-m", "torch.distributed.run", "--standalone", "pretrain_gpt.py", *flags))
     assert run.end() == 0 and console.ERASE not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
@@ -179,7 +179,7 @@ print("end")
 
 
 @pytest.mark.parametrize("columns", rarely([160, 60, 0], [60], str, guards=GUARDS))
-def test_lines_scroll_above_a_bar_that_fits(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_fits_the_terminal_and_lines_scroll_above_it(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # of a shell whose window was wider; the terminal's own size counts
     run = Terminal(python("-c", WORK), columns=columns)
     assert run.end() == 0, run.raw
@@ -192,12 +192,12 @@ def test_lines_scroll_above_a_bar_that_fits(columns: int, monkeypatch: pytest.Mo
     assert columns != 160 or "some [red] text" in run.raw
 
 
-def test_a_bar_without_a_terminal_writes_nothing() -> None:
+def test_bar_without_a_terminal_writes_nothing() -> None:
     done = programs.python("-c", WORK)
     assert (done.stdout, done.stderr) == ("a line\n" * 3 + "end\n", "a complaint\n")
 
 
-def test_a_terminal_that_goes_away_or_takes_nothing_holds_up_nobody(tmp_path: Path) -> None:
+def test_closed_or_blocked_terminal_does_not_block_the_program(tmp_path: Path) -> None:
     """A window that is closed, seen by a run that nohup protects, and one whose output is stopped (Ctrl-S)."""
     work = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{WORK}"
     for gone in (True, False):
@@ -221,7 +221,7 @@ def test_a_terminal_that_goes_away_or_takes_nothing_holds_up_nobody(tmp_path: Pa
             run.process.wait(60)
 
 
-def test_a_line_now_and_then_and_none_for_what_is_short(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_are_rare_and_absent_for_short_work(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     one = console.logged_progress("loading X", 50, "tensors")
@@ -231,7 +231,7 @@ def test_a_line_now_and_then_and_none_for_what_is_short(monkeypatch, capsys: pyt
     assert capsys.readouterr().out.splitlines() == ["loading X: 20 of 50 tensors", "loading X: 40 of 50 tensors"]
 
 
-def test_a_bar_that_two_threads_close_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_closed_by_two_threads_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both find at once that the terminal is gone; what they do is a run's."""
     monkeypatch.setattr(console, "is_interactive", lambda: True)
     outer, bar = console.ProgressBar("outer", 10), console.ProgressBar("inner", 10)

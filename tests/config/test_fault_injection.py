@@ -15,7 +15,7 @@ from megalite.config.env_overrides import env_problems
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_fault_strikes_its_rank_in_its_step_once() -> None:
+def test_fault_fires_once_on_its_rank_and_step() -> None:
     fault = FaultInjector({FAULT_VARIABLE: "step.begin:1:3:raise,step.after_update:*:2:eio"})
     fault("step.begin", 0, 3)
     fault("step.begin", 1, 2)
@@ -31,7 +31,7 @@ def test_a_fault_strikes_its_rank_in_its_step_once() -> None:
             fault("step.begin", 0, step)
 
 
-def test_a_fault_can_be_kept_to_once_per_run(tmp_path: Path) -> None:
+def test_fault_can_be_limited_to_once_per_run(tmp_path: Path) -> None:
     env = {FAULT_VARIABLE: "step.begin:*:*:raise", FAULT_ONCE_VARIABLE: str(tmp_path)}
     for process in range(2):
         fault = FaultInjector(env)
@@ -42,7 +42,7 @@ def test_a_fault_can_be_kept_to_once_per_run(tmp_path: Path) -> None:
             fault("step.begin", rank, 5)
 
 
-def test_numbers_change_in_the_first_element_only() -> None:
+def test_nan_fault_changes_the_first_element_only() -> None:
     for kind in ("nan", "inf", "bitflip"):
         x = torch.arange(1.0, 7.0).view(2, 3)
         FaultInjector({FAULT_VARIABLE: f"init:0:1:{kind}"})("init", 0, 1, x)
@@ -55,12 +55,12 @@ BAD = "init|init:0:1:explode|init:x:1:kill|init:0:1:kill=|:0:1:kill|init:0:1:kil
 
 
 @pytest.mark.parametrize("text", BAD.split("|"))
-def test_what_is_not_a_fault_is_refused(text: str) -> None:
+def test_invalid_fault_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="POINT:RANK:STEP:KIND"):
         FaultInjector({FAULT_VARIABLE: text})
 
 
-def test_a_malformed_one_is_a_line_of_the_command_lines_problems_and_a_good_one_a_warning(tmp_path: Path) -> None:
+def test_malformed_fault_is_a_problem_and_a_valid_one_a_warning(tmp_path: Path) -> None:
     words = "--mock-data --vocab-size 64 --preset tiny --train-iters 1 --micro-batch-size 1 --lr 0 --dry-run".split()
     for variables, says in (
         ({FAULT_VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"),
@@ -72,7 +72,7 @@ def test_a_malformed_one_is_a_line_of_the_command_lines_problems_and_a_good_one_
         assert any(says in line for line in lines) and any("--frob" in line for line in lines)
 
 
-def test_whoever_reads_the_log_is_told_and_what_cannot_strike_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_is_logged_and_an_impossible_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FAULT_VARIABLE, raising=False)
     assert environment.env_warnings() == []
     monkeypatch.setenv(FAULT_VARIABLE, "step.begin:0:5:kill")
@@ -83,7 +83,7 @@ def test_whoever_reads_the_log_is_told_and_what_cannot_strike_is_refused(monkeyp
     assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' names no known point: init.storage, init")
 
 
-def test_every_point_of_the_list_is_in_the_code_and_in_the_page() -> None:
+def test_every_fault_point_is_in_the_code_and_the_documents() -> None:
     text = "".join(path.read_text("utf-8") for path in sorted((ROOT / "megalite").rglob("*.py")))
     assert set(re.findall(r"\binject_fault\(\s*\"([a-z_.]+)\"", text)) == set(POINTS)
     table = (ROOT / "docs/testing.md").read_text("utf-8").partition("| point | when |")[2].partition("\n\n")[0]

@@ -52,7 +52,7 @@ def changed(config: Config, f: Field[Any]) -> Config:
 
 
 @pytest.mark.parametrize("f", [f for _, f in iter_options()], ids=lambda f: f.name)
-def test_a_restarted_command_is_the_same_training_unless_an_option_of_the_training_changed(f: Field[Any]) -> None:
+def test_restart_is_the_same_training_unless_a_training_option_changed(f: Field[Any]) -> None:
     """Two starts of one --ckpt-step command: the first one's configuration has been through its checkpoint."""
     resume = option_spec(f).resume
     assert resume in (OPERATIONAL, EXECUTION, TRAINING, MODEL)
@@ -68,7 +68,7 @@ def test_a_restarted_command_is_the_same_training_unless_an_option_of_the_traini
         assert same == (resume in (OPERATIONAL, EXECUTION))
 
 
-def test_another_spelling_of_the_same_model_is_the_same_training() -> None:
+def test_other_spelling_of_the_same_model_is_the_same_training() -> None:
     short = config_from(GOOD)
     spelt = "--ffn-hidden-size 256 --kv-channels 16 --group-query-attention --num-query-groups 4"
     long = config_from([*GOOD, *spelt.split()])
@@ -77,20 +77,20 @@ def test_another_spelling_of_the_same_model_is_the_same_training() -> None:
     assert training_options(short) != training_options(other)
 
 
-def test_micro_batches_are_how_where_the_batch_is_given() -> None:
+def test_micro_batch_size_is_an_execution_option_with_a_global_batch_size() -> None:
     one = config_from(GOOD)
     two = config_from([*GOOD, "--micro-batch-size", "4"])
     assert training_options(one) == training_options(two)
 
 
-def test_an_option_without_a_class_is_an_error_at_import() -> None:
+def test_option_without_a_class_fails_at_import() -> None:
     with pytest.raises(TypeError, match="default"):
         field.option(0, help="a number")
     with pytest.raises(TypeError, match="colour"):
         field.execution(0, help="a number", colour="red")
 
 
-def test_facts_name_what_there_is() -> None:
+def test_option_specs_name_existing_options() -> None:
     for section, f in iter_options():
         facts = option_spec(f)
         assert facts.help and all(alias.startswith("--") for alias in facts.aliases), f.name
@@ -116,7 +116,7 @@ def named_in(text: str) -> set[str]:
     }
 
 
-def test_problems_name_existing_options() -> None:
+def test_problem_texts_name_existing_options() -> None:
     """A misspelt option of a problem that seldom occurs would be found only by a user."""
     names = {f.name for _, f in iter_options()} | NO_OPTIONS
     trees = [ast.parse(path.read_text()) for path in sorted((CONFIG / "validation").glob("*.py"))]
@@ -129,7 +129,7 @@ def test_problems_name_existing_options() -> None:
     assert len(shown) > 80 and shown <= names
 
 
-def test_a_problem_is_about_the_options_that_its_line_names() -> None:
+def test_problem_mentions_the_options_in_its_text() -> None:
     """Otherwise it is reported beside the error about the value of one of them."""
     trees = [ast.parse(path.read_text()) for path in sorted((CONFIG / "validation").glob("*.py"))]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -144,7 +144,7 @@ def test_a_problem_is_about_the_options_that_its_line_names() -> None:
     assert compared > 60
 
 
-def test_a_problem_knows_its_options_and_survives_a_process() -> None:
+def test_problem_keeps_its_options_across_processes() -> None:
     import pickle
 
     config = build({"lr": 0.5, "window_size": (7, 0), "split": "a"})
@@ -156,7 +156,7 @@ def test_a_problem_knows_its_options_and_survives_a_process() -> None:
     assert isinstance(again, Problem) and (again, again.options) == (problem, problem.options)
 
 
-def test_a_list_per_layer_is_not_blamed_where_the_number_of_layers_is_unclear() -> None:
+def test_per_layer_list_is_not_checked_without_a_number_of_layers() -> None:
     flags = "--position-embedding-type rope --no-rope-freq [1,0]*2 --window-size 7,0 --window-attn-skip-freq [1,0]*2"
     with pytest.raises(ConfigError) as error:
         config_from([*GOOD, "--num-layers", "x", *flags.split()])

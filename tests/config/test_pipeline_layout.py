@@ -28,11 +28,11 @@ def counts(layers: int, pp: int, flags: str) -> list[int]:
 
 
 @pytest.mark.parametrize("layers,pp,flags,want", STAGES["megatrons"])
-def test_given_stages_are_megatrons(layers: int, pp: int, flags: str, want: list[int]) -> None:
+def test_explicit_stages_equal_megatrons(layers: int, pp: int, flags: str, want: list[int]) -> None:
     assert counts(layers, pp, flags) == want
 
 
-def test_what_is_not_given_is_balanced_by_flops() -> None:
+def test_unspecified_stages_are_balanced_by_flops() -> None:
     """The head of this small model costs 50 layers: it is alone, whatever divides, but with one micro-batch, of which
     no two stages ever run at once."""
     batch = "--global-batch-size 8"
@@ -41,13 +41,13 @@ def test_what_is_not_given_is_balanced_by_flops() -> None:
 
 
 @pytest.mark.parametrize("layers,pp,flags,says", STAGES["refused"])
-def test_what_does_not_fit_says_what_to_do(layers: int, pp: int, flags: str, says: str) -> None:
+def test_layers_that_do_not_fit_give_a_remedy(layers: int, pp: int, flags: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         counts(layers, pp, flags)
 
 
 @pytest.mark.parametrize("text", ["tt|tL", "Ett", "Et|x|L", "Et|tt|L", "Ett|tL", "Ett||ttL", "Et|(t|)*999999999L"])
-def test_a_bad_layout_says_what_to_write(text: str) -> None:
+def test_bad_layout_gives_a_correct_example(text: str) -> None:
     with pytest.raises(ValueError, match="pipeline_model_parallel_layout"):
         parse_layout(text, 4 if text != "Ett|tL" else 3, 2 if text != "Ett|tL" else 4)
 
@@ -66,18 +66,18 @@ lists = st.recursive(  # (text, what it means)
 
 @settings(max_examples=100)
 @given(lists)
-def test_an_expression_means_what_python_says(pair: tuple[str, list[int]]) -> None:
+def test_layer_expression_means_what_python_says(pair: tuple[str, list[int]]) -> None:
     text, want = pair
     assert parse_layer_pattern(text, len(want)) == tuple(map(bool, want))
 
 
 @settings(max_examples=100)
 @given(st.lists(st.booleans(), min_size=1, max_size=20))
-def test_what_is_written_reads_back(bits: list[bool]) -> None:
+def test_layer_pattern_round_trips(bits: list[bool]) -> None:
     assert parse_layer_pattern(format_layer_pattern(bits), len(bits)) == tuple(bits)
 
 
-def test_a_number_is_how_many_layers_apart() -> None:
+def test_number_is_the_distance_between_layers() -> None:
     """As in Megatron-LM, where layers count from 1: layer n has no window where n % N == 0."""
     assert parse_layer_pattern("4", 9) == tuple(n % 4 != 0 for n in range(1, 10))
     assert format_layer_pattern([True, True, True, False] * 2) == "4" and format_layer_pattern([True] * 5) == "[1]*5"
@@ -93,6 +93,6 @@ SAYS = {"0": "below 1", "-2": "below 1", "[1,0]": "has 2 numbers for 3 layers"}
 
 
 @pytest.mark.parametrize("text,says", [*SAYS.items(), *((text, "neither a number nor a list") for text in NEITHER)])
-def test_what_is_no_pattern_is_refused(text: str, says: str) -> None:
+def test_invalid_pattern_is_refused(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_layer_pattern(text, 3)

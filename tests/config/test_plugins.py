@@ -66,7 +66,7 @@ def mish(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ranks_train_with_an_activation_and_the_run_knows_its_text(mish: Path) -> None:
+def test_activation_trains_on_ranks_and_its_source_is_recorded(mish: Path) -> None:
     sha256 = hashlib.sha256((mish / "mine.py").read_bytes()).hexdigest()
     assert f'plugin = ["mine.py"]  # sha256: mine.py {sha256}' in (mish / "run/run_config.toml").read_text("utf-8")
     assert len(losses(mish / "run")) == 3
@@ -76,7 +76,7 @@ def test_ranks_train_with_an_activation_and_the_run_knows_its_text(mish: Path) -
     assert losses(mish / "gelu") != pytest.approx(losses(mish / "run"), rel=1e-5)
 
 
-def test_a_resume_wants_the_plugin_and_tells_of_another_text(mish: Path) -> None:
+def test_resume_needs_the_plugin_and_reports_changed_source(mish: Path) -> None:
     on = [*LINE, "--train-iters", "4", "--lr-decay-iters", "6", "--load", "run"]
     said = typed(mish, *on, code=2)
     assert "run/iter_0000003 was written with plugin='mine.py' (sha256 " in said and "add --plugin mine.py" in said
@@ -89,7 +89,7 @@ def test_a_resume_wants_the_plugin_and_tells_of_another_text(mish: Path) -> None
     assert "another text" not in (mish / "on/log.txt").read_text("utf-8").split("note: ")[-1]
 
 
-def test_what_a_checkpoint_says_loads_nothing(mish: Path) -> None:
+def test_checkpoint_cannot_load_a_plugin(mish: Path) -> None:
     """Its configuration and its state name a plugin, whose file is there; programs that read it do not run it."""
     own, mark = (mish / "mine.py").read_text("utf-8"), mish / "it ran"
     (mish / "mine.py").write_text(f"{own}\nopen('it ran', 'w').close()\n", "utf-8")
@@ -107,7 +107,7 @@ def test_what_a_checkpoint_says_loads_nothing(mish: Path) -> None:
     (mish / "mine.py").write_text(own, "utf-8")
 
 
-def test_a_schedule_of_rates(tmp_path: Path) -> None:
+def test_lr_schedule_plugin(tmp_path: Path) -> None:
     words = ["--plugin", str(EXAMPLES / "lr_schedule.py"), "--lr-decay-style", "power", "--lr-warmup-iters", "1"]
     typed(tmp_path, *words, *LINE, "--train-iters", "5", "--min-lr", "0.001", "--save", "run")
     rates = [row["train/lr"] for row in rows(tmp_path / "run") if "train/lr" in row]  # after each step
@@ -119,7 +119,7 @@ def test_a_schedule_of_rates(tmp_path: Path) -> None:
     assert "add --plugin lr_schedule.py" in said
 
 
-def test_an_optimizer_is_shared_out_by_every_stage_of_zero(tmp_path: Path) -> None:
+def test_optimizer_plugin_works_at_every_zero_stage(tmp_path: Path) -> None:
     words = ["--plugin", str(EXAMPLES / "optimizer.py"), "--optimizer", "lion", *LINE, *STEPS, "--lr", "1e-3"]
     typed(tmp_path, *words, "--save", "alone")
     typed(tmp_path, *words, "--nproc", "2", "--zero-stage", "3", "--save", "shared")
@@ -130,7 +130,7 @@ def test_an_optimizer_is_shared_out_by_every_stage_of_zero(tmp_path: Path) -> No
     assert kept == [(None,), (None, None)]  # the planner counts one state
 
 
-def test_a_dataset_is_shuffled_counted_resumed_and_shared(tmp_path: Path) -> None:
+def test_dataset_plugin_is_shuffled_counted_and_resumed(tmp_path: Path) -> None:
     words = ["--plugin", str(EXAMPLES / "dataset.py"), "--dataset", "sums", "--tokenizer-type", "ByteTokenizer"]
     words += [word for word in LINE if word not in ("--mock-data", "--vocab-size", "93")]
     typed(tmp_path, *words, "--train-iters", "4", "--save", "whole")
@@ -147,7 +147,7 @@ def test_a_dataset_is_shuffled_counted_resumed_and_shared(tmp_path: Path) -> Non
     assert "dataset='sums' is unknown; give the --plugin that registers it" in said
 
 
-def test_samples_by_number_come_once_an_epoch_and_are_checked() -> None:
+def test_map_dataset_samples_come_once_per_epoch() -> None:
     rows_of = np.arange(7 * 5).reshape(7, 5)
     data = MapDataset("mine", rows_of, 4, seed=1, split="train")
     epochs = [data.samples(np.arange(7) + 7 * epoch) for epoch in (0, 1)]
@@ -170,13 +170,13 @@ def test_samples_by_number_come_once_an_epoch_and_are_checked() -> None:
         MapDataset("mine", rows_of[:0], 4, seed=1, split="test")
 
 
-def test_a_part_that_fails_before_the_run_has_its_line(tmp_path: Path) -> None:
+def test_failing_component_is_named_before_the_run(tmp_path: Path) -> None:
     plugin(tmp_path, "megalite.register('tokenizer_type', 'mine', lambda asked: int('x'))")
     said = typed(tmp_path, "--plugin", "mine.py", *LINE, *STEPS, "--tokenizer-type", "mine", code=2)
     assert said == f"pretrain_gpt.py: {tmp_path}/mine.py:2: invalid literal for int() with base 10: 'x'\n"
 
 
-def test_parts_that_give_what_is_none_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_component_results_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plugin(tmp_path, """for name, rate in {"none": None, "text": "1", "nan": float("nan"), "down": -0.5}.items():
     megalite.register("lr_decay_style", name, lambda lr, n, rate=rate: rate)
@@ -202,7 +202,7 @@ from megalite.pipeline.schedule import one_f_one_b
     assert schedule.build_schedule("made", 2, 4) == schedule.build_schedule("1f1b", 2, 4)
 
 
-def test_a_tokenizer_makes_data_trains_and_speaks(tmp_path: Path) -> None:
+def test_tokenizer_plugin_preprocesses_trains_and_generates(tmp_path: Path) -> None:
     own = ["--plugin", str(EXAMPLES / "tokenizer.py")]
     (tmp_path / "t.jsonl").write_text('{"text": "the quick brown fox jumps over a lazy dog"}\n' * 40, "utf-8")
     words = ["--input", "t.jsonl", "--output-prefix", "d", "--append-eod", "--tokenizer-type", "Characters"]
@@ -235,7 +235,7 @@ def test_a_tokenizer_makes_data_trains_and_speaks(tmp_path: Path) -> None:
     assert "d_text_document: made with Characters (fingerprint " in said
 
 
-def test_metrics_are_the_same_under_every_layout_and_callbacks_are_called(tmp_path: Path) -> None:
+def test_metric_plugin_is_independent_of_layout_and_callbacks_run(tmp_path: Path) -> None:
     own = [str(EXAMPLES / "metric.py"), str(EXAMPLES / "callback.py")]
     words = ["--plugin", *own, "--activation", "watched_gelu", *LINE, *STEPS, "--bf16"]
     words += ["--log-interval", "2", "--eval-interval", "1", "--tensorboard-dir", "board"]
@@ -267,7 +267,7 @@ def test_metrics_are_the_same_under_every_layout_and_callbacks_are_called(tmp_pa
     assert figures.reduce_and_reset()["metric/quiet"] is None
 
 
-def test_a_pipeline_schedule_trains_and_one_that_would_hang_is_refused(tmp_path: Path) -> None:
+def test_pipeline_schedule_plugin_trains_and_a_deadlock_is_refused(tmp_path: Path) -> None:
     own = ["--plugin", str(EXAMPLES / "pipeline_schedule.py")]
     words = [*LINE, *STEPS, "--global-batch-size", "12"]
     typed(tmp_path, *words, "--save", "one")
@@ -296,7 +296,7 @@ def row(rank, place, groups):
         assert f"pipeline_schedule='{name}'" in found and said in found, found
 
 
-def test_a_family_is_written_and_read_and_planned(tmp_path: Path) -> None:
+def test_family_plugin_converts_and_plans(tmp_path: Path) -> None:
     own, convert = ["--plugin", str(EXAMPLES / "family.py")], "tools/convert_checkpoint.py"
     sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2".split()
     words = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
@@ -368,7 +368,7 @@ GRADIENTS = {  # an Activation, and what is wrong with it
 
 
 @pytest.mark.parametrize(("part", "said"), GRADIENTS.items())
-def test_an_activations_gradient_is_that_of_its_forward(
+def test_activation_gradient_equals_autograd(
     part: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -386,11 +386,11 @@ def test_an_activations_gradient_is_that_of_its_forward(
 
 
 @pytest.mark.parametrize("name", [*REGISTRIES["activation"].built_in])
-def test_built_in_activations_pass_what_plugins_must(name: str) -> None:
+def test_built_in_activations_pass_the_plugin_checks(name: str) -> None:
     assert fault_of(get_activation(name)) == ""
 
 
-def test_verify_refuses_a_gradient_that_is_wrong_in_one_process_too(tmp_path: Path) -> None:
+def test_verify_detects_a_gradient_that_is_wrong_in_one_process(tmp_path: Path) -> None:
     """Both of its runs would share it, and agree."""
     part = "Activation(GELU.forward, doubled)"
     name = plugin(tmp_path, f"{ACTIVATION}megalite.register('activation', 'mine', {part})")
@@ -421,7 +421,7 @@ def test_verify_refuses_a_gradient_that_is_wrong_in_one_process_too(tmp_path: Pa
         "megalite.log('mine', 1.0)": "metric='mine' is not registered; megalite.register('metric', 'mine', 'layer' or ",
     }.items(),
 )
-def test_a_plugin_that_fails_ends_the_command(text: str, said: str, tmp_path: Path) -> None:
+def test_failing_plugin_ends_the_command(text: str, said: str, tmp_path: Path) -> None:
     name = plugin(tmp_path, text)
     found = typed(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run", "--nproc", "2", code=2)
     assert found.startswith("pretrain_gpt.py: plugin='mine.py': ") and len(found.splitlines()) == 1, found
@@ -457,7 +457,7 @@ def ended(folder: Path, *words: str, program: str = "pretrain_gpt.py") -> str:
 
 
 @pytest.mark.parametrize("statement", ENDS)
-def test_whatever_a_callback_raises_is_an_error(statement: str, tmp_path: Path) -> None:
+def test_any_exception_of_a_callback_is_an_error(statement: str, tmp_path: Path) -> None:
     name = plugin(tmp_path, ENDING.format(statement) + CALLED)
     said = ended(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run")
     status = json.loads((tmp_path / "run/status.json").read_text("utf-8"))
@@ -466,7 +466,7 @@ def test_whatever_a_callback_raises_is_an_error(statement: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("statement", ["sys.exit(0)", "raise GeneratorExit", "os._exit(0)"])
-def test_a_rank_that_user_code_ends_ends_the_run(statement: str, tmp_path: Path) -> None:
+def test_rank_ended_by_user_code_ends_the_run(statement: str, tmp_path: Path) -> None:
     """On all ranks at once, and on the second alone."""
     for number, which in enumerate(("", "if dist.get_rank() == 1:\n        ")):
         name = plugin(tmp_path, "import torch.distributed as dist" + ENDING.format(which + statement) + CALLED)
@@ -524,7 +524,7 @@ megalite.register("activation", "mine", Activation(twice, lambda u, da: (2 * u, 
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_a_part_that_ends_the_process_is_an_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_component_that_exits_is_an_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of training, and of a plan, which calls parts without a run."""
     name = plugin(tmp_path, ENDING.format("sys.exit(0)") + MADE)
     line = [word for word in LINE if kind != "dataset" or word != "--mock-data"]
@@ -539,7 +539,7 @@ def test_a_part_that_ends_the_process_is_an_error(kind: str, tmp_path: Path, mon
         megalite.train(megalite.Config([*line, *STEPS, *own], nproc=2), quiet=True)
 
 
-def test_a_tokenizer_that_ends_the_process_makes_no_data(tmp_path: Path) -> None:
+def test_tokenizer_that_exits_makes_no_data(tmp_path: Path) -> None:
     name = plugin(tmp_path, ENDING.format("sys.exit(0)") + MADE)
     (tmp_path / "t.jsonl").write_text('{"text": "a text"}\n' * 40, "utf-8")
     for kind in ("mine", "speaks"):
@@ -549,9 +549,7 @@ def test_a_tokenizer_that_ends_the_process_makes_no_data(tmp_path: Path) -> None
             assert not list(tmp_path.glob("d*.idx"))
 
 
-def test_a_model_that_ends_the_process_does_not_end_the_caller_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_that_exits_does_not_end_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer and the activation of a model that is loaded into the caller's process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megalite.api.Popen", programs.Popen)
@@ -566,12 +564,12 @@ def test_a_model_that_ends_the_process_does_not_end_the_caller_s(
             call()
 
 
-def test_help_is_the_end_of_a_program(tmp_path: Path) -> None:
+def test_plugin_help_ends_the_program(tmp_path: Path) -> None:
     for program in ("pretrain_gpt.py", "tools/plan.py", "tools/preprocess_data.py"):
         assert typed(tmp_path, "--help", program=program)
 
 
-def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_plugin_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plugin(tmp_path, "")
     os.mkdir("open")
@@ -589,9 +587,7 @@ def test_files_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert config_from([*LINE, *STEPS, "--plugin", "link.py"]).operations.plugin == ("link.py",)  # one's own folder
 
 
-def test_words_of_a_file_and_of_the_line_add_up_and_a_process_has_those_of_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugins_of_file_and_command_line_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     body = """from megalite.kernels.activation import get_activation
@@ -625,7 +621,7 @@ def written(folder: Path, *words: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
-def test_an_example_of_each_kind_is_written_and_loads(kind: str, tmp_path: Path) -> None:
+def test_written_example_of_each_kind_loads(kind: str, tmp_path: Path) -> None:
     said = written(tmp_path, kind.replace("_", "-"))
     (file,) = tmp_path.iterdir()
     text = file.read_text("utf-8")
@@ -636,7 +632,7 @@ def test_an_example_of_each_kind_is_written_and_loads(kind: str, tmp_path: Path)
     assert REGISTRIES[kind].added
 
 
-def test_a_written_example_never_takes_the_place_of_a_file(tmp_path: Path) -> None:
+def test_written_example_never_overwrites_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("mine", "utf-8")
     os.symlink("elsewhere.py", tmp_path / "link.py")
     for words, said in {
@@ -671,7 +667,7 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
-def test_the_page_has_a_skeleton_of_each_kind(kind: str, tmp_path: Path) -> None:
+def test_plugins_page_has_a_skeleton_of_each_kind(kind: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SIGNATURES[kind][0], "utf-8")
     plugins.load_plugins([str(tmp_path / "mine.py")])
     (name,) = REGISTRIES[kind].added
@@ -702,7 +698,7 @@ def parts_of(node: ast.stmt) -> tuple[dict[str, tuple[str, str]], dict[str, ast.
 
 
 @pytest.mark.parametrize(("module", "node"), shown_of_megalite(), ids=lambda one: getattr(one, "name", one))
-def test_what_the_page_shows_of_megalite_is_what_the_code_says(module: str, node: ast.stmt) -> None:
+def test_plugins_page_shows_current_signatures(module: str, node: ast.stmt) -> None:
     """Names, types, defaults; of a class some of its fields and methods."""
     name = getattr(node, "name", "")
     tree = ast.parse((ROOT / f"{module.replace(chr(46), chr(47))}.py").read_text("utf-8"))
@@ -725,7 +721,7 @@ def signature(node: ast.FunctionDef) -> str:
     return f"({ast.unparse(node.args)}) -> {ast.unparse(node.returns) if node.returns else ''}"
 
 
-def test_the_family_of_the_page_is_written_and_read(tmp_path: Path) -> None:
+def test_plugins_page_family_converts(tmp_path: Path) -> None:
     plugin(tmp_path, SIGNATURES["family"][0])
     sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2".split()
     words = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
@@ -743,7 +739,7 @@ def test_the_family_of_the_page_is_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(guards=("docs/plugins.md", "examples/plugins", "megalite/config/plugins.py"))
-def test_the_page(tmp_path: Path) -> None:
+def test_plugins_page_commands(tmp_path: Path) -> None:
     """Every command of it, typed in an empty folder."""
     shown = next(text for language, text in documents.fences(ROOT / "docs/plugins.md") if language == "python")
     assert (EXAMPLES / "lr_schedule.py").read_text("utf-8").endswith(f'"""\n\n{shown}')

@@ -24,7 +24,7 @@ PLANNED = re.compile(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_starts_and_takes_what_it_says(name: str, tmp_path, capsys) -> None:
+def test_recipe_starts_and_uses_its_stated_resources(name: str, tmp_path, capsys) -> None:
     text = RECIPES[name]
     first, planned = FIRST.match(text), PLANNED.search(text)
     assert first and planned and f"--config {name}.toml " in text and "# measured: " in text
@@ -53,7 +53,7 @@ def test_a_recipe_starts_and_takes_what_it_says(name: str, tmp_path, capsys) -> 
 
 @pytest.mark.nightly(guards=[f"examples/recipes/{name}.toml" for name in RECIPES])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_trains_at_a_small_size_as_one_process_does(name: str, tmp_path, capsys) -> None:
+def test_recipe_trains_at_a_small_size_like_one_process(name: str, tmp_path, capsys) -> None:
     """Two steps and their evaluations on at most 4 ranks, with everything that its layout is about left in it."""
     (tmp_path / "recipe.toml").write_text(RECIPES[name])
     layout = ["--nproc", name.rpartition("-")[2].partition("x")[0], "--most-ranks", "4", "--device", "cpu"]
@@ -61,7 +61,7 @@ def test_a_recipe_trains_at_a_small_size_as_one_process_does(name: str, tmp_path
     assert "trains as one process does" in capsys.readouterr().out
 
 
-def test_the_page_has_a_row_of_each_with_what_it_says() -> None:
+def test_recipes_page_has_a_row_for_each_recipe() -> None:
     rows = re.findall(r"^\| \[`.*$", (ROOT / "docs/recipes.md").read_text("utf-8"), re.MULTILINE)
     told = []
     for name, text in RECIPES.items():
@@ -74,7 +74,7 @@ def test_the_page_has_a_row_of_each_with_what_it_says() -> None:
     assert rows == told
 
 
-def test_the_command_lists_and_shows_them() -> None:
+def test_recipes_command_lists_and_shows_recipes() -> None:
     def said(*words: str) -> subprocess.CompletedProcess[str]:
         return programs.run(
             [sys.executable, "-m", "megalite", "recipe", *words], capture_output=True, text=True, timeout=60

@@ -61,7 +61,7 @@ def make(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reader", READERS)
-def test_a_command_refuses_what_cannot_be_read_whole(reader: str, kind: str, tmp_path: Path) -> None:
+def test_command_refuses_pipes_devices_and_huge_files(reader: str, kind: str, tmp_path: Path) -> None:
     line, name, code = READERS[reader]
     path = tmp_path / name
     make(kind, path)
@@ -76,7 +76,7 @@ def test_a_command_refuses_what_cannot_be_read_whole(reader: str, kind: str, tmp
 
 
 @pytest.mark.parametrize("section", ["", "[model]\n"])
-def test_a_configuration_of_many_wrong_keys_is_refused_at_once(section: str) -> None:
+def test_config_with_many_wrong_keys_is_refused_quickly(section: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config_text(section + "".join(f"unknown_{n} = 1\n" for n in range(20_000)), "run.toml")
     assert len(caught.value.problems) == MAX_PROBLEMS + 1
@@ -84,7 +84,7 @@ def test_a_configuration_of_many_wrong_keys_is_refused_at_once(section: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reader_raises_for_it(kind: str, tmp_path: Path) -> None:
+def test_read_text_raises(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     make(kind, path)
     with pytest.raises(TextFileError, match=r"file: cannot be read \(.*\); give a TOML file$") as caught:
@@ -97,7 +97,7 @@ def test_the_reader_raises_for_it(kind: str, tmp_path: Path) -> None:
             read_ends(path)
 
 
-def test_the_limit_holds_for_the_bytes_that_are_read(tmp_path: Path) -> None:
+def test_read_limit_counts_bytes(tmp_path: Path) -> None:
     """The size of a file in /proc is 0."""
     path = tmp_path / "file"
     path.write_bytes(b"a\r\nb\r" + "é".encode())
@@ -116,7 +116,7 @@ def test_the_limit_holds_for_the_bytes_that_are_read(tmp_path: Path) -> None:
         read_small_text(tmp_path / "none", "it")
 
 
-def test_the_ends_of_a_long_log_are_whole_lines(tmp_path: Path) -> None:
+def test_ends_of_a_long_log_are_complete_lines(tmp_path: Path) -> None:
     path = tmp_path / "file"
     lines = [f"line {n:03}\n" for n in range(100)]
     path.write_text("".join(lines))
@@ -125,7 +125,7 @@ def test_the_ends_of_a_long_log_are_whole_lines(tmp_path: Path) -> None:
     assert text.splitlines(keepends=True) == lines[:11] + lines[-11:] and left_out == 9 * (100 - 22)
 
 
-def test_a_row_without_an_end_is_not_read_whole(tmp_path: Path) -> None:
+def test_endless_row_is_not_read_completely(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps({"step": 1}), " " * (3 << 20), json.dumps({"step": 2})]
     path.write_text("\n".join(rows))

@@ -118,7 +118,7 @@ def cases(n: int) -> dict[str, Json]:
 
 
 @pytest.mark.parametrize("case", cases(0))
-def test_ids_are_those_of_transformers(base: Path, case: str, tmp_path: Path) -> None:
+def test_added_token_ids_equal_transformers(base: Path, case: str, tmp_path: Path) -> None:
     same(folder_of(base, tmp_path / "here", cases(size(base))[case]))
 
 
@@ -139,7 +139,7 @@ REFUSED: dict[str, tuple[Json, str]] = {  # files -> what is said
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_be_other_ids_is_refused_with_the_file(base: Path, case: str, tmp_path: Path) -> None:
+def test_settings_that_change_ids_are_refused(base: Path, case: str, tmp_path: Path) -> None:
     files, reason = REFUSED[case]
     with pytest.raises(DataError, match=reason):
         build_tokenizer("HuggingFaceTokenizer", str(folder_of(base, tmp_path / "here", files)))
@@ -184,7 +184,7 @@ def numbered(base: Path, contents: list[str]) -> dict[str, int]:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=st.fixed_dictionaries({}, optional=FILES))
-def test_any_files_give_the_ids_of_transformers_or_are_refused(base: Path, files: Json, tmp_path: Path) -> None:
+def test_random_tokenizer_files_equal_transformers_or_are_refused(base: Path, files: Json, tmp_path: Path) -> None:
     files = json.loads(json.dumps(files))
     if ADDED in files:
         files[ADDED] = numbered(base, files[ADDED])
@@ -202,7 +202,7 @@ def test_any_files_give_the_ids_of_transformers_or_are_refused(base: Path, files
     same(folder)
 
 
-def test_a_fingerprint_changes_with_the_tokens_and_with_nothing_else(base: Path, tmp_path: Path) -> None:
+def test_fingerprint_changes_only_with_the_tokens(base: Path, tmp_path: Path) -> None:
     def fingerprint(files: Json) -> str:
         return build_tokenizer("HuggingFaceTokenizer", str(folder_of(base, tmp_path / "here", files))).fingerprint
 
@@ -215,7 +215,7 @@ def test_a_fingerprint_changes_with_the_tokens_and_with_nothing_else(base: Path,
     assert len({plain, *map(fingerprint, others)}) == 4
 
 
-def test_the_fast_engine_is_not_used_where_special_tokens_are_cut(base: Path, tmp_path: Path) -> None:
+def test_fast_engine_is_not_used_with_cut_special_tokens(base: Path, tmp_path: Path) -> None:
     folder = folder_of(base, tmp_path / "here", {CONFIG: config(split_special_tokens=True)})
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))
     assert accelerate(tokenizer) is tokenizer
@@ -232,7 +232,7 @@ def slow_folder(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "Llama2Tokenizer"])
-def test_tokens_that_an_older_format_lacks_are_refused_with_the_file(kind: str, tmp_path: Path) -> None:
+def test_tokens_missing_in_an_older_format_are_refused(kind: str, tmp_path: Path) -> None:
     folder = slow_folder(kind, tmp_path / "model")
     options = find_tokenizer_in(folder)
     assert options["tokenizer_type"] == kind

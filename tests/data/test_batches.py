@@ -29,7 +29,7 @@ def in_order(parts: list[list[MicroBatch]]) -> tuple[list[int], NDArray[np.int64
     return ids[order].tolist(), rows[order]
 
 
-def test_any_data_parallel_and_micro_batch_size_sees_the_same_samples() -> None:
+def test_samples_are_independent_of_dp_and_micro_batch_size() -> None:
     want_ids, want = in_order([batches().at(36, 24)])
     assert want_ids == list(range(36, 60))
     for dp, micro in [(1, 1), (1, 24), (2, 3), (3, 4), (4, 2), (6, 4)]:
@@ -38,7 +38,7 @@ def test_any_data_parallel_and_micro_batch_size_sees_the_same_samples() -> None:
         assert np.array_equal(rows, want)
 
 
-def test_place_of_every_sample() -> None:
+def test_every_sample_has_one_position() -> None:
     got = batches(1, 2, 3).at(100, 12)
     assert [m.sample_ids.tolist() for m in got] == [[103, 104, 105], [109, 110, 111]]
     assert all(m.tokens.shape == (3, S + 1) and m.tokens.dtype == np.int64 and m.loss_mask is None for m in got)
@@ -48,7 +48,7 @@ def test_place_of_every_sample() -> None:
         batches(0, 2).at(0, 10)
 
 
-def test_loss_after_end_of_document_is_masked() -> None:
+def test_eod_mask_loss_masks_the_end_of_document() -> None:
     plain = batches().at(0, 4)[0]
     eod = int(plain.tokens[0, 2])
     masked = batches(eod=eod, mask_loss=True).at(0, 4)[0]
@@ -57,7 +57,7 @@ def test_loss_after_end_of_document_is_masked() -> None:
     assert masked.loss_mask[0, 2] == 0
 
 
-def test_where_documents_begin() -> None:
+def test_document_starts() -> None:
     tokens = batches().at(0, 4)[0].tokens
     eod = int(tokens[0, 2])
     micro = batches(eod=eod, documents=True).at(0, 4)[0]
@@ -77,14 +77,14 @@ class Packed(MockDataset):
         return [np.array([3, 2] if i % 2 == 0 else [S + 1], np.int32) for i in index.tolist()]
 
 
-def test_pieces_of_a_packed_sample_are_documents_and_padding_does_not_count() -> None:
+def test_packed_sample_pieces_are_documents_without_padding() -> None:
     micro = Batches(Packed(V, S, 1), 2, 0, 1, V, DocumentBoundaries(eod=0, documents=True)).at(0, 2)[0]
     assert micro.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [1] * S]  # labels: one ahead
     assert micro.document_start.tolist() == [[0, 0, 0, 3, 3, 5], [0] * S]
     assert micro.padding.tolist() == [[False] * 5 + [True], [False] * S]
 
 
-def test_what_fills_a_sample_is_padding() -> None:
+def test_filled_sample_ends_in_padding() -> None:
     plain = batches().at(0, 4)[0]
     assert plain.padding is None
     filler = int(plain.tokens[0, S])
@@ -94,7 +94,7 @@ def test_what_fills_a_sample_is_padding() -> None:
 
 
 @pytest.mark.parametrize(("bad", "dtype"), [(V, np.uint16), (-3, np.int32)])
-def test_ids_beyond_the_vocabulary_name_file_and_document(tmp_path: Path, bad: int, dtype: type[np.generic]) -> None:
+def test_ids_outside_the_vocabulary_name_file_and_document(tmp_path: Path, bad: int, dtype: type[np.generic]) -> None:
     with IndexedWriter(tmp_path / "a", dtype) as writer:
         for document in range(4):
             writer.add([1, 2, bad if document == 2 else 3, 4, 5])
@@ -108,7 +108,7 @@ def same(a: list[MicroBatch], b: list[MicroBatch]) -> bool:
     return all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
 
 
-def test_prefetcher_answers_rightly_in_any_order() -> None:
+def test_prefetcher_serves_any_order() -> None:
     source = batches()
     prefetcher = Prefetcher(source, lambda micro: micro, size_at=lambda consumed: 4)
     try:
@@ -140,7 +140,7 @@ class Slow(MockDataset):
             time.sleep(0.01)
 
 
-def test_prefetcher_reads_while_the_caller_computes_and_passes_errors_on() -> None:
+def test_prefetcher_reads_ahead_and_raises_errors() -> None:
     dataset = Slow()
     slow = Batches(dataset, 2, 0, 1, V)
     prefetcher = Prefetcher(slow, lambda micro: micro, size_at=lambda consumed: 2 if consumed < 4 else 4)

@@ -34,7 +34,7 @@ WEIGHTS = st.one_of(st.floats(1e-4, 1.0), st.integers(1, 10**12), st.sampled_fro
 
 @settings(max_examples=60)
 @given(weights=st.lists(WEIGHTS, min_size=1, max_size=8))
-def test_counts_are_the_quota_at_every_prefix(weights: list[float]) -> None:
+def test_blend_counts_match_weights_at_every_prefix(weights: list[float]) -> None:
     n = 600
     source, number = BlendSchedule(weights).sources_at(np.arange(n))
     exact = [Fraction(str(w)) for w in weights]
@@ -47,13 +47,13 @@ def test_counts_are_the_quota_at_every_prefix(weights: list[float]) -> None:
         assert number[source == k].tolist() == list(range(counts[-1]))  # each of its samples once, in order
 
 
-def test_small_example() -> None:
+def test_blend_small_example() -> None:
     source, number = BlendSchedule([0.3, 0.7]).sources_at(np.arange(10))
     assert source.tolist() == [1, 1, 0, 1, 1, 0, 1, 1, 0, 1]
     assert number.tolist() == [0, 1, 0, 2, 3, 1, 4, 5, 2, 6]
 
 
-def test_far_samples_need_not_the_ones_before() -> None:
+def test_blend_samples_are_random_access() -> None:
     weights = [1, 2, 4.5]
     order = BlendSchedule(weights)
     near = BlendSchedule(weights).sources_at(np.arange(4000))
@@ -78,7 +78,7 @@ TINY_AND_LARGE = st.one_of(
 @example(weights=[0.0999] * 10 + [0.0001] * 10, block=10)
 @example(weights=[0.1] * 9 + [0.001] * 100, block=11)
 @given(weights=st.lists(TINY_AND_LARGE, min_size=1, max_size=40), block=st.sampled_from([1, 7, 50, 333]))
-def test_counts_are_the_quota_beyond_a_block(weights: list[float], block: int) -> None:
+def test_blend_counts_match_weights_beyond_a_block(weights: list[float], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalite.data.datasets.blended_dataset.MAX_PERIOD", block)
         order, other = BlendSchedule(weights), BlendSchedule(weights)
@@ -107,7 +107,7 @@ def test_counts_are_the_quota_beyond_a_block(weights: list[float], block: int) -
         ([1e-7] * 3 + [1 / 3, 2 / 3], 40_000_000),
     ],
 )
-def test_token_counts_as_weights_are_exact_far_away(weights: list[float], samples: int) -> None:
+def test_blend_with_token_counts_is_exact_far_away(weights: list[float], samples: int) -> None:
     order, exact = BlendSchedule(weights), [Fraction(str(weight)) for weight in weights]
     for n in (samples, samples - 1, samples + 1_234_567):
         counts = order.samples_per_source(n)
@@ -119,7 +119,7 @@ def test_token_counts_as_weights_are_exact_far_away(weights: list[float], sample
     assert number.tolist() == [order.samples_per_source(samples + i)[k] for i, k in enumerate(source.tolist())]
 
 
-def test_the_order_of_the_first_million_samples_stays_what_it_was() -> None:
+def test_blend_order_never_changes() -> None:
     """Stored runs go on with it: digests of the order as version 0.1.0 computed it."""
     for weights, digest in STORED_ORDERS:
         source, number = BlendSchedule(weights).sources_at(np.arange(0, 50_000))
@@ -128,12 +128,12 @@ def test_the_order_of_the_first_million_samples_stays_what_it_was() -> None:
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
-def test_bad_weights_are_refused(weight: float) -> None:
+def test_blend_refuses_bad_weights(weight: float) -> None:
     with pytest.raises(DataError, match="blend weight"):
         BlendSchedule([1.0, weight])
 
 
-def test_blend_gives_the_sources_samples() -> None:
+def test_blend_returns_the_samples_of_its_sources() -> None:
     a, b = (MockDataset(50, 8, seed) for seed in (1, 2))
     mixed = BlendedDataset([a, b], [0.25, 0.75])
     source, number = mixed.order.sources_at(np.arange(40))
@@ -169,7 +169,7 @@ def tokens(dataset: Dataset | None, n: int = 200) -> set[int]:
     return set(dataset.samples(np.arange(n)).reshape(-1).tolist())
 
 
-def test_parts_share_no_document(tmp_path: Path) -> None:
+def test_splits_share_no_document(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 100)
     train, valid, test = (
         build_blend([prefix], 4, 1, name, part)
@@ -223,7 +223,7 @@ VALUES = st.one_of(
 
 
 @given(sets=st.dictionaries(NAMES, VALUES, min_size=1, max_size=4), apart=st.booleans())
-def test_both_spellings_come_back(sets: dict[str, list[str]], apart: bool) -> None:
+def test_data_path_spellings_round_trip(sets: dict[str, list[str]], apart: bool) -> None:
     items = []
     for name, path in sets.items():
         items += [f"{name}=", *path] if apart else [f"{name}={path[0]}", *path[1:]]
@@ -244,12 +244,12 @@ def test_both_spellings_come_back(sets: dict[str, list[str]], apart: bool) -> No
         (["wiki", "=", "a"], "'=' has no name; write NAME=PREFIX without spaces"),
     ],
 )
-def test_bad_forms_are_refused(items: list[str], message: str) -> None:
+def test_bad_data_paths_are_refused(items: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         parse_named_sets(items)
 
 
-def test_multiple_validation_sets_of_megatron() -> None:
+def test_multiple_validation_sets() -> None:
     assert one_set_per_prefix(["x/a_text_document", "y/b"]) == {"a": ["x/a_text_document"], "b": ["y/b"]}
     assert one_set_per_prefix(["x/a", "y/a"], ["one", "two"]) == {"one": ["x/a"], "two": ["y/a"]}
     for prefixes, names, message in (
@@ -279,7 +279,7 @@ def test_bytes_per_token_of_a_blend(tmp_path: Path) -> None:
             bytes_per_token([info(tmp_path / "bad", **bad)])
 
 
-def test_a_uniform_model_over_bytes_needs_eight_bits_for_each() -> None:
+def test_uniform_byte_model_needs_eight_bits_per_byte() -> None:
     assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8)
     assert bits_per_byte(math.log(65536), 2.0) == pytest.approx(8)  # two bytes to a token, the same model
 

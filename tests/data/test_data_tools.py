@@ -50,7 +50,7 @@ NULL = build_tokenizer("NullTokenizer", vocab_size=501)
 
 
 # ---- merge_datasets.py
-def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path, typed: Typed) -> None:
+def test_merge_keeps_order_and_joins_the_sidecars(tmp_path: Path, typed: Typed) -> None:
     parts = tmp_path / "parts"
     write(parts / "b_text_document", [[5], []], NULL)
     write(parts / "a_text_document", [[1, 2], [3]], NULL)
@@ -72,7 +72,7 @@ def test_merge_puts_documents_in_order_and_joins_the_sidecars(tmp_path: Path, ty
     tokens=st.integers(1, 12),
     documents=st.integers(1, 5),
 )
-def test_merged_documents_are_those_of_the_inputs(
+def test_merge_keeps_all_documents(
     tmp_path_factory: pytest.TempPathFactory, files: list[list[list[int]]], tokens: int, documents: int
 ) -> None:
     folder = tmp_path_factory.mktemp("merge")
@@ -89,7 +89,7 @@ def test_merged_documents_are_those_of_the_inputs(
     assert (count, tokens) == (len(want), sum(map(len, want)))
 
 
-def test_what_must_not_be_merged_is_refused(tmp_path: Path) -> None:
+def test_merge_refuses_incompatible_inputs(tmp_path: Path) -> None:
     a = write(tmp_path / "a", [[1]], NULL)
     b = write(tmp_path / "b", [[1]], build_tokenizer("NullTokenizer", vocab_size=400))
     with pytest.raises(DataError, match=r"b was made with tokenizer NullTokenizer\(400\).*a with NullTokenizer\(501\)"):
@@ -118,7 +118,7 @@ def test_what_must_not_be_merged_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, typed: Typed) -> None:
+def test_merge_with_a_missing_sidecar_writes_none(tmp_path: Path, typed: Typed) -> None:
     a, b = write(tmp_path / "a", [[1]], NULL), write(tmp_path / "b", [[2]])
     code, _, told = typed(merge_datasets, "--input", a, b, "--output-prefix", tmp_path / "out")
     assert code == 0 and f"no {tmp_path / 'out'}.json is written, as these inputs have none: {b}" in told
@@ -138,7 +138,9 @@ def test_merge_without_all_sidecars_writes_none_and_says_so(tmp_path: Path, type
         (report, "x --out"),
     ],
 )
-def test_no_url_becomes_a_folder(tool: ModuleType, words: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_merge_does_not_create_a_directory_named_like_a_url(
+    tool: ModuleType, words: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         tool.main([*words.split(), "s3://KEY:SECRET@b/x"])
@@ -146,7 +148,7 @@ def test_no_url_becomes_a_folder(tool: ModuleType, words: str, tmp_path: Path, m
     assert "a URL, and this takes a local path only" in told and "SECRET" not in told and not [*tmp_path.iterdir()]
 
 
-def test_a_name_in_a_sidecar_steers_no_terminal(tmp_path: Path, typed: Typed) -> None:
+def test_inspect_escapes_control_characters_of_a_sidecar(tmp_path: Path, typed: Typed) -> None:
     a, b = (write(tmp_path / name, [[1]], NULL) for name in "ab")
     info = json.loads((tmp_path / "b.json").read_text())
     info["tokenizer"] |= {"name": "\x1b[2J", "fingerprint": "0" * 64}
@@ -164,7 +166,7 @@ def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path, typed: Typed) -> No
 
 
 # ---- inspect_data.py
-def test_summary_counts_lengths_and_draws(tmp_path: Path, typed: Typed) -> None:
+def test_inspect_prints_a_histogram_of_lengths(tmp_path: Path, typed: Typed) -> None:
     prefix = write(tmp_path / "a", [[1] * n for n in (0, 1, 2, 3, 3, 7, 8, 100)], NULL)
     code, out, _ = typed(inspect_data, prefix, "--png", tmp_path / "a.png")
     lines = out.splitlines()
@@ -176,7 +178,7 @@ def test_summary_counts_lengths_and_draws(tmp_path: Path, typed: Typed) -> None:
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_document_is_decoded_by_the_tokenizer_that_made_it(tmp_path: Path, typed: Typed) -> None:
+def test_inspect_decodes_with_the_tokenizer_of_the_data(tmp_path: Path, typed: Typed) -> None:
     tokenizer = build_tokenizer("ByteTokenizer")
     prefix = write(tmp_path / "a", [[1], [*tokenizer.encode("hé\n"), 256]], tokenizer)
     code, out, _ = typed(inspect_data, prefix, "--document", 1, "--tokenizer-type", "ByteTokenizer")
@@ -253,7 +255,7 @@ def test_verify_reports_a_sound_pair_and_exits_with_3_for_a_fault(tmp_path: Path
     assert code == 3 and "c.idx: " in said
 
 
-def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
+def test_check_index_is_independent_of_the_reader(tmp_path: Path) -> None:
     for name, change, reason in (
         ("lengths", np.array([1, -2], np.int32), "document 1: -2 tokens at byte 2"),
         ("lengths", np.array([1, 1], np.int32), "has 6 bytes, but the index accounts for 4"),
@@ -269,7 +271,7 @@ def test_check_index_does_not_trust_the_reader(tmp_path: Path) -> None:
 
 # ---- train_tokenizer.py
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
-def test_trained_tokenizer_gives_back_every_text(tmp_path: Path, kind: str, typed: Typed) -> None:
+def test_trained_tokenizer_round_trips_every_text(tmp_path: Path, kind: str, typed: Typed) -> None:
     lines = (json.dumps({"text": f"word {i} and\nanother word, {i * i}\r\n"}) for i in range(400))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     arguments = ["--input", tmp_path / "a.jsonl", "--vocab-size", 300, "--model-prefix", tmp_path / "new/m"]
@@ -300,7 +302,7 @@ NO_ROOM = "no room for 256 bytes"
         *((kind, "", 300, "the input holds no text") for kind in ("HuggingFace", "SentencePiece")),
     ],
 )
-def test_tokenizer_that_cannot_be_trained_is_one_clear_error(
+def test_untrainable_tokenizer_is_one_error(
     tmp_path: Path, typed: Typed, kind: str, text: str, size: int, reason: str
 ) -> None:
     kind = f"{kind}Tokenizer"
@@ -324,7 +326,7 @@ TORN = {
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
-def test_a_tokenizers_bad_line_is_named_or_left_out(tmp_path: Path, typed: Typed, kind: str) -> None:
+def test_tokenizer_training_names_or_skips_bad_lines(tmp_path: Path, typed: Typed, kind: str) -> None:
     good = [json.dumps({"text": f"word {i} and another word, {i * i}"}) for i in range(99)]
     words = ["--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size", 290]
     for name, (line, reason) in TORN.items():

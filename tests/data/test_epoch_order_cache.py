@@ -67,7 +67,7 @@ def once() -> Callable[[], EpochOrder]:
     return iter([build_epoch(LENGTHS, 8)]).__next__
 
 
-def test_processes_that_start_at_once_build_once_and_the_others_say_for_whom_they_wait(tmp_path: Path) -> None:
+def test_concurrent_processes_build_the_order_once(tmp_path: Path) -> None:
     processes = [start(tmp_path / "cache") for _ in range(3)]
     results = [process.communicate(timeout=60) for process in processes]
     assert all(process.returncode == 0 for process in processes), results
@@ -82,7 +82,7 @@ def test_processes_that_start_at_once_build_once_and_the_others_say_for_whom_the
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["a.epoch", "a.lock"]
 
 
-def test_killed_builder_leaves_its_turn_and_its_file_is_swept(tmp_path: Path) -> None:
+def test_killed_builder_releases_the_lock_and_its_file_is_removed(tmp_path: Path) -> None:
     killed = start(tmp_path, "hang")
     assert [killed.stdout.readline() for _ in range(2)] == ["building\n", "hangs\n"]
     killed.send_signal(signal.SIGKILL)
@@ -102,7 +102,7 @@ def refuse(*_: object) -> None:
     raise OSError(30, "Read-only file system")
 
 
-def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_cache_directory(tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture) -> None:
     load_or_build(tmp_path, "a", 5000, lambda: build_epoch(LENGTHS, 7))
     monkeypatch.setattr(cache, "file_lock", refuse)
     assert load_or_build(tmp_path, "a", 5000, never).starts[-1] == LENGTHS.sum()
@@ -115,7 +115,7 @@ def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch, caplog: p
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["a.lock"]
 
 
-def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
     (tmp_path / "a.epoch.z.partial").write_bytes(b"")  # perhaps of a builder at work: nobody can know
     epoch = load_or_build(tmp_path, "a", 5000, lambda: build_epoch(LENGTHS, 7))
@@ -161,7 +161,7 @@ def test_damaged_files_are_rebuilt_with_a_warning(tmp_path: Path, caplog: pytest
     assert np.array_equal(again.starts, want.starts) and not caplog.text
 
 
-def test_an_order_of_other_data_is_found_on_use(tmp_path: Path) -> None:
+def test_order_of_other_data_is_detected_on_use(tmp_path: Path) -> None:
     """Somebody has given it this name. No sample is made of tokens that are not the ones meant."""
     data = numbered(tmp_path / "a", LENGTHS.tolist())
     dataset(data, tmp_path / "cache").samples(np.arange(20))
@@ -184,7 +184,7 @@ def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: p
     assert np.array_equal(dataset(data, directory).samples(np.arange(150)), want)
 
 
-def test_other_data_seed_or_split_has_other_files(tmp_path: Path) -> None:
+def test_other_data_seed_or_split_uses_other_files(tmp_path: Path) -> None:
     data, directory = numbered(tmp_path / "a", [10] * 50), tmp_path / "cache"
     seen: set[str] = set()
     for step in range(4):

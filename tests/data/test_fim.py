@@ -51,7 +51,7 @@ def undo(tokens: list[int]) -> list[int]:
     fragments=st.sampled_from([None, 0, 0.5, 1]),
     key=st.integers(0, 2**64 - 1),
 )
-def test_can_be_undone_and_nothing_is_lost_or_invented(
+def test_fim_can_be_undone_without_loss(
     sample: list[int], rate: float, spm_rate: float, fragments: float | None, key: int
 ) -> None:
     tokens = np.array(sample)
@@ -74,7 +74,7 @@ def test_can_be_undone_and_nothing_is_lost_or_invented(
     assert np.array_equal(fixed, out[: len(tokens)]) and np.array_equal(where, source[: len(tokens)])
 
 
-def test_shares_are_the_rates_and_cuts_are_uniform() -> None:
+def test_fim_rates_and_uniform_cuts() -> None:
     tokens = np.array([*[10] * 9, EOD] * 20)
     documents, chosen, spm, lengths = 0, 0, 0, np.zeros((2, 10), np.int64)
     for key in range(300):
@@ -96,7 +96,7 @@ def test_shares_are_the_rates_and_cuts_are_uniform() -> None:
     assert ((lengths[0, 1:] - want[1:]) ** 2 / want[1:]).sum() < 28  # 9 cells: 0.1 % of fair draws exceed 27.9
 
 
-def test_fragments_are_chosen_by_their_own_rate() -> None:
+def test_fim_fragment_rate() -> None:
     tokens = np.array(([*[10] * 5, SPLIT] * 8 + [EOD]) * 5)
     none, some = 0, []
     for key in range(200):
@@ -113,7 +113,7 @@ def test_fragments_are_chosen_by_their_own_rate() -> None:
 @pytest.mark.parametrize(
     ("change", "message"), [({"middle": PRE}, "fim_middle_token and fim_prefix_token are both id 0")]
 )
-def test_contradictions_are_refused(change: dict[str, float | str], message: str) -> None:
+def test_fim_contradictory_options_are_refused(change: dict[str, float | str], message: str) -> None:
     values = {"rate": 0.5, "spm_rate": 0.5, "prefix": PRE, "middle": MID, "suffix": SUF, "pad": PAD, "eod": EOD}
     with pytest.raises(DataError, match=message):
         FimOptions(**{**values, **change})  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def texts(ids: list[int], codec: Tokenizer, marks: FimOptions) -> list[str]:
     documents=st.lists(st.one_of(st.text(max_size=25), st.sampled_from(LINES)), min_size=1, max_size=4),
     key=st.integers(0, 2**64 - 1),
 )
-def test_text_is_kept_between_characters(kind: str, codecs: Codecs, documents: list[str], key: int) -> None:
+def test_fim_keeps_text_between_characters(kind: str, codecs: Codecs, documents: list[str], key: int) -> None:
     codec, options = codecs[kind]
     ids = [codec.encode(text) for text in documents]
     assume(not any(options.eod in part for part in ids))  # a text that spells the end-of-document token
@@ -169,7 +169,7 @@ def test_text_is_kept_between_characters(kind: str, codecs: Codecs, documents: l
 
 
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
-def test_cuts_fall_within_tokens(kind: str, codecs: Codecs) -> None:
+def test_fim_cuts_fall_within_tokens(kind: str, codecs: Codecs) -> None:
     codec, options = codecs[kind]
     ids = np.array(codec.encode("".join(LINES[:3])), np.int64)
     borders = {len(codec.decode(ids[:k].tolist())) for k in range(len(ids) + 1)}
@@ -183,7 +183,7 @@ def test_cuts_fall_within_tokens(kind: str, codecs: Codecs) -> None:
     assert within > 10
 
 
-def test_half_a_character_is_cut_between_tokens(codecs: Codecs) -> None:
+def test_fim_cuts_between_tokens_within_a_character(codecs: Codecs) -> None:
     codec, options = codecs["bpe"]
     ids = np.array(codec.encode("🙂 and so on")[1:], np.int64)  # begins within the bytes of the first
     out, source = rearrange_documents(ids, 3, options, codec)
@@ -191,7 +191,7 @@ def test_half_a_character_is_cut_between_tokens(codecs: Codecs) -> None:
     assert len(out) == len(ids) + 3
 
 
-def test_text_that_spells_a_sentinel_never_becomes_one(codecs: Codecs) -> None:
+def test_fim_text_of_a_sentinel_stays_text(codecs: Codecs) -> None:
     codec, options = codecs["bpe"]
     assert codec.encode("<fim_middle>") == [options.middle]
     tokens = np.array(codec.encode("say <fim_mid") + codec.encode("dle> here"), np.int64)
@@ -201,7 +201,7 @@ def test_text_that_spells_a_sentinel_never_becomes_one(codecs: Codecs) -> None:
         assert texts(out.tolist(), codec, options) == ["say <fim_middle> here"]
 
 
-def test_no_prefix_leaves_a_text_alone(codecs: Codecs) -> None:
+def test_fim_without_prefix_leaves_the_text_unchanged(codecs: Codecs) -> None:
     codec, options = codecs["bpe"]
     first, second = (codec.encode(text) for text in ("# licence text", "x = 1"))
     tokens = np.array([*first, options.eod, *second], np.int64)
@@ -211,7 +211,7 @@ def test_no_prefix_leaves_a_text_alone(codecs: Codecs) -> None:
         assert out[: len(first) + 1].tolist() == [*first, options.eod] and out[len(first) + 1] == options.prefix
 
 
-def test_a_shorter_sample_is_filled(codecs: Codecs) -> None:
+def test_fim_fills_a_shorter_sample(codecs: Codecs) -> None:
     codec, options = codecs["bpe"]
     letters = np.array([codec.encode(letter)[0] for letter in "function_ return function_ return"], np.int64)
     out, source = apply_fim(letters, 5, options, codec)  # encoded anew it takes fewer tokens than letters
@@ -226,7 +226,7 @@ def plain(tmp_path: Path) -> GPTDataset:
     return GPTDataset(IndexedDataset(write(tmp_path / "a", texts, np.int32)), range(40), 32, 1)
 
 
-def test_samples_are_pure_and_keep_their_length(plain: GPTDataset) -> None:
+def test_fim_samples_are_pure_and_keep_their_length(plain: GPTDataset) -> None:
     dataset = FimDataset(plain, fim(0.5), 7)
     together = dataset.samples(np.arange(40))
     assert together.shape == (40, 33) and together.dtype == np.int64 and dataset.seq_length == 32
@@ -238,7 +238,7 @@ def test_samples_are_pure_and_keep_their_length(plain: GPTDataset) -> None:
     assert np.array_equal(again[0], again[2]) and not np.array_equal(again[0], again[1])
 
 
-def test_bits_never_change() -> None:
+def test_fim_samples_never_change() -> None:
     """Resume over versions needs the same samples: these numbers are part of the format, of both forms."""
     keys = [fold(1234, "fim", n) for n in (0, 5)]
     got = [apply_fim(np.arange(10, 26), key, fim(1, rate))[0].tolist() for key in keys for rate in (0, 1)]
@@ -246,7 +246,7 @@ def test_bits_never_change() -> None:
     assert got[2:] == [[PRE, *range(10, 17), SUF, 25, MID, *range(17, 22)], [PRE, SUF, 25, MID, *range(10, 22)]]
 
 
-def test_where_names_the_document_of_a_moved_token(plain: GPTDataset) -> None:
+def test_fim_where_names_the_document_of_a_moved_token(plain: GPTDataset) -> None:
     dataset = FimDataset(plain, fim(1), 7)
     moved = 0
     for i in range(10):
@@ -261,7 +261,7 @@ def test_where_names_the_document_of_a_moved_token(plain: GPTDataset) -> None:
     assert moved > 50
 
 
-def test_feeds_batches(plain: GPTDataset) -> None:
+def test_fim_feeds_batches(plain: GPTDataset) -> None:
     dataset = FimDataset(plain, fim(1, 0.25), 7)
     assert Batches(dataset, 2, 0, 1, 900).at(0, 4)[0].tokens.shape == (2, 33)
     assert dataset.describe(3) == plain.describe(3) + "\nfill-in-the-middle: rate 1, SPM 0.25, cut between tokens"

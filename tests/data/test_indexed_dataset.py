@@ -35,7 +35,7 @@ def golden_index() -> bytes:
     return b"".join(head + columns)
 
 
-def test_files_are_byte_for_byte_the_format(tmp_path: Path) -> None:
+def test_files_equal_the_format_byte_for_byte(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a")
     assert (tmp_path / "a.idx").read_bytes() == golden_index()
     assert (tmp_path / "a.bin").read_bytes() == struct.pack("<8H", *range(5, 13))
@@ -69,7 +69,7 @@ BAD_INDEX = {
 
 
 @pytest.mark.parametrize("name", BAD_INDEX)
-def test_damaged_index_is_refused_with_file_and_field(tmp_path: Path, name: str) -> None:
+def test_damaged_index_is_refused_naming_file_and_field(tmp_path: Path, name: str) -> None:
     raw, reason = BAD_INDEX[name]
     write(tmp_path / "a")
     (tmp_path / "a.idx").write_bytes(raw)
@@ -78,7 +78,7 @@ def test_damaged_index_is_refused_with_file_and_field(tmp_path: Path, name: str)
     assert "a.idx" in str(caught.value)
 
 
-def test_damage_is_found_beyond_the_first_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_beyond_the_first_chunk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.files.indexed_dataset.CHUNK", 2)
     write(tmp_path / "a")
     IndexedDataset(tmp_path / "a")
@@ -105,7 +105,7 @@ def use_everything(data: IndexedDataset) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_thousand_mutations_never_read_wrong_tokens(tmp_path: Path, monkeypatch, full: bool) -> None:
+def test_mutated_files_never_give_wrong_tokens(tmp_path: Path, monkeypatch, full: bool) -> None:
     """Gives the same documents (the byte did not matter, or only the document ends changed), or is refused.
 
     At the latest when it is used, for an index too large to be checked completely when it is opened.
@@ -135,7 +135,7 @@ def test_thousand_mutations_never_read_wrong_tokens(tmp_path: Path, monkeypatch,
     assert at_open > 500 and at_open + later > 750 and (later > 100) != full
 
 
-def test_damage_that_opening_does_not_see_is_found_on_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_missed_at_opening_is_detected_on_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.files.indexed_dataset.MAX_FULL_CHECK", 10_000)
     prefix = write(tmp_path / "a", [[1, 2]] * 20_000)
     index = tmp_path / "a.idx"
@@ -165,7 +165,7 @@ def test_damage_that_opening_does_not_see_is_found_on_use(tmp_path: Path, monkey
         IndexedDataset(prefix).verify()
 
 
-def test_runs_of_entries_that_agree_among_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consistent_but_wrong_index_entries_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sequence ends where the next begins, and yet they lie elsewhere."""
     n = 20_000
     prefix = write(tmp_path / "a", [[1, 2]] * n)
@@ -194,7 +194,7 @@ def test_runs_of_entries_that_agree_among_themselves(tmp_path: Path, monkeypatch
         shifted(pointers, 5000, 15_000, 1).spans(np.array([9000]))
 
 
-def test_lengths_are_read_and_a_pair_replaced_meanwhile_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_pair_replaced_while_open_is_refused(tmp_path: Path, monkeypatch) -> None:
     data = IndexedDataset(write(tmp_path / "a"))
     lengths = data.read_lengths(range(1, 4))
     assert lengths.tolist() == [0, 1, 4] and lengths.flags.aligned and data.read_lengths(range(2, 2)).size == 0
@@ -211,7 +211,7 @@ def test_lengths_are_read_and_a_pair_replaced_meanwhile_is_refused(tmp_path: Pat
     assert data.document(3).tolist() == DOCUMENTS[3]  # what is mapped stays
 
 
-def test_spans_of_documents_that_do_not_exist(tmp_path: Path) -> None:
+def test_spans_of_missing_documents_are_refused(tmp_path: Path) -> None:
     data = IndexedDataset(write(tmp_path / "a"))
     for bad in (-1, 4):
         with pytest.raises(IndexError, match="outside 0..3"):
@@ -257,7 +257,7 @@ def test_files_of_many_gigabytes(tmp_path: Path, dtype: type[np.generic], width:
         assert out.tolist() == [0, 1, 2, 3, 0, 0, 0]
 
 
-def test_file_cut_while_it_is_open(tmp_path: Path) -> None:
+def test_file_truncated_while_open(tmp_path: Path) -> None:
     """Read, it is an error; mapped, the process ends (SIGBUS), which is what the module says."""
     prefix = write(tmp_path / "a", [[7] * 3000] * 3)
     read = IndexedDataset(prefix, mmap_bin_files=False)
@@ -274,7 +274,7 @@ def test_file_cut_while_it_is_open(tmp_path: Path) -> None:
         read.tokens[::2]
 
 
-def test_opening_takes_no_memory_for_the_index(tmp_path: Path) -> None:
+def test_opening_needs_no_memory_for_the_index(tmp_path: Path) -> None:
     """Both ways of checking, on 40 MB of index: less than a tenth of it becomes resident."""
     n = 2_000_000
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
@@ -297,7 +297,7 @@ print(len(data), peak() - before)
 
 
 @pytest.mark.parametrize("change", [-1, 1, -16])
-def test_bin_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
+def test_bin_of_wrong_size_is_refused(tmp_path: Path, change: int) -> None:
     prefix = write(tmp_path / "a")
     raw = (tmp_path / "a.bin").read_bytes()
     (tmp_path / "a.bin").write_bytes(raw[:change] if change < 0 else raw + b"\0")
@@ -306,7 +306,7 @@ def test_bin_of_another_size_is_refused(tmp_path: Path, change: int) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, suffix: str) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path, suffix: str) -> None:
     prefix = write(tmp_path / "x")
     Path(f"{prefix}{suffix}").unlink()
     os.mkfifo(f"{prefix}{suffix}")
@@ -315,7 +315,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, suffix: str) -> No
             IndexedDataset(prefix, mmap_bin_files=mapped)
 
 
-def test_a_wrong_prefix_names_the_pairs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_prefix_suggests_existing_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     pairs = ["data/mine_text_document", "data/mine_title_document", "other_text_document", "many/half"]
     for name in (*pairs, *(f"many/{letter}" for letter in "abcdefg")):
@@ -338,7 +338,7 @@ def test_writer_refuses_ids_that_would_wrap(tmp_path: Path, value: int, dtype: t
     assert not list(tmp_path.iterdir())  # nothing half-written is left
 
 
-def test_what_fails_leaves_nothing_or_the_earlier_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_nothing_or_the_earlier_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = write(tmp_path / "a")
     monkeypatch.setattr("megalite.data.files.indexed_dataset.os.fsync", full)
     for name in ("a", "b"):
@@ -349,7 +349,7 @@ def test_what_fails_leaves_nothing_or_the_earlier_pair(tmp_path: Path, monkeypat
     assert documents_of(IndexedDataset(prefix)) == DOCUMENTS
 
 
-def test_two_writers_of_one_prefix_are_refused(tmp_path: Path) -> None:
+def test_second_writer_of_a_prefix_is_refused(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a", np.uint16) as first:
         first.add([1, 2, 3])
         with pytest.raises(DataError, match="another process is writing"):
@@ -358,7 +358,7 @@ def test_two_writers_of_one_prefix_are_refused(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "a").document(0).tolist() == [1, 2, 3]
 
 
-def test_token_dtype_is_megatrons() -> None:
+def test_token_dtype_equals_megatrons() -> None:
     assert token_dtype(65499) == np.uint16
     assert token_dtype(65500) == np.int32
 

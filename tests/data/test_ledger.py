@@ -39,7 +39,7 @@ def reopened(saved: dict[str, object], paths: list[str], seq_length: int) -> tup
     return made, notes
 
 
-def test_resuming_with_the_same_blend_is_the_same_run(files: tuple[str, str, str], tmp_path: Path) -> None:
+def test_resume_with_the_same_blend_is_the_same_run(files: tuple[str, str, str], tmp_path: Path) -> None:
     a, b, _ = files
     paths = ["0.3", a, "0.7", b]
     straight = ledger(paths, 8)
@@ -57,7 +57,7 @@ def test_resuming_with_the_same_blend_is_the_same_run(files: tuple[str, str, str
     assert notes == [] and np.array_equal(moved.blend.samples(index), straight.blend.samples(index))
 
 
-def test_totals_are_what_was_read(files: tuple[str, str, str]) -> None:
+def test_ledger_totals_equal_the_tokens_read(files: tuple[str, str, str]) -> None:
     a, b, _ = files
     made = ledger(["1", a, "3", b], 8)
     for consumed in (0, 1, 40, 200, 90):  # also back again
@@ -77,7 +77,7 @@ ERA = st.tuples(st.integers(0, 60), st.sampled_from([4, 8, 16]), st.integers(1, 
 @settings(max_examples=40)
 @example([(33, 16, 1, 1), (32, 4, 5, 1), (23, 16, 1, 1)])
 @given(st.lists(ERA, min_size=2, max_size=4))
-def test_every_token_once_per_epoch_whatever_the_blend_becomes(
+def test_every_token_once_per_epoch_after_blend_changes(
     files: tuple[str, str, str], eras: list[tuple[int, int, int, int]]
 ) -> None:
     a, b, _ = files
@@ -127,7 +127,7 @@ def spelled(files: tuple[str, str, str], tmp_path_factory: pytest.TempPathFactor
 @example(lives=[(40, [(0.1, "a"), (0.1, "link to a")]), (40, [(1, "a")]), (90, [(3, "b"), (1, "a"), (1, "a")])])
 @example(lives=[(40, [(1, "a"), (1, "b")]), (30, [(1, "b"), (1, "a")]), (0, [(1, "c")]), (200, [(1, "b"), (3, "a")])])
 @given(lives=st.lists(st.tuples(st.integers(0, 150), PAIRS), min_size=2, max_size=6))
-def test_each_sample_once_per_epoch_whatever_sources_come_and_go(
+def test_every_sample_once_per_epoch_after_source_changes(
     spelled: dict[str, str], lives: list[tuple[int, list[tuple[float, str]]]]
 ) -> None:
     """All three sources are a whole number of samples long, so that after e epochs and a part each token has come e or
@@ -208,7 +208,7 @@ def test_packed_documents_come_once_per_epoch_and_are_counted_once(
             assert saved["sources"][0]["epochs"] == samples // bins
 
 
-def test_two_sources_that_a_digest_cannot_tell_apart_are_refused(tmp_path: Path) -> None:
+def test_sources_with_equal_digests_are_refused(tmp_path: Path) -> None:
     """Documents of the same lengths whose beginnings are the same, as of a copy in which a word was replaced."""
     lengths = [5000, 5000, 5000]
     numbered(tmp_path / "a", lengths)
@@ -222,7 +222,7 @@ def test_two_sources_that_a_digest_cannot_tell_apart_are_refused(tmp_path: Path)
     assert len(ledger(["1", str(tmp_path / "a"), "1", str(tmp_path / "b")], 8).blend.datasets) == 1
 
 
-def test_a_source_that_is_given_twice_is_said_to_be_read_once(spelled: dict[str, str]) -> None:
+def test_source_given_twice_is_reported(spelled: dict[str, str]) -> None:
     a, link = spelled["a"], spelled["link to a"]
     made = ledger(["0.1", a, "0.7", spelled["b"], "0.2", link, "0.1", a], 4)
     assert made.blend.weights == [0.4, 0.7]  # 0.1 + 0.2 + 0.1 in decimal
@@ -236,7 +236,7 @@ def test_a_source_that_is_given_twice_is_said_to_be_read_once(spelled: dict[str,
             ledger(["1", a, weight, a], 4)
 
 
-def test_ledgers_of_version_1_go_on(files: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_of_version_1_resumes(files: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Their eras end where the order was another one: behind the first block of a long period, or with a copy."""
     a, b, _ = files
 
@@ -271,7 +271,7 @@ def test_ledgers_of_version_1_go_on(files: tuple[str, str, str], monkeypatch: py
     )
 
 
-def test_a_source_comes_another_goes(files: tuple[str, str, str]) -> None:
+def test_source_added_and_another_removed(files: tuple[str, str, str]) -> None:
     a, b, c = files
     first = ledger(["1", a, "1", b], 8)
     second, notes = reopened(first.to_json(60), ["1", b, "1", c], 8)
@@ -287,7 +287,7 @@ def test_a_source_comes_another_goes(files: tuple[str, str, str]) -> None:
     assert {t.name: t.tokens for t in third.totals(200).values()} == {a: 480, b: 800, c: 320}
 
 
-def test_another_seed_and_a_damaged_ledger_are_refused(files: tuple[str, str, str]) -> None:
+def test_other_seed_or_damaged_ledger_is_refused(files: tuple[str, str, str]) -> None:
     a, _, _ = files
     saved = ledger([a], 8, seed=2).to_json(30)
     with pytest.raises(DataError, match="seed=1, but the data so far came in the order of seed 2"):

@@ -49,7 +49,7 @@ def bins_of(plan: PackingPlan) -> list[list[tuple[int, int, int]]]:
 
 @settings(max_examples=150)
 @given(lengths=LENGTHS, capacity=st.integers(2, 30))
-def test_plan_is_best_fit_decreasing_and_loses_nothing(lengths: list[int], capacity: int) -> None:
+def test_packing_is_best_fit_decreasing_without_loss(lengths: list[int], capacity: int) -> None:
     plan = plan_packing(np.array(lengths, np.int32), capacity)
     bins, pieces = bins_of(plan), cut(lengths, capacity)
     assert sorted(piece for part in bins for piece in part) == pieces
@@ -61,7 +61,7 @@ def test_plan_is_best_fit_decreasing_and_loses_nothing(lengths: list[int], capac
 
 
 @pytest.mark.parametrize("capacity", [33, 2049, 70_000])  # the last one is beyond sorting in 16 bits
-def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_of_more_documents_than_a_chunk(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.datasets.packed_dataset.CHUNK", 1000)
     lengths = np.random.default_rng(0).lognormal(5.0, 1.5, 5300).astype(np.int32)
     plan = plan_packing(lengths, capacity)
@@ -75,7 +75,7 @@ def test_more_documents_than_one_chunk_holds(capacity: int, monkeypatch: pytest.
 
 @settings(max_examples=50)
 @given(lengths=LENGTHS, seq_length=st.integers(1, 20), seed=st.integers(0, 9), first=st.integers(0, 3))
-def test_every_label_counts_once_per_epoch(
+def test_packing_counts_every_label_once_per_epoch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, seed: int, first: int
 ) -> None:
     lengths = [*lengths, 2]
@@ -101,7 +101,7 @@ def test_every_label_counts_once_per_epoch(
             assert (row[int(lengths_here.sum()) :] == PAD).all()
 
 
-def test_epochs_differ_and_layouts_are_pure(tmp_path: Path) -> None:
+def test_packing_epochs_differ_and_are_pure(tmp_path: Path) -> None:
     data = numbered(tmp_path / "a", np.random.default_rng(0).integers(1, 30, 400).tolist())
     dataset = PackedDataset(data, range(400), 64, 5, PAD)
     bins = dataset.plan.num_bins
@@ -120,7 +120,7 @@ def test_epochs_differ_and_layouts_are_pure(tmp_path: Path) -> None:
     assert dataset.piece_lengths(index[:0]) == [] and dataset.samples(index[:0]).shape == (0, 65)
 
 
-def test_bits_never_change(tmp_path: Path) -> None:
+def test_packed_samples_never_change(tmp_path: Path) -> None:
     """Resume over versions needs the same order: these numbers are part of the format."""
     dataset = PackedDataset(numbered(tmp_path / "a", [3, 9, 0, 4, 2, 6, 1]), range(7), 9, 1234, 99)
     bins = ([*range(3, 12), 24], [0, 1, 2, 16, 17, *[99] * 5], [*range(18, 24), *range(12, 16)], [24, *range(3, 12)])
@@ -128,14 +128,14 @@ def test_bits_never_change(tmp_path: Path) -> None:
     assert [row.tolist() for row in dataset.samples(np.arange(6))] == want
 
 
-def test_describe_tells_padding_and_cuts(tmp_path: Path) -> None:
+def test_describe_reports_padding_and_cuts(tmp_path: Path) -> None:
     data = numbered(tmp_path / "a", [5, 5, 12])  # pieces 5, 5, 10, 3 in samples of 10
     text = PackedDataset(data, range(3), 9, 1, PAD).describe(6)
     packed = "packed into 3 samples, 23.33 % padding, 1 documents cut (end to end: about 2)"
     assert text == f"{data.prefix}: 3 documents, 22 tokens, 2.00 epochs; {packed}"
 
 
-def test_cuts_of_plain_concatenation_are_as_predicted() -> None:
+def test_cuts_of_plain_concatenation_match_the_formula() -> None:
     lengths = np.random.default_rng(2).integers(0, 90, 300).astype(np.int32)
     seq_length, found = 64, []
     for key in range(60):
@@ -146,7 +146,7 @@ def test_cuts_of_plain_concatenation_are_as_predicted() -> None:
     assert np.mean(found) == pytest.approx(expected_cut_documents(lengths, seq_length), rel=0.02)
 
 
-def test_too_little_data_is_refused(tmp_path: Path) -> None:
+def test_packing_refuses_too_little_data(tmp_path: Path) -> None:
     data = numbered(tmp_path / "a", [1, 0, 1, 5])
     for documents in (range(0), range(3)):
         with pytest.raises(DataError, match="no document of two tokens or more among"):

@@ -30,7 +30,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_documents_and_sidecar(tmp_path: Path, typed: Typed) -> None:
+def test_preprocess_writes_documents_and_sidecar(tmp_path: Path, typed: Typed) -> None:
     write_jsonl(tmp_path / "b.jsonl", ["abc", "", "d"])
     (tmp_path / "a.txt").write_text("xy\nz")
     where = ["--input", tmp_path / "*.jsonl", tmp_path / "a.txt", "--output-prefix", tmp_path / "out/my"]
@@ -48,7 +48,7 @@ def test_documents_and_sidecar(tmp_path: Path, typed: Typed) -> None:
     assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
 
 
-def test_same_bytes_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_independent_of_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)  # some 40 blocks
     write_jsonl(tmp_path / "a.jsonl", [f"document {i} " * (i % 17) for i in range(900)])
     made = {}
@@ -87,7 +87,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_bad_line_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> None:
+def test_bad_line_is_named_and_leaves_no_files(tmp_path: Path, name: str) -> None:
     line, reason = BAD_LINES[name]
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "fine"}\r\n\n' + line + b'\n{"text": "fine"}\n')
     with pytest.raises(DataError, match=reason) as caught:
@@ -96,13 +96,13 @@ def test_bad_line_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_unusual_lines_that_are_right() -> None:
+def test_unusual_valid_lines_are_accepted() -> None:
     assert parse_line(b'  {"text": "a\\u0000b"}\r', ("text",)) == ["a\0b"]
     assert parse_line(b" \t\r", ("text",)) is None
     assert parse_line(b'{"text": "' + b"x" * 50_000_000 + b'"}', ("text",)) == ["x" * 50_000_000]
 
 
-def test_full_disk_is_an_error_and_the_earlier_pair_stays(tmp_path: Path, typed: Typed) -> None:
+def test_full_disk_is_an_error_and_keeps_the_earlier_pair(tmp_path: Path, typed: Typed) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["first"])
     words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer"]
     assert typed(preprocess_data, *words, "--workers", 1)[0] == 0
@@ -158,7 +158,7 @@ def test_tokenizer_training_takes_text_evenly_up_to_a_bound() -> None:
     assert len(list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 40_000))) == 1000
 
 
-def test_tokenizer_training_takes_so_many_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_training_limits_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text(f"{'word ' * 700}\n" * 9)
     words, took = ["--input", str(tmp_path / "a.txt"), "--model-prefix", "m", "--max-sentences", "7"], list[str]()
     monkeypatch.setitem(train_tokenizer.TRAINERS, "SentencePieceTokenizer", lambda pieces, *_: took.extend(pieces))
@@ -195,7 +195,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_kind_of_bad_line_is_left_out_counted_and_shown(tmp_path: Path, workers: int) -> None:
+def test_every_kind_of_bad_line_is_skipped_and_counted(tmp_path: Path, workers: int) -> None:
     lines = [line for name in REASONS for line in (BAD_LINES[name][0], b'{"text": "fine"}', b"", b'{"text": ""}')]
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
     source = [str(tmp_path / "in.jsonl")]
@@ -214,7 +214,7 @@ def test_every_kind_of_bad_line_is_left_out_counted_and_shown(tmp_path: Path, wo
         assert row["text"] == raw[:SAMPLE_BYTES].decode("utf-8", "backslashreplace")
 
 
-def test_samples_are_bounded_and_counts_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shown_bad_lines_are_bounded_and_counts_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)
     path = tmp_path / "a.jsonl"
     path.write_bytes((b"[" + b"x" * 999 + b'\n{"text": "y"}\n{"text": 5}\n') * 150)
@@ -227,7 +227,7 @@ def test_samples_are_bounded_and_counts_are_not(tmp_path: Path, monkeypatch: pyt
     assert info and info["bad"] == {"not-json": 150, "not-a-string": 150}
 
 
-def test_too_many_bad_lines_fail_at_the_end_and_can_be_let_pass(tmp_path: Path, typed: Typed) -> None:
+def test_too_many_bad_lines_fail_unless_allowed(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 90 + b"17\n" * 10)
     words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--workers", 1]
     words += ["--tokenizer-type", "ByteTokenizer", "--max-bad-fraction"]
@@ -250,7 +250,7 @@ def test_hopeless_input_is_stopped_early(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("bad,records,share", [(6, 100, 1.0), (1000, 1000, 0.2)])
-def test_judgement(bad: int, records: int, share: float) -> None:
+def test_bad_record_limit(bad: int, records: int, share: float) -> None:
     check_bad_fraction(Progress(records=100, bad={"not-json": 5}), 0.05, 1.0, "see there")
     check_bad_fraction(Progress(records=999, bad={"not-json": 999}), 0.05, 0.9, "see there")  # too few to tell
     check_bad_fraction(
@@ -260,7 +260,7 @@ def test_judgement(bad: int, records: int, share: float) -> None:
         check_bad_fraction(Progress(records=records, bad={"not-json": bad}), 0.05, share, "see there")
 
 
-def test_rejects_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
+def test_rejects_file_of_an_earlier_run_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n17\n')
     preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.5, job=BYTES)
@@ -271,13 +271,13 @@ def test_rejects_of_an_earlier_run_do_not_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_fraction_outside_its_range(tmp_path: Path, fraction: float) -> None:
+def test_bad_fraction_is_refused(tmp_path: Path, fraction: float) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     with pytest.raises(DataError, match="max_bad_fraction=.* is not a fraction"):
         preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=fraction, job=BYTES)
 
 
-def test_standard_input_and_mixed_files_and_progress(tmp_path: Path, typed: Typed) -> None:
+def test_standard_input_mixed_files_and_progress(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "b.txt").write_text("b")
     more = f"--output-prefix {tmp_path}/o --tokenizer-type ByteTokenizer --workers 2 --log-interval 1".split()
     lines = '{"text": "a"}\n{"text": "c"}'
@@ -293,7 +293,7 @@ def test_standard_input_and_mixed_files_and_progress(tmp_path: Path, typed: Type
     assert code == 2 and "--split-sentences is for BERT and T5" in told
 
 
-def test_a_template_that_ends_texts_gives_one_end(tmp_path: Path, typed: Typed) -> None:
+def test_template_with_end_of_text_adds_one_end(tmp_path: Path, typed: Typed) -> None:
     """As of a tokenizer.json whose post-processor appends </s>; without one --append-eod does it."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

@@ -110,7 +110,7 @@ def dies_at(number: int, work: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def test_killed_before_every_single_step_that_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_before_every_durable_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two keys, so that one pair is visible while the other is not; also where an earlier pair is to be replaced."""
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 200)
     monkeypatch.setattr(token_run, "JOURNAL_BYTES", 700)
@@ -144,7 +144,7 @@ def test_killed_before_every_single_step_that_lasts(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: Path, workers: int) -> None:
+def test_kill_of_the_command(corpus: Path, want: dict[str, bytes], tmp_path: Path, workers: int) -> None:
     """The tool itself, input `-` among its files, killed with its workers under way."""
     code = (
         "import sys; from tools.preprocess import text_input, tokenize_run; text_input.BLOCK_BYTES = 3000;"
@@ -171,7 +171,7 @@ def test_killed_as_users_run_it(corpus: Path, want: dict[str, bytes], tmp_path: 
 
 
 @pytest.mark.parametrize("disk", [False, True], ids=["a worker dies", "the disk is full"])
-def test_worker_that_dies_loses_nothing(corpus: Path, want: dict, tmp_path: Path, monkeypatch, disk: bool) -> None:
+def test_dead_worker_loses_nothing(corpus: Path, want: dict, tmp_path: Path, monkeypatch, disk: bool) -> None:
     prefix, note = tmp_path / "o", token_run.TokenizeRun._write_journal_entry
 
     def note_and_kill(run: token_run.TokenizeRun) -> None:
@@ -196,7 +196,9 @@ def stopped(corpus: Path, prefix: Path, number: int = 25) -> None:
     assert Path(f"{prefix}.journal").read_bytes().count(b"\n") > 1
 
 
-def test_what_differs_is_refused_and_nothing_is_lost(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
+def test_resume_with_other_options_is_refused_without_loss(
+    corpus: Path, want: dict[str, bytes], tmp_path: Path
+) -> None:
     prefix = tmp_path / "o"
     stopped(corpus, prefix)
     before = contents(prefix)
@@ -217,7 +219,7 @@ def test_what_differs_is_refused_and_nothing_is_lost(corpus: Path, want: dict[st
     assert contents(prefix) == want
 
 
-def test_changed_input_is_not_complete_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_input_is_not_treated_as_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     for text in ("first", "other"):  # as many bytes
         write_lines(path, [text])
@@ -227,7 +229,7 @@ def test_changed_input_is_not_complete_already(tmp_path: Path, capsys: pytest.Ca
         os.utime(prefix + ".idx", (1, 1))
 
 
-def test_journal_cut_by_the_end_of_power(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
+def test_journal_truncated_by_a_power_cut(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
     for i, cut in enumerate((1, 150)):
         prefix = tmp_path / str(i) / "o"
         stopped(corpus, prefix, 40)
@@ -238,7 +240,7 @@ def test_journal_cut_by_the_end_of_power(corpus: Path, want: dict[str, bytes], t
         assert entries > 1 and contents(prefix) == want
 
 
-def test_partial_file_that_lost_bytes_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_truncated_partial_file_is_refused(corpus: Path, tmp_path: Path) -> None:
     for name in ("_text_document.bin", "_text_document.lengths", ".rejects.jsonl"):
         prefix = tmp_path / name / "o"
         stopped(corpus, prefix, 60)
@@ -248,7 +250,7 @@ def test_partial_file_that_lost_bytes_is_refused(corpus: Path, tmp_path: Path) -
             preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
 
 
-def test_two_runs_at_one_prefix(corpus: Path, tmp_path: Path) -> None:
+def test_second_run_at_a_prefix_is_refused(corpus: Path, tmp_path: Path) -> None:
     header = {"version": 0}
     first = journal.Journal(tmp_path / "o.journal", header, False, False)
     with pytest.raises(DataError, match="o.journal: another process is writing it"):
@@ -257,7 +259,7 @@ def test_two_runs_at_one_prefix(corpus: Path, tmp_path: Path) -> None:
     preprocess(inputs(corpus), str(tmp_path / "o"), **SETTINGS)
 
 
-def test_bad_line_late_in_the_run_can_be_passed_by_resuming(tmp_path: Path) -> None:
+def test_late_bad_line_can_be_skipped_by_resuming(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", ["some text"] * 2000)
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write("[]\n")
@@ -271,7 +273,7 @@ def test_bad_line_late_in_the_run_can_be_passed_by_resuming(tmp_path: Path) -> N
     assert json.loads(row)["line"] == 2001
 
 
-def test_standard_input_is_fed_again(tmp_path: Path) -> None:
+def test_resume_rereads_standard_input(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [f"text {i} " * 8 for i in range(3000)])
     raw = (tmp_path / "a.jsonl").read_bytes()
 

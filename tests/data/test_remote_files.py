@@ -98,7 +98,7 @@ def stored(directory: Path) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_is_the_same_as_from_disk(tmp_path: Path, kind: str, dtype: type[np.generic]) -> None:
+def test_remote_tokens_equal_local_tokens(tmp_path: Path, kind: str, dtype: type[np.generic]) -> None:
     write(tmp_path / "a", dtype=dtype)
     url = f"file://{tmp_path}/a"
     if kind == "memory":
@@ -118,7 +118,7 @@ def test_is_the_same_as_from_disk(tmp_path: Path, kind: str, dtype: type[np.gene
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_places_are_copied(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_spans_are_copied(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     prefix = tmp_path_factory.mktemp("far") / "a"
     pair = IndexedDataset(write(prefix), cache_path=prefix.parent)
     flat = np.concatenate([np.array(d, np.int64) for d in DOCUMENTS])
@@ -130,7 +130,7 @@ def test_any_places_are_copied(tmp_path_factory: pytest.TempPathFactory, data: s
     assert out.tolist() == [token for a, n in places for token in flat[a : a + n].tolist()]
 
 
-def test_every_byte_is_fetched_once_and_kept(tmp_path: Path) -> None:
+def test_every_byte_is_fetched_once_and_cached(tmp_path: Path) -> None:
     url, size = write(tmp_path / "a"), (tmp_path / "a.bin").stat().st_size
     for _ in range(2):
         assert documents(IndexedDataset(url, cache_path=tmp_path / "c")) == DOCUMENTS
@@ -163,7 +163,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_copies_are_fetched_again(tmp_path: Path, caplog: Any, name: str, suffix: str) -> None:
+def test_damaged_cache_is_fetched_again(tmp_path: Path, caplog: Any, name: str, suffix: str) -> None:
     url, cache = write(tmp_path / "a"), tmp_path / "c"
     documents(IndexedDataset(url, cache_path=cache))
     (copy,) = cache.glob(f"remote/*/copy{suffix}")
@@ -193,7 +193,7 @@ def test_damaged_source_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same_size", [True, False])
-def test_source_that_changes_is_refused_and_its_new_content_read_at_the_next_start(tmp_path, same_size: bool) -> None:
+def test_changed_source_is_refused_until_the_next_start(tmp_path, same_size: bool) -> None:
     url, cache = write(tmp_path / "a"), tmp_path / "c"
     data = IndexedDataset(url, cache_path=cache)
     data.tokens[0:10]
@@ -214,7 +214,7 @@ def test_transient_faults_are_retried(tmp_path: Path) -> None:
     assert documents(data) == DOCUMENTS and not Flaky.faults
 
 
-def test_lasting_faults_end_after_a_bounded_number_of_attempts(tmp_path: Path) -> None:
+def test_permanent_faults_end_after_bounded_attempts(tmp_path: Path) -> None:
     url = write(tmp_path / "a")
     data = IndexedDataset(url, cache_path=tmp_path / "c")
     Flaky.reads, Flaky.faults = [], [ConnectionResetError("reset by peer")] * 100
@@ -230,7 +230,7 @@ def test_lasting_faults_end_after_a_bounded_number_of_attempts(tmp_path: Path) -
     assert documents(data) == DOCUMENTS
 
 
-def test_what_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unopenable_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = write(tmp_path / "a")
     with pytest.raises(DataError, match=r"none.idx: looking it up: FileNotFoundError.*without .bin or .idx"):
         IndexedDataset(f"flaky://{tmp_path}/none", cache_path=tmp_path)
@@ -251,7 +251,7 @@ def test_what_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         IndexedDataset(url, cache_path=tmp_path)
 
 
-def test_a_disk_that_is_too_small_is_told_at_the_start_and_ends_the_run(tmp_path, monkeypatch, caplog) -> None:
+def test_too_small_disk_is_reported_at_startup(tmp_path, monkeypatch, caplog) -> None:
     url, cache = write(tmp_path / "a"), tmp_path / "c"
     monkeypatch.setattr(remote.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 0))
     data = IndexedDataset(url, cache_path=cache)
@@ -297,7 +297,7 @@ print(test_remote.weighed(data, url.encode()[-1]))
 """
 
 
-def test_processes_that_read_at_once_fetch_each_block_once(tmp_path: Path) -> None:
+def test_concurrent_processes_fetch_each_block_once(tmp_path: Path) -> None:
     url, journal = write(tmp_path / "a"), tmp_path / "journal"
     command = [sys.executable, "-c", READER, url, str(tmp_path / "c"), str(journal)]
     running = [programs.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -329,7 +329,7 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
         read_sidecar(url)
 
 
-def test_fsspec_is_imported_for_urls_only(tmp_path: Path) -> None:
+def test_fsspec_is_imported_only_for_urls(tmp_path: Path) -> None:
     write(tmp_path / "a")
     code = f"import sys; from megalite.data.files.indexed_dataset import IndexedDataset as I; I({str(tmp_path / 'a')!r}).document(0)\n"
     code += "print([m for m in sys.modules if m.startswith('fsspec') or m == 'megalite.data.files.remote_files'])"

@@ -62,7 +62,7 @@ def test_every_token_is_used_once_per_epoch(
     assert sum(abs(used[t] - 3) for t in own) == excess
 
 
-def test_samples_are_the_windows_of_the_documented_stream(tmp_path: Path) -> None:
+def test_samples_are_windows_of_the_token_stream(tmp_path: Path) -> None:
     lengths, seq_length = [3, 0, 11, 1, 7, 0, 5], 4
     data = numbered(tmp_path / "a", lengths)
     dataset = GPTDataset(data, range(len(lengths)), seq_length, 9)
@@ -82,7 +82,7 @@ KINDS: dict[str, Callable[[IndexedDataset, int], Dataset]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_are_pure_and_where_names_the_document_of_every_token(tmp_path: Path, kind: str) -> None:
+def test_samples_are_pure_and_where_names_each_document(tmp_path: Path, kind: str) -> None:
     data = numbered(tmp_path / "a", [4, 0, 23, 6, 1, 30, 3])
     dataset, index = KINDS[kind](data, 3), np.arange(30)  # epochs of 7 and 9 samples
     together = dataset.samples(index)
@@ -108,7 +108,7 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
     assert one.samples(np.array([0])).tolist() == [[0, 1, 2, 3, 4]]
 
 
-def test_billions_of_samples_need_no_table() -> None:
+def test_order_of_billions_of_samples_needs_no_table() -> None:
     """Sizes beyond 32 bits, on arithmetic alone."""
     tokens, seq_length = 15 * 10**12 + 7, 8192
     index = np.array([0, 2**31, 2**32 + 5, 10**10])
@@ -159,7 +159,7 @@ def inputs(line: TokenStream, index: NDArray[np.int64], seq_length: int) -> list
     eras=st.lists(st.tuples(st.integers(1, 13), st.integers(0, 30)), max_size=5),
     last=st.integers(1, 13),
 )
-def test_every_token_of_a_line_once_per_epoch(tokens: int, eras: list[tuple[int, int]], last: int) -> None:
+def test_every_token_of_a_stream_once_per_epoch(tokens: int, eras: list[tuple[int, int]], last: int) -> None:
     line, seen = TokenStream(tokens, 5), []
     for seq_length, samples in eras:
         seen += inputs(line, np.arange(samples), seq_length)
@@ -185,7 +185,7 @@ def test_every_token_of_a_line_once_per_epoch(tokens: int, eras: list[tuple[int,
     eras=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=4),
     last=st.tuples(st.integers(1, 9), st.integers(0, 20)),
 )
-def test_documents_begun_are_counted_exactly(
+def test_started_documents_are_counted_exactly(
     lengths: list[int], eras: list[tuple[int, int]], last: tuple[int, int]
 ) -> None:
     sizes = np.array(lengths, np.int32)
@@ -206,7 +206,7 @@ def test_documents_begun_are_counted_exactly(
         line = line.advanced_by(samples, seq_length)
 
 
-def test_samples_of_an_epoch_are_shuffled_among_themselves() -> None:
+def test_shuffle_stays_within_an_epoch() -> None:
     starts = TokenStream(97, 11).sample_starts(np.arange(26), 8)  # 13 samples begin in epoch 0, 12 in epoch 1
     assert starts.tolist() != sorted(starts.tolist())
     assert sorted(starts[:13].tolist()) == list(range(0, 104, 8))
@@ -222,25 +222,25 @@ GOLDEN_LARGE = [647831989802, 633655622351, 930786388621]
 
 @settings(max_examples=80)
 @given(n=st.one_of(st.integers(0, 300), st.integers(300, 40_000)), key=st.integers(0, 2**64 - 1))
-def test_is_a_bijection_whose_parts_can_be_computed_alone(n: int, key: int) -> None:
+def test_permutation_is_a_random_access_bijection(n: int, key: int) -> None:
     shuffled = permute(np.arange(n), n, key)
     assert np.array_equal(np.sort(shuffled), np.arange(n))
     assert np.array_equal(permute(np.arange(n // 3, n), n, key), shuffled[n // 3 :])
 
 
 @pytest.mark.parametrize("n", [3, 1_000_000, 1_000_001, 1_002_000, 1_002_001])
-def test_is_a_bijection_around_squares(n: int) -> None:
+def test_permutation_is_a_bijection_around_squares(n: int) -> None:
     assert np.array_equal(np.bincount(permute(np.arange(n), n, 11)), np.ones(n))
 
 
-def test_bits_never_change() -> None:
+def test_permutation_never_changes() -> None:
     """Resume over versions needs the same order: these numbers are part of the format."""
     assert permute(np.arange(8), 8, fold(1234, "train")).tolist() == GOLDEN_8
     assert permute(np.array([0, 1, 10**12 - 1]), 10**12, 99).tolist() == GOLDEN_LARGE
 
 
 @pytest.mark.parametrize("n", [3, 4])
-def test_all_orders_of_few_are_equally_likely(n: int) -> None:
+def test_permutation_orders_are_equally_likely(n: int) -> None:
     keys = 2400
     orders = Counter(tuple(permute(np.arange(n), n, fold("uniform", k)).tolist()) for k in range(keys))
     cells = 6 if n == 3 else 24
@@ -249,14 +249,14 @@ def test_all_orders_of_few_are_equally_likely(n: int) -> None:
     assert chi_square < 2.5 * (cells - 1)  # mean of the distribution: cells - 1
 
 
-def test_neighbours_are_scattered() -> None:
+def test_permutation_scatters_neighbours() -> None:
     n = 200_000
     shuffled = permute(np.arange(n), n, 3).astype(np.float64)
     assert abs(np.corrcoef(shuffled[:-1], shuffled[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(shuffled, np.arange(n))[0, 1]) < 0.02
 
 
-def test_index_outside_is_refused() -> None:
+def test_permutation_refuses_an_index_outside() -> None:
     for bad in (-1, 10):
         with pytest.raises(IndexError, match="outside 0..9"):
             permute(np.array([bad]), 10, 0)

@@ -70,7 +70,7 @@ def texts_from(path: Path, start: Position | None = None) -> list[tuple[Position
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_texts_from_any_position(tmp_path: Path, monkeypatch, name: str) -> None:
+def test_every_format_reads_from_any_position(tmp_path: Path, monkeypatch, name: str) -> None:
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)
     texts = [f"text {i} ü\n" * (i % 13) for i in range(400)]
     WRITERS[name](tmp_path / name, texts)
@@ -85,7 +85,7 @@ def test_every_format_gives_the_texts_from_any_position(tmp_path: Path, monkeypa
         assert rest == texts[done:]
 
 
-def test_other_content_than_before_the_interruption_is_refused(tmp_path: Path) -> None:
+def test_changed_content_after_an_interruption_is_refused(tmp_path: Path) -> None:
     write_gz(tmp_path / "a.jsonl.gz", ["some text"] * 10)
     [(position, _)] = texts_from(tmp_path / "a.jsonl.gz")
     for other in (["some Text"] * 10, ["some text"] * 9):
@@ -95,7 +95,7 @@ def test_other_content_than_before_the_interruption_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.zst", "a.parquet"])
-def test_damaged_file_is_one_error_that_names_it(tmp_path: Path, name: str) -> None:
+def test_damaged_file_is_one_error_with_its_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     rng = np.random.default_rng(0)
     WRITERS[name](path, ["".join(map(chr, rng.integers(32, 127, 200))) for _ in range(300)])
@@ -106,7 +106,7 @@ def test_damaged_file_is_one_error_that_names_it(tmp_path: Path, name: str) -> N
             texts_from(path)
 
 
-def test_text_files_are_one_document_however_they_are_packed(tmp_path: Path) -> None:
+def test_compressed_text_file_is_one_document(tmp_path: Path) -> None:
     text = "one\ntwo ü\n"
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
@@ -114,7 +114,7 @@ def test_text_files_are_one_document_however_they_are_packed(tmp_path: Path) -> 
     assert list(ValidTexts(expand([str(tmp_path / "*")]), ("text",))) == [text] * 3
 
 
-def test_the_text_of_a_compressed_file_is_larger_than_the_file(tmp_path: Path) -> None:
+def test_compressed_file_smaller_than_its_text(tmp_path: Path) -> None:
     """Else a bound in bytes of text lets several times as much through."""
     lines = (json.dumps({"text": f"line {i * i} of {i % 97} words"}) + "\n" for i in range(60_000))
     raw = "".join(lines).encode()
@@ -125,7 +125,7 @@ def test_the_text_of_a_compressed_file_is_larger_than_the_file(tmp_path: Path) -
         assert len(data) < len(raw) / 2 or name == "a.jsonl"
 
 
-def test_longer_than_a_document_may_be_is_left_out_and_never_held(tmp_path: Path, monkeypatch) -> None:
+def test_too_long_document_is_skipped_without_buffering(tmp_path: Path, monkeypatch) -> None:
     for module in (text_input, records):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 3000)
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 700)
@@ -182,7 +182,7 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         list(read_blocks([str(tmp_path / name)]))
 
 
-def test_what_cannot_be_input(tmp_path: Path) -> None:
+def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
     for name in ("a.pdf", "b.parquet.gz", "c.gz"):
         (tmp_path / name).touch()
         with pytest.raises(DataError, match=f"{name} is not a .jsonl"):
@@ -195,7 +195,7 @@ def test_what_cannot_be_input(tmp_path: Path) -> None:
 
 @settings(max_examples=60)
 @given(st.lists(TEXT, max_size=30), st.integers(1, 400), st.booleans(), st.sampled_from([b"\n", b"\r\n", b"\n \n"]))
-def test_any_texts_come_back_from_blocks_of_any_size(texts: list[str], size: int, last: bool, ending: bytes) -> None:
+def test_texts_round_trip_through_blocks_of_any_size(texts: list[str], size: int, last: bool, ending: bytes) -> None:
     raw = b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + ending for text in texts)
     raw = raw if last else raw.removesuffix(ending)
     chunks = [(raw[a : a + size], 0) for a in range(0, len(raw), size)]
@@ -215,7 +215,7 @@ def test_any_texts_come_back_from_blocks_of_any_size(texts: list[str], size: int
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(TEXT, st.none() | TEXT), max_size=20))
-def test_any_rows_come_back(rows: list[tuple[str, str | None]]) -> None:
+def test_rows_round_trip(rows: list[tuple[str, str | None]]) -> None:
     columns = [[row[k] for row in rows] for k in range(2)]
     lengths = [np.array([-1 if x is None else len(x.encode()) for x in column], np.int64) for column in columns]
     payload = pack_rows(lengths, ["".join(x or "" for x in column).encode() for column in columns])
@@ -227,14 +227,14 @@ def test_any_rows_come_back(rows: list[tuple[str, str | None]]) -> None:
 
 @settings(max_examples=200)
 @given(TEXT, st.dictionaries(TEXT, st.integers() | TEXT), st.booleans())
-def test_any_text_comes_back_from_its_line(text: str, others: dict, ascii_: bool) -> None:
+def test_text_round_trips_through_its_line(text: str, others: dict, ascii_: bool) -> None:
     line = json.dumps({**others, "text": text}, ensure_ascii=ascii_).encode()
     assert parse_line(line, ("text",)) == [text]
 
 
 @settings(max_examples=300)
 @given(st.binary(max_size=60) | st.binary(max_size=30).map(lambda raw: b'{"text": "' + raw + b'"}'))
-def test_no_line_does_more_than_be_refused(raw: bytes) -> None:
+def test_bad_line_is_only_refused(raw: bytes) -> None:
     try:
         texts = parse_line(raw, ("text",))
     except BadLine as error:
@@ -243,7 +243,7 @@ def test_no_line_does_more_than_be_refused(raw: bytes) -> None:
         assert texts is None or json.loads(raw)["text"] == texts[0]
 
 
-def test_reading_holds_little_of_a_large_file(tmp_path: Path) -> None:
+def test_reading_a_large_file_needs_little_memory(tmp_path: Path) -> None:
     """A gz of 200 MB that is 200 kB on disk: blocks stay near BLOCK_BYTES."""
     line = json.dumps({"text": "x" * 999_988}).encode() + b"\n"
     raw = io.BytesIO()

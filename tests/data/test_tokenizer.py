@@ -74,7 +74,7 @@ REAL = [f"{name}Tokenizer" for name in ("SentencePiece", "Llama2", "HuggingFace"
 
 
 @pytest.mark.parametrize("kind", REAL)
-def test_text_comes_back_exactly(directory: Path, kind: str) -> None:
+def test_tokenizer_round_trips_text(directory: Path, kind: str) -> None:
     tokenizer = make(directory, kind)
     for text in TEXTS:
         ids = tokenizer.encode(text)
@@ -86,7 +86,7 @@ def test_text_comes_back_exactly(directory: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", REAL)
-def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
+def test_flat_ids_equal_the_lists(directory: Path, kind: str) -> None:
     tokenizer = make(directory, kind)
 
     @settings(max_examples=25, suppress_health_check=[HealthCheck.differing_executors])
@@ -100,7 +100,7 @@ def test_flat_ids_are_those_of_the_lists(directory: Path, kind: str) -> None:
     check()
 
 
-def test_patterns_split_as_their_sources_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_patterns_equal_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     import regex
     from tiktoken_ext import openai_public
 
@@ -132,7 +132,7 @@ def test_tiktoken_lines(directory: Path, tmp_path: Path) -> None:
         named.decode([100256])
 
 
-def test_tiktoken_json_is_megatrons(directory: Path) -> None:
+def test_tiktoken_json_equals_megatrons(directory: Path) -> None:
     file = str(directory / "ranks.json")
     ranks = len(json.loads(Path(file).read_text()))
     v2 = build_tokenizer("TikTokenizer", file)
@@ -156,13 +156,13 @@ BAD_RANKS = [
 
 
 @pytest.mark.parametrize(("content", "pattern", "reason"), BAD_RANKS, ids=range(len(BAD_RANKS)))
-def test_bad_ranks_are_one_clear_error(tmp_path: Path, content: str, pattern: str, reason: str) -> None:
+def test_bad_tiktoken_ranks_are_one_error(tmp_path: Path, content: str, pattern: str, reason: str) -> None:
     (tmp_path / "ranks").write_text(content)
     with pytest.raises(DataError, match=reason):
         build_tokenizer("TikTokenizer", str(tmp_path / "ranks"), tiktoken_pattern=pattern or None)
 
 
-def test_gpt2_files_give_the_ids_of_transformers(directory: Path) -> None:
+def test_gpt2_files_give_transformers_ids(directory: Path) -> None:
     from transformers import GPT2Tokenizer
 
     mine = make(directory, "GPT2BPETokenizer")
@@ -177,7 +177,7 @@ def test_gpt2_files_give_the_ids_of_transformers(directory: Path) -> None:
     assert (mine.eod, mine.vocab_size, mine.unk_id) == (theirs.eos_token_id, len(theirs), theirs.unk_token_id)
 
 
-def test_bytes_are_utf8_and_null_tokenizer_is_megatrons() -> None:
+def test_byte_and_null_tokenizers() -> None:
     tokenizer = build_tokenizer("ByteTokenizer")
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
     assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
@@ -193,7 +193,7 @@ def test_bytes_are_utf8_and_null_tokenizer_is_megatrons() -> None:
             tokenizer.encode(text)
 
 
-def test_fingerprint_tells_tokenizers_apart_and_is_stable(directory: Path, tmp_path: Path) -> None:
+def test_fingerprint_is_unique_and_stable(directory: Path, tmp_path: Path) -> None:
     prints = {make(directory, kind).fingerprint for kind in REAL} | {make(directory, "NullTokenizer").fingerprint}
     assert len(prints) == 6  # Llama2Tokenizer reads the same model as SentencePieceTokenizer
     copy = tmp_path / "renamed.model"
@@ -203,7 +203,7 @@ def test_fingerprint_tells_tokenizers_apart_and_is_stable(directory: Path, tmp_p
     assert build_tokenizer("NullTokenizer", vocab_size=7).fingerprint != make(directory, "NullTokenizer").fingerprint
 
 
-def test_end_of_document_is_what_the_configuration_names(directory: Path, tmp_path: Path) -> None:
+def test_end_of_document_comes_from_the_configuration(directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes((directory / "hf" / "tokenizer.json").read_bytes())
     plain = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
@@ -221,7 +221,7 @@ def test_end_of_document_is_what_the_configuration_names(directory: Path, tmp_pa
 
 
 @pytest.mark.parametrize("kind,given,reason", WRONG["bad"])
-def test_what_cannot_be_used_is_one_clear_error(kind: str, given: dict, reason: str, tmp_path, monkeypatch) -> None:
+def test_unusable_tokenizer_is_one_error(kind: str, given: dict, reason: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("garbage").write_bytes(b"\x08\x96\x01 not a model \xff")
     Path("tokenizer.json").write_text("{}")
@@ -241,7 +241,7 @@ HOSTILE: dict[str, dict[str, object]] = {  # what becomes of a tokenizer.json: t
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_library_that_panics_is_one_clear_error(directory: Path, tmp_path: Path, name: str, capfd) -> None:
+def test_panic_in_a_library_is_one_error(directory: Path, tmp_path: Path, name: str, capfd) -> None:
     """Its Rust side raises a BaseException that no `except Exception` sees: here, and in a worker process."""
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(json.loads((directory / "hf" / "tokenizer.json").read_text()) | HOSTILE[name]))
@@ -255,7 +255,7 @@ def test_a_library_that_panics_is_one_clear_error(directory: Path, tmp_path: Pat
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_sentencepiece_model_of_odd_bytes_is_one_clear_error(directory: Path, tmp_path: Path) -> None:
+def test_malformed_sentencepiece_model_is_one_error(directory: Path, tmp_path: Path) -> None:
     """The library quotes them in its message, which then is no text."""
     good, raised = (directory / "spm.model").read_bytes(), 0
     for byte in range(128, 256):
@@ -268,7 +268,7 @@ def test_a_sentencepiece_model_of_odd_bytes_is_one_clear_error(directory: Path, 
     assert raised
 
 
-def test_a_pipe_and_a_missing_package_are_named(directory: Path, tmp_path: Path, monkeypatch) -> None:
+def test_pipe_and_missing_package_are_named(directory: Path, tmp_path: Path, monkeypatch) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     for kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer"):
         with pytest.raises(DataError, match="is not a regular file"):
@@ -278,7 +278,7 @@ def test_a_pipe_and_a_missing_package_are_named(directory: Path, tmp_path: Path,
         make(directory, "TikTokenizer")
 
 
-def test_libraries_are_imported_only_when_needed() -> None:
+def test_tokenizer_libraries_are_imported_lazily() -> None:
     code = (
         "import sys; from megalite.data.tokenizers.build_tokenizer import build_tokenizer; import megalite.data.datasets.batches;"
         "build_tokenizer('NullTokenizer', vocab_size=5); import tools.preprocess.tokenize_run;"
@@ -313,7 +313,7 @@ def fast_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", FAST)
-def test_ids_are_the_references(fast_directory: Path, kind: str) -> None:
+def test_fast_ids_equal_the_reference(fast_directory: Path, kind: str) -> None:
     reference = make(fast_directory, kind)
     fast = accelerate(reference, ["some text"])
     assert isinstance(fast, FastTokenizer)
@@ -338,7 +338,7 @@ def test_ids_are_the_references(fast_directory: Path, kind: str) -> None:
     check()
 
 
-def test_special_tokens_around_every_text_are_kept(fast_directory: Path, tmp_path: Path) -> None:
+def test_fast_tokenizer_keeps_special_tokens_around_texts(fast_directory: Path, tmp_path: Path) -> None:
     model = tokenizers.Tokenizer.from_file(str(fast_directory / "hf" / "tokenizer.json"))
     model.post_processor = tokenizers.processors.TemplateProcessing(  # type: ignore[assignment]
         single="<|endoftext|> <|endoftext|> $A !", special_tokens=[("<|endoftext|>", 0), ("!", model.token_to_id("!"))]
@@ -362,7 +362,7 @@ def other_engine(fast_directory: Path) -> object:
     return gigatoken.Tokenizer.from_json(json.dumps(table))
 
 
-def test_a_difference_refuses_it_and_names_the_text(fast_directory: Path, monkeypatch, caplog) -> None:
+def test_fast_tokenizer_with_a_difference_is_refused(fast_directory: Path, monkeypatch, caplog) -> None:
     reference = make(fast_directory, "HuggingFaceTokenizer")
     engine = other_engine(fast_directory)
     word = WORDS[0]
@@ -373,7 +373,7 @@ def test_a_difference_refuses_it_and_names_the_text(fast_directory: Path, monkey
     assert f"other ids than {fast_directory}/hf/tokenizer.json from the text {f'x{word}'!r}" in caplog.text
 
 
-def test_a_difference_on_the_way_ends_the_run(fast_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_tokenizer_difference_during_a_run_ends_it(fast_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_tokenizer, "CHECK_INTERVAL", 10)
     reference = make(fast_directory, "HuggingFaceTokenizer")
     word = WORDS[0]
@@ -384,7 +384,7 @@ def test_a_difference_on_the_way_ends_the_run(fast_directory: Path, monkeypatch:
         fast.encode_flat([word])
 
 
-def test_without_the_package_the_reference_works(fast_directory: Path, monkeypatch, caplog) -> None:
+def test_without_the_fast_package_the_reference_is_used(fast_directory: Path, monkeypatch, caplog) -> None:
     reference = make(fast_directory, "HuggingFaceTokenizer")
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     with caplog.at_level(logging.INFO):
@@ -392,7 +392,7 @@ def test_without_the_package_the_reference_works(fast_directory: Path, monkeypat
     assert "pip install gigatoken" in caplog.text
 
 
-def test_what_it_cannot_read_stays_with_the_reference(fast_directory: Path, tmp_path: Path) -> None:
+def test_unsupported_tokenizers_stay_with_the_reference(fast_directory: Path, tmp_path: Path) -> None:
     for tokenizer in (build_tokenizer("ByteTokenizer"), build_tokenizer("NullTokenizer", vocab_size=9)):
         assert accelerate(tokenizer) is tokenizer
     unigram = {"type": "Unigram", "unk_id": 0, "byte_fallback": False}

@@ -87,7 +87,7 @@ MADE: dict[str, Callable[[Path], Tokenizer]] = {
 }
 
 
-def test_transformers_alone_gives_the_same_ids(tmp_path: Path) -> None:
+def test_exported_tokenizer_gives_the_same_ids_in_transformers(tmp_path: Path) -> None:
     made: dict[str, Tokenizer] = {}
     for name, make in MADE.items():
         folder = tmp_path / name.replace(" ", "_")
@@ -109,7 +109,7 @@ def test_transformers_alone_gives_the_same_ids(tmp_path: Path) -> None:
         assert eod == tokenizer.eod
 
 
-def test_what_cannot_be_equal_is_no_file_but_a_reason(tmp_path: Path) -> None:
+def test_unexportable_tokenizer_gives_a_reason(tmp_path: Path) -> None:
     """NFKC is done in another way there; only SentencePiece's library does it as it was trained."""
     trained(tmp_path, model_type="bpe", normalization_rule_name="nmt_nfkc")
     path = str(tmp_path / "mine.model")

@@ -72,7 +72,7 @@ def test_every_command_is_read_by_its_program(command: Command, tmp_path: Path, 
     if re.match(r"from_(?!hugging|megatron)", command.place):
         return  # tests/translate/test_translate.py runs it
     if command.place.startswith("plugins.md: megalite "):
-        return  # tests/config/test_plugins.py: test_the_page runs it
+        return  # tests/config/test_plugins.py: test_plugins_page_commands runs it
     script, words, world = split_launcher(command)
     if script.startswith("tests/") or "--help" in words:
         assert script != "pretrain_gpt.py" or start(script, words, monkeypatch) == 0
