@@ -1,14 +1,14 @@
-"""The peak memory of a rank of each pipeline position, in bytes: counted from its shape and schedule, without a run.
+"""The peak memory of a rank of each pipeline position, in bytes, counted from its shapes and schedule without a run.
 
     weights, gradients, optimizer   model_state.py: ModelStateBytes, exactly the bytes that the run allocates
     activations                     RunPlan.activation_bytes: the bytes that the schedule has in flight
-    buffers                         all other bytes at the peak of the schedule: messages in memory, and temporary
-                                    tensors of one layer, or of the head
+    transient                       all other bytes at the peak of the schedule: messages, and temporary tensors of one
+                                    layer, or of the head
 
-The peak is found by simulating a rank's actions, and in each the costs of the stage's layers (planning/layer_cost.py),
-as the Triton kernels allocate. Not counted: tokens, memory of CUDA, NCCL and cuBLAS (gigabytes on a GPU), and memory
-that the allocator cannot reuse. In the layouts of tests/planning/test_rank_memory.py activations with buffers are
-within ACTIVATIONS_ERROR of the allocated bytes.
+The peak is found by simulating a rank's actions, and in each action the costs of the stage's layers, as the Triton
+kernels allocate (planning/layer_cost.py). These are not counted: tokens, memory of CUDA, NCCL and cuBLAS (gigabytes on
+a GPU), and memory that the allocator cannot reuse. In the layouts of tests/planning/test_rank_memory.py, activations
+and transient memory together are within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,14 @@ from megalite.planning.layer_cost import LayerCost
 from megalite.planning.model_state import ModelStateBytes
 from megalite.planning.run_plan import RunPlan
 
-ACTIVATIONS_ERROR = 0.02  # of activations with buffers, as a share of the allocated bytes
-LARGEST_ERROR = 0.03  # in any layout that was ever counted
-EMBEDDING, HEAD = ["embedding"], ["head"]  # units of the ends of a model
+ACTIVATIONS_ERROR = 0.02  # of activations and transient memory, as a fraction of the allocated bytes
+LARGEST_ERROR = 0.03  # in any layout that was ever compared
 SHARDED_BY_STAGE = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")  # by ZeRO stage
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on each rank of one pipeline position."""
+    """The bytes on each rank of one pipeline position."""
 
     weights: int
     gradients: int
@@ -42,98 +41,114 @@ class RankMemory:
 
 
 def rank_memory(plan: RunPlan) -> list[RankMemory]:
-    """The memory of every pipeline rank."""
-    ranks = []
-    rows = plan.actions(plan.split_backward, plan.reported_groups)[1]
-    for rank, (held, saved, row) in enumerate(zip(plan.model_states, plan.activation_bytes, rows, strict=True)):
-        transient = max(0, round(peak_bytes(row, plan, rank)) - saved)
-        ranks.append(RankMemory(held.weights, held.gradients, held.optimizer, saved, transient))
-    return ranks
+    """Return the memory of every pipeline rank."""
+    _, actions_by_rank = plan.actions(plan.split_backward, plan.reported_groups)
+    memories = []
+    for rank, (state, activations) in enumerate(zip(plan.model_states, plan.activation_bytes, strict=True)):
+        transient = max(0, round(peak_bytes(actions_by_rank[rank], plan, rank)) - activations)
+        memories.append(RankMemory(state.weights, state.gradients, state.optimizer, activations, transient))
+    return memories
 
 
 def state_by_zero_stage(plan: RunPlan) -> list[ModelStateBytes]:
-    """What the pipeline rank that holds the most would hold at ZeRO stages 0 to 3, of the layers of its own."""
-    chunks = plan.build_stages(plan.mesh_at(plan.fullest_rank), plan.dtype, meta=True)
-    ranks = list[ModelStateBytes]()
+    """Return the model state of the fullest pipeline rank at ZeRO stages 0 to 3, with the layers of the plan."""
+    rank = plan.fullest_rank
+    chunks = plan.build_stages(plan.mesh_at(rank), plan.dtype, meta=True)
+    states = []
     for stage in range(len(SHARDED_BY_STAGE)):
         config = replace(plan.config, parallel=replace(plan.config.parallel, zero_stage=stage))
-        mesh = replace(plan, config=config).mesh_at(plan.fullest_rank)
-        ranks.append(ModelStateBytes.from_modules(chunks, mesh, plan.bytes_per_element, config))
-    return ranks
+        mesh = replace(plan, config=config).mesh_at(rank)
+        states.append(ModelStateBytes.from_modules(chunks, mesh, plan.bytes_per_element, config))
+    return states
 
 
 def host_bytes(plan: RunPlan) -> list[int]:
-    """Bytes of host memory on each rank of every pipeline position, of what is offloaded; activations at their most."""
+    """Return the peak bytes of host memory for offload, on each rank of every pipeline position."""
+    state_bytes = [state.host_bytes for state in plan.model_states]
     if not plan.config.train.cpu_offloading_num_layers:
-        return [held.host_bytes for held in plan.model_states]
-    sends = [
-        (sum(bill.host_bytes for bill, _ in plan.stage_costs.layer_costs(layers)), 0) for layers in plan.layer_ranges
+        return state_bytes
+    offloaded_by_stage = [
+        (sum(cost.host_bytes for cost, _ in plan.stage_costs.layer_costs(layers)), 0) for layers in plan.layer_ranges
     ]
-    peak = plan.peak_alive(sends, plan.split_backward, plan.reported_groups)
-    return [held.host_bytes + round(activations) for held, activations in zip(plan.model_states, peak, strict=True)]
+    activation_bytes = plan.peak_alive(offloaded_by_stage, plan.split_backward, plan.reported_groups)
+    return [state + round(activations) for state, activations in zip(state_bytes, activation_bytes, strict=True)]
 
 
-def peak_bytes(row: tuple[Action, ...], plan: RunPlan, rank: int) -> int:
-    """The most bytes of activations, messages, moments and whole units that a rank has at once, through its actions."""
-    row = add_sharding_actions(row, plan.sharding_policy)
-    reduces = {
-        (a.stage, a.microbatch) for a in row if a.op is Op.REDUCE_GRAD and plan.sharding_policy.reduce_every_pass
-    }
-    walk = _MemorySimulator(plan, rank)
-    for action in row:
-        walk.apply(action, (action.stage, action.microbatch) in reduces)
-    matrices = plan.model_states[rank].muon
-    return max(walk.peak, matrices.peak_bytes if matrices else 0)
+def peak_bytes(actions: tuple[Action, ...], plan: RunPlan, rank: int) -> int:
+    """Return the peak bytes of activations, messages, temporary tensors and unsharded units during a rank's actions."""
+    actions = add_sharding_actions(actions, plan.sharding_policy)
+    reduced = set()  # (stage, micro-batch) after which gradients are reduced
+    if plan.sharding_policy.reduce_every_pass:
+        reduced = {(action.stage, action.microbatch) for action in actions if action.op is Op.REDUCE_GRAD}
+    simulator = _MemorySimulator(plan, rank)
+    for action in actions:
+        simulator.apply(action, reduces=(action.stage, action.microbatch) in reduced)
+    muon = plan.model_states[rank].muon
+    return max(simulator.peak, muon.peak_bytes if muon is not None else 0)
 
 
 class UnshardedUnits:
-    """Bytes of weights and gradients that are whole for a moment on a pipeline rank, where they come and go (ZeRO-2 and
-    3), in the order of events that optim/param_gather.py and optim/grad_reduce.py have. A unit's weights are whole
-    while it is used, and those of the next are on their way; its gradient from the first one that lands to the end of
-    its reduction, for which the next waits: of experts, which are a bucket of their own, in the unit's backward. A unit
-    is known by its name: "embedding", "layers.17", "head"."""
+    """The units of the model whose weights or gradients are temporarily unsharded on a pipeline rank (ZeRO-2 and 3).
+
+    Its methods are the events of optim/param_gather.py and optim/grad_reduce.py, in their order. The weights of a unit
+    are unsharded while it runs, and those of the next unit are prefetched. Its gradient is unsharded from the first
+    one that is added until its reduction has ended, for which the next reduction waits; the gradients of experts have a
+    separate bucket, and are unsharded only in the unit's backward. The name of a unit identifies it: "embedding",
+    "layers.17" or "head".
+    """
 
     def __init__(self, plan: RunPlan, rank: int):
-        p = plan.config.parallel
-        self.units, self.weight, self.gradient = plan.model_states[rank].unit_numel, *plan.bytes_per_element()[:2]
-        self.unshards = p.effective_zero_stage > 2 and bool(self.units)
+        parallel = plan.config.parallel
+        self.unit_numel = plan.model_states[rank].unit_numel
+        self.weight_bytes, self.grad_bytes, _ = plan.bytes_per_element()
+        self.unshards = parallel.effective_zero_stage > 2 and bool(self.unit_numel)
         self.by_chunk = plan.sharding_policy.unshard_by_chunk
-        self.prefetches = p.overlap_param_gather and not self.by_chunk
-        self.reduce_copy_bytes = 2 if p.grad_reduce_in_bf16 and plan.config.precision.bf16 else 0
-        self.overlap = p.overlap_grad_reduce
+        self.prefetches = parallel.overlap_param_gather and not self.by_chunk
+        self.reduces_in_bf16 = parallel.grad_reduce_in_bf16 and plan.config.precision.bf16
+        self.overlaps_reduce = parallel.overlap_grad_reduce
         self.weights: set[str] = set()
-        self.gradients: set[tuple[str, str]] = set()  # unit, home
+        self.gradients: set[tuple[str, str]] = set()  # (unit, mesh view)
         self.reducing: tuple[str, str] | None = None
 
     @property
     def bytes(self) -> int:
-        weights = sum(sum(self.units.get(unit, {}).values()) for unit in self.weights)
-        gradients = sum(self.units[unit][home] for unit, home in self.gradients)
-        copies = self.units[self.reducing[0]][self.reducing[1]] * self.reduce_copy_bytes if self.reducing else 0
-        return weights * self.weight + gradients * self.gradient + copies
+        num_bytes = 0
+        for unit in self.weights:
+            num_bytes += sum(self.unit_numel.get(unit, {}).values()) * self.weight_bytes
+        for unit, view in self.gradients:
+            num_bytes += self.unit_numel[unit][view] * self.grad_bytes
+        if self.reducing is not None and self.reduces_in_bf16:
+            unit, view = self.reducing
+            num_bytes += self.unit_numel[unit][view] * 2  # a copy in bf16
+        return num_bytes
 
-    def unshard(self, units: Sequence[str], prefetches: str | None = None) -> None:
-        if self.unshards:
-            self.weights.update(units, (prefetches,) if prefetches and self.prefetches else ())
+    def unshard(self, units: Sequence[str], prefetch: str | None = None) -> None:
+        """Unshard the weights of units that are about to run, and start to unshard those of the unit `prefetch`."""
+        if not self.unshards:
+            return
+        self.weights.update(units)
+        if prefetch is not None and self.prefetches:
+            self.weights.add(prefetch)
 
     def reshard(self, units: Sequence[str]) -> None:
-        """Used; in a run of the whole chunk they stay."""
+        """Reshard the weights of units that have run; with `by_chunk` they stay unsharded until the pass has ended."""
         if not self.by_chunk:
             self.weights.difference_update(units)
 
-    def first_grad(self, unit: str, home: str) -> None:
-        """The first gradient of a run."""
-        if (unit, home) == self.reducing:
+    def first_grad(self, unit: str, view: str) -> None:
+        """Allocate the gradient of a unit, before the first one of a pass is added."""
+        if (unit, view) == self.reducing:
             self._finish_reduce()
-        if home in self.units.get(unit, {}):
-            self.gradients.add((unit, home))
+        if view in self.unit_numel.get(unit, {}):
+            self.gradients.add((unit, view))
 
     def reduce(self, unit: str) -> None:
-        for home in self.units.get(unit, {}):
+        """Start to reduce the gradients of a unit, one mesh view after another."""
+        for view in self.unit_numel.get(unit, {}):
             self._finish_reduce()
-            self.gradients.add((unit, home))
-            self.reducing = unit, home
-        if not self.overlap:
+            self.gradients.add((unit, view))
+            self.reducing = unit, view
+        if not self.overlaps_reduce:
             self._finish_reduce()
 
     def _finish_reduce(self) -> None:
@@ -142,99 +157,158 @@ class UnshardedUnits:
             self.reducing = None
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A part of a stage: the embedding, a layer or layers that are recomputed together, or the head."""
+
+    cost: LayerCost
+    units: tuple[str, ...]
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.units == ("embedding",)
+
+    @property
+    def is_head(self) -> bool:
+        return self.units == ("head",)
+
+    @property
+    def is_layers(self) -> bool:
+        return not self.is_embedding and not self.is_head
+
+
 class _MemorySimulator:
-    """kept: what forwards have left behind; messages: on this rank, whether they have come or are on their way, of
-    which `sent` are on their way; each of `edge` bytes, as x_sBD. most: bytes at once so far."""
+    """The memory of a rank beside its model state, while its actions run.
+
+    Attributes:
+        peak: The peak bytes so far.
+        saved_bytes: Bytes that forwards have saved for backward, and split backwards for their weight gradients.
+        num_messages: The number of messages in memory, which have the size of x_sBD each.
+        num_sends: The number of messages among these that are being sent.
+    """
 
     def __init__(self, plan: RunPlan, rank: int):
-        self.made, self.last, self.unsharded = plan, len(plan.layer_ranges) - 1, UnshardedUnits(plan, rank)
+        self.plan = plan
+        self.last_stage = len(plan.layer_ranges) - 1
         self.p2p_bytes = plan.p2p_bytes
-        self.parts: dict[
-            int, list[tuple[LayerCost, list[str]]]
-        ] = {}  # of each stage: bills, and the units that each is of
-        self.saved = self.peak = 0
-        self.messages = self.sends = 0
+        self.unsharded = UnshardedUnits(plan, rank)
+        self.parts: dict[int, list[_Part]] = {}  # by stage
+        self.peak = 0
+        self.saved_bytes = 0
+        self.num_messages = 0
+        self.num_sends = 0
 
-    def apply(self, action: Action, last_of_run: bool) -> None:
+    def apply(self, action: Action, reduces: bool) -> None:
+        """Run an action. `reduces`: the gradients that it completes are reduced."""
         stage = action.stage
         if stage not in self.parts:
-            costs = self.made.stage_costs
-            layers = [
-                (bill, [f"layers.{n}" for n in some]) for bill, some in costs.layer_costs(self.made.layer_ranges[stage])
-            ]
-            first = [(costs.embedding, EMBEDDING)] if stage == 0 else []
-            self.parts[stage] = [*first, *layers, *([(costs.head, HEAD)] if stage == self.last else [])]
-        if action.op is Op.F:
-            self._forward(stage)
-        elif action.op is Op.B:
-            self._backward(stage, last_of_run and self.made.split_backward is None)
-        elif action.op is Op.W:
-            self._weight_grads(stage, last_of_run)
-        elif action.op is Op.UNSHARD:
-            self.unsharded.weights.update(self._blocks(stage))
-        elif action.op is Op.RESHARD:
-            self.unsharded.weights.difference_update([*self._blocks(stage), *EMBEDDING, *HEAD])
-        elif action.op in (Op.RECV_F, Op.RECV_B):
-            self.messages += 1
-        elif action.op in (Op.SEND_F, Op.SEND_B):
-            self.messages, self.sends = (
-                self.messages - (self.sends == MAX_SENDS_IN_FLIGHT),
-                min(MAX_SENDS_IN_FLIGHT, self.sends + 1),
-            )
+            self.parts[stage] = self._parts_of(stage)
+        match action.op:
+            case Op.F:
+                self._forward(stage)
+            case Op.B:
+                self._backward(stage, reduces and self.plan.split_backward is None)
+            case Op.W:
+                self._weight_grads(stage, reduces)
+            case Op.UNSHARD:
+                self.unsharded.weights.update(self._layer_units(stage))
+            case Op.RESHARD:
+                self.unsharded.weights.difference_update([*self._layer_units(stage), "embedding", "head"])
+            case Op.RECV_F | Op.RECV_B:
+                self.num_messages += 1
+            case Op.SEND_F | Op.SEND_B:
+                if self.num_sends == MAX_SENDS_IN_FLIGHT:
+                    self.num_messages -= 1  # waits for the oldest one
+                else:
+                    self.num_sends += 1
         self._update_peak(0)
 
-    def _blocks(self, stage: int) -> list[str]:
-        return [unit for _, units in self.parts[stage] for unit in units if units not in (EMBEDDING, HEAD)]
+    def _parts_of(self, stage: int) -> list[_Part]:
+        costs = self.plan.stage_costs
+        parts = []
+        if stage == 0:
+            parts.append(_Part(costs.embedding, ("embedding",)))
+        for cost, layers in costs.layer_costs(self.plan.layer_ranges[stage]):
+            parts.append(_Part(cost, tuple(f"layers.{layer}" for layer in layers)))
+        if stage == self.last_stage:
+            parts.append(_Part(costs.head, ("head",)))
+        return parts
 
-    def _update_peak(self, moment: int) -> None:
-        self.peak = max(self.peak, self.saved + self.messages * self.p2p_bytes + moment + self.unsharded.bytes)
+    def _layer_units(self, stage: int) -> list[str]:
+        return [unit for part in self.parts[stage] if part.is_layers for unit in part.units]
 
-    def _run_phase(self, bill: LayerCost, phase: str, unit: str, more: int = 0) -> None:
-        for home, moment in bill.peaks[phase].items():
-            self.unsharded.first_grad(unit, home)
-            self._update_peak(moment + more)
+    def _update_peak(self, temporary_bytes: int) -> None:
+        message_bytes = self.num_messages * self.p2p_bytes
+        current_bytes = self.saved_bytes + message_bytes + temporary_bytes + self.unsharded.bytes
+        self.peak = max(self.peak, current_bytes)
+
+    def _run_phase(self, part: _Part, phase: str, unit: str, more_bytes: int = 0) -> None:
+        for view, section_peak in part.cost.peaks[phase].items():
+            self.unsharded.first_grad(unit, view)
+            self._update_peak(section_peak + more_bytes)
 
     def _forward(self, stage: int) -> None:
-        self.messages -= stage != 0  # x had come, and is the first layer's
-        parts, leaves = self.parts[stage], 0  # what is on its way to the host, until the next block has ended
-        for (bill, units), (_, next_units) in zip(parts, [*parts[1:], (None, [None])], strict=True):
-            self.unsharded.unshard(units[-2:], next_units[0])  # of several at most two at once
-            if units is HEAD:
+        if stage != 0:
+            self.num_messages -= 1  # the received input is the first layer's
+        parts = self.parts[stage]
+        copied_bytes = 0  # of the previous block, which are freed on the device when this one has ended
+        for part, next_part in zip(parts, [*parts[1:], None], strict=True):
+            # layers that are recomputed together are unsharded two at a time
+            self.unsharded.unshard(part.units[-2:], next_part.units[0] if next_part is not None else None)
+            if part.is_head:
                 self.unsharded.first_grad("head", "dense")
-            self._update_peak(bill.peak_bytes["F"] + (self.p2p_bytes if units is not EMBEDDING else 0))
-            self.unsharded.reshard(units)
-            self.saved += (bill.saved_bytes if units is not EMBEDDING else 0) - leaves
-            leaves = bill.offloaded_bytes
-            if next_units is HEAD or next_units[0] is None:
-                self.saved, leaves = self.saved - leaves, 0
-        self.messages += stage != self.last  # y is to be sent
+            input_bytes = 0 if part.is_embedding else self.p2p_bytes
+            self._update_peak(part.cost.peak_bytes["F"] + input_bytes)
+            self.unsharded.reshard(part.units)
+            if not part.is_embedding:
+                self.saved_bytes += part.cost.saved_bytes
+            self.saved_bytes -= copied_bytes
+            copied_bytes = part.cost.offloaded_bytes
+            if next_part is None or next_part.is_head:  # the last block
+                self.saved_bytes -= copied_bytes
+                copied_bytes = 0
+        if stage != self.last_stage:
+            self.num_messages += 1  # the output
 
     def _backward(self, stage: int, reduces: bool) -> None:
-        self.messages -= stage != self.last  # dy had come, and is the last layer's
-        parts, prefetched = self.parts[stage], False  # come: up from the host, with what the block behind has there
-        prefetches = [(0, [""]), *((bill.offloaded_bytes, units) for bill, units in parts)]
-        for (bill, units), (away, before) in reversed(list(zip(parts, prefetches, strict=False))):
-            layers = units is not EMBEDDING and units is not HEAD
-            if bill.offloaded_bytes:
-                self.saved, prefetched = self.saved + away + bill.offloaded_bytes * (not prefetched), True
-            if layers:
-                self.unsharded.unshard(units, before[-1] if before is not EMBEDDING and len(units) == 1 else None)
-            for unit in reversed(units):
-                if units is not HEAD:  # whose gradients forward has computed
-                    self._run_phase(bill, "B", unit, self.p2p_bytes)
+        if stage != self.last_stage:
+            self.num_messages -= 1  # the received gradient is the last layer's
+        parts = self.parts[stage]
+        has_prefetched = False  # from the host
+        for part, previous in reversed(list(zip(parts, [None, *parts[:-1]], strict=True))):
+            if part.cost.offloaded_bytes:
+                if not has_prefetched:
+                    self.saved_bytes += part.cost.offloaded_bytes
+                if previous is not None:
+                    self.saved_bytes += previous.cost.offloaded_bytes
+                has_prefetched = True
+            if part.is_layers:
+                prefetch = None
+                if previous is not None and previous.is_layers and len(part.units) == 1:
+                    prefetch = previous.units[-1]
+                self.unsharded.unshard(part.units, prefetch)
+            for unit in reversed(part.units):
+                if not part.is_head:  # whose gradients forward has computed
+                    self._run_phase(part, "B", unit, self.p2p_bytes)
                 if reduces:
                     self.unsharded.reduce(unit)
-            if layers:
-                self.unsharded.reshard(units)
-            self.saved += bill.wgrad_bytes - bill.saved_bytes if units is not EMBEDDING else 0
-        self.messages += stage != 0  # dx is to be sent
+            if part.is_layers:
+                self.unsharded.reshard(part.units)
+            if not part.is_embedding:
+                self.saved_bytes += part.cost.wgrad_bytes - part.cost.saved_bytes
+        if stage != 0:
+            self.num_messages += 1  # the gradient of the input
 
     def _weight_grads(self, stage: int, reduces: bool) -> None:
-        for end in ["head"] * (stage == self.last) + ["embedding"] * (stage == 0) if reduces else []:
-            self.unsharded.reduce(end)
-        for bill, units in reversed([part for part in self.parts[stage] if part[1] not in (EMBEDDING, HEAD)]):
-            for unit in reversed(units):
-                self._run_phase(bill, "W", unit)
+        if reduces and stage == self.last_stage:
+            self.unsharded.reduce("head")
+        if reduces and stage == 0:
+            self.unsharded.reduce("embedding")
+        for part in reversed(self.parts[stage]):
+            if not part.is_layers:
+                continue
+            for unit in reversed(part.units):
+                self._run_phase(part, "W", unit)
                 if reduces:
                     self.unsharded.reduce(unit)
-            self.saved -= bill.wgrad_bytes
+            self.saved_bytes -= part.cost.wgrad_bytes
