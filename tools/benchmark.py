@@ -21,8 +21,9 @@ end; the same command, typed again, resumes. --json FILE writes only bench.json,
 keeps the batch size per rank, strong that of all ranks together; each rank has the same number of threads in all rows.
 
 Parts of a step are measured in further steps by the run's own timer and sum to 100 %. The idle part is the time that a
-rank waits for other stages of the pipeline, and at the end of a step for the slowest rank. Peak memory on CPU is the sum
-of the largest resident sizes of all ranks. Exit codes: 0; 1 no row of megalite was measured; 2 usage; 130 interrupted.
+rank waits for other stages of the pipeline, and at the end of a step for the slowest rank. Peak memory on CPU is the
+sum of the largest resident sizes of all ranks. Exit codes: 0; 1 no row of megalite was measured; 2 usage; 130
+interrupted.
 """
 
 import argparse

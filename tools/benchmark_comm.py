@@ -1,18 +1,19 @@
 #!/usr/bin/env python
-"""Collectives over every group of a layout, by size: time, bandwidth, and the latency and rate of each kind of link.
+"""Measure collectives over every group of a layout by size, and the latency and bandwidth of each kind of link.
 
-    python tools/benchmark_comm.py --nproc 2                                       local ranks, one group of all
+    python tools/benchmark_comm.py --nproc 2                                       local ranks in one group
     python tools/benchmark_comm.py --nproc 4 --tensor-model-parallel-size 2 --alone --json links.json
     torchrun --nproc_per_node 8 tools/benchmark_comm.py --tensor-model-parallel-size 8 --max-bytes 268435456
 
-Groups are those that training has, and all groups of an axis work at the same time as they do there; with --alone once
-more only the first one does, so that what they take from each other shows. Bytes are those of the whole tensor, GB/s
-10^9 bytes of it, bus GB/s what one link carries, as nccl-tests counts (tools/bench/collectives.py). On CPU, ranks of a
-machine exchange gathers and scatters through shared memory, as training does, and the rest over gloo.
+The groups are those of training. All groups of an axis run at the same time, as they do in training. With --alone, the
+first group is measured again while the others wait, which shows how much groups slow each other down. Bytes are those
+of the full tensor, GB/s are 10^9 of these bytes per second, and bus GB/s is the load of one link, as in nccl-tests
+(tools/bench/collectives.py). On CPU, local ranks exchange gathers and scatters through shared memory, as in training,
+and the rest over gloo.
 
-Links: the latency and the rate that a message of n bytes takes latency + n / rate by, fitted to messages of all
-sizes, of the groups inside a machine and of those between machines; --json has them, and the lines that
-are printed last are those of a cluster's TOML file, which tools/plan.py --cluster reads. --csv: a line each.
+A message of n bytes takes latency + n / bandwidth. Both are fitted to messages of all sizes, for groups inside a
+machine and for groups between machines. --json has them, and the lines that are printed last can be used in the TOML
+file of tools/plan.py --cluster. --csv writes a line per measurement.
 """
 
 import argparse
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from megalite.parallel.mesh import MeshSizes
 
 COLUMNS = ("axis", "size", "groups", "kind", "bytes", "us", "gb_s", "median", "least", "slowest")
-HEAD = "group  ranks at once      collective        bytes          us      GB/s  bus GB/s   slowest"
-Found = dict[str, Any]
+HEADER = "group  ranks at once      collective        bytes          us      GB/s  bus GB/s   slowest"
+Results = dict[str, Any]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,32 +64,37 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     parser = build_parser()
     args = parser.parse_args(argv)
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
-    rules = (
-        (min(args.times, *sizes) < 1, "times and sizes of axes are at least 1"),
-        (args.factor < 2, f"factor={args.factor} is below 2; sizes must grow"),
-        (args.min_bytes < 4, f"min_bytes={args.min_bytes} is below 4, one number"),
-        (args.max_bytes < args.min_bytes, f"max_bytes={args.max_bytes} is below min_bytes={args.min_bytes}; raise it"),
-        (not 0 < args.timeout_s < 1e6, f"timeout_s={args.timeout_s:g} is not a time; give seconds above 0"),
-    )
-    wrong = [*(text for is_wrong, text in rules if is_wrong), *find_unwritable(json=args.json, csv=args.csv)]
-    if wrong:
-        parser.error("; ".join(wrong))
-    return run_on_ranks("benchmark_comm.py", bench, args, args.tensor_model_parallel_size, problem)
+    problems = []
+    if min(args.times, *sizes) < 1:
+        problems.append("times and sizes of axes are at least 1")
+    if args.factor < 2:
+        problems.append(f"factor={args.factor} is below 2; sizes must grow")
+    if args.min_bytes < 4:
+        problems.append(f"min_bytes={args.min_bytes} is below 4, one number")
+    if args.max_bytes < args.min_bytes:
+        problems.append(f"max_bytes={args.max_bytes} is below min_bytes={args.min_bytes}; raise it")
+    if not 0 < args.timeout_s < 1e6:
+        problems.append(f"timeout_s={args.timeout_s:g} is not a time; give seconds above 0")
+    problems += find_unwritable(json=args.json, csv=args.csv)
+    if problems:
+        parser.error("; ".join(problems))
+    return run_on_ranks("benchmark_comm.py", run_benchmark, args, args.tensor_model_parallel_size, check_args)
 
 
-def problem(world: int, args: argparse.Namespace) -> str:
-    """Why these ranks cannot be measured so; empty where they can."""
+def check_args(world_size: int, args: argparse.Namespace) -> str:
+    """Return a message if this number of ranks cannot be measured, or an empty string."""
     from megalite.parallel.mesh import abstract_mesh
     from megalite.training.job.preflight import choose_device
     from megalite.training.setup import SetupError
 
-    if world == 1:
+    if world_size == 1:
         return "one rank has nobody to exchange with; give --nproc 2 or more"
     try:
-        abstract_mesh(world, 0, **shape_of(args))
+        abstract_mesh(world_size, 0, **mesh_sizes(args))
         choose_device(args.device)
     except ValueError as error:
         return f"{error}; give another --nproc or layout"
@@ -97,98 +103,121 @@ def problem(world: int, args: argparse.Namespace) -> str:
     return ""
 
 
-def shape_of(args: argparse.Namespace) -> "MeshSizes":
-    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    return {"tp": tp, "pp": pp, "cp": cp}
+def mesh_sizes(args: argparse.Namespace) -> "MeshSizes":
+    """Return the sizes of the axes."""
+    return {
+        "tp": args.tensor_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "cp": args.context_parallel_size,
+    }
 
 
-def bench(ranks: RankInfo, args: argparse.Namespace) -> int:
-    """The exit code, the same on all ranks."""
+def run_benchmark(ranks: RankInfo, args: argparse.Namespace) -> int:
+    """Measure, report the results on rank 0, and return the exit code, which is the same on all ranks."""
     from megalite.parallel.mesh import build_mesh
     from megalite.training.job.preflight import choose_device
 
     limit = datetime.timedelta(seconds=args.timeout_s)
     try:
         with process_group(ranks, device=choose_device(args.device), startup_timeout=limit) as device:
-            measured = measure(build_mesh(**shape_of(args), device=device, timeout=limit), args)
+            results = measure_all(build_mesh(**mesh_sizes(args), device=device, timeout=limit), args)
     except LaunchError as error:
         print_err(f"benchmark_comm.py: {error}")
         return 3
     if ranks.rank == 0:
-        tell(measured, args)
+        report(results, args)
     return 0
 
 
-def measure(mesh: Any, args: argparse.Namespace) -> Found:
-    """Measure all axes, kinds and sizes, on all ranks together. Rank 0 writes --json after each row, so that a run that
-    is cut off leaves its rows."""
+def measure_all(mesh: Any, args: argparse.Namespace) -> Results:
+    """Measure all axes, kinds and sizes. Collective over the world.
+
+    Rank 0 writes --json after each row, so that an interrupted run keeps its rows.
+    """
     from megalite.parallel.comm import all_gather_strings
 
     kinds: list[str] = args.kinds
-    sizes: list[int] = [args.min_bytes]  # the last one --max-bytes or just below
+    sizes: list[int] = [args.min_bytes]
     while sizes[-1] * args.factor <= args.max_bytes:
         sizes.append(sizes[-1] * args.factor)
     hosts = all_gather_strings(socket.gethostname(), mesh.world, mesh.device)
-    measured: Found = dict(ranks=mesh.world.size, device=mesh.device.type, hosts=hosts, rows=[], complete=False)
+    rows: list[dict[str, Any]] = []
+    results: Results = {
+        "ranks": mesh.world.size,
+        "device": mesh.device.type,
+        "hosts": hosts,
+        "rows": rows,
+        "complete": False,
+    }
     if mesh.world.is_first:
-        print(HEAD)
-    for axis in distinct_axes(mesh):
-        ways = ("all", "one") if args.alone and axis.size < mesh.world.size else ("all",)
-        for groups, kind, size in itertools.product(ways, kinds, sizes):
-            row = time_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
-            measured["rows"].append({"groups": groups, **row})
+        print(HEADER)
+    axes = distinct_axes(mesh)
+    for axis in axes:
+        modes = ("all", "one") if args.alone and axis.size < mesh.world.size else ("all",)
+        for groups, kind, size in itertools.product(modes, kinds, sizes):
+            times = time_groups(axis, kind, size, mesh, args.times, alone=groups == "one")
+            rows.append({"groups": groups, **times})
             if mesh.world.is_first:
-                print(line_of(measured["rows"][-1]), flush=True)
+                print(format_row(rows[-1]), flush=True)
                 if args.json is not None:
-                    write_json(args.json, measured)
-    inside = {axis.name: len({hosts[rank] for rank in axis.ranks}) == 1 for axis in distinct_axes(mesh)}
-    return measured | {"links": links_of(measured["rows"], inside), "complete": True}
+                    write_json(args.json, results)
+    is_inside = {axis.name: len({hosts[rank] for rank in axis.ranks}) == 1 for axis in axes}
+    return {**results, "links": fit_links(rows, is_inside), "complete": True}
 
 
-def links_of(rows: list[dict[str, Any]], inside: dict[str, bool]) -> Found:
-    """Fitted to messages: `axes` by name, of these the slowest `inside` a machine and `between` machines; of one rank
-    in one direction, all groups of an axis at once, as in training.
+def fit_links(rows: list[dict[str, Any]], is_inside: dict[str, bool]) -> Results:
+    """Fit links to the times of messages, with all groups of an axis at once.
 
-    inside: axis -> whether its ranks are on one machine.
+    Returns the link of each axis as `axes`, the slowest one inside a machine as `inside`, and the slowest one between
+    machines as `between`. They are those of one rank in one direction.
+
+    Args:
+        rows: the measurements.
+        is_inside: axis -> True if the ranks of each of its groups are on one machine.
     """
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row["kind"] == "message" and row["groups"] == "all":
-            one_way = row["us"] / 1e6 / FACTORS["message"](row["size"])
-            points.setdefault(row["axis"], []).append((row["bytes"], one_way))
-    axes = {axis: dict(zip(("latency_s", "bytes_per_s"), fit_link(some), strict=True)) for axis, some in points.items()}
-    links: Found = {"axes": axes}
-    for where, wanted in (("inside", True), ("between", False)):
-        # of the world only where it is a group of the layout: all ranks exchange nothing but the step's agreement
-        several = {axis: link for axis, link in axes.items() if axis != "world" or len(axes) < 2}
-        if some := [link for axis, link in several.items() if inside[axis] is wanted]:
-            links[where] = min(some, key=lambda link: link["bytes_per_s"])
+            one_way_s = row["us"] / 1e6 / FACTORS["message"](row["size"])
+            points.setdefault(row["axis"], []).append((row["bytes"], one_way_s))
+    axes = {}
+    for axis, axis_points in points.items():
+        latency_s, bytes_per_s = fit_link(axis_points)
+        axes[axis] = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
+    links: Results = {"axes": axes}
+    # in training, all ranks together only exchange a few values per step, so the world counts only as the sole group
+    candidates = {axis: link for axis, link in axes.items() if axis != "world" or len(axes) == 1}
+    for name, inside in (("inside", True), ("between", False)):
+        matching = [link for axis, link in candidates.items() if is_inside[axis] is inside]
+        if matching:
+            links[name] = min(matching, key=lambda link: link["bytes_per_s"])
     return links
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """A row of the table on the terminal."""
-    who = f"{row['axis']:6} {row['size']:5d} {row['groups']:>7} {row['kind']:>15}"
-    rates = "".join(f" {row[name]:9.3g}" for name in ("gb_s", "median", "least"))
-    return f"{who} {row['bytes']:12,} {row['us']:11,.1f}{rates}"
+def format_row(row: dict[str, Any]) -> str:
+    """Return a row of the printed table."""
+    name = f"{row['axis']:6} {row['size']:5d} {row['groups']:>7} {row['kind']:>15}"
+    bandwidths = f"{row['gb_s']:9.3g} {row['median']:9.3g} {row['least']:9.3g}"
+    return f"{name} {row['bytes']:12,} {row['us']:11,.1f} {bandwidths}"
 
 
-def tell(measured: Found, args: argparse.Namespace) -> None:
-    """The links on the terminal, and the files."""
+def report(results: Results, args: argparse.Namespace) -> None:
+    """Print the links, and write the files of --json and --csv."""
     for name in ("inside", "between"):
-        if link := measured["links"].get(name):
-            rate, delay = link["bytes_per_s"] / 1e9, link["latency_s"] * 1e6
-            print(f"[{name}]\ngb_per_s = {rate:.4g}\nlatency_us = {delay:.4g}", flush=True)
+        if link := results["links"].get(name):
+            bandwidth = link["bytes_per_s"] / 1e9
+            latency_us = link["latency_s"] * 1e6
+            print(f"[{name}]\ngb_per_s = {bandwidth:.4g}\nlatency_us = {latency_us:.4g}", flush=True)
     if args.json is not None:
-        write_json(args.json, measured)
+        write_json(args.json, results)
     if args.csv is not None:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows(measured["rows"])
+            writer.writerows(results["rows"])
 
 
 if __name__ == "__main__":
-    from tools import benchmark_comm  # by its own name, so that other processes can import what they run
+    from tools import benchmark_comm  # under its own name, so that other processes can import what they run
 
     exit_process(lambda: benchmark_comm.main(sys.argv[1:]))

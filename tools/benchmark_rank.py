@@ -1,4 +1,4 @@
-"""A contender of tools/benchmark.py, in processes of its own: steps are timed, a file per rank tells the result."""
+"""Time the steps of one system of tools/benchmark.py, in processes of its own. Each rank writes a file of results."""
 
 import json
 import sys
@@ -17,16 +17,26 @@ from tools.bench.systems import build_run_from_task, peak_memory, time_steps, wr
 
 COPIED_BYTES = 1 << 27
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
-AXES = {"etp": "tp", "pp_grad": "pp", "tied_embedding": "pp"} | dict.fromkeys(
-    ("dp_cp", "dp_shard", "dp_replicate", "edp", "edp_shard", "edp_replicate"), "dp"
-)  # axis of the mesh -> the one of a layout that it belongs to
+LAYOUT_AXES = {  # axis of the mesh -> axis of the layout
+    "etp": "tp",
+    "pp_grad": "pp",
+    "tied_embedding": "pp",
+    "dp_cp": "dp",
+    "dp_shard": "dp",
+    "dp_replicate": "dp",
+    "edp": "dp",
+    "edp_shard": "dp",
+    "edp_replicate": "dp",
+}
 
 
-def parts_of(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds by PARTS, and of communication by axis. Idle: the wait for a message of the pipeline, and that for the
-    last rank at the step's agreement.
+def time_by_part(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return (part -> seconds, axis -> seconds of communication) for the seconds of each phase.
 
-    >>> parts, axes = parts_of({"forward": 2.0, "communication dp": 1.0, "bubble": 0.5, "agreement": 0.25})
+    The idle part is the time that a rank waits for messages of the pipeline, and for the slowest rank at the end of the
+    step.
+
+    >>> parts, axes = time_by_part({"forward": 2.0, "communication dp": 1.0, "bubble": 0.5, "agreement": 0.25})
     >>> parts["communication"], parts["idle"], axes
     (1.0, 0.75, {'dp': 1.0})
     """
@@ -42,62 +52,81 @@ def parts_of(phases: dict[str, float]) -> tuple[dict[str, float], dict[str, floa
     return parts, axes
 
 
-def timed_steps(run: Any, steps: int) -> dict[str, float]:
-    """Seconds by phase of further steps, by the run's own clock (parallel/phase_timer.py): on a GPU of its stream, so
-    that communication is what nothing hides. Micro-batches that were replayed as a graph run eagerly from now on: in a
-    replay forward and backward are one."""
+def profile_phases(run: Any, num_steps: int) -> dict[str, float]:
+    """Run further steps and return phase -> seconds, by the run's own timer (parallel/phase_timer.py).
+
+    On a GPU the timer measures the compute stream, so communication is only the part that does not overlap. From now on
+    micro-batches are not replayed as CUDA graphs, in which forward and backward cannot be separated.
+    """
     from megalite.parallel.streams import synchronize
     from megalite.pipeline.cuda_graph import CudaGraphPipeline
     from megalite.training.train_step import train_step
 
     if isinstance(run.pipeline, CudaGraphPipeline):
         run.pipeline.enabled = False
-    clock, spent = run.mesh.phase_timer, {}
-    real = clock.span
+    timer = run.mesh.phase_timer
+    original_span = timer.span
 
     def span(phase: str, *name: object) -> Any:
-        """Communication is a phase by its axis, as "communication tp"."""
-        axis = str(name[1]) if phase == "communication" else ""
-        return real(f"{phase} {AXES.get(axis, axis)}" if axis else phase, *name)
+        """Add the axis to the phase of a collective, as in "communication tp"."""
+        if phase == "communication":
+            axis = str(name[1])
+            phase = f"{phase} {LAYOUT_AXES.get(axis, axis)}"
+        return original_span(phase, *name)
 
-    clock.span = span
+    totals: dict[str, float] = {}
+    timer.span = span
     try:
-        for _ in range(steps):
-            clock.start_step(run.mesh.device)
+        for _ in range(num_steps):
+            timer.start_step(run.mesh.device)
             train_step(run)
-            clock.end_step()
+            timer.end_step()
             synchronize(run.mesh.device)
-            for phase, seconds in clock.phase_seconds().items():
-                spent[phase] = spent.get(phase, 0.0) + seconds
+            for phase, seconds in timer.phase_seconds().items():
+                totals[phase] = totals.get(phase, 0.0) + seconds
     finally:
-        del clock.span
-    return spent
+        del timer.span
+    return totals
 
 
-def megalite_rank(ranks: RankInfo, task: dict[str, Any]) -> None:
+def run_megalite(ranks: RankInfo, task: dict[str, Any]) -> None:
+    """Measure megalite on one rank."""
     from megalite.training.train_step import train_step
     from tools.bench.kernel_bench import KernelTimer, copy_rate
 
     losses: list[float] = []
     with build_run_from_task(ranks, task) as (config, run):
         device = run.mesh.device
-        step = lambda: losses.append(train_step(run).loss)  # noqa: E731
+
+        def step() -> None:
+            losses.append(train_step(run).loss)
+
         steps = time_steps(step, device, task["warmup"], task["steps"])
         memory = peak_memory(device)
-        parts, axes = parts_of(timed_steps(run, max(2, task["steps"] // 2)))
+        parts, axes = time_by_part(profile_phases(run, max(2, task["steps"] // 2)))
         run.buffer.wait_param_sync()
-        facts: dict[str, Any] = dict(steps=steps, losses=losses, memory=memory, parts=parts, axes=axes)
-        facts |= facts_of(run, config, ranks)
-        write(task, ranks.rank, **facts)
-        if ranks.rank == 0:  # of memory that is beyond the caches; what is measured stays, whatever becomes of it
-            facts["copy_bytes_per_s"] = copy_rate(KernelTimer(device, 3, True), COPIED_BYTES) * 1e9
-            write(task, ranks.rank, **facts)
-        if device.type == "cuda" and ranks.world_size > 1:  # last, as the copy
-            write(task, ranks.rank, **facts, timeline=profile(run, Path(task["folder"])))
+        results: dict[str, Any] = {
+            "steps": steps,
+            "losses": losses,
+            "memory": memory,
+            "parts": parts,
+            "axes": axes,
+            **run_facts(run, config, ranks),
+        }
+        # the results are written before each further measurement, which may fail
+        write(task, ranks.rank, **results)
+        if ranks.rank == 0:  # COPIED_BYTES do not fit into caches
+            results["copy_bytes_per_s"] = copy_rate(KernelTimer(device, 3, True), COPIED_BYTES) * 1e9
+            write(task, ranks.rank, **results)
+        if device.type == "cuda" and ranks.world_size > 1:
+            write(task, ranks.rank, **results, timeline=profile_overlap(run, Path(task["folder"])))
 
 
-def facts_of(run: Any, config: Any, ranks: RankInfo) -> dict[str, Any]:
-    """The sizes of a step and the machine. Rank 0 alone knows the peak; on a CPU it is that of one rank's threads."""
+def run_facts(run: Any, config: Any, ranks: RankInfo) -> dict[str, Any]:
+    """Return the sizes of a step and facts about the machine.
+
+    Only rank 0 has the peak FLOP/s, which on a CPU is that of one rank's threads.
+    """
     import torch
 
     from megalite.config.options import padded_vocab_size
@@ -105,78 +134,82 @@ def facts_of(run: Any, config: Any, ranks: RankInfo) -> dict[str, Any]:
     from megalite.planning.layer_kinds import flops_per_token
     from megalite.training.logging.device_memory import total_memory
 
-    m, device, size = config.model, run.mesh.device, run.batch_sizes.at(0)
-    padded = padded_vocab_size(run.vocab_size, m.make_vocab_size_divisible_by, run.mesh.tp.size)
+    model = config.model
+    device = run.mesh.device
+    batch_size = run.batch_sizes.at(0)
+    vocab_size = padded_vocab_size(run.vocab_size, model.make_vocab_size_divisible_by, run.mesh.tp.size)
     peak = find_peak(device, run.pipeline.dtype, None, ranks.local_world_size) if ranks.rank == 0 else None
-    return dict(
-        samples_per_step=size,
-        tokens_per_step=size * run.seq_length,
-        flops_per_step=flops_per_token(m, padded) * size * run.seq_length,
-        peak_tflops=peak.tflops if peak else None,
-        memory_there=total_memory(device),
-        vocab_size=run.vocab_size,
-        devices=ranks.world_size,
-        per_node=ranks.local_world_size,
-        threads=torch.get_num_threads(),
-        cores=cpu_count() if device.type == "cpu" else None,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        torch=torch.__version__,
-    )
+    return {
+        "samples_per_step": batch_size,
+        "tokens_per_step": batch_size * run.seq_length,
+        "flops_per_step": flops_per_token(model, vocab_size) * batch_size * run.seq_length,
+        "peak_tflops": peak.tflops if peak else None,
+        "memory_there": total_memory(device),
+        "vocab_size": run.vocab_size,
+        "devices": ranks.world_size,
+        "per_node": ranks.local_world_size,
+        "threads": torch.get_num_threads(),
+        "cores": cpu_count() if device.type == "cpu" else None,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+    }
 
 
-def profile(run: Any, folder: Path) -> dict[str, float]:
-    """`hidden` of a further step, by torch's profiler; {} where it cannot: what was measured before is worth more."""
+def profile_overlap(run: Any, directory: Path) -> dict[str, float]:
+    """Return `overlapped_seconds` of a further step, or {} if torch's profiler fails, to keep the other results."""
     import torch
 
     from megalite.training.train_step import train_step
 
-    kinds, trace = torch.profiler.ProfilerActivity, folder / f"timeline{run.mesh.world.rank}.json"
-    if kinds.CUDA not in torch.profiler.supported_activities():
+    activities = torch.profiler.ProfilerActivity
+    if activities.CUDA not in torch.profiler.supported_activities():
         return {}
+    trace = directory / f"timeline{run.mesh.world.rank}.json"
     try:
-        profiler = torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA])
+        profiler = torch.profiler.profile(activities=[activities.CPU, activities.CUDA])
         profiler.start()
         train_step(run)
         torch.cuda.synchronize(run.mesh.device)
         profiler.stop()
         profiler.export_chrome_trace(str(trace))
-        return hidden(json.loads(trace.read_text())["traceEvents"])
-    except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:  # the same on every rank, or its end
+        return overlapped_seconds(json.loads(trace.read_text())["traceEvents"])
+    except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:
         print(f"no timeline: {type(error).__name__}: {error}", file=sys.stderr)
         return {}
 
 
-def hidden(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds in which a kernel of NCCL ran, and of these those in which one that computes ran too.
+def overlapped_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the seconds in which NCCL kernels ran, and the part of them in which other kernels ran, too.
 
     >>> kernel = lambda name, ts, dur: {"cat": "kernel", "name": name, "ts": ts, "dur": dur}
-    >>> found = hidden([kernel("ncclDevKernel_AllReduce", 0, 4e6), kernel("nccl", 1e6, 1e6), kernel("gemm", 3e6, 9e6)])
-    >>> found["communication_s"], found["hidden_s"]
-    (4.0, 1.0)
+    >>> events = [kernel("ncclDevKernel_AllReduce", 0, 4e6), kernel("nccl", 1e6, 1e6), kernel("gemm", 3e6, 9e6)]
+    >>> overlapped_seconds(events)
+    {'communication_s': 4.0, 'hidden_s': 1.0}
     """
-    edges = []
+    edges = []  # (time in us, change of the number of running kernels, it is a kernel of NCCL)
     for event in events:
         if event.get("cat") == "kernel":
-            kind = "nccl" in event["name"].lower()
-            edges += [(event["ts"], 1, kind), (event["ts"] + event["dur"], -1, kind)]
-    running = {True: 0, False: 0}  # communication, other kernels
-    since = whole = both = 0.0
-    for at, change, kind in sorted(edges):
+            is_nccl = "nccl" in event["name"].lower()
+            edges += [(event["ts"], 1, is_nccl), (event["ts"] + event["dur"], -1, is_nccl)]
+    running = {True: 0, False: 0}  # kernels of NCCL, other kernels
+    previous = communication_us = overlapped_us = 0.0
+    for time, change, is_nccl in sorted(edges):
         if running[True] > 0:
-            whole += at - since
+            communication_us += time - previous
             if running[False] > 0:
-                both += at - since
-        running[kind] += change
-        since = at
-    return {"communication_s": whole / 1e6, "hidden_s": both / 1e6}
+                overlapped_us += time - previous
+        running[is_nccl] += change
+        previous = time
+    return {"communication_s": communication_us / 1e6, "hidden_s": overlapped_us / 1e6}
 
 
 def main(task: dict[str, Any]) -> int:
+    """Run the task of tools/bench/systems.py and return the exit code."""
     config, _ = cli.read(task["flags"], PRESETS)
     if config.parallel.device != "cpu":
         set_cuda_environment(config.parallel.tensor_model_parallel_size, Path(task["folder"]))
     if task["contender"] == "megalite":
-        target = megalite_rank
+        target = run_megalite
     elif task["contender"] == "ablations":
         from tools.bench.ablations import run_ablations as target
     else:
@@ -188,6 +221,6 @@ def main(task: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    from tools import benchmark_rank  # by its own name, so that other processes can import what they run
+    from tools import benchmark_rank  # under its own name, so that other processes can import what they run
 
     sys.exit(benchmark_rank.main(json.loads(sys.argv[1])))

@@ -1,24 +1,27 @@
 #!/usr/bin/env python
-"""Plan a run before it costs anything: which layouts fit a cluster, how fast a step is, what it takes and costs.
+"""Plan a run before it costs anything: the layouts that fit a cluster, the time of a step, and the cost of the run.
 
 python tools/plan.py --preset llama3-405b --num-gpus 16384 --seq-length 8192 --global-batch-size 2048
-python tools/plan.py --ask                              asks for what it needs, with defaults
+python tools/plan.py --ask                              asks for everything that it needs, with defaults
 python tools/plan.py --hf config.json --device a100 --num-gpus 64 --global-batch-size 256 --tokens 300B
-python tools/plan.py memory --preset llama3-8b --num-gpus 8 --tp 2 --pp 2        of one layout, without its time
+python tools/plan.py memory --preset llama3-8b --num-gpus 8 --tp 2 --pp 2        memory of one layout
 python tools/plan.py sizes --dp 64                      bytes of state by size and ZeRO stage
 python tools/plan.py tokens --preset llama3-8b          tokens, FLOPs, steps, days
 python tools/plan.py calibrate --out profile.json       measure this device, for --profile
-python tools/plan.py compare RUN                        predicted beside measured, of a run's directory
-python tools/plan.py published                          predicted beside published step times
+python tools/plan.py compare RUN                        predictions and measurements of a run directory
+python tools/plan.py published                          predicted and published step times
 
-The model: --preset, --hf, --config, or any flags of pretrain_gpt.py. Where they name tp or pp, that layout alone is
-planned; else layouts are searched, with micro-batch, recompute and split backward as far as they are left open. What a
-layout is refused for are the run's own checks. Times are simulated, memory is counted. Layouts are called by tp, pp,
-chunks per rank (vpp) and micro-batch; selective, full: recompute (selective: norms and the MLP); split: backward; ends:
-embedding and head each take the place of a layer; zero 2, zero 3: the ZeRO stage, where it is not 1; ddp: stage 0. A
-row is the plainest layout of its tp, pp and sharding that cannot be told from the fastest, as published steps were
-mostly within 15 % of their prediction. Shares are of what shows: a collective behind a matmul takes nothing. Exit code
-2: the question is wrong, or nothing fits; 1: the given layout does not.
+The model is given by --preset, --hf, --config, or any flags of pretrain_gpt.py. If they set tp or pp, only that layout
+is planned. Otherwise layouts are searched, and with them micro-batch size, recomputation and split backward if they are
+not set. A run's own checks decide which layouts are valid. Times are simulated, and memory is counted.
+
+A layout is described by tp, pp, chunks per rank (vpp) and micro-batch size, and by these words: selective, full
+(recomputation; selective: norms and the MLP), split (split backward), ends (embedding and head each count as a layer),
+zero 2, zero 3 (the ZeRO stage if it is not 1), ddp (stage 0). Each row has the simplest layout with its tp, pp and
+sharding that cannot be distinguished from the fastest one: published steps were mostly within 15 % of their prediction.
+Shares of a step count only exposed time, so a collective that overlaps with a matmul counts nothing.
+
+Exit codes: 2 the request is invalid, or no layout fits; 1 the given layout does not fit.
 """
 
 import argparse
@@ -30,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.config.options import ConfigError
 from tools.cli_common import exits_with, make_parser, number_in_range, positive_int, run_program
 
-COMMANDS = ("memory", "sizes", "published", "tokens", "calibrate")  # beside the plan itself and compare
+COMMANDS = ("memory", "sizes", "published", "tokens", "calibrate")  # besides the plan itself ("") and compare
 
 
-def flags_of(command: str) -> argparse.ArgumentParser:
-    """Return the parser of a command's flags; "": those of the plan itself."""
+def build_parser(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command's flags; the plan itself is the command ""."""
     parser = make_parser(__doc__, f"{Path(sys.argv[0]).name} {command}" if command else None)
     if command in ("", "memory", "tokens"):
         add_cluster_flags(parser)
@@ -119,19 +122,22 @@ def add_calibration_flags(parser: argparse.ArgumentParser) -> None:
 
 @exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
-    name = argv[0] if argv and argv[0] in ("", *COMMANDS, "compare", "--compare") else ""
-    command, rest = name.removeprefix("--"), argv[1:] if name else argv
+    """Run the program and return its exit code."""
+    command = ""
+    if argv and argv[0] in (*COMMANDS, "compare", "--compare"):
+        command = argv[0].removeprefix("--")
+        argv = argv[1:]
     if command == "compare":
         from tools.planning import compare
 
-        return compare.main(rest)
-    parser = flags_of(command)
-    args, words = parser.parse_known_args(rest)
-    if words and command in ("sizes", "published"):
-        parser.error(f"unrecognized arguments: {' '.join(words)}")
-    from tools.planning import commands  # imports torch, which --help does without
+        return compare.main(argv)
+    parser = build_parser(command)
+    args, run_argv = parser.parse_known_args(argv)
+    if run_argv and command in ("sizes", "published"):
+        parser.error(f"unrecognized arguments: {' '.join(run_argv)}")
+    from tools.planning import commands  # imports torch, which is too slow for --help
 
-    return commands.run(command, args, words)
+    return commands.run(command, args, run_argv)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def test_links_are_told_apart_by_where_ranks_are() -> None:
         for groups in ("all", "one")
         for n in (1024, 1 << 26)
     ]
-    links = benchmark_comm.links_of(rows, dict(tp=True, dp=False, pp=False, world=False))
+    links = benchmark_comm.fit_links(rows, dict(tp=True, dp=False, pp=False, world=False))
     assert links["inside"]["bytes_per_s"] == pytest.approx(4e11)
     link = links["between"]
     assert (link["bytes_per_s"], link["latency_s"]) == (pytest.approx(2e10), pytest.approx(2e-5))
