@@ -1,1 +1,1 @@
-"""Programs around a run. A package, so that no other package called tools on sys.path can take its place."""
+"""Programs around a run. This is a package so that no other package named tools on sys.path can shadow it."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""A configuration of DeepSpeed, Accelerate, torchtitan, nanotron, Megatron-Bridge or NeMo as a file for --config.
+"""Translate a configuration of DeepSpeed, Accelerate, torchtitan, nanotron, Megatron-Bridge or NeMo for --config.
 
-python tools/translate.py ds.json --gpus 8 > run.toml    its comments are a verdict on each key, and the launch line
+python tools/translate.py ds.json --gpus 8 > run.toml    comments have a verdict on each key, and the launch command
 
 Exit codes: 0 all keys are supported or built in; 3 some have no equivalent; 2 it cannot be read, or contradicts itself.
 """
@@ -28,10 +28,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 @exits_with(2, ConfigError)
 def main(argv: list[str]) -> int:
+    """Run the program and return its exit code."""
     args = build_parser().parse_args(argv)
-    text, whole = translate(args.file, args.gpus, PRESETS)
+    text, is_complete = translate(args.file, args.gpus, PRESETS)
     print(text, end="")
-    return 0 if whole else 3
+    return 0 if is_complete else 3
 
 
 if __name__ == "__main__":

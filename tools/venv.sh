@@ -1,5 +1,5 @@
-# Sourced by examples/quickstart.sh and tests/run.sh: make .venv once, install the extras in $1, skip what is done.
-# Asks for Python 3.11+ with venv and pip; MEGALITE_PYTHON names another interpreter.
+# Create .venv and install the extras in $1, once. Sourced by examples/quickstart.sh and tests/run.sh.
+# Needs Python 3.11+ with venv and pip; set MEGALITE_PYTHON to use another interpreter.
 python=${MEGALITE_PYTHON:-python3}
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "Python 3.11 or newer is needed; $python is $("$python" --version 2>&1). Set MEGALITE_PYTHON." >&2
@@ -9,11 +9,11 @@ python=${MEGALITE_PYTHON:-python3}
 stamp=.venv/.installed-$1-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 if [ ! -f "$stamp" ]; then
   quiet=--quiet
-  [ ! -t 1 ] || quiet=  # pip's progress is for people
+  [ ! -t 1 ] || quiet=  # show pip's progress on a terminal
   if [ "$(uname)" = Linux ] && [ ! -e /dev/nvidiactl ] && ! .venv/bin/python -c 'import torch' 2> /dev/null; then
     case "${PIP_INDEX_URL-} ${PIP_EXTRA_INDEX_URL-}" in
     */cpu*) ;;
-    *) echo "No NVIDIA card here: pip may bring torch's build for CUDA all the same (5 GB on disk). For the CPU's (0.8 GB)," \
+    *) echo "No NVIDIA GPU here: pip may bring torch's build for CUDA all the same (5 GB on disk). For the CPU's (0.8 GB)," \
       "stop this and first: export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" >&2 ;;
     esac
   fi
