@@ -107,7 +107,7 @@ def as_nobody(work: Path) -> list[str]:
 
 @pytest.mark.nightly(guards=("Dockerfile", ".dockerignore", "pyproject.toml", "constraints.txt"))
 @pytest.mark.timeout(900)
-def test_its_commands_make_an_environment_that_trains(tmp_path: Path) -> None:
+def test_dockerfile_commands_make_an_environment_that_trains(tmp_path: Path) -> None:
     programs, work = base_image(tmp_path), tmp_path / "opt" / "megalite"
     work.mkdir(parents=True)
     env = {name: os.environ[name] for name in os.environ if name.startswith("PIP_") or name == "LANG"}

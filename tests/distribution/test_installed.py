@@ -67,7 +67,7 @@ DATA = """commands.toml common/fault_points.toml config/megatron_flags.txt confi
 
 
 @RARELY
-def test_what_a_wheel_holds(clone: Path, wheel: Path, tmp_path: Path) -> None:
+def test_wheel_contents(clone: Path, wheel: Path, tmp_path: Path) -> None:
     """The package with its data, the programs below it, and nothing else; the same from a source distribution."""
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(p.relative_to(ROOT)) for p in (ROOT / "megalite").rglob("*.py")}
@@ -130,7 +130,7 @@ SHAPE = (
 )
 
 
-def test_from_text_to_an_exported_model(run: Run, tmp_path: Path) -> None:
+def test_installed_commands_go_from_text_to_an_exported_model(run: Run, tmp_path: Path) -> None:
     """Two ranks of its own, which a fork server starts, and one of torchrun; and what is done with the result."""
     text = "".join(json.dumps({"text": f"Once {n} is {n * n}, and {n * 7} is more.\n" * 3}) + "\n" for n in range(300))
     (tmp_path / "mine.jsonl").write_text(text)
@@ -154,7 +154,7 @@ def test_from_text_to_an_exported_model(run: Run, tmp_path: Path) -> None:
 
 
 @RARELY
-def test_codes_and_somebody_elses_files(run: Run, tmp_path: Path) -> None:
+def test_installed_commands_ignore_foreign_files(run: Run, tmp_path: Path) -> None:
     wrong = run(f"megalite train {SHAPE} --lr abc", code=2)
     assert wrong.startswith("megalite train: ") and "abc" in wrong and ".py" not in wrong
     planned = run(
@@ -174,7 +174,7 @@ def test_codes_and_somebody_elses_files(run: Run, tmp_path: Path) -> None:
 
 
 @RARELY
-def test_a_benchmark_starts_its_contenders(run: Run, tmp_path: Path) -> None:
+def test_installed_benchmark_starts_its_contenders(run: Run, tmp_path: Path) -> None:
     small = SHAPE.partition(" --data-path")[0].replace(" --eval-iters 1", "").replace("--preset tiny ", "")
     small += " --vocab-size 96"
     out = run(f"megalite bench --nproc 2 --steps 2 --warmup 1 --repeats 1 --json out.json {small}")
@@ -188,7 +188,7 @@ def indented(text: str) -> str:
 
 @pytest.mark.nightly(guards=("examples/plugins", "megalite/config/plugin_examples.py"))
 @pytest.mark.parametrize("kind", REGISTRIES)
-def test_a_written_plugin_trains(kind: str, run: Run, tmp_path: Path) -> None:
+def test_installed_plugin_example_trains(kind: str, run: Run, tmp_path: Path) -> None:
     """What `megalite plugin KIND` says can be typed as it stands, and its runs train."""
     said = run(f"megalite plugin {kind} --out mine.py")
     commands = [[*command.words] for command in documents.commands_of(indented(said), "")]
@@ -205,7 +205,7 @@ def test_a_written_plugin_trains(kind: str, run: Run, tmp_path: Path) -> None:
 
 
 @RARELY
-def test_parts_of_a_users_own(run: Run, tmp_path: Path) -> None:
+def test_installed_user_plugin_trains(run: Run, tmp_path: Path) -> None:
     """Every example of a plugin, in one run."""
     names = {kind: f"{kind}_of_mine.py" for kind in REGISTRIES}
     for kind, name in names.items():

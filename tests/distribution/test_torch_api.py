@@ -88,7 +88,7 @@ def refused(function: object, call: ast.Call) -> Iterator[str]:
         yield from (k.arg for k in call.keywords if k.arg is not None and k.arg not in parameters)
 
 
-def test_all_that_is_taken_from_torch_and_triton_is_there_and_what_is_missing_is_found() -> None:
+def test_torch_and_triton_have_every_name_that_is_used() -> None:
     found = {str(path.relative_to(ROOT)): list(lost(path.read_text(encoding="utf-8"))) for path in SOURCES}
     assert {path: lines for path, lines in found.items() if lines} == {}
     text = "import torch\nimport torch.distributed as d\nfrom torch import cuda\n"
@@ -102,7 +102,7 @@ def python(*words: str, **options: bool) -> subprocess.CompletedProcess[str]:
     return programs.python(*words, timeout=110, env=env, **options)
 
 
-def test_everything_is_imported_without_a_warning_of_what_goes_away() -> None:
+def test_imports_raise_no_deprecation_warning() -> None:
     said = python("-c", "import warnings; warnings.warn('f is deprecated')", "x").stderr
     assert [line for line in said.splitlines() if GOES_AWAY.search(line)]  # one is found
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "megalite").rglob("*.py")]
@@ -112,13 +112,13 @@ def test_everything_is_imported_without_a_warning_of_what_goes_away() -> None:
     assert not [line for line in done.stderr.splitlines() if GOES_AWAY.search(line)]
 
 
-def test_a_run_uses_nothing_that_goes_away(tmp_path: Path) -> None:
+def test_run_raises_no_deprecation_warning(tmp_path: Path) -> None:
     flags = [*SMALL, *TP2_PP2, "--train-iters", "2", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save"]
     done = python("pretrain_gpt.py", *flags, ok=True)
     assert not [line for line in done.stderr.splitlines() if GOES_AWAY.search(line)]
 
 
-def test_a_build_for_cuda_has_nccl_with_or_without_a_card() -> None:
+def test_cuda_build_has_nccl() -> None:
     assert dist.is_nccl_available() == (torch.version.cuda is not None)
     if dist.is_nccl_available():
         assert torch.cuda.nccl.version() >= (2, 20) and dist.ProcessGroupNCCL.Options() is not None

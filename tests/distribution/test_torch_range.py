@@ -21,7 +21,7 @@ NEW = dataclasses.replace(OLD, torch="2.15.0+cu132", date="2026-11-02")
 PAGE = f"before\n{tr.BEGIN}{tr.END}after\n"
 
 
-def test_the_range_is_that_of_the_package_and_its_releases_come_in_order() -> None:
+def test_range_is_read_from_pyproject_and_releases_are_sorted() -> None:
     assert tr.key(tr.floor((tr.ROOT / "pyproject.toml").read_text())) >= (2, 11)
     with pytest.raises(ValueError):
         tr.floor('[project]\ndependencies = ["torch"]\n')
@@ -29,7 +29,7 @@ def test_the_range_is_that_of_the_package_and_its_releases_come_in_order() -> No
     assert tr.releases("ERROR: No matching distribution found for torch", "2.11") == []
 
 
-def test_a_row_takes_the_place_of_an_older_one_of_the_same() -> None:
+def test_row_replaces_an_older_row_of_the_same_version() -> None:
     page = tr.with_row(tr.with_row(PAGE, OLD), NEW)
     again = dataclasses.replace(OLD, date="2026-12-01", failed="0")
     both = dataclasses.replace(OLD, tests="all")
@@ -41,7 +41,7 @@ def test_a_row_takes_the_place_of_an_older_one_of_the_same() -> None:
     assert rows and all(int(row.passed) and row.failed.isdigit() for row in rows)
 
 
-def test_no_room_is_exit_code_3_and_it_starts_without_packages(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_full_disk_is_exit_code_3_without_packages(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(tr.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(tr, "DISK_BYTES", 1 << 60)
     assert tr.main(["lowest"]) == 3
@@ -63,9 +63,7 @@ echo "$*"
 
 
 @pytest.mark.parametrize("index", [None, CPU_INDEX])
-def test_where_no_card_is_the_size_of_cudas_build_is_told_before_the_download(
-    tmp_path: Path, index: str | None
-) -> None:
+def test_venv_script_announces_the_size_of_the_cuda_build(tmp_path: Path, index: str | None) -> None:
     for name in ("tools/venv.sh", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

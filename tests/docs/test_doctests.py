@@ -16,6 +16,6 @@ MODULES = [
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_in_docstrings_are_true(module: str) -> None:
+def test_docstring_examples(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted and not result.failed

@@ -55,7 +55,7 @@ def split_launcher(command: Command) -> tuple[str, list[str], int]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[c.place for c in COMMANDS])
-def test_every_command_is_read_by_its_program(command: Command, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_every_command_parses(command: Command, tmp_path: Path, monkeypatch, capsys) -> None:
     program, *rest = command.words
     if program == "pip":
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -100,7 +100,7 @@ def test_every_command_is_read_by_its_program(command: Command, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("span", documents.installed_commands())
-def test_every_installed_command_that_is_mentioned_exists(span: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mentioned_command_exists(span: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, *words = span.split()
     name = next((n for n in (" ".join(words[:2]), words[0]) if n in COMMAND.COMMANDS), None)
     if name is None:
@@ -114,7 +114,7 @@ def test_every_installed_command_that_is_mentioned_exists(span: str, monkeypatch
         parsed_by(script, rest, monkeypatch)
 
 
-def test_there_are_commands_in_readme_and_docs() -> None:
+def test_commands_are_found_in_readme_and_docs() -> None:
     counts = {name: sum(c.place.startswith(name + ":") for c in COMMANDS) for name in ("README.md", "conversion.md")}
     assert counts["README.md"] >= 15 and counts["conversion.md"] >= 4
 
@@ -144,14 +144,14 @@ def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-def test_every_flag_that_is_named_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_named_flag_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     there = flags_there_are(monkeypatch)
     for path in NAMED:
         words = re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))
         assert len(there) > 250 and [word for word in words if word not in there] == [], path.name
 
 
-def test_the_families_of_the_documents_are_those_that_there_are() -> None:
+def test_documents_list_the_existing_families() -> None:
     """The table of conversions lists each; elsewhere a number of them would be wrong with the next one."""
     built_in = set(FAMILIES.built_in)
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|", (ROOT / "docs/conversion.md").read_text("utf-8"), re.MULTILINE)
@@ -161,7 +161,7 @@ def test_the_families_of_the_documents_are_those_that_there_are() -> None:
         assert not counted, (path.name, counted)
 
 
-def test_the_checks_above_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_checks_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "python tools/generate.py --load x \\\n  --promt y > z  # why\n"
     (command,) = documents.commands_of(wrong, "a.md")
     assert command.words == ("python", "tools/generate.py", "--load", "x", "--promt", "y")
@@ -170,7 +170,7 @@ def test_the_checks_above_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--promt" not in flags_there_are(monkeypatch)
 
 
-def test_forms_of_issues_and_the_citation_are_read() -> None:
+def test_issue_forms_and_citation_parse() -> None:
     forms = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")]
     assert len(forms) == 3 and all({"name", "description", "body"} <= form.keys() for form in forms)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())

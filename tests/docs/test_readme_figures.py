@@ -153,7 +153,7 @@ def value(number: str) -> float:
 
 
 @pytest.mark.parametrize("begin", CLAIMS)
-def test_a_figure_is_the_one_that_is_stored(begin: str) -> None:
+def test_readme_values_equal_the_stored_results(begin: str) -> None:
     (part,) = [part for part in parts() if part.startswith(begin)]
     assert [value(number) for number in numbers(part)] == CLAIMS[begin]()
 
@@ -167,7 +167,7 @@ def leaves(record: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", [name for name in RESULTS if name])
-def test_a_result_tells_how_it_was_measured_and_stands_on_its_page(name: str) -> None:
+def test_stored_results_have_a_source_and_stand_on_their_page(name: str) -> None:
     record = RESULTS[name]
     assert {"page", "on", "date"} <= record.keys()
     assert "moments" in record or "mfu" not in " ".join(record)

@@ -82,7 +82,7 @@ def lost_lists(page: Page) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_every_document_is_a_page_and_fetches_nothing(site: Path) -> None:
+def test_site_has_every_document_and_loads_nothing_external(site: Path) -> None:
     pages = {file.stem: Page(file) for file in site.glob("*.html") if file.stem != "404"}
     added = {"changelog", "security", "flags", "megatron_flags"}
     assert pages.keys() >= {path.stem for path in (ROOT / "docs").glob("*.md")} | added
@@ -121,7 +121,7 @@ SEARCHES = {
 
 @pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
 @pytest.mark.parametrize("words", SEARCHES)
-def test_a_search_finds_what_a_reader_can_do_first(words: str, site: Path, tmp_path: Path) -> None:
+def test_site_search_finds_tasks_first(words: str, site: Path, tmp_path: Path) -> None:
     browser.need_browser()
     links = "[...page.querySelectorAll('.md-search-result__item > a')].map(a => a.getAttribute('href'))"
     how = f"const links = page ? {links} : []; return links.length ? links : null;"
@@ -133,7 +133,7 @@ def test_a_search_finds_what_a_reader_can_do_first(words: str, site: Path, tmp_p
 
 
 @pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
-def test_a_table_of_flags_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> None:
+def test_flag_table_is_readable_on_a_phone(site: Path, tmp_path: Path) -> None:
     browser.need_browser()
     how = f"""{LOADED}
     const root = page.documentElement, cells = [...page.querySelectorAll('td:first-child')];
@@ -155,7 +155,7 @@ def test_a_table_of_flags_can_be_read_on_a_phone(site: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
-def test_blocks_are_not_cut_on_a_screen(site: Path, tmp_path: Path) -> None:
+def test_code_blocks_are_not_cut_off(site: Path, tmp_path: Path) -> None:
     """Lines of 120 characters fit at 1,400 pixels."""
     browser.need_browser()
     how = f"""{LOADED} const blocks = [...page.querySelectorAll('pre > code')];
@@ -211,7 +211,7 @@ def messages() -> list[str]:
 
 
 @pytest.mark.parametrize("message", messages())
-def test_every_message_stands_in_the_code(message: str) -> None:
+def test_troubleshooting_messages_are_in_the_code(message: str) -> None:
     assert any(says(text, message) for text in said_in_code())
 
 
@@ -239,7 +239,7 @@ def read_of_the_environment() -> set[str]:
     return {name for name in found if not name.startswith(not_variables)} | {"RANK", "OMPI_MCA_ess_base_jobid"}
 
 
-def test_the_page_has_every_variable_that_is_read() -> None:
+def test_environment_page_lists_every_variable() -> None:
     page = (ROOT / "docs/environment.md").read_text("utf-8")
     listed = {n for n in documents.SPAN.findall(page) if re.fullmatch(r"[A-Z][A-Za-z0-9]*(_[A-Za-z0-9]+)*_?", n)}
     # read by libraries

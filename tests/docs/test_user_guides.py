@@ -76,7 +76,7 @@ def random_qwen(folder: Path) -> None:
 
 
 @pytest.mark.nightly(guards=("README.md",))
-def test_readmes_way_from_text_to_a_published_model(tmp_path: Path) -> None:
+def test_readme_from_text_to_an_exported_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     shell = Shell(tmp_path, SHORTER["readme"])
@@ -95,7 +95,7 @@ def test_readmes_way_from_text_to_a_published_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(guards=("docs/tutorial.md", "docs/python.md"))
-def test_the_tutorial(tmp_path: Path) -> None:
+def test_tutorial(tmp_path: Path) -> None:
     shell = Shell(tmp_path, SHORTER["tutorial"])
     (config,) = blocks("tutorial.md", "toml")
     (tmp_path / "run.toml").write_text(config)
@@ -124,7 +124,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(guards=("docs/from_hugging_face.md",))
-def test_from_hugging_face_and_back(tmp_path: Path) -> None:
+def test_guide_from_hugging_face(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     shell = Shell(tmp_path, SHORTER["hugging_face"])
@@ -142,7 +142,7 @@ def test_from_hugging_face_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(guards=("docs/from_megatron.md",))
-def test_from_megatron(tmp_path: Path) -> None:
+def test_guide_from_megatron(tmp_path: Path) -> None:
     """`old/checkpoints` is in Megatron-LM's format, for two ranks."""
     shell = Shell(tmp_path, SHORTER["megatron"])
     text(tmp_path / "text", 2_000)
@@ -157,7 +157,7 @@ def test_from_megatron(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly(guards=("docs/index.md",))
-def test_the_first_page(tmp_path: Path) -> None:
+def test_guide_first_page(tmp_path: Path) -> None:
     shell = Shell(tmp_path, SHORTER["first_page"])
     (command,) = typed("index.md")
     assert "done: reached the last step" in shell.type(command)

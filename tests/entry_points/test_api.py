@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield megalite.train(megalite.Config(SMALL, train_iters=2, nproc=2, pp=2, save="run"), quiet=True)
 
 
-def test_a_run_its_metrics_and_its_model(run: Path) -> None:
+def test_api_train_returns_metrics_and_model(run: Path) -> None:
     rows = megalite.read_metrics(run)
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2] and "val/valid/loss" in rows[2]
     model = megalite.load(run, device="cpu")
@@ -89,7 +89,7 @@ def test_a_run_its_metrics_and_its_model(run: Path) -> None:
         model.generate(None, 0, top_p=2)
 
 
-def test_a_plan_is_a_run(run: Path) -> None:
+def test_api_plan_describes_the_run(run: Path) -> None:
     found = megalite.plan(megalite.Config(preset="llama3-8b", global_batch_size=128), gpus=8, top=2)
     best, _ = found["plans"]
     assert best["seconds"] > 0 and best["peak"] < 80 * 2**30 and best["world"] == 8 and "8 x h100" in found["text"]
@@ -99,7 +99,7 @@ def test_a_plan_is_a_run(run: Path) -> None:
         megalite.plan(megalite.Config(preset="llama3-70b", global_batch_size=8, tp=1), gpus=1)
 
 
-def test_weights_there_and_back(run: Path) -> None:
+def test_api_convert_round_trips_weights(run: Path) -> None:
     assert megalite.convert("to_hf", run, "hf") == Path("hf")
     places = run, "hf", megalite.convert("from_hf", "hf", "back", check_bits=True)
     first, *others = (megalite.load(place, device="cpu").logits(TOKENS_SB) for place in places)
@@ -107,12 +107,12 @@ def test_weights_there_and_back(run: Path) -> None:
 
 
 @pytest.mark.nightly(guards=("megalite/api.py", "tools/verify.py"))
-def test_a_layout_is_verified(run: Path) -> None:
+def test_api_verify(run: Path) -> None:
     verdict = megalite.verify(megalite.Config(SMALL, train_iters=2, nproc=2, tp=2), steps=1)
     assert verdict["agrees"] and verdict["first"] is None and len(verdict["rows"]) > 10 and verdict["text"]
 
 
-def test_an_argument_that_cannot_be_is_a_config_error(run: Path) -> None:
+def test_api_invalid_argument_is_a_config_error(run: Path) -> None:
     small, paths = megalite.Config(SMALL, train_iters=2), "is not a path; give that of a directory"
     says: dict[str, Any] = {
         "config='--preset tiny' is of type str, not a megalite.Config; give megalite.Config('--preset tiny')": [
@@ -160,7 +160,7 @@ def test_an_argument_that_cannot_be_is_a_config_error(run: Path) -> None:
             assert str(error.value).startswith(words), str(error.value)[:200]
 
 
-def test_more_words_than_a_command_line_may_have_are_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_too_many_arguments_are_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "Popen", subprocess.Popen)
     config = megalite.Config(SMALL, data_path=["x" * 100] * 40_000)
     with pytest.raises(
@@ -169,7 +169,7 @@ def test_more_words_than_a_command_line_may_have_are_a_config_error(monkeypatch:
         megalite.plan(config, gpus=1)
 
 
-def test_errors_are_those_of_the_commands(run: Path) -> None:
+def test_api_errors_equal_those_of_the_commands(run: Path) -> None:
     small = megalite.Config(SMALL, train_iters=2)
     absent = megalite.Config(small, mock_data=False, data_path="none/there")
     says: dict[str, Any] = {
@@ -189,7 +189,7 @@ def test_errors_are_those_of_the_commands(run: Path) -> None:
         assert f"{getattr(error.value, 'code', 2)} {error.value}".startswith(words)
 
 
-def test_ctrl_c_stops_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_ctrl_c_stops_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It saves, and the interrupt comes once it has ended."""
 
     def press(text: str, **_: Any) -> None:
@@ -203,14 +203,14 @@ def test_ctrl_c_stops_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert status["outcome"] == "requeue" and 0 < status["checkpoint_step"] < 10_000
 
 
-def test_of_command_lines() -> None:
+def test_api_command_line_of_arguments() -> None:
     line = "torchrun --nproc_per_node 8 pretrain_gpt.py \\\n --num-layers 2 --use-mcore-models"
     assert megalite.Config(line) == ("--num-layers", "2", "--use-mcore-models")
     named = megalite.Config(["--bf16"], lr=None, data_path=["a", "b"], no_load_optim=False, seed=-1)
     assert named == ("--bf16", "--data-path", "a", "b", "--load-optim", "--seed", "-1")
 
 
-def test_importing_costs_nothing() -> None:
+def test_api_import_is_cheap() -> None:
     text = "import sys, time; t = time.process_time(); import megalite; t = time.process_time() - t; megalite.Config; megalite.register;"
     text += "print(t, 'torch' in sys.modules, callable(megalite.train), f'{megalite.train.__module__}.{megalite.train.__name__}', *dir(megalite))"
     words = [sys.executable, "-c", text]
@@ -220,7 +220,7 @@ def test_importing_costs_nothing() -> None:
 
 
 @pytest.mark.nightly(guards=("megalite/api.py", "examples/python.ipynb"))
-def test_the_notebook_and_the_page(tmp_path: Path) -> None:
+def test_api_notebook_and_page(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples/python.ipynb").read_text("utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in code)
@@ -248,7 +248,7 @@ CHILDREN = {
 
 
 @pytest.mark.parametrize("how", CHILDREN)
-def test_nothing_is_done_before_the_command_has_said_so(how: str, tmp_path: Path) -> None:
+def test_api_call_waits_for_the_command(how: str, tmp_path: Path) -> None:
     """Though the exit code of a child is lost: the caller ignores SIGCHLD, or has waited for all its children."""
     text = f"""import os, signal, threading
 import megalite
@@ -270,7 +270,7 @@ def work():
     assert done.stdout.split("\n")[2].startswith("megalite 0.")
 
 
-def test_a_command_that_is_ended_by_force_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_killed_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With exit code 0, by a plugin, on one process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "Popen", programs.Popen)

@@ -55,7 +55,7 @@ def said_by(words: list[str], patch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return capsys.readouterr().out
 
 
-def test_the_documents_list_every_command() -> None:
+def test_documents_list_every_command() -> None:
     page = (ROOT / "docs/commands.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `megalite ")]
     listed = []
@@ -68,7 +68,7 @@ def test_the_documents_list_every_command() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"train"}))
-def test_help_is_that_of_the_program(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_help_equals_the_programs_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """All its flags, under the name that was typed, and examples that can be typed where there is no clone."""
     said = said_by(name.split(), monkeypatch, capsys)
     assert said.startswith(f"usage: megalite {name} ") and not re.search(r"(python|torchrun .*) \S+\.py", said), said
@@ -81,14 +81,14 @@ def test_help_is_that_of_the_program(name: str, monkeypatch: pytest.MonkeyPatch,
             assert (action.help or "") % vars(action) in said
 
 
-def test_help_of_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     first = said_by(["train"], monkeypatch, capsys)
     assert first.startswith("usage: megalite train ") and "megalite train --preset" in first
     said = said_by(["train"], monkeypatch, capsys, "all")
     assert {flag for _, f in iter_options() for flag in [flags_of(f)[0][0]]} <= set(re.findall(r"--[\w-]+", said))
 
 
-def test_the_list_needs_few_modules_and_no_torch() -> None:
+def test_command_list_imports_few_modules_and_no_torch() -> None:
     """0.2 s; what takes time are imports."""
     done = megalite("--help", python=("-X", "importtime"))
     assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
@@ -98,7 +98,7 @@ def test_the_list_needs_few_modules_and_no_torch() -> None:
 
 
 @pytest.mark.parametrize("line", ANSWERS["commands"])
-def test_exit_codes_are_those_of_the_programs(line: str, tmp_path: Path) -> None:
+def test_exit_codes_equal_the_programs(line: str, tmp_path: Path) -> None:
     code, text = ANSWERS["commands"][line]
     done = megalite(*line.format(tmp_path).split())
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -125,7 +125,7 @@ READS = {  # what each command is to read, and is not there: a run, a model, dat
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_is_to_be_read_and_is_not_there_is_3_under_the_name_that_was_typed(name: str, tmp_path: Path) -> None:
+def test_missing_input_is_exit_code_3(name: str, tmp_path: Path) -> None:
     words = READS[name].replace("{}", str(tmp_path / "none")).split()
     for done, who in (
         (megalite(*name.split(), *words), f"megalite {name}: "),
@@ -136,7 +136,7 @@ def test_what_is_to_be_read_and_is_not_there_is_3_under_the_name_that_was_typed(
         assert not who.startswith("megalite") or ".py" not in done.stderr, done.stderr
 
 
-def test_commands_are_named_as_they_were_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_name_the_command_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "plan.py: make one with tools/plan.py calibrate, or python pretrain_gpt.py --nproc 2; /my/tools/plan.py"
     assert console.as_typed(text) == text
     monkeypatch.setattr(sys, "argv", ["megalite plan"])
@@ -151,13 +151,13 @@ def test_commands_are_named_as_they_were_typed(tmp_path: Path, monkeypatch: pyte
     assert done.returncode == 0 and "megalite train --nproc 2" in done.stdout and ".py" not in done.stdout
 
 
-def test_ctrl_c_ends_a_program_without_a_trace() -> None:
+def test_ctrl_c_prints_no_traceback() -> None:
     stop = "import signal, sys; import megalite.__main__ as m; m.run = lambda words: signal.raise_signal(signal.SIGINT)"
     done = programs.python("-c", f"{stop}; m.main()")
     assert (done.returncode, done.stderr) == (130, "")
 
 
-def test_the_version_is_said_once_and_the_changes_begin_with_it() -> None:
+def test_version_is_defined_once_and_heads_the_changelog() -> None:
     assert megalite("--version").stdout == f"megalite {__version__}\n"
     changes = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert changes[0] == __version__
@@ -165,7 +165,7 @@ def test_the_version_is_said_once_and_the_changes_begin_with_it() -> None:
     assert [str(p.relative_to(ROOT)) for p in others if f'"{__version__}"' in p.read_text()] == ["megalite/__init__.py"]
 
 
-def test_words_are_completed(tmp_path: Path) -> None:
+def test_shell_completion(tmp_path: Path) -> None:
     """bash, as it is when TAB is hit: COMP_WORDS and COMP_CWORD are set, and COMPREPLY is shown."""
     script = megalite("completion", "bash").stdout
     assert script == megalite("completion", "zsh").stdout and "complete " in script
@@ -185,7 +185,7 @@ def test_words_are_completed(tmp_path: Path) -> None:
         assert set(there.split()) <= words and not set(absent.split()) & words, (line, said)
 
 
-def test_who_reads_what_a_command_prints_may_stop_early(tmp_path: Path) -> None:
+def test_closed_pipe_ends_a_command_quietly(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"outcome": "done"}')
     line = [sys.executable, "-m", "megalite", "runs", str(tmp_path), "--json"]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as much as does not fit into a buffer

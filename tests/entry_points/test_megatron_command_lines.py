@@ -64,7 +64,7 @@ def world_of(words: list[str]) -> int:
 
 
 @pytest.mark.parametrize("line", LINES, ids=[line["name"] for line in LINES])
-def test_a_line_of_megatrons_starts_or_is_refused_for_what_is_missing(
+def test_megatron_line_starts_or_is_refused_for_its_missing_features(
     line: dict, places: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = words_of(line, places)
@@ -81,7 +81,7 @@ def test_a_line_of_megatrons_starts_or_is_refused_for_what_is_missing(
 
 
 @pytest.mark.parametrize("line", [one for one in LINES if not one["refused"]], ids=lambda one: one["name"])
-def test_what_starts_is_planned_with_the_tokenizers_vocabulary(line: dict, places: dict[str, str], capsys) -> None:
+def test_accepted_megatron_lines_are_planned(line: dict, places: dict[str, str], capsys) -> None:
     words = words_of(line, places)
     number = str(world_of(words))
     cluster = ["--num-gpus", number, "--gpus-per-node", str(min(8, int(number)))]
@@ -104,7 +104,7 @@ def _feature(problem: str) -> str:
     return flag.feature if flag is not None and flag.feature else problem.partition("=")[0]
 
 
-def test_what_starts_is_what_is_claimed() -> None:
+def test_number_of_accepted_megatron_lines() -> None:
     gpt = [line for line in LINES if line["family"] == "gpt"]
     missing = {feature for line in LINES for feature in line["refused"]}
     assert len(gpt) == 79 and sum(not line["refused"] for line in gpt) >= 0.7 * len(gpt)

@@ -28,7 +28,7 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
-def test_five_calls_lead_from_main_to_the_optimizers_step(tmp_path: Path) -> None:
+def test_optimizer_step_is_five_calls_below_main(tmp_path: Path) -> None:
     words = [*SMALL, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
     done = programs.python("-c", STACK, *words, ok=True)
     calls = {tuple(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("CALLS")}

@@ -61,7 +61,7 @@ def _losses(log: str) -> list[float]:
 
 @pytest.mark.parametrize("name", rarely(sorted(LINES), sorted(LINES)[:1], str, guards=("megalite/config",)))
 @pytest.mark.timeout(240)
-def test_a_published_script_trains_and_goes_on(name: str, tmp_path: Path) -> None:
+def test_published_script_trains_and_resumes(name: str, tmp_path: Path) -> None:
     places = byte_level_vocabulary(tmp_path)
     hugging_face = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", places["$TOKENIZER"])
     kind = () if name == "gpt3" else hugging_face

@@ -58,7 +58,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_answer_to_a_mistake(name: str, home: Path) -> None:
+def test_user_mistake_gets_its_message(name: str, home: Path) -> None:
     wrong = MISTAKES[name]
     done = typed(wrong["line"].format_map(WORDS), home)
     answer = done.stdout + done.stderr
@@ -68,7 +68,7 @@ def test_the_answer_to_a_mistake(name: str, home: Path) -> None:
     assert len(told) <= wrong.get("lines", len(told))
 
 
-def test_an_odd_environment_is_no_traceback(tmp_path: Path) -> None:
+def test_odd_environment_gives_no_traceback(tmp_path: Path) -> None:
     """A TMPDIR beyond what a socket's path may have, and every warning an error, of Python's own too."""
     long = tmp_path / ("x" * 120)
     long.mkdir()
@@ -79,7 +79,7 @@ def test_an_odd_environment_is_no_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["pretrain_gpt.py"], ["-m", "megalite", "train"]])
-def test_ctrl_c_among_the_imports_is_no_traceback(words: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_gives_no_traceback(words: list[str], tmp_path: Path) -> None:
     """`-X importtime` tells when the first module of the package has come: others follow, torch among them."""
     line = [sys.executable, "-X", "importtime", *words, *FREE.split()]
     process = programs.Popen([*line, "--run-dir", str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)

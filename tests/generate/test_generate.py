@@ -59,7 +59,7 @@ def their_text(model: Any, prompt: list[int], most: int, stops: list[int] | int 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_text_is_that_of_transformers(models, name: str) -> None:
+def test_greedy_generation_equals_transformers(models, name: str) -> None:
     theirs, folder = models(name)
     found = generate_tokens(load_model(folder, Mesh.single_process()), PROMPTS, NEW, GREEDY)
     assert [text.ids for text in found] == [their_text(theirs, prompt, NEW) for prompt in PROMPTS]
@@ -67,7 +67,7 @@ def test_greedy_text_is_that_of_transformers(models, name: str) -> None:
     assert len({tuple(text.ids[text.prompt_length :]) for text in found}) > 1
 
 
-def test_a_text_ends_at_the_id_that_ends_a_document(models, tmp_path: Path) -> None:
+def test_generation_stops_at_end_of_document(models, tmp_path: Path) -> None:
     theirs, folder = models("llama")
     model = load_model(folder, Mesh.single_process())
     plain = [text.ids for text in generate_tokens(model, PROMPTS, NEW, GREEDY)]
@@ -86,7 +86,7 @@ def test_a_text_ends_at_the_id_that_ends_a_document(models, tmp_path: Path) -> N
         stop_ids(tmp_path)
 
 
-def test_a_text_ends_with_the_positions_and_prompts_must_leave_one(models) -> None:
+def test_generation_stops_at_the_last_position(models) -> None:
     theirs, folder = models("gpt2")
     model = load_model(folder, Mesh.single_process())
     long = [1 + i % 90 for i in range(S - 3)]
@@ -115,7 +115,7 @@ OFTEN = [case for case in CASES if case[1:] == (2, 2) or case[0] == "llama"]
 
 
 @pytest.mark.parametrize("case", rarely(CASES, OFTEN, str, guards=("megalite/generate",)))
-def test_every_rank_of_every_layout_has_the_same_texts(models, case: tuple[str, int, int]) -> None:
+def test_generation_is_equal_on_all_ranks_and_layouts(models, case: tuple[str, int, int]) -> None:
     name, tp, pp = case
     _, folder = models(name)
     alone = _texts(str(folder), 1, 1)
@@ -124,12 +124,12 @@ def test_every_rank_of_every_layout_has_the_same_texts(models, case: tuple[str, 
         assert texts == alone
 
 
-def test_a_layout_that_does_not_fit_is_refused(models) -> None:
+def test_generation_refuses_an_impossible_layout(models) -> None:
     with pytest.raises(AssertionError, match="SetupError: tensor_model_parallel_size=3 does not divide num_attention"):
         run_ranks(3, _texts, str(models("llama")[1]), 3, 1)
 
 
-def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_path: Path) -> None:
+def test_generation_from_a_checkpoint_equals_its_hugging_face_source(models, tmp_path: Path) -> None:
     _, folder = models("qwen3")
     assert convert_checkpoint.main(["--from-hf", str(folder), "--save", str(tmp_path)]) == 0
     assert _texts(str(tmp_path), 1, 1) == _texts(str(folder), 1, 1)
@@ -141,7 +141,7 @@ def test_a_checkpoint_says_the_same_as_the_directory_it_came_from(models, tmp_pa
     *(st.tuples(*map(st.integers, (1, 1, 2), (3, 2, 9))), st.sampled_from([1, 3])),
     *(st.none() | st.integers(1, 10), st.data()),
 )
-def test_attention_to_a_cache_is_attention(sizes: tuple, repeat: int, window: int | None, data: st.DataObject) -> None:
+def test_cached_attention_equals_attention(sizes: tuple, repeat: int, window: int | None, data: st.DataObject) -> None:
     """A few queries per sample, at a place of its own; what lies behind them, or before the window, does not matter."""
     B, G, T = sizes
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def stage_of_line(flags: str) -> Stage:
         "--position-embedding-type yarn --rotary-scaling-factor 4 --no-rope-freq [1,0,0] --window-size 5,0",
     ],
 )
-def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> None:
+def test_cached_logits_equal_full_logits(models, name: str) -> None:
     own = name.startswith("--")
     stage = stage_of_line(name) if own else load_model(models(name)[1], Mesh.single_process(), torch.float64).stage
     tokens_SB = torch.randint(0, V, (20, 3), generator=torch.Generator().manual_seed(3))
@@ -200,7 +200,7 @@ def test_logits_by_the_cache_are_those_of_the_whole_text(models, name: str) -> N
 # ---- drawing
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.floats(0.1, 3.0), st.integers(0, 40), st.floats(0.05, 1.0))
-def test_what_is_left_to_choose_from_is_what_transformers_leaves(
+def test_sampling_filter_equals_transformers(
     seed: int, size: int, temperature: float, top_k: int, top_p: float
 ) -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -216,7 +216,7 @@ def test_what_is_left_to_choose_from_is_what_transformers_leaves(
     assert (want.gather(-1, drawn[:, None]) > float("-inf")).all()
 
 
-def test_draws_follow_the_distribution_and_their_coordinates() -> None:
+def test_sampling_follows_the_distribution_and_coordinates() -> None:
     p = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     n = 20_000
     places = [(i % 40, i // 40) for i in range(n)]
@@ -230,7 +230,7 @@ def test_draws_follow_the_distribution_and_their_coordinates() -> None:
     assert len({uniform_at(seed, 0, 0) for seed in range(1000)}) > 995
 
 
-def test_a_prompt_draws_the_same_alone_and_among_others(models) -> None:
+def test_sampling_is_independent_of_the_batch(models) -> None:
     model = load_model(models("llama")[1], Mesh.single_process())
     together = generate_tokens(model, PROMPTS, NEW, HOT)
     for number, prompt in enumerate(PROMPTS):
@@ -245,7 +245,7 @@ def tool(*flags: str, ok: bool = True) -> str:
     return done.stdout if ok else done.stderr
 
 
-def test_the_program_on_one_process_and_on_four(models, tmp_path: Path) -> None:
+def test_generate_command_on_one_and_four_processes(models, tmp_path: Path) -> None:
     theirs, folder = models("llama")
     (tmp_path / "some.jsonl").write_text('"w20 of the"\n{"text": "in w33 . was"}\n')
     flags = ["--load", str(folder), "--prompt", "the w10", "--prompts-file", str(tmp_path / "some.jsonl")]
@@ -263,7 +263,7 @@ def test_the_program_on_one_process_and_on_four(models, tmp_path: Path) -> None:
     assert [line.startswith("[step 0] ") for line in plain] == [True] * 3 and rows[1]["text"] in plain[1]
 
 
-def test_the_program_continues_what_ranks_with_parts_of_a_sequence_have_trained(tmp_path: Path) -> None:
+def test_generate_command_after_context_parallel_training(tmp_path: Path) -> None:
     said = []
     for cp in ("1", "2"):
         flags = f"--tokenizer-type NullTokenizer --device cpu --train-iters 2 --nproc {cp} --context-parallel-size {cp}"
@@ -274,13 +274,13 @@ def test_the_program_continues_what_ranks_with_parts_of_a_sequence_have_trained(
     assert said[0] == said[1] and "5 17 60" in said[0]
 
 
-def test_a_text_steers_no_terminal() -> None:
+def test_generated_text_is_escaped_on_a_terminal() -> None:
     text = "\x1b[2J\u202ethe\n\tw10"
     assert format_completion({"step": 7}, text, as_json=False) == "[step 7] \\x1b[2J\\u202ethe\n\tw10"
     assert json.loads(format_completion({"step": 7, "text": text}, text, as_json=True))["text"] == text
 
 
-def test_bad_prompts_and_models_are_told_in_one_line(models, tmp_path: Path) -> None:
+def test_bad_prompts_and_models_are_one_line(models, tmp_path: Path) -> None:
     _, folder = models("gpt2")
     (tmp_path / "a.jsonl").write_text('"x"\n7\n')
     words = ["--load", str(folder), "--prompts-file", str(tmp_path / "a.jsonl")]
@@ -292,7 +292,7 @@ def test_bad_prompts_and_models_are_told_in_one_line(models, tmp_path: Path) -> 
     assert "has no tokenizer that fits" in tool("--load", str(tmp_path), ok=False)
 
 
-def test_a_run_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_generation_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     toml = "num_layers = 2\nhidden_size = 32\nnum_attention_heads = 4\nseq_length = 48\nvocab_size = 93\n"
     saver.save(tmp_path, 1, [], {"config": toml}, Mesh.single_process())
     with pytest.raises(SetupError, match="was trained without a tokenizer"):

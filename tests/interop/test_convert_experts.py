@@ -33,7 +33,7 @@ from megalite.training.checkpointing import initial_state as origin
 
 # ---- Hugging Face
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
-def test_experts_in_one_tensor_are_those_of_many(models, name: str, tmp_path: Path) -> None:
+def test_stacked_experts_equal_separate_experts(models, name: str, tmp_path: Path) -> None:
     theirs, folder = models(name)
     theirs.save_pretrained(tmp_path / "memory", save_original_format=False)
     assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(tmp_path / "memory" / "model.safetensors")
@@ -53,7 +53,7 @@ def test_experts_in_one_tensor_are_those_of_many(models, name: str, tmp_path: Pa
         (lambda t: t.pop("model.layers.1.mlp.shared_expert_gate.weight"), "shared_expert_gate.weight is missing"),
     ],
 )  # fmt: skip
-def test_an_expert_too_few_or_too_many_is_named(models, change: Callable, reason: str, tmp_path: Path) -> None:
+def test_missing_or_extra_expert_is_named(models, change: Callable, reason: str, tmp_path: Path) -> None:
     folder = copied(models("qwen2_moe")[1], tmp_path / "hf")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -62,7 +62,7 @@ def test_an_expert_too_few_or_too_many_is_named(models, change: Callable, reason
         model_files.open_model(folder)
 
 
-def test_the_second_reading_sees_experts_that_are_exchanged(models, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_independent_import_detects_swapped_experts(models, tmp_path: Path, monkeypatch, capsys) -> None:
     real = convert.build_mappings
 
     def exchanged(*args: Any, **kwargs: Any) -> list[Any]:
@@ -81,7 +81,7 @@ CONFIG = {**SHAPE, **CASES["experts"]["shape"]}
 
 @settings(max_examples=40)
 @given(step=st.integers(1, 4), dense=st.lists(st.integers(0, 8)), layers=st.integers(1, 8), whole=st.booleans())
-def test_layers_with_experts_are_those_of_transformers(step: int, dense: list[int], layers: int, whole: bool) -> None:
+def test_expert_layers_equal_transformers(step: int, dense: list[int], layers: int, whole: bool) -> None:
     keys = {"decoder_sparse_step": step, "mlp_only_layers": dense, "num_hidden_layers": layers}
     model = build(read_config({**CONFIG, **keys, "norm_topk_prob": whole}, None, "")[1]).model
     assert model.moe_layers == tuple(n not in dense and (n + 1) % step == 0 for n in range(layers))
@@ -91,7 +91,7 @@ def test_layers_with_experts_are_those_of_transformers(step: int, dense: list[in
         assert choose_family(model, None, None) == "qwen3_moe"
 
 
-def test_keys_that_are_left_away_have_the_values_of_transformers() -> None:
+def test_missing_moe_keys_have_transformers_defaults() -> None:
     import transformers
 
     classes = dict(mixtral="Mixtral", qwen2_moe="Qwen2Moe", qwen3_moe="Qwen3Moe", olmoe="Olmoe", gpt_oss="GptOss")
@@ -188,7 +188,7 @@ LAYOUTS += [(SOME, 2, 2, 2, "grouped"), (SOME, 1, 1, 1, "dist"), (ALL, 1, 1, 1, 
 
 
 @pytest.mark.parametrize("freq,tp,pp,ep,form", LAYOUTS)
-def test_experts_are_read_bit_for_bit(freq, tp: int, pp: int, ep: int, form: str, tmp_path: Path, capsys) -> None:
+def test_experts_are_read_bit_exactly(freq, tp: int, pp: int, ep: int, form: str, tmp_path: Path, capsys) -> None:
     write(tmp_path / "theirs", freq, tp, pp, ep, form)
     words = ["--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", TOKENS]
     assert tool(*words, "--check") == 0
@@ -201,7 +201,7 @@ def test_experts_are_read_bit_for_bit(freq, tp: int, pp: int, ep: int, form: str
         assert torch.equal(source.read(key)[:rows], values[:rows]), key
 
 
-def test_a_run_begins_with_their_experts_and_biases(tmp_path: Path) -> None:
+def test_run_starts_with_imported_experts_and_biases(tmp_path: Path) -> None:
     write(tmp_path, SOME, form="dist")
     words = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu --vocab-size 50"
     config = origin.complete_config(config_from([*words.split(), "--load", str(tmp_path), "--use-checkpoint-args"]))
@@ -239,7 +239,7 @@ ARGS = {
 
 
 @pytest.mark.parametrize("kind", [*BAD, *ARGS])
-def test_what_does_not_fit_is_named(kind: str, tmp_path: Path, capsys) -> None:
+def test_incompatible_experts_are_named(kind: str, tmp_path: Path, capsys) -> None:
     folder = tmp_path / "theirs"
     write(folder, SOME, ep=2)
     change, reason = BAD.get(kind, (lambda d: [setattr(d["args"], *pair) for pair in ARGS[kind].items()], kind))
@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_named(kind: str, tmp_path: Path, capsys) -> None:
     refused(folder, capsys, reason)
 
 
-def test_a_rank_that_is_missing_and_an_export_are_refused(tmp_path: Path, capsys) -> None:
+def test_missing_rank_and_export_are_refused(tmp_path: Path, capsys) -> None:
     folder = write(tmp_path / "theirs", SOME, tp=2, ep=2)
     (folder / "mp_rank_00_001").rename(folder / "gone")
     refused(tmp_path / "theirs", capsys, "tp rank 0, pp rank 0, ep rank 1 of 2 x 1 x 2 is missing")

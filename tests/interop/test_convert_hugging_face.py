@@ -86,7 +86,7 @@ def config_of(ours: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers_and_the_way_back_keeps_every_bit(models, name: str, tmp_path: Path, capsys) -> None:
+def test_logits_equal_transformers_and_export_is_bit_exact(models, name: str, tmp_path: Path, capsys) -> None:
     theirs, folder = models(name)
     assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 0
     want = their_logits(theirs)
@@ -103,7 +103,7 @@ def test_logits_equal_transformers_and_the_way_back_keeps_every_bit(models, name
     assert torch.equal(their_logits(loaded(tmp_path / "back")), their_logits(loaded(folder)))
 
 
-def test_half_precision_and_many_files(models, tmp_path: Path) -> None:
+def test_half_precision_in_many_files(models, tmp_path: Path) -> None:
     folder = tmp_path / "bf16"
     loaded(models("qwen3")[1]).to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
@@ -124,7 +124,7 @@ def test_half_precision_and_many_files(models, tmp_path: Path) -> None:
     assert loaded(wide).dtype == torch.float32 and loaded(back).dtype == torch.bfloat16
 
 
-def test_main_weights_and_weights_stored_as_their_difference_from_one(tmp_path: Path) -> None:
+def test_main_weights_and_offset_norms(tmp_path: Path) -> None:
     options = dict(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=4, apply_layernorm_1p=True)
     pieces = []
     for name, spec in model_specs(ModelConfig(**options), 7).items():
@@ -166,7 +166,7 @@ def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool 
 
 
 @pytest.mark.parametrize("target", ["--to-hf", "--to-megatron"])
-def test_a_disk_that_fails_in_the_middle_is_one_line_and_leaves_nothing(target: str, tmp_path: Path, capsys) -> None:
+def test_failing_disk_is_one_line_and_leaves_nothing(target: str, tmp_path: Path, capsys) -> None:
     saved_run(tmp_path / "ours", {**FAMILY_OPTIONS["gpt2"], "hidden_size": 64}, one_plus=False)
     capsys.readouterr()
     with full_disk():
@@ -178,7 +178,7 @@ def test_a_disk_that_fails_in_the_middle_is_one_line_and_leaves_nothing(target: 
 
 @pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
 @pytest.mark.parametrize("family", FAMILY_OPTIONS)
-def test_norms_stored_less_one_are_what_transformers_computes_with(family: str, one_plus: bool, tmp_path: Path) -> None:
+def test_offset_norms_equal_transformers(family: str, one_plus: bool, tmp_path: Path) -> None:
     model = saved_run(tmp_path / "ours", FAMILY_OPTIONS[family], one_plus)
     words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", family, "--dtype", "float32"]
     assert tool(*words, "--check") == 0  # logits of transformers among it
@@ -205,7 +205,7 @@ def _all_norms(ours: ExportSource, name: str) -> float:
         (MEGATRONS["gpt qk"], _all_norms, "--to-megatron {} --check"),  # which stores them less one, as ours
     ],
 )
-def test_the_check_sees_an_offset_that_is_wrong(options, offset, words: str, tmp_path, monkeypatch, capsys) -> None:
+def test_check_detects_a_wrong_norm_offset(options, offset, words: str, tmp_path, monkeypatch, capsys) -> None:
     saved_run(tmp_path / "ours", options, True)
     monkeypatch.setattr(ExportSource, "offset", offset)
     assert tool("--load", tmp_path / "ours", *words.format(tmp_path / "there").split()) == 1
@@ -216,7 +216,7 @@ def test_the_check_sees_an_offset_that_is_wrong(options, offset, words: str, tmp
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
 @pytest.mark.parametrize("kind", MEGATRONS)
-def test_norms_stored_less_one_go_to_megatron_and_back(kind: str, one_plus: bool, tp: int, tmp_path: Path) -> None:
+def test_offset_norms_round_trip_through_megatron(kind: str, one_plus: bool, tp: int, tmp_path: Path) -> None:
     model, there = saved_run(tmp_path / "ours", MEGATRONS[kind], one_plus), tmp_path / "there"
     assert tool("--load", tmp_path / "ours", "--to-megatron", there, *TP, tp, "--check") == 0
     assert tool("--from-megatron", there, "--save", tmp_path / "again", "--check") == 0
@@ -226,7 +226,7 @@ def test_norms_stored_less_one_go_to_megatron_and_back(kind: str, one_plus: bool
         assert torch.equal(first.read(f"model/{name}"), again.read(f"model/{name}")), name
 
 
-def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, capsys) -> None:
+def test_tokenizer_is_converted_with_the_model(models, tmp_path: Path, capsys) -> None:
     folder = copied(models("mistral")[1], tmp_path / "model")
     with_tokenizer(folder, V - 20)  # fewer tokens than rows, as Qwen's
     assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 0
@@ -251,7 +251,7 @@ def test_the_tokenizer_goes_with_the_model_and_back(models, tmp_path: Path, caps
     assert config_of(tmp_path / "more").data.tokenizer_type is None
 
 
-def test_the_check_fails_with_other_logits(models, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_check_fails_with_other_logits(models, tmp_path: Path, monkeypatch, capsys) -> None:
     """Right weights under options that compute something else."""
     folder = models("gpt2")[1]
     real = convert_checkpoint.saved_model
@@ -292,7 +292,7 @@ for words in (["--from-hf", big, "--save", folder + "/c"], ["--load", folder + "
 """
 
 
-def test_one_layer_at_a_time_and_without_transformers(models, tmp_path: Path) -> None:
+def test_conversion_needs_one_layer_of_memory_and_no_transformers(models, tmp_path: Path) -> None:
     theirs = make("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
     total = sum(p.numel() * 4 for p in theirs.parameters()) / 2**20
     largest = max(p.numel() * 4 for p in theirs.parameters()) / 2**20
@@ -308,7 +308,7 @@ def test_one_layer_at_a_time_and_without_transformers(models, tmp_path: Path) ->
     assert len(peaks) == 2 and total > 100 and max(peaks) < imports + reading + 4 * largest + 2 * layer, peaks
 
 
-def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
+def test_old_tensor_names_and_computed_buffers(models, tmp_path: Path) -> None:
     """The first GPT-2 files have no prefix, and the causal mask among the weights."""
     _, folder = models("gpt2")
     old = copied(folder, tmp_path / "old")
@@ -324,7 +324,7 @@ def test_old_names_and_tables_that_are_computed(models, tmp_path: Path) -> None:
         open_model(old)
 
 
-def test_the_check_finds_one_bit(models, tmp_path: Path, capsys) -> None:
+def test_check_detects_one_bit(models, tmp_path: Path, capsys) -> None:
     _, folder = models("llama")
     tool("--from-hf", folder, "--save", tmp_path / "ours")
     changed = copied(folder, tmp_path / "changed")
@@ -357,7 +357,7 @@ REFUSED |= {reason: {**SHAPE, **EXPERTS["shape"], **changes} for reason, changes
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_the_model_cannot_express_is_refused_by_name(reason: str) -> None:
+def test_unsupported_features_are_refused_by_name(reason: str) -> None:
     config = {key: value for key, value in REFUSED[reason].items() if value is not ...}
     with pytest.raises(CheckpointError) as error:
         read_config(config, None, "config.json")
@@ -366,7 +366,7 @@ def test_what_the_model_cannot_express_is_refused_by_name(reason: str) -> None:
 
 @settings(max_examples=40)
 @given(bits=st.lists(st.booleans(), min_size=1, max_size=9), window=st.integers(2, 40))
-def test_windows_of_layers_are_what_transformers_makes_of_them(bits: list[bool], window: int) -> None:
+def test_layer_windows_equal_transformers(bits: list[bool], window: int) -> None:
     from transformers import Qwen2Config
 
     options = {**QWEN, "num_layers": len(bits)}
@@ -386,7 +386,7 @@ def test_windows_of_layers_are_what_transformers_makes_of_them(bits: list[bool],
         assert set(build(read_config(written, None, "")[1]).model.layer_windows) == {None}
 
 
-def test_keys_of_windows_that_are_left_away_have_the_values_of_transformers() -> None:
+def test_missing_window_keys_have_transformers_defaults() -> None:
     from transformers import MistralConfig, Qwen3Config
 
     def windows(**config: Any) -> tuple[int | None, ...]:
@@ -408,7 +408,7 @@ EXPORT += [(EXPERTS["ours"] | o, name, f"family={name} cannot express.*{line}") 
 
 
 @pytest.mark.parametrize("options,family,line", EXPORT)
-def test_what_a_family_has_not_is_refused_at_export(options: dict, family: str, line: str) -> None:
+def test_export_refuses_features_that_a_family_lacks(options: dict, family: str, line: str) -> None:
     assert choose_family(build(PLAIN).model, "llama", None) == "llama"
     assert choose_family(build(EXPERTS["ours"]).model, None, None) == "mixtral"
     assert choose_family(build(PLAIN | {"window_size": (7, 0)}).model, None, None) == "mistral"
@@ -500,7 +500,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("attack", HOSTILE)
-def test_hostile_directories_are_refused_and_nothing_is_written(models, attack: str, tmp_path: Path, capsys) -> None:
+def test_hostile_directories_are_refused_without_output(models, attack: str, tmp_path: Path, capsys) -> None:
     _, good = models("llama")
     folder = copied(good, tmp_path / "hf")
     change, reason = HOSTILE[attack]
@@ -556,7 +556,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str | None]] = {  # a directory
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_files_are_chosen_as_in_transformers_or_refused(models, case: str, tmp_path: Path, capsys) -> None:
+def test_weight_files_are_chosen_like_transformers(models, case: str, tmp_path: Path, capsys) -> None:
     change, reason = FILES[case]
     folder = copied(models("llama")[1], tmp_path / "hf")
     change(folder)
@@ -580,7 +580,7 @@ SOUND = {  # models of transformers that megalite does not have -> what is said
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_a_sound_model_that_megalite_has_not_is_not_called_damaged(case: str, tmp_path: Path, capsys) -> None:
+def test_unsupported_model_is_not_called_damaged(case: str, tmp_path: Path, capsys) -> None:
     name, changes, reason = SOUND[case]
     make(name, tmp_path / "hf", **changes)
     capsys.readouterr()
@@ -589,7 +589,7 @@ def test_a_sound_model_that_megalite_has_not_is_not_called_damaged(case: str, tm
     assert reason in error and "megalite has no such model" in error and "damaged" not in error
 
 
-def test_nothing_is_overwritten(models, tmp_path: Path, capsys) -> None:
+def test_conversion_overwrites_nothing(models, tmp_path: Path, capsys) -> None:
     _, folder = models("gpt2")
     ours, target = tmp_path / "ours", tmp_path / "hf"
     assert tool("--from-hf", folder, "--save", ours) == 0
@@ -609,6 +609,6 @@ ALONE_OR_NOT = ["--from-hf a --to-hf b", "--load a --save b", "--load a --to-hf 
 
 
 @pytest.mark.parametrize("words", [*ALONE_OR_NOT, "--from-hf a --save b --dtype float32"])
-def test_flags_that_do_not_go_together(words: str) -> None:
+def test_contradictory_convert_flags_are_refused(words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         tool(*words.split())

@@ -231,7 +231,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("case,tp,pp,vpp", [row[1:] for row in LAYOUTS], ids=[row[0] for row in LAYOUTS])
-def test_every_layout_is_read_bit_for_bit(case: Case, tp: int, pp: int, vpp: int, tmp_path: Path, capsys) -> None:
+def test_every_megatron_layout_is_read_bit_exactly(
+    case: Case, tp: int, pp: int, vpp: int, tmp_path: Path, capsys
+) -> None:
     weights = write(tmp_path / "theirs", case, tp, pp, vpp)
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
     out = capsys.readouterr().out
@@ -246,7 +248,7 @@ def test_every_layout_is_read_bit_for_bit(case: Case, tp: int, pp: int, vpp: int
     assert counts[0] == counts[1]
 
 
-def test_enumerations_of_early_python_3_11_are_inert_and_getattr_reads_nothing(tmp_path, monkeypatch, capsys) -> None:
+def test_early_python_3_11_enums_are_inert(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Backend, "__reduce_ex__", old_member)
     weights = write(tmp_path / "theirs", Case(fused=False))
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
@@ -265,7 +267,7 @@ def test_enumerations_of_early_python_3_11_are_inert_and_getattr_reads_nothing(t
         (Case(groups=2, llama=True, tied=False), 2, 4, "transformer_engine"),
     ],
 )
-def test_what_is_written_is_what_megatron_writes(case: Case, tp: int, pp: int, impl: str, tmp_path, capsys) -> None:
+def test_written_files_equal_megatrons(case: Case, tp: int, pp: int, impl: str, tmp_path, capsys) -> None:
     weights = write(tmp_path / "theirs", case)
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
     flags = ["--target-tensor-parallel-size", tp, "--target-pipeline-parallel-size", pp, "--transformer-impl", impl]
@@ -356,14 +358,14 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], reason: str) -> No
 
 
 @pytest.mark.parametrize("attack", HOSTILE)
-def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, capsys) -> None:
+def test_hostile_torch_files_are_refused_without_execution(attack: str, tmp_path: Path, capsys) -> None:
     write(tmp_path / "theirs", Case(fused=False), attention_backend=None)
     change, reason = HOSTILE[attack]
     change(tmp_path / "theirs", tmp_path / "canary")
     refused(tmp_path / "theirs", capsys, reason)
 
 
-def test_copies_must_agree_and_no_rank_may_be_missing(tmp_path: Path, capsys) -> None:
+def test_replicas_must_agree_and_all_ranks_exist(tmp_path: Path, capsys) -> None:
     case = Case(fused=False)
     norm, word = "decoder.layers.0.input_layernorm.weight", "output_layer.weight"
     copies = (
@@ -382,7 +384,7 @@ def test_copies_must_agree_and_no_rank_may_be_missing(tmp_path: Path, capsys) ->
             open_torch_checkpoint(folder)
 
 
-def test_activations_and_flags_that_change_the_model() -> None:
+def test_activation_and_model_flags() -> None:
     base = Case().args
     for flags, want in (
         ({}, "gelu"),
@@ -419,7 +421,7 @@ LESS = {"yarn_correction_range_round_to_int": False, "mscale": 0.5}
         ({"embedding_init_method_std": 1.0}, {"embedding_init_method_std": 1.0}),
     ],
 )
-def test_positions_are_read_and_written_as_megatrons(args: dict[str, Any], options: dict[str, Any]) -> None:
+def test_position_options_round_trip(args: dict[str, Any], options: dict[str, Any]) -> None:
     model = build(read_args(argparse.Namespace(**Case().args, **args), "")).model
     assert {name: getattr(model, name) for name in options} == options
     written = write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
@@ -436,7 +438,7 @@ ODD += [{"window_size": (a, 0), "window_attn_skip_freq": skip} for a, skip in ((
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_patterns_of_layers_are_refused(odd: dict[str, Any]) -> None:
+def test_unsupported_layer_patterns_are_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="no_rope_freq=|window_"):
         read_args(argparse.Namespace(**Case().args, **ROPE, **odd), "")
 
@@ -453,7 +455,7 @@ WINDOWS += [
 
 
 @pytest.mark.parametrize("size,skip,windows", WINDOWS)
-def test_windows_are_read_and_written_as_megatrons(size: Any, skip: Any, windows: tuple[int | None, ...]) -> None:
+def test_window_options_round_trip(size: Any, skip: Any, windows: tuple[int | None, ...]) -> None:
     args = argparse.Namespace(**Case().args, window_size=size, window_attn_skip_freq=skip)
     model = build({**read_args(args, ""), "num_layers": L}).model
     assert model.layer_windows == windows

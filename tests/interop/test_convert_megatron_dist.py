@@ -79,14 +79,14 @@ def write(folder: Path, case: Case, stacked: bool = True, cut: bool = False) -> 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["numbered", "stacked"])
 @pytest.mark.parametrize("case", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_every_chunk_comes_to_its_place(case: Case, stacked: bool, cut: bool, tmp_path: Path, capsys) -> None:
+def test_every_chunk_is_read_at_its_position(case: Case, stacked: bool, cut: bool, tmp_path: Path, capsys) -> None:
     write(tmp_path / "theirs", case, stacked, cut)
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
     assert "all bits equal" in capsys.readouterr().out
     assert_holds(tmp_path / "ours", whole(case), V)
 
 
-def test_enumerations_of_early_python_3_11_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_python_3_11_enums_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dcp_meta._MEM_FORMAT_ENCODING, "__reduce_ex__", old_member)
     write(tmp_path / "theirs", GPT, False)
     assert b"getattr" in (tmp_path / "theirs" / "iter_0000007" / ".metadata").read_bytes()
@@ -131,7 +131,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 
 
 @pytest.mark.parametrize("attack", HOSTILE)
-def test_hostile_files_are_refused_and_run_nothing(attack: str, tmp_path: Path, capsys) -> None:
+def test_hostile_dist_files_are_refused_without_execution(attack: str, tmp_path: Path, capsys) -> None:
     change, reason = HOSTILE[attack]
     change(write(tmp_path / "theirs", GPT), tmp_path / "canary")
     refused(tmp_path / "theirs", capsys, reason)

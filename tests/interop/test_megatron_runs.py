@@ -58,7 +58,7 @@ KINDS = {f"{kind}-{name}": (kind, case) for kind in FORMATS for name, case in MO
 
 
 @pytest.mark.parametrize("name", rarely([*KINDS], ["torch-gpt", "torch_dist-llama"], str, guards=GUARDS))
-def test_the_first_loss_is_that_of_the_converted_checkpoint(name: str, tmp_path: Path) -> None:
+def test_first_loss_equals_the_converted_checkpoint(name: str, tmp_path: Path) -> None:
     kind, case = KINDS[name]
     folder, ours = theirs(tmp_path / "theirs", kind, case), tmp_path / "ours"
     assert tool("--from-megatron", folder, "--save", ours, "--vocab-size", V) == 0
@@ -72,7 +72,7 @@ def test_the_first_loss_is_that_of_the_converted_checkpoint(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_pretrained_checkpoint_and_the_folder_of_one_iteration(kind: str, tmp_path: Path) -> None:
+def test_pretrained_checkpoint_and_iteration_directory(kind: str, tmp_path: Path) -> None:
     folder, flags = theirs(tmp_path / "theirs", kind, GPT), f"--vocab-size {V}"
     want, notes = first_loss(str(folder), flags)
     assert first_loss(str(one := find_checkpoint(folder)), flags)[0] == want
@@ -85,7 +85,7 @@ def test_pretrained_checkpoint_and_the_folder_of_one_iteration(kind: str, tmp_pa
         parse(folder, "--ckpt-step", "8", "--vocab-size", str(V))
 
 
-def test_a_release_is_found_and_a_tracker_that_is_wrong_is_named(tmp_path: Path) -> None:
+def test_release_checkpoint_is_found_and_a_wrong_tracker_named(tmp_path: Path) -> None:
     folder = theirs(tmp_path, "torch", GPT)
     (folder / "latest_checkpointed_iteration.txt").write_text("9")
     with pytest.raises(SetupError, match="iteration.txt names no such checkpoint, but the directory has iter_0000007"):
@@ -95,7 +95,7 @@ def test_a_release_is_found_and_a_tracker_that_is_wrong_is_named(tmp_path: Path)
     assert "Megatron-LM's release" in first_loss(str(folder), f"--vocab-size {V}")[1][0]
 
 
-def test_what_contradicts_is_named_and_nothing_of_theirs_is_overwritten(tmp_path: Path) -> None:
+def test_contradictions_are_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
     folder = theirs(tmp_path, "torch", LLAMA)
     with pytest.raises(SetupError, match="num_layers=3, but 4 in"):
         parse(folder, "--num-layers", "3")
@@ -108,7 +108,7 @@ def test_what_contradicts_is_named_and_nothing_of_theirs_is_overwritten(tmp_path
 
 
 @pytest.mark.parametrize("files", [("__0_0.distcp", ".metadata"), ("metadata.json",)], ids=["torch_dcp", "zarr"])
-def test_a_format_that_is_not_read_says_what_to_do(files: tuple[str, ...], tmp_path: Path) -> None:
+def test_unsupported_format_gives_a_remedy(files: tuple[str, ...], tmp_path: Path) -> None:
     inner = tmp_path / "iter_0000007"
     inner.mkdir()
     for name in files:
@@ -121,7 +121,7 @@ def test_a_format_that_is_not_read_says_what_to_do(files: tuple[str, ...], tmp_p
 
 
 # ---- the vocabulary
-def test_an_unknown_vocabulary_is_told_loudly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_vocabulary_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = theirs(tmp_path / "theirs", "torch", GPT)
     _, notes = first_loss(str(folder), "")
     assert any("does not hold its true vocabulary" in note and "--vocab-size" in note for note in notes)
@@ -143,7 +143,7 @@ def name_of(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("tokenizer", rarely([[], NULL, BYTES], [BYTES], name_of, guards=GUARDS))
-def test_the_vocabulary_survives_the_way_there_and_back(tokenizer: list[str], tmp_path: Path) -> None:
+def test_vocabulary_round_trips(tokenizer: list[str], tmp_path: Path) -> None:
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
     flags += f" --train-iters 1 --lr 1 --mock-data --eval-iters 0 --device cpu --log-interval 1 --save {tmp_path}/run"
     size = [] if "ByteTokenizer" in tokenizer else ["--vocab-size", "101"]
@@ -161,7 +161,7 @@ def test_the_vocabulary_survives_the_way_there_and_back(tokenizer: list[str], tm
     assert run.vocab_size == true
 
 
-def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Path) -> None:
+def test_stray_megatron_file_does_not_hide_a_checkpoint(tmp_path: Path) -> None:
     assert tool("--from-megatron", theirs(tmp_path / "theirs", "torch", GPT), "--save", tmp_path / "ours") == 0
     (tmp_path / "ours" / "iter_0000000" / ".metadata").write_bytes(b"")
     (tmp_path / "ours" / ".metadata").write_bytes(b"")
@@ -170,13 +170,13 @@ def test_a_stray_file_of_theirs_does_not_hide_a_checkpoint_of_ours(tmp_path: Pat
 
 
 # ---- the vocabulary of NullTokenizer, which once had an id more than --vocab-size said
-def test_rows_of_the_weights_count_where_the_tokenizers_options_say_less(tmp_path: Path) -> None:
+def test_embedding_rows_decide_the_vocabulary(tmp_path: Path) -> None:
     write(tmp_path, GPT, tokenizer_type="NullTokenizer", vocab_size=V - 1, true_vocab_size=V)
     data = parse(tmp_path).data
     assert (data.tokenizer_type, data.vocab_size) == ("NullTokenizer", V)
 
 
-def test_a_checkpoint_from_when_the_end_of_document_was_not_counted() -> None:
+def test_old_checkpoint_without_end_of_document_in_the_vocabulary() -> None:
     folder = FOLDER / "0.1.0" / "fp64" / "iter_0000002"
     manifest = manifests.load_manifest(folder)
     rows = manifest.state["vocab_size"]

@@ -58,7 +58,7 @@ WAYS: dict[str, Callable[[Path, Path], int]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_path_of_a_checkpoint_is_named_before_it_is_opened(way: str, kind: str, tmp_path: Path, capsys) -> None:
+def test_tokenizer_path_of_a_checkpoint_is_announced(way: str, kind: str, tmp_path: Path, capsys) -> None:
     path = secret(tmp_path)
     more = {"tiktoken_pattern": "cl100k"} if kind == "TikTokenizer" else {}
     run = checkpoint(tmp_path / "run", kind, path, **more)
@@ -70,7 +70,7 @@ def test_a_path_of_a_checkpoint_is_named_before_it_is_opened(way: str, kind: str
     assert not any(SECRET.encode() in content for content in copied)
 
 
-def test_a_tokenizer_below_the_checkpoint_has_no_note_and_a_link_out_of_it_has(tmp_path: Path, capsys) -> None:
+def test_tokenizer_inside_the_checkpoint_is_not_announced(tmp_path: Path, capsys) -> None:
     (inside := tmp_path / "run" / "tokenizer").mkdir(parents=True)
     with_tokenizer(inside, 9)
     run = checkpoint(tmp_path / "run", "HuggingFaceTokenizer", inside)
@@ -82,7 +82,7 @@ def test_a_tokenizer_below_the_checkpoint_has_no_note_and_a_link_out_of_it_has(t
     assert noted(capsys.readouterr().err, inside)
 
 
-def test_a_run_that_takes_its_options_from_a_checkpoint_names_the_path(tmp_path: Path) -> None:
+def test_run_with_checkpoint_args_announces_the_path(tmp_path: Path) -> None:
     path, notes = secret(tmp_path), list[str]()
     run = checkpoint(tmp_path / "run", "HuggingFaceTokenizer", path)
     config = origin.complete_config(config_from([*TRAIN.split(), "--load", str(run)]), notes.append)
@@ -92,7 +92,7 @@ def test_a_run_that_takes_its_options_from_a_checkpoint_names_the_path(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["tokenizer_model", "vocab_file"])
-def test_a_path_in_the_arguments_of_megatron_is_named(name: str, tmp_path: Path, capsys) -> None:
+def test_tokenizer_path_in_megatron_args_is_announced(name: str, tmp_path: Path, capsys) -> None:
     path = secret(tmp_path)
     kind = "GPT2BPETokenizer" if name == "vocab_file" else "SentencePieceTokenizer"
     named: dict[str, Any] = {"tokenizer_type": kind, name: str(path), "merge_file": str(path)}
@@ -107,7 +107,7 @@ def test_a_path_in_the_arguments_of_megatron_is_named(name: str, tmp_path: Path,
     assert noted("\n".join(notes), path)
 
 
-def test_arguments_of_megatron_that_are_no_paths_are_left_out() -> None:
+def test_megatron_args_that_are_not_paths_are_ignored() -> None:
     args = argparse.Namespace(tokenizer_type="SentencePieceTokenizer", tokenizer_model=5, vocab_size=True)
     args.merge_file, args.vocab_file = torch.zeros(1), ["a"]
     assert origin.tokenizer_from_args(args) == {"tokenizer_type": "SentencePieceTokenizer"}

@@ -68,13 +68,15 @@ def refused(do: Callable[[], Any]) -> str:
     return ""
 
 
-def test_the_hook_sees_a_pickle(ran: list[str], tmp_path: Path) -> None:
+def test_audit_hook_sees_a_pickle(ran: list[str], tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Calls(os.mkdir, str(tmp_path / "canary"))))
     assert (tmp_path / "canary").is_dir() and "pickle.find_class" in ran[0]
 
 
 @pytest.mark.parametrize("protocol", [0, 4])
-def test_in_every_file_of_a_run(protocol: int, tmp_path: Path, ran: list[str], capsys, monkeypatch) -> None:
+def test_pickle_in_any_file_of_a_run_is_not_loaded(
+    protocol: int, tmp_path: Path, ran: list[str], capsys, monkeypatch
+) -> None:
     case, canary, run_folder = CASES["fp64"], tmp_path / "canary", tmp_path / "run"
     evil = pickle.dumps(Calls(os.mkdir, str(canary)), protocol)
     monkeypatch.chdir(tmp_path)
@@ -103,7 +105,7 @@ def test_in_every_file_of_a_run(protocol: int, tmp_path: Path, ran: list[str], c
     assert left == ["tokens.bin", "tokens.idx"]  # nothing is written of what is refused
 
 
-def test_in_what_lies_beside_the_checkpoints(tmp_path: Path) -> None:
+def test_pickle_next_to_checkpoints_is_not_loaded(tmp_path: Path) -> None:
     """The program runs on. With one in each checkpoint it ends with an error, and not with a fresh start."""
     folder = tmp_path / "run with späces"
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
@@ -132,7 +134,9 @@ def test_in_what_lies_beside_the_checkpoints(tmp_path: Path) -> None:
     assert code == 3 and "cannot be written" in said and "step" not in said, said
 
 
-def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickle_in_any_file_of_an_external_model_is_not_loaded(
+    tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     hub("config.json")(tmp_path / "model")
     with_tokenizer(tmp_path / "model", 20)
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
@@ -163,7 +167,7 @@ def test_in_every_file_of_a_foreign_model(tmp_path: Path, ran: list[str], capsys
     assert ran == [] and not (tmp_path / "canary").exists()
 
 
-def test_from_text_to_text_nothing_is_unpickled(tmp_path: Path, ran: list[str], monkeypatch) -> None:
+def test_text_to_text_unpickles_nothing(tmp_path: Path, ran: list[str], monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.jsonl").write_text('{"text": "the river rose"}\n' * 20)
     words = "--input text.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1 --append-eod"
@@ -177,7 +181,7 @@ def test_from_text_to_text_nothing_is_unpickled(tmp_path: Path, ran: list[str], 
     assert ran == []
 
 
-def test_code_beside_a_tokenizer_or_a_model_is_not_run(tmp_path: Path) -> None:
+def test_code_next_to_a_tokenizer_or_model_is_not_run(tmp_path: Path) -> None:
     """Where transformers runs it, if it is told to trust it."""
     canary = tmp_path / "ran"
     Tokenizer(models.BPE({"<|endoftext|>": 0, "a": 1}, [])).save(str(tmp_path / "tokenizer.json"))
@@ -208,7 +212,7 @@ BAD = {
 
 @pytest.mark.parametrize("target", ["--to-hf", "--to-megatron"])
 @pytest.mark.parametrize("name", BAD)
-def test_a_configuration_that_cannot_be(name: str, target: str, tmp_path: Path, capsys) -> None:
+def test_impossible_configuration_is_refused(name: str, target: str, tmp_path: Path, capsys) -> None:
     folder = shutil.copytree(STORED, tmp_path / "run" / STORED.name)
     data = json.loads((folder / "manifest.json").read_text())
     old, new = BAD[name]

@@ -193,13 +193,13 @@ OTHERS = [family for family in FAMILIES if family != "gpt_neox"]
 
 @pytest.mark.parametrize("case", READ)
 @pytest.mark.parametrize("family", OTHERS)
-def test_angles_are_those_of_transformers(family: str, case: str) -> None:
+def test_rotary_angles_equal_transformers(family: str, case: str) -> None:
     assert compare({**PLAIN[family], **READ[case]}) is None
 
 
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("family", OTHERS)
-def test_a_refusal_names_what_disagrees(family: str, case: str) -> None:
+def test_refusal_names_the_conflicting_keys(family: str, case: str) -> None:
     changes, words = REFUSED[case]
     with pytest.raises(CheckpointError) as error:
         ours({**PLAIN[family], **changes})
@@ -219,7 +219,7 @@ NEOX: dict[str, Json] = {
 
 
 @pytest.mark.parametrize("case", NEOX)
-def test_angles_of_neox_are_those_of_transformers(case: str) -> None:
+def test_neox_angles_equal_transformers(case: str) -> None:
     assert compare({**PLAIN["gpt_neox"], **NEOX[case]}) is None
 
 
@@ -234,7 +234,7 @@ def test_angles_of_neox_are_those_of_transformers(case: str) -> None:
         ("llama", "partial_rotary_factor", 0.5),
     ],
 )
-def test_a_key_that_only_other_families_read_is_refused(family: str, key: str, value: float) -> None:
+def test_key_of_other_families_is_refused(family: str, key: str, value: float) -> None:
     with pytest.raises(CheckpointError, match=f"{key}={value}"):
         ours({**PLAIN[family], key: value})
 
@@ -274,7 +274,7 @@ AT_THE_TOP = {
 
 @settings(max_examples=200)
 @given(family=st.sampled_from(FAMILIES), changes=st.fixed_dictionaries({}, optional=AT_THE_TOP))
-def test_any_keys_are_read_as_transformers_does_or_refused(family: str, changes: Json) -> None:
+def test_random_rope_keys_equal_transformers_or_are_refused(family: str, changes: Json) -> None:
     config = {**PLAIN[family], **changes}
     try:
         theirs(config)
@@ -285,7 +285,7 @@ def test_any_keys_are_read_as_transformers_does_or_refused(family: str, changes:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gpt_oss"])
-def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_rope_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     """As a user has it: a model that transformers wrote, and YaRN put into its config.json by hand."""
     make(family, tmp_path / "model", rope_parameters=DEFAULT)
     path = tmp_path / "model" / "config.json"
@@ -320,7 +320,7 @@ WINDOWS["some"] = {"window_size": (6, 0), "window_attn_skip_freq": "2"}
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("family", OTHERS)
-def test_what_is_exported_runs_in_transformers(family: str, scaling: str, windows: str) -> None:
+def test_exported_rope_config_runs_in_transformers(family: str, scaling: str, windows: str) -> None:
     """A config.json of every family, kind of positions and windows that it has: transformers makes the same of it."""
     import transformers
 
@@ -340,7 +340,7 @@ def test_what_is_exported_runs_in_transformers(family: str, scaling: str, window
 
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("scaling", ["plain", "yarn"])
-def test_a_gpt_oss_of_any_windows_and_positions_is_exported(scaling: str, windows: str, tmp_path: Path) -> None:
+def test_gpt_oss_export_with_any_windows_and_positions(scaling: str, windows: str, tmp_path: Path) -> None:
     flags = {**SCALINGS[scaling], **WINDOWS[windows]}
     model = saved_run(tmp_path / "ours", {**GPT_OSS, **flags, "rotary_base": 100.0}, one_plus=False)
     words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", "gpt_oss", "--check"]
@@ -352,7 +352,7 @@ def test_a_gpt_oss_of_any_windows_and_positions_is_exported(scaling: str, window
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_that_are_left_away_are_those_of_transformers(family: str, key: str) -> None:
+def test_missing_head_keys_have_transformers_defaults(family: str, key: str) -> None:
     import transformers
 
     config = without({**PLAIN[family], "num_attention_heads": 32, "hidden_size": 256}, key)
@@ -364,7 +364,7 @@ def test_heads_that_are_left_away_are_those_of_transformers(family: str, key: st
 
 @pytest.mark.parametrize("case", READ)
 @pytest.mark.parametrize("family", OTHERS)
-def test_the_second_reading_has_the_angles_of_transformers(family: str, case: str) -> None:
+def test_independent_import_angles_equal_transformers(family: str, case: str) -> None:
     config = {**PLAIN[family], **READ[case]}
     waves = second_config.waves(copy.deepcopy(config))
     assert waves is not None
@@ -388,7 +388,7 @@ WRONG = {  # a rule of the importer that is planted -> the model that shows it, 
 
 
 @pytest.mark.parametrize("rule", WRONG)
-def test_the_check_sees_a_config_that_is_read_wrongly(models, rule: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_check_detects_a_misread_config(models, rule: str, tmp_path: Path, monkeypatch, capsys) -> None:
     """--check-bits without transformers: its second reading does not share the rule."""
     wrong, name, changes = WRONG[rule]
     folder = copied(models(name)[1], tmp_path / "hf")

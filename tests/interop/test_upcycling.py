@@ -63,7 +63,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_the_first_loss_is_that_of_the_dense_model(dense: Callable[[str], str], row: str) -> None:
+def test_upcycling_first_loss_equals_the_dense_model(dense: Callable[[str], str], row: str) -> None:
     source, experts, layout = ROWS[row]
     want, pieces, _ = first(words := f"{dense(source)} {ARGS}")
     loss, _, notes = first(words := f"{words} {experts} {UPCYCLE}")
@@ -78,7 +78,7 @@ def test_the_first_loss_is_that_of_the_dense_model(dense: Callable[[str], str], 
         assert all(copy.equal(theirs[name.replace(".experts", "")]) for copy in copies), name
 
 
-def test_a_resume_does_not_upcycle_again(dense: Callable[[str], str], tmp_path: Path) -> None:
+def test_upcycling_is_not_repeated_at_a_resume(dense: Callable[[str], str], tmp_path: Path) -> None:
     source = dense("megalite").replace("--load", "--pretrained-checkpoint").replace("--finetune", "")
     words = f"{ARGS} {EXPERTS} {UPCYCLE} --load {tmp_path} --save {tmp_path} {source}"
     assert "a copy of its layer's" in " ".join(first(words)[2])
@@ -100,7 +100,7 @@ HINT = ".*\nto make experts of a dense model, give --moe-use-upcycling"
     ("hugging_face", f"{SHAPE} {EXPERTS}", f"num_experts: 4 here, None in{HINT}"),
     ("hugging_face", f"{SHAPE} {EXPERTS} {UPCYCLE} --num-layers 6 --moe-layer-freq 1", "num_layers: 6 here, 4 in"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(dense: Callable[[str], str], source: str, words: str, said: str) -> None:
+def test_upcycling_refuses_incompatible_models(dense: Callable[[str], str], source: str, words: str, said: str) -> None:
     with pytest.raises(SetupError, match=f"(?s){said}") as error:
         first(f"{dense(source).replace('--finetune', '')} {words}")
     assert HINT in said or "to make experts" not in str(error.value)

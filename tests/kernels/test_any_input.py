@@ -12,7 +12,7 @@ from megalite.kernels.weight_grad import accumulate_embedding_grad_
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.sampled_from(DTYPES), st.booleans())
-def test_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
+def test_row_kernels_accept_any_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
     dx = normal(len(index), 3, seed=1).to(dtype)
     grad = kept(6, 3, begin=begin, dtype=dtype)
     want = torch.zeros(6, 3, dtype=torch.float64) if begin else grad.double()
@@ -24,7 +24,7 @@ def test_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
 
 @given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(0, 2**16 - 1))
 @settings(max_examples=200)
-def test_rounding_at_random_goes_to_a_neighbour(x: float, bits: int) -> None:
+def test_stochastic_rounding_goes_to_a_neighbour(x: float, bits: int) -> None:
     exact = torch.tensor([x])
     got = stochastic_round(exact, torch.tensor([bits])).double()
     low = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32).double()

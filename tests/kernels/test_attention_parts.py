@@ -89,7 +89,7 @@ def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", rarely(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
-def test_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
+def test_attention_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
     want = _results(attention_definition, _tensors(*case[:2], *case[-2:]), **_options(case))
     _close(interpreter(in_triton, case), want, 2e-5)
 
@@ -136,7 +136,7 @@ Asked = tuple[int | None, float, list[int] | None, str, int]
 
 @settings(max_examples=300)
 @given(places, asked, st.booleans(), st.sampled_from([K, 5]))
-def test_the_door_takes_queries_and_keys_at_any_positions(
+def test_attention_accepts_queries_and_keys_at_any_positions(
     where: tuple[int, int, int, int], asked: Asked, sunk: bool, value: int
 ) -> None:
     (queries, keys, q_start, k_start), (window, p, some, forced, rows) = where, asked
@@ -152,7 +152,7 @@ def test_the_door_takes_queries_and_keys_at_any_positions(
 
 
 @pytest.mark.parametrize("window", [None, 5, 200])
-def test_flops_of_parts_are_those_of_the_whole_and_go_by_widths(window: int | None) -> None:
+def test_attention_flops_of_parts_sum_to_the_whole(window: int | None) -> None:
     """Of the launches that a plan sees."""
 
     class Summed:
@@ -174,7 +174,7 @@ def test_flops_of_parts_are_those_of_the_whole_and_go_by_widths(window: int | No
     assert of(0, 100, value=16) == of(0, 100) * (64 + 16) / (64 + 64)
 
 
-def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> None:
+def test_windowed_attention_work_is_linear_in_length() -> None:
     """Counted: elements of scores that the blocks make."""
 
     def scores(length: int, window: int | None) -> int:
@@ -187,7 +187,7 @@ def test_work_in_a_window_grows_with_the_length_and_not_with_its_square() -> Non
     assert scores(8192, None) == scores(8192, 8192) == scores(8192, 10**9) > 8192**2 / 2
 
 
-def test_saves_its_inputs_and_nothing_else() -> None:
+def test_attention_saves_only_its_inputs() -> None:
     q, k, v = (x.requires_grad_() for x in _tensors(300, 300, dtype=torch.bfloat16)[:3])
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -232,7 +232,7 @@ PATHS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_scores_above_the_largest_number_of_fp16(dtype: torch.dtype, path: str) -> None:
+def test_attention_scores_above_the_fp16_maximum(dtype: torch.dtype, path: str) -> None:
     given = [x.requires_grad_() for x in inputs(180.0, dtype)]
     doubles = [x.detach().double() for x in given]
     assert float((doubles[0][-1, 0, 0] @ doubles[1][-1, 0, 0]) / math.sqrt(WIDTH)) > 2 * LARGEST
@@ -245,7 +245,7 @@ def test_scores_above_the_largest_number_of_fp16(dtype: torch.dtype, path: str) 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounding_is_no_worse_than_of_a_softmax_in_fp32(dtype: torch.dtype, path: str) -> None:
+def test_attention_rounding_equals_a_softmax_in_fp32(dtype: torch.dtype, path: str) -> None:
     """Scores as of a model that trains, up to 40: stored in half precision, softmax in fp32, weights in half."""
     q, k, v = inputs(2.0, dtype)
     want = definition(q.double(), k.double(), v.double(), path=path)

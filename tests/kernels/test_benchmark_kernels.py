@@ -35,16 +35,16 @@ def agree_with_peers() -> int:
     return compared
 
 
-def test_every_case_agrees_with_its_peers_and_moves_what_it_says(interpreter: Callable[..., Any]) -> None:
+def test_every_case_equals_its_peers_and_moves_its_stated_bytes(interpreter: Callable[..., Any]) -> None:
     assert interpreter(agree_with_peers) == 27
 
 
-def test_list_needs_no_card(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels.main("--list --tokens 1000 --hidden-sizes 1024".split()) == 0
     assert "rms_norm forward           hidden_size 1024        4.1 MB  2 N D e" in capsys.readouterr().out
 
 
-def test_a_sweep_times_other_tiles_than_the_table(interpreter: Callable[..., Any], tmp_path: Path) -> None:
+def test_sweep_times_other_tiles(interpreter: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
     words = "--device cpu --sweep --tiles 2 --repeats 1 --only attention,grad_norm"
     assert interpreter(kernels.main, [*words.split(), "--json", str(file)]) == 0
@@ -70,7 +70,7 @@ def test_a_sweep_times_other_tiles_than_the_table(interpreter: Callable[..., Any
         ("--hidden-sizes 100 --list", "--hidden-sizes 100 is not a multiple of 128"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(
+def test_unmeasurable_kernel_is_one_line(
     words: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

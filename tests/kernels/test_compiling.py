@@ -64,11 +64,11 @@ def test_every_kernel_builds(name: str) -> None:
 
 
 @pytest.mark.parametrize("capability", CARDS)
-def test_norms_fit_every_card(capability: int) -> None:
+def test_norms_fit_every_gpu(capability: int) -> None:
     assert [text for work in norms(4096, torch.bfloat16) for text in problems(work, capability)] == []
 
 
-def test_norms_activations_and_experts_access_memory_in_16_bytes() -> None:
+def test_norms_activations_and_experts_use_16_byte_accesses() -> None:
     made = (*norms(4096, torch.bfloat16), *activations(4096, torch.bfloat16))
     for work in (*made, *(of(768, torch.bfloat16) for of in (experts, gated)), combined(4096, torch.bfloat16)):
         for launch in recorded(work.run):
@@ -109,11 +109,11 @@ def on_cards() -> list[Any]:
 
 
 @pytest.mark.parametrize("work,capability", on_cards())
-def test_every_tile_of_every_table_fits_every_card(work: Work, capability: int) -> None:
+def test_every_tile_fits_every_gpu(work: Work, capability: int) -> None:
     assert problems(work, capability) == []
 
 
-def test_widths_of_the_tables_are_all_there() -> None:
+def test_tile_tables_have_every_width() -> None:
     assert max(WIDTHS) == 32768 and {work.size for work in every() if work.op == "layer_norm"} == set(WIDTHS)
 
 
@@ -133,7 +133,7 @@ def planted(launch: Launch, **changed: int) -> Launch:
     return dataclasses.replace(launch, constants=launch.constants | changed, options=options)
 
 
-def test_a_tile_that_spills_is_found() -> None:
+def test_spilling_tile_is_detected() -> None:
     """The row in a quarter of the warps."""
     (work, _) = norms(8192, torch.bfloat16)
     launch = next(one for one in recorded(work.run) if one.name == "norms.backward")
@@ -141,7 +141,7 @@ def test_a_tile_that_spills_is_found() -> None:
     assert any("spilled" in text for text in made.problems())
 
 
-def test_a_tile_over_the_shared_memory_of_one_card_alone_is_found() -> None:
+def test_tile_over_the_shared_memory_of_one_gpu_is_detected() -> None:
     """What H100 has room for, cards for desks have not."""
     launch = next(one for one in recorded(attention(128, torch.bfloat16).run) if one.name.endswith("forward"))
     made = build(planted(launch, num_stages=4), 120)
@@ -156,7 +156,7 @@ def _copy(x_ptr, y_ptr, n_elements, STEP: tl.constexpr, BLOCK_SIZE: tl.constexpr
     tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=mask, other=0.0), mask=mask)
 
 
-def test_a_kernel_that_lost_its_wide_accesses_is_found() -> None:
+def test_kernel_without_wide_accesses_is_detected() -> None:
     x = torch.zeros(4096, dtype=torch.bfloat16)
 
     def run(step: int) -> dict[int, int]:
@@ -166,7 +166,7 @@ def test_a_kernel_that_lost_its_wide_accesses_is_found() -> None:
     assert run(1) == {} and set(run(2)) == {2}
 
 
-def test_a_card_gets_the_tiles_of_its_tensor_cores() -> None:
+def test_tiles_are_chosen_by_compute_capability() -> None:
     tiles = {}
     for capability in CARDS:
         launch = recorded(attention(128, torch.bfloat16).run, capability)[0]

@@ -66,7 +66,7 @@ CAPABILITIES = [  # torch's words for the CPU, oneDNN's limit; what is multiplie
 
 
 @pytest.mark.parametrize(("known", "limit", "wide"), CAPABILITIES)
-def test_the_cpu_and_onednns_limit_decide(
+def test_cpu_matmul_precision_follows_cpu_and_onednn_limit(
     known: dict[str, Any], limit: str, wide: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
@@ -85,7 +85,7 @@ def test_the_cpu_and_onednns_limit_decide(
     assert upcast_dtypes("cpu") == HALVES
 
 
-def test_a_process_whose_onednn_is_limited_multiplies_in_fp32() -> None:
+def test_limited_onednn_multiplies_in_fp32() -> None:
     code = "from megalite.kernels.dispatch import upcast_dtypes; print(*upcast_dtypes('cpu'))"
     variables = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     told = subprocess.run([sys.executable, "-P", "-c", code], env=variables, capture_output=True, text=True, cwd=ROOT)
@@ -147,7 +147,7 @@ PRODUCTS: dict[str, Product] = {
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_are_rounded_once(name: str, dtype: torch.dtype, sizes_of_blocks: None) -> None:
+def test_matmuls_round_once(name: str, dtype: torch.dtype, sizes_of_blocks: None) -> None:
     shapes = {"x": (33, 48), "w": (29, 48), "y": (33, 29), "g": (29, 48), "e": (4, 29, 48)}
     given = {key: draw(*shape, seed=i).to(dtype) for i, (key, shape) in enumerate(shapes.items())}
     exact = PRODUCTS[name]({key: x.double() for key, x in given.items()}, torch.float64)
@@ -163,7 +163,7 @@ def test_products_are_rounded_once(name: str, dtype: torch.dtype, sizes_of_block
     torch.testing.assert_close(got.double(), native.double(), rtol=2 * ULP[dtype], atol=2 * ULP[dtype] * 8)
 
 
-def test_a_weight_without_tokens_begins_with_zeros() -> None:
+def test_weight_grad_without_tokens_is_zero() -> None:
     grad, nothing = torch.full((3, 4), 7.0), torch.zeros(0, 4, dtype=torch.bfloat16)
     with instructions(False):
         accumulate_weight_grad_(grad, nothing[:, :3], nothing, overwrite=True)
@@ -171,7 +171,7 @@ def test_a_weight_without_tokens_begins_with_zeros() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 24, 40), (1, 40, 24)])
-def test_newton_schulz_in_bf16_is_no_further_from_the_exact_one(shape: tuple[int, ...]) -> None:
+def test_newton_schulz_in_bf16_is_as_exact_as_in_hardware(shape: tuple[int, ...]) -> None:
     x, steps = draw(*shape).bfloat16(), coefficients("quintic", 5)
     exact, errors = newton_schulz(x.double(), steps), []
     for there in (True, False):
@@ -192,7 +192,7 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "torch", "explicit"])
-def test_attention_and_its_gradients_are_those_of_fp64(
+def test_blocked_attention_and_gradients_equal_fp64(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = KINDS.get("with dropout" if kind == "explicit" else kind, {})
@@ -214,7 +214,7 @@ def test_attention_and_its_gradients_are_those_of_fp64(
 
 
 @pytest.mark.parametrize("sink", [None, draw(4, seed=9).bfloat16()], ids=["plain", "sinks"])
-def test_attention_to_a_cache_is_that_of_fp64(sink: Tensor | None) -> None:
+def test_cached_attention_equals_fp64(sink: Tensor | None) -> None:
     q, k, v = (draw(n, 2, heads, 16, seed=n).bfloat16() for n, heads in ((3, 4), (24, 2), (25, 2)))
     v, places = v[:24], torch.tensor([[7, 20], [8, 21], [9, 22]])
     wide = None if sink is None else sink.double()
@@ -271,7 +271,7 @@ class Products(TorchDispatchMode):
         return result
 
 
-def test_conversions_are_no_larger_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversions_are_at_most_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the weight."""
     monkeypatch.setattr(matmul, "LEFT_BYTES", 4 * 5000)
     monkeypatch.setattr(matmul, "RIGHT_BYTES", 4 * 48 * 70)
@@ -286,7 +286,7 @@ def test_conversions_are_no_larger_than_a_block(monkeypatch: pytest.MonkeyPatch)
     ("model", "precision"),
     [(model, "--bf16") for model in MODELS] + [(model, "--fp16 --loss-scale 16") for model in ("llama", "gpt-oss")],
 )
-def test_no_product_of_a_step_is_in_half_precision(model: str, precision: str) -> None:
+def test_step_has_no_half_precision_matmul(model: str, precision: str) -> None:
     """But for those with a vector. And the losses are those of a CPU that has the instructions."""
     losses = []
     for there in (False, True):
@@ -301,7 +301,7 @@ def test_no_product_of_a_step_is_in_half_precision(model: str, precision: str) -
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt-oss"])
-def test_no_product_of_a_text_is_in_half_precision(model: str) -> None:
+def test_generation_has_no_half_precision_matmul(model: str) -> None:
     stage, zero = stage_from(MODELS[model] + " --bf16", torch.bfloat16), torch.zeros(3, dtype=torch.int64)
     cache, places = KVCache(16), torch.arange(6)[:, None].expand(-1, 3)
     with torch.no_grad(), instructions(False), Products() as products, cache.installed_in(stage):
@@ -314,7 +314,7 @@ def test_no_product_of_a_text_is_in_half_precision(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "experts", "gpt-oss", "torch's attention"])
-def test_backward_keeps_no_more_than_with_the_instructions(model: str) -> None:
+def test_backward_saves_as_much_as_with_hardware_bf16(model: str) -> None:
     kept = []
     for there in (False, True):
         with instructions(there):
@@ -331,7 +331,7 @@ def test_backward_keeps_no_more_than_with_the_instructions(model: str) -> None:
     assert 0 < kept[0] <= kept[1]
 
 
-def test_a_run_says_that_it_multiplies_in_fp32(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_reports_fp32_matmuls(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     said = "computed in fp32: this CPU has no instructions for it"
     for there in (False, True):
         flags = f"--bf16 --peak-tflops 1e-9 --log-interval 1 --run-dir {tmp_path / str(there)}"

@@ -36,16 +36,16 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-def test_auto_is_triton_on_a_card_and_torch_on_cpu() -> None:
+def test_auto_is_triton_on_gpu_and_torch_on_cpu() -> None:
     assert runs_triton("cuda") and not runs_triton("cpu") and not runs_triton("meta")
 
 
-def test_torch_means_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_option_selects_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_KERNELS", "torch")
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (MEGALITE_KERNELS=torch)"
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (triton is not installed)"
     runs_triton.cache_clear()
@@ -55,7 +55,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         runs_triton("cuda")
 
 
-def test_shapes_and_dtypes_that_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_shapes_and_dtypes_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.zeros(2, 8)
@@ -66,7 +66,7 @@ def test_shapes_and_dtypes_that_stay_with_torch(monkeypatch: pytest.MonkeyPatch)
         tile_for(((128, 8, 4), (4096, 1, 8)), 5000)
 
 
-def test_the_plan_names_what_there_is() -> None:
+def test_kernel_plan_names_existing_kernels() -> None:
     frame = {"dispatch", "row_sum", "flash_blocks", "activation", "__init__"}
     kernels = {p.stem for p in FOLDER.rglob("*.py") if re.search(r"^@kernel", p.read_text(), re.M)} - frame
     assert kernels == set(dispatch.TRITON_KERNELS)
@@ -87,13 +87,13 @@ RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 
         ({"MEGALITE_KERNELS": "triton"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1"),
     ],
 )
-def test_a_run_says_what_its_kernels_are(variables: dict[str, str], code: int, says: str, tmp_path: Path) -> None:
+def test_run_reports_its_kernels(variables: dict[str, str], code: int, says: str, tmp_path: Path) -> None:
     done = programs.python("pretrain_gpt.py", *RUN.split(), cwd=tmp_path, env=os.environ | variables)
     assert done.returncode == code, done.stdout + done.stderr
     assert says in re.sub(r"\s+", " ", done.stdout + done.stderr)
 
 
-def test_an_option_is_what_a_variable_is_and_the_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_variable_overrides_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.set_kernel_options("torch", "flash")
     assert not runs_triton("cuda") and describe_kernels("cuda") == "torch (kernels=torch)"
     assert attention.select_backend(Q, Q, has_documents=False) == "flash"
@@ -110,7 +110,7 @@ def test_an_option_is_what_a_variable_is_and_the_variable_wins(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("more", ["--nproc 2 --global-batch-size 2", "--dry-run"])
-def test_variables_with_bad_values_are_refused_at_the_door_all_at_once(more: str, tmp_path: Path) -> None:
+def test_bad_kernel_variables_are_refused_together(more: str, tmp_path: Path) -> None:
     wrong = {"MEGALITE_SHARED_MEMORY": "no", "MEGALITE_KERNELS": "fast", "MEGALITE_ATTENTION": "magic"}
     words = [sys.executable, "-X", "importtime", str(programs.ROOT / "pretrain_gpt.py"), *RUN.split(), *more.split()]
     done = programs.run(words, cwd=tmp_path, env=os.environ | wrong, capture_output=True, text=True, timeout=100)
@@ -119,7 +119,7 @@ def test_variables_with_bad_values_are_refused_at_the_door_all_at_once(more: str
     assert all(sum(f"{name}={value} is unknown; use" in line for line in said) == 1 for name, value in wrong.items())
 
 
-def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_kernel_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
     told = "MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
     with pytest.raises(KernelError, match=told):
@@ -131,7 +131,7 @@ def test_attention_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
     assert attention.describe_backend("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
 
 
-def test_attention_on_a_cpu_is_chosen_by_dtype_mask_and_window() -> None:
+def test_cpu_attention_is_chosen_by_dtype_mask_and_window() -> None:
     half = Q.bfloat16()
     assert (
         attention.select_backend(Q, Q, has_documents=False)
@@ -157,7 +157,7 @@ def test_attention_on_a_cpu_is_chosen_by_dtype_mask_and_window() -> None:
         *((1, 128, 64, torch.float32, True), (1, 64, 129, torch.float32, False), (1, 8, 8, torch.float64, False)),
     ],
 )
-def test_shapes_that_attention_in_triton_takes(
+def test_triton_attention_supported_shapes(
     batch: int, head: int, value: int, dtype: torch.dtype, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEGALITE_KERNELS", "triton")

@@ -42,7 +42,7 @@ def picked(M: int, R: int, seed: int) -> Tensor:
 
 
 @given(sizes_of_groups, st.integers(0, 3), small, small, st.booleans(), st.permutations([0, 1, 2]))
-def test_every_row_meets_the_weight_of_its_expert(
+def test_grouped_matmul_uses_the_expert_of_each_row(
     sizes: list[int], none: int, F: int, D: int, indexed: bool, order: list[int]
 ) -> None:
     M, E = sum(sizes) + none, len(sizes)
@@ -57,7 +57,7 @@ def test_every_row_meets_the_weight_of_its_expert(
 
 
 @given(sizes_of_groups, st.integers(0, 3), small, small, *[st.booleans()] * 3, st.permutations([0, 1, 2]))
-def test_a_gradient_is_added_or_begun(
+def test_grouped_weight_grad_adds_or_starts(
     sizes: list[int], none: int, F: int, D: int, begin: bool, indexed: bool, dy_indexed: bool, order: list[int]
 ) -> None:
     M, E = sum(sizes) + none, len(sizes)
@@ -75,7 +75,7 @@ def test_a_gradient_is_added_or_begun(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gradients_are_kept_in_fp32(dtype: torch.dtype) -> None:
+def test_grouped_weight_grads_are_fp32(dtype: torch.dtype) -> None:
     """1 and then 2^-12, which half precision would lose."""
     ones, sums = torch.ones(2, 1, dtype=dtype), torch.full((2, 1, 1), torch.nan)
     offsets = torch.tensor([0, 1, 2])
@@ -95,7 +95,7 @@ def with_one_that_is_lost() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
-def test_a_row_without_values_stays_with_its_expert(kind: str, interpreter: Callable[..., Any]) -> None:
+def test_nan_row_stays_with_its_expert(kind: str, interpreter: Callable[..., Any]) -> None:
     y, sums = interpreter(with_one_that_is_lost) if kind == "triton" else with_one_that_is_lost()
     assert y[0].isnan().all() and sums[0].isnan().all() and not y[1:].isnan().any() and not sums[1].isnan().any()
 
@@ -106,7 +106,7 @@ choices = st.integers(1, 4).flatmap(
 
 
 @given(choices, st.booleans())
-def test_rows_go_to_their_experts_and_back(ids: list[list[int]], cut: bool) -> None:
+def test_permute_round_trips(ids: list[list[int]], cut: bool) -> None:
     """Experts 0 to 2; -1 and 3 are left out. With the order `cut` there, and as it is."""
     E, N, K = 3, len(ids), len(ids[0]) if ids else 2
     order, offsets = sort_by_expert(torch.tensor(ids, dtype=torch.int64).view(N, K), E)
@@ -125,13 +125,13 @@ def test_rows_go_to_their_experts_and_back(ids: list[list[int]], cut: bool) -> N
     torch.testing.assert_close(unpermute(y, slots), want, **EXACT)
 
 
-def test_a_sum_is_rounded_once() -> None:
+def test_unpermute_rounds_once() -> None:
     """256 and eight times 1: in bf16 one by one it would stay 256."""
     y = torch.tensor([[256.0]] + [[1.0]] * 8, dtype=torch.bfloat16)
     assert unpermute(y, torch.arange(9).view(1, 9)).item() == 264
 
 
-def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card() -> None:
+def test_plan_counts_one_matmul_without_a_gpu() -> None:
     """On the meta device, where each read would be an error."""
     E, N, K, F, D = 4, 32, 2, 16, 8
     model = nn.Module()
@@ -162,7 +162,7 @@ def test_a_plan_counts_one_product_for_all_experts_and_reads_nothing_of_a_card()
 
 
 @pytest.mark.parametrize("fused,forward,backward", [(True, 2, 10), (False, 18, 56)])
-def test_swiglu_in_the_epilogue_moves_what_it_must(fused: bool, forward: int, backward: int) -> None:
+def test_swiglu_epilogue_moves_the_minimum_of_bytes(fused: bool, forward: int, backward: int) -> None:
     """Bytes per element of a in bf16 that kernels and operations move beside plain matmuls, which write u forward and da
     backward. What a token's probability takes is left out: there are 4096 columns."""
     E, N, K, F, D = 4, 32, 2, 4096, 8
@@ -202,7 +202,7 @@ def of_a_block(activation: str, biases: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("activation,biases", [("swiglu", False), ("clamped_swiglu", True), ("gelu", True)])
-def test_a_block_by_triton_is_that_of_torch(activation: str, biases: bool, interpreter: Callable[..., Any]) -> None:
+def test_triton_moe_block_equals_torch(activation: str, biases: bool, interpreter: Callable[..., Any]) -> None:
     for got, want in zip(interpreter(of_a_block, activation, biases), of_a_block(activation, biases), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -224,7 +224,7 @@ def with_probabilities(dtype: torch.dtype, of: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("of", [torch.float32, torch.float64], ids=str)
-def test_probabilities_are_no_less_exact_than_sums(
+def test_probability_gradients_are_as_exact_as_sums(
     dtype: torch.dtype, of: torch.dtype, interpreter: Callable[..., Any]
 ) -> None:
     """As routers give them, in fp32 or fp64. Their gradient is a sum in fp32, without a rounding to half precision

@@ -94,14 +94,14 @@ ROWS = [(name, i) for name, case in CASES.items() for i in range(len(case[2]))]
 
 
 @pytest.mark.parametrize("name,i", ROWS)
-def test_equals_its_definition_in_fp64(name: str, i: int) -> None:
+def test_kernel_equals_its_definition_in_fp64(name: str, i: int) -> None:
     op, reference, shapes = CASES[name]
     inputs = normals(*shapes[i])()
     torch.testing.assert_close(of(op, inputs), of(reference, inputs), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name,i", ROWS)
-def test_bf16_error_is_at_most_twice_that_of_plain_torch(name: str, i: int) -> None:
+def test_kernel_bf16_error_is_at_most_twice_plain_torch(name: str, i: int) -> None:
     op, reference, shapes = CASES[name]
     inputs = [x.bfloat16() for x in normals(*shapes[i])()]
     exact = of(reference, [x.double() for x in inputs])
@@ -113,7 +113,7 @@ def test_bf16_error_is_at_most_twice_that_of_plain_torch(name: str, i: int) -> N
         assert next(errors) <= 2 * max(next(errors), floor)
 
 
-def test_dropout_depends_on_coordinates_alone() -> None:
+def test_dropout_depends_only_on_coordinates() -> None:
     key, p = fold_in(1, 2, 3, 4), 0.25
     x, ids = torch.ones(8, 3, 16, dtype=torch.float64), torch.tensor([5, 70, 2**33])
     whole = dropout(x, p, key, ids)
@@ -150,7 +150,7 @@ def test_dropout_backward_uses_the_same_mask_and_saves_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRIES["activation"])
-def test_an_activations_width_and_backward_are_those_of_its_forward(name: str) -> None:
+def test_activation_backward_equals_autograd(name: str) -> None:
     """Of every file of kernels/activations/: backward's gradients and its `a` against differences in fp64."""
     activation = get_activation(name)
     u, v, bias = normal(2, 3, 4 * activation.width), normal(2, 3, 4, seed=1), normal(4 * activation.width, seed=2)
@@ -161,7 +161,7 @@ def test_an_activations_width_and_backward_are_those_of_its_forward(name: str) -
     assert [x.dtype for x in (activation.forward(half[0]), *activation.backward(*half))] == [torch.bfloat16] * 3
 
 
-def test_rows_are_told_that_begin_between_sixteen_bytes() -> None:
+def test_unaligned_rows_are_detected() -> None:
     """What a card's fused attention faults at, or reads wrongly."""
     whole = torch.zeros(4, 2, 3, 16, dtype=torch.bfloat16)
     assert (
@@ -171,7 +171,7 @@ def test_rows_are_told_that_begin_between_sixteen_bytes() -> None:
     assert not is_16_byte_aligned(torch.zeros(4, 2, 3, 19, dtype=torch.bfloat16)[..., :16])
 
 
-def test_a_gradient_gets_the_strides_that_its_kernel_reads() -> None:
+def test_gradient_has_the_strides_of_its_kernel() -> None:
     wanted = torch.empty(2, 3, 4, 16).transpose(0, 2).stride()
     other = torch.randn(4, 3, 2, 16)
     made = aligned_for_kernel(other, wanted)

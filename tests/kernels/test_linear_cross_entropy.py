@@ -61,7 +61,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int)
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("tokens", [5, 1000])
 @pytest.mark.parametrize(("z_loss", "promised"), [(0.0, None), (0.03, None), (0.0, SCALE), (0.03, SCALE)])
-def test_equals_the_definition(
+def test_linear_cross_entropy_equals_the_definition(
     sizes: Any, masked: bool, tokens: int, z_loss: float, promised: Any, monkeypatch
 ) -> None:
     s, b, d, padded, vocab = sizes
@@ -80,7 +80,7 @@ def test_equals_the_definition(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("promised", [None, SCALE])
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
-def test_error_is_at_most_twice_that_of_plain_torch(
+def test_linear_cross_entropy_error_is_at_most_twice_plain_torch(
     dtype: torch.dtype, promised: float | None, z_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s, b, d, padded, vocab = 37, 2, 24, 128, 121
@@ -94,7 +94,7 @@ def test_error_is_at_most_twice_that_of_plain_torch(
         assert (got.double() - want).abs().max() <= 2 * max((plain.double() - want).abs().max(), floor)
 
 
-def test_strided_inputs_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_cross_entropy_with_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch, 5, 2, 11)
     x, w, labels, mask = inputs(6, 4, 5, 16, 11, torch.float64)
     other = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, w, labels, mask)]
@@ -102,7 +102,7 @@ def test_strided_inputs_and_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_cross_entropy_writes_every_element(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that was never written is NaN here."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
@@ -115,7 +115,7 @@ def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_second_backward_is_refused() -> None:
+def test_linear_cross_entropy_refuses_a_second_backward() -> None:
     x, w, labels, _ = inputs(4, 1, 8, 8, 8, torch.float32)
     x.requires_grad_()
     w.requires_grad_()
@@ -134,7 +134,7 @@ def test_chunks_are_even_and_bounded(tokens: int, columns: int, dtype: torch.dty
     assert count == -(-tokens // bound) and tokens > (count - 1) * size
 
 
-def test_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing kept for backward, and no result of an operation, has tokens x vocabulary elements."""
     s, b, d, vocab = 64, 4, 8, 512
     small(monkeypatch, 32, 4, vocab)
@@ -155,7 +155,7 @@ def test_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest == 32 * vocab < s * b * vocab
 
 
-def test_a_loss_and_its_z_loss_have_one_gradient() -> None:
+def test_loss_and_z_loss_share_one_gradient() -> None:
     x, w, labels, _ = inputs(4, 1, 8, 8, 8, torch.float32)
     losses = linear_cross_entropy(x.requires_grad_(), w, labels, None, TP, 8, z_loss=0.1)
     with pytest.raises(RuntimeError, match="different gradients"):
@@ -185,7 +185,7 @@ def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int, z_loss: float) 
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_an_impossible_label_has_its_exact_loss_in_half_precision() -> None:
+def test_impossible_label_has_its_exact_loss_in_half_precision() -> None:
     """Where the label's probability underflows, the loss cannot come from its logarithm."""
     logits = torch.tensor([[0.0, 3.0, -100.0], [200.0, 1.0, 0.5], [1.0, 1.0, 1.0]], dtype=torch.bfloat16)
     labels, want = torch.tensor([2, 1, 0]), logits.double().logsumexp(1)

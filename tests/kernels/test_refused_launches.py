@@ -34,7 +34,7 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compiler.max_shared_mem.cache_clear()
 
 
-def test_a_tile_too_large_for_the_card_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_too_large_for_the_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """That those of the table find room: test_compiling.py."""
     monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
     for family in flash_attention.FORWARD_TILES:

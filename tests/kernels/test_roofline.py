@@ -59,7 +59,7 @@ ALLOWED = {"attention forward": 1.05, "attention backward": 1.6}
 
 
 @pytest.mark.parametrize("name", [*CASES, *MATMULS])
-def test_bytes_are_those_of_the_formula(interpreter: Call, name: str) -> None:
+def test_kernel_bytes_equal_the_formula(interpreter: Call, name: str) -> None:
     seen = interpreter(of_case, name, size_of(name))
     (case, sizes), _ = prepared(name, size_of(name))
     ratio = sum(t.once for t in main_stage(seen)) / case.work.bytes(sizes)
@@ -70,7 +70,7 @@ def test_bytes_are_those_of_the_formula(interpreter: Call, name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
-def test_the_machine_code_moves_what_the_interpreter_counts(
+def test_machine_code_bytes_equal_the_interpreters(
     interpreter: Call, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_folder()))
@@ -104,7 +104,7 @@ def longest(name: str, monkeypatch: pytest.MonkeyPatch, **changed: int) -> float
 @pytest.mark.nightly(guards=("megalite/kernels",))
 @pytest.mark.parametrize("op", MOST)
 @pytest.mark.parametrize("half", ["forward", "backward"])
-def test_no_kernel_takes_more_instructions(op: str, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_instruction_counts_do_not_grow(op: str, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert longest(f"{op} {half}", monkeypatch) <= MOST[op][half == "backward"]
 
 
@@ -114,13 +114,13 @@ def _divided(x, TANH: tl.constexpr):
     return x * s, s
 
 
-def test_a_division_in_the_place_of_a_root_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_division_instead_of_rsqrt_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bias_gelu, "_gelu", _divided)
     monkeypatch.setattr(bias_gelu, "_forward", dispatch.kernel(bias_gelu._forward.fn))
     assert longest("bias_gelu forward", monkeypatch) > MOST["bias_gelu"][0]
 
 
-def test_with_three_stages_rows_are_on_their_way_during_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_stages_prefetch_rows_during_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their copies to shared memory take instructions, which a table that has stages pays for."""
     one, three = (longest("rms_norm backward", monkeypatch, NUM_STAGES=stages) for stages in (1, 3))
     assert one <= MOST["rms_norm"][1] < three

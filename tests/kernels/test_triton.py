@@ -30,7 +30,7 @@ def check(call: Call, name: str, case: int, dtype: str, layout: str, *device: st
 
 
 @pytest.mark.parametrize("name,case,dtype", OFTEN)
-def test_kernel_against_its_twin(interpreter: Call, name: str, case: int, dtype: str) -> None:
+def test_triton_kernel_equals_its_reference(interpreter: Call, name: str, case: int, dtype: str) -> None:
     for layout in LAYOUTS if dtype == "float64" else (layout_of(name, case, dtype),):
         check(interpreter, name, case, dtype, layout)
 
@@ -46,7 +46,7 @@ def stats_of_infinite_logits(dtype: str, device: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_logits_of_minus_infinity_take_no_probability(interpreter: Call, dtype: str) -> None:
+def test_minus_infinity_logits_have_no_probability(interpreter: Call, dtype: str) -> None:
     got, want = interpreter(stats_of_infinite_logits, dtype, "cpu")
     assert want[0, :2].isfinite().all() and want[0, 2].isnan()
     torch.testing.assert_close(got, want, equal_nan=True)
@@ -54,7 +54,7 @@ def test_logits_of_minus_infinity_take_no_probability(interpreter: Call, dtype: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in OPS if "norm" in name or "bias" in name])
-def test_weight_gradients_have_the_same_bits_in_every_run(name: str) -> None:
+def test_weight_grads_are_deterministic(name: str) -> None:
     inputs = [x.to("cuda", torch.bfloat16) for x in OPS[name].cases[-1]()]
     first, *others = (results(OPS[name].run, inputs, "contiguous") for _ in range(5))
     for other in others:
@@ -63,6 +63,6 @@ def test_weight_gradients_have_the_same_bits_in_every_run(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name,case,dtype", ROWS)
-def test_kernel_against_its_twin_on_a_card(name: str, case: int, dtype: str) -> None:
+def test_triton_kernel_equals_its_reference_on_a_gpu(name: str, case: int, dtype: str) -> None:
     for layout in LAYOUTS:
         check(lambda fn, *args: fn(*args), name, case, dtype, layout, "cuda")

@@ -31,7 +31,7 @@ def tensors(n: int, moments: tuple[torch.dtype, torch.dtype], dtype: torch.dtype
     return [w.to(dtype), (grad * 0.1).to(dtype), (m * 0.1).to(moments[0]), (v.square() * 0.01).to(moments[1])]
 
 
-def test_rounding_at_random_is_right_in_the_mean() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
     every = torch.arange(2**16)
     for x in (1.0 + 2**-9, -3.3, 1e-20):
         rounded = stochastic_round(torch.full((2**16,), x), every).double()
@@ -40,7 +40,7 @@ def test_rounding_at_random_is_right_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("moments", MOMENTS[1:])
-def test_blocks_do_not_matter(moments: tuple[torch.dtype, torch.dtype], monkeypatch: Any) -> None:
+def test_update_is_independent_of_block_size(moments: tuple[torch.dtype, torch.dtype], monkeypatch: Any) -> None:
     """Also where a block ends: every element has its own random bits, wherever it lies."""
     blocks, plain = (tensors(999, moments) for _ in range(2))
     adamw_(*plain, **ARGS)
@@ -53,7 +53,7 @@ def test_blocks_do_not_matter(moments: tuple[torch.dtype, torch.dtype], monkeypa
         assert (ours != theirs).double().mean() < (0.005 if ours.dtype == torch.bfloat16 else 1)
 
 
-def test_random_bits_are_even_and_independent() -> None:
+def test_random_bits_are_uniform_and_independent() -> None:
     """Each bit is set in half of the cases, also among neighbours that differ in one value's last bits only."""
     one = torch.ones(4, 1 << 16)
     for which in range(4):
@@ -113,7 +113,7 @@ def norm_error(n: int, dtype: str, device: str, triton: bool = True) -> float:
 
 
 @pytest.mark.parametrize(("rows", "n"), [(1, 70), (5, 4099), (3, 12345)])
-def test_rows_have_sums_of_their_own(interpreter: Any, rows: int, n: int) -> None:
+def test_row_sums_are_separate(interpreter: Any, rows: int, n: int) -> None:
     """A launch for all of them; and the sum of the only row is that of the flat tensor, to the bit."""
     x = torch.randn(rows, n, generator=torch.Generator().manual_seed(n)) * torch.arange(1, rows + 1)[:, None]
     torch.testing.assert_close(sums_of_squares(x), x.double().square().sum(1), rtol=1e-6, atol=0)
@@ -122,19 +122,19 @@ def test_rows_have_sums_of_their_own(interpreter: Any, rows: int, n: int) -> Non
 
 @pytest.mark.parametrize("which", range(len(MOMENTS)))
 @pytest.mark.parametrize("n", SIZES)
-def test_triton_update(interpreter: Any, n: int, which: int) -> None:
+def test_triton_adamw_equals_torch(interpreter: Any, n: int, which: int) -> None:
     check(interpreter(update_errors, n, which, "cpu"))
 
 
 @pytest.mark.parametrize("n,dtype", [(1, "float32"), (70001, "float32"), (5000, "float64"), (5000, "bfloat16")])
-def test_gradient_norm(interpreter: Any, n: int, dtype: str) -> None:
+def test_triton_grad_norm(interpreter: Any, n: int, dtype: str) -> None:
     assert interpreter(norm_error, n, dtype, "cpu") <= (1e-14 if dtype == "float64" else 3e-7)
     assert norm_error(30 * n, dtype, "cpu", False) <= (1e-4 if dtype == "bfloat16" else 1e-8)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [*SIZES, 3_000_001])
-def test_on_a_card(n: int) -> None:
+def test_triton_update_on_a_gpu(n: int) -> None:
     for which in range(len(MOMENTS)):
         check(update_errors(n, which, "cuda"))
     for dtype in ("float32", "float64", "bfloat16"):

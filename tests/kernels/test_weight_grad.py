@@ -20,7 +20,7 @@ def kept(*shape: int, begin: bool, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("begin", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("block_bytes", [1, 100, 2 << 20])
-def test_outer_product(
+def test_weight_grad_outer_product(
     dtype: torch.dtype, begin: bool, transposed: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_grad, "BLOCK_BYTES", block_bytes)
@@ -38,7 +38,7 @@ def test_outer_product(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_on_a_card_a_matmul_needs_no_memory_of_its_own(dtype: torch.dtype) -> None:
+def test_weight_grad_needs_no_extra_gpu_memory(dtype: torch.dtype) -> None:
     n, f, d = 512, 4096, 2048
     dy, x = (normal(n, size, seed=size).to("cuda", dtype) for size in (f, d))
     grad = torch.full((f, d), torch.nan, device="cuda")
@@ -53,7 +53,7 @@ def test_on_a_card_a_matmul_needs_no_memory_of_its_own(dtype: torch.dtype) -> No
 
 
 @pytest.mark.gpu
-def test_on_a_card_rows_are_added_in_one_order() -> None:
+def test_weight_grad_is_deterministic_on_a_gpu() -> None:
     n, v, d = 20_000, 7, 64
     index = torch.randint(v, (n,), generator=torch.Generator().manual_seed(0)).cuda()
     dx = normal(n, d, seed=1).to("cuda", torch.bfloat16)

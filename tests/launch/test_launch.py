@@ -80,11 +80,11 @@ MV2 = {name.replace("OMPI", "MV2"): value for name, value in ompi(1, 2, 1, 2).it
         ({**slurm(3, 4), "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, RankInfo()),
     ],
 )
-def test_the_table_of_environments(env: dict[str, str], want: RankInfo | None) -> None:
+def test_launcher_environments(env: dict[str, str], want: RankInfo | None) -> None:
     assert read_environment(env) == want
 
 
-def test_two_jobs_of_one_machine_have_two_ports() -> None:
+def test_two_jobs_on_one_machine_use_two_ports() -> None:
     found = [read_environment(ompi(1, 2, 1, 2, PMIX_NAMESPACE=f"prterun-host-{i}@1")) for i in range(2)]
     ports = [int(ranks.init_method.rpartition(":")[2]) for ranks in found if ranks is not None and ranks.init_method]
     assert len(set(ports)) == 2 and all(20000 <= port < 40000 for port in ports)
@@ -124,7 +124,7 @@ def test_two_jobs_of_one_machine_have_two_ports() -> None:
         (ompi(1, 2, 1, 2, MASTER_PORT="0"), "MASTER_PORT='0' is not a port"),
     ],
 )
-def test_what_is_missing_is_named(env: dict[str, str], says: str) -> None:
+def test_missing_launcher_variable_is_named(env: dict[str, str], says: str) -> None:
     with pytest.raises(LaunchError, match=says):
         read_environment(env)
 
@@ -154,7 +154,7 @@ def clean() -> dict[str, str]:
     ("program", "size"),
     [("pretrain_gpt.py", size) for size in SIZES] + [(program, "WORLD_SIZE") for program in [*PROGRAMS][1:]],
 )
-def test_nproc_beside_a_launcher_of_another_size_is_refused(program: str, size: str, tmp_path: Path) -> None:
+def test_nproc_that_contradicts_the_launcher_is_refused(program: str, size: str, tmp_path: Path) -> None:
     folder = ("--run-dir", str(tmp_path / "r")) if program == "pretrain_gpt.py" else ()
     done = programs.python(program, *PROGRAMS[program], *folder, "--nproc", "3", env=clean() | SIZES[size], timeout=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -177,7 +177,7 @@ LEFT = {  # by an earlier program, of two processes: what rank 0 and rank 1 wait
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_variables_that_were_left_behind_are_named_within_seconds(tmp_path: Path) -> None:
+def test_stale_variables_are_named_within_seconds(tmp_path: Path) -> None:
     started = []
     for number, (name, (env, _)) in enumerate(LEFT.items()):
         with socket.socket() as free:
@@ -199,7 +199,7 @@ def test_variables_that_were_left_behind_are_named_within_seconds(tmp_path: Path
 
 @pytest.mark.parametrize("number", ["0", "-1"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_no_rank_at_all_is_refused(program: str, number: str, tmp_path: Path) -> None:
+def test_nproc_0_is_refused(program: str, number: str, tmp_path: Path) -> None:
     folder = ("--run-dir", str(tmp_path / "r")) if program == "pretrain_gpt.py" else ()
     done = programs.python(program, *PROGRAMS[program], *folder, "--nproc", number, env=clean(), timeout=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
@@ -208,13 +208,13 @@ def test_no_rank_at_all_is_refused(program: str, number: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("env", [{"RANK": "0", "WORLD_SIZE": "1"}, slurm(0, 4, SLURM_STEP_NUM_TASKS="1")])
-def test_a_launcher_of_one_process_leaves_the_number_to_nproc(env: dict[str, str], tmp_path: Path) -> None:
+def test_single_process_launcher_leaves_the_number_to_nproc(env: dict[str, str], tmp_path: Path) -> None:
     flags = [*PROGRAMS["pretrain_gpt.py"], "--run-dir", str(tmp_path), "--nproc", "2"]
     done = programs.python("pretrain_gpt.py", *flags, env=clean() | env, timeout=100)
     assert done.returncode == 0 and "= 2 ranks" in done.stdout, done.stderr
 
 
-def test_what_a_shell_has_kept_of_torchrun_is_nothing(tmp_path: Path) -> None:
+def test_leftover_torchrun_variables_are_ignored(tmp_path: Path) -> None:
     """With restarts of torchrun's a stop on purpose ends with 0, and its own store is at MASTER_ADDR."""
     kept = dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_MAX_RESTARTS="3", TORCHELASTIC_USE_AGENT_STORE="True")
     flags = [*SMALL, "--train-iters", "3", "--device", "cpu", "--save", str(tmp_path), "--exit-interval", "2"]
@@ -222,7 +222,7 @@ def test_what_a_shell_has_kept_of_torchrun_is_nothing(tmp_path: Path) -> None:
     assert done.returncode == 75, done.stderr
 
 
-def test_two_processes_of_mpirun_are_one_training(tmp_path: Path) -> None:
+def test_two_mpirun_processes_are_one_training(tmp_path: Path) -> None:
     """The variables of Open MPI on two plain processes: the losses are those of two local ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -73,7 +73,7 @@ def leaves(outcome: str) -> str:
         *((outcome, True, False) for outcome in ("done", "usage", "preflight", "bad-result", "interrupted")),
     ],
 )
-def test_what_is_worth_another_start(tmp_path: Path, outcome: str, further: bool, again: bool) -> None:
+def test_requeue_decision_by_outcome(tmp_path: Path, outcome: str, further: bool, again: bool) -> None:
     ask = "source examples/launch/outcome.sh; begin $1; "
     ask += "printf '%s' \"$2\" >$1/status.json; " if outcome else ""
     ask += "echo 5 >$1/latest_checkpointed_iteration.txt; " if further else ""
@@ -83,7 +83,7 @@ def test_what_is_worth_another_start(tmp_path: Path, outcome: str, further: bool
 
 
 @pytest.mark.parametrize("count,again", [("0", True), ("49", True), ("50", False)])
-def test_requeues_are_bounded(tmp_path: Path, cluster: dict[str, str], count: str, again: bool) -> None:
+def test_number_of_requeues_is_bounded(tmp_path: Path, cluster: dict[str, str], count: str, again: bool) -> None:
     env = {**cluster, "LEAVES": leaves("requeue"), "SLURM_RESTART_COUNT": count}
     with script("slurm.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
         out, _ = job.communicate(timeout=30)
@@ -97,7 +97,7 @@ OF_TORCH_2_11 = """nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv
  signals-to-handle standalone node-rank master-addr master-port local-addr""".split()
 
 
-def test_torchrun_of_every_release_reads_its_words(tmp_path: Path, cluster: dict[str, str], monkeypatch) -> None:
+def test_torchrun_flags_exist_in_every_release(tmp_path: Path, cluster: dict[str, str], monkeypatch) -> None:
     """The lowest torch has no --shutdown-timeout, and would end with its usage."""
     from torch.distributed.run import config_from_args, get_args_parser
 
@@ -117,7 +117,7 @@ def test_torchrun_of_every_release_reads_its_words(tmp_path: Path, cluster: dict
     assert "SIGUSR1" in config.signals_to_handle and getattr(config, "shutdown_timeout", 540) == 540
 
 
-def test_the_page_has_what_the_scripts_read() -> None:
+def test_launch_page_lists_the_script_variables() -> None:
     texts = "".join(file.read_text() for file in LAUNCH.glob("*.sh"))
     defaults = dict(re.findall(r"\$\{([A-Z]\w*):-([^}$]*)\}", texts))
     own = {name: default for name, default in defaults.items() if not name.startswith(("SLURM", "PET"))}
@@ -127,7 +127,7 @@ def test_the_page_has_what_the_scripts_read() -> None:
     assert {n: rows[n].strip("`") for n in own if own[n].isdigit()} == {n: d for n, d in own.items() if d.isdigit()}
 
 
-def test_a_task_per_card_needs_no_torchrun(tmp_path: Path, cluster: dict[str, str]) -> None:
+def test_one_task_per_gpu_needs_no_torchrun(tmp_path: Path, cluster: dict[str, str]) -> None:
     env = {**cluster, "SLURM_NTASKS_PER_NODE": "8"}
     with script("slurm.sh", str(tmp_path / "run"), "--help", env=env) as job:
         out, _ = job.communicate(timeout=60)
@@ -151,7 +151,7 @@ def started(folder: Path, step: int, job: subprocess.Popen[str]) -> int:
 
 @pytest.mark.nightly(guards=("examples/launch",))
 @pytest.mark.parametrize("case", ["done", "signal", "killed", "no data"])
-def test_a_job_and_how_it_ends(tmp_path: Path, cluster: dict[str, str], case: str) -> None:
+def test_slurm_job_exit_codes(tmp_path: Path, cluster: dict[str, str], case: str) -> None:
     """The status is the program's own."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--device", "cpu", "--save-interval", "2", "--train-iters", "2" if case == "done" else "99999"]
@@ -170,7 +170,7 @@ def test_a_job_and_how_it_ends(tmp_path: Path, cluster: dict[str, str], case: st
     assert job.returncode == {"done": 0, "no data": 1}.get(case, 75), out
 
 
-def test_a_node_waits_for_the_first_one(tmp_path: Path, cluster: dict[str, str]) -> None:
+def test_node_waits_for_the_first_node(tmp_path: Path, cluster: dict[str, str]) -> None:
     """torchrun gives it 60 s, and pods come when their images are there."""
     (tmp_path / "getent").write_text("#!/bin/sh\necho 192.0.2.7\n")  # an address of another machine
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -222,7 +222,7 @@ def job_of(name: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "jobset.yaml"])
-def test_kubernetes_starts_it(name: str, tmp_path: Path, cluster: dict[str, str], monkeypatch) -> None:
+def test_kubernetes_example_starts(name: str, tmp_path: Path, cluster: dict[str, str], monkeypatch) -> None:
     from torch.distributed.run import config_from_args, get_args_parser
 
     job, given = job_of(name)
@@ -261,7 +261,7 @@ def test_kubernetes_starts_it(name: str, tmp_path: Path, cluster: dict[str, str]
     assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "megalite-node-0-0.megalite:29500")
 
 
-def test_both_ways_on_kubernetes_start_the_same_pods() -> None:
+def test_kubernetes_examples_start_the_same_pods() -> None:
     (of_trainer, _), (of_jobset, _) = job_of("kubernetes.yaml"), job_of("jobset.yaml")
     containers = [job["template"]["spec"].pop("containers")[0] for job in (of_trainer, of_jobset)]
     assert of_trainer == of_jobset
@@ -279,7 +279,7 @@ def skypilot(folder: Path) -> tuple[str, dict[str, str]]:
     return task["run"], {**sky, **task["envs"], "HOME": str(folder)}
 
 
-def test_skypilot_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
+def test_skypilot_example_starts(tmp_path: Path, cluster: dict[str, str]) -> None:
     command, sky = skypilot(tmp_path)
     env = {**cluster, **sky, "LEAVES": leaves("done"), "CODE": "0"}
     assert subprocess.run(["bash", "-euc", command], cwd=ROOT, env=env, timeout=30).returncode == 0
@@ -293,9 +293,7 @@ def test_skypilot_starts_it(tmp_path: Path, cluster: dict[str, str]) -> None:
 
 @pytest.mark.nightly(guards=("examples/launch",))
 @pytest.mark.usefixtures("s3_server")
-def test_skypilots_run_goes_on_from_the_bucket_on_nodes_that_have_nothing(
-    tmp_path: Path, cluster: dict[str, str]
-) -> None:
+def test_skypilot_resumes_from_the_bucket_on_new_nodes(tmp_path: Path, cluster: dict[str, str]) -> None:
     command, sky = skypilot(tmp_path)
     small = shlex.join([*SMALL, "--device", "cpu", "--lr-decay-iters", "4"])
     bucket = "s3://runs/skypilot"

@@ -56,14 +56,14 @@ def _slow_to_say(ranks: RankInfo, console: str) -> None:
     os._exit(int(report_failure(CheckpointError("rank 1: [Errno 27] File too large"), ranks)[0]))
 
 
-def test_the_words_of_the_rank_that_failed_reach_the_console(tmp_path: Path) -> None:
+def test_failed_ranks_message_reaches_the_console(tmp_path: Path) -> None:
     """Not before them, but after them end those that only heard of it: then the launcher waits for nobody."""
     console = tmp_path / "console"
     assert launch_local(2, _slow_to_say, (str(console),), threads=1, timeout_s=60, grace_s=0.2) == 3
     assert console.read_text("utf-8").splitlines() == ["pretrain_gpt.py: rank 1: [Errno 27] File too large"]
 
 
-def test_all_ranks_are_started_again_and_the_first_failure_is_named(tmp_path: Path) -> None:
+def test_restart_starts_all_ranks_and_names_the_first_failure(tmp_path: Path) -> None:
     ends: list[LaunchResult] = []
 
     def ended(end: LaunchResult) -> bool | None:
@@ -91,7 +91,7 @@ def _dies(ranks: RankInfo, folder: str, how: str) -> None:
         signal.pause()
 
 
-def test_a_rank_that_c_code_ends_has_left_where_it_was(tmp_path: Path, capsys) -> None:
+def test_crash_in_c_code_leaves_a_stack(tmp_path: Path, capsys) -> None:
     ends: list[LaunchResult] = []
     assert launch_local(2, _dies, (str(tmp_path), "segv"), timeout_s=60, grace_s=0.1, on_exit=ends.append) == 139
     assert ends[0].cause == "rank 1 ended by signal SIGSEGV"
@@ -113,9 +113,7 @@ def test_a_rank_that_c_code_ends_has_left_where_it_was(tmp_path: Path, capsys) -
         assert crash_stack(tmp_path, cause, since) == ""
 
 
-def test_the_console_hears_less_and_a_rank_without_complaints_leaves_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_logs_exist_only_for_ranks_with_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with rank_log(tmp_path, RankInfo()):
         print_err("first\nsecond")
         log_to_rank_file("not for the console")
@@ -131,7 +129,7 @@ def test_the_console_hears_less_and_a_rank_without_complaints_leaves_no_file(
     assert claim_first_failure(RankInfo(), 1, "x") and first_failure_reason(RankInfo()) is None
 
 
-def test_a_rank_that_ended_early_is_named(tmp_path: Path) -> None:
+def test_rank_that_ended_early_is_named(tmp_path: Path) -> None:
     """With exit code 0, but before its target had returned: it has done nothing."""
     ends: list[LaunchResult] = []
     assert launch_local(2, _dies, (str(tmp_path), "early"), timeout_s=60, on_exit=ends.append) == 1
@@ -139,7 +137,7 @@ def test_a_rank_that_ended_early_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "ranks/rank-00000.log").read_text()
 
 
-def test_only_what_a_dead_launcher_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_leftovers_of_dead_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path /= "long" * 12  # so that no fork server's socket is in it
     tmp_path.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -189,7 +187,7 @@ def _nothing(ranks: RankInfo) -> None:
     pass
 
 
-def test_torchruns_table_begins_with_the_rank_that_failed_first(tmp_path: Path) -> None:
+def test_torchrun_table_starts_with_the_first_failure(tmp_path: Path) -> None:
     """It takes the earliest of whole seconds, and of equals the lowest rank."""
     (tmp_path / "1").mkdir()
     assert claim_first_failure(RankInfo(1, 2, 1, 2, shared_dir=str(tmp_path)), 1, "ValueError: x")
@@ -218,7 +216,7 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_whose_console_is_full_end_well(tmp_path: Path) -> None:
+def test_ranks_with_a_full_console_end_normally(tmp_path: Path) -> None:
     """Whatever they, or a library of theirs, had to say there."""
     (tmp_path / "tell.py").write_text(_TELLS_A_FULL_DISK)
     with open("/dev/full", "w") as full:

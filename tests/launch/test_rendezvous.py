@@ -39,14 +39,14 @@ def together(world: int, store: Any) -> list[str]:
         return list(pool.map(lambda rank: agree_on_prefix(store, rank, world, LONG), range(world)))
 
 
-def test_meetings_in_one_store_have_different_names(store: HashStore) -> None:
+def test_prefixes_in_one_store_differ(store: HashStore) -> None:
     """Whatever attempt of a torchrun each rank is in, and whatever died ranks have left there."""
     store.set("hello 1", "somebody who died")
     names = [together(world, store) for world in (4, 2, 3)]
     assert [len(set(name)) for name in names] == [1, 1, 1] and len({name[0] for name in names}) == 3
 
 
-def test_a_rank_of_the_last_attempt_is_not_taken_for_one_of_this(store: HashStore) -> None:
+def test_rank_of_an_earlier_attempt_is_not_counted(store: HashStore) -> None:
     store.set("hello 1", "somebody who died")
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(agree_on_prefix, store, 0, 2, LONG)
@@ -55,7 +55,7 @@ def test_a_rank_of_the_last_attempt_is_not_taken_for_one_of_this(store: HashStor
         assert agree_on_prefix(store, 1, 2, LONG) == first.result(30)
 
 
-def test_a_rank_that_was_here_in_the_last_meeting_has_to_come_again(store: HashStore) -> None:
+def test_rank_must_join_every_rendezvous(store: HashStore) -> None:
     """Rank 0 is started again before the others are: all that they said in the last meeting is still there."""
     [last, _] = together(2, store)
     with ThreadPoolExecutor(2) as pool:
@@ -65,7 +65,7 @@ def test_a_rank_that_was_here_in_the_last_meeting_has_to_come_again(store: HashS
         assert agree_on_prefix(store, 1, 2, LONG) == first.result(30) != last
 
 
-def test_who_is_missing_is_told(store: HashStore) -> None:
+def test_missing_ranks_are_named(store: HashStore) -> None:
     other = threading.Thread(target=agree_on_prefix, args=(store, 2, 4, LONG))
     other.start()
     with pytest.raises(RendezvousError) as error:
@@ -82,7 +82,7 @@ def why(rank: int, host: str, port: int, serves: bool = True, nodes: int = 1) ->
     return str(error.value)
 
 
-def test_why_nobody_is_met_is_told(port: int) -> None:
+def test_connection_failure_reason_is_reported(port: int) -> None:
     assert "that machine answers, but nothing listens there: has rank 0 started" in why(1, "127.0.0.1", port)
     assert "nothing listens there" in why(0, "127.0.0.1", port, serves=False)  # torchrun's own, which has ended
     assert re.search("localhost is .*on this machine, which means itself", why(1, "localhost", port, nodes=2))
@@ -90,20 +90,20 @@ def test_why_nobody_is_met_is_told(port: int) -> None:
         assert f"port {port} is taken, by another job? Set MASTER_PORT" in why(0, "127.0.0.1", port)
 
 
-def test_a_listener_that_says_nothing_is_not_waited_for_longer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_listener_is_not_waited_for_longer(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own time-out does not end that."""
     monkeypatch.setattr(meeting, "PROBE_S", 0.5)
     with socket.create_server(("127.0.0.1", port)):
         assert re.search(r"it answers, but rank 0 does not.* \(silent for 2 s\)", why(1, "127.0.0.1", port))
 
 
-def test_a_server_that_is_another_program_s_is_named(port: int) -> None:
+def test_server_of_another_program_is_named(port: int) -> None:
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     assert "it answers, but rank 0 does not" in why(1, "127.0.0.1", port)
     del server
 
 
-def test_names_that_mean_nothing_or_the_machine_itself_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_and_local_host_names_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"here": "10.0.0.3"}  # what they mean; others mean nothing
 
     def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
@@ -133,7 +133,9 @@ def waits(rank: int, monkeypatch: pytest.MonkeyPatch, url: str, world: int = 3, 
     return told[0]
 
 
-def test_who_waits_says_for_whom_and_where(port: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_prints_missing_ranks_and_address(
+    port: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at, nothing = f"127.0.0.1:{port}", "that machine answers, but nothing listens there"
     first = waits(1, monkeypatch, f"tcp://{at}")
     assert first.startswith(f"waiting for 1 of 3 ranks at {at}: rank 0; {nothing}")
@@ -143,7 +145,7 @@ def test_who_waits_says_for_whom_and_where(port: int, tmp_path: Any, monkeypatch
         assert waits(rank, monkeypatch, f"file://{tmp_path}/{rank}") == f"waiting for {others}"
 
 
-def test_who_has_come_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joined_rank_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "NOTICE_S", 0.6)
     told: list[str] = []
     url, how = f"tcp://127.0.0.1:{port}", dict(nodes=1, gloo=False)

@@ -77,7 +77,7 @@ def run(words: list[str], folder: Path, clone: bool = False, **more: str) -> str
     return done.stdout + done.stderr
 
 
-def test_the_directory_is_hostile(hostile: Path) -> None:
+def test_hostile_directory_would_be_imported(hostile: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "import socket"], cwd=hostile, capture_output=True, text=True)
     assert done.returncode and (hostile.parent / "canary").read_text() == "socket\n"
 
@@ -143,7 +143,7 @@ def test_python_imports_nothing_from_the_working_directory(hostile: Path, tmp_pa
 
 
 @RARELY
-def test_what_is_named_is_still_found(tmp_path: Path) -> None:
+def test_named_plugin_modules_are_found(tmp_path: Path) -> None:
     """A plugin that is a module: in PYTHONPATH, and with python -m in the working directory, on all ranks."""
     (tmp_path / "own_part.py").write_text("import megalite\nmegalite.register('metric', 'mine', 'step')\n")
     words = [*TRAIN, "--plugin", "own_part"]
@@ -154,7 +154,7 @@ def test_what_is_named_is_still_found(tmp_path: Path) -> None:
 
 
 @RARELY
-def test_users_processes_are_as_they_were(tmp_path: Path) -> None:
+def test_child_processes_keep_their_environment(tmp_path: Path) -> None:
     """What a plugin starts gets none of this."""
     (tmp_path / "plugin.py").write_text(
         "import os, megalite\n"

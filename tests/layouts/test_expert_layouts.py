@@ -69,13 +69,13 @@ def _weights(ranks: list[tuple]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("model", [QWEN, DEEPSEEK], ids=["qwen", "deepseek"])
-def test_an_evaluation_changes_nothing(model: str) -> None:
+def test_evaluation_changes_nothing(model: str) -> None:
     assert repr(_train(model, evaluates=True)) == repr(alone(model))
 
 
 @pytest.mark.nightly(guards=("megalite/nn/moe.py", "megalite/nn/router.py", "megalite/nn/token_dispatch.py"))
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 1024"])
-def test_half_precision_trains_as_in_one_process(precision: str) -> None:
+def test_experts_in_half_precision_train_like_one_process(precision: str) -> None:
     flags = f"{MIXTRAL} {precision} --train-iters 5 --global-batch-size 8"
     one = _go_on(flags, 5)[2]
     for *_, losses in run_ranks(4, _go_on, f"{flags} {EP2} --tp 2", 5):
@@ -83,7 +83,7 @@ def test_half_precision_trains_as_in_one_process(precision: str) -> None:
 
 
 @pytest.mark.parametrize("item", rarely(ROWS, OFTEN, NAME, guards=("megalite/nn", "megalite/kernels")))
-def test_experts_train_as_in_one_process(item: Row) -> None:
+def test_experts_train_like_one_process(item: Row) -> None:
     ranks = run_ranks(item.world, _train, f"{item.model} {item.layout}")
     words = item.layout.split()
     micro = "--micro-batch-size 1" * ("--micro-batch-size" in words)
@@ -137,7 +137,7 @@ def test_padding_changes_nothing(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("item", rarely(PADDED, OFTEN_PADDED, NAME, guards=("megalite/nn", "megalite/training")))
-def test_padded_documents_train_as_in_one_process(packed: str, item: Row) -> None:
+def test_padded_documents_train_like_one_process(packed: str, item: Row) -> None:
     ranks = run_ranks(item.world, _train, f"{item.model} {item.layout}", False, packed)
     micro = "--micro-batch-size 1" * ("--micro-batch-size" in item.layout.split())
     numbers, pieces, counts, losses, biases = alone(f"{item.model} {micro}", packed)
@@ -157,7 +157,7 @@ def _tokens_after(flags: str, common: str) -> tuple[list[int], list[int]]:
     return [tokens for _, tokens in found], [result.tokens for result, _ in found]
 
 
-def test_tokens_are_counted_without_padding(packed: str) -> None:
+def test_expert_token_counts_exclude_padding(packed: str) -> None:
     words = flags("MIXTRAL")
     run = run_from(f"{packed} {words}", dtype=torch.float64)
     layout = run.ledger.blend.piece_lengths(np.arange(32)) if run.ledger else None
@@ -185,7 +185,7 @@ SGD = "--optimizer sgd --sgd-momentum 0 --lr 1 --weight-decay 0 --clip-grad 0"
 
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss"])
-def test_gradients_of_routers_losses_do_not_depend_on_how_many_labels_count(tmp_path: Path, kind: str) -> None:
+def test_router_loss_gradients_are_independent_of_the_number_of_labels(tmp_path: Path, kind: str) -> None:
     """Three of four tokens end a document, so that with --eod-mask-loss a quarter of the labels counts."""
     rng = np.random.default_rng(3)
     prefix = write(tmp_path / "a", [[93] if i % 4 else [int(rng.integers(0, 93))] for i in range(900)])
@@ -226,7 +226,7 @@ def _go_on(flags: str, steps: int) -> list:
     return [before, biases(), losses]
 
 
-def test_a_resume_may_change_how_experts_are_shared_out(tmp_path: Path) -> None:
+def test_resume_may_change_expert_parallelism(tmp_path: Path) -> None:
     """Biases are state that no gradient trains: a checkpoint has them once, whatever the layout."""
     folders = [f"--save {tmp_path / name}" for name in "ab"]
     first = run_ranks(4, _go_on, f"{DEEPSEEK} {EP4} {folders[0]}", 2)
@@ -242,7 +242,7 @@ def test_a_resume_may_change_how_experts_are_shared_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["experts.down", "router.bias"])
-def test_a_checkpoint_that_lacks_an_expert_or_a_bias_is_refused_by_its_name(tmp_path: Path, what: str) -> None:
+def test_checkpoint_without_an_expert_or_bias_is_refused_by_name(tmp_path: Path, what: str) -> None:
     run_ranks(2, _go_on, f"{DEEPSEEK} {EP2} --save {tmp_path}", 1)
     (path,) = tmp_path.glob("*/manifest.json")
     manifest = json.loads(path.read_text())
@@ -307,7 +307,7 @@ def _gradients(model: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     + [("QWEN_MOE", _lars, layout) for layout in ("", "ep2 ZERO2 tp2")]
     + [("QWEN_MOE", _muon, layout) for layout in ("", "ep2 ZERO2 tp2")],
 )
-def test_each_matrix_of_each_expert_is_updated_as_a_tensor_of_its_own(model: str, rule: Any, layout: str) -> None:
+def test_each_expert_matrix_is_updated_separately(model: str, rule: Any, layout: str) -> None:
     how = f"{flags(model)} --clip-grad 0 --make-vocab-size-divisible-by 1 --lars-trust-coefficient 0.1"
     how += f" --adam-eps 1e-3 --muon-coefficient-type simple --optimizer {rule.__name__[1:]}"
     ranks = run_ranks(4, _update, f"{how} {flags(layout)}") if layout else [_update(how)]

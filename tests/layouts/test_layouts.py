@@ -130,11 +130,11 @@ def test_layout_equals_one_process_in_fp32(item: Row) -> None:
 
 
 @pytest.mark.parametrize("item", table("bf16"), ids=NAME)
-def test_bf16_stays_close(item: Row) -> None:
+def test_bf16_layout_stays_close_to_one_process(item: Row) -> None:
     _compare(item, None, BF16, 0.1)
 
 
-def test_moments_in_bf16_are_rounded_alike_under_every_layout() -> None:
+def test_bf16_moments_round_equally_under_every_layout() -> None:
     """In fp64 only: what is rounded at random magnifies the rounding of fp32."""
     model = LLAMA + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     _compare(Row(8, model, flags("tp2 pp2"), "llama bf16 moments"), "float64", FP64, 1e-9)
@@ -142,7 +142,7 @@ def test_moments_in_bf16_are_rounded_alike_under_every_layout() -> None:
 
 
 @pytest.mark.parametrize("item", table("offloaded"), ids=NAME)
-def test_what_is_offloaded_changes_no_bit(item: Row) -> None:
+def test_optimizer_offload_changes_no_bit(item: Row) -> None:
     words = f"{item.model} {item.layout} --ddp-bucket-size 500"
     places = [place for place in map(flags, TABLES["places"].values()) if PARAMETERS not in place or ZERO3 in words]
     kept, *others = (_bits(run_ranks(item.world, _parts, f"{words} {more}", None)) for more in ("", *places))
@@ -154,7 +154,7 @@ def _bits(ranks: list[tuple]) -> list[tuple[str, list[bytes]]]:
     return [(f"{losses} {norms}", [data.numpy().tobytes() for *_, data in pieces]) for losses, norms, pieces in ranks]
 
 
-def test_a_scaled_loss_has_its_backward_split() -> None:
+def test_split_backward_with_a_scaled_loss() -> None:
     """In fp64 only: weights that are fp16 differ by their rounding."""
     item = Row(2, GPT, flags("SPLIT --fp16 --initial-loss-scale 1024 pp2"), "gpt split pp2, scaled loss")
     _compare(item, "float64", FP64, 1e-9)
@@ -179,14 +179,14 @@ WHOLE_OFTEN = {  # matrices that ranks cut, that some ranks have copies of, and 
 @pytest.mark.parametrize(
     "item", rarely(WHOLE, [row for row in WHOLE if row.name in WHOLE_OFTEN], NAME, guards=("megalite/optim",))
 )
-def test_optimizers_of_whole_tensors_see_them_whole_under_every_layout(item: Row) -> None:
+def test_full_tensor_optimizers_equal_one_process(item: Row) -> None:
     """In fp64 only: Newton-Schulz magnifies the rounding of small singular values."""
     ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
     _same(item, ranks, "float64", FP64, 1e-9)
 
 
 @pytest.mark.parametrize("item", rarely(EXCHANGED, OFTEN, NAME, guards=("megalite/nn", "megalite/kernels")))
-def test_a_context_that_ranks_share_trains_as_one_process_does(item: Row) -> None:
+def test_context_parallel_equals_one_process(item: Row) -> None:
     ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
     _same(item, ranks, "float64", FP64, 1e-9)
 
@@ -197,7 +197,7 @@ INTERPRETED, MOVED = table("interpreted"), table("moved")
 @pytest.mark.parametrize(
     "item", rarely(INTERPRETED, INTERPRETED[2:3], NAME, guards=("megalite/kernels", "megalite/nn/context_parallel.py"))
 )
-def test_triton_kernels_train_as_torch_does(item: Row) -> None:
+def test_triton_kernels_train_like_torch(item: Row) -> None:
     ranks = run_ranks(item.world, _in_triton, f"{item.model} {item.layout}", timeout=110)
     for i, dtype in enumerate(DTYPES):
         bounds = (1e-10, 1e-9) if dtype == "float64" else (1e-4, 1e-4)
@@ -205,19 +205,19 @@ def test_triton_kernels_train_as_torch_does(item: Row) -> None:
 
 
 @pytest.mark.parametrize("item", rarely(MOVED, MOVED[:4], NAME, guards=("megalite/nn/activation_offload.py",)))
-def test_activations_in_host_memory_change_no_bit(item: Row) -> None:
+def test_activation_offload_changes_no_bit(item: Row) -> None:
     words, more = f"{item.model} {item.layout}", "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1"
     kept, moved = (_bits(run_ranks(item.world, _parts, f"{words} {some}", None)) for some in ("", more))
     assert moved == kept
 
 
-def test_borders_of_documents_change_the_result() -> None:
+def test_document_boundaries_change_the_result() -> None:
     """The rows with documents say nothing unless there are some."""
     assert alone(GPT + BORDERS + " ", "float64").losses[0] != alone(GPT + " ", "float64").losses[0]
     only = [alone(GPT + f" --{flag} ", "float64").losses[0] for flag in BORDERS.replace("--", "").split()]
     assert len({*only, alone(GPT + " ", "float64").losses[0]}) == 4
 
 
-def test_the_z_loss_changes_the_weights_and_is_no_part_of_the_loss() -> None:
+def test_z_loss_changes_weights_but_not_the_reported_loss() -> None:
     with_it, without = alone(f"{LLAMA} {ZLOSS}", "float64"), alone(LLAMA + " ", "float64")
     assert with_it.losses[0] == without.losses[0] and with_it.losses[1] != without.losses[1]

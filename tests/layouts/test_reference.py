@@ -247,7 +247,7 @@ def defined(row: Row) -> Trained:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_run_is_what_it_is_defined_as(row: Row) -> None:
+def test_run_equals_the_reference_model(row: Row) -> None:
     got, want = ran(row.flags), defined(row)
     assert {name: tuple(w.shape) for name, w in got.initial.items()} == reference.shapes(row.model)
     np.testing.assert_allclose(got.trained.losses, want.losses, rtol=1e-10)
@@ -315,13 +315,13 @@ def otherwise(of: Any, fact: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name,fact,value", OTHERWISE, ids=str)
-def test_every_fact_matters(name: str, fact: str, value: Any) -> None:
+def test_every_reference_fact_changes_the_losses(name: str, fact: str, value: Any) -> None:
     row = BY_NAME[name]
     was, now = defined(row).losses, defined(otherwise(row, fact, value)).losses
     assert max(abs(a - b) / a for a, b in zip(was, now, strict=True)) > 1e-6
 
 
-def test_the_rows_hold_what_they_are_for() -> None:
+def test_reference_rows_cover_their_options() -> None:
     """Clipping bites in some steps and leaves others; tokens that count differ from micro-batch to micro-batch."""
     norms = np.array(ran(BY_NAME["clip"].flags).trained.grad_norms)
     assert (norms > 1.9).any() and (norms < 1.9).any()
@@ -330,7 +330,7 @@ def test_the_rows_hold_what_they_are_for() -> None:
 
 
 @pytest.mark.parametrize("factor", [None, 8.0])
-def test_rotary_tables_turn_each_position_by_its_own_angle(factor: float | None) -> None:
+def test_rotary_tables_have_the_angle_of_each_position(factor: float | None) -> None:
     """Attention sees only differences of angles, so a run cannot tell where they begin."""
     x_SBHK = torch.randn(9, 2, 3, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     tables = rope_tables(9, 8, 500000.0, None if factor is None else RopeScaling(factor=factor), dtype=torch.float64)
@@ -340,7 +340,7 @@ def test_rotary_tables_turn_each_position_by_its_own_angle(factor: float | None)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "documents gpt"])
-def test_evaluation_is_the_loss_without_dropout(name: str) -> None:
+def test_evaluation_has_no_dropout(name: str) -> None:
     row = BY_NAME[name]
     run = build(f"{row.flags} --hidden-dropout 0.3 --attention-dropout 0.3")
     loss = evaluate(run, run.train_loader, 1)
@@ -355,7 +355,7 @@ WIDE = f"""--num-layers 3 --hidden-size 128 --num-attention-heads 4 --vocab-size
 
 
 @pytest.mark.parametrize("style", ["", f"{QWEN_FLAGS} --add-qkv-bias", "--apply-layernorm-1p --qk-layernorm"])
-def test_initial_weights(style: str) -> None:
+def test_initial_weights_distribution(style: str) -> None:
     """N(0, std^2); what ends a residual branch: std / sqrt(2 layers) (GPT-2); norms 1 and biases 0."""
     run = build(f"{WIDE} {style}")
     rows = []

@@ -74,7 +74,7 @@ SELDOM = [DROP + FULL, DROP + BORDERS, QWEN, NEOX, DROP + SELECTIVE, PAIRS + PAR
 
 
 @pytest.mark.parametrize("flags", [*OFTEN, *(pytest.param(flags, marks=RARELY) for flags in SELDOM)])
-def test_compiled_functions_train_as_eager_ones_and_are_few(flags: str) -> None:
+def test_compiled_functions_equal_eager_and_are_few(flags: str) -> None:
     """Layers and steps, whose numbers are coordinates of dropout, share what is compiled; warm-up has compiled it."""
     count = Counting()
     run, config = build(flags + " --compile", backend=count)
@@ -92,7 +92,7 @@ def _both(layouts: tuple[str, ...]) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("axes", [("tensor-model", "pipeline-model"), ("context",) * 2], ids=["tp and pp", "cp"])
-def test_compiled_under_an_axis_trains_as_one_process(axes: tuple[str, str]) -> None:
+def test_compiled_layout_equals_one_process(axes: tuple[str, str]) -> None:
     want = _both(("", ""))
     layouts = tuple(f"--compile --{axis}-parallel-size 2" for axis in axes)
     for got in run_ranks(2, _both, layouts):
@@ -111,7 +111,7 @@ def _warmed(flags: str) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_warm_up_leaves_nothing_of_what_comes_and_goes(stage: int) -> None:
+def test_compile_warmup_leaves_no_unsharded_weights(stage: int) -> None:
     want = run_ranks(2, _warmed, f"{LLAMA} --num-layers 2")
     for hold in ("layer", "chunk")[: stage - 1]:
         got = run_ranks(
@@ -144,7 +144,7 @@ def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
         *(pytest.param(m, marks=RARELY) for m in (MODELS[1], f"{QWEN} --num-virtual-stages-per-pipeline-rank 2")),
     ],
 )
-def test_weight_gradients_of_compiled_blocks_wait_too(flags: str) -> None:
+def test_compiled_blocks_defer_weight_gradients(flags: str) -> None:
     """No step compiles anything, and a W has all to do that it has without."""
     whole = f"{flags} --pipeline-model-parallel-size 2"
     want = run_ranks(2, _waiting, whole)
@@ -160,7 +160,7 @@ def test_weight_gradients_of_compiled_blocks_wait_too(flags: str) -> None:
 
 @RARELY
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_a_run_with_both_flags_is_the_run_without_and_compiles_before_its_first_step(tmp_path: Path) -> None:
+def test_compiled_run_equals_eager_and_compiles_before_its_first_step(tmp_path: Path) -> None:
     told, losses = "", list[list[float]]()
     for number, also in enumerate(("", "--compile --split-backward")):
         line = f"{COMMON} {DROP} --nproc 2 --pipeline-model-parallel-size 2 --train-iters 4 --log-interval 1 {also}"
@@ -198,14 +198,14 @@ def saved_bytes(flags: str, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize(
     "flags", [pytest.param(LLAMA, marks=RARELY), pytest.param(DROP, marks=RARELY), DROP + SELECTIVE]
 )
-def test_no_more_is_kept_for_backward(flags: str, dtype: torch.dtype) -> None:
+def test_compiled_blocks_save_no_more_for_backward(flags: str, dtype: torch.dtype) -> None:
     flags += " --num-layers 1"
     eager = saved_bytes(flags, dtype)
     assert 0 < saved_bytes(flags + " --compile", dtype) <= eager
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_trains_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config, cpu_vec_isa
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [])  # to find them takes 8 s; scalar code will do
@@ -215,7 +215,7 @@ def test_inductor_trains_as_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained(flags + " --compile", torch.float32, "inductor") == pytest.approx(want, rel=1e-5)
 
 
-def test_what_cannot_compile_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compile_failure_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check_compile("cpu")
     config = config_from(f"{COMMON} {GPT} --compile")
     monkeypatch.setenv("PATH", str(tmp_path))

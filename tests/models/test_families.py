@@ -25,24 +25,24 @@ def arranged(name: str) -> RunPlan:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_counts_are_the_published_ones(name: str) -> None:
+def test_parameter_counts_equal_the_published_ones(name: str) -> None:
     """Of the model, and of those that a token meets, which of a dense one are all."""
     made = arranged(name)
     assert [made.num_parameters, made.num_active_parameters] == (PUBLISHED[name] * 2)[:2]
 
 
-def test_tiny_moe_computes_as_much_as_tiny() -> None:
+def test_tiny_moe_has_the_flops_of_tiny() -> None:
     dense, experts = (build(PRESETS[name]).model for name in ("tiny", "tiny-moe"))
     assert experts.expert_ffn_size * experts.moe_router_topk == dense.ffn_size
     assert {**PRESETS["tiny-moe"], **PRESETS["tiny"]}.items() == PRESETS["tiny-moe"].items()
 
 
-def test_gpt3_is_175_billion() -> None:
+def test_gpt3_has_175_billion_parameters() -> None:
     assert round(arranged("gpt3-175b").num_parameters / 1e9) == 175
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_stages_of_a_model_hold_what_the_model_does(tied: bool) -> None:
+def test_stages_partition_the_parameters(tied: bool) -> None:
     model = build({**PRESETS["tiny"], "untie_embeddings_and_output_weights": not tied}).model
     whole, halves = model_specs(model, 100), (range(3), range(3, 8))
     first, last = (model_specs(model, 100, stages=halves, stage_index=number) for number in (0, 1))
@@ -52,7 +52,7 @@ def test_the_stages_of_a_model_hold_what_the_model_does(tied: bool) -> None:
     assert (padded.shape[0], padded.stored_shape) == (128, whole["embedding.word"].shape)
 
 
-def test_a_line_of_rules_with_stars_is_two_rules() -> None:
+def test_starred_family_rule_is_two_rules() -> None:
     weight, bias = rules("layer.c_attn.* = our.q* + our.kv*[0] (columns)", "h.{n}.")
     assert (weight.external, weight.params) == ("h.{n}.c_attn.weight", ("layers.{n}.q", "layers.{n}.kv[0]"))
     assert (bias.external, bias.params) == ("h.{n}.c_attn.bias", ("layers.{n}.q_bias", "layers.{n}.kv_bias[0]"))
@@ -66,14 +66,14 @@ WINDOW = {"window_size": (1023, 0)}
 
 @pytest.mark.parametrize("seen", [{}, WINDOW, {**WINDOW, "window_attn_skip_freq": "2"}], ids=str)
 @pytest.mark.parametrize("length", [100, 1024, 8192])
-def test_flops_are_those_of_the_literature(length: int, seen: dict[str, Any]) -> None:
+def test_model_flops_equal_the_literature(length: int, seen: dict[str, Any]) -> None:
     """Of Llama-3-8B, three times the forward's; in a window what is seen."""
     model = build({**PRESETS["llama3-8b"], **seen}).model
     want = 3 * (32 * layer_flops(model, length) + head_flops(model, 128256))
     assert flops_per_token(replace(model, seq_length=length), 128256) == pytest.approx(want, rel=1e-12)
 
 
-def test_keys_that_a_window_shows_are_counted_one_by_one() -> None:
+def test_window_keys_are_counted() -> None:
     model = build({**PRESETS["llama3-8b"], **WINDOW}).model
     exact = sum(min(i + 1, 1024) for i in range(8192)) / 8192  # with the half of the diagonal that S / 2 leaves out
     assert mean_keys(model, 8192) == pytest.approx(exact, abs=0.5)

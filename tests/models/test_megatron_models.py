@@ -19,13 +19,13 @@ LINES = tomllib.loads(Path(__file__).with_name("megatron_lines.toml").read_text(
 
 
 @pytest.mark.parametrize("flags", LINES)
-def test_the_tensors_are_those_of_megatron(flags: str) -> None:
+def test_tensor_shapes_equal_megatrons(flags: str) -> None:
     model = config_from(f"{LINE} {flags}").model
     made = model_specs(model, padded_vocab_size(V, model.make_vocab_size_divisible_by, 1))
     assert {name: spec.shape for name, spec in made.items()} == shapes(replace(GPT, **LINES[flags]))
 
 
-def test_embeddings_begin_with_a_deviation_of_their_own() -> None:
+def test_embeddings_have_their_own_initial_deviation() -> None:
     def deviations(flags: str) -> dict[str, object]:
         config = config_from(f"{LINE} {flags}")
         return {name: spec.init for name, spec in model_specs(config.model, 128).items()}

@@ -31,7 +31,7 @@ def _kept_per_layer(flags: str, s: int, b: int) -> float:
 
 
 @pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_no_scores_are_saved(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_saves_no_scores(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with dropout of attention weights; where the scores are asked to be explicit, selective recompute saves none.
     Everything else grows with s alone, so what doubling s adds beyond twice the bytes is theirs: 2 c s^2 of c s^2."""
     s, b, heads = 32, 2, 4

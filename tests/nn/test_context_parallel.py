@@ -71,7 +71,7 @@ def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float]
 
 
 @pytest.mark.parametrize("flags", [GPT + BORDERS, GPT + BORDERS + " --cp-comm-type a2a"], ids=["allgather", "a2a"])
-def test_labels_and_documents_are_anywhere(flags: str) -> None:
+def test_context_parallel_with_labels_and_documents_at_any_position(flags: str) -> None:
     """Megatron-LM#7498: the gradient of a rank without a label was lost. Every gradient is that of one process."""
     whole, masks = [[T]] * B, list(MASKS.values())
     cases: list[Samples] = [[(mask, whole), (masks[n - 3], whole)] for n, mask in enumerate(masks)]
@@ -106,7 +106,7 @@ def _moved(flags: str, cp: int, tp: int = 1, again: tuple[str, ...] = (), **more
 
 
 @pytest.mark.parametrize("cp,tp,groups", [(2, 1, 4), (4, 1, 4), (4, 2, 2), (4, 1, 1), (8, 1, 8)])
-def test_a_layer_moves_and_keeps_what_the_formulas_say(cp: int, tp: int, groups: int) -> None:
+def test_context_parallel_bytes_equal_the_formulas(cp: int, tp: int, groups: int) -> None:
     """nn/context_parallel.py. The bill's bytes are those of the whole tensor, of which f = (cp - 1) / cp crosses."""
     length, K, g, h = 256, 64, max(1, groups // tp), 8 // tp
     flags = f"--num-query-groups {groups}"
@@ -134,7 +134,7 @@ def test_a_layer_moves_and_keeps_what_the_formulas_say(cp: int, tp: int, groups:
         assert lent.offloaded_bytes > 0.99 * lent.saved_bytes
 
 
-def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
+def test_windowed_context_parallel_moves_only_visible_chunks() -> None:
     """Work is equal in a window, so a rank holds neighbouring blocks; of 16 blocks of 16 tokens it gives its last one
     and gets one, where a gather would move 14, and sends back the gradients of that in fp32."""
     moved, _ = _moved("--num-query-groups 4 --window-size 16,0", 8)
@@ -142,7 +142,7 @@ def test_a_window_moves_the_blocks_that_it_sees_alone() -> None:
     assert moved == {("F", "all-to-all", block): 1, ("B", "all-to-all", block): 1, ("B", "all-to-all", 2 * block): 1}
 
 
-def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:
+def test_recompute_gathers_once_more() -> None:
     for options in (dict(again=("core_attn",)), dict(full_recompute=True)):
         moved, bill = _moved("--num-query-groups 4", 4, **options)  # type: ignore[arg-type]
         assert sum(n for (phase, name, _), n in moved.items() if name == "all-gather") == 2, options
@@ -151,7 +151,7 @@ def test_what_is_recomputed_is_gathered_once_more_and_not_twice() -> None:
         )  # its dtype
 
 
-def test_p2p_is_taken_as_allgather_with_a_note() -> None:
+def test_p2p_is_accepted_as_allgather_with_a_note() -> None:
     config, notes = cli.read([*COMMON.split(), *"--cp 2 --cp-comm-type p2p".split()], PRESETS)
     assert config.model.layer_cp_comm == ("allgather",) * 4 and not find_problems(config, 4)
     assert any(note.startswith("cp_comm_type=p2p is taken as allgather") for note in notes)

@@ -149,7 +149,7 @@ def close(a: Tensor, b: Tensor, what: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_holds_a_parameter_is_called(name: str) -> None:
+def test_full_tensor_hooks_are_called_by_the_owner(name: str) -> None:
     """That call waits for the gather of its weights (optim/param_gather.py), which nobody else does."""
     (experts, _), called = make(name), set[torch.nn.Module]()
     for module in experts.modules():
@@ -160,7 +160,7 @@ def test_who_holds_a_parameter_is_called(name: str) -> None:
 
 @pytest.mark.parametrize("length", [S, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_experts_are_what_they_are_defined_as(name: str, length: int) -> None:
+def test_experts_equal_the_definition(name: str, length: int) -> None:
     x, dy = torch.randn(2, length, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     experts, routing = make(name)
     parameters = list(experts.parameters())
@@ -233,7 +233,7 @@ def _all_as_one(cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss"])
 @pytest.mark.parametrize("function", ["softmax", "sigmoid"])
-def test_losses_of_a_padded_batch_are_those_of_transformers(kind: str, function: str) -> None:
+def test_padded_auxiliary_losses_equal_transformers(kind: str, function: str) -> None:
     """With its attention_mask, and with autograd's gradients: sums over tokens that are not padding. For sigmoids,
     which transformers has no such loss of, its function is given their logarithms, whose softmax is their share."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -271,7 +271,7 @@ def test_losses_of_a_padded_batch_are_those_of_transformers(kind: str, function:
 
 
 @pytest.mark.parametrize("name", ["sinkhorn of one", "sinkhorn of two"])
-def test_sinkhorn_balances_without_the_padding(name: str) -> None:
+def test_sinkhorn_ignores_padding(name: str) -> None:
     experts, _ = make(name)
     x_SBD = torch.randn(S, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     padding_SB = torch.tensor([[False, False]] * 4 + [[True, True]] * 2)
@@ -281,7 +281,7 @@ def test_sinkhorn_balances_without_the_padding(name: str) -> None:
     assert experts.router(x_SBD, where())[1][: 4 * B].tolist() != alone_NK.tolist()  # which padding would change
 
 
-def test_four_ranks_exchange_what_the_routing_says() -> None:
+def test_dispatch_moves_the_routed_tokens() -> None:
     """Whatever it is: no rank waits for a token that does not come. Of a layer there is one exchange of counts, and two
     of rows in each direction."""
     two, biased = Routing(8, 2), Routing(8, 2, bias=True)
@@ -296,7 +296,7 @@ def test_four_ranks_exchange_what_the_routing_says() -> None:
     run_ranks(4, _all_as_one, cases)
 
 
-def test_auxiliary_losses_do_not_depend_on_the_layout() -> None:
+def test_auxiliary_losses_are_independent_of_the_layout() -> None:
     """The layouts of Megatron-LM's test_aux_loss.py, and gradients under ep, which were twice as large elsewhere
     (pytorch/pytorch#160285)."""
     losses = [
@@ -333,12 +333,12 @@ def _of_a_step_so_far(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=1, ep=2), dict(tp=1, pp=1, ep=4)], ids=str)
-def test_a_global_loss_counts_what_a_step_has_had(sizes: dict[str, int]) -> None:
+def test_global_loss_uses_the_tokens_of_the_step(sizes: dict[str, int]) -> None:
     run_ranks(4, _of_a_step_so_far, sizes)
 
 
 @pytest.mark.parametrize("topk", [1, 2, 8])
-def test_a_layer_keeps_no_rows_of_its_choices_but_those_of_the_first_matmul(topk: int) -> None:
+def test_moe_layer_saves_only_the_first_matmuls_rows(topk: int) -> None:
     """Bytes per token, in bf16: x 2 D; for each choice its two products 4 F, probability 4, expert and place 8 each."""
     width, wide, tokens = 64, 96, 128
     experts = MoELayer(

@@ -76,7 +76,7 @@ def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], promised: 
 @pytest.mark.parametrize(
     "flags", [GPT, LLAMA, f"{GPT} {FULL}", f"{LLAMA} {FULL}"], ids=["gpt", "llama", "gpt full", "llama full"]
 )
-def test_fp64_to_the_last_bit(flags: str, promised: float | None) -> None:
+def test_main_grad_in_fp64_is_bit_exact(flags: str, promised: float | None) -> None:
     want, got = by_autograd(flags, torch.float64, (1,)), in_buffer(flags, torch.float64, (1,), promised)
     assert want.keys() == got.keys()
     for name in want:
@@ -84,14 +84,14 @@ def test_fp64_to_the_last_bit(flags: str, promised: float | None) -> None:
 
 
 @pytest.mark.parametrize("flags", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_sums_of_micro_batches(flags: str) -> None:
+def test_main_grad_sums_micro_batches(flags: str) -> None:
     seeds = (1, 2, 3)
     want, got = by_autograd(flags, torch.float64, seeds), in_buffer(flags, torch.float64, seeds, WEIGHT)
     torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-16)
 
 
 @pytest.mark.parametrize("flags", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_bf16_is_as_near_to_fp64_as_through_autograd(flags: str) -> None:
+def test_main_grad_in_bf16_is_as_exact_as_autograd(flags: str) -> None:
     seeds = (1, 2, 3, 4)
     exact = by_autograd(flags, torch.float64, seeds)
     through, got = by_autograd(flags, torch.bfloat16, seeds), in_buffer(flags, torch.bfloat16, seeds, WEIGHT)
@@ -122,7 +122,7 @@ class Writes(TorchDispatchMode):
         return out
 
 
-def test_each_matrix_is_written_once_and_no_temporary_has_its_size() -> None:
+def test_main_grad_needs_no_temporary() -> None:
     """Per micro-batch: one operation per matrix. Four tokens: then no activation is as large as a matrix."""
     model = stage(LLAMA, torch.float32)
     buffer = ParamAndGradBuffer([model], Mesh.single_process())
@@ -140,7 +140,7 @@ def test_each_matrix_is_written_once_and_no_temporary_has_its_size() -> None:
         assert sorted(large) == sorted([*want, f"index_add_ {rows}", *([f"zero_ {rows}"] if first else [])])
 
 
-def test_without_a_promise_forward_leaves_the_buffer_alone() -> None:
+def test_main_grad_is_untouched_by_an_unregistered_forward() -> None:
     model = stage(LLAMA, torch.float32)
     buffer = ParamAndGradBuffer([model], Mesh.single_process())
     model(None, batch(1, None))
@@ -151,7 +151,7 @@ def test_without_a_promise_forward_leaves_the_buffer_alone() -> None:
     )
 
 
-def test_a_broken_promise_and_a_second_backward_are_refused() -> None:
+def test_missing_or_second_backward_is_refused() -> None:
     model = stage(LLAMA, torch.float32)
     ParamAndGradBuffer([model], Mesh.single_process())
     with pytest.raises(RuntimeError, match="gradient of the loss is not loss_grad=0.015625"):
@@ -162,7 +162,7 @@ def test_a_broken_promise_and_a_second_backward_are_refused() -> None:
         loss.backward(loss.new_full((), WEIGHT))
 
 
-def test_a_late_matmul_is_refused_before_it_adds() -> None:
+def test_late_weight_gradient_is_refused() -> None:
     model = stage(LLAMA, torch.float32)
     buffer = ParamAndGradBuffer([model], Mesh.single_process())
     buffer.set_last_backward(0)
@@ -173,7 +173,7 @@ def test_a_late_matmul_is_refused_before_it_adds() -> None:
     assert torch.equal(torch.cat(buffer.grads.tensors), before)
 
 
-def test_a_buffer_that_nobody_holds_is_freed() -> None:
+def test_unreferenced_main_grad_is_freed() -> None:
     model = stage(GPT, torch.float32)
     buffer = ParamAndGradBuffer([model], Mesh.single_process())
     backward(model, 1)
@@ -186,7 +186,7 @@ def test_a_buffer_that_nobody_holds_is_freed() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_card_the_head_needs_less_than_a_gib_beside_its_weights() -> None:
+def test_head_needs_less_than_a_gib_on_a_gpu() -> None:
     """16 thousand tokens, vocabulary 128 thousand, hidden size 4096; logits alone would be 4 GiB."""
     mesh, tokens, vocab, hidden = Mesh.single_process("cuda"), 16384, 128256, 4096
     module = torch.nn.ParameterList([ParamFactory(mesh, torch.bfloat16, seed=1)(ParamSpec("head", (vocab, hidden)))])

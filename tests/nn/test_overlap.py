@@ -84,7 +84,7 @@ def _events(buffered: bool) -> tuple[list[str], list[str], list[str]]:
 
 
 @pytest.mark.parametrize("buffered", [True, False])
-def test_collectives_are_under_way_while_matmuls_run(buffered: bool) -> None:
+def test_collectives_overlap_matmuls(buffered: bool) -> None:
     for column, row, head in run_ranks(2, _events, buffered):
         assert column == [
             "all_gather starts",  # of the input, which only dW needs

@@ -41,14 +41,14 @@ def gradients(flags: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("style", STYLES)
-def test_gradients_keep_every_bit(style: str, dtype: torch.dtype) -> None:
+def test_recomputed_gradients_keep_every_bit(style: str, dtype: torch.dtype) -> None:
     want = gradients(STYLES[style], dtype)
     for modules in MODULES:
         got = gradients(f"{STYLES[style]} --recompute-granularity selective --recompute-modules {modules}", dtype)
         assert [name for name in want if not torch.equal(got[name], want[name])] == [], modules
 
 
-def test_what_is_not_kept_is_made_once_more_and_its_user_runs_once() -> None:
+def test_dropped_activation_is_recomputed_once() -> None:
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     made, used = [], []
@@ -95,7 +95,7 @@ def _step(layers: int) -> tuple[float, int, dict[str, Counter[int]]]:
         return loss, most, sizes
 
 
-def test_each_storage_goes_down_once_and_up_once_and_the_device_is_spared_it() -> None:
+def test_each_storage_is_offloaded_and_restored_once() -> None:
     (loss, most, none), (same, less, two), (alike, least, all_) = (_step(layers) for layers in (0, 2, LAYERS))
     assert loss == same == alike and not any(map(len, none.values()))
     assert two["copy to the host"] == two["copy to the card"] and all_["copy to the host"] == all_["copy to the card"]
@@ -107,7 +107,7 @@ def test_each_storage_goes_down_once_and_up_once_and_the_device_is_spared_it() -
     assert most - least > layer
 
 
-def test_weights_and_what_every_block_is_given_stay() -> None:
+def test_weights_and_shared_inputs_are_not_offloaded() -> None:
     weight, table, small = torch.nn.Linear(60, 60, bias=False), torch.ones(60, 60), torch.ones(9, requires_grad=True)
     x = torch.ones(60, 60, requires_grad=True)
     use: Any = lambda block, x: (block(x * table) * small.sum()).relu()  # noqa: E731

@@ -36,9 +36,7 @@ def seen_by(i: int, first: int, window: int | None) -> range:
 
 
 @given(cut())
-def test_every_token_has_one_rank_and_all_that_it_sees_is_where_its_rank_looks(
-    given_: tuple[int, int, np.ndarray, list[int | None]],
-) -> None:
+def test_every_token_has_one_rank_that_finds_its_keys(given_: tuple[int, int, np.ndarray, list[int | None]]) -> None:
     length, ranks, first, windows = given_
     places = shard_sequence(length, ranks, windows, first)
     rows = [places.positions(rank) for rank in range(ranks)]
@@ -58,9 +56,7 @@ def test_every_token_has_one_rank_and_all_that_it_sees_is_where_its_rank_looks(
 
 
 @given(cut(), st.sampled_from([2, 4]))
-def test_work_is_the_number_of_keys_that_the_mask_leaves(
-    given_: tuple[int, int, np.ndarray, list[int | None]], each: int
-) -> None:
+def test_work_equals_the_unmasked_keys(given_: tuple[int, int, np.ndarray, list[int | None]], each: int) -> None:
     length, ranks, first, windows = given_
     blocks = each * ranks if length % (each * ranks) == 0 else 2 * ranks
     work, size = chunk_workloads(length, blocks, windows, first), length // blocks
@@ -70,9 +66,7 @@ def test_work_is_the_number_of_keys_that_the_mask_leaves(
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.data())
-def test_blocks_are_shared_out_in_equal_numbers_and_never_worse_than_torch_does(
-    ranks: int, each: int, data: st.DataObject
-) -> None:
+def test_chunks_are_balanced_at_least_like_torch(ranks: int, each: int, data: st.DataObject) -> None:
     work = data.draw(st.lists(st.integers(1, 10**6), min_size=ranks * each, max_size=ranks * each))
     held = assign_chunks(work, ranks)
     assert sorted(b for mine in held for b in mine) == list(range(len(work))) and {len(m) for m in held} == {each}
@@ -81,7 +75,7 @@ def test_blocks_are_shared_out_in_equal_numbers_and_never_worse_than_torch_does(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
-def test_one_document_is_cut_in_zigzag_with_equal_work(ranks: int) -> None:
+def test_one_document_is_sharded_in_zigzag(ranks: int) -> None:
     places = shard_sequence(4 * ranks, ranks, [None])
     assert (
         places.seq_chunks_by_rank == tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
@@ -98,7 +92,7 @@ def _worst(lengths: Lengths, indices: np.ndarray, ranks: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_documents_are_shared_out_more_equally_than_torch_does(seed: int) -> None:
+def test_documents_are_balanced_better_than_torch(seed: int) -> None:
     """Its balancer by document orders each one head and tail, and asks for lengths that are multiples of 2 cp. The bound
     of ours is what was measured, rounded up."""
     generator, ranks = np.random.default_rng(seed), 4

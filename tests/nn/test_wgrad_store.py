@@ -31,7 +31,7 @@ def backward(stage: Stage, seed: int, later: WeightGradStore | None) -> None:
 
 
 @pytest.mark.parametrize("flags", [GPT, LLAMA, f"{LLAMA} --recompute-granularity full --recompute-method uniform"])
-def test_the_sums_are_the_same_to_the_bit_where_their_order_is(flags: str) -> None:
+def test_deferred_sums_are_bit_equal_in_equal_order(flags: str) -> None:
     (stage, buffer), (other, split) = built(flags, Mesh.single_process()), built(flags, Mesh.single_process())
     for seed in (1, 2):
         backward(stage, seed, None)
@@ -81,7 +81,7 @@ def _order() -> list[str]:
     return events
 
 
-def test_a_bucket_is_reduced_behind_its_last_weight_gradient() -> None:
+def test_bucket_is_reduced_after_its_last_weight_gradient() -> None:
     one, other = run_ranks(2, _order)
     assert one == other
     waited = [e for e in one if e.startswith("layers.") and "norm" not in e]
@@ -93,7 +93,7 @@ def test_a_bucket_is_reduced_behind_its_last_weight_gradient() -> None:
     assert one[0].startswith("reduce"), "of what was there already: the head's came in forward"
 
 
-def test_what_has_no_sink_goes_to_autograd_at_once() -> None:
+def test_gradient_without_main_grad_goes_to_autograd() -> None:
     x = torch.randn(S, B, 8, requires_grad=True)
     weight, later = torch.randn(6, 8, requires_grad=True), WeightGradStore()
     column_parallel_linear(x, [weight], Mesh.single_process().tp, later)[0].sum().backward()

@@ -62,7 +62,7 @@ def _grads(buffer: ParamAndGradBuffer) -> dict[str, float]:
     return values
 
 
-def test_parameters_are_views_and_gradients_live_in_the_buffer_alone() -> None:
+def test_parameters_and_gradients_are_views_of_the_buffer() -> None:
     model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0))
     buffer = ParamAndGradBuffer([model], Mesh.single_process())
     a, b = model[0].weight, model[1].weight
@@ -80,7 +80,7 @@ def test_parameters_are_views_and_gradients_live_in_the_buffer_alone() -> None:
     assert _grads(buffer) == {"a": 0.0, "b": 1.0}  # a: no gradient, and nothing of the run before
 
 
-def test_every_bucket_is_a_memory_of_its_own() -> None:
+def test_every_bucket_has_its_own_memory() -> None:
     """So one can go while the others stay: nobody reads across buckets."""
     model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0), Scale("c", 4.0))
     buffer = ParamAndGradBuffer([model], Mesh.single_process(), bucket_size=1)
@@ -95,7 +95,7 @@ def test_every_bucket_is_a_memory_of_its_own() -> None:
     assert y.unique().tolist() == [6.0] and _grads(buffer) == {"a": 3.0, "b": 2.0, "c": 0.0}
 
 
-def test_dtypes_that_do_not_fit_are_refused() -> None:
+def test_mixed_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dtypes \['torch.bfloat16', 'torch.float32'\]"):
         ParamAndGradBuffer([nn.Sequential(Scale("a"), Scale("b", dtype=torch.bfloat16))], Mesh.single_process())
 
@@ -112,7 +112,7 @@ def _different_parameters(shard: bool) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("shard", [True, False])
-def test_ranks_may_get_gradients_for_different_parameters(shard: bool) -> None:
+def test_ranks_may_have_gradients_for_different_parameters(shard: bool) -> None:
     want = {"a": 3.0, "b": 5.0, "c": 0.0}
     assert run_ranks(2, _different_parameters, shard) == [want, want]
 
@@ -139,7 +139,7 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared memory"])
 @pytest.mark.parametrize("shard", [True, False])
-def test_a_sum_in_bf16_moves_half_the_bytes_and_rounds_no_more(shard: bool, shared: bool) -> None:
+def test_bf16_reduction_moves_half_the_bytes(shard: bool, shared: bool) -> None:
     if shared and not shard:
         return  # all-reduces never go through shared memory
     exact = run_ranks(2, _in_bf16, False, shard, shared)
@@ -175,7 +175,7 @@ def _early(overlap: bool) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_reductions_begin_inside_the_last_backward_when_overlapped(overlap: bool) -> None:
+def test_overlapped_reductions_start_in_the_last_backward(overlap: bool) -> None:
     for counts, buckets in run_ranks(2, _early, overlap):
         assert buckets == 3
         assert counts == [0, buckets if overlap else 0, buckets]
@@ -236,7 +236,7 @@ WAYS += [(torch.bfloat16, True, True, Scale), (torch.float32, True, True, Listed
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_forward_waits_for_the_weights_that_it_uses(way: tuple[torch.dtype, bool, bool, type[Scale]]) -> None:
+def test_forward_waits_for_its_weights(way: tuple[torch.dtype, bool, bool, type[Scale]]) -> None:
     assert run_ranks(2, _late_weights, *way) == [(2.0, 6.0, way[1])] * 2
 
 
@@ -261,7 +261,7 @@ def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, lis
 
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_partial_and_tied_gradients_are_summed_once_and_on_the_shard(axis: str, shard: bool) -> None:
+def test_partial_and_tied_gradients_are_summed_once(axis: str, shard: bool) -> None:
     results = run_ranks(4, _extra_sums, axis, shard)
     for rank, (grads, moved) in enumerate(results):
         same_dp = [r for r in range(4) if (r % 2 == rank % 2 if axis == "tp" else r // 2 == rank // 2)]

@@ -20,7 +20,7 @@ def _entry(name: str, numel: int, chunk: int = 0, unit: str = "", **facts: objec
     return ParamEntry(ParamSpec(name, (numel,), **facts), numel, chunk, unit)  # type: ignore[arg-type]
 
 
-def test_what_lies_in_each_bucket() -> None:
+def test_bucket_contents() -> None:
     layout = build_layout(
         [
             _entry("embedding.word", 300, unit="embedding", tied=True),
@@ -50,7 +50,7 @@ def test_what_lies_in_each_bucket() -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights"])
-def test_a_parameter_is_laid_out_with_the_unit_that_it_was_made_for(flags: str) -> None:
+def test_parameter_is_laid_out_with_its_unit(flags: str) -> None:
     words = f"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --mock-data --vocab-size 32 --lr 1 {flags}"
     stage = stage_from(f"{words} --train-iters 1 --micro-batch-size 1 --seq-length 8", torch.float32)
     _, layout = chunk_layout([stage], Mesh.single_process())
@@ -71,9 +71,7 @@ def _entries(rows: list[tuple[int, int, bool, bool]]) -> list[ParamEntry]:
 
 
 @given(ROWS, st.integers(1, 600), st.integers(1, 4))
-def test_buckets_are_in_the_order_in_which_backward_fills_them(
-    rows: list[tuple[int, int, bool, bool]], bucket_size: int, dp: int
-) -> None:
+def test_buckets_are_in_backward_order(rows: list[tuple[int, int, bool, bool]], bucket_size: int, dp: int) -> None:
     layout = build_layout(_entries(rows), bucket_size=bucket_size, sizes={"dp_cp": dp, "tp": 2})
     filled = [(b.chunk, -min(slot.entry for slot in b.slots)) for b in layout.buckets]
     assert filled == sorted(filled)

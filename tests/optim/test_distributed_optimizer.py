@@ -217,7 +217,7 @@ def _close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], bound: float
     [(rule, name) for rule in ("adamw", "muon", "lamb", "lars") for name in CASES]
     + [(rule, name) for rule in RULES if rule not in ("adamw", "muon", "lamb", "lars") for name in ("alone", "dp3")],
 )
-def test_every_layout_equals_torch_or_the_papers_in_fp64(rule: str, name: str) -> None:
+def test_update_equals_torch_or_the_papers_in_fp64(rule: str, name: str) -> None:
     runs = _runs(CASES[name], rule, torch.float64)
     for step in range(STEPS):
         want = sum(float(g.square().sum()) for g in _values(100 + step).values())
@@ -227,7 +227,7 @@ def test_every_layout_equals_torch_or_the_papers_in_fp64(rule: str, name: str) -
         _close(_assemble(runs, prefix), want, 1e-10 if rule in WHOLE else 1e-13)
 
 
-def test_bf16_weights_are_the_rounded_fp32_main_weights() -> None:
+def test_bf16_weights_are_rounded_main_weights() -> None:
     """Five steps of AdamW in fp32, sharded over 3; had the update been done in bf16 it would miss by 1e-2."""
     runs = _runs(CASES["dp3"], "adamw", torch.bfloat16)
     want = _reference("adamw", torch.bfloat16, torch.float32)

@@ -84,7 +84,7 @@ def _both(folder: str, stage: int) -> tuple[list[float], list[float], Counter[st
 
 
 @pytest.mark.parametrize(("stage", "most"), [(2, 0.54), (3, 1.01)])
-def test_losses_are_those_of_fsdp2_and_no_more_bytes_move(tmp_path: Path, stage: int, most: float) -> None:
+def test_losses_equal_fsdp2_without_more_bytes(tmp_path: Path, stage: int, most: float) -> None:
     """`most` of FSDP2's bytes; stage 2 gathers weights once a step. Padding is 0.4 % of the bytes."""
     make("llama", tmp_path, num_hidden_layers=4)
     for ours, theirs, our_bytes, their_bytes in run_ranks(2, _both, str(tmp_path), stage):

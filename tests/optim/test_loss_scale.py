@@ -26,7 +26,7 @@ def account(history: list[bool], window: int, hysteresis: int) -> int:
 
 
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_any_history_of_overflows(history: list[bool], window: int, hysteresis: int, dynamic: bool) -> None:
+def test_loss_scale_after_any_overflows(history: list[bool], window: int, hysteresis: int, dynamic: bool) -> None:
     s = LossScaler(scale=2.0**60, dynamic=dynamic, growth_interval=window, hysteresis=hysteresis)
     for overflow in history:
         s.update(overflow)
@@ -34,7 +34,7 @@ def test_any_history_of_overflows(history: list[bool], window: int, hysteresis: 
 
 
 @given(st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=20))
-def test_a_stop_in_between_changes_nothing(before: list[bool], after: list[bool]) -> None:
+def test_loss_scale_survives_a_resume(before: list[bool], after: list[bool]) -> None:
     straight, first, second = scaler(), scaler(), scaler()
     for overflow in before:
         first.update(overflow)
@@ -46,7 +46,7 @@ def test_a_stop_in_between_changes_nothing(before: list[bool], after: list[bool]
     assert second == straight
 
 
-def test_the_floor_is_reached_before_it_is_refused() -> None:
+def test_loss_scale_reaches_its_minimum_before_it_is_an_error() -> None:
     s = LossScaler(scale=6.0, dynamic=True, minimum=4.0, hysteresis=1)
     s.update(True)
     assert s.scale == 4.0  # not 3
@@ -54,7 +54,7 @@ def test_the_floor_is_reached_before_it_is_refused() -> None:
         s.update(True)
 
 
-def test_a_resume_keeps_the_settings_of_the_new_run() -> None:
+def test_resume_uses_the_new_loss_scale_settings() -> None:
     old = scaler()
     for overflow in (True, False, False):
         old.update(overflow)

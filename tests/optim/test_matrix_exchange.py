@@ -32,7 +32,9 @@ def specs(draw: st.DrawFn, tp: int) -> ParamSpec:
 
 
 @given(st.data(), st.sampled_from([1, 2]), st.sampled_from([1, 2, 3, 4]), st.integers(50, 2000))
-def test_every_element_comes_home_once_and_goes_back(data: st.DataObject, tp: int, dp: int, bucket_size: int) -> None:
+def test_every_element_reaches_the_owner_rank_once_and_returns(
+    data: st.DataObject, tp: int, dp: int, bucket_size: int
+) -> None:
     instances = data.draw(st.sampled_from([n for n in (1, 2, 4) if dp % n == 0]))
     shares = st.sampled_from([n for n in (1, 2, 4) if tp * dp % (n * instances) == 0])
     shape = dict(tp=tp, ep=data.draw(shares), num_optimizer_instances=instances, dp_cp_tp=True)

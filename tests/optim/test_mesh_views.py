@@ -93,7 +93,7 @@ ELEMENTS = sum(int(np.prod(spec.shape)) for spec in SPECS)
 
 @settings(max_examples=40)
 @given(shapes(24, E))
-def test_owned_elements_over_replicas_are_the_model(shape: tuple[int, dict[str, Any]]) -> None:
+def test_owned_elements_cover_the_model(shape: tuple[int, dict[str, Any]]) -> None:
     world, sizes = shape
     grads, weights, count, pieces = 0.0, 0.0, 0.0, list[Owned]()
     for rank in range(world):
@@ -141,7 +141,7 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     ],
     ids=str,
 )
-def test_gradients_of_both_homes_are_summed_and_updated(world: int, sizes: dict[str, Any]) -> None:
+def test_gradients_of_both_mesh_views_are_summed_and_updated(world: int, sizes: dict[str, Any]) -> None:
     for norm, errors in run_ranks(world, _step, sizes):
         assert norm == pytest.approx(TOTAL, rel=1e-12)
         assert errors and max(errors.values()) < 1e-9, errors
@@ -149,7 +149,7 @@ def test_gradients_of_both_homes_are_summed_and_updated(world: int, sizes: dict[
 
 @pytest.mark.parametrize("sizes", [dict(ep=2), dict(etp=3), dict(ep=4, etp=3), dict(ep=12), dict(ep=3, etp=4)], ids=str)
 @pytest.mark.parametrize("block", [1, 5, 128])
-def test_two_split_dims_are_drawn_alike_under_every_layout(sizes: dict[str, Any], block: int) -> None:
+def test_two_sharded_dims_are_initialized_equally_under_every_layout(sizes: dict[str, Any], block: int) -> None:
     spec = ParamSpec(
         "e", (E, 2, F, D), mesh_view="expert", shards=((0, "ep"), (2, "etp")), init_block=block, init=Normal(0.5)
     )
@@ -161,7 +161,7 @@ def test_two_split_dims_are_drawn_alike_under_every_layout(sizes: dict[str, Any]
         assert torch.equal(part, part_of(whole, spec.box(mesh.sizes, mesh.coordinates)))
 
 
-def test_a_rank_draws_the_experts_that_it_holds_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_initializes_only_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, real = [], torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, **how: (drawn.append(shape), real(*shape, **how))[1])
     mesh, (spec,) = abstract_mesh(8, 5, ep=4, etp=2), [spec for spec in SPECS if spec.name == "experts.gate_up"]

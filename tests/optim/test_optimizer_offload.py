@@ -44,7 +44,7 @@ STORE = "megalite/optim/optimizer_offload.py"
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(0, 2)), min_size=1, max_size=20), st.floats(0, 1))
-def test_as_few_buckets_move_as_have_the_fraction(rows: list[tuple[int, int]], share: float) -> None:
+def test_fewest_buckets_reach_the_offload_fraction(rows: list[tuple[int, int]], share: float) -> None:
     entries = [ParamEntry(ParamSpec(f"p{i}", (n,)), n, chunk) for i, (n, chunk) in enumerate(rows)]
     layout = build_layout(entries, bucket_size=300, sizes={"dp_cp": 2})
     away = offloaded_buckets(layout, share)
@@ -55,13 +55,13 @@ def test_as_few_buckets_move_as_have_the_fraction(rows: list[tuple[int, int]], s
 
 
 @given(st.lists(st.integers(1, 3 << 30), max_size=99))
-def test_little_more_is_pinned_than_is_needed(parts: list[int]) -> None:
+def test_pinned_memory_is_close_to_the_minimum(parts: list[int]) -> None:
     """Of each block at most a part is not filled, and the last are rounded up."""
     more, large = pinned_bytes(parts) - sum(parts), max(parts, default=0)
     assert 0 <= more <= min(sum(parts), large * (2 + sum(parts).bit_length() - large.bit_length()))
 
 
-def test_parts_share_blocks() -> None:
+def test_offloaded_parts_share_blocks() -> None:
     gib = 1 << 30
     assert pinned_bytes([gib] * 11) == 11 * gib and pinned_bytes([3 * gib // 4] * 5) == 5 * gib
     assert allocation_sizes([10, 30], 12, 4) == [120, 360, 120, 120] and allocation_sizes([], 12, 4) == []
@@ -70,7 +70,7 @@ def test_parts_share_blocks() -> None:
 LARGE = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-size 4 --bf16 --tp 8 --nproc 8"
 
 
-def test_more_than_the_hosts_memory_is_refused() -> None:
+def test_offload_beyond_host_memory_is_refused() -> None:
     plan, moved = (
         make_run_plan(config_from(f"{LARGE} {way}"), 8, 128256) for way in (OFFLOAD, "--cpu-offloading-num-layers 80")
     )
@@ -86,7 +86,7 @@ def test_more_than_the_hosts_memory_is_refused() -> None:
             preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 8))
 
 
-def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
+def test_too_small_offload_directory_is_refused(tmp_path: Path) -> None:
     for folder, told in (
         (tmp_path, r": 9\d\.\d GiB per rank are needed, and 7 GiB are free"),
         ("/none", "No such file"),
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path) -> None:
             preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 2))
 
 
-def test_weights_that_one_rank_holds_alone_are_not_offloaded() -> None:
+def test_weights_of_a_single_rank_are_not_offloaded() -> None:
     config = config_from(f"{COMMON} {GPT} {ZERO3} {PARAMETERS}")
     alone = "param_cpu_offload needs 2 or more ranks that shard weights: start more, or leave it out"
     assert (find_problems(config, 1), find_problems(config, 2)) == ([alone], [])
@@ -111,7 +111,7 @@ def _disk(folder: str) -> Any:
     return mock.Mock(free=14 << 30)
 
 
-def test_a_file_of_the_optimizer_has_no_name_and_its_blocks(tmp_path: Path) -> None:
+def test_offload_file_is_unnamed_and_allocated(tmp_path: Path) -> None:
     before = os.statvfs(tmp_path).f_bfree
     (flat,) = allocate_mapped([64 << 20], str(tmp_path), torch.device("cpu"))
     assert not os.listdir(tmp_path) and not flat.any()
@@ -123,7 +123,7 @@ def _run(flags: str) -> Run:
 
 
 @pytest.mark.parametrize("flags", [OFFLOAD, f"{HALF} --bf16"])
-def test_what_is_loaded_reaches_the_host(flags: str) -> None:
+def test_loaded_state_reaches_the_host(flags: str) -> None:
     trained, other = _run(flags), _run(f"{flags} --seed 8")
     for _ in range(2):
         train_step(trained)
@@ -166,16 +166,14 @@ def _bytes(facts: list[Fact], name: str) -> int:
 @pytest.mark.parametrize(
     "flags,weight,share", [(OFFLOAD, 4, 1.0), (f"{ZERO2} {OFFLOAD} --bf16", 2, 1.0), (f"{HALF} --bf16 {ZERO3}", 2, 0.5)]
 )
-def test_four_bytes_go_down_and_a_weight_up_for_each_element_that_is_owned_and_has_moved(
-    flags: str, weight: int, share: float
-) -> None:
+def test_offload_copies_each_owned_element_once(flags: str, weight: int, share: float) -> None:
     for facts, owned, local in run_ranks(2, _traced, f"{LLAMA} {flags}", backend=nccl.join):
         assert (_bytes(facts, DOWN), _bytes(facts, UP)) == (4 * owned, weight * owned)
         assert share * local <= owned <= (share + 0.2) * local
 
 
 @GUARDS
-def test_copies_run_behind_the_hosts_updates_and_the_card_before_it() -> None:
+def test_copies_overlap_host_updates() -> None:
     """By the order of events: a second gradient is on its way down before the first update, a weight on its way up
     before the last, on a stream of their own, and none of the card's updates waits for the host's."""
     facts, _, _ = run_ranks(2, _traced, f"{LLAMA} {HALF} --bf16", backend=nccl.join)[0]
@@ -190,7 +188,7 @@ def test_copies_run_behind_the_hosts_updates_and_the_card_before_it() -> None:
 
 
 @GUARDS
-def test_a_run_that_is_killed_goes_on_and_its_files_are_those_of_a_run_without(tmp_path: Path) -> None:
+def test_killed_offload_run_resumes_with_equal_files(tmp_path: Path) -> None:
     def trained(name: str, *more: str, fault: str = "") -> dict[str, Any]:
         words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *f"{COMMON} {LLAMA} --bf16 --train-iters 4".split()]
         words += [*more, "--save", str(tmp_path / name), "--save-interval", "1"]

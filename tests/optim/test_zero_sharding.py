@@ -78,7 +78,7 @@ def _most(sets: list[list[str]], what: str) -> int:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_two_units_are_whole_at_once_and_each_comes_as_often_as_it_is_used(stage: int) -> None:
+def test_two_units_are_unsharded_at_once(stage: int) -> None:
     for units, sets, times, sizes in run_ranks(2, _watched, f"--zero-stage {stage}"):
         assert units == ["embedding", *(f"layers.{i}" for i in range(LAYERS)), "head"]
         assert _most(sets, "g") == 2
@@ -96,12 +96,12 @@ def test_two_units_are_whole_at_once_and_each_comes_as_often_as_it_is_used(stage
         assert stage == 3 or sizes[0][0] == sizes[0][1]
 
 
-def test_full_recomputation_gathers_no_third_time() -> None:
+def test_full_recompute_gathers_twice() -> None:
     for units, _, times, _ in run_ranks(2, _watched, "--zero-stage 3" + FULL):
         assert all(times[f"w {unit}"] == 2 * M for unit in units if unit.startswith("layers"))
 
 
-def test_chunks_are_whole_for_their_runs() -> None:
+def test_chunks_are_unsharded_for_their_passes() -> None:
     """Interleaved over 2 chunks, 4 micro-batches in groups of 2: a reduction for each group, and no more than three of
     the chunks' gathers at once."""
     flags = f"--zero-stage 3 --reshard-after-forward chunk {PP} --global-batch-size 16"
@@ -129,7 +129,7 @@ def _counted(flags: str) -> tuple[Counter[tuple[str, str]], list[int], int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_bytes_are_those_of_the_formula(stage: int) -> None:
+def test_zero_bytes_equal_the_formula(stage: int) -> None:
     """Of dp 2 in fp32: M reductions of what comes and goes; 2 M gathers of it at stage 3, but for both ends, which
     backward does not read."""
     for moved, comes, stays in run_ranks(2, _counted, f"--zero-stage {stage}"):
@@ -140,7 +140,7 @@ def test_bytes_are_those_of_the_formula(stage: int) -> None:
 
 
 @pytest.mark.parametrize(("outer", "across"), [("no_shard", 1.0), ("optim", 2.0)])
-def test_across_replicas_go_the_shards_alone(outer: str, across: float) -> None:
+def test_only_shards_are_reduced_across_replicas(outer: str, across: float) -> None:
     """Two sets of two ranks: once a step gradients of what a rank holds, and in return, where they share out what the
     optimizer keeps, its weights."""
     flags = f"--zero-stage 3 --num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy {outer}"
@@ -163,7 +163,7 @@ def _whole(ranks: list[tuple[list[float], list[Owned]]]) -> tuple[list[float], d
     return ranks[0][0], whole_of(piece for _, pieces in ranks for piece in pieces)
 
 
-def test_stages_give_the_same_bits() -> None:
+def test_zero_stages_are_bit_equal() -> None:
     """With one micro-batch a sum is made in one order, whatever is shared out; of several, stages 2 and 3 add up alike."""
     one = f"--global-batch-size {2 * 2}"
     found = [_whole(run_ranks(2, _weights, f"--zero-stage {stage} {one}")) for stage in range(4)]
@@ -188,7 +188,7 @@ def _with_memory_that_holds_nan(flags: str) -> list[float]:
     return norms
 
 
-def test_nothing_of_what_was_in_the_memory_is_left() -> None:
+def test_reused_memory_does_not_leak_values() -> None:
     found = [run_ranks(2, _with_memory_that_holds_nan, f"--zero-stage {stage}")[0] for stage in (1, 2, 3)]
     assert found[1] == pytest.approx(found[0], rel=1e-10) and found[2] == pytest.approx(found[0], rel=1e-10)
 
@@ -196,7 +196,7 @@ def test_nothing_of_what_was_in_the_memory_is_left() -> None:
 @pytest.mark.parametrize(
     "layout", ["", "--tensor-model-parallel-size 2", PP, "--num-distributed-optimizer-instances 2"]
 )
-def test_initial_weights_are_the_same_bits(layout: str) -> None:
+def test_initial_weights_are_bit_equal_at_every_stage(layout: str) -> None:
     """Though each rank of ZeRO-3 draws no more than what it holds."""
     flags = f"{layout} --global-batch-size 16"
     (_, want), (_, got) = (_whole(run_ranks(4, _weights, f"--zero-stage {stage} {flags}", 0)) for stage in (1, 3))
@@ -220,7 +220,7 @@ def _built(stage: int, flags: str) -> tuple[int, int]:
 
 @pytest.mark.nightly(guards=("megalite/optim/flat_buffers.py", "megalite/nn/parameter.py", "megalite/parallel/rng.py"))
 @pytest.mark.timeout(150)
-def test_a_start_of_half_a_billion_weights_never_has_them_whole() -> None:
+def test_initialization_never_has_all_weights_unsharded() -> None:
     """Of one rank of dp 4 in fp32, beyond the imports. By the formula (4 + 4 + 8) / 4 and 4 + 4 + 8 / 4 bytes for each
     weight are held, which is 0.4 for any model; norms and biases, of which each rank has all, make it 0.4005 here.
     Measured 4,706 and 1,889 MiB, 0.4014 (before the optimizer's states 3,766 and 950, 0.252): the tensors, and 6.4 and
@@ -239,7 +239,7 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_the_memory_is_given_back_though_views_live() -> None:
+def test_memory_is_freed_while_views_exist() -> None:
     size = 1 << 27
     memory = ResizableStorage(size, torch.uint8, torch.device("cpu"))
     views = [memory.allocate()[: size // 2].fill_(1), memory.flat.view(-1, 256)]

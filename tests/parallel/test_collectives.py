@@ -87,7 +87,7 @@ TOLD = {  # case -> (rank, what is told there)
 }  # fmt: skip
 
 
-def test_a_wrong_value_is_found_and_named_on_every_axis() -> None:
+def test_wrong_value_is_detected_on_every_axis() -> None:
     told = run_ranks(4, _all_cases)
     assert [t["sound"] for t in told] == [""] * 4
     for case, lines in TOLD.items():
@@ -118,14 +118,14 @@ def _exchanged() -> list[str]:
     return told
 
 
-def test_an_exchange_that_goes_wrong_is_found_where_a_run_will_exchange() -> None:
+def test_wrong_all_to_all_is_detected() -> None:
     for told in run_ranks(4, _exchanged):
         assert told[::2] == [""] * 3
         assert "all_to_all over tp (ranks [0, 1]): on rank 0 512 of 1024 values are wrong, in rank 1's part" in told[1]
         assert all("all_to_all over" in one and "(ranks [0, 1, 2, 3]): on rank 0" in one for one in told[3::2])
 
 
-def test_a_rank_alone_has_nothing_to_check() -> None:
+def test_single_rank_has_nothing_to_check() -> None:
     self_test.check_collectives(Mesh.single_process())
 
 
@@ -135,13 +135,13 @@ def _three() -> list[str]:
     return [*told, _complaint(_mesh(1, 3))]
 
 
-def test_an_odd_ring_comes_round_and_one_bit_is_enough() -> None:
+def test_odd_ring_detects_one_bit() -> None:
     for *sound, told in run_ranks(3, _three):
         assert sound == ["", "", ""]
         assert "all_reduce over world (ranks [0, 1, 2]): on rank 0 1 of 1023 values are wrong, the first is" in told
 
 
-def test_a_collective_over_an_axis_without_other_ranks_behind_it_is_an_error() -> None:
+def test_collective_over_an_axis_without_group_is_an_error() -> None:
     """Sizes alone would make it the identity, and a sum of one summand would pass for the whole."""
     with pytest.raises(ValueError, match="axis tp of size 2 has no backend"):
         Axis("tp", 2)
@@ -174,14 +174,14 @@ def late_message(over: str) -> str:
     return str(error.value)
 
 
-def test_a_message_takes_no_longer_than_a_collective_may(tmp_path: Path) -> None:
+def test_message_has_the_timeout_of_collectives(tmp_path: Path) -> None:
     """gloo asks how long messages may take when it makes the group, and never again."""
     assert "Timed out waiting 1000ms" in run_ranks(2, late_message, str(tmp_path / "over"))[0]
 
 
 @given(rows=st.integers(1, 300), padding=st.integers(0, 40), columns=st.integers(1, 33))
 @settings(max_examples=60)
-def test_initial_weights_do_not_depend_on_the_padding(rows: int, padding: int, columns: int) -> None:
+def test_initial_weights_are_independent_of_padding(rows: int, padding: int, columns: int) -> None:
     bare, padded = (ParamSpec("embedding.word", (n, columns), shards=((0, "tp"),)) for n in (rows, rows + padding))
     want, got = (initialize_(torch.empty(spec.shape), spec, Mesh.single_process(), seed=7) for spec in (bare, padded))
     assert torch.equal(want, got[:rows])

@@ -42,7 +42,7 @@ def _meshes(world: int, sizes: dict[str, Any]) -> Iterator[Mesh]:
 
 @settings(max_examples=40)
 @given(shapes())
-def test_a_rank_is_what_the_formulas_say(shape: tuple[int, dict[str, Any]]) -> None:
+def test_rank_coordinates_equal_the_formulas(shape: tuple[int, dict[str, Any]]) -> None:
     world, sizes = shape
     for rank, mesh in enumerate(_meshes(world, sizes)):
         n, at = mesh.sizes, mesh.coordinates
@@ -60,7 +60,7 @@ def test_a_rank_is_what_the_formulas_say(shape: tuple[int, dict[str, Any]]) -> N
 
 @settings(max_examples=40)
 @given(shapes())
-def test_an_axis_runs_through_the_ranks_that_differ_in_it_alone(shape: tuple[int, dict[str, Any]]) -> None:
+def test_axis_ranks_differ_only_in_that_axis(shape: tuple[int, dict[str, Any]]) -> None:
     """In each view: the ranks of an axis are those with the same place on all others, in the order of their places."""
     world, sizes = shape
     meshes = list(_meshes(world, sizes))
@@ -106,7 +106,7 @@ def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, 
     ],
     ids=["experts as tp x cp", "over tp and dp, two instances", "no shards"],
 )
-def test_groups_are_those_ranks_and_one_group_for_the_same_ranks(sizes: dict[str, Any], same: dict[str, str]) -> None:
+def test_equal_ranks_share_one_group(sizes: dict[str, Any], same: dict[str, str]) -> None:
     for ranks, sums, names in run_ranks(8, _sums, sizes):
         assert ranks and sums == {name: float(sum(2**r for r in line)) for name, line in ranks.items()}
         assert {name: names[name] for name in same} == same
@@ -125,19 +125,19 @@ def _without_experts() -> tuple[set[str], int, str]:
     return {axis.name for axis in mesh.active_axes}, mesh.sizes["edp"], str(error.value)
 
 
-def test_without_experts_their_axes_are_planned_only() -> None:
+def test_expert_axes_without_experts_have_no_groups() -> None:
     for names, size, text in run_ranks(4, _without_experts):
         assert (names, size) == ({"dp", "tp", "world"}, 4)
         assert text == "a collective over edp=4, which is only planned; use build_mesh"
 
 
-def test_a_printed_mesh_has_the_axes_that_ranks_share() -> None:
+def test_printed_mesh_shows_axes_larger_than_1() -> None:
     assert repr(Mesh.single_process()) == "Mesh(device='cpu', rank 0 of 1)"
     text = "Mesh(pp=2, dp=2, tp=2, ep=4, device='cpu', rank 5 (pp 1, dp 0, tp 1) of 8)"
     assert repr(abstract_mesh(8, 5, tp=2, pp=2, ep=4)) == text
 
 
-def test_a_name_that_is_no_axis_is_refused() -> None:
+def test_unknown_axis_is_refused() -> None:
     with pytest.raises(TypeError, match="a mesh has no dp, ttp"):
         abstract_mesh(4, 0, ttp=2, dp=2)  # type: ignore[call-arg]
 
@@ -151,7 +151,7 @@ def test_a_name_that_is_no_axis_is_refused() -> None:
         (dict(ep=4, num_optimizer_instances=4), "4 instances of the optimizer do not divide edp 2"),
     ],
 )
-def test_what_does_not_split_is_refused(sizes: dict[str, Any], text: str) -> None:
+def test_indivisible_world_is_refused(sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         abstract_mesh(8, 0, **sizes)
 
@@ -159,7 +159,9 @@ def test_what_does_not_split_is_refused(sizes: dict[str, Any], text: str) -> Non
 @pytest.mark.parametrize(
     "sizes", [dict(tp=8, pp=16, cp=2, ep=8), dict(tp=2, cp=2, ep=64, etp=1, num_optimizer_instances=4)], ids=str
 )
-def test_thousands_of_ranks_make_each_group_once(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_of_thousands_of_ranks_is_created_once(
+    sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, rank, lines, real = 16_384, 11_111, [], dist.new_group
     monkeypatch.setattr(dist, "new_group", lambda ranks, **how: (lines.append((how, ranks)), real(ranks, **how))[1])
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

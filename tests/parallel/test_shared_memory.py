@@ -83,7 +83,7 @@ def _programs(seeds: range) -> int:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_any_program_of_collectives(world: int) -> None:
+def test_collectives_equal_their_definition(world: int) -> None:
     assert run_ranks(world, _programs, range(25)) == [0] * world
 
 
@@ -96,7 +96,7 @@ def _sums() -> tuple[Tensor, Tensor]:
     return x, out
 
 
-def test_half_precision_is_summed_in_fp32() -> None:
+def test_half_precision_sums_are_fp32() -> None:
     found = run_ranks(3, _sums)
     whole = torch.stack([x.float() for x, _ in found]).sum(0)
     torch.testing.assert_close(torch.cat([out for _, out in found]), whole.bfloat16(), rtol=0, atol=0)
@@ -114,7 +114,7 @@ def _without_gloo() -> int:
     return int(own.sum()) - 200 * memory.rank * memory.size
 
 
-def test_a_transfer_does_not_wait_for_gloo() -> None:
+def test_transfer_does_not_wait_for_gloo() -> None:
     assert run_ranks(3, _without_gloo) == [0, 0, 0]
 
 
@@ -127,7 +127,7 @@ def _disagree() -> str:
     return str(error.value)
 
 
-def test_ranks_that_do_different_things_are_told_so() -> None:
+def test_mismatched_collectives_are_reported() -> None:
     first, second = run_ranks(2, _disagree)
     assert first == second and "different collectives" in first
 
@@ -144,7 +144,7 @@ def _expects_more() -> str:
     return ""
 
 
-def test_parts_of_other_sizes_than_expected_are_an_error() -> None:
+def test_unexpected_sizes_are_an_error() -> None:
     none, more, less = run_ranks(3, _expects_more)
     assert not none and "between [3, 3, 4] and [3, 5, 4]" in more and "between [3, 2, 4] and [3, 3, 4]" in less
 
@@ -170,7 +170,7 @@ def _last_dies(path: Path, forks: bool) -> None:
 
 
 @pytest.mark.parametrize("world, forks", [(2, False), (3, False), (2, True)])
-def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path, world: int, forks: bool) -> None:
+def test_dead_rank_is_an_error_on_the_others(tmp_path: Path, world: int, forks: bool) -> None:
     """That is before the launcher ends them, who gives them 3 seconds; also while another rank is late, and while a
     process lives that the dead one has forked."""
     with pytest.raises(AssertionError, match="exit code 137"):
@@ -178,7 +178,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once(tmp_path: Path, worl
     assert (tmp_path / "heard of it").exists()
 
 
-def test_a_wait_for_several_ranks_has_one_end_and_names_all_that_are_late() -> None:
+def test_timeout_names_all_late_ranks() -> None:
     pairs = {rank: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for rank in (1, 2, 3)}
     wires = PeerSockets(None, {rank: near for rank, (near, _) in pairs.items()})
     far, limit = {rank: end for rank, (_, end) in pairs.items()}, datetime.timedelta(seconds=1)
@@ -211,7 +211,7 @@ def _dies_as_it_opens(folder: str, call: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_rank_that_dies_while_memory_is_opened_leaves_no_file(tmp_path: Path, call: str) -> None:
+def test_rank_killed_during_setup_leaves_no_file(tmp_path: Path, call: str) -> None:
     with pytest.raises(AssertionError, match="exit code 137"):
         run_ranks(3, _dies_as_it_opens, str(tmp_path), call)
     assert [path.name for path in tmp_path.iterdir()] == ["nothing was left"]
@@ -238,11 +238,11 @@ def _without_room() -> tuple[list[str], str, bool]:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
-def test_without_room_there_is_gloo_and_all_ranks_know_why() -> None:
+def test_full_shared_memory_falls_back_to_gloo() -> None:
     assert run_ranks(2, _without_room) == [(["ENOSPC", "ENOENT", "ENOTDIR"], "Not a directory", True)] * 2
 
 
-def test_a_run_without_shared_memory_says_so_at_the_start_and_in_its_summary(tmp_path: Path) -> None:
+def test_run_without_shared_memory_reports_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from pathlib import Path\nfrom megalite.parallel.cpu import shared_memory\n"
         "shared_memory.SHM_DIR = Path('/proc/self/status')\n"
@@ -265,7 +265,7 @@ def _on_several_machines(folder: str) -> tuple[str, str]:
     return found
 
 
-def test_on_several_machines_there_is_gloo_without_a_word(tmp_path: Path) -> None:
+def test_several_machines_use_gloo(tmp_path: Path) -> None:
     assert run_ranks(2, _on_several_machines, str(tmp_path)) == [("EREMOTE", "")] * 2
 
 
@@ -285,7 +285,7 @@ def _opens(folder: str) -> bool:
 
 
 @pytest.mark.parametrize("call", ["broadcast", "mmap", "bind"])
-def test_what_a_killed_rank_has_left_is_swept_by_the_next_run(tmp_path: Path, call: str) -> None:
+def test_leftovers_of_a_killed_rank_are_removed(tmp_path: Path, call: str) -> None:
     with pytest.raises(AssertionError, match="exit code 137"):
         run_ranks(2, _first_dies, str(tmp_path), call)
     (left,) = tmp_path.iterdir()
@@ -294,7 +294,7 @@ def test_what_a_killed_rank_has_left_is_swept_by_the_next_run(tmp_path: Path, ca
     assert not list(tmp_path.iterdir())
 
 
-def test_only_what_is_dead_and_ours_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_dead_leftovers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "SHM_DIR", tmp_path)
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -335,7 +335,7 @@ def _no_sockets(folder: str) -> bool:
     return found and not list(Path(folder).iterdir())
 
 
-def test_without_sockets_there_is_gloo(tmp_path: Path) -> None:
+def test_missing_sockets_fall_back_to_gloo(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     assert run_ranks(2, _no_sockets, str(folder)) == [True, True]
@@ -353,7 +353,7 @@ def _without_files(folder: str) -> list[str]:
     return found
 
 
-def test_without_open_files_there_is_gloo_and_nothing_is_left(tmp_path: Path) -> None:
+def test_file_limit_falls_back_to_gloo(tmp_path: Path) -> None:
     first, second = run_ranks(2, _without_files, str(tmp_path))
     assert first == second and first[0] == "EMFILE" and set(first) == {"EMFILE", ""} and not first[-1]
     assert not list(tmp_path.iterdir())
@@ -374,7 +374,7 @@ def _timeouts(path: str) -> float:
     return took
 
 
-def test_a_rank_that_hangs_is_an_error_after_the_groups_timeout(tmp_path: Path) -> None:
+def test_hanging_rank_is_an_error_after_the_timeout(tmp_path: Path) -> None:
     assert run_ranks(2, _timeouts, str(tmp_path / "over"))[0] > 0.9
 
 
@@ -388,11 +388,11 @@ def _long_timeouts() -> tuple[datetime.timedelta, float]:
     return usual, float(out.sum())
 
 
-def test_a_timeout_may_be_long_and_is_torchs_where_none_is_given() -> None:
+def test_timeout_default_equals_torchs() -> None:
     assert run_ranks(2, _long_timeouts) == [(datetime.timedelta(minutes=30), 4.0)] * 2
 
 
-def test_the_variable_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_variable_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, on in (("on", True), ("", True), ("off", False)):
         monkeypatch.setenv("MEGALITE_SHARED_MEMORY", value)
         assert env_override("shared_memory", True) is on

@@ -9,7 +9,7 @@ from megalite.parallel.spec import ParamSpec
 
 
 @given(tp=st.integers(1, 8), rows=st.integers(1, 40), columns=st.integers(1, 3), multiple=st.integers(1, 50))
-def test_what_is_stored_is_every_true_row_once_and_no_padding(tp: int, rows: int, columns: int, multiple: int) -> None:
+def test_stored_boxes_cover_true_rows_without_padding(tp: int, rows: int, columns: int, multiple: int) -> None:
     step = math.lcm(multiple, tp)
     spec = ParamSpec("head", (-(-rows // step) * step, columns), shards=((0, "tp"),), vocab_rows=rows)
     stored: list[int] = []
@@ -21,13 +21,13 @@ def test_what_is_stored_is_every_true_row_once_and_no_padding(tp: int, rows: int
     assert stored == list(range(rows)) and spec.stored_shape == (rows, columns)
 
 
-def test_without_padding_all_is_stored() -> None:
+def test_stored_box_without_padding_is_everything() -> None:
     spec = ParamSpec("layers.0.mlp.up", (8, 2), shards=((0, "tp"),))
     assert spec.stored_shape == spec.shape
     assert spec.stored_box({"tp": 2}, {"tp": 1}) == spec.box({"tp": 2}, {"tp": 1})
 
 
-def test_stacked_parts_are_split_and_drawn_along_their_rows() -> None:
+def test_stacked_parts_are_sharded_and_initialized_by_rows() -> None:
     shards = ((1, "tp"),)
     for spec in (ParamSpec("gate_up", (2, 8, 3), shards, stacked=True), ParamSpec("kv", (2, 8, 3), stacked=True)):
         assert spec.init_dim == 1  # the same bits whether or not a layout splits them

@@ -63,7 +63,7 @@ def _timed(flags: str) -> tuple[list[str], float, float]:
 
 
 @pytest.mark.nightly
-def test_ranks_wait_less_by_what_the_plan_says() -> None:
+def test_split_backward_reduces_waits_as_planned() -> None:
     """1F1B idles for 3 (pp - 1) parts of a step, its twin for pp - 1. One quiet moment of the machine has to show it."""
     less, told = 2 * (PP - 1) * PART_S, []
     for _ in range(4):
@@ -113,6 +113,6 @@ def _held() -> list[tuple[int, bool]]:
     return seen
 
 
-def test_the_received_gradient_goes_once_the_last_layer_has_used_it() -> None:
+def test_received_gradient_is_freed_after_its_last_use() -> None:
     first, last = run_ranks(2, _held)
     assert first == [(number, False) for number in reversed(range(LAYERS))] * 3 and not last

@@ -33,7 +33,7 @@ PAIR = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 @pytest.mark.parametrize("split", (None, SplitBackward()))
 @pytest.mark.parametrize("name", sorted([*REGISTRIES["pipeline_schedule"], "forward"]))
 @pytest.mark.parametrize("pp,vpp", SHAPES)
-def test_every_schedule_is_complete_and_runs_with_rendezvous(
+def test_every_schedule_is_complete_and_deadlock_free(
     name: str, pp: int, vpp: int, split: SplitBackward | None
 ) -> None:
     for m in range(1, 21):
@@ -86,7 +86,7 @@ def rendezvous(rows: list[list[Action]]) -> None:
 
 
 @pytest.mark.parametrize("pp", rarely(range(1, 9), range(1, 7), str, guards=GUARDS))
-def test_bubble_and_activations_are_as_the_papers_say(pp: int) -> None:
+def test_bubble_and_activations_equal_the_papers(pp: int) -> None:
     for vpp in range(1, 5):
         if pp == 1 and vpp > 1:
             continue
@@ -107,7 +107,7 @@ def test_bubble_and_activations_are_as_the_papers_say(pp: int) -> None:
 @pytest.mark.parametrize(
     "pp,vpp", [pytest.param(*s, marks=pytest.mark.nightly(guards=GUARDS) if s[0] > 5 else ()) for s in SHAPES]
 )
-def test_a_split_backward_fills_the_bubble_and_holds_no_more(pp: int, vpp: int) -> None:
+def test_split_backward_fills_the_bubble(pp: int, vpp: int) -> None:
     for name, m in itertools.product(("1f1b", "gpipe", "breadth-first"), range(1, 21)):
         whole, halves = build_schedule(name, pp, m, vpp), build_schedule(name, pp, m, vpp, split=SplitBackward())
         assert [[a for a in row if a.op in (Op.F, Op.B)] for row in halves] == [
@@ -124,7 +124,7 @@ def test_a_split_backward_fills_the_bubble_and_holds_no_more(pp: int, vpp: int) 
             assert after == pytest.approx(1 - 3 * m * vpp / (3 * m * vpp + 2 * pp - 2))
 
 
-def test_a_rank_holds_what_it_is_told_or_what_its_order_needs() -> None:
+def test_in_flight_limit_is_respected() -> None:
     for most, held in ((1, [4, 3, 2, 1]), (3, [4, 3, 3, 3]), (None, [4] * 4), (6, [6] * 4)):
         rows = build_schedule("1f1b", 4, 12, split=SplitBackward(memory_limit=most))
         rendezvous(rows)
@@ -135,14 +135,14 @@ def test_a_rank_holds_what_it_is_told_or_what_its_order_needs() -> None:
     assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > bubbles[-1]
 
 
-def test_bytes_in_flight_are_those_of_either_half() -> None:
+def test_bytes_in_flight_of_either_half() -> None:
     (row,) = build_schedule("gpipe", 1, 3, split=SplitBackward())
     assert [str(a) for a in row] == ["F0.0", "F0.1", "F0.2", "B0.0", "B0.1", "B0.2", "W0.0", "W0.1", "W0.2"]
     assert [peak_in_flight(row, [(10, waits)]) for waits in (0, 4, 11)] == [30, 30, 33]
 
 
 @pytest.mark.parametrize("pp,vpp", [(2, 1), (4, 1), (4, 2), (5, 3)])
-def test_what_waits_for_its_weight_gradient_is_held_within_the_limit_too(pp: int, vpp: int) -> None:
+def test_deferred_weight_gradients_respect_the_limit(pp: int, vpp: int) -> None:
     for m, waits in itertools.product((pp, 3 * pp, 3 * pp + 1), (0, 6, 10, 14, 100)):
         held = ((10, waits),) * (pp * vpp)
         rows = build_schedule("1f1b", pp, m, vpp, split=SplitBackward(memory=held))
@@ -153,7 +153,7 @@ def test_what_waits_for_its_weight_gradient_is_held_within_the_limit_too(pp: int
 
 
 @given(st.data())
-def test_any_costs_give_a_plan_that_runs_and_is_timed_as_it_was_made(data: st.DataObject) -> None:
+def test_schedule_for_any_costs_runs_with_its_planned_time(data: st.DataObject) -> None:
     pp, vpp, m = (data.draw(st.integers(1, most)) for most in (5, 3, 9))
     vpp = vpp if pp > 1 else 1
     cost = st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
@@ -197,7 +197,7 @@ TWOS = list(itertools.product(range(2, 7), range(2, 5)))
 
 
 @pytest.mark.parametrize("shape", rarely(TWOS, COMPARED, str, guards=GUARDS))
-def test_no_number_of_microbatches_idles_more_than_in_torchs_order(shape: tuple[int, int]) -> None:
+def test_idle_time_is_at_most_torchs(shape: tuple[int, int]) -> None:
     (pp, vpp), compared = shape, 0
     for m in range(1, 4 * pp + 1):
         ours = simulate(build_schedule("1f1b", pp, m, vpp)).bubble
@@ -208,7 +208,7 @@ def test_no_number_of_microbatches_idles_more_than_in_torchs_order(shape: tuple[
     assert compared > 5 * pp
 
 
-def test_groups_are_as_megatron_draws_them() -> None:
+def test_interleaving_groups_equal_megatrons() -> None:
     """Its example: pp 2, 2 chunks, 5 micro-batches in groups of 3."""
     rows = build_schedule("1f1b", 2, 5, 2, 3)
     for rank, row in enumerate(rows):
@@ -221,7 +221,7 @@ def test_groups_are_as_megatron_draws_them() -> None:
             rendezvous(build_schedule("1f1b", 2, m, 3, size))
 
 
-def test_the_picture_is_what_the_program_prints() -> None:
+def test_documented_schedule_equals_the_printed_one() -> None:
     assert draw(build_schedule("1f1b", 3, 4)).splitlines() == [
         "0 | 0   1   2                  --[0]--- 3  --[1]---    --[2]---    --[3]---",
         "1 |     0   1          --[0]--- 2  --[1]--- 3  --[2]---    --[3]---",
@@ -229,7 +229,7 @@ def test_the_picture_is_what_the_program_prints() -> None:
     ]
 
 
-def test_a_split_backward_has_its_picture() -> None:
+def test_documented_split_backward_equals_the_printed_one() -> None:
     assert draw(build_schedule("1f1b", 3, 4, split=SplitBackward())).splitlines() == [
         "0 | 0   1   2          [0] (0)  3  [1] (1) [2] (2) [3] (3)",
         "1 |     0   1      [0]  2  [1] (1)  3  [2] (2) [3] (0) (3)",
@@ -237,7 +237,7 @@ def test_a_split_backward_has_its_picture() -> None:
     ]
 
 
-def test_a_cycle_is_named() -> None:
+def test_deadlock_cycle_is_named() -> None:
     with pytest.raises(ValueError, match="wait for each other: B0.0, F1.0"):
         rows = [[Action(Op.B, 0, 0), Action(Op.F, 0, 0)], [Action(Op.F, 1, 0), Action(Op.B, 1, 0)]]
         add_send_recv(rows, StagePlacement(2))
@@ -249,7 +249,7 @@ def test_a_cycle_is_named() -> None:
         build_schedule("1f1b", 2, 0)
 
 
-def test_plans_need_no_torch() -> None:
+def test_schedules_need_no_torch() -> None:
     code = (
         "import sys; import megalite.pipeline.simulate, megalite.planning.partition; sys.exit('torch' in sys.modules)"
     )
@@ -257,7 +257,7 @@ def test_plans_need_no_torch() -> None:
 
 
 @given(st.integers(1, 60), st.integers(2, 12))
-def test_splits_cover_all_layers_and_leave_no_stage_but_the_last_empty(layers: int, stages: int) -> None:
+def test_partition_covers_all_layers(layers: int, stages: int) -> None:
     if layers < stages:
         return
     found = candidate_splits(stages, [1] * layers)
@@ -268,7 +268,7 @@ def test_splits_cover_all_layers_and_leave_no_stage_but_the_last_empty(layers: i
 
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=9), st.integers(1, 5))
-def test_levelled_parts_cost_as_little_as_any(costs: list[int], stages: int) -> None:
+def test_balanced_partition_is_optimal(costs: list[int], stages: int) -> None:
     """Beside all ways to cut the layers."""
     if len(costs) < stages:
         return
@@ -284,7 +284,7 @@ def test_levelled_parts_cost_as_little_as_any(costs: list[int], stages: int) -> 
 
 
 @given(st.data())
-def test_the_fastest_split_is_found_and_of_those_as_fast_the_one_that_holds_least(data: st.DataObject) -> None:
+def test_fastest_partition_with_least_memory_is_chosen(data: st.DataObject) -> None:
     layers, stages = data.draw(st.integers(4, 12)), data.draw(st.integers(2, 4))
     found = candidate_splits(stages, [1] * layers)
     time = {split: data.draw(st.integers(100, 130)) for split in found}
@@ -307,7 +307,7 @@ def test_the_fastest_split_is_found_and_of_those_as_fast_the_one_that_holds_leas
     assert len(asked) <= 3
 
 
-def test_choosing_among_many_splits_takes_few_comparisons() -> None:
+def test_partition_search_is_fast() -> None:
     """It took 17 s of the start of 126 layers on 4 stages, and the simulations 1 s."""
     compared = 0
 

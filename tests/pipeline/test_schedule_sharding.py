@@ -16,7 +16,7 @@ def rows_of(name: str, pp: int, m: int, vpp: int, split: bool, sharing: Sharding
 
 
 @given(NAMES, st.integers(1, 5), st.integers(1, 11), st.integers(1, 3), st.booleans(), st.booleans(), st.booleans())
-def test_what_is_needed_is_whole_and_what_was_summed_is_reduced(
+def test_weights_are_unsharded_when_needed_and_gradients_reduced(
     name: str, pp: int, m: int, vpp: int, split: bool, every_run: bool, by_chunk: bool
 ) -> None:
     plain = rows_of(name, pp, m, vpp, split, ShardingPolicy())
@@ -55,9 +55,7 @@ def test_what_is_needed_is_whole_and_what_was_summed_is_reduced(
         ("breadth-first", 4, 12, 2, 1, 2),
     ],
 )
-def test_how_often_a_bucket_is_reduced_and_gathered(
-    name: str, pp: int, m: int, vpp: int, reduces: int, gathers: int
-) -> None:
+def test_number_of_reductions_and_gathers(name: str, pp: int, m: int, vpp: int, reduces: int, gathers: int) -> None:
     """A reduction for each run of backwards; at most a gather for each run of forwards and of backwards."""
     for row in rows_of(name, pp, m, vpp, False, ShardingPolicy(True, True)):
         for stage in {a.stage for a in row}:
@@ -69,7 +67,7 @@ def test_how_often_a_bucket_is_reduced_and_gathered(
         assert sum(a.op is Op.REDUCE_GRAD for a in row) == len({a.stage for a in row})
 
 
-def test_the_rows_as_they_are_printed() -> None:
+def test_printed_schedule_rows_with_sharding() -> None:
     _, last = rows_of("1f1b", 2, 4, 2, False, ShardingPolicy(True, True))
     words = " ".join(str(a) for a in last if a.op in (*SHARED, Op.F, Op.B))
     assert words == (
