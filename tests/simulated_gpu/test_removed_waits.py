@@ -46,7 +46,7 @@ TABLES = tomllib.loads(Path(__file__).with_name("waits.toml").read_text("utf-8")
 FLAGS, BETWEEN_RANKS, BETWEEN_STREAMS = (TABLES[name] for name in ("flags", "between_ranks", "between_streams"))
 OFTEN, LAYOUTS = TABLES["layouts"]["often"], TABLES["layouts"]["often"] | TABLES["layouts"]["rarely"]
 ZERO, GRAPHS, OFFLOAD, MOVED = (FLAGS[name] for name in ("ZERO", "GRAPHS", "OFFLOAD", "MOVED"))
-SAVED = "training/checkpointing/resume.py save: run.buffer.wait_param_sync()"
+SAVED = "training/checkpointing/save.py save: run.buffer.wait_param_sync()"
 
 
 def test_every_wait_has_its_row() -> None:
