@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # The child imports the same modules as this process, and stops (which saves a checkpoint) when this process dies.
 _CHILD_SCRIPT = """from megalite.common.exits import report_code_on; report_code_on({report})
-from megalite.launch.rank_info import die_with_parent; die_with_parent(15)
+from megalite.launch.process_group import die_with_parent; die_with_parent(15)
 from megalite.__main__ import main; main()"""
 _PROGRAM_PREFIX = re.compile(r"^(?:\w+\.py|megalite [a-z ]+): (?:error: )?", re.MULTILINE)  # in front of an error
 MAX_INT_BITS = 1024  # Python converts no integer of more than 4,300 digits to text

@@ -9,8 +9,10 @@ from typing import Generic, TypeVar
 from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.option import invalid_text_reason
 from megalite.config.options import DataConfig
-from megalite.data.datasets import blended_dataset as blends
 from megalite.data.datasets.base_dataset import Dataset
+from megalite.data.datasets.bits_per_byte import bytes_per_token
+from megalite.data.datasets.blended_dataset import BlendedDataset, build_blend
+from megalite.data.datasets.data_path import one_set_per_prefix, parse_data_path, parse_named_sets, split_fractions
 from megalite.data.datasets.fim_dataset import FimDataset, FimOptions
 from megalite.data.datasets.ledger import DataLedger
 from megalite.data.datasets.map_dataset import build_plugin_dataset
@@ -86,11 +88,11 @@ def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int
                     named_datasets.append(NamedDataset("", dataset))
         if plugin_train is None:
             raise DataError(f"dataset={data.dataset!r} returns None for the split train; return samples for it")
-        ledger = DataLedger(blends.BlendedDataset([plugin_train], [1]), seed)
+        ledger = DataLedger(BlendedDataset([plugin_train], [1]), seed)
         return DatasetBundle(vocab_size, eod, ledger.blend, tokenizer, ledger, valid, test)
 
-    def blend(paths: Paths, split: str, fractions: tuple[float, float]) -> blends.BlendedDataset:
-        return blends.build_blend(paths, seq_length, seed, split, fractions, data, tokenizer)
+    def blend(paths: Paths, split: str, fractions: tuple[float, float]) -> BlendedDataset:
+        return build_blend(paths, seq_length, seed, split, fractions, data, tokenizer)
 
     paths_by_split, fractions_by_split = split_data_paths(data)
     train_paths, train_fractions = paths_by_split["train"], fractions_by_split["train"]
@@ -110,9 +112,9 @@ def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int
             continue
         paths_by_name = {"": list(paths)}
         if split == "valid" and data.multiple_validation_sets:
-            paths_by_name = blends.one_set_per_prefix(list(paths), data.validation_set_names)
+            paths_by_name = one_set_per_prefix(list(paths), data.validation_set_names)
         elif split == "valid":
-            paths_by_name = blends.parse_named_sets(list(paths), unnamed="")
+            paths_by_name = parse_named_sets(list(paths), unnamed="")
         for name, set_paths in paths_by_name.items():
             try:
                 dataset = blend(set_paths, split, fractions)
@@ -123,8 +125,8 @@ def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int
                 notes.append(f"no {split} set: {error}")
                 continue
             notes += [f"{split} set{' ' + name if name else ''}: {note}" for note in dataset.notes]
-            bytes_per_token = blends.bytes_per_token(*blends.parse_data_path(set_paths))
-            named_datasets.append(NamedDataset(name, dataset, bytes_per_token))
+            token_bytes = bytes_per_token(*parse_data_path(set_paths))
+            named_datasets.append(NamedDataset(name, dataset, token_bytes))
     if data.fim_data and (valid or test):
         notes.append("fim_data rearranges only the training data; Megatron-LM rearranges validation and test too")
     return DatasetBundle(vocab_size, eod, train_dataset, tokenizer, ledger, valid, test, notes, ignored_label)
@@ -191,7 +193,7 @@ def split_data_paths(data: DataConfig) -> tuple[dict[str, Paths | None], dict[st
     if data.data_args_path is not None:
         paths = _read_text(data.data_args_path).split()
         _check_paths(data.data_args_path, paths)
-    fractions = blends.split_fractions(data.split or DEFAULT_SPLIT)
+    fractions = split_fractions(data.split or DEFAULT_SPLIT)
     return dict.fromkeys(SPLITS, paths), dict(zip(SPLITS, fractions, strict=True))
 
 
