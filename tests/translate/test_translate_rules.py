@@ -261,7 +261,7 @@ DISAGREE: dict[str, tuple[Tree, int | None, str]] = {
     "machines": (
         {"distributed_type": "FSDP", "num_machines": 3, "num_processes": 8},
         None,
-        "no multiple of 3 machines",
+        "not a multiple of 3 machines",
     ),
     "fewer devices than machines": (
         {"distributed_type": "FSDP", "num_machines": 8, "num_processes": 64},
