@@ -26,6 +26,7 @@ from typing import Any
 from megalite.common.console import print_err
 from megalite.common.exits import Finished
 from megalite.common.tables import load_table
+from megalite.common.wording import plural
 from megalite.config import options as configs
 from megalite.config import plugins
 from megalite.config.config_file import read_config_file
@@ -63,25 +64,25 @@ class ParsedArgs:
             )
         self.values[name] = value
 
-    def add_stray(self, more: list[str], before: str, name: str, value: Any) -> None:
+    def add_stray(self, args: list[str], previous_flag: str, option: str, value: Any) -> None:
         """Add the problem of arguments that belong to no flag.
 
         Args:
-            more: these arguments.
-            before: the flag before them; "" at the start of the command line.
-            name: the option that this flag sets to a text; "" if it sets none.
+            args: these arguments.
+            previous_flag: the flag before them; "" at the start of the command line.
+            option: the option that this flag sets to a text; "" if it sets none.
             value: the value of that option; None if there is none.
         """
+        text = f"unexpected {plural('argument', len(args))} {', '.join(map(repr, args))}"
         if isinstance(value, str):  # a value with spaces, which the shell has split
-            self.unreadable.add(name)
-            flag = before.partition("=")[0]
-            quoted = shlex.quote(" ".join([value, *more]))
-            where = f" after {flag} {value}; quote a value that has spaces: {flag} {quoted}"
-        else:
-            after = f" after {before}" if before else ""
-            where = f"{after}; a flag comes before its value, as in --lr 3e-4"
-        plural = "s" if len(more) > 1 else ""
-        self.problems.append(f"unexpected argument{plural} {', '.join(map(repr, more))}{where}")
+            self.unreadable.add(option)
+            flag = previous_flag.partition("=")[0]
+            quoted = shlex.quote(" ".join([value, *args]))
+            self.problems.append(f"{text} after {flag} {value}; quote a value that has spaces: {flag} {quoted}")
+            return
+        if previous_flag:
+            text += f" after {previous_flag}"
+        self.problems.append(f"{text}; a flag comes before its value, as in --lr 3e-4")
 
 
 def _is_flag(arg: str) -> bool:

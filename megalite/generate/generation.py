@@ -238,7 +238,7 @@ class TextGenerator:
             f"Generator({num_parameters:,} parameters: {model.num_layers} layers of {model.hidden_size}, "
             f"{model.num_attention_heads} heads, {model.num_kv_groups} of keys and values{experts}, "
             f"{model.max_positions:,} positions; {self.tokenizer.name}, {self.tokenizer.vocab_size:,} tokens; "
-            f"step {self.step}; {str(next(iter(weights)).dtype)[6:]} on {self.mesh.device}{rank})"
+            f"step {self.step}; {str(next(iter(weights)).dtype).removeprefix('torch.')} on {self.mesh.device}{rank})"
         )
 
     @no_exit()
@@ -262,7 +262,7 @@ class TextGenerator:
         ids_SB = ids_SB.long()
         is_invalid = not is_integer or len(shape) != 2 or shape[0] > max_positions or not ids_SB.numel()
         if is_invalid or ids_SB.min() < 0 or ids_SB.max() >= vocab_size:
-            raise ConfigError([f"tokens {shape} of {str(dtype)[6:]} are not {expected}"])
+            raise ConfigError([f"tokens {shape} of {str(dtype).removeprefix('torch.')} are not {expected}"])
         return self.stage(None, Batch(ids_SB, None, None, torch.zeros_like(ids_SB[0]), 0))[..., :vocab_size].float()
 
     @no_exit()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.safetensors_file import CODES, shard_views
+from megalite.checkpoint.format.safetensors_file import WEIGHT_DTYPE_CODES, shard_views
 from megalite.checkpoint.offline import Checkpoint
 from megalite.common.console import logged_progress
 from megalite.common.safe_open import remove
@@ -324,7 +324,7 @@ def match_tensors(
         for name, tensor in stored.items():
             if name not in expected:
                 lines.append(f"{tensor.location}: not a tensor of this model")
-            elif not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in CODES:
+            elif not isinstance(tensor.dtype, torch.dtype) or tensor.dtype not in WEIGHT_DTYPE_CODES:
                 lines.append(f"{tensor.location}: {tensor.dtype} is not a floating-point type that megalite supports")
             elif tensor.shape != expected[name].shape:
                 lines.append(f"{tensor.location}: shape {tensor.shape}, not {expected[name].shape}")

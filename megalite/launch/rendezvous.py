@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from megalite.common.console import print_err
+from megalite.common.wording import plural
 
 T = TypeVar("T")
 PAUSE_S = 0.02
@@ -96,7 +97,7 @@ def rendezvous(
             absent = f"the store {where}" if rank == 0 else f"1 of {world} ranks {where}: rank 0"
             report(f"waiting for {absent}; {likely_cause(host, port, serves, nodes, '')}")
         elif absent := sorted(missing.copy()):
-            ranks = f"rank{'s' * (len(absent) > 1)} {format_ranks(absent)}"
+            ranks = f"{plural('rank', len(absent))} {format_ranks(absent)}"
             report(f"waiting for {len(absent)} of {world} ranks {where}: {ranks}")
 
     try:

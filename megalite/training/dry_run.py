@@ -62,7 +62,8 @@ def record_collectives(mesh: Mesh) -> Iterator[Counter[CollectiveCall]]:
     yield counts
     for axis in mesh.active_axes:
         for call in axis.comm_log.recent:
-            counts[CollectiveCall(axis.name, call.op, axis.size, call.peer, str(call.dtype)[6:], call.num_bytes)] += 1
+            dtype = str(call.dtype).removeprefix("torch.")
+            counts[CollectiveCall(axis.name, call.op, axis.size, call.peer, dtype, call.num_bytes)] += 1
 
 
 @dataclass(frozen=True)

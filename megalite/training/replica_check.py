@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.checkpoint.format.safetensors_file import DEFAULT_HASH, hash_constructor
+from megalite.common.wording import plural
 from megalite.parallel.comm import all_gather_strings, all_reduce_, broadcast_
 from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import MESH_VIEWS, SHARD_AXES
@@ -135,7 +136,7 @@ def _find_differences(run: Run) -> tuple[str, MajorityFix]:
                 # In a tie the right hash is unknown, so all ranks are listed.
                 is_tie = count == others[0][1]
                 odd = [rank for rank, hash_ in zip(axis.ranks, column, strict=True) if hash_ != most_common or is_tie]
-                differences.append(f"{name} differs over {axis.name} on rank{'s' * (len(odd) > 1)} {odd}")
+                differences.append(f"{name} differs over {axis.name} on {plural('rank', len(odd))} {odd}")
     progress = json.dumps([run.state.to_json(), run.optimizer.num_updates, run.loss_scaler.to_json()])
     progress_hash = _hash(torch.frombuffer(bytearray(progress.encode()), dtype=torch.uint8))
     local = torch.tensor([len(differences), progress_hash, -progress_hash], dtype=torch.int64, device=mesh.device)

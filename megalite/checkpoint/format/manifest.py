@@ -40,7 +40,7 @@ FORMAT = 2
 MODEL_PREFIXES = ("model/", "state/")  # name prefixes: parameters, and model state that is not a parameter
 _FILE = re.compile(r"rank-\d{5}\.safetensors")
 _MAX_JSON_BYTES = 1 << 30
-_DTYPES = {str(dtype)[6:] for dtype in tensor_file.NAMES}
+_DTYPE_NAMES = {str(dtype).removeprefix("torch.") for dtype in tensor_file.DTYPE_CODES}
 _MAX_COUNT = 1 << 56  # limit of steps, samples and tokens
 _MAX_DIMS = 6  # per tensor; a box of n dims has 2^n corners
 
@@ -178,7 +178,7 @@ def _parse_tensor(name: str, entry: dict[str, Any], files: dict[str, FileChecksu
         raise ValueError(f"{name}: its boxes hold {covered} of {math.prod(shape)} elements")
     if len(boxes) > 1 and not covers_exactly_once(shape, [stored.box for stored in boxes]):
         raise ValueError(f"{name}: two of its boxes hold the same elements")
-    if entry["dtype"] not in _DTYPES:
+    if entry["dtype"] not in _DTYPE_NAMES:
         raise ValueError(f"{name} has the unknown dtype {str(entry['dtype'])[:40]!r}")
     return TensorMetadata(shape, entry["dtype"], tuple(boxes))
 
@@ -244,7 +244,8 @@ def write_rank_file(staging_dir: Location, rank: int, rows: Sequence[WriteItem],
     tensors: dict[str, dict[str, Any]] = {}
     checksum = tensor_file.write_safetensors(staging_dir / file_name, rows, data)
     for row in rows:
-        entry = tensors.setdefault(row.name, {"shape": row.full_shape, "dtype": str(row.dtype)[6:], "parts": []})
+        dtype = str(row.dtype).removeprefix("torch.")
+        entry = tensors.setdefault(row.name, {"shape": row.full_shape, "dtype": dtype, "parts": []})
         entry["parts"].append([file_name, row.key, row.box.start, row.box.stop])
     file_entry = [checksum.size, checksum.algorithm, checksum.block_size, checksum.digests]
     index = json.dumps({"files": {file_name: file_entry}, "tensors": tensors})

@@ -66,7 +66,7 @@ def mismatches(manifest: Manifest, pieces: Sequence[TensorShard], exact_dtype: b
     """
     lines = []
     for piece in {piece.name: piece for piece in pieces}.values():
-        stored, dtype = manifest.tensors.get(piece.name), str(piece.data.dtype)[6:]
+        stored, dtype = manifest.tensors.get(piece.name), str(piece.data.dtype).removeprefix("torch.")
         if stored is None:
             lines.append(f"{piece.name}: shape {piece.shape} here, not in the checkpoint")
         elif stored.shape != piece.shape:

@@ -35,11 +35,11 @@ except ImportError:
 
 BLOCK = 1 << 22  # bytes; each block adds 34 bytes to the manifest
 DEFAULT_HASH = "sha256" if xxh3_128 is None else "xxh3_128"  # the hash of new files
-_INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of model weights
-NAMES = {**CODES, **_INTEGERS, torch.bool: "BOOL"}
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
-DTYPES = {name: dtype for dtype, name in CODES.items()}
+WEIGHT_DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+WEIGHT_DTYPES = {code: dtype for dtype, code in WEIGHT_DTYPE_CODES.items()}
+_INTEGER_CODES = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+DTYPE_CODES = {**WEIGHT_DTYPE_CODES, **_INTEGER_CODES, torch.bool: "BOOL"}
+_DTYPES_OF_CODES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _PAGE = 4096  # alignment of the payload in bytes, so that writes and reads copy full pages
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 _BOUNCE_BYTES = 1 << 25  # pinned host buffer for data that is on a device
@@ -143,7 +143,7 @@ def _header(plan: Iterable[PlannedTensor], align: int) -> bytes:
         assert tensor.dtype.itemsize <= max_itemsize, "narrower dtypes must come last"
         max_itemsize = tensor.dtype.itemsize
         start, end = end, end + tensor.bytes
-        entries[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+        entries[tensor.key] = {"dtype": DTYPE_CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
@@ -258,7 +258,7 @@ def read_header(path: Location) -> dict[str, TensorLocation]:
         for key, entry in json.loads(text).items():
             if key == "__metadata__":
                 continue
-            dtype, shape = _DTYPES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
+            dtype, shape = _DTYPES_OF_CODES[entry["dtype"]], tuple(int(n) for n in entry["shape"])
             start, end = (int(n) + 8 + length for n in entry["data_offsets"])
             nbytes = math.prod(shape) * dtype.itemsize
             if min((*shape, start - 8 - length)) < 0 or end > size or end - start != nbytes:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalite.checkpoint.format import safetensors_file as tensor_file
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.safetensors_file import DTYPES
+from megalite.checkpoint.format.safetensors_file import WEIGHT_DTYPES
 from megalite.common.console import ProgressBar
 from megalite.common.tables import load_table
 from megalite.common.text_file import TextFileError, read_small_text
@@ -155,7 +155,7 @@ def _tensors(
                 shape, code = tuple(header.get_shape()), header.get_dtype()
                 load = partial(_read, handle, name, directory / file)
                 tensors[full_name] = tensor_mapping.FileTensor(
-                    shape, DTYPES.get(code) or code, f"{name} in {file}", load
+                    shape, WEIGHT_DTYPES.get(code) or code, f"{name} in {file}", load
                 )
     remedy = "set tie_word_embeddings to false in it"
     return tensor_mapping.match_tensors([(tensors, mappings)], title, remedy, problems)
@@ -242,7 +242,7 @@ def write_model(
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     with tensor_mapping.atomic_directory(directory) as staging_dir:
         widest_dtype = _write_shards(staging_dir, source, mappings, shard_bytes)
-        config = write_config(model, family, vocab_size, str(widest_dtype)[6:], tokens)
+        config = write_config(model, family, vocab_size, str(widest_dtype).removeprefix("torch."), tokens)
         _write_json(staging_dir / "config.json", config)
         for name, content in (files or {}).items():
             if isinstance(content, Path):

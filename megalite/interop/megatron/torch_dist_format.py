@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.format.manifest import CheckpointError
-from megalite.checkpoint.format.safetensors_file import CODES
+from megalite.checkpoint.format.safetensors_file import WEIGHT_DTYPE_CODES
 from megalite.checkpoint.offline import full_box
 from megalite.common.text_file import read_small_bytes
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN
@@ -187,7 +187,7 @@ def _unpickle(data: bytes) -> Any:
 
     allowed: dict[str, Any] = {name: Record for name in RECORD_TYPES} | {"builtins.getattr": member}
     allowed |= {"torch.Size": tuple, "collections.OrderedDict": OrderedDict}
-    allowed |= {str(dtype): dtype for dtype in CODES}  # type: ignore[dict-item]
+    allowed |= {str(dtype): dtype for dtype in WEIGHT_DTYPE_CODES}  # type: ignore[dict-item]
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:

@@ -382,7 +382,7 @@ def load_external_model(run: Run, config: Config) -> tuple[Path, list[str]] | No
 
     directory, external, vocab_size = run_on_all_ranks(mesh, read, f"reading the weights of {directory}")
     run.optimizer.sync_after_load()
-    dtype = str(external.dtype)[6:]
+    dtype = str(external.dtype).removeprefix("torch.")
     notes = [f"weights of {external.name} in {dtype}; step, optimizer and data start from scratch"]
     if upcycles(config):
         notes.append(UPCYCLING_NOTE)

@@ -7,6 +7,7 @@ from megalite.checkpoint.format.manifest import MODEL_PREFIXES, Manifest
 from megalite.checkpoint.manager import loader
 from megalite.checkpoint.storage.location import CheckpointError, Location
 from megalite.common.console import print_out
+from megalite.common.wording import plural
 from megalite.config.options import CheckpointConfig, Config
 from megalite.config.plugins import changed_plugins, missing_plugins_message
 from megalite.data.errors import DataError
@@ -221,11 +222,13 @@ def _incompatibilities(
         return []
     lines = [*model_problems[:MAX_NAMED], *tokenizer_problems]
     if (unnamed := len(model_problems) - MAX_NAMED) > 0:
-        lines.append(f"and {unnamed} more option{'s' * (unnamed > 1)}")
+        lines.append(f"and {unnamed} more {plural('option', unnamed)}")
     if mismatches:
         name = mismatches[0]
         local, saved = (str(shapes.get(name, "nothing")) for shapes in (local_shapes, saved_shapes))
-        lines.append(f"{len(mismatches)} tensors, such as {name[6:]}: {local} here, {saved} in the checkpoint")
+        lines.append(
+            f"{len(mismatches)} tensors, such as {name.partition('/')[2]}: {local} here, {saved} in the checkpoint"
+        )
     if states_differ:
         local, saved = (
             ", ".join(f"{kind.partition('.')[2]} {dtype}" for kind, dtype in states.items())

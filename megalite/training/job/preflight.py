@@ -10,6 +10,7 @@ from megalite.checkpoint.storage.local_storage import LocalStorage
 from megalite.checkpoint.storage.location import parse_location
 from megalite.checkpoint.storage.storage import storage_of
 from megalite.common.optional_packages import MissingPackageError
+from megalite.common.wording import plural
 from megalite.config.options import Config
 from megalite.config.plugins import error_location
 from megalite.config.problems import Problem
@@ -150,7 +151,7 @@ def thread_oversubscription_warning(device: str, ranks: RankInfo) -> list[str]:
     total = f"{threads} threads"
     if ranks.local_world_size > 1:
         total = f"{ranks.local_world_size} ranks x {threads} threads"
-    on_cores = f"{cores} core{'s' * (cores > 1)}"
+    on_cores = f"{cores} {plural('core', cores)}"
     suggestion = max(1, cores // ranks.local_world_size)
     return [f"{total} on {on_cores} are many times slower than one per core: set OMP_NUM_THREADS={suggestion}"]
 

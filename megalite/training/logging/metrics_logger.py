@@ -19,6 +19,7 @@ from typing import Any, cast
 from megalite.common.console import ProgressBar, print_err, print_out, width_of_terminal
 from megalite.common.environment import getenv
 from megalite.common.text_file import read_ends
+from megalite.common.wording import plural
 from megalite.config.options import LogConfig
 from megalite.data.datasets.bits_per_byte import bits_per_byte
 from megalite.training.datasets import NamedDataset
@@ -326,7 +327,7 @@ class MetricsLogger:
         for file in (self._log, self._rows):
             self.try_write(str(file.path), file.close)
         for log_name, times in self._lost.items():
-            print_err(f"WARNING: {log_name}: {times} write{'s' * (times > 1)} failed")
+            print_err(f"WARNING: {log_name}: {times} {plural('write', times)} failed")
 
 
 class NullLogger(MetricsLogger):

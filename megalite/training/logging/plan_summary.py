@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megalite.common.wording import plural
 from megalite.data.datasets.blended_dataset import BlendedDataset
 from megalite.kernels.attention import describe_backend
 from megalite.kernels.dispatch import describe_kernels, upcast_dtypes
@@ -41,12 +42,12 @@ def format_plan(
     batch = f"{batch_sizes.final}"
     if len(batch_sizes.milestones) > 1:
         batch = f"{batch_sizes.at(0)} to {batch_sizes.final}"
-    ranks = f"{plan.world} rank{'s' * (plan.world > 1)}"
+    ranks = f"{plan.world} {plural('rank', plan.world)}"
     schedule = config.parallel.pipeline_schedule
     if plan.split_backward is not None:
         schedule += ", split backward"
-    chunks = f"{plan.vpp} chunk{'s' * (plan.vpp > 1)} per rank"
-    microbatches = f"{plan.num_microbatches:,} micro-batch{'es' * (plan.num_microbatches > 1)}"
+    chunks = f"{plan.vpp} {plural('chunk', plan.vpp)} per rank"
+    microbatches = f"{plan.num_microbatches:,} {plural('micro-batch', plan.num_microbatches)}"
     tokens = plan.total_samples * model.seq_length
     rows = {
         "mesh": f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {ranks}",
@@ -185,7 +186,7 @@ def zero_of(plan: RunPlan) -> str:
     if replicas == 1:
         return text
     outer = ", optimizer sharded over these too" if parallel.outer_dp_sharding_strategy == "optim" else ""
-    return f"{text} within each of {replicas} replicas of {size} rank{'s' * (size > 1)}{outer}"
+    return f"{text} within each of {replicas} replicas of {size} {plural('rank', size)}{outer}"
 
 
 def stage_rows(plan: RunPlan) -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ import torch
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.common.exit_codes import ExitCode
 from megalite.common.safe_open import write_atomically
+from megalite.common.wording import plural
 from megalite.config.options import Config
 from megalite.launch.local_launcher import cpu_count
 from megalite.launch.rank_info import RankInfo
@@ -99,7 +100,7 @@ def goodput_of(wall_s: float, productive_s: float, processes: int, tokens: int) 
 
 def format_goodput(history: Mapping[str, Any]) -> str:
     """Format the goodput of a run's history for the summary."""
-    processes = f"{history['processes']} process{'es' * (history['processes'] > 1)}"
+    processes = f"{history['processes']} {plural('process', history['processes'])}"
     share = f"{100 * history['goodput']:.1f} % of {duration(history['wall_s'])}"
     return f"{share} in {processes}: steps that count, with their waits"
 
@@ -255,5 +256,5 @@ class RunReport:
             if note:
                 return note
         if steps < MIN_TIMED_STEPS:
-            return f"{steps} step{'s' * (steps != 1)}; at least {MIN_TIMED_STEPS} are needed"
+            return f"{steps} {plural('step', steps)}; at least {MIN_TIMED_STEPS} are needed"
         return ""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.common.wording import plural
 from megalite.nn.micro_batch import Batch
 from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.layout import Bucket, ParamSlot
@@ -296,9 +297,8 @@ class AnomalyHandler:
         step, end = self.run.state.step, self.run.state.consumed_samples
         text = f"step {step}: none of its {result.batch_size * self.run.seq_length:,} labels counts: {self.why_empty}"
         if self.empty >= MAX_EMPTY_STEPS or (step >= self.run.last_step and not self.has_labels):
-            raise InvalidResultError(
-                f"{text}; nothing is learned ({self.empty} such step{'s' * (self.empty > 1)} in a row)"
-            )
+            steps = f"{self.empty} such {plural('step', self.empty)} in a row"
+            raise InvalidResultError(f"{text}; nothing is learned ({steps})")
         self.log("no-labels", f"{text}; nothing was updated", range(end - result.batch_size, end)[-MAX_SAMPLES:])
 
     def log(self, kind: str, text: str, samples: range, **facts: object) -> None:

@@ -38,6 +38,7 @@ import megalite
 from megalite.common.console import print_err
 from megalite.common.exit_codes import ExitCode
 from megalite.common.safe_open import open_in_run_dir, write_atomically
+from megalite.common.wording import plural
 from megalite.config.options import Config
 from megalite.launch.rank_info import HANG_REPORT, LaunchError, read_first_failure
 from megalite.parallel.cpu.shared_memory import CollectiveMismatchError
@@ -171,10 +172,12 @@ class Watchdog:
             group, call_text = f" of {axis}", f": {format_call(call)} over {axis}"
         ended = self._ended_processes(candidates)
         if ended:
-            processes = f"process{'es' * (len(ended) > 1)} {', '.join(ended.values())}"
+            processes = f"{plural('process', len(ended))} {', '.join(ended.values())}"
             lost_rank = f"{format_ranks(ended)}{group} {'has' if len(ended) == 1 else 'have'} ended ({processes})"
+        elif len(candidates) > 1:
+            lost_rank = f"one of {format_ranks(candidates)}{group}"
         else:
-            lost_rank = f"{'one of ' * (len(candidates) > 1)}{format_ranks(candidates)}{group}"
+            lost_rank = f"{format_ranks(candidates)}{group}"
         # The frames of the error, innermost first, since the main thread has left them.
         frames = reversed([(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)])
         location = next(self._megalite_lines(frames), state.location)
