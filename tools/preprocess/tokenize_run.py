@@ -137,7 +137,7 @@ class TokenizeRun:
         self.is_resumed = self._journal.last is not None
         zeros = [0 for _ in self.prefixes]
         self.progress = self._journal.last or Progress(
-            documents=[*zeros], tokens=[*zeros], empty=[*zeros], text_bytes=[*zeros]
+            documents=list(zeros), tokens=list(zeros), empty=list(zeros), text_bytes=list(zeros)
         )
         p = self.progress
         dtype = token_dtype(self.tokenizer.vocab_size)

@@ -41,7 +41,7 @@ HEADER = struct.Struct("<BQ")  # kind, number of the first line
 
 @dataclass(frozen=True)
 class Job:
-    """How texts become tokens, in plain values, so that any start method can send them to workers.
+    """The conversion of texts into tokens, in plain values, so that any start method can send it to workers.
 
     Attributes:
         tokenizer: the arguments of build_tokenizer.
