@@ -1,20 +1,20 @@
-"""Seconds of a training step, by simulation of the schedule that the runtime runs (megalite/pipeline/).
+"""The duration of a training step, by simulation of the schedule that the runtime runs (megalite/pipeline/).
 
-    pipeline    the actions of pipeline/schedule.py with the durations of planning/stage_time.py; a message takes its
-                link's time, and a rank's messages in one direction follow each other. Only the first groups of
-                micro-batches of a long step are simulated, as planning/run_plan.py does for its bubble
-    weights     gathered over dp bucket by bucket while the first forwards run; no forward before its stage's buckets
-    gradients   reduced bucket by bucket from the last backward of a chunk on (optim/grad_reduce.py); the time that is
-                not hidden behind the rank's other work is added
-    update      norm, the one agreement of all ranks, the optimizer's step
+    pipeline    the actions of pipeline/schedule.py, with the durations of planning/stage_time.py. A message takes the
+                time of its link, and a rank's messages in one direction follow each other. Of a long step only the
+                first groups of micro-batches are simulated, as planning/run_plan.py does for its bubble
+    weights     gathered over dp bucket by bucket while the first forwards run; a forward waits for its stage's buckets
+    gradients   reduced bucket by bucket from the last backward of a chunk on (optim/grad_reduce.py); the time that does
+                not overlap with the rank's other work is added
+    update      the gradient norm, the all-reduce over all ranks, and the optimizer's step
 
-It looks at one rank of each pipeline position, because all others there do the same.
+One rank of each pipeline position is simulated, because all others at that position do the same.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,15 +26,21 @@ from megalite.planning.cluster import Cluster, DeviceProfile, default_profile
 from megalite.planning.comm_time import CommGroup, CommTimes
 from megalite.planning.layer_kinds import flops_per_token
 from megalite.planning.run_plan import SIMULATED_GROUPS, RunPlan
-from megalite.planning.stage_time import TOTAL, F, TimeModel
+from megalite.planning.stage_time import CP_WAIT, TOTAL, TP_WAIT, F, TimeModel
 
 
-class StepTime(NamedTuple):
-    """parts      seconds, means over ranks, that sum to `seconds`: compute, bubble, optimizer, exposed tp, cp, pp, dp
-    mfu           MFU per device by model_flops, causal, as the trainer logs it
-    tokens_per_s  tokens/s of the whole cluster
-    fixed         seconds of `optimizer` that even the smallest step takes
-    matrices      seconds of `optimizer` that Newton-Schulz takes, and the exchange for it
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted duration of a step.
+
+    Attributes:
+        seconds: The duration.
+        parts: Seconds of compute, bubble, optimizer and exposed tp, cp, pp and dp, as means over the ranks. Their sum
+            is `seconds`.
+        mfu: The MFU per device by `flops_per_token`, as the trainer logs it.
+        tokens_per_s: The tokens per second of the cluster.
+        fixed_s: Seconds of `optimizer` that even the smallest step takes.
+        muon_s: Seconds of `optimizer` for Newton-Schulz and its exchanges.
     """
 
     seconds: float
@@ -45,9 +51,15 @@ class StepTime(NamedTuple):
     muon_s: float = 0.0
 
 
-class SyncCounts(NamedTuple):
-    """How often, for each micro-batch, the gradients of a chunk are reduced, and its weights gathered for forward and
-    for backward, where they come and go. Backward does not read the weights of the model's ends."""
+@dataclass(frozen=True)
+class SyncCounts:
+    """How often per micro-batch a chunk's gradients are reduced, and its weights gathered.
+
+    Attributes:
+        reductions: Reductions of the gradients.
+        forward_gathers: Gathers of the weights for forward.
+        backward_gathers: Gathers of the weights for backward, which does not read those of embedding and head.
+    """
 
     reductions: float
     forward_gathers: float
@@ -55,237 +67,335 @@ class SyncCounts(NamedTuple):
 
 
 def sync_counts(plan: RunPlan) -> SyncCounts:
-    """What pipeline/schedule.py: with_sharing comes to, without the shorter runs of a step's begin and end."""
-    p, m = plan.config.parallel, plan.num_microbatches
-    run = 1 if plan.vpp == 1 else m if p.pipeline_schedule == "breadth-first" else plan.group_size
-    if p.effective_zero_stage < 3:
-        return SyncCounts(1 / run, 0.0, 0.0)
+    """Return the counts of pipeline/schedule.py: add_sharding_actions, without the shorter passes at a step's ends."""
+    parallel = plan.config.parallel
+    num_microbatches = plan.num_microbatches
+    if plan.vpp == 1:
+        pass_size = 1  # micro-batches of a pass
+    elif parallel.pipeline_schedule == "breadth-first":
+        pass_size = num_microbatches
+    else:
+        pass_size = plan.group_size
+    per_pass = 1 / pass_size
+    if parallel.effective_zero_stage < 3:
+        return SyncCounts(per_pass, forward_gathers=0.0, backward_gathers=0.0)
     if not plan.sharding_policy.unshard_by_chunk:
-        return SyncCounts(1 / run, 1.0, 1.0)
-    return SyncCounts(1 / run, 1 / m, 0.0) if plan.vpp == 1 else SyncCounts(1 / run, 1 / run, 1 / run)
+        return SyncCounts(per_pass, forward_gathers=1.0, backward_gathers=1.0)
+    if plan.vpp == 1:
+        return SyncCounts(per_pass, forward_gathers=1 / num_microbatches, backward_gathers=0.0)
+    return SyncCounts(per_pass, forward_gathers=per_pass, backward_gathers=per_pass)
 
 
 def predict_step(plan: RunPlan, cluster: Cluster, profile: DeviceProfile | None = None) -> StepTime:
-    """Predict a step. Raises ValueError if cluster and arrangement differ in size, or the dtype has no peak."""
+    """Predict the duration of a step.
+
+    Args:
+        plan: The plan of the run.
+        cluster: The cluster.
+        profile: The profile of the device; None for the default one.
+
+    Raises:
+        ValueError: Cluster and plan differ in size, or the dtype has no known peak.
+    """
     if cluster.world != plan.world:
-        raise ValueError(f"the cluster has {cluster.world} devices, the arrangement {plan.world} ranks; give as many")
-    step = _StepModel(plan, cluster, profile or default_profile(cluster.device.name))
-    parts = step.parts()
+        raise ValueError(f"the cluster has {cluster.world} devices, the plan {plan.world} ranks; give as many")
+    model = _StepModel(plan, cluster, profile or default_profile(cluster.device.name))
+    parts = model.parts()
     seconds = sum(parts.values())
     tokens = plan.batch_sizes.final * plan.config.model.seq_length
     flops = flops_per_token(plan.config.model, plan.padded_vocab) * tokens
-    mfu, fixed_parts = flops / (seconds * plan.world * step.peak_flops), (step.profile.step_s, step.muon_s)
-    return StepTime(seconds, parts, mfu, tokens / seconds, *fixed_parts)
+    return StepTime(
+        seconds,
+        parts,
+        mfu=flops / (seconds * plan.world * model.peak_flops),
+        tokens_per_s=tokens / seconds,
+        fixed_s=model.profile.step_s,
+        muon_s=model.muon_s,
+    )
 
 
 class _StepModel(TimeModel):
+    """The times of the parts of a step.
+
+    Bytes of weights and gradients are arrays over MESH_VIEWS.
+    """
+
     def parts(self) -> dict[str, float]:
-        plan, stages = self.plan, [times.tolist() for times in self.stage_times]
-        each = plan.num_microbatches / plan.pp
-        busy, tp, cp = (each * sum(sum(seconds) for seconds in of_stages) for of_stages in zip(*stages, strict=True))
-        costs: list[ActionCosts] = [(f, b, w) for (f, b, w), *_ in stages]
-        slowed = [self._with_exposed_sync(number, cost) for number, cost in enumerate(costs)]
-        groups = (
-            SIMULATED_GROUPS if plan.split_backward is None else plan.reported_groups
-        )  # what waits of a split backward may take long to settle
-        without_comm, simulation = plan.simulate_step(costs, plan.split_backward, groups)
-        with_p2p, more = without_comm, {}
+        """Return the seconds of the parts of a step."""
+        plan = self.plan
+        microbatches_per_rank = plan.num_microbatches / plan.pp  # for means over the ranks
+        busy, tp, cp = (
+            microbatches_per_rank * sum(sum(times[row].tolist()) for times in self.stage_times)
+            for row in (TOTAL, TP_WAIT, CP_WAIT)
+        )
+        costs: list[ActionCosts] = [tuple(times[TOTAL].tolist()) for times in self.stage_times]
+        # deferred weight gradients may take long to settle
+        num_groups = SIMULATED_GROUPS if plan.split_backward is None else plan.reported_groups
+        without_comm, simulation = plan.simulate_step(costs, plan.split_backward, num_groups)
+        with_p2p = without_comm
+        delay = None
         if plan.pp > 1:
-            more = {"delay": self.delay}
-            with_p2p, simulation = plan.simulate_step(costs, plan.split_backward, groups, **more)
-        with_gathers, begin = with_p2p, self.gather_ready_times()
-        if begin or slowed != costs:
-            slow, simulation = plan.simulate_step(slowed, plan.split_backward, groups, earliest_start=begin, **more)
-            with_gathers = max(with_p2p, slow)
-        norm, update = self.update_s()
+            delay = self.message_s
+            with_p2p, simulation = plan.simulate_step(costs, plan.split_backward, num_groups, delay=delay)
+        with_gathers = with_p2p
+        costs_with_sync = [self._with_exposed_sync(stage, cost) for stage, cost in enumerate(costs)]
+        ready_times = self.gather_ready_times()
+        if ready_times or costs_with_sync != costs:
+            step_time, simulation = plan.simulate_step(
+                costs_with_sync, plan.split_backward, num_groups, delay=delay, earliest_start=ready_times
+            )
+            with_gathers = max(with_p2p, step_time)
+        norm_s, update_s = self.update_s()
         exposed = with_gathers - with_p2p + self.exposed_reduce_s(simulation) + self.exposed_gathers_s
         hidden = max(0.0, self.total_dp_comm_s - exposed)
-        agreement = self.comm_times.all_reduce(64, self.group(range(plan.world)))  # a few numbers
-        dp = exposed + self.profile.contention * hidden + agreement + self.tied_grad_s
-        parts = {
+        # the ranks agree on a few numbers
+        agreement_s = self.comm_times.all_reduce(64, self.group(range(plan.world)))
+        return {
             "compute": busy - tp - cp,
             "bubble": without_comm - busy,
             "tp": tp,
             "cp": cp,
             "pp": with_p2p - without_comm,
-            "dp": dp,
+            "dp": exposed + self.profile.contention * hidden + agreement_s + self.tied_grad_s,
+            "optimizer": norm_s + update_s + self.profile.step_s,
         }
-        return parts | {"optimizer": norm + update + self.profile.step_s}
 
-    def delay(self, source: int, target: int) -> float:
-        """Seconds of a message between two pipeline ranks: this tp rank's part of the hidden states."""
+    def message_s(self, source: int, target: int) -> float:
+        """Return the time of a message between two pipeline ranks: this tp rank's shard of the hidden states."""
         ranks = self.mesh.pp.ranks
-        return CommTimes.with_measured(self.cluster, self.profile.message).p2p(
-            self.plan.p2p_bytes, ranks[source], ranks[target]
-        )
+        times = CommTimes.with_measured(self.cluster, self.profile.message)
+        return times.p2p(self.plan.p2p_bytes, ranks[source], ranks[target])
 
-    def _chunk_bytes(self, rank: int, size: int, ends: bool = True) -> list[np.ndarray]:
-        """Bytes of the weights or gradients, of `size` bytes each, by home, of each chunk of a pipeline rank, in order.
-        Those of the layers are in their chunk, the rest of the rank's, with `ends`, in its first (the embedding) or, on
-        the last rank, its last (the head)."""
-        plan, held, of_layers = self.plan, self.plan.model_states[rank], np.array(self.plan.numel_by_layer)
-        whole = size * np.array([held.padded_numel[home] for home in MESH_VIEWS])  # with the layout's padding
-        stages = (plan.layer_ranges[stage] for stage in plan.placement.stages_of_rank(rank))
-        chunks = [of_layers[layers.start : layers.stop].sum(0) * (whole.sum() / held.local_numel) for layers in stages]
-        chunks[-1 if rank == plan.pp - 1 else 0] += np.maximum(0.0, whole - sum(chunks)) * ends
-        return chunks
+    @cached_property
+    def _weight_itemsize(self) -> int:
+        return self.plan.dtype.itemsize
 
-    def _with_exposed_sync(self, stage: int, cost: ActionCosts) -> ActionCosts:
-        """F, B and W of a stage whose gradients are reduced, and weights gathered, during them: with what an exchange
-        takes longer than what hides it, or, not overlapped, all of it. A run's micro-batches share its exchange."""
-        plan, p = self.plan, self.plan.config.parallel
-        rank, chunk = plan.placement.rank(stage), plan.placement.chunk(stage)
-        if not plan.sharding_policy.reduce_every_pass or self._no_dp:
-            return cost
-        units, counts = max(1, len(plan.layer_ranges[stage])), sync_counts(plan)
-        size, share = self._grad_bytes
-        n = self._chunk_bytes(rank, size)[chunk]
-        reduce = share * self._collective(n, size, gather=False, buckets=units, of_step=False) * counts.reductions
-        size = plan.dtype.itemsize
-        gather_ready_times = [
-            times * self._collective(self._chunk_bytes(rank, size, ends)[chunk], size, gather=True, buckets=units)
-            for times, ends in ((counts.forward_gathers, True), (counts.backward_gathers, False))
-        ]
-        (forward_gathers, backward_gathers, later), (first, second) = cost, gather_ready_times
-        hidden = second * p.overlap_param_gather + reduce * p.overlap_grad_reduce
-        exposed = max(0.0, hidden - (backward_gathers if plan.split_backward else backward_gathers + later))
-        exposed += second * (not p.overlap_param_gather)
-        exposed += reduce * (not p.overlap_grad_reduce)
-        return (
-            forward_gathers + max(0.0, first - forward_gathers * p.overlap_param_gather),
-            backward_gathers + exposed,
-            later,
-        )
+    @cached_property
+    def _grad_itemsize(self) -> int:
+        """The bytes of an element of the gradient sums."""
+        return self.plan.bytes_per_element()[1]
 
-    def _buckets(self, num_bytes: Any, size: int) -> int:
-        limit = self.plan.config.parallel.ddp_bucket_size
-        return max(1, math.floor(np.sum(num_bytes) / size / (DEFAULT_BUCKET_SIZE if limit is None else limit)))
+    @cached_property
+    def _reduced_fraction(self) -> float:
+        """The fraction of the gradients' bytes that is sent: half of them if fp32 is reduced in bf16."""
+        in_bf16 = self.plan.config.parallel.grad_reduce_in_bf16 and self._grad_itemsize == 4
+        return 0.5 if in_bf16 else 1.0
 
     @cached_property
     def _groups(self) -> list[tuple[CommGroup, CommGroup]]:
-        """Of each home the ranks that shard the optimizer's state, and the ranks that have copies of a shard."""
-        axes = ((self.mesh.axis(name).ranks for name in SHARD_AXES[home]) for home in MESH_VIEWS)
-        return [(self.group(shard), self.group(copies)) for shard, copies in axes]
+        """For each mesh view, the ranks that shard the optimizer state, and the ranks with replicas of a shard."""
+        groups = []
+        for view in MESH_VIEWS:
+            shard_axis, replicate_axis = (self.mesh.axis(name) for name in SHARD_AXES[view])
+            groups.append((self.group(shard_axis.ranks), self.group(replicate_axis.ranks)))
+        return groups
 
     @property
     def _no_dp(self) -> bool:
-        return all(shard.size == 1 for shard, _ in self._groups)
+        return all(shard_group.size == 1 for shard_group, _ in self._groups)
+
+    @property
+    def _gathers_once(self) -> bool:
+        """The weights are gathered once per step, and not for each pass."""
+        return self.plan.config.parallel.effective_zero_stage < 3
+
+    def _chunk_bytes(self, rank: int, itemsize: int, with_ends: bool = True) -> list[np.ndarray]:
+        """Return the bytes of the weights or gradients of each chunk of a pipeline rank.
+
+        Layers are in their chunk. Embedding, head and padding are the rest of the rank's bytes, in its first chunk or,
+        on the last rank, in its last chunk.
+
+        Args:
+            rank: The pipeline rank.
+            itemsize: The bytes of an element.
+            with_ends: Include embedding, head and padding.
+        """
+        plan = self.plan
+        model_state = plan.model_states[rank]
+        numel_by_layer = np.array(plan.numel_by_layer)
+        total = itemsize * np.array([model_state.padded_numel[view] for view in MESH_VIEWS])
+        chunks = []
+        for stage in plan.placement.stages_of_rank(rank):
+            layers = plan.layer_ranges[stage]
+            chunks.append(numel_by_layer[layers.start : layers.stop].sum(0) * (total.sum() / model_state.local_numel))
+        if with_ends:
+            chunk_of_ends = -1 if rank == plan.pp - 1 else 0
+            chunks[chunk_of_ends] += np.maximum(0.0, total - sum(chunks))
+        return chunks
+
+    def _num_buckets(self, num_bytes: float | np.ndarray, itemsize: int) -> int:
+        bucket_size = self.plan.config.parallel.ddp_bucket_size
+        if bucket_size is None:
+            bucket_size = DEFAULT_BUCKET_SIZE
+        return max(1, math.floor(np.sum(num_bytes) / itemsize / bucket_size))
+
+    def _gather_s(self, num_bytes: np.ndarray, num_buckets: int | None = None) -> float:
+        """Return the time of gathering weights, one bucket after another."""
+        seconds = 0.0
+        for view_bytes, (shard_group, _) in zip(num_bytes, self._groups, strict=True):
+            if view_bytes:
+                n = num_buckets or self._num_buckets(view_bytes, self._weight_itemsize)
+                seconds += n * self.comm_times.all_gather(view_bytes / n, shard_group)
+        return seconds
+
+    def _reduce_s(self, num_bytes: np.ndarray, num_buckets: int | None = None, with_replicas: bool = True) -> float:
+        """Return the time of reducing gradients, one bucket after another, if all of their bytes are sent.
+
+        `with_replicas` includes the all-reduce over replicas, which takes place once per step.
+        """
+        seconds = 0.0
+        for view_bytes, (shard_group, replicate_group) in zip(num_bytes, self._groups, strict=True):
+            if not view_bytes:
+                continue
+            n = num_buckets or self._num_buckets(view_bytes, self._grad_itemsize)
+            if shard_group.size == 1:
+                seconds += n * self.comm_times.all_reduce(view_bytes / n, replicate_group)
+                continue
+            seconds += n * self.comm_times.reduce_scatter(view_bytes / n, shard_group)
+            if with_replicas:
+                seconds += self.comm_times.all_reduce(view_bytes / shard_group.size, replicate_group)
+        return seconds
+
+    def _with_exposed_sync(self, stage: int, cost: ActionCosts) -> ActionCosts:
+        """Return F, B and W of a stage with the exposed time of reductions and gathers during them (ZeRO-2 and 3).
+
+        A collective is exposed for the time that it takes longer than the computation that it overlaps with; without
+        overlap, for all of its time. The micro-batches of a pass share its collectives.
+        """
+        plan, parallel = self.plan, self.plan.config.parallel
+        if not plan.sharding_policy.reduce_every_pass or self._no_dp:
+            return cost
+        rank, chunk = plan.placement.rank(stage), plan.placement.chunk(stage)
+        num_units = max(1, len(plan.layer_ranges[stage]))
+        counts = sync_counts(plan)
+        weight_bytes = self._chunk_bytes(rank, self._weight_itemsize)[chunk]
+        layer_weight_bytes = self._chunk_bytes(rank, self._weight_itemsize, with_ends=False)[chunk]
+        grad_bytes = self._chunk_bytes(rank, self._grad_itemsize)[chunk]
+        forward_gather_s = counts.forward_gathers * self._gather_s(weight_bytes, num_units)
+        backward_gather_s = counts.backward_gathers * self._gather_s(layer_weight_bytes, num_units)
+        reduce_s = self._reduced_fraction * self._reduce_s(grad_bytes, num_units, with_replicas=False)
+        reduce_s *= counts.reductions
+        f, b, w = cost
+        forward_exposed = forward_gather_s
+        backward_exposed = 0.0
+        backward_overlapped = 0.0
+        if parallel.overlap_param_gather:
+            forward_exposed = max(0.0, forward_gather_s - f)
+            backward_overlapped += backward_gather_s
+        else:
+            backward_exposed += backward_gather_s
+        if parallel.overlap_grad_reduce:
+            backward_overlapped += reduce_s
+        else:
+            backward_exposed += reduce_s
+        backward_exposed += max(0.0, backward_overlapped - (b + w if plan.split_backward is None else b))
+        return f + forward_exposed, b + backward_exposed, w
 
     def gather_ready_times(self) -> Mapping[int, float]:
-        """Stage -> time at which its first forward may start, so that none of its layers waits for its bucket. Empty if
-        gathers are waited for at once, or there is nothing to gather."""
+        """Return stage -> time at which its first forward may start so that no layer of it waits for its bucket.
+
+        The result is empty if gathers do not overlap with forwards, or if there is nothing to gather.
+        """
         plan = self.plan
-        if (
-            self._no_dp
-            or not plan.config.parallel.overlap_param_gather
-            or plan.config.parallel.effective_zero_stage > 2
-        ):
+        if self._no_dp or not plan.config.parallel.overlap_param_gather or not self._gathers_once:
             return {}
-        begin: dict[int, float] = {}
+        ready_times: dict[int, float] = {}
         for rank in range(plan.pp):
             now = 0.0
-            for stage, n in zip(
-                plan.placement.stages_of_rank(rank), self._chunk_bytes(rank, plan.dtype.itemsize), strict=True
-            ):
-                buckets = self._buckets(n, plan.dtype.itemsize)
-                one = self._collective(n, plan.dtype.itemsize, gather=True, buckets=buckets) / buckets
-                forward_gathers = float(self.stage_times[stage][TOTAL, F]) / buckets
-                begin[stage] = max(now + (k + 1) * one - k * forward_gathers for k in (0, buckets - 1))
-                now += buckets * one
-        return begin
+            stages = plan.placement.stages_of_rank(rank)
+            for stage, num_bytes in zip(stages, self._chunk_bytes(rank, self._weight_itemsize), strict=True):
+                num_buckets = self._num_buckets(num_bytes, self._weight_itemsize)
+                bucket_s = self._gather_s(num_bytes, num_buckets) / num_buckets
+                forward_s = float(self.stage_times[stage][TOTAL, F]) / num_buckets  # of the layers of a bucket
+                ready_times[stage] = max(now + (k + 1) * bucket_s - k * forward_s for k in (0, num_buckets - 1))
+                now += num_buckets * bucket_s
+        return ready_times
 
     @property
     def exposed_gathers_s(self) -> float:
-        """Seconds of gathers that nothing hides."""
-        plan, size = self.plan, self.plan.dtype.itemsize
-        if plan.config.parallel.overlap_param_gather or plan.config.parallel.effective_zero_stage > 2:
+        """The time of gathers that do not overlap with anything, once per step."""
+        if self.plan.config.parallel.overlap_param_gather or not self._gathers_once:
             return 0.0
         return max(
-            sum(self._collective(n, size, gather=True) for n in self._chunk_bytes(rank, size))
-            for rank in range(plan.pp)
+            sum(self._gather_s(num_bytes) for num_bytes in self._chunk_bytes(rank, self._weight_itemsize))
+            for rank in range(self.plan.pp)
         )
 
-    def _collective(
-        self, sizes: np.ndarray, size: int, gather: bool, buckets: int | None = None, of_step: bool = True
-    ) -> float:
-        """Seconds of a chunk's gathers, or reductions, one bucket after another: bytes by home in elements of `size`.
-        `of_step`: with what replicas sum once in a step."""
-        links, seconds = self.comm_times, 0.0
-        for n, (shard, replica) in zip(sizes, self._groups, strict=True):
-            if not n:
-                continue
-            times = buckets or self._buckets(n, size)
-            if shard.size == 1 and not gather:
-                seconds += times * links.all_reduce(n / times, replica)
-            else:  # a reduce-scatter takes as long as a gather
-                seconds += times * links.all_gather(n / times, shard)
-                seconds += links.all_reduce(n / shard.size, replica) * (of_step and not gather)
-        return seconds
-
     def exposed_reduce_s(self, simulation: Simulation) -> float:
-        """Seconds by which reductions end after the pipeline, if a chunk's buckets fill evenly in its last backward."""
-        plan, (size, share) = self.plan, self._grad_bytes
-        last: dict[int, tuple[float, float]] = {}  # stage -> begin and end of the computation of its last gradients
-        ops = (Op.W,) if plan.split_backward else (Op.B,)
+        """Return the time from the end of the pipeline to the end of the reductions.
+
+        It assumes that a chunk's buckets become ready at equal intervals during its last backward.
+        """
+        plan = self.plan
+        grad_op = Op.B if plan.split_backward is None else Op.W
+        last_grads: dict[int, tuple[float, float]] = {}  # stage -> start and end of the computation of its last ones
         for span in simulation.spans:
-            if span.action.op in ops:
-                last[span.action.stage] = max(last.get(span.action.stage, (0.0, 0.0)), (span.start, span.end))
-        worst = 0.0
+            if span.action.op is grad_op:
+                stage = span.action.stage
+                last_grads[stage] = max(last_grads.get(stage, (0.0, 0.0)), (span.start, span.end))
+        exposed = 0.0
         for rank in range(plan.pp):
-            chunks = zip(plan.placement.stages_of_rank(rank), self._chunk_bytes(rank, size), strict=True)
+            stages = plan.placement.stages_of_rank(rank)
+            bytes_of_stage = dict(zip(stages, self._chunk_bytes(rank, self._grad_itemsize), strict=True))
             done = 0.0
-            for stage, n in sorted(chunks, key=lambda item: last[item[0]]):
-                start, end = last[stage]
+            for stage in sorted(stages, key=lambda stage: last_grads[stage]):
+                start, end = last_grads[stage]
                 if not plan.config.parallel.overlap_grad_reduce:
                     start = end = simulation.end
+                num_bytes = bytes_of_stage[stage]
                 if plan.sharding_policy.reduce_every_pass:
-                    done = max(done, end) + self._after_last_pass(stage, n, size) * share
+                    done = max(done, end) + self._after_last_pass(stage, num_bytes) * self._reduced_fraction
                     continue
-                whole, buckets = self._collective(n, size, gather=False) * share, self._buckets(n, size)
-                first, one = start + (end - start) / buckets, whole / buckets
-                done = max(done + whole, first + whole, end + one)
-            worst = max(worst, done - simulation.end)
-        return worst
+                reduce_s = self._reduce_s(num_bytes) * self._reduced_fraction
+                num_buckets = self._num_buckets(num_bytes, self._grad_itemsize)
+                first_ready = start + (end - start) / num_buckets
+                done = max(done + reduce_s, first_ready + reduce_s, end + reduce_s / num_buckets)
+            exposed = max(exposed, done - simulation.end)
+        return exposed
 
-    def _after_last_pass(self, stage: int, n: np.ndarray, size: int) -> float:
-        """Seconds of what is left of a stage's reduction when its last backward ends, which `_slowed` has made as long
-        as the rest: the last unit's, and what replicas sum once in a step."""
-        units = max(1, len(self.plan.layer_ranges[stage]))
-        run = self._collective(n, size, gather=False, buckets=units, of_step=False)
-        last = self._collective(n / units, size, gather=False, buckets=1, of_step=False)
-        replicas = self._collective(n, size, gather=False, buckets=units) - run
-        return replicas + last * self.plan.config.parallel.overlap_grad_reduce
+    def _after_last_pass(self, stage: int, num_bytes: np.ndarray) -> float:
+        """Return the time of what is left of a stage's reductions when its last backward ends.
+
+        This is the last unit's reduction, and the all-reduce over replicas. The durations of `_with_exposed_sync`
+        include the rest.
+        """
+        num_units = max(1, len(self.plan.layer_ranges[stage]))
+        sharded_s = self._reduce_s(num_bytes, num_units, with_replicas=False)
+        remaining_s = self._reduce_s(num_bytes, num_units) - sharded_s
+        if self.plan.config.parallel.overlap_grad_reduce:
+            remaining_s += self._reduce_s(num_bytes / num_units, num_buckets=1, with_replicas=False)
+        return remaining_s
 
     @property
     def total_dp_comm_s(self) -> float:
-        """Seconds of all that the busiest rank exchanges over dp in a step, hidden or not."""
-        plan, (size, share) = self.plan, self._grad_bytes
-        counts, weight, m = sync_counts(plan), plan.dtype.itemsize, plan.num_microbatches
-        runs = m * counts.reductions if plan.sharding_policy.reduce_every_pass else 1
+        """The time of all collectives over dp in a step on the busiest rank, exposed or not."""
+        plan = self.plan
+        counts = sync_counts(plan)
+        num_microbatches = plan.num_microbatches
+        num_passes = num_microbatches * counts.reductions if plan.sharding_policy.reduce_every_pass else 1
 
-        def of(rank: int) -> float:
-            weights, layers = (np.sum(self._chunk_bytes(rank, weight, ends), 0) for ends in (True, False))
-            n = np.sum(self._chunk_bytes(rank, size), 0)
-            times = ((m * counts.forward_gathers, weights), (m * counts.backward_gathers, layers))
-            if plan.config.parallel.effective_zero_stage < 3:
-                times = ((1, weights),)
-            gathered = sum(counts * self._collective(held, weight, gather=True) for counts, held in times)
-            reductions = self._collective(n, size, gather=False)
-            return gathered + share * (reductions + (runs - 1) * self._collective(n, size, gather=False, of_step=False))
+        def rank_s(rank: int) -> float:
+            weight_bytes = np.sum(self._chunk_bytes(rank, self._weight_itemsize), 0)
+            layer_weight_bytes = np.sum(self._chunk_bytes(rank, self._weight_itemsize, with_ends=False), 0)
+            grad_bytes = np.sum(self._chunk_bytes(rank, self._grad_itemsize), 0)
+            if self._gathers_once:
+                gather_s = self._gather_s(weight_bytes)
+            else:
+                gather_s = num_microbatches * counts.forward_gathers * self._gather_s(weight_bytes)
+                gather_s += num_microbatches * counts.backward_gathers * self._gather_s(layer_weight_bytes)
+            reduce_s = self._reduce_s(grad_bytes)
+            reduce_s += (num_passes - 1) * self._reduce_s(grad_bytes, with_replicas=False)
+            return gather_s + self._reduced_fraction * reduce_s
 
-        return max(map(of, range(plan.pp)))
-
-    @property
-    def _grad_bytes(self) -> tuple[int, float]:
-        """Bytes of an element of the gradients' sums, and the share of them that is sent."""
-        size = self.plan.bytes_per_element()[1]
-        return size, 0.5 if self.plan.config.parallel.grad_reduce_in_bf16 and size == 4 else 1.0
+        return max(map(rank_s, range(plan.pp)))
 
     @property
     def tied_grad_s(self) -> float:
-        """Seconds of the sum over both ends of the pipeline of a rank's part of a tied embedding's gradient."""
-        plan, m = self.plan, self.plan.config.model
-        if plan.pp == 1 or m.untie_embeddings_and_output_weights:
+        """The time of summing a rank's shard of a tied embedding's gradient over both ends of the pipeline."""
+        plan, model = self.plan, self.plan.config.model
+        if plan.pp == 1 or model.untie_embeddings_and_output_weights:
             return 0.0
-        n = plan.padded_vocab * m.hidden_size / plan.tp * self._grad_bytes[0] / self._groups[0][0].size
-        return self.comm_times.all_reduce(n, self.group(self.mesh.tied_embedding.ranks))
+        dense_shard_group, _ = self._groups[0]
+        numel = plan.padded_vocab * model.hidden_size / plan.tp
+        num_bytes = numel * self._grad_itemsize / dense_shard_group.size
+        return self.comm_times.all_reduce(num_bytes, self.group(self.mesh.tied_embedding.ranks))

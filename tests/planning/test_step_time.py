@@ -247,7 +247,7 @@ def test_mfu_and_tokens_are_of_the_whole_cluster() -> None:
     flops = flops_per_token(of.config.model, of.padded_vocab) * 8 * 512
     assert found.mfu == pytest.approx(flops / found.seconds / 4 / 989.4e12)
     assert found.tokens_per_s == pytest.approx(8 * 512 / found.seconds)
-    with pytest.raises(ValueError, match="8 devices, the arrangement 4 ranks"):
+    with pytest.raises(ValueError, match="8 devices, the plan 4 ranks"):
         predict_step(of, make_cluster("h100", 8))
 
 
