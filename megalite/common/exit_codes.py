@@ -1,5 +1,6 @@
 """Exit codes of `pretrain_gpt.py` and of the programs in `tools`."""
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -23,3 +24,11 @@ class ExitCode(IntEnum):
     def outcome(self) -> str:
         """The outcome in status.json."""
         return self.name.lower().replace("_", "-")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a run, as one rank knows it."""
+
+    exit_code: ExitCode
+    reason: str = ""

@@ -38,6 +38,7 @@ from megalite.launch.rank_info import (
     FIRST_FAILURE,
     HANG_REPORT,
     WAITS,
+    Failure,
     LaunchError,
     RankInfo,
     read_first_failure,
@@ -49,6 +50,7 @@ BLOCKED_SIGNALS = (*FORWARDED_SIGNALS, *KILL_SIGNALS)
 ORDERLY_STOPS = (ExitCode.RERUN, ExitCode.REQUEUE)  # on purpose, with a complete checkpoint
 # Ranks that end so have printed the reason.
 EXPLAINED_EXITS = (ExitCode.USAGE, ExitCode.PREFLIGHT, *ORDERLY_STOPS, ExitCode.INTERRUPTED)
+TIMEOUT_EXIT_CODE = 124  # as of the program `timeout`
 WORK_DONE = 254  # exit code of a rank whose target has returned: a rank that exits with 0 has exited too early
 FORKSERVER_DIED = 255  # the exit code that multiprocessing reports when the fork server is gone
 ORDERLY_STOP_S = 600.0
@@ -77,20 +79,22 @@ def cpu_count() -> int:
     return max(1, min(usable, int(_quota())))
 
 
-def _quota(mounted: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+def _quota(cgroup_root: Path = Path("/sys/fs/cgroup"), own_cgroup: Path = Path("/proc/self/cgroup")) -> float:
     """Return the smallest quota of this control group and its parents in processors; a large number if none is set."""
-    min_quota, texts = 1e6, list[str]()
+    min_quota = 1e6
+    texts: list[str] = []
     with contextlib.suppress(OSError, ValueError):
-        group = Path(own.read_text("utf-8").rpartition("::")[2].strip())
+        group = Path(own_cgroup.read_text("utf-8").rpartition("::")[2].strip())
         for directory in (group, *group.parents):
             with contextlib.suppress(OSError):
-                texts.append((mounted / directory.relative_to("/") / "cpu.max").read_text("utf-8"))
+                texts.append((cgroup_root / directory.relative_to("/") / "cpu.max").read_text("utf-8"))
     with contextlib.suppress(OSError):  # cgroup version 1
-        texts.append(" ".join((mounted / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period")))
+        texts.append(" ".join((cgroup_root / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period")))
     for text in texts:
         with contextlib.suppress(ValueError, ZeroDivisionError):  # "max 100000": no quota
             quota, period = map(int, text.split())
-            min_quota = min(min_quota, quota / period) if quota > 0 else min_quota
+            if quota > 0:
+                min_quota = min(min_quota, quota / period)
     return min_quota
 
 
@@ -130,16 +134,16 @@ def launch_local(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes: list[Any] = []
-    with _scratch_dir() as scratch, _forward_signals(processes) as seen:
+    with _scratch_dir() as scratch, _forward_signals(processes) as received:
         with safe_start():
             resource_tracker.ensure_running()  # its start unblocks signals, so it must not happen below
         is_restart: bool | None = False
         while is_restart is not None:
             processes.clear()
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
             with safe_start():
                 forkserver.ensure_running()  # it and the ranks that it forks inherit the mask
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             shared_dir = tempfile.mkdtemp(dir=scratch)  # each start needs a rendezvous file of its own
             for rank in range(nproc):
                 ranks = RankInfo(rank, nproc, rank, nproc, f"file://{shared_dir}/rendezvous", is_restart, shared_dir)
@@ -149,25 +153,27 @@ def launch_local(
                 with safe_start():  # if the fork server has died, this starts another
                     process.start()  # the first one waits until torch is imported
                 processes.append(process)
-                for number in seen:
-                    _signal(process, number)
-            code, cause = _watch(processes, grace_s, timeout_s, Path(shared_dir))
-            for number in set(seen).intersection(KILL_SIGNALS):
-                code, cause = ExitCode.INTERRUPTED, signal.Signals(number).name
-            is_restart = on_exit(LaunchResult(code, cause, seen))
-        return code
+                for number in received:
+                    _send_signal(process, number)
+            failure = _watch(processes, grace_s, timeout_s, Path(shared_dir)) or Failure(0, "")
+            for number in set(received).intersection(KILL_SIGNALS):
+                failure = Failure(ExitCode.INTERRUPTED, signal.Signals(number).name)
+            is_restart = on_exit(LaunchResult(failure.code, failure.cause, received))
+        return failure.code
 
 
-def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, shared_dir: Path) -> tuple[int, str]:
-    """Wait until all have ended. Return the exit code of the rank that failed first, or 0, and the cause."""
-    failed, cause, early, alive = 0, "", "", list(processes)
+def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, shared_dir: Path) -> Failure | None:
+    """Wait until all have ended. Return the first failure, or None."""
+    failure: Failure | None = None
+    early = ""
+    alive = list(processes)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while alive:
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not (exited := connection.wait([p.sentinel for p in alive], wait)):
             for process in alive:
                 process.kill()
-            failed = failed or 124
+            failure = failure or Failure(TIMEOUT_EXIT_CODE, "")
         dead = [p for p in alive if p.sentinel in exited]
         for process in dead:
             process.join()
@@ -175,30 +181,39 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, shared
             code = process.exitcode
             if code == WORK_DONE and not early:
                 early = f", after {process.name} had ended with exit code 0"
-            if code != WORK_DONE and not failed:
-                failed = code if code > 0 else 128 - code if code else 1
-                ending = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                if code == 0:
+            if code != WORK_DONE and failure is None:
+                exit_code = code
+                ending = f"with exit code {code}"
+                if code < 0:
+                    exit_code = 128 - code
+                    ending = f"by signal {signal.Signals(-code).name}"
+                elif code == 0:
+                    exit_code = 1
                     ending = "with exit code 0 before its work was done"
                 elif code == FORKSERVER_DIED:
                     ending = "with the fork server, which was killed"
-                failed, cause = _first_failure(shared_dir, failed, f"{process.name} ended {ending}{early}")
+                failure = _first_failure(shared_dir, Failure(exit_code, f"{process.name} ended {ending}{early}"))
                 if code not in EXPLAINED_EXITS:
                     print_err(f"{process.name} ended {ending}; ending the others")
                 deadline = time.monotonic() + (ORDERLY_STOP_S if code in ORDERLY_STOPS else grace_s)
         alive = [p for p in alive if p.is_alive()]
-    return failed, cause
+    return failure
 
 
-def _first_failure(shared_dir: Path, code: int, cause: str) -> tuple[int, str]:
-    """Return the exit code and cause of the rank that failed first, which need not be the first that ended.
+def _first_failure(shared_dir: Path, first_end: Failure) -> Failure:
+    """Return the failure of the rank that failed first, which need not be the first that ended.
 
     A killed rank is the first that failed. An abort may be NCCL's reaction to another rank's death or to a hang.
     """
-    if code > 128 and code != 128 + signal.SIGABRT:
-        return code, cause
-    hang = read_first_failure(shared_dir, HANG_REPORT) if code > 128 else None
-    return read_first_failure(shared_dir) or (hang and (hang[0], f"{hang[1]}; {cause}")) or (code, cause)
+    was_killed = first_end.code > 128
+    was_aborted = first_end.code == 128 + signal.SIGABRT
+    if was_killed and not was_aborted:
+        return first_end
+    if failure := read_first_failure(shared_dir):
+        return failure
+    if was_aborted and (hang := read_first_failure(shared_dir, HANG_REPORT)):
+        return Failure(hang.code, f"{hang.cause}; {first_end.cause}")
+    return first_end
 
 
 @contextlib.contextmanager
@@ -275,7 +290,7 @@ def _remove_stale_scratch(directory: Path) -> None:
         os.close(fd)
 
 
-def _signal(process: Any, number: int) -> None:
+def _send_signal(process: Any, number: int) -> None:
     """Send a signal to a process if it is alive."""
     if process.pid is not None and process.is_alive():
         with contextlib.suppress(ProcessLookupError):
@@ -295,7 +310,7 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
     Yields the signals received so far, for processes that start later. Ctrl-C and KILL_SIGNALS raise KeyboardInterrupt
     while there is no process yet.
     """
-    seen: list[int] = []
+    received: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
         if number in (signal.SIGINT, *KILL_SIGNALS) and not processes:
@@ -306,21 +321,21 @@ def _forward_signals(processes: list[Any]) -> Iterator[list[int]]:
                     os.kill(server._forkserver_pid, signal.SIGKILL)
             raise KeyboardInterrupt(signal.Signals(number).name)
         print_stopping(number)
-        seen.append(number)
+        received.append(number)
         for process in processes:
-            _signal(process, number)
+            _send_signal(process, number)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
-        yield seen
+        yield received
         return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    before = {n: signal.signal(n, forward) for n in BLOCKED_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    old_handlers = {n: signal.signal(n, forward) for n in BLOCKED_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     try:
-        yield seen
+        yield received
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in before.items():
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
 
 

@@ -38,11 +38,19 @@ FAILURE_PRINTED = "said"  # exists once the first failure is on the console
 HANG_REPORT = "hang.json"
 
 
-def read_first_failure(shared_dir: Path, name: str = FIRST_FAILURE) -> tuple[int, str] | None:
-    """Return the exit code and cause that the rank wrote, or None."""
+@dataclass(frozen=True)
+class Failure:
+    """The end of a rank that failed: its exit code, and the cause with its number."""
+
+    code: int
+    cause: str
+
+
+def read_first_failure(shared_dir: Path, name: str = FIRST_FAILURE) -> Failure | None:
+    """Return the failure that the rank wrote, or None."""
     try:
         first = json.loads(read_small_text(shared_dir / name, "what the rank wrote"))
-        return int(first["code"]), f"rank {first['rank']}: {first['reason']}"
+        return Failure(int(first["code"]), f"rank {first['rank']}: {first['reason']}")
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 

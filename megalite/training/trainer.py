@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megalite.checkpoint.manager.collective import SaveTimer
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.common.console import print_out
-from megalite.common.exit_codes import ExitCode
+from megalite.common.exit_codes import ExitCode, RunResult
 from megalite.common.fault_injection import inject_fault
 from megalite.config.config_file import dump_config
 from megalite.config.options import Config, DataConfig, effective_log_interval, effective_log_style
@@ -179,7 +179,7 @@ class Trainer:
         self._before_s = 0.0  # duration of `_begin_step`, part of the step's time
         self._stop_reason: str | None = None  # why this rank asks to stop
         self._health_problem: str | None = None  # found by the health monitor at the last log line
-        self._exit: tuple[ExitCode, str] | None = None  # outcome and reason if the run ends before its last step
+        self._early_end: RunResult | None = None  # if the run ends before its last step
         self._anomalies = AnomalyHandler(
             self.run,
             self.watch.events,
@@ -195,19 +195,19 @@ class Trainer:
         run = self.run
         skip = self.config.train.iterations_to_skip
         run_callbacks("on_train_start", run)
-        while self._exit is None and run.state.step < run.last_step:
+        while self._early_end is None and run.state.step < run.last_step:
             if skip and run.state.step + 1 in skip:
                 run.skip_step()
             else:
                 yield self._begin_step()
 
-    def finish(self) -> tuple[ExitCode, str]:
+    def finish(self) -> RunResult:
         """Save and evaluate for the last time.
 
-        Returns the outcome, which is the same on all ranks, and this rank's reason. A background save that failed
-        raises here, on all ranks.
+        Returns the result, whose exit code is the same on all ranks; the reason is this rank's. A background save that
+        failed raises here, on all ranks.
         """
-        outcome, reason = self._exit or (ExitCode.DONE, "reached the last step")
+        result = self._early_end or RunResult(ExitCode.DONE, "reached the last step")
         self.run.buffer.wait_param_sync()
         self._save(last=True)
         if self.saver is not None:
@@ -216,16 +216,16 @@ class Trainer:
             self._log_saves()
         self.report.log_saves_done()
         # A run that will be requeued evaluates after its real last step, not here.
-        if outcome is ExitCode.DONE:
+        if result.exit_code is ExitCode.DONE:
             final_sets = ((self.run.valid_loaders, " on validation set"), (self.run.test_loaders, " on test set"))
             if any(self._evaluate(loaders, what) for loaders, what in final_sets):
-                outcome, reason = ExitCode.REQUEUE, self._stop_reason or "requested by another rank"
-        run_callbacks("on_train_end", self.run, outcome.outcome)
-        if outcome is ExitCode.REQUEUE:
+                result = RunResult(ExitCode.REQUEUE, self._stop_reason or "requested by another rank")
+        run_callbacks("on_train_end", self.run, result.exit_code.outcome)
+        if result.exit_code is ExitCode.REQUEUE:
             self.signals.is_final = all_reduce_int(bool(self.signals.received), self.run.mesh) == 0
-        if outcome is ExitCode.REQUEUE and self.saver is None:  # without a checkpoint the requeued run could not resume
-            return ExitCode.DONE, f"{reason}; nothing was saved"
-        return outcome, reason
+            if self.saver is None:  # without a checkpoint the requeued run could not resume
+                return RunResult(ExitCode.DONE, f"{result.reason}; nothing was saved")
+        return result
 
     def _begin_step(self) -> dict[str, Any]:
         """Prepare the observers for a step and return the keyword arguments of `train_step`."""
@@ -281,11 +281,12 @@ class Trainer:
         self._log_saves()
         health_problem = self._health_problem if operations.health_action == "exit" else None
         if problem := unreliable or health_problem:
-            self._exit = ExitCode.RERUN, problem
+            self._early_end = RunResult(ExitCode.RERUN, problem)
         elif stop:
-            self._exit = ExitCode.REQUEUE, self._stop_reason or self._find_stop_reason() or "requested by another rank"
+            reason = self._stop_reason or self._find_stop_reason() or "requested by another rank"
+            self._early_end = RunResult(ExitCode.REQUEUE, reason)
         elif stopping and step < run.last_step:
-            self._exit = ExitCode.REQUEUE, f"exit_interval={train.exit_interval}"
+            self._early_end = RunResult(ExitCode.REQUEUE, f"exit_interval={train.exit_interval}")
 
     def _record_step(self, result: StepResult) -> None:
         """Pass a finished step to the observers."""

@@ -383,7 +383,7 @@ def test_save_by_time_and_by_steps(tmp_path: Path) -> None:
     assert saver is not None and saver.keep_last == 1
     real = saver.save
     saver.save = lambda step, *a, **k: (made.append(step), real(step, *a, **k))[1]  # type: ignore[method-assign]
-    assert train(run, config, tmp_path, saver)[0] is ExitCode.DONE
+    assert train(run, config, tmp_path, saver).exit_code is ExitCode.DONE
     saver.close()
     assert made == [1, 2, 3, 4, 5, 6]
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]

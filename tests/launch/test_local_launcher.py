@@ -51,9 +51,9 @@ def _slow_to_say(ranks: RankInfo, console: str) -> None:
 
     sys.stderr = open(console, "a", buffering=1)  # noqa: SIM115 (until the process ends)
     if ranks.rank == 0:
-        os._exit(int(report_failure(OtherRankError("rank 1 failed while saving"), ranks)[0]))
+        os._exit(int(report_failure(OtherRankError("rank 1 failed while saving"), ranks).exit_code))
     time.sleep(0.7)
-    os._exit(int(report_failure(CheckpointError("rank 1: [Errno 27] File too large"), ranks)[0]))
+    os._exit(int(report_failure(CheckpointError("rank 1: [Errno 27] File too large"), ranks).exit_code))
 
 
 def test_failed_ranks_message_reaches_the_console(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megalite.checkpoint.manager.saver import CheckpointSaver
-    from megalite.common.exit_codes import ExitCode
+    from megalite.common.exit_codes import RunResult
     from megalite.config.options import Config
     from megalite.launch.rank_info import RankInfo
     from megalite.models.gpt import Stage
@@ -114,7 +114,7 @@ def pretrain(
         )
 
 
-def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None = None) -> tuple[ExitCode, str]:
+def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None = None) -> RunResult:
     """From the run's step to its last, without a log."""
     from megalite.training.job.stop_signals import StopSignalHandler
     from megalite.training.logging.metrics_logger import NullLogger

@@ -138,10 +138,10 @@ def _one_too_many(folder: str) -> tuple[bool, str]:
         train_step(run)
     assert torch.equal(before, torch.cat(run.buffer.weights.tensors))
     known = dog.explain_error(error.value)
-    assert known is not None and known[0] is ExitCode.CRASH
+    assert known is not None and known.exit_code is ExitCode.CRASH
     dog.close()
     run.train_loader.close()
-    return "different collectives" in known[1], dog.reason
+    return "different collectives" in known.reason, dog.reason
 
 
 def test_a_collective_too_many_is_an_error_on_all_ranks_that_says_which(tmp_path: Path) -> None:

@@ -435,7 +435,7 @@ def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, caps
     events = EventLog(tmp_path)
     for _ in range(3):
         events.add("something")
-    finalize_status(tmp_path, config_from([*SMALL, "--train-iters", "1"]), (1, "rank 1 died"), 0.0)
+    finalize_status(tmp_path, config_from([*SMALL, "--train-iters", "1"]), 1, "rank 1 died", 0.0)
     assert capsys.readouterr().err.count(f"WARNING: {tmp_path / 'events.jsonl'}: ") == 1
     (tmp_path / "events.jsonl").unlink()
     (tmp_path / "events.jsonl").symlink_to("/dev/full")

@@ -65,7 +65,7 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
 
     def settled(outcome: str, reason: str, code: int, cause: str, since: float = 0.0) -> tuple[str, str]:
         write_status(tmp_path, outcome, config, reason, step=3)
-        finalize_status(tmp_path, config, (code, cause), since)
+        finalize_status(tmp_path, config, code, cause, since)
         status = read_status(tmp_path)
         assert status["step"] == 3 and status["pid"] == os.getpid()
         return status["outcome"], status["reason"]
@@ -86,15 +86,15 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
     rows_until(tmp_path, 8)
     complete(tmp_path / "save", 6)
     write_status(tmp_path, "running", config, step=1)
-    finalize_status(tmp_path, config, (137, killed), 0.0)
+    finalize_status(tmp_path, config, 137, killed, 0.0)
     status = read_status(tmp_path)
     assert (status["step"], status["tokens"], status["checkpoint_step"]) == (8, 64, 6)
     for text in ("{", "[1]", ""):  # of a rank 0 that could not write
         (tmp_path / "status.json").write_text(text)
-        finalize_status(tmp_path, config, (137, killed), 0.0)
+        finalize_status(tmp_path, config, 137, killed, 0.0)
         status = read_status(tmp_path)
         assert (status["outcome"], status["step"], status["reason"]) == ("crash", 8, killed)
-    finalize_status(tmp_path / "none", config, (1, killed), 0.0)
+    finalize_status(tmp_path / "none", config, 1, killed, 0.0)
     assert not (tmp_path / "none").exists()
 
 
@@ -111,7 +111,7 @@ def test_who_is_refused_leaves_the_status_of_another_run(tmp_path: Path) -> None
         assert read_status(tmp_path)["step"] == 5
         (tmp_path / "status.json").write_text(before)
         os.utime(tmp_path / "status.json", (1, 1))
-        finalize_status(tmp_path, config, (137, "rank 0 ended by signal SIGKILL"), 2.0)  # before it said a word
+        finalize_status(tmp_path, config, 137, "rank 0 ended by signal SIGKILL", 2.0)  # before it said a word
         assert ((tmp_path / "status.json").read_text() == before) == (config is other)
     (tmp_path / "status.json").write_text(before)
     write_status(tmp_path, "running", other)
@@ -126,9 +126,9 @@ def test_a_restart_that_is_refused_is_no_crash(tmp_path: Path) -> None:
     write_status(tmp_path, "crash", config, "rank 1 was killed", step=2)
     os.utime(tmp_path / "status.json", (1, 1))
     rows_until(tmp_path, 2)
-    finalize_status(tmp_path, config, refused, 2.0)  # of a first start
+    finalize_status(tmp_path, config, *refused, 2.0)  # of a first start
     assert read_status(tmp_path)["outcome"] == "crash"
-    finalize_status(tmp_path, config, refused, 2.0, resumes=True)
+    finalize_status(tmp_path, config, *refused, 2.0, resumes=True)
     told = [read_status(tmp_path)[name] for name in ("outcome", "step", "reason")]
     assert told == ["preflight", 2, "rank 0: no room"]
 

@@ -15,7 +15,7 @@ import torch
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
 from megalite.common.console import MAX_ERROR_CHARACTERS, print_err, shortened
-from megalite.common.exit_codes import ExitCode
+from megalite.common.exit_codes import ExitCode, RunResult
 from megalite.common.exits import end_at_once, text_of
 from megalite.common.fault_injection import inject_fault
 from megalite.config.options import Config
@@ -71,8 +71,8 @@ def report_failure(
     run: Run | None = None,
     training_started: bool = False,
     watchdog: Watchdog | None = None,
-) -> tuple[ExitCode, str]:
-    """Report the error that ended a run, on the rank that knows most about it, and return (outcome, reason).
+) -> RunResult:
+    """Report the error that ended a run, on the rank that knows most about it, and return the run's result.
 
     Args:
         run: The run, if its parts were built.
@@ -84,9 +84,9 @@ def report_failure(
     if run is not None:
         position = f"{run.mesh.describe()}, step {run.state.step + 1}"
     if watchdog is not None and (explanation := watchdog.explain_error(error)) is not None:
-        code, reason = explanation
+        code, reason = explanation.exit_code, explanation.reason
         report_failure_once(ranks, code, reason, f"{position}: {code.outcome}: {reason}")
-        return code, reason
+        return explanation
     mesh = None if run is None else run.mesh
     reason = shortened(text_of(error), MAX_ERROR_CHARACTERS)
     match error:
@@ -98,7 +98,7 @@ def report_failure(
             if claim_first_failure(ranks, code, reason) if local_rank is None else ranks.local_rank == local_rank:
                 for line in reason.splitlines():
                     print_err(f"pretrain_gpt.py: {line}")
-            return code, reason
+            return RunResult(code, reason)
         case KeyboardInterrupt():
             # From now on another signal ends the process. A single Ctrl-C gives a rank two signals, one from the
             # terminal and one from the launcher, so signals within DOUBLE_SIGNAL_S are ignored.
@@ -110,7 +110,7 @@ def report_failure(
 
             for number in STOP_SIGNALS:
                 signal.signal(number, on_signal)
-            return ExitCode.INTERRUPTED, reason or "SIGINT"
+            return RunResult(ExitCode.INTERRUPTED, reason or "SIGINT")
         case InvalidResultError() | LossScaleExhausted():
             code = ExitCode.BAD_RESULT
             reports = ranks.rank == 0
@@ -126,21 +126,21 @@ def report_failure(
             if watchdog is None:
                 reason = f"lost another rank ({reason.splitlines()[0]})"
             else:
-                reason = watchdog.lost(error)
+                reason = watchdog.describe_lost_rank(error)
             message = f"{position}: {reason}"
             if ranks.rank == 0:
                 print_err(message)
             else:
                 log_to_rank_file(message)
-            return ExitCode.CRASH, first_failure_reason(ranks) or reason
+            return RunResult(ExitCode.CRASH, first_failure_reason(ranks) or reason)
         case _:
             reason = shortened(f"{type(error).__name__}: {text_of(error)}".rstrip(": "))
             stack = "".join(traceback.format_exception(error)).rstrip()
             report_failure_once(ranks, ExitCode.CRASH, reason, f"{position}:\n{stack}")
-            return ExitCode.CRASH, reason
+            return RunResult(ExitCode.CRASH, reason)
     if reports:
         report_failure_once(ranks, code, reason, f"pretrain_gpt.py: {reason}")
-    return code, reason
+    return RunResult(code, reason)
 
 
 class TrainingJob:
@@ -153,17 +153,17 @@ class TrainingJob:
     def __init__(self, command: TrainCommand, ranks: RankInfo, signals: StopSignalHandler):
         self.config = command.config
         self.ranks = ranks
-        self.stop = signals
+        self.signals = signals
         self.directory = run_dir(command.config)
         self.warnings = [*command.warnings]
         self.hosts = list[str]()
-        self.result = ExitCode.DONE, ""
+        self.result = RunResult(ExitCode.DONE)
         self._startup_timeout = datetime.timedelta(minutes=self.config.parallel.distributed_timeout_minutes)
 
     @property
     def exit_code(self) -> int:
         """The exit code of this rank (common/exit_codes.py)."""
-        return 0 if self.stop.is_final and torchrun_will_restart() else self.result[0]
+        return 0 if self.signals.is_final and torchrun_will_restart() else self.result.exit_code
 
     def __enter__(self) -> "TrainingJob":
         ranks = self.ranks
@@ -183,10 +183,13 @@ class TrainingJob:
         failed = error is not None  # before training; `trainer` has handled later errors
         try:
             if failed:
-                code, reason = self.result = report_failure(error, self.ranks, watchdog=self.watchdog)
+                self.result = report_failure(error, self.ranks, watchdog=self.watchdog)
+                code = self.result.exit_code
                 writes_status = self.ranks.rank == 0 or code is ExitCode.HANG  # in a hang rank 0 may not reach this
                 if writes_status and not self.config.train.dry_run:
-                    write_status(self.directory, code.outcome, self.config, reason, resumes=self.ranks.is_restart)
+                    write_status(
+                        self.directory, code.outcome, self.config, self.result.reason, resumes=self.ranks.is_restart
+                    )
                 if code in EXIT_IMMEDIATELY:
                     end_at_once(int(code))
         finally:
@@ -273,7 +276,7 @@ class TrainingJob:
         heartbeat = Heartbeat(self.directory, run, config, self.watchdog, ranks.is_restart)
         report: MetricsLogger = NullLogger()
         run_report: RunReport | None = None
-        self.result = ExitCode.CRASH, ""
+        self.result = RunResult(ExitCode.CRASH)
         try:
             loaded, load_notes = load_initial_state(run, config, ranks.is_restart)
             if train.skip_train:
@@ -295,20 +298,20 @@ class TrainingJob:
             inject_fault("init.ready", ranks.rank, 0)
             self._wait_for_all(run)
             watch.start_time = time.monotonic()
-            training_started = self.stop.training_started = True
+            training_started = self.signals.training_started = True
             watch.phases.end_startup()
-            trainer = Trainer(run, config, self.directory, report, self.stop, saver, saved_step, watch)
+            trainer = Trainer(run, config, self.directory, report, self.signals, saver, saved_step, watch)
             with watch.collector.running(), contextlib.closing(watch.profiler):
                 yield trainer
             self.result = trainer.finish()
             watch.phases.average_over_ranks()
             report.megatron_timestamp(
-                lines.megatron_end(self.result[1], run.state.step, (time.monotonic() - watch.start_time) / 60)
+                lines.megatron_end(self.result.reason, run.state.step, (time.monotonic() - watch.start_time) / 60)
             )
-            if self.result[0] is ExitCode.DONE and (line := export(run, config, sources.eod)):
+            if self.result.exit_code is ExitCode.DONE and (line := export(run, config, sources.eod)):
                 report.info(line)
         except SetupError as error:
-            self.result = ExitCode.USAGE, str(error)
+            self.result = RunResult(ExitCode.USAGE, str(error))
             raise
         except BaseException as error:  # includes SystemExit, which a plugin may raise
             try:
@@ -319,9 +322,9 @@ class TrainingJob:
         finally:
             heartbeat.close()
             self._finish(run, config, saver, report, run_report, watch)
-        if self.result[0] in EXIT_IMMEDIATELY_IN_GROUP:
+        if self.result.exit_code in EXIT_IMMEDIATELY_IN_GROUP:
             sys.stdout.flush()
-            end_at_once(int(self.result[0]))
+            end_at_once(int(self.result.exit_code))
 
     def _wait_for_all(self, run: Run) -> None:
         """Wait for all ranks, then set the timeout of collectives from the start-up's to that for steps; collective.
@@ -343,7 +346,7 @@ class TrainingJob:
         watch: Monitors,
     ) -> None:
         """Close everything that is open, and report how the run ended."""
-        outcome, reason = self.result
+        outcome, reason = self.result.exit_code, self.result.reason
         self.watchdog.close()
         run.close()
         if saver is not None and (lost_save := saver.close(wait=outcome not in NO_WAIT)):

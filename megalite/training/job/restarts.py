@@ -131,7 +131,7 @@ class RestartPolicy:
 
         Returns None for no restart, otherwise whether the run has saved a checkpoint since its first start.
         """
-        status = finalize_status(self._directory, self._config, (end.code, end.cause), self._started, self._is_restart)
+        status = finalize_status(self._directory, self._config, end.code, end.cause, self._started, self._is_restart)
         if stack := crash_stack(self._directory, end.cause, self._started):
             print_err(stack)
         # The same command has passed preflight before, so the cause may be temporary.

@@ -154,7 +154,7 @@ def claim_first_failure(ranks: RankInfo, code: int, reason: str) -> bool:
 def first_failure_reason(ranks: RankInfo) -> str | None:
     """Return the reason of the rank that failed first on this machine, if it is known."""
     failure = read_first_failure(Path(ranks.shared_dir)) if ranks.shared_dir else None
-    return failure and failure[1]
+    return failure and failure.cause
 
 
 def wait_for_first_failure(ranks: RankInfo) -> bool:

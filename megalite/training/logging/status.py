@@ -119,21 +119,21 @@ def write_status(
 
 
 def finalize_status(
-    directory: Path, config: Config, end: tuple[int, str], since: float, resumes: bool = False
+    directory: Path, config: Config, code: int, cause: str, since: float, resumes: bool = False
 ) -> dict[str, Any] | None:
     """Complete status.json after all ranks have ended; called by the launcher.
 
     Adds the outcome and reason if rank 0 could not write them or did not know them.
 
     Args:
-        end: (the first failing exit code, its cause).
+        code: The first failing exit code; 0 if no rank has failed.
+        cause: The cause of that failure.
         since: The start of the ranks; an older status belongs to other ranks.
         resumes: The ranks were restarted after a rank had died.
 
     Returns:
         The status if rank 0 had not written how the run ended, otherwise None.
     """
-    code, cause = end
     path, status = directory / "status.json", read_status(directory)
     if not directory.is_dir() or (path.exists() and not path.is_file()):
         return None

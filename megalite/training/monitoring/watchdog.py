@@ -36,7 +36,7 @@ from torch.distributed import distributed_c10d
 
 import megalite
 from megalite.common.console import print_err
-from megalite.common.exit_codes import ExitCode
+from megalite.common.exit_codes import ExitCode, RunResult
 from megalite.common.safe_open import open_in_run_dir, write_atomically
 from megalite.common.wording import plural
 from megalite.config.options import Config
@@ -141,26 +141,26 @@ class Watchdog:
                     self._report_file.unlink()
             print_err(f"{f'step {previous_step}' if previous_step else 'the start'} resumed after {duration_s:.0f} s")
 
-    def explain_error(self, error: BaseException) -> tuple[ExitCode, str] | None:
-        """Return (outcome, reason) if a hang or another rank caused the error; None if it is this rank's own."""
+    def explain_error(self, error: BaseException) -> RunResult | None:
+        """Return the result of the run if a hang or another rank caused the error; None if it is this rank's own."""
         if isinstance(error, LaunchError):  # another rank of this machine may have reported why it is late
             if self._report_file is None:
                 return None
             failure = read_first_failure(self._report_file.parent, HANG_REPORT)
-            return failure and (ExitCode.HANG, failure[1].partition(": ")[2])
+            return failure and RunResult(ExitCode.HANG, failure.cause.partition(": ")[2])
         if isinstance(error, CollectiveMismatchError):
             self._start_round(force=True)
-            return ExitCode.CRASH, f"{error}: {self.reason}"
+            return RunResult(ExitCode.CRASH, f"{error}: {self.reason}")
         if isinstance(error, RuntimeError) and (_TIMEOUT_ERROR.search(str(error)) or self._late_in_barrier(str(error))):
             self._start_round()
             self._store_set("timeout", json.dumps([self.reason, self.late_ranks]))
-            return ExitCode.HANG, self.reason
+            return RunResult(ExitCode.HANG, self.reason)
         if (isinstance(error, KeyboardInterrupt) or is_lost_peer_error(error)) and self._store_has("timeout"):
             self.reason, self.late_ranks = json.loads(self._store_get("timeout"))
-            return ExitCode.HANG, self.reason
+            return RunResult(ExitCode.HANG, self.reason)
         return None
 
-    def lost(self, error: BaseException) -> str:
+    def describe_lost_rank(self, error: BaseException) -> str:
         """Describe an error about a lost rank: which rank it may be, and in which call this rank noticed it."""
         match, state = _LOST_PEER_ERROR.search(str(error)), self._rank_state()
         candidates = [rank for rank in range(self.mesh.world.size) if rank != self.rank]
