@@ -50,7 +50,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> manifests.Manifest:
 
 
 @pytest.mark.parametrize("name", rarely([*FAULTS], [*FAULTS][:2], str, guards=("megalite/checkpoint/manager",)))
-def test_nothing_is_committed_and_the_run_goes_on(name: str, tmp_path: Path, unbroken: manifests.Manifest) -> None:
+def test_failed_save_commits_nothing_and_the_run_resumes(
+    name: str, tmp_path: Path, unbroken: manifests.Manifest
+) -> None:
     flags = [*FLAGS, "--async-save" if "background" in name else "--no-async-save"]
     folder = tmp_path / "run"
     how = {"before": _dies_before_it_lists} if name == UNLISTED else {"fault": FAULTS[name]}
@@ -92,7 +94,7 @@ QUICK = ("message", "update", "evaluation")
 
 
 @pytest.mark.parametrize("where", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.nightly) for n in PLACES])
-def test_kill_9_of_any_rank_ends_the_others_soon(where: str, tmp_path: Path) -> None:
+def test_killed_rank_ends_the_others_soon(where: str, tmp_path: Path) -> None:
     place = PLACES[where]
     victim = int(place.split(":")[1])
     end = drill(tmp_path, 4, EVERYWHERE, f"{place}:kill")
@@ -110,7 +112,7 @@ def test_kill_9_of_any_rank_ends_the_others_soon(where: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["raise", "exit0"])
-def test_a_rank_that_raises_or_leaves_ends_the_others_soon(kind: str, tmp_path: Path) -> None:
+def test_failing_rank_ends_the_others_soon(kind: str, tmp_path: Path) -> None:
     end = drill(tmp_path, 2, FLAGS, f"step.begin:1:3:{kind}")
     assert end.code == 1 and end.within_s < SECONDS, end
     assert "lost another rank (" in end.said[0] and "Traceback" not in end.said[0]

@@ -9,7 +9,7 @@ from mutations import BREAKAGES, MISTAKES, ROOT, Breakage, missed, planted, rare
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES + MISTAKES, ids=lambda b: b.name)
-def test_what_is_broken_is_still_there_to_be_broken(breakage: Breakage) -> None:
+def test_mutated_source_text_exists(breakage: Breakage) -> None:
     assert planted(breakage) and bool(breakage.test) != bool(breakage.first or breakage.odd)
     if breakage.test:
         path, name = re.fullmatch(r"([\w/]+\.py)::(\w+).*", breakage.test).groups()  # type: ignore[union-attr]
@@ -17,12 +17,12 @@ def test_what_is_broken_is_still_there_to_be_broken(breakage: Breakage) -> None:
 
 
 @pytest.mark.parametrize("breakage", rarely(BREAKAGES))
-def test_a_breakage_turns_its_test_red(breakage: Breakage, tmp_path: Path) -> None:
+def test_mutation_fails_its_test(breakage: Breakage, tmp_path: Path) -> None:
     assert verdict(breakage, tmp_path) == "red"
 
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("mistake", rarely(MISTAKES))
-def test_a_mistake_is_found_where_it_is(mistake: Breakage, tmp_path: Path) -> None:
+def test_verify_locates_a_mistake(mistake: Breakage, tmp_path: Path) -> None:
     answer = verify(mistake, tmp_path)
     assert not missed(mistake, *answer), answer[2]

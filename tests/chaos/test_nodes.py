@@ -61,7 +61,7 @@ def check_losses(folder: Path, steps: int) -> None:
     assert logged(folder) == pytest.approx(logged(alone), rel=1e-3)
 
 
-def test_a_node_is_lost_and_comes_back(tmp_path: Path, pair: tuple[Node, Node]) -> None:
+def test_node_is_lost_and_returns(tmp_path: Path, pair: tuple[Node, Node]) -> None:
     """dp is 2, then 1, then 2 again; a step has 8 samples throughout, of the same order."""
     a, b = pair
     folder = tmp_path / "run"
@@ -81,7 +81,7 @@ def test_a_node_is_lost_and_comes_back(tmp_path: Path, pair: tuple[Node, Node]) 
     check_losses(folder, ended(folder, run, back)["step"])
 
 
-def test_a_cable_is_pulled_and_put_back(tmp_path: Path, pair: tuple[Node, Node]) -> None:
+def test_cable_is_pulled_and_reconnected(tmp_path: Path, pair: tuple[Node, Node]) -> None:
     """The pipeline is across the nodes. Then the link becomes slow, which changes nothing but the time."""
     a, b = pair
     folder = tmp_path / "run"

@@ -64,7 +64,7 @@ def read(base: Path) -> dict[int, list[tuple[int, list[int]]]]:
 
 
 @pytest.mark.nightly
-def test_every_sample_once_and_in_order_over_kills_and_other_numbers_of_ranks(data: str, tmp_path: Path) -> None:
+def test_samples_come_once_in_order_over_kills_and_other_world_sizes(data: str, tmp_path: Path) -> None:
     """An epoch and two steps of the next one: dp 2 -> 4 -> 1 -> 2, with a kill -9 of a rank in each but the last."""
     steps = SAMPLES // BATCH + 2
     flags = [*READ, "--data-path", data, "--train-iters", str(steps), "--run-dir", str(tmp_path / "logs")]
@@ -115,7 +115,7 @@ EXPERTS = """--num-experts 8 --disable-bias-linear --moe-router-score-function s
 
 @GATHERS
 @pytest.mark.parametrize("name", TABLES["killed"])
-def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: Path) -> None:
+def test_killed_run_resumes_in_another_layout(name: str, data: str, tmp_path: Path) -> None:
     """With a kill -9 in each but the last, of ZeRO-3 between gather and free: one process's losses and experts' counts."""
     flags = [*READ, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
     flags += EXPERTS.split() * (name == "another ep")
@@ -137,7 +137,7 @@ def test_killed_a_run_goes_on_in_another_layout(name: str, data: str, tmp_path: 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_among_faults_of_every_kind_the_run_is_the_same_run(tmp_path: Path) -> None:
+def test_run_with_random_faults_is_the_same_run(tmp_path: Path) -> None:
     """A minute of them; half an hour: `python tests/chaos/soak.py 30 FOLDER`."""
     table = soak(tmp_path / "out", seed=1, steps=240, number=len(KINDS))
     assert all(f"| {kind} |" in table for kind in KINDS) and "bit for bit the same" in table

@@ -19,7 +19,7 @@ TINY = (
 )
 
 
-def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
+def test_profile_round_trips_through_json(tmp_path: Path) -> None:
     known = {"blocks": {"layer": (1.0, 2.0, 0.0)}, "shape": "some", "message": Link(1e-6, 2e9)}
     measured = dataclasses.replace(default_profile("h100"), **known)
     for profile in (*DEFAULTS.values(), measured):
@@ -28,7 +28,7 @@ def test_a_profile_is_the_same_after_a_file(tmp_path: Path) -> None:
     assert DEFAULTS.keys() == DEVICES.keys()
 
 
-def test_the_keys_of_a_profile_stay_those_of_files_that_exist(tmp_path: Path) -> None:
+def test_profile_keys_are_stable(tmp_path: Path) -> None:
     keys = {"source", "matmul", "head", "attention", "memory", "attention_half", "fused", "tiles", "sums", "kernel_s"}
     keys |= {"dispatch_s", "contention", "step_s", "shape", "device", "blocks", "message", "collective"}
     links = {"message": Link(1e-6, 2e9, 3e9), "collective": Link(4e-6, 5e9)}
@@ -44,7 +44,7 @@ def test_the_keys_of_a_profile_stay_those_of_files_that_exist(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"source": "x", "blocks": {}}'])
-def test_what_is_no_profile_is_refused_with_its_remedy(tmp_path: Path, text: str) -> None:
+def test_invalid_profile_is_refused_with_a_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ValueError, match="is not a profile .*tools/plan.py calibrate --out"):
         read_profile(tmp_path / "p.json")
@@ -54,7 +54,7 @@ ODD = [(name, value) for name in ("matmul", "memory", "kernel_s") for value in (
 
 
 @pytest.mark.parametrize("name,value", [*ODD, ("blocks", {"layer": [1.0, 2.0]})])
-def test_a_share_that_is_none_is_refused(tmp_path: Path, name: str, value: object) -> None:
+def test_invalid_share_is_refused(tmp_path: Path, name: str, value: object) -> None:
     default_profile("h100").save(tmp_path / "p.json")
     (tmp_path / "p.json").write_text(json.dumps(json.loads((tmp_path / "p.json").read_text()) | {name: value}))
     if (name, value) == ("kernel_s", 0):
@@ -65,7 +65,7 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, name: str, value: objec
 
 
 @pytest.mark.nightly
-def test_two_ranks_measure_every_part_and_the_plan_uses_it(tmp_path: Path) -> None:
+def test_calibration_on_two_ranks_is_used_by_the_plan(tmp_path: Path) -> None:
     config = config_from(f"{TINY} --pp 2")
     profile = calibrate(config, 128, ranks=2, seconds=1.0)
     made = make_run_plan(config, 2, 128)

@@ -18,7 +18,7 @@ from megalite.planning.comm_time import CommGroup, CommTimes, explain, link_tabl
 CLUSTER = replace(make_cluster("h100", 32), intra_node=Link(1e-6, 100e9), inter_node=Link(5e-6, 10e9))
 
 
-def test_examples() -> None:
+def test_comm_time_examples() -> None:
     assert doctest.testmod(module).failed == 0
 
 
@@ -38,14 +38,14 @@ def ring(n: float, ranks: list[int], per_node: int) -> float:
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], list(range(8)), list(range(0, 32, 8)), list(range(16)), [0, 4, 8, 12]])
-def test_a_gather_is_its_ring(ranks: list[int]) -> None:
+def test_all_gather_time_equals_a_ring(ranks: list[int]) -> None:
     links, group = CommTimes(CLUSTER), CommGroup.from_ranks(ranks, 8)
     assert links.all_gather(3e8, group) == pytest.approx(ring(3e8, ranks, 8))
     assert links.reduce_scatter(3e8, group) == links.all_gather(3e8, group)
     assert links.all_reduce(3e8, group) <= 2 * ring(3e8, ranks, 8) * (1 + 1e-9)
 
 
-def test_the_order_of_ranks_decides_which_links_are_used() -> None:
+def test_rank_order_decides_the_links() -> None:
     """dp 4 x pp 2 x tp 4 on nodes of 8: tp stays inside; dp pairs within a node, and goes across where it is outermost."""
     inner, outer = (abstract_mesh(32, 0, tp=4, pp=2, dp_outermost=outermost) for outermost in (False, True))
     assert CommGroup.from_ranks(inner.axis("tp").ranks, 8) == CommGroup(4, num_nodes=1, min_per_node=4)
@@ -56,33 +56,33 @@ def test_the_order_of_ranks_decides_which_links_are_used() -> None:
     assert slower == pytest.approx(2 * faster, rel=1e-3)  # one card in place of two
 
 
-def test_messages_take_the_link_between_the_two_and_one_rank_exchanges_nothing() -> None:
+def test_message_uses_the_link_of_its_two_ranks() -> None:
     links, alone = CommTimes(CLUSTER), CommGroup.from_ranks([3], 8)
     assert [f(1e9, alone) for f in (links.all_gather, links.reduce_scatter, links.all_reduce)] == [0] * 3
     assert links.p2p(1e9, 0, 7) == pytest.approx(1e-6 + 0.01)
     assert links.p2p(1e9, 7, 8) == pytest.approx(5e-6 + 0.1)
 
 
-def test_what_large_collectives_reach_is_the_links_rate_in_bus_bandwidth() -> None:
+def test_large_collectives_reach_the_bus_bandwidth() -> None:
     """As nccl-tests counts it: bytes / time x 2 (N - 1) / N, or half of that."""
     links, group = CommTimes(CLUSTER), CommGroup.from_ranks(range(0, 32, 8), 8)
     assert 1e12 / links.all_reduce(1e12, group) * 1.5 == pytest.approx(10e9, rel=1e-3)
     assert 1e12 / links.all_gather(1e12, group) * 0.75 == pytest.approx(10e9, rel=1e-3)
 
 
-def test_a_tree_spares_an_all_reduce_of_few_bytes_the_ring() -> None:
+def test_small_all_reduce_uses_a_tree() -> None:
     """1,024 ranks on 128 nodes: 7 rounds of the tree over nodes and back, not 2,046 hops."""
     links, group = CommTimes(make_cluster("h100", 1024)), CommGroup(1024, 128, 8)
     a, b = links.cluster.intra_node.latency_s, links.cluster.inter_node.latency_s
     assert links.all_reduce(64, group) == pytest.approx(2 * (7 * a + 7 * b), rel=0.01)
 
 
-def test_words_and_table_are_of_the_cluster() -> None:
+def test_cluster_description_and_table() -> None:
     assert link_table(CLUSTER)[2][2] == "10" and "10.0 times" in " ".join(explain(CLUSTER))
 
 
 # ---- clusters: the table, and files of one's own
-def test_the_example_of_the_help_is_a_file(tmp_path: Path) -> None:
+def test_cluster_example_in_the_help_is_valid(tmp_path: Path) -> None:
     example = re.sub(r"^    ", "", (clusters.__doc__ or "").split("\n\n", 1)[1], flags=re.M)
     example = example.split("\nA file's sections")[0]
     (tmp_path / "mine.toml").write_text(example)
@@ -98,7 +98,7 @@ def test_the_example_of_the_help_is_a_file(tmp_path: Path) -> None:
     assert made.device.peak_tflops(torch.bfloat16) == 500 and made.device.peak_tflops(torch.float32) == 60
 
 
-def test_everything_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) -> None:
+def test_cluster_file_lists_all_problems_at_once(tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(
         'nodes = 0\nper_node = 2.5\ncolour = 1\n[device]\nname = "x"\npeak_tflops = { bf8 = 1 }\n'
@@ -113,7 +113,7 @@ def test_everything_that_is_wrong_with_a_file_is_said_at_once(tmp_path: Path) ->
         read_cluster(path)
 
 
-def test_peaks_are_those_of_the_trainer() -> None:
+def test_cluster_peaks_equal_the_trainers() -> None:
     """Independent of the table: the vendors' dense figures."""
     peaks = {"a100": 312.0, "h100": 989.4, "h200": 989.4, "b200": 2250.0}
     assert {name: make_cluster(name, 1).device.peak_tflops(torch.bfloat16) for name in peaks} == peaks
@@ -122,7 +122,7 @@ def test_peaks_are_those_of_the_trainer() -> None:
     assert make_cluster("cpu", 2).device.peak_tflops(torch.float32) > 0
 
 
-def test_ranks_on_a_cpu_share_its_memory_and_what_cannot_be_is_refused() -> None:
+def test_cpu_ranks_share_memory() -> None:
     for devices, per_node, text in ((0, None, "num_devices=0"), (8, 0, "per_node=0")):
         with pytest.raises(ValueError, match=text):
             make_cluster("h100", devices, per_node)
@@ -143,7 +143,7 @@ MINE = '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1'
         ("[inside]\ngb_per_s = inf", "inside.gb_per_s=inf is not a number above 0"),
     ],
 )
-def test_a_file_with_odd_values_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_cluster_file_with_odd_values_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "c.toml").write_text(text)
     with pytest.raises(ValueError, match=re.escape(said)):
         read_cluster(tmp_path / "c.toml")

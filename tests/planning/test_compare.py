@@ -54,7 +54,7 @@ def by_part(rows: list[PredictionRow]) -> dict[str, PredictionRow]:
     return found
 
 
-def test_what_is_measured_is_what_the_files_say(run: Path, here: Cluster) -> None:
+def test_measured_values_come_from_the_run_files(run: Path, here: Cluster) -> None:
     rows = by_part(compare(run, here))
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row["perf/step_s"] for row in logged if "perf/step_s" in row]
@@ -74,7 +74,7 @@ def test_what_is_measured_is_what_the_files_say(run: Path, here: Cluster) -> Non
     assert rows["peak of pipeline rank 0"].measured == pytest.approx(max(ranks) * 2**30, rel=0.01)
 
 
-def test_what_is_predicted_is_counted_by_hand(run: Path, here: Cluster) -> None:
+def test_predicted_values_equal_a_hand_count(run: Path, here: Cluster) -> None:
     rows = by_part(compare(run, here))
     parts = ("compute", "bubble and pp messages", "exposed communication", "optimizer")
     assert rows["step"].predicted == pytest.approx(sum(rows[name].predicted or 0.0 for name in parts))
@@ -94,7 +94,7 @@ def test_what_is_predicted_is_counted_by_hand(run: Path, here: Cluster) -> None:
     assert rows["step"].ratio == pytest.approx((rows["step"].predicted or 0) / (rows["step"].measured or 1))
 
 
-def test_the_table(run: Path, cluster_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_comparison_table(run: Path, cluster_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert plan.main(["compare", str(run), "--json", str(tmp_path / "rows.json"), "--cluster", str(cluster_file)]) == 0
     shown = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in shown.splitlines()]
@@ -109,7 +109,7 @@ def test_the_table(run: Path, cluster_file: Path, capsys: pytest.CaptureFixture[
     )
 
 
-def test_what_a_run_did_not_write_is_said(run: Path, here: Cluster) -> None:
+def test_missing_run_files_are_reported(run: Path, here: Cluster) -> None:
     for file in ("report.json", "timeline.json", "metrics.jsonl"):
         (run / file).unlink()
     rows = by_part(compare(run, here))
@@ -120,7 +120,7 @@ def test_what_a_run_did_not_write_is_said(run: Path, here: Cluster) -> None:
     assert "timeline.json is damaged" in by_part(compare(run, here))["pipeline bubble"].note
 
 
-def test_the_cluster_is_that_of_the_run(run: Path) -> None:
+def test_cluster_of_the_run_is_used(run: Path) -> None:
     told = read_run(run, "mine")
     made = plan_of_run(told)
     found = cluster_of_run(told, made)
@@ -131,7 +131,7 @@ def test_the_cluster_is_that_of_the_run(run: Path) -> None:
     assert [list(layers) for layers in made.layer_ranges] == [list(range(*both)) for both in told.run_info["layers"]]
 
 
-def test_what_cannot_be_compared_is_refused(run: Path, here: Cluster, tmp_path: Path, capsys) -> None:
+def test_incomparable_runs_are_refused(run: Path, here: Cluster, tmp_path: Path, capsys) -> None:
     with pytest.raises(ConfigError, match="no files of a run"):
         compare(tmp_path / "nothing")
     events = run / "events.jsonl"

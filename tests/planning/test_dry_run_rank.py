@@ -94,7 +94,7 @@ def rows_of(table: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("world,flags", rows_of("as_rank"))
-def test_every_rank_issues_and_holds_what_the_dry_run_says(world: int, flags: str) -> None:
+def test_dry_run_equals_collectives_and_memory_of_every_rank(world: int, flags: str) -> None:
     size = M * B * world
     flags += f" --global-batch-size {size if 'rampup' not in flags else 8}"
     real: list[Real] = run_ranks(world, _real, flags)
@@ -116,7 +116,7 @@ def totals(calls: Counter[CollectiveCall], axis: str, op: str) -> tuple[int, int
     return sum(times for _, times in found), sum(size * times for size, times in found)
 
 
-def test_what_a_rank_issues_is_what_the_algorithms_say() -> None:
+def test_dry_run_collectives_equal_the_algorithms() -> None:
     """Counted by hand for tp 2 x pp 2 x dp 2, fp32, one chunk of logits: of the first stage and of the last."""
     plan, sources = arranged(f"{TP} {PP} --global-batch-size {M * B * 2}", 8)
     for rank, head in ((0, False), (7, True)):
@@ -145,7 +145,7 @@ LENT = "--cpu-offloading-num-layers"
 
 
 @pytest.mark.parametrize("world,flags", rows_of("of_8b"))
-def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
+def test_planned_memory_equals_live_memory(world: int, flags: str) -> None:
     """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
     weights come and go within 0.7 %, and by the chunk 2.5 %."""
     plan, sources = arranged(flags, world, LIKE_8B if ZERO not in flags else LIKE_8B.replace("size 5", "size 20"))
@@ -177,7 +177,7 @@ def test_the_plan_of_memory_is_what_lives(world: int, flags: str) -> None:
 
 
 @pytest.mark.parametrize("world,flags", rows_of("whole_matrices"))
-def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: str) -> None:
+def test_memory_of_full_tensor_updates_is_planned(world: int, flags: str) -> None:
     """Of four layers of Llama 3 8B on few tokens, where Muon's update is the peak: within 0.3 % when this was written,
     and 0.8 % of copies."""
     few = f"{LIKE_8B.replace('size 5', 'size 4')} --num-layers 4 --seq-length 64 {flags}"
@@ -189,7 +189,7 @@ def test_what_an_update_of_whole_matrices_takes_is_planned(world: int, flags: st
     assert planned.transient > 3 * rank_memory(adam)[0].transient
 
 
-def test_the_rank_of_cp_that_receives_most_is_planned() -> None:
+def test_cp_rank_with_most_memory_is_planned() -> None:
     """Layers with and without a window are cut alike, in zigzag: the first rank needs one block."""
     flags = "--num-layers 4 --cp 4 --window-size 1024,0 --window-attn-skip-freq 2"
     plan, sources = arranged(flags, 4, LIKE_8B.replace("size 5", "size 4"))
@@ -203,7 +203,7 @@ def test_the_rank_of_cp_that_receives_most_is_planned() -> None:
     assert max(moved) == plan.num_microbatches * sum(e.num_bytes for e in events if e.op == "all-to-all") > moved[0]
 
 
-def test_ranks_agree_with_each_other() -> None:
+def test_dry_runs_of_all_ranks_match() -> None:
     """What one sends another receives, and the ranks of a group issue the same."""
     plan, sources = arranged(f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size {M * B * 2}", 8)
     ranks = [dry_run_rank(plan, sources, rank) for rank in range(8)]
@@ -217,7 +217,7 @@ def test_ranks_agree_with_each_other() -> None:
                 assert found == [times] * one.ranks, (rank, one)
 
 
-def test_a_collective_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_collective_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     real = mlp.column_parallel_linear
     monkeypatch.setattr(
         mlp, "column_parallel_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later)
@@ -228,7 +228,7 @@ def test_a_collective_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch
         dry_run_rank(plan, sources, 3)
 
 
-def test_a_message_of_another_shape_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_of_another_shape_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if an activation were received whole, where it is split over tp: the rank of labels sees it."""
     empty = torch.empty
 
@@ -260,7 +260,7 @@ ELSEWHERE = "--data-path /nowhere/tokens --tokenizer-type GPT2BPETokenizer"
 ELSEWHERE += " --vocab-file /nowhere/v --merge-file /nowhere/m"
 
 
-def test_a_rank_of_a_command_line_whose_files_are_not_here() -> None:
+def test_dry_run_without_the_files_of_the_command_line() -> None:
     flags = f"""{MODEL} {TP} --nproc 4 --dry-run --dry-run-rank 3 {ELSEWHERE} --global-batch-size 8
      --compile""".replace("--mock-data", "")
     code, _, error = typed(*flags.replace("--vocab-size 64", "").split())
@@ -274,7 +274,7 @@ def test_a_rank_of_a_command_line_whose_files_are_not_here() -> None:
     assert "on a CPU" in out and "without --compile" in out
 
 
-def test_wrong_ranks_are_refused() -> None:
+def test_dry_run_refuses_invalid_ranks() -> None:
     flags = f"{MODEL} {TP} --nproc 4".split()
     assert typed(*flags, "--dry-run-rank", "1")[:2] == (2, "")
     code, out, error = typed(*flags, "--dry-run-rank", "4", "--dry-run")
@@ -282,7 +282,7 @@ def test_wrong_ranks_are_refused() -> None:
 
 
 @pytest.mark.nightly
-def test_a_rank_of_sixteen_thousand_takes_seconds_and_no_memory() -> None:
+def test_dry_run_of_16384_ranks_is_cheap() -> None:
     """Llama 3 405B as it was trained: tp 8, pp 16, dp 128; its rank would hold 18 GiB of weights, gradients and optimizer."""
     flags = """--preset llama3-405b --bf16 --tp 8 --pp 16 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1
      --global-batch-size 2048 --lr 8e-5 --train-iters 2 --mock-data --eval-iters 0 --nproc 16384 --dry-run --dry-run-rank 1234"""

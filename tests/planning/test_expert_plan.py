@@ -28,7 +28,7 @@ SMALL = f"""--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-lengt
  --attention-dropout 0 --global-batch-size 16 {SOME} --moe-layer-freq [0,1,1,1]"""
 
 
-def test_a_tokens_flops_are_those_of_a_dense_model_as_wide_as_its_experts_and_of_the_routers() -> None:
+def test_moe_flops_equal_dense_flops_plus_routers() -> None:
     some, dense = (config_from(f"{SHAPE} {more}").model for more in (SOME, SOME[: SOME.index("--num-experts")]))
     wide = dataclasses.replace(dense, ffn_hidden_size=K * F)
     assert flops_per_token(some, 1024) == flops_per_token(wide, 1024) + 6 * D * E * L
@@ -38,7 +38,7 @@ def test_a_tokens_flops_are_those_of_a_dense_model_as_wide_as_its_experts_and_of
 
 
 @pytest.mark.parametrize("experts,topk,ep", [(8, 2, 4), (16, 3, 2), (64, 8, 8)])
-def test_even_routing_is_what_lots_come_to(experts: int, topk: int, ep: int) -> None:
+def test_even_routing_equals_random_routing_in_the_mean(experts: int, topk: int, ep: int) -> None:
     chosen = torch.rand(20_000, experts, generator=torch.Generator().manual_seed(1)).topk(topk).indices
     mine = (chosen // (experts // ep) == 0).sum(1)
     rows, choices = balanced_routing(20_000, experts, topk, ep)
@@ -46,7 +46,7 @@ def test_even_routing_is_what_lots_come_to(experts: int, topk: int, ep: int) -> 
 
 
 @pytest.mark.parametrize("ep,etp", [(4, 1), (2, 2)])
-def test_a_layer_exchanges_even_rows_and_computes_as_much_as_alone(ep: int, etp: int) -> None:
+def test_moe_layer_dispatches_even_rows(ep: int, etp: int) -> None:
     (kind, *_), peers = layer_kinds(config_from(f"{SHAPE} {SOME}").model), ep * etp
     alone, split = (
         layers_cost((kind,), LayerSetting(1, 1, torch.bfloat16, ep=n, etp=m)) for n, m in ((1, 1), (ep, etp))
@@ -60,7 +60,7 @@ def test_a_layer_exchanges_even_rows_and_computes_as_much_as_alone(ep: int, etp:
     assert begun == known | Counter({("F", "ep_etp all-gather", 16 * peers * peers): 1})
 
 
-def test_rows_travel_on_the_links_between_experts() -> None:
+def test_dispatch_uses_the_links_between_experts() -> None:
     """Nothing hides them: on a node of four, or on four nodes of one."""
     of, link = made(f"{SOME} --ep 4 --global-batch-size 8", 4), Link(0.0, 1e9)
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
@@ -78,7 +78,7 @@ def test_rows_travel_on_the_links_between_experts() -> None:
     )
 
 
-def test_experts_gradients_and_weights_move_between_their_copies() -> None:
+def test_expert_gradients_and_weights_use_the_expert_mesh() -> None:
     late = "--no-overlap-grad-reduce --no-overlap-param-gather"
     of = made(f"{SOME} --ep 2 --global-batch-size 8 {late}", 4)
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
@@ -90,7 +90,7 @@ def test_experts_gradients_and_weights_move_between_their_copies() -> None:
     assert held.owned_numel == held.padded_numel["dense"] // 4 + held.padded_numel["expert"] // 2
 
 
-def test_groups_of_few_rows_wait_for_their_matrices_and_routers_have_the_rate_of_their_dtype() -> None:
+def test_small_expert_groups_are_bandwidth_bound() -> None:
     costs = TimeModel(made(f"{SOME} --global-batch-size 8", 1), make_cluster("h100", 1), default_profile("h100"))
     fixed = costs.profile.kernel_s
     few, many = (costs.matmul_s(rows, 2048, 2048, 64, 2) for rows in (64, 1 << 20))
@@ -100,7 +100,7 @@ def test_groups_of_few_rows_wait_for_their_matrices_and_routers_have_the_rate_of
     assert wide == pytest.approx((costs.matmul_s(4096, 2048, 2048, 1, 2) - fixed) * 989.4 / 66.9)
 
 
-def test_stages_of_unlike_layers_take_equally_long() -> None:
+def test_stages_of_mixed_layers_are_balanced() -> None:
     narrow = "--num-layers 16 --moe-layer-freq [0]*8+[1]*8 --ffn-hidden-size 512 --moe-ffn-hidden-size 2048"
     of = made(f"{SOME} {narrow} --pp 4 --global-batch-size 64", 4)
     slowest = [max(map(sum, of.stage_costs.flops_of_stages(split))) for split in (of.layers_per_stage, (4, 4, 4, 4))]
@@ -111,7 +111,7 @@ def test_stages_of_unlike_layers_take_equally_long() -> None:
     )
 
 
-def test_a_start_and_a_dry_run_tell_where_experts_are() -> None:
+def test_startup_and_dry_run_print_expert_placement() -> None:
     plan, sources = arranged(f"{TP} --ep 2 {EXPERTS} --global-batch-size 16 --dry-run --dry-run-rank 3", 4)
     assert "ep 1 of 2" in " ".join(format_rank(plan, sources, 4).split())
     told = " ".join(format_plan(plan, sources, 4).split())
@@ -119,7 +119,7 @@ def test_a_start_and_a_dry_run_tell_where_experts_are() -> None:
     assert f"parameters {plan.num_parameters:,}, {plan.num_parameters:,} active per token (" in told
 
 
-def test_the_search_finds_what_everything_simulated_does_and_tells_its_command() -> None:
+def test_expert_search_equals_exhaustive_simulation() -> None:
     asked = request(SMALL, 4)
     found, layouts = search(asked, min_rows=3, max_simulated=1000), every(asked)
     assert {one.ep for one in layouts} == {1, 2, 4} and found.num_simulated < len(layouts) / 4
@@ -134,7 +134,7 @@ def test_the_search_finds_what_everything_simulated_does_and_tells_its_command()
 
 
 @pytest.mark.parametrize("layout", [Layout(ep=4, zero=3), Layout(ep=8, zero=2), Layout(2, ep=2, zero=3)], ids=str)
-def test_the_bounds_of_experts_that_are_shared_out_are_below_the_plan(layout: Layout) -> None:
+def test_expert_sharding_bounds_are_below_the_plan(layout: Layout) -> None:
     asked = request(f"{MIXTRAL} --num-layers 4 --global-batch-size 64", 16)
     assert bounded(layout, asked)[2] > 0.7
 
@@ -142,7 +142,7 @@ def test_the_bounds_of_experts_that_are_shared_out_are_below_the_plan(layout: La
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("words,devices", [(MIXTRAL, 64), (QWEN3, 8), (QWEN3, 64)])
-def test_models_of_experts_are_planned(words: str, devices: int) -> None:
+def test_moe_models_are_planned(words: str, devices: int) -> None:
     """No row of ep alone is faster than what is found."""
     asked = request(f"{words} --global-batch-size 512 --micro-batch-size 1", devices)
     found = search(asked)

@@ -43,7 +43,7 @@ def setting(tp: int, split: bool = False, again: tuple[str, ...] = ()) -> LayerS
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_flops_saved_and_waiting_bytes_are_those_of_the_literature(name: str, tp: int) -> None:
+def test_layer_flops_and_bytes_equal_the_literature(name: str, tp: int) -> None:
     model = model_of(KINDS[name])
     tokens, (kind, *_) = 2 * model.seq_length, layer_kinds(model)
     whole, split = layers_cost((kind,), setting(tp)), layers_cost((kind,), setting(tp, split=True))
@@ -57,7 +57,7 @@ def test_flops_saved_and_waiting_bytes_are_those_of_the_literature(name: str, tp
     assert split.wgrad_bytes == pytest.approx(layer_waiting(model, 2, tp) * tokens, rel=off)
 
 
-def test_keys_and_values_that_ranks_share_are_computed_on_each() -> None:
+def test_replicated_kv_heads_are_computed_on_each_rank() -> None:
     """One group on four ranks: the formula of one rank's part has a quarter of them."""
     model = model_of(f"{LLAMA} {GROUPS} 1")
     D, K, tokens = 512, 64, 2 * 256
@@ -68,7 +68,7 @@ def test_keys_and_values_that_ranks_share_are_computed_on_each() -> None:
 
 
 @pytest.mark.parametrize("again", [(), ("core_attn",), ("mlp",), ("layernorm", "mlp")])
-def test_what_is_recomputed_is_not_saved_and_is_computed_twice(again: tuple[str, ...]) -> None:
+def test_recompute_saves_memory_and_doubles_the_forward(again: tuple[str, ...]) -> None:
     model = model_of(KINDS["llama"])
     kind, tokens = layer_kinds(model)[0], 2 * 256
     plain, some = layers_cost((kind,), setting(2)), layers_cost((kind,), setting(2, again=again))
@@ -83,7 +83,7 @@ def test_what_is_recomputed_is_not_saved_and_is_computed_twice(again: tuple[str,
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", KINDS)
-def test_layers_together_cost_what_each_costs(name: str, tp: int) -> None:
+def test_layer_costs_are_additive(name: str, tp: int) -> None:
     """Neighbours share storages; a forgotten reference would be one too many in each."""
     kind = layer_kinds(model_of(KINDS[name]))[0]
     one, *more = (layers_cost((kind,) * n, setting(tp, split=True)) for n in (1, 2, 3))
@@ -93,7 +93,7 @@ def test_layers_together_cost_what_each_costs(name: str, tp: int) -> None:
         assert bill.wgrad_bytes == n * one.wgrad_bytes
 
 
-def test_collectives_of_a_layer_are_those_that_a_run_counts() -> None:
+def test_layer_collectives_equal_a_counted_run() -> None:
     """test_dry_run_rank.py has them of runs: F two gathers and two scatters, B four and two; split B two and two,
     and W two gathers."""
     kind = layer_kinds(model_of(KINDS["llama"]))[0]
@@ -111,7 +111,7 @@ def test_collectives_of_a_layer_are_those_that_a_run_counts() -> None:
             assert event.num_bytes == 256 * 2 * 512 * 2  # of the whole sequence
 
 
-def test_the_head_has_its_backward_in_its_forward_and_the_embedding_multiplies_nothing() -> None:
+def test_head_and_embedding_cost() -> None:
     model = model_of(KINDS["llama"])
     head = head_cost(model, setting(2), 1000, 1024, 0.0)
     assert head.flops == (3 * head_flops(model, 1024) * 2 * 256 / 2, 0.0, 0.0)
@@ -121,7 +121,7 @@ def test_the_head_has_its_backward_in_its_forward_and_the_embedding_multiplies_n
     assert embedding.flops == (0.0, 0.0, 0.0) and embedding.peak_bytes["F"] >= edge
 
 
-def test_layers_are_of_one_kind_where_they_are_equal() -> None:
+def test_equal_layers_are_one_kind() -> None:
     model = model_of(f"{KINDS['llama']} --num-layers 6 --window-size 31,0 --window-attn-skip-freq [1,1,0]*2")
     kinds = layer_kinds(model)
     assert len(kinds) == 6 and len(set(kinds)) == 2 and kinds[0] == kinds[1] == kinds[3] != kinds[2]
@@ -129,7 +129,7 @@ def test_layers_are_of_one_kind_where_they_are_equal() -> None:
     assert layer_kinds(replace(model, seq_length=128))[0] != kinds[0]
 
 
-def test_a_bill_imports_no_compiler() -> None:
+def test_layer_cost_imports_no_compiler() -> None:
     """It takes seconds, on every rank that balances its stages."""
     code = """import sys
 sys.path[:0] = ["tests/support", "tests/planning"]
@@ -142,7 +142,7 @@ assert "torch._dynamo" not in sys.modules and "triton" not in sys.modules"""
     assert done.returncode == 0, done.stderr
 
 
-def test_launches_are_counted_in_forward_and_again_where_it_is_recomputed() -> None:
+def test_launches_are_counted_with_recompute() -> None:
     """Two norms, five matmuls, two rotations, attention, the activation and a residual sum; tp adds four collectives."""
     kind = layer_kinds(model_of(KINDS["llama"]))[0]
     plain, again, split = (

@@ -55,7 +55,7 @@ def in_copy(words: list[str], folder: Path) -> str:
 
 @pytest.mark.nightly(guards=GUARDED)
 @pytest.mark.timeout(500)
-def test_an_activation_is_one_file(tmp_path: Path) -> None:
+def test_new_activation_is_one_file(tmp_path: Path) -> None:
     copy = documents.copy_parts(("megalite", "tools", "pretrain_gpt.py"), tmp_path)
     (example,) = [text for language, text in documents.fences(PAGE) if language == "python" and "mish" in text]
     (copy / "megalite/kernels/activations/mish.py").write_text(example)

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACEHOLDERS = "--lr 1e-4 --train-iters 10 --micro-batch-size 1".split()
 
 
-def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_layouts_memory_budget_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command that it prints parses, and holds on these devices."""
     file, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     words = [*SHAPE, *BATCH, "--top", "3", "--tokens", "2B", "--data-tokens", "200M", "--json", str(file)]
@@ -79,7 +79,7 @@ def test_a_plan_tells_layouts_memory_budget_and_command(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("cp_s", [0.0, 0.5])
-def test_picture_of_a_plan_shows_all_parts_of_a_step(cp_s: float) -> None:
+def test_plan_picture_shows_all_parts_of_a_step(cp_s: float) -> None:
     """The bar is as long as the step; cp has an entry in the legend only if a layout has it."""
     parts = {"compute": 2.0, "bubble": 0.5, "tp": 0.25, "cp": cp_s, "pp": 0.125, "dp": 0.125, "optimizer": 0.5}
     memory = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "buffers"), 2**30)
@@ -92,7 +92,7 @@ def test_picture_of_a_plan_shows_all_parts_of_a_step(cp_s: float) -> None:
     assert ("exposed cp" in labels) == (cp_s > 0)
 
 
-def test_questions_lead_to_the_plan_of_their_answers(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_wizard_answers_give_the_same_plan_as_flags(tmp_path: Path, monkeypatch, capsys) -> None:
     """A wrong answer is asked again with its rule; the end of stdin takes defaults; the TOML starts what was planned."""
     asked, plain, toml = tmp_path / "asked.json", tmp_path / "plain.json", tmp_path / "run.toml"
     said = ["4" * 300, *"gpt 4x256x4 h1000 cpu 0 2".split()]  # the first is too long for the name of a file
@@ -144,7 +144,7 @@ SMALL_ANSWERS = ("4x512x4", "2xh100", "1K", "64")  # model, device, sequence, ba
 
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
-def test_answers_are_read_as_people_write_them(tmp_path: Path, terminal: bool) -> None:
+def test_wizard_accepts_common_spellings(tmp_path: Path, terminal: bool) -> None:
     said, found = asked_in_words(tmp_path, "4x512x4", "16xh100", "1K", "1M", "100B", "16", terminal=terminal)
     assert found["cluster"] == {"device": "h100", "nodes": 2, "per_node": 8}
     assert found["tokens"] == 100 * 10**9 and "How many of them" not in said and "limit 16 days" in said
@@ -161,7 +161,7 @@ def test_answers_are_read_as_people_write_them(tmp_path: Path, terminal: bool) -
         assert f"  that is {line}\n" in said, line
 
 
-def test_plain_answers_are_not_read_back(tmp_path: Path) -> None:
+def test_wizard_repeats_only_interpreted_answers(tmp_path: Path) -> None:
     said, found = asked_in_words(tmp_path, "tiny", "h100", "8", "512", "1,024", "x", "2000000000", "30 days")
     assert "that is" not in said and "'x' is not a number of tokens; write it as 300B or 15.6T" in said
     assert found["cluster"]["nodes"] == 1 and found["tokens"] == 2 * 10**9
@@ -181,7 +181,7 @@ def test_plain_answers_are_not_read_back(tmp_path: Path) -> None:
         ("b200", "12", "b200", "16"): ("b200", 2, 8),
     }.items(),
 )
-def test_devices_in_words(answers: Sequence[str], cluster: tuple[str, int, int], monkeypatch, capsys) -> None:
+def test_wizard_devices(answers: Sequence[str], cluster: tuple[str, int, int], monkeypatch, capsys) -> None:
     args = argparse.Namespace()
     lines = [*SMALL_ANSWERS[:1], *answers, *SMALL_ANSWERS[2:]]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
@@ -199,11 +199,11 @@ def test_devices_in_words(answers: Sequence[str], cluster: tuple[str, int, int],
         "16": (16, "days"), "2 weeks": (14, "days"), "20k $": (20000, "$"), "$20,000": (20000, "$"), "none": None
     }.items(),
 )  # fmt: skip
-def test_limits_in_words(text: str, read: object) -> None:
+def test_wizard_limits(text: str, read: object) -> None:
     assert wizard.parse_limit(text) == read
 
 
-def test_a_model_is_known_by_its_size() -> None:
+def test_wizard_model_by_size() -> None:
     """8B, 70B and so on, beside the parameters that the trainer counts."""
     for text, wanted in (("1B", 1e9), ("8b", 8e9), ("70B", 70e9), ("100 billion", 100e9), ("405B", 405e9)):
         model = config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]).model
@@ -220,7 +220,7 @@ def test_a_model_is_known_by_its_size() -> None:
             wizard.parse_model(text)
 
 
-def test_a_batch_that_grows_is_planned_as_what_it_becomes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_uses_the_final_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     """Layouts are compared at its last size; 62 steps of 16 samples come first, then 47 of 64."""
     words = [*SHAPE, "--num-gpus", "16", "--step-batch-size-schedule", "0:16 1M:64", "--train-samples", "4000"]
     for layout in ([], ["--tp", "2", "--pp", "2"]):
@@ -234,7 +234,7 @@ def test_a_batch_that_grows_is_planned_as_what_it_becomes(capsys: pytest.Capture
     assert "global_batch_size is not set" in capsys.readouterr().err
 
 
-def test_what_is_short_is_told_in_its_own_units(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_shortage_in_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--tokens"]
     for tokens, unit in (("1M", " s at "), ("100M", " minutes at "), ("10B", " hours at "), ("400B", " days at ")):
         assert plan.main([*words, tokens]) == 0
@@ -242,7 +242,7 @@ def test_what_is_short_is_told_in_its_own_units(capsys: pytest.CaptureFixture[st
         assert unit in rows["time"] and not any(text.startswith("0 ") for text in rows.values()), rows
 
 
-def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--micro-batch-size", "2"]
     assert plan.main(words) == 0
     assert "as given: tp 2 pp 2 mb 2" in capsys.readouterr().out
@@ -256,7 +256,7 @@ def test_one_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not fit into 71.7 GiB" in text and "layouts:" not in text
 
 
-def test_offload_is_proposed_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_proposes_offload_if_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--preset", "llama3-70b", "--num-gpus", "8", "--global-batch-size", "8", "--micro-batch-size", "1"]
     assert plan.main([*words, "--top", "1"]) == 0
     text = capsys.readouterr().out
@@ -267,7 +267,7 @@ def test_offload_is_proposed_where_nothing_else_fits(capsys: pytest.CaptureFixtu
         assert "Nothing fits without" not in capsys.readouterr().out
 
 
-def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_hugging_face_model_and_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704}
     config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "silu", "rope_theta": 500000.0}))
@@ -283,7 +283,7 @@ def test_a_model_of_hugging_face_and_a_clusters_file(tmp_path: Path, capsys: pyt
     assert not find_problems(found, 8)
 
 
-def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["sizes", "--dp", "4", "--parameters", "7B"]) == 0  # in fp32 arXiv:1910.02054's K = 12 is 8
     text = capsys.readouterr().out
     assert all(size in text for size in ("112.0", "70.0", "49.0", "28.0", "126.0", "63.0", "42.0", "31.5"))
@@ -293,7 +293,7 @@ def test_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words,said", ANSWERS["plan"].items())
-def test_a_wrong_question_is_refused(
+def test_plan_refuses_invalid_questions(
     words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert documents.start("tools/plan.py", words.split(), monkeypatch) == 2
@@ -301,7 +301,7 @@ def test_a_wrong_question_is_refused(
     assert said in told.err and "Traceback" not in told.err and not told.out
 
 
-def test_what_a_file_or_the_line_says_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_keeps_options_of_file_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also what the search has placeholders for; steps that are named are the budget."""
     file = tmp_path / "run.toml"
     file.write_text("lr = 3e-4\nmicro_batch_size = 4\ntrain_iters = 5000\nglobal_batch_size = 32\nbf16 = true\n")
@@ -319,7 +319,7 @@ def test_what_a_file_or_the_line_says_is_kept(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.timeout(120)
-def test_a_full_disk_under_its_output_is_one_line() -> None:
+def test_plan_output_on_a_full_disk_is_one_line() -> None:
     command = [sys.executable, str(ROOT / "tools" / "plan.py"), "--preset", "llama3-8b", *BATCH, "--tp", "2"]
     with open("/dev/full", "w") as full:
         done = programs.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
@@ -327,20 +327,20 @@ def test_a_full_disk_under_its_output_is_one_line() -> None:
         assert programs.run(command, stdout=full, stderr=full, timeout=100).returncode == 1
 
 
-def test_a_tiny_model_is_bound_by_what_every_step_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_tiny_model_is_bound_by_step_overhead(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --vocab-size 512 --tp 1"
     words += " --cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --global-batch-size 24"
     assert plan.main([*words.split()]) == 0
     assert "bound by fixed costs" in capsys.readouterr().out
 
 
-def test_a_profile_of_another_device_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_a_profile_of_another_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace(default_profile("cpu"), device="cpu").save(tmp_path / "p.json")
     assert plan.main([*SHAPE, *BATCH, "--profile", str(tmp_path / "p.json")]) == 2
     assert "was measured on cpu, not on h100" in capsys.readouterr().err
 
 
-def test_what_a_preset_says_is_no_placeholder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_keeps_preset_values(capsys: pytest.CaptureFixture[str]) -> None:
     for words, rate in (([], "1e-4"), (["--preset", "tiny"], None), (["--preset", "tiny", "--lr", "2e-3"], "2e-3")):
         shape = SHAPE if not words else []
         assert plan.main([*shape, *words, *BATCH, "--tp", "1"]) == 0
@@ -348,6 +348,6 @@ def test_what_a_preset_says_is_no_placeholder(capsys: pytest.CaptureFixture[str]
         assert (f"--lr {rate} " in command) if rate else "--lr " not in command.partition("\n(")[0]
 
 
-def test_it_runs_as_a_program(tmp_path: Path) -> None:
+def test_plan_command_runs(tmp_path: Path) -> None:
     done = typed("tools/plan.py", "--help", cwd=tmp_path)
     assert done.returncode == 0 and "--num-gpus" in done.stdout and "python tools/plan.py sizes" in done.stdout

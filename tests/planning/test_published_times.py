@@ -31,7 +31,7 @@ def test_published_runs_have_a_source_and_one_measured_value() -> None:
 
 
 @pytest.mark.nightly(guards=("tools/planning/published_runs.py",))
-def test_the_page_on_accuracy_has_the_table() -> None:
+def test_accuracy_page_has_the_table_of_published_times() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "planning_accuracy.md").read_text("utf-8")
     _, _, section = page.partition("## Published steps")
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]

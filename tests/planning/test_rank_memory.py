@@ -112,7 +112,7 @@ WAYS = {"some": LAYOUTS[4::5], "all": LAYOUTS}  # these: selective, gpipe, whole
 
 
 @pytest.mark.parametrize("which", rarely([*WAYS], ["some"], str, guards=("megalite/planning", "megalite/optim")))
-def test_the_memory_of_a_rank_is_what_it_allocates(which: str) -> None:
+def test_planned_rank_memory_equals_allocations(which: str) -> None:
     """State to the byte, all else within 2 %, on every rank."""
     for world in sorted({world for world, _ in WAYS[which]}):
         layouts = [flags for n, flags in WAYS[which] if n == world]
@@ -126,7 +126,7 @@ def test_the_memory_of_a_rank_is_what_it_allocates(which: str) -> None:
 
 
 @pytest.mark.parametrize("more", ["", "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"])
-def test_what_each_stage_would_hold_is_what_a_run_of_that_stage_holds(more: str) -> None:
+def test_planned_stage_memory_equals_a_run_of_the_stage(more: str) -> None:
     flags = f"{WORDS['llama']} --global-batch-size 16 --pp 2 {more} --zero-stage"
     told = state_by_zero_stage(made(f"{flags} 1", 8))
     sizes = [held.total for held in told]

@@ -68,7 +68,7 @@ def bounded(layout: Layout, asked: Request) -> tuple[PlannedLayout, RunPlan, flo
     return plan, made, least / plan.peak
 
 
-def test_no_layout_is_faster_than_the_best_that_is_found() -> None:
+def test_search_finds_the_fastest_layout() -> None:
     """Of a small model on 8 devices everything is simulated, which the search does not do."""
     asked = request(SMALL, 8)
     found = search(asked, min_rows=3, max_simulated=1000)
@@ -87,7 +87,7 @@ def test_no_layout_is_faster_than_the_best_that_is_found() -> None:
 @pytest.mark.parametrize(
     "flags,devices", [("--preset llama3-8b --global-batch-size 64 --zero-stage 1", 16), (SMALL, 8)]
 )
-def test_the_plainest_of_what_cannot_be_told_apart_stands_first(flags: str, devices: int) -> None:
+def test_search_prefers_the_simplest_of_equal_layouts(flags: str, devices: int) -> None:
     """Each row is of its own tp, pp and sharding; stages in unlike chunks are no default."""
     asked = request(flags, devices)
     found = search(asked, min_rows=6)
@@ -112,7 +112,7 @@ TIGHT = {
 
 
 @pytest.mark.parametrize("flags", [[*TIGHT][0], pytest.param([*TIGHT][1], marks=pytest.mark.nightly)])
-def test_a_tight_fit_does_not_stand_before_one_with_room(flags: str) -> None:
+def test_search_prefers_layouts_with_free_memory(flags: str) -> None:
     """The plainest layout takes 95 % and more of what is planned with; another takes no longer and has room."""
     devices, plainest = TIGHT[flags]
     asked = request(flags, devices)
@@ -130,7 +130,7 @@ def test_a_tight_fit_does_not_stand_before_one_with_room(flags: str) -> None:
     assert only.choices()[0].best.layout == plainest  # what is asked for is planned as it is
 
 
-def test_a_tight_fit_stands_first_where_what_has_room_is_slower() -> None:
+def test_search_takes_a_tight_fit_if_it_is_faster() -> None:
     def plan(seconds: float, share: float, parts: int) -> PlannedLayout:
         layout = Layout(tp=2 if parts > 0 else 1, pp=2 if parts > 1 else 1, micro_batch=round(1000 * seconds))
         held = RankMemory(round(share * 10**9), 0, 0, 0, 0)
@@ -148,7 +148,7 @@ def test_a_tight_fit_stands_first_where_what_has_room_is_slower() -> None:
         assert found.choices()[0].best == first
 
 
-def test_chunks_that_do_not_divide_the_layers_are_a_moving_part_more() -> None:
+def test_uneven_chunks_count_as_complexity() -> None:
     assert [Layout(4, 4, vpp).complexity(80) for vpp in (1, 5, 7)] == [2, 3, 4]
     assert Layout(8, 16, 8).complexity(126) == Layout(8, 16, 8, ends=True).complexity(126) == 4
     assert Layout().complexity(7) == 0 and Layout(recompute="full", zero=0).complexity(7) == 2
@@ -163,7 +163,7 @@ LONG = SMALL.replace("--seq-length 1024", "--seq-length 32768 --max-position-emb
 
 
 @pytest.mark.parametrize("flags", [SMALL, BROAD, LATE, LONG], ids=["small", "broad", "breadth-first", "long"])
-def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
+def test_search_bounds_are_below_simulation(flags: str) -> None:
     asked = request(flags, 8)
     layouts = every(asked)
     for layout in layouts[:: max(1, len(layouts) // 40)]:
@@ -173,7 +173,7 @@ def test_bounds_are_below_what_is_simulated_and_allocated(flags: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_head_that_weighs_much_hides_no_layout() -> None:
+def test_search_handles_a_heavy_head() -> None:
     """Its rank has few layers then, which no even division has. Everything that fits is simulated."""
     asked = request(f"{BROAD} --zero-stage 1", 8)
     found = search(asked)
@@ -185,7 +185,7 @@ def test_a_head_that_weighs_much_hides_no_layout() -> None:
 
 
 @pytest.mark.nightly
-def test_405b_on_16384_devices_is_at_least_as_good_as_the_published_layout() -> None:
+def test_search_405b_is_as_good_as_the_published_layout() -> None:
     """TP 8, PP 16 (arXiv:2407.21783, table 4), in as many chunks as there can be, with embedding and head in the place of
     a layer and without."""
     asked = request("--preset llama3-405b --seq-length 8192 --global-batch-size 2048", 16384)
@@ -204,7 +204,7 @@ WIDE = "--num-layers 12 --seq-length 512 --vocab-size 32000 --hidden-dropout 0 -
 
 
 @pytest.mark.parametrize("hidden,stage", [(10240, 2), (14336, 3)])
-def test_more_is_shared_out_where_stage_1_does_not_fit(hidden: int, stage: int) -> None:
+def test_search_raises_the_zero_stage_if_memory_is_short(hidden: int, stage: int) -> None:
     """13 nodes of one device have no tp, and 12 layers no 13 stages: dp alone is left."""
     flags, one = f"{WIDE} --hidden-size {hidden} --num-attention-heads 64", {"device": "a100", "gpus_per_node": 1}
     found = search(request(flags, 13, **one))
@@ -212,7 +212,7 @@ def test_more_is_shared_out_where_stage_1_does_not_fit(hidden: int, stage: int) 
     assert not search(request(f"{flags} --zero-stage 1", 13, **one)).plans
 
 
-def test_more_is_shared_out_where_it_is_faster_and_what_is_given_stands() -> None:
+def test_search_raises_the_zero_stage_if_faster() -> None:
     words = "--preset llama3-8b --global-batch-size 64 --micro-batch-size 1"
     asked = request(words, 8, device="a100")
     faster = search(asked).choices()[0].best
@@ -226,7 +226,7 @@ def test_more_is_shared_out_where_it_is_faster_and_what_is_given_stands() -> Non
 
 
 @pytest.mark.parametrize("flags", ["--global-batch-size 64", "--global-batch-size 64 --reshard-after-forward chunk"])
-def test_the_bounds_of_what_is_shared_out_are_below_its_plan(flags: str) -> None:
+def test_zero_bounds_are_below_the_plan(flags: str) -> None:
     asked = request(f"--preset llama3-8b {flags}", 16)
     for layout in (Layout(2, 2, vpp, zero=stage) for vpp in (1, 2, 4) for stage in (2, 3)):
         (_, made, share), link = bounded(layout, asked), Link(0.0, 1e8)
@@ -237,7 +237,7 @@ def test_the_bounds_of_what_is_shared_out_are_below_its_plan(flags: str) -> None
 
 
 @pytest.mark.parametrize("flags,devices", [(SMALL, 8), ("--preset llama3-8b --global-batch-size 64", 16)])
-def test_the_command_is_the_layout_that_was_planned(flags: str, devices: int) -> None:
+def test_printed_command_gives_the_planned_layout(flags: str, devices: int) -> None:
     """It parses, holds on as many ranks, and is the same configuration."""
     asked = request(flags, devices)
     layouts = every(asked)
@@ -249,7 +249,7 @@ def test_the_command_is_the_layout_that_was_planned(flags: str, devices: int) ->
         assert replace(config, train=replace(config.train, train_iters=1000)) == apply_layout(layout, asked.config)
 
 
-def test_what_the_command_line_fixes_is_not_searched() -> None:
+def test_given_options_are_not_searched() -> None:
     asked = request(f"{SMALL} --micro-batch-size 2 --recompute-granularity full --recompute-method uniform", 8)
     layouts = every(asked)
     assert {one.micro_batch for one in layouts} == {2} and {one.recompute for one in layouts} == {"full"}
@@ -260,7 +260,7 @@ def test_what_the_command_line_fixes_is_not_searched() -> None:
     assert layout_of(config_from(words)) == Layout(2, 2, 1, 4)
 
 
-def test_ranks_share_sequences_that_are_long_or_where_it_is_named() -> None:
+def test_search_uses_cp_for_long_sequences() -> None:
     long = "--seq-length 131072 --max-position-embeddings 131072 --global-batch-size 8 --micro-batch-size 1"
     asked = request(f"--preset llama3-8b {long}", 8)
     found = search(asked)
@@ -273,7 +273,7 @@ def test_ranks_share_sequences_that_are_long_or_where_it_is_named() -> None:
     assert {one.cp for one in candidate_grid(request(f"{SMALL} --cp 2", 8))} == {2}
 
 
-def test_flags_of_options_are_read_as_these_options() -> None:
+def test_printed_flags_parse_to_the_same_options() -> None:
     usual = "--lr 1 --train-iters 1 --micro-batch-size 1 --mock-data".split()
     for preset in ("gpt2", "llama3-8b", "qwen3-8b"):
         config = config_from(["--preset", preset, *usual])
@@ -284,7 +284,7 @@ def test_flags_of_options_are_read_as_these_options() -> None:
     assert {*LAYOUT_OPTIONS, *RECOMPUTE_DETAILS} <= {name for part in parts for name in part.__dataclass_fields__}
 
 
-def test_what_cannot_be_built_is_counted_with_the_runs_reason() -> None:
+def test_impossible_layouts_are_counted_with_their_reason() -> None:
     asked = request(SMALL.replace("--num-attention-heads 8", "--num-attention-heads 4"), 8)
     found = search(asked, min_rows=2)
     told = "\n".join(format_plan.refusal_lines(found))
@@ -296,7 +296,7 @@ def test_what_cannot_be_built_is_counted_with_the_runs_reason() -> None:
     assert "times the memory" in recommend.what_would_fit(small)[0]
 
 
-def test_advice_goes_by_figures() -> None:
+def test_advice_follows_the_measured_values() -> None:
     """Of a plan with two micro-batches over 8 stages, on tp 16 over nodes of 8."""
     asked = request("--preset llama3-70b --global-batch-size 2 --seq-length 512", 128)
     plan = evaluate(Layout(8, 8), asked, None)
@@ -317,7 +317,7 @@ def test_advice_goes_by_figures() -> None:
     assert "beyond the critical" in told
 
 
-def test_the_path_of_questions_ends_where_the_model_fits() -> None:
+def test_wizard_ends_when_the_model_fits() -> None:
     def asked_of(flags: str, devices: int) -> str:
         asked = request(flags, devices)
         return "\n".join(recommend.decision_path(asked, SearchResult(asked.cluster.device.memory_bytes)))
@@ -336,7 +336,7 @@ def test_the_path_of_questions_ends_where_the_model_fits() -> None:
 
 # ---- budgets and tables of sizes: published figures, exactly
 @pytest.mark.parametrize("dp", [1, 2, 8, 64])
-def test_bf16_takes_6_and_12_shared_bytes_per_parameter_as_the_run_does(dp: int) -> None:
+def test_bf16_state_bytes_per_parameter(dp: int) -> None:
     """What the layout of llama3-8b holds, to its padding, is the rule."""
     asked = request("--preset llama3-8b --global-batch-size 64", dp, gpus_per_node=min(dp, 8))
     made = make_run_plan(apply_layout(Layout(), asked.config), dp, asked.vocab_size)
@@ -348,7 +348,7 @@ def test_bf16_takes_6_and_12_shared_bytes_per_parameter_as_the_run_does(dp: int)
     assert held.total >= n * (6 + 12 / dp)
 
 
-def test_tokens_flops_steps_and_days() -> None:
+def test_token_budget() -> None:
     """GPT-3 175B on 300 B tokens: 3.14e23 FLOPs (arXiv:2005.14165, table D.1). Llama 3 405B: 3.8e25 on 15.6 T."""
     for preset, tokens, published in (("gpt3-175b", "300B", 3.14e23), ("llama3-405b", "15.6T", 3.8e25)):
         asked = request(f"--preset {preset} --global-batch-size 1024", 1024)
@@ -367,6 +367,6 @@ def test_tokens_flops_steps_and_days() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "B", "-3B", "0", "nan", "inf", "1e400T", "3 apples"])
-def test_what_is_no_number_of_tokens_is_refused(text: str) -> None:
+def test_invalid_token_count_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a number of tokens"):
         parse_quantity(text)

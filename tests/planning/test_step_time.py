@@ -50,7 +50,7 @@ def check_sum(found: StepTime) -> None:
 
 
 @pytest.mark.parametrize(("vpp", "m"), [(1, 2), (1, 8), (2, 8), (4, 4), (2, 64)])
-def test_the_bubble_is_that_of_1f1b(vpp: int, m: int) -> None:
+def test_bubble_equals_1f1b(vpp: int, m: int) -> None:
     """M F and B of all a rank's layers, and (pp - 1) / vpp of them more (arXiv:2104.04473, sec. 2.2)."""
     virtual = f"--num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
     of = made(f"{PP2} {virtual} --global-batch-size {m}", 2)
@@ -61,7 +61,7 @@ def test_the_bubble_is_that_of_1f1b(vpp: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("flags", ["", "--split-backward", "--num-virtual-stages-per-pipeline-rank 2"])
-def test_the_bubble_is_the_arrangements_where_work_takes_as_long_as_its_flops(flags: str) -> None:
+def test_bubble_equals_the_run_plans(flags: str) -> None:
     of = made(f"--pp 4 {flags} --global-batch-size 12", 4)
     layers, costs = of.layers_per_stage, of.costs_of_stages
     layer = tuple(cost / layers[1] for cost in costs[1])
@@ -71,7 +71,7 @@ def test_the_bubble_is_the_arrangements_where_work_takes_as_long_as_its_flops(fl
     assert found.parts["bubble"] / found.seconds == pytest.approx(of.bubble, rel=1e-6) and of.bubble > 0.05
 
 
-def test_messages_show_where_the_schedule_waits_for_them() -> None:
+def test_messages_delay_the_schedule() -> None:
     """pp 2, one chunk, by hand: with M 4 rank 0's last backward ends after 5 (F + B) and 4 messages, with M 2 after 3 and
     2: each two micro-batches wait for two."""
     for m, ends, messages in ((2, 3, 2), (4, 5, 4)):
@@ -82,7 +82,7 @@ def test_messages_show_where_the_schedule_waits_for_them() -> None:
         check_sum(found)
 
 
-def test_messages_of_one_direction_follow_each_other() -> None:
+def test_messages_of_one_direction_are_serialized() -> None:
     """GPipe, 3 micro-batches over a link that is slower than the work: the third arrives 3 messages after the first
     forward, and of the gradients the last 3 messages after the first backward."""
     run = simulate(build_schedule("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], delay=lambda source, target: 10.0)
@@ -95,7 +95,7 @@ def test_messages_of_one_direction_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("flags", [PP4, f"{PP4} --num-virtual-stages-per-pipeline-rank 2"])
-def test_a_long_step_is_its_first_groups_and_more_of_the_same(flags: str) -> None:
+def test_long_step_is_extrapolated(flags: str) -> None:
     of = made(f"{flags} --global-batch-size 64", 4)
     costs = [(1.0, 1.1, 0.9)] * of.placement.num_stages
     delay = lambda source, target: 0.2  # noqa: E731
@@ -105,7 +105,7 @@ def test_a_long_step_is_its_first_groups_and_more_of_the_same(flags: str) -> Non
     assert told == pytest.approx(whole, rel=0.01)
 
 
-def test_gradients_hide_behind_the_last_backward_but_for_the_last_bucket() -> None:
+def test_gradient_reduction_overlaps_the_last_backward() -> None:
     """dp 2, one bucket: nothing can hide, so overlap changes nothing; of many, all but the last do."""
     slow = {"intra_node": Link(0.0, 1e9)}
     batch = "--global-batch-size 4"
@@ -137,7 +137,7 @@ CHUNKS = "--pp 2 --num-virtual-stages-per-pipeline-rank 4"
         (f"{CHUNKS} --zero-stage 3 --pipeline-schedule breadth-first", 1, 1, 1),
     ],
 )
-def test_what_comes_and_goes_is_exchanged_for_each_run(flags: str, reduced: int, forward: int, backward: int) -> None:
+def test_sharded_weights_are_gathered_for_each_pass(flags: str, reduced: int, forward: int, backward: int) -> None:
     """f(d) P (4 R + 2 A) bytes, backward without the ends' weights. Where nothing is overlapped all of it shows, and
     makes what fills the pipeline longer; where all is, what takes longer than the work that hides it."""
     pp, chunks = (2, 4) if "--pp" in flags else (1, 1)
@@ -157,7 +157,7 @@ def test_what_comes_and_goes_is_exchanged_for_each_run(flags: str, reduced: int,
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "a2a"])
-def test_waits_for_cp_are_told_apart_from_those_for_tp(exchange: str) -> None:
+def test_cp_and_tp_waits_are_separate(exchange: str) -> None:
     """tp's ranks are neighbours in a machine and cp's are in different ones, between which half of what a layer moves
     over cp takes its time."""
     of, alone = (made(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
@@ -171,14 +171,14 @@ def test_waits_for_cp_are_told_apart_from_those_for_tp(exchange: str) -> None:
     check_sum(both)
 
 
-def test_without_a_distributed_optimizer_gradients_are_all_reduced() -> None:
+def test_replicated_optimizer_all_reduces_gradients() -> None:
     of = made("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
     assert of.config.parallel.use_distributed_optimizer is False
     found = predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of))
     assert found.parts["dp"] == pytest.approx(of.model_states[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
 
 
-def test_tp_waits_for_what_no_matmul_hides() -> None:
+def test_exposed_tp_communication_is_counted() -> None:
     """Of a layer: 4 collectives forward, the 2 gathers of dy backward; the others are behind matmuls, unless the link is
     so slow that all of them show: 10. The embedding has 2, the head 2, of which one is behind its last matmul."""
     of = made("--tp 2 --global-batch-size 4", 2)
@@ -190,7 +190,7 @@ def test_tp_waits_for_what_no_matmul_hides() -> None:
         check_sum(found)
 
 
-def test_what_hides_slows_down_what_hides_it() -> None:
+def test_overlap_slows_down_compute() -> None:
     of = made("--global-batch-size 4 --ddp-bucket-size 1000000", 2)
     free, dear = (
         predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5)
@@ -199,14 +199,14 @@ def test_what_hides_slows_down_what_hides_it() -> None:
     assert dear.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (whole - free.parts["dp"]), rel=0.01)
 
 
-def test_a_tied_embedding_is_summed_over_both_ends() -> None:
+def test_tied_embedding_gradient_is_reduced() -> None:
     tied = made(f"{PP2} --global-batch-size 4", 2)
     own = made(f"{PP2} --global-batch-size 4 --untie-embeddings-and-output-weights", 2)
     a, b = (predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of)).parts["dp"] for of in (tied, own))
     assert a - b == pytest.approx(1024 * 1024 * 4 / 1e9)  # fp32, 2 (N - 1) / N = 1
 
 
-def test_a_recompute_takes_a_forward_more() -> None:
+def test_full_recompute_adds_a_forward() -> None:
     args = "--global-batch-size 4"
     plain, full = made(args, 1), made(f"{args} --recompute-granularity full --recompute-method uniform", 1)
     profile, where = default_profile("h100"), make_cluster("h100", 1)
@@ -216,7 +216,7 @@ def test_a_recompute_takes_a_forward_more() -> None:
     assert 0.8 * forward < again < forward  # without the last operations, whose results backward does not need
 
 
-def test_block_recompute_takes_longer_for_its_first_layers_alone() -> None:
+def test_block_recompute_costs_only_its_layers() -> None:
     full = "--recompute-granularity full --recompute-method"
     profile, cluster = default_profile("h100"), make_cluster("h100", 1)
     plain, block, uniform = (
@@ -226,7 +226,7 @@ def test_block_recompute_takes_longer_for_its_first_layers_alone() -> None:
     assert block - plain == pytest.approx(3 / 8 * (uniform - plain)) and uniform > plain
 
 
-def test_slower_links_never_make_a_step_faster() -> None:
+def test_slower_links_are_never_faster() -> None:
     of = made("--tp 2 --pp 2 --global-batch-size 8", 8)
     times = []
     for scale in (1.0, 0.5, 0.1, 0.01):
@@ -241,7 +241,7 @@ def test_slower_links_never_make_a_step_faster() -> None:
     assert times == sorted(times) and times[0] < times[-1]
 
 
-def test_mfu_and_tokens_are_of_the_whole_cluster() -> None:
+def test_mfu_and_tokens_are_cluster_totals() -> None:
     of = made("--global-batch-size 8", 4)
     found = predict_step(of, make_cluster("h100", 4))
     flops = flops_per_token(of.config.model, of.padded_vocab) * 8 * 512
@@ -251,7 +251,7 @@ def test_mfu_and_tokens_are_of_the_whole_cluster() -> None:
         predict_step(of, make_cluster("h100", 8))
 
 
-def test_launching_bounds_a_small_model_unless_a_graph_does_it() -> None:
+def test_kernel_launches_bound_a_small_model_without_cuda_graphs() -> None:
     eager, graph = made("--global-batch-size 8", 1), made("--global-batch-size 8 --cuda-graph-impl local", 1)
     where = make_cluster("h100", 1)
     assert predict_step(graph, where).seconds < 0.5 * predict_step(eager, where).seconds
@@ -263,14 +263,14 @@ ROPE = "--position-embedding-type rope"
 @pytest.mark.parametrize(
     "more", ["--qk-layernorm", "--disable-bias-linear", "--parallel-residual", "--window-size 63,0", "--no-rope-freq 4"]
 )
-def test_a_layer_of_another_kind_is_priced_and_not_what_was_calibrated(more: str) -> None:
+def test_uncalibrated_layer_kind_is_priced_by_its_cost(more: str) -> None:
     one, other = (made(f"{ROPE} {also} --global-batch-size 8", 1) for also in ("", more))
     of_same, of_other = (TimeModel(of, fast(1), known(one)).layer_times.per_layer[:, TOTAL, F] for of in (one, other))
     alike = [n % 4 != 3 for n in range(8)] if "freq" in more else [False] * 8  # every fourth layer has no positions
     assert (of_same == 1.0).all() and [s == 1.0 for s in of_other] == alike and of_other[3] < 0.1
 
 
-def test_a_step_of_mixed_kinds_is_the_sum_of_its_parts() -> None:
+def test_step_of_mixed_layer_kinds_is_additive() -> None:
     """Of matmuls and attention alone, at half of the peak: a window in two layers of three, and narrow feed-forward."""
     flags = f"{ROPE} --num-layers 6 --ffn-hidden-size 1536 --window-size 63,0 --window-attn-skip-freq 3"
     of, S, D, F = made(f"{flags} --global-batch-size 8", 1), 512, 1024, 1536

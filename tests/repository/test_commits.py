@@ -43,13 +43,13 @@ def is_known(root: Path, base: str) -> bool:
     return top.resolve() == root.resolve()
 
 
-def test_commits_say_what_and_why() -> None:
+def test_commit_titles_and_bodies() -> None:
     if not is_known(ROOT, BASE):
         pytest.skip("no history that reaches back to the base")
     assert list(faults(git(ROOT, "log", FORMAT, f"{BASE}..HEAD"))) == []
 
 
-def test_each_fault_is_named() -> None:
+def test_commit_check_names_each_fault() -> None:
     rows = [("a1", "a0", "docs: " + "a" * (TITLE - 6), "Why it was done.\n\nIn two paragraphs.\n")]
     rows += [("a2", "a0 a1", "Merge branch 'x'", ""), ("a3", "a2", "docs: " + "a" * TITLE, "Why.\n")]
     rows += [("a4", "a3", "docs: what alone", ""), ("a5", "a4", "Lines that grew by their layout", "Why.\n")]

@@ -100,15 +100,15 @@ AutoModel.from_pretrained(x, trust_remote_code=False, use_safetensors=True)
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_it_would_be_found(text: str) -> None:
+def test_unsafe_calls_are_detected(text: str) -> None:
     assert BAD[text] in found(text)
 
 
-def test_what_is_safe_is_not_found() -> None:
+def test_safe_calls_are_not_reported() -> None:
     assert list(found(GOOD)) == []
 
 
-def test_nothing_runs_what_it_reads() -> None:
+def test_package_executes_nothing_that_it_reads() -> None:
     seen = {(str(path.relative_to(ROOT)), what) for path in SOURCES for what in found(path.read_text("utf-8"))}
     assert seen - ALLOWED == set()
     assert ALLOWED - seen == set()  # what is not needed any more is not allowed

@@ -11,7 +11,7 @@ Rule = Callable[[Path], Iterator[str]]
 
 
 @pytest.mark.parametrize("rule", style_rules.RULES, ids=lambda rule: rule.__name__)
-def test_the_house_is_in_order(rule: Rule) -> None:
+def test_repository_follows_the_rule(rule: Rule) -> None:
     assert list(rule(style_rules.ROOT)) == []
 
 
@@ -20,7 +20,7 @@ FAULTS: dict[str, dict[str, str]] = toml_tables.read("repository/style_violation
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_rule_can_fail(fault: str, tmp_path: Path) -> None:
+def test_rule_detects_a_violation(fault: str, tmp_path: Path) -> None:
     for name, text in {"docs/shapes.md": SHAPES, "pyproject.toml": "", **FAULTS[fault]}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -29,7 +29,7 @@ def test_every_rule_can_fail(fault: str, tmp_path: Path) -> None:
     assert not any(found.values()), found
 
 
-def test_what_keeps_the_rules_is_let_through(tmp_path: Path) -> None:
+def test_rules_accept_correct_code(tmp_path: Path) -> None:
     right = {
         "docs/shapes.md": SHAPES,
         "docs/a.md": "`nn/a.py: A.g`, `nn/a.py: A.h`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",

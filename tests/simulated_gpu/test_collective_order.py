@@ -51,7 +51,7 @@ def _without_races(traces: Traces) -> None:
 
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("item", rarely([*WHOLE, *SEVERAL[::4], *EXCHANGED[::8], *OPTIONS], WHOLE + OPTIONS[:1], NAME))
-def test_all_that_a_run_does_on_cards_is_in_order(item: Row, tmp_path: Path) -> None:
+def test_run_on_gpus_is_in_order(item: Row, tmp_path: Path) -> None:
     """There gradients and activations are summed by reduce-scatters, and a checkpoint is written in the background."""
     traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"))
     _in_order(traces)
@@ -60,7 +60,7 @@ def test_all_that_a_run_does_on_cards_is_in_order(item: Row, tmp_path: Path) -> 
 
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("item", rarely(SEVERAL + EXCHANGED, COVER + named(CONTEXT), NAME))
-def test_steps_on_cards_are_in_order_in_every_layout(item: Row) -> None:
+def test_steps_on_gpus_are_in_order_in_every_layout(item: Row) -> None:
     traces = runs.traced(item.world, runs.steps, flags_of(item))
     kinds = {fact.kind for facts in traces.values() for fact in facts if isinstance(fact, Comm)}
     assert not item.has_tp or "reduce_scatter" in kinds
@@ -114,7 +114,7 @@ def _steps(here: torch.device, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_one_rank_does_otherwise_is_named(name: str) -> None:
+def test_diverging_rank_is_named(name: str) -> None:
     traces, deaths = runs.broken(2, _steps, name)
     assert deaths[0].startswith("Disorder: ")
     for told in (deaths[0], " ".join(stuck(traces))):

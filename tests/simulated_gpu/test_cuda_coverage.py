@@ -338,12 +338,12 @@ def watched(name: str, folder: str) -> set[Mention]:
 
 
 @pytest.mark.parametrize("name", rarely([*CASES], [case.__name__ for case in OFTEN], str))
-def test_what_is_done_on_a_card(name: str, tmp_path: Path) -> None:
+def test_cuda_branches_on_a_simulated_gpu(name: str, tmp_path: Path) -> None:
     run_ranks(WORLD.get(name, 1), tried, name, str(tmp_path), timeout=110)
 
 
 @pytest.mark.parametrize(("cards", "ranks"), [(0, 4), (1, 1), (2, 2), (4, 4)])
-def test_the_quickstart_counts_its_ranks(
+def test_quickstart_counts_its_ranks(
     cards: int, ranks: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The speed is of all ranks together; a pipeline of two stages need not be of four ranks."""
@@ -365,7 +365,7 @@ def test_the_quickstart_counts_its_ranks(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_no_place_of_the_source_that_speaks_of_cards_is_left_out(tmp_path: Path) -> None:
+def test_every_cuda_branch_is_covered(tmp_path: Path) -> None:
     seen = set()
     for name in CASES:
         (tmp_path / name).mkdir()
@@ -397,12 +397,12 @@ PLACES = [(5, "device != 'cuda'"), (8, "device = 1"), (9, "torch.cuda.synchroniz
 PLACES += [(12, "7"), (12, "device == 'cuda'")]
 
 
-def test_the_places_of_a_text() -> None:
+def test_cuda_mentions_of_a_text() -> None:
     assert [(place.begin[0], place.text) for place in sorted(of_text(TEXT, "text.py"))] == PLACES
 
 
 @pytest.mark.parametrize(("call", "seen"), [("turned(X, 'cpu')", [5]), ("in_thread(X, 'cuda')", [5, 8, 9, 10, 12])])
-def test_what_ran_is_seen_and_nothing_else(call: str, seen: list[int], tmp_path: Path) -> None:
+def test_coverage_sees_only_executed_branches(call: str, seen: list[int], tmp_path: Path) -> None:
     path = tmp_path / "text.py"
     path.write_text(TEXT)
     space: dict[str, object] = {"Thread": threading.Thread}

@@ -49,7 +49,7 @@ ZERO, GRAPHS, OFFLOAD, MOVED = (FLAGS[name] for name in ("ZERO", "GRAPHS", "OFFL
 SAVED = "training/checkpointing/save.py save: run.buffer.wait_param_sync()"
 
 
-def test_every_wait_has_its_row() -> None:
+def test_every_wait_has_a_row() -> None:
     tables = (
         *BETWEEN_RANKS.values(),
         *(TABLES[name] for name in ("between_streams", "no_race", "unseen", "of_the_host")),
@@ -128,7 +128,7 @@ def _of(race: Race, left: Left) -> bool:
 
 @pytest.mark.timeout(400)  # of a machine that is busy
 @pytest.mark.parametrize("name", rarely([*LAYOUTS], [*OFTEN], str))
-def test_ranks_do_not_race_and_without_any_wait_they_do(name: str, tmp_path: Path) -> None:
+def test_removing_any_wait_gives_a_race(name: str, tmp_path: Path) -> None:
     layout, more = LAYOUTS[name]
     first = name == next(other for other, (flags, _) in LAYOUTS.items() if flags == layout)
     keys = [key for table in BETWEEN_RANKS.values() for key, flags in table.items() if flags == layout and first]
@@ -169,7 +169,7 @@ RAISED = {
 
 
 @pytest.mark.parametrize("fault", RAISED)
-def test_weights_that_come_up_from_the_host_race_without_their_waits(fault: str) -> None:
+def test_offloaded_weights_race_without_their_waits(fault: str) -> None:
     assert all(RAISED[fault] in found for found in run_ranks(2, _raised, fault, backend=nccl.join, timeout=300))
 
 
@@ -194,7 +194,7 @@ ALONE = [LLAMA, GRAPHS, f"{GRAPHS} --fp16 --no-bf16 --loss-scale 128", OFFLOAD, 
 
 
 @pytest.mark.parametrize("flags", ["", *ALONE, f"{OFFLOAD} --no-bf16"])
-def test_a_rank_alone_does_not_race(flags: str, tmp_path: Path) -> None:
+def test_single_rank_does_not_race(flags: str, tmp_path: Path) -> None:
     with one_rank(flags) as (card, run):
         train_step(run)
         saved_behind_steps(run, tmp_path)
@@ -205,7 +205,7 @@ def test_a_rank_alone_does_not_race(flags: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, scenario in BETWEEN_STREAMS.items() if scenario == "graphs"])
-def test_a_graph_that_is_not_waited_for_races(key: str) -> None:
+def test_graph_replay_races_without_its_wait(key: str) -> None:
     with one_rank(GRAPHS) as (card, run):
         with without(sites()[key]) as left:
             train_step(run)
@@ -223,7 +223,7 @@ MISSED: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("key", MISSED)
-def test_a_copy_behind_the_step_that_is_not_waited_for_races(key: str, tmp_path: Path) -> None:
+def test_staging_copy_races_without_its_wait(key: str, tmp_path: Path) -> None:
     other, early, late = MISSED[key]
     with one_rank("") as (card, run), contextlib.ExitStack() as stack:
         left = [stack.enter_context(without(sites()[one])) for one in (key, other) if one]
@@ -256,7 +256,7 @@ UNMOVED = [
 
 
 @pytest.mark.parametrize("key,flags,early,late", UNMOVED)
-def test_what_is_offloaded_and_does_not_wait_for_its_copies_races(key: str, flags: str, early: str, late: str) -> None:
+def test_offload_races_without_waiting_for_copies(key: str, flags: str, early: str, late: str) -> None:
     with one_rank(flags) as (card, run):
         with without(sites()[key]) as left:
             for _ in range(2):
@@ -268,7 +268,7 @@ def test_what_is_offloaded_and_does_not_wait_for_its_copies_races(key: str, flag
 
 
 @pytest.mark.parametrize("key", ["", *(key for key, scenario in BETWEEN_STREAMS.items() if scenario == "copy")])
-def test_a_copy_that_does_not_wait_for_the_update_before_it_races(key: str) -> None:
+def test_copy_before_the_update_races(key: str) -> None:
     """Of the copy alone: around a whole save the host happens to wait for the device."""
     with heard(), on_card(0) as card, without(sites()[key]) if key else contextlib.nullcontext():
         state, copy = torch.zeros(64, device=card.device), HostStager(card.device)
@@ -281,7 +281,7 @@ def test_a_copy_that_does_not_wait_for_the_update_before_it_races(key: str) -> N
     assert bool(found) == bool(key)
 
 
-def test_a_copy_that_begins_behind_the_update_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_after_the_update_races(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of the save is slow, and the update does not wait until the copy has begun."""
     gate, real = threading.Event(), HostStager._parts
     monkeypatch.setattr(HostStager, "_parts", lambda *args: (gate.wait(20), real(*args))[1])

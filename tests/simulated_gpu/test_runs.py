@@ -60,7 +60,7 @@ EXPECTED = tomllib.loads(Path(__file__).with_name("runs.toml").read_text("utf-8"
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_host_waits_for_what_is_documented(name: str, tmp_path: Path) -> None:
+def test_host_synchronizations_equal_the_documents(name: str, tmp_path: Path) -> None:
     expected = {mark: waits for mark, waits in EXPECTED[name].items() if mark != "flags"}
     card = train(tmp_path, EXPECTED[name]["flags"].format(folder=tmp_path))
     found = by_mark(card)
@@ -75,7 +75,7 @@ def test_the_host_waits_for_what_is_documented(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("background", rarely(["on", "off"], ["on"], str, guards=("megalite/checkpoint",)))
-def test_what_is_saved_is_a_cpus_and_loads(background: str, tmp_path: Path) -> None:
+def test_checkpoint_from_a_gpu_equals_a_cpus(background: str, tmp_path: Path) -> None:
     flags = f"{LLAMA} --save-interval 1 --async-save {background}"
     card = train(tmp_path / "card", f"{flags} --save {tmp_path}/card")
     train(tmp_path / "cpu", f"{flags} --save {tmp_path}/cpu", device="cpu")
@@ -93,7 +93,7 @@ def test_what_is_saved_is_a_cpus_and_loads(background: str, tmp_path: Path) -> N
     assert card_s == cpu_s and len(cpu_s) == 3
 
 
-def test_a_text_is_generated_as_on_a_cpu(tmp_path: Path) -> None:
+def test_generation_on_a_gpu_equals_a_cpu(tmp_path: Path) -> None:
     train(tmp_path, f"{LLAMA} --save {tmp_path} --save-interval 2", device="cpu")
     prompts, sampling, new = [[3, 4, 5], [7]], Sampling(temperature=1.0, seed=3), 6
     there = generate_tokens(load_model(tmp_path, Mesh.single_process()), prompts, new, sampling)
@@ -108,7 +108,7 @@ def test_a_text_is_generated_as_on_a_cpu(tmp_path: Path) -> None:
     assert waits == {f"{kind} megalite/generate/generation.py": count for kind, count in kinds.items()}
 
 
-def test_each_of_them_is_in_the_documents_table() -> None:
+def test_every_synchronization_is_documented() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/testing.md").read_text(encoding="utf-8")
     table = text.partition("## Host synchronization")[2].partition("\n## ")[0]
     assert {run["flags"].split()[0] for run in EXPECTED.values()} <= set(re.findall(r"--[a-z0-9-]+", table))

@@ -55,14 +55,14 @@ ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
         ("kill -9 $$", True),
     ],
 )
-def test_what_nvidia_smi_says_decides_the_queues(tool: Path, tmp_path: Path, script: str, queue: bool) -> None:
+def test_nvidia_smi_decides_the_number_of_queues(tool: Path, tmp_path: Path, script: str, queue: bool) -> None:
     answer(tool, script)
     set_cuda_environment(2, tmp_path)
     assert (os.environ.get(ONE_QUEUE) == "1") is queue
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "nccl_trace_rank_")
 
 
-def test_without_a_tool_only_what_a_deterministic_run_needs_is_set(
+def test_without_nvidia_smi_only_deterministic_variables_are_set(
     tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container may have cards and no nvidia-smi: without the variable torch would refuse the first matmul there."""
@@ -78,7 +78,7 @@ def test_without_a_tool_only_what_a_deterministic_run_needs_is_set(
     assert ONE_QUEUE not in os.environ and "TORCH_FR_BUFFER_SIZE" in os.environ
 
 
-def test_a_tool_that_hangs_is_left(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_nvidia_smi_is_abandoned(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when its child, which holds the pipe, goes on."""
     answer(tool, "sleep 1000; echo 10.0")
     real = subprocess.run
@@ -88,9 +88,7 @@ def test_a_tool_that_hangs_is_left(tool: Path, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", [*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values())])
-def test_what_the_user_has_set_stays_under_either_name(
-    tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_user_variables_are_kept(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     answer(tool, "echo 9.0")
     monkeypatch.setenv(name, "theirs")
     set_cuda_environment(2, tmp_path)
@@ -99,7 +97,7 @@ def test_what_the_user_has_set_stays_under_either_name(
     assert ours is None or ours not in os.environ
 
 
-def test_torch_takes_the_variables_without_a_word(tool: Path, tmp_path: Path) -> None:
+def test_torch_accepts_the_variables(tool: Path, tmp_path: Path) -> None:
     """Of a process that has loaded them all: the allocator's, and the flight recorder's with its first collective."""
     answer(tool, "echo 9.0")
     set_cuda_environment(2, tmp_path)
@@ -113,13 +111,13 @@ def test_torch_takes_the_variables_without_a_word(tool: Path, tmp_path: Path) ->
     assert "deprecated" not in done.stderr
 
 
-def test_the_local_rank_picks_the_card() -> None:
+def test_local_rank_selects_the_gpu() -> None:
     with cuda.installed([], cards=4) as machine:
         with process_group(RankInfo(9, 1, 3, 4), device="cuda", startup_timeout=datetime.timedelta(seconds=2)) as here:
             assert here == torch.device("cuda", 3) and torch.cuda.current_device() == 3 == machine.home
 
 
-def test_more_ranks_than_cards_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_ranks_than_gpus_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     """By the first that has none: those that have one wait for the others, and their launcher ends them."""
     with simulated(cards=2):
         codes = [pretrain(config_of(), RankInfo(rank, 4, rank, 4)) for rank in (3, 2)]
@@ -128,14 +126,14 @@ def test_more_ranks_than_cards_are_told_once(capsys: pytest.CaptureFixture[str])
     assert said.count("\n") == 1 and "local rank 2 has no GPU, 2 visible: use --nproc 2 or less" in said
 
 
-def test_generation_tells_it_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_reports_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     args = generate.build_parser().parse_args(["--load", "x", "--device", "cuda"])
     with cuda.installed([], cards=1), pytest.raises(SystemExit, match="3"):
         generate.run(RankInfo(1, 2, 1, 2), args, [""])
     assert "generate.py: local rank 1 has no GPU, 1 visible" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_the_ranks_own_card_is_refused() -> None:
+def test_plan_that_exceeds_the_ranks_gpu_is_refused() -> None:
     plan = make_run_plan(config_of(), 2, 93)
     with cuda.installed([], cards=2, memory=1 << 30):
         check_machine(plan, "cuda", RankInfo(1, 2, 1, 2))

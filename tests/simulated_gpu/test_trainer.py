@@ -60,7 +60,7 @@ def steps_of(run: Run) -> list[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_a_step_waits_once_and_computes_what_a_cpu_does(name: str) -> None:
+def test_gpu_step_synchronizes_once_and_equals_a_cpu(name: str) -> None:
     flags, almost = ALONE[name]
     flags = f"--hidden-dropout 0 --attention-dropout 0 {flags.format_map(WORDS)}"
     with simulated() as card:
@@ -81,7 +81,7 @@ def on_a_card(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ..
 
 
 @pytest.mark.parametrize("name", rarely([*OFTEN, *RARELY], [*OFTEN], str))
-def test_each_rank_waits_once_per_step_under_every_layout(name: str) -> None:
+def test_each_rank_synchronizes_once_per_step_under_every_layout(name: str) -> None:
     world, flags = (OFTEN | RARELY)[name]
     for here, there, mixed, waits in run_ranks(world, on_a_card, flags.format_map(WORDS), backend=nccl.join):
         assert here == there and not mixed and waits == ONCE * STEPS
@@ -100,7 +100,7 @@ def interpreted(flags: str) -> tuple[list[tuple[float, ...]], list[str], list[st
     return here, [str(mixed) for mixed in card.mixed], waits, kernels
 
 
-def test_kernels_in_triton_are_launches_and_wait_for_nothing() -> None:
+def test_triton_kernels_do_not_synchronize() -> None:
     small = "--num-layers 1 --global-batch-size 2 --seq-length 8 --vocab-size 30"  # the interpreter takes its time
     flags = f"{LLAMA} --kernels triton --attention-kernel auto --hidden-dropout 0.1 --attention-dropout 0.1 {small}"
     [(here, mixed, waits, kernels)] = run_ranks(1, interpreted, flags)
@@ -153,7 +153,7 @@ WAITS: dict[str, tuple[Any, str, Callable[..., None], str, str]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_wait_is_found_with_its_line_and_phase(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronization_is_located_by_line_and_phase(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, defect, kind, phase = WAITS[name]
     plant(monkeypatch.setattr, owner, attribute, defect)
     waits = [wait for wait in waits_of(a_step().trace) if "step" in wait.within]
@@ -180,7 +180,7 @@ MIXED: dict[str, tuple[Callable[[Patch], None], str, str]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_what_may_not_meet_is_found_with_its_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_devices_are_located_by_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     defect, what, file = MIXED[name]
     defect(monkeypatch.setattr)
     mixed = a_step().mixed

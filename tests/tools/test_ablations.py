@@ -30,7 +30,7 @@ def measured(folder: Path, ablations: list[Ablation], flags: str = "", seconds: 
     return code, json.loads((folder / "ablations.json").read_text())
 
 
-def test_a_lever_is_measured_in_pairs_and_one_that_breaks_costs_itself(tmp_path: Path) -> None:
+def test_ablation_is_measured_in_pairs_and_a_failure_is_a_row(tmp_path: Path) -> None:
     window = Ablation("window", on=VariantOptions("--window-size {quarter},0"))
     breaks = Ablation("breaks", on=VariantOptions("--micro-batch-size 3"))
     ablations = [Ablation("nothing"), breaks, Ablation("of a card", gpu_only="no card is here"), window]
@@ -53,12 +53,12 @@ def test_a_lever_is_measured_in_pairs_and_one_that_breaks_costs_itself(tmp_path:
     assert shown[2][1] == "not measured: no card is here" and "2 of 2 layers, sequence 32" in shown[3][-1]
 
 
-def test_without_time_the_rows_say_so(tmp_path: Path) -> None:
+def test_rows_without_time_are_marked(tmp_path: Path) -> None:
     code, made = measured(tmp_path, [Ablation("chunk", on=VariantOptions(chunk_mib=1))], seconds=0)
     assert code == 0 and made["rows"][0]["status"] == "not measured: no time was left" and made["warm_up"]
 
 
-def test_a_side_has_the_batches_chunks_windows_and_documents_of_its_flags() -> None:
+def test_side_has_the_properties_of_its_flags() -> None:
     """And FLOPs of its own: those of documents are those of samples as long as they are."""
     with build_run_from_task(RankInfo(), {"flags": FLAGS}) as (_, run):
         made = AblationRun(FLAGS, run)
@@ -85,7 +85,7 @@ def _interpreted(folder: Path) -> tuple[int, Row]:
     return measured(folder, [Ablation("attention", on=on, off=off)], "--kernels triton --seq-length 16 --num-layers 1")
 
 
-def test_the_kernels_of_attention_are_switched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_kernel_is_switched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process whose kernels are interpreted, for Triton decides that when it is imported."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with multiprocessing.get_context("spawn").Pool(1) as pool:

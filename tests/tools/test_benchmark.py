@@ -42,7 +42,7 @@ def run(parts: dict[str, float], axes: dict[str, float] | None = None, ranks: in
 # ---- what is measured
 
 
-def test_lists_make_every_combination() -> None:
+def test_benchmark_lists_make_every_combination() -> None:
     sweeps = ["micro_batch_size=1,2", "recompute-granularity=default,full --recompute-method uniform"]
     made = list(combinations_of(sweeps, [2]))
     assert [words for _, words, _ in made] == [
@@ -58,14 +58,14 @@ def test_lists_make_every_combination() -> None:
 
 
 @pytest.mark.parametrize("words", ANSWERS["benchmark"])
-def test_what_cannot_be_measured_is_refused_at_once(words: str, monkeypatch, capsys) -> None:
+def test_benchmark_refuses_impossible_measurements(words: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(contender, "measure", None)  # is not reached
     monkeypatch.setattr("torch.cuda.is_available", lambda: "--memory-gib" in words and "cuda" in words)
     assert documents.start("tools/benchmark.py", [*TINY, *words.split()], monkeypatch) == 2
     assert ANSWERS["benchmark"][words] in capsys.readouterr().err
 
 
-def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None:
+def test_weak_and_strong_scaling_batch_sizes() -> None:
     from tools.bench.matrix import plan_results
 
     def batches(how: str) -> list[int | None]:
@@ -79,13 +79,13 @@ def test_weak_scaling_keeps_the_batch_of_a_rank_and_strong_that_of_all() -> None
 
 
 @pytest.mark.parametrize("kind,stderr,status", ANSWERS["ends"])
-def test_each_end_of_a_run_is_a_row_of_its_kind(kind: str, stderr: str, status: str) -> None:
+def test_every_outcome_of_a_run_is_a_row(kind: str, stderr: str, status: str) -> None:
     row = BenchResult({}, "megalite", [], 1)
     row.record({"error": "x", "stderr": stderr, "status": status}, 7.0)
     assert (row.status, row.reason, row.needs_run(0), row.needs_run(1)) == (kind, "x", False, False)
 
 
-def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
+def test_finished_rows_are_reused(tmp_path: Path) -> None:
     facts = {"flags": ["a"], "steps": 2, "warmup": 1, "memory_gib": None, "machine": "m", "torch": "t"}
 
     def rows() -> list[BenchResult]:
@@ -114,7 +114,7 @@ def test_finished_rows_are_taken_over_and_others_go_on(tmp_path: Path) -> None:
 # ---- where a step went
 
 
-def test_shares_and_losses_sum_to_1() -> None:
+def test_breakdown_sums_to_1() -> None:
     times = (0.1, 0.5, 0.9, 0.1, 0.3, 0.05, 0.05)
     names = ("data", "forward", "backward", "optimizer", "communication", "idle", "other")
     parts = dict(zip(names, times, strict=True))
@@ -135,7 +135,7 @@ def test_shares_and_losses_sum_to_1() -> None:
     assert full_breakdown(one, plan(2), None)["lost"] is None  # no peak is known
 
 
-def test_idle_time_is_the_planned_bubble_and_then_messages() -> None:
+def test_idle_time_is_bubble_then_messages() -> None:
     made = plan(2, "--pipeline-model-parallel-size", "2")
     assert 0.05 < made.bubble < 0.3
     for idle in (0.04, 0.6):
@@ -145,7 +145,7 @@ def test_idle_time_is_the_planned_bubble_and_then_messages() -> None:
         assert found["bubble"] + found["pp"] == pytest.approx(idle)
 
 
-def test_what_is_computed_again_is_no_loss_of_kernels() -> None:
+def test_recompute_is_not_a_kernel_loss() -> None:
     made = plan(1, "--recompute-granularity", "full", "--recompute-method", "uniform")
     m = made.config.model
     layers, head = m.num_layers * layer_flops(m, 8), head_flops(m, made.padded_vocab)
@@ -155,7 +155,7 @@ def test_what_is_computed_again_is_no_loss_of_kernels() -> None:
     assert found["kernels"] == pytest.approx(0.8 - expected)
 
 
-def test_the_bound_has_evidence() -> None:
+def test_bottleneck_has_evidence() -> None:
     made, computing = plan(1), {"forward": 0.4, "backward": 0.6}
     assert full_breakdown(run(computing), made, 4.0)["bound"]["by"] == "compute"
     one, two = (plan(cp, "--cp", str(cp), "--no-use-distributed-optimizer") for cp in (1, 2))
@@ -171,7 +171,7 @@ def test_the_bound_has_evidence() -> None:
     assert full_breakdown(waits, plan(2), 40.0)["bound"]["by"] == "network"
 
 
-def test_advice_is_computed() -> None:
+def test_advice_has_computed_values() -> None:
     nothing = dict.fromkeys(LOSSES, 0.0)
     one = run({"forward": 0.5, "backward": 0.5}, ranks=2)
     told = advise(nothing | {"dp": 0.25, "kernels": 0.5}, one, plan(2))
@@ -213,7 +213,7 @@ def measured_table(folder: Path) -> ResultsFile:
     return made
 
 
-def test_figures_are_medians_with_their_spread_and_efficiency(tmp_path: Path) -> None:
+def test_values_are_medians_with_spread_and_efficiency(tmp_path: Path) -> None:
     made, again = measured_table(tmp_path), read(tmp_path / "bench.json")
     assert [row.identity for row in again.rows] == [row.identity for row in made.rows]
     found = tables.add_scaling_efficiency(tables.summarize(again.rows))
@@ -233,7 +233,7 @@ def test_figures_are_medians_with_their_spread_and_efficiency(tmp_path: Path) ->
     assert sum(shares_of) == pytest.approx(1) and sum(lost_of) == pytest.approx(1 - first["breakdown"]["mfu"])
 
 
-def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured_table(tmp_path)
     for show in ("mfu", "breakdown", "scaling"):
         for more in ([], ["--narrow"]):
@@ -255,7 +255,7 @@ def test_every_picture_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "is not a benchmark" in other
 
 
-def test_a_peer_is_compared_with_what_was_measured_beside_it() -> None:
+def test_peer_is_compared_with_the_adjacent_measurement() -> None:
     rows = [BenchResult({}, name, ["--bf16"], 1, {}) for name in ("megalite", "transformers bf16")]
     for own, peer in ((2.0, 1.0), (1.0, 2.0), (1.0, 1.0)):
         rows[0].runs.append({"step_s": own, "memory": 4})
@@ -274,7 +274,7 @@ def test_a_peer_is_compared_with_what_was_measured_beside_it() -> None:
 ONCE = ["--steps", "2", "--warmup", "1"]
 
 
-def test_parts_sum_up_and_an_interrupted_benchmark_keeps_what_it_has(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_interrupted_benchmark_keeps_its_rows(tmp_path: Path, monkeypatch, capsys) -> None:
     file, real, calls = tmp_path / "out.json", contender.measure, []
 
     def measure(name: str, *rest: Any) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def test_parts_sum_up_and_an_interrupted_benchmark_keeps_what_it_has(tmp_path: P
     assert sum(breakdown["shares"].values()) == pytest.approx(1) and f"bound: {breakdown['bound']['by']}: " in out
 
 
-def test_a_run_that_is_late_says_so_and_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_late_run_reports_its_position(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     assert benchmark.main(["--repeats", "2", "--timeout", "0.01", "--json", str(file), *TINY, *ONCE]) == 1
     _, late, *where = capsys.readouterr().err.splitlines()  # `where`, if it had begun
@@ -308,7 +308,7 @@ def test_a_run_that_is_late_says_so_and_where_it_was(tmp_path: Path, capsys: pyt
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_benchmark_sweep_has_a_row_per_outcome_and_repeats_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
     real, begun = contender.measure, []
 
     def measure(name: str, *rest: Any) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def test_a_sweep_has_a_row_for_every_end_and_measures_nothing_twice(tmp_path: Pa
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_scaling_in_processes_has_ranks_efficiency_and_the_axis_of_messages(tmp_path: Path) -> None:
+def test_scaling_in_processes_reports_ranks_and_efficiency(tmp_path: Path) -> None:
     line = ["--steps", "2", "--warmup", "1", "--repeats", "1", "--nproc", "1,2", "--scaling", "weak"]
     assert benchmark.main([*line, "--out", str(tmp_path), "--peer", "transformers", *TINY]) == 0
     made = json.loads((tmp_path / "bench.json").read_text())

@@ -15,14 +15,14 @@ from tools.bench.collectives import bandwidths, fit_link
 TOOL = ("tools/benchmark_comm.py", "--device", "cpu")
 
 
-def test_bandwidths_are_those_of_nccl_tests() -> None:
+def test_bandwidths_equal_nccl_tests() -> None:
     """doc/PERFORMANCE.md, of 16 MB in 2 ms: 8 GB/s of the algorithm."""
     rows = [("all_reduce", 2, 8.0), ("all_reduce", 8, 14.0), ("all_gather", 4, 6.0), ("reduce_scatter", 8, 7.0)]
     for kind, ranks, bus in [*rows, ("all_to_all", 2, 4.0), ("broadcast", 8, 8.0), ("message", 2, 16.0)]:
         assert bandwidths(kind, 16_000_000, ranks, 0.002) == (8.0, pytest.approx(bus))
 
 
-def test_latency_and_rate_come_back_from_times_with_noise() -> None:
+def test_fit_recovers_latency_and_bandwidth() -> None:
     sizes = [1 << n for n in range(10, 27, 2)]
     noise = [1.02, 0.97, 1.01, 1.03, 0.98, 1.0, 0.99, 1.02, 0.98]
     latency, rate = fit_link([(n, (2e-5 + n / 4e10) * f) for n, f in zip(sizes, noise, strict=True)])
@@ -32,7 +32,7 @@ def test_latency_and_rate_come_back_from_times_with_noise() -> None:
     assert (latency, rate) == (1.0, 2e7)
 
 
-def test_links_are_told_apart_by_where_ranks_are() -> None:
+def test_links_are_classified_by_rank_location() -> None:
     rows = [
         {"axis": axis, "size": 2, "kind": "message", "groups": groups, "bytes": n, "us": 2e6 * (latency + n / rate)}
         for axis, latency, rate in (("tp", 1e-6, 4e11), ("dp", 1e-5, 4e10), ("pp", 2e-5, 2e10), ("world", 1e-4, 1e9))
@@ -46,12 +46,12 @@ def test_links_are_told_apart_by_where_ranks_are() -> None:
 
 
 @pytest.mark.parametrize("words", ANSWERS["collectives"])
-def test_what_cannot_be_measured_is_refused(words: str, monkeypatch, capsys) -> None:
+def test_benchmark_comm_refuses_impossible_measurements(words: str, monkeypatch, capsys) -> None:
     assert documents.start("tools/benchmark_comm.py", words.split(), monkeypatch) == 2
     assert ANSWERS["collectives"][words] in capsys.readouterr().err
 
 
-def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> None:
+def test_two_ranks_measure_every_collective(tmp_path: Path) -> None:
     files = [str(tmp_path / "found.json"), str(tmp_path / "found.csv")]
     sizes = ["--min-bytes", "1024", "--max-bytes", "20000", "--factor", "16", "--times", "2"]
     done = programs.python(*TOOL, "--nproc", "2", *sizes, "--json", files[0], "--csv", files[1], ok=True)
@@ -67,7 +67,7 @@ def test_two_ranks_measure_every_kind_and_both_files_hold_it(tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-def test_groups_work_at_once_and_one_alone() -> None:
+def test_groups_are_measured_together_and_alone() -> None:
     sizes = ["--min-bytes", "1024", "--max-bytes", "1024", "--times", "2", "--kinds", "all_reduce", "--alone"]
     done = programs.python(*TOOL, "--nproc", "4", *sizes, "--tensor-model-parallel-size", "2", ok=True)
     lines = [line.split()[:4] for line in done.stdout.splitlines()[1:] if line]

@@ -24,7 +24,7 @@ def check(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return programs.python(*words, env=os.environ | variables, timeout=200)
 
 
-def test_sound_ranks_get_a_table_and_0_and_a_changed_bit_1(tmp_path: Path) -> None:
+def test_healthy_ranks_exit_with_0_and_a_flipped_bit_with_1(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     quick = ["--nproc", "2", "--times", "2", "--sizes", "1024", "65536", "--slow", "0", "--json", str(file)]
     done = check(*quick)
@@ -44,7 +44,7 @@ def test_sound_ranks_get_a_table_and_0_and_a_changed_bit_1(tmp_path: Path) -> No
     assert json.loads(file.read_text())["exit"] == 1 and "not fit for a run" in done.stdout
 
 
-def test_ranks_that_cannot_meet_are_3() -> None:
+def test_failed_rendezvous_exits_with_3() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = str(taken.getsockname()[1])
@@ -73,7 +73,7 @@ def _with_a_slow_link() -> tuple[list[Any], dict[str, Any]]:
     return found["pairs"], found
 
 
-def test_the_slow_link_and_the_slow_group_are_named() -> None:
+def test_slow_link_and_slow_group_are_named() -> None:
     for pairs, found in run_ranks(4, _with_a_slow_link):
         assert [(a, b) for a, b, _ in pairs] == [(0, 1), (2, 3), (1, 2)]
         assert min(pairs, key=lambda pair: pair[2])[:2] == (2, 3)

@@ -37,7 +37,7 @@ KINDS = "llama3-8b-4096 nccl kernels tests ablations ablations-mb4 ablations-moe
 
 
 @pytest.mark.nightly(guards=("tools/gpu_report.py", "tools/bench"))
-def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path: Path) -> None:
+def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -68,7 +68,7 @@ def test_a_dry_run_measures_every_kind_of_part_with_no_further_package(tmp_path:
     assert "dry run" in told and "rms_norm forward " in told and f"| {facts['torch']} |" in told
 
 
-def test_without_a_card_it_says_so_once_and_why(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_report_without_a_gpu_says_why(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_report.main(["--out", str(tmp_path / "out")]) == 3
     said = capsys.readouterr()
@@ -78,7 +78,7 @@ def test_without_a_card_it_says_so_once_and_why(tmp_path: Path, monkeypatch, cap
     )
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_directory_that_cannot_be_created_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         gpu_report.main(["--cpu", "--out", "/dev/null/x"])
     assert stop.value.code == 2 and "--out /dev/null/x cannot be made" in capsys.readouterr().err
@@ -119,7 +119,7 @@ WRITE = "import sys; open(sys.argv[1], 'w').write"
     ],
     ids=["crash", "hang", "cut", "rows", "silent", "compiler"],
 )
-def test_a_bad_part_costs_itself_and_is_named_with_its_last_words(
+def test_failing_part_is_named_with_its_last_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: str, told: str
 ) -> None:
     monkeypatch.setattr(gpu_report, "MIN_PART_S", 0.5)
@@ -130,7 +130,7 @@ def test_a_bad_part_costs_itself_and_is_named_with_its_last_words(
     assert ("kernels" in made["results"]) == (bad["status"] == "out of time")  # what it had measured counts
 
 
-def test_a_part_that_cannot_even_be_started_or_has_no_time_costs_itself(tmp_path: Path) -> None:
+def test_part_that_cannot_start_is_reported(tmp_path: Path) -> None:
     def broken(folder: Path, seconds: float) -> list[str]:
         raise LookupError("no command")
 
@@ -139,7 +139,7 @@ def test_a_part_that_cannot_even_be_started_or_has_no_time_costs_itself(tmp_path
     assert "LookupError: no command" in text and "in broken" in text
 
 
-def test_a_report_that_cannot_be_written_is_said_and_the_parts_run_on(tmp_path: Path, capsys) -> None:
+def test_unwritable_report_does_not_stop_the_parts(tmp_path: Path, capsys) -> None:
     (tmp_path / "report.json").mkdir()
     ran = part("kernels", "import sys, os; os.rmdir(os.path.dirname(sys.argv[1]) + '/../report.json')")
     made, _ = report_of(tmp_path, [part("first", ROWS), ran])  # it can be written again after the second
@@ -147,7 +147,7 @@ def test_a_report_that_cannot_be_written_is_said_and_the_parts_run_on(tmp_path: 
     assert "cannot be written: Is a directory" in capsys.readouterr().err
 
 
-def test_a_driver_that_is_down_is_said_once_and_parts_wait_until_it_is_up(tmp_path: Path, monkeypatch) -> None:
+def test_parts_wait_for_a_driver_that_is_down(tmp_path: Path, monkeypatch) -> None:
     """The card's answer is a file with the number of times that it will still be none."""
     down = tmp_path / "down"
     asked = f"import pathlib; p = pathlib.Path({str(down)!r}); n = int(p.read_text()) if p.exists() else 0\n"
@@ -164,7 +164,7 @@ def test_a_driver_that_is_down_is_said_once_and_parts_wait_until_it_is_up(tmp_pa
     assert "unspecified launch failure" in text
 
 
-def test_a_report_that_is_ended_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_report_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has started ends with it: tests/tools/test_timeout.py."""
     real = limited.run
     monkeypatch.setattr(
@@ -183,7 +183,7 @@ echo 'NVIDIA H200, 580.159.04, Default, Disabled, 0, 0, 0, 40, 700.00, 700.00'
 """
 
 
-def test_a_card_that_is_busy_divided_or_damaged_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_partitioned_or_damaged_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(CARDS)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -200,7 +200,7 @@ def test_a_card_that_is_busy_divided_or_damaged_is_told(tmp_path: Path, monkeypa
     assert gpu_report_probe.query_gpus() == []
 
 
-def test_without_triton_its_parts_are_skipped_and_on_one_card_those_of_several() -> None:
+def test_parts_without_triton_or_several_gpus_are_skipped() -> None:
     without = gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {}}, has_triton=False))
     states = {part.name: part.skip for part in without}
     assert "triton is not installed" in str(states["kernels"]) and "triton is not installed" in str(states["peers"])
@@ -213,7 +213,7 @@ def test_without_triton_its_parts_are_skipped_and_on_one_card_those_of_several()
     assert words[words.index("--nproc") + 1] == "4" and words[words.index("--dp") + 1] == "1"
 
 
-def test_every_goal_of_a_kernel_names_a_row_that_is_measured() -> None:
+def test_every_kernel_goal_names_a_measured_row() -> None:
     """With each row that a run on a card would make, no goal is left without a value."""
     base = ProblemSizes(16384, 4096, torch.bfloat16, torch.device("cpu"))
     values = {name: sizes for name, (sizes, _) in SIZES.items()}
@@ -236,7 +236,7 @@ def test_every_goal_of_a_kernel_names_a_row_that_is_measured() -> None:
     assert {goal.name.split()[0] for goal in goals if "Liger" in goal.name} < ops <= {case.op for case in CASES}
 
 
-def test_goals_are_judged_in_their_direction() -> None:
+def test_goals_are_compared_in_their_direction() -> None:
     trained = {"mfu": 0.61, "memory": 104.0, "estimate": 100.0, "overhead": 0.031, "tokens_per_s": 1.0}
     tests = {"passed": 3, "failed": 0, "did_not_end": 1}
     results = {"train llama3-8b-4096": trained, "train gpt-1.3b-2048": trained, "tests": tests}
@@ -247,7 +247,7 @@ def test_goals_are_judged_in_their_direction() -> None:
     assert met["GPU tests that fail"] == "NO"
 
 
-def test_of_tests_that_were_killed_the_last_one_is_known_and_missing_packages_are_named(tmp_path: Path) -> None:
+def test_killed_tests_report_the_last_one(tmp_path: Path) -> None:
     rows = [{"test": "a", "outcome": "began"}, {"test": "a", "outcome": "passed", "text": ""}]
     rows += [{"test": "b", "outcome": "began"}]
     rows += [{"test": "c.py", "outcome": "skipped", "text": "No module named 'hypothesis'"}]
@@ -258,7 +258,7 @@ def test_of_tests_that_were_killed_the_last_one_is_known_and_missing_packages_ar
 
 
 @pytest.mark.parametrize("cards", [1, 2, 8])
-def test_parts_of_most_worth_all_get_their_time(cards: int) -> None:
+def test_important_parts_get_their_time(cards: int) -> None:
     """The ones after them what is left."""
     parts = [
         p for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.RUN_FLAGS, cards)) if p.skip is None
@@ -270,7 +270,7 @@ def test_parts_of_most_worth_all_get_their_time(cards: int) -> None:
     assert sum(part.limit_s for part in most) < total_s < (480 if cards == 1 else 600)
 
 
-def test_after_a_fault_of_the_card_the_tests_that_are_left_run_in_a_new_process(tmp_path: Path, monkeypatch) -> None:
+def test_tests_after_a_gpu_fault_run_in_a_new_process(tmp_path: Path, monkeypatch) -> None:
     """Such a process computes nothing more: in one report 100 tests failed for 4 that did."""
     tests, dies = tmp_path / "test_card.py", "raise RuntimeError('CUDA error: misaligned address')"
     bodies = "".join(f"def test_{name}(): {body}\n" for name, body in (("a", "pass"), ("b", dies), ("c", "pass")))

@@ -74,7 +74,7 @@ def rehearse(folder: Path, illness: str = "", *only: str, code: int = 1) -> tupl
     return made, (folder / "out" / "report.md").read_text()
 
 
-def test_training_runs_on_a_simulated_card(tmp_path: Path) -> None:
+def test_training_part_runs_on_a_simulated_gpu(tmp_path: Path) -> None:
     """With each commit the part that starts least, which needs no kernel."""
     made, told = rehearse(tmp_path, "", "llama3-8b-4096", code=0)
     assert 0 < made["results"]["train llama3-8b-4096"]["memory"] < 1 << 30, told  # the card's
@@ -82,7 +82,7 @@ def test_training_runs_on_a_simulated_card(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
-def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
+def test_every_part_runs_on_simulated_gpus(tmp_path: Path) -> None:
     made, told = rehearse(tmp_path)
     states = {part["name"]: part["status"] for part in made["parts"]}
     assert states.pop("smoke") == "failed (exit code 1)"
@@ -106,7 +106,7 @@ def test_every_part_runs_on_simulated_cards(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
-def test_what_goes_wrong_in_each_part_is_named(tmp_path: Path) -> None:
+def test_failures_of_each_part_are_named(tmp_path: Path) -> None:
     made, told = rehearse(tmp_path, ILL)
     parts = {part["name"]: part for part in made["parts"] if not part["status"].startswith("skipped")}
     assert set(parts) == set(ILLNESS)

@@ -35,7 +35,7 @@ def faultless(page: Path, folder: Path) -> dict[int, dict]:
     return found
 
 
-def test_a_real_run_of_four_ranks(tmp_path: Path) -> None:
+def test_page_of_a_run_of_four_ranks(tmp_path: Path) -> None:
     need_browser()
     run, flags = tmp_path / "mine", [*SMALL, *TP2_PP2, "--train-iters", "12", "--profile-pipeline", "4"]
     words = [sys.executable, "pretrain_gpt.py", *flags, "--run-dir", str(run)]
@@ -55,7 +55,7 @@ def test_a_real_run_of_four_ranks(tmp_path: Path) -> None:
     }
 
 
-def test_two_runs_of_hostile_names_and_texts(tmp_path: Path) -> None:
+def test_page_of_runs_with_hostile_texts(tmp_path: Path) -> None:
     need_browser()
     name = HOSTILE.replace("/", "\\")
     one = write_run(tmp_path / name, data=HOSTILE, hosts=[HOSTILE] * 30, command=[HOSTILE, "--lr", HOSTILE])
@@ -66,7 +66,7 @@ def test_two_runs_of_hostile_names_and_texts(tmp_path: Path) -> None:
         assert any(title.startswith("Memory of <script>") for title in seen["titles"])
 
 
-def test_light_and_dark(tmp_path: Path) -> None:
+def test_page_in_light_and_dark(tmp_path: Path) -> None:
     need_browser()
     page = write_run(tmp_path / "run") / "report/index.html"
     report(tmp_path / "run")

@@ -35,7 +35,7 @@ def shown(picture: Picture | None, width: float = WIDE) -> list[str]:
 # ---- what is read
 
 
-def test_ranks_of_a_position_are_those_of_the_mesh(tmp_path: Path) -> None:
+def test_page_ranks_equal_the_mesh(tmp_path: Path) -> None:
     sizes = {"world": 24, "pp": 3, "dp": 2, "cp": 2, "tp": 2}
     for outermost in (False, True):
         run = read_run(write_run(tmp_path / str(outermost), 10, mesh=sizes, dp_outermost=outermost), "run")
@@ -46,7 +46,7 @@ def test_ranks_of_a_position_are_those_of_the_mesh(tmp_path: Path) -> None:
         assert shares.ranks_by_position(run) == by_mesh
 
 
-def test_a_step_that_came_again_counts_once_and_the_last_time(tmp_path: Path) -> None:
+def test_repeated_step_counts_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 10)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 7, "tokens": 3584, "train/loss": 99.0}) + "\n{torn")
@@ -54,7 +54,7 @@ def test_a_step_that_came_again_counts_once_and_the_last_time(tmp_path: Path) ->
     assert [step for step, *_ in loss] == list(range(1, 11)) and loss[6][2] == 99.0
 
 
-def test_resumes_and_doubts_are_those_since_the_run_began(tmp_path: Path) -> None:
+def test_resumes_and_anomalies_since_the_start(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 100)
     before = [{"event": "started", "step": 0, "from_scratch": True}, {"event": "spike", "step": 3}]
     text = (folder / "events.jsonl").read_text()
@@ -65,7 +65,7 @@ def test_resumes_and_doubts_are_those_since_the_run_began(tmp_path: Path) -> Non
     assert {"resumed", "anomaly"} <= {*shown(curves.loss([run]))}
 
 
-def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
+def test_run_without_its_process_is_shown_as_killed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 10)
     ended = programs.Popen(["true"])
     ended.wait()
@@ -77,7 +77,7 @@ def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
         assert dict(key_metrics(run))["steps"] == "10 of 1,000"  # status.json is older than the last line
 
 
-def test_where_an_option_was_said(tmp_path: Path) -> None:
+def test_option_source_is_shown(tmp_path: Path) -> None:
     toml = tmp_path / "mine.toml"
     toml.write_text('preset = "tiny"\n[train]\nmicro_batch_size = 2\neval_iters = 7\n[optim]\nlr = 0.5\n')
     folder = write_run(tmp_path / "run", 10, command=["x", "--config", str(toml), "--lr", "1e-3", "--eval-iters", "7"])
@@ -90,7 +90,7 @@ def test_where_an_option_was_said(tmp_path: Path) -> None:
     assert said["hidden_size"] == "--preset tiny" and said["num_layers"] == "follows from others"
 
 
-def test_names_that_are_alike_take_more_of_their_path(tmp_path: Path) -> None:
+def test_equal_names_are_extended_by_their_path(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name / "run", 5) for name in ("a", "b")]
     assert [run.name for run in read_runs(folders)] == ["a/run", "b/run"]
     with pytest.raises(RunError, match="give a run directory"):
@@ -100,7 +100,7 @@ def test_names_that_are_alike_take_more_of_their_path(tmp_path: Path) -> None:
 # ---- what pictures show
 
 
-def test_the_agreement_is_the_largest_difference_and_its_step(tmp_path: Path) -> None:
+def test_agreement_is_the_largest_difference(tmp_path: Path) -> None:
     one, two = (read_run(write_run(tmp_path / name, 50), name) for name in ("one", "two"))
     assert curves.describe_agreement(differences(one, two)) == "equal to the last bit over 50 common log lines"
     step, tokens, loss = two.curves["train/loss"][20]
@@ -116,7 +116,7 @@ def test_the_agreement_is_the_largest_difference_and_its_step(tmp_path: Path) ->
     assert not differences(one, two)
 
 
-def test_a_perfect_resume_is_no_notch(tmp_path: Path) -> None:
+def test_exact_resume_is_not_marked(tmp_path: Path) -> None:
     """Its first line is a mean of one step; with the next it is what the run without a stop has there."""
     folder = write_run(tmp_path / "run", 100)
     losses = [{"step": step, "train/loss": 0.05 * (step % 7) + 5.0} for step in range(1, 101)]
@@ -147,7 +147,7 @@ def test_a_perfect_resume_is_no_notch(tmp_path: Path) -> None:
     assert [point[0] for point in read(1, 10, 50, 51).visible_points("train/loss")] == [1, 10, 50, 51]
 
 
-def test_what_is_thinned_keeps_every_extreme() -> None:
+def test_thinned_curve_keeps_extremes() -> None:
     random.seed(1)
     points = [(float(i), float(i), random.random()) for i in range(100_000)]
     points[31_007] = 31_007.0, 31_007.0, 1e3
@@ -157,7 +157,7 @@ def test_what_is_thinned_keeps_every_extreme() -> None:
     assert {points[0], points[-1], points[31_007], points[77_777]} <= {*kept}
 
 
-def test_the_layout_names_ranks_and_layers_and_a_stage_of_the_head_alone(tmp_path: Path) -> None:
+def test_layout_picture_names_ranks_and_layers(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", 5), "run")
     texts = shown(shares.layout(run))
     assert {"ranks 0-1", "ranks 6-7", "E", "H", "0-4", "5-8", "9-12"} <= {*texts}
@@ -165,13 +165,13 @@ def test_the_layout_names_ranks_and_layers_and_a_stage_of_the_head_alone(tmp_pat
     assert "pp 4 × dp 1 × cp 1 × tp 2 = 8 ranks" in shares.layout(run).caption  # type: ignore[union-attr]
 
 
-def test_memory_on_cards_shows_what_was_measured_and_on_cpu_says_it(tmp_path: Path) -> None:
+def test_memory_picture_shows_measured_gpu_memory(tmp_path: Path) -> None:
     card, cpu = (read_run(write_run(tmp_path / on, 5, device=on), on) for on in ("cuda", "cpu"))
     assert "measured peak" in shown(shares.memory(card)) and "measured peak" not in shown(shares.memory(cpu))
     assert "rank 7 had 5.80 GiB at its peak" in shares.memory(cpu).caption  # type: ignore[union-attr]
 
 
-def test_planned_and_measured_of_a_timeline_have_their_own_times(tmp_path: Path) -> None:
+def test_timeline_has_planned_and_measured_times(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", 5), "run")
     spans, work, ideal = pipeline.read_timeline(run.timeline)
     assert len(spans) == 4 * 6 * 2 == len(ideal.spans) and work == pytest.approx(len(spans) * 0.01)
@@ -188,7 +188,7 @@ def test_planned_and_measured_of_a_timeline_have_their_own_times(tmp_path: Path)
     assert "weight gradients" in split and any("darker: a later chunk" in text for text in split)
 
 
-def test_colours_of_a_page_are_variables_and_its_text_is_text(tmp_path: Path) -> None:
+def test_picture_colors_are_variables_and_text_is_text(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", 40), "<b>&$x_1$")
     made = svg(curves.loss([run]), NARROW, "loss")
     assert "var(--blue)" in made and "var(--ink)" in made and "<text" in made and "font-family" not in made
@@ -198,7 +198,7 @@ def test_colours_of_a_page_are_variables_and_its_text_is_text(tmp_path: Path) ->
     assert "&lt;b&gt;&amp;$x_1$: training 2.903" in labels or any("&lt;b&gt;&amp;$x_1$" in t for t in labels)
 
 
-def test_texts_from_outside_are_one_line_that_can_be_written() -> None:
+def test_external_texts_are_one_printable_line() -> None:
     assert sanitize("a\nb\x1b[31m") == "a\ufffdb\ufffd[31m" and sanitize("\udcff") == "\ufffd"
     assert sanitize("x" * 200).endswith("…") and len(sanitize("x" * 200)) == 90
 
@@ -206,7 +206,7 @@ def test_texts_from_outside_are_one_line_that_can_be_written() -> None:
 # ---- the page and the program
 
 
-def test_the_page_escapes_and_forbids(tmp_path: Path) -> None:
+def test_page_escapes_texts_and_forbids_scripts(tmp_path: Path) -> None:
     evil = "<img src=x onerror=alert(1)>\"'&"
     folder = write_run(tmp_path / "run", 5, data=evil, hosts=[evil], command=[evil], machine={evil: evil})
     status = {"outcome": evil, "reason": evil, "host": evil, "time": evil}
@@ -221,7 +221,7 @@ def test_the_page_escapes_and_forbids(tmp_path: Path) -> None:
     assert "default-src 'none'" in page and "http" not in re.sub(r'(xmlns[:a-z]*|http-equiv)="[^"]*"', "", page)
 
 
-def test_text_alone_writes_nothing_and_the_page_has_its_pictures(tmp_path: Path, capsys) -> None:
+def test_text_report_writes_nothing_and_the_page_has_pictures(tmp_path: Path, capsys) -> None:
     folder = write_run(tmp_path / "run", 5)
     before = sorted(folder.iterdir())
     assert report.main([str(folder), "--text"]) == 0 and sorted(folder.iterdir()) == before
@@ -234,21 +234,21 @@ def test_text_alone_writes_nothing_and_the_page_has_its_pictures(tmp_path: Path,
 
 
 @pytest.mark.parametrize("picture", ["pipeline", "loss", "steps", "time", "memory", "layout", "agreement"])
-def test_each_picture_alone(tmp_path: Path, picture: str) -> None:
+def test_each_picture_is_drawn_separately(tmp_path: Path, picture: str) -> None:
     folders = [str(write_run(tmp_path / name, 20)) for name in ("one", "two")]
     many = folders if plot.RUN_PLOTS[picture].takes_several else folders[:1]
     plot.main([picture, *many, "--out", str(tmp_path / "made.svg"), "--narrow"])
     assert "<svg" in (tmp_path / "made.svg").read_text()
 
 
-def test_a_run_that_ended_before_its_first_step_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_steps_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "status.json").write_text('{"outcome": "usage", "step": 0}')
     assert report.main([str(tmp_path), "--text"]) == 0
     told = capsys.readouterr()
     assert told.out.split() == ["outcome", "usage,", "before", "its", "first", "step"] and not told.err
 
 
-def test_without_matplotlib_there_is_the_text_and_one_line(tmp_path: Path) -> None:
+def test_report_without_matplotlib_prints_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 5)
     hidden = "import sys, runpy; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; "
     start = [sys.executable, "-c", hidden + "runpy.run_path(sys.argv[0], run_name='__main__')", "tools/report.py"]
@@ -303,18 +303,18 @@ def survives(folder: Path, luck: random.Random, capsys: pytest.CaptureFixture[st
     assert page.count("<section>") >= 5 and page.endswith("</html>\n"), damaged
 
 
-def test_a_damaged_run_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_run_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     survives(write_run(tmp_path / "run", 8), random.Random(3), capsys)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_runs_damaged_in_many_ways_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_randomly_damaged_runs_have_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(20):
         survives(write_run(tmp_path / str(seed), 8), random.Random(seed), capsys)
 
 
-def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None:
+def test_damaged_section_leaves_the_others(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 8)
     told = json.loads((folder / "timeline.json").read_text())
     told["ranks"][0]["spans"][0]["action"] = "F.0"
@@ -328,7 +328,7 @@ def test_a_damaged_section_says_so_and_leaves_the_others(tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
-def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
+def test_long_run_has_a_small_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", 10)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(100_000)))
     done = programs.python("tools/report.py", str(folder))

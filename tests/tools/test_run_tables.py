@@ -66,7 +66,7 @@ def config(*flags: str, toml: Path) -> Any:
     return read(["--config", str(toml), *flags], PRESETS)[0]
 
 
-def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_name_is_a_unique_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     toml = tmp_path / "run.toml"
     toml.write_text(TOML)
@@ -93,7 +93,7 @@ def test_a_name_is_a_folder_that_is_taken_once(tmp_path: Path, monkeypatch: pyte
         assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
-def test_the_table_of_runs(tmp_path: Path) -> None:
+def test_runs_table(tmp_path: Path) -> None:
     left(tmp_path / "runs/b", time="2026-11-23T01:00:00+00:00")
     left(tmp_path / "runs/group/a", outcome="requeue", step=3)
     left(tmp_path / "runs/dead", outcome="running", host=os.uname().nodename, pid=2**22 + 1)
@@ -116,7 +116,7 @@ def test_the_table_of_runs(tmp_path: Path) -> None:
     assert wrong.returncode == 3 and "nowhere: No such file or directory; give the directory" in wrong.stderr
 
 
-def test_tokens_of_a_run_that_ended_without_a_report_are_those_of_all_its_devices(tmp_path: Path) -> None:
+def test_runs_table_counts_tokens_without_a_report(tmp_path: Path) -> None:
     folder = left(tmp_path / "killed", outcome="running", host=os.uname().nodename, pid=2**22 + 1)
     started = {"event": "started", "step": 0, "run_info": {"mesh": {"world": 4, "pp": 2, "dp": 2, "cp": 1, "tp": 1}}}
     (folder / "events.jsonl").write_text(json.dumps(started) + "\n")
@@ -124,7 +124,7 @@ def test_tokens_of_a_run_that_ended_without_a_report_are_those_of_all_its_device
     assert (row["outcome"], row["tokens_per_s"], row["steps"]) == ("killed", 4 * 200.0, 4)
 
 
-def test_a_run_that_diverged_or_whose_files_are_odd_spoils_no_table(tmp_path: Path) -> None:
+def test_runs_table_with_diverged_or_damaged_runs(tmp_path: Path) -> None:
     rows = [
         {"step": 9, "train/loss": None, "val/valid/loss": None},  # as nan and inf are written
         {"step": "x", "val/odd/loss": "y", "perf/tokens_per_s_per_gpu": math.nan},
@@ -143,7 +143,7 @@ def test_a_run_that_diverged_or_whose_files_are_odd_spoils_no_table(tmp_path: Pa
     assert rows[0]["loss"] is None and rows[0]["validation"] == {"valid": None, "odd": None}
 
 
-def test_rows_that_no_run_has_written_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_table_skips_foreign_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets beyond what Python's stack takes, and times without a zone, of no day, and beyond the calendar's end."""
     folder, deep = left(tmp_path / "odd"), "[" * 200_000
     for name in ("metrics.jsonl", "events.jsonl", "report.json"):
@@ -164,7 +164,7 @@ def test_rows_that_no_run_has_written_are_left_out(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.startswith(f"runs.py: {folder}: ")
 
 
-def test_a_rank_that_was_missed_by_others_alone_is_the_first_failure(tmp_path: Path, capsys) -> None:
+def test_logs_first_failure_is_the_missing_rank(tmp_path: Path, capsys) -> None:
     """Of a launcher that does not tell: torchrun, srun or mpirun."""
     folder = left(tmp_path / "lost")
     (folder / "ranks").mkdir()
@@ -180,7 +180,7 @@ def test_a_rank_that_was_missed_by_others_alone_is_the_first_failure(tmp_path: P
     )
 
 
-def test_events_are_told_in_words_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_print_events_readably(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = left(tmp_path / "run")
     event = {"time": "2026-11-23T03:00:00+00:00", "event": "heartbeat", "rank": 0, "step": 7, "at": 1795878683.446961}
     event |= {
@@ -195,7 +195,7 @@ def test_events_are_told_in_words_and_numbers(tmp_path: Path, capsys: pytest.Cap
     assert line.endswith(f" | {said}  from_scratch yes  (run_info: in events.jsonl)")
 
 
-def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> None:
+def test_diff_shows_options_that_change_the_training(tmp_path: Path) -> None:
     run = left(tmp_path / "one")
     changes = {
         "lr = 1e-3": "lr = 3e-4",
@@ -224,14 +224,14 @@ def test_what_differs_and_what_of_it_changes_the_training(tmp_path: Path) -> Non
     assert wrong.returncode == 2 and "config='three.toml' cannot be read" in wrong.stderr
 
 
-def test_the_same_option_under_two_presets_is_none(tmp_path: Path) -> None:
+def test_diff_ignores_equal_options_of_two_presets(tmp_path: Path) -> None:
     for name, preset in (("a", "tiny"), ("b", "small")):
         (tmp_path / f"{name}.toml").write_text(f'preset = "{preset}"\n[train]\nmicro_batch_size = 2\n')
     found = {row["option"] for row in diff.differences(*(diff.read_config(tmp_path / f"{x}.toml") for x in "ab"))}
     assert {"num_layers", "hidden_size"} <= found and not {"vocab_size", "lr", "activation"} & found
 
 
-def test_combinations_of_lists() -> None:
+def test_sweep_combinations() -> None:
     made = sweep.combinations(sweep.parse_sweeps("--lr 1e-4,3e-4 --nproc 2 --bf16 --seed=1,2".split()))
     assert [name for name, _ in made] == ["lr=1e-4,seed=1", "lr=1e-4,seed=2", "lr=3e-4,seed=1", "lr=3e-4,seed=2"]
     assert made[0][1] == ["--lr=1e-4", "--nproc=2", "--bf16", "--seed=1"]
@@ -241,7 +241,7 @@ BAD: dict[str, str] = ANSWERS["sweeps"]
 
 
 @pytest.mark.parametrize("words,said", BAD.items())
-def test_a_sweep_that_cannot_be_starts_nothing(words: str, said: str, tmp_path: Path) -> None:
+def test_impossible_sweep_starts_nothing(words: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML)
     done = typed("tools/sweep.py", "run.toml", *words.split(), cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
@@ -249,7 +249,7 @@ def test_a_sweep_that_cannot_be_starts_nothing(words: str, said: str, tmp_path: 
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
-def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> None:
+def test_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML + "[checkpoint]\nsave_interval = 2\nsave = 'shared'\n")
     line = ("run.toml", "--lr", "1e-3,3e-3", "--eval-iters", "0", "--folder", "out")
     done = typed("tools/sweep.py", *line, cwd=tmp_path, ok=True)
@@ -273,7 +273,7 @@ def test_a_sweep_is_run_once_and_goes_on_where_it_was_left(tmp_path: Path) -> No
     assert line == f"sweep.py: out/lr=1e-3, out/lr=3e-3: {other}"
 
 
-def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Path) -> None:
+def test_interrupted_sweep_waits_for_the_save(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML + "[log]\nlog_interval = 1\n")
     words = ("run.toml", "--lr", "1e-3,3e-3", "--train-iters", "100000", "--folder", "out", "--save", "x")
     env = {**os.environ, "MEGALITE_FAULT": "ckpt.shard_written:0:*:sleep=1.5"}  # a checkpoint takes its time
@@ -292,7 +292,7 @@ def test_a_sweep_that_is_interrupted_waits_until_its_run_has_saved(tmp_path: Pat
     assert [line.split()[:2] for line in out.splitlines()[-1:]] == [["lr=1e-3", "requeue"]]
 
 
-def test_a_sweep_has_its_runs_exit_codes_where_the_shell_ignores_sigchld(tmp_path: Path) -> None:
+def test_sweep_exit_codes_with_ignored_sigchld(tmp_path: Path) -> None:
     """As `trap '' CHLD` does: programs inherit that, and the kernel would drop the codes."""
     (tmp_path / "run.toml").write_text(TOML)
     env = {**os.environ, "MEGALITE_FAULT": "step.begin:0:*:raise"}
@@ -306,7 +306,7 @@ def test_a_sweep_has_its_runs_exit_codes_where_the_shell_ignores_sigchld(tmp_pat
     assert done.stdout == "7\n", done.stdout + done.stderr
 
 
-def test_no_text_of_a_run_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_texts_are_escaped_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rank logs, events, the status and the configuration may hold what others wrote: of documents, of file names."""
     bad, stamp = "\x1b]0;mine\x07\x9b2J\u202eevil", "2026-11-23T03:00:00+00:00"
     folder = left(tmp_path / "a", reason=f"it said {bad}", outcome=bad)

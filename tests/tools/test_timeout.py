@@ -56,24 +56,24 @@ def run(folder: Path, code: str, seconds: float = 30, **more: str) -> tuple[str,
         ("import ctypes; ctypes.string_at(0)", "failed (exit code -11)", "Fatal Python error: Segmentation fault"),
     ],
 )
-def test_how_it_ended_and_its_traceback(tmp_path: Path, code: str, status: str, word: str) -> None:
+def test_status_and_traceback_are_reported(tmp_path: Path, code: str, status: str, word: str) -> None:
     told = run(tmp_path, code)
     assert told[0] == status and any(word in line for line in told[1])
 
 
-def test_what_hangs_in_c_and_ignores_signals_says_where_and_is_ended(tmp_path: Path) -> None:
+def test_hang_in_c_code_is_located_and_killed(tmp_path: Path) -> None:
     status, told = run(tmp_path, HANG_IN_C, seconds=1.5)
     assert status == "out of time" and any("in in_the_driver" in line for line in told)
 
 
-def test_children_end_with_it_in_whatever_session_they_are(tmp_path: Path) -> None:
+def test_children_in_other_sessions_are_killed(tmp_path: Path) -> None:
     status, told = run(tmp_path, CHILDREN)
     children = [int(line) for line in told]
     assert status == "ok" and len(children) == 3 and all(gone(pid) for pid in children)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_parent_that_is_ended_takes_the_command_with_it(tmp_path: Path, number: int) -> None:
+def test_ended_parent_ends_the_command(tmp_path: Path, number: int) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     outer = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from pathlib import Path; from tools.bench import timeout as limited"
     outer += f"\nlimited.run([sys.executable, '-c', {code!r}], Path({str(tmp_path / 'log.txt')!r}), 60)"
@@ -87,14 +87,14 @@ def test_a_parent_that_is_ended_takes_the_command_with_it(tmp_path: Path, number
     assert gone(int(log.read_text()), within_s=60)
 
 
-def test_a_supervisor_that_is_killed_takes_the_command_with_it(tmp_path: Path) -> None:
+def test_killed_supervisor_ends_the_command(tmp_path: Path) -> None:
     code = "import os, time; print(os.getpid(), flush=True); os.kill(os.getppid(), 9); time.sleep(60)"
     status, told = run(tmp_path, code)
     assert status == "failed (its supervisor was killed)"
     assert gone(int(told[0]), within_s=20)
 
 
-def test_of_100_mb_begin_and_end_are_kept_and_of_an_endless_line_its_begin(tmp_path: Path) -> None:
+def test_long_output_keeps_start_and_end(tmp_path: Path) -> None:
     code = (
         "import sys\nprint('first')\nfor i in range(1000): print('x' * 99_999)\nprint('y' * 99_999)\nsys.exit('last')"
     )
@@ -105,7 +105,7 @@ def test_of_100_mb_begin_and_end_are_kept_and_of_an_endless_line_its_begin(tmp_p
     assert log.stat().st_size < 3 * limited.LOG_BYTES and log.read_text().startswith("first\nxxx")
 
 
-def test_a_full_disk_stops_the_command_and_its_temporary_files_go(tmp_path: Path) -> None:
+def test_full_disk_stops_the_command_and_removes_its_files(tmp_path: Path) -> None:
     """As on a disk that has 64 MB more than it needs."""
     code = "import os, tempfile, time\nfolder = tempfile.mkdtemp()\nprint(folder)\nfile = open(folder + '/x', 'wb')\n"
     code += "for _ in range(600): file.write(bytes(1 << 20)); file.flush(); os.fsync(file.fileno()); time.sleep(0.02)"
@@ -120,18 +120,18 @@ def test_a_full_disk_stops_the_command_and_its_temporary_files_go(tmp_path: Path
     assert not Path((tmp_path / "log.txt").read_text().splitlines()[0]).exists()
 
 
-def test_who_cannot_be_ended_is_named_and_not_waited_for() -> None:
+def test_unkillable_process_is_named_and_not_waited_for() -> None:
     """As a process that the driver holds: no signal reaches it."""
     assert limited.kill_all(lambda: {1 << 30: "python3"}, trace=True, seconds=0.1) == f"python3 ({1 << 30})"
 
 
-def test_with_many_ranks_the_first_traceback_is_kept() -> None:
+def test_first_traceback_of_many_ranks_is_kept() -> None:
     others = "\n".join(f"Traceback (most recent call last):\n  in rank {n}\nConnectionError: closed" for n in range(99))
     lines = limited.error_tail(f"noise\n{limited.TRACEBACK_MARKS[0]}\nValueError: the cause\n{others}\nthe end")
     assert lines[1] == "ValueError: the cause" and lines[-1] == "the end" and len(lines) == limited.MAX_LINES + 1
     assert limited.error_tail("\n".join(map(str, range(100)))) == [str(n) for n in range(100 - limited.MAX_LINES, 100)]
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_command_is_reported(tmp_path: Path) -> None:
     status, _ = limited.run(["/nonexistent/compute-sanitizer"], tmp_path / "log.txt", 5)
     assert status.startswith("failed (cannot be started") and "compute-sanitizer" in status

@@ -39,6 +39,6 @@ with contextlib.suppress(SystemExit):
 assert "torch" not in sys.modules"""
 
 
-def test_help_and_refusals_do_not_wait_for_torch() -> None:
+def test_help_and_refusals_do_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr

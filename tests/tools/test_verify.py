@@ -56,7 +56,7 @@ def fits(preset: str, tp: int, pp: int) -> bool:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 @pytest.mark.parametrize("axes", AXES, ids=str)
-def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, int, int]) -> None:
+def test_shrink_makes_every_preset_small(preset: str, axes: tuple[int, int, int]) -> None:
     tp, pp, dp = axes if fits(preset, *axes[:2]) else (2, 2, axes[2])
     axes = (tp, pp, dp) if fits(preset, tp, pp) else (1, 2, dp)
     tp, pp, dp = axes
@@ -76,7 +76,7 @@ def test_every_preset_is_small_under_every_layout(preset: str, axes: tuple[int, 
     assert found.config.optim.clip_grad == 0.7 and found.config.train.train_iters == 3
 
 
-def test_groups_that_ranks_share_and_patterns_of_layers_stay() -> None:
+def test_shrink_keeps_groups_and_layer_patterns() -> None:
     config, found = made("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
     assert config.model.num_kv_groups < 32 and 1 < found.config.model.num_kv_groups < found.layout.tp
     _, found = made(f"{GPT} --window-size 256,0 --window-attn-skip-freq [1]*23+[0] --tp 2 --dp 1")
@@ -85,7 +85,7 @@ def test_groups_that_ranks_share_and_patterns_of_layers_stay() -> None:
 
 
 @pytest.mark.parametrize("flags,second,groups", CASES["groups"])
-def test_a_second_run_is_of_groups_that_the_first_hides(flags: str, second: int, groups: int) -> None:
+def test_second_config_covers_groups_that_the_first_hides(flags: str, second: int, groups: int) -> None:
     config, first = made(spelt(flags))
     found = kv_group_check(config, first, 8)
     assert (found and found.layout) == (Layout(second) if second else None)
@@ -94,7 +94,7 @@ def test_a_second_run_is_of_groups_that_the_first_hides(flags: str, second: int,
         assert found.config.train.train_iters == 1 and not find_problems(single_process_config(found.config), 1)
 
 
-def test_too_few_ranks_for_groups_are_told() -> None:
+def test_too_few_ranks_for_groups_are_reported() -> None:
     config, first = made("--preset llama2-70b --tp 16 --dp 2", 4)
     assert kv_group_check(config, first, 4) is None
     assert first.notes[-1].startswith(
@@ -104,19 +104,19 @@ def test_too_few_ranks_for_groups_are_told() -> None:
 
 
 @pytest.mark.parametrize("flags,counts", CASES["stages"])
-def test_stages_keep_who_has_fewer_layers(flags: str, counts: list[int]) -> None:
+def test_shrink_keeps_uneven_stages(flags: str, counts: list[int]) -> None:
     _, found = made(spelt(f"GPT {flags}"))
     assert explicit_stage_layers(found.config.model.num_layers, found.config.parallel) == counts
 
 
 @pytest.mark.parametrize("batch,pp,number", [(64, 4, 8), (6, 4, 3), (20, 4, 5), (64, 1, 3), (2, 1, 1)])
-def test_micro_batches_relate_to_stages_as_they_did(batch: int, pp: int, number: int) -> None:
+def test_shrink_keeps_micro_batches_per_stage(batch: int, pp: int, number: int) -> None:
     _, found = made(f"{GPT} --global-batch-size {batch} --pp {pp} --dp 1")
     t = found.config.train
     assert t.global_batch_size == number * t.micro_batch_size
 
 
-def test_the_twin_computes_by_the_plainest_path() -> None:
+def test_reference_run_uses_the_simplest_path() -> None:
     flags = f"{GPT} --pp 2 --tp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --split-backward --bf16"
     _, found = made(f"{flags} --recompute-granularity selective --no-use-distributed-optimizer --z-loss-coeff 0.1")
     one = single_process_config(found.config)
@@ -125,7 +125,7 @@ def test_the_twin_computes_by_the_plainest_path() -> None:
     assert one.train.global_batch_size == found.config.train.global_batch_size and one.optim == found.config.optim
 
 
-def test_what_stays_whole_keeps_its_sizes() -> None:
+def test_shrink_keeps_unsharded_sizes() -> None:
     config, found = made("--preset tiny --tp 2 --dp 2", whole=True)
     assert found.config.model == config.model and found.config.data == config.data
     with pytest.raises(ValueError, match=r"world=16 .*--most-ranks 8"):
@@ -185,7 +185,7 @@ def change(ranks: list[Recording], step: int, kind: str, name: str, how: Any, wh
             data[...] = how(data)
 
 
-def test_what_is_equal_agrees_and_rounding_is_allowed() -> None:
+def test_equal_tensors_match_within_rounding() -> None:
     reference, ranks = recordings()
     assert found_in(reference, ranks) is None
     change(ranks, 2, "gradient", "up", lambda data: data * (1 + 4 * 2.0**-52))
@@ -194,7 +194,7 @@ def test_what_is_equal_agrees_and_rounding_is_allowed() -> None:
     assert found_in(reference, ranks) is not None
 
 
-def test_one_element_of_one_copy_is_found_and_named() -> None:
+def test_one_wrong_element_of_a_replica_is_named() -> None:
     reference, ranks = recordings()
     data = next(data for item, data in ranks[3].tensors if at(item) == (1, "weight", "up"))
     data[6] += 1e-6  # of 4 x 4 elements of tp rank 1: row 1 of it, which is row 5, column 2
@@ -213,7 +213,7 @@ def test_one_element_of_one_copy_is_found_and_named() -> None:
         (["up"], 1.25, "the gradient of up is 1.25 times"),
     ],
 )
-def test_factors_are_named(names: list[str], factor: float, told: str) -> None:
+def test_difference_factors_are_named(names: list[str], factor: float, told: str) -> None:
     reference, ranks = recordings()
     for name in names:
         change(ranks, 1, "gradient", name, lambda data: factor * data)
@@ -222,7 +222,7 @@ def test_factors_are_named(names: list[str], factor: float, told: str) -> None:
     assert told in found.causes[0]
 
 
-def test_copies_of_a_weight_are_equal_to_the_bit() -> None:
+def test_replicas_of_a_weight_must_be_bit_equal() -> None:
     reference, ranks = recordings()
     change(ranks, 1, "weight", "norm", lambda data: data + [0, 0, 2.0**-50, 0], (1,))  # of 4, over dp and tp
     found = found_in(reference, ranks)
@@ -230,7 +230,7 @@ def test_copies_of_a_weight_are_equal_to_the_bit() -> None:
     assert found.location == "[2], 1 of 4 elements" and found.distance < found.tolerance
 
 
-def test_what_no_rank_has_is_missing_and_what_only_a_rank_has_too() -> None:
+def test_missing_and_extra_tensors_are_reported() -> None:
     reference, ranks = recordings()
     for rank in ranks[2:]:  # the shards of dp rank 1
         rank.tensors[:] = [(item, data) for item, data in rank.tensors if at(item) != (1, "gradient", "up")]
@@ -242,7 +242,7 @@ def test_what_no_rank_has_is_missing_and_what_only_a_rank_has_too() -> None:
     assert found is not None and "which one process does not have" in found.location
 
 
-def test_a_number_that_is_none_differs() -> None:
+def test_nan_is_a_difference() -> None:
     reference, ranks = recordings()
     change(ranks, 1, "gradient", "up", lambda data: math.nan * data)
     found = found_in(reference, ranks)
@@ -253,7 +253,7 @@ def test_a_number_that_is_none_differs() -> None:
     assert odd.wrong_elements(1e-6).tolist() == [False, True, True]
 
 
-def test_places_are_shares_in_order_and_padding_is_cut() -> None:
+def test_shards_are_assembled_in_order_without_padding() -> None:
     whole = (97, 6)  # two ranks of 52 rows each
     rows = [expected_slices((52, 6), whole, Layout(tp=2).coordinates(tp), Layout(tp=2)) for tp in (0, 1)]
     assert rows == [(slice(0, 52), slice(0, 6)), (slice(52, 97), slice(0, 6))]
@@ -261,7 +261,7 @@ def test_places_are_shares_in_order_and_padding_is_cut() -> None:
         expected_slices((40, 6), whole, Layout().coordinates(0), Layout(tp=2))
 
 
-def test_experts_are_shared_out_over_the_ranks_of_a_stage() -> None:
+def test_experts_are_sharded_over_the_ranks_of_a_stage() -> None:
     layout = Layout(tp=2, pp=2, dp=2, cp=2, ep=2, etp=2)
     cuts = [
         expected_slices((2, 3, 4), (4, 6, 4), layout.coordinates(rank), layout, is_expert=True) for rank in range(16)
@@ -271,7 +271,7 @@ def test_experts_are_shared_out_over_the_ranks_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize("flags,layout,edp,kept", CASES["experts"])
-def test_experts_keep_how_they_are_chosen_and_held(flags: str, layout: str, edp: int, kept: list[int]) -> None:
+def test_shrink_keeps_routing_and_expert_layout(flags: str, layout: str, edp: int, kept: list[int]) -> None:
     config, found = made(spelt(flags))
     m = found.config.model
     sizes = (m.num_experts, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk)
@@ -282,7 +282,7 @@ def test_experts_keep_how_they_are_chosen_and_held(flags: str, layout: str, edp:
     assert set(m.moe_layers) == set(config.model.moe_layers) and m.expert_ffn_size < 64
 
 
-def test_layers_are_numbered_by_their_place_in_the_pipeline(tmp_path: Path) -> None:
+def test_layers_are_numbered_by_pipeline_position(tmp_path: Path) -> None:
     layout = Layout(pp=2, dp=2)
     for rank in range(layout.world_size):
         counts = ((2, 1), (0, 3))[layout.coordinates(rank).pp]  # of two chunks: stages of 2, 0, 1 and 3 layers
@@ -317,7 +317,7 @@ def _read(scale: float = 1.0, masked: bool = True, count: float | None = None) -
     return [*reference_loss_problems(Reference(Recording(["head"], ["head"], arrays)), TOLERANCE)]
 
 
-def test_losses_are_read_a_second_time() -> None:
+def test_losses_are_verified_independently() -> None:
     assert _read() == []
     assert "2 of 3 labels count" in _read(masked=False)[0]
     assert "by its definition" in _read(scale=1.0001)[0]
@@ -336,7 +336,7 @@ BAD: dict[str, list[str]] = toml_tables.ANSWERS["verify"]
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_a_bad_line_is_refused_at_once(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_command_line_is_refused_at_once(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify_tool.main(f"{GPT} {RUN} {flags}".split()) == 2
     told = capsys.readouterr().err
     assert all(part in told for part in BAD[flags]) and "Traceback" not in told
@@ -352,7 +352,7 @@ HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
         [*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp", "experts"], str, guards=("tools/verify.py", "tools/verification")
     ),
 )
-def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
+def test_healthy_layout_matches(name: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     done = verify(f"{RUN} {HEALTHY[name]}", "--json", str(told), "--out", str(tmp_path / "agreement.svg"))
     assert done.returncode == 0 and "agreed: tp" in done.stdout, done.stdout + done.stderr
@@ -365,7 +365,7 @@ def test_a_healthy_layout_agrees(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(120)
-def test_a_layout_that_dies_is_told() -> None:
+def test_crashed_layout_is_reported() -> None:
     done = verify(f"{RUN} {GPT} --tp 2 --dp 1 --timeout 0.01")
     assert done.returncode == 1 and "it has not ended after 0.01 s" in done.stderr
 
@@ -373,7 +373,7 @@ def test_a_layout_that_dies_is_told() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_the_group_ends_it_with_one_line(number: int, code: int, tmp_path: Path) -> None:
+def test_signal_ends_verify_with_one_line(number: int, code: int, tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "tools" / "verify.py"), *f"{RUN} {GPT} --tp 2 --steps 100000".split()]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pipes["env"] = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -388,7 +388,7 @@ def test_a_signal_to_the_group_ends_it_with_one_line(number: int, code: int, tmp
     assert "verify.py: interrupted" in err
 
 
-def test_no_card_is_told_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = verify(f"{GPT} {RUN} --tp 2 --device cuda")
     assert done.returncode == 2 and "Traceback" not in done.stderr and "cuda" in done.stderr.lower()

@@ -71,7 +71,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_where_a_nan_came_up_is_named(name: str) -> None:
+def test_origin_of_a_nan_is_named(name: str) -> None:
     world, flags, (where, rank), words = NAMED[name]
     told = run_ranks(world, _named, flags, where, rank)
     assert len(set(told)) == 1
@@ -85,7 +85,7 @@ def _named_behind_long_paths() -> str:
         return _named("", "forward", 1)
 
 
-def test_where_is_named_however_long_the_paths_of_the_data_are() -> None:
+def test_origin_with_long_data_paths_is_named() -> None:
     told = run_ranks(2, _named_behind_long_paths)
     assert len(set(told)) == 1 and "first seen in the output of layers.1.mlp (nan) on rank 1" in told[0]
 
@@ -100,7 +100,7 @@ def _struck(flags: str, *faults: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("flags", ["", "--zero-stage 2 --global-batch-size 8", "--zero-stage 3"])
-def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing(flags: str) -> None:
+def test_transient_error_is_distinguished_from_bad_data(flags: str) -> None:
     good, clean, weights = zip(*run_ranks(2, _struck, flags), strict=True)
     assert not any(any(anomalies) for anomalies in clean)
     faults = ("step.after_reduce:1:2:nan", "step.after_reduce:0:3:inf")
@@ -111,7 +111,7 @@ def test_a_machines_mistake_is_told_from_the_data_and_changes_nothing(flags: str
         assert "recomputed, it is right" in str(anomalies[1]) and "of ranks [1]" in str(anomalies[1])
 
 
-def test_report_stats_computes_every_step_twice_and_tells_which_differ() -> None:
+def test_report_stats_reruns_every_step() -> None:
     good, _, weights = _struck("")
     got, anomalies, moved = _struck("--rerun-mode report_determinism_stats", "step.after_reduce:0:2:bitflip")
     assert got == good and torch.equal(moved, weights)
@@ -122,7 +122,7 @@ def test_report_stats_computes_every_step_twice_and_tells_which_differ() -> None
     )
 
 
-def test_the_timeline_of_a_step_that_is_computed_again_is_that_of_the_first_time() -> None:
+def test_timeline_of_a_rerun_step_shows_the_first_time() -> None:
     run = build("--rerun-mode report_stats")
     run.pipeline.timeline = []
     train_step(run)
@@ -139,7 +139,7 @@ def _longest(flags: str) -> float:
     return max(timed.end_s - timed.start_s for timed in run.pipeline.timeline if timed.action[0] in "FB")
 
 
-def test_a_timeline_leaves_the_wait_for_a_message_out() -> None:
+def test_timeline_excludes_message_waits() -> None:
     assert max(run_ranks(2, _longest, "--pipeline-model-parallel-size 2")) < 0.5
 
 
@@ -155,7 +155,7 @@ def judged(values: list[float], window: int = 40) -> list[int]:
     return found
 
 
-def test_a_spike_is_what_is_far_above_the_steps_before() -> None:
+def test_spike_is_far_above_previous_steps() -> None:
     noise = random.Random(3)
     falling = [2 + 8 * 0.97**i + noise.gauss(0, 0.05) for i in range(300)]
     assert judged(falling) == []
@@ -166,7 +166,7 @@ def test_a_spike_is_what_is_far_above_the_steps_before() -> None:
     assert judged([2.0] * 20 + [50.0] * 30) == list(range(20, 50))  # it does not become what is usual
 
 
-def test_numbers_of_damaged_checkpoints_are_refused() -> None:
+def test_damaged_spike_state_is_refused() -> None:
     for bad in ({}, *({"rollbacks": 0, "quiet": 0, "seen": seen} for seen in ({"loss": [math.nan]}, []))):
         with pytest.raises((KeyError, ValueError, AttributeError)):
             SpikeDetector().from_json(bad)
@@ -216,7 +216,7 @@ def manifest(folder: Path, step: int) -> dict[str, Any]:
     return json.loads((folder / f"iter_{step:07d}/manifest.json").read_text())
 
 
-def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path, texts: dict[str, list[str]]) -> None:
+def test_spike_rollback_skips_its_samples(tmp_path: Path, texts: dict[str, list[str]]) -> None:
     """The same as stopping by hand and starting again from the checkpoint with --iterations-to-skip."""
     flags = [*texts["once"], "--save-interval", "8"]
     one, hand = tmp_path / "one", tmp_path / "hand"
@@ -238,7 +238,7 @@ def test_a_spike_is_rolled_back_and_its_samples_never_come_again(tmp_path: Path,
     assert manifest(one, 13)["files"] == manifest(hand, 13)["files"]  # sha256 of weights and optimizer
 
 
-def test_a_second_computation_divides_by_all_tokens() -> None:
+def test_rerun_divides_by_all_tokens() -> None:
     """Those of other samples, and of other parts of the same, are on other ranks."""
     run, weights = build(""), list[float]()
     run.pipeline.step = lambda batches, weight, more_microbatches: weights.append(weight)  # type: ignore[assignment, method-assign, return-value]
@@ -250,7 +250,7 @@ def test_a_second_computation_divides_by_all_tokens() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", [TP2, f"{PP2} --split-backward"])
-def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
+def test_rollback_is_collective(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
     flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()
     pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path), ok=True)
     spike, back = events(tmp_path)
@@ -258,7 +258,7 @@ def test_ranks_roll_back_together(tmp_path: Path, texts: dict[str, list[str]], l
     assert "recomputed, it is the same" in spike["text"]
 
 
-def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
+def test_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
     folders = [tmp_path / name for name in ("skip", "hand", "log")]
     skip, hand = [*WATCHED, "--spike-action", "skip"], ["--iterations-to-skip", "10"]
     ways = [skip, hand, [*WATCHED, "--rerun-mode", "disabled"]]
@@ -272,7 +272,7 @@ def test_a_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]
     assert losses(folders[2])[10] > 3 and losses(folders[0])[10] is None
 
 
-def test_a_run_that_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]) -> None:
+def test_run_with_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]) -> None:
     flags = [*texts["on"], *WATCHED, "--save", str(tmp_path), "--save-interval", "8", "--rerun-mode", "disabled"]
     flags += ["--spike-threshold", "3"]
     assert train(*flags, "--spike-action", "rollback") == ExitCode.BAD_RESULT
@@ -282,7 +282,7 @@ def test_a_run_that_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]
     assert status["reason"] == "step 13: another spike, after 3 rollbacks in a row"
 
 
-def test_skipped_steps_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_skipped_steps_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FaultInjector({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (1, 2, 4, 5, 6))})
     monkeypatch.setattr(step_module, "inject_fault", fault)
     flags = f"--train-iters 9 {SKIP} --max-skipped-steps 3 --rerun-mode disabled --run-dir {tmp_path}".split()
@@ -292,7 +292,7 @@ def test_skipped_steps_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learned; step 6: loss ")
 
 
-def test_a_machine_that_computes_wrongly_again_and_again_is_left(tmp_path: Path, monkeypatch) -> None:
+def test_repeated_transient_errors_end_the_run(tmp_path: Path, monkeypatch) -> None:
     fault = FaultInjector({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (2, 3, 5))})
     monkeypatch.setattr(step_module, "inject_fault", fault)
     assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == ExitCode.RERUN

@@ -61,7 +61,7 @@ def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[
         (f"{FULL} --fp16 --initial-loss-scale 256 --loss-scale-window 1", torch.float16),  # a new weight at each step
     ],
 )
-def test_replays_train_as_eager_micro_batches(flags: str, dtype: torch.dtype) -> None:
+def test_replays_equal_eager_micro_batches(flags: str, dtype: torch.dtype) -> None:
     losses, weights, none = trained(flags, dtype)
     assert none == [] and losses[0] != losses[1]
     again, same, replays = trained(f"{flags} {GRAPHED}", dtype)
@@ -69,14 +69,14 @@ def test_replays_train_as_eager_micro_batches(flags: str, dtype: torch.dtype) ->
     assert sum(replays) == STEPS * 4 - len(replays)  # of each shape the first ran eagerly
 
 
-def test_a_batch_that_grows_changes_the_weight_and_records_nothing_new() -> None:
+def test_growing_batch_records_no_new_graph() -> None:
     flags = f"{LLAMA} --rampup-batch-size 2 2 6"
     losses, weights, _ = trained(flags)
     again, same, replays = trained(f"{flags} {GRAPHED}")
     assert again == losses and torch.equal(same, weights) and replays == [1 + 2 + 4 - 1]
 
 
-def test_data_parallel_ranks_replay_between_the_first_and_the_last() -> None:
+def test_data_parallel_ranks_replay_the_middle_micro_batches() -> None:
     """Behind these two weights are gathered and gradients are reduced; and their losses are those of one process."""
     flags = f"{LLAMA} --global-batch-size 16 --ddp-bucket-size 2000"
     (losses, weights, _), *_ = run_ranks(2, trained, flags, torch.float64)
@@ -112,7 +112,7 @@ REFUSED = ANSWERS["graphs"]
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_what_cannot_be_repeated_is_refused(flags: str) -> None:
+def test_unrepeatable_options_are_refused(flags: str) -> None:
     world, text = REFUSED[flags]
     argv = f"{COMMON} {GRAPHED} {flags}".split()
     try:
@@ -124,7 +124,7 @@ def test_what_cannot_be_repeated_is_refused(flags: str) -> None:
     assert "drop" in problems[0]
 
 
-def test_without_a_card_it_is_refused() -> None:
+def test_cuda_graphs_without_a_gpu_are_refused() -> None:
     config = config_from(f"{COMMON} {GRAPHED}")
     with pytest.raises(SetupError, match="cuda_graph_impl=local needs a CUDA device, and none is available; drop it"):
         check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
@@ -133,7 +133,7 @@ def test_without_a_card_it_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("flags", ["", f"{LLAMA} {SELECTIVE} --bf16"])
-def test_on_a_card_replays_train_as_eager_micro_batches(flags: str) -> None:
+def test_replays_equal_eager_micro_batches_on_a_gpu(flags: str) -> None:
     device, made = torch.device("cuda"), []
     for more in ("", GRAPHED):
         run = run_from(f"{COMMON} {flags} {more}", device=device)

@@ -47,7 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "a"), str(folder / "b")
 
 
-def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_path: Path, capsys) -> None:
+def test_changed_blend_continues_with_unread_data(files: tuple[str, str], tmp_path: Path, capsys) -> None:
     a, b = files
     save = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "50", "--split", "1,0,0"]
     steps = ["--train-iters", "8"]
@@ -67,7 +67,7 @@ def test_a_changed_blend_goes_on_with_what_is_left(files: tuple[str, str], tmp_p
     assert seed.returncode == 3 and "data so far came in the order of seed 1234" in seed.stderr
 
 
-def test_validation_sets_have_names_and_losses_of_their_own(files: tuple[str, str], tmp_path: Path) -> None:
+def test_validation_sets_have_names_and_losses(files: tuple[str, str], tmp_path: Path) -> None:
     a, b = files
     flags = ["--train-data-path", a, "--valid-data-path", f"a={a}", "b=", b, "--run-dir", tmp_path]
     pretrain(*FLAGS, *TP2_PP2, *flags, "--train-iters", "4", "--eval-interval", "2", ok=True)
@@ -79,7 +79,7 @@ def test_validation_sets_have_names_and_losses_of_their_own(files: tuple[str, st
     assert last["val/b/bpb"] == pytest.approx(last["val/b/loss"] / np.log(2) / 4)
 
 
-def test_lists_of_paths_come_from_files_too(files: tuple[str, str], tmp_path: Path) -> None:
+def test_path_lists_can_come_from_files(files: tuple[str, str], tmp_path: Path) -> None:
     a, b = files
     (tmp_path / "blend.txt").write_text(f"0.5 {a}\n0.5 {b}\n")
     (tmp_path / "splits.json").write_text(json.dumps({"train": [0.5, a, 0.5, b], "valid": [b], "test": None}))
@@ -89,7 +89,7 @@ def test_lists_of_paths_come_from_files_too(files: tuple[str, str], tmp_path: Pa
     assert blend == split and len(blend) == 2
 
 
-def test_a_source_given_twice_is_one_in_every_form_of_the_lists(files: tuple[str, str], tmp_path: Path) -> None:
+def test_source_given_twice_is_one_source(files: tuple[str, str], tmp_path: Path) -> None:
     a, b = files
     for suffix in (".bin", ".idx"):
         (tmp_path / f"link{suffix}").symlink_to(f"{a}{suffix}")
@@ -114,7 +114,7 @@ def test_a_source_given_twice_is_one_in_every_form_of_the_lists(files: tuple[str
     assert one == two
 
 
-def test_sources_that_a_run_never_reads_are_named(files: tuple[str, str]) -> None:
+def test_unread_sources_are_named(files: tuple[str, str]) -> None:
     a, b = files
     dry = [*FLAGS, "--train-iters", "4", "--dry-run", "--data-path", "0.999", a, "0.001", b]
     shown = pretrain(*dry, "--eval-iters", "2", ok=True).stdout
@@ -123,7 +123,7 @@ def test_sources_that_a_run_never_reads_are_named(files: tuple[str, str]) -> Non
     assert "WARNING" not in pretrain(*dry, "--train-iters", "1000", "--eval-iters", "0", ok=True).stdout
 
 
-def test_bad_sets_are_refused(files: tuple[str, str]) -> None:
+def test_bad_validation_sets_are_refused(files: tuple[str, str]) -> None:
     a, b = files
     for words, text in (
         (["1", a, "1", b], "prefixes without weights"),
@@ -145,7 +145,7 @@ def only_ends(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("layout", "iters"), [(["--nproc", "2"], 9), ([*TP2_PP2], 9), ([], 1)], ids=["dp2", "pp2", "short"]
 )
-def test_a_run_in_which_no_label_counts_ends(only_ends: str, tmp_path: Path, layout: list[str], iters: int) -> None:
+def test_run_without_counted_labels_ends(only_ends: str, tmp_path: Path, layout: list[str], iters: int) -> None:
     flags = [*FLAGS, *layout, "--split", "1,0,0", "--data-path", only_ends, "--eod-mask-loss", "--run-dir", tmp_path]
     run = pretrain(*flags, "--eval-iters", "0", "--train-iters", iters)
     assert run.returncode == 17, run.stderr
@@ -158,9 +158,7 @@ def test_a_run_in_which_no_label_counts_ends(only_ends: str, tmp_path: Path, lay
         assert {row["train/loss"] for row in rows(tmp_path / "metrics.jsonl")} == {None}
 
 
-def test_an_evaluation_in_which_no_label_counts_has_no_loss(
-    files: tuple[str, str], only_ends: str, tmp_path: Path
-) -> None:
+def test_evaluation_without_counted_labels_has_no_loss(files: tuple[str, str], only_ends: str, tmp_path: Path) -> None:
     flags = [*FLAGS, "--train-data-path", files[0], "--valid-data-path", "a=", files[0], "ends=", only_ends]
     run = pretrain(
         *flags, "--eod-mask-loss", "--train-iters", "2", "--eval-interval", "1", "--run-dir", tmp_path, ok=True
@@ -173,7 +171,7 @@ def test_an_evaluation_in_which_no_label_counts_has_no_loss(
 PACKED = ["--document-packing", "best-fit", "--reset-attention-mask", "--reset-position-ids"]
 
 
-def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], tmp_path: Path, capsys) -> None:
+def test_packed_documents_under_layouts_and_resume(files: tuple[str, str], tmp_path: Path, capsys) -> None:
     a, b = files
     flags = [*FLAGS, *PACKED, "--data-path", a, b, "--split", "1,0,0", "--train-iters", "6", "--save-interval", "50"]
     flags += ["--seq-length", "64", "--max-position-embeddings", "64"]
@@ -191,7 +189,7 @@ def test_packed_documents_under_any_layout_and_resumed(files: tuple[str, str], t
     assert switched.returncode == 3 and "document_packing was changed since the checkpoint" in switched.stderr
 
 
-def test_fill_in_the_middle(tmp_path: Path) -> None:
+def test_fim_run(tmp_path: Path) -> None:
     special = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
     text = "\n".join(f"def f{i}(x):\n    return x + {i} * {i * i}" for i in range(400))
     (tmp_path / "t.txt").write_text(text)
@@ -213,7 +211,7 @@ def test_fill_in_the_middle(tmp_path: Path) -> None:
         build_datasets(wrong.data, 16, 2, 8)
 
 
-def test_ledger_of_generated_data_and_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ledger_of_mock_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoint.main(["data-usage", str(tmp_path)]) == 3 and "no checkpoint" in capsys.readouterr().err
     trained(tmp_path, *SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1")
     assert any("generated data" in line for line in seen(tmp_path / "iter_0000001", capsys))

@@ -39,7 +39,7 @@ def read(folder: Path, *flags: str) -> tuple[Config, DatasetBundle]:
     return config, build_datasets(config.data, 16, 1, 2)
 
 
-def test_the_line_of_megatrons_gpt3_script_opens_its_data(folder: Path) -> None:
+def test_gpt3_script_line_opens_its_data(folder: Path) -> None:
     cache = ["--data-cache-path", str(folder / "cache"), "--num-workers", "2"]
     config, sources = read(folder, "--split", "949,50,1", *cache)
     assert config.data.tokenizer_type == "GPT2BPETokenizer"
@@ -49,7 +49,7 @@ def test_the_line_of_megatrons_gpt3_script_opens_its_data(folder: Path) -> None:
     assert note.startswith("no test set: ") and "0 tokens in 0 documents" in note
 
 
-def test_a_split_of_a_small_set_is_no_error_unless_it_leaves_no_training(folder: Path) -> None:
+def test_small_split_is_an_error_only_without_training_data(folder: Path) -> None:
     for split, valid, notes in (("'99,1,0'", 0, 1), ("1,0,0", 0, 0), ("3,1", 1, 0), ('"949, 50, 1"', 1, 1)):
         _, sources = read(folder, "--split", split)
         assert (len(sources.valid), len(sources.notes)) == (valid, notes), split
@@ -59,7 +59,7 @@ def test_a_split_of_a_small_set_is_no_error_unless_it_leaves_no_training(folder:
         read(folder, "--split", "1,9999,0")
 
 
-def test_fim_with_gpt2s_files_takes_the_unknown_token(folder: Path) -> None:
+def test_fim_with_gpt2_files_uses_the_unknown_token(folder: Path) -> None:
     fim = ["--fim-data", "--fim-rate", "1.0", "--fim-spm-rate", "0.5", "--split", "1,0,0"]
     _, plain = read(folder, "--split", "1,0,0")
     _, sources = read(folder, *fim)
@@ -79,7 +79,7 @@ def test_fim_with_gpt2s_files_takes_the_unknown_token(folder: Path) -> None:
     assert named.train.fim.eod == 1 and named.eod == 0  # type: ignore[attr-defined]
 
 
-def test_rows_below_the_vocabulary_are_refused(folder: Path) -> None:
+def test_fewer_embedding_rows_than_tokens_are_refused(folder: Path) -> None:
     assert read(folder, "--padded-vocab-size", "304", "--split", "1,0,0")[0].model.make_vocab_size_divisible_by == 304
     with pytest.raises(DataError, match="padded_vocab_size=299 is below the vocabulary of 300"):
         read(folder, "--padded-vocab-size", "299")
@@ -90,7 +90,7 @@ def test_rows_below_the_vocabulary_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     "path, says", [(SECRET, "has a password"), ("x" * 5000, "is longer than"), ("a\0b", "is not UTF-8")]
 )
-def test_paths_in_a_file_are_held_to_what_those_of_flags_are(tmp_path: Path, path: str, says: str) -> None:
+def test_paths_in_a_file_are_checked_like_flags(tmp_path: Path, path: str, says: str) -> None:
     plain, per_split = tmp_path / "paths.txt", tmp_path / "paths.json"
     plain.write_text(f"1 {path}")
     per_split.write_text(json.dumps({"train": ["0.5", path], "valid": None, "test": None}))

@@ -61,18 +61,18 @@ WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
     ],
     ids=["data", "batch", "checkpoint", "elsewhere", "sizes", "order", "deadlock"],
 )
-def test_who_is_late_and_why(third: RankState, late: list[int], words: list[str]) -> None:
+def test_late_rank_and_cause_are_named(third: RankState, late: list[int], words: list[str]) -> None:
     reason, found = diagnose({v.rank: v for v in [*WAITS, third]}, {})
     assert found == late and all(word in reason for word in words), reason
 
 
-def test_a_rank_that_does_not_answer_comes_first_and_all_at_work_is_no_hang() -> None:
+def test_silent_rank_is_named_first() -> None:
     reason, late = diagnose({0: WAITS[0]}, {1: "process 7: stopped by a signal", 2: ""})
     assert late == [1, 2] and reason.startswith("ranks 1-2 no longer answer (process 7: stopped by a signal); rank 0")
     assert diagnose({r: view(r, "nn/mlp.py:3") for r in range(3)}, {})[1] == [0, 1, 2]
 
 
-def test_the_two_ends_of_a_message_are_compared() -> None:
+def test_ends_of_a_message_are_compared() -> None:
     to, of = ("send to", 1, 3, 512), ("receive from", 0, 3, 256)
     ends = {0: replace(view(0), axes={"pp": ([0, 1], [to])}), 1: replace(view(1), axes={"pp": ([0, 1], [of])})}
     reason, _ = diagnose(ends, {})
@@ -97,7 +97,7 @@ def _groups() -> list[float]:
     return first + limits()
 
 
-def test_every_group_has_the_timeout_that_was_given() -> None:
+def test_every_group_has_the_given_timeout() -> None:
     for found in run_ranks(4, _groups):
         half = len(found) // 2
         assert found == [7.0] * half + [9.0] * half
@@ -120,7 +120,7 @@ OTHERS = [(8, torch.float32, 0), pytest.param(4, torch.int32, 0, marks=pytest.ma
 
 
 @pytest.mark.parametrize("elements,dtype,mark", OTHERS)
-def test_a_message_of_another_size_dtype_or_microbatch_is_not_taken(elements: int, dtype: Any, mark: int) -> None:
+def test_mismatched_message_is_refused(elements: int, dtype: Any, mark: int) -> None:
     assert run_ranks(2, _message, elements, dtype, mark) == [True, True]
 
 
@@ -144,7 +144,7 @@ def _one_too_many(folder: str) -> tuple[bool, str]:
     return "different collectives" in known.reason, dog.reason
 
 
-def test_a_collective_too_many_is_an_error_on_all_ranks_that_says_which(tmp_path: Path) -> None:
+def test_extra_collective_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     (first, reason), (second, other) = run_ranks(2, _one_too_many, str(tmp_path))
     assert first and second and reason == other
     assert re.search(r"rank 1 in .* over dp.*; rank 0 in .* over dp|on dp ", reason), reason
@@ -155,7 +155,7 @@ def _dog(folder: Path, timeout_s: float = 1.0) -> Watchdog:
     return Watchdog(Mesh.single_process(), folder, Timers(), timeout_s)
 
 
-def test_the_first_steps_and_what_is_no_step_are_never_late(tmp_path: Path) -> None:
+def test_first_steps_and_other_work_are_never_late(tmp_path: Path) -> None:
     dog = _dog(tmp_path, 600.0)
     try:
         for step in range(hang.MIN_STEPS):
@@ -180,7 +180,7 @@ def test_the_first_steps_and_what_is_no_step_are_never_late(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("size", [1, 2, 1024, 16_384])
-def test_a_store_is_not_asked_more_often_than_it_can_answer(tmp_path: Path, size: int, monkeypatch) -> None:
+def test_store_is_polled_within_its_capacity(tmp_path: Path, size: int, monkeypatch) -> None:
     monkeypatch.setattr(hang, "_own_connection", lambda: None)
     alone = Mesh.single_process()
     world = replace(alone.world, size=size, backend=ABSTRACT)
@@ -190,7 +190,7 @@ def test_a_store_is_not_asked_more_often_than_it_can_answer(tmp_path: Path, size
     assert 0.8 * 600 + 2 * dog.pace * (hang.POLL_S + hang.ANSWER_S) < 600  # told before the group's time-out
 
 
-def test_the_status_says_that_a_run_lives_until_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_running_until_the_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its main thread does."""
     monkeypatch.setattr(hang, "HEARTBEAT_S", 0.02)
     config = config_from([*SMALL, "--train-iters", "3", "--eval-iters", "9"])
@@ -234,7 +234,7 @@ def ended(folder: Path, *words: str, fault: str = "", start: tuple[str, ...] = (
 FROZEN = r"rank {} no longer answers \(process \d+: stopped by a signal\); rank {} in step 6"
 
 
-def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
+def test_frozen_rank_is_named_and_the_outcome_is_hang(tmp_path: Path) -> None:
     code, err, status = ended(tmp_path, "--nproc", "2", fault="step.begin:0:6:stop")
     assert (code, status["outcome"], status["step"]) == (70, "hang", 5), err
     assert re.match(FROZEN.format(0, 1), status["reason"])
@@ -248,7 +248,7 @@ def test_a_frozen_rank_is_named_and_the_run_says_hang(tmp_path: Path) -> None:
     assert (told["step"], told["late_ranks"], told["reason"]) == (6, [0], status["reason"])
 
 
-def test_the_start_has_a_time_limit_of_its_own(tmp_path: Path) -> None:
+def test_startup_has_its_own_timeout(tmp_path: Path) -> None:
     """Rank 0 alone plans, measures and describes the run."""
     code, err, status = ended(tmp_path, "--nproc", "2", fault="init.ready:0:0:sleep=9", limit_s=4)
     assert (code, status["outcome"]) == (0, "done") and "NO PROGRESS" not in err, err
@@ -257,7 +257,7 @@ def test_the_start_has_a_time_limit_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shared", ["--shared-memory", "--no-shared-memory"])
-def test_the_time_limit_holds_where_torch_compares_collectives(
+def test_timeout_holds_with_torch_collective_checks(
     rank: int, shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
@@ -276,7 +276,7 @@ HANGS = toml_tables.read("training/cases")["hangs"]
 @pytest.mark.parametrize(
     "name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/training/monitoring",))
 )
-def test_a_rank_that_hangs_is_named_with_its_place(name: str, tmp_path: Path) -> None:
+def test_hanging_rank_is_named_with_its_location(name: str, tmp_path: Path) -> None:
     words, fault, step, reason = HANGS[name]
     code, err, status = ended(tmp_path, *words.format(tmp_path).split(), fault=fault)
     assert (code, status["outcome"], status["step"]) == (70, "hang", step), err
@@ -310,14 +310,14 @@ ABORTS = {  # after a hang was told it is that hang; a crash after the step went
 
 
 @pytest.mark.parametrize("outcome", ABORTS)
-def test_an_abort_is_what_was_told_before_or_a_crash(tmp_path: Path, outcome: str) -> None:
+def test_abort_keeps_the_reported_reason(tmp_path: Path, outcome: str) -> None:
     fault, sign, code, reason = ABORTS[outcome]
     ended, status = aborted(tmp_path, fault, sign)
     assert (ended, status["outcome"]) == (code, outcome) and re.match(reason, status["reason"]), status
 
 
 @pytest.mark.nightly
-def test_under_torchrun_the_status_says_hang(tmp_path: Path) -> None:
+def test_torchrun_status_is_hang(tmp_path: Path) -> None:
     start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "2")
     code, err, status = ended(tmp_path, fault="step.begin:0:6:stop", start=start)
     assert (code, status["outcome"]) == (1, "hang"), err
@@ -325,7 +325,7 @@ def test_under_torchrun_the_status_says_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_clean_run_hears_nothing_of_it_and_a_slow_step_goes_on(tmp_path: Path) -> None:
+def test_clean_run_and_slow_step_are_not_reported(tmp_path: Path) -> None:
     """With a first step, evaluations and saves that take longer than a training step may."""
     words = ["--nproc", "2", "--save", str(tmp_path / "saved"), "--save-interval", "10", "--eval-interval", "10"]
     slow = "step.begin:1:1:sleep=5,eval.begin:1:10:sleep=5,ckpt.shard_written:1:10:sleep=5"

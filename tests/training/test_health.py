@@ -53,7 +53,7 @@ def row(pp: int = 0, **known: float) -> dict[str, float]:
         ([row(forward=5.0)], {}),
     ],
 )
-def test_a_rank_is_compared_with_those_that_have_its_work(rows: list[dict[str, float]], slow: dict[int, str]) -> None:
+def test_rank_is_compared_with_ranks_of_equal_work(rows: list[dict[str, float]], slow: dict[int, str]) -> None:
     found = slow_ranks(rows)
     assert set(found) == set(slow)
     for rank, words in slow.items():
@@ -71,14 +71,14 @@ def told(pulse: HealthMonitor, *lines: list[dict[str, float]]) -> list[list[tupl
     return [[(event, rank) for event, rank, _ in pulse.new_problems(rows)] for rows in lines]
 
 
-def test_thousands_of_ranks_are_compared_in_one_go() -> None:
+def test_thousands_of_ranks_are_compared_at_once() -> None:
     rows = [row(forward=0.1 + rank * 1e-9) for rank in range(16_384)]  # each with each would be 268 million
     rows[77] = row(forward=0.4)
     rows[78] = row(**dict.fromkeys(OWN_PHASES, math.nan))
     assert list(slow_ranks(rows)) == [77]
 
 
-def test_one_slow_line_is_none_and_a_slow_rank_is_named_once(tmp_path: Path) -> None:
+def test_slow_rank_is_named_once_after_several_lines(tmp_path: Path) -> None:
     pulse, slow, fine = pulse_of(tmp_path), [row(), row(forward=0.4)], [row(), row()]
     assert told(pulse, slow, fine, slow, slow, fine) == [[]] * 5
     assert told(pulse, *[slow] * (LINES_IN_A_ROW + 3)) == [[]] * (LINES_IN_A_ROW - 1) + [[("straggler", 1)]] + [[]] * 3
@@ -88,7 +88,7 @@ def test_one_slow_line_is_none_and_a_slow_rank_is_named_once(tmp_path: Path) -> 
     assert told(early, *[slow] * 9) == [[]] * 9
 
 
-def test_a_card_that_is_ill_is_named(tmp_path: Path) -> None:
+def test_unhealthy_gpu_is_named(tmp_path: Path) -> None:
     pulse = pulse_of(tmp_path, max_gpu_temperature=85)
     hot = [row(temperature_c=70.0), row(temperature_c=90.0)]
     assert told(pulse, hot, hot) == [[("temperature", 1)], []]
@@ -122,7 +122,7 @@ class Nvml(types.ModuleType):
         raise RuntimeError("Not Supported")
 
 
-def test_a_card_is_asked_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_sensors_are_read_if_the_package_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GpuMonitor(torch.device("cpu")).sensors == {}
     nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -136,7 +136,7 @@ def test_a_card_is_asked_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -
     assert GpuMonitor(torch.device("cuda", 3)).sensors == {}
 
 
-def test_the_line_names_as_many_ranks_as_asked_for() -> None:
+def test_straggler_line_names_the_requested_number_of_ranks() -> None:
     rows = [row(), row(forward=0.3, temperature_c=50.0), row(forward=0.2)]
     line = straggler_line(rows, 2)
     assert "Mn own/Rnk: 321.0ms/0 421.0ms/2 | Mx own/Rnk: 521.0ms/1 421.0ms/2 |" in line
@@ -152,7 +152,7 @@ def train(folder: Path, steps: int, *flags: str, fault: str = "") -> tuple[int, 
     return done.returncode, rows(folder / "events.jsonl")
 
 
-def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path) -> None:
+def test_too_slow_step_ends_the_run(tmp_path: Path) -> None:
     """And what is found is acted on by all ranks at the same step, after a save."""
     flags = ["--max-step-time-s", "1e-6", "--health-action", "exit", "--save", str(tmp_path / "save")]
     code, events = train(tmp_path, 50, *flags, "--log-interval", "2", "--log-straggler")
@@ -169,7 +169,7 @@ def test_a_step_that_takes_too_long_ends_the_run_for_another_node(tmp_path: Path
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_a_slow_rank_is_named_within_ten_steps_and_nobody_in_a_clean_run(tmp_path: Path) -> None:
+def test_slow_rank_is_named_within_ten_steps(tmp_path: Path) -> None:
     code, events = train(tmp_path / "clean", 200, "--log-straggler")
     named = [event for event in events if event["event"] == "straggler"]
     if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):

@@ -92,7 +92,7 @@ def _first_steps(folder: str, layouts: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_first_loss_is_that_of_transformers_under_every_layout(models, name: str) -> None:
+def test_first_loss_equals_transformers_under_every_layout(models, name: str) -> None:
     theirs, folder = models(name)
     loss, tokens = first_step(str(folder), "")
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_the_first_loss_is_that_of_transformers_under_every_layout(models, name:
         assert losses == pytest.approx([want] * len(layouts), rel=1e-5)
 
 
-def test_half_precision_keeps_the_exact_values_as_main_weights(models) -> None:
+def test_half_precision_run_keeps_exact_main_weights(models) -> None:
     theirs, folder = models("llama")
     config = taken(folder, "--bf16")
     run = run_from(config)
@@ -125,7 +125,7 @@ MODEL += "--use-rotary-position-embeddings --rotary-base 500000 --use-rope-scali
 MODEL += "--untie-embeddings-and-output-weights"
 
 
-def test_options_that_contradict_are_named_together(models) -> None:
+def test_contradictory_options_are_named_together(models) -> None:
     _, folder = models("llama")
     right = origin.complete_config(parse(folder, *MODEL.split()))
     assert right.model.num_layers == 4 and right.data.tokenizer_type is None
@@ -151,7 +151,7 @@ def test_options_that_contradict_are_named_together(models) -> None:
         origin.complete_config(parse(*learned))
 
 
-def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -> None:
+def test_tokenizer_next_to_the_model_is_the_default(models, tmp_path: Path) -> None:
     folder = copied(models("llama")[1], tmp_path / "model")
     assert (config := taken(folder)).data.tokenizer_type is None and config.data.vocab_size == V
     with_tokenizer(folder, V - 20)
@@ -172,7 +172,7 @@ def test_the_tokenizer_beside_the_model_is_the_default(models, tmp_path: Path) -
         preflight(origin.complete_config(nothing), RankInfo())
 
 
-def test_a_restart_goes_on_from_the_checkpoint_and_not_from_the_model(models, tmp_path: Path) -> None:
+def test_restart_uses_the_checkpoint_not_the_model(models, tmp_path: Path) -> None:
     _, folder = models("qwen2")
     again = ("--pretrained-checkpoint", str(folder), "--save", str(tmp_path / "run"), "--save-interval", "1")
     config = taken(tmp_path / "run", *again)
@@ -228,7 +228,7 @@ def _starts(base: str) -> list[Outcome]:
     return outcomes
 
 
-def test_one_rank_that_cannot_read_ends_all(models, tmp_path: Path) -> None:
+def test_unreadable_model_on_one_rank_ends_all(models, tmp_path: Path) -> None:
     for rank in (0, 1):
         with_tokenizer(copied(models("llama")[1], tmp_path / f"rank{rank}"), V)
     first, second = run_ranks(2, _starts, str(tmp_path))
@@ -247,7 +247,7 @@ WAYS = ["one process", "tp2 pp2, saving"]
 
 
 @pytest.mark.parametrize("how", rarely(WAYS, WAYS[1:], str, guards=("megalite/interop",)))
-def test_a_run_from_a_directory_to_a_directory(models, how: str, tmp_path: Path) -> None:
+def test_run_from_a_model_directory_to_another(models, how: str, tmp_path: Path) -> None:
     """With a learning rate of zero, what comes out is what went in, bit for bit."""
     folder = copied(models("llama")[1], tmp_path / "model")
     with_tokenizer(folder, V - 20)
@@ -265,7 +265,7 @@ def test_a_run_from_a_directory_to_a_directory(models, how: str, tmp_path: Path)
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]  # no temporary is left
 
 
-def test_an_export_replaces_what_an_earlier_one_has_left(models, tmp_path: Path) -> None:
+def test_export_replaces_an_earlier_export(models, tmp_path: Path) -> None:
     _, folder = models("gpt2")
     (tmp_path / ".out.part").write_text("in the way")
     run = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
@@ -275,7 +275,7 @@ def test_an_export_replaces_what_an_earlier_one_has_left(models, tmp_path: Path)
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["saved before", "weights alone, tp2"])
-def test_a_disk_error_in_the_middle_of_an_export_leaves_nothing(saves: bool, tmp_path: Path) -> None:
+def test_failed_export_leaves_nothing(saves: bool, tmp_path: Path) -> None:
     """No file may grow beyond 64 KiB. Without a checkpoint the ranks' temporary files are the first that fail."""
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 512 --max-position-embeddings 16"
     flags = [*BASE.split(), *shape.split(), "--run-dir", str(tmp_path / "run")]
@@ -297,7 +297,7 @@ def test_a_disk_error_in_the_middle_of_an_export_leaves_nothing(saves: bool, tmp
 
 
 @pytest.mark.parametrize("kind", rarely(["json", "sentencepiece"], ["json"], str, guards=("megalite/interop",)))
-def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path: Path) -> None:
+def test_export_includes_a_renamed_tokenizer(kind: str, tmp_path: Path) -> None:
     """As transformers finds it; its neighbours are not taken for parts of it."""
     import transformers
 
@@ -321,7 +321,7 @@ def test_a_tokenizer_under_another_name_goes_with_the_export(kind: str, tmp_path
         assert found.eos_token_id == config.eos_token_id == own.eod
 
 
-def test_the_plan_of_a_run_that_begins_with_a_directory(models, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_run_from_a_model_directory(models, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--load", str(models("llama")[1]), "--use-checkpoint-args", "--dry-run"]
     assert pretrain_gpt.main([*BASE.split(), *flags]) == 0
     assert "vocabulary 93, padded to 128" in capsys.readouterr().out
@@ -336,7 +336,7 @@ def _exported(folder: str, target: str, flags: str) -> str | None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trained_weights_are_exported_without_saving(models, layout: str, tmp_path: Path) -> None:
+def test_export_works_without_checkpoints(models, layout: str, tmp_path: Path) -> None:
     import transformers
 
     _, folder = models("gpt2" if layout == "tp2 pp2" else "qwen3")
@@ -368,7 +368,7 @@ def _saved_at(stages: list[int], folder: str, target: str) -> None:
         saver.close()
 
 
-def test_a_checkpoint_of_weights_that_are_shared_out_converts_to_the_same_bits(models, tmp_path: Path) -> None:
+def test_sharded_checkpoint_converts_bit_exactly(models, tmp_path: Path) -> None:
     _, folder = models("qwen3")
     run_ranks(4, _saved_at, [1, 3], str(folder), str(tmp_path))
     found = [load_file(folder / "model.safetensors")]
@@ -383,7 +383,7 @@ def test_a_checkpoint_of_weights_that_are_shared_out_converts_to_the_same_bits(m
     )
 
 
-def test_what_cannot_be_exported_is_refused_before_training(tmp_path: Path) -> None:
+def test_impossible_export_is_refused_before_training(tmp_path: Path) -> None:
     small = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 93"
     config = config_from([*BASE.split(), *small.split(), "--squared-relu", "--export-hf", str(tmp_path / "x")])
     said = "(?s)export_hf=.*no family of Hugging Face can express this model.*squared_relu"

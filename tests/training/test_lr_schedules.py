@@ -38,7 +38,7 @@ def resumed(folder: Path, *flags: str) -> Run:
 
 
 @pytest.mark.parametrize("flags,lines", OTHER.items())
-def test_a_resume_with_other_rates_is_refused(saved: Path, flags: str, lines: list[str]) -> None:
+def test_resume_with_other_rates_is_refused(saved: Path, flags: str, lines: list[str]) -> None:
     with pytest.raises(SetupError) as error:
         resumed(saved, *flags.split())
     for line in lines:
@@ -51,7 +51,7 @@ CURVE = "--lr-decay-style cosine --lr-warmup-iters 2"
 
 
 @pytest.mark.parametrize("batch", ["--global-batch-size 16", RAMP])
-def test_rates_of_a_base_batch_size_are_in_proportion_to_the_last_batch(batch: str) -> None:
+def test_base_batch_size_scales_the_rates(batch: str) -> None:
     given = "--lr 0.004 --min-lr 0.001 --lr-warmup-init 0.0004 --decoupled-lr 0.002 --lr-base-batch-size 4"
     want = "--lr 0.016 --min-lr 0.004 --lr-warmup-init 0.0016 --decoupled-lr 0.008"
     scaled, _ = built(*f"{given} {batch} {CURVE}".split())
@@ -63,7 +63,7 @@ def test_rates_of_a_base_batch_size_are_in_proportion_to_the_last_batch(batch: s
     assert scaled.schedules.weight_decay == plain.schedules.weight_decay
 
 
-def test_a_base_batch_size_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_base_batch_size_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, told in (("--lr 0.0025 --lr-base-batch-size 4", True), ("--lr 0.01", False)):
         words = [*SMALL, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu --dry-run".split()]
         assert pretrain_gpt.main([*words, *flags.split()]) == ExitCode.DONE
@@ -71,12 +71,12 @@ def test_a_base_batch_size_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         assert ("0.0025 at a batch of 4, so 0.01 at one of 16" in shown) == ("at a batch of" in shown) == told
 
 
-def test_a_longer_run_goes_on_where_its_decay_stays(saved: Path) -> None:
+def test_longer_run_keeps_its_decay(saved: Path) -> None:
     run = resumed(saved, "--train-iters", "9", "--lr-decay-iters", "6")
     assert run.last_step == 9 and run.state.step == 2 and run.schedules.lr.decay == 48
 
 
-def test_rates_of_the_flags_or_of_the_checkpoint(saved: Path) -> None:
+def test_rates_from_flags_or_checkpoint(saved: Path) -> None:
     flags = ("--lr", "0.02", "--train-iters", "9", "--weight-decay", "0.3", "--lr-decay-style", "cosine")
     flags += ("--decoupled-lr", "0.1")
     here = resumed(saved, *flags, "--override-opt-param-scheduler")
@@ -88,7 +88,7 @@ def test_rates_of_the_flags_or_of_the_checkpoint(saved: Path) -> None:
     assert there.schedules == resumed(saved).schedules and there.state.skipped_samples == 8
 
 
-def test_a_rate_of_embedding_and_head_in_the_checkpoint_is_not_dropped(tmp_path: Path) -> None:
+def test_decoupled_rate_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
     """Buckets are laid out before a checkpoint is read: without the flag none of them would follow that rate."""
     save_step(*built("--save", str(tmp_path), "--decoupled-lr", "0.03"))
     said = r"decoupled_lr=0\.03 in the checkpoint, but none here; add --decoupled-lr 0\.03"
@@ -100,11 +100,11 @@ def test_a_rate_of_embedding_and_head_in_the_checkpoint_is_not_dropped(tmp_path:
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
-def test_where_the_optimizer_is_not_loaded_its_rates_are_free(saved: Path, flag: str) -> None:
+def test_rates_are_free_without_the_optimizer_state(saved: Path, flag: str) -> None:
     assert resumed(saved, flag, "--lr", "0.5").schedules.lr.peak == 0.5
 
 
-def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_without_rates_resumes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of before 2026-11-22: their state has no rates."""
     real = manifests.load_manifest
 
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_tells_no_rates_goes_on(saved: Path, monkeypatch: pyte
     assert run.schedules.lr.peak == 0.5 and "has no learning rate" in notes[0]
 
 
-def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
+def test_first_update_without_warmup_uses_the_peak_rate() -> None:
     run, _ = built("--train-iters", "1", "--lr", "1e-5", "--weight-decay", "0", "--adam-eps", "1e-30")
     before = weights(run)
     assert train_step(run).lr == 0.0  # what the next update would have
@@ -125,7 +125,7 @@ def test_the_first_update_of_a_run_without_warm_up_is_at_the_peak() -> None:
     assert moved == pytest.approx(1e-5, rel=1e-2)  # the first step of Adam is as long as the rate
 
 
-def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
+def test_skip_train_evaluates_the_loaded_weights(tmp_path: Path) -> None:
     """Without optimizer state, rates and a learning rate; nothing is saved."""
     save_to, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
     config = config_from([*flags, "--save", str(save_to)])
@@ -140,7 +140,7 @@ def test_skip_train_evaluates_what_it_loads(tmp_path: Path) -> None:
     assert told and told == trained
 
 
-def test_evaluations_have_a_batch_of_their_own(tmp_path: Path) -> None:
+def test_evaluation_batch_size(tmp_path: Path) -> None:
     run, _ = built("--eval-iters", "2")
     whole = evaluate(run, run.valid_loaders[0].data, 2)  # 2 x 8 samples
     run, config = built("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
@@ -153,7 +153,7 @@ def test_evaluations_have_a_batch_of_their_own(tmp_path: Path) -> None:
     assert shapes == [(16, 1)] * 16 * 3  # at the end, on the validation and the test set
 
 
-def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
+def test_batch_size_schedule_trains_and_resumes() -> None:
     at = SMALL.index("--global-batch-size")
     words = [*SMALL[:at], *SMALL[at + 2 :], "--train-samples", "20", "--step-batch-size-schedule", "0:4 128:8"]
     run = run_from(words)
@@ -163,7 +163,7 @@ def test_a_step_schedule_trains_and_resumes_with_its_sizes() -> None:
     assert run.schedules.lr.decay == 20 and run.eval_batch_size == 2
 
 
-def test_no_evaluation() -> None:
+def test_run_without_evaluation() -> None:
     for count in ("0", "-1"):
         run, _ = built("--eval-iters", count)
         assert not run.valid_loaders and not run.test_loaders
@@ -177,7 +177,7 @@ def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("zero", ["", "--no-use-distributed-optimizer"])
-def test_gradients_reduced_in_bf16_leave_all_ranks_alike(zero: str) -> None:
+def test_bf16_gradient_reduction_keeps_ranks_equal(zero: str) -> None:
     one, two = run_ranks(2, _bf16_ranks, f"--grad-reduce-in-bf16 {zero}")
     plain, _ = run_ranks(2, _bf16_ranks, zero)
     assert one == two and one[1] != plain[1]

@@ -76,7 +76,7 @@ def weight_decay(d: WeightDecaySchedule, seen: float) -> float:
     st.tuples(st.integers(0, 40) | st.floats(0, 40), st.integers(41, 200), st.integers(0, 40), st.integers(1, 200)),
     st.lists(st.tuples(st.integers(1, 16), st.booleans()), min_size=20, max_size=40),
 )
-def test_every_curve_is_that_of_the_samples_seen_before_an_update(
+def test_curves_use_the_samples_before_an_update(
     style: str, wsd_style: str, growth: str, samples: tuple[float, int, int, int], steps: list[tuple[int, bool]]
 ) -> None:
     """Steps of any size; one that updates nothing moves nothing on."""
@@ -93,7 +93,7 @@ def test_every_curve_is_that_of_the_samples_seen_before_an_update(
         skipped += 0 if updates else size
 
 
-def test_a_warm_up_as_long_as_the_decay_divides_by_nothing() -> None:
+def test_warmup_as_long_as_the_decay() -> None:
     lr = LrSchedule(peak=1.0, minimum=0.1, style="cosine", warm_up=10.0, decay=10.0)
     assert [lr.at(n) for n in (5, 10, 11)] == pytest.approx([0.5, 1.0, 0.1])
     no_last_phase = LrSchedule(peak=1.0, minimum=0.1, style="WSD", warm_up=0.0, decay=10.0, wsd=0.0)
@@ -105,14 +105,14 @@ AT = (0, 1, 4, 7, 13, 17, 20, 23)  # updates, from 0; the run is 20 long, and ma
 
 
 @pytest.mark.parametrize("figures", FIGURES["rates"].values(), ids=FIGURES["rates"])
-def test_figures_of_learning_rates(figures: dict[str, Any]) -> None:
+def test_learning_rates_equal_megatrons(figures: dict[str, Any]) -> None:
     lr = rates_of(parse(spelt(figures["flags"]))).lr
     before = lambda step: 8 * (step - sum(s < step for s in figures.get("skipped", ())))  # noqa: E731
     for steps, name in ((AT, "updates"), ((1, 5, 20), "logged")):
         assert [lr.at(before(step)) for step in steps] == pytest.approx(figures[name], rel=1e-12)
 
 
-def test_figures_of_weight_decay() -> None:
+def test_weight_decay_equals_megatrons() -> None:
     flags = f"{RUN.replace('20', '24')} --end-weight-decay 0.1"
     linear = rates_of(parse(f"{flags} --start-weight-decay 0.01 --weight-decay-incr-style linear")).weight_decay
     want = FIGURES["weight_decay"]["linear"]
@@ -123,7 +123,7 @@ def test_figures_of_weight_decay() -> None:
     assert rates_of(parse(RUN)).weight_decay.at(5) == linear.at(8 * 25) == cosine.at(10**9) == 0.1
 
 
-def test_figures_of_a_rate_of_embedding_and_head() -> None:
+def test_decoupled_rates_equal_megatrons() -> None:
     apart = rates_of(parse(f"{RUN} --lr-decay-style cosine --lr-warmup-iters 4 --decoupled-lr 5e-4")).decoupled
     want = FIGURES["decoupled"]
     assert [apart.at(8 * step) for step in AT] == pytest.approx(want, rel=1e-12)
@@ -141,19 +141,19 @@ def walk(sizes: BatchSizeSchedule, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("final,ramp,want", FIGURES["ramps"])
-def test_figures_of_ramps(final: int, ramp: list[int], want: list[list[int]]) -> None:
+def test_batch_ramps_equal_megatrons(final: int, ramp: list[int], want: list[list[int]]) -> None:
     """`want`: batch sizes, and steps that have them."""
     assert walk(BatchSizeSchedule.ramp(final, *ramp), 24) == [size for size, steps in want for _ in range(steps)]
 
 
-def test_a_ramp_that_megatron_rounds() -> None:
+def test_batch_ramp_that_megatron_rounds() -> None:
     """30 of 54 increments over 477 samples begin at sample 265; 265 / (477 / 54) is 29.999999999999996."""
     sizes = BatchSizeSchedule.ramp(55, 1, 1, 477)
     assert [sizes.at(n) for n in (264, 265, 266, 477, 478)] == [30, 30, 31, 54, 55]
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 60), st.integers(1, 5000), st.data())
-def test_a_ramp_divides_the_samples_by_the_increments(
+def test_batch_ramp_divides_samples_by_increments(
     start: int, increment: int, count: int, samples: int, data: st.DataObject
 ) -> None:
     sizes = BatchSizeSchedule.ramp(start + count * increment, start, increment, samples)
@@ -162,7 +162,7 @@ def test_a_ramp_divides_the_samples_by_the_increments(
     assert sizes.at(n) == start + passed * increment
 
 
-def test_figures_of_step_schedules() -> None:
+def test_batch_schedules_equal_megatrons() -> None:
     text = "0:4 1.5K:8 4k:16"
     config = parse_schedule(text, "--train-samples 1001")
     plan = make_run_plan(config, 1, 20)
@@ -176,7 +176,7 @@ def test_figures_of_step_schedules() -> None:
     assert BatchSizeSchedule(published, keep_last_batch=True).num_steps_for(19_531_250) == 50_863
 
 
-def test_iterations_count_micro_batch_size_x_data_parallel_beside_a_step_schedule() -> None:
+def test_iterations_with_a_batch_schedule_count_micro_batches() -> None:
     """There is no other global batch size there; who counts so is told."""
     config = parse_schedule("0:8 1K:16", "--train-iters 100 --lr-warmup-iters 10")
     lr = rates_of(config, dp=2).lr
@@ -189,13 +189,13 @@ def test_iterations_count_micro_batch_size_x_data_parallel_beside_a_step_schedul
 
 
 @pytest.mark.parametrize("text,flags,problem", FIGURES["no_schedules"])
-def test_a_step_schedule_that_is_none(text: str, flags: str, problem: str) -> None:
+def test_invalid_batch_schedule_is_refused(text: str, flags: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_schedule(text, f"--train-samples 100 {flags}")
     assert any(problem in line for line in error.value.problems), error.value.problems
 
 
-def test_every_size_of_a_step_schedule_is_made_of_micro_batches() -> None:
+def test_batch_schedule_sizes_are_multiples_of_micro_batches() -> None:
     config = parse_schedule("0:8 1K:10", "--train-samples 100")
     want = "step_batch_size_schedule size=10 is not a multiple of micro_batch_size 4 x data parallel 1 = 4: use 8 or 12"
     assert find_problems(config, 1) == [want]

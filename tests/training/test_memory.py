@@ -30,7 +30,7 @@ def preset(flags: str) -> Config:
     return config_from(words)
 
 
-def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
+def test_first_rank_has_the_embedding_and_fewer_layers() -> None:
     """llama3-8b over 8 stages, with micro-batches enough that the split matters: of one alone all are equally fast."""
     found = make_run_plan(preset(f"llama3-8b {PP} 8 --global-batch-size 32"), 8, 128256)
     layer, embedding = 218_112_000, 128_256 * 4096
@@ -49,7 +49,7 @@ def test_the_first_rank_holds_the_embedding_and_fewer_layers_for_it() -> None:
 DRY_RUN = "--dry-run --mock-data --tokenizer-type NullTokenizer --train-iters 1 --lr 1 --eval-iters 0 --bf16"
 
 
-def test_a_plan_of_16384_ranks_needs_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_16384_ranks_needs_no_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"--preset llama3-405b --vocab-size 128255 --micro-batch-size 1 --global-batch-size 8192 {PP} 16 {VPP} 7"
     begin = time.process_time()
     assert pretrain_gpt.main(f"{DRY_RUN} {flags} {TP} 8 --nproc 16384".split()) == 0
@@ -60,7 +60,7 @@ def test_a_plan_of_16384_ranks_needs_no_machine(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("nproc", [64, 1024])
-def test_tensor_parallel_ranks_on_two_nodes_are_warned_of(nproc: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tp_across_nodes_is_a_warning(nproc: int, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"--preset llama3-8b --vocab-size 128255 --micro-batch-size 1 {PP} 4 {TP} 16 --nproc {nproc}"
     assert pretrain_gpt.main(f"{DRY_RUN} {flags}".split()) == 0
     text = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_long_steps_are_extrapolated() -> None:
     assert more < 1.1 * many
 
 
-def test_ranks_that_are_to_run_here_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_of_local_ranks_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--train-iters", "1", "--nproc", "80000", "--global-batch-size", "160000"]
     with pytest.raises(SystemExit, match="2"):
         pretrain_gpt.main(words)
@@ -111,7 +111,7 @@ def pages_of(what: str) -> tuple[bool | None, list[int]]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
-def test_a_tensor_like_one_freed_before_costs_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_freed_heap_memory_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     kept, pages = pages_of("keep")
@@ -122,13 +122,13 @@ def test_a_tensor_like_one_freed_before_costs_no_pages(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_the_users_own_settings_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_malloc_settings_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "glibc.malloc.trim_threshold=1000")
     assert not keep_freed_heap()
 
 
 @pytest.mark.parametrize("most,tried", [(64 << 20, [64]), (32 << 20, [64, 32]), (0, [64, 32])])
-def test_a_threshold_that_is_refused_leaves_the_other_alone(most: int, tried: list[int], monkeypatch) -> None:
+def test_refused_malloc_threshold_leaves_the_other(most: int, tried: list[int], monkeypatch) -> None:
     """glibc before 2.35 takes at most 32 MiB; once one is set, none adapts itself any more."""
     asked: list[tuple[int, int]] = []
 

@@ -52,7 +52,7 @@ def after(step: int, samples: int = 0, **more: Any) -> dict[str, Any]:
     return step_metrics(cast(Run, run), [replace(STEP, **more)], None)
 
 
-def test_megatrons_line_to_the_letter() -> None:
+def test_megatron_log_line_is_exact() -> None:
     def line(throughput: bool = False, **more: Any) -> str:
         return figures.megatron_line(SPEED.add_rates(SEEN | more), NOW, throughput)
 
@@ -73,7 +73,7 @@ def test_megatrons_line_to_the_letter() -> None:
     assert odd.endswith(end)
 
 
-def test_megatrons_other_lines() -> None:
+def test_megatron_validation_and_timer_lines() -> None:
     said = "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
     assert figures.megatron_text("moment", what="after dataloaders are built", now=NOW) == said
     for reason, end in (
@@ -98,7 +98,7 @@ def test_megatrons_other_lines() -> None:
     assert f"  adam_beta1 {'.' * 38} 0.9" in rows and len(rows) == len(list(iter_options())) and rows == sorted(rows)
 
 
-def test_timers_in_megatrons_three_forms() -> None:
+def test_timers_in_megatrons_three_formats() -> None:
     seen = {"forward-backward": [0.5, 0.25, 0.0], "evaluate": [0.0, 0.0, 0.0]}
     assert figures.megatron_timers("minmax", seen).split("\n") == [
         "(min, max) time across ranks (ms):",
@@ -111,7 +111,7 @@ def test_timers_in_megatrons_three_forms() -> None:
     assert figures.megatron_timers("minmax", {"evaluate": [0.0]}) == ""
 
 
-def test_megalites_line_to_the_letter() -> None:
+def test_megalite_log_line_is_exact() -> None:
     assert figures.megalite_line(SPEED.add_rates(SEEN), NOW) == (
         "10:15:03  step   100/500000  loss 7.6543  lr 1.5e-04  grad norm 1.24 | 12.8k tok/s/gpu  413 TF/s  MFU 41.7% | "
         "31.4/80 GiB | data 0.3% | eta 29d 16:41:26"
@@ -186,7 +186,7 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [r["step"] for r in rows(tmp_path / "run")] == [100] * 3 + [200] * 3
 
 
-def test_what_does_not_exist_is_null(tmp_path: Path) -> None:
+def test_missing_metrics_are_null(tmp_path: Path) -> None:
     report = MetricsLogger(tmp_path, replace(SPEED, peak_tflops=None), board(tmp_path / "tb"))
     report.log_train(SEEN | dict(loss=None, grad_norm=math.inf, skipped=1, reserved_gib=40.0))
     report.log_step(after(100, loss=math.nan, skipped=True), {})
@@ -243,7 +243,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     assert everything.Scalars("forward-backward-time")[0].value == 0.5
 
 
-def test_a_figure_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mfu_above_the_peak_is_explained_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = MetricsLogger(tmp_path, replace(SPEED, peak_tflops=2.01e-05, too_low="it was measured while"))
     for step in (100, 200):
         report.log_train(SEEN | dict(step=step))
@@ -264,7 +264,7 @@ def tell_all(report: MetricsLogger) -> None:
     report.close()
 
 
-def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_is_reported_once_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -283,7 +283,7 @@ def test_a_full_disk_is_said_once_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert len(complaints) == 7  # and the warning
 
 
-def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
+def test_disk_with_room_again_gets_complete_lines(tmp_path: Path) -> None:
     report = MetricsLogger(tmp_path, SPEED)
     report.log_train(SEEN)
     real = report._rows.file
@@ -297,7 +297,7 @@ def test_a_disk_that_has_room_again_gets_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["under a file", "closed"])
-def test_nothing_that_cannot_be_written_raises(tmp_path: Path, where: str, capsys) -> None:
+def test_failed_writes_never_raise(tmp_path: Path, where: str, capsys) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / ("file/run" if where == "under a file" else "run")
     report = MetricsLogger(folder, SPEED, board(folder / "tb"))
@@ -317,7 +317,7 @@ def refuse(*args: Any) -> None:
     raise RuntimeError("the queue is closed")
 
 
-def test_a_run_goes_on_from_a_checkpoint_though_the_console_is_full(tmp_path: Path) -> None:
+def test_run_resumes_with_a_full_console(tmp_path: Path) -> None:
     """What is told before there is a Reporter, and by other ranks, ends no run either."""
     flags = [*SMALL, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", tmp_path, "--nproc", "2"]
     flags += ["--load", tmp_path, "--tensor-model-parallel-size", "2", "--log-style", "megatron"]
@@ -328,7 +328,7 @@ def test_a_run_goes_on_from_a_checkpoint_though_the_console_is_full(tmp_path: Pa
     assert status_of(tmp_path)["step"] == 2 and "iteration        2/ " in (tmp_path / "log.txt").read_text()
 
 
-def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_has_last_losses_and_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "timeline.json").touch()
     tell_all(MetricsLogger(tmp_path, SPEED))
     shown = capsys.readouterr()
@@ -346,7 +346,7 @@ def test_the_summary_holds_the_last_losses_and_the_warnings(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("option", ["tensorboard_dir", "wandb_project"])
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch, option: str) -> None:
+def test_missing_logging_package_is_named(tmp_path: Path, monkeypatch, option: str) -> None:
     package, find = option.split("_")[0], importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     log = LogConfig(**{option: str(tmp_path / "there")})  # type: ignore[arg-type]
@@ -355,7 +355,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch, option: str) ->
     assert missing_packages(LogConfig()) == []
 
 
-def test_a_line_is_as_long_as_it_has_to_be() -> None:
+def test_log_line_length() -> None:
     """Files and pipes have no width: who searches a log finds a sentence in one piece."""
     # gloo's errors begin with a path in brackets, which rich would take for the end of a tag
     reason = "lost another rank ([/third_party/pair.cc:553] closed by peer [127.0.0.1]:40934), run[1] :smile:"
@@ -365,7 +365,7 @@ def test_a_line_is_as_long_as_it_has_to_be() -> None:
     assert aligned_table([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"
 
 
-def test_experts_have_figures_in_every_log(tmp_path: Path) -> None:
+def test_moe_metrics_are_in_every_log(tmp_path: Path) -> None:
     """Of layers with experts: what balances them, how even they are, and, where asked for, each layer."""
     model = " --num-experts 4 --moe-layer-freq [0,1,0,0] --swiglu --disable-bias-linear --moe-per-layer-logging"
     losses = " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
@@ -390,7 +390,7 @@ def test_experts_have_figures_in_every_log(tmp_path: Path) -> None:
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_run_whose_every_file_is_something_else(tmp_path: Path) -> None:
+def test_run_with_unwritable_files_trains(tmp_path: Path) -> None:
     """A pipe that nobody reads, a link, a directory, a file where a directory belongs; and stdout is closed."""
     os.mkfifo(tmp_path / "log.txt")
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
@@ -417,7 +417,7 @@ SECRETS = {
 }
 
 
-def test_no_file_of_a_run_shows_what_the_environment_keeps(tmp_path: Path, monkeypatch, capfd) -> None:
+def test_run_files_do_not_contain_the_environment(tmp_path: Path, monkeypatch, capfd) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     save = ["--save", str(tmp_path), "--log-style", "megatron", "--log-progress", "--train-iters", "3"]
@@ -429,7 +429,7 @@ def test_no_file_of_a_run_shows_what_the_environment_keeps(tmp_path: Path, monke
     assert [path.name for path in files if b"hunter2" in path.read_bytes()] == []
 
 
-def test_events_and_the_launchers_word_never_wait_nor_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_never_block_or_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     os.mkfifo(tmp_path / "status.json")
     events = EventLog(tmp_path)

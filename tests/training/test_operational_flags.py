@@ -61,7 +61,7 @@ def typed(*words: str) -> int:
     return pretrain_here(found.config, RankInfo(), found.warnings)
 
 
-def test_the_log_has_what_was_asked_for(folder: Path, plain: Path) -> None:
+def test_log_flags(folder: Path, plain: Path) -> None:
     text, without = (folder / "log.txt").read_text(), (plain / "log.txt").read_text()
     lines = re.findall(r"iteration +(\d+)/ +8 \|.*", text)
     assert lines == ["1", "2", "4", "5"]
@@ -100,7 +100,7 @@ def test_the_log_has_what_was_asked_for(folder: Path, plain: Path) -> None:
     assert not (plain / "progress.txt").exists()
 
 
-def test_tensorboard_has_what_was_asked_for(folder: Path, plain: Path) -> None:
+def test_tensorboard_flags(folder: Path, plain: Path) -> None:
     drawn, without = events(folder / "board"), events(plain / "board")
     tags, usual = set(drawn.Tags()["scalars"]), set(without.Tags()["scalars"])
     steps = {tag: [event.step for event in drawn.Scalars(tag)] for tag in tags}
@@ -116,7 +116,7 @@ def test_tensorboard_has_what_was_asked_for(folder: Path, plain: Path) -> None:
     assert "loss-scale" in usual and "loss-scale" not in tags
 
 
-def test_the_profile_is_of_the_steps_and_ranks_that_were_asked_for(folder: Path) -> None:
+def test_profile_flags_select_steps_and_ranks(folder: Path) -> None:
     assert os.listdir(folder / "trace") == ["rank-001.json.gz"]
     trace = json.loads(gzip.decompress((folder / "trace/rank-001.json.gz").read_bytes()))["traceEvents"]
     names = Counter(event.get("name") for event in trace)
@@ -132,7 +132,7 @@ def test_the_profile_is_of_the_steps_and_ranks_that_were_asked_for(folder: Path)
         ("all", r"\ntimes across ranks \(ms\):\n  forward-backward:\n     rank  0: \d+\.\d\d\n"),
     ],
 )
-def test_timers_over_ranks_in_the_form_that_was_asked_for(tmp_path: Path, option: str, form: str, monkeypatch) -> None:
+def test_timer_flags(tmp_path: Path, option: str, form: str, monkeypatch) -> None:
     """With W&B, of which there is only what it is called with."""
     asked: list[Any] = []
     log = lambda row, step: asked.append({"step": step, **row})  # noqa: E731
@@ -176,7 +176,7 @@ def collections(*words: str) -> list[int]:
     return seen
 
 
-def test_garbage_is_collected_when_told(tmp_path: Path) -> None:
+def test_manual_gc_flags(tmp_path: Path) -> None:
     manual = ["--run-dir", str(tmp_path), "--manual-gc"]
     assert len(collections("--run-dir", str(tmp_path))) > 3  # by itself
     assert collections(*manual) == [2, 0]  # before and after the evaluation
@@ -185,7 +185,7 @@ def test_garbage_is_collected_when_told(tmp_path: Path) -> None:
     assert gc.isenabled()  # afterwards
 
 
-def test_a_run_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_duration_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what TensorBoard may keep in memory is what was asked for."""
     words = ["--train-iters", "1000000", "--save", str(tmp_path), "--exit-duration-in-mins", "0.02"]
     queue = ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-queue-size", "7"]
@@ -206,7 +206,7 @@ def test_a_run_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(drawn.Scalars("lm loss")) == status["step"] and "loss-scale" not in drawn.Tags()["scalars"]
 
 
-def test_copies_that_differ_stop_the_run(tmp_path: Path) -> None:
+def test_replica_mismatch_stops_the_run(tmp_path: Path) -> None:
     """Before the next update, though no check of all hashes is due before step 8."""
     words = f"--nproc 2 --train-iters 8 --run-dir {tmp_path} --check-weight-hash-across-dp-replicas-interval 8"
     done = pretrain(*SMALL, *words.split(), fault="step.after_update:1:2:bitflip")
@@ -216,7 +216,7 @@ def test_copies_that_differ_stop_the_run(tmp_path: Path) -> None:
     assert re.match(said, status["reason"])
 
 
-def test_who_does_not_come_in_time_is_told(tmp_path: Path) -> None:
+def test_missing_rank_is_reported_after_the_timeout(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -227,7 +227,7 @@ def test_who_does_not_come_in_time_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "code"), [((), ExitCode.INTERRUPTED), (("--exit-signal-handler",), ExitCode.DONE)])
-def test_a_signal_may_wait_for_the_step_though_nothing_is_saved(tmp_path: Path, flags: tuple, code: ExitCode) -> None:
+def test_exit_signal_handler_waits_for_the_step(tmp_path: Path, flags: tuple, code: ExitCode) -> None:
     fault = "step.after_reduce:1:3:term"
     done = pretrain(*SMALL, "--nproc", "2", "--train-iters", "9", "--run-dir", tmp_path, *flags, fault=fault)
     status = status_of(tmp_path)

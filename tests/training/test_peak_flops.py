@@ -13,7 +13,7 @@ from megalite.training.job import preflight
 CASES = toml_tables.read("training/cases")
 
 
-def test_the_peak_is_that_of_the_card_or_of_the_flag() -> None:
+def test_peak_comes_from_the_gpu_or_the_flag() -> None:
     for name, tflops in CASES["bf16_tflops"].items():
         peak = lookup_peak(name, torch.bfloat16)
         assert (peak.tflops, peak.source) == (tflops, f"{name} bf16 dense")
@@ -25,7 +25,7 @@ def test_the_peak_is_that_of_the_card_or_of_the_flag() -> None:
     assert given.too_low == "--peak-tflops is too low for this device"
 
 
-def test_the_dtype_chooses_the_column() -> None:
+def test_peak_depends_on_the_dtype() -> None:
     assert [lookup_peak("NVIDIA A100-SXM4-40GB", d).tflops for d in (torch.float16, torch.float32)] == [312.0, 19.5]
     assert lookup_peak("Tesla V100-SXM2-16GB", torch.float16).tflops == 125.0
     for name, dtype in (("Tesla V100-SXM2-16GB", torch.bfloat16), ("NVIDIA H100 80GB HBM3", torch.float64)):
@@ -33,7 +33,7 @@ def test_the_dtype_chooses_the_column() -> None:
         assert peak.tflops is None and DTYPE_NAMES[dtype] in peak.source
 
 
-def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:
+def test_no_device_row_is_hidden_by_an_earlier_one() -> None:
     for words, rates in PEAKS.items():
         assert {
             DTYPE_NAMES[d]: lookup_peak(words, d).tflops for d in DTYPE_NAMES if DTYPE_NAMES[d] in rates
@@ -42,14 +42,14 @@ def test_no_row_of_the_table_is_hidden_by_an_earlier_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DTYPE_NAMES), ids=DTYPE_NAMES.values())
-def test_a_cpu_is_measured(dtype: torch.dtype) -> None:
+def test_cpu_peak_is_measured(dtype: torch.dtype) -> None:
     peak = measure_cpu_peak(dtype, seconds=0.05)
     assert peak.tflops is not None and 1e-5 < peak.tflops < 100
     assert DTYPE_NAMES[dtype] in peak.source and "thread" in peak.source and "busier than now" in peak.too_low
 
 
 @pytest.mark.parametrize(("seconds_of_128", "largest"), [(1e-2, 128), (1e-7, 1024)])
-def test_matmuls_grow_only_while_the_time_allows(seconds_of_128: float, largest: int, monkeypatch) -> None:
+def test_peak_measurement_respects_its_time_limit(seconds_of_128: float, largest: int, monkeypatch) -> None:
     """fp16 has no fast unit on many CPUs: at a fixed size of 1024 it would take seconds."""
     now, sizes = 0.0, []
 
@@ -63,7 +63,7 @@ def test_matmuls_grow_only_while_the_time_allows(seconds_of_128: float, largest:
     assert max(sizes) == largest and now < 0.05 + (REPETITIONS + 1) * 1e-2
 
 
-def test_a_busy_machine_does_not_make_the_peak_small() -> None:
+def test_peak_measurement_on_a_busy_machine() -> None:
     """A clock on which all but every seventh interval holds a second that another process had."""
     calls = 0
     now = 0.0
@@ -79,7 +79,7 @@ def test_a_busy_machine_does_not_make_the_peak_small() -> None:
     assert calls >= 2 * REPETITIONS
 
 
-def test_ranks_that_share_cores_share_the_peak() -> None:
+def test_ranks_on_shared_cores_share_the_peak() -> None:
     crowd = measure_cpu_peak(torch.float32, seconds=0.05, local_ranks=10_000)
     alone = measure_cpu_peak(torch.float32, seconds=0.05)
     assert crowd.tflops is not None and alone.tflops is not None
@@ -89,7 +89,7 @@ def test_ranks_that_share_cores_share_the_peak() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_no_matmul_on_this_card_is_faster_than_its_peak() -> None:
+def test_no_gpu_matmul_is_faster_than_the_peak() -> None:
     device, size = torch.device("cuda"), 8192
     peak = find_peak(device, torch.bfloat16)
     if peak.tflops is None:
@@ -108,7 +108,7 @@ def test_no_matmul_on_this_card_is_faster_than_its_peak() -> None:
 
 
 @pytest.mark.parametrize("files,quota", CASES["quotas"].values(), ids=CASES["quotas"])
-def test_a_containers_quota_of_processors_is_that_of_every_group_around_it(tmp_path, files: dict, quota: float) -> None:
+def test_cpu_quota_is_the_minimum_of_all_cgroups(tmp_path, files: dict, quota: float) -> None:
     (tmp_path / "own").write_text("4:cpu:/else\n0::/pods/mine\n")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def test_a_containers_quota_of_processors_is_that_of_every_group_around_it(tmp_p
     assert local_ranks._quota(tmp_path, tmp_path / "own") == quota
 
 
-def test_more_threads_than_cores_are_told_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_threads_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     [line] = preflight.thread_oversubscription_warning("cpu", RankInfo(world_size=8, local_world_size=4))

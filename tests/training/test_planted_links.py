@@ -52,7 +52,7 @@ def opened(folder: Path, tmp_path: Path) -> set[str]:
     return names | {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_no_planted_link_is_written_through(tmp_path: Path) -> None:
+def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     first, folder, targets = (tmp_path / name for name in ("first", "planted", "targets"))
     code, said = run(first, tmp_path)
     assert code == 1, said
@@ -75,7 +75,7 @@ def test_no_planted_link_is_written_through(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link])
-def test_links_of_both_kinds(tmp_path: Path, plant: object) -> None:
+def test_symbolic_and_hard_links(tmp_path: Path, plant: object) -> None:
     """A hard link, too: O_NOFOLLOW follows it. And a link in the place of a folder that the run makes."""
     target, place = tmp_path / "target", tmp_path / "run"
     target.write_text("of somebody\n")
@@ -124,7 +124,7 @@ megalite.register("callback", "plants", Plants())
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_links_in_the_place_of_checkpoints_make_way(tmp_path: Path, ranks: str) -> None:
+def test_links_in_place_of_checkpoints_are_replaced(tmp_path: Path, ranks: str) -> None:
     """Planted after the start, which clears the names: to a folder, to nothing, to a file; the run saves and exports."""
     theirs, file = tmp_path / "theirs", tmp_path / "file"
     theirs.mkdir()
@@ -146,7 +146,7 @@ def test_links_in_the_place_of_checkpoints_make_way(tmp_path: Path, ranks: str) 
     assert not [*(tmp_path / "run").glob(".iter*"), *tmp_path.glob(".[hw]*")]
 
 
-def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unremovable_link_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = tmp_path / ".iter_0000002.part"
     part.symlink_to(tmp_path)
     refuse = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
@@ -156,7 +156,7 @@ def test_what_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         LocalStorage().make_staging(part)
 
 
-def test_a_planted_link_does_not_become_a_checkpoint(tmp_path: Path) -> None:
+def test_planted_link_does_not_become_a_checkpoint(tmp_path: Path) -> None:
     """As the one does that a killed run has put aside, while it replaced it."""
     theirs, folder = tmp_path / "theirs", tmp_path / "run"
     theirs.mkdir()
@@ -170,7 +170,7 @@ def test_a_planted_link_does_not_become_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link])
-def test_tools_write_through_no_link(tmp_path: Path, plant: object) -> None:
+def test_tools_do_not_follow_links(tmp_path: Path, plant: object) -> None:
     target, place = tmp_path / "target", tmp_path / "out"
     target.write_text("of somebody\n")
     place.mkdir()

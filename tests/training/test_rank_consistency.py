@@ -44,7 +44,7 @@ def _each_fact_differs() -> dict[str, Any]:
     return told
 
 
-def test_what_differs_is_named_with_its_nodes_and_stops_where_it_must() -> None:
+def test_rank_differences_are_named_with_their_nodes() -> None:
     answers = run_ranks(3, _each_fact_differs)
     assert answers[0]["alike"] == ([socket.gethostname()] * 3, [])
     for told in answers:  # the same everywhere
@@ -55,13 +55,13 @@ def test_what_differs_is_named_with_its_nodes_and_stops_where_it_must() -> None:
             assert told[name] == [f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)"]
 
 
-def test_only_the_lines_that_differ_are_told() -> None:
+def test_only_differing_lines_are_printed() -> None:
     texts = ["lr=0.1\nbf16=True\nseed=1"] * 3 + ["lr=0.2\nbf16=True\nseed=1"]
     said = "options differs: 'lr=0.1' on a, b (rank 0 and 2 more); 'lr=0.2' on b (rank 3)"
     assert describe("options", texts, ["a", "a", "b", "b"]) == said
 
 
-def test_an_edited_source_file_is_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edited_source_file_changes_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rope.py").write_text("theta = 10_000")
     monkeypatch.setattr(fingerprint.megalite, "__file__", str(tmp_path / "__init__.py"))
     seen = set()
@@ -96,7 +96,7 @@ def _both(folder: Path, flags: str = "", **variables: str) -> list[tuple[int, st
     return [(node.returncode, text) for node, text in zip(nodes, texts, strict=True)]
 
 
-def test_a_node_with_another_option_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+def test_other_option_on_a_node_ends_the_run(tmp_path: Path) -> None:
     for code, text in _both(tmp_path, "--lr 0.02 --hidden-dropout 0"):
         assert code == 3 and "Traceback" not in text
         assert "options differs: 'lr=0.01' on" in text and "'hidden_dropout=0.0, lr=0.02' on" in text
@@ -106,7 +106,7 @@ def test_a_node_with_another_option_ends_the_run_before_its_first_step(tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-def test_another_environment_is_a_warning_and_a_broken_link_the_end(tmp_path: Path) -> None:
+def test_other_environment_is_a_warning(tmp_path: Path) -> None:
     (code, text), _ = _both(tmp_path, NCCL_ALGO="Ring")
     assert code == 0
     assert "WARNING: environment differs: not on" in text and "'NCCL_ALGO=Ring' on" in text

@@ -44,13 +44,13 @@ STYLES |= {"": "megalite", "--use-mcore-models --log-style megalite": "megalite"
 
 
 @pytest.mark.parametrize("flags", STYLES)
-def test_the_style_follows_the_command_line(flags: str) -> None:
+def test_log_style_follows_the_command_line(flags: str) -> None:
     """Options that only Megatron-LM has make it Megatron-LM's."""
     assert effective_log_style(read(*flags.split())) == STYLES[flags]
     assert effective_log_style(Config(), megatron_spelling=True) == "megatron"
 
 
-def test_the_log_interval_suits_the_length_of_the_run() -> None:
+def test_default_log_interval() -> None:
     config = config_from([*SMALL[:-2], "--train-iters", "9"])
     assert config.log.log_interval is None
     assert [effective_log_interval(config, n) for n in (1, 99, 100, 2500, 10**6)] == [1, 1, 2, 50, 100]
@@ -59,7 +59,7 @@ def test_the_log_interval_suits_the_length_of_the_run() -> None:
 
 
 # ---- protections that are asked for and not there
-def test_every_protection_that_is_not_done_is_named() -> None:
+def test_disabled_protections_are_named() -> None:
     asked = ["--error-injection-rate 7", "--gpu-sniff-test-interval 5", "--inprocess-restart", "--enable-ft-package"]
     for words in [*asked, "--log-energy", "--run-workload-inspector-server", "--otel-enabled"]:
         found = cli.parse_config([*SMALL, "--train-iters", "6", *words.split()], PRESETS)
@@ -80,7 +80,7 @@ def told(flags: str) -> list[tuple[int | None, float]]:
 
 
 @pytest.mark.parametrize("name", CASES["counts"])
-def test_norm_and_zeros_count_every_element_once(name: str) -> None:
+def test_norm_and_zeros_count_each_element_once(name: str) -> None:
     world, model, layout = CASES["counts"][name]
     alone = told(model)
     for seen in run_ranks(world, told, f"{model} {layout}"):
@@ -92,7 +92,7 @@ def test_norm_and_zeros_count_every_element_once(name: str) -> None:
         assert zeros > 2 * padding and zeros % 32 == 0 if "untie" in model else zeros == padding
 
 
-def test_norm_and_zeros_are_those_of_the_model() -> None:
+def test_norm_and_zeros_equal_the_model() -> None:
     run = build("")
     counts: list[int] = []
     real = run.optimizer.step
@@ -137,13 +137,13 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("flags", CASES["messages"])
-def test_what_is_told_costs_no_message_unless_it_is_asked_for(tmp_path: Path, flags: str) -> None:
+def test_logging_adds_no_collectives_by_default(tmp_path: Path, flags: str) -> None:
     for shapes in run_ranks(2, collectives, f"{flags} --run-dir {tmp_path}"):
         assert shapes == [tuple(shape) for shape in CASES["messages"][flags]]
 
 
 # ---- timers
-def test_timers_add_up_and_begin_anew() -> None:
+def test_timers_accumulate_and_reset() -> None:
     timers = Timers(2)
     for _ in range(2):
         with timers("forward-backward", 1), timers("batch-generator", 2):
@@ -198,7 +198,7 @@ def flipped(flags: str, where: int, name: str, action: str = "stop") -> str:
 
 
 @pytest.mark.parametrize("name", CASES["bits"])
-def test_a_turned_bit_is_found_and_named(name: str) -> None:
+def test_flipped_bit_is_detected_and_named(name: str) -> None:
     world, flags, parameter, action, words = CASES["bits"][name]
     told = run_ranks(world, flipped, flags, 1, parameter, action)
     assert len(set(told)) == 1 and words in told[0]  # all ranks know, and do the same
@@ -231,7 +231,7 @@ def flipped_between(flags: str, action: str, where: int | None, part: str = "cop
 
 
 @pytest.mark.parametrize("name", CASES["between"])
-def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -> None:
+def test_flipped_bit_between_checks_reaches_no_main_weight(name: str) -> None:
     """Healed, the run goes on to the bits that it has without it."""
     world, flags, action, where, part, words = CASES["between"][name]
     told = run_ranks(world, flipped_between, flags, action, where, part)
@@ -245,7 +245,7 @@ def test_a_bit_that_turns_between_two_checks_reaches_no_main_weight(name: str) -
     assert all(alike) == (action == "repair")
 
 
-def test_sums_see_every_bit_of_every_copy() -> None:
+def test_checksums_detect_every_bit() -> None:
     experts = CASES["bits"]["a router's bias"][1].replace("--ep 2", "")  # an expert under ep 2 has no copy
     assert all(run_ranks(4, unseen, "--bf16 --pipeline-model-parallel-size 2") + run_ranks(2, unseen, experts))
 
@@ -267,7 +267,7 @@ def unseen(flags: str) -> bool:
 
 
 # ---- the collector and profilers
-def test_profiles_that_a_cpu_does_not_have_are_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_gpu_only_profiles_are_a_warning_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     Profiler(OperationsConfig(profile=True, record_memory_history=True), Mesh.single_process(), tmp_path).before(11)
     err = capsys.readouterr().err
     assert "WARNING: profile does nothing on a CPU; add --use-pytorch-profiler" in err
@@ -276,7 +276,7 @@ def test_profiles_that_a_cpu_does_not_have_are_warned_of(capsys: pytest.CaptureF
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
+def test_memory_history_and_nsys_on_a_gpu(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot.pickle"
     options = OperationsConfig(profile=True, record_memory_history=True, memory_snapshot_path=str(snapshot))
     mesh = Mesh(world=Axis("world", 4, 3, ABSTRACT), device=torch.device("cuda"))
@@ -289,7 +289,7 @@ def test_memory_history_and_nsys_on_a_card(tmp_path: Path) -> None:
 
 
 # ---- progress.txt and memory
-def test_progress_goes_on_over_jobs(tmp_path: Path) -> None:
+def test_progress_log_continues_over_jobs(tmp_path: Path) -> None:
     first = ProgressLog(tmp_path, 4, 6e9, 0)
     first.starting()
     first.log_save(10, 1_000_000_000, background=False)
@@ -316,7 +316,7 @@ def test_progress_goes_on_over_jobs(tmp_path: Path) -> None:
 
 
 # ---- a whole run
-def test_a_long_evaluation_says_how_far_it_is(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_evaluation_shows_progress(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     from megalite.training.logging import metrics_logger as metrics
 
     flags = ("--run-dir", str(tmp_path), "--eval-iters", "3", "--train-iters", "1")
@@ -330,7 +330,7 @@ def test_a_long_evaluation_says_how_far_it_is(tmp_path: Path, capsys, monkeypatc
     assert "3 of 3" not in shown
 
 
-def test_the_last_step_is_logged(tmp_path: Path) -> None:
+def test_last_step_is_logged(tmp_path: Path) -> None:
     for name, flags, steps in (
         ("end", "--log-interval 4", [1, 4, 6]),
         ("stop", "--log-interval 4 --exit-interval 5", [1, 4, 5]),

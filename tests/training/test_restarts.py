@@ -26,7 +26,7 @@ BASE = [*SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
 
 
 @pytest.mark.timeout(500)
-def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_refused(tmp_path: Path) -> None:
+def test_restart_after_a_killed_rank_resumes_from_the_last_save(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = f"--nproc 2 --train-iters 100000 --save-interval 50 --keep-last 2 --max-restarts 1 --run-dir {folder}"
     with running(*BASE, *flags.split(), "--save", tmp_path / "a", until="step    51/") as process:
@@ -55,7 +55,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save_and_a_second_run_is_r
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_crash_says_which_rank_where_it_was_missed_and_how_to_resume(tmp_path: Path, victim: int) -> None:
+def test_crash_message_names_rank_place_and_resume_command(tmp_path: Path, victim: int) -> None:
     fault = {"MEGALITE_FAULT": f"step.after_forward_backward:{victim}:6:kill"}
     flags = ["--nproc", "2", "--pp", "2", "--train-iters", "9", "--save", tmp_path, "--save-interval", "3"]
     done = pretrain(*BASE, *flags, env={**os.environ, **fault})
@@ -83,7 +83,7 @@ def test_a_crash_says_which_rank_where_it_was_missed_and_how_to_resume(tmp_path:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(500)
-def test_a_run_that_is_killed_at_every_place_is_the_same_run(tmp_path: Path) -> None:
+def test_run_killed_at_any_fault_point_is_the_same_run(tmp_path: Path) -> None:
     """It begins with another run's weights; rank 1, rank 0 and the fork server die. Then nothing is left to restart."""
     other, straight, killed = (tmp_path / name for name in ("other", "straight", "killed"))
     assert pretrain(*BASE, "--train-iters", "3", "--save", other).returncode == 0
@@ -105,7 +105,7 @@ def _rank(ranks: RankInfo, config: Config) -> int:
     return int(pretrain(config, ranks))
 
 
-def test_where_no_checkpoint_is_valid_nothing_starts_for_ever(tmp_path: Path) -> None:
+def test_restarts_without_a_valid_checkpoint_end(tmp_path: Path) -> None:
     words = f"--save {tmp_path} --load {tmp_path} --lr-decay-iters 2 --device cpu --max-restarts 3 --train-iters"
     two, four = (config_from([*SMALL, *words.split(), *more]) for more in (["4", "--exit-interval", "2"], ["4"]))
     assert launch_local(1, _rank, (two,), timeout_s=100) == ExitCode.REQUEUE
@@ -127,7 +127,7 @@ def policy(folder: Path, most: int) -> RestartPolicy:
 KILLED = LaunchResult(137, "rank 1 ended by signal SIGKILL", ())
 
 
-def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(restarts.time, "time", lambda: now[0])
     complete(tmp_path, 3)  # of another run: nothing to continue from
@@ -145,7 +145,7 @@ def test_what_decides_about_a_restart(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(policy(tmp_path, 9)(LaunchResult(code, "", ())) is None for code in (0, 2, 3, 16, 17, 75, 130))
 
 
-def test_a_store_that_does_not_answer_is_no_reason_to_begin_afresh(tmp_path: Path, monkeypatch) -> None:
+def test_unreachable_store_does_not_start_from_scratch(tmp_path: Path, monkeypatch) -> None:
     ask = policy(tmp_path, 2)
 
     def broken(root: str) -> list[int]:
@@ -155,7 +155,7 @@ def test_a_store_that_does_not_answer_is_no_reason_to_begin_afresh(tmp_path: Pat
     assert ask(KILLED) is True
 
 
-def test_a_run_that_brings_nothing_is_given_up(tmp_path: Path) -> None:
+def test_restarts_without_progress_end(tmp_path: Path) -> None:
     ask = policy(tmp_path, 100)
     assert [ask(KILLED), ask(KILLED)] == [False, False]
     complete(tmp_path, 5)
@@ -163,7 +163,7 @@ def test_a_run_that_brings_nothing_is_given_up(tmp_path: Path) -> None:
     assert "without a new checkpoint" in rows(tmp_path / "events.jsonl")[-1]["reason"]
 
 
-def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_restart_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, or a mount that is gone: nothing but time mends it. Who is asked to stop meanwhile stops."""
     clock, asked = [1000.0], list[int]()
     monkeypatch.setattr(restarts.time, "time", lambda: clock[0])
@@ -184,7 +184,7 @@ def test_a_restart_that_is_refused_is_tried_again_later(tmp_path: Path, monkeypa
     assert ask(full) is None
 
 
-def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
+def test_lock_of_a_dead_process_is_free(tmp_path: Path) -> None:
     config = config_of("--run-dir", tmp_path / "r")
     (tmp_path / "r").mkdir()
     (tmp_path / "r/.run.lock").write_text("process 1 on elsewhere since long ago\n")
@@ -198,14 +198,14 @@ def test_a_lock_that_a_dead_process_left_holds_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outcome,more", [("usage", "ranks"), ("crash", "ranks"), ("usage", "x")])
-def test_a_directory_that_was_made_for_a_refused_run_goes_with_it(tmp_path: Path, outcome: str, more: str) -> None:
+def test_directory_of_a_refused_run_is_removed(tmp_path: Path, outcome: str, more: str) -> None:
     with lock_run_dir(config_of("--run-dir", tmp_path / "r")):
         (tmp_path / "r" / more).mkdir()
         (tmp_path / "r/status.json").write_text(json.dumps({"outcome": outcome}))
     assert (tmp_path / "r").exists() != ((outcome, more) == ("usage", "ranks"))
 
 
-def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unlockable_directory_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     with lock_run_dir(config_of("--run-dir", tmp_path / "file/r")) as held:
         assert not held
@@ -213,7 +213,7 @@ def test_a_directory_that_cannot_be_locked_ends_no_training(tmp_path: Path, caps
 
 
 @pytest.mark.parametrize("then", [Path.touch, lambda run: None], ids=["a file", "nothing"])
-def test_a_run_directory_that_is_lost_is_no_failure_of_the_launcher(tmp_path: Path, then: Callable) -> None:
+def test_lost_run_directory_does_not_fail_the_launcher(tmp_path: Path, then: Callable) -> None:
     with lock_run_dir(config_of("--run-dir", tmp_path / "run")):
         shutil.rmtree(tmp_path / "run")
         then(tmp_path / "run")

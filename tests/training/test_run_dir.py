@@ -20,7 +20,7 @@ from megalite.training.logging.event_log import AppendOnlyFile, truncate_metrics
 from megalite.training.logging.status import current_outcome, finalize_status, read_status, write_status
 
 
-def test_exit_codes_and_outcomes_are_the_documented_ones() -> None:
+def test_exit_codes_and_outcomes_equal_the_documents() -> None:
     documented = {"done": 0, "crash": 1, "usage": 2, "preflight": 3, "bad-result": 17, "requeue": 75}
     documented |= {"rerun": 16, "hang": 70, "interrupted": 130}
     assert {e.outcome: int(e) for e in ExitCode} == documented
@@ -41,7 +41,7 @@ def rows_until(folder: Path, step: int) -> None:
     (folder / "metrics.jsonl").write_text(text + '{"step": 99, "tok')
 
 
-def test_status(tmp_path: Path) -> None:
+def test_status_file(tmp_path: Path) -> None:
     run, save = tmp_path / "run", tmp_path / "save"
     run.mkdir()
     write_status(run, "running", config_of())
@@ -60,7 +60,7 @@ def test_status(tmp_path: Path) -> None:
     assert os.listdir(run) == ["status.json"] and (run / "status.json").read_text().startswith('{"outcome": "')
 
 
-def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
+def test_launcher_finalizes_the_status(tmp_path: Path) -> None:
     config = config_of("--save", tmp_path / "save")
 
     def settled(outcome: str, reason: str, code: int, cause: str, since: float = 0.0) -> tuple[str, str]:
@@ -98,7 +98,7 @@ def test_the_launcher_settles_what_rank_0_could_not(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_who_is_refused_leaves_the_status_of_another_run(tmp_path: Path) -> None:
+def test_refused_run_keeps_another_runs_status(tmp_path: Path) -> None:
     """Another process leaves it, as another run does; that which it continues is its own, unless it is done."""
     rows_until(tmp_path, 5)
     own, other = config_of("--save", tmp_path, "--load", tmp_path), config_of("--run-dir", tmp_path)
@@ -119,7 +119,7 @@ def test_who_is_refused_leaves_the_status_of_another_run(tmp_path: Path) -> None
     assert (read_status(tmp_path)["outcome"], read_status(tmp_path)["step"]) == ("crash", 2)
 
 
-def test_a_restart_that_is_refused_is_no_crash(tmp_path: Path) -> None:
+def test_refused_restart_is_not_a_crash(tmp_path: Path) -> None:
     """Nothing was saved yet, so its rank 0 takes what is there for another run's; the launcher knows better."""
     config, refused = config_of("--save", tmp_path), (int(ExitCode.PREFLIGHT), "rank 0: no room")
     write_status(tmp_path, "running", config)
@@ -133,7 +133,7 @@ def test_a_restart_that_is_refused_is_no_crash(tmp_path: Path) -> None:
     assert told == ["preflight", 2, "rank 0: no room"]
 
 
-def test_who_ends_before_it_has_loaded_tells_the_steps_that_are_there(tmp_path: Path) -> None:
+def test_early_end_reports_the_existing_steps(tmp_path: Path) -> None:
     """It has begun, as it continues what is there, and its own step is still 0."""
     own = config_of("--save", tmp_path, "--load", tmp_path)
     rows_until(tmp_path, 5)
@@ -143,7 +143,7 @@ def test_who_ends_before_it_has_loaded_tells_the_steps_that_are_there(tmp_path: 
     assert (status["outcome"], status["step"], status["tokens"]) == ("preflight", 5, 40)
 
 
-def test_a_status_takes_the_place_of_the_one_before_where_there_is_no_room(tmp_path: Path, capsys) -> None:
+def test_status_is_replaced_on_a_full_disk(tmp_path: Path, capsys) -> None:
     """As on a full disk: no new file can be made beside it."""
     write_status(tmp_path, "running", config_of(), step=1)
     (tmp_path / f".status.json.{os.getpid()}").mkdir()
@@ -162,7 +162,7 @@ def test_a_status_takes_the_place_of_the_one_before_where_there_is_no_room(tmp_p
     assert f"{tmp_path / 'status.json'}: " in capsys.readouterr().err
 
 
-def test_running_is_said_of_those_who_run(tmp_path: Path) -> None:
+def test_status_running_needs_a_live_process(tmp_path: Path) -> None:
     """The lock says it; without one the process, on its own machine."""
     config = config_of("--run-dir", tmp_path)
     with lock_run_dir(config):
@@ -177,7 +177,7 @@ def test_running_is_said_of_those_who_run(tmp_path: Path) -> None:
     assert current_outcome(tmp_path, dead | {"host": "elsewhere"}) == "running"
 
 
-def test_lines_go_on_where_their_file_was_deleted(tmp_path: Path) -> None:
+def test_lines_continue_after_the_file_was_deleted(tmp_path: Path) -> None:
     file = AppendOnlyFile(tmp_path / "run" / "metrics.jsonl")
     file.write("1")
     file.path.unlink()
@@ -187,7 +187,7 @@ def test_lines_go_on_where_their_file_was_deleted(tmp_path: Path) -> None:
     assert file.path.read_text() == "2\n"
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("old\n")
 
@@ -200,7 +200,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     assert path.read_text() == "old\n" and os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
-def test_rows_beyond_the_resumed_step_and_torn_rows_are_dropped(tmp_path: Path) -> None:
+def test_resume_drops_later_and_torn_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     good = ['{"step": 1, "train/loss": 5.0}', '{"step": 2, "note": "\u2028 ü"}', '{"step": 2, "val/valid/loss": 4.0}']
     bad = ['{"step": 3}', "", "3", '{"tokens": 5}', '{"step": "2"}', '{"step": 1, "train/lo']
@@ -224,7 +224,7 @@ REFUSED = {  # words that a start of a finished run is refused for, and its exit
 
 
 @pytest.mark.parametrize("nproc", ["1", "2"])
-def test_a_refused_start_leaves_the_status_of_a_finished_run(tmp_path: Path, nproc: str) -> None:
+def test_refused_start_keeps_the_status_of_a_finished_run(tmp_path: Path, nproc: str) -> None:
     words = [word for word in SMALL if word != "--mock-data"]
     words += f"--device cpu --nproc {nproc} --train-iters 2 --save {tmp_path} --load {tmp_path}".split()
     assert pretrain(*words, "--mock-data").returncode == 0
@@ -236,7 +236,7 @@ def test_a_refused_start_leaves_the_status_of_a_finished_run(tmp_path: Path, npr
         assert (tmp_path / "status.json").read_bytes() == done, what
 
 
-def test_a_dry_run_refuses_a_save_that_cannot_be_written_and_leaves_nothing(tmp_path: Path) -> None:
+def test_dry_run_refuses_an_unwritable_save(tmp_path: Path) -> None:
     words = [*SMALL, "--device", "cpu", "--train-iters", "2", "--dry-run"]
     for option in ("--save", "--save-local"):
         kept = ["--save", tmp_path / "kept"] if option == "--save-local" else []

@@ -55,7 +55,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("flags", ["", "--dry-run"])
-def test_a_start_checks_and_arranges_once(tmp_path: Path, flags: str) -> None:
+def test_startup_validates_and_plans_once(tmp_path: Path, flags: str) -> None:
     words = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
     config = config_from(words)
     with counted() as calls:
@@ -63,13 +63,13 @@ def test_a_start_checks_and_arranges_once(tmp_path: Path, flags: str) -> None:
     assert calls == dict.fromkeys(ONCE.values(), 1)
 
 
-def test_a_command_line_is_checked_at_the_door_and_once_more_with_what_its_files_say() -> None:
+def test_command_line_is_validated_before_and_after_reading_files() -> None:
     with counted() as calls:
         assert pretrain_gpt.main([*SMALL, "--train-iters", "2", "--dry-run"]) == ExitCode.DONE
     assert calls["check"] == 2 and calls["arrange"] == 1
 
 
-def test_what_nobody_asks_for_is_not_computed() -> None:
+def test_plan_is_lazy() -> None:
     made = make_run_plan(config_from([*SMALL, "--train-iters", "2"]), 1, 93)
     assert {"model_states", "bubble", "activation_bytes", "peak_in_flight"}.isdisjoint(vars(made))
     assert made.bubble == 0.0 and "bubble" in vars(made) and "model_states" not in vars(made)
@@ -103,7 +103,7 @@ def test_what_nobody_asks_for_is_not_computed() -> None:
         ("--zero-stage 0 --num-distributed-optimizer-instances 2", "stage 0, nothing sharded over dp\n", "0 <- here  "),
     ],
 )
-def test_a_dry_run_tells_the_replicas_of_hybrid_sharding(words: str, line: str, mark: str, capsys) -> None:
+def test_dry_run_prints_hybrid_sharding_replicas(words: str, line: str, mark: str, capsys) -> None:
     flags = [*SMALL, "--train-iters", "2", "--global-batch-size", "16", "--nproc", "8", "--dry-run", *words.split()]
     assert pretrain_gpt.main(flags) == ExitCode.DONE
     text = capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_a_dry_run_tells_the_replicas_of_hybrid_sharding(words: str, line: str, 
 @pytest.mark.parametrize("backward", ["", "--split-backward"])
 @pytest.mark.parametrize("chunks", ["", "--num-virtual-stages-per-pipeline-rank 2"])
 @pytest.mark.parametrize("pp", [2, 4, 8])
-def test_stages_are_balanced_by_the_time_of_the_whole_step(pp: int, chunks: str, backward: str) -> None:
+def test_stages_are_balanced_by_step_time(pp: int, chunks: str, backward: str) -> None:
     """None of the splits is more than the hundredth faster that memory may cost, unless it takes far more of it."""
 
     def made(layout: str) -> RunPlan:
@@ -137,7 +137,7 @@ def test_stages_are_balanced_by_the_time_of_the_whole_step(pp: int, chunks: str,
             assert fullest(given) > 1.1 * fullest(balanced), split
 
 
-def test_chunks_of_an_interleaved_schedule_make_up_for_the_head() -> None:
+def test_interleaved_chunks_compensate_for_the_head() -> None:
     words = "--preset llama3-8b --mock-data --train-iters 1 --lr 1 --bf16 --micro-batch-size 1 --pp 8 --global-batch-size 32"
     even = "--num-layers-per-virtual-pipeline-stage 2"
     for flags, bubble in (("--num-virtual-stages-per-pipeline-rank 2", 0.2122), (even, 0.3470)):
@@ -159,7 +159,7 @@ ENDS = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers
         f"{LONG_STEPS} 4",
     ],
 )
-def test_what_is_told_of_a_long_step_is_what_the_whole_of_it_takes(flags: str) -> None:
+def test_long_step_summary_equals_the_full_step(flags: str) -> None:
     """The whole of it is not simulated: what waits for its weight gradients grows until it may not, and in GPipe the
     slowest of the forwards and the slowest of the backwards count, on whatever rank."""
     made = make_run_plan(config_from([*SMALL, "--train-iters", "1", *flags.split()]), int(flags.split()[6]), 5000)
@@ -170,7 +170,7 @@ def test_what_is_told_of_a_long_step_is_what_the_whole_of_it_takes(flags: str) -
     assert made.peak_in_flight == [peak_in_flight(row) for row in rows]
 
 
-def test_a_layer_is_read_once_and_not_for_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_cost_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 layers on 9 stages there are 100 splits, and one kind of layer."""
     read: list[Any] = []
     whole = kinds.CostRecorder.measure
@@ -180,7 +180,7 @@ def test_a_layer_is_read_once_and_not_for_every_split(monkeypatch: pytest.Monkey
     assert len(read) == 2  # and the head
 
 
-def test_a_window_in_front_is_balanced_and_priced() -> None:
+def test_leading_window_layers_are_balanced() -> None:
     """The first half of the layers sees 64 of 4,096 keys, so it computes less and has more layers."""
     words = "--num-layers 32 --pp 4 --seq-length 4096 --max-position-embeddings 4096 --train-iters 1 --hidden-size 64"
     words += " --global-batch-size 64 --micro-batch-size 1 --window-size 63,0 --window-attn-skip-freq [1]*16+[0]*16"
@@ -207,7 +207,7 @@ any_sizes = st.one_of(
 
 
 @given(any_sizes, st.integers(0, 60))
-def test_consumed_and_steps_are_the_walk_over_the_sizes(sizes: BatchSizeSchedule, steps: int) -> None:
+def test_consumed_samples_and_steps_equal_a_walk(sizes: BatchSizeSchedule, steps: int) -> None:
     consumed = [0]
     for _ in range(steps + 1):
         consumed.append(consumed[-1] + sizes.at(consumed[-1]))
@@ -220,7 +220,7 @@ def test_consumed_and_steps_are_the_walk_over_the_sizes(sizes: BatchSizeSchedule
     assert sizes.num_steps_for(consumed[steps + 1] - 1) == steps
 
 
-def test_a_long_run_is_counted_without_walking_it() -> None:
+def test_long_run_is_counted_in_closed_form() -> None:
     sizes = BatchSizeSchedule.ramp(1024, 256, 256, 10_000)
     walk = list(itertools.takewhile(lambda s: s < 10_000, (sizes.samples_after(i) for i in range(100))))
     assert sizes.samples_after(10**12) == sizes.samples_after(len(walk)) + (10**12 - len(walk)) * 1024
@@ -228,6 +228,6 @@ def test_a_long_run_is_counted_without_walking_it() -> None:
 
 
 @pytest.mark.parametrize("ramp", [(8, 0, 10), (8, 7, 10), (40, 8, 10), (0, 8, 10), (-8, 8, 10), (8, 8, -1)])
-def test_a_ramp_that_does_not_lead_to_the_batch_size(ramp: tuple[int, int, int]) -> None:
+def test_batch_ramp_that_misses_the_batch_size_is_refused(ramp: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="rampup_batch_size=.*global_batch_size=32"):
         BatchSizeSchedule.ramp(32, *ramp)

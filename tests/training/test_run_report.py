@@ -35,7 +35,7 @@ WORK = dict(
 
 
 # ---- the clock
-def test_a_moment_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_belongs_to_the_innermost_span(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = phase_timer.PhaseTimer()
     with clock.span("forward"):
         pass
@@ -88,14 +88,14 @@ def phases_of(flags: str, spoil: str, late_s: float) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("spoilt", ["optimizer", "checkpoint", "evaluation", "forward"])
-def test_a_slow_phase_is_seen_in_the_phases(spoilt: str) -> None:
+def test_slow_phase_is_visible(spoilt: str) -> None:
     late_s = 0.05
     wanted = 6 * late_s * (2 if spoilt == "forward" else 1)  # of two micro-batches
     assert phases_of("", spoilt, late_s)[spoilt] >= wanted
 
 
 @pytest.mark.parametrize("flags", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
-def test_a_late_rank_is_waited_for(flags: str) -> None:
+def test_late_rank_appears_as_waiting(flags: str) -> None:
     late_s = 0.3
     first, last = run_ranks(2, phases_of, flags, "last rank", late_s)
     phase = "bubble" if "pipeline" in flags else "communication"
@@ -104,7 +104,7 @@ def test_a_late_rank_is_waited_for(flags: str) -> None:
     assert last["other"] >= late
 
 
-def test_steps_that_are_not_timed_have_the_shares_of_the_last_that_was() -> None:
+def test_untimed_steps_use_the_last_timed_shares() -> None:
     run = build("")
     phases, begun = TimeBreakdown(run.mesh, time.perf_counter()), []
     real = run.mesh.phase_timer.start_step
@@ -132,7 +132,7 @@ def row(step: int, each: float, steps: int, skipped: int = 0) -> dict[str, Any]:
     return {"step": step, "perf/step_s": each, "perf/steps": steps, "train/skipped": skipped}
 
 
-def test_a_step_counts_once(tmp_path: Path) -> None:
+def test_repeated_step_counts_once_in_the_report(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     assert productive_seconds(metrics) == 0.0
     rows(metrics, row(1, 3.0, 1), row(10, 2.0, 9), {"step": 10, "val/valid/loss": 1.0}, row(20, 2.0, 10, skipped=1))
@@ -150,7 +150,7 @@ def life(at: float, event: str, step: int, **facts: Any) -> dict[str, Any]:
     return {"event": event, "step": step, "at": at, **facts}
 
 
-def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Path) -> None:
+def test_crash_time_is_lost_and_queue_time_is_not(tmp_path: Path) -> None:
     events, metrics = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl"
     assert read_history(tmp_path, 0.0) is None
     rows(metrics, row(100, 0.5, 100))
@@ -173,7 +173,7 @@ def test_time_that_a_crash_costs_is_lost_and_time_in_a_queue_is_not(tmp_path: Pa
     assert past is not None and past["wall_s"] == 100.0
 
 
-def test_a_life_whose_start_was_lost_is_not_counted_and_rows_of_anything_are_refused(tmp_path: Path) -> None:
+def test_job_without_a_start_is_not_counted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     rows(tmp_path / "events.jsonl", life(560, "ended", 50, outcome="requeue"))
     assert read_history(tmp_path, 600.0) is None
@@ -228,7 +228,7 @@ CHANGES: dict[str, tuple[str, int, dict[str, float], tuple[str, ...], tuple[str,
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_advice_is_what_this_layout_can_change(case: str) -> None:
+def test_advice_fits_the_layout(case: str) -> None:
     words, per_node, shares, has, has_not = CHANGES[case]
     plan = planned(*words.split())
     work = WORK | {"background_saves": "background" in case, "planned_bubble": ""}
@@ -239,7 +239,7 @@ def test_advice_is_what_this_layout_can_change(case: str) -> None:
 
 
 @pytest.mark.parametrize("bottleneck", ADVICE)
-def test_the_bottleneck_is_named_with_advice(bottleneck: str) -> None:
+def test_bottleneck_is_named_with_advice(bottleneck: str) -> None:
     percent, words = ADVICE[bottleneck]
     plan = planned("--pp", "2", "--bf16")
     named, advice = advise(percent, WORK, plan, 4)
@@ -248,7 +248,7 @@ def test_the_bottleneck_is_named_with_advice(bottleneck: str) -> None:
     assert made["bottleneck"] is None and summary(made)["bottleneck"] == "unknown: the run ended as hang"
 
 
-def test_every_share_that_a_program_has_is_known_and_the_worst_for_its_kind_is_named() -> None:
+def test_worst_share_of_each_kind_is_named() -> None:
     planned = {"compute", "bubble", "tp", "cp", "pp", "dp", "optimizer", "fixed costs"}  # StepTime.parts, and its fixed
     for names in (planned, LOSSES, {*PHASES} - {*COMPUTE, "profiler"}):
         assert {*names} <= {*BOTTLENECKS}
@@ -258,13 +258,13 @@ def test_every_share_that_a_program_has_is_known_and_the_worst_for_its_kind_is_n
     assert main_bottleneck({"recompute": 0.3, "kernels": 0.2, "tp": 0.1}) == "recompute"  # nothing is worth a word
 
 
-def test_ranks_that_share_cores_wait_for_these() -> None:
+def test_ranks_on_shared_cores_are_explained() -> None:
     assert oversubscription_note(2, 1, 2) == oversubscription_note(1, 2, 2) == ""
     assert oversubscription_note(4, 1, 2).startswith("4 ranks of 1 thread share 2 cores")
     assert oversubscription_note(2, 2, 2).startswith("2 ranks of 2 threads share 2 cores")
 
 
-def test_a_price_gives_a_cost() -> None:
+def test_price_gives_a_cost() -> None:
     plan = planned("--pp", "2")
     made = build_report({"forward": 30.0, "other": 10.0}, WORK | {"price_per_gpu_hour": 2.0}, None, plan, 4)
     assert made["percent"] == {"forward": 75.0, "other": 25.0} and made["tokens_per_s"] == 20.0
@@ -282,7 +282,7 @@ def test_a_price_gives_a_cost() -> None:
 
 
 @pytest.mark.nightly
-def test_a_profile_names_actions_and_collectives_with_their_axis(tmp_path: Path) -> None:
+def test_profile_names_actions_and_collectives(tmp_path: Path) -> None:
     flags = (
         "--nproc 4 --pp 2 --train-iters 3 --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end"
     )
@@ -299,7 +299,7 @@ LONG = [*SMALL, "--train-iters", "12", "--save-interval", "4"]
 
 
 @pytest.mark.nightly
-def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
+def test_report_of_a_restarted_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     where = ["--save", str(folder), "--load", str(folder), "--price-per-gpu-hour", "3.5"]
     assert pretrain(*LONG, *where, fault="data.get:0:8:kill").returncode == -9
@@ -324,7 +324,7 @@ def test_the_report_of_a_run_that_was_killed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_split_backward_is_the_remedy_of_a_bubble_until_it_is_taken(tmp_path: Path) -> None:
+def test_split_backward_is_advised_against_a_bubble(tmp_path: Path) -> None:
     bubbles = []
     for name, also in (("whole", []), ("split", ["--split-backward"])):
         where = ["--run-dir", str(tmp_path / name), "--nproc", "2", "--pipeline-model-parallel-size", "2"]

@@ -33,7 +33,7 @@ OFTEN += ["--exit-signal SIGUSR2"]
 
 
 @pytest.mark.parametrize("name", rarely([*STOPS], OFTEN, str, guards=GUARDS))
-def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str) -> None:
+def test_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
     number, layout, how = STOPS[name]
     flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
     code, out, err = signalled(*flags, number=getattr(signal, number), **how)
@@ -53,7 +53,7 @@ def test_a_run_that_saves_saves_and_stops(tmp_path: Path, name: str) -> None:
         pytest.param(["--nproc", "2"], signal.SIGQUIT, id="two, Ctrl-backslash", marks=RARELY),
     ],
 )
-def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: list, number: signal.Signals) -> None:
+def test_ctrl_c_during_the_torch_import_ends_at_once(tmp_path: Path, layout: list, number: signal.Signals) -> None:
     """Ranks of --nproc wait for a process that imports it for them."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
@@ -70,7 +70,7 @@ def test_ctrl_c_while_torch_is_imported_ends_it_at_once(tmp_path: Path, layout: 
         process.kill()
 
 
-def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_training(tmp_path: Path) -> None:
+def test_signal_interrupts_evaluation_and_resume_is_equal(tmp_path: Path) -> None:
     """A signal to one rank alone; the evaluation would take hours."""
 
     def run(folder: Path, *flags: str, fault: str = "") -> tuple[int, str]:
@@ -102,7 +102,7 @@ def test_an_evaluation_is_broken_off_on_all_ranks_and_a_resume_is_the_same_train
         pytest.param("eval.begin:0:8:term", 0, 8, marks=pytest.mark.nightly),
     ],
 )
-def test_a_signal_while_it_evaluates_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:
+def test_signal_during_evaluation_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:
     """To one rank alone."""
     flags = "--nproc 2 --train-iters 8 --eval-interval 4 --save-interval 4 --save".split()
     done, status = pretrain(*SMALL, *flags, tmp_path, fault=fault), status_of(tmp_path)
@@ -113,7 +113,7 @@ def test_a_signal_while_it_evaluates_saves_or_ends(tmp_path: Path, fault: str, c
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == str(step)
 
 
-def test_a_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first asks for a save, which waits here for a step that takes too long."""
     monkeypatch.setenv("MEGALITE_FAULT", "step.begin:*:3:sleep=90")
     flags = [*LONG, *TWO, "--save", str(tmp_path), "--save-interval", "50000"]
@@ -137,7 +137,7 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 """
 
 
-def test_a_signal_that_python_hears_of_after_another_rank_is_lost_is_what_ended_the_run(tmp_path: Path) -> None:
+def test_late_signal_is_the_reported_reason(tmp_path: Path) -> None:
     """A group gets it at once; who is in a collective then sees the others go before its own handler runs."""
     words = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALITE_FAULT": "step.begin:0:3:raise"}
@@ -149,7 +149,7 @@ def test_a_signal_that_python_hears_of_after_another_rank_is_lost_is_what_ended_
 
 
 @pytest.mark.parametrize(("name", "layout"), [("SIGTERM", TWO), ("SIGINT", [])], ids=["two", "one process"])
-def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name: str, layout: list[str]) -> None:
+def test_signal_without_saving_stops_at_once(tmp_path: Path, name: str, layout: list[str]) -> None:
     code, out, err = signalled(*LONG, *layout, "--run-dir", str(tmp_path), number=getattr(signal, name))
     status = status_of(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
@@ -158,7 +158,7 @@ def test_a_run_that_saves_nothing_stops_at_once_and_says_so(tmp_path: Path, name
     assert "Traceback" not in err and "outcome " in out and "--save DIR keeps what a run has done" in err
 
 
-def test_a_file_stops_a_run(tmp_path: Path) -> None:
+def test_stop_file_stops_a_run(tmp_path: Path) -> None:
     with running(*LONG, "--nproc", "2", "--save", tmp_path, "--save-interval", "50000") as process:
         (tmp_path / "stop").touch()
         process.communicate(timeout=60)
@@ -167,7 +167,7 @@ def test_a_file_stops_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "stop").exists() and (tmp_path / f"iter_{status['step']:07d}/COMPLETE").is_file()
 
 
-def test_ctrl_backslash_ends_a_run_at_once_and_says_so(tmp_path: Path) -> None:
+def test_sigquit_ends_a_run_at_once(tmp_path: Path) -> None:
     flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=signal.SIGQUIT)
     status = status_of(tmp_path)

@@ -50,14 +50,14 @@ def by_definition(flags: str) -> list[float]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path_trains_as_the_definition(path: str) -> None:
+def test_window_trains_like_the_definition(path: str) -> None:
     flags = PATHS[path]
     want = by_definition(flags.replace("--compile", "") + WINDOW)
     assert trained(flags + WINDOW) == pytest.approx(want, rel=1e-10, abs=0)
     assert want[0] != trained(flags)[0]
 
 
-def test_the_layers_that_the_pattern_names_have_the_window() -> None:
+def test_window_pattern_selects_the_layers() -> None:
     seen: list[int | None] = []
     trained(WINDOW, change=lambda module: seen.append(module.window))
     assert seen == [5, None, 5]
@@ -67,7 +67,7 @@ def test_the_layers_that_the_pattern_names_have_the_window() -> None:
 
 @pytest.mark.parametrize("path", ["plain", "documents", "dropout"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_window_over_the_whole_sequence_is_none_to_the_bit(path: str, dtype: torch.dtype | None) -> None:
+def test_full_length_window_is_bit_equal_to_none(path: str, dtype: torch.dtype | None) -> None:
     flags = PATHS[path] + (" --bf16" if dtype is torch.bfloat16 else "")
     assert trained(f"{flags} --window-size {S - 1},0", dtype) == trained(flags, dtype)
     assert trained(f"{flags} --window-size {S - 2},0", dtype) != trained(flags, dtype)
@@ -78,7 +78,7 @@ def qkv(length: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(length, 2, n, 16, generator=made).to(dtype) for n in (4, 2, 2)]
 
 
-def test_no_path_without_dropout_makes_a_square_of_the_length() -> None:
+def test_window_needs_no_quadratic_memory() -> None:
     """The largest tensor of forward and backward, in elements; every way to force a backend that there is on a CPU."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

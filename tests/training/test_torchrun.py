@@ -30,7 +30,7 @@ def torchrun(folder: Path, *words: str, steps: int = STEPS) -> AbstractContextMa
 
 @RARELY
 @pytest.mark.timeout(400)
-def test_every_restart_meets_and_the_run_is_the_same_run(tmp_path: Path) -> None:
+def test_torchrun_restarts_give_the_same_run(tmp_path: Path) -> None:
     with torchrun(tmp_path / "straight") as straight:
         assert straight.communicate(timeout=120)[0] is not None and straight.returncode == 0
     with torchrun(tmp_path / "killed", "--max-restarts", "3") as process:
@@ -43,7 +43,7 @@ def test_every_restart_meets_and_the_run_is_the_same_run(tmp_path: Path) -> None
 
 
 @RARELY
-def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_with_a_killed_torchrun(tmp_path: Path) -> None:
     with torchrun(tmp_path, steps=100_000) as process:
         shown(process, "step     3/")
         ranks = children(process.pid)
@@ -70,7 +70,7 @@ STOPS: dict[str, tuple[str, int, Callable[[Any, Path], object]]] = {  # torchrun
 
 
 @pytest.mark.parametrize("name", rarely([*STOPS], ["SIGTERM to torchrun"], str, guards=GUARDS))
-def test_a_run_that_is_asked_to_stop_saves_once_and_says_requeue(tmp_path: Path, name: str) -> None:
+def test_signal_under_torchrun_saves_and_requeues(tmp_path: Path, name: str) -> None:
     flags, code, ask = STOPS[name]
     with torchrun(tmp_path, *flags.split(), steps=100_000) as process:
         shown(process, "step     3/")
@@ -86,7 +86,7 @@ def test_a_run_that_is_asked_to_stop_saves_once_and_says_requeue(tmp_path: Path,
 
 @RARELY
 @pytest.mark.timeout(300)
-def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_failure_is_reported_once_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_FAULT", "step.after_forward_backward:1:3:raise")
     with torchrun(tmp_path) as process:
         out = process.communicate(timeout=200)[0]
@@ -99,7 +99,7 @@ def test_the_rank_that_fails_is_told_once_with_its_cause(tmp_path: Path, monkeyp
 
 
 @RARELY
-def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(tmp_path: Path, monkeypatch) -> None:
+def test_torchrun_without_signal_forwarding_is_a_warning(tmp_path: Path, monkeypatch) -> None:
     """Its ranks, which it leaves, save and stop."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with torchrun(tmp_path, steps=100_000) as process:
@@ -117,7 +117,7 @@ def test_without_being_told_torchrun_dies_of_usr1_and_the_start_says_so(tmp_path
 
 
 @RARELY
-def test_a_grace_that_is_shorter_than_the_save_costs_only_what_was_not_saved(tmp_path: Path, monkeypatch) -> None:
+def test_short_grace_period_loses_only_unsaved_steps(tmp_path: Path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("MEGALITE_FAULT", ",".join(f"ckpt.before_commit:0:{step}:sleep=90" for step in range(6, 60)))
         with torchrun(tmp_path, "--shutdown-timeout", "2", steps=100_000) as process:

@@ -37,7 +37,7 @@ def updates_of(flags: str, steps: int) -> tuple[list[StepResult], Tensor]:
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("scale", [1, 1024])
-def test_fp16_trains_as_fp32_whatever_the_scale(scale: int, clip: float) -> None:
+def test_fp16_equals_fp32_at_any_scale(scale: int, clip: float) -> None:
     """SGD, whose update shows the size of the gradient. Measured: loss 1.4e-4, norm 2.6e-4, weights 2.8e-3."""
     flags = f"--optimizer sgd --lr 0.05 --lr-warmup-iters 0 --clip-grad {clip}"
     exact, moved = updates_of(flags, 3)
@@ -49,7 +49,7 @@ def test_fp16_trains_as_fp32_whatever_the_scale(scale: int, clip: float) -> None
     assert (moved_16 - moved).abs().max() < 0.02 * moved.abs().max()
 
 
-def test_steps_that_overflow_leave_everything_until_the_scale_fits() -> None:
+def test_overflow_steps_change_nothing_until_the_scale_fits() -> None:
     run = build("--fp16 --initial-loss-scale 67108864 --hysteresis 1")
     begin, skipped = kept(run), 0
     while (result := train_step(run)).skipped:
@@ -87,12 +87,12 @@ def _overflows_on_the_way(layout: str) -> None:
     assert same(kept(run), kept(twin))
 
 
-def test_an_overflow_on_the_way_is_as_if_its_samples_were_not_there() -> None:
+def test_overflow_step_is_equal_to_skipping_its_samples() -> None:
     _overflows_on_the_way("")
     run_ranks(2, _overflows_on_the_way, "--pipeline-model-parallel-size 2 --split-backward")
 
 
-def test_the_scale_doubles_after_clean_steps_and_no_result_shows_it() -> None:
+def test_loss_scale_growth_changes_no_result() -> None:
     flags = "--fp16 --adam-eps 1e-3"
     run = build(f"{flags} --initial-loss-scale 256 --loss-scale-window 2")
     scales, results = [], []
@@ -126,7 +126,7 @@ def _one_rank_overflows(flags: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2", ""])
-def test_all_ranks_decide_alike(flags: str) -> None:
+def test_all_ranks_decide_equally(flags: str) -> None:
     """One rank alone overflows, and one alone is told to stop."""
     flags += " --fp16 --loss-scale 64 --no-check-for-nan-in-loss-and-grad"
     one, other = run_ranks(2, _one_rank_overflows, flags)
@@ -164,7 +164,7 @@ def _each_rank_in_turn(flags: str) -> list[Told]:
     ["--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--global-batch-size 8"],
     ids=["tp2 pp2", "dp4"],
 )
-def test_all_ranks_skip_the_step_that_one_has_a_bad_number_in(flags: str) -> None:
+def test_all_ranks_skip_a_non_finite_step(flags: str) -> None:
     first, *others = run_ranks(4, _each_rank_in_turn, flags)
     assert all(other == first for other in others)
     assert [told[:2] for told in first] == [(False, False), *[(True, True)] * 4, (False, False)]
@@ -210,7 +210,7 @@ def _hidden(flags: str, hides: set[int]) -> tuple[list[Any], bool]:
     ],
     ids=["dp2", "pp2", "tp2 pp2", "cp2", "dp2 ep2"],
 )
-def test_a_step_without_labels_updates_nothing_and_one_with_some_does(world: int, flags: str) -> None:
+def test_step_without_labels_updates_nothing(world: int, flags: str) -> None:
     """Samples 0 and 2 are a rank's of dp, 4 to 7 a whole step, 8 to 10 all micro-batches but the last."""
     hides = {0, 2, 4, 5, 6, 7, 8, 9, 10}
     alone = flags.replace("--ep 2", "") if "experts" in flags else "--micro-batch-size 1"

@@ -26,7 +26,7 @@ LAYOUTS = {"one process": [], "tp2 pp2": TP2_PP2, "tp2 pp2 split": [*TP2_PP2, "-
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_stopped_and_resumed_run_is_the_same_run_bit_for_bit(tmp_path: Path, layout: list[str]) -> None:
+def test_resumed_run_is_bit_equal(tmp_path: Path, layout: list[str]) -> None:
     flags = [*SMALL, *layout, "--train-iters", "8", "--save-interval", "3", "--hidden-dropout", "0.1"]
     pretrain(*flags, "--save", tmp_path / "a", ok=True)
     flags += ["--save", str(tmp_path / "b"), "--load", str(tmp_path / "b")]
@@ -64,7 +64,7 @@ BUSY_RUNS = {
 
 
 @pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=("megalite/launch/rank_info.py",)))
-def test_torchrun_starts_it_too(tmp_path: Path, name: str) -> None:
+def test_torchrun_starts_training(tmp_path: Path, name: str) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     flags = [*BUSY_RUNS[name], *(["--run-dir", str(tmp_path)] if name == "train" else [])]
@@ -75,7 +75,7 @@ def test_torchrun_starts_it_too(tmp_path: Path, name: str) -> None:
         assert sorted(losses(tmp_path)) == [1, 2]
 
 
-def test_every_program_for_launchers_ends_its_ranks_alike() -> None:
+def test_every_launched_program_ends_its_ranks() -> None:
     files = (*ROOT.glob("tools/**/*.py"), *ROOT.glob("megalite/training/job/*.py"))
     texts = {path.name: path.read_text() for path in files}
     having = lambda part: {name for name, text in texts.items() if part in text}  # noqa: E731
@@ -87,7 +87,7 @@ def test_every_program_for_launchers_ends_its_ranks_alike() -> None:
     assert "run_main(main)" in (ROOT / "pretrain_gpt.py").read_text()
 
 
-def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
+def test_ids_outside_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
     write(tmp_path / "d", [[1, 2, 3, 200, 4] * 20] * 20)
     small = [f for f in SMALL if f != "--mock-data"]
     data = ["--data-path", tmp_path / "d", "--split", "1,0,0"]
@@ -96,7 +96,7 @@ def test_ids_beyond_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
     assert "token id 200" in result.stderr and "document" in result.stderr
 
 
-def test_a_killed_launcher_takes_its_ranks_along_and_the_directory_is_free(tmp_path: Path) -> None:
+def test_killed_launcher_ends_its_ranks_and_frees_the_directory(tmp_path: Path) -> None:
     """What it leaves where temporary files are, the next one removes."""
     flags = [*SMALL, "--nproc", "2", "--train-iters", "100000", "--save", tmp_path, "--save-interval", "50000"]
     short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # as a socket's path has to be
@@ -145,7 +145,7 @@ def listeners(pid: int) -> Iterator[str]:
                 yield address(fields[1].partition(":")[0])
 
 
-def test_ranks_of_one_machine_listen_on_its_loopback_only(tmp_path: Path) -> None:
+def test_local_ranks_listen_only_on_loopback(tmp_path: Path) -> None:
     flags = ["--train-iters", "100000", "--run-dir", tmp_path, "--nproc", "2", "--device", "cpu", "--pp", "2"]
     with running(*SMALL, *flags) as run:
         pids = [run.pid, *children(run.pid), *(rank for server in children(run.pid) for rank in children(server))]

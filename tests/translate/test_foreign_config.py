@@ -62,21 +62,21 @@ def problem_of(path: str | Path) -> str:
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_what_would_cost_much_is_one_error(name: str, tmp_path: Path) -> None:
+def test_expensive_files_are_one_error(name: str, tmp_path: Path) -> None:
     """Without limits these take minutes, or do not end; the slowest takes a second."""
     text, said = COSTLY[name]
     (tmp_path / name).write_text(text)
     assert said in problem_of(tmp_path / name)
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, said in [("pipe", "a pipe, a device"), (".", "Is a directory"), ("nothing", "No such file")]:
         assert said in problem_of(tmp_path / path)
     assert "a pipe, a device" in problem_of("/dev/zero")
 
 
-def test_the_same_mapping_in_three_formats(tmp_path: Path) -> None:
+def test_same_mapping_in_three_formats(tmp_path: Path) -> None:
     tree = {"a": {"b": [1, 2.5, "x"], "c": True}, "d.e": {"f": "a.b.c." * 3}}
     (tmp_path / "x.json").write_text(json.dumps(tree))
     (tmp_path / "y").write_text(json.dumps(tree))
@@ -98,7 +98,7 @@ TREES = st.recursive(
 
 @settings(deadline=None, max_examples=60)
 @given(tree=TREES)
-def test_any_yaml_is_what_was_written_or_one_error(tree: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_random_yaml_round_trips_or_is_one_error(tree: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     text = yaml.safe_dump(tree)
     read_or_refused(text, "x.yaml", yaml.safe_load, tmp_path_factory)
 
@@ -108,7 +108,7 @@ def test_any_yaml_is_what_was_written_or_one_error(tree: Any, tmp_path_factory: 
     text=st.text(alphabet="ab01:-[]{}&*<>!?|#%@.'\"= \n\t", max_size=60),
     ending=st.sampled_from(["yaml", "toml", "json"]),
 )
-def test_any_text_is_read_or_one_error(text: str, ending: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_random_text_is_read_or_one_error(text: str, ending: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     read_or_refused(text, f"x.{ending}", None, tmp_path_factory)
 
 
@@ -126,7 +126,7 @@ def read_or_refused(
         assert isinstance(read, dict) and (reader is None or repr(read) == repr(reader(text)))
 
 
-def test_each_extra_that_an_error_names_has_the_package() -> None:
+def test_extra_named_in_an_error_has_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     for package, extra in PIP_EXTRAS.items():
         assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), (package, extra)

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = tomllib.loads((HERE / "cases.toml").read_text
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_file_becomes_one_that_plans_a_run(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_translated_file_plans_a_run(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
     case, ranks = CASES[name], CASES[name]["ranks"]
     assert main([str(HERE / name), "--gpus", str(ranks)]) == case["code"]
     text = capsys.readouterr().out
@@ -79,7 +79,7 @@ EXAMPLES: dict[str, dict[str, str]] = tomllib.loads((HERE / "examples.toml").rea
 
 
 @pytest.mark.parametrize("name", ["deepspeed", *EXAMPLES])
-def test_an_example_becomes_the_file_shown_and_plans_a_run(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_translated_example_equals_the_documented_file(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
     example = example_of_page() if name == "deepspeed" else EXAMPLES[name]
     monkeypatch.chdir(tmp_path)
     Path(example["file"]).write_text(example["text"])
@@ -93,7 +93,7 @@ def test_an_example_becomes_the_file_shown_and_plans_a_run(name: str, tmp_path: 
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_every_key_on_the_page_has_a_row(title: str) -> None:
+def test_every_documented_key_has_a_row(title: str) -> None:
     section = PAGE.read_text("utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (.*?) \| ", section, re.MULTILINE)
     keys = {key.rpartition(".")[2] for cell in cells for key in re.findall(r"`([a-z]\w*(?:\.\w+)*)[`:]", cell)}
@@ -105,7 +105,7 @@ def test_every_key_on_the_page_has_a_row(title: str) -> None:
     assert len(keys) > 5 and [key for key in sorted(keys - others) if not re.search(rf"\b{key}\b", table)] == []
 
 
-def test_every_key_of_the_others_has_a_row() -> None:
+def test_every_external_key_has_a_row() -> None:
     listed = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
     keys = [
         (name, SourceKey(k, at, k, "x")) for name, of in listed.items() for at, ks in of.items() for k in ks.split()
@@ -114,7 +114,7 @@ def test_every_key_of_the_others_has_a_row() -> None:
     assert File("deepspeed", {}).row(SourceKey("staeg", "zero_optimization", "staeg", 2)) is None
 
 
-def test_rows_are_of_options_and_flags_that_there_are() -> None:
+def test_rows_name_existing_options() -> None:
     flags = {flag for f in FIELDS.values() for flag, _ in flags_of(f)} | known_flags().keys() | {"--preset"}
     sections = [of for name in FORMATS for at, of in load_format(name).items() if at not in TABLES]
     rows = [row for of in sections for row in of.values()]
@@ -136,7 +136,7 @@ def rows_of(name: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_asked_for_is_never_always_so_because_a_flag_says_it(name: str) -> None:
+def test_always_true_verdicts_need_no_flag(name: str) -> None:
     """Whatever value a key has: that a flag would set it means that it is not set."""
     file = File(name, {})
     for at, key in sorted(rows_of(name)):
@@ -149,7 +149,7 @@ def test_what_is_asked_for_is_never_always_so_because_a_flag_says_it(name: str) 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_value_that_a_table_does_not_list_never_asks_for_nothing(name: str) -> None:
+def test_unlisted_value_is_never_ignored(name: str) -> None:
     """Neither one that is filled in later, nor another spelling of true."""
     file = File(name, {})
     tables = [
@@ -303,7 +303,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_the_verdict_on(name: str, tmp_path: Path) -> None:
+def test_translation_verdict(name: str, tmp_path: Path) -> None:
     tree, said = ASKED[name]
     (tmp_path / "x.json").write_text(json.dumps(tree))
     text, _ = translate(str(tmp_path / "x.json"), None if "num_processes" in tree else 8, PRESETS)
@@ -311,7 +311,7 @@ def test_the_verdict_on(name: str, tmp_path: Path) -> None:
     tomllib.loads(text)
 
 
-def test_keys_with_one_text_are_one_line(tmp_path: Path) -> None:
+def test_keys_with_equal_messages_are_one_line(tmp_path: Path) -> None:
     dataset = {f"option_{i}": i for i in range(1, 8)}
     stage = {"name": "main", "start_training_step": 1, "data": {"dataset": dataset, "seed": 42}}
     (tmp_path / "x.json").write_text(json.dumps({"data_stages": [stage]}))
@@ -324,7 +324,7 @@ FAULTS: list[dict[str, Any]] = tomllib.loads((HERE / "wrong.toml").read_text("ut
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=itemgetter("said"))
-def test_what_contradicts_itself_is_one_error(fault: dict[str, Any], tmp_path: Path) -> None:
+def test_contradictory_keys_are_one_error(fault: dict[str, Any], tmp_path: Path) -> None:
     keys = json.loads((HERE / "zero2.json").read_text("utf-8")) | fault.get("keys", {})
     (tmp_path / "ds").write_text(fault.get("text", json.dumps(keys)))
     with pytest.raises(ConfigError) as error:
@@ -332,7 +332,7 @@ def test_what_contradicts_itself_is_one_error(fault: dict[str, Any], tmp_path: P
     assert len(error.value.problems) == 1 and fault["said"] in error.value.problems[0]
 
 
-def test_what_is_typed_wrong_or_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelled_and_secret_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ds.json"
     keys = {"train_batch_size": 8, "zero_optimization": {"staeg": 2}, "bf16": {"enabled": True}, "a\n[model]\nlr": 1}
     keys |= {"comet": {"enabled": True, "api_key": "TOP"}, "gradient_clipping": "much", "steps_per_print": "${x}"}

@@ -140,7 +140,7 @@ def check(tree: Any, gpus: int | None, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_any_values_of_keys_become_a_file_or_an_error(name: str, tmp_path: Path) -> None:
+def test_random_key_values_give_a_file_or_an_error(name: str, tmp_path: Path) -> None:
     @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
     @given(tree=trees(name), gpus=st.sampled_from([None, 1, 2, 7, 8, 64]))
     def run(tree: dict[str, Any], gpus: int | None) -> None:
@@ -150,7 +150,7 @@ def test_any_values_of_keys_become_a_file_or_an_error(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_value_of_each_key_becomes_a_file_or_an_error(name: str, tmp_path: Path) -> None:
+def test_each_value_of_each_key_gives_a_file_or_an_error(name: str, tmp_path: Path) -> None:
     """Each key alone, with a value by turns; all pairs are too many."""
     for number, (section, key) in enumerate(PLACES[name]):
         tree: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def test_many_unknown_keys_are_a_few_lines(tmp_path: Path) -> None:
     assert not whole and len(text.splitlines()) < MAX_VALUES // 4
 
 
-def test_a_section_without_a_table_is_a_verdict(tmp_path: Path) -> None:
+def test_unknown_section_is_reported(tmp_path: Path) -> None:
     for section in ("nothing", "model.nothing", "zero_optimization.x.y.z", "settings", "defaults", "cases", "renamed"):
         tree: dict[str, Any] = {"train_batch_size": 8}
         placed(tree, section, "enabled", True)

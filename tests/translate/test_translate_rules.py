@@ -83,7 +83,7 @@ def test_accelerate_shards_over_dp_shard_and_cp(translated: Any, replicate: int,
     assert whole
 
 
-def test_fsdp_2_without_data_parallel_shards_but_with_cp_is_zero_3(translated: Any) -> None:
+def test_fsdp_2_with_only_cp_is_zero_3(translated: Any) -> None:
     """The case of the issue: 135.7 GiB a rank in place of 68.4 for Llama 3 8B."""
     sizes = {"parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 2}
     tree = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": sizes}
@@ -160,13 +160,13 @@ ACCELERATE: dict[str, tuple[Tree, Tree]] = {
 
 
 @pytest.mark.parametrize("name", ACCELERATE)
-def test_accelerate_says_how_a_model_is_spread(name: str, translated: Any) -> None:
+def test_accelerate_model_placement(name: str, translated: Any) -> None:
     tree, expected = ACCELERATE[name]
     values, _, _ = translated(tree | {"num_processes": 4})
     assert {option: values.get(option) for option in expected} == expected
 
 
-def test_each_trainer_s_own_data_parallelism(translated: Any) -> None:
+def test_data_parallelism_of_each_trainer(translated: Any) -> None:
     for stage in (0, 1, 2, 3):
         assert translated({"zero_optimization": {"stage": stage}, "train_batch_size": 8}, 8)[0]["zero_stage"] == stage
     assert translated({"train_batch_size": 8}, 8)[0]["zero_stage"] == 0, "DeepSpeed's default"
@@ -191,7 +191,7 @@ def test_each_trainer_s_own_data_parallelism(translated: Any) -> None:
     assert values["zero_stage"] == 0 and "grad_reduce_in_bf16" not in values
 
 
-def test_only_deepspeed_makes_a_micro_batch_of_a_batch(translated: Any) -> None:
+def test_deepspeed_derives_the_micro_batch_size(translated: Any) -> None:
     assert translated({"train_batch_size": 64}, 8)[0]["micro_batch_size"] == 8
     for tree in ({"train": {"global_batch_size": 64}}, {"model": {"global_batch_size": 64, "encoder_seq_length": 8}}):
         for gpus in (None, 8):
@@ -199,7 +199,7 @@ def test_only_deepspeed_makes_a_micro_batch_of_a_batch(translated: Any) -> None:
             assert "micro_batch_size" not in values and "micro_batch_size=0 is not set" in text
 
 
-def test_megatron_bridge_s_distributed_optimizer(translated: Any) -> None:
+def test_megatron_bridge_distributed_optimizer(translated: Any) -> None:
     both = {"ddp": {"use_distributed_optimizer": True}, "optimizer": {"use_distributed_optimizer": False}}
     values, _, whole = translated(both | {"train": {"micro_batch_size": 1}})
     assert values["use_distributed_optimizer"] is True and whole, "either is enough there"
@@ -295,7 +295,7 @@ DISAGREE: dict[str, tuple[Tree, int | None, str]] = {
 
 
 @pytest.mark.parametrize("name", DISAGREE)
-def test_sizes_that_disagree_are_an_error(name: str, translated: Any) -> None:
+def test_contradictory_sizes_are_an_error(name: str, translated: Any) -> None:
     tree, gpus, said = DISAGREE[name]
     (problem,) = problems_of(translated, tree, gpus)
     assert said in problem
@@ -339,7 +339,7 @@ def test_two_values_of_one_option_are_a_conflict(name: str, translated: Any) -> 
     assert all(any(text in problem for problem in problems) for text in said), problems
 
 
-def test_a_key_that_overrides_another_there_does_so_here(translated: Any) -> None:
+def test_overriding_keys_override(translated: Any) -> None:
     params = {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_type": "linear", "warmup_max_lr": 1e-4}
     tree = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "train_batch_size": 8}
     scheduler = {"type": "WarmupDecayLR", "params": params}
@@ -358,7 +358,7 @@ def test_a_key_that_overrides_another_there_does_so_here(translated: Any) -> Non
     assert translated({"exp_manager": dirs})[0]["run_dir"] == "a"
 
 
-def test_older_names_of_torchtitan_are_the_newer_ones(translated: Any) -> None:
+def test_old_torchtitan_names_equal_new_ones(translated: Any) -> None:
     old: Tree = {
         "training": {
             "batch_size": 2, "seed": 7, "compile": True, "deterministic": True, "warmup_steps": 3, "steps": 100,
@@ -384,7 +384,7 @@ def test_older_names_of_torchtitan_are_the_newer_ones(translated: Any) -> None:
     assert values["save_interval"] == 9 and values["seed"] == 7 and values["min_lr"] == 2e-4 and values["compile"]
 
 
-def test_one_seed_is_of_weights_and_data(translated: Any) -> None:
+def test_seed_applies_to_weights_and_data(translated: Any) -> None:
     """Two seeds are no contradiction there; here the second has no equivalent."""
     stage = {"name": "main", "start_training_step": 1, "data": {"seed": 7}}
     tree = {"general": {"project": "p", "seed": 3}, "tokens": {"train_steps": 9}, "data_stages": [stage]}
@@ -424,7 +424,7 @@ def torchtitan_rate(n: int, lr: float, total: int, warmup: int, ratio: float | N
 @pytest.mark.parametrize("style", ["linear", "sqrt", "cosine"])
 @pytest.mark.parametrize("ratio", [None, 0.25, 1.0])
 @pytest.mark.parametrize("key", ["min_lr_factor", "lr_min"])
-def test_torchtitan_s_schedule(style: str, ratio: float | None, key: str, translated: Any) -> None:
+def test_torchtitan_schedule(style: str, ratio: float | None, key: str, translated: Any) -> None:
     scheduler = {"warmup_steps": 10, "decay_type": style, key: 0.1} | ({"decay_ratio": ratio} if ratio else {})
     tree = {"optimizer": {"lr": 1e-3}, "lr_scheduler": scheduler, "training": {"steps": 100}}
     values, _, _ = translated(tree, 8)
@@ -449,7 +449,7 @@ def nanotron_rate(n: int, lr: float, least: float, warmup: int, start: int, step
 @pytest.mark.parametrize("style", ["linear", "1-sqrt", "cosine"])
 @pytest.mark.parametrize(("start", "steps"), [(None, None), (60, 40), (60, 20), (60, None), (None, 50)])
 @pytest.mark.parametrize("least", [1e-4, None])
-def test_nanotron_s_schedule(
+def test_nanotron_schedule(
     style: str, start: int | None, steps: int | None, least: float | None, translated: Any
 ) -> None:
     given = {"learning_rate": 1e-3, "lr_warmup_steps": 10, "lr_warmup_style": "linear", "lr_decay_style": style}
@@ -462,7 +462,7 @@ def test_nanotron_s_schedule(
 
 
 @pytest.mark.parametrize("constant", [0, 20])
-def test_nemo_s_schedule(constant: int, translated: Any) -> None:
+def test_nemo_schedule(constant: int, translated: Any) -> None:
     scheduler = {"name": "CosineAnnealing", "warmup_steps": 10, "constant_steps": constant, "min_lr": 1e-4}
     tree = {"model": {"optim": {"lr": 1e-3, "sched": scheduler}}, "trainer": {"max_steps": 100}}
     values, _, _ = translated(tree)
@@ -475,7 +475,7 @@ def test_nemo_s_schedule(constant: int, translated: Any) -> None:
     assert rates_of(translated(tree)[0], 100) == [1e-3] * 100
 
 
-def test_deepspeed_s_schedules(translated: Any) -> None:
+def test_deepspeed_schedules(translated: Any) -> None:
     tree: Tree = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
     assert rates_of(translated(tree, 8)[0], 100) == [1e-3] * 100, "without a scheduler the rate stays"
     params = {"warmup_num_steps": 10, "warmup_type": "linear", "warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3}
@@ -496,7 +496,7 @@ def test_deepspeed_s_schedules(translated: Any) -> None:
     assert not whole and 'warmup_type (default) = "log": the warm-up is linear' in text
 
 
-def test_a_share_of_a_rate_that_is_not_there_has_no_equivalent(translated: Any) -> None:
+def test_relative_rate_without_a_base_has_no_equivalent(translated: Any) -> None:
     scheduler = {
         "type": "WarmupCosineLR",
         "params": {"total_num_steps": 9, "warmup_type": "linear", "cos_min_ratio": 0.1},
@@ -526,9 +526,7 @@ def merged(one: Any, other: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "number", "case"), DEFAULTS, ids=[f"{name}-{number}" for name, number, _ in DEFAULTS])
-def test_a_default_of_another_trainer_is_what_its_absence_asks_for(
-    name: str, number: int, case: Tree, translated: Any
-) -> None:
+def test_missing_key_has_the_other_trainers_default(name: str, number: int, case: Tree, translated: Any) -> None:
     """One after the other, so that no default hides behind another, and all together."""
     base = case["base"]
     explicit = {key: value for key, value in case.items() if key != "base"}

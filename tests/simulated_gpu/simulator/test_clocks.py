@@ -65,17 +65,17 @@ PLANTED = [(name, at) for name, facts in SITUATIONS.items() for at, fact in enum
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
-def test_what_is_in_order_is_no_race(name: str) -> None:
+def test_ordered_accesses_do_not_race(name: str) -> None:
     assert races(SITUATIONS[name]) == []
 
 
 @pytest.mark.parametrize(("name", "at"), PLANTED)
-def test_without_any_one_wait_there_is_a_race(name: str, at: int) -> None:
+def test_removing_one_wait_gives_a_race(name: str, at: int) -> None:
     facts = SITUATIONS[name]
     assert races([*facts[:at], *facts[at + 1 :]]), facts[at]
 
 
-def test_a_race_is_told_in_words() -> None:
+def test_race_message() -> None:
     gather = replace(comm(1, 0, [OWN], [WEIGHTS], kind="all_gather"), where="optim/param_gather.py:56")
     matmul = Launch(0, "matmul", (WEIGHTS,), (Y,), "nn/linear.py:55")
     [race] = races([*ALLOCS, Mark("step 3"), gather, matmul, Mark(""), matmul])
@@ -85,24 +85,24 @@ def test_a_race_is_told_in_words() -> None:
     )
 
 
-def test_neighbours_in_one_allocation_do_not_meet() -> None:
+def test_adjacent_blocks_do_not_race() -> None:
     assert races([*ALLOCS, comm(1, 0, [OWN], [OWN]), Launch(0, "other bucket", (), (REST,))]) == []
     assert races([*ALLOCS, comm(1, 0, [OWN], [OWN]), Launch(0, "one byte of it", (Span(1, 399, 500),))]) != []
 
 
-def test_what_an_all_gather_sends_in_place_stays_as_it_is() -> None:
+def test_in_place_all_gather_input_is_read() -> None:
     """The copy of a save reads what is owned while the gather is under way; the rest is not there yet."""
     for where, expected in ((OWN, 0), (REST, 1)):
         gather = comm(1, 0, [OWN], [WEIGHTS], kind="all_gather")
         assert len(races([*ALLOCS, gather, Launch(7, "copy to the host", (where,))])) == expected
 
 
-def test_a_block_that_is_gone_is_not_used() -> None:
+def test_use_after_free_is_detected() -> None:
     [race] = races([*ALLOCS, Free(3), Launch(0, "matmul", (X,))])
     assert race.kind == "used after free"
 
 
-def test_an_event_that_is_recorded_again_means_the_newer_point() -> None:
+def test_rerecorded_event_means_the_newer_point() -> None:
     early = [*ALLOCS, Record(1, 0), Launch(0, "fill", (), (X,))]
     assert races([*early, Wait(7, 1), Launch(7, "use", (X,))]) != []
     assert races([*early, Record(1, 0), Wait(7, 1), Launch(7, "use", (X,))]) == []

@@ -51,7 +51,7 @@ FUNCTIONS += [(cuda.REAL.memory, name, ours) for name, ours in cuda.LISTED_MEMOR
 
 
 @pytest.mark.parametrize(("module", "name", "ours"), FUNCTIONS, ids=lambda x: x if isinstance(x, str) else "")
-def test_a_listed_function_takes_what_torch_takes(module: Any, name: str, ours: Any) -> None:
+def test_listed_functions_have_torchs_signatures(module: Any, name: str, ours: Any) -> None:
     real = getattr(module, name)
     if inspect.isbuiltin(real):  # torch's own affair, in C on a CUDA build: no signature to be had
         assert name.startswith("_") and callable(real)
@@ -60,7 +60,7 @@ def test_a_listed_function_takes_what_torch_takes(module: Any, name: str, ours: 
 
 
 @pytest.mark.parametrize("ours", CLASSES, ids=lambda c: c.__name__)
-def test_a_listed_class_has_the_methods_that_torch_has(ours: type) -> None:
+def test_listed_classes_have_torchs_methods(ours: type) -> None:
     name = ours.__name__
     real = getattr(cuda.REAL, name)
     assert differences(inspect.signature(ours), inspect.signature(real)) == []
@@ -72,7 +72,7 @@ def test_a_listed_class_has_the_methods_that_torch_has(ours: type) -> None:
                 assert differences(inspect.signature(entry), inspect.signature(theirs)) == [], method
 
 
-def test_keys_and_fields_are_those_that_torch_reads() -> None:
+def test_keys_and_fields_equal_torchs() -> None:
     """Of the statistics what torch's own summary reads; its docstring calls one of them otherwise."""
     text = inspect.getsource(cuda.REAL.memory.memory_summary)
     with cuda.installed([]):
@@ -95,7 +95,7 @@ def test_keys_and_fields_are_those_that_torch_reads() -> None:
         (lambda: torch.cuda.get_device_properties(0).warp_size, r"Properties.warp_size"),
     ],
 )
-def test_what_is_not_listed_is_named_with_its_place(ask: Callable[[], object], named: str) -> None:
+def test_unlisted_attribute_is_named_with_its_location(ask: Callable[[], object], named: str) -> None:
     with pytest.raises(Unlisted, match=named), cuda.installed([]):
         ask()
     assert torch.cuda is cuda.REAL
@@ -123,7 +123,7 @@ def other_stream_unjoined() -> None:
         (other_stream_unjoined, "unjoined work"),
     ],
 )
-def test_a_capture_refuses_what_cuda_refuses(card: Machine, work: Callable[[], object], says: str) -> None:
+def test_capture_refuses_like_cuda(card: Machine, work: Callable[[], object], says: str) -> None:
     with pytest.raises(RuntimeError) as raised:
         captured(work)
     assert any(says in str(error) for error in (raised.value, raised.value.__context__)), raised.value
@@ -131,7 +131,7 @@ def test_a_capture_refuses_what_cuda_refuses(card: Machine, work: Callable[[], o
 
 
 @pytest.mark.parametrize(("mode", "broken"), [("thread_local", False), ("global", True)])
-def test_other_threads_may_wait_unless_the_capture_is_global(card: Machine, mode: str, broken: bool) -> None:
+def test_other_threads_may_synchronize_unless_capture_is_global(card: Machine, mode: str, broken: bool) -> None:
     """What the loader's thread does while a micro-batch is recorded."""
 
     def work() -> None:
@@ -142,7 +142,7 @@ def test_other_threads_may_wait_unless_the_capture_is_global(card: Machine, mode
         captured(work, mode)
 
 
-def test_the_clock_asks_a_card_for_times_without_waiting_for_it() -> None:
+def test_phase_timer_does_not_synchronize() -> None:
     trace: list[Any] = []
     with cuda.installed(trace):
         clock, card = PhaseTimer(), torch.device("cuda", 0)

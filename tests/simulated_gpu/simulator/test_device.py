@@ -40,7 +40,7 @@ MADE: dict[str, Callable[[torch.device], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_is_made_there_is_there_and_nothing_is_mixed(card: Card, name: str) -> None:
+def test_gpu_tensors_stay_on_the_gpu(card: Card, name: str) -> None:
     x = MADE[name](card.device)
     assert (x.device, x.is_cuda, x.is_cpu, x.get_device()) == (torch.device("cuda", 0), True, False, 0)
     assert not card.mixed
@@ -70,7 +70,7 @@ WAITS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_the_host_waits_for_is_noted_with_its_line(card: Card, name: str) -> None:
+def test_host_synchronization_is_recorded_with_its_line(card: Card, name: str) -> None:
     kind, work = WAITS[name]
     x = torch.ones(4, device=card.device)
     work(x)
@@ -95,7 +95,7 @@ FREE: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_what_the_host_does_not_wait_for(card: Card, name: str) -> None:
+def test_asynchronous_operations_do_not_synchronize(card: Card, name: str) -> None:
     FREE[name](torch.ones(4, device=card.device))
     assert not card.reads and not card.mixed
 
@@ -113,19 +113,19 @@ MIXED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_host_and_card_in_one_operation_are_noted_with_their_line(card: Card, name: str) -> None:
+def test_mixed_operation_is_recorded_with_its_line(card: Card, name: str) -> None:
     what, work = MIXED[name]
     work(torch.ones(4, device=card.device))
     assert [what in mixed.what for mixed in card.mixed] == [True], card.mixed
     assert card.mixed[0].where == line_of(work, 0)
 
 
-def test_a_tensor_of_the_card_has_no_numpy(card: Card) -> None:
+def test_gpu_tensor_has_no_numpy(card: Card) -> None:
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         torch.ones(3, device=card.device).numpy()
 
 
-def test_dynamo_knows_torchs_own_functions_afterwards() -> None:
+def test_dynamo_is_restored() -> None:
     """Its table of them, made while others stand in for them, would let no factory be traced in this process."""
     with simulated():
         from torch._dynamo.trace_rules import get_torch_obj_rule_map

@@ -18,7 +18,7 @@ KINDS = {"Char": "int8", "Byte": "uint8", "Float": "float32", "Double": "float64
 KINDS |= {"Half": "float16", "Bool": "bool", "BFloat16": "bfloat16"}
 
 
-def test_the_dtypes_are_those_of_the_header_that_comes_with_torch() -> None:
+def test_nccl_dtypes_equal_torchs_header() -> None:
     table = HEADER.read_text().partition("ncclDataType = {")[2].partition("};")[0]
     names = re.findall(r"\{at::k(\w+),", table)
     assert len(names) > 8
@@ -53,7 +53,7 @@ def _refused() -> None:
     assert not nccl.facts()
 
 
-def test_what_nccl_has_not_is_refused() -> None:
+def test_unsupported_nccl_operations_are_refused() -> None:
     run_ranks(2, _refused, backend=nccl.join)
 
 
@@ -65,7 +65,7 @@ def _exchanged(strays: bool) -> list[float]:
     return out.tolist()
 
 
-def test_an_all_to_all_of_uneven_parts_is_gloos_and_counts_that_do_not_meet_are_told() -> None:
+def test_uneven_all_to_all_and_mismatched_counts() -> None:
     found = run_ranks(2, _exchanged, False, backend=nccl.join)
     assert found == run_ranks(2, _exchanged, False) == [[0.0, 10.0, 11.0], [1.0, 12.0]]
     with pytest.raises(Exception, match=r"rank 1 expects \[1, 2\] and is given \[1, 1\]"):

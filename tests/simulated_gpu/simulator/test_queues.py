@@ -36,7 +36,7 @@ class Program:
         self.half(source, "send", target), self.half(target, "recv", source)
 
 
-def test_ranks_that_do_the_same_come_to_their_end() -> None:
+def test_equal_ranks_finish() -> None:
     program = Program(3)
     program.collective("world", 0, 1, 2)
     program.message(0, 1), program.message(1, 0)
@@ -44,7 +44,7 @@ def test_ranks_that_do_the_same_come_to_their_end() -> None:
     assert stuck(program.traces) == [] == stuck(eager(program.traces))
 
 
-def test_an_operation_that_one_rank_has_not_is_named() -> None:
+def test_missing_operation_is_named() -> None:
     program = Program(2)
     program.collective("dp", 0, 1)
     program.collective("dp", 0, 1, count=7)
@@ -59,7 +59,7 @@ def test_an_operation_that_one_rank_has_not_is_named() -> None:
 
 
 @pytest.mark.parametrize("ways", [(("send", 4), ("send", 4)), (("send", 4), ("recv", 9)), (("send", 4),)], ids=str)
-def test_messages_that_do_not_meet_are_named(ways: tuple[tuple[str, int], ...]) -> None:
+def test_unmatched_messages_are_named(ways: tuple[tuple[str, int], ...]) -> None:
     program = Program(2)
     for rank, (kind, count) in enumerate(ways):
         program.half(rank, kind, 1 - rank, count=count)
@@ -68,7 +68,7 @@ def test_messages_that_do_not_meet_are_named(ways: tuple[tuple[str, int], ...]) 
     assert len(texts) == len(ways)
 
 
-def test_two_communicators_crosswise_hang() -> None:
+def test_crossed_communicators_deadlock() -> None:
     """Both match; but on each rank the second of the two comes after the first."""
     program = Program(2)
     for comm in ("world", "tp"):  # so both are made
@@ -81,14 +81,14 @@ def test_two_communicators_crosswise_hang() -> None:
     assert second == "rank 1 waits for ranks {0} at all_reduce(SUM) of 8 float32 on world (x.py:1)"
 
 
-def test_answers_before_questions_hang() -> None:
+def test_receive_before_send_deadlocks() -> None:
     program = Program(2)
     program.half(0, "recv", 1, "answers"), program.half(0, "send", 1, "questions")
     program.half(1, "recv", 0, "questions"), program.half(1, "send", 0, "answers")
     assert stuck(program.traces)[0].startswith("rank 0 waits for ranks {1} at recv of 4 float32 from 1 on")
 
 
-def test_hosts_that_make_communicators_in_different_orders_hang() -> None:
+def test_communicators_created_in_different_orders_deadlock() -> None:
     program = Program(3)
     program.half(0, "send", 1), program.half(0, "send", 2)
     program.half(1, "send", 2), program.half(1, "recv", 0)
