@@ -56,7 +56,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether t
     "NCCL_P2P_DISABLE=1: GPUs of a machine exchange data without NVLink": (dict(NCCL_P2P_DISABLE="1"), "warn"),
     "give --distributed-timeout-minutes": (dict(NCCL_TIMEOUT="60"), "warn"),
     "no GPU is visible": (dict(CUDA_VISIBLE_DEVICES=""), "warn"),
-    "this run is made to fail": (dict(MEGALITE_FAULT="init.collectives:1:0:bitflip"), "warn"),
+    "this run fails on purpose": (dict(MEGALITE_FAULT="init.collectives:1:0:bitflip"), "warn"),
     "MEGALITE_KERNELS=fast is unknown": (dict(MEGALITE_KERNELS="fast"), "bad"),
     "NCCL_SOCKET_IFNAME=nic7 is not an interface": (dict(NCCL_SOCKET_IFNAME="nic7"), "bad"),
     "set MASTER_PORT, or --rdzv-endpoint": (dict(MASTER_PORT="taken"), "warn"),
