@@ -58,7 +58,7 @@ from tools.cli_common import (
     positive_int,
     run_program,
 )
-from tools.export_files import write_import, write_megatron
+from tools.export_files import write_initial_checkpoint, write_megatron
 from tools.verification import independent_import
 from tools.verification.conversion import compare, compare_logits
 
@@ -146,7 +146,7 @@ def import_hf(args: argparse.Namespace) -> bool:
     external = model_files.open_model(args.from_hf, args.seq_length)
     tokenizer = usable_tokenizer(lambda: find_tokenizer_in(args.from_hf), external.rows)
     state = start_state(external.options, external.dtype, tokenizer)
-    directory = write_import(args.save, external.tensors, model_specs(external.model, external.rows), state)
+    directory = write_initial_checkpoint(args.save, external.tensors, model_specs(external.model, external.rows), state)
     print(f"{directory}: {external.name}, {len(external.tensors)} tensors, vocabulary {external.rows}")
     return run_checks(args, args.from_hf, external, ExportSource(open_checkpoint(directory, verified=True)))
 
@@ -194,7 +194,7 @@ def import_megatron(args: argparse.Namespace) -> bool:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     tokenizer["vocab_size"] = vocab_size
     state = start_state({**external.options, "vocab_size": vocab_size}, external.dtype, tokenizer)
-    written = write_import(args.save, external.tensors, checkpoint_specs(external.model, vocab_size), state)
+    written = write_initial_checkpoint(args.save, external.tensors, checkpoint_specs(external.model, vocab_size), state)
     print(f"{written}: {len(external.tensors)} tensors, vocabulary {vocab_size} of {rows} rows")
     if is_unknown:
         print_err(f"note: {UNKNOWN_VOCABULARY}; give --vocab-size")

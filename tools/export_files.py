@@ -1,6 +1,6 @@
 """Write converted weights, tensor by tensor.
 
-`write_import` makes a checkpoint of step 0 from external weights (megalite/interop/tensor_mapping.py).
+`write_initial_checkpoint` makes a checkpoint of step 0 from external weights (megalite/interop/tensor_mapping.py).
 `write_megatron` makes a `release` for Megatron-LM, one file per (tp, pp) rank, with the names of Megatron core
 (megalite/interop/megatron/torch_format.py).
 
@@ -42,10 +42,10 @@ from megalite.models.specs import model_specs
 from megalite.parallel.spec import Box, ParamSpec, intersect
 
 Options = Mapping[str, Any]
-FILE_BYTES = 4 << 30  # size of a file of the checkpoints that `write_import` makes
+FILE_BYTES = 4 << 30  # size of a file of the checkpoints that `write_initial_checkpoint` makes
 
 
-def write_import(
+def write_initial_checkpoint(
     directory: Path,
     tensors: Sequence[ExternalTensor],
     specs: Specs,

@@ -35,7 +35,7 @@ from megalite.models.specs import model_specs
 from megalite.parallel.mesh import Mesh
 from megalite.training.state import Progress
 from tools import convert_checkpoint
-from tools.export_files import write_import
+from tools.export_files import write_initial_checkpoint
 from tools.verification import conversion
 from tools.verification.conversion import Verdict, compare
 
@@ -109,7 +109,7 @@ def test_half_precision_in_many_files(models, tmp_path: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 2
     found = open_model(folder)
     state = convert_checkpoint.start_state(found.options, found.dtype, {})
-    write_import(tmp_path / "ours", found.tensors, model_specs(found.model, V), state, file_bytes=20_000)
+    write_initial_checkpoint(tmp_path / "ours", found.tensors, model_specs(found.model, V), state, file_bytes=20_000)
     source = open_checkpoint(tmp_path / "ours")
     assert len(source.manifest.files) > 2
     assert config_of(tmp_path / "ours").precision.bf16

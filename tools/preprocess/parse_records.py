@@ -96,14 +96,14 @@ def parse_rows(payload: bytes, keys: Sequence[str]) -> Iterator[list[str] | BadL
                 if length < 0:
                     raise BadLine("not-a-string", f"key {key!r} is null")
                 if length > MAX_DOCUMENT_BYTES:
-                    raise too_long(length)
+                    raise too_long_line(length)
                 texts.append(_decode(raw))
             yield texts
         except BadLine as error:
             yield BadLine(error.reason, str(error), raw)
 
 
-def too_long(size: int) -> BadLine:
+def too_long_line(size: int) -> BadLine:
     """Return the BadLine for a record of this many bytes."""
     return BadLine("too-long", f"is {size} bytes long, more than the {MAX_DOCUMENT_BYTES} of one document: split it")
 
@@ -123,7 +123,7 @@ def parse_block(kind: int, line: int, payload: bytes, keys: Sequence[str]) -> It
         for number, raw in enumerate(payload.split(b"\n"), line):
             try:
                 if len(raw) > MAX_DOCUMENT_BYTES:  # possible in LINES: it depends on where chunks end
-                    raise too_long(len(raw))
+                    raise too_long_line(len(raw))
                 texts = parse_line(raw, keys)
                 if texts is not None:
                     yield number, texts
@@ -131,4 +131,4 @@ def parse_block(kind: int, line: int, payload: bytes, keys: Sequence[str]) -> It
                 sample = raw if error.reason != "too-long" else b""
                 yield number, BadLine(error.reason, str(error), sample)
     else:
-        yield line, too_long(int.from_bytes(payload, "little"))
+        yield line, too_long_line(int.from_bytes(payload, "little"))
