@@ -8,6 +8,7 @@ a log line is due, which takes one all-reduce. If no plugin registers a metric, 
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -19,8 +20,16 @@ from megalite.models.gpt import Block, Stage
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 
-# The metrics of this process's run, and the layer that is computing.
-_current: list[tuple["PluginMetrics | None", int | None]] = [(None, None)]
+
+@dataclass
+class _Current:
+    """The metrics that `log` adds to: those of this process's run, or None; and the layer that is computing."""
+
+    metrics: "PluginMetrics | None" = None
+    layer: int | None = None
+
+
+_current = _Current()
 
 
 class PluginMetrics:
@@ -36,23 +45,28 @@ class PluginMetrics:
         self.mesh = mesh
         self.names = list(REGISTRIES["metric"].added)
         self.sums_MLs = torch.zeros(len(self.names), layers + 1, 2, dtype=torch.float64, device=mesh.device)
-        _current[0] = self, None
+        self._leave_layer()
         if not self.names:
             return
-        for block in (block for stage in stages if isinstance(stage, Stage) for block in stage.blocks):
-            assert isinstance(block, Block)
-            for module in block.modules():  # backward may recompute a single module of the block
-                module.register_forward_pre_hook(self._enter(block.layer))
-            block.register_forward_hook(self._leave)
+        for stage in stages:
+            if isinstance(stage, Stage):
+                for block in stage.blocks:
+                    self._register_hooks(block)
 
-    def _enter(self, layer: int) -> Any:
-        def enter(module: torch.nn.Module, _: Any) -> None:
-            _current[0] = (self, layer) if module.training else (None, None)  # evaluations are not logged
+    def _register_hooks(self, block: Any) -> None:
+        assert isinstance(block, Block)
 
-        return enter
+        def enter_layer(module: torch.nn.Module, _: Any) -> None:
+            _current.metrics = self if module.training else None  # evaluations are not logged
+            _current.layer = block.layer
 
-    def _leave(self, *_: Any) -> None:
-        _current[0] = self, None
+        for module in block.modules():  # backward may recompute a single module of the block
+            module.register_forward_pre_hook(enter_layer)
+        block.register_forward_hook(self._leave_layer)
+
+    def _leave_layer(self, *_: Any) -> None:
+        _current.metrics = self
+        _current.layer = None
 
     def add(self, metric: int, layer: int | None, value: Any, count: Any) -> None:
         """Add the elements of `value` to the metric of this index; `count` is their number by default."""
@@ -101,14 +115,16 @@ def log(name: str, value: float | Tensor, count: float | Tensor | None = None) -
     if not isinstance(value, Real | Tensor) or not isinstance(count, Real | Tensor | None):
         kinds = f"{type(value).__name__}, with a count of type {type(count).__name__}"
         raise ValueError(f"metric={name!r} is logged with a value of type {kinds}; give numbers or tensors")
-    metrics, layer = _current[0]
+    metrics = _current.metrics
     is_meta = isinstance(value, Tensor) and value.is_meta  # a dry run has no values
     if metrics is not None and name in metrics.names and not is_meta:
-        metrics.add(metrics.names.index(name), layer, value, count)
+        metrics.add(metrics.names.index(name), _current.layer, value, count)
 
 
 def run_callbacks(event: str, *args: Any) -> None:
     """Call the method `event` of each registered callback that has it, on every rank."""
-    _current[0] = _current[0][0], None
+    _current.layer = None
     for callback in REGISTRIES["callback"].added.values():
-        getattr(callback, event, lambda *_: None)(*args)
+        method = getattr(callback, event, None)
+        if method is not None:
+            method(*args)

@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.option import invalid_text_reason
@@ -219,11 +219,11 @@ def _read_paths_json(path: str) -> dict[str, Paths | None]:
         lists = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}); {remedy}") from None
-    is_valid = isinstance(lists, dict) and bool(lists.get("train")) and not lists.keys() - set(SPLITS)
-    if is_valid:
-        for items in lists.values():
-            if items is not None:
-                is_valid &= isinstance(items, list) and all(isinstance(item, str | float | int) for item in items)
-    if not is_valid:
+
+    def is_list(items: Any) -> bool:
+        return isinstance(items, list) and all(isinstance(item, str | float | int) for item in items)
+
+    has_splits = isinstance(lists, dict) and bool(lists.get("train")) and not lists.keys() - set(SPLITS)
+    if not has_splits or not all(items is None or is_list(items) for items in lists.values()):
         raise DataError(f"{path}: {remedy}")
     return {split: None if lists.get(split) is None else [str(item) for item in lists[split]] for split in SPLITS}

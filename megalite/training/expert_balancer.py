@@ -21,7 +21,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import TensorShard
 
 # The names of AUX_LOSSES in the log.
-LOSS_NAMES = (*(f"{kind}load_balancing_loss" for kind in ("", "seq_", "global_")), "router_z_loss")
+LOSS_NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "router_z_loss")
 
 
 class ExpertLoadBalancer:

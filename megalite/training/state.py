@@ -57,11 +57,11 @@ class StepSums:
 
     norm_sq: float  # squared norm of the gradient before `unscale`
     loss_sum: float  # nats
-    tokens: float  # labels that count
-    unpadded: float  # tokens that are not padding
+    labels: float  # labels that count
+    tokens: float  # tokens that are not padding
     stop_requests: float  # ranks that want to stop
     z_sum: float  # sum of the z-loss
-    unscale: float  # the factor that turns a gradient into the mean over `tokens`
+    unscale: float  # the factor that turns a gradient into the mean over `labels`
     zeros: float | None  # elements of the gradient that are 0, if they were counted
     replicas_differ: bool = False  # replicas of the weights that the step used have different checksums
 
@@ -71,7 +71,7 @@ class StepSums:
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / self.tokens if self.tokens else 0.0
+        return self.loss_sum / self.labels if self.labels else 0.0
 
     @property
     def grad_norm(self) -> float:

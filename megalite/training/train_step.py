@@ -22,7 +22,7 @@ from megalite.training.monitoring.rerun import diagnose_step, find_anomaly, form
 from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import Anomaly, InvalidResultError, Run, StepResult, StepSums
 
-REDUCED_FIELDS = ("norm_sq", "loss_sum", "tokens", "unpadded", "stop_requests", "z_sum")  # fields of StepSums
+REDUCED_FIELDS = ("norm_sq", "loss_sum", "labels", "tokens", "stop_requests", "z_sum")  # fields of StepSums
 NO_TIMERS = Timers()  # measures nothing
 REPLICA_FIELDS = ("weights differ", "main weights differ")  # the two elements of replica_checksums
 
@@ -76,14 +76,14 @@ def train_step(
     if not sums.finite and run.check_finite and not run.loss_scaler.dynamic:
         raise _invalid_result(run, anomaly, batch_size)
     is_anomalous = anomaly is not None and not anomaly.transient
-    skipped = not sums.finite or sums.tokens == 0 or (is_anomalous and run.spikes.action != "log")
+    skipped = not sums.finite or sums.labels == 0 or (is_anomalous and run.spikes.action != "log")
     if not skipped:
         _update(run, sums.grad_norm, sums.unscale, timers)
         if empty_cache_level >= 2 and mesh.device.type == "cuda":
             torch.cuda.empty_cache()
     run.loss_scaler.update(overflow=not sums.finite)
     run.spikes.record(sums.loss, sums.grad_norm, skipped)
-    tokens = round(sums.unpadded)
+    tokens = round(sums.tokens)
     state.advance(batch_size, tokens=tokens, skipped=skipped)
     next_lr = run.schedules.lr.at(state.consumed_samples - state.skipped_samples)
     return StepResult(
@@ -92,12 +92,12 @@ def train_step(
         lr=next_lr,  # of the next update, as Megatron-LM logs it
         batch_size=batch_size,
         tokens=tokens,
-        labels=round(sums.tokens),
+        labels=round(sums.labels),
         skipped=skipped,
         stop=sums.stop_requests > 0,
         data_s=data_s,
         step_s=time.perf_counter() - start,
-        z_loss=sums.z_sum / sums.tokens if sums.tokens else 0.0,
+        z_loss=sums.z_sum / sums.labels if sums.labels else 0.0,
         zeros=None if sums.zeros is None else round(sums.zeros),
         anomaly=anomaly,
         replica_mismatch=replica_mismatch,
@@ -189,8 +189,8 @@ def _reduce_step_sums(
     if mesh.pp.is_last and mesh.tp.is_first:  # replicated values are counted once per data-parallel rank
         local_sums["loss_sum"].copy_(losses[0])
         local_sums["z_sum"].copy_(losses[1])
-        local_sums["tokens"].fill_(float(sum(batch.num_targets for batch in host_batches)))
-        local_sums["unpadded"].fill_(float(sum(batch.unpadded for batch in host_batches)))
+        local_sums["labels"].fill_(float(sum(batch.num_targets for batch in host_batches)))
+        local_sums["tokens"].fill_(float(sum(batch.unpadded for batch in host_batches)))
     local_sums["stop_requests"].fill_(float(want_stop))
     if count_zeros:
         local_sums["zeros"].copy_(run.optimizer.local_num_zeros())
@@ -201,7 +201,7 @@ def _reduce_step_sums(
     run.expert_balancer.set_global_sums(router_sums)
     return StepSums(
         **{name: global_sums[name] for name in REDUCED_FIELDS},
-        unscale=num_tokens / (global_sums["tokens"] * run.loss_scaler.scale) if global_sums["tokens"] else 0.0,
+        unscale=num_tokens / (global_sums["labels"] * run.loss_scaler.scale) if global_sums["labels"] else 0.0,
         zeros=global_sums.get("zeros"),
         replicas_differ=any(global_sums.get(name, 0.0) for name in REPLICA_FIELDS),
     )

@@ -155,19 +155,19 @@ class Trainer:
 
     Attributes:
         config: The configuration that checkpoints store.
-        report: The logger.
+        logger: The logger.
         saved_step: The step of the newest checkpoint, or None.
-        watch: The observers.
+        monitors: The observers.
     """
 
     run: Run
     config: Config
     directory: Path
-    report: MetricsLogger
+    logger: MetricsLogger
     signals: StopSignalHandler
     saver: CheckpointSaver | None
     saved_step: int | None
-    watch: Monitors
+    monitors: Monitors
 
     def __post_init__(self) -> None:
         self._start = time.monotonic()
@@ -176,14 +176,14 @@ class Trainer:
         self._log_interval = effective_log_interval(self.config, self.run.last_step)
         self._steps_since_log: list[StepResult] = []  # steps since the last log line
         self._num_log_lines = 0
-        self._before_s = 0.0  # duration of `_begin_step`, part of the step's time
+        self._begin_step_s = 0.0  # duration of `_begin_step`, part of the step's time
         self._stop_reason: str | None = None  # why this rank asks to stop
         self._health_problem: str | None = None  # found by the health monitor at the last log line
         self._early_end: RunResult | None = None  # if the run ends before its last step
         self._anomalies = AnomalyHandler(
             self.run,
-            self.watch.events,
-            self.report.info,
+            self.monitors.events,
+            self.logger.info,
             self.config.train.max_skipped_steps,
             why_no_label_counts(self.config.data),
         )
@@ -211,14 +211,14 @@ class Trainer:
         self.run.buffer.wait_param_sync()
         self._save(last=True)
         if self.saver is not None:
-            with self.watch.phases("checkpoint"):
+            with self.monitors.phases("checkpoint"):
                 self.saver.wait()
             self._log_saves()
-        self.report.log_saves_done()
+        self.logger.log_saves_done()
         # A run that will be requeued evaluates after its real last step, not here.
         if result.exit_code is ExitCode.DONE:
             final_sets = ((self.run.valid_loaders, " on validation set"), (self.run.test_loaders, " on test set"))
-            if any(self._evaluate(loaders, what) for loaders, what in final_sets):
+            if any(self._evaluate(loaders, suffix) for loaders, suffix in final_sets):
                 result = RunResult(ExitCode.REQUEUE, self._stop_reason or "requested by another rank")
         run_callbacks("on_train_end", self.run, result.exit_code.outcome)
         if result.exit_code is ExitCode.REQUEUE:
@@ -229,18 +229,18 @@ class Trainer:
 
     def _begin_step(self) -> dict[str, Any]:
         """Prepare the observers for a step and return the keyword arguments of `train_step`."""
-        run, log, timers = self.run, self.config.log, self.watch.timers
+        run, log, timers = self.run, self.config.log, self.monitors.timers
         step = run.state.step + 1
-        self.watch.watchdog.set_activity("step", step)
+        self.monitors.watchdog.set_activity("step", step)
         if step == log.profile_pipeline or timers.level == 2:
             run.pipeline.timeline = []
-        with self.watch.phases("profiler"):
-            self.watch.profiler.before(step)
-        self.watch.phases.before_step()
+        with self.monitors.phases("profiler"):
+            self.monitors.profiler.before(step)
+        self.monitors.phases.before_step()
         start = time.perf_counter()  # from here on, a slow rank makes all others wait
         inject_fault("step.begin", run.mesh.world.rank, step)
         self._stop_reason = self._find_stop_reason()
-        self._before_s = time.perf_counter() - start
+        self._begin_step_s = time.perf_counter() - start
         return dict(
             want_stop=self._stop_reason is not None,
             count_zeros=log.log_num_zeros_in_grad,
@@ -251,7 +251,7 @@ class Trainer:
     def end_step(self, result: StepResult) -> None:
         """Log, check the replicas, evaluate and save if due, and decide whether the run ends."""
         run, train, operations = self.run, self.config.train, self.config.operations
-        result = replace(result, step_s=self._before_s + result.step_s)
+        result = replace(result, step_s=self._begin_step_s + result.step_s)
         self._record_step(result)
         if result.replica_mismatch:
             self._log_replica_mismatch(result.replica_mismatch, run.state.step)
@@ -261,15 +261,15 @@ class Trainer:
         logged = _is_due(self._log_interval, step) or step in (self._first_step, run.last_step) or stopping
         run_callbacks("on_train_step_end", run, result)
         self._log(result, logged)
-        self.report.update_bar(step, run.last_step, result.loss)
-        with self.watch.phases("profiler"):
-            self.watch.profiler.after(step, logged)
+        self.logger.update_bar(step, run.last_step, result.loss)
+        with self.monitors.phases("profiler"):
+            self.monitors.profiler.after(step, logged)
         if _is_due(operations.check_weight_hash_across_dp_replicas_interval, step):
             if mismatch := check_replicas(run, step, operations.check_replicas_action):
                 self._log_replica_mismatch(mismatch, step)
             else:
-                self.report.info(f">>> Weight hashes match after {step} iterations...")
-        self.watch.collector.after(step)
+                self.logger.info(f">>> Weight hashes match after {step} iterations...")
+        self.monitors.collector.after(step)
         if _is_due(train.eval_interval, step) and step < run.last_step:
             stop = self._evaluate(run.valid_loaders, "") or stop
         if result.skipped and result.anomaly is not None and result.anomaly.finite and run.spikes.action == "rollback":
@@ -292,10 +292,10 @@ class Trainer:
         """Pass a finished step to the observers."""
         run = self.run
         step = run.state.step
-        self.watch.watchdog.set_activity("after the step", step)
-        self.watch.phases.after_step(result.data_s, result.step_s)
+        self.monitors.watchdog.set_activity("after the step", step)
+        self.monitors.phases.after_step(result.data_s, result.step_s)
         self._steps_since_log.append(result)
-        self.watch.timers.add_spans(run.pipeline.timeline or ())
+        self.monitors.timers.add_spans(run.pipeline.timeline or ())
         if step == self.config.log.profile_pipeline:
             write_timeline(run.pipeline, self.directory)
         run.pipeline.timeline = None
@@ -320,9 +320,9 @@ class Trainer:
         return "a save failed" if self.saver is not None and self.saver.failed else None
 
     def _log_replica_mismatch(self, mismatch: str, step: int) -> None:
-        self.report.info(f"WARNING: {mismatch}")
+        self.logger.info(f"WARNING: {mismatch}")
         if self.run.mesh.world.is_first:
-            self.watch.events.add("replica-mismatch", step, text=mismatch)
+            self.monitors.events.add("replica-mismatch", step, text=mismatch)
 
     def _roll_back(self) -> None:
         """Return to the last checkpoint and skip the samples since."""
@@ -341,75 +341,75 @@ class Trainer:
 
         Collective if a line is due, or if a point needs the norm of the parameters.
         """
-        run, log, report = self.run, self.config.log, self.report
+        run, log, logger = self.run, self.config.log, self.logger
         step = run.state.step
         tensorboard_due = log.tensorboard_dir is not None and _is_due(log.tensorboard_log_interval, step)
         norm = parameter_norm(run) if log.log_params_norm and (due or tensorboard_due) else None
         if tensorboard_due:
             memory = memory_tags(run.mesh) if log.log_memory_to_tensorboard else {}
-            report.log_step(step_metrics(run, [result], norm), memory)
+            logger.log_step(step_metrics(run, [result], norm), memory)
         if not due:
             return
-        metrics: dict[str, Any] = {"of_plugins": run.plugin_metrics.reduce_and_reset(), **memory_metrics(run.mesh)}
+        metrics: dict[str, Any] = {"plugin_metrics": run.plugin_metrics.reduce_and_reset(), **memory_metrics(run.mesh)}
         metrics |= step_metrics(run, self._steps_since_log, norm)
-        report.log_train(metrics)
+        logger.log_train(metrics)
         self._num_log_lines += 1
         # In Megatron-LM's style the first two lines report memory: by the second the optimizer state is allocated.
         early = self._num_log_lines <= 2 and effective_log_style(self.config) == "megatron"
         if (early or _is_due(log.log_memory_interval, step)) and run.mesh.dp.is_first:
             line = memory_line(run.mesh, step, log.log_device_memory_used)
             if run.mesh.world.is_first:
-                report.info(line)
+                logger.info(line)
             else:
                 print_out(line)
-        self._log_timers(self.watch.timers.step_names, len(self._steps_since_log))
-        self._health_problem = self.watch.health.check(self._steps_since_log, step, metrics["memory_gib"], report)
+        self._log_timers(self.monitors.timers.step_names, len(self._steps_since_log))
+        self._health_problem = self.monitors.health.check(self._steps_since_log, step, metrics["memory_gib"], logger)
         self._steps_since_log.clear()
 
     def _save(self, last: bool = False) -> None:
         """Save a checkpoint of the current step, unless there is one already; collective."""
-        run, saver, report = self.run, self.saver, self.report
+        run, saver, logger = self.run, self.saver, self.logger
         if saver is None or self.saved_step == run.state.step:
             return
-        report.info(saver.save_message(run.state.step))
-        self.watch.watchdog.set_activity("save", run.state.step)
-        with self.watch.timers("save-checkpoint", 0), self.watch.phases("checkpoint"):
+        logger.info(saver.save_message(run.state.step))
+        self.monitors.watchdog.set_activity("save", run.state.step)
+        with self.monitors.timers("save-checkpoint", 0), self.monitors.phases("checkpoint"):
             save(run, saver, self._config_toml, optimizer=not self.config.checkpoint.no_save_optim, last=last)
         self.saved_step = run.state.step
         run_callbacks("on_save_checkpoint", run)
         if self._save_timer is not None:
             self._save_timer.restart(self.saved_step)
         self._log_saves()
-        report.log_save(run.state, saver.background and not last)
+        logger.log_save(run.state, saver.background and not last)
         self._log_timers(("save-checkpoint",))
 
-    def _evaluate(self, sets: Sequence[NamedDataset[Loader]], what: str) -> bool:
+    def _evaluate(self, sets: Sequence[NamedDataset[Loader]], suffix: str) -> bool:
         """Evaluate the sets and return True if a stop request interrupted that; an unfinished set is not logged.
 
         Args:
-            what: "" during training, " on validation set" or " on test set" at its end (`log_validation`).
+            suffix: "" during training, " on validation set" or " on test set" at its end (`log_validation`).
         """
-        report, state, watch = self.report, self.run.state, self.watch
+        logger, state, monitors = self.logger, self.run.state, self.monitors
         iters = self.config.train.eval_iters
         for named in sets if iters > 0 else ():
-            watch.watchdog.set_activity("evaluate", state.step)
-            with watch.collector.evaluation(), watch.timers("evaluate", 0), watch.phases("evaluation"):
-                with report.evaluation_bar(state.step, named.name, iters) as bar:
+            monitors.watchdog.set_activity("evaluate", state.step)
+            with monitors.collector.evaluation(), monitors.timers("evaluate", 0), monitors.phases("evaluation"):
+                with logger.evaluation_bar(state.step, named.name, iters) as bar:
                     try:
                         loss_sum, labels = evaluation_sums(self.run, named.data, iters, bar.add, self._stop_requested)
                     except EvaluationInterrupted as error:
                         reason = self._stop_reason or "requested by another rank"
-                        report.info(
+                        logger.info(
                             f"stopping ({reason}): the evaluation of step {state.step} ends {error}, without a loss"
                         )
                         return True
             if not labels:
                 set_name = f"the set {named.name}" if named.name else "an evaluation"
                 reason = why_no_label_counts(self.config.data)
-                report.info(f"WARNING: step {state.step}: no label of {set_name} counts, so it has no loss: {reason}")
+                logger.info(f"WARNING: step {state.step}: no label of {set_name} counts, so it has no loss: {reason}")
                 continue
             loss = loss_sum / labels
-            report.log_validation(state, loss, named, what)
+            logger.log_validation(state, loss, named, suffix)
             run_callbacks("on_eval_end", self.run, named.name, loss)
             self._log_timers(("evaluate",))
         return False
@@ -417,12 +417,12 @@ class Trainer:
     def _log_saves(self) -> None:
         if self.saver is not None:
             for line in self.saver.pop_messages():
-                self.report.info(line)
+                self.logger.info(line)
 
     def _log_timers(self, names: Sequence[str], steps: int = 1) -> None:
         """Log the timers `names` per step and reset them; collective if timers are on."""
-        if seconds := self.watch.timers.reduce_and_reset(names, steps):
-            self.report.timers(self.run.state.step, seconds)
+        if seconds := self.monitors.timers.reduce_and_reset(names, steps):
+            self.logger.log_timers(self.run.state.step, seconds)
 
 
 def step_metrics(run: Run, results: Sequence[StepResult], params_norm: float | None) -> dict[str, Any]:

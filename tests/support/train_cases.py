@@ -125,15 +125,15 @@ def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None 
     from megalite.training.trainer import Monitors, Trainer  # torch: others want the command lines alone
 
     dog = Watchdog(run.mesh, folder, Timers(), 600.0)
-    watch = Monitors(config, run, folder, TimeBreakdown(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
+    monitors = Monitors(config, run, folder, TimeBreakdown(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
     try:
-        training = Trainer(run, config, folder, NullLogger(), StopSignalHandler(), saver, None, watch)
-        with watch.collector.running(), contextlib.closing(watch.profiler):
+        training = Trainer(run, config, folder, NullLogger(), StopSignalHandler(), saver, None, monitors)
+        with monitors.collector.running(), contextlib.closing(monitors.profiler):
             for asks in training.steps():
                 training.end_step(train_step(run, **asks))
         return training.finish()
     finally:
-        watch.watchdog.close()
+        monitors.watchdog.close()
 
 
 def logged(folder: Path, what: str = "train/loss") -> list[Any]:

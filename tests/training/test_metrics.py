@@ -222,7 +222,7 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     log = board(tmp_path / "all", **more, log_loss_scale_to_tensorboard=False)
     report = MetricsLogger(tmp_path, SPEED, replace(log, log_style="megatron"))
     report.log_step(after(100, 25_600, zeros=97, z_loss=0.1) | {"params_norm": 356.7}, {"mem-allocated-bytes": 5.0})
-    report.timers(100, {"forward-backward": [0.25, 0.5]})
+    report.log_timers(100, {"forward-backward": [0.25, 0.5]})
     report.log_validation(Progress(100, 25_600, 52_428_800), 7.5, NamedDataset("wiki", None, 4.0))
     report.close()
     assert " validation-wiki loss at iteration 100 | lm loss value: 7.5" in (tmp_path / "log.txt").read_text()
@@ -260,7 +260,7 @@ def tell_all(report: MetricsLogger) -> None:
         report.log_step(after(step, step), {})
     report.warning("this is missing")
     report.log_validation(Progress(3, 3, 3), 7.5, SET)
-    report.summary({"steps": "3"})
+    report.log_summary({"steps": "3"})
     report.close()
 
 

@@ -291,10 +291,10 @@ def test_memory_history_and_nsys_on_a_gpu(tmp_path: Path) -> None:
 # ---- progress.txt and memory
 def test_progress_log_continues_over_jobs(tmp_path: Path) -> None:
     first = ProgressLog(tmp_path, 4, 6e9, 0)
-    first.starting()
+    first.log_start()
     first.log_save(10, 1_000_000_000, background=False)
     other = ProgressLog(tmp_path, 2, 6e9, 1_000_000_000)  # on fewer devices
-    other.starting()
+    other.log_start()
     other._start -= 100.0
     text = other.path.read_text().splitlines()
     stamp = text[2][:19]

@@ -80,7 +80,7 @@ class CheckpointSaver:
         self._messages: deque[str] = deque()  # appended to by any thread
         self._superseded = SupersededCheckpoints()  # of no checkpoints, until `set_start_step`
         self._uploader: Uploader | None = None
-        self.megatron = False  # log in the style of Megatron-LM
+        self.megatron_style = False  # log in the style of Megatron-LM
         try:
             check_writable = partial(self.storage.check_writable, self.directory, mesh.world.rank)
             run_on_all_ranks(mesh, check_writable, f"trying to write to {self.directory}")
@@ -174,7 +174,7 @@ class CheckpointSaver:
             log=self._log,
         )
         self._messages.append(f"scheduled {final.name}")
-        if self.megatron:
+        if self.megatron_style:
             self._messages.append(f"  scheduled an async checkpoint save at iteration {step:7d} to {self.directory}")
         self.blocked_s = time.perf_counter() - called
         self._pending_save.start()
@@ -193,7 +193,7 @@ class CheckpointSaver:
             blocked = f"training blocked for {self.blocked_s:.3f} s{previous}"
             line = f"saved {name} in the background ({times}; {blocked})"
         self._messages.append(line)
-        if self.megatron:  # the line that scripts of Megatron-LM's users look for
+        if self.megatron_style:  # the line that scripts of Megatron-LM's users look for
             ranks = f"[ t 1/{self.mesh.tp.size}, p 1/{self.mesh.pp.size} ]"
             self._messages.append(
                 f"  successfully saved checkpoint from iteration {step:7d} to {self.directory} {ranks}"
@@ -222,7 +222,7 @@ class CheckpointSaver:
 
     def save_message(self, step: int) -> str:
         """Return the line to log before `save`."""
-        if self.megatron:
+        if self.megatron_style:
             return f"saving checkpoint at iteration {step:7d} to {self.directory} in megalite format"
         return f"saving checkpoint at step {step} to {self.directory}"
 

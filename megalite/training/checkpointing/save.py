@@ -38,7 +38,7 @@ def open_saver(run: Run, config: Config) -> CheckpointSaver | None:
         retain_interval=checkpoint.save_retain_interval,
         background=checkpoint.async_save == "on" or (checkpoint.async_save == "auto" and is_cuda),
     )
-    saver.megatron = config.log.log_style == "megatron"
+    saver.megatron_style = config.log.log_style == "megatron"
     return saver
 
 

@@ -35,7 +35,7 @@ from megalite.training.job import preflight, startup
 from megalite.training.job.command import TrainCommand
 from megalite.training.job.export_hf import export
 from megalite.training.job.stop_signals import DOUBLE_SIGNAL_S, STOP_SIGNALS, StopSignalHandler
-from megalite.training.logging import log_format as lines
+from megalite.training.logging import log_format
 from megalite.training.logging.device_memory import keep_freed_heap
 from megalite.training.logging.metrics_logger import MetricsLogger, NullLogger
 from megalite.training.logging.plan_summary import format_plan, plan_as_json
@@ -266,7 +266,7 @@ class TrainingJob:
         """
         config, train, ranks = plan.config, plan.config.train, self.ranks
         training_started = False
-        watch = Monitors(
+        monitors = Monitors(
             config, run, self.directory, TimeBreakdown(run.mesh, self.watchdog.started), self.hosts, self.watchdog
         )
         check_collectives(run.mesh)
@@ -274,7 +274,7 @@ class TrainingJob:
             config = replace(config, checkpoint=replace(config.checkpoint, save=None))
         saver = open_saver(run, config)  # before anything is written: another run may have the directory
         heartbeat = Heartbeat(self.directory, run, config, self.watchdog, ranks.is_restart)
-        report: MetricsLogger = NullLogger()
+        logger: MetricsLogger = NullLogger()
         run_report: RunReport | None = None
         self.result = RunResult(ExitCode.CRASH)
         try:
@@ -284,32 +284,38 @@ class TrainingJob:
             saved_step, saver_notes = start_saving_from(run, config, saver, loaded)
             if ranks.rank == 0:
                 warnings = [*self.warnings, *preflight.not_shared(run.mesh)]
-                report = startup.open_metrics_logger(plan, config, run, sources, self.directory, ranks, warnings)
+                logger = startup.open_metrics_logger(plan, config, run, sources, self.directory, ranks, warnings)
                 heartbeat.start()
-                run_info = report.try_write("events.jsonl", plan_as_json, plan, sources, self.hosts, run.mesh.device)
+                run_info = logger.try_write("events.jsonl", plan_as_json, plan, sources, self.hosts, run.mesh.device)
                 run_report = RunReport(
-                    self.directory, run, watch.phases, report.speed.flops_per_token, config, plan, run_info or {}, ranks
+                    self.directory,
+                    run,
+                    monitors.phases,
+                    logger.speed.flops_per_token,
+                    config,
+                    plan,
+                    run_info or {},
+                    ranks,
                 )
                 if loaded is not None:
-                    report.info(load_message(run, config, loaded))
+                    logger.info(load_message(run, config, loaded))
                 for note in [*load_notes, *saver_notes, *startup.long_evaluation_note(run, train)]:
-                    report.info(f"note: {note}")
-            startup.finish_startup(run, config, report)
+                    logger.info(f"note: {note}")
+            startup.finish_startup(run, config, logger)
             inject_fault("init.ready", ranks.rank, 0)
             self._wait_for_all(run)
-            watch.start_time = time.monotonic()
+            monitors.start_time = time.monotonic()
             training_started = self.signals.training_started = True
-            watch.phases.end_startup()
-            trainer = Trainer(run, config, self.directory, report, self.signals, saver, saved_step, watch)
-            with watch.collector.running(), contextlib.closing(watch.profiler):
+            monitors.phases.end_startup()
+            trainer = Trainer(run, config, self.directory, logger, self.signals, saver, saved_step, monitors)
+            with monitors.collector.running(), contextlib.closing(monitors.profiler):
                 yield trainer
             self.result = trainer.finish()
-            watch.phases.average_over_ranks()
-            report.megatron_timestamp(
-                lines.megatron_end(self.result.reason, run.state.step, (time.monotonic() - watch.start_time) / 60)
-            )
+            monitors.phases.average_over_ranks()
+            minutes = (time.monotonic() - monitors.start_time) / 60
+            logger.megatron_timestamp(log_format.megatron_end(self.result.reason, run.state.step, minutes))
             if self.result.exit_code is ExitCode.DONE and (line := export(run, config, sources.eod)):
-                report.info(line)
+                logger.info(line)
         except SetupError as error:
             self.result = RunResult(ExitCode.USAGE, str(error))
             raise
@@ -321,7 +327,7 @@ class TrainingJob:
                 self.result = report_failure(interrupt, ranks, run, training_started, self.watchdog)
         finally:
             heartbeat.close()
-            self._finish(run, config, saver, report, run_report, watch)
+            self._finish(run, config, saver, logger, run_report, monitors)
         if self.result.exit_code in EXIT_IMMEDIATELY_IN_GROUP:
             sys.stdout.flush()
             end_at_once(int(self.result.exit_code))
@@ -341,9 +347,9 @@ class TrainingJob:
         run: Run,
         config: Config,
         saver: CheckpointSaver | None,
-        report: MetricsLogger,
+        logger: MetricsLogger,
         run_report: RunReport | None,
-        watch: Monitors,
+        monitors: Monitors,
     ) -> None:
         """Close everything that is open, and report how the run ended."""
         outcome, reason = self.result.exit_code, self.result.reason
@@ -353,19 +359,19 @@ class TrainingJob:
             reason += f"; {lost_save}"
         if run_report is not None:
             for line in saver.pop_messages() if saver is not None else []:
-                report.info(line)
-            report_rows = report.try_write("report.json", run_report.close, outcome, saver)
+                logger.info(line)
+            report_rows = logger.try_write("logger.json", run_report.close, outcome, saver)
             rows = {
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
                 "steps": f"{run.state.step:,} of {run.last_step:,}",
                 "tokens": f"{run.state.consumed_tokens:,}",
-                "time": lines.duration(time.monotonic() - watch.start_time),
+                "time": log_format.duration(time.monotonic() - monitors.start_time),
                 "checkpoint": newest_checkpoint(config)[1],
             }
             if outcome not in (ExitCode.DONE, ExitCode.USAGE, ExitCode.PREFLIGHT):
                 rows["to resume"] = to_resume(config)
-            report.summary(rows | (report_rows or {}))
-            report.close()
+            logger.log_summary(rows | (report_rows or {}))
+            logger.close()
         if not run.mesh.world.is_first and outcome is not ExitCode.HANG:  # in a hang rank 0 may not reach this
             return
         if outcome is ExitCode.INTERRUPTED:

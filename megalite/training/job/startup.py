@@ -27,7 +27,7 @@ from megalite.planning.layer_kinds import flops_per_token
 from megalite.planning.run_plan import RunPlan
 from megalite.training.batch import to_device, to_host_batch
 from megalite.training.datasets import DatasetBundle
-from megalite.training.logging import log_format as lines
+from megalite.training.logging import log_format
 from megalite.training.logging.event_log import truncate_metrics_after
 from megalite.training.logging.log_format import Speed
 from megalite.training.logging.metrics_logger import MetricsLogger, ProgressLog
@@ -57,51 +57,51 @@ def open_metrics_logger(
     if log.log_progress and save is not None:
         progress_dir = directory if is_url(save) else Path(save)
         progress = ProgressLog(progress_dir, ranks.world_size, speed.flops_per_token, run.state.consumed_tokens)
-    report = MetricsLogger(directory, speed, log, wandb_config=non_default_options(config), progress=progress)
-    report.try_write(str(directory), lambda: directory.mkdir(parents=True, exist_ok=True))
+    logger = MetricsLogger(directory, speed, log, wandb_config=non_default_options(config), progress=progress)
+    logger.try_write(str(directory), lambda: directory.mkdir(parents=True, exist_ok=True))
     metrics_path, config_path = directory / "metrics.jsonl", directory / "run_config.toml"
     # A run that resumes at its last step repeats the final evaluations.
     keep_evaluations = run.state.step < run.last_step
-    report.try_write(str(metrics_path), truncate_metrics_after, metrics_path, run.state.step, keep_evaluations)
-    report.try_write(str(config_path), write_atomically, config_path, dump_config(config))
+    logger.try_write(str(metrics_path), truncate_metrics_after, metrics_path, run.state.step, keep_evaluations)
+    logger.try_write(str(config_path), write_atomically, config_path, dump_config(config))
     if progress is not None:
-        report.try_write(str(progress.path), progress.starting)
-    if report.megatron:
-        report.info(lines.megatron_text("sizes", world=ranks.world_size, **run.mesh.sizes))
-        report.info(lines.megatron_arguments(config))
-    report.info(format_plan(plan, sources, ranks.local_world_size, peak, run.mesh.device.type))
+        logger.try_write(str(progress.path), progress.log_start)
+    if logger.megatron_style:
+        logger.info(log_format.megatron_text("sizes", world=ranks.world_size, **run.mesh.sizes))
+        logger.info(log_format.megatron_arguments(config))
+    logger.info(format_plan(plan, sources, ranks.local_world_size, peak, run.mesh.device.type))
     for warning in warnings:
-        report.warning(warning)
+        logger.warning(warning)
     for note in sources.notes:
-        report.info(f"note: {note}")
+        logger.info(f"note: {note}")
     is_cuda = run.mesh.device.type == "cuda"
     names = [*env_overrides.OVERRIDES.values(), FAULT_VARIABLE]
     if is_cuda:
         names = [*CUDA_VARIABLES, *filter(None, CUDA_VARIABLES.values()), *names]
     variables = environment.format_set_variables(names)
     if variables or is_cuda:
-        report.info(f"environment: {variables}")
-    return report
+        logger.info(f"environment: {variables}")
+    return logger
 
 
-def finish_startup(run: Run, config: Config, report: MetricsLogger) -> None:
+def finish_startup(run: Run, config: Config, logger: MetricsLogger) -> None:
     """Log Megatron-LM's start-up lines and compile the blocks, before the first step; collective with --compile."""
     if effective_log_style(config) == "megatron" and run.mesh.dp.is_first:  # a line of each model-parallel rank
         number = sum(entry.numel for entry in run.buffer.layout.entries)
-        line = lines.megatron_text("parameters", tp=run.mesh.tp.rank, pp=run.mesh.pp.rank, number=number)
+        line = log_format.megatron_text("parameters", tp=run.mesh.tp.rank, pp=run.mesh.pp.rank, number=number)
         if run.mesh.world.is_first:
-            report.info(line)
+            logger.info(line)
         else:
             print_out(line)
-    report.megatron_timestamp("after model, optimizer, and learning rate scheduler are built")
-    report.megatron_timestamp("after dataloaders are built")
+    logger.megatron_timestamp("after model, optimizer, and learning rate scheduler are built")
+    logger.megatron_timestamp("after dataloaders are built")
     if config.train.compile:  # before the first step, so that the time of no step includes compilation
         seconds = torch.tensor(compile_warmup(run, config), device=run.mesh.device)
         max_seconds = all_reduce_(seconds, run.mesh.world, dist.ReduceOp.MAX)  # waits until every rank has compiled
-        report.info(f"compiled in {float(max_seconds):.1f} s")
-    if report.megatron:
-        report.info("done with setup ...\ntraining ...")
-        report.megatron_timestamp("before the start of training step")
+        logger.info(f"compiled in {float(max_seconds):.1f} s")
+    if logger.megatron_style:
+        logger.info("done with setup ...\ntraining ...")
+        logger.megatron_timestamp("before the start of training step")
 
 
 def long_evaluation_note(run: Run, train: TrainConfig) -> list[str]:

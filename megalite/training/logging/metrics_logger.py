@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megalite.common.console import ProgressBar, print_err, print_out, width_of_terminal
 from megalite.common.environment import getenv
@@ -23,7 +23,7 @@ from megalite.common.wording import plural
 from megalite.config.options import LogConfig
 from megalite.data.datasets.bits_per_byte import bits_per_byte
 from megalite.training.datasets import NamedDataset
-from megalite.training.logging import log_format as lines
+from megalite.training.logging import log_format
 from megalite.training.logging.event_log import AppendOnlyFile
 from megalite.training.logging.log_format import Speed, Values, perplexity
 from megalite.training.state import Progress
@@ -55,7 +55,7 @@ class ProgressLog:
         self._start = time.time()
         self._pending_step: int | None = None  # step of a background save
 
-    def starting(self) -> None:
+    def log_start(self) -> None:
         """Log the start of the job."""
         self._append("Starting job")
 
@@ -118,9 +118,9 @@ class MetricsLogger:
     ):
         self.speed = speed
         self.log = log
-        self.megatron = log.log_style == "megatron"
+        self.megatron_style = log.log_style == "megatron"
         self._progress = progress
-        self._lost = Counter[str]()  # failed writes by log
+        self._failed_writes = Counter[str]()  # failed writes by log
         self._warnings = list[str]()
         self._results = dict[str, str]()  # the last losses, for the summary
         self._too_fast = False  # the note about a FLOP/s above the peak was printed
@@ -155,8 +155,8 @@ class MetricsLogger:
         try:
             return call(*args)
         except Exception as error:  # TensorBoard and W&B raise errors of many types
-            self._lost[log_name] += 1
-            if self._lost[log_name] == 1:
+            self._failed_writes[log_name] += 1
+            if self._failed_writes[log_name] == 1:
                 reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
                 print_err(f"WARNING: {log_name}: {reason}; training continues, and lost writes are counted")
             return None
@@ -174,8 +174,8 @@ class MetricsLogger:
 
     def megatron_timestamp(self, what: str) -> None:
         """Log Megatron-LM's line about a point of the run, in its style only."""
-        if self.megatron:
-            self.info(lines.megatron_text("moment", what=what, now=datetime.datetime.now()))
+        if self.megatron_style:
+            self.info(log_format.megatron_text("moment", what=what, now=datetime.datetime.now()))
 
     def log_train(self, metrics: Values) -> None:
         """Write a log line and a row of metrics.jsonl about the steps since the last one."""
@@ -188,21 +188,21 @@ class MetricsLogger:
                 f"note: MFU is n/a: {values['tflops']:.3g} TFLOP/s is above the peak of "
                 f"{self.speed.peak_tflops:.3g}: {self.speed.too_low}"
             )
-        if self.megatron:
-            self.info(lines.megatron_line(values, now, self.log.log_throughput))
+        if self.megatron_style:
+            self.info(log_format.megatron_line(values, now, self.log.log_throughput))
         else:
-            self.info(lines.megalite_line(values, now), lines.megalite_line(values, now, width_of_terminal()))
+            self.info(log_format.megalite_line(values, now), log_format.megalite_line(values, now, width_of_terminal()))
         if values["loss"] is not None:
             self._results["training loss"] = f"{values['loss']:.4f} at step {step:,}"
-        plugin_metrics: dict[str, Any] = values.get("of_plugins", {})
-        self._row(step, values["consumed_tokens"], lines.metrics_row(values) | plugin_metrics)
+        plugin_metrics: dict[str, Any] = values.get("plugin_metrics", {})
+        self._write_row(step, values["consumed_tokens"], log_format.metrics_row(values) | plugin_metrics)
         for key, mean in plugin_metrics.items():
             if isinstance(mean, list):  # a mean per layer; the key is NAME/layers
                 name = key.removesuffix("/layers")
-                self._scalars({f"{name}/{n}": layer_mean for n, layer_mean in enumerate(mean)}, step)
+                self._write_scalars({f"{name}/{n}": layer_mean for n, layer_mean in enumerate(mean)}, step)
             else:
-                self._scalars({key: mean}, step)
-        self._scalars({"iteration-time": values["step_s"], "throughput": values["tflops"]}, step)
+                self._write_scalars({key: mean}, step)
+        self._write_scalars({"iteration-time": values["step_s"], "throughput": values["tflops"]}, step)
 
     def update_bar(self, step: int, last_step: int, loss: float) -> None:
         """Move the bar at the bottom of a terminal; it shows this step's loss and the rates of the last log line."""
@@ -214,7 +214,7 @@ class MetricsLogger:
         step = metrics["step"]
         tags = {
             metric.tag: metrics[metric.name]
-            for metric in lines.METRICS
+            for metric in log_format.METRICS
             if metric.tag and metrics.get(metric.name) is not None
         }
         if not self.log.log_loss_scale_to_tensorboard:
@@ -223,15 +223,15 @@ class MetricsLogger:
             tags |= metrics.get("by_layer", {})
         if self.log.log_world_size_to_tensorboard:
             tags["world-size"] = self.speed.devices
-        self._scalars(tags, step, metrics["consumed_samples"])
-        self._scalars(memory, step)
+        self._write_scalars(tags, step, metrics["consumed_samples"])
+        self._write_scalars(memory, step)
 
-    def timers(self, step: int, seconds: dict[str, list[float]]) -> None:
+    def log_timers(self, step: int, seconds: dict[str, list[float]]) -> None:
         """Log the timers of all ranks, in seconds per step."""
-        if text := lines.megatron_timers(self.log.timing_log_option, seconds):
+        if text := log_format.megatron_timers(self.log.timing_log_option, seconds):
             self.info(text)
         if self.log.log_timers_to_tensorboard:
-            self._scalars({f"{name}-time": max(times) for name, times in seconds.items() if any(times)}, step)
+            self._write_scalars({f"{name}-time": max(times) for name, times in seconds.items() if any(times)}, step)
 
     def evaluation_bar(self, step: int, name: str, iters: int) -> ProgressBar:
         """Return a progress bar over the batches of an evaluation."""
@@ -240,41 +240,41 @@ class MetricsLogger:
         def log_progress(done: float) -> None:
             if done >= iters:  # the line with the loss follows
                 return
-            if self.megatron:
+            if self.megatron_style:
                 self.info(f"Evaluating iter {done:.0f}/{iters}")
             else:
-                remaining = lines.duration((time.monotonic() - start) * (iters / done - 1))
+                remaining = log_format.duration((time.monotonic() - start) * (iters / done - 1))
                 head = f"{datetime.datetime.now():%H:%M:%S}  step {step:5d}  {title}"
                 self.info(f"{head}: {done:.0f} of {iters} batches, about {remaining} left")
 
         return ProgressBar(title, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=log_progress)
 
-    def log_validation(self, state: Progress, loss: float, dataset: NamedDataset[Any], what: str = "") -> None:
+    def log_validation(self, state: Progress, loss: float, dataset: NamedDataset[Any], suffix: str = "") -> None:
         """Log the loss on a validation or test set.
 
         Args:
-            what: "" during training, " on validation set" or " on test set" at its end.
+            suffix: "" during training, " on validation set" or " on test set" at its end.
         """
         step, name = state.step, dataset.name
-        is_test = "test" in what
+        is_test = "test" in suffix
         bpb = None if dataset.bytes_per_token is None else bits_per_byte(loss, dataset.bytes_per_token)
         title = ("test" if is_test else "validation") + (f" {name}" if name else "")
-        if self.megatron:
-            self.info(lines.megatron_validation_lines(f"iteration {step}{what}", loss, name))
+        if self.megatron_style:
+            self.info(log_format.megatron_validation_lines(f"iteration {step}{suffix}", loss, name))
         else:
-            self.info(lines.megalite_validation_line(step, title, loss, bpb, datetime.datetime.now()))
+            self.info(log_format.megalite_validation_line(step, title, loss, bpb, datetime.datetime.now()))
         self._results[f"{title} loss"] = f"{loss:.4f} at step {step:,}, perplexity {perplexity(loss):.5g}"
         key = f"val/{name or ('test' if is_test else 'valid')}"
         row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
         if bpb is not None:
             row[f"{key}/bpb"] = bpb
-        self._row(step, state.consumed_tokens, row)
+        self._write_row(step, state.consumed_tokens, row)
         if not is_test:
             tag = f"lm loss validation{'-' + name if name else ''}"
             tags = {tag: loss}
             if self.log.log_validation_ppl_to_tensorboard:
                 tags[f"{tag} ppl"] = perplexity(loss)
-            self._scalars(tags, step, state.consumed_samples)
+            self._write_scalars(tags, step, state.consumed_samples)
 
     def log_save(self, state: Progress, background: bool) -> None:
         """Log a save in progress.txt; earlier saves are complete, and this one too unless it is in the background."""
@@ -286,17 +286,17 @@ class MetricsLogger:
         if self._progress is not None:
             self.try_write("progress.txt", self._progress.log_saves_done)
 
-    def summary(self, rows: dict[str, str]) -> None:
+    def log_summary(self, rows: dict[str, str]) -> None:
         """Log the end of the run: `rows`, the last losses, the paths of its files, and all warnings."""
         if self._bar is not None:
             self._bar.close()
         paths = {"log": self._log.path, "metrics": self._rows.path, "TensorBoard": self.log.tensorboard_dir}
         optional_paths = map(self._log.path.with_name, ("report.json", "timeline.json", "trace"))
         paths |= {path.stem: path for path in optional_paths if path.exists()}
-        text = lines.table({**rows, **self._results, **{name: str(path) for name, path in paths.items() if path}})
+        text = log_format.table({**rows, **self._results, **{name: str(path) for name, path in paths.items() if path}})
         self.info("\n".join([text, *(f"WARNING: {line}" for line in self._warnings)]))
 
-    def _scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
+    def _write_scalars(self, tags: dict[str, Any], step: int, samples: int | None = None) -> None:
         """Write values by tag to TensorBoard; with `samples` also "TAG vs samples"."""
         if self._board is None:
             return
@@ -306,7 +306,7 @@ class MetricsLogger:
                 if samples is not None:
                     self.try_write("TensorBoard", self._board.add_scalar, f"{tag} vs samples", value, samples)
 
-    def _row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
+    def _write_row(self, step: int, tokens: int, values: dict[str, Any]) -> None:
         """Write a row to metrics.jsonl and W&B; a value that is not finite becomes null, because JSON has no nan."""
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -326,7 +326,7 @@ class MetricsLogger:
             self.try_write("W&B", self._wandb.finish)
         for file in (self._log, self._rows):
             self.try_write(str(file.path), file.close)
-        for log_name, times in self._lost.items():
+        for log_name, times in self._failed_writes.items():
             print_err(f"WARNING: {log_name}: {times} {plural('write', times)} failed")
 
 
@@ -336,7 +336,17 @@ class NullLogger(MetricsLogger):
     def __init__(self) -> None:
         super().__init__(Path(), Speed(0.0, 1, None))
 
-    info = warning = update_bar = _row = cast(Any, lambda *_: None)
+    def info(self, *_: Any) -> None:
+        """Write nothing."""
+
+    def warning(self, *_: Any) -> None:
+        """Write nothing."""
+
+    def update_bar(self, *_: Any) -> None:
+        """Show nothing."""
+
+    def _write_row(self, *_: Any) -> None:
+        """Write nothing."""
 
     def evaluation_bar(self, step: int, name: str, iters: int) -> ProgressBar:
         """Return a progress bar that shows nothing."""

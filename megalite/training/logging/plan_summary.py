@@ -16,7 +16,7 @@ from megalite.planning.cluster import PeakRate
 from megalite.planning.memory import SHARDED_BY_STAGE, host_bytes, state_by_zero_stage
 from megalite.planning.run_plan import RunPlan
 from megalite.training.datasets import DatasetBundle
-from megalite.training.logging import log_format as lines
+from megalite.training.logging import log_format
 from megalite.training.monitoring.rank_consistency import machine_facts
 
 MAX_ROWS = 16  # of the memory table
@@ -102,9 +102,9 @@ def format_plan(
         rows["CUDA graph"] = "one micro-batch, recorded at its second and then replayed"
     if peak is not None:
         rows["peak FLOP/s"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
-    tables = [lines.table(rows), lines.aligned_table(memory_rows(plan))]
+    tables = [log_format.table(rows), log_format.aligned_table(memory_rows(plan))]
     if device_type is None and plan.dp * plan.cp > 1:
-        tables.append(lines.aligned_table(stage_rows(plan)))
+        tables.append(log_format.aligned_table(stage_rows(plan)))
     return "\n".join(tables)
 
 

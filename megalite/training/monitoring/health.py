@@ -66,7 +66,7 @@ class HealthMonitor:
         self._ecc_errors: dict[int, float] = {}  # by rank, at the last check
         self._cpu_wait_s = cpu_wait_s()
 
-    def check(self, results: Sequence[StepResult], step: int, memory_gib: float, report: MetricsLogger) -> str | None:
+    def check(self, results: Sequence[StepResult], step: int, memory_gib: float, logger: MetricsLogger) -> str | None:
         """Check all ranks if that is due, and return the first new problem, the same on all ranks; collective.
 
         Rank 0 logs all new problems.
@@ -84,10 +84,10 @@ class HealthMonitor:
         new_problems = self.new_problems(rows)
         if self.mesh.world.is_first:
             for event, rank, text in new_problems:
-                report.warning(f"step {step}: {text}")
+                logger.warning(f"step {step}: {text}")
                 self._events.add(event, step, subject_rank=rank, host=self.hosts[rank], text=text)
             if self._straggler_count and (line := straggler_line(rows, self._straggler_count)):
-                report.info(line)
+                logger.info(line)
             if time.monotonic() > self._next_heartbeat:
                 self._next_heartbeat = time.monotonic() + max(HEARTBEAT_S, len(rows))
                 self._events.add("heartbeat", step, **rows_by_column(rows))

@@ -37,8 +37,21 @@ MAX_EMPTY_STEPS = 3  # steps in a row without a label that counts
 MAX_ROLLBACKS = 3  # without a window of good steps between them
 MAX_SAMPLES = 4096  # samples of an event whose documents are recorded
 MAX_CHARS = 1000  # characters of a description, since data paths may be long
-# [FORWARD, BACKWARD or REDUCED, index in its order, description]; the smallest of all ranks is the origin.
-NonFiniteOrigin = list[Any]
+
+
+@dataclass(frozen=True, order=True)
+class NonFiniteOrigin:
+    """A place where a non-finite value first appears; the smallest of all ranks is the origin.
+
+    Attributes:
+        kind: FORWARD, BACKWARD or REDUCED.
+        index: The position in the order of this kind.
+        description: The place and the value, in words.
+    """
+
+    kind: int
+    index: int
+    description: str
 
 
 def find_anomaly(run: Run, sums: StepSums) -> str | None:
@@ -47,7 +60,7 @@ def find_anomaly(run: Run, sums: StepSums) -> str | None:
     A non-finite value that a dynamic loss scaler handles is not an anomaly.
     """
     if sums.finite:
-        return run.spikes.detect(sums.loss, sums.grad_norm) if sums.tokens else None
+        return run.spikes.detect(sums.loss, sums.grad_norm) if sums.labels else None
     return None if run.loss_scaler.dynamic else f"loss {sums.loss:.4g}, grad norm {sums.grad_norm:.4g}"
 
 
@@ -68,9 +81,9 @@ def diagnose_step(
     first_origin = None if first.finite else find_non_finite_gradient(run)
     if run.rerun_mode == "disabled":
         return first, Anomaly(reason or "", _gather_origin(run, first_origin, False)[0], finite=first.finite)
-    first_bits = _bits(run.buffer, losses)
+    first_checksums = _checksums(run.buffer, losses)
     losses, rerun_origin = rerun_forward_backward(run, batches)
-    differs = first_bits != _bits(run.buffer, losses)
+    differs = first_checksums != _checksums(run.buffer, losses)
     second = reduce_sums(losses)
     origin, differing_ranks = _gather_origin(run, rerun_origin or first_origin, differs)
     if reason is None:
@@ -88,7 +101,7 @@ def diagnose_step(
     return second, Anomaly(reason, finding, is_transient, differing_ranks, first.finite)
 
 
-def _bits(buffer: ParamAndGradBuffer, losses: Tensor) -> list[int]:
+def _checksums(buffer: ParamAndGradBuffer, losses: Tensor) -> list[int]:
     """Return integer sums of the bits of this rank's owned gradients, per bucket, and of its losses."""
     owned = [buffer.grads.owned(bucket) for bucket in buffer.layout.buckets]
     return [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in [*owned, losses]]
@@ -117,22 +130,31 @@ def rerun_forward_backward(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, 
         run.buffer.finish_grad_sync()
     run.pipeline.timeline, run.buffer.grad_reduce.pre_reduce_hook = timeline, None
     if not origins and bad_gradients:  # if a parameter's gradient was bad in several passes, nan precedes inf
-        origins.append(max(bad_gradients, key=lambda origin: (-origin[1], origin[2])))
+        origins.append(max(bad_gradients, key=lambda origin: (-origin.index, origin.description)))
     return losses, origins[0] if origins else None
 
 
 def _gather_origin(run: Run, origin: NonFiniteOrigin | None, differs: bool) -> tuple[str, tuple[int, ...]]:
     """Gather the origins of all ranks and return (description of the first, ranks whose bits differ); collective."""
-    local = json.dumps([None if origin is None else [*origin[:2], origin[2][:MAX_CHARS]], differs])
-    by_rank = [json.loads(text) for text in all_gather_strings(local, run.mesh.world, run.mesh.device)]
-    differing_ranks = tuple(rank for rank, (_, rank_differs) in enumerate(by_rank) if rank_differs)
-    origins = sorted((rank_origin, rank) for rank, (rank_origin, _) in enumerate(by_rank) if rank_origin is not None)
+    local = None
+    if origin is not None:
+        local = [origin.kind, origin.index, origin.description[:MAX_CHARS]]
+    texts = all_gather_strings(json.dumps([local, differs]), run.mesh.world, run.mesh.device)
+    differing_ranks: list[int] = []
+    origins: list[tuple[NonFiniteOrigin, int]] = []
+    for rank, text in enumerate(texts):
+        rank_origin, rank_differs = json.loads(text)
+        if rank_differs:
+            differing_ranks.append(rank)
+        if rank_origin is not None:
+            origins.append((NonFiniteOrigin(*rank_origin), rank))
     if not origins:
-        return "", differing_ranks
-    (kind, index, description), _ = origins[0]
-    ranks = [rank for rank_origin, rank in origins if rank_origin[:2] == [kind, index]]
+        return "", tuple(differing_ranks)
+    origins.sort()
+    first = origins[0][0]
+    ranks = [rank for origin, rank in origins if (origin.kind, origin.index) == (first.kind, first.index)]
     other_ranks = f", and on ranks {ranks[1:]}" if len(ranks) > 1 else ""
-    return f"first seen in {description}{other_ranks}", differing_ranks
+    return f"first seen in {first.description}{other_ranks}", tuple(differing_ranks)
 
 
 def find_non_finite_gradient(run: Run) -> NonFiniteOrigin | None:
@@ -155,7 +177,7 @@ def _non_finite_gradients(
         if gradient.numel() and not bool(torch.isfinite(gradient).all()):
             name = run.buffer.layout.entries[slot.entry].spec.name
             description = f"the gradient of {name} ({_nan_or_inf(gradient)}) on {run.mesh.describe()}"
-            yield [kind, -(stage * STAGE_STRIDE + slot.entry), description]
+            yield NonFiniteOrigin(kind, -(stage * STAGE_STRIDE + slot.entry), description)
 
 
 @contextlib.contextmanager
@@ -176,7 +198,7 @@ def _find_non_finite_output(run: Run) -> Iterator[list[NonFiniteOrigin]]:
         if non_finite and input_is_finite and not origins:
             samples = format_samples(run, batch.sample_ids_B.tolist())
             description = f"the output of {name} ({_nan_or_inf(non_finite[0])}) on {run.mesh.describe()}, {samples}"
-            origins.append([FORWARD, index, description])
+            origins.append(NonFiniteOrigin(FORWARD, index, description))
 
     def make_hook(index: int, name: str) -> Callable[[Any, Any, Any], None]:
         return lambda _module, _args, output: after_module(index, name, output)
@@ -249,13 +271,13 @@ class AnomalyHandler:
 
     run: Run
     events: EventLog
-    say: Callable[[str], None]  # writes a line to the log
+    log_line: Callable[[str], None]  # writes a line to the log
     max_skipped: int  # skipped steps in a row that end the run
     why_empty: str = "the data has no labels"  # the likely reason if no label of a step counts
-    skipped: int = 0  # steps in a row that were skipped
-    empty: int = 0  # steps in a row in which no label counts
+    skipped_in_a_row: int = 0  # steps
+    unlabeled_in_a_row: int = 0  # steps in which no label counts
     has_labels: bool = False  # some step of this process had a label that counts
-    passed: int = 0  # steps that only the rerun got right
+    transient_errors: int = 0  # steps that only the rerun got right
 
     def handle(self, result: StepResult) -> str | None:
         """Handle a step's result and return why this machine is unreliable, or None; the same on all ranks.
@@ -265,7 +287,7 @@ class AnomalyHandler:
         """
         self._check_labels(result)
         anomaly, step = result.anomaly, self.run.state.step
-        self.skipped = self.skipped + 1 if result.skipped and anomaly is not None else 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and anomaly is not None else 0
         if anomaly is None:
             return None
         done = "skipped" if result.skipped else "updated"
@@ -274,16 +296,16 @@ class AnomalyHandler:
         self.log(
             kind, f"step {step}: {anomaly}; {done}", samples[-MAX_SAMPLES:], done=done, ranks=anomaly.differing_ranks
         )
-        if self.skipped >= self.max_skipped:
+        if self.skipped_in_a_row >= self.max_skipped:
             raise InvalidResultError(
                 f"max_skipped_steps={self.max_skipped} in a row: nothing is learned; step {step}: {anomaly}"
             )
         if anomaly.transient and self.run.rerun_mode == "validate_results":
-            self.passed += 1
-        if self.passed < MAX_TRANSIENT_ERRORS:
+            self.transient_errors += 1
+        if self.transient_errors < MAX_TRANSIENT_ERRORS:
             return None
         ranks = list(anomaly.differing_ranks)
-        return f"{self.passed} steps were right only when recomputed, the last on ranks {ranks}"
+        return f"{self.transient_errors} steps were right only when recomputed, the last on ranks {ranks}"
 
     def _check_labels(self, result: StepResult) -> None:
         """Warn about a step in which no label counts.
@@ -291,13 +313,14 @@ class AnomalyHandler:
         Raises InvalidResultError after MAX_EMPTY_STEPS in a row, and at the end of a run that had no label at all.
         """
         if result.labels != 0:
-            self.empty, self.has_labels = 0, True
+            self.unlabeled_in_a_row = 0
+            self.has_labels = True
             return
-        self.empty += 1
+        self.unlabeled_in_a_row += 1
         step, end = self.run.state.step, self.run.state.consumed_samples
         text = f"step {step}: none of its {result.batch_size * self.run.seq_length:,} labels counts: {self.why_empty}"
-        if self.empty >= MAX_EMPTY_STEPS or (step >= self.run.last_step and not self.has_labels):
-            steps = f"{self.empty} such {plural('step', self.empty)} in a row"
+        if self.unlabeled_in_a_row >= MAX_EMPTY_STEPS or (step >= self.run.last_step and not self.has_labels):
+            steps = f"{self.unlabeled_in_a_row} such {plural('step', self.unlabeled_in_a_row)} in a row"
             raise InvalidResultError(f"{text}; nothing is learned ({steps})")
         self.log("no-labels", f"{text}; nothing was updated", range(end - result.batch_size, end)[-MAX_SAMPLES:])
 
@@ -305,7 +328,7 @@ class AnomalyHandler:
         """Write a warning to the log, and an event with the documents of the samples to events.jsonl; on rank 0."""
         if not self.run.mesh.world.is_first:
             return
-        self.say(f"WARNING: {text}")
+        self.log_line(f"WARNING: {text}")
         documents = list(dict.fromkeys(name for i in samples for name in documents_in_sample(self.run, i)))
         self.events.add(
             kind,
@@ -332,7 +355,7 @@ class AnomalyHandler:
         run, state = self.run, self.run.state
         current_step, rollbacks = state.step, run.spikes.rollbacks + 1
         if saved_step is None:
-            self.say(f"WARNING: step {current_step}: this run has no checkpoint yet to return to")
+            self.log_line(f"WARNING: step {current_step}: this run has no checkpoint yet to return to")
             return False
         if rollbacks > MAX_ROLLBACKS:
             raise InvalidResultError(f"step {current_step}: another spike, after {MAX_ROLLBACKS} rollbacks in a row")
