@@ -209,7 +209,7 @@ def _two_directories(base: str) -> str:
 
 
 def test_unshared_directory_is_refused(tmp_path: Path) -> None:
-    assert "is not the directory that rank 0 sees" in run_ranks(2, _two_directories, str(tmp_path))[1]
+    assert "is not the same directory as on rank 0" in run_ranks(2, _two_directories, str(tmp_path))[1]
 
 
 def test_unwritable_directory_is_refused_at_startup(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_blocked_time_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     one.save(3, [whole(torch.ones(4))], {}, last=True)
     assert one.blocked_s > 0.17
     first, second, third = [line for line in one.pop_messages() if not line.startswith("scheduled")]
-    assert "for the save before" not in first
+    assert "for the previous save" not in first
     stall, before = (float(part.split(" s")[0]) for part in second.split("blocked for ")[1].split(" s, "))
     assert second.endswith(" s of it for the previous save)") and 0.07 < before <= stall
     assert third.startswith("saved iter_0000003 in ") and float(third.split(" s, ")[1].split()[0]) > 0.07

@@ -238,7 +238,7 @@ def test_data_path_spellings_round_trip(sets: dict[str, list[str]], apart: bool)
     ("items", "message"),
     [
         ([], "valid_data_path is empty"),
-        (["a", "wiki=b"], "'a' belongs to no set; begin with NAME="),
+        (["a", "wiki=b"], "'a' belongs to no set; start with NAME="),
         (["wiki=a", "wiki=b"], "two sets are called 'wiki'"),
         (["wiki=a", "code="], "set 'code' has no data; write code=PREFIX"),
         (["wiki", "=", "a"], "'=' has no name; write NAME=PREFIX without spaces"),

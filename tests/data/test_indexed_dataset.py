@@ -190,7 +190,7 @@ def test_consistent_but_wrong_index_entries_are_detected(tmp_path: Path, monkeyp
             DataError, match=r"a.idx: pointers\[5050\] is -?\d+, not the position of 2 tokens of uint16"
         ):
             between.spans(np.array([5050]))
-    with pytest.raises(DataError, match=r"a.idx: pointers\[9000\] is 36001, not the place"):
+    with pytest.raises(DataError, match=r"a.idx: pointers\[9000\] is 36001, not the position"):
         shifted(pointers, 5000, 15_000, 1).spans(np.array([9000]))
 
 

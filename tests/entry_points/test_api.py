@@ -43,7 +43,7 @@ GENERATE: dict[str, tuple[Any, dict[str, Any]]] = {
     "prompts of type NoneType are not a text or a list of texts": (None, {}),
     "prompts of type bytes are": (b"a", {}),
     "prompts of type list are": ([1, 2], {}),
-    "prompt 1 has characters that UTF-8 has not": (["a", "\ud800"], {}),
+    "prompt 1 has characters that UTF-8 cannot encode": (["a", "\ud800"], {}),
     "prompt 0 has 100 tokens, the model 32 positions; shorten it": ("a" * 100, {}),
 }
 
@@ -149,7 +149,7 @@ def test_api_invalid_argument_is_a_config_error(run: Path) -> None:
             lambda: megalite.Config(train_iters=[1, -(10**5000)]),
         ],
         "a value of type int is of type int, not a command line": [lambda: megalite.Config(10**5000)],
-        "'a\\x00b' has a character that no word may have": [lambda: megalite.Config(save="a\0b")],
+        "'a\\x00b' has a character that no argument may contain": [lambda: megalite.Config(save="a\0b")],
         "'\\ud800' has a character that no": [lambda: megalite.plan(megalite.Config(small, name="\ud800"), gpus=1)],
         "--lr needs a value": [lambda: megalite.Config(lr=True)],
     }

@@ -74,7 +74,7 @@ def test_offload_beyond_host_memory_is_refused() -> None:
     plan, moved = (
         make_run_plan(config_from(f"{LARGE} {way}"), 8, 128256) for way in (OFFLOAD, "--cpu-offloading-num-layers 80")
     )
-    told = r"=1: 1\d\d\.\d GiB of host memory per rank, and there are 64\.0 GiB; offload less, or to a disk$"
+    told = r"=1: 1\d\d\.\d GiB of host memory per rank, but only 64\.0 GiB are available; offload less, or to a disk$"
     card = mock.patch.object(preflight, "cuda_device", return_value=torch.device("cuda"))
     size = mock.patch.object(preflight, "total_memory", lambda device: 512 << 30 if device.type == "cpu" else 80 << 30)
     with card, size:

@@ -155,7 +155,7 @@ def test_signal_without_saving_stops_at_once(tmp_path: Path, name: str, layout: 
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
     assert f"at step {status['step']}; checkpoint: none, because --save is not set; to resume: from step 1" in line
-    assert "Traceback" not in err and "outcome " in out and "--save DIR keeps what a run has done" in err
+    assert "Traceback" not in err and "outcome " in out and "--save DIR saves the progress of a run" in err
 
 
 def test_stop_file_stops_a_run(tmp_path: Path) -> None:
