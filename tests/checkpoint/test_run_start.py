@@ -15,7 +15,7 @@ import programs
 import pytest
 import torch
 from token_files import byte_level_bpe
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 from train_cases import SMALL, config_from, kept, pretrain, run_from, same, train
 
 import megalite
@@ -143,9 +143,9 @@ def test_weights_only_checkpoint_reports_its_missing_state(tmp_path: Path) -> No
     assert same(weights(again), weights(run)) and again.state.step == 1
 
 
-@pytest.mark.parametrize("what", sorted(ANSWERS["resumes"]))
+@pytest.mark.parametrize("what", sorted(MESSAGES["resumes"]))
 def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], what: str) -> None:
-    flags, remedy, *texts = ANSWERS["resumes"][what]
+    flags, remedy, *texts = MESSAGES["resumes"][what]
     run, config = built("--load", str(saved[0]), *flags.split())
     before = weights(run)
     with pytest.raises(SetupError) as error:
@@ -157,7 +157,7 @@ def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], what: str) -
     assert same(weights(run), before) and run.state.step == 0
 
 
-@pytest.mark.parametrize("here,there,line", ANSWERS["models"]["rows"])
+@pytest.mark.parametrize("here,there,line", MESSAGES["models"]["rows"])
 def test_changed_weight_semantics_is_a_mismatch(here: str, there: str, line: str) -> None:
     found = model_differences(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
     assert any(text.startswith(line) for text in found) if line else found == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 
 import pretrain_gpt
 from megalite.common import environment
@@ -76,7 +76,7 @@ def test_dp_sets_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None
     assert pretrain_gpt.main([*words, "--dry-run"]) == 0 and "dp 4" in capsys.readouterr().out
 
 
-MEANT: dict[str, str] = ANSWERS["meant"]
+MEANT: dict[str, str] = MESSAGES["meant"]
 
 
 @pytest.mark.parametrize("flag", MEANT)
@@ -93,7 +93,7 @@ def test_flags_of_other_programs_are_recognized(flag: str) -> None:
 
 @settings(max_examples=200)
 @given(
-    st.lists(st.sampled_from([*ANSWERS["faults"].items()]), min_size=1, max_size=8, unique=True),
+    st.lists(st.sampled_from([*MESSAGES["faults"].items()]), min_size=1, max_size=8, unique=True),
     st.randoms(use_true_random=False),
 )
 def test_all_problems_are_listed_at_once(faults: list[tuple[str, str]], order: random.Random) -> None:

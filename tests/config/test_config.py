@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 
 import pretrain_gpt
 from docs.document_flags import OUTSIDE, flags_page, megatron_page
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
  --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100"""
 
-BAD: dict[str, str] = ANSWERS["config"] | {
+BAD: dict[str, str] = MESSAGES["config"] | {
     f"--seed=-1{'0' * 400}": "is negative; give 0 or more"
 }  # larger than any float
 
@@ -82,12 +82,12 @@ def test_embedding_rows_can_be_set() -> None:
         assert padded_vocab_size(97, model.make_vocab_size_divisible_by, int(tp)) == 160
 
 
-@pytest.mark.parametrize("flags,notes", ANSWERS["notes"].items())
+@pytest.mark.parametrize("flags,notes", MESSAGES["notes"].items())
 def test_silently_accepted_megatron_values_are_noted(flags: str, notes: list[str]) -> None:
     assert cli.read([*GOOD.split(), *flags.split()], PRESETS)[1] == notes
 
 
-@pytest.mark.parametrize("flags,means", ANSWERS["means"].items())
+@pytest.mark.parametrize("flags,means", MESSAGES["means"].items())
 def test_defaults_equal_megatrons(flags: str, means: dict, tmp_path: Path) -> None:
     """And the run's own TOML file says it again."""
     config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
@@ -161,7 +161,7 @@ LONG = {  # longer than a line of a table may be
 }
 
 
-@pytest.mark.parametrize("text,message", [*ANSWERS["toml"].items(), *LONG.items()], ids=lambda text: text[:60])
+@pytest.mark.parametrize("text,message", [*MESSAGES["toml"].items(), *LONG.items()], ids=lambda text: text[:60])
 def test_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.toml").write_text(text)
     said = "\n".join(problems_of([*GOOD.split(), "--config", str(tmp_path / "run.toml")]))

@@ -4,7 +4,7 @@ patterns of layers."""
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 from train_cases import config_from
 
 from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
@@ -16,7 +16,7 @@ MODEL = """--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-
  --tokenizer-type NullTokenizer --vocab-size 5000 --eval-iters 0"""
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
-STAGES = ANSWERS["stages"]
+STAGES = MESSAGES["stages"]
 
 
 def counts(layers: int, pp: int, flags: str) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import documents
 import programs
 import pytest
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 
 from megalite import __main__ as command
 from megalite import __version__
@@ -97,9 +97,9 @@ def test_command_list_imports_few_modules_and_no_torch() -> None:
     assert "megalite.common.console" in imported and not re.search(r"\| +(torch|numpy|multiprocessing)\b", imported)
 
 
-@pytest.mark.parametrize("line", ANSWERS["commands"])
+@pytest.mark.parametrize("line", MESSAGES["commands"])
 def test_exit_codes_equal_the_programs(line: str, tmp_path: Path) -> None:
-    code, text = ANSWERS["commands"][line]
+    code, text = MESSAGES["commands"][line]
     done = megalite(*line.format(tmp_path).split())
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr, done.stderr
     name = next((n for n in MODULES if line.startswith(n + " ")), None)
@@ -173,14 +173,14 @@ def test_shell_completion(tmp_path: Path) -> None:
         f"COMP_WORDS=(megalite {line.strip()}{' ' if line.endswith(' ') or not line else ''}"
         f"{chr(34) * 2 if line.endswith(' ') or not line else ''}); "
         'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _megalite; echo "${COMPREPLY[*]}"\n'
-        for line in ANSWERS["completed"]
+        for line in MESSAGES["completed"]
     )
     (tmp_path / "megalite").write_text(f'#!/bin/sh\nexec {sys.executable} -m megalite "$@"\n')
     (tmp_path / "megalite").chmod(0o755)
     bash = shutil.which("bash")
     done = programs.run([bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"], cwd=ROOT, **PIPES)
     assert done.returncode == 0 and done.stderr == ""
-    for (line, (there, absent)), said in zip(ANSWERS["completed"].items(), done.stdout.splitlines(), strict=True):
+    for (line, (there, absent)), said in zip(MESSAGES["completed"].items(), done.stdout.splitlines(), strict=True):
         words = set(said.split())
         assert set(there.split()) <= words and not set(absent.split()) & words, (line, said)
 

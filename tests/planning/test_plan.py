@@ -17,7 +17,7 @@ import documents
 import programs
 import pytest
 from programs import python as typed
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 from train_cases import config_from
 
 from megalite.config.validation import find_problems
@@ -292,7 +292,7 @@ def test_plan_with_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "160,605,224,960 (20.0 per parameter)" in text and "64 devices" in text
 
 
-@pytest.mark.parametrize("words,said", ANSWERS["plan"].items())
+@pytest.mark.parametrize("words,said", MESSAGES["plan"].items())
 def test_plan_refuses_invalid_questions(
     words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in ("megalite", "tools", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 SOURCES += [ROOT / "pretrain_gpt.py", ROOT / "setup.py"]
 UNSAFE, BUILTINS, CALLS, METHODS = (
-    set(ANSWERS["unsafe"][kind]) for kind in ("modules", "builtins", "calls", "methods")
+    set(MESSAGES["unsafe"][kind]) for kind in ("modules", "builtins", "calls", "methods")
 )
 
-ALLOWED = {(path, what) for path, what in ANSWERS["unsafe"]["allowed"]}
+ALLOWED = {(path, what) for path, what in MESSAGES["unsafe"]["allowed"]}
 
 
 def dotted(node: ast.expr) -> str:
@@ -85,7 +85,7 @@ def found(text: str) -> Iterator[str]:
             yield f"{name}(**)"
 
 
-BAD: dict[str, str] = ANSWERS["code"]
+BAD: dict[str, str] = MESSAGES["code"]
 GOOD = """import torch, re, subprocess
 import numpy as np
 torch.load(x, weights_only=True)

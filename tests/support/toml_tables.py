@@ -11,7 +11,7 @@ def read(name: str) -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parents[1] / f"{name}.toml").read_text("utf-8"))
 
 
-ANSWERS = read("support/expected_messages")
+MESSAGES = read("support/expected_messages")
 
 
 def spelt(words: Mapping[str, str]) -> Callable[[str], str]:

@@ -8,7 +8,7 @@ from typing import Any
 import documents
 import pytest
 from formulas import head_flops, layer_flops
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 from train_cases import config_from
 
 from megalite.config.options import ConfigError
@@ -57,12 +57,12 @@ def test_benchmark_lists_make_every_combination() -> None:
         list(combinations_of(["lr=1", "lr=2"], [1]))
 
 
-@pytest.mark.parametrize("words", ANSWERS["benchmark"])
+@pytest.mark.parametrize("words", MESSAGES["benchmark"])
 def test_benchmark_refuses_impossible_measurements(words: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(contender, "measure", None)  # is not reached
     monkeypatch.setattr("torch.cuda.is_available", lambda: "--memory-gib" in words and "cuda" in words)
     assert documents.start("tools/benchmark.py", [*TINY, *words.split()], monkeypatch) == 2
-    assert ANSWERS["benchmark"][words] in capsys.readouterr().err
+    assert MESSAGES["benchmark"][words] in capsys.readouterr().err
 
 
 def test_weak_and_strong_scaling_batch_sizes() -> None:
@@ -78,7 +78,7 @@ def test_weak_and_strong_scaling_batch_sizes() -> None:
 # ---- how it ended
 
 
-@pytest.mark.parametrize("kind,stderr,status", ANSWERS["ends"])
+@pytest.mark.parametrize("kind,stderr,status", MESSAGES["ends"])
 def test_every_outcome_of_a_run_is_a_row(kind: str, stderr: str, status: str) -> None:
     row = BenchResult({}, "megalite", [], 1)
     row.record({"error": "x", "stderr": stderr, "status": status}, 7.0)

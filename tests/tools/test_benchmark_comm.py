@@ -7,7 +7,7 @@ from pathlib import Path
 import documents
 import programs
 import pytest
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 
 from tools import benchmark_comm
 from tools.bench.collectives import bandwidths, fit_link
@@ -45,10 +45,10 @@ def test_links_are_classified_by_rank_location() -> None:
     assert (link["bytes_per_s"], link["latency_s"]) == (pytest.approx(2e10), pytest.approx(2e-5))
 
 
-@pytest.mark.parametrize("words", ANSWERS["collectives"])
+@pytest.mark.parametrize("words", MESSAGES["collectives"])
 def test_benchmark_comm_refuses_impossible_measurements(words: str, monkeypatch, capsys) -> None:
     assert documents.start("tools/benchmark_comm.py", words.split(), monkeypatch) == 2
-    assert ANSWERS["collectives"][words] in capsys.readouterr().err
+    assert MESSAGES["collectives"][words] in capsys.readouterr().err
 
 
 def test_two_ranks_measure_every_collective(tmp_path: Path) -> None:

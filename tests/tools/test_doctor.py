@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_a_sound_machine_with_its_storage_and_data_is_0(tmp_path: Path, capsys) -> None:
+def test_healthy_machine_exits_with_0(tmp_path: Path, capsys) -> None:
     with IndexedWriter(tmp_path / "mine", np.uint16) as writer:
         writer.add([1, 2, 3])
         writer.finish()
@@ -80,7 +80,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {  # what is broken -> whether t
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_what_is_broken_is_named_and_whether_it_stops_a_run(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_broken_parts_are_named_with_their_severity(text: str, tmp_path: Path, monkeypatch, capsys) -> None:
     what, mark = dict(BROKEN[text][0]), BROKEN[text][1]
     words = ["--data-path", str(tmp_path / what.pop("data"))] if "data" in what else []
     (tmp_path / "file").touch()
@@ -117,7 +117,7 @@ def test_what_is_broken_is_named_and_whether_it_stops_a_run(text: str, tmp_path:
     assert code == (3 if mark == "bad" else 0)
 
 
-def test_without_torch_the_rest_is_told(monkeypatch, capsys) -> None:
+def test_doctor_without_torch_reports_the_rest(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     code, lines = told(capsys)
     wrong = [line for mark, line in lines if mark == "bad"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import programs
 import pytest
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 
 from megalite.config.cli import read
 from megalite.models.families import PRESETS
@@ -237,7 +237,7 @@ def test_sweep_combinations() -> None:
     assert made[0][1] == ["--lr=1e-4", "--nproc=2", "--bf16", "--seed=1"]
 
 
-BAD: dict[str, str] = ANSWERS["sweeps"]
+BAD: dict[str, str] = MESSAGES["sweeps"]
 
 
 @pytest.mark.parametrize("words,said", BAD.items())

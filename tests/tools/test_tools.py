@@ -7,10 +7,10 @@ from pathlib import Path
 
 import programs
 import pytest
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 
 ROOT = Path(__file__).resolve().parents[2]
-BAD: dict[str, str] = ANSWERS["tools"]
+BAD: dict[str, str] = MESSAGES["tools"]
 
 
 @pytest.mark.parametrize("line,text", BAD.items(), ids=BAD)

@@ -332,7 +332,7 @@ def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
     return programs.python("tools/verify.py", *flags.split(), *more, timeout=170, env=environment)
 
 
-BAD: dict[str, list[str]] = toml_tables.ANSWERS["verify"]
+BAD: dict[str, list[str]] = toml_tables.MESSAGES["verify"]
 
 
 @pytest.mark.parametrize("flags", BAD)

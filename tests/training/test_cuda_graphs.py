@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from simulated_gpu.simulator.tape import Tape
-from toml_tables import ANSWERS
+from toml_tables import MESSAGES
 from torch import Tensor
 from train_cases import config_from, run_from
 
@@ -108,7 +108,7 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
     assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.tensors), grads)
 
 
-REFUSED = ANSWERS["graphs"]
+REFUSED = MESSAGES["graphs"]
 
 
 @pytest.mark.parametrize("flags", REFUSED)
