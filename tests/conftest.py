@@ -38,16 +38,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark presubmit tests, and nightly tests that guard a changed file."""
-    presubmit, means = durations.presubmit_tests(), durations.mean_nightly_seconds()
+    """Mark presubmit tests, the slow ones among them, and slow and nightly tests that guard a changed file."""
+    presubmit, means = durations.presubmit_seconds(), durations.mean_nightly_seconds()
     guards = list[tuple[str, float]]()
     for item in items:
         if item.get_closest_marker("nightly"):
             item.add_marker("everything")  # the marker's old name
         if item.get_closest_marker("gpu") and not sys.modules["torch"].cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if item.nodeid in presubmit:
+        if item.nodeid in presubmit and not item.get_closest_marker("nightly"):
             item.add_marker("presubmit")
+            seconds = presubmit[item.nodeid]
+            if seconds > durations.MAX_PRESUBMIT_S:
+                item.add_marker("slow")
+                if durations.guards_a_change(durations.guarded_by_slow_test(item.nodeid)):
+                    guards.append((item.nodeid, seconds))
         if (mark := item.get_closest_marker("nightly")) and durations.guards_a_change(mark.kwargs.get("guards", ())):
             guards.append((item.nodeid, means.get(item.nodeid.split("::")[0], durations.MEAN_NIGHTLY_S)))
     guarded = set(durations.fitting(durations.MAX_GUARDED_S, guards))

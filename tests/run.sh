@@ -7,7 +7,7 @@ source tools/venv.sh dev
 export OMP_NUM_THREADS=1
 which="not presubmit and not nightly"
 case "${1:-}" in
-  --commit) which="not nightly or guarded"; shift ;;
+  --commit) which="(not nightly and not slow) or guarded"; shift ;;
   --all) which=""; shift ;;
 esac
 exec .venv/bin/python -m pytest -m "$which" -n "${MEGALITE_TEST_WORKERS:-2}" --dist worksteal "$@"

@@ -17,8 +17,22 @@ LIST = Path(__file__).parents[1] / "durations.txt"
 ROOT = LIST.parent.parent
 QUICK, PRESUBMIT, NIGHTLY = "quick", "presubmit", "nightly"
 MAX_QUICK_S = 1.0  # longer tests are presubmit tests
+MAX_PRESUBMIT_S = 2.5  # longer tests without a marker are slow: a presubmit run has them only if they guard a change
 MEAN_NIGHTLY_S = 40.0  # assumed for nightly tests without a record
-MAX_GUARDED_S = 90.0  # of nightly tests that a presubmit run adds, because they guard a changed file
+MAX_GUARDED_S = 150.0  # of nightly and slow tests that a presubmit run adds, because they guard a changed file
+# What the slow tests of a directory guard, besides their own file; the others guard the package of the same name.
+GUARDED_BY = {
+    "chaos": ("megalite/training", "megalite/launch"),
+    "checkpoint": ("megalite/checkpoint", "megalite/training/checkpointing"),
+    "distribution": ("pyproject.toml", "Dockerfile", "megalite/__main__.py", "megalite/commands.toml"),
+    "docs": ("docs", "README.md"),
+    "entry_points": ("pretrain_gpt.py", "megalite/api.py", "megalite/training/job"),
+    "repository": ("tests/support",),
+    "layouts": ("megalite/models", "megalite/nn", "megalite/parallel", "megalite/optim", "megalite/pipeline"),
+    "simulated_gpu": ("megalite/parallel", "megalite/optim", "megalite/pipeline", "megalite/training/train_step.py"),
+    "tools": ("tools",),
+    "translate": ("megalite/config",),
+}
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,16 @@ def record(seconds_of: Mapping[str, float], nightly: Iterable[str], groups: set[
     read.cache_clear()
 
 
-def presubmit_tests() -> set[str]:
-    return {line.name for line in read() if line.group == PRESUBMIT}
+def presubmit_seconds() -> dict[str, float]:
+    """Return the duration of each presubmit test."""
+    return {line.name: line.seconds for line in read() if line.group == PRESUBMIT}
+
+
+def guarded_by_slow_test(test: str) -> tuple[str, ...]:
+    """Return the files and directories whose change makes a slow test part of a presubmit run."""
+    file = test.split("::")[0]
+    area = file.split("/")[1]
+    return (file, *GUARDED_BY.get(area, (f"megalite/{area}",)))
 
 
 def mean_nightly_seconds() -> dict[str, float]:
