@@ -127,7 +127,7 @@ def process_group(
     name = backend or ("nccl" if device == "cuda" else "gloo")
     try:
         url = ranks.init_method or f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        nodes = -(-ranks.world_size // ranks.local_world_size)
+        num_nodes = -(-ranks.world_size // ranks.local_world_size)
         serves = ranks.init_method is not None or not under_torchrun() or os.environ.get(AGENT_STORE) != "True"
         store = rendezvous(
             ranks.rank,
@@ -135,7 +135,7 @@ def process_group(
             url,
             os.environ,
             startup_timeout,
-            nodes=nodes,
+            num_nodes=num_nodes,
             gloo=name == "gloo",
             serves=serves,
             report=_Notice(ranks),

@@ -46,7 +46,7 @@ def rendezvous(
     env: MutableMapping[str, str],
     timeout: timedelta,
     *,
-    nodes: int,
+    num_nodes: int,
     gloo: bool,
     serves: bool = True,
     report: Callable[[str], None] = print_err,
@@ -59,7 +59,7 @@ def rendezvous(
         url: tcp://HOST:PORT, or file:// for the ranks of one machine.
         env: environment, in which the interface that gloo needs to reach other machines is set.
         timeout: limit for the rendezvous.
-        nodes: number of machines.
+        num_nodes: number of machines.
         gloo: gloo will be used.
         serves: rank 0 starts the store at tcp://HOST:PORT, not its launcher.
         report: called with the ranks that this one waits for, if it waits long.
@@ -76,7 +76,7 @@ def rendezvous(
     host, port = host.strip("[]"), 0 if is_local else int(number)
     where = "on this machine" if is_local else f"at {host}:{port}"
     interface = "GLOO_SOCKET_IFNAME"
-    if nodes > 1 and gloo and interface not in env and (name := interface_for_others(host, port)) is not None:
+    if num_nodes > 1 and gloo and interface not in env and (name := interface_for_others(host, port)) is not None:
         env[interface] = name
     missing = set(range(1, world)) if rank == 0 else {0}
     connected = threading.Event()
@@ -95,7 +95,7 @@ def rendezvous(
     def report_missing() -> None:
         if not connected.is_set():
             absent = f"the store {where}" if rank == 0 else f"1 of {world} ranks {where}: rank 0"
-            report(f"waiting for {absent}; {likely_cause(host, port, serves, nodes, '')}")
+            report(f"waiting for {absent}; {likely_cause(host, port, serves, num_nodes, '')}")
         elif absent := sorted(missing.copy()):
             ranks = f"{plural('rank', len(absent))} {format_ranks(absent)}"
             report(f"waiting for {len(absent)} of {world} ranks {where}: {ranks}")
@@ -104,7 +104,7 @@ def rendezvous(
         return call_with_timeout(timeout.total_seconds() + PROBE_S, connect, report_missing)
     except (distributed.DistError, RuntimeError, ValueError, TimeoutError) as error:
         first = str(error).partition("\n")[0][:200]
-        cause = "rank 0 does not answer" if is_local else likely_cause(host, port, serves, nodes, first)
+        cause = "rank 0 does not answer" if is_local else likely_cause(host, port, serves, num_nodes, first)
         raise RendezvousError(
             f"rank {rank} of {world} on {socket.gethostname()} could not join the others {where} within "
             f"{timeout.total_seconds():.0f} s: {cause} ({first})"
@@ -187,7 +187,7 @@ def format_ranks(ranks: list[int], max_shown: int = 16) -> str:
     return ", ".join(map(str, ranks[:max_shown])) + (f" and {more} more" if more > 0 else "")
 
 
-def likely_cause(host: str, port: int, server: bool, nodes: int, error: str) -> str:
+def likely_cause(host: str, port: int, server: bool, num_nodes: int, error: str) -> str:
     """Return why a rank could not use the store at `host`:`port`, after another attempt to connect.
 
     `server`: this rank starts the store.
@@ -199,7 +199,7 @@ def likely_cause(host: str, port: int, server: bool, nodes: int, error: str) -> 
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     except OSError:
         return f"this node cannot resolve the name {host}; is MASTER_ADDR right?"
-    if nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
+    if num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in addresses):
         return (
             f"{host} is {', '.join(sorted(addresses))} on this machine, which means itself; is MASTER_ADDR the first "
             "node's, and does /etc/hosts give it an address that others reach?"

@@ -74,9 +74,9 @@ def test_missing_ranks_are_named(store: HashStore) -> None:
     assert f"only ranks 0, 2 of 4 joined within 1 s, from {socket.gethostname()}; missing: 1, 3." in str(error.value)
 
 
-def why(rank: int, host: str, port: int, serves: bool = True, nodes: int = 1) -> str:
+def why(rank: int, host: str, port: int, serves: bool = True, num_nodes: int = 1) -> str:
     with pytest.raises(RendezvousError) as error:
-        rendezvous(rank, 2, f"tcp://{host}:{port}", {}, SHORT, nodes=nodes, gloo=False, serves=serves)
+        rendezvous(rank, 2, f"tcp://{host}:{port}", {}, SHORT, num_nodes=num_nodes, gloo=False, serves=serves)
     said = f"rank {rank} of 2 on {socket.gethostname()} could not join the others at {host}:{port} within 1 s"
     assert said in str(error.value)
     return str(error.value)
@@ -85,7 +85,7 @@ def why(rank: int, host: str, port: int, serves: bool = True, nodes: int = 1) ->
 def test_connection_failure_reason_is_reported(port: int) -> None:
     assert "that machine answers, but nothing listens there: has rank 0 started" in why(1, "127.0.0.1", port)
     assert "nothing listens there" in why(0, "127.0.0.1", port, serves=False)  # torchrun's own, which has ended
-    assert re.search("localhost is .*on this machine, which means itself", why(1, "localhost", port, nodes=2))
+    assert re.search("localhost is .*on this machine, which means itself", why(1, "localhost", port, num_nodes=2))
     with socket.create_server(("", port)):
         assert f"port {port} is taken, by another job? Set MASTER_PORT" in why(0, "127.0.0.1", port)
 
@@ -128,7 +128,7 @@ def waits(rank: int, monkeypatch: pytest.MonkeyPatch, url: str, world: int = 3, 
     monkeypatch.setattr(meeting, "NOTICE_S", 0.4)
     told: list[str] = []
     with pytest.raises(RendezvousError):
-        rendezvous(rank, world, url, {}, SHORT, nodes=1, gloo=False, report=told.append, **how)
+        rendezvous(rank, world, url, {}, SHORT, num_nodes=1, gloo=False, report=told.append, **how)
     assert 1 <= len(told) <= 4 and len({*told}) == 1, told  # at 0.4 s, and again each time that has doubled
     return told[0]
 
@@ -148,7 +148,7 @@ def test_waiting_rank_prints_missing_ranks_and_address(
 def test_joined_rank_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "NOTICE_S", 0.6)
     told: list[str] = []
-    url, how = f"tcp://127.0.0.1:{port}", dict(nodes=1, gloo=False)
+    url, how = f"tcp://127.0.0.1:{port}", dict(num_nodes=1, gloo=False)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(rendezvous, 0, 3, url, {}, datetime.timedelta(seconds=3), report=told.append, **how)  # type: ignore[arg-type]
         second = pool.submit(rendezvous, 1, 3, url, {}, LONG, report=told.append, **how)  # type: ignore[arg-type]
