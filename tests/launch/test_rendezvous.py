@@ -153,6 +153,6 @@ def test_joined_rank_is_not_waited_for(port: int, monkeypatch: pytest.MonkeyPatc
         first = pool.submit(rendezvous, 0, 3, url, {}, datetime.timedelta(seconds=3), report=told.append, **how)  # type: ignore[arg-type]
         second = pool.submit(rendezvous, 1, 3, url, {}, LONG, report=told.append, **how)  # type: ignore[arg-type]
         second.result(30)
-        with pytest.raises(RendezvousError, match="only ranks 0, 1 of 3 came"):
+        with pytest.raises(RendezvousError, match="only ranks 0, 1 of 3 joined"):
             first.result(30)
     assert told[-1] == f"waiting for 1 of 3 ranks at 127.0.0.1:{port}: rank 2"
