@@ -142,6 +142,7 @@ def write_megatron(
                 box_of = box_for_rank({"tp": tp}, {"tp": tp_rank})
                 mappings = build_mappings(MEGATRON, specs, model.num_kv_groups // tp, layers, box_of=box_of)
                 duplicates = {mapping.parts for mapping in mappings if mapping.is_duplicate}
+                # OrderedDict[str, Tensor]() would pickle its type arguments, which readers refuse
                 weights: OrderedDict[str, Tensor] = OrderedDict()
                 for mapping in mappings:
                     # the head of a tied embedding: the first stage has the embedding, the last one the head
