@@ -1,4 +1,4 @@
-"""A page in a real browser, chromium: what it makes of it at a width, and a photograph.
+"""A page in chromium: its layout at a width, and a screenshot.
 
 python tests/support/browser.py runs/mine/report/index.html page.png
 """
@@ -24,14 +24,14 @@ LOOK = Path(__file__).with_suffix(".js").read_text("utf-8")
 
 
 def need_browser() -> None:
-    """Skips where there is none; in CI its absence is a failure."""
+    """Skip the test if there is no browser. In CI a missing browser is a failure."""
     if not BROWSER:
         assert not os.environ.get("CI"), "CI has no chromium; .ci/run installs it"
         pytest.skip("no chromium here; apt-get install chromium")
 
 
 def _chromium(folder: Path, *words: str) -> tuple[str, str]:
-    """stdout, and what the console of the page said."""
+    """Return stdout and the output of the page's console."""
     how = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr")
     command = [BROWSER, *how, f"--user-data-dir={folder / 'profile'}", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -40,7 +40,7 @@ def _chromium(folder: Path, *words: str) -> tuple[str, str]:
 
 
 def look(page: Path, width: int, folder: Path) -> dict[str, Any]:
-    """What a browser makes of the page in a window of that width: in a frame, as its own windows have 500 at least."""
+    """Return the layout of the page at a width, measured in a frame, since windows have a minimum width of 500."""
     frame = html.escape(page.read_text("utf-8"))
     holder = folder / f"look-{width}.html"
     shown = f'<iframe id="page" width="{width}" height="900" style="border:0" srcdoc="{frame}"></iframe>'
@@ -65,8 +65,10 @@ HOLDER = """<!doctype html><meta charset="utf-8">
 
 
 def ask(site: Path, page: str, width: int, how: str, folder: Path) -> Any:
-    """What the function body `how` of JavaScript says of the document `page` of a site in a frame of that width: asked
-    until it is not null. The site is served on this machine, and an image that comes last keeps the browser there."""
+    """Evaluate a JavaScript function body in a page of a site, in a frame of that width, until it is not null.
+
+    The site is served locally. An image that arrives last keeps the browser open.
+    """
     seen = threading.Event()
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -95,7 +97,7 @@ def ask(site: Path, page: str, width: int, how: str, folder: Path) -> Any:
 
 
 def photograph(page: Path, folder: Path, *, dark: bool = False, size: tuple[int, int] = (1000, 800)) -> Any:
-    """The page as an array of pixels, [height, width, channels] of 0 to 1."""
+    """Return a screenshot as an array [height, width, channels] of values from 0 to 1."""
     from matplotlib.image import imread
 
     path = folder / "shot.png"

@@ -1,5 +1,4 @@
-"""How much a piece of Python does, as a count that is the same on every machine: what takes long is told by this, and not
-by a clock."""
+"""The amount of work that Python code does, as a number of calls, which is the same on every machine."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +6,7 @@ from types import FrameType
 
 
 def calls(work: Callable[[], object]) -> int:
-    """Functions called while `work` runs, those of C as well; in this thread."""
+    """Return the number of functions, including C functions, that `work` calls in this thread."""
     count = 0
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -1,4 +1,4 @@
-"""Loads as tests want them: all that a checkpoint holds, or pieces of one that is known; and what they save."""
+"""Saving and loading checkpoints in tests: complete ones, or given shards of a known one."""
 
 import json
 from hashlib import sha256
@@ -21,7 +21,7 @@ Found = tuple[Location, Manifest]
 def newest(
     directory: str | Location, mesh: Mesh, step: int | None = None, *, first: str | Location | None = None
 ) -> Found | None:
-    """The newest checkpoint that loads whole; collective."""
+    """Find the newest checkpoint that loads completely. Collective."""
 
     def everything(folder: Location, manifest: Manifest) -> loader.LoadPlan:
         held = [(name, kept.shape, getattr(torch, kept.dtype)) for name, kept in manifest.tensors.items()]
@@ -35,7 +35,7 @@ def newest(
 
 
 def fill(folder: Location, manifest: Manifest, pieces: list[TensorShard], mesh: Mesh, *, exact: bool = False) -> None:
-    """From this checkpoint alone; collective."""
+    """Load the shards from this checkpoint only. Collective."""
     found = loader.load_newest(
         folder.parent, mesh, lambda *_: loader.LoadPlan(pieces, exact), step_from_name(folder.name)
     )
@@ -53,19 +53,19 @@ def whole_piece(values: torch.Tensor, name: str = "model/w") -> TensorShard:
 
 
 def filled(value: float, rows: int = 4, columns: int = 1 << 14, count: int = 3) -> list[TensorShard]:
-    """Matrices of one value."""
+    """Return shards of matrices that are filled with one value."""
     return [whole_piece(torch.full((rows, columns), value), f"model/{n}") for n in range(count)]
 
 
 def row(mesh: Mesh, value: float, columns: int = 8) -> TensorShard:
-    """Row `rank` of a matrix of `world` rows, all `value`."""
+    """Return row `rank` of a matrix with `world` rows, filled with `value`."""
     rank, world = mesh.world.rank, mesh.world.size
     box = Box((rank, 0), (rank + 1, columns))
     return TensorShard("model/w", (world, columns), box, range(columns), torch.full((columns,), value))
 
 
 def save_steps(directory: str | Location | Path, *steps: int, **sizes: int) -> None:
-    """Each step's checkpoint is `filled` with its number."""
+    """Save a checkpoint for each step, filled with the step's number."""
     for step in steps:
         saver.save(directory, step, filled(float(step), **sizes), {"step": step}, ALONE)
 
@@ -77,6 +77,6 @@ def flip(file: Path, bit: int = -1) -> None:
 
 
 def reseal(folder: Path, data: object) -> None:
-    """Another manifest, with the hash that fits."""
+    """Write another manifest, with a matching checksum."""
     (folder / "manifest.json").write_text(data if isinstance(data, str) else json.dumps(data))
     (folder / "COMPLETE").write_text(sha256((folder / "manifest.json").read_bytes()).hexdigest())

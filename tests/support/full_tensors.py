@@ -1,4 +1,4 @@
-"""Whole tensors out of the pieces that ranks say they own."""
+"""Full tensors, assembled from the shards that ranks own."""
 
 from collections.abc import Iterable
 
@@ -16,13 +16,13 @@ def part_of(whole: Tensor, box: Box) -> Tensor:
 
 
 def owned(optimizer: DistributedOptimizer, prefix: str = "") -> list[Owned]:
-    """What this rank owns of all whose names begin so, copied, in fp64."""
+    """Return copies in fp64 of the shards that this rank owns, of tensors whose names start with `prefix`."""
     pieces = (piece for piece in optimizer.checkpoint_shards() if piece.is_owner)
     return [(p.name, p.shape, p.box, p.span, p.data.double().clone()) for p in pieces if p.name.startswith(prefix)]
 
 
 def whole_of(pieces: Iterable[Owned]) -> dict[str, Tensor]:
-    """By name; every element is owned by one."""
+    """Return the full tensors by name, and check that every element is owned once."""
     boxes: dict[tuple[str, tuple[int, ...], Box], Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for name, shape, box, span, values in pieces:

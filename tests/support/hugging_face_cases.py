@@ -1,4 +1,4 @@
-"""Tiny models of transformers' families, with weights far from their initial values."""
+"""Tiny transformers models of each family, with weights far from their initial values."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ MODELS["mistral"][1]["sliding_window"] = None  # which TOML cannot say
 
 
 def make(name: str, folder: Path, **changes: Any) -> Any:
-    """The model of that name, with `changes` of its configuration; it is saved in `folder`."""
+    """Create the model of that name, with changes of its configuration, and save it in `folder`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -45,7 +45,7 @@ def copied(folder: Path, target: Path) -> Path:
 
 
 def with_tokenizer(folder: Path, words: int) -> None:
-    """A word-level tokenizer of `words` tokens beside the model, with what else is usually there."""
+    """Write a word-level tokenizer of `words` tokens next to the model, with the usual other files."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     names = ["<unk>", "<s>", "</s>", "the", "in", "of", "was", "."]
@@ -59,8 +59,10 @@ def with_tokenizer(folder: Path, words: int) -> None:
 
 
 def collection(base: Path, tokenizer: bool = False, layers: int | None = None) -> Callable[[str], tuple[Any, Path]]:
-    """name -> (model of transformers, the directory below `base` it is saved in), each made once. `tokenizer`: with one
-    of as many tokens as the model has rows."""
+    """Return a cached function: name -> (transformers model, its directory below `base`).
+
+    With `tokenizer`, the directory has a tokenizer with as many tokens as the model has rows.
+    """
     made: dict[str, tuple[Any, Path]] = {}
 
     def get(name: str) -> tuple[Any, Path]:

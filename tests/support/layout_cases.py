@@ -21,7 +21,7 @@ SPLIT, ZERO2, ZERO3, OFFLOAD, PARAMETERS, HALF = map(flags, "SPLIT ZERO2 ZERO3 O
 
 @dataclass(frozen=True)
 class Row:
-    """One layout of one model; `world` ranks, what is left over tp x pp is dp."""
+    """One layout of one model on `world` ranks; dp is world / (tp x pp)."""
 
     world: int
     model: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """tp, pp, dp with cp, vpp."""
+        """The sizes tp, pp, dp (including cp) and vpp."""
         tp, pp, vpp = (int(self.value(flag, "1")) for flag in SIZES)
         return tp, pp, self.world // (tp * pp), vpp
 
@@ -54,7 +54,7 @@ ROWS = table("rows")
 
 
 def features(item: Row) -> dict[str, Hashable]:
-    """What may disturb what."""
+    """Return the features of a layout, of which every pair should be tested together."""
     tp, pp, dp, vpp = (size > 1 for size in item.sizes)
     return {
         **{"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "split": SPLIT in item.words},

@@ -1,9 +1,9 @@
-"""Two machines inside one: Linux namespaces, each with a network, a host name, an /etc/hosts and processes of its own.
+"""Two simulated nodes: Linux namespaces with separate networks, host names, /etc/hosts and processes.
 
     with two_nodes(folder) as (a, b): run = a.start([...]); a.cable("down"); b.kill(); b.boot()
 
-Their cables end in a switch, a third namespace: a node whose cable is pulled keeps its address, as a real one does.
-They share the file system. Needs Linux and root, or leave to make user namespaces.
+Their cables end in a switch, a third namespace: a node whose cable is pulled keeps its address, like a real one.
+They share the file system. This needs Linux and root, or the permission to create user namespaces.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ CARD = "wire0"
 
 
 class Unpermitted(Exception):
-    """This machine makes no namespaces for us; the text is its answer."""
+    """The machine refuses to create namespaces; the text is its error."""
 
 
 def _do(words: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ def _do(words: Sequence[str]) -> None:
 
 
 class Machine:
-    """One set of namespaces. `within`: whose user namespace it shares, where we are not root."""
+    """One set of namespaces. Without root, it shares the user namespace of `within`."""
 
     def __init__(self, name: str, hosts: Path, within: "Machine | None" = None):
         self.name, self._hosts, self._within = name, hosts, within
@@ -56,14 +56,14 @@ class Machine:
             raise Unpermitted(self._outer.stderr.read().strip())
 
     def pid(self) -> str:
-        """Of its first process, as it is called outside: the last in a line of only children."""
+        """Return the id of its first process outside of the namespace: the last in a chain of only children."""
         pid = str(self._outer.pid)
         while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             pid = children[0]
         return pid
 
     def inside(self, processes: bool = True) -> list[str]:
-        """What to put before a command to have it run here. `processes`: as one of its own."""
+        """Return the prefix of a command that runs here, with `processes` also in its process namespace."""
         user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         own = ["--pid"] if processes else []
         return ["nsenter", "-t", self.pid(), *user, "--net", "--uts", "--mount", *own, "env", "-C", str(ROOT)]
@@ -72,7 +72,7 @@ class Machine:
         _do([*self.inside(processes=False), "ip", *words])  # numbers of processes are those out here
 
     def kill(self) -> None:
-        """All its processes, at once."""
+        """Kill all its processes at once."""
         if self._outer is not None and self._outer.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(self.pid()), signal.SIGKILL)
@@ -85,7 +85,7 @@ class Node(Machine):
         self.address, self.switch, self.started = address, switch, list[Talk]()
 
     def boot(self) -> None:
-        """On, with the cable in."""
+        """Start the node, with its cable connected."""
         super().boot()
         self.switch.ip("link", "add", self.name, "type", "veth", "peer", "name", CARD, "netns", self.pid())
         self.switch.ip("link", "set", self.name, "master", "switch", "up")
@@ -93,11 +93,11 @@ class Node(Machine):
         self.ip("link", "set", CARD, "up")
 
     def cable(self, state: str) -> None:
-        """up or down."""
+        """Set the cable's state: up or down."""
         self.switch.ip("link", "set", self.name, state)
 
     def slow_down(self) -> None:
-        """Its cable delays what comes by 20 ms, or where the kernel cannot do that carries 8 Mbit/s only."""
+        """Delay incoming packets by 20 ms, or limit the cable to 8 Mbit/s if the kernel cannot delay."""
         ways = (["netem", "delay", "20ms"], ["tbf", "rate", "8mbit", "burst", "16kb", "latency", "400ms"])
         tc = [*self.switch.inside(), "tc", "qdisc", "replace", "dev", self.name, "root"]
         if not any(subprocess.run([*tc, *way], capture_output=True, timeout=20).returncode == 0 for way in ways):
@@ -118,7 +118,7 @@ class Node(Machine):
 
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
-    """Raises Unpermitted."""
+    """Create two nodes. Raises Unpermitted."""
     (hosts := folder / "hosts").write_text(HOSTS)
     switch = Machine("switch", hosts)
     nodes = [Node(name, address, hosts, switch) for name, address in (("node-a", "10.77.0.1"), ("node-b", "10.77.0.2"))]

@@ -1,5 +1,7 @@
-"""Few rows of a table in which every two features meet that meet in any row of it: what runs with each commit, where the
-whole table runs with `tests/run.sh --all`."""
+"""Pairwise coverage: a few rows of a table that have every pair of features that any row has.
+
+These rows run before each commit. The whole table runs with `tests/run.sh --all`.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
@@ -9,12 +11,12 @@ import pytest
 
 
 def pairs(features: dict[str, Hashable]) -> set[Any]:
-    """Every two features of one row, each with its value."""
+    """Return every pair of features of a row, each with its value."""
     return set(combinations(sorted(features.items(), key=lambda item: item[0]), 2))
 
 
 def cover(rows: Sequence[Any], features: Callable[[Any], dict[str, Hashable]]) -> list[Any]:
-    """Greedy: again and again the row with most pairs that are still to be met. In the table's order."""
+    """Choose rows greedily, by the number of pairs that are still missing; return them in the table's order."""
     of_rows, chosen = [pairs(features(row)) for row in rows], set[int]()
     missing = set().union(*of_rows)
     while missing:
@@ -24,7 +26,7 @@ def cover(rows: Sequence[Any], features: Callable[[Any], dict[str, Hashable]]) -
 
 
 def spelled(words: dict[str, str]) -> dict[str, str]:
-    """Words of a table of flags, each of which may have those before it in braces."""
+    """Expand words of a table of flags. Each may contain earlier ones in braces."""
     known = dict[str, str]()
     for name, text in words.items():
         known[name] = text.format_map(known)
@@ -32,6 +34,6 @@ def spelled(words: dict[str, str]) -> dict[str, str]:
 
 
 def rarely(rows: Sequence[Any], often: Sequence[Any], name: Callable[[Any], str], **guards: Any) -> list[Any]:
-    """`rows` as parameters of a test, of which only those in `often` run before each commit."""
+    """Return `rows` as parameters of a test. Only those in `often` run before each commit, the others nightly."""
     mark = pytest.mark.nightly(**guards)
     return [pytest.param(row, id=name(row), marks=() if row in often else mark) for row in rows]

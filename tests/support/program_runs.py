@@ -1,4 +1,4 @@
-"""Whole runs of the program, typed as a user types them, and what they leave behind."""
+"""Complete runs of the program in processes of their own, and the files that they write."""
 
 import json
 import os
@@ -15,13 +15,13 @@ ROOT = programs.ROOT
 
 
 def pretrain(*flags: object, fault: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """To its end. `fault`: what MEGALITE_FAULT asks for."""
+    """Run pretrain_gpt.py to its end. `fault` is the value of MEGALITE_FAULT."""
     env = {**os.environ, **options.pop("env", {}), **({"MEGALITE_FAULT": fault} if fault else {})}
     return programs.python("pretrain_gpt.py", *map(str, flags), env=env, **{"timeout": 120, **options})
 
 
 def shown(process: subprocess.Popen[str], what: str) -> list[str]:
-    """The lines of its standard output until one has `what` in it."""
+    """Return the lines of standard output up to the first that contains `what`."""
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -32,7 +32,7 @@ def shown(process: subprocess.Popen[str], what: str) -> list[str]:
 
 @contextmanager
 def running(*flags: object, until: str = "step     3/", **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A run that has shown `until`; it ends with the block."""
+    """Start a run and wait until it has printed `until`. The run ends with the block."""
     words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, flags)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = programs.Popen(words, text=True, cwd=ROOT, **pipes | options)
@@ -53,7 +53,7 @@ def status_of(folder: Path) -> dict[str, Any]:
 
 
 def losses(folder: Path, of: str = "train/loss") -> dict[int, float]:
-    """By step."""
+    """Return the logged losses by step."""
     return {row["step"]: row[of] for row in rows(folder / "metrics.jsonl") if of in row}
 
 
@@ -69,7 +69,7 @@ def alive(pid: int) -> bool:
 
 
 def rank_pids(folder: Path) -> tuple[int, int, int]:
-    """Fork server, rank 0, rank 1."""
+    """Return the process ids of the fork server, rank 0 and rank 1."""
     first = status_of(folder)["pid"]
     server = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
     [other] = {*children(server)} - {first}

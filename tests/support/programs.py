@@ -26,7 +26,7 @@ WORD = 4  # bytes of a number between the processes
 
 
 class Popen(subprocess.Popen[Any]):
-    """A program: `script.py WORDS`, `-m module WORDS` or `-c TEXT WORDS`."""
+    """A program: `script.py ARGS`, `-m module ARGS` or `-c TEXT ARGS`."""
 
     def __init__(self, words: Sequence[str], **options: Any):
         self._line: socket.socket | None = None
@@ -81,7 +81,7 @@ def run(
     words: Sequence[str], *, capture_output: bool = False, ok: bool = False, timeout: float | None = None,
     input: str | bytes | None = None, **options: Any,
 ) -> subprocess.CompletedProcess[Any]:  # fmt: skip
-    """As subprocess.run; `ok`: it has to end with 0."""
+    """Run a program like subprocess.run. With `ok`, it must exit with 0."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if input is not None:
@@ -98,7 +98,7 @@ def run(
 
 @contextlib.contextmanager
 def group(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A program and all that it starts, with one pipe for what they say; what is left of them ends with the block."""
+    """Start a program in a session with one pipe for all output. The whole session ends with the block."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     process = subprocess.Popen(words, start_new_session=True, **pipes | options)
     try:
@@ -110,7 +110,7 @@ def group(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str
 
 
 class Talk:
-    """A program and the lines that it says, which a thread reads as they come."""
+    """A program and its output lines, which a thread reads."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self.process, self.lines = process, list[str]()
@@ -126,7 +126,7 @@ class Talk:
         return "".join(self.lines)
 
     def until(self, what: str, timeout_s: float = 90, after: int = 0) -> int:
-        """The number of the first line, from `after` on, that has `what` in it."""
+        """Wait for a line that contains `what`, from line `after` on, and return its number."""
         end = time.monotonic() + timeout_s
         while True:
             over = time.monotonic() > end or not self._reader.is_alive()
@@ -137,7 +137,7 @@ class Talk:
             time.sleep(0.02)
 
     def end(self, timeout_s: float) -> int:
-        """Its exit code."""
+        """Wait for the end, and return the exit code."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -148,14 +148,14 @@ class Talk:
 
 
 def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:
-    """What `python tools/x.py WORDS`, `-m` or `-c` say, typed in the repository unless `cwd` is another folder."""
+    """Run `python tools/x.py ARGS`, `-m` or `-c` in the repository, unless `cwd` is another directory."""
     script = words[0] if words[0].startswith("-") else str(ROOT / words[0])
     usual: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
     return run([sys.executable, script, *words[1:]], **usual | options)
 
 
 def without_safe_path(words: Sequence[str]) -> list[str]:
-    """Words of a program, without python's -P."""
+    """Return the arguments without python's -P."""
     return [words[0], *words[2:]] if [*words[1:2]] == ["-P"] else [*words]
 
 
@@ -180,13 +180,13 @@ def _ask(told: bytes, fds: list[int]) -> None:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Of the process that programs are forked from: that of the first call."""
+    """Return the environment that programs are forked with: the one at the first call."""
     return dict(os.environ)
 
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """Of what makes `Popen` start an interpreter; the rest may be a fixture's that lasts longer."""
+    """Restore the variables that make `Popen` start an interpreter. Others may belong to longer-lived fixtures."""
     before = dict(os.environ)
     yield
     for name in {*before, *os.environ}:
@@ -200,7 +200,7 @@ def environment_kept() -> Iterator[None]:
 
 @functools.cache
 def _server() -> socket.socket:
-    """A line to it. It ends when this process does."""
+    """Return a socket to the process that programs are forked from. It ends when this process does."""
     near, far = socket.socketpair()
     words = [sys.executable, __file__, str(far.fileno())]
     subprocess.Popen(
@@ -215,7 +215,7 @@ def _server() -> socket.socket:
 
 
 def _serve(line: socket.socket) -> dict[str, Any] | None:
-    """Returns in a program: what it is told. None when nobody asks any more."""
+    """Fork programs on request. Return the request in a forked program, and None at the end of the socket."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those in between
     while True:
         head, fds, _, _ = socket.recv_fds(line, WORD, 16)
@@ -232,12 +232,12 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
 
 
 def _take_terminal() -> None:
-    """Ctrl-C on stdin's terminal is for this session."""
+    """Make stdin's terminal the controlling terminal of this session."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def _fork(fds: list[int], passed: list[int], session: bool) -> bool:
-    """True in the program itself; its parent tells its end to who has asked for it."""
+    """Return True in the program itself. Its parent reports its end to the requesting process."""
     answer, *streams = fds
     pid = os.fork()
     if pid == 0:
@@ -262,7 +262,7 @@ def _fork(fds: list[int], passed: list[int], session: bool) -> bool:
 
 
 def _forked_server(spawn: Any) -> Any:
-    """In place of util.spawnv_passfds: the fork server of ranks is a fork, too."""
+    """Return a replacement for util.spawnv_passfds that forks the fork server of ranks as well."""
 
     def start(path: Any, words: list[Any], passed: Sequence[int]) -> int:
         if "multiprocessing.forkserver" not in str(words[-1]):
@@ -324,7 +324,7 @@ def _import_for_all() -> None:
 
 
 def _end(code: object) -> None:
-    """As an interpreter ends, without taking down the modules, which takes longer than most programs."""
+    """End like an interpreter, but without unloading modules, which takes longer than most programs."""
     import atexit
     import threading
 

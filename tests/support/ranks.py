@@ -1,6 +1,8 @@
-"""`run_ranks`: run a function on N gloo ranks inside a test, and get back what each returned. Ranks come from a fork
-server that has torch imported (0.1 s for 4). One that raises fails the test with its traceback; one that hangs is
-killed."""
+"""`run_ranks`: run a function on N gloo ranks inside a test, and get the results.
+
+Ranks come from a fork server that has imported torch (0.1 s for 4). A rank that raises fails the test with its
+traceback. A rank that hangs is killed.
+"""
 
 import datetime
 import multiprocessing
@@ -47,13 +49,16 @@ def _run(
 
 
 def wait_for(path: Path) -> None:
-    """Of a rank that must not be gone before another one has made that file: who dies is noticed at once."""
+    """Wait until another rank has created the file, since a rank that ends early is noticed at once."""
     while not path.exists():
         time.sleep(0.01)
 
 
 def _all_are_here(ranks: RankInfo) -> None:
-    """A rank with nothing to exchange is not gone before the others have found it: gloo's own groups take care of that."""
+    """Wait until all ranks are here, so that a rank without communication does not end before others connect.
+
+    Groups of gloo do this themselves.
+    """
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
@@ -64,9 +69,12 @@ def _all_are_here(ranks: RankInfo) -> None:
 def run_ranks(
     world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, backend: Callable[[], str] | None = None
 ) -> list[Any]:
-    """Call `fn(*args)` (a module-level function) on `world` ranks; the list of results in rank order.
+    """Call `fn(*args)` on `world` ranks, and return the results in rank order.
 
-    `backend`: module-level too, called on each rank, registers one that is not gloo and returns its name."""
+    Args:
+        fn: A module-level function.
+        backend: A module-level function that registers a backend other than gloo on each rank, and returns its name.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     pipes = [context.Pipe(duplex=False) for _ in range(world)]

@@ -1,4 +1,4 @@
-"""Run directories as runs leave them, for tests of the report's page."""
+"""Run directories of finished runs, for tests of the report page."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def about(**changed: Any) -> dict[str, Any]:
 
 
 def timeline() -> dict[str, Any]:
-    """Of the real executor's order, every action 10 ms long on a clock of its own."""
+    """Return a timeline in the executor's order, with 10 ms per action and one clock per rank."""
     from megalite.pipeline.schedule import build_schedule
 
     ranks = []
@@ -43,7 +43,7 @@ def rows(steps: int, every: int = 1, shift: float = 0.0) -> list[dict[str, Any]]
 
 
 def write_run(folder: Path, steps: int = 1000, shift: float = 0.0, **changed: Any) -> Path:
-    """`changed`: of `about`."""
+    """Write a run directory. `changed` overrides values of `about`."""
     folder.mkdir(parents=True)
     told = about(**changed)
     percent = {"forward": 30.0, "backward": 45.0, "communication": 12.5, "bubble": 9.0, "optimizer": 2.5, "data": 1.0}

@@ -1,5 +1,7 @@
-"""What keeps the house in order, measured from the source: `python tests/support/style_rules.py` prints every place that breaks a rule;
-`python tests/support/style_rules.py path` the files that a training step runs through, with their lines.
+"""Rules of the code base, checked on the source.
+
+`python tests/support/style_rules.py` prints every violation. `python tests/support/style_rules.py path` prints the
+files that a training step runs through, with their numbers of lines.
 
 Nothing of the package is imported: the files are read as text and syntax trees, which takes seconds. A rule takes the
 root of a repository and yields a line per place; tests/repository/test_style_rules.py runs each, and shows that each can fail.
@@ -45,7 +47,7 @@ parse = functools.cache(ast.parse)  # of a text
 
 
 def sources(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
-    """(path from the root, syntax tree) of every Python file below `folders`."""
+    """Yield (path from the root, syntax tree) of every Python file below `folders`."""
     for folder in folders:
         for path in sorted((root / folder).rglob("*.py")) if (root / folder).is_dir() else [root / folder]:
             if path.is_file():
@@ -53,7 +55,7 @@ def sources(root: Path, *folders: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def graph(root: Path, *folders: str, annotations: bool = False) -> dict[str, set[str]]:
-    """module -> the modules of `folders` (the package) that it imports anywhere, also inside functions.
+    """Return module -> the modules of `folders` (the package) that it imports anywhere, also inside functions.
 
     Args:
         annotations: whether imports that only a type checker runs count, too (if TYPE_CHECKING).
@@ -74,13 +76,13 @@ def graph(root: Path, *folders: str, annotations: bool = False) -> dict[str, set
 
 
 def _for_type_checkers(tree: ast.Module) -> set[ast.AST]:
-    """Everything below `if TYPE_CHECKING`."""
+    """Return all nodes below `if TYPE_CHECKING`."""
     blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test).endswith("TYPE_CHECKING")]
     return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
 
 
 def circles(root: Path) -> Iterator[str]:
-    """A circle of imports, tools included, and imports that do not point to a lower layer."""
+    """Yield circles of imports, including tools, and imports that do not point to a lower layer."""
     edges = graph(root, *CODE, annotations=True)
     try:
         TopologicalSorter({name: others - {name} for name, others in edges.items()}).prepare()
@@ -96,7 +98,7 @@ def circles(root: Path) -> Iterator[str]:
 
 
 def environment_readers(root: Path) -> Iterator[str]:
-    """Reads of os.environ elsewhere than in READERS, which others ask (environment.getenv)."""
+    """Yield reads of os.environ outside of READERS; other modules use environment.getenv."""
     for path, tree in sources(root, "megalite", "pretrain_gpt.py"):
         found = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
         reads = [n.lineno for n in found if ast.unparse(n) != "environment.getenv"]
@@ -109,7 +111,7 @@ A_STORAGE = re.compile(r"(self|self\._there|(self\.)?\w*storage|storage_of\(.*\)
 
 
 def links_followed(root: Path) -> Iterator[str]:
-    """A file that others may have planted is written by an opener of common/safe_open.py, or is new (mode "x")."""
+    """Yield writes that could follow a planted link: not by common/safe_open.py, and not of a new file (mode "x")."""
     for path, tree in sources(root, *(f"megalite/{package}" for package in ("checkpoint", "training", "data"))):
         for node in ast.walk(tree):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
@@ -130,7 +132,7 @@ ORDER_OF_ANY = {"record_stream", "wait_stream", "wait_event", "record_event"}  #
 
 
 def streams_elsewhere(root: Path) -> Iterator[str]:
-    """Order on a card is made in one place, so that one place is to be read, and to be simulated."""
+    """Yield uses of CUDA streams outside of parallel/streams.py, the one place to read and to simulate."""
     for path, tree in sources(root, "megalite", "pretrain_gpt.py"):
         for node in ast.walk(tree) if path != STREAMS else ():
             if isinstance(node, ast.Attribute):
@@ -150,7 +152,7 @@ BY_NAME_ON_PURPOSE = {"tools/verification/independent_import.py"}
 
 
 def _is_name(node: ast.expr) -> bool:
-    """Whether an expression is called a name: `name`, `spec.name`, `old_name[0]`."""
+    """Return True if an expression is called a name: `name`, `spec.name`, `old_name[0]`."""
     while isinstance(node, ast.Subscript | ast.Call):
         node = node.value if isinstance(node, ast.Subscript) else node.func
         node = node.value if isinstance(node, ast.Attribute) and node.attr in QUESTIONS else node
@@ -158,13 +160,13 @@ def _is_name(node: ast.expr) -> bool:
 
 
 def _names_parameter(node: ast.expr, asked: bool) -> bool:
-    """Whether a string in it is of a parameter's name; a single word only where a name is `asked`."""
+    """Return True if a string in it is part of a parameter's name; a single word counts only if `asked`."""
     texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     return any(PARAMETER & set(re.split("[./]", text.strip("_["))) and (asked or "." in text) for text in texts)
 
 
 def facts_by_name(root: Path) -> Iterator[str]:
-    """A list of names, a part of a name, an end of it that decides something about a parameter."""
+    """Yield code that decides something about a parameter by its name or a part of it."""
     for path, tree in sources(root, "megalite", "tools", "pretrain_gpt.py"):
         room = path.split("/")[1] if "/" in path else path
         for node in ast.walk(tree) if path not in BY_NAME_ON_PURPOSE else ():
@@ -182,12 +184,12 @@ def facts_by_name(root: Path) -> Iterator[str]:
 
 
 def letters(root: Path) -> set[str]:
-    """The axes that docs/shapes.md defines: the first cells of its tables."""
+    """Return the axes that docs/shapes.md defines in the first cells of its tables."""
     return set(re.findall(r"^\| `([A-Z])` \|", (root / "docs/shapes.md").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def suffix(name: str) -> str:
-    """The axes that a tensor's name ends in; "" where it ends in none.
+    """Return the axes that a tensor's name ends in, or "".
 
     >>> suffix("x_sBD"), suffix("head_size"), suffix("MOST_ROWS")
     ('sBD', '', '')
@@ -201,7 +203,7 @@ SHAPE = re.compile(rf"\[({LETTER}(?:[ ,*/+-]+{LETTER})*)\]")  # in a docstring o
 
 
 def shapes(root: Path) -> Iterator[str]:
-    """Letters that docs/shapes.md does not define, and names that are given to a tensor of other axes."""
+    """Yield axes that docs/shapes.md does not define, and names given to a tensor of other axes."""
     known = letters(root)
     for path, tree in sources(root, *(f"megalite/{room}" for room in ("kernels", "nn", "models", "generate"))):
         lost: dict[str, int] = {}
@@ -218,7 +220,7 @@ def shapes(root: Path) -> Iterator[str]:
 
 
 def _renamed(node: ast.AST) -> Iterator[str]:
-    """x_SB = y_sB, f(x_SB=y_sB) and `B, S = x_SB.shape`: axes change by an operation, not by a name."""
+    """Yield renamed axes: x_SB = y_sB, f(x_SB=y_sB) and `B, S = x_SB.shape`."""
     pairs: list[tuple[str, ast.expr]] = []
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         pairs = [(node.targets[0].id, node.value)]
@@ -244,7 +246,7 @@ CORE = ("parallel", "kernels", "nn", "models", "pipeline", "optim")
 
 
 def path_of_a_step(root: Path) -> dict[str, int]:
-    """file -> lines: those that the picture of a step in docs/architecture.md names, and what they import of the core."""
+    """Return file -> lines of the files that a step in docs/architecture.md names, and of their imports in the core."""
     page = root / "docs/architecture.md"
     drawn = documents.chains(page.read_text(encoding="utf-8"))[0] if page.is_file() else []
     edges, found = graph(root), set[str]()
@@ -260,7 +262,7 @@ def path_of_a_step(root: Path) -> dict[str, int]:
 
 
 def parts_of(name: str, root: Path) -> Iterator[str]:
-    """How the modules begin that a module of the core gets its parts from by name (config/registry.py)."""
+    """Yield the prefixes of modules that a module gets components from by name (config/registry.py)."""
     text = root.joinpath(*name.split(".")).with_suffix(".py").read_text("utf-8")
     for kind in re.findall(r'REGISTRIES\["(\w+)"\]', text):
         kinds = tomllib.loads((root / "megalite/config/registry.toml").read_text("utf-8"))

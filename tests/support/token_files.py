@@ -1,4 +1,4 @@
-"""Small token files and tokenizers that tests share, and a disk that is full."""
+"""Small token files and tokenizers for tests, and a simulated full disk."""
 
 import contextlib
 import random
@@ -25,7 +25,7 @@ def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: type[np.gener
 
 
 def numbered(prefix: Path, lengths: Sequence[int], first: int = 0) -> IndexedDataset:
-    """Documents of these lengths, in which every token is another number: `first`, `first` + 1, ..."""
+    """Write documents of these lengths whose tokens are numbered `first`, `first` + 1, ..."""
     with IndexedWriter(prefix, np.int32) as writer:
         writer.add_many(first + np.arange(sum(lengths)), np.array(lengths, np.int64))
         writer.finish()
@@ -37,8 +37,10 @@ def documents_of(data: IndexedDataset) -> list[list[int]]:
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, taken out or put in, or a number of eight; seldom the end is cut off. Half of the places are
-    near the beginning."""
+    """Change, remove or insert a few bytes or an 8-byte number, or rarely cut off the end.
+
+    Half of the positions are near the start.
+    """
     data = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 5])):
         place = rng.randrange(len(data) if rng.random() < 0.5 else min(len(data), 3000))
@@ -59,7 +61,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def byte_level_bpe(texts: Iterable[str], size: int, special: Sequence[str] = ("<|endoftext|>",)) -> Any:
-    """A tokenizer of the library, as GPT-2's."""
+    """Train a byte-level BPE tokenizer like GPT-2's."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -72,13 +74,13 @@ def byte_level_bpe(texts: Iterable[str], size: int, special: Sequence[str] = ("<
 
 
 def full(*_: object, **__: object) -> None:
-    """In place of what writes."""
+    """Raise "no space left on device", in place of a function that writes."""
     raise OSError(28, "No space left on device")
 
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Of this process."""
+    """Simulate a full disk in this process."""
     limit_files()
     try:
         yield
@@ -87,6 +89,6 @@ def full_disk() -> Iterator[None]:
 
 
 def limit_files(size: int = 65536) -> None:
-    """Of this process: none of its files grows beyond that."""
+    """Limit the size of all files that this process writes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

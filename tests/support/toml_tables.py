@@ -1,4 +1,4 @@
-"""Tables of tests that hold no code, in TOML files below tests/."""
+"""Tables of test cases, in TOML files below tests/."""
 
 import tomllib
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read(name: str) -> dict[str, Any]:
-    """NAME.toml."""
+    """Return the table tests/NAME.toml."""
     return tomllib.loads((Path(__file__).parents[1] / f"{name}.toml").read_text("utf-8"))
 
 
@@ -15,7 +15,7 @@ MESSAGES = read("support/expected_messages")
 
 
 def spelt(words: Mapping[str, str]) -> Callable[[str], str]:
-    """What makes flags of a line in which such words stand for others, and these perhaps for others again."""
+    """Return a function that expands the words of a line into flags, recursively."""
 
     def flags(line: str) -> str:
         return " ".join(flags(words[word]) if word in words else word for word in line.split())

@@ -1,4 +1,4 @@
-"""Small command lines that tests share, and runs of them: in this process, without what a start does, with a signal."""
+"""Small command lines for tests, and runs of them: in this process, without startup checks, or with a signal."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TP2_PP2 = "--nproc 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-si
 
 
 def config_from(words: str | Sequence[str]) -> Config:
-    """What a command line asks for. Raises ConfigError."""
+    """Parse a command line. Raises ConfigError."""
     from megalite.config import cli
     from megalite.models.families import PRESETS
 
@@ -48,7 +48,7 @@ def config_from(words: str | Sequence[str]) -> Config:
 
 
 def this_rank() -> RankInfo:
-    """Of those that tests/support/ranks.py has started; else the only one."""
+    """Return this rank of tests/support/ranks.py, or the only rank."""
     import torch.distributed as dist
 
     from megalite.launch.rank_info import RankInfo
@@ -57,7 +57,7 @@ def this_rank() -> RankInfo:
 
 
 def stage_from(words: str | Sequence[str], dtype: torch.dtype) -> Stage:
-    """The whole model on one rank, without a run."""
+    """Build the complete model on one rank, without a run."""
     from megalite.parallel.mesh import Mesh
     from megalite.planning.run_plan import make_run_plan
 
@@ -69,7 +69,7 @@ OPEN: list[Run] = []  # until the test is over, or what tests/support/ranks.py c
 
 
 def run_from(given: Config | str | Sequence[str], **how: Any) -> Run:
-    """On this rank and the CPU, unless `how`, of build_run, says otherwise. It is closed by itself."""
+    """Build a run on this rank and the CPU; `how` has arguments of build_run. It is closed after the test."""
     import torch
 
     from megalite.config.options import Config
@@ -86,7 +86,7 @@ def close_runs() -> None:
 
 
 def kept(run: Run, kind: str = "") -> dict[str, Tensor]:
-    """A copy of all that an update changes: weights, main weights, moments, and the number of updates; or of one kind."""
+    """Copy everything that an update changes: weights, main weights, moments and the number of updates, or one kind."""
     import torch
 
     pieces = {piece.name: piece.data.clone() for piece in run.optimizer.checkpoint_shards()}
@@ -95,14 +95,14 @@ def kept(run: Run, kind: str = "") -> dict[str, Tensor]:
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """To the bit, NaN but for itself."""
+    """Return True if all tensors are equal to the bit; a NaN is unequal."""
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
 def pretrain(
     config: Config, ranks: RankInfo | None = None, warnings: Sequence[str] = (), stop: StopSignalHandler | None = None
 ) -> int:
-    """The program on one rank, past its command line, to its exit code. Signals come to `stop`, if to anybody."""
+    """Run the program on one rank from a parsed command line, and return its exit code."""
     import pretrain_gpt
     from megalite.launch.rank_info import RankInfo
     from megalite.training.job.command import TrainCommand
@@ -115,7 +115,7 @@ def pretrain(
 
 
 def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None = None) -> RunResult:
-    """From the run's step to its last, without a log."""
+    """Train from the run's step to its last, without a log."""
     from megalite.training.job.stop_signals import StopSignalHandler
     from megalite.training.logging.metrics_logger import NullLogger
     from megalite.training.logging.time_breakdown import TimeBreakdown
@@ -125,7 +125,9 @@ def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None 
     from megalite.training.trainer import Monitors, Trainer  # torch: others want the command lines alone
 
     dog = Watchdog(run.mesh, folder, Timers(), 600.0)
-    monitors = Monitors(config, run, folder, TimeBreakdown(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog)
+    monitors = Monitors(
+        config, run, folder, TimeBreakdown(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog
+    )
     try:
         training = Trainer(run, config, folder, NullLogger(), StopSignalHandler(), saver, None, monitors)
         with monitors.collector.running(), contextlib.closing(monitors.profiler):
@@ -137,13 +139,13 @@ def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None 
 
 
 def logged(folder: Path, what: str = "train/loss") -> list[Any]:
-    """Of each step that a run has logged."""
+    """Return a metric of each step that a run has logged."""
     rows = map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines())
     return [row[what] for row in rows if "train/loss" in row]
 
 
 def waits(pid: int, number: int) -> bool:
-    """Whether a process holds a signal or has a handler for it: it holds for a moment that a loaded machine may miss."""
+    """Return True if a process blocks a signal or has a handler for it. It blocks only for a short time."""
     masks = re.findall(r"Sig(?:Blk|Cgt):\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
