@@ -142,7 +142,7 @@ def _refuse_abandoned(directory: Location) -> None:
     """
     if isinstance(directory, Path) and (abandoned := sorted(directory.glob("abandoned-iter_*"))):
         raise CheckpointError(
-            f"load={str(directory)!r} holds only checkpoints that a run has abandoned, as {abandoned[-1].name}: "
+            f"load={str(directory)!r} holds only checkpoints that a run has abandoned, such as {abandoned[-1].name}: "
             "rename the one to start from to iter_NUMBER, or move them away to start from scratch"
         )
 
