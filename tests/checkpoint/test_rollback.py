@@ -183,7 +183,7 @@ def test_rollback_in_a_remote_store_is_refused(tmp_path: Path) -> None:
     one.close()
     assert storage.steps_in(url) == [2, 3, 4, 5]
     local = CheckpointSaver(tmp_path, ALONE, 0, upload_to=url)
-    with pytest.raises(CheckpointError, match="behind a URL"):
+    with pytest.raises(CheckpointError, match="renamed at a URL"):
         local.set_start_step(1)
     local.close()
     fresh = f"memory://runs/{uuid.uuid4().hex}"
@@ -370,7 +370,7 @@ TUNE = "--lr 0.001 --train-iters 7 --finetune --exit-interval 3 --save-local {}"
 def test_finetune_in_the_same_directory_resumes(run: Path) -> None:
     tune = TUNE.format(run.with_name("fast"))
     code, said = alone(run, tune)
-    assert code == 75 and "begins with" in said and "only the weights are loaded" in said, said
+    assert code == 75 and "starts from" in said and "only the weights are loaded" in said, said
     assert storage.steps_in(run) == [2, 3] and len(list(run.glob("abandoned-*left-at-0000000"))) == 3
     for step in (3, 6):
         code, said = alone(run, tune)
