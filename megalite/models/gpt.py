@@ -26,7 +26,7 @@ from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.micro_batch import RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, Batch
 from megalite.nn.mlp import MLP
 from megalite.nn.moe import MoELayer
-from megalite.nn.norm import Norm, norm_args
+from megalite.nn.norm import Norm
 from megalite.nn.parameter import ParamFactory, RunUnit, call_unit, shapes
 from megalite.nn.recompute import checkpoint_without_output, recompute
 from megalite.parallel.spec import ParamSpec
@@ -64,32 +64,40 @@ class RecomputeConfig:
 def rope_scaling(model: ModelConfig) -> Scaling:
     """Return the scaling of the model's rotary wavelengths, or None."""
     if model.position_embedding_type == "yarn":
-        stretch = model.rotary_scaling_factor, model.yarn_original_max_position_embeddings
-        borders = model.yarn_beta_fast, model.yarn_beta_slow, model.yarn_correction_range_round_to_int
-        return Yarn(*stretch, *borders, model.mscale, model.mscale_all_dim)
+        return Yarn(
+            model.rotary_scaling_factor,
+            model.yarn_original_max_position_embeddings,
+            model.yarn_beta_fast,
+            model.yarn_beta_slow,
+            model.yarn_correction_range_round_to_int,
+            model.mscale,
+            model.mscale_all_dim,
+        )
     return RopeScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
 
 
 class Block(nn.Module):
     """A transformer layer. `recomputed`: the parts that are recomputed in backward (RecomputeConfig)."""
 
-    def __init__(self, make: ParamFactory, model: ModelConfig, layer: int, recomputed: tuple[str, ...] = ()):
+    def __init__(self, make_param: ParamFactory, model: ModelConfig, layer: int, recomputed: tuple[str, ...] = ()):
         super().__init__()
-        make = make.for_unit(f"layers.{layer}")
-        self.layer, self.seed, self.dropout_p = layer, make.seed, model.hidden_dropout
-        self.tp, self.parallel_residual = make.mesh.tp, model.parallel_residual
+        make_param = make_param.for_unit(f"layers.{layer}")
+        self.layer = layer
+        self.seed = make_param.seed
+        self.dropout_p = model.hidden_dropout
+        self.tp = make_param.mesh.tp
+        self.parallel_residual = model.parallel_residual
         self.recompute_norms = "layernorm" in recomputed
         self.recompute_mlp = ("moe" if model.moe_layers[layer] else "mlp") in recomputed
         self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/torch_compile.py)
-        norm = model.hidden_size, *norm_args(model)
-        self.attention_norm = Norm(make, f"layers.{layer}.attention.norm", *norm)
-        self.attention = Attention(make, f"layers.{layer}.attention", model, layer, "core_attn" in recomputed)
-        self.mlp_norm = Norm(make, f"layers.{layer}.mlp.norm", *norm)
+        self.attention_norm = Norm(make_param, f"layers.{layer}.attention.norm", model.hidden_size, model)
+        self.attention = Attention(make_param, f"layers.{layer}.attention", model, layer, "core_attn" in recomputed)
+        self.mlp_norm = Norm(make_param, f"layers.{layer}.mlp.norm", model.hidden_size, model)
         name = f"layers.{layer}.mlp"
         if model.moe_layers[layer]:
-            self.mlp = MoELayer(make, name, model, layer, "shared_experts" in recomputed)
+            self.mlp = MoELayer(make_param, name, model, layer, "shared_experts" in recomputed)
         else:
-            self.mlp = MLP(make, name, model, model.ffn_size, bias=model.add_bias_linear)
+            self.mlp = MLP(make_param, name, model, model.ffn_size, bias=model.add_bias_linear)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         """Return x_sBD after this layer."""
@@ -143,13 +151,20 @@ class LMHead(nn.Module):
     """
 
     def __init__(
-        self, make: ParamFactory, model: ModelConfig, spec: ParamSpec, tied_weight: nn.Parameter | None, z_loss: float
+        self,
+        make_param: ParamFactory,
+        model: ModelConfig,
+        spec: ParamSpec,
+        tied_weight: nn.Parameter | None,
+        z_loss: float,
     ):
         super().__init__()
-        make = make.for_unit("head")
-        self.tp, self.vocab_size, self.z_loss = make.mesh.tp, spec.stored_shape[0], z_loss
-        self.norm = Norm(make, "final_norm", model.hidden_size, *norm_args(model))
-        self.weight = tied_weight if tied_weight is not None else make(spec)
+        make_param = make_param.for_unit("head")
+        self.tp = make_param.mesh.tp
+        self.vocab_size = spec.stored_shape[0]
+        self.z_loss = z_loss
+        self.norm = Norm(make_param, "final_norm", model.hidden_size, model)
+        self.weight = tied_weight if tied_weight is not None else make_param(spec)
 
     def extra_repr(self) -> str:
         return shapes(self)
@@ -176,7 +191,7 @@ class Stage(nn.Module):
 
     def __init__(
         self,
-        make: ParamFactory,
+        make_param: ParamFactory,
         model: ModelConfig,
         layer_ranges: Sequence[range],
         stage_index: int,
@@ -191,22 +206,23 @@ class Stage(nn.Module):
         self.run_unit: RunUnit = call_unit  # or ParamGatherer.run_unit, with sharded weights (optim/param_gather.py)
         # or an ActivationOffload (nn/activation_offload.py)
         self.offload: Callable[..., RunUnit] = lambda run_unit, *_: run_unit
-        mesh = make.mesh
+        mesh = make_param.mesh
         tied = not model.untie_embeddings_and_output_weights
-        sizes, std = (padded_vocab_size, vocab_size, model.hidden_size), model.init_method_std
+        sizes = (padded_vocab_size, vocab_size, model.hidden_size)
+        std = model.init_method_std
         word_std = std if model.embedding_init_method_std is None else model.embedding_init_method_std
         tied_weight = vocab_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
-        self.embedding = Embedding(make, tied_weight, model) if stage_index == 0 else None
+        self.embedding = Embedding(make_param, tied_weight, model) if stage_index == 0 else None
         self.blocks = nn.ModuleList(
-            Block(make, model, layer, self.recompute.selective_modules) for layer in layer_ranges[stage_index]
+            Block(make_param, model, layer, self.recompute.selective_modules) for layer in layer_ranges[stage_index]
         )
         self.head = None
         if stage_index == len(layer_ranges) - 1:
             spec = tied_weight if tied else vocab_spec("head", *sizes, std, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
-            self.head = LMHead(make, model, spec, shared, z_loss)
+            self.head = LMHead(make_param, model, spec, shared, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
-        if any(model.rope_layers) and not make.meta:
+        if any(model.rope_layers) and not make_param.meta:
             self.rope = rope_tables(
                 model.max_positions,
                 int(model.head_size * model.rotary_percent),
@@ -214,7 +230,7 @@ class Stage(nn.Module):
                 rope_scaling(model),
                 interpolation=model.rotary_seq_len_interpolation_factor,
                 device=mesh.device,
-                dtype=torch.float64 if make.dtype == torch.float64 else torch.float32,
+                dtype=torch.float64 if make_param.dtype == torch.float64 else torch.float32,
             )
 
     def forward(self, input_sBD: Tensor | None, batch: Batch) -> Tensor:
@@ -224,12 +240,17 @@ class Stage(nn.Module):
 
     @property
     def units(self) -> dict[nn.Module, bool]:
-        """The units in order of use, and whether backward reads their weights.
+        """The units in order of use; True if backward reads their weights.
 
         It does not read the embedding's, and the head computes its gradients in forward.
         """
-        ends = [dict.fromkeys([end] if end is not None else [], False) for end in (self.embedding, self.head)]
-        return {**ends[0], **dict.fromkeys(self.blocks, True), **ends[1]}
+        units: dict[nn.Module, bool] = {}
+        if self.embedding is not None:
+            units[self.embedding] = False
+        units |= dict.fromkeys(self.blocks, True)
+        if self.head is not None:
+            units[self.head] = False
+        return units
 
     def forward_hidden(self, input_sBD: Tensor | None, batch: Batch) -> Tensor:
         """Return x_sBD after the layers of this stage, before the head."""
@@ -238,10 +259,12 @@ class Stage(nn.Module):
         else:
             assert input_sBD is not None, "only the first stage starts from tokens"
             x_sBD = input_sBD
-        batch, blocks = self.with_rope(batch), list(self.blocks)
+        batch = self.with_rope(batch)
+        blocks = list(self.blocks)
         run_unit = self.offload(self.run_unit, len(blocks), [x_sBD, *(batch.rope or ())])
         for group, recomputed in self.recompute.layer_groups(len(blocks)):
-            calls, recomputed = itertools.count(), recomputed and self.training
+            calls = itertools.count()
+            recomputed = recomputed and self.training
             group_batch = replace(batch, in_full_recompute=recomputed)
 
             def run(

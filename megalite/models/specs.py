@@ -20,9 +20,10 @@ def model_specs(
     `padded_vocab_size`: rows of embedding and head; default: `vocab_size`. A tied head of a stage without the embedding
     has the embedding's spec.
     """
-    make, rows = ParamFactory(Mesh.single_process(), torch.float32, seed=0, meta=True), padded_vocab_size or vocab_size
+    make_param = ParamFactory(Mesh.single_process(), torch.float32, seed=0, meta=True)
+    rows = padded_vocab_size or vocab_size
     layer_ranges = [range(model.num_layers)] if stages is None else stages
-    stage = Stage(make, model, layer_ranges, stage_index, vocab_size=vocab_size, padded_vocab_size=rows)
+    stage = Stage(make_param, model, layer_ranges, stage_index, vocab_size=vocab_size, padded_vocab_size=rows)
     return {spec.name: spec for spec, _ in params_with_specs(stage)}
 
 

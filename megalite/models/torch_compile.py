@@ -89,7 +89,8 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
         eager, forward=compiled(eager.forward), backward=compiled(eager.backward), swiglu_constants=None
     )
     for block in blocks:
-        block.dropout, block.attention.rotate_qk = compiled_dropout, rotation
+        block.dropout = compiled_dropout
+        block.attention.rotate_qk = rotation
         for module in block.modules():
             if isinstance(module, Norm | QKNormAllHeads):
                 module.normalize = norm

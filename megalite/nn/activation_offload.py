@@ -41,7 +41,10 @@ class ActivationOffload:
     """Offload by the first `num_blocks` blocks of every stage, of storages with at least `min_numel` elements."""
 
     def __init__(self, num_blocks: int, min_numel: int, device: torch.device):
-        self.num_blocks, self.min_numel, self.device, self.bytes_offloaded = num_blocks, min_numel, device, 0
+        self.num_blocks = num_blocks
+        self.min_numel = min_numel
+        self.device = device
+        self.bytes_offloaded = 0
         self.d2h_stream, self.h2d_stream = new_stream(device), new_stream(device)
 
     def __call__(self, run_unit: RunUnit, blocks: int, resident: Iterable[Tensor]) -> RunUnit:
@@ -49,12 +52,14 @@ class ActivationOffload:
 
         `resident` tensors stay on the device anyway, like weights.
         """
-        resident_ids, numbers = set(map(storage_id, resident)), itertools.count(1)
+        resident_ids = set(map(storage_id, resident))
+        numbers = itertools.count(1)
         previous: _BlockActivations | None = None
 
         def run_and_offload(unit: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             nonlocal previous
-            activations, number = None, next(numbers)
+            activations = None
+            number = next(numbers)
             with contextlib.ExitStack() as hooks:
                 if number <= self.num_blocks and torch.is_grad_enabled():
                     activations = _BlockActivations(
@@ -65,8 +70,10 @@ class ActivationOffload:
                 y = run_unit(unit, *args, **kwargs)
             if activations is not None:
                 activations.copy_to_host()
-            for finished in filter(None, (previous, activations if number == blocks else None)):
-                finished.free_device_copies()
+            if previous is not None:
+                previous.free_device_copies()
+            if activations is not None and number == blocks:
+                activations.free_device_copies()
             previous = activations
             return y
 
@@ -82,7 +89,8 @@ class _SavedStorage:
     """The bytes of a saved storage on the device and, except on the meta device, their copy on the host."""
 
     def __init__(self, x: Tensor):
-        self.size, self.host_copy = x.untyped_storage().nbytes(), None
+        self.size = x.untyped_storage().nbytes()
+        self.host_copy = None
         self.device_bytes: Any = x.detach().as_strided((self.size // x.itemsize,), (1,), 0).view(torch.uint8)
 
     def copy_to_host(self) -> None:
@@ -95,14 +103,17 @@ class _BlockActivations:
     """The saved storages of one block. `previous_block` has its backward after this one."""
 
     def __init__(self, offload: ActivationOffload, resident: set[int], previous_block: "_BlockActivations | None"):
-        self.offload, self.resident, self.previous_block = offload, resident, previous_block
+        self.offload = offload
+        self.resident = resident
+        self.previous_block = previous_block
         self.on_device: dict[int, _SavedStorage] = {}
         # weak: a storage whose tensors are no longer needed is freed
         self.offloaded: WeakValueDictionary[int, _SavedStorage] = WeakValueDictionary()
         self.copy_event: Event | None = None  # of the copies to the host, later of those to the device
 
     def pack(self, x: Tensor) -> Any:
-        key, size = storage_id(x), x.untyped_storage().nbytes()
+        key = storage_id(x)
+        size = x.untyped_storage().nbytes()
         if size < self.offload.min_numel * x.itemsize or size % x.itemsize or key in self.resident:
             return x
         self.on_device[key] = storage = self.on_device.get(key) or _SavedStorage(x)
@@ -119,7 +130,8 @@ class _BlockActivations:
         wait_event(self.copy_event)
         for storage in self.on_device.values():
             storage.device_bytes = None
-        self.offloaded, self.on_device = WeakValueDictionary(self.on_device), {}
+        self.offloaded = WeakValueDictionary(self.on_device)
+        self.on_device = {}
 
     def prefetch(self) -> None:
         if not (storages := list(self.offloaded.values())):
@@ -137,8 +149,9 @@ class _BlockActivations:
     def unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        for activations in filter(None, (self, self.previous_block)):
-            activations.prefetch()
+        self.prefetch()
+        if self.previous_block is not None:
+            self.previous_block.prefetch()
         wait_event(self.copy_event)
         storage, dtype, shape, stride, offset = saved
         return storage.device_bytes.view(dtype).as_strided(shape, stride, offset)

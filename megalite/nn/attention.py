@@ -21,7 +21,7 @@ from megalite.kernels.rope import apply_rope, interleaved_to_half
 from megalite.nn.context_parallel import ContextParallelAttention
 from megalite.nn.linear import add_bias, column_parallel_linear, row_parallel_linear
 from megalite.nn.micro_batch import RNG_SITE_ATTENTION, Batch
-from megalite.nn.norm import Norm, QKNormAllHeads, norm_args
+from megalite.nn.norm import Norm, QKNormAllHeads
 from megalite.nn.parameter import ParamFactory, shapes
 from megalite.nn.recompute import recompute
 from megalite.parallel.spec import Constant, Normal, ParamSpec
@@ -42,39 +42,52 @@ class Attention(nn.Module):
     recompute_core  recompute scores and softmax in backward
     """
 
-    def __init__(self, make: ParamFactory, name: str, model: ModelConfig, layer: int, recompute_core: bool):
+    def __init__(self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int, recompute_core: bool):
         super().__init__()
-        tp = make.mesh.tp
-        self.cp, self.tp, self.model, self.layer = make.mesh.cp, tp, model, layer
-        self.seed, self.recompute_core, self.window = make.seed, recompute_core, model.layer_windows[layer]
-        self.use_rope, self.cp_comm_type = model.rope_layers[layer], model.layer_cp_comm[layer]
+        tp = make_param.mesh.tp
+        self.cp = make_param.mesh.cp
+        self.tp = tp
+        self.model = model
+        self.layer = layer
+        self.seed = make_param.seed
+        self.recompute_core = recompute_core
+        self.window = model.layer_windows[layer]
+        self.use_rope = model.rope_layers[layer]
+        self.cp_comm_type = model.layer_cp_comm[layer]
         self.rotate_qk = rotate_qk  # or compiled (models/torch_compile.py)
         self.core_attention: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/)
         D, H, G, K = model.hidden_size, model.num_attention_heads, model.num_kv_groups, model.head_size
-        std, norm = model.init_method_std, (*norm_args(model), model.no_weight_decay_cond_type is not None)
+        std = model.init_method_std
+        qk_weight_decay = model.no_weight_decay_cond_type is not None
         self.kv_replicated = tp.size > G
         self.kv_group = tp.rank * G // tp.size  # this rank's only group if kv is replicated
         kv_shards, partial_grad_axes = ((), ("tp",)) if self.kv_replicated else (((1, "tp"),), ())
         zero = Constant(0.0)
-        self.q = make(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
-        kv = partial(ParamSpec, shards=kv_shards, partial_grad_axes=partial_grad_axes, stacked=True)
-        self.kv = make(kv(f"{name}.kv", (2, G * K, D), init=Normal(std)))
+        self.q = make_param(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
+        kv_spec = partial(ParamSpec, shards=kv_shards, partial_grad_axes=partial_grad_axes, stacked=True)
+        self.kv = make_param(kv_spec(f"{name}.kv", (2, G * K, D), init=Normal(std)))
         self.q_bias = self.kv_bias = self.out_bias = None
         if model.add_bias_linear or model.add_qkv_bias:
-            self.q_bias = make(
+            self.q_bias = make_param(
                 ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, weight_decay=False)
             )
-            self.kv_bias = make(kv(f"{name}.kv_bias", (2, G * K), init=zero, weight_decay=False))
+            self.kv_bias = make_param(kv_spec(f"{name}.kv_bias", (2, G * K), init=zero, weight_decay=False))
         self.q_norm = self.k_norm = self.qk_norm = None
         if model.qk_layernorm and model.qk_layernorm_over_heads:
-            self.qk_norm = QKNormAllHeads(make, name, (H * K, G * K), not self.kv_replicated, *norm[1:])
+            widths = (H * K, G * K)
+            self.qk_norm = QKNormAllHeads(
+                make_param, name, widths, not self.kv_replicated, model, decay=qk_weight_decay
+            )
         elif model.qk_layernorm:
-            self.q_norm, self.k_norm = (Norm(make, f"{name}.{part}_norm", K, *norm) for part in "qk")
+            self.q_norm = Norm(make_param, f"{name}.q_norm", K, model, decay=qk_weight_decay)
+            self.k_norm = Norm(make_param, f"{name}.k_norm", K, model, decay=qk_weight_decay)
         sink = ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), weight_decay=False)
-        self.sink = make(sink) if model.softmax_type == "learnable" else None
-        self.out = make(ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(model.output_init_std)))
+        self.sink = make_param(sink) if model.softmax_type == "learnable" else None
+        self.out = make_param(
+            ParamSpec(f"{name}.out", (D, H * K), shards=((1, "tp"),), init=Normal(model.output_init_std))
+        )
         if model.add_bias_linear:
-            self.out_bias = make(
+            self.out_bias = make_param(
                 ParamSpec(f"{name}.out_bias", (D,), partial_grad_axes=("tp",), init=zero, weight_decay=False)
             )
 
@@ -84,7 +97,9 @@ class Attention(nn.Module):
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         """Return y_sBD, the output of the layer before the residual is added."""
         K = self.model.head_size
-        kv, kv_bias, rows = self.kv, self.kv_bias, slice(None)
+        kv = self.kv
+        kv_bias = self.kv_bias
+        rows = slice(None)
         if self.kv_replicated:
             rows = slice(self.kv_group * K, (self.kv_group + 1) * K)
             kv = kv[:, rows]
@@ -108,7 +123,8 @@ class Attention(nn.Module):
             dropout = AttentionDropout(
                 self.model.attention_dropout, key, batch.sample_ids_B, self.tp.shard_start(q_SBhK.shape[2])
             )
-        scale, sink = 1.0 / math.sqrt(K), self.sink
+        scale = 1.0 / math.sqrt(K)
+        sink = self.sink
         if self.model.softmax_type == "off-by-one":
             sink = q_SBhK.new_zeros(q_SBhK.shape[2])
         core_kwargs = dict(scale=scale, drop=dropout, documents=batch.documents, window=self.window, sink_H=sink)

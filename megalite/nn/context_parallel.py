@@ -19,6 +19,7 @@ H. Rejected: a ring of messages. It moves the bytes of the gather and saves its 
 Llama-3-8B is 0.5 GB at 128k tokens; it needs equal work in every hop, which documents do not give.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -83,7 +84,8 @@ class KVExchange:
         `others` is kv of every rank, or in a window the chunks received from other ranks.
         """
         if self.window is not None:
-            return self._split_chunks(own, self.cp.rank) | dict(zip(sum(self.received_chunks, []), others, strict=True))
+            received_chunks = itertools.chain.from_iterable(self.received_chunks)
+            return self._split_chunks(own, self.cp.rank) | dict(zip(received_chunks, others, strict=True))
         return {c: part for rank, kv in enumerate(others) for c, part in self._split_chunks(kv, rank).items()}
 
     def _split_chunks(self, kv: Tensor, rank: int) -> dict[int, Tensor]:
@@ -124,7 +126,8 @@ class KVExchange:
         `grads` has ranges of positions with the gradients of their keys and values. They are summed, on this rank and
         over ranks, in at least fp32.
         """
-        dtype, size = accum_dtype(kv), self.sharding.seq_chunk_size
+        dtype = accum_dtype(kv)
+        size = self.sharding.seq_chunk_size
         local = kv.new_zeros(kv.shape, dtype=dtype)
         if self.window is None:
             shape = (self.cp.size, *kv.shape)
@@ -142,7 +145,7 @@ class KVExchange:
         if self.window is None:
             return start_reduce_scatter(others.flatten(0, 1), self.cp).wait().to(kv.dtype)
         inverse = self._all_to_all(others, self.received_chunks, self.sent_chunks)
-        for chunk, part in zip(sum(self.sent_chunks, []), inverse, strict=True):
+        for chunk, part in zip(itertools.chain.from_iterable(self.sent_chunks), inverse, strict=True):
             sums[chunk].add_(part)
         return local.to(kv.dtype)
 
@@ -162,7 +165,8 @@ class _GatheredKV:
     def __init__(self, exchange: KVExchange, kv: Tensor, recomputed: bool):
         self.gathered_kv: Tensor | None
         self.outer_pack, self.outer_unpack = current_offload_hooks()
-        self.exchange, self.kv = exchange, None if recomputed else self.outer_pack(kv)
+        self.exchange = exchange
+        self.kv = None if recomputed else self.outer_pack(kv)
         self.gathered_kv = exchange.all_gather(kv)
         self.saved: list[list[Any]] = []
 
@@ -274,7 +278,9 @@ class _HeadsToSequence(_SequenceToHeads):
     def forward(ctx: Any, x: Tensor, cp: Axis, sharding: SequenceSharding, result: _SavedOutput) -> Tensor:  # type: ignore[override]
         o_SBHK = _SequenceToHeads.forward(ctx, x, cp, sharding, True)
         ctx.save_for_backward(o_SBHK)
-        ctx.saved_output, ctx.strides, ctx.inverse_args = result, x.stride(), ctx.grad_args
+        ctx.saved_output = result
+        ctx.strides = x.stride()
+        ctx.inverse_args = ctx.grad_args
         return o_SBHK
 
     @staticmethod
@@ -306,7 +312,8 @@ class ContextParallelAttention:
     ) -> Tensor:  # fmt: skip
         """Return attention of this rank's queries over the keys of all ranks. Collective over cp."""
         window = None if window is not None and window >= self.cp.size * q_SBHK.shape[0] else window
-        kv, ranges = torch.stack((k_SBGK, v_SBGK)), self.sharding.contiguous_ranges(self.cp.rank)
+        kv = torch.stack((k_SBGK, v_SBGK))
+        ranges = self.sharding.contiguous_ranges(self.cp.rank)
         key_ranges = [self.sharding.visible_keys(queries, window) for queries in ranges]
         gathered = _GatheredKV(KVExchange(self.cp, self.sharding, window), kv.detach(), self.recomputed)
         parts: Any = _AllGatherKV.apply(kv, gathered, key_ranges)

@@ -25,7 +25,8 @@ def vocab_spec(name: str, padded: int, vocab_size: int, hidden_size: int, std: f
     It has `padded` rows; the first `vocab_size` are vocabulary. A tied head at the other end of the pipeline has the
     same spec as the embedding.
     """
-    shape, shards = (padded, hidden_size), ((0, "tp"),)
+    shape = (padded, hidden_size)
+    shards = ((0, "tp"),)
     return ParamSpec(name, shape, shards=shards, init=Normal(std), is_vocab=True, tied=tied, vocab_rows=vocab_size)
 
 
@@ -57,16 +58,18 @@ def embedding_lookup(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """Word embedding, learned positions if the model has them, and dropout."""
 
-    def __init__(self, make: ParamFactory, spec: ParamSpec, model: ModelConfig):
+    def __init__(self, make_param: ParamFactory, spec: ParamSpec, model: ModelConfig):
         super().__init__()
-        make = make.for_unit("embedding")
-        self.tp, self.dropout_p, self.seed = make.mesh.tp, model.hidden_dropout, make.seed
-        self.word = make(spec)
+        make_param = make_param.for_unit("embedding")
+        self.tp = make_param.mesh.tp
+        self.dropout_p = model.hidden_dropout
+        self.seed = make_param.seed
+        self.word = make_param(spec)
         self.position = None
         if model.position_embedding_type == "learned_absolute":
             shape = model.max_positions, model.hidden_size
             position = ParamSpec("embedding.position", shape, partial_grad_axes=("tp",), init=spec.init, is_lookup=True)
-            self.position = make(position)
+            self.position = make_param(position)
 
     def extra_repr(self) -> str:
         return shapes(self)

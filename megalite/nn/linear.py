@@ -50,7 +50,8 @@ class _ColumnParallelLinear(Function):
     def forward(
         ctx: Any, x_sBD: Tensor, tp: Axis, wgrad_store: WeightGradStore | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.tp, ctx.wgrad_store = tp, wgrad_store
+        ctx.tp = tp
+        ctx.wgrad_store = wgrad_store
         # read here and not in backward, because recompute saves other tensors than the parameters
         ctx.main_grads = [main_grad_of(w) for w in weights]
         ctx.save_for_backward(x_sBD, *weights)
@@ -81,7 +82,10 @@ class _RowParallelLinear(Function):
         ctx: Any, u_SBf: Tensor, weight: Tensor, tp: Axis, activation: Activation | None, bias: Tensor | None,
         wgrad_store: WeightGradStore | None,
     ) -> Tensor:  # fmt: skip
-        ctx.tp, ctx.activation, ctx.wgrad_store, ctx.main_grad = tp, activation, wgrad_store, main_grad_of(weight)
+        ctx.tp = tp
+        ctx.activation = activation
+        ctx.wgrad_store = wgrad_store
+        ctx.main_grad = main_grad_of(weight)
         bias_args = () if bias is None else (bias,)
         ctx.save_for_backward(u_SBf, weight, *bias_args)
         a_SBf = u_SBf if activation is None else activation.forward(u_SBf, *bias_args)
@@ -91,7 +95,9 @@ class _RowParallelLinear(Function):
     def backward(ctx: Any, dy_sBD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         u_SBf, weight, *bias_args = ctx.saved_tensors
         dy_SBD = start_all_gather(dy_sBD, ctx.tp).wait()
-        a_SBf, du_SBf, dbias = u_SBf, matmul(dy_SBD, weight), []
+        a_SBf = u_SBf
+        du_SBf = matmul(dy_SBD, weight)
+        dbias = []
         if ctx.activation is not None:
             a_SBf, du_SBf, *dbias = ctx.activation.backward(u_SBf, du_SBf, *bias_args)
         dweight = None
@@ -118,7 +124,8 @@ def row_parallel_linear(
 ) -> Tensor:  # fmt: skip
     """Add `bias` [f], apply `activation`, multiply, and reduce-scatter along the sequence. Collective over tp."""
     if bias is not None and not (activation is not None and activation.takes_bias and use_triton(u_SBf)):
-        u_SBf, bias = add_bias(u_SBf, bias), None
+        u_SBf = add_bias(u_SBf, bias)
+        bias = None
     return _RowParallelLinear.apply(u_SBf, weight_Df, tp, activation, bias, wgrad_store)  # type: ignore[return-value]
 
 

@@ -74,14 +74,17 @@ class _LinearCrossEntropy(Function):
         weight_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)
         size = chunk_tokens(n, v, x_ND.dtype, x_ND.device)
         logits_buffer_nv = x_ND.new_empty(size, v)  # shared by all chunks, because new pages cost time on a CPU
-        dloss_N, pending_dx, main_grad = None, None, None
+        dloss_N = None
+        pending_dx = None
+        main_grad = None
         if needs_grad:
             dloss_N = weight_N if loss_grad is None else weight_N * loss_grad
             dx_SBD = x_SBD.new_empty(x_SBD.shape)
             dx_ND = dx_SBD.view_as(x_ND)
             main_grad = None if loss_grad is None else main_grad_of(weight_vD)
             if main_grad is None:
-                dw_vD, overwrite = torch.empty_like(weight_vD, dtype=dtype), True
+                dw_vD = torch.empty_like(weight_vD, dtype=dtype)
+                overwrite = True
             else:
                 dw_vD, overwrite = main_grad.accumulator()
         for start in range(0, n, size):
@@ -98,7 +101,9 @@ class _LinearCrossEntropy(Function):
                 accumulate_weight_grad_(dw_vD, logits_nv, x_nD, overwrite=overwrite and start == 0)
         if pending_dx is not None:
             ctx.save_for_backward(pending_dx.wait(), None if main_grad is not None else dw_vD)
-            ctx.dtype, ctx.loss_grad, ctx.was_used = weight_vD.dtype, loss_grad, False
+            ctx.dtype = weight_vD.dtype
+            ctx.loss_grad = loss_grad
+            ctx.was_used = False
         loss = (loss_N * weight_N).sum()
         return torch.stack([loss, z_loss * (lse_N.square_() * weight_N).sum()]) if z_loss else loss
 

@@ -23,7 +23,10 @@ class MLP(nn.Module):
         super().__init__()
         self.tp = make_param.mesh.tp
         self.activation = get_activation(model.activation)  # or compiled (models/torch_compile.py)
-        D, F, std, zero = model.hidden_size, ffn_size, model.init_method_std, Constant(0.0)
+        D = model.hidden_size
+        F = ffn_size
+        std = model.init_method_std
+        zero = Constant(0.0)
         gated = self.activation.width == 2
         up, leading_dims, shards = ("gate_up", (2, F), ((1, "tp"),)) if gated else ("up", (F,), ((0, "tp"),))
         self.up = make_param(

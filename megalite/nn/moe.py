@@ -76,15 +76,16 @@ class _ExpertMLP(Function):
         bias_start: int,
         *biases: Tensor,
     ) -> Tensor:
-        ctx.activation, ctx.wgrad_store, ctx.main_grads = (
-            activation,
-            wgrad_store,
-            (main_grad_of(up), main_grad_of(down)),
-        )
-        (R, K), E, x_RD = ids_RK.shape, len(up), x.view(-1, x.shape[-1])
+        ctx.activation = activation
+        ctx.wgrad_store = wgrad_store
+        ctx.main_grads = (main_grad_of(up), main_grad_of(down))
+        R, K = ids_RK.shape
+        E = len(up)
+        x_RD = x.view(-1, x.shape[-1])
         order_M, offsets = sort_by_expert(ids_RK, E)
         order_M = order_M[:num_assignments]
-        probs_M, bias_EG = probs_RK.flatten()[order_M], biases[0].flatten(1) if biases else None
+        probs_M = probs_RK.flatten()[order_M]
+        bias_EG = biases[0].flatten(1) if biases else None
         up_EGD = up.view(E, -1, up.shape[-1])
         u, a_MF = up_matmul(x_RD, up_EGD, offsets, order_M // K, probs_M, activation, bias_EG)
         y_MD = grouped_matmul(a_MF, down, offsets)
@@ -98,8 +99,11 @@ class _ExpertMLP(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, probs_RK, order_M, offsets, u, up, down, *biases = ctx.saved_tensors
-        (R, K), x_RD, dy_RD = probs_RK.shape, x.view(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        rows_M, probs_M = order_M // K, probs_RK.flatten()[order_M]
+        R, K = probs_RK.shape
+        x_RD = x.view(-1, x.shape[-1])
+        dy_RD = dy.reshape(-1, dy.shape[-1])
+        rows_M = order_M // K
+        probs_M = probs_RK.flatten()[order_M]
         a_MF, du, dprobs_M = down_gradients(dy_RD, down, offsets, rows_M, u, probs_M, ctx.activation)
         dbiases = list[Tensor | None]()
         if biases:
@@ -126,35 +130,47 @@ class MoELayer(nn.Module):
     recompute it in backward.
     """
 
-    def __init__(self, make: ParamFactory, name: str, model: ModelConfig, layer: int, recompute_shared_expert: bool):
+    def __init__(
+        self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int, recompute_shared_expert: bool
+    ):
         super().__init__()
-        self.ep_etp, self.etp, self.recompute_shared = make.mesh.ep_etp, make.mesh.etp, recompute_shared_expert
+        self.ep_etp = make_param.mesh.ep_etp
+        self.etp = make_param.mesh.etp
+        self.recompute_shared = recompute_shared_expert
         self.activation = get_activation(model.activation)  # or compiled (models/torch_compile.py)
-        E, D, F, std = model.num_experts or 0, model.hidden_size, model.expert_ffn_size, model.init_method_std
-        self.num_local_experts = E // make.mesh.ep.size
+        E = model.num_experts or 0
+        D = model.hidden_size
+        F = model.expert_ffn_size
+        std = model.init_method_std
+        self.num_local_experts = E // make_param.mesh.ep.size
         gated = self.activation.width == 2
         up, up_rows, ffn_dim = ("gate_up", (2, F), 2) if gated else ("up", (F,), 1)
         expert = partial(ParamSpec, mesh_view="expert", init_block=1)
-        ep_shard, normal = (0, "ep"), Normal(model.output_init_std)
-        self.router = Router(make, f"{name}.router", model, layer)
+        ep_shard = (0, "ep")
+        normal = Normal(model.output_init_std)
+        self.router = Router(make_param, f"{name}.router", model, layer)
         shards = (ep_shard, (ffn_dim, "etp"))
-        self.up = make(
+        self.up = make_param(
             expert(f"{name}.experts.{up}", (E, *up_rows, D), shards=shards, init=Normal(std), batch_dims=ffn_dim)
         )
         down_shards = (ep_shard, (2, "etp"))
-        self.down = make(expert(f"{name}.experts.down", (E, D, F), shards=down_shards, init=normal, batch_dims=1))
+        self.down = make_param(expert(f"{name}.experts.down", (E, D, F), shards=down_shards, init=normal, batch_dims=1))
         if model.add_bias_linear:  # down's bias is split over etp, so that each rank adds its part once
             bias = partial(expert, init=Constant(0.0), weight_decay=False, is_lookup=True)
-            self.up_bias = make(bias(f"{name}.experts.{up}_bias", (E, *up_rows), shards=shards, batch_dims=ffn_dim))
+            self.up_bias = make_param(
+                bias(f"{name}.experts.{up}_bias", (E, *up_rows), shards=shards, batch_dims=ffn_dim)
+            )
             down_shards = (ep_shard, (1, "etp"))
-            self.down_bias = make(bias(f"{name}.experts.down_bias", (E, D), shards=down_shards, batch_dims=1))
+            self.down_bias = make_param(bias(f"{name}.experts.down_bias", (E, D), shards=down_shards, batch_dims=1))
         # they belong to this module, so that its call waits for their all-gather
         self.biases = (self.up_bias, self.down_bias) if model.add_bias_linear else ()
         self.shared_expert = self.shared_gate = None
         if (size := model.moe_shared_expert_intermediate_size) is not None:
-            self.shared_expert = MLP(make, f"{name}.shared", model, size, bias=False)
+            self.shared_expert = MLP(make_param, f"{name}.shared", model, size, bias=False)
         if model.moe_shared_expert_gate:
-            self.shared_gate = make(ParamSpec(f"{name}.shared_gate", (D,), partial_grad_axes=("tp",), init=Normal(std)))
+            self.shared_gate = make_param(
+                ParamSpec(f"{name}.shared_gate", (D,), partial_grad_axes=("tp",), init=Normal(std))
+            )
 
     def extra_repr(self) -> str:
         return shapes(self)
@@ -165,7 +181,8 @@ class MoELayer(nn.Module):
         compute = partial(_ExpertMLP.apply, self.up, self.down, self.activation, batch.wgrad_store)
         biases = (self.etp.shard_start(self.biases[1].shape[1]) if self.biases else 0, *self.biases)
         if self.ep_etp.size == 1:
-            y_sBD, shared_sBD = compute(x_sBD, probs_NK, ids_NK, None, *biases), self._run_shared_expert(x_sBD, batch)
+            y_sBD = compute(x_sBD, probs_NK, ids_NK, None, *biases)
+            shared_sBD = self._run_shared_expert(x_sBD, batch)
         else:
             dispatched = start_dispatch(x_sBD, probs_NK, ids_NK, self.num_local_experts, self.etp.size, self.ep_etp)
             shared_sBD = self._run_shared_expert(x_sBD, batch)

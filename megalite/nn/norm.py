@@ -30,32 +30,22 @@ def normalize(
     return norm(x, weight, bias, eps) if residual is None else add_norm(x, residual, weight, bias, eps)
 
 
-def norm_args(model: ModelConfig) -> tuple[str, float, bool]:
-    """Return kind, eps and zero_centered of the model's norms."""
-    return model.normalization, model.norm_epsilon, model.apply_layernorm_1p
-
-
 class Norm(nn.Module):
-    """A norm of `kind` "LayerNorm" or "RMSNorm"; `zero_centered` stores the weight as its difference from 1."""
+    """The model's LayerNorm or RMSNorm over `size` channels; `decay`: its weight has weight decay.
 
-    def __init__(
-        self,
-        make: ParamFactory,
-        name: str,
-        size: int,
-        kind: str,
-        eps: float,
-        zero_centered: bool = False,
-        decay: bool = False,
-    ):
+    With `zero_centered`, the weight is stored as its difference from 1.
+    """
+
+    def __init__(self, make_param: ParamFactory, name: str, size: int, model: ModelConfig, *, decay: bool = False):
         super().__init__()
-        self.eps, self.zero_centered = eps, zero_centered
+        self.eps = model.norm_epsilon
+        self.zero_centered = zero_centered = model.apply_layernorm_1p
         self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
         spec = partial(ParamSpec, shape=(size,), partial_grad_axes=("tp",), weight_decay=decay)
-        self.weight = make(
+        self.weight = make_param(
             spec(f"{name}.weight", init=Constant(1.0 - zero_centered), stored_offset=float(zero_centered))
         )
-        self.bias = make(spec(f"{name}.bias", init=Constant(0.0))) if kind == "LayerNorm" else None
+        self.bias = make_param(spec(f"{name}.bias", init=Constant(0.0))) if model.normalization == "LayerNorm" else None
 
     def extra_repr(self) -> str:
         return shapes(self)
@@ -80,12 +70,12 @@ class _TensorParallelRMSNorm(Function):
 
     @staticmethod
     def forward(ctx: Any, tp: Axis, eps: float, q: Tensor, k: Tensor, wq: Tensor, wk: Tensor) -> tuple[Tensor, ...]:
-        x_wide = [x.to(accum_dtype(x)) for x in (q, k)]
-        means = _all_gather_means(tp, [x.square() for x in x_wide])
+        xs = [x.to(accum_dtype(x)) for x in (q, k)]
+        means = _all_gather_means(tp, [x.square() for x in xs])
         rs = [torch.rsqrt(mean + eps) for mean in means]
         ctx.tp = tp
         ctx.save_for_backward(q, k, wq, wk, *rs)
-        return tuple((x * r * w).to(q.dtype) for x, r, w in zip(x_wide, rs, (wq, wk), strict=True))
+        return tuple((x * r * w).to(q.dtype) for x, r, w in zip(xs, rs, (wq, wk), strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -109,23 +99,27 @@ class QKNormAllHeads(nn.Module):
 
     def __init__(
         self,
-        make: ParamFactory,
+        make_param: ParamFactory,
         name: str,
         widths: tuple[int, int],
         kv_sharded: bool,
-        eps: float,
-        zero_centered: bool,
+        model: ModelConfig,
+        *,
         decay: bool,
     ):
         super().__init__()
-        self.tp, self.eps, self.zero_centered = make.mesh.tp, eps, zero_centered
+        self.tp = make_param.mesh.tp
+        self.eps = model.norm_epsilon
+        self.zero_centered = zero_centered = model.apply_layernorm_1p
         self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
         spec = partial(
             ParamSpec, init=Constant(1.0 - zero_centered), weight_decay=decay, stored_offset=float(zero_centered)
         )
         shards, partial_grad_axes = (((0, "tp"),), ()) if kv_sharded else ((), ("tp",))
-        self.q = make(spec(f"{name}.q_norm.weight", widths[:1], shards=((0, "tp"),)))
-        self.k = make(spec(f"{name}.k_norm.weight", widths[1:], shards=shards, partial_grad_axes=partial_grad_axes))
+        self.q = make_param(spec(f"{name}.q_norm.weight", widths[:1], shards=((0, "tp"),)))
+        self.k = make_param(
+            spec(f"{name}.k_norm.weight", widths[1:], shards=shards, partial_grad_axes=partial_grad_axes)
+        )
 
     def extra_repr(self) -> str:
         return shapes(self)

@@ -37,7 +37,8 @@ class ParamFactory:
 
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
         """Return this rank's shard of the parameter, initialized unless it is deferred."""
-        device, shape = "meta" if self.meta else self.mesh.device, spec.local_shape(self.mesh.sizes)
+        device = "meta" if self.meta else self.mesh.device
+        shape = spec.local_shape(self.mesh.sizes)
         init_fn = partial(initialize_, spec=spec, mesh=self.mesh, seed=self.seed)
         if self.deferred:
             parameter = nn.Parameter(torch.empty((), dtype=self.dtype, device=device).expand(shape))
@@ -46,7 +47,8 @@ class ParamFactory:
             parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
             if not parameter.is_meta:
                 init_fn(parameter.data)
-        parameter.spec, parameter.unit = spec, self.unit  # type: ignore[attr-defined]
+        parameter.spec = spec  # type: ignore[attr-defined]
+        parameter.unit = self.unit  # type: ignore[attr-defined]
         return parameter
 
 

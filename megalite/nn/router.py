@@ -68,10 +68,12 @@ class _RouterFunction(Function):
     def forward(
         ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", batch: Batch
     ) -> tuple[Tensor, Tensor]:
-        ctx.router, ctx.main_grad = router, main_grad_of(weight)
+        ctx.router = router
+        ctx.main_grad = main_grad_of(weight)
         ctx.loss_weight = None if batch.loss_grad is None else batch.loss_grad * batch.token_weight
         ctx.padding_N1 = padding_N1 = router.padding(x_sBD, batch)
-        logits_NE, force_balance = router.logits(x_sBD, weight), router.model.moe_router_force_load_balancing
+        logits_NE = router.logits(x_sBD, weight)
+        force_balance = router.model.moe_router_force_load_balancing
         scores_NE = router.scores(logits_NE)
         if force_balance:
             ids_NK = router.select_experts(router.random_scores(x_sBD, batch), None)
@@ -118,23 +120,31 @@ class Router(nn.Module):
     Counts and sums include all backwards since they were set to zero.
     """
 
-    def __init__(self, make: ParamFactory, name: str, model: ModelConfig, layer: int):
+    def __init__(self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int):
         super().__init__()
-        self.name, self.model, self.layer, self.seed = name, model, layer, make.seed
-        self.tp, self.cp, self.dp = make.mesh.tp, make.mesh.cp, make.mesh.dp
-        self.num_experts, self.topk = model.num_experts or 0, model.moe_router_topk
-        self.sinkhorn, z_loss = "sinkhorn" in model.moe_router_load_balancing_type, model.moe_z_loss_coeff
+        self.name = name
+        self.model = model
+        self.layer = layer
+        self.seed = make_param.seed
+        self.tp = make_param.mesh.tp
+        self.cp = make_param.mesh.cp
+        self.dp = make_param.mesh.dp
+        self.num_experts = model.num_experts or 0
+        self.topk = model.moe_router_topk
+        self.sinkhorn = "sinkhorn" in model.moe_router_load_balancing_type
+        z_loss = model.moe_z_loss_coeff
         self.sigmoid = self.topk == 1 if self.sinkhorn else model.moe_router_score_function == "sigmoid"
         self.pre_softmax = model.moe_router_pre_softmax or self.sinkhorn
         self.loss_coeffs = model.aux_loss_coeffs | ({"z_loss": z_loss} if z_loss else {})
-        E, device = self.num_experts, torch.device("meta") if make.meta else make.mesh.device
-        self.weight = make(
+        E = self.num_experts
+        device = torch.device("meta") if make_param.meta else make_param.mesh.device
+        self.weight = make_param(
             ParamSpec(name, (E, model.hidden_size), partial_grad_axes=("tp",), init=Normal(model.init_method_std))
         )
         logit_bias = ParamSpec(
             f"{name}.logit_bias", (E,), partial_grad_axes=("tp",), init=Constant(0.0), weight_decay=False
         )
-        self.logit_bias = make(logit_bias) if model.add_bias_linear else None
+        self.logit_bias = make_param(logit_bias) if model.add_bias_linear else None
         self.expert_bias = None
         if model.moe_router_enable_expert_bias:
             self.expert_bias = torch.zeros(E, dtype=torch.float32, device=device)
@@ -177,7 +187,8 @@ class Router(nn.Module):
         """Return ids_NK, the best expert first."""
         if bias_E is not None:
             scores_NE = scores_NE + bias_E
-        groups, top_groups = self.model.moe_router_num_groups, self.model.moe_router_group_topk
+        groups = self.model.moe_router_num_groups
+        top_groups = self.model.moe_router_group_topk
         if groups is not None and top_groups is not None:
             by_group = scores_NE.unflatten(-1, (groups, -1))
             group_scores = by_group.topk(self.topk // top_groups, -1).values.sum(-1)
@@ -199,7 +210,8 @@ class Router(nn.Module):
         """Return dlogits_NE."""
         scores_NE = self.scores(logits_NE)
         dselected = dprobs_NK * self.model.moe_router_topk_scaling_factor
-        selected, zeros = scores_NE.gather(1, ids_NK), torch.zeros_like(logits_NE)
+        selected = scores_NE.gather(1, ids_NK)
+        zeros = torch.zeros_like(logits_NE)
         if self.sigmoid:
             if self.topk > 1:
                 total = selected.sum(-1, keepdim=True) + EPS
@@ -230,7 +242,9 @@ class Router(nn.Module):
 
         Padding is not part of the balance; its scores are its logits. Collective over tp and cp.
         """
-        N, start, local_logits_NE = len(logits_NE), 0, logits_NE
+        N = len(logits_NE)
+        start = 0
+        local_logits_NE = logits_NE
         if padding_N1 is not None:  # sent as one more column
             logits_NE = torch.cat((logits_NE, (~padding_N1).to(logits_NE.dtype)), 1)
         for axis in (self.tp, self.cp):
@@ -238,7 +252,8 @@ class Router(nn.Module):
             logits_NE = start_all_gather(logits_NE, axis).wait()
         if padding_N1 is None:
             return sinkhorn(logits_NE)[start : start + N]
-        tokens, logits_NE = logits_NE[:, -1].bool(), logits_NE[:, :-1]
+        tokens = logits_NE[:, -1].bool()
+        logits_NE = logits_NE[:, :-1]
         balanced_NE = torch.zeros_like(logits_NE)
         balanced_NE[tokens] = sinkhorn(logits_NE[tokens])
         return balanced_NE[start : start + N].where(tokens[start : start + N, None], local_logits_NE)
@@ -268,7 +283,8 @@ class Router(nn.Module):
 
         Collective over tp and cp, and with global_aux_loss over dp.
         """
-        sigmoid, coeffs = self.sigmoid, self.loss_coeffs
+        sigmoid = self.sigmoid
+        coeffs = self.loss_coeffs
 
         def without_padding(values: Tensor) -> Tensor:
             return values if padding_N1 is None else values.masked_fill(padding_N1, 0)

@@ -114,12 +114,15 @@ def assign_chunks(work: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...
     greedy: list[list[int]] = [[] for _ in range(ranks)]
     order = sorted(range(len(work)), key=lambda chunk: (work[chunk], chunk), reverse=True)
     for chunk in order:
-        not_full = (chunks for chunks in greedy if len(chunks) < len(work) // ranks)
-        min(not_full, key=lambda chunks: sum(work[c] for c in chunks)).append(chunk)
-    rounds = [order[i : i + ranks][:: -1 if i // ranks % 2 else 1] for i in range(0, len(work), ranks)]
-    candidates = [
-        tuple(tuple(sorted(chunks)) for chunks in assignment) for assignment in (greedy, zip(*rounds, strict=True))
-    ]
+        not_full = [chunks for chunks in greedy if len(chunks) < len(work) // ranks]
+        least_loaded = min(not_full, key=lambda chunks: sum(work[c] for c in chunks))
+        least_loaded.append(chunk)
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for i in range(0, len(work), ranks):
+        is_reversed = i // ranks % 2 == 1
+        for chunks, chunk in zip(reversed(dealt) if is_reversed else dealt, order[i : i + ranks], strict=True):
+            chunks.append(chunk)
+    candidates = [tuple(tuple(sorted(chunks)) for chunks in assignment) for assignment in (greedy, dealt)]
     return min(candidates, key=lambda assignment: imbalance(work, assignment))
 
 

@@ -65,7 +65,8 @@ class DispatchedTokens:
 
         `x_sBD` and `probs_NK` are the tensors that were sent.
         """
-        return *_ReceiveTokens.apply(x_sBD, probs_NK, self), self.num_assignments  # type: ignore[misc, return-value]
+        x_RD, probs_RK, ids_RK = _ReceiveTokens.apply(x_sBD, probs_NK, self)  # type: ignore[misc]
+        return x_RD, probs_RK, ids_RK, self.num_assignments
 
 
 def balanced_routing(tokens: int, experts: int, topk: int, ep: int) -> tuple[int, int]:
@@ -95,7 +96,8 @@ def start_dispatch(
     x_sBD: Tensor, probs_NK: Tensor, ids_NK: Tensor, num_local_experts: int, etp: int, ep_etp: Axis
 ) -> DispatchedTokens:
     """Start sending each token to its peers; `etp` consecutive peers share `num_local_experts` experts."""
-    P, device = ep_etp.size, ids_NK.device
+    P = ep_etp.size
+    device = ids_NK.device
     ep_rank_P = torch.arange(P, device=device) // etp
     is_local_NKP = (ids_NK // num_local_experts)[..., None] == ep_rank_P
     peer_NP = torch.where(is_local_NKP.any(1), torch.arange(P, device=device), -1)
@@ -107,7 +109,8 @@ def start_dispatch(
         table = [[[n] * P for n in balanced_routing(len(ids_NK), num_local_experts * ep, ids_NK.shape[1], ep)]] * P
     else:
         table = gathered.tolist()
-    input_splits, output_splits = table[ep_etp.rank][0], [rows[ep_etp.rank] for rows, _ in table]
+    input_splits = table[ep_etp.rank][0]
+    output_splits = [rows[ep_etp.rank] for rows, _ in table]
     order_S = order_S[: sum(input_splits)]
     token_S = order_S // P
     ids_SK = ids_NK[token_S] - num_local_experts * ep_rank_P[order_S % P, None]
@@ -122,7 +125,8 @@ def start_dispatch(
 class _ReceiveTokens(Function):
     @staticmethod
     def forward(ctx: Any, x_sBD: Tensor, probs_NK: Tensor, sent: DispatchedTokens) -> tuple[Tensor, ...]:
-        ctx.splits, ctx.shape = sent.splits, x_sBD.shape
+        ctx.splits = sent.splits
+        ctx.shape = x_sBD.shape
         ctx.save_for_backward(sent.slots_NP)
         x_RD, probs_RK, ids = _unpack(sent.pending.wait(), x_sBD.shape[-1], probs_NK.dtype, probs_NK.shape[1], 2)
         ids_RK = ids.long()

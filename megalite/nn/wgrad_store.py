@@ -79,7 +79,8 @@ class WeightGradStore:
         """Add all deferred gradients to their main gradients, mark these as ready, and free the tensors."""
         pending_x = self._entries[0].start_gather() if self._entries else None
         while pending_x is not None:
-            entry, x = self._entries.popleft(), pending_x
+            entry = self._entries.popleft()
+            x = pending_x
             pending_x = self._entries[0].start_gather() if self._entries else None
             x_SBD = x.wait()
             for main_grad, dy in entry.outputs:
