@@ -130,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("toml", type=Path, help="a file like --config of a run")
     parser.add_argument(
-        "--folder", type=local_path, help="directory for the runs; default: runs/sweep-NAME, NAME.toml being the file"
+        "--runs-dir", type=local_path, help="directory for the runs; default: runs/sweep-NAME, NAME.toml being the file"
     )
     return parser
 
@@ -139,7 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the program and return its exit code."""
     args, sweep_argv = build_parser().parse_known_args(argv)
-    base_dir: Path = args.folder or Path("runs") / f"sweep-{args.toml.stem}"
+    base_dir: Path = args.runs_dir or Path("runs") / f"sweep-{args.toml.stem}"
     plan: list[tuple[Path, list[str], Config]] = []
     problems = []
     read_config_file(str(args.toml))  # report its problems once, not for each combination
@@ -172,7 +172,7 @@ def main(argv: list[str]) -> int:
                 conflicts[run_dir] = options
     if conflicts:
         names = ", ".join(dict.fromkeys(name for options in conflicts.values() for name in options))
-        problem = f"not done, and the runs there have another {names}; give another --folder for a new sweep"
+        problem = f"not done, and the runs there have another {names}; give another --runs-dir for a new sweep"
         print_err(f"sweep.py: {', '.join(map(str, conflicts))}: {problem}")
     rows = [runs.summarize_run(run_dir) for run_dir, _, _ in plan if (run_dir / "status.json").is_file()]
     print(runs.table(rows, base_dir))

@@ -4,11 +4,11 @@
 python tools/verify.py --config run.toml --tp 2 --pp 4 --dp 8              any flags of pretrain_gpt.py
 python tools/verify.py --preset llama3-8b --tp 2 --pp 2 --nproc 8 ...      --nproc: ranks of the run, not of the check
 python tools/verify.py FLAGS --dtype bfloat16 --out agreement.png          in bf16, with a plot
-python tools/verify.py FLAGS --whole                                       at its full size, on its own data
+python tools/verify.py FLAGS --full-size                                       at its full size, on its own data
 
 It trains --steps steps in one process and on the layout, from the same weights, evaluates after the first and the last
 step, and compares every hidden state, loss, gradient and weight of every rank. Sizes and ranks are reduced
-(--most-ranks), but everything that characterizes the layout remains. If tp ranks share key/value groups, a second run
+(--max-ranks), but everything that characterizes the layout remains. If tp ranks share key/value groups, a second run
 may check only that. For a difference it reports the first step, layer and parameter, its ranks and elements, and the
 likely cause. It runs on a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ, or the layout failed; 2
 wrong usage.
@@ -41,8 +41,8 @@ def prepare_configs(args: argparse.Namespace, run_argv: list[str]) -> list[Shrun
     problems = []
     if args.steps < 1:
         problems.append(f"steps={args.steps} is below 1; give 1 or more")
-    if args.most_ranks < 1:
-        problems.append(f"most_ranks={args.most_ranks} is below 1; give 1 or more")
+    if args.max_ranks < 1:
+        problems.append(f"max_ranks={args.max_ranks} is below 1; give 1 or more")
     if not 0 < args.timeout < 1e6:
         problems.append(f"timeout={args.timeout:g} is not a time; give seconds above 0")
     problems += find_unwritable(images=("out",), json=args.json, out=args.out)
@@ -59,18 +59,18 @@ def prepare_configs(args: argparse.Namespace, run_argv: list[str]) -> list[Shrun
     if args.dtype != "float64":  # in float64 the precision's options stay (loss scale, bf16 moments): tensors are wider
         config = replace(config, precision=replace(config.precision, bf16=args.dtype == "bfloat16", fp16=False))
     try:
-        first = shrink(config, args.most_ranks, args.steps, args.whole)
+        first = shrink(config, args.max_ranks, args.steps, args.full_size)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     configs = [first]
-    if not args.whole:
-        second = kv_group_check(config, first, args.most_ranks)
+    if not args.full_size:
+        second = kv_group_check(config, first, args.max_ranks)
         if second is not None:
             configs.append(second)
     for shrunk in configs:
         problems += find_problems(shrunk.config, shrunk.layout.world_size)
     if problems:
-        raise ConfigError([f"at its small size: {problem}; or give --whole" for problem in problems])
+        raise ConfigError([f"at its small size: {problem}; or give --full-size" for problem in problems])
     from megalite.training.job.preflight import choose_device  # imports torch
     from megalite.training.setup import SetupError
 
@@ -93,8 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
         default="float64",
         help="dtype to train in; in float64, the default, no difference is hidden by rounding",
     )
-    parser.add_argument("--most-ranks", type=int, default=8, help="largest number of processes; default: 8")
-    parser.add_argument("--whole", action="store_true", help="keep sizes, data and layout as they are")
+    parser.add_argument("--max-ranks", type=int, default=8, help="largest number of processes; default: 8")
+    parser.add_argument("--full-size", action="store_true", help="keep sizes, data and layout as they are")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each run; default: 600")
     parser.add_argument("--json", type=Path, help="FILE for everything that was compared")
     parser.add_argument("--out", type=Path, help="FILE for a plot of the agreement, .png or .svg")

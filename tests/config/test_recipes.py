@@ -56,7 +56,7 @@ def test_recipe_starts_and_uses_its_stated_resources(name: str, tmp_path, capsys
 def test_recipe_trains_at_a_small_size_like_one_process(name: str, tmp_path, capsys) -> None:
     """Two steps and their evaluations on at most 4 ranks, with everything that its layout is about left in it."""
     (tmp_path / "recipe.toml").write_text(RECIPES[name])
-    layout = ["--nproc", name.rpartition("-")[2].partition("x")[0], "--most-ranks", "4", "--device", "cpu"]
+    layout = ["--nproc", name.rpartition("-")[2].partition("x")[0], "--max-ranks", "4", "--device", "cpu"]
     assert verify.main(["--config", str(tmp_path / "recipe.toml"), "--mock-data", *layout, "--steps", "2"]) == 0
     assert "trains as one process does" in capsys.readouterr().out
 

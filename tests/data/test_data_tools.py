@@ -134,7 +134,7 @@ def test_merge_with_a_missing_sidecar_writes_none(tmp_path: Path, typed: Typed) 
         (python_corpus, "--out"),
         (convert_checkpoint, "--from-hf x --save"),
         (convert_checkpoint, "--to-hf x --load"),
-        (sweep, "x.toml --folder"),
+        (sweep, "x.toml --runs-dir"),
         (report, "x --out"),
     ],
 )

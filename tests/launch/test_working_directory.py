@@ -112,7 +112,7 @@ def test_commands_import_nothing_from_the_working_directory(hostile: Path, tmp_p
     options.write_text('num_layers = 1\nhidden_size = 32\nnum_attention_heads = 4\nmock_data = true\neval_iters = 0\n'
                        'seq_length = 16\nmax_position_embeddings = 16\nmicro_batch_size = 1\ntrain_iters = 1\n'
                        'vocab_size = 93\ndevice = "cpu"\nnproc = 2\n')  # fmt: skip
-    run([*megalite, "sweep", str(options), "--lr", "1e-3,1e-4", "--folder", str(tmp_path / "sweep")], hostile)
+    run([*megalite, "sweep", str(options), "--lr", "1e-3,1e-4", "--runs-dir", str(tmp_path / "sweep")], hostile)
 
 
 @RARELY

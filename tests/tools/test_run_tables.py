@@ -251,7 +251,7 @@ def test_impossible_sweep_starts_nothing(words: str, said: str, tmp_path: Path) 
 
 def test_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML + "[checkpoint]\nsave_interval = 2\nsave = 'shared'\n")
-    line = ("run.toml", "--lr", "1e-3,3e-3", "--eval-iters", "0", "--folder", "out")
+    line = ("run.toml", "--lr", "1e-3,3e-3", "--eval-iters", "0", "--runs-dir", "out")
     done = typed("tools/sweep.py", *line, cwd=tmp_path, ok=True)
     folders = [tmp_path / "out" / name for name in ("lr=1e-3", "lr=3e-3")]
     assert all((folder / "iter_0000004/COMPLETE").is_file() for folder in folders)
@@ -269,13 +269,13 @@ def test_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
     changed = typed("tools/sweep.py", *line, "--weight-decay", "0.5", cwd=tmp_path)
     assert "done already" not in changed.stdout and changed.returncode == 1  # another training: its checkpoints stay
     [line] = [line for line in changed.stderr.splitlines() if line.startswith("sweep.py: ")]
-    other = "not done, and the runs there have another weight_decay; give another --folder for a new sweep"
+    other = "not done, and the runs there have another weight_decay; give another --runs-dir for a new sweep"
     assert line == f"sweep.py: out/lr=1e-3, out/lr=3e-3: {other}"
 
 
 def test_interrupted_sweep_waits_for_the_save(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML + "[log]\nlog_interval = 1\n")
-    words = ("run.toml", "--lr", "1e-3,3e-3", "--train-iters", "100000", "--folder", "out", "--save", "x")
+    words = ("run.toml", "--lr", "1e-3,3e-3", "--train-iters", "100000", "--runs-dir", "out", "--save", "x")
     env = {**os.environ, "MEGALITE_FAULT": "ckpt.shard_written:0:*:sleep=1.5"}  # a checkpoint takes its time
     line = [sys.executable, str(ROOT / "tools/sweep.py"), *words]
     pipe = subprocess.PIPE
@@ -296,7 +296,7 @@ def test_sweep_exit_codes_with_ignored_sigchld(tmp_path: Path) -> None:
     """As `trap '' CHLD` does: programs inherit that, and the kernel would drop the codes."""
     (tmp_path / "run.toml").write_text(TOML)
     env = {**os.environ, "MEGALITE_FAULT": "step.begin:0:*:raise"}
-    words = [sys.executable, str(ROOT / "tools/sweep.py"), "run.toml", "--lr", "1e-3", "--folder", "out"]
+    words = [sys.executable, str(ROOT / "tools/sweep.py"), "run.toml", "--lr", "1e-3", "--runs-dir", "out"]
     ignore = lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # noqa: E731
     done = subprocess.run(words, cwd=tmp_path, env=env, preexec_fn=ignore, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -100,7 +100,7 @@ def test_too_few_ranks_for_groups_are_reported() -> None:
     assert first.notes[-1].startswith(
         "not verified, because there are too few ranks: which of 8 groups each of 16 tp ranks takes"
     )
-    assert first.notes[-1].endswith("give --most-ranks 8 or more")
+    assert first.notes[-1].endswith("give --max-ranks 8 or more")
 
 
 @pytest.mark.parametrize("flags,counts", CASES["stages"])
@@ -128,7 +128,7 @@ def test_reference_run_uses_the_simplest_path() -> None:
 def test_shrink_keeps_unsharded_sizes() -> None:
     config, found = made("--preset tiny --tp 2 --dp 2", whole=True)
     assert found.config.model == config.model and found.config.data == config.data
-    with pytest.raises(ValueError, match=r"world=16 .*--most-ranks 8"):
+    with pytest.raises(ValueError, match=r"world=16 .*--max-ranks 8"):
         made("--preset tiny --dp 16", whole=True)
 
 

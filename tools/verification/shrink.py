@@ -147,13 +147,13 @@ def shrink(config: Config, max_ranks: int, steps: int, keep_sizes: bool = False)
     if keep_sizes:
         if requested.world_size > max_ranks:
             raise ValueError(
-                f"world={requested.world_size} ({requested}) is above --most-ranks {max_ranks}; raise it, or drop "
-                "--whole"
+                f"world={requested.world_size} ({requested}) is above --max-ranks {max_ranks}; raise it, or drop "
+                "--full-size"
             )
         return ShrunkConfig(_limit_steps(config, requested, steps), requested, requested, notes)
     layout = shrink_layout(requested, max_ranks)
     if layout.world_size == 1 < requested.world_size:
-        raise ValueError(f"most_ranks={max_ranks} leaves nothing of {requested}; give {requested.min_ranks} or more")
+        raise ValueError(f"max_ranks={max_ranks} leaves nothing of {requested}; give {requested.min_ranks} or more")
     lost_axes = [
         f"{axis} {getattr(requested, axis)}"
         for axis in AXES
@@ -161,7 +161,7 @@ def shrink(config: Config, max_ranks: int, steps: int, keep_sizes: bool = False)
     ]
     if lost_axes:
         notes.append(
-            f"not verified, because there are too few ranks: {' and '.join(lost_axes)}; give --most-ranks "
+            f"not verified, because there are too few ranks: {' and '.join(lost_axes)}; give --max-ranks "
             f"{requested.min_ranks} or more"
         )
     return ShrunkConfig(_shrink_config(config, requested, layout, steps), requested, layout, notes)
@@ -183,7 +183,7 @@ def kv_group_check(config: Config, first: ShrunkConfig, max_ranks: int) -> Shrun
     if tp > max_ranks:
         first.notes.append(
             f"not verified, because there are too few ranks: which of {sharing.groups} groups each of {requested.tp} "
-            f"tp ranks takes; give --most-ranks {tp} or more"
+            f"tp ranks takes; give --max-ranks {tp} or more"
         )
         return None
     note = (
