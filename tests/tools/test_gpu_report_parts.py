@@ -13,7 +13,7 @@ from simulated_gpu.simulator import everywhere
 
 ROOT = Path(__file__).resolve().parents[2]
 # of tests for a card those that launch no kernel of Triton's
-ADDOPTS = "-p no:cacheprovider -k 'test_watch or test_cuda_graphs'"
+ADDOPTS = "-p no:cacheprovider -k 'test_replica_checks or test_cuda_graphs'"
 # In a process of a part: what goes wrong there. One defect for each part, each as a card or its driver would have it.
 ILL = """
 words = " ".join(sys.orig_argv)
