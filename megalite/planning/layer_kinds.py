@@ -24,7 +24,8 @@ from megalite.planning.layer_cost import CostRecorder, LayerCost
 from megalite.planning.meta_mode import META
 
 T = TypeVar("T")
-LayerKind = ModelConfig  # of a model with this one layer; layers are of the same kind if these are equal
+# the configuration of a model with only this layer; layers are of the same kind if these are equal
+LayerKind = ModelConfig
 
 
 @functools.lru_cache(maxsize=64)
@@ -269,9 +270,11 @@ def _prefix_sums(values: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros_like(values[:1]), values.cumsum(0)])
 
 
-FLOPS = slice(0, 3)  # of F, B and W; columns of StageCosts._layer_sums
-SAVED_BYTES = 3  # on the device, from F to B
-WGRAD_BYTES = 4  # from B to W
+# Columns of StageCosts._layer_sums: the FLOPs of F, B and W, the bytes saved on the device from F to B, and the bytes
+# kept from B to W.
+FLOPS = slice(0, 3)
+SAVED_BYTES = 3
+WGRAD_BYTES = 4
 
 
 @dataclass(frozen=True)

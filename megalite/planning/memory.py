@@ -20,8 +20,9 @@ from megalite.planning.layer_cost import LayerCost
 from megalite.planning.model_state import ModelStateBytes
 from megalite.planning.run_plan import RunPlan
 
-ACTIVATIONS_ERROR = 0.02  # of activations and transient memory, as a fraction of the allocated bytes
-LARGEST_ERROR = 0.03  # in any layout that was ever compared
+# error of activations and transient memory, as a fraction of the allocated bytes: in the tests, and the largest ever
+ACTIVATIONS_ERROR = 0.02
+LARGEST_ERROR = 0.03
 SHARDED_BY_STAGE = ("nothing", "optimizer", "optimizer, gradients", "optimizer, gradients, weights")  # by ZeRO stage
 
 
@@ -178,7 +179,7 @@ class _Part:
 
 
 class _MemorySimulator:
-    """The memory of a rank beside its model state, while its actions run.
+    """The memory of a rank in addition to its model state, while its actions run.
 
     Attributes:
         peak: The peak bytes so far.
@@ -242,16 +243,16 @@ class _MemorySimulator:
         current_bytes = self.saved_bytes + message_bytes + temporary_bytes + self.unsharded.bytes
         self.peak = max(self.peak, current_bytes)
 
-    def _run_phase(self, part: _Part, phase: str, unit: str, more_bytes: int = 0) -> None:
+    def _run_phase(self, part: _Part, phase: str, unit: str, extra_bytes: int = 0) -> None:
         for view, section_peak in part.cost.peaks[phase].items():
             self.unsharded.first_grad(unit, view)
-            self._update_peak(section_peak + more_bytes)
+            self._update_peak(section_peak + extra_bytes)
 
     def _forward(self, stage: int) -> None:
         if stage != 0:
             self.num_messages -= 1  # the received input is the first layer's
         parts = self.parts[stage]
-        copied_bytes = 0  # of the previous block, which are freed on the device when this one has ended
+        copied_bytes = 0  # offloaded by the previous block, and freed on the device when this one has ended
         for part, next_part in zip(parts, [*parts[1:], None], strict=True):
             # layers that are recomputed together are unsharded two at a time
             self.unsharded.unshard(part.units[-2:], next_part.units[0] if next_part is not None else None)
@@ -274,7 +275,7 @@ class _MemorySimulator:
         if stage != self.last_stage:
             self.num_messages -= 1  # the received gradient is the last layer's
         parts = self.parts[stage]
-        has_prefetched = False  # from the host
+        has_prefetched = False  # a later block has started to copy this one's activations back
         for part, previous in reversed(list(zip(parts, [None, *parts[:-1]], strict=True))):
             if part.cost.offloaded_bytes:
                 if not has_prefetched:
@@ -288,7 +289,7 @@ class _MemorySimulator:
                     prefetch = previous.units[-1]
                 self.unsharded.unshard(part.units, prefetch)
             for unit in reversed(part.units):
-                if not part.is_head:  # whose gradients forward has computed
+                if not part.is_head:  # forward has computed the gradients of the head
                     self._run_phase(part, "B", unit, self.p2p_bytes)
                 if reduces:
                     self.unsharded.reduce(unit)
