@@ -156,12 +156,12 @@ def target_directory(source: Checkpoint, path: Location) -> Location:
 def split_evenly(producers: Sequence[TensorProducer], num_files: int) -> list[list[TensorProducer]]:
     """Split consecutive producers into files of about the same number of bytes."""
     files: list[list[TensorProducer]] = [[] for _ in range(num_files)]
-    total = max(1, sum(producer.bytes for producer in producers))
+    total = max(1, sum(producer.num_bytes for producer in producers))
     offset = 0
     for producer in producers:
-        middle = offset + producer.bytes // 2
+        middle = offset + producer.num_bytes // 2
         files[min(num_files - 1, middle * num_files // total)].append(producer)
-        offset += producer.bytes
+        offset += producer.num_bytes
     return files
 
 

@@ -66,7 +66,7 @@ def write_initial_checkpoint(
         if parts:
             values = functools.partial(_stored_values, tensor, specs)
             producers.append(TensorProducer(tensor.dtype, parts, values))
-    groups = split_by_size([producer.bytes for producer in producers], file_bytes)
+    groups = split_by_size([producer.num_bytes for producer in producers], file_bytes)
     files = [[producers[i] for i in group] for group in groups]
     checkpoint = checkpoint_dir(directory, 0)
     write_checkpoint(checkpoint, files, {spec.stored_name: spec.stored_shape for spec in specs.values()}, state)

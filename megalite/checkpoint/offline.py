@@ -50,12 +50,12 @@ class Checkpoint(reader.CheckpointReader):
         self.fill([TensorShard(name, shape, box, range(box.numel), values.view(-1))])
         return values
 
-    def fill(self, pieces: Sequence[TensorShard], progress_title: str | None = None) -> None:
-        """Write the values of `pieces` into their data, converted to the data's dtype."""
-        if lines := reader.mismatches(self.manifest, pieces):
+    def fill(self, shards: Sequence[TensorShard], progress_title: str | None = None) -> None:
+        """Write the values of `shards` into their data, converted to the data's dtype."""
+        if lines := reader.mismatches(self.manifest, shards):
             raise CheckpointError(f"{self.directory} does not fit this model:\n  " + "\n  ".join(lines))
         try:
-            super().fill(pieces, progress_title)
+            super().fill(shards, progress_title)
         except OSError as error:  # deleted in the meantime
             raise CheckpointError(f"{self.directory}: cannot be read ({error}); use another checkpoint") from error
 
@@ -83,7 +83,7 @@ class TensorProducer:
     values: Callable[[], Iterable[Tensor]]
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """The size of all its values in bytes."""
         return sum(box.numel for _, box in self.parts) * self.dtype.itemsize
 

@@ -398,7 +398,7 @@ def build_model_config(options: dict[str, Any], source: str) -> ModelConfig:
 
 
 def load_external_weights(
-    tensors: Sequence[ExternalTensor], pieces: Sequence[TensorShard], specs: Specs, source: str, show_progress: bool
+    tensors: Sequence[ExternalTensor], shards: Sequence[TensorShard], specs: Specs, source: str, show_progress: bool
 ) -> None:
     """Write the values of external tensors into the data of shards, under any layout.
 
@@ -406,7 +406,7 @@ def load_external_weights(
 
     Args:
         tensors: The tensors of the external model.
-        pieces: The shards to fill, named KIND/NAME.
+        shards: The shards to fill, named KIND/NAME.
         specs: The parameters of the model.
         source: The name of the external model, for messages.
         show_progress: Print progress lines.
@@ -416,12 +416,12 @@ def load_external_weights(
     """
     problems: list[str] = []
     targets: dict[str, list[tuple[Box, Tensor]]] = {}
-    for piece in pieces:
-        name = piece.name.partition("/")[2]
-        targets.setdefault(name, []).extend(shard_views(piece))
+    for shard in shards:
+        name = shard.name.partition("/")[2]
+        targets.setdefault(name, []).extend(shard_views(shard))
         external_shape = specs[name].shape if name in specs else "nothing"
-        if piece.shape != external_shape:
-            problems.append(f"{name}: shape {piece.shape} here, {external_shape} there")
+        if shard.shape != external_shape:
+            problems.append(f"{name}: shape {shard.shape} here, {external_shape} there")
     raise_problems(list(dict.fromkeys(problems)), f"{source} does not fit this model")
     with logged_progress(f"loading {source}", len(tensors), "tensors", not show_progress) as bar:
         for tensor in bar.track(tensors):

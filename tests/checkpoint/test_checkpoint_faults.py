@@ -166,7 +166,7 @@ def test_load_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(targets[0].data, state[0].data[: half.numel])
     header, reads = reads[:2], sorted(reads[2:])  # its length, and its text
     assert sum(size for _, size in header) < 20_000
-    assert sum(size for _, size in reads) == half.numel * 4 + tensor_file.BLOCK  # the last block ends in the other half
+    assert sum(size for _, size in reads) == half.numel * 4 + tensor_file.BLOCK_BYTES  # the last block ends in the other half
     assert all(at + size == after for (at, size), (after, _) in pairwise(reads))
 
 
@@ -327,7 +327,7 @@ def test_hostile_safetensors_header_is_refused(tmp_path: Path, attack: str) -> N
     stamp = tensor_file.BlockHash()
     stamp.update(memoryview(file.read_bytes()))
     data = json.loads((folder / "manifest.json").read_text())
-    made = stamp.stamp()
+    made = stamp.checksum()
     data["files"][file.name] = [made.size, made.algorithm, made.block_size, made.digests]
     reseal(folder, data)
     loaded = manifests.load_manifest(folder)

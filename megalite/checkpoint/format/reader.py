@@ -59,20 +59,20 @@ def verify_checkpoint(directory: Location, manifest: Manifest, progress_title: s
     CheckpointReader(directory, manifest).read_blocks(blocks, progress_title)
 
 
-def mismatches(manifest: Manifest, pieces: Sequence[TensorShard], exact_dtype: bool = False) -> list[str]:
-    """Return the reasons why `pieces` cannot be filled from the checkpoint, one line each.
+def mismatches(manifest: Manifest, shards: Sequence[TensorShard], exact_dtype: bool = False) -> list[str]:
+    """Return the reasons why `shards` cannot be filled from the checkpoint, one line each.
 
     With `exact_dtype`, a different dtype is one of them. Otherwise values are converted.
     """
     lines = []
-    for piece in {piece.name: piece for piece in pieces}.values():
-        stored, dtype = manifest.tensors.get(piece.name), str(piece.data.dtype).removeprefix("torch.")
+    for shard in {shard.name: shard for shard in shards}.values():
+        stored, dtype = manifest.tensors.get(shard.name), str(shard.data.dtype).removeprefix("torch.")
         if stored is None:
-            lines.append(f"{piece.name}: shape {piece.shape} here, not in the checkpoint")
-        elif stored.shape != piece.shape:
-            lines.append(f"{piece.name}: shape {piece.shape} here, {stored.shape} in the checkpoint")
+            lines.append(f"{shard.name}: shape {shard.shape} here, not in the checkpoint")
+        elif stored.shape != shard.shape:
+            lines.append(f"{shard.name}: shape {shard.shape} here, {stored.shape} in the checkpoint")
         elif exact_dtype and stored.dtype != dtype:
-            lines.append(f"{piece.name}: {dtype} here, {stored.dtype} in the checkpoint")
+            lines.append(f"{shard.name}: {dtype} here, {stored.dtype} in the checkpoint")
     return lines
 
 
@@ -85,21 +85,21 @@ class CheckpointReader:
         self._headers: dict[str, dict[str, TensorLocation]] = {}
         self._buffers: list[Tensor] = []
 
-    def fill(self, pieces: Sequence[TensorShard], progress_title: str | None = None) -> None:
-        """Write the checkpoint's values into `pieces`, and verify every block that a value comes from.
+    def fill(self, shards: Sequence[TensorShard], progress_title: str | None = None) -> None:
+        """Write the checkpoint's values into `shards`, and verify every block that a value comes from.
 
         The shards must fit the checkpoint (see `mismatches`). A block with a wrong hash is not used, but earlier blocks
         were: after CheckpointError the shards hold a mixture of old and new values.
 
         Args:
-            pieces: The shards to fill, in their own dtypes and on their devices.
+            shards: The shards to fill, in their own dtypes and on their devices.
             progress_title: The title of the progress lines; None logs no progress.
         """
         # file -> key -> (stored box, its targets)
         requested: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}
-        for piece in pieces:
-            for box, target in shard_views(piece):
-                for stored in self.manifest.tensors[piece.name].boxes:
+        for shard in shards:
+            for box, target in shard_views(shard):
+                for stored in self.manifest.tensors[shard.name].boxes:
                     if intersect(box, stored.box) is not None:
                         _, targets = requested.setdefault(stored.file, {}).setdefault(stored.key, (stored.box, []))
                         targets.append((target, box))

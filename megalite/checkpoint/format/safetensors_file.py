@@ -33,7 +33,7 @@ try:
 except ImportError:
     xxh3_128 = None
 
-BLOCK = 1 << 22  # bytes; each block adds 34 bytes to the manifest
+BLOCK_BYTES = 1 << 22  # each block adds 34 bytes to the manifest
 DEFAULT_HASH = "sha256" if xxh3_128 is None else "xxh3_128"  # the hash of new files
 WEIGHT_DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 WEIGHT_DTYPES = {code: dtype for dtype, code in WEIGHT_DTYPE_CODES.items()}
@@ -73,12 +73,13 @@ def hash_constructor(algorithm: str) -> Callable[..., Any]:
 class BlockHash:
     """A hash of a file in blocks, computed while the file is written.
 
-    Call `update` with the bytes in order, then `stamp` for the checksum.
+    Call `update` with the bytes in order, then `checksum`.
     """
 
-    def __init__(self, algorithm: str | None = None, block_size: int = BLOCK):
-        self.name, self.block = algorithm or DEFAULT_HASH, block_size
-        self._new_hash = hash_constructor(self.name)
+    def __init__(self, algorithm: str | None = None, block_size: int = BLOCK_BYTES):
+        self.algorithm = algorithm or DEFAULT_HASH
+        self.block_size = block_size
+        self._new_hash = hash_constructor(self.algorithm)
         self._digests: list[str] = []
         self._size = 0
         self._partial = self._new_hash()  # the hash of the last, incomplete block
@@ -86,18 +87,18 @@ class BlockHash:
     def update(self, data: memoryview) -> None:
         """Hash the next bytes of the file."""
         while len(data):
-            chunk = data[: self.block - self._size % self.block]
+            chunk = data[: self.block_size - self._size % self.block_size]
             self._partial.update(chunk)
             self._size += len(chunk)
             data = data[len(chunk) :]
-            if self._size % self.block == 0:
+            if self._size % self.block_size == 0:
                 self._digests.append(self._partial.hexdigest())
                 self._partial = self._new_hash()
 
-    def stamp(self) -> FileChecksum:
+    def checksum(self) -> FileChecksum:
         """Return the checksum of all bytes so far."""
-        last = [self._partial.hexdigest()] if self._size % self.block else []
-        return FileChecksum(self._size, self.name, self.block, (*self._digests, *last))
+        last = [self._partial.hexdigest()] if self._size % self.block_size else []
+        return FileChecksum(self._size, self.algorithm, self.block_size, (*self._digests, *last))
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class PlannedTensor:
     shape: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """The size of its data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -142,28 +143,28 @@ def _header(plan: Iterable[PlannedTensor], align: int) -> bytes:
     for tensor in plan:
         assert tensor.dtype.itemsize <= max_itemsize, "narrower dtypes must come last"
         max_itemsize = tensor.dtype.itemsize
-        start, end = end, end + tensor.bytes
+        start, end = end, end + tensor.num_bytes
         entries[tensor.key] = {"dtype": DTYPE_CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
 
 
-def plan_write(pieces: Sequence[TensorShard]) -> tuple[list[WriteItem], list[TensorShard]]:
+def plan_write(shards: Sequence[TensorShard]) -> tuple[list[WriteItem], list[TensorShard]]:
     """Return (write items, shards) in the order in which their data will be written."""
-    ordered = sorted(pieces, key=lambda piece: -piece.data.element_size())
+    ordered = sorted(shards, key=lambda shard: -shard.data.element_size())
     parts = (
-        (piece.name, piece.shape, piece.data.dtype, box)
-        for piece in ordered
-        for box, _ in rectangles(piece.box, piece.span)
+        (shard.name, shard.shape, shard.data.dtype, box)
+        for shard in ordered
+        for box, _ in rectangles(shard.box, shard.span)
     )
     return write_items(parts), ordered
 
 
-def shard_views(piece: TensorShard) -> list[tuple[Box, Tensor]]:
+def shard_views(shard: TensorShard) -> list[tuple[Box, Tensor]]:
     """Return the rectangles of a shard as (box, view of its values)."""
-    data = piece.data.detach()
-    return [(box, data[span.start : span.stop].view(box.shape)) for box, span in rectangles(piece.box, piece.span)]
+    data = shard.data.detach()
+    return [(box, data[span.start : span.stop].view(box.shape)) for box, span in rectangles(shard.box, shard.span)]
 
 
 def split_by_size(sizes: Sequence[int], limit: int) -> list[range]:
@@ -195,7 +196,7 @@ def write_safetensors(
     path: Location,
     plan: Sequence[PlannedTensor],
     data: Iterable[Tensor],
-    block_size: int = BLOCK,
+    block_size: int = BLOCK_BYTES,
     *,
     align: int = _PAGE,
 ) -> FileChecksum:
@@ -212,8 +213,8 @@ def write_safetensors(
     with storage_of(path).open_new(path) as append:
 
         def write(data_bytes: memoryview) -> None:
-            for start in range(0, len(data_bytes), BLOCK):  # hash each chunk while it is in the CPU cache
-                chunk = data_bytes[start : start + BLOCK]
+            for start in range(0, len(data_bytes), BLOCK_BYTES):  # hash each chunk while it is in the CPU cache
+                chunk = data_bytes[start : start + BLOCK_BYTES]
                 block_hash.update(chunk)
                 append(chunk)
 
@@ -225,7 +226,7 @@ def write_safetensors(
             bounce = torch.empty(min(_BOUNCE_BYTES, len(flat)), dtype=torch.uint8, pin_memory=True)
             for part in flat.split(len(bounce)):
                 write(memoryview(bounce[: len(part)].copy_(part).numpy()))  # type: ignore[arg-type]
-    return block_hash.stamp()
+    return block_hash.checksum()
 
 
 @dataclass(frozen=True)

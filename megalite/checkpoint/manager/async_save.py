@@ -93,15 +93,14 @@ class HostStager:
 class AsyncSave:
     """One asynchronous save on one rank.
 
-    Every rank writes `pieces` into the staging directory `part`. Rank 0 then waits for the files of all ranks, and
-    commits.
+    Every rank writes `shards` into the staging directory. Rank 0 then waits for the files of all ranks, and commits.
 
     Attributes:
-        part: The staging directory.
+        staging_dir: The staging directory.
         step: The step of the checkpoint.
         mesh: The mesh of the run.
-        host: The stager that copies the state.
-        pieces: The shards that this rank writes.
+        stager: The stager that copies the state.
+        shards: The shards that this rank writes.
         commit: Called on rank 0 after all files are written.
         check_lock: Called on rank 0 while it waits. It raises if the run has lost its lock on the directory.
         log: Receives lines for the log.
@@ -109,11 +108,11 @@ class AsyncSave:
         abort: Set when a rank has failed, so that its index file will not appear.
     """
 
-    part: Location
+    staging_dir: Location
     step: int
     mesh: Mesh
-    host: HostStager
-    pieces: Sequence[TensorShard]
+    stager: HostStager
+    shards: Sequence[TensorShard]
     commit: Callable[[], None]
     check_lock: Callable[[], None]
     log: Callable[[str], None]
@@ -141,21 +140,21 @@ class AsyncSave:
     def _save(self) -> None:
         rank = self.mesh.world.rank
         try:
-            rows, ordered = tensor_file.plan_write(self.pieces)
-            data = self.host.stage([piece.data for piece in ordered])
-            if self.host.no_memory_reason is not None:
+            rows, ordered = tensor_file.plan_write(self.shards)
+            data = self.stager.stage([shard.data for shard in ordered])
+            if self.stager.no_memory_reason is not None:
                 consequence = "the state itself is written, and the next update waits for that"
-                reason = self.host.no_memory_reason
+                reason = self.stager.no_memory_reason
                 self.log(f"rank {rank} has no memory for a copy of what it saves ({reason}): {consequence}")
-            manifest.write_rank_file(self.part, rank, rows, data)
+            manifest.write_rank_file(self.staging_dir, rank, rows, data)
             inject_fault("ckpt.shard_written", rank, self.step)
-            self.host.release()
+            self.stager.release()
             if self.mesh.world.is_first:
-                wait_for_rank_files(self.part, self.mesh.world.size, self.abort, self.check_lock)
+                wait_for_rank_files(self.staging_dir, self.mesh.world.size, self.abort, self.check_lock)
                 self.commit()
         except Exception as error:  # CheckpointSaver.wait raises it on all ranks
             self.error = error
-            failed = self.part / f"rank-{rank:05d}.failed"
+            failed = self.staging_dir / f"rank-{rank:05d}.failed"
             # This file makes rank 0 stop waiting. A full disk may only accept an empty file, or none at all: then rank
             # 0 learns of the failure in `CheckpointSaver.wait`.
             for content in (f"rank {rank}: {error_text(error)}", ""):
@@ -163,7 +162,7 @@ class AsyncSave:
                     storage_of(failed).write_text(failed, content)
                     break
         finally:
-            self.host.release()  # also after an error before the copy
+            self.stager.release()  # also after an error before the copy
 
 
 def wait_for_rank_files(

@@ -29,12 +29,12 @@ class LoadPlan:
     """The shards to fill from a checkpoint.
 
     Attributes:
-        pieces: The shards.
+        shards: The shards.
         exact_dtype: Raise for a different stored dtype instead of converting values.
         progress_title: The title of the progress lines of the load; None logs no progress.
     """
 
-    pieces: Sequence[TensorShard]
+    shards: Sequence[TensorShard]
     exact_dtype: bool = False
     progress_title: str | None = None
 
@@ -81,13 +81,13 @@ def load_newest(
             manifest, reason = _try(mesh, checkpoint, False, partial(load_complete_manifest, checkpoint))
             if manifest is not None:
                 plan = make_plan(checkpoint, manifest)
-                problems = mismatches(manifest, plan.pieces, plan.exact_dtype)
+                problems = mismatches(manifest, plan.shards, plan.exact_dtype)
                 if all_reduce_int(len(problems), mesh):
                     error_type = CheckpointError if problems else OtherRankError
                     problems = problems or ["the log of another rank names the problem"]
                     raise error_type(f"{checkpoint} does not fit this model:\n  " + "\n  ".join(problems))
-                filled = plan.pieces
-                fill = partial(CheckpointReader(checkpoint, manifest).fill, plan.pieces, plan.progress_title)
+                filled = plan.shards
+                fill = partial(CheckpointReader(checkpoint, manifest).fill, plan.shards, plan.progress_title)
                 _, reason = _try(mesh, checkpoint, True, fill)
                 if reason is None:
                     return checkpoint, manifest
@@ -99,9 +99,9 @@ def load_newest(
             raise error_type(f"load={str(directory)!r} holds no checkpoint of step {step}: choose another --ckpt-step")
         return None
     except BaseException:
-        for piece in filled:
-            if piece.data.is_floating_point():
-                piece.data.detach().fill_(math.nan)
+        for shard in filled:
+            if shard.data.is_floating_point():
+                shard.data.detach().fill_(math.nan)
         raise
 
 

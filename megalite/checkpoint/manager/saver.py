@@ -123,7 +123,7 @@ class CheckpointSaver:
 
     # ---- saving
 
-    def save(self, step: int, pieces: Sequence[TensorShard], state: dict[str, Any], *, last: bool = False) -> Location:
+    def save(self, step: int, shards: Sequence[TensorShard], state: dict[str, Any], *, last: bool = False) -> Location:
         """Save this rank's shards as they are at the call, and return the directory of the checkpoint.
 
         The save is asynchronous if `background` is set, unless it is the `last`. Call `before_update` before the shards
@@ -131,7 +131,7 @@ class CheckpointSaver:
 
         Args:
             step: The step of the checkpoint.
-            pieces: The shards that this rank writes.
+            shards: The shards that this rank writes.
             state: The values of rank 0 that are not tensors, as plain JSON.
             last: This is the last save of the run, so wait for it.
 
@@ -158,17 +158,17 @@ class CheckpointSaver:
             self._prune(step)
 
         if is_sync:
-            save(self.directory, step, pieces, {}, self.mesh, self._check_lock, commit)
+            save(self.directory, step, shards, {}, self.mesh, self._check_lock, commit)
             self.blocked_s = time.perf_counter() - called
             return final
         _make_staging(staging_dir, self.mesh, self._check_lock)
         self._stager.start()
         self._pending_save = AsyncSave(
-            part=staging_dir,
+            staging_dir=staging_dir,
             step=step,
             mesh=self.mesh,
-            host=self._stager,
-            pieces=list(pieces),
+            stager=self._stager,
+            shards=list(shards),
             commit=commit,
             check_lock=self._check_lock,
             log=self._log,
@@ -243,10 +243,10 @@ class CheckpointSaver:
         pending.join()
         self._pending_save = None
         try:
-            raise_on_all_ranks(pending.error, self.mesh, f"saving to {pending.part} in the background")
+            raise_on_all_ranks(pending.error, self.mesh, f"saving to {pending.staging_dir} in the background")
         except CheckpointError:
             if self.mesh.world.is_first:
-                manifest.discard_quietly(pending.part)
+                manifest.discard_quietly(pending.staging_dir)
             raise
 
     def pop_messages(self) -> list[str]:
@@ -264,7 +264,7 @@ class CheckpointSaver:
         if pending is not None and wait:
             pending.join()
         if pending is not None and pending.error is not None:
-            message = f"the last save, to {pending.part}, failed: {error_text(pending.error)}"
+            message = f"the last save, to {pending.staging_dir}, failed: {error_text(pending.error)}"
             self._messages.append(message)
         if self._uploader is not None:
             self._uploader.close(wait)
@@ -290,7 +290,7 @@ class CheckpointSaver:
 def save(
     directory: str | Location,
     step: int,
-    pieces: Sequence[TensorShard],
+    shards: Sequence[TensorShard],
     state: dict[str, Any],
     mesh: Mesh,
     check_lock: Callable[[], None] = lambda: None,
@@ -303,7 +303,7 @@ def save(
     Args:
         directory: The --save directory.
         step: The step of the checkpoint.
-        pieces: The shards that this rank writes.
+        shards: The shards that this rank writes.
         state: The values that are not tensors, as plain JSON.
         mesh: The mesh of the run.
         check_lock: Called on rank 0 before anything changes. Its errors end the save.
@@ -317,8 +317,8 @@ def save(
     _make_staging(staging_dir, mesh, check_lock)
 
     def write() -> None:
-        rows, ordered = tensor_file.plan_write(pieces)
-        manifest.write_rank_file(staging_dir, mesh.world.rank, rows, (piece.data for piece in ordered))
+        rows, ordered = tensor_file.plan_write(shards)
+        manifest.write_rank_file(staging_dir, mesh.world.rank, rows, (shard.data for shard in ordered))
         inject_fault("ckpt.shard_written", mesh.world.rank, step)
 
     def commit_on_first() -> None:

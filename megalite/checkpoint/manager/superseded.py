@@ -33,7 +33,9 @@ def hide_later(directories: Iterable[Path], start_step: int, first_step: int) ->
     Raises OSError. Call `finish_renames` afterwards in any case.
     """
     checkpoints = [
-        checkpoint_dir(directory, step) for directory in directories for step in reversed(_later(directory, start_step))
+        checkpoint_dir(directory, step)
+        for directory in directories
+        for step in reversed(_later_steps(directory, start_step))
     ]
     # This name is freed before all others, so that it exists again only as the new checkpoint.
     first_name = f"iter_{first_step:07d}"
@@ -60,16 +62,20 @@ def finish_renames(*locations: Location) -> dict[Path, dict[str, str]]:
     """
     directories = [location for location in locations if isinstance(location, Path)]
     renamed: dict[Path, dict[str, str]] = {}
-    matches = [
-        (directory, path, _HIDDEN.fullmatch(path.name))
-        for directory in directories
-        for path in directory.glob(".iter_*")
-    ]
-    hidden = [(directory, path, match.groups()) for directory, path, match in matches if match]
-    # The checkpoint with the name of the new one comes last, for the reason given in `hide_later`.
-    hidden.sort(key=lambda entry: (entry[2][0] == f"iter_{entry[2][2]}", entry[0] == directories[0], entry[1]))
-    committed = {first_step: (directories[0] / f"iter_{first_step}").exists() for _, _, (_, _, first_step) in hidden}
-    for directory, path, (name, suffix, first_step) in hidden:
+    hidden: list[tuple[Path, Path, str, str, str]] = []
+    for directory in directories:
+        for path in directory.glob(".iter_*"):
+            if match := _HIDDEN.fullmatch(path.name):
+                name, suffix, first_step = match.groups()
+                hidden.append((directory, path, name, suffix, first_step))
+
+    def rename_order(entry: tuple[Path, Path, str, str, str]) -> tuple[bool, bool, Path]:
+        # The checkpoint with the name of the new one comes last, for the reason given in `hide_later`.
+        directory, path, name, _, first_step = entry
+        return name == f"iter_{first_step}", directory == directories[0], path
+
+    committed = {first_step: (directories[0] / f"iter_{first_step}").exists() for *_, first_step in hidden}
+    for directory, path, name, suffix, first_step in sorted(hidden, key=rename_order):
         if not committed[first_step] and not os.path.lexists(directory / name):
             os.replace(path, directory / name)
             continue
@@ -80,7 +86,7 @@ def finish_renames(*locations: Location) -> dict[Path, dict[str, str]]:
             target = directory / f"abandoned-{name}-{suffix}-{attempt}"
         os.replace(path, target)
         renamed.setdefault(directory, {})[name] = target.name
-    for directory in {directory for directory, _, _ in hidden}:
+    for directory in {directory for directory, *_ in hidden}:
         fsync_path(directory)
     return renamed
 
@@ -100,14 +106,14 @@ class SupersededCheckpoints:
     def __init__(self, directories: Sequence[Location] = (), start_step: int = 0, damaged: bool = False):
         self._paths = [directory for directory in directories if isinstance(directory, Path)]
         self._start_step = start_step
-        later = {directory: steps for directory in directories if (steps := _later(directory, start_step))}
+        later = {directory: steps for directory in directories if (steps := _later_steps(directory, start_step))}
         for directory, steps in later.items():
             if isinstance(directory, RemotePath) and not damaged:
                 copy_hint = f" (and copy iter_{start_step:07d} to it, to load from it as well)" if start_step else ""
                 reason = "a restart would resume from them, and they cannot be renamed at a URL; give another URL"
                 newest_hint = "continue from the newest: --load without --ckpt-step and --finetune"
                 raise CheckpointError(
-                    f"save={str(directory)!r} holds {_named(steps)}, later than step "
+                    f"save={str(directory)!r} holds {_format_names(steps)}, later than step "
                     f"{start_step}, where this run starts: {reason}{copy_hint}, delete them, or {newest_hint}"
                 )
         self.damaged = {
@@ -118,10 +124,10 @@ class SupersededCheckpoints:
         self.unfinished = False
         self.message: str | None = None
         if later and not damaged:
+            names = _format_names(set().union(*later.values()))
             self.message = (
-                f"{_named(set().union(*later.values()))} in {' and '.join(map(str, directories))}, later than step "
-                f"{start_step}, where this run starts; the first save renames them to abandoned-... and deletes "
-                f"nothing. To continue from them, stop now and give --load {directories[-1]} without --ckpt-step and "
+                f"{names} in {' and '.join(map(str, directories))}, later than step {start_step}, where this run "
+                f"starts; the first save renames them to abandoned-... and deletes nothing. To continue from them, stop now and give --load {directories[-1]} without --ckpt-step and "
                 "--finetune"
             )
 
@@ -160,12 +166,12 @@ class SupersededCheckpoints:
             log(f"cannot rename the checkpoints later than step {self._start_step} ({error}): {consequence}")
 
 
-def _later(directory: Location, start_step: int) -> list[int]:
+def _later_steps(directory: Location, start_step: int) -> list[int]:
     """Return the steps after `start_step` of the checkpoints in a directory."""
     return [step for step in storage_of(directory).steps_in(directory) if step > start_step]
 
 
-def _named(steps: Iterable[int]) -> str:
+def _format_names(steps: Iterable[int]) -> str:
     """Return the names of the checkpoints, or if there are more than three, their number and the first and last."""
     names = [f"iter_{step:07d}" for step in sorted(steps)]
     return ", ".join(names) if len(names) < 4 else f"{len(names)} checkpoints, {names[0]} to {names[-1]}"

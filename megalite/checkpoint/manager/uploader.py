@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from megalite.checkpoint.format import manifest
-from megalite.checkpoint.format.safetensors_file import BLOCK, BlockHash, FileChecksum
+from megalite.checkpoint.format.safetensors_file import BLOCK_BYTES, BlockHash, FileChecksum
 from megalite.checkpoint.manager.retention import RetentionPolicy, is_complete
 from megalite.checkpoint.storage.location import CheckpointError, Location, checkpoint_dir, error_text
 from megalite.checkpoint.storage.storage import storage_of
@@ -127,15 +127,15 @@ class Uploader:
     def _upload_file(self, source: Location, target: Location, checksum: FileChecksum) -> None:
         """Copy a file, and raise CheckpointError if its hash is wrong."""
         block_hash = BlockHash(checksum.algorithm, checksum.block_size)
-        buffer = memoryview(bytearray(BLOCK))
+        buffer = memoryview(bytearray(BLOCK_BYTES))
         with (
             contextlib.closing(self._source_storage.open(source)) as file,
             self._target_storage.open_new(target) as append,
         ):
-            for start in range(0, checksum.size, BLOCK):
-                chunk = buffer[: min(BLOCK, checksum.size - start)]
+            for start in range(0, checksum.size, BLOCK_BYTES):
+                chunk = buffer[: min(BLOCK_BYTES, checksum.size - start)]
                 file.pread(chunk, start)
                 block_hash.update(chunk)
                 append(chunk)
-            if block_hash.stamp() != checksum:
+            if block_hash.checksum() != checksum:
                 raise CheckpointError(f"{source}: its content changed after it was written")

@@ -269,7 +269,7 @@ def _write_shards(
         for mapping in mappings
     ]
     planned.sort(key=lambda pair: -pair[1].dtype.itemsize)
-    files = tensor_file.split_by_size([plan.bytes for _, plan in planned], shard_bytes)
+    files = tensor_file.split_by_size([plan.num_bytes for _, plan in planned], shard_bytes)
     weight_map: dict[str, str] = {}
     with ProgressBar("writing for Hugging Face", len(planned), "tensors") as bar:
         for number, indices in enumerate(files, start=1):
@@ -280,7 +280,7 @@ def _write_shards(
             tensor_file.write_safetensors(staging_dir / name, plans, values, align=8)
             weight_map |= {plan.key: name for _, plan in pairs}
     if len(files) > 1:
-        total_bytes = sum(plan.bytes for _, plan in planned)
+        total_bytes = sum(plan.num_bytes for _, plan in planned)
         _write_json(staging_dir / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     return planned[0][1].dtype
 
