@@ -127,8 +127,8 @@ class SupersededCheckpoints:
             names = _format_names(set().union(*later.values()))
             self.message = (
                 f"{names} in {' and '.join(map(str, directories))}, later than step {start_step}, where this run "
-                f"starts; the first save renames them to abandoned-... and deletes nothing. To continue from them, stop now and give --load {directories[-1]} without --ckpt-step and "
-                "--finetune"
+                "starts; the first save renames them to abandoned-... and deletes nothing. To continue from them, stop "
+                f"now and give --load {directories[-1]} without --ckpt-step and --finetune"
             )
 
     @contextlib.contextmanager
