@@ -1,4 +1,4 @@
-"""Draws docs/context.png: which tokens each of four context-parallel ranks holds, without documents and with some.
+"""Draw docs/context.png: which tokens each of four context-parallel ranks holds, without documents and with some.
 
 python -m docs.draw_context docs/context.png
 """
@@ -21,7 +21,7 @@ CASES = (
 
 
 def picture() -> Picture:
-    """Draw the keys that each query sees, as a bar above its position, in the color of the rank that has the query."""
+    """Return the number of keys of each query, as a bar above its position in the color of the rank that holds it."""
 
     def draw(width: float) -> Any:
         fig, axes = figure(width, [1.5] * len(CASES), share_x=True)
@@ -37,6 +37,7 @@ def picture() -> Picture:
                 seen, label = [keys[i] for i in rows], f"rank {rank}: {share:.0%} of the work"
                 axis.bar(rows, seen, width=1.0, color=color(SERIES[rank]), label=label)
             axis.set_ylabel("keys per query")
+            axis.yaxis.get_major_locator().set_params(integer=True)
             busiest = f"the busiest rank has {imbalance(work, places.seq_chunks_by_rank):.2f} times the mean work"
             axis.set_title(f"{name}: {busiest}", loc="left", color=color("ink"))
             axis.legend(ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
