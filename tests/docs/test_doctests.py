@@ -1,4 +1,4 @@
-"""The examples in docstrings of the package give what they say."""
+"""The examples in docstrings of the package and of the tools give the results that they show."""
 
 import doctest
 import importlib
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "megalite"
+ROOT = Path(__file__).parents[2]
+FILES = sorted([*ROOT.joinpath("megalite").rglob("*.py"), *ROOT.joinpath("tools").rglob("*.py")])
 MODULES = [
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    for path in sorted(PACKAGE.rglob("*.py"))
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in FILES
     if re.search(r"^ *>>> ", path.read_text("utf-8"), re.MULTILINE)
 ]
 
