@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megalite.config.env_overrides import env_override
-from megalite.parallel.cpu.peer_sockets import NotShared
+from megalite.parallel.cpu.peer_sockets import SharedMemoryError
 from megalite.parallel.cpu.shared_memory import CollectiveBackend, SharedMemoryBackend
 from megalite.parallel.phase_timer import PhaseTimer
 
@@ -197,7 +197,8 @@ class Mesh:
             (`build_mesh`).
         device: the device on which this rank computes.
         phase_timer: the timer of this rank, shared by all axes.
-        not_shared: the reason why some ranks of one machine don't use shared memory although they should; else "".
+        shared_memory_error: the reason why some ranks of one machine cannot use shared memory although they should, if
+            there are such ranks.
     """
 
     pp: Axis = field(default_factory=lambda: Axis("pp"))
@@ -220,7 +221,7 @@ class Mesh:
     start: Axis = field(default_factory=lambda: Axis("start"))
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     phase_timer: PhaseTimer = field(default_factory=PhaseTimer, compare=False, repr=False)
-    not_shared: str = ""
+    shared_memory_error: str = ""
 
     @classmethod
     def single_process(cls, device: str | torch.device = "cpu") -> "Mesh":
@@ -385,7 +386,7 @@ def build_mesh(
     mesh = _build_axes(groups, **sizes)
     if timeout is not None:
         mesh.set_timeout(timeout)
-    return replace(mesh, device=device, not_shared=groups.worst_error() if use_shared_memory else "")
+    return replace(mesh, device=device, shared_memory_error=groups.worst_error() if use_shared_memory else "")
 
 
 def abstract_mesh(world: int, rank: int, **sizes: Unpack[MeshSizes]) -> Mesh:
@@ -405,11 +406,11 @@ class _GroupBuilder:
             self.start = replace(self.start, name="start", comm_log=CommLog())
             self.world = replace(self.world, backend=self._new_group(world.ranks, "world"))
         self.axes: dict[tuple[tuple[int, ...], ...], Axis] = {}
-        self.not_shared: list[int] = []  # errno of each axis of this rank that could not share memory
+        self.shared_memory_errnos: list[int] = []  # errno of each axis of this rank that could not share memory
 
     def worst_error(self) -> str:
         """Return the error message if ranks of one machine failed to share memory on any rank, else "". Collective."""
-        worst = torch.tensor(max((code for code in self.not_shared if code != errno.EREMOTE), default=0))
+        worst = torch.tensor(max((code for code in self.shared_memory_errnos if code != errno.EREMOTE), default=0))
         if self.world.size > 1:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.world.group)
         return os.strerror(int(worst)) if worst else ""
@@ -454,8 +455,8 @@ class _GroupBuilder:
         if self.use_shared_memory and not own_group and name not in ("pp", "dp_cp_tp"):  # collective over the axis
             try:
                 group = SharedMemoryBackend.open(group, axis.rank, size)
-            except NotShared as error:  # raised on all ranks of the axis, which then use the process group
-                self.not_shared.append(error.errno or 0)
+            except SharedMemoryError as error:  # raised on all ranks of the axis, which then use the process group
+                self.shared_memory_errnos.append(error.errno or 0)
         axis = replace(axis, backend=group)
         return axis if own_group else self.axes.setdefault(rank_sets, axis)
 

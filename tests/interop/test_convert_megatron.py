@@ -243,7 +243,7 @@ def test_every_megatron_layout_is_read_bit_exactly(
     assert (config.data.vocab_size, config.model.num_kv_groups, config.model.ffn_size) == (V, case.groups, F)
     assert config.model.activation == ("swiglu" if case.llama else "gelu")
     counts = [
-        len(open_torch_checkpoint(tmp_path / "theirs" / name, say=print).tensors) for name in ("", "iter_0000007")
+        len(open_torch_checkpoint(tmp_path / "theirs" / name, log=print).tensors) for name in ("", "iter_0000007")
     ]
     assert counts[0] == counts[1]
 

@@ -26,13 +26,13 @@ ROUNDS = 120
 
 def legacy(folder: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
     megatron_files.write(folder, megatron_files.Case(fused=False), attention_backend=None)
-    return next(folder.rglob("*.pt")), lambda: megatron.open_torch_checkpoint(folder, say=lambda text: None).tensors
+    return next(folder.rglob("*.pt")), lambda: megatron.open_torch_checkpoint(folder, log=lambda text: None).tensors
 
 
 def dist(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
     def make(folder: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
         target = dist_files.write(folder, dist_files.GPT)
-        return target / name, lambda: megatron_dist.open_checkpoint(target, say=lambda text: None).tensors
+        return target / name, lambda: megatron_dist.open_checkpoint(target, log=lambda text: None).tensors
 
     return make
 

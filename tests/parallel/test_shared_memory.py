@@ -23,7 +23,7 @@ from train_cases import SMALL
 
 from megalite.config.env_overrides import env_override
 from megalite.parallel.cpu import shared_memory
-from megalite.parallel.cpu.peer_sockets import NotShared, PeerSockets
+from megalite.parallel.cpu.peer_sockets import PeerSockets, SharedMemoryError
 from megalite.parallel.cpu.shared_memory import CollectiveMismatchError, SharedMemoryBackend
 from megalite.parallel.mesh import build_mesh
 from megalite.training.monitoring.watchdog import _TIMEOUT_ERROR, is_lost_peer_error
@@ -221,7 +221,7 @@ def _refusal(slot_bytes: int = 64) -> str:
     """Why there is no shared memory; "" where there is."""
     try:
         _open(slot_bytes)
-    except NotShared as error:
+    except SharedMemoryError as error:
         return errno.errorcode[error.errno or 0]
     return ""
 
@@ -234,7 +234,7 @@ def _without_room() -> tuple[list[str], str, bool]:
         shared_memory.SHM_DIR = Path(folder)
         found.append(_refusal())
     mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"))
-    return found, mesh.not_shared, mesh.tp.custom_backend is None
+    return found, mesh.shared_memory_error, mesh.tp.custom_backend is None
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
@@ -259,7 +259,7 @@ def test_run_without_shared_memory_reports_it(tmp_path: Path) -> None:
 def _on_several_machines(folder: str) -> tuple[str, str]:
     (own := Path(folder, str(dist.get_rank()))).mkdir()
     shared_memory.SHM_DIR = own
-    found = _refusal(), build_mesh(tp=2, pp=1, device=torch.device("cpu")).not_shared
+    found = _refusal(), build_mesh(tp=2, pp=1, device=torch.device("cpu")).shared_memory_error
     dist.barrier()
     assert not list(own.iterdir())
     return found

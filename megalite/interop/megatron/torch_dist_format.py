@@ -87,19 +87,19 @@ def _load_chunk(directory: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> 
     return values
 
 
-def open_checkpoint(directory: Path, say: Callable[[str], object] = print) -> ExternalModel:
+def open_checkpoint(directory: Path, log: Callable[[str], object] = print) -> ExternalModel:
     """Open a checkpoint of either format that can be read: torch_dist or torch.
 
-    `say` receives a line for each pickle that is opened. Raises CheckpointError with all problems.
+    `log` receives a line for each pickle that is opened. Raises CheckpointError with all problems.
     """
     common, metadata = directory / "common.pt", directory / ".metadata"
     if not metadata.is_file() and not (directory / "metadata.json").is_file():
-        return torch_format.open_torch_checkpoint(directory, say)
+        return torch_format.open_torch_checkpoint(directory, log)
     if not common.is_file() or not metadata.is_file():
         remedy = "convert it there with --ckpt-convert-format torch_dist"
         raise CheckpointError(f"{directory}: cannot be read: the supported formats are torch_dist and torch; {remedy}")
-    args = torch_format.get_args(torch_format.load_pickle(common, say), common)
-    say(f"opening {metadata}: a pickle; only {2 + len(RECORD_TYPES)} listed names in it are accepted, as plain data")
+    args = torch_format.get_args(torch_format.load_pickle(common, log), common)
+    log(f"opening {metadata}: a pickle; only {2 + len(RECORD_TYPES)} listed names in it are accepted, as plain data")
     load = lru_cache(1)(partial(_load_chunk, directory))  # the layers of a stacked tensor are read one after the other
     read_box = partial(_read_box, directory, load)
     tensors: dict[str, FileTensor] = {}

@@ -99,12 +99,12 @@ class StubEnumMember(UnpickledStub):
             raise pickle.UnpicklingError("global getattr")
 
 
-def load_pickle(path: Path, say: Callable[[str], object]) -> dict[str, Any]:
+def load_pickle(path: Path, log: Callable[[str], object]) -> dict[str, Any]:
     """Return the dictionary in a .pt file, whose tensors stay on disk.
 
-    `say` receives a line for the log. Raises CheckpointError with the first name that is not on the list.
+    `log` receives a line for the log. Raises CheckpointError with the first name that is not on the list.
     """
-    say(f"opening {path}: a pickle; only tensors and {1 + len(STUB_TYPES)} listed types in it are accepted")
+    log(f"opening {path}: a pickle; only tensors and {1 + len(STUB_TYPES)} listed types in it are accepted")
     allowed = [Namespace, *((UnpickledStub, name) for name in STUB_TYPES), (StubEnumMember, "builtins.getattr")]
     try:
         with torch.serialization.safe_globals(allowed):
@@ -226,14 +226,14 @@ def _rank_positions(
     return positions
 
 
-def open_torch_checkpoint(directory: Path, say: Callable[[str], object] = print) -> ExternalModel:
+def open_torch_checkpoint(directory: Path, log: Callable[[str], object] = print) -> ExternalModel:
     """Read the args and the names of all tensors. Raises CheckpointError with all problems.
 
-    `say` receives a line for each pickle that is opened.
+    `log` receives a line for each pickle that is opened.
     """
     checkpoint = rank_files_dir(directory)
     files = list_rank_files(checkpoint)
-    contents = {name: load_pickle(path, say) for name, path in files.items()}
+    contents = {name: load_pickle(path, log) for name, path in files.items()}
     first = min(files)
     args = get_args(contents[first], files[first])
     version = contents[first].get("checkpoint_version", 0)

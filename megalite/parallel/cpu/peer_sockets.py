@@ -25,7 +25,7 @@ OPEN_SOCKETS = weakref.WeakSet[socket.socket]()
 os.register_at_fork(after_in_child=lambda: [open_socket.close() for open_socket in OPEN_SOCKETS])
 
 
-class NotShared(OSError):
+class SharedMemoryError(OSError):
     """Error: the ranks of a group cannot share memory, all with the same errno (EREMOTE: on several machines)."""
 
 
@@ -41,11 +41,11 @@ def errno_of(function: Callable[[], object]) -> int:
 
 
 def check_all(failed: int, group: Any) -> None:
-    """Raise NotShared on all ranks of the group if `failed`, an errno, is not 0 on one of them. Collective."""
+    """Raise SharedMemoryError on all ranks of the group if `failed`, an errno, is not 0 on one of them. Collective."""
     worst = torch.tensor(failed)
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     if code := int(worst):
-        raise NotShared(code, os.strerror(code))
+        raise SharedMemoryError(code, os.strerror(code))
 
 
 class PeerSockets:
@@ -60,7 +60,8 @@ class PeerSockets:
     def connect(cls, group: Any, rank: int, size: int, directory: Path) -> "PeerSockets":
         """Connect all ranks through sockets in a directory that they share, which is not needed afterwards. Collective.
 
-        Ranks wait for each other only in `check_all`, which fails if a rank has died. Raises NotShared on all ranks.
+        Ranks wait for each other only in `check_all`, which fails if a rank has died. Raises SharedMemoryError on all
+        ranks.
         """
         sockets: dict[int, socket.socket] = {}
         listeners: list[socket.socket] = []

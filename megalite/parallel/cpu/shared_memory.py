@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from megalite.parallel.cpu.peer_sockets import NotShared, PeerSockets, check_all, errno_of
+from megalite.parallel.cpu.peer_sockets import PeerSockets, SharedMemoryError, check_all, errno_of
 
 SLOTS = 3
 SLOT_BYTES = 2 << 20  # per rank
@@ -138,8 +138,8 @@ class SharedMemoryBackend(CollectiveBackend):
         """Map a new file on all ranks and connect them. Collective over `group`, which has a CPU backend.
 
         Afterwards, the file and the sockets have no name: a process that is killed later leaves nothing behind. Raises
-        NotShared on all ranks if they are on several machines, or if one of them lacks the memory, the permission or a
-        free file descriptor.
+        SharedMemoryError on all ranks if they are on several machines, or if one of them lacks the memory, the
+        permission or a free file descriptor.
         """
         total_bytes = SLOTS * size * slot_bytes
         names: list[str] = []
@@ -175,7 +175,7 @@ class SharedMemoryBackend(CollectiveBackend):
             dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
             failed, *encoded = message.tolist()
             if failed:
-                raise NotShared(failed, os.strerror(failed))
+                raise SharedMemoryError(failed, os.strerror(failed))
             directory = SHM_DIR / bytes(encoded).rstrip(b"\0").decode()
             check_all(errno_of(map_slots), group)
             sockets = PeerSockets.connect(group, rank, size, directory)

@@ -47,7 +47,7 @@ from megalite.training.logging.rank_log import (
     report_failure_once,
     wait_for_first_failure,
 )
-from megalite.training.logging.run_dir import newest_checkpoint, run_dir, to_resume
+from megalite.training.logging.run_dir import newest_checkpoint, resume_command, run_dir
 from megalite.training.logging.run_report import RunReport
 from megalite.training.logging.status import write_status
 from megalite.training.logging.time_breakdown import TimeBreakdown
@@ -206,7 +206,7 @@ class TrainingJob:
         command_config = self.config
         self.config = complete_config(command_config, print_err if is_first else lambda _: None)
         if is_first and not self.ranks.is_restart:
-            for note in preflight.effects_of_source(command_config, self.config):
+            for note in preflight.effects_of_completion(command_config, self.config):
                 print_err(f"note: {note}")
         return preflight.preflight(self.config, self.ranks)
 
@@ -283,7 +283,7 @@ class TrainingJob:
                 run.last_step = run.state.step
             saved_step, saver_notes = start_saving_from(run, config, saver, loaded)
             if ranks.rank == 0:
-                warnings = [*self.warnings, *preflight.not_shared(run.mesh)]
+                warnings = [*self.warnings, *preflight.shared_memory_warning(run.mesh)]
                 logger = startup.open_metrics_logger(plan, config, run, sources, self.directory, ranks, warnings)
                 heartbeat.start()
                 run_info = logger.try_write("events.jsonl", plan_as_json, plan, sources, self.hosts, run.mesh.device)
@@ -369,14 +369,14 @@ class TrainingJob:
                 "checkpoint": newest_checkpoint(config)[1],
             }
             if outcome not in (ExitCode.DONE, ExitCode.USAGE, ExitCode.PREFLIGHT):
-                rows["to resume"] = to_resume(config)
+                rows["to resume"] = resume_command(config)
             logger.log_summary(rows | (report_rows or {}))
             logger.close()
         if not run.mesh.world.is_first and outcome is not ExitCode.HANG:  # in a hang rank 0 may not reach this
             return
         if outcome is ExitCode.INTERRUPTED:
             progress = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)[1]}"
-            print_err(f"pretrain_gpt.py: {progress}; to resume: {to_resume(config)}")
+            print_err(f"pretrain_gpt.py: {progress}; to resume: {resume_command(config)}")
         write_status(
             self.directory,
             outcome.outcome,

@@ -53,7 +53,7 @@ def preflight(config: Config, ranks: RankInfo) -> tuple[RunPlan, DatasetBundle]:
         raise SetupError(error_location(error) + str(error)) from None
 
 
-def effects_of_source(command_config: Config, config: Config) -> list[Problem]:
+def effects_of_completion(command_config: Config, config: Config) -> list[Problem]:
     """Return notes about given options that have no effect with the options of the checkpoint.
 
     Args:
@@ -156,13 +156,13 @@ def thread_oversubscription_warning(device: str, ranks: RankInfo) -> list[str]:
     return [f"{total} on {on_cores} are many times slower than one per core: set OMP_NUM_THREADS={suggestion}"]
 
 
-def not_shared(mesh: Mesh) -> list[str]:
+def shared_memory_warning(mesh: Mesh) -> list[str]:
     """Return a warning if ranks of one machine should communicate by shared memory, and cannot."""
-    if not mesh.not_shared:
+    if not mesh.shared_memory_error:
         return []
     effect = "ranks of one machine communicate through gloo, which is slower"
     remedy = f"make room there, {SLOTS * SLOT_BYTES >> 20} MiB for each rank of a group, or give --no-shared-memory"
-    return [f"{SHM_DIR}: {mesh.not_shared}: {effect}; {remedy}"]
+    return [f"{SHM_DIR}: {mesh.shared_memory_error}: {effect}; {remedy}"]
 
 
 def check_save_writable(config: Config, ranks: RankInfo) -> None:

@@ -21,7 +21,7 @@ from megalite.config.options import Config
 from megalite.launch.local_launcher import LaunchResult
 from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.rank_log import RANK_LOG_DIR, crash_stack
-from megalite.training.logging.run_dir import RUN_LOCK, checkpoint_dirs, newest_checkpoint, run_dir, to_resume
+from megalite.training.logging.run_dir import RUN_LOCK, checkpoint_dirs, newest_checkpoint, resume_command, run_dir
 from megalite.training.logging.status import finalize_status, read_status
 
 WINDOW_S = 3600.0
@@ -113,7 +113,7 @@ class RestartPolicy:
             self._events.add("failed", cause=end.cause, code=end.code)
             if status is not None:
                 summary = f"{end.cause} at step {status['step']}; checkpoint: {newest_checkpoint(self._config)[1]}"
-                print_err(f"pretrain_gpt.py: {summary}; to resume: {to_resume(self._config)}")
+                print_err(f"pretrain_gpt.py: {summary}; to resume: {resume_command(self._config)}")
 
     def _exhausted_limit(self) -> str | None:
         """Return the limit of restarts that is reached, or None."""
@@ -147,7 +147,7 @@ class RestartPolicy:
         self._restart_times = [restarted for restarted in self._restart_times if restarted > now - WINDOW_S]
         if limit := self._exhausted_limit():
             self._events.add("restarts-exhausted", cause=end.cause, code=end.code, reason=limit)
-            hint = f"see {self._directory / RANK_LOG_DIR}; to resume: {to_resume(self._config)}"
+            hint = f"see {self._directory / RANK_LOG_DIR}; to resume: {resume_command(self._config)}"
             print_err(f"pretrain_gpt.py: {end.cause}: no restart, {limit}; {hint}")
             return None
         self._restart_times.append(now)

@@ -55,7 +55,7 @@ def format_plan(
         "parameters": f"{format_parameters(plan)} (vocabulary {plan.vocab_size:,}, padded to {plan.padded_vocab:,})",
         "layers per stage": run_lengths(plan.layers_per_stage),
         "schedule": f"{schedule}, {chunks}, {microbatches}; bubble {plan.bubble:.1%}",
-        "ZeRO": zero_of(plan),
+        "ZeRO": describe_zero(plan),
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
         "steps": f"{plan.num_steps:,} of {batch} x {model.seq_length} tokens: {tokens:,} tokens",
         "data": sources.train.describe(plan.total_samples),
@@ -172,14 +172,14 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def replicas_of(plan: RunPlan) -> int:
+def num_replicas(plan: RunPlan) -> int:
     """Return the number of replicas under hybrid sharding, otherwise 1."""
     return plan.mesh_at(0).dp_replicate.size if plan.config.parallel.effective_zero_stage else 1
 
 
-def zero_of(plan: RunPlan) -> str:
+def describe_zero(plan: RunPlan) -> str:
     """Describe the ZeRO stage, and the replicas under hybrid sharding."""
-    parallel, replicas, size = plan.config.parallel, replicas_of(plan), plan.mesh_at(0).dp_shard.size
+    parallel, replicas, size = plan.config.parallel, num_replicas(plan), plan.mesh_at(0).dp_shard.size
     axes = "dp x cp" if plan.cp > 1 else "dp"
     stage = parallel.effective_zero_stage
     text = f"stage {stage}, {SHARDED_BY_STAGE[stage]} sharded over {axes}"
@@ -192,7 +192,7 @@ def zero_of(plan: RunPlan) -> str:
 def stage_rows(plan: RunPlan) -> list[tuple[str, ...]]:
     """Return the table of GiB of the fullest rank at every ZeRO stage, the head first."""
     rows: list[tuple[str, ...]] = [("ZeRO stage", *STATE_PARTS, "all")]
-    replicas = replicas_of(plan)
+    replicas = num_replicas(plan)
     in_replicas = f", in {replicas} replicas" if replicas > 1 else ""
     for stage, state in enumerate(state_by_zero_stage(plan)):
         mark = f" <- here{in_replicas}" if stage == plan.config.parallel.effective_zero_stage else ""

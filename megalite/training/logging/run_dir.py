@@ -66,7 +66,7 @@ def newest_checkpoint(config: Config) -> tuple[dict[str, Any], str]:
     return dict(checkpoint=save if is_url(save) else None, checkpoint_step=None), text
 
 
-def to_resume(config: Config) -> str:
+def resume_command(config: Config) -> str:
     """Describe the command that trains the remaining steps."""
     checkpoint = config.checkpoint
     if checkpoint.save is None:

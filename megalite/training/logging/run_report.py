@@ -67,7 +67,7 @@ def productive_seconds(metrics: Path) -> float:
 
 
 def read_history(directory: Path, until: float) -> dict[str, Any] | None:
-    """Return the history of a run since step 0, as `goodput_of`; None if events.jsonl has no start.
+    """Return the history of a run since step 0, as `build_history`; None if events.jsonl has no start.
 
     Args:
         until: The time (time.time()) at which a process that still runs was last seen.
@@ -89,10 +89,12 @@ def read_history(directory: Path, until: float) -> dict[str, Any] | None:
         for row, end in zip(events, end_times, strict=True)
         if row.get("outcome") not in ORDERLY_OUTCOMES
     )
-    return goodput_of(wall_s, productive_seconds(directory / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0))
+    return build_history(
+        wall_s, productive_seconds(directory / "metrics.jsonl"), len(starts), starts[0].get("tokens", 0)
+    )
 
 
-def goodput_of(wall_s: float, productive_s: float, processes: int, tokens: int) -> dict[str, Any]:
+def build_history(wall_s: float, productive_s: float, processes: int, tokens: int) -> dict[str, Any]:
     """Return a run's history with its goodput; `tokens` are those trained before its first process."""
     goodput = productive_s / wall_s if wall_s > 0 else 0.0
     return dict(wall_s=wall_s, productive_s=productive_s, goodput=goodput, processes=processes, tokens=tokens)
@@ -144,7 +146,7 @@ def build_report(
     wall_s = sum(seconds.values())
     percent = {phase: round(100 * phase_s / wall_s, 2) for phase, phase_s in seconds.items()}
     bottleneck, advice = advise(percent, work, plan, per_node)
-    history = history or goodput_of(wall_s, 0.0, 1, work["total_tokens"] - work["tokens"])
+    history = history or build_history(wall_s, 0.0, 1, work["total_tokens"] - work["tokens"])
     run = {**history, "gpu_hours": work["devices"] * history["wall_s"] / 3600}
     if work["price_per_gpu_hour"] is not None:
         cost, tokens = run["gpu_hours"] * work["price_per_gpu_hour"], work["total_tokens"] - history["tokens"]

@@ -71,7 +71,9 @@ _LOST_PEER_ERROR = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket (closed|Timeout)|remote process exited|ncclRemoteError|"
     r"NCCL communicator was aborted|unhandled system error|failed to recv, got 0 bytes"
 )
-STATES = dict(T="stopped by a signal", t="stopped by a debugger", D="waits for a disk or the network", Z="has ended")
+PROCESS_STATES = dict(
+    T="stopped by a signal", t="stopped by a debugger", D="waits for a disk or the network", Z="has ended"
+)
 
 
 class Watchdog:
@@ -104,7 +106,7 @@ class Watchdog:
         self._step_times = deque[float](maxlen=50)
         self._reported_activity: object = None  # this rank's activity in the last round
         self._is_reporter = False  # this rank has written the last verdict
-        self._has_met = False  # the rendezvous is over, so there is a store
+        self._has_joined = False  # the rendezvous is over, so there is a store
         self._rounds = 0
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -118,9 +120,9 @@ class Watchdog:
         """Watch the axes of this mesh, and the timeout of their collectives; connects to the store the first time."""
         with self._lock:
             self.mesh, self.timeout_s = mesh, timeout_s
-            if self._has_met or mesh.world.size == 1 or mesh.world.backend == ABSTRACT:
+            if self._has_joined or mesh.world.size == 1 or mesh.world.backend == ABSTRACT:
                 return
-            self._store, self._has_met, self._rounds = _own_connection(), True, 0
+            self._store, self._has_joined, self._rounds = _own_connection(), True, 0
             self._store_set(f"host/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
 
     @property
@@ -226,7 +228,7 @@ class Watchdog:
         """Return True if the start-up, a collective or a step takes too long."""
         activity, _, start = self._activity
         elapsed_s = time.monotonic() - start
-        if not self._has_met and self.mesh.world.size > 1 and activity == "start":
+        if not self._has_joined and self.mesh.world.size > 1 and activity == "start":
             return elapsed_s > 0.8 * self.timeout_s
         if self._longest_wait_s() > 0.8 * self.timeout_s:
             return True
@@ -278,7 +280,7 @@ class Watchdog:
         if self._store:
             silent = {rank: self._describe_process(rank) for rank in range(world) if rank not in states}
         self.reason, self.late_ranks = diagnose(states, silent)
-        if not self._has_met and world > 1:
+        if not self._has_joined and world > 1:
             self.reason += "; the others wait for it"
         elif self._store is None and world > 1:
             this_rank = f"this {format_ranks([self.rank])}: {state}"
@@ -289,7 +291,7 @@ class Watchdog:
     def _report(self, states: dict[int, RankState], silent: dict[int, str]) -> None:
         """Print the verdict and the states of all ranks, and write it for the launcher and into events.jsonl."""
         # Before the rendezvous one report per machine is enough.
-        if not self._has_met and self._report_file is not None and self._report_file.exists():
+        if not self._has_joined and self._report_file is not None and self._report_file.exists():
             return
         self._is_reporter = True
         activity, step, start = self._activity
@@ -355,7 +357,7 @@ class Watchdog:
         host, _, pid = self._store_get(f"host/{rank}").partition(" ")
         if host != socket.gethostname():
             return f"process {pid} on {host}" if host else ""
-        return f"process {pid}: {STATES.get(_process_state(pid), 'neither stopped nor ended')}"
+        return f"process {pid}: {PROCESS_STATES.get(_process_state(pid), 'neither stopped nor ended')}"
 
     # ---- the store; after an error it is not used again
 
