@@ -17,6 +17,7 @@ gathered. Otherwise the majority of the data-parallel ranks decides, which takes
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +34,24 @@ from megalite.training.state import InvalidResultError, Run
 CAST_BLOCK = 1 << 22  # main weights that are cast at a time, to reuse memory
 CHECKSUM_PRIME = 2**32 - 5  # divides no power of two, so flipping one bit changes the remainder of a sum of bits
 MAX_DIFFERENCES = 5  # that each rank reports, and that the message lists
-MajorityFix = list[tuple[Tensor, Axis, int]]  # tensor that differs, its data axis, and a rank there with the right bits
+
+
+@dataclass(frozen=True)
+class ReplicatedTensor:
+    """A weight or router bias of this rank, and the axes over which others have the same; the data axis comes first."""
+
+    name: str
+    axes: tuple[str, ...]
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class MajorityRepair:
+    """A tensor that differs over its data axis, and the position of a rank there that has what most have."""
+
+    values: Tensor
+    axis: Axis
+    source: int
 
 
 def check_replicas(run: Run, step: int, action: str = "stop", checksums_differ: bool = False) -> str | None:
@@ -98,45 +116,45 @@ def _replica_axis(mesh_view: str, resident: bool) -> str:
     return MESH_VIEWS[mesh_view][0] if resident else SHARD_AXES[mesh_view][1]
 
 
-def _find_differences(run: Run) -> tuple[str, MajorityFix]:
+def _find_differences(run: Run) -> tuple[str, list[MajorityRepair]]:
     """Compare the hashes of all replicas and return (message, majorities), with an empty message if they agree.
 
     Collective. Replicated weights are copied to the host, a parameter at a time.
     """
     mesh, layout, buffer = run.mesh, run.buffer.layout, run.buffer
     buffer.wait_param_sync()
-    replicated: list[tuple[str, tuple[str, ...], Tensor]] = []  # name, axes (the data axis first), values
+    replicated: list[ReplicatedTensor] = []
     for bucket in layout.buckets:
         resident = buffer.weights.is_resident(bucket)
         for slot in bucket.slots:
             spec = layout.entries[slot.entry].spec
             axes = (_replica_axis(spec.mesh_view, resident), *spec.replicated_axes)
-            replicated.append((spec.name, axes, buffer.weights.resident_slice(slot)[1]))
+            replicated.append(ReplicatedTensor(spec.name, axes, buffer.weights.resident_slice(slot)[1]))
     for bias in run.expert_balancer.state_shards():
-        replicated.append((bias.name.partition("/")[2], ("dp_cp", "tp"), bias.data))
+        replicated.append(ReplicatedTensor(bias.name.partition("/")[2], ("dp_cp", "tp"), bias.data))
     hashes: dict[int, int] = {}  # index in `replicated` -> hash
     differences = _main_weight_mismatches(run)
-    majority: MajorityFix = []
+    majority: list[MajorityRepair] = []
     for axis_name in ("dp_cp", "dp_replicate", "edp", "edp_replicate", "tp", "ep", "etp", "tied_embedding"):
-        indices = [i for i, (_, axes, _) in enumerate(replicated) if axis_name in axes]
+        indices = [i for i, tensor in enumerate(replicated) if axis_name in tensor.axes]
         axis = mesh.axis(axis_name)
         if not indices or axis.size == 1:
             continue
         table = torch.zeros(axis.size, len(indices), dtype=torch.int64, device=mesh.device)
         for i in indices:
-            hashes[i] = hashes.get(i) or _hash(replicated[i][2])
+            hashes[i] = hashes.get(i) or _hash(replicated[i].values)
         table[axis.rank] = torch.tensor([hashes[i] for i in indices], dtype=torch.int64)
         rows = all_reduce_(table, axis).tolist()
         for i, column in zip(indices, zip(*rows, strict=True), strict=True):
-            name, axes, values = replicated[i]
+            tensor = replicated[i]
             [(most_common, count), *others] = Counter(column).most_common()
-            if others and axis_name == axes[0] and 2 * count > axis.size:
-                majority.append((values, axis, column.index(most_common)))
+            if others and axis_name == tensor.axes[0] and 2 * count > axis.size:
+                majority.append(MajorityRepair(tensor.values, axis, column.index(most_common)))
             if others and axis.is_first:
                 # In a tie the right hash is unknown, so all ranks are listed.
                 is_tie = count == others[0][1]
                 odd = [rank for rank, hash_ in zip(axis.ranks, column, strict=True) if hash_ != most_common or is_tie]
-                differences.append(f"{name} differs over {axis.name} on {plural('rank', len(odd))} {odd}")
+                differences.append(f"{tensor.name} differs over {axis.name} on {plural('rank', len(odd))} {odd}")
     progress = json.dumps([run.state.to_json(), run.optimizer.num_updates, run.loss_scaler.to_json()])
     progress_hash = _hash(torch.frombuffer(bytearray(progress.encode()), dtype=torch.uint8))
     local = torch.tensor([len(differences), progress_hash, -progress_hash], dtype=torch.int64, device=mesh.device)
@@ -175,11 +193,12 @@ def _main_weight_mismatches(run: Run) -> list[str]:
     return lines
 
 
-def _repair(run: Run, majority: MajorityFix) -> str:
+def _repair(run: Run, majority: list[MajorityRepair]) -> str:
     """Overwrite replicas that differ and return where the right values came from; collective."""
     run.before_update()
-    for values, axis, source in majority:
-        values.copy_(broadcast_(values.to(run.mesh.device), axis, source))  # `values` may lie in host memory
+    for repair in majority:
+        values = repair.values.to(run.mesh.device)  # they may lie in host memory
+        repair.values.copy_(broadcast_(values, repair.axis, repair.source))
     if run.optimizer.main_is_model:
         return "the majority of replicas"
     run.optimizer.sync_after_load()
