@@ -197,8 +197,8 @@ class Mesh:
             (`build_mesh`).
         device: the device on which this rank computes.
         phase_timer: the timer of this rank, shared by all axes.
-        shared_memory_error: the reason why some ranks of one machine cannot use shared memory although they should, if
-            there are such ranks.
+        shared_memory_error: the reason why some ranks of one machine cannot use shared memory although they should, or
+            "" if there are none.
     """
 
     pp: Axis = field(default_factory=lambda: Axis("pp"))
