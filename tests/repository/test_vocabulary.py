@@ -46,6 +46,13 @@ def defined_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.attr
 
 
+def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of the string literals with several words: messages, help texts, docstrings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+            yield node.lineno, node.value
+
+
 def python_prose(text: str) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of the comments and docstrings of Python source."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -62,7 +69,7 @@ def problems(path: Path) -> list[str]:
     found = list[tuple[int, str]]()
     if path.suffix == ".py":
         found += [(line, name) for line, name in defined_names(ast.parse(text)) if name.strip("_") in NAMES]
-        lines = python_prose(text)
+        lines = [*messages(ast.parse(text)), *python_prose(text)]
     if path.suffix == ".toml":
         lines = ((line, TOML_KEY.sub("", words)) for line, words in lines)
     found += [(line, match[0]) for line, words in lines for match in PHRASES.finditer(re.sub(CODE, "", words))]
@@ -85,9 +92,10 @@ def test_words_are_those_of_the_glossary(place: str) -> None:
 def test_words_of_the_old_dialect_are_found(tmp_path: Path) -> None:
     source = tmp_path / "mixed.py"
     source.write_text(
-        'def told(folder, size):\n    """Sizes of which a card holds most."""\n    made = size\n', "utf-8"
+        'def told(folder, size):\n    """Sizes of which a card holds most."""\n    made = size\n    print(f"{size} cards")\n',
+        "utf-8",
     )
-    assert problems(source) == ["1: folder", "1: told", "2: card", "2: of which", "3: made"]
+    assert problems(source) == ["1: folder", "1: told", "2: card", "2: of which", "3: made", "4: cards"]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def decision_path(request: Request, result: SearchResult) -> list[str]:
     params, memory, limit = plan.num_parameters, cluster.device.memory_bytes, result.limit
     weight_bytes, grad_bytes, optimizer_bytes = plan.bytes_per_element()
     usable = f"{limit / GIB:.0f} GiB may be used ({limit / memory:.0%})"
-    lines = [f"memory of a device: {memory / GIB:.0f} GiB, of which {usable}"]
+    lines = [f"memory of a device: {memory / GIB:.0f} GiB; {usable}"]
 
     def decide(question: str, size: float, if_fits: str, if_not: str) -> bool:
         lines.append(f"{question}: {size / GIB:,.1f} GiB -> {if_fits if size <= limit else if_not}")
