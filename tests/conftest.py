@@ -42,8 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     presubmit, means = durations.presubmit_seconds(), durations.mean_nightly_seconds()
     guards = list[tuple[str, float]]()
     for item in items:
-        if item.get_closest_marker("nightly"):
-            item.add_marker("everything")  # the marker's old name
         if item.get_closest_marker("gpu") and not sys.modules["torch"].cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.nodeid in presubmit and not item.get_closest_marker("nightly"):
