@@ -47,9 +47,9 @@ def defined_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of the string literals with several words: messages, help texts, docstrings."""
+    """Yield (line, text) of the string literals with a space: messages, help texts, docstrings."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
 
 
