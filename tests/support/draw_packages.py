@@ -9,15 +9,15 @@ from pathlib import Path
 import style_rules
 
 LEFT, WIDTH, BOX_W, BOX_H, LAYER_H, TOP = 60, 1000, 172, 46, 84, 88  # LEFT: of the numbers of layers
-TITLE = "The packages of megalite, and what they import"
+TITLE = "The packages of megalite and their imports"
 KEY = (  # colour, width, meaning
-    ("#2f6bb3", 1.8, "imports, and no chain of other imports implies it"),
-    ("#c4ccd6", 1.0, "imports as well; a chain of blue arrows leads there, too"),
+    ("#2f6bb3", 1.8, "import that no chain of other imports implies"),
+    ("#c4ccd6", 1.0, "import that is implied by a chain of blue arrows"),
 )
 BESIDE = {"training": 234, "interop": -234, "nn": 234}  # of the middle: so fewest dark arrows pass behind a box
 HOLDS = {
-    "generate": "text from a model",
-    "training": "setup, loop, step, log",
+    "generate": "text generation",
+    "training": "setup, loop, step, logging",
     "planning": "layout, memory, time",
     "interop": "Hugging Face, Megatron-LM",
     "pipeline": "schedules, executor",
@@ -30,7 +30,7 @@ HOLDS = {
     "kernels": "torch and Triton",
     "launch": "ranks, rendezvous",
     "config": "options, command line",
-    "common": "safe files, fault injection",
+    "common": "files, console, fault injection",
 }
 
 
