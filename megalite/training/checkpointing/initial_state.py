@@ -15,7 +15,7 @@ from typing import Any
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.manager.collective import run_on_all_ranks
 from megalite.checkpoint.manager.saver import CheckpointSaver
-from megalite.checkpoint.storage import storage as storage
+from megalite.checkpoint.storage import storage
 from megalite.checkpoint.storage.location import (
     CheckpointError,
     Location,

@@ -14,7 +14,7 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.manager import saver
 from megalite.checkpoint.manager.collective import run_on_all_ranks
 from megalite.checkpoint.offline import Checkpoint
-from megalite.checkpoint.storage import storage as storage
+from megalite.checkpoint.storage import storage
 from megalite.common.safe_open import remove
 from megalite.config.options import Config, DataConfig
 from megalite.config.run_options import SENTENCEPIECE
