@@ -290,7 +290,7 @@ def verification_plot(rows: "Sequence[QuantityDiff]", layout: str, dtype: str) -
         tolerances = {row.step: row.tolerance for row in rows if row.kind == "gradient" or row.step == 0}
         edges = [(step + side, tolerances[step]) for step in sorted(tolerances) for side in (-0.3, 0.3)]
         xs, ys = [x for x, _ in edges], [y for _, y in edges]
-        axis.plot(xs, ys, label="tolerance of gradients", color=color("ink"), linewidth=1.4, linestyle="--")
+        axis.plot(xs, ys, label="tolerance for gradients", color=color("ink"), linewidth=1.4, linestyle="--")
         _log_scale(axis)
         axis.set_ylim(bottom=floor)
         if has_equal:
