@@ -279,21 +279,21 @@ def weighed(data: IndexedDataset, seed: int) -> int:
 READER = """
 import sys, time
 sys.path[:0] = ["tests", "tests/support"]
-from data import test_remote
+from data import test_remote_files
 from megalite.data.files import remote_files as remote
 from megalite.data.files.indexed_dataset import IndexedDataset
 
 remote.BLOCK = 64
 url, cache, journal = sys.argv[1:]
-original = test_remote.Flaky.cat_file
+original = test_remote_files.Flaky.cat_file
 def cat_file(self, path, start=None, end=None, **options):
     time.sleep(0.02)
     with open(journal, "a") as file:
         file.write(f"{path[-4:]} {start}\\n")
     return original(self, path, start=start, end=end)
-test_remote.Flaky.cat_file = cat_file
+test_remote_files.Flaky.cat_file = cat_file
 data = IndexedDataset(url, cache_path=cache)
-print(test_remote.weighed(data, url.encode()[-1]))
+print(test_remote_files.weighed(data, url.encode()[-1]))
 """
 
 
