@@ -480,7 +480,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no number": (lambda f: _tensors(f, lambda t: t[NORM].__setitem__(3, float("nan"))), f"{NORM} in .*: 1 of 32 values .*nan"),
     "no epsilon": (lambda f: _config(f, rms_norm_eps=float("nan")), "norm_epsilon=nan is not finite"),
     "pipe": (lambda f: _pipe(f / "config.json"), r"config.json: cannot be read \(it is not a regular file"),
-    "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "adapter_config.json says .*merge_and_unload"),
+    "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "adapter_config.json shows .*merge_and_unload"),
     "layers of their own": (lambda f: _config(f, per_layer_config={"1": {"num_attention_heads": 2}}), "per_layer_config: its layers"),
     "another file": (lambda f: _config(f, transformers_weights="w.safetensors"), "transformers_weights: the weights are in a file"),
     "another name": (lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"), "consolidated.safetensors is not read"),
