@@ -20,24 +20,24 @@ from megalite.config.translate_keys import (
     NOOP_VERDICT,
     TABLES,
     ConfigTree,
-    File,
+    SourceConfig,
     SourceKey,
     key_of,
 )
 from megalite.config.translate_rules import (
-    BESIDE,
     BUILT_IN,
+    FALLBACK,
     FIELDS,
     NO_EQUIVALENT,
     SUPPORTED,
-    Sayings,
     Translation,
-    checked,
-    layout,
-    part_of,
-    rates,
-    switches,
-    typed,
+    ValueStore,
+    checked_values,
+    convert_option,
+    convert_part,
+    set_features,
+    set_layout,
+    set_learning_rates,
 )
 from megalite.config.validation import find_problems
 
@@ -55,11 +55,11 @@ class Verdict(NamedTuple):
     key: SourceKey
     kind: str  # SUPPORTED, BUILT_IN or NO_EQUIVALENT
     text: str  # the reason; if "", the final values of the options or of the part
-    gives: Mapping[str, Any] = {}  # option -> value that the key sets
+    values: Mapping[str, Any] = {}  # option -> value that the key sets
     part: str = ""  # the part that the key sets (translate_rules.py)
 
 
-def judge(file: File, key: SourceKey, translation: Translation, hints: list[str]) -> Verdict:
+def translate_key(file: SourceConfig, key: SourceKey, translation: Translation, hints: list[str]) -> Verdict:
     """Return the verdict on a key, and add the options or the part that it sets to the translation.
 
     Args:
@@ -79,9 +79,7 @@ def judge(file: File, key: SourceKey, translation: Translation, hints: list[str]
     listed = head[1:].split(",") if head[1:] else []
     acts = mark in "+>~"
     if acts and key.text in FILLED_IN:
-        reason = (
-            "the script that reads the file fills it in" if key.text == "auto" else "the file leaves it unset"
-        )
+        reason = "the script that reads the file fills it in" if key.text == "auto" else "the file leaves it unset"
         flags = [flag_name(word) for word in re.findall(r"\w+", rest) if word in FIELDS]
         return Verdict(key, NO_EQUIVALENT, f"{reason}; give {' '.join(flags) or 'it as a flag'}")
     if (mark == "!" and key.text in {*NOOP_VALUES, *listed}) or (acts and key.value is None):
@@ -110,7 +108,7 @@ def _row_of_value(row: Mapping[str, str], key: SourceKey) -> str:
     return f"! this is not a valid value there; give one of {', '.join(other for other in row if other != '*')}"
 
 
-def _unknown(file: File, key: SourceKey, hints: list[str]) -> str:
+def _unknown(file: SourceConfig, key: SourceKey, hints: list[str]) -> str:
     """Return the text for a key without a row, with the nearest known key."""
     rows = file.table.get(key.section, {}) if key.section not in TABLES else {}
     prefix = file.settings.get("prefixes", {}).get(key.section, "")
@@ -125,7 +123,7 @@ def _unknown(file: File, key: SourceKey, hints: list[str]) -> str:
     return "unknown here, so nothing is set for it; megalite train --help all lists the options"
 
 
-def _set(file: File, key: SourceKey, translation: Translation, mark: str, targets: list[str]) -> Verdict:
+def _set(file: SourceConfig, key: SourceKey, translation: Translation, mark: str, targets: list[str]) -> Verdict:
     """Set the options or the part of a row that acts, and return the verdict.
 
     Args:
@@ -137,13 +135,13 @@ def _set(file: File, key: SourceKey, translation: Translation, mark: str, target
     """
     if mark == ">":
         part, equals, value = targets[0].partition("=")
-        translation.parts.say(part, value if equals else part_of(part, key.value), key.name, file.weight(key))
+        translation.parts.set(part, value if equals else convert_part(part, key.value), key.name, file.weight(key))
         return Verdict(key, SUPPORTED, " ".join(targets[1:]), part=part)
     if mark == "~":
         option = targets[0]
-        gives = {option: typed(option, key.value)}
-        translation.options.say(option, gives[option], key.name, BESIDE)
-        return Verdict(key, SUPPORTED, " ".join(targets[1:]), gives, part="beside")
+        values = {option: convert_option(option, key.value)}
+        translation.options.set(option, values[option], key.name, FALLBACK)
+        return Verdict(key, SUPPORTED, " ".join(targets[1:]), values, part="fallback")
     names = [target for target in targets if "=" not in target]
     values: ConfigTree = dict.fromkeys(names, key.value)
     if len(names) > 1 and isinstance(key.value, list):
@@ -153,26 +151,26 @@ def _set(file: File, key: SourceKey, translation: Translation, mark: str, target
             )
         values = dict(zip(names, key.value, strict=True))
     values |= dict(target.split("=") for target in targets if "=" in target)
-    gives = {name: typed(name, value) for name, value in values.items()}
-    for name, value in gives.items():
-        translation.options.say(name, value, key.name, file.weight(key))
-    return Verdict(key, SUPPORTED, "", gives)
+    typed_values = {name: convert_option(name, value) for name, value in values.items()}
+    for name, value in typed_values.items():
+        translation.options.set(name, value, key.name, file.weight(key))
+    return Verdict(key, SUPPORTED, "", typed_values)
 
 
 def _final(verdict: Verdict, translation: Translation) -> Verdict | None:
     """Return the verdict after all keys and rules were applied; None for a default that a key replaces."""
-    key, kind, text, gives, part = verdict
+    key, kind, text, values, part = verdict
     if kind != SUPPORTED:
         return verdict
-    if part == "beside":
-        (name, value), *_ = gives.items()
+    if part == "fallback":
+        (name, value), *_ = values.items()
         if translation.options.get(name) != value:
             return verdict._replace(kind=NO_EQUIVALENT)
         return verdict._replace(text=f"{name} = {_shown(value)}")
     if part:
-        saying = translation.parts.said[part]
-        if saying.key != key.name:
-            return None if key.is_default else _overridden(verdict, saying.key, {})
+        entry = translation.parts.entries[part]
+        if entry.key != key.name:
+            return None if key.is_default else _overridden(verdict, entry.key, {})
         if part in translation.verdicts:
             kind, text = translation.verdicts[part]
             return None if key.is_default and kind == BUILT_IN else verdict._replace(kind=kind, text=text)
@@ -180,14 +178,14 @@ def _final(verdict: Verdict, translation: Translation) -> Verdict | None:
         return verdict._replace(
             text=_equals({name: translation.options.get(name) for name in names}) if names else text
         )
-    values = {name: translation.options.get(name) for name in gives if name in translation.options}
-    if values == gives:
-        return verdict._replace(text=_equals(gives))
+    final_values = {name: translation.options.get(name) for name in values if name in translation.options}
+    if final_values == values:
+        return verdict._replace(text=_equals(values))
     if key.is_default:
-        effective = {name: value for name, value in gives.items() if values.get(name) == value}
+        effective = {name: value for name, value in values.items() if final_values.get(name) == value}
         return verdict._replace(text=_equals(effective)) if effective else None
-    other_keys = [translation.options.key(name) for name in values if values[name] != gives[name]]
-    return _overridden(verdict, " ".join(dict.fromkeys(other_keys)), values)
+    other_keys = [translation.options.key(name) for name in final_values if final_values[name] != values[name]]
+    return _overridden(verdict, " ".join(dict.fromkeys(other_keys)), final_values)
 
 
 def _overridden(verdict: Verdict, other_keys: str, values: ConfigTree) -> Verdict:
@@ -242,13 +240,13 @@ def _setting(key: SourceKey) -> str:
     return f"{name}{default} = {_shown(key.raw, key.last)}{now}"
 
 
-def _format_of(path: str, tree: ConfigTree) -> File:
+def _format_of(path: str, tree: ConfigTree) -> SourceConfig:
     """Return the tree in the format that has rows for the largest number of its keys.
 
     Raises:
         ConfigError: if no format has a row for any key.
     """
-    files = [File(name, tree) for name in FORMATS]
+    files = [SourceConfig(name, tree) for name in FORMATS]
     known = {file.name: sum(file.row(key) is not None for key in file.iterate(defaults=False)) for file in files}
     best = max(files, key=lambda file: known[file.name])
     if not known[best.name]:
@@ -285,14 +283,14 @@ def translate(path: str, gpus: int | None, presets: Mapping[str, Mapping[str, An
         MissingPackageError: for YAML without PyYAML.
     """
     file = _format_of(path, read_mapping(path))
-    translation = Translation(file.name, Sayings(file.settings.get("either", ())))
+    translation = Translation(file.name, ValueStore(file.settings.get("enabled_by_any", ())))
     hints = list[str]()
-    judged = [judge(file, key, translation, hints) for key in file.iterate()]
-    switches(translation)
-    rates(translation)
-    world = layout(translation, gpus)
-    values = dict(checked(translation))
-    verdicts = [final for verdict in judged if (final := _final(verdict, translation)) is not None]
+    first_verdicts = [translate_key(file, key, translation, hints) for key in file.iterate()]
+    set_features(translation)
+    set_learning_rates(translation)
+    world = set_layout(translation, gpus)
+    values = dict(checked_values(translation))
+    verdicts = [final for verdict in first_verdicts if (final := _final(verdict, translation)) is not None]
     preset = (
         f"{translation.parts.get('family')}-{translation.parts.get('flavor')}" if "flavor" in translation.parts else ""
     )

@@ -16,14 +16,14 @@ is filled in later, such as auto, uses the text that acts. The marks:
 
 [settings] has these keys:
 
-    title       the name of the format
-    whole       sections whose defaults count even if the file lacks them: true for all, or their names
-    megatron    a key without a row is treated as Megatron-LM's flag of that name
-    references  ${a.b} is the value of another key, and ??? a value that the user must set
-    overrides   keys that take precedence over others
-    either      options that are on if any key sets them
-    switches    keys that switch off their section if they are false
-    prefixes    section -> a prefix that its keys may have
+    title             the name of the format
+    implied_sections  sections whose defaults count even if the file lacks them: true for all, or their names
+    megatron          a key without a row is treated as Megatron-LM's flag of that name
+    references        ${a.b} is the value of another key, and ??? a value that the user must set
+    overrides         keys that take precedence over others
+    enabled_by_any    options that are on if any key sets them
+    switches          keys that switch off their section if they are false
+    prefixes          section -> a prefix that its keys may have
 
 [defaults.SECTION] has the other trainer's defaults that differ from megalite's, and [[cases]] those that apply only if
 the keys in `where` have one of the given values. [renamed] has older names of keys. [notes] has lines that are printed
@@ -94,7 +94,7 @@ def load_format(name: str) -> dict[str, Any]:
     return {**empty, **{name: table[name] for name in TABLES if name in table}, **sections}
 
 
-class File:
+class SourceConfig:
     """A configuration in one of the formats.
 
     Its keys have their newer names, references are resolved, and the defaults of its trainer are added.
@@ -159,8 +159,8 @@ class File:
         return text in values or (text in TRUE and "true" in values) or (text in FALSE and "false" in values)
 
     def _with_sections(self, tree: ConfigTree) -> ConfigTree:
-        """Return the tree with empty sections for the missing ones whose defaults count (settings.whole)."""
-        sections = self.settings.get("whole", [])
+        """Return the tree with empty sections for the missing ones whose defaults count (settings.implied_sections)."""
+        sections = self.settings.get("implied_sections", [])
         if sections is True:
             sections = self.defaults
         for section in sections:

@@ -16,59 +16,61 @@ from megalite.config.options import ConfigError, iter_options
 
 FIELDS = {f.name: f for _, f in iter_options()}
 SUPPORTED, BUILT_IN, NO_EQUIVALENT = "supported", "built in", "no equivalent"
-BESIDE, DEFAULT, GIVEN, OVERRIDES = range(4)  # precedence of a value, lowest first
+FALLBACK, DEFAULT, GIVEN, OVERRIDES = range(4)  # precedence of a value, lowest first
 
-MAX_WHOLE = 10**15  # maximum of a size, a count or a number of steps
+MAX_INTEGER = 10**15  # maximum of a size, a count or a number of steps
 # the parts by type of their value: integers above 0, integers, fractions from 0 to 1, numbers and texts
 COUNTS = {"total", "accumulation", "local", "pipeline_micro", "gpus", "devices", "nodes", "replicate", "group", "dp"}
 COUNTS |= {"shared_size", "profile_freq", "profiler_active", "profiler_warmup", "top_k"}
-WHOLE = {"shard", "rank", "port", "decay_start", "decay_steps", "total_steps", "warmup_steps", "constant_steps"}
-WHOLE |= {"offload_layers", "validation_length"}
-SHARES = {"decay_ratio", "min_lr_factor", "warmup_ratio"}
+INTEGERS = {"shard", "rank", "port", "decay_start", "decay_steps", "total_steps", "warmup_steps", "constant_steps"}
+INTEGERS |= {"offload_layers", "validation_length"}
+FRACTIONS = {"decay_ratio", "min_lr_factor", "warmup_ratio"}
 NUMBERS = {"scale_power", "momentum", "z_loss_coefficient"}
 TEXTS = {"address", "strategy", "reshard", "tb_folder", "initial_path", "nemo_strategy", "monitor", "family", "flavor"}
 FSDP_STAGES = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3, "hybrid_shard_zero2": 2}
 
 
-class Saying(NamedTuple):
-    """A value of an option or a part, with the key that sets it."""
+class SourcedValue(NamedTuple):
+    """The value of an option or a part, with the key that sets it."""
 
     value: Any
     key: str
-    weight: int  # BESIDE, DEFAULT, GIVEN or OVERRIDES
+    weight: int  # FALLBACK, DEFAULT, GIVEN or OVERRIDES
 
 
-class Sayings:
-    """Values of options or parts by name, with the keys that set them.
+class ValueStore:
+    """The values of options or parts by name, with the keys that set them.
 
-    Two keys that set different values are a conflict, unless their weights differ; the higher one then wins. A name in
-    `either` is true if any key sets it to true.
+    Two keys that set different values are a conflict, unless their weights differ; the higher one then wins.
+
+    Args:
+        enabled_by_any: names that are true if any key sets them to true.
     """
 
-    def __init__(self, either: Collection[str] = ()) -> None:
-        self.said: dict[str, Saying] = {}
+    def __init__(self, enabled_by_any: Collection[str] = ()) -> None:
+        self.entries: dict[str, SourcedValue] = {}
         self.conflicts: list[str] = []
-        self._either = either
+        self._enabled_by_any = enabled_by_any
 
     def __contains__(self, name: str) -> bool:
-        return name in self.said
+        return name in self.entries
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self.said[name].value if name in self.said else default
+        return self.entries[name].value if name in self.entries else default
 
     def key(self, name: str) -> str:
         """Return the key that set a name."""
-        return self.said[name].key
+        return self.entries[name].key
 
-    def say(self, name: str, value: Any, key: str, weight: int = GIVEN) -> None:
+    def set(self, name: str, value: Any, key: str, weight: int = GIVEN) -> None:
         """Set a name to the value of a key, unless a key with a higher weight has set it."""
-        other = self.said.get(name)
+        other = self.entries.get(name)
         if other is None or weight > other.weight:
-            self.said[name] = Saying(value, key, weight)
+            self.entries[name] = SourcedValue(value, key, weight)
         elif value == other.value or weight < other.weight:
             return
-        elif name in self._either:
-            self.said[name] = self.said[name]._replace(value=True)
+        elif name in self._enabled_by_any:
+            self.entries[name] = self.entries[name]._replace(value=True)
         else:
             both = f"{other.key} gives {name} = {shown(other.value)}, and {key} gives {shown(value)}"
             self.conflicts.append(f"{both}; keep one")
@@ -79,8 +81,8 @@ class Translation:
     """The options and parts that the keys of a configuration set."""
 
     trainer: str
-    options: Sayings
-    parts: Sayings = field(default_factory=Sayings)
+    options: ValueStore
+    parts: ValueStore = field(default_factory=ValueStore)
     verdicts: dict[str, tuple[str, str]] = field(
         default_factory=dict
     )  # part -> (verdict, text), unless it is SUPPORTED
@@ -90,11 +92,11 @@ class Translation:
 
         Its weight is the highest of the parts that are set, or that of a default if none is.
         """
-        sources = [self.parts.said[part] for part in parts if part in self.parts]
-        key = " with ".join(dict.fromkeys(saying.key for saying in sources))
-        self.options.say(name, value, key, max((saying.weight for saying in sources), default=DEFAULT))
+        sources = [self.parts.entries[part] for part in parts if part in self.parts]
+        key = " with ".join(dict.fromkeys(entry.key for entry in sources))
+        self.options.set(name, value, key, max((entry.weight for entry in sources), default=DEFAULT))
 
-    def tell(self, part: str, verdict: str, text: str) -> None:
+    def set_verdict(self, part: str, verdict: str, text: str) -> None:
         """Set the verdict on the key that set a part, if there is one."""
         if part in self.parts:
             self.verdicts[part] = verdict, text
@@ -122,14 +124,14 @@ def number(value: Any) -> int | float:
 
 
 def whole_number(value: Any) -> int:
-    """Return an integer of at most MAX_WHOLE. Raises ValueError for any other value."""
+    """Return an integer of at most MAX_INTEGER. Raises ValueError for any other value."""
     result = number(value)
-    if not isinstance(result, int) or abs(result) > MAX_WHOLE:
-        raise ValueError(f"{shown(value)[:100]} is not a whole number of at most {MAX_WHOLE:.0e}; write one")
+    if not isinstance(result, int) or abs(result) > MAX_INTEGER:
+        raise ValueError(f"{shown(value)[:100]} is not a whole number of at most {MAX_INTEGER:.0e}; write one")
     return result
 
 
-def typed(option: str, value: Any) -> Any:
+def convert_option(option: str, value: Any) -> Any:
     """Return the value as the option's type. Raises ValueError."""
     kind = type_name(FIELDS[option])
     if kind == "bool":
@@ -141,14 +143,14 @@ def typed(option: str, value: Any) -> Any:
     return convert_value(FIELDS[option], value)
 
 
-def part_of(part: str, value: Any) -> Any:
+def convert_part(part: str, value: Any) -> Any:
     """Return the value as the part's type. Raises ValueError."""
-    if part in COUNTS | WHOLE:
+    if part in COUNTS | INTEGERS:
         count = whole_number(value)
         if part in COUNTS and count < 1:
             raise ValueError(f"{count} is not above 0; write a number that is")
         return count
-    if part in SHARES:
+    if part in FRACTIONS:
         fraction = number(value)
         if not 0 <= fraction <= 1:
             raise ValueError(f"{shown(value)} is not a fraction; write a number from 0 to 1")
@@ -160,7 +162,7 @@ def part_of(part: str, value: Any) -> Any:
     return value
 
 
-def batch(translation: Translation, dp: int | None) -> int | None:
+def set_batch_sizes(translation: Translation, dp: int | None) -> int | None:
     """Set the batch sizes by DeepSpeed's rule: train batch = micro-batch x accumulation x dp.
 
     Two of the three sizes determine the third. nanotron and torchtitan have the same rule without a train batch; other
@@ -208,7 +210,7 @@ def batch(translation: Translation, dp: int | None) -> int | None:
         translation.derive("global_batch_size", total, "total")
     elif steps and not micro:
         flags = "--micro-batch-size and --global-batch-size, that is micro x this x dp"
-        translation.tell("accumulation", NO_EQUIVALENT, f"the file has no batch size; give {flags}")
+        translation.set_verdict("accumulation", NO_EQUIVALENT, f"the file has no batch size; give {flags}")
     return dp
 
 
@@ -219,7 +221,7 @@ def _pipeline_batch(translation: Translation) -> None:
         return
     if translation.options.get("pipeline_model_parallel_size", 1) == 1:
         translation.derive("micro_batch_size", local, "local")
-        translation.tell("pipeline_micro", BUILT_IN, "there is no pipeline that would split a batch")
+        translation.set_verdict("pipeline_micro", BUILT_IN, "there is no pipeline that would split a batch")
         return
     micro = translation.parts.get("pipeline_micro", 1)
     if local % micro:
@@ -227,13 +229,13 @@ def _pipeline_batch(translation: Translation) -> None:
     translation.derive("micro_batch_size", micro, "pipeline_micro")
 
 
-def rates(translation: Translation) -> None:
+def set_learning_rates(translation: Translation) -> None:
     """Set the learning-rate schedule and the loss scale. A decay that starts after the end of the warm-up is WSD's."""
     _warm_up(translation)
     lr = translation.options.get("lr")
     for part, option in (("min_lr_factor", "min_lr"), ("warmup_ratio", "lr_warmup_init")):
         if part in translation.parts and lr is None and translation.parts.get(part) != 0:
-            translation.tell(
+            translation.set_verdict(
                 part,
                 NO_EQUIVALENT,
                 f"it is a fraction of the learning rate, which the file does not have; give {flag_name(option)}",
@@ -244,7 +246,7 @@ def rates(translation: Translation) -> None:
         if 0 <= power <= 64:
             translation.derive("initial_loss_scale", 2.0**power, "scale_power")
         else:
-            translation.tell(
+            translation.set_verdict(
                 "scale_power", NO_EQUIVALENT, "2 to this power is not a loss scale; give --initial-loss-scale"
             )
     style = translation.parts.get("decay_style")
@@ -258,7 +260,7 @@ def rates(translation: Translation) -> None:
     end = translation.parts.get("total_steps", translation.options.get("train_iters"))
     if style == "constant":
         translation.derive("lr_decay_style", "constant", "decay_style")
-        translation.tell("total_steps", BUILT_IN, "the learning rate is constant")
+        translation.set_verdict("total_steps", BUILT_IN, "the learning rate is constant")
     elif style is not None:
         _decay(translation, style, end)
     elif "total_steps" in translation.parts:
@@ -294,12 +296,14 @@ def _decay(translation: Translation, style: str, end: int | None) -> None:
     if end is None:
         problem = "the file does not contain the number of steps; give --lr-decay-iters"
         for part in ("decay_ratio", "decay_start", "decay_steps"):
-            translation.tell(part, NO_EQUIVALENT, f"{problem}, and --lr-wsd-decay-iters")
-        translation.tell("constant_steps", NO_EQUIVALENT, problem)
+            translation.set_verdict(part, NO_EQUIVALENT, f"{problem}, and --lr-wsd-decay-iters")
+        translation.set_verdict("constant_steps", NO_EQUIVALENT, problem)
         if style != "minus_sqrt":
             translation.derive("lr_decay_style", style, "decay_style")
         else:
-            translation.tell("decay_style", NO_EQUIVALENT, f"{problem}, --lr-decay-style WSD and --lr-wsd-decay-iters")
+            translation.set_verdict(
+                "decay_style", NO_EQUIVALENT, f"{problem}, --lr-decay-style WSD and --lr-wsd-decay-iters"
+            )
         return
     parts = ("decay_style", "total_steps", "decay_ratio", "decay_start", "decay_steps", "constant_steps")
     if "decay_ratio" in translation.parts:
@@ -320,7 +324,7 @@ def _decay(translation: Translation, style: str, end: int | None) -> None:
         translation.derive("lr_decay_style", style, *parts)
 
 
-def layout(translation: Translation, gpus: int | None) -> int | None:
+def set_layout(translation: Translation, gpus: int | None) -> int | None:
     """Set the batch sizes and the sharding, which depend on the number of devices.
 
     Args:
@@ -348,7 +352,7 @@ def layout(translation: Translation, gpus: int | None) -> int | None:
         )
     dp = _data_parallel(translation, world, model)
     known = world // model if world else dp
-    dp = batch(translation, known)
+    dp = set_batch_sizes(translation, known)
     if known is None and dp is not None:
         world = dp * model
     _sharding(translation, dp, sizes["context_parallel_size"])
@@ -411,7 +415,7 @@ def _sharding(translation: Translation, dp: int | None, cp: int) -> None:
         translation.derive("num_distributed_optimizer_instances", copies, "replicate", "group", "strategy", "reshard")
     # the other trainer's FSDP excludes its distributed optimizer; megalite's includes it
     if stage and translation.options.get("use_distributed_optimizer") is False:
-        translation.options.said.pop("use_distributed_optimizer")
+        translation.options.entries.pop("use_distributed_optimizer")
 
 
 def _shard_size(translation: Translation, dp: int | None, copies: int) -> float:
@@ -426,7 +430,7 @@ def _groups(translation: Translation, dp: int | None) -> int:
     """Return the number of groups that shard everything at ZeRO stage 3 (DeepSpeed's MiCS)."""
     group = translation.parts.get("group")
     if translation.options.get("zero_stage") != 3:
-        translation.tell("group", BUILT_IN, "DeepSpeed reads it only at stage 3")
+        translation.set_verdict("group", BUILT_IN, "DeepSpeed reads it only at stage 3")
         return 1
     if dp is None:
         raise ConfigError(
@@ -447,13 +451,13 @@ def _nemo(translation: Translation) -> None:
     strategy = str(translation.parts.get("nemo_strategy", "full")).lower()
     if translation.parts.get("nemo_fsdp") != "on":
         for part in ("nemo_strategy", "nemo_reduce"):
-            translation.tell(part, BUILT_IN, "has no effect without fsdp")
+            translation.set_verdict(part, BUILT_IN, "has no effect without fsdp")
         if "zero_stage" not in translation.options:
             translation.derive("zero_stage", 0)
         return
     if (stage := {"full": 3, "grad": 2}.get(strategy)) is None:
         for part in ("nemo_fsdp", "nemo_strategy"):
-            translation.tell(part, NO_EQUIVALENT, "NeMo supports only full and grad; give --zero-stage 3 or 2")
+            translation.set_verdict(part, NO_EQUIVALENT, "NeMo supports only full and grad; give --zero-stage 3 or 2")
         return
     translation.derive("zero_stage", stage, "nemo_fsdp", "nemo_strategy")
     if "nemo_reduce" in translation.parts:
@@ -477,19 +481,19 @@ def _accelerate(translation: Translation, dp: int | None, cp: int, copies: int) 
         kind == "" and any(part in translation.parts for part in ("version", "strategy", "reshard"))
     )
     if kind in ("deepspeed", "megatron_lm"):
-        translation.tell("distributed", BUILT_IN, f"{kind}_config has the details")
+        translation.set_verdict("distributed", BUILT_IN, f"{kind}_config has the details")
         return 1
     if not fsdp and not (sized and "shard" in translation.parts):
         if kind:
             translation.derive("zero_stage", 0, "distributed")
         for part in ("version", "strategy", "reshard"):
-            translation.tell(part, BUILT_IN, "Accelerate reads it where distributed_type is FSDP")
+            translation.set_verdict(part, BUILT_IN, "Accelerate reads it where distributed_type is FSDP")
         return 1
     reshard = str(translation.parts.get("reshard", "")).lower()
     strategy = str(translation.parts.get("strategy", "")).lower()
     version = str(translation.parts.get("version", 2 if sized or reshard in ("true", "false") else 1))
     if version == "2":
-        translation.tell("strategy", BUILT_IN, "FSDP 2 reads fsdp_reshard_after_forward instead")
+        translation.set_verdict("strategy", BUILT_IN, "FSDP 2 reads fsdp_reshard_after_forward instead")
         if sized:
             stage = 3 if translation.parts.get("shard", 1) * cp > 1 else 0
             translation.derive("zero_stage", stage, "shard", "replicate", "version")
@@ -497,7 +501,7 @@ def _accelerate(translation: Translation, dp: int | None, cp: int, copies: int) 
             stage = 3
             translation.derive("zero_stage", 3, "version", "reshard", "distributed")
         if reshard in FSDP_STAGES:
-            translation.tell("reshard", NO_EQUIVALENT, "FSDP 2 takes true or false; write one")
+            translation.set_verdict("reshard", NO_EQUIVALENT, "FSDP 2 takes true or false; write one")
         elif stage and reshard:
             translation.derive("reshard_after_forward", "layer" if reshard == "true" else "chunk", "reshard")
         return copies
@@ -510,15 +514,15 @@ def _accelerate(translation: Translation, dp: int | None, cp: int, copies: int) 
     name = strategy or reshard or "full_shard"
     name = strategies.get(int(name), name) if re.fullmatch(r"\d", name) else name
     if name not in FSDP_STAGES:
-        translation.tell(part, NO_EQUIVALENT, f"this is not a strategy; give {', '.join(FSDP_STAGES)}")
+        translation.set_verdict(part, NO_EQUIVALENT, f"this is not a strategy; give {', '.join(FSDP_STAGES)}")
         return 1
     if strategy:
-        translation.tell("reshard", BUILT_IN, "FSDP 1 ignores it if fsdp_sharding_strategy is given")
+        translation.set_verdict("reshard", BUILT_IN, "FSDP 1 ignores it if fsdp_sharding_strategy is given")
     translation.derive("zero_stage", FSDP_STAGES[name], part, "distributed")
     return translation.parts.get("nodes", 1) if name.startswith("hybrid") else 1
 
 
-def switches(translation: Translation) -> None:
+def set_features(translation: Translation) -> None:
     """Set the options of features that one key switches on and another key of its section configures."""
     _momentum(translation)
     _compile(translation)
@@ -530,28 +534,28 @@ def switches(translation: Translation) -> None:
         )
         translation.derive("moe_shared_expert_gate", True, "shared")
     else:
-        translation.tell("shared_size", BUILT_IN, "has no effect without enable_shared_expert")
+        translation.set_verdict("shared_size", BUILT_IN, "has no effect without enable_shared_expert")
     if translation.parts.get("z_loss") == "on":
         translation.derive(
             "z_loss_coeff", translation.parts.get("z_loss_coefficient", 1e-4), "z_loss", "z_loss_coefficient"
         )
     else:
-        translation.tell("z_loss_coefficient", BUILT_IN, "has no effect without z_loss_enabled")
+        translation.set_verdict("z_loss_coefficient", BUILT_IN, "has no effect without z_loss_enabled")
     if translation.parts.get("offloading") == "on" and "offload_layers" in translation.parts:
         translation.derive(
             "cpu_offloading_num_layers", translation.parts.get("offload_layers"), "offloading", "offload_layers"
         )
     else:
-        translation.tell("offloading", NO_EQUIVALENT, "give --cpu-offloading-num-layers N")
-        translation.tell("offload_layers", BUILT_IN, "has no effect without cpu_offloading")
+        translation.set_verdict("offloading", NO_EQUIVALENT, "give --cpu-offloading-num-layers N")
+        translation.set_verdict("offload_layers", BUILT_IN, "has no effect without cpu_offloading")
     if translation.parts.get("tensorboard") == "on":
         translation.derive("tensorboard_dir", translation.parts.get("tb_folder", "tb"), "tensorboard", "tb_folder")
     else:
-        translation.tell("tb_folder", BUILT_IN, "has no effect without enable_tensorboard")
+        translation.set_verdict("tb_folder", BUILT_IN, "has no effect without enable_tensorboard")
     if translation.parts.get("validation_length") == translation.options.get("seq_length"):
-        translation.tell("validation_length", BUILT_IN, "evaluation has the length of the training")
+        translation.set_verdict("validation_length", BUILT_IN, "evaluation has the length of the training")
     else:
-        translation.tell("validation_length", NO_EQUIVALENT, "evaluation has the length of --seq-length")
+        translation.set_verdict("validation_length", NO_EQUIVALENT, "evaluation has the length of --seq-length")
 
 
 def _momentum(translation: Translation) -> None:
@@ -559,7 +563,7 @@ def _momentum(translation: Translation) -> None:
         option = "sgd_momentum" if translation.options.get("optimizer") == "sgd" else "muon_momentum"
         translation.derive(option, float(translation.parts.get("momentum")), "momentum")
     else:
-        translation.tell(
+        translation.set_verdict(
             "momentum", NO_EQUIVALENT, "SGD and Muon have a momentum; give --sgd-momentum with --optimizer sgd"
         )
 
@@ -568,12 +572,12 @@ def _compile(translation: Translation) -> None:
     """Set torch.compile. torchtitan compiles the model, the loss or both; megalite has a kernel for the loss."""
     components = translation.parts.get("components", ["model", "loss"])
     if translation.parts.get("compile") != "on":
-        translation.tell("components", BUILT_IN, "has no effect without enable")
+        translation.set_verdict("components", BUILT_IN, "has no effect without enable")
     elif "model" in (components.split(",") if isinstance(components, str) else components or []):
         translation.derive("compile", True, "compile", "components")
     else:
         for part in ("compile", "components"):
-            translation.tell(
+            translation.set_verdict(
                 part, BUILT_IN, "only the model's blocks are compiled here; the loss has its own kernel"
             )
 
@@ -582,7 +586,7 @@ def _profile(translation: Translation) -> None:
     """Set the profiled steps: the first of the ranges that torchtitan profiles, one every `profile_freq` steps."""
     if translation.parts.get("profiling") != "on":
         for part in ("profile_freq", "profiler_active", "profiler_warmup"):
-            translation.tell(part, BUILT_IN, "has no effect without enable_profiling")
+            translation.set_verdict(part, BUILT_IN, "has no effect without enable_profiling")
         return
     last = translation.parts.get("profile_freq", 10)
     translation.derive("profile", True, "profiling")
@@ -594,7 +598,7 @@ def _profile(translation: Translation) -> None:
         "profiler_active",
     )
     translation.derive("profile_step_end", last, "profile_freq", "profiler_active")
-    translation.tell("profiler_warmup", BUILT_IN, "the steps before the first that is profiled are its warm-up")
+    translation.set_verdict("profiler_warmup", BUILT_IN, "the steps before the first that is profiled are its warm-up")
 
 
 def _checkpoints(translation: Translation) -> None:
@@ -604,13 +608,13 @@ def _checkpoints(translation: Translation) -> None:
         translation.derive("pretrained_checkpoint", path, "initial_path", "initial_in_hf")
     else:
         export = "export it to Hugging Face's format there, and give --pretrained-checkpoint DIR"
-        translation.tell("initial_path", NO_EQUIVALENT, f"a checkpoint of torchtitan is not read: {export}")
-        translation.tell("initial_in_hf", NO_EQUIVALENT, "give --pretrained-checkpoint DIR")
+        translation.set_verdict("initial_path", NO_EQUIVALENT, f"a checkpoint of torchtitan is not read: {export}")
+        translation.set_verdict("initial_in_hf", NO_EQUIVALENT, "give --pretrained-checkpoint DIR")
     if "save" in translation.options:
         if "resume" in translation.parts:
             translation.derive("load", translation.options.get("save"), "resume")
     else:
-        translation.tell("resume", NO_EQUIVALENT, "give --save DIR, and the same as --load")
+        translation.set_verdict("resume", NO_EQUIVALENT, "give --save DIR, and the same as --load")
     if "top_k" in translation.parts and str(translation.parts.get("monitor", "val_loss")) in (
         "step",
         "global_step",
@@ -618,16 +622,16 @@ def _checkpoints(translation: Translation) -> None:
     ):
         translation.derive("keep_last", translation.parts.get("top_k"), "top_k", "monitor")
     else:
-        translation.tell(
+        translation.set_verdict(
             "top_k",
             NO_EQUIVALENT,
             "the newest checkpoints are kept, not those with the lowest loss; give --keep-last N",
         )
-        translation.tell("monitor", BUILT_IN, "it belongs to save_top_k")
+        translation.set_verdict("monitor", BUILT_IN, "it belongs to save_top_k")
 
 
-def checked(translation: Translation) -> Mapping[str, Any]:
+def checked_values(translation: Translation) -> Mapping[str, Any]:
     """Return option -> value. Raises ConfigError with the conflicts."""
     if conflicts := translation.parts.conflicts + translation.options.conflicts:
         raise ConfigError(list(dict.fromkeys(conflicts))[:40])
-    return {name: saying.value for name, saying in translation.options.said.items()}
+    return {name: entry.value for name, entry in translation.options.entries.items()}

@@ -18,9 +18,9 @@ from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import known_flags
 from megalite.config.option import flags_of
 from megalite.config.options import ConfigError
-from megalite.config.translate import FORMATS, judge, translate
-from megalite.config.translate_keys import NOOP_VERDICT, TABLES, File, SourceKey, load_format
-from megalite.config.translate_rules import BUILT_IN, FIELDS, NO_EQUIVALENT, Sayings, Translation, typed
+from megalite.config.translate import FORMATS, translate, translate_key
+from megalite.config.translate_keys import NOOP_VERDICT, TABLES, SourceConfig, SourceKey, load_format
+from megalite.config.translate_rules import BUILT_IN, FIELDS, NO_EQUIVALENT, Translation, ValueStore, convert_option
 from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
 from tools.translate import main
@@ -64,7 +64,7 @@ def test_translated_file_plans_a_run(name: str, tmp_path: Path, capsys, monkeypa
     monkeypatch.chdir(tmp_path)
     plan = replace(config, data=data, train=replace(config.train, dry_run=True))
     assert pretrain(plan, RankInfo(world_size=ranks, local_world_size=ranks)) == 0
-    names = [key.name for key in File("bridge", read_mapping(str(HERE / name))).iterate(defaults=False)]
+    names = [key.name for key in SourceConfig("bridge", read_mapping(str(HERE / name))).iterate(defaults=False)]
     assert len(names) > 9 and all(re.search(rf"^#   (.*, )?{re.escape(key)} = ", text, re.M) for key in names)
 
 
@@ -110,8 +110,8 @@ def test_every_external_key_has_a_row() -> None:
     keys = [
         (name, SourceKey(k, at, k, "x")) for name, of in listed.items() for at, ks in of.items() for k in ks.split()
     ]
-    assert len(keys) > 1400 and [key for name, key in keys if File(name, {}).row(key) is None] == []
-    assert File("deepspeed", {}).row(SourceKey("staeg", "zero_optimization", "staeg", 2)) is None
+    assert len(keys) > 1400 and [key for name, key in keys if SourceConfig(name, {}).row(key) is None] == []
+    assert SourceConfig("deepspeed", {}).row(SourceKey("staeg", "zero_optimization", "staeg", 2)) is None
 
 
 def test_rows_name_existing_options() -> None:
@@ -122,7 +122,7 @@ def test_rows_name_existing_options() -> None:
         assert re.fullmatch(r"[+>~] .+|[=!]\S* .+", row), row
         assert {*re.findall(r"(?<![\w-])--[a-z][\w-]*", row)} <= flags, row
         for option, equals, value in (word.partition("=") for word in row[2:].split() * (row[0] == "+")):
-            assert option in FIELDS and (not equals or typed(option, value) is not None), row
+            assert option in FIELDS and (not equals or convert_option(option, value) is not None), row
 
 
 LISTED: dict[str, dict[str, str]] = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
@@ -138,12 +138,12 @@ def rows_of(name: str) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_always_true_verdicts_need_no_flag(name: str) -> None:
     """Whatever value a key has: that a flag would set it means that it is not set."""
-    file = File(name, {})
+    file = SourceConfig(name, {})
     for at, key in sorted(rows_of(name)):
         row = file.table.get(at, {}).get(key, {})
         values = [True, "on", 7] + [value for value in (row if isinstance(row, dict) else {}) if value != "*"]
         for value in values:
-            verdict = judge(file, SourceKey(f"{at}.{key}", at, key, value), Translation(name, Sayings()), [])
+            verdict = translate_key(file, SourceKey(f"{at}.{key}", at, key, value), Translation(name, ValueStore()), [])
             names_a_flag = re.search(r"(?<![\w-])--[a-z]", verdict.text)
             assert verdict.kind != BUILT_IN or not names_a_flag, (name, at, key, value, verdict.text)
 
@@ -151,7 +151,7 @@ def test_always_true_verdicts_need_no_flag(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_unlisted_value_is_never_ignored(name: str) -> None:
     """Neither one that is filled in later, nor another spelling of true."""
-    file = File(name, {})
+    file = SourceConfig(name, {})
     tables = [
         (at, key, row) for at, key in sorted(rows_of(name)) if isinstance(row := file.table.get(at, {}).get(key), dict)
     ]
@@ -159,7 +159,7 @@ def test_unlisted_value_is_never_ignored(name: str) -> None:
     for at, key, row in tables:
         asks = any(one[0] != "=" for one in row.values())
         for value in [one for one in ("auto", "???", "${x.y}", "maybe") if one not in row] if asks else []:
-            verdict = judge(file, SourceKey(f"{at}.{key}", at, key, value), Translation(name, Sayings()), [])
+            verdict = translate_key(file, SourceKey(f"{at}.{key}", at, key, value), Translation(name, ValueStore()), [])
             assert verdict.kind == NO_EQUIVALENT or (value == "maybe" and verdict.text != NOOP_VERDICT[2:]), (
                 at,
                 key,
@@ -168,10 +168,10 @@ def test_unlisted_value_is_never_ignored(name: str) -> None:
             )
         for value in [one for one in (1, "yes", "ON") if str(one).lower() not in row] if "true" in row else []:
             as_true, as_is = (
-                judge(file, SourceKey(f"{at}.{key}", at, key, one), Translation(name, Sayings()), [])
+                translate_key(file, SourceKey(f"{at}.{key}", at, key, one), Translation(name, ValueStore()), [])
                 for one in (True, value)
             )
-            assert (as_is.kind, as_is.text, as_is.gives) == (as_true.kind, as_true.text, as_true.gives), (
+            assert (as_is.kind, as_is.text, as_is.values) == (as_true.kind, as_true.text, as_true.values), (
                 at,
                 key,
                 value,
