@@ -105,14 +105,14 @@ class OptionSpec:
         return self.maximum[1] if self.maximum is not None and value > self.maximum[0] else None
 
 
-def option(resume: str, default: Any, *, help: str, **facts: Any) -> Any:
-    """Return a dataclass field with an `OptionSpec`, to which `facts` are passed.
+def option(resume: str, default: Any, *, help: str, **properties: Any) -> Any:
+    """Return a dataclass field with an `OptionSpec`, to which `properties` are passed.
 
     A number whose default is None must be above 0, unless `minimum` is set.
     """
-    if default is None and "minimum" not in facts:
-        facts["exclusive_min"] = 0
-    return field(default=default, metadata={"facts": OptionSpec(resume, help, **facts)})
+    if default is None and "minimum" not in properties:
+        properties["exclusive_min"] = 0
+    return field(default=default, metadata={"spec": OptionSpec(resume, help, **properties)})
 
 
 operational = partial(option, OPERATIONAL)
@@ -122,7 +122,7 @@ model = partial(option, MODEL)
 
 
 def option_spec(f: Field[Any]) -> OptionSpec:
-    return f.metadata["facts"]
+    return f.metadata["spec"]
 
 
 def type_name(f: Field[Any]) -> str:

@@ -29,7 +29,7 @@ from megalite.common.text_file import read_small_bytes
 from megalite.config.options import ConfigError
 from megalite.config.registry import REGISTRIES
 
-Part = TypeVar("Part")
+ComponentT = TypeVar("ComponentT")
 PluginSources = Mapping[str, bytes | None]
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -41,7 +41,7 @@ class Plugin:
     spec: str  # FILE.py or a module, as the user wrote it
     source: bytes | None  # the content of a file; None for a module
     sha256: str  # of the source, or of all files of a module
-    parts: list[tuple[str, str, Any]] = field(default_factory=list)  # kind, name, component
+    components: list[tuple[str, str, Any]] = field(default_factory=list)  # kind, name, component
 
     @property
     def name(self) -> str:
@@ -55,27 +55,27 @@ _loading: list[Plugin] = []  # the plugin whose code is running
 
 
 @overload
-def register(kind: str, name: str) -> Callable[[Part], Part]: ...
+def register(kind: str, name: str) -> Callable[[ComponentT], ComponentT]: ...
 @overload
-def register(kind: str, name: str, part: Part) -> Part: ...
-def register(kind: str, name: str, part: Any = None) -> Any:
+def register(kind: str, name: str, component: ComponentT) -> ComponentT: ...
+def register(kind: str, name: str, component: Any = None) -> Any:
     """Register a component of a plugin as the value `name` of the option `kind`.
 
     Args:
-        part: the component; if omitted, `register` is a decorator of the class or function that is the component.
+        component: the component; if omitted, `register` is a decorator of the class or function that is the component.
 
     Raises:
         ValueError: if there is no such kind, the name is in use, or the component lacks something.
     """
-    if part is None and kind != "metric":  # no metric is a class or function
+    if component is None and kind != "metric":  # no metric is a class or function
         return lambda decorated: register(kind, name, decorated)
     if not _loading:
         raise ValueError(f"{kind}={name!r} is registered outside of a plugin; put it into FILE.py: --plugin FILE.py")
     if kind not in REGISTRIES:
         raise ValueError(f"{kind!r} is not a kind of component; use one of {', '.join(REGISTRIES)}")
-    REGISTRIES[kind].register(name, part)
-    _loading[-1].parts.append((kind, name, part))
-    return part
+    REGISTRIES[kind].register(name, component)
+    _loading[-1].components.append((kind, name, component))
+    return component
 
 
 def plugin_sources() -> PluginSources:
@@ -147,7 +147,7 @@ def load_plugins(specs: Sequence[str], known: PluginSources | None = None) -> No
     if duplicates:
         problems.append(f"plugin: {' and '.join(duplicates)} is the name of two files; rename one")
     for registry in REGISTRIES.values():
-        registry.added.clear()
+        registry.plugin_components.clear()
     _active.clear()
     if not problems:
         for plugin in requested:
@@ -207,14 +207,14 @@ def _activate(plugin: Plugin) -> None:
     """Register the components of a plugin; run its code only the first time."""
     key = plugin.spec, plugin.sha256
     if key in _known:
-        for kind, name, part in plugin.parts:
-            REGISTRIES[kind].register(name, part)
+        for kind, name, component in plugin.components:
+            REGISTRIES[kind].register(name, component)
     else:
         _loading.append(plugin)
         try:
             _run(plugin)
-            for kind, name, _ in plugin.parts:
-                REGISTRIES[kind].prove(name)
+            for kind, name, _ in plugin.components:
+                REGISTRIES[kind].verify(name)
         finally:
             _loading.pop()
         _known[key] = plugin

@@ -23,17 +23,17 @@ PACKAGE = Path(__file__).resolve().parents[1]
 class Registry(Collection[str]):
     """The components of one kind, by name; a collection of the names, which are the choices of the option.
 
-    `built_in` holds the built-in components as "MODULE:NAME", and `added` the components of plugins. The keywords are
-    the keys of registry.toml, described there.
+    `built_in` holds the built-in components as "MODULE:NAME", and `plugin_components` those of plugins. The keywords
+    are the keys of registry.toml, described there.
     """
 
     def __init__(
         self, kind: str, description: str, *, required: str = "", require_any: str = "", allowed_values: str = "",
-        forbidden: str = "", num_args: int = 0, directory: str = "", example: str = "", proof: str = "",
+        forbidden: str = "", num_args: int = 0, directory: str = "", example: str = "", verifier: str = "",
         **built_in: str,
     ):  # fmt: skip
         self.kind = kind
-        self.added = dict[str, Any]()
+        self.plugin_components = dict[str, Any]()
         self.description = description
         self.example = example
         self._required = required.split()
@@ -41,55 +41,55 @@ class Registry(Collection[str]):
         self._allowed_values = allowed_values.split()
         self._forbidden = forbidden.split()
         self._num_args = num_args
-        self._proof = proof
+        self._verifier = verifier
         files = sorted(PACKAGE.joinpath(directory).glob("[a-z]*.py")) if directory else []
         in_files = {file.stem: f"megalite.{directory.replace('/', '.')}.{file.stem}:{kind.upper()}" for file in files}
         self.built_in: dict[str, Any] = {**in_files, **built_in}
 
     def __iter__(self) -> Iterator[str]:
-        return iter((*self.built_in, *self.added))
+        return iter((*self.built_in, *self.plugin_components))
 
     def __len__(self) -> int:
-        return len(self.built_in) + len(self.added)
+        return len(self.built_in) + len(self.plugin_components)
 
     def __bool__(self) -> bool:
         return True  # an option with an empty registry accepts no value, but one without choices accepts any
 
     def __contains__(self, name: object) -> bool:
-        return name in self.built_in or name in self.added
+        return name in self.built_in or name in self.plugin_components
 
     def get(self, name: str) -> Any:
         """Return a component. Raises ValueError if the name is neither built in nor registered by a plugin."""
-        if name in self.added:
-            return self.added[name]
+        if name in self.plugin_components:
+            return self.plugin_components[name]
         if name not in self.built_in:
             raise ValueError(f"{self.kind}={name!r} is unknown; use one of {', '.join(self)}{PLUGIN_HINT}")
         built_in = self.built_in[name]
         return _import(built_in) if isinstance(built_in, str) else built_in
 
-    def prove(self, name: str) -> None:
+    def verify(self, name: str) -> None:
         """Check what a plugin's component computes. Raises ValueError if it is wrong.
 
         Must be called after all code of the plugin has run.
         """
-        error = _import(self._proof)(self.added[name]) if self._proof else ""
+        error = _import(self._verifier)(self.plugin_components[name]) if self._verifier else ""
         if error:
             raise ValueError(f"{self.kind}={name!r} {error}")
 
-    def register(self, name: str, part: Any) -> None:
+    def register(self, name: str, component: Any) -> None:
         """Add a component of a plugin.
 
         Raises:
-            ValueError: if the name is in use or not a name, or `part` is not a component of this kind.
+            ValueError: if the name is in use or not a name, or `component` is not a component of this kind.
         """
-        for error in self._component_errors(name, part):
+        for error in self._component_errors(name, component):
             raise ValueError(f"{self.kind}={name!r} {error}")
-        self.added[name] = part() if self._require_any and isinstance(part, type) else part
+        self.plugin_components[name] = component() if self._require_any and isinstance(component, type) else component
 
-    def _component_errors(self, name: str, part: Any) -> Iterator[str]:
+    def _component_errors(self, name: str, component: Any) -> Iterator[str]:
         """Yield what is wrong with a name or a component, each with a remedy."""
         attributes = (*self._required, *self._require_any, *self._forbidden)
-        present = {attribute for attribute in attributes if hasattr(part, attribute)}
+        present = {attribute for attribute in attributes if hasattr(component, attribute)}
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*([-.]\w+)*", name):
             yield "is not a name; use letters, digits and - _ . between them"
         if name in self:
@@ -98,9 +98,9 @@ class Registry(Collection[str]):
             yield f"has no {' and no '.join(missing)}; give {self.description}"
         if forbidden := present.intersection(self._forbidden):
             yield f"has {', '.join(forbidden)}, which only built-in ones may; give {self.description}"
-        if (self._require_any and not present) or (self._allowed_values and part not in self._allowed_values):
-            yield f"is {part!r}; give {self.description}"
-        if self._num_args and not _accepts(part, self._num_args):
+        if (self._require_any and not present) or (self._allowed_values and component not in self._allowed_values):
+            yield f"is {component!r}; give {self.description}"
+        if self._num_args and not _accepts(component, self._num_args):
             yield f"does not take {self._num_args} arguments; give {self.description}"
 
 
@@ -110,14 +110,14 @@ def _import(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _accepts(part: Any, count: int) -> bool:
+def _accepts(component: Any, count: int) -> bool:
     """Return True if a component is callable with `count` positional arguments."""
     try:
-        inspect.signature(part).bind(*[None] * count)
+        inspect.signature(component).bind(*[None] * count)
     except TypeError:  # not callable, or callable with other arguments
         return False
     except ValueError:  # a built-in function without a signature
-        return callable(part)
+        return callable(component)
     return True
 
 

@@ -47,40 +47,40 @@ def get_activation(name: str) -> Activation:
     return REGISTRIES["activation"].get(name)
 
 
-def fault_of(part: Any) -> str:
+def find_activation_error(activation: Any) -> str:
     """Return the error in a plugin's activation, or "" if there is none.
 
     Checks shapes and dtypes, and compares backward with finite differences of forward in fp64. `verify` cannot detect
     such errors, since both of its runs use the same activation.
     """
-    if not isinstance(part, Activation):
-        return f"is {part!r}; give an Activation of megalite.kernels.activation"
+    if not isinstance(activation, Activation):
+        return f"is {activation!r}; give an Activation of megalite.kernels.activation"
     generator = torch.Generator().manual_seed(0)
     rows, columns = 5, 4
-    u = 3 * torch.randn(rows, columns * part.width, generator=generator, dtype=torch.float64)
+    u = 3 * torch.randn(rows, columns * activation.width, generator=generator, dtype=torch.float64)
     da = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-    bias = [torch.randn(u.shape[1], generator=generator, dtype=torch.float64)] if part.takes_bias else []
+    bias = [torch.randn(u.shape[1], generator=generator, dtype=torch.float64)] if activation.takes_bias else []
     with torch.no_grad():
         return (
-            _wrong_form(part, u, da, bias)
-            or _wrong_form(part, u.bfloat16(), da.bfloat16(), [b.bfloat16() for b in bias])
-            or _wrong_constants(part, u, bias)
-            or _wrong_gradient(part, u, da, bias)
+            _wrong_form(activation, u, da, bias)
+            or _wrong_form(activation, u.bfloat16(), da.bfloat16(), [b.bfloat16() for b in bias])
+            or _wrong_constants(activation, u, bias)
+            or _wrong_gradient(activation, u, da, bias)
         )
 
 
-def _wrong_form(part: Activation, u: Tensor, da: Tensor, bias: list[Tensor]) -> str:
+def _wrong_form(activation: Activation, u: Tensor, da: Tensor, bias: list[Tensor]) -> str:
     """Check shapes and dtypes of the results, that the input does not change, and that backward recomputes a."""
     u_before = u.clone()
-    a = part.forward(u, *bias)
-    if fault := _mismatch("forward's a", a, da.shape, part, u):
+    a = activation.forward(u, *bias)
+    if fault := _mismatch("forward's a", a, da.shape, activation, u):
         return fault
-    results = part.backward(u, da, *bias)
+    results = activation.backward(u, da, *bias)
     names = ["a", "du", "dbias"][: 2 + len(bias)]
     if not isinstance(results, tuple) or len(results) != len(names):
         return f"has a backward that does not give ({', '.join(names)}); correct backward"
     for name, x, shape in zip(names, results, (da.shape, u.shape, u.shape[1:]), strict=False):
-        if fault := _mismatch(f"backward's {name}", x, shape, part, u):
+        if fault := _mismatch(f"backward's {name}", x, shape, activation, u):
             return fault
     if not torch.equal(u, u_before):
         return "changes its input, which backward needs; write into a new tensor"
@@ -89,46 +89,46 @@ def _wrong_form(part: Activation, u: Tensor, da: Tensor, bias: list[Tensor]) -> 
     return ""
 
 
-def _mismatch(name: str, x: Any, shape: torch.Size, part: Activation, u: Tensor) -> str:
+def _mismatch(name: str, x: Any, shape: torch.Size, activation: Activation, u: Tensor) -> str:
     """Check that a result is a tensor with this shape and the dtype of u."""
     if isinstance(x, Tensor) and x.shape == shape and x.dtype == u.dtype:
         return ""
     actual = f"{tuple(x.shape)} in {x.dtype}" if isinstance(x, Tensor) else repr(x)
     expected = f"{tuple(shape)} in {u.dtype}"
-    return f"with width={part.width} gives {actual} as {name} where {expected} is expected; correct it, or width"
+    return f"with width={activation.width} gives {actual} as {name} where {expected} is expected; correct it, or width"
 
 
-def _wrong_constants(part: Activation, u: Tensor, bias: list[Tensor]) -> str:
+def _wrong_constants(activation: Activation, u: Tensor, bias: list[Tensor]) -> str:
     """Check that forward is the SwiGLU that swiglu_constants describe."""
-    if part.swiglu_constants is None:
+    if activation.swiglu_constants is None:
         return ""
-    limit, alpha = part.swiglu_constants
+    limit, alpha = activation.swiglu_constants
     gate, up = u.chunk(2, -1)
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
     swiglu = gate * torch.sigmoid(alpha * gate) * up
-    if part.width == 2 and torch.allclose(part.forward(u, *bias), swiglu, rtol=1e-5):
+    if activation.width == 2 and torch.allclose(activation.forward(u, *bias), swiglu, rtol=1e-5):
         return ""
     return (
-        f"is not SwiGLU with swiglu_constants={part.swiglu_constants}, as experts would compute it; "
+        f"is not SwiGLU with swiglu_constants={activation.swiglu_constants}, as experts would compute it; "
         "leave swiglu_constants out"
     )
 
 
-def _wrong_gradient(part: Activation, u: Tensor, da: Tensor, bias: list[Tensor]) -> str:
+def _wrong_gradient(activation: Activation, u: Tensor, da: Tensor, bias: list[Tensor]) -> str:
     """Compare du of backward, and its sum for a bias, with finite differences of forward.
 
     At a kink, every value between the slopes on both sides is accepted.
     """
-    if part.surrogate:
+    if activation.surrogate:
         return ""
-    a = part.forward(u, *bias)
+    a = activation.forward(u, *bias)
     in_fp32 = torch.equal(a, a.float().double())  # forward computes in a lower precision than its input has
     step, tolerance = (1e-2, 2e-2) if in_fp32 else (1e-6, 1e-4)
     steps = step * torch.eye(u.numel(), dtype=u.dtype).view(-1, *u.shape)  # one element each
-    right = ((part.forward(u + steps, *bias) - a) * da).sum((1, 2)) / step
-    left = ((a - part.forward(u - steps, *bias)) * da).sum((1, 2)) / step
-    _, du, *dbias = part.backward(u, da, *bias)
+    right = ((activation.forward(u + steps, *bias) - a) * da).sum((1, 2)) / step
+    left = ((a - activation.forward(u - steps, *bias)) * da).sum((1, 2)) / step
+    _, du, *dbias = activation.backward(u, da, *bias)
     margin = tolerance * torch.maximum(left.abs(), right.abs()).clamp_min(1)
     min_du = torch.minimum(left, right) - margin
     max_du = torch.maximum(left, right) + margin

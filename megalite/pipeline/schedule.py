@@ -180,7 +180,7 @@ def compute_actions(name: str, rank: int, placement: StagePlacement, groups: Seq
         return _in_group_order(rank, placement, groups, Op.F)
     schedule = REGISTRIES["pipeline_schedule"].get(name)
     actions: list[Action] = [*(schedule(rank, placement, groups) or ())]
-    if name in REGISTRIES["pipeline_schedule"].added:
+    if name in REGISTRIES["pipeline_schedule"].plugin_components:
         counts = Counter(actions)
         expected = Counter(a for op in (Op.F, Op.B) for a in _in_group_order(rank, placement, groups, op))
         if wrong := [*(expected - counts), *(counts - expected)]:

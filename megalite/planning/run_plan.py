@@ -558,7 +558,9 @@ def make_run_plan(config: Config, world: int, vocab_size: int) -> RunPlan:
     plan = RunPlan(config, world, vocab_size)
     _ = plan.num_steps, plan.layer_ranges, state_dtypes_of(config.optim, matrix=False)  # these raise
     schedule = config.parallel.pipeline_schedule
-    if schedule in REGISTRIES["pipeline_schedule"].added:  # tests prove the schedules that are not a plugin's
+    if (
+        schedule in REGISTRIES["pipeline_schedule"].plugin_components
+    ):  # tests prove the schedules that are not a plugin's
         group_size = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
         split_backward = SplitBackward() if config.parallel.split_backward else None
         batch_sizes = plan.batch_sizes

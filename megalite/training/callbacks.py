@@ -43,7 +43,7 @@ class PluginMetrics:
 
     def __init__(self, stages: Iterable[Any], mesh: Mesh, layers: int):
         self.mesh = mesh
-        self.names = list(REGISTRIES["metric"].added)
+        self.names = list(REGISTRIES["metric"].plugin_components)
         self.sums_MLs = torch.zeros(len(self.names), layers + 1, 2, dtype=torch.float64, device=mesh.device)
         self._leave_layer()
         if not self.names:
@@ -124,7 +124,7 @@ def log(name: str, value: float | Tensor, count: float | Tensor | None = None) -
 def run_callbacks(event: str, *args: Any) -> None:
     """Call the method `event` of each registered callback that has it, on every rank."""
     _current.layer = None
-    for callback in REGISTRIES["callback"].added.values():
+    for callback in REGISTRIES["callback"].plugin_components.values():
         method = getattr(callback, event, None)
         if method is not None:
             method(*args)

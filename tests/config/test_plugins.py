@@ -24,7 +24,7 @@ from megalite.config.options import ConfigError
 from megalite.config.registry import REGISTRIES
 from megalite.data.datasets.map_dataset import MapDataset
 from megalite.data.errors import DataError
-from megalite.kernels.activation import fault_of, get_activation
+from megalite.kernels.activation import find_activation_error, get_activation
 from megalite.optim.lr import LrSchedule
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline import schedule
@@ -387,7 +387,7 @@ def test_activation_gradient_equals_autograd(
 
 @pytest.mark.parametrize("name", [*REGISTRIES["activation"].built_in])
 def test_built_in_activations_pass_the_plugin_checks(name: str) -> None:
-    assert fault_of(get_activation(name)) == ""
+    assert find_activation_error(get_activation(name)) == ""
 
 
 def test_verify_detects_a_gradient_that_is_wrong_in_one_process(tmp_path: Path) -> None:
@@ -607,9 +607,9 @@ megalite.register('activation', '{}', get_activation('squared_relu'))"""
     assert REGISTRIES["activation"].get("act2") is part  # its code has run once
     plugin(tmp_path, body.format("act4"), "part2.py")
     config_from([*LINE, *STEPS, "--plugin", "part2.py"])
-    assert list(REGISTRIES["activation"].added) == ["act4"]
+    assert list(REGISTRIES["activation"].plugin_components) == ["act4"]
     plugins.load_plugins(["part2.py"], {"part2.py": b"import megalite\n" + body.format("act5").encode()})  # as ranks do
-    assert list(REGISTRIES["activation"].added) == ["act5"]
+    assert list(REGISTRIES["activation"].plugin_components) == ["act5"]
     with pytest.raises(ConfigError, match="activation='act1' is not one of .*, or give the --plugin that registers it"):
         config_from([*LINE, *STEPS, "--activation", "act1"])
     with pytest.raises(ValueError, match="registered outside of a plugin"):
@@ -629,7 +629,7 @@ def test_written_example_of_each_kind_loads(kind: str, tmp_path: Path) -> None:
     assert "examples/plugins" not in text and f"--plugin {file.name} " in text
     assert re.search(rf"register\(\"{kind}\"", text)
     plugins.load_plugins([str(file)])
-    assert REGISTRIES[kind].added
+    assert REGISTRIES[kind].plugin_components
 
 
 def test_written_example_never_overwrites_a_file(tmp_path: Path) -> None:
@@ -670,7 +670,7 @@ SIGNATURES = {
 def test_plugins_page_has_a_skeleton_of_each_kind(kind: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SIGNATURES[kind][0], "utf-8")
     plugins.load_plugins([str(tmp_path / "mine.py")])
-    (name,) = REGISTRIES[kind].added
+    (name,) = REGISTRIES[kind].plugin_components
     assert name.lower() == "mine"
 
 

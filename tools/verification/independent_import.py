@@ -80,7 +80,7 @@ def hugging_face(directory: Path, family: str, model: ModelConfig) -> Reading:
     """
     from safetensors import safe_open
 
-    if family in REGISTRIES["family"].added:
+    if family in REGISTRIES["family"].plugin_components:
         raise CheckpointError(
             f"model_type={family!r} is added by a plugin, and has no second reading; convert without a check"
         )

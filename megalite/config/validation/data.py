@@ -52,8 +52,7 @@ def _fill_in_the_middle_problems(config: Config) -> Iterator[Problem]:
         yield requires(f"fim_fragment_rate={data.fim_fragment_rate}", "fim_split_sample")
     if data.fim_no_prefix == "":
         yield Problem(
-            "fim_no_prefix is empty, which every text starts with; drop --fim-no-prefix",
-            options=("fim_no_prefix",),
+            "fim_no_prefix is empty, which every text starts with; drop --fim-no-prefix", options=("fim_no_prefix",)
         )
 
 

@@ -48,7 +48,9 @@ def cuda_graph_problems(config: Config) -> Iterator[Problem]:
     train, parallel, model = config.train, config.parallel, config.model
     graphs = f"cuda_graph_impl={train.cuda_graph_impl}"
     has_graphs = train.cuda_graph_impl != "none"
-    layer_metric = next((name for name, subject in REGISTRIES["metric"].added.items() if subject == "layer"), None)
+    layer_metric = next(
+        (name for name, subject in REGISTRIES["metric"].plugin_components.items() if subject == "layer"), None
+    )
     if has_graphs and parallel.device == "cpu":
         yield Problem(f"{graphs} needs a CUDA device {DROP_GRAPHS}", options=("cuda_graph_impl", "device"))
     if has_graphs:
