@@ -55,6 +55,14 @@ def sent(path: str) -> bool:
     return decision
 
 
+def test_context_sends_no_private_files_and_all_copied_ones() -> None:
+    """hadolint (.ci/run) does not read .dockerignore."""
+    private = (".git/config", ".venv/bin/python", "runs/last/log.txt", "data/a.bin", "megalite/nn/__pycache__/a.pyc")
+    assert not any(map(sent, private))
+    copied = [source for step in instructions() if step.name == "COPY" for source in step.copied[0]]
+    assert copied and all((ROOT / source).exists() and sent(source) for source in copied)
+
+
 def base_image(folder: Path) -> Path:
     """What stands for the base image: an interpreter with pip, and the torch that is installed here, with what it needs,
     outside the environment, so that pip sees it and cannot remove it. The interpreter's folder of programs."""
