@@ -45,7 +45,7 @@ from megalite.models.specs import checkpoint_specs, model_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.training.checkpointing.compatibility import checkpoint_config
 from megalite.training.checkpointing.initial_state import UNKNOWN_VOCABULARY, tokenizer_from_args
-from megalite.training.checkpointing.named_tokenizer import announce, fitting
+from megalite.training.checkpointing.named_tokenizer import find_usable_tokenizer, print_external_paths
 from megalite.training.datasets import TOKENIZER_OPTIONS, open_tokenizer
 from megalite.training.job.export_hf import read_model_type, tokenizer_files, tokenizer_source_dir
 from megalite.training.state import Progress
@@ -109,7 +109,7 @@ def flag_conflicts(args: argparse.Namespace) -> str | None:
 
 def usable_tokenizer(find: Callable[[], dict[str, Any]], rows: int) -> dict[str, Any]:
     """Return the tokenizer options that `find` returns, or {} with a note if they do not open or do not fit `rows`."""
-    options, reason = fitting(find, rows)
+    options, reason = find_usable_tokenizer(find, rows)
     if reason is not None:
         print_err(f"note: the tokenizer is left out: {reason}")
     return options
@@ -182,7 +182,7 @@ def import_megatron(args: argparse.Namespace) -> bool:
     )
     rows = external.rows
     saved_tokenizer = tokenizer_from_args(external.args)
-    announce(saved_tokenizer, directory)
+    print_external_paths(saved_tokenizer, directory)
     tokenizer = usable_tokenizer(lambda: saved_tokenizer, rows)
     vocab_size = args.vocab_size
     if vocab_size is None:
@@ -214,7 +214,7 @@ def export_hf(args: argparse.Namespace) -> bool:
     source = open_checkpoint(args.load, verified=True)
     model = saved_model(source)
     config = checkpoint_config(source.manifest, source.directory)
-    announce({name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}, parse_location(args.load))
+    print_external_paths({name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}, parse_location(args.load))
     like: Path | None = args.like or tokenizer_source_dir(config.data)
     vocab_size, eod = vocab_and_eod(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     tokens = {"eos_token_id": eod, **model_files.special_token_ids(like)}
@@ -239,7 +239,7 @@ def export_megatron(args: argparse.Namespace) -> bool:
     model = saved_model(source)
     config = checkpoint_config(source.manifest, source.directory)
     tokenizer = {name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}
-    announce(tokenizer, parse_location(args.load))
+    print_external_paths(tokenizer, parse_location(args.load))
     vocab_size, _ = vocab_and_eod(config, source.manifest.state.get("vocab_size"), args.vocab_size)
     # values as stored: Megatron-LM, too, may store norm weights as a difference from 1
     local = ExportSource(source, DTYPES.get(args.dtype))

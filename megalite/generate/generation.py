@@ -44,7 +44,7 @@ from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
 from megalite.planning.run_plan import RunPlan
 from megalite.training.checkpointing.compatibility import checkpoint_config, tokenizer_differences
-from megalite.training.checkpointing.named_tokenizer import announce, fitting
+from megalite.training.checkpointing.named_tokenizer import find_usable_tokenizer, print_external_paths
 from megalite.training.datasets import TOKENIZER_OPTIONS, open_tokenizer
 from megalite.training.setup import SetupError
 
@@ -331,7 +331,9 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
     def select_checkpoint(checkpoint: Location, manifest: Manifest) -> loader.LoadPlan:
         config = checkpoint_config(manifest, checkpoint)
         if mesh.world.is_first:
-            announce({name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}, parse_location(directory))
+            print_external_paths(
+                {name: getattr(config.data, name) for name in TOKENIZER_OPTIONS}, parse_location(directory)
+            )
         tokenizer = open_tokenizer(config.data)
         if tokenizer is None:
             raise SetupError(f"{checkpoint} was trained without a tokenizer, so it has a loss but no text")
@@ -351,7 +353,7 @@ def load_model(directory: str | Path, mesh: Mesh, dtype: torch.dtype = torch.flo
 def _from_hugging_face(directory: Path, mesh: Mesh, dtype: torch.dtype) -> TextGenerator:
     """Load a Hugging Face model with its tokenizer. Raises SetupError, CheckpointError."""
     hf_model = run_on_all_ranks(mesh, lambda: open_model(directory), f"reading {directory}")
-    options, reason = fitting(lambda: find_tokenizer_in(hf_model.directory), hf_model.rows)
+    options, reason = find_usable_tokenizer(lambda: find_tokenizer_in(hf_model.directory), hf_model.rows)
     if not options:
         reason_text = f" ({reason})" if reason else ""
         raise SetupError(f"{hf_model.directory} has no tokenizer that fits{reason_text}; put its tokenizer.json there")

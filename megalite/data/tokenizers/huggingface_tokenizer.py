@@ -20,7 +20,7 @@ from megalite.common.tables import load_table
 from megalite.data.errors import DataError, wrap_library_errors
 from megalite.data.tokenizers import added_tokens
 from megalite.data.tokenizers.added_tokens import add_tokens, read_settings
-from megalite.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, read
+from megalite.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, read_tokenizer_file
 
 GPT2_EOD = "<|endoftext|>"
 DEFAULT_EOD_TOKENS = (GPT2_EOD, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
@@ -90,11 +90,11 @@ def find_tokenizer_in(directory: Path) -> dict[str, Any]:
     if model.is_file():
         pieces = SentencePieceTokenizer(model)
         _check_has_tokens(directory, pieces, model)
-        _check_space(model, read_settings(directory), bool(SentencePieces(pieces.content).dummy_prefix))
+        _check_prefix_space(model, read_settings(directory), bool(SentencePieces(pieces.content).dummy_prefix))
         return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(model)}
     if vocab.is_file() and merges.is_file():
         _check_has_tokens(directory, open_gpt2(vocab, merges), vocab)
-        _check_space(vocab, read_settings(directory), False)
+        _check_prefix_space(vocab, read_settings(directory), False)
         return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocab), "merge_file": str(merges)}
     return {}
 
@@ -106,13 +106,13 @@ def _check_has_tokens(directory: Path, tokenizer: Tokenizer, file: Path) -> None
     """
     settings = read_settings(directory)
     for declared in settings.tokens:
-        number = tokenizer.token_id(declared.token.content)
-        if number is None or declared.number not in (None, number):
+        number = tokenizer.token_id(declared.added_token.content)
+        if number is None or declared.token_id not in (None, number):
             state = "lacks" if number is None else f"has as id {number}"
-            problem = f"the token {declared.token.content!r}, which {file.name} {state}"
+            problem = f"the token {declared.added_token.content!r}, which {file.name} {state}"
             remedy = "write a tokenizer.json with AutoTokenizer's save_pretrained"
             raise DataError(f"{declared.file}: {problem}; {remedy}")
-    if settings.splits:
+    if settings.splits_special:
         config = directory / added_tokens.CONFIG
         raise DataError(f"{config}: split_special_tokens=true is only supported with a tokenizer.json")
 
@@ -130,7 +130,7 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
             f"tokenizer_model={path} is not a tokenizer.json or a directory with one; names on a hub are not fetched: "
             "download the tokenizer and give its directory"
         )
-    content = read(file)
+    content = read_tokenizer_file(file)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
@@ -149,27 +149,30 @@ def open_tokenizer_json(path: Path) -> Tokenizer:
             f"{file}: {problem}; name one of its tokens as eos_token in the tokenizer_config.json next to it"
         )
     if file.name == added_tokens.MODEL:  # files next to a file of another name belong to another tokenizer
-        _check_space(file, settings, added_tokens.begins_with_space(spec))
+        _check_prefix_space(file, settings, added_tokens.begins_with_space(spec))
         if add_tokens(model, settings):
-            contents.append(json.dumps([model.encode_special_tokens, added_tokens.state(model)]).encode())
+            contents.append(json.dumps([model.encode_special_tokens, added_tokens.added_tokens_by_id(model)]).encode())
     eod = model.token_to_id(available[0])
     if eod is None:
         raise DataError(f"{file}: no end-of-document token {available[0]}; rename the file to {added_tokens.MODEL}")
     model.no_padding()
     model.no_truncation()
     tokenizer = HuggingFaceTokenizer(str(file), "huggingface", model, eod, contents)
-    tokenizer.splits_special = settings.splits
+    tokenizer.splits_special = settings.splits_special
     return tokenizer
 
 
-def _check_space(file: Path, settings: added_tokens.Settings, does: bool | None) -> None:
-    """Raise DataError if add_prefix_space contradicts what the tokenizer `does`.
+def _check_prefix_space(file: Path, settings: added_tokens.TokenizerSettings, adds_space: bool | None) -> None:
+    """Raise DataError if add_prefix_space contradicts the tokenizer.
 
-    Some classes of transformers follow the one, some the other.
+    Some classes of transformers follow the setting, others the tokenizer.
+
+    Args:
+        adds_space: the tokenizer puts a space before a text; None: it has no step that could.
     """
     requested = settings.prefix_space
-    if requested is not None and does not in (None, requested):
-        action = "adds" if does else "does not add"
+    if requested is not None and adds_space not in (None, requested):
+        action = "adds" if adds_space else "does not add"
         problem = f"has add_prefix_space={str(requested).lower()}, but {file.name} {action} a space"
         raise DataError(f"{file.with_name(added_tokens.CONFIG)}: {problem} before a text; {added_tokens.REMEDY}")
 
@@ -182,7 +185,7 @@ def open_gpt2(vocab: Path, merges: Path) -> Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    contents = [read(vocab), read(merges)]
+    contents = [read_tokenizer_file(vocab), read_tokenizer_file(merges)]
     with wrap_library_errors(f"{vocab}, {merges}: not a GPT-2 vocabulary and merges"):
         model = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
@@ -295,7 +298,7 @@ def _from_sentencepiece(model: SentencePieces, cut_single: bool) -> Any:
     return library
 
 
-def _bytes() -> Any:
+def _byte_level_model() -> Any:
     """Return ByteTokenizer as a tokenizers.Tokenizer: no character is a piece, so each becomes its bytes, the ids."""
     from tokenizers import Tokenizer, decoders, models
 
@@ -332,7 +335,7 @@ def export_tokenizer_json(tokenizer: Tokenizer) -> dict[str, str]:
         texts += [piece.replace(_SPACE, " ") for piece, _, kind in model.rows if kind in (_NORMAL, _BYTE)]
         special_tokens = dict(zip(special_tokens, tokenizer.bos_eos_unk_pieces(), strict=True))
     elif isinstance(tokenizer, ByteTokenizer):
-        candidates = [_bytes()]
+        candidates = [_byte_level_model()]
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         candidates = [tokenizer.as_tokenizers_model(GPT2_EOD)]
     else:

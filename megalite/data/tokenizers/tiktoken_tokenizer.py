@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megalite.common.optional_packages import missing_package_message
 from megalite.common.tables import load_table
 from megalite.data.errors import DataError
-from megalite.data.tokenizers.tokenizer import Tokenizer, count_ids, read
+from megalite.data.tokenizers.tokenizer import Tokenizer, count_ids, read_tokenizer_file
 
 _TABLES = load_table(__file__, "tables")
 PATTERNS: Mapping[str, str] = {name: "|".join(parts) for name, parts in _TABLES["patterns"].items()}
@@ -108,7 +108,7 @@ def open_tiktoken(path: Path, pattern: str | None = None, vocab_size: int | None
     """
     if pattern is not None and pattern not in PATTERNS:
         raise DataError(f"tiktoken_pattern={pattern} is not one of {', '.join(PATTERNS)}")
-    content = read(path)
+    content = read_tokenizer_file(path)
     if content.lstrip().startswith((b"[", b"{")):
         ranks = _ranks_of_json(path, content)
         total = vocab_size or min(DEFAULT_VOCAB, len(ranks) + NUM_SPECIAL)

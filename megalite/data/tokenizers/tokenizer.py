@@ -145,7 +145,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: Path):
         import sentencepiece
 
-        self.content = content = read(path)
+        self.content = content = read_tokenizer_file(path)
         hint = "; it may be a HuggingFaceTokenizer" if content.lstrip().startswith(b"{") else ""
         with wrap_library_errors(f"tokenizer_model={path} is not a SentencePiece model{hint}"):
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -183,7 +183,7 @@ class SentencePieceTokenizer(Tokenizer):
         return gigatoken.Tokenizer.from_sentencepiece(self.content)
 
 
-def read(path: Path) -> bytes:
+def read_tokenizer_file(path: Path) -> bytes:
     """Return the contents of a tokenizer file. Raises DataError if it cannot be read."""
     try:
         return read_small_bytes(path, MAX_TOKENIZER_BYTES)

@@ -16,7 +16,7 @@ from megalite.config.plugins import missing_plugins_message
 from megalite.config.validation import find_problems
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.interop.tensor_mapping import PLACEHOLDER_OPTIONS
-from megalite.training.checkpointing.named_tokenizer import Note, announce
+from megalite.training.checkpointing.named_tokenizer import PrintLine, print_external_paths
 from megalite.training.checkpointing.upcycling import EXPERT_OPTIONS, upcycles, upcycling_hint
 from megalite.training.datasets import TOKENIZER_OPTIONS
 from megalite.training.setup import SetupError
@@ -76,10 +76,10 @@ def tokenizer_differences(tokenizer: Tokenizer | None, manifest: Manifest) -> li
     return [f"tokenizer: {local['name']} {local['fingerprint'][:12]} here, {saved_tokenizer} in the checkpoint"]
 
 
-def apply_checkpoint_args(config: Config, note: Note = print_err) -> Config:
+def apply_checkpoint_args(config: Config, print_line: PrintLine = print_err) -> Config:
     """Return `config` with the model's options from the newest readable checkpoint, under --use-checkpoint-args.
 
-    The tokenizer's options are taken over too if none is given. `note` is called with lines for the user.
+    The tokenizer's options are taken over too if none is given. `print_line` is called with lines for the user.
 
     Raises:
         SetupError: if a given option contradicts the checkpoint, or if no checkpoint can be read.
@@ -113,7 +113,7 @@ def apply_checkpoint_args(config: Config, note: Note = print_err) -> Config:
     config = apply_model(config, saved.model, "the checkpoint")
     if data.tokenizer_type is None and data.vocab_size is None:
         tokenizer = {name: getattr(saved.data, name) for name in TOKENIZER_OPTIONS if name not in config.explicit}
-        announce(tokenizer, parse_location(source or ""), note)
+        print_external_paths(tokenizer, parse_location(source or ""), print_line)
         data = replace(data, **tokenizer)
     return replace(config, data=data)
 

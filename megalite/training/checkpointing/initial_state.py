@@ -42,7 +42,7 @@ from megalite.training.checkpointing.compatibility import (
     checkpoint_config,
     model_differences,
 )
-from megalite.training.checkpointing.named_tokenizer import Note, announce, fitting
+from megalite.training.checkpointing.named_tokenizer import PrintLine, find_usable_tokenizer, print_external_paths
 from megalite.training.checkpointing.resume import LoadOptions, resume
 from megalite.training.checkpointing.upcycling import (
     UPCYCLING_NOTE,
@@ -108,7 +108,7 @@ def load_initial_state(run: Run, config: Config, is_restart: bool = False) -> tu
         raise SetupError(f"pretrained_checkpoint={name!r} holds no checkpoint; give the --save of a run")
     if (load := checkpoint.load) is None:
         return None, []
-    run_on_all_ranks(run.mesh, lambda: _refuse_abandoned(parse_location(load)), f"looking for checkpoints in {load}")
+    run_on_all_ranks(run.mesh, lambda: _check_not_abandoned(parse_location(load)), f"looking for checkpoints in {load}")
     consequence = "the run starts from scratch; --exit-on-missing-checkpoint stops it"
     return None, [f"load={load!r} holds no checkpoint{similar_directories(load)}: {consequence}"]
 
@@ -134,7 +134,7 @@ def similar_directories(load: str) -> str:
     )
 
 
-def _refuse_abandoned(directory: Location) -> None:
+def _check_not_abandoned(directory: Location) -> None:
     """Raise CheckpointError if `directory` has only abandoned checkpoints.
 
     --finetune abandons the checkpoints that it starts from. If the disk of --save-local is lost before its first
@@ -226,22 +226,22 @@ def open_external_model(config: Config, directory: Path) -> ExternalModel:
     return open_checkpoint(megatron_checkpoint, lambda line: None)
 
 
-def external_vocabulary(external: ExternalModel, note: Note) -> tuple[dict[str, Any], int | None]:
+def external_vocabulary(external: ExternalModel, print_line: PrintLine) -> tuple[dict[str, Any], int | None]:
     """Return (the options of the model's tokenizer, the number of embedding rows that are tokens, None if unknown).
 
-    The options are empty if the model has no tokenizer, or one that does not fit or open; `note` gets the reason.
+    The options are empty if the model has no tokenizer, or one that does not fit or open; `print_line` gets the reason.
     """
     if external.args is None:
-        tokenizer, reason = fitting(lambda: find_tokenizer_in(external.directory), external.rows)
+        tokenizer, reason = find_usable_tokenizer(lambda: find_tokenizer_in(external.directory), external.rows)
         vocab_size: int | None = external.rows
     else:
         named_tokenizer = tokenizer_from_args(external.args)
-        announce(named_tokenizer, external.directory, note)
-        tokenizer, reason = fitting(lambda: named_tokenizer, external.rows)
+        print_external_paths(named_tokenizer, external.directory, print_line)
+        tokenizer, reason = find_usable_tokenizer(lambda: named_tokenizer, external.rows)
         size = build_tokenizer(**tokenizer).vocab_size if tokenizer else None
         vocab_size = true_vocab_size(external.args, external.rows, size)
     if reason is not None:
-        note(f"note: the tokenizer of {external.directory} is left out: {reason}")
+        print_line(f"note: the tokenizer of {external.directory} is left out: {reason}")
     return tokenizer, vocab_size
 
 
@@ -269,11 +269,11 @@ def external_weights_dir(config: Config) -> Path | None:
     return None if load_is_missing and checkpoint.exit_on_missing_checkpoint else directory
 
 
-def complete_config(config: Config, note: Note = print_err) -> Config:
+def complete_config(config: Config, print_line: PrintLine = print_err) -> Config:
     """Return `config` completed from the checkpoint or external model that it names.
 
     With --use-checkpoint-args the model's options are taken over; vocabulary and tokenizer of an external model always
-    are. `note` is called with lines for the user.
+    are. `print_line` is called with lines for the user.
 
     Raises:
         SetupError: with all contradictions between the options and the checkpoint.
@@ -285,14 +285,14 @@ def complete_config(config: Config, note: Note = print_err) -> Config:
             f"save={checkpoint.save!r} holds checkpoints of Megatron-LM, which megalite keeps; give another directory"
         )
     if directory is None:
-        return apply_checkpoint_args(config, note)
+        return apply_checkpoint_args(config, print_line)
     try:
         external = open_external_model(config, directory)
     except CheckpointError as error:
         raise SetupError(str(error)) from None
     problems: list[str] = []
     if external_weights_dir(config) is None:
-        config = apply_checkpoint_args(config, note)
+        config = apply_checkpoint_args(config, print_line)
     else:
         if checkpoint.ckpt_step is not None and external.args is None:
             problems.append(f"ckpt_step={checkpoint.ckpt_step}, but {directory} has no steps; drop --ckpt-step")
@@ -309,21 +309,23 @@ def complete_config(config: Config, note: Note = print_err) -> Config:
                     f"max_position_embeddings: {local_positions} here, {external_positions} in {external.directory}"
                 )
             problems += [line + remedy for line in differences] + upcycling_hint(model, external.model)
-    vocabulary, vocabulary_problems = _vocabulary_options(config.data, external, note)
+    vocabulary, vocabulary_problems = _vocabulary_options(config.data, external, print_line)
     if problems or vocabulary_problems:
         raise SetupError("\n".join([*problems, *vocabulary_problems]))
     vocabulary = {name: value for name, value in vocabulary.items() if name not in config.explicit}
     return replace(config, data=replace(config.data, **vocabulary))
 
 
-def _vocabulary_options(data: DataConfig, external: ExternalModel, note: Note) -> tuple[dict[str, Any], list[str]]:
+def _vocabulary_options(
+    data: DataConfig, external: ExternalModel, print_line: PrintLine
+) -> tuple[dict[str, Any], list[str]]:
     """Return (options of tokenizer and vocabulary to take from the external model, contradictions).
 
     A tokenizer may have fewer tokens than the model has rows.
     """
     rows = external.rows
     is_padded = external.args is not None  # Megatron-LM pads its vocabulary
-    tokenizer_options, external_vocab_size = external_vocabulary(external, note)
+    tokenizer_options, external_vocab_size = external_vocabulary(external, print_line)
     vocab_size = data.vocab_size
     if data.tokenizer_type is not None and vocab_size is None:
         tokenizer = open_tokenizer(data)

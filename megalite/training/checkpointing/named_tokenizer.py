@@ -13,23 +13,23 @@ from megalite.common.console import print_err
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 
-Note = Callable[[str], None]
+PrintLine = Callable[[str], None]
 PATHS = ("tokenizer_model", "vocab_file", "merge_file")
 
 
-def announce(options: Mapping[str, Any], source: Location, note: Note = print_err) -> None:
+def print_external_paths(options: Mapping[str, Any], source: Location, print_line: PrintLine = print_err) -> None:
     """Print a note for each path in `options`, from the checkpoint `source`, that is outside of it."""
     for name in PATHS:
         path = options.get(name)
-        if path is not None and not _below(path, source):
-            note(f"note: {source} names the {name} {path}, which is not below it: this file is opened")
+        if path is not None and not _is_inside(path, source):
+            print_line(f"note: {source} names the {name} {path}, which is not below it: this file is opened")
 
 
-def _below(path: str, source: Location) -> bool:
+def _is_inside(path: str, source: Location) -> bool:
     return isinstance(source, Path) and Path(path).resolve().is_relative_to(source.resolve())
 
 
-def fitting(find: Callable[[], Mapping[str, Any]], rows: int) -> tuple[dict[str, Any], str | None]:
+def find_usable_tokenizer(find: Callable[[], Mapping[str, Any]], rows: int) -> tuple[dict[str, Any], str | None]:
     """Return the tokenizer's options from `find` if it can be opened and has at most `rows` tokens.
 
     Returns (options, None), otherwise ({}, reason); ({}, None) if `find` finds no tokenizer.
