@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import escape_control_chars, print_err
 from megalite.common.exit_codes import ExitCode
-from megalite.common.exits import end_at_once
+from megalite.common.exits import exit_now
 from megalite.common.text_file import TextFileError, read_small_text
 from megalite.launch.local_launcher import launch_local
 from megalite.launch.process_group import exit_process, process_group
@@ -192,4 +192,4 @@ if __name__ == "__main__":
     try:
         exit_process(lambda: main(sys.argv[1:]))
     except KeyboardInterrupt:
-        end_at_once(ExitCode.INTERRUPTED)
+        exit_now(ExitCode.INTERRUPTED)

@@ -48,11 +48,11 @@ def is_success(code: object) -> bool:
 
 def message_of(error: BaseException) -> str:
     """Return the error's type and text as one short line."""
-    name, text = type(error).__name__, " ".join(text_of(error).split())
+    name, text = type(error).__name__, " ".join(error_text(error).split())
     return shortened(f"{name}: {text}" if text else name, MAX_LINE_CHARACTERS // 2)  # leaves room for a file and line
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the error's text, whatever its __str__ does."""
     return str(traceback.TracebackException.from_exception(error))
 
@@ -90,7 +90,7 @@ def report(code: object) -> None:
     _reports.clear()
 
 
-def end_at_once(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Exit without the interpreter's shutdown, which may wait for other ranks."""
     report(code)
     os._exit(code)
@@ -123,7 +123,7 @@ def run_cli(run: Callable[[], int], prints: bool = True) -> Any:
     except SystemExit as error:
         return exit_code(error)
     except KeyboardInterrupt:
-        end_at_once(ExitCode.INTERRUPTED)
+        exit_now(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         stdout = select.poll()
         stdout.register(1, 0)

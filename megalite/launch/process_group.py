@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.common.console import discard_unwritable_output, print_err
-from megalite.common.exits import end_at_once, exit_code, report, wait_for_children
+from megalite.common.exits import exit_code, exit_now, report, wait_for_children
 from megalite.launch.rank_info import VARIABLES, WAITS, LaunchError, RankInfo, read_environment, under_torchrun
 from megalite.launch.rendezvous import AGENT_STORE, NOTICE_S, RendezvousError, rendezvous
 
@@ -63,14 +63,15 @@ def cuda_device(ranks: RankInfo) -> Any:
     return torch.device("cuda", ranks.local_rank)
 
 
-class _Notice:
-    """Prints for which ranks this rank waits, and what to do if it should not wait.
+class _WaitReporter:
+    """A function that prints for which ranks this rank waits, and what to do if it should not wait.
 
     If ranks that were started together wait for rank 0, only one of them prints it.
     """
 
     def __init__(self, ranks: RankInfo):
-        self._ranks, self._prints = ranks, ranks.rank == 0 or ranks.shared_dir is None
+        self._ranks = ranks
+        self._prints = ranks.rank == 0 or ranks.shared_dir is None
 
     def __call__(self, text: str) -> None:
         if not self._prints:
@@ -81,7 +82,10 @@ class _Notice:
             except OSError:  # the directory was removed
                 pass
             self._prints = True
-        print_err("; ".join(filter(None, (f"rank {self._ranks.rank}: {text}", self._ranks.unset_remedy))))
+        message = f"rank {self._ranks.rank}: {text}"
+        if self._ranks.unset_remedy:
+            message += f"; {self._ranks.unset_remedy}"
+        print_err(message)
 
 
 @contextlib.contextmanager
@@ -138,7 +142,7 @@ def process_group(
             num_nodes=num_nodes,
             gloo=name == "gloo",
             serves=serves,
-            report=_Notice(ranks),
+            report=_WaitReporter(ranks),
         )
         notice = f"all {ranks.world_size} ranks have joined; waiting for connections between them ({name})"
         with _notice_if_slow(ranks, notice):
@@ -178,7 +182,7 @@ def exit_process(run: Callable[[], int | None]) -> NoReturn:
             threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
             atexit._run_exitfuncs()
             discard_unwritable_output()
-            end_at_once(code or 0)
+            exit_now(code or 0)
     report(code)
     sys.exit(code)
 

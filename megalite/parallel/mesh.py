@@ -37,8 +37,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 ABSTRACT: Final = "abstract"
-AXES: Final = ("pp", "dp", "cp", "tp", "dp_cp_tp", "dp_cp", "dp_shard", "dp_replicate") + (
-    ("edp", "ep", "etp", "ep_etp", "edp_shard", "edp_replicate", "tied_embedding")
+AXES: Final = (
+    "pp",
+    "dp",
+    "cp",
+    "tp",
+    "dp_cp_tp",
+    "dp_cp",
+    "dp_shard",
+    "dp_replicate",
+    "edp",
+    "ep",
+    "etp",
+    "ep_etp",
+    "edp_shard",
+    "edp_replicate",
+    "tied_embedding",
 )
 
 RECORDS_KEPT = 16  # collectives and messages per axis
@@ -62,6 +76,7 @@ class CommRecord:
         seq_id: number of the call, counted from 1 over all collectives, and over the messages of one `op` and `peer`.
         num_bytes: size of the tensor.
         dtype: dtype of the tensor.
+        start: when the context was last entered (time.monotonic()).
     """
 
     axis: "Axis"
@@ -70,14 +85,11 @@ class CommRecord:
     seq_id: int
     num_bytes: int
     dtype: Any
-
-    @property
-    def signature(self) -> tuple[str, int, int, int]:
-        """(op, peer, seq_id, num_bytes)."""
-        return self.op, self.peer, self.seq_id, self.num_bytes
+    start: float = 0.0
 
     def __enter__(self) -> "CommRecord":
-        self.axis.comm_log.blocked_on = self, time.monotonic()
+        self.start = time.monotonic()  # first, since the watchdog reads it through blocked_on
+        self.axis.comm_log.blocked_on = self
         if self.peer < 0:  # the pipeline times messages itself
             phase = "agreement" if self.axis.name == "world" else "communication"
             self._span = self.axis.phase_timer.span(phase, self.op, self.axis.name)
@@ -97,13 +109,13 @@ class CommLog:
 
     Attributes:
         recent: the last RECORDS_KEPT records.
-        blocked_on: the call that blocks the rank, and when it started (time.monotonic); None if no call blocks.
+        blocked_on: the call that blocks the rank; None if no call blocks.
         seq_ids: the last sequence number for each (op, peer); the key of collectives is ("", -1).
         p2p_timeout: limit of the wait for a message; None: the timeout that the gloo group was created with.
     """
 
     recent: deque[CommRecord] = field(default_factory=lambda: deque(maxlen=RECORDS_KEPT))
-    blocked_on: tuple[CommRecord, float] | None = None
+    blocked_on: CommRecord | None = None
     seq_ids: dict[tuple[str, int], int] = field(default_factory=dict)
     p2p_timeout: datetime.timedelta | None = None
 

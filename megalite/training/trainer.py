@@ -51,7 +51,13 @@ class Monitors:
     """
 
     def __init__(
-        self, config: Config, run: Run, directory: Path, phases: TimeBreakdown, hosts: list[str], watchdog: Watchdog
+        self,
+        config: Config,
+        run: Run,
+        directory: Path,
+        time_breakdown: TimeBreakdown,
+        hosts: list[str],
+        watchdog: Watchdog,
     ) -> None:
         log, operations = config.log, config.operations
         timed = effective_log_style(config) == "megatron" or log.timing_log_level > 0 or log.log_timers_to_tensorboard
@@ -60,12 +66,12 @@ class Monitors:
         self.collector = GarbageCollector(
             operations.manual_gc, operations.manual_gc_interval, operations.manual_gc_eval
         )
-        self.phases = phases
+        self.time_breakdown = time_breakdown
         self.events = EventLog(directory, run.mesh.world.rank)
         watchdog.attach(run.mesh, 60 * config.parallel.distributed_timeout_minutes)
         watchdog.timers = self.timers
         self.watchdog = watchdog
-        self.health = HealthMonitor(run.mesh, phases, hosts, self.events, operations)
+        self.health = HealthMonitor(run.mesh, time_breakdown, hosts, self.events, operations)
         self.start_time = time.monotonic()
 
 
@@ -211,7 +217,7 @@ class Trainer:
         self.run.buffer.wait_param_sync()
         self._save(last=True)
         if self.saver is not None:
-            with self.monitors.phases("checkpoint"):
+            with self.monitors.time_breakdown("checkpoint"):
                 self.saver.wait()
             self._log_saves()
         self.logger.log_saves_done()
@@ -234,9 +240,9 @@ class Trainer:
         self.monitors.watchdog.set_activity("step", step)
         if step == log.profile_pipeline or timers.level == 2:
             run.pipeline.timeline = []
-        with self.monitors.phases("profiler"):
+        with self.monitors.time_breakdown("profiler"):
             self.monitors.profiler.before(step)
-        self.monitors.phases.before_step()
+        self.monitors.time_breakdown.before_step()
         start = time.perf_counter()  # from here on, a slow rank makes all others wait
         inject_fault("step.begin", run.mesh.world.rank, step)
         self._stop_reason = self._find_stop_reason()
@@ -262,7 +268,7 @@ class Trainer:
         run_callbacks("on_train_step_end", run, result)
         self._log(result, logged)
         self.logger.update_bar(step, run.last_step, result.loss)
-        with self.monitors.phases("profiler"):
+        with self.monitors.time_breakdown("profiler"):
             self.monitors.profiler.after(step, logged)
         if _is_due(operations.check_weight_hash_across_dp_replicas_interval, step):
             if mismatch := check_replicas(run, step, operations.check_replicas_action):
@@ -293,7 +299,7 @@ class Trainer:
         run = self.run
         step = run.state.step
         self.monitors.watchdog.set_activity("after the step", step)
-        self.monitors.phases.after_step(result.data_s, result.step_s)
+        self.monitors.time_breakdown.after_step(result.data_s, result.step_s)
         self._steps_since_log.append(result)
         self.monitors.timers.add_spans(run.pipeline.timeline or ())
         if step == self.config.log.profile_pipeline:
@@ -373,7 +379,7 @@ class Trainer:
             return
         logger.info(saver.save_message(run.state.step))
         self.monitors.watchdog.set_activity("save", run.state.step)
-        with self.monitors.timers("save-checkpoint", 0), self.monitors.phases("checkpoint"):
+        with self.monitors.timers("save-checkpoint", 0), self.monitors.time_breakdown("checkpoint"):
             save(run, saver, self._config_toml, optimizer=not self.config.checkpoint.no_save_optim, last=last)
         self.saved_step = run.state.step
         run_callbacks("on_save_checkpoint", run)
@@ -393,7 +399,7 @@ class Trainer:
         iters = self.config.train.eval_iters
         for named in sets if iters > 0 else ():
             monitors.watchdog.set_activity("evaluate", state.step)
-            with monitors.collector.evaluation(), monitors.timers("evaluate", 0), monitors.phases("evaluation"):
+            with monitors.collector.evaluation(), monitors.timers("evaluate", 0), monitors.time_breakdown("evaluation"):
                 with logger.evaluation_bar(state.step, named.name, iters) as bar:
                     try:
                         loss_sum, labels = evaluation_sums(self.run, named.data, iters, bar.add, self._stop_requested)

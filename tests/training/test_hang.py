@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,22 @@ from megalite.parallel.mesh import ABSTRACT, RECEIVE, SEND, Mesh, build_mesh
 from megalite.training.job.startup import long_evaluation_note
 from megalite.training.logging.timers import Timers
 from megalite.training.monitoring import watchdog as hang
-from megalite.training.monitoring.hang_diagnosis import RankState, diagnose
-from megalite.training.monitoring.watchdog import Heartbeat, Watchdog
+from megalite.training.monitoring.hang_diagnosis import AxisCalls, CallRecord, RankState, Wait, diagnose
+from megalite.training.monitoring.watchdog import Activity, Heartbeat, Watchdog
 from megalite.training.train_step import train_step
 
 CPU = torch.device("cpu")
 
 # ---- the diagnosis alone
-GATHER, SUM = ("all-gather", -1, 12, 4096), ("all-reduce", -1, 7, 40)
+GATHER, SUM = CallRecord("all-gather", -1, 12, 4096), CallRecord("all-reduce", -1, 7, 40)
 
 
 def view(
-    rank: int, places: str = "", waits: Any = None, dp: Any = (GATHER,), phase: str = "", step: int = 5
+    rank: int, places: str = "", call: CallRecord | None = None, dp: CallRecord = GATHER, phase: str = "", step: int = 5
 ) -> RankState:
-    axes = {"dp": ([0, 1, 2], list(dp)), "world": ([0, 1, 2], [SUM])}
-    return RankState(rank, step, "step", phase, 3.0, places.split(), waits and ("dp", waits, 3.0), axes)
+    axes = {"dp": AxisCalls([0, 1, 2], [dp]), "world": AxisCalls([0, 1, 2], [SUM])}
+    wait = None if call is None else Wait("dp", call, 3.0)
+    return RankState(rank, step, "step", phase, 3.0, places.split(), wait, axes)
 
 
 WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
@@ -55,30 +56,47 @@ WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
         (view(1, "training/train_step.py:2", phase="batch-generator"), [1], ["data stall"]),
         (view(1, "train/x.py:2 checkpoint/y.py:3 training/trainer.py:4"), [1], ["slow checkpoint"]),
         (view(1, "nn/mlp.py:3"), [1], ["rank 1 in step 5, step, nn/mlp.py:3; rank 0 in"]),
-        (view(1, waits=GATHER, dp=[(*GATHER[:3], 2048)]), [1], ["on dp sizes differ", "rank 1 all-gather 12 of 2,048"]),
-        (view(1, waits=SUM, dp=[("all-reduce", -1, 12, 64)]), [1], ["order differs", "ranks 0, 2 all-gather 12"]),
-        (view(1, waits=GATHER, step=4), [1], ["every rank waits for another: rank 1 in step 4"]),
+        (
+            view(1, call=GATHER, dp=replace(GATHER, num_bytes=2048)),
+            [1],
+            ["on dp sizes differ", "rank 1 all-gather 12 of 2,048"],
+        ),
+        (
+            view(1, call=SUM, dp=CallRecord("all-reduce", -1, 12, 64)),
+            [1],
+            ["order differs", "ranks 0, 2 all-gather 12"],
+        ),
+        (view(1, call=GATHER, step=4), [1], ["every rank waits for another: rank 1 in step 4"]),
     ],
     ids=["data", "batch", "checkpoint", "elsewhere", "sizes", "order", "deadlock"],
 )
 def test_late_rank_and_cause_are_named(third: RankState, late: list[int], words: list[str]) -> None:
-    reason, found = diagnose({v.rank: v for v in [*WAITS, third]}, {})
-    assert found == late and all(word in reason for word in words), reason
+    verdict = diagnose({v.rank: v for v in [*WAITS, third]}, {})
+    assert verdict.late_ranks == late and all(word in verdict.reason for word in words), verdict
 
 
 def test_silent_rank_is_named_first() -> None:
-    reason, late = diagnose({0: WAITS[0]}, {1: "process 7: stopped by a signal", 2: ""})
-    assert late == [1, 2] and reason.startswith("ranks 1-2 no longer answer (process 7: stopped by a signal); rank 0")
-    assert diagnose({r: view(r, "nn/mlp.py:3") for r in range(3)}, {})[1] == [0, 1, 2]
+    verdict = diagnose({0: WAITS[0]}, {1: "process 7: stopped by a signal", 2: ""})
+    assert verdict.late_ranks == [1, 2]
+    assert verdict.reason.startswith("ranks 1-2 no longer answer (process 7: stopped by a signal); rank 0")
+    assert diagnose({r: view(r, "nn/mlp.py:3") for r in range(3)}, {}).late_ranks == [0, 1, 2]
+
+
+def test_state_survives_the_store() -> None:
+    state = view(0, "optim/a.py:1", GATHER)
+    assert RankState.from_json(json.loads(json.dumps(asdict(state)))) == state
 
 
 def test_ends_of_a_message_are_compared() -> None:
-    to, of = ("send to", 1, 3, 512), ("receive from", 0, 3, 256)
-    ends = {0: replace(view(0), axes={"pp": ([0, 1], [to])}), 1: replace(view(1), axes={"pp": ([0, 1], [of])})}
-    reason, _ = diagnose(ends, {})
+    sent, received = CallRecord("send to", 1, 3, 512), CallRecord("receive from", 0, 3, 256)
+    ends = {
+        0: replace(view(0), axes={"pp": AxisCalls([0, 1], [sent])}),
+        1: replace(view(1), axes={"pp": AxisCalls([0, 1], [received])}),
+    }
+    reason = diagnose(ends, {}).reason
     assert "on pp" in reason and "message 3 (send to rank 1) of 512 bytes" in reason and "256 bytes" in reason
-    ends[1] = replace(ends[1], axes={"pp": ([0, 1], [(*of[:3], 512)])})
-    assert "differ" not in diagnose(ends, {})[0]
+    ends[1] = replace(ends[1], axes={"pp": AxisCalls([0, 1], [replace(received, num_bytes=512)])})
+    assert "differ" not in diagnose(ends, {}).reason
 
 
 # ---- what is never wrong data
@@ -141,7 +159,7 @@ def _one_too_many(folder: str) -> tuple[bool, str]:
     assert known is not None and known.exit_code is ExitCode.CRASH
     dog.close()
     run.train_loader.close()
-    return "different collectives" in known.reason, dog.reason
+    return "different collectives" in known.reason, dog.verdict.reason
 
 
 def test_extra_collective_is_an_error_on_all_ranks(tmp_path: Path) -> None:
@@ -160,14 +178,14 @@ def test_first_steps_and_other_work_are_never_late(tmp_path: Path) -> None:
     try:
         for step in range(hang.MIN_STEPS):
             dog.set_activity("step", step)
-            dog._activity = ("step", step, time.monotonic() - 1000)
+            dog._activity = Activity("step", step, time.monotonic() - 1000)
             assert not dog._is_late()
-            dog._activity = ("step", step, time.monotonic() - 20.0)  # what it took in the end
+            dog._activity = Activity("step", step, time.monotonic() - 20.0)  # what it took in the end
         dog.set_activity("save", 3)
-        dog._activity = ("save", 3, time.monotonic() - 1000)
+        dog._activity = Activity("save", 3, time.monotonic() - 1000)
         assert not dog._is_late() and dog.patience_s == pytest.approx(200, rel=0.01)
         for seconds, late in ((190, False), (210, True)):
-            dog._activity = ("step", 4, time.monotonic() - seconds)
+            dog._activity = Activity("step", 4, time.monotonic() - seconds)
             dog._reported_activity = dog._activity  # the thread is not to tell it
             assert dog._is_late() == late
         dog._step_times.clear()

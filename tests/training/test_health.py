@@ -68,7 +68,7 @@ def pulse_of(tmp_path: Path, ranks: int = 2, **options: Any) -> HealthMonitor:
 
 
 def told(pulse: HealthMonitor, *lines: list[dict[str, float]]) -> list[list[tuple[str, int]]]:
-    return [[(event, rank) for event, rank, _ in pulse.new_problems(rows)] for rows in lines]
+    return [[(problem.event, problem.rank) for problem in pulse.new_problems(rows)] for rows in lines]
 
 
 def test_thousands_of_ranks_are_compared_at_once() -> None:
@@ -92,15 +92,15 @@ def test_unhealthy_gpu_is_named(tmp_path: Path) -> None:
     pulse = pulse_of(tmp_path, max_gpu_temperature=85)
     hot = [row(temperature_c=70.0), row(temperature_c=90.0)]
     assert told(pulse, hot, hot) == [[("temperature", 1)], []]
-    [[_, _, said]] = pulse_of(tmp_path, max_gpu_temperature=85).new_problems(hot)
-    assert "rank 1 on node1 has a GPU at 90 C, above 85" in said
+    [problem] = pulse_of(tmp_path, max_gpu_temperature=85).new_problems(hot)
+    assert "rank 1 on node1 has a GPU at 90 C, above 85" in problem.text
     ecc = [[row(ecc_errors=float(n)), row(ecc_errors=3.0)] for n in (7, 7, 8, 9, 9)]  # what was there before is no news
     assert told(pulse, *ecc) == [[], [], [("ecc", 0)], [("ecc", 0)], []]
     low = [row(throttled=float(0x40 + 0x8)), row(throttled=0.0)]
     assert told(pulse, *[low] * LINES_IN_A_ROW) == [[]] * (LINES_IN_A_ROW - 1) + [[("throttled", 0)]]
     assert told(pulse_of(tmp_path), hot) == [[]]  # no limit was given
     late = pulse_of(tmp_path, max_step_time_s=0.4).new_problems([row(), row(forward=0.15)])
-    assert [(event, rank) for event, rank, _ in late] == [("step-time", 1)]
+    assert [(problem.event, problem.rank) for problem in late] == [("step-time", 1)]
 
 
 class Nvml(types.ModuleType):

@@ -15,7 +15,7 @@ from megalite.checkpoint.storage.location import CheckpointError
 from megalite.common import environment
 from megalite.common.console import discard_unwritable_output, print_err
 from megalite.common.exit_codes import ExitCode
-from megalite.common.exits import end_at_once
+from megalite.common.exits import exit_now
 from megalite.common.optional_packages import missing_packages
 from megalite.config import cli
 from megalite.config.env_overrides import env_problems
@@ -143,6 +143,6 @@ def run_main(main: Callable[[list[str]], int]) -> NoReturn:
     except KeyboardInterrupt as error:
         if not isinstance(error, StopImmediately):  # the handler of StopImmediately has reported it
             print_stopping(signal.Signals[error.args[0]] if error.args else signal.SIGINT)
-        end_at_once(ExitCode.INTERRUPTED)
+        exit_now(ExitCode.INTERRUPTED)
     finally:
         discard_unwritable_output()

@@ -16,7 +16,7 @@ from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
 from megalite.common.console import MAX_ERROR_CHARACTERS, print_err, shortened
 from megalite.common.exit_codes import ExitCode, RunResult
-from megalite.common.exits import end_at_once, text_of
+from megalite.common.exits import error_text, exit_now
 from megalite.common.fault_injection import inject_fault
 from megalite.config.options import Config
 from megalite.data.errors import DataError
@@ -88,28 +88,23 @@ def report_failure(
         report_failure_once(ranks, code, reason, f"{position}: {code.outcome}: {reason}")
         return explanation
     mesh = None if run is None else run.mesh
-    reason = shortened(text_of(error), MAX_ERROR_CHARACTERS)
+    reason = shortened(error_text(error), MAX_ERROR_CHARACTERS)
     match error:
         case SetupError() | LaunchError() | DataError() if mesh is None:
             code = ExitCode.USAGE if isinstance(error, SetupError) else ExitCode.PREFLIGHT
             # An error may name the local rank that reports it, or None for the first one that fails. By default one
             # rank of each machine reports it, because all have the same error.
             local_rank = getattr(error, "local_rank", 0)
-            if claim_first_failure(ranks, code, reason) if local_rank is None else ranks.local_rank == local_rank:
+            if local_rank is None:
+                reports = claim_first_failure(ranks, code, reason)
+            else:
+                reports = ranks.local_rank == local_rank
+            if reports:
                 for line in reason.splitlines():
                     print_err(f"pretrain_gpt.py: {line}")
             return RunResult(code, reason)
         case KeyboardInterrupt():
-            # From now on another signal ends the process. A single Ctrl-C gives a rank two signals, one from the
-            # terminal and one from the launcher, so signals within DOUBLE_SIGNAL_S are ignored.
-            start = time.monotonic()
-
-            def on_signal(*_: object) -> None:
-                if time.monotonic() > start + DOUBLE_SIGNAL_S:
-                    end_at_once(ExitCode.INTERRUPTED)
-
-            for number in STOP_SIGNALS:
-                signal.signal(number, on_signal)
+            _exit_on_next_signal()
             return RunResult(ExitCode.INTERRUPTED, reason or "SIGINT")
         case InvalidResultError() | LossScaleExhausted():
             code = ExitCode.BAD_RESULT
@@ -134,13 +129,29 @@ def report_failure(
                 log_to_rank_file(message)
             return RunResult(ExitCode.CRASH, first_failure_reason(ranks) or reason)
         case _:
-            reason = shortened(f"{type(error).__name__}: {text_of(error)}".rstrip(": "))
+            reason = shortened(f"{type(error).__name__}: {error_text(error)}".rstrip(": "))
             stack = "".join(traceback.format_exception(error)).rstrip()
             report_failure_once(ranks, ExitCode.CRASH, reason, f"{position}:\n{stack}")
             return RunResult(ExitCode.CRASH, reason)
     if reports:
         report_failure_once(ranks, code, reason, f"pretrain_gpt.py: {reason}")
     return RunResult(code, reason)
+
+
+def _exit_on_next_signal() -> None:
+    """Let another stop signal end the process immediately.
+
+    A single Ctrl-C gives a rank two signals, one from the terminal and one from the launcher, so signals within
+    DOUBLE_SIGNAL_S are ignored.
+    """
+    start = time.monotonic()
+
+    def on_signal(*_: object) -> None:
+        if time.monotonic() > start + DOUBLE_SIGNAL_S:
+            exit_now(ExitCode.INTERRUPTED)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, on_signal)
 
 
 class TrainingJob:
@@ -191,7 +202,7 @@ class TrainingJob:
                         self.directory, code.outcome, self.config, self.result.reason, resumes=self.ranks.is_restart
                     )
                 if code in EXIT_IMMEDIATELY:
-                    end_at_once(int(code))
+                    exit_now(int(code))
         finally:
             self.watchdog.close()
             self._log.__exit__(None, None, None)
@@ -290,7 +301,7 @@ class TrainingJob:
                 run_report = RunReport(
                     self.directory,
                     run,
-                    monitors.phases,
+                    monitors.time_breakdown,
                     logger.speed.flops_per_token,
                     config,
                     plan,
@@ -306,12 +317,12 @@ class TrainingJob:
             self._wait_for_all(run)
             monitors.start_time = time.monotonic()
             training_started = self.signals.training_started = True
-            monitors.phases.end_startup()
+            monitors.time_breakdown.end_startup()
             trainer = Trainer(run, config, self.directory, logger, self.signals, saver, saved_step, monitors)
             with monitors.collector.running(), contextlib.closing(monitors.profiler):
                 yield trainer
             self.result = trainer.finish()
-            monitors.phases.average_over_ranks()
+            monitors.time_breakdown.average_over_ranks()
             minutes = (time.monotonic() - monitors.start_time) / 60
             logger.megatron_timestamp(log_format.megatron_end(self.result.reason, run.state.step, minutes))
             if self.result.exit_code is ExitCode.DONE and (line := export(run, config, sources.eod)):
@@ -330,7 +341,7 @@ class TrainingJob:
             self._finish(run, config, saver, logger, run_report, monitors)
         if self.result.exit_code in EXIT_IMMEDIATELY_IN_GROUP:
             sys.stdout.flush()
-            end_at_once(int(self.result.exit_code))
+            exit_now(int(self.result.exit_code))
 
     def _wait_for_all(self, run: Run) -> None:
         """Wait for all ranks, then set the timeout of collectives from the start-up's to that for steps; collective.

@@ -44,26 +44,35 @@ MIN_TIMED_STEPS = TIMED_FIRST_STEPS  # for advice; all of them are timed, and th
 ORDERLY_OUTCOMES = (ExitCode.DONE.outcome, ExitCode.REQUEUE.outcome, ExitCode.INTERRUPTED.outcome)
 
 
+@dataclass(frozen=True)
+class MetricsRow:
+    """A row of metrics.jsonl; `productive_s` is the time that the report counts for it."""
+
+    step: int
+    step_s: float
+    productive_s: float
+
+
 def productive_seconds(metrics: Path) -> float:
     """Return the time of the steps that count, from metrics.jsonl.
 
     A row holds the mean of `perf/steps` steps. Steps between a process's last row and the checkpoint from which the run
     was resumed are in no row; they count with the duration of the steps before them.
     """
-    rows: list[tuple[int, float, float]] = []  # step, seconds per step, seconds of the row that count
+    rows: list[MetricsRow] = []
     for _, row in read_jsonl(metrics):
         step, step_s, steps = row.get("step"), row.get("perf/step_s"), row.get("perf/steps")
         if step is None or step_s is None or steps is None:
             continue
-        while rows and rows[-1][0] >= step:  # the run has repeated these steps
+        while rows and rows[-1].step >= step:  # the run has repeated these steps
             rows.pop()
         productive_s = (steps - row.get("train/skipped", 0)) * step_s
         if rows:
-            previous_step, previous_step_s, _ = rows[-1]
-            missing = step - steps - previous_step
-            productive_s += max(0, missing) * previous_step_s
-        rows.append((step, step_s, productive_s))
-    return sum(productive_s for _, _, productive_s in rows)
+            previous = rows[-1]
+            missing = step - steps - previous.step
+            productive_s += max(0, missing) * previous.step_s
+        rows.append(MetricsRow(step, step_s, productive_s))
+    return sum(row.productive_s for row in rows)
 
 
 def read_history(directory: Path, until: float) -> dict[str, Any] | None:
@@ -188,7 +197,7 @@ class RunReport:
 
     directory: Path
     run: Run
-    phases: TimeBreakdown
+    time_breakdown: TimeBreakdown
     flops_per_token: float
     config: Config
     plan: RunPlan
@@ -204,7 +213,7 @@ class RunReport:
         self._events.add(
             STARTED,
             step=state.step,
-            at=time.time() - self.phases.wall_s,
+            at=time.time() - self.time_breakdown.wall_s,
             tokens=state.consumed_tokens,
             from_scratch=state.step == 0 and not resumes,
             run_info=self.run_info,
@@ -213,7 +222,7 @@ class RunReport:
     def close(self, outcome: ExitCode, saver: CheckpointSaver | None) -> dict[str, str]:
         """Write report.json and return its rows for the run's summary."""
         self._events.add(ENDED, step=self.run.state.step, at=time.time(), outcome=outcome.outcome)
-        seconds = self.phases.seconds()
+        seconds = self.time_breakdown.seconds()
         work = self.work(seconds, outcome, saver)
         history = read_history(self.directory, time.time())
         report = build_report(seconds, work, history, self.plan, self.ranks.local_world_size)

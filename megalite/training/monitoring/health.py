@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,20 +40,40 @@ HEARTBEAT_S = 60.0  # interval of heartbeat events; a second per rank if that is
 Row = Mapping[str, float]  # a rank's values by phase and by HEALTH; nan: unknown
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A problem of a rank.
+
+    Attributes:
+        event: Name of the event in events.jsonl.
+        min_lines: Number of log lines in a row at which the problem must be present before it is reported.
+    """
+
+    event: str
+    rank: int
+    text: str
+    min_lines: int = 1
+
+
 class HealthMonitor:
     """The monitor of stragglers, step times and GPUs.
 
     Args:
-        phases: The time breakdown, which keeps the last timed steps.
+        time_breakdown: Keeps the last timed steps.
         hosts: The host names of all ranks.
     """
 
     def __init__(
-        self, mesh: Mesh, phases: TimeBreakdown, hosts: Sequence[str], events: EventLog, options: OperationsConfig
+        self,
+        mesh: Mesh,
+        time_breakdown: TimeBreakdown,
+        hosts: Sequence[str],
+        events: EventLog,
+        options: OperationsConfig,
     ):
         self.mesh = mesh
         self.hosts = hosts
-        self._timed_steps = phases.recent
+        self._timed_steps = time_breakdown.recent
         self._gpu = GpuMonitor(mesh.device)
         self._max_temperature = options.max_gpu_temperature or math.inf
         self._max_step_s = options.max_step_time_s or math.inf
@@ -83,15 +104,16 @@ class HealthMonitor:
         self._last_step = step
         new_problems = self.new_problems(rows)
         if self.mesh.world.is_first:
-            for event, rank, text in new_problems:
-                logger.warning(f"step {step}: {text}")
-                self._events.add(event, step, subject_rank=rank, host=self.hosts[rank], text=text)
+            for problem in new_problems:
+                logger.warning(f"step {step}: {problem.text}")
+                host = self.hosts[problem.rank]
+                self._events.add(problem.event, step, subject_rank=problem.rank, host=host, text=problem.text)
             if self._straggler_count and (line := straggler_line(rows, self._straggler_count)):
                 logger.info(line)
             if time.monotonic() > self._next_heartbeat:
                 self._next_heartbeat = time.monotonic() + max(HEARTBEAT_S, len(rows))
                 self._events.add("heartbeat", step, **rows_by_column(rows))
-        return new_problems[0][2] if new_problems else None
+        return new_problems[0].text if new_problems else None
 
     def gather_rows(self, steps: int, step_s: float, memory_gib: float) -> list[Row]:
         """Gather the rows of all ranks, over the `steps` steps since the last check; collective."""
@@ -109,36 +131,39 @@ class HealthMonitor:
         rows = all_reduce_(table.to(mesh.device), mesh.world).tolist()
         return [dict(zip((*names, "pp"), row, strict=True)) for row in rows]
 
-    def new_problems(self, rows: Sequence[Row]) -> list[tuple[str, int, str]]:
-        """Return (event, rank, text) of each problem that has just been present for enough log lines."""
+    def new_problems(self, rows: Sequence[Row]) -> list[Problem]:
+        """Return each problem that has just been present for enough log lines; its text names the rank and its host."""
         problems = list(self._problems(rows))
-        self._streaks = Counter({(event, rank): self._streaks[event, rank] + 1 for event, rank, _, _ in problems})
+        keys = [(problem.event, problem.rank) for problem in problems]
+        self._streaks = Counter({key: self._streaks[key] + 1 for key in keys})
         return [
-            (event, rank, f"rank {rank} on {self.hosts[rank]} {text}")
-            for event, rank, min_lines, text in problems
-            if self._streaks[event, rank] == min_lines
+            replace(problem, text=f"rank {problem.rank} on {self.hosts[problem.rank]} {problem.text}")
+            for problem in problems
+            if self._streaks[problem.event, problem.rank] == problem.min_lines
         ]
 
-    def _problems(self, rows: Sequence[Row]) -> Iterator[tuple[str, int, int, str]]:
-        """Yield (event, rank, log lines before it is reported, text) of each problem at this log line."""
+    def _problems(self, rows: Sequence[Row]) -> Iterator[Problem]:
+        """Yield each problem at this log line, with a text without its rank."""
         if len(self._timed_steps) >= MIN_TIMED_STEPS:
             for rank, text in slow_ranks(rows).items():
-                yield "straggler", rank, LINES_IN_A_ROW, text
+                yield Problem("straggler", rank, text, LINES_IN_A_ROW)
         step_s = max(row["step_s"] for row in rows)
         if step_s > self._max_step_s:
             slowest = max(range(len(rows)), key=lambda rank: own_time_s(rows[rank]))
-            yield "step-time", slowest, 1, f"waits least, and a step takes {step_s:.3g} s, above {self._max_step_s:g}"
+            text = f"waits least, and a step takes {step_s:.3g} s, above {self._max_step_s:g}"
+            yield Problem("step-time", slowest, text)
         for rank, row in enumerate(rows):
             if row["temperature_c"] > self._max_temperature:
                 text = f"has a GPU at {row['temperature_c']:.0f} C, above {self._max_temperature}"
-                yield "temperature", rank, 1, text
+                yield Problem("temperature", rank, text)
             if row["ecc_errors"] > self._ecc_errors.get(rank, math.inf):
                 self._streaks["ecc", rank] = 0  # each error is a new problem
-                yield "ecc", rank, 1, "has a GPU with an uncorrectable memory error"
+                yield Problem("ecc", rank, "has a GPU with an uncorrectable memory error")
             self._ecc_errors[rank] = row["ecc_errors"]
             if row["throttled"] > 0:
                 reasons = ", ".join(reason for bit, reason in THROTTLED.items() if int(row["throttled"]) & bit)
-                yield "throttled", rank, LINES_IN_A_ROW, f"has a GPU that slows itself down: {reasons}"
+                text = f"has a GPU that slows itself down: {reasons}"
+                yield Problem("throttled", rank, text, LINES_IN_A_ROW)
 
 
 def own_time_s(row: Row) -> float:

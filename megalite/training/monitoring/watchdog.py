@@ -25,7 +25,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -42,11 +42,19 @@ from megalite.common.wording import plural
 from megalite.config.options import Config
 from megalite.launch.rank_info import HANG_REPORT, LaunchError, read_first_failure
 from megalite.parallel.cpu.shared_memory import CollectiveMismatchError
-from megalite.parallel.mesh import ABSTRACT, Mesh
+from megalite.parallel.mesh import ABSTRACT, CommRecord, Mesh
 from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.status import belongs_to_another_run, is_done, write_status
 from megalite.training.logging.timers import Timers
-from megalite.training.monitoring.hang_diagnosis import RankState, diagnose, format_call, format_ranks
+from megalite.training.monitoring.hang_diagnosis import (
+    AxisCalls,
+    CallRecord,
+    RankState,
+    Verdict,
+    Wait,
+    diagnose,
+    format_ranks,
+)
 from megalite.training.state import Run
 
 LATE_FACTOR = 10  # a step is late after this multiple of the median duration
@@ -76,6 +84,15 @@ PROCESS_STATES = dict(
 )
 
 
+@dataclass(frozen=True)
+class Activity:
+    """An activity of the main thread, for example a step, and when it started (time.monotonic())."""
+
+    name: str
+    step: int
+    start: float
+
+
 class Watchdog:
     """A rank's watchdog.
 
@@ -86,7 +103,7 @@ class Watchdog:
         shared_dir: `RankInfo.shared_dir`.
 
     Attributes:
-        reason, late_ranks: The verdict of the last round.
+        verdict: The verdict of the last round.
         pace: The factor by which polls and waits are slower with many ranks.
     """
 
@@ -97,14 +114,13 @@ class Watchdog:
         self.directory = directory / "hang"
         self.timers = timers
         self.events = EventLog(directory, mesh.world.rank)
-        self.reason = ""
-        self.late_ranks = list[int]()
+        self.verdict = Verdict("", [])
         self.started = time.perf_counter()
         self.pace = max(1.0, mesh.world.size / RANKS_PER_STORE)
         self._report_file = None if shared_dir is None else Path(shared_dir, HANG_REPORT)  # for the launcher
-        self._activity = ("start", 0, time.monotonic())  # activity, step and start of the main thread
+        self._activity = Activity("start", 0, time.monotonic())
         self._step_times = deque[float](maxlen=50)
-        self._reported_activity: object = None  # this rank's activity in the last round
+        self._reported_activity: Activity | None = None  # this rank's activity in the last round
         self._is_reporter = False  # this rank has written the last verdict
         self._has_joined = False  # the rendezvous is over, so there is a store
         self._rounds = 0
@@ -132,16 +148,16 @@ class Watchdog:
 
     def set_activity(self, activity: str, step: int) -> None:
         """Record that the main thread starts an activity; reports that it has resumed if it was late."""
-        previous, self._activity = self._activity, (activity, step, time.monotonic())
-        previous_activity, previous_step, start = previous
-        duration_s = self._activity[2] - start
-        if previous_activity == "step":
+        previous = self._activity
+        self._activity = Activity(activity, step, time.monotonic())
+        duration_s = self._activity.start - previous.start
+        if previous.name == "step":
             self._step_times.append(duration_s)
         if self._is_reporter and previous is self._reported_activity:
             if self._report_file is not None:
                 with contextlib.suppress(OSError):
                     self._report_file.unlink()
-            print_err(f"{f'step {previous_step}' if previous_step else 'the start'} resumed after {duration_s:.0f} s")
+            print_err(f"{f'step {previous.step}' if previous.step else 'the start'} resumed after {duration_s:.0f} s")
 
     def explain_error(self, error: BaseException) -> RunResult | None:
         """Return the result of the run if a hang or another rank caused the error; None if it is this rank's own."""
@@ -152,14 +168,14 @@ class Watchdog:
             return failure and RunResult(ExitCode.HANG, failure.cause.partition(": ")[2])
         if isinstance(error, CollectiveMismatchError):
             self._start_round(force=True)
-            return RunResult(ExitCode.CRASH, f"{error}: {self.reason}")
+            return RunResult(ExitCode.CRASH, f"{error}: {self.verdict.reason}")
         if isinstance(error, RuntimeError) and (_TIMEOUT_ERROR.search(str(error)) or self._late_in_barrier(str(error))):
             self._start_round()
-            self._store_set("timeout", json.dumps([self.reason, self.late_ranks]))
-            return RunResult(ExitCode.HANG, self.reason)
+            self._store_set("timeout", json.dumps(asdict(self.verdict)))
+            return RunResult(ExitCode.HANG, self.verdict.reason)
         if (isinstance(error, KeyboardInterrupt) or is_lost_peer_error(error)) and self._store_has("timeout"):
-            self.reason, self.late_ranks = json.loads(self._store_get("timeout"))
-            return RunResult(ExitCode.HANG, self.reason)
+            self.verdict = Verdict(**json.loads(self._store_get("timeout")))
+            return RunResult(ExitCode.HANG, self.verdict.reason)
         return None
 
     def describe_lost_rank(self, error: BaseException) -> str:
@@ -167,11 +183,12 @@ class Watchdog:
         match, state = _LOST_PEER_ERROR.search(str(error)), self._rank_state()
         candidates = [rank for rank in range(self.mesh.world.size) if rank != self.rank]
         group = call_text = ""
-        if state.waiting_on is not None:
-            axis, call, _ = state.waiting_on
-            peer = call[1]
-            candidates = [peer] if peer >= 0 else [rank for rank in state.axes[axis][0] if rank != self.rank]
-            group, call_text = f" of {axis}", f": {format_call(call)} over {axis}"
+        if state.wait is not None:
+            axis, call = state.wait.axis, state.wait.call
+            candidates = [call.peer]
+            if call.peer < 0:
+                candidates = [rank for rank in state.axes[axis].ranks if rank != self.rank]
+            group, call_text = f" of {axis}", f": {call} over {axis}"
         ended = self._ended_processes(candidates)
         if ended:
             processes = f"{plural('process', len(ended))} {', '.join(ended.values())}"
@@ -203,7 +220,7 @@ class Watchdog:
         """Return how long the main thread has been blocked in a collective, 0 if it is not."""
         now = time.monotonic()
         blocked = (axis.comm_log.blocked_on for axis in self.mesh.active_axes)
-        return now - min((call[1] for call in blocked if call is not None), default=now)
+        return now - min((call.start for call in blocked if call is not None), default=now)
 
     def _late_in_barrier(self, error: str) -> bool:
         """Return True if the error is about a barrier in which this rank has waited for (nearly) its whole timeout."""
@@ -226,13 +243,13 @@ class Watchdog:
 
     def _is_late(self) -> bool:
         """Return True if the start-up, a collective or a step takes too long."""
-        activity, _, start = self._activity
-        elapsed_s = time.monotonic() - start
-        if not self._has_joined and self.mesh.world.size > 1 and activity == "start":
+        activity = self._activity
+        elapsed_s = time.monotonic() - activity.start
+        if not self._has_joined and self.mesh.world.size > 1 and activity.name == "start":
             return elapsed_s > 0.8 * self.timeout_s
         if self._longest_wait_s() > 0.8 * self.timeout_s:
             return True
-        return activity == "step" and len(self._step_times) >= MIN_STEPS and elapsed_s > self.patience_s
+        return activity.name == "step" and len(self._step_times) >= MIN_STEPS and elapsed_s > self.patience_s
 
     @property
     def patience_s(self) -> float:
@@ -268,10 +285,10 @@ class Watchdog:
             while time.monotonic() < deadline + self.pace * ANSWER_S and not self._store_has(f"{n}/verdict"):
                 time.sleep(0.1 * self.pace)
         if self._store_has(f"{n}/verdict"):
-            self.reason, self.late_ranks = json.loads(self._store_get(f"{n}/verdict"))
+            self.verdict = Verdict(**json.loads(self._store_get(f"{n}/verdict")))
             return
         states = {
-            rank: RankState(**json.loads(self._store_get(f"{n}/{rank}")))
+            rank: RankState.from_json(json.loads(self._store_get(f"{n}/{rank}")))
             for rank in range(world)
             if self._store_has(f"{n}/{rank}")
         }
@@ -279,13 +296,15 @@ class Watchdog:
         silent: dict[int, str] = {}
         if self._store:
             silent = {rank: self._describe_process(rank) for rank in range(world) if rank not in states}
-        self.reason, self.late_ranks = diagnose(states, silent)
+        verdict = diagnose(states, silent)
         if not self._has_joined and world > 1:
-            self.reason += "; the others wait for it"
+            verdict = replace(verdict, reason=f"{verdict.reason}; the others wait for it")
         elif self._store is None and world > 1:
             this_rank = f"this {format_ranks([self.rank])}: {state}"
-            self.reason = f"the rendezvous store (MASTER_ADDR) does not respond; {this_rank}"
-        self._store_set(f"{n}/verdict", json.dumps([self.reason, self.late_ranks]))
+            reason = f"the rendezvous store (MASTER_ADDR) does not respond; {this_rank}"
+            verdict = replace(verdict, reason=reason)
+        self.verdict = verdict
+        self._store_set(f"{n}/verdict", json.dumps(asdict(verdict)))
         self._report(states, silent)
 
     def _report(self, states: dict[int, RankState], silent: dict[int, str]) -> None:
@@ -294,11 +313,11 @@ class Watchdog:
         if not self._has_joined and self._report_file is not None and self._report_file.exists():
             return
         self._is_reporter = True
-        activity, step, start = self._activity
+        activity, verdict = self._activity, self.verdict
         median = ""
-        if activity == "step" and self._step_times:
+        if activity.name == "step" and self._step_times:
             median = f", usually {statistics.median(self._step_times):.1f} s"
-        lines = [f"NO PROGRESS for {time.monotonic() - start:.0f} s{median}: {self.reason}"]
+        lines = [f"NO PROGRESS for {time.monotonic() - activity.start:.0f} s{median}: {verdict.reason}"]
         ranks_by_state: dict[str, list[int]] = {}
         for rank, state in states.items():
             ranks_by_state.setdefault(str(state), []).append(rank)
@@ -309,22 +328,31 @@ class Watchdog:
         ]
         if self._report_file is not None:
             with contextlib.suppress(OSError):
-                verdict = {"rank": self.rank, "code": int(ExitCode.HANG), "reason": self.reason}
-                write_atomically(self._report_file, json.dumps(verdict))
+                failure = {"rank": self.rank, "code": int(ExitCode.HANG), "reason": verdict.reason}
+                write_atomically(self._report_file, json.dumps(failure))
         print_err("\n".join([*lines, f"  stacks and collectives of each rank: {self.directory}"]))
-        self.events.add("hang", step, reason=self.reason, late_ranks=self.late_ranks)
+        self.events.add("hang", activity.step, reason=verdict.reason, late_ranks=verdict.late_ranks)
 
     def _rank_state(self) -> RankState:
-        activity, step, start = self._activity
-        now, waiting_on, axes = time.monotonic(), None, {}
+        activity, now = self._activity, time.monotonic()
+        wait: Wait | None = None
+        axes: dict[str, AxisCalls] = {}
         for axis in self.mesh.active_axes:
             if (blocked_on := axis.comm_log.blocked_on) is not None:
-                call, since = blocked_on
-                waiting_on = axis.name, call.signature, now - since
-            axes[axis.name] = list(axis.ranks), [call.signature for call in list(axis.comm_log.recent)]
+                wait = Wait(axis.name, _call_record(blocked_on), now - blocked_on.start)
+            axes[axis.name] = AxisCalls(list(axis.ranks), [_call_record(call) for call in list(axis.comm_log.recent)])
         frame = sys._current_frames().get(self._main_thread)
         stack = list(self._megalite_lines(traceback.walk_stack(frame) if frame is not None else ()))
-        return RankState(self.rank, step, activity, self.timers.phase, now - start, stack, waiting_on, axes)
+        return RankState(
+            rank=self.rank,
+            step=activity.step,
+            activity=activity.name,
+            phase=self.timers.phase,
+            seconds=now - activity.start,
+            stack=stack,
+            wait=wait,
+            axes=axes,
+        )
 
     @staticmethod
     def _megalite_lines(frames: Iterable[tuple[FrameType, int]]) -> Iterator[str]:
@@ -342,8 +370,11 @@ class Watchdog:
             self.directory.mkdir(parents=True, exist_ok=True)
             with open(path, "a", encoding="utf-8", opener=open_in_run_dir) as file:
                 file.write(f"--- {time.strftime('%F %T')} {state}\n")
-                for axis, (ranks, calls) in state.axes.items():
-                    file.writelines(f"{axis} {ranks}: {op} {peer} {n}, {size} bytes\n" for op, peer, n, size in calls)
+                for name, axis in state.axes.items():
+                    file.writelines(
+                        f"{name} {axis.ranks}: {call.op} {call.peer} {call.seq_id}, {call.num_bytes} bytes\n"
+                        for call in axis.calls
+                    )
                 file.flush()
                 faulthandler.dump_traceback(file)
             if recorder := getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None):
@@ -378,6 +409,10 @@ class Watchdog:
         except RuntimeError:
             self._store = None
             return None
+
+
+def _call_record(record: CommRecord) -> CallRecord:
+    return CallRecord(record.op, record.peer, record.seq_id, record.num_bytes)
 
 
 def _process_state(pid: str) -> str:
