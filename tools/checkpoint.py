@@ -74,7 +74,8 @@ def format_data_usage(path: Location) -> str:
     saved = manifest.state.get("data")
     if saved is None:
         return f"{directory}: trained on generated data, nothing to account for"
-    phases, _, totals, num_samples = ledger.read(saved)
+    saved_ledger = ledger.read(saved)
+    phases, totals, num_samples = saved_ledger.phases, saved_ledger.totals, saved_ledger.consumed
     width = max([len("source"), *(len(total.name) for total in totals.values())])
     lines = [
         f"{directory}: {num_samples:,} samples",

@@ -7,6 +7,7 @@ may round the corrupted bit away.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +20,15 @@ from megalite.parallel.mesh import RECEIVE, SEND, Axis, Mesh
 SMALL, LARGE = 1 << 10, 1 << 18  # elements of a full tensor; NCCL uses other protocols for large tensors
 MAX_REPORTS = 8  # the error quotes the reports of at most this number of ranks
 
-Outcome = tuple[str, Tensor, Tensor]  # operation, result, expected result
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one operation over an axis."""
+
+    axis: Axis
+    op: str
+    result: Tensor
+    expected: Tensor
 
 
 def test_values(rank: int, n: int, device: torch.device, num_ranks: int = 1) -> Tensor:
@@ -35,12 +44,12 @@ def check_collectives(mesh: Mesh) -> None:
     """Test all groups. Collective. Raises LaunchError on all ranks; it names the group, the operation and the ranks."""
     if mesh.world.size == 1:
         return
-    outcomes: list[tuple[Axis, str, Tensor, Tensor]] = []
+    outcomes: list[Outcome] = []
     for n in (SMALL, LARGE) if mesh.device.type != "cpu" else (SMALL,):
         for axis in sorted(mesh.active_axes, key=lambda axis: axis is not mesh.world):
-            outcomes += [(axis, *outcome) for outcome in _run_collectives(axis, n, mesh)]
-    num_wrong = torch.stack([(result != expected).sum() for _, _, result, expected in outcomes]).tolist()
-    faults = [_describe(*outcome, mesh.world.rank) for outcome, count in zip(outcomes, num_wrong, strict=True) if count]
+            outcomes += _run_collectives(axis, n, mesh)
+    num_wrong = torch.stack([(outcome.result != outcome.expected).sum() for outcome in outcomes]).tolist()
+    faults = [_describe(outcome, mesh.world.rank) for outcome, count in zip(outcomes, num_wrong, strict=True) if count]
     if comm.all_reduce_int(len(faults), mesh) or faults:  # the sum itself may be wrong
         reports = list(filter(None, comm.all_gather_strings("; ".join(faults), mesh.world, mesh.device)))[:MAX_REPORTS]
         advice = "leave out the node, GPU or link that these have in common, and try tools/check_cluster.py on it"
@@ -59,22 +68,24 @@ def _run_collectives(axis: Axis, n: int, mesh: Mesh) -> Iterator[Outcome]:
     values = test_values(rank, n, device)
     total = test_values(sum(axis.ranks), n, device, axis.size)
     inject_fault("init.collectives", rank, 0, values)
-    yield "all_reduce", comm.all_reduce_(values.clone(), axis), total
+    yield Outcome(axis, "all_reduce", comm.all_reduce_(values.clone(), axis), total)
     for index in (0, axis.size - 1):
-        yield f"broadcast of rank {axis.ranks[index]}", comm.broadcast_(values.clone(), axis, index), values_of(index)
+        op = f"broadcast of rank {axis.ranks[index]}"
+        yield Outcome(axis, op, comm.broadcast_(values.clone(), axis, index), values_of(index))
     shard = axis.shard_slice(shard_size)
     if axis is mesh.dp_cp_tp:  # runs that have this axis exchange full matrices over it (Muon)
         splits = [shard_size] * axis.size
         expected = torch.cat([values_of(index)[shard] for index in range(axis.size)])
-        yield "all_to_all", comm.start_all_to_all(values, splits, splits, axis).wait(), expected
+        yield Outcome(axis, "all_to_all", comm.start_all_to_all(values, splits, splits, axis).wait(), expected)
     if axis.name in ("pp", "pp_grad"):
         step = 1 if axis.name == "pp" else -1
         source = (axis.rank - step) % axis.size
-        yield f"message from rank {axis.ranks[source]}", ring_shift(axis, values, step), values_of(source)
+        op = f"message from rank {axis.ranks[source]}"
+        yield Outcome(axis, op, ring_shift(axis, values, step), values_of(source))
     elif axis.name != "world":  # a step uses no other collective on it
         expected = torch.cat([values_of(index)[:shard_size] for index in range(axis.size)])
-        yield "all_gather", comm.start_all_gather(values[:shard_size], axis).wait(), expected
-        yield "reduce_scatter", comm.start_reduce_scatter(values.clone(), axis).wait(), total[shard]
+        yield Outcome(axis, "all_gather", comm.start_all_gather(values[:shard_size], axis).wait(), expected)
+        yield Outcome(axis, "reduce_scatter", comm.start_reduce_scatter(values.clone(), axis).wait(), total[shard])
 
 
 def ring_shift(axis: Axis, x: Tensor, step: int) -> Tensor:
@@ -91,8 +102,9 @@ def ring_shift(axis: Axis, x: Tensor, step: int) -> Tensor:
     return received
 
 
-def _describe(axis: Axis, op: str, result: Tensor, expected: Tensor, rank: int) -> str:
+def _describe(outcome: Outcome, rank: int) -> str:
     """Describe the first wrong value, and name the rank that sent it if each rank contributes a part of the result."""
+    axis, op, result, expected = outcome.axis, outcome.op, outcome.result, outcome.expected
     wrong = (result != expected).nonzero().flatten().tolist()
     i = wrong[0]
     part = ""

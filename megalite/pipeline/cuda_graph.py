@@ -27,6 +27,15 @@ from megalite.parallel.streams import CudaGraph, Stream, on_stream
 from megalite.pipeline.runtime import InFlight, Pipeline
 
 
+@dataclasses.dataclass(frozen=True)
+class CapturedMicroBatch:
+    """A captured graph of one micro-batch: its replay reads `static_batch` and writes `losses`."""
+
+    static_batch: Any
+    losses: Tensor
+    graph: CudaGraph
+
+
 class CudaGraphPipeline(Pipeline):
     """A pipeline with one stage (pp 1) whose training micro-batches are replayed; evaluation is eager."""
 
@@ -57,8 +66,8 @@ class CudaGraphPipeline(Pipeline):
         self.stream = stream
         self.enabled = True  # if False, or if a timeline is recorded, steps are eager
         self._loss_grad = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        # signature -> static batch, losses, graph; None: the signature has occurred once
-        self._captured: dict[tuple[Any, ...], tuple[Any, Tensor, CudaGraph] | None] = {}
+        # By the signature of the batch. None: the signature has occurred once.
+        self._captured: dict[tuple[Any, ...], CapturedMicroBatch | None] = {}
 
     def step(self, batches: Sequence[Any], loss_grad: float, more_microbatches: bool = False) -> Tensor:
         """Run forward and backward of all micro-batches, as Pipeline.step does."""
@@ -87,16 +96,15 @@ class CudaGraphPipeline(Pipeline):
         captured = self._captured[signature]
         if captured is None:
             captured = self._captured[signature] = self._capture(batch)
-        static_batch, losses, graph = captured
         for name, value in vars(batch).items():
             if isinstance(value, Tensor):
-                getattr(static_batch, name).copy_(value)
+                getattr(captured.static_batch, name).copy_(value)
         with self.mesh.phase_timer.span("graph", "replay"):
-            graph.replay()
-        return losses
+            captured.graph.replay()
+        return captured.losses
 
-    def _capture(self, batch: Any) -> tuple[Any, Tensor, CudaGraph]:
-        """Capture a micro-batch like `batch`. Return the static batch, the losses of a replay and the graph."""
+    def _capture(self, batch: Any) -> CapturedMicroBatch:
+        """Capture a micro-batch like `batch`."""
         tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
         static_batch = dataclasses.replace(batch, **tensors)
         graph = self.new_graph()
@@ -117,7 +125,7 @@ class CudaGraphPipeline(Pipeline):
             raise RuntimeError(text) from error
         finally:
             timer.timed = was_timed
-        return static_batch, losses[0], graph
+        return CapturedMicroBatch(static_batch, losses[0], graph)
 
 
 def _signature(name: str, value: Any) -> Any:

@@ -80,6 +80,31 @@ class SourceUsage:
     epochs: float
 
 
+@dataclass(frozen=True)
+class CountedSamples:
+    """The first `samples` samples of a source in the current phase, and the amount of data in them."""
+
+    samples: int = 0
+    tokens: int = 0
+    documents: int = 0
+
+
+@dataclass(frozen=True)
+class SavedLedger:
+    """A ledger as read from a checkpoint.
+
+    Attributes:
+        past: Totals before the last phase, by digest.
+        totals: Totals at the checkpoint, by digest.
+        consumed: Number of samples that the run had read.
+    """
+
+    phases: list[BlendPhase]
+    past: dict[str, SourceUsage]
+    totals: dict[str, SourceUsage]
+    consumed: int
+
+
 class DataLedger:
     """The counts of how much of each source of a run's training data `blend` was read."""
 
@@ -89,8 +114,7 @@ class DataLedger:
         sources = tuple(WeightedSource(source.name, source.digest, weight) for source, weight in pairs)
         self.eras = [BlendPhase(0, blend.seq_length, blend.datasets[0].packed, sources)]
         self._past: dict[str, SourceUsage] = {}  # totals before `_counted`
-        # digest -> (samples of this phase, tokens in them, documents in them)
-        self._counted: dict[str, tuple[int, int, int]] = {}
+        self._counted: dict[str, CountedSamples] = {}  # by digest, since counting starts where the last call ended
 
     def totals(self, consumed: int) -> dict[str, SourceUsage]:
         """Return the total of each source, by digest, after `consumed` samples of the run."""
@@ -98,16 +122,16 @@ class DataLedger:
         result = {digest: SourceUsage(**asdict(total)) for digest, total in self._past.items()}
         samples_used = self.blend.order.samples_per_source(consumed - phase.begin)
         for weighted, source, samples in zip(phase.sources, self.blend.datasets, samples_used, strict=True):
-            counted, tokens, documents = self._counted.get(weighted.digest, (0, 0, 0))
-            if counted > samples:  # the last call was for a later point
-                counted, tokens, documents = 0, 0, 0
-            new_tokens, new_documents = source.count_tokens_and_documents(range(counted, samples))
-            tokens, documents = tokens + new_tokens, documents + new_documents
-            self._counted[weighted.digest] = (samples, tokens, documents)
+            counted = self._counted.get(weighted.digest, CountedSamples())
+            if counted.samples > samples:  # the last call was for a later point
+                counted = CountedSamples()
+            tokens, documents = source.count_tokens_and_documents(range(counted.samples, samples))
+            counted = CountedSamples(samples, counted.tokens + tokens, counted.documents + documents)
+            self._counted[weighted.digest] = counted
             total = result.setdefault(weighted.digest, SourceUsage(weighted.name, 0, 0, 0.0))
             total.name = weighted.name
-            total.tokens += tokens
-            total.documents += documents
+            total.tokens += counted.tokens
+            total.documents += counted.documents
             total.epochs = total.tokens / source.num_tokens
         return result
 
@@ -134,7 +158,8 @@ class DataLedger:
         Raises:
             DataError: the ledger is damaged, or seed or document packing differ from the checkpoint's
         """
-        phases, past_totals, totals, consumed = read(saved)
+        ledger = read(saved)
+        phases, totals, consumed = ledger.phases, ledger.totals, ledger.consumed
         if saved.get("seed") != self.seed:
             order = f"the data so far came in the order of seed {saved.get('seed')}"
             raise DataError(f"seed={self.seed}, but {order}; give that seed")
@@ -167,16 +192,16 @@ class DataLedger:
             note = source.resume(history[digest])
             if note:
                 notes.append(note)
-        self._past = past_totals if continues else totals
+        self._past = ledger.past if continues else totals
         self._counted = {}
         if continues:  # continue counting documents at this point, not at the start of the phase
             samples_used = self.blend.order.samples_per_source(consumed - last.begin)
             for digest, samples in zip(digests, samples_used, strict=True):
                 total = totals[digest]
-                earlier = past_totals.get(digest, SourceUsage("", 0, 0, 0.0))
+                earlier = ledger.past.get(digest, SourceUsage("", 0, 0, 0.0))
                 tokens = total.tokens - earlier.tokens
                 documents = total.documents - earlier.documents
-                self._counted[digest] = (samples, tokens, documents)
+                self._counted[digest] = CountedSamples(samples, tokens, documents)
         return notes
 
 
@@ -216,11 +241,8 @@ def _of_version_1(phase: BlendPhase, samples: int, is_last: bool) -> BlendPhase:
     return phase if continues else replace(phase, sources=tuple(merged.values()))
 
 
-def read(saved: Mapping[str, Any]) -> tuple[list[BlendPhase], dict[str, SourceUsage], dict[str, SourceUsage], int]:
-    """Return (phases, totals before the last phase, totals, samples consumed) of a saved ledger; totals are by digest.
-
-    Raises DataError for a damaged ledger.
-    """
+def read(saved: Mapping[str, Any]) -> SavedLedger:
+    """Read a saved ledger. Raises DataError if it is damaged."""
 
     def to_total(t: Mapping[str, Any]) -> SourceUsage:
         return SourceUsage(str(t["name"]), int(t["tokens"]), int(t["documents"]), float(t["epochs"]))
@@ -261,4 +283,4 @@ def read(saved: Mapping[str, Any]) -> tuple[list[BlendPhase], dict[str, SourceUs
                 raise ValueError("a source gave more samples than its era has")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the checkpoint's token ledger is damaged ({error}); use another checkpoint") from None
-    return phases, past, totals, consumed
+    return SavedLedger(phases, past, totals, consumed)
