@@ -1,6 +1,5 @@
 """Open the data of a run: the tokenizer, the training, validation and test sets, and the vocabulary size."""
 
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from megalite.data.datasets.blended_dataset import BlendedDataset, build_blend
 from megalite.data.datasets.data_path import one_set_per_prefix, parse_data_path, parse_named_sets, split_fractions
 from megalite.data.datasets.fim_dataset import FimDataset, FimOptions
 from megalite.data.datasets.ledger import DataLedger
-from megalite.data.datasets.map_dataset import build_plugin_dataset
+from megalite.data.datasets.map_dataset import MapDataset, build_plugin_dataset
 from megalite.data.datasets.mock_dataset import MockDataset
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
@@ -67,57 +66,96 @@ def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int
     """
     tokenizer = open_tokenizer(data)
     vocab_size = true_vocab_size(data, tokenizer)
-    eod = None if tokenizer is None else tokenizer.eod
-    valid: list[NamedDataset[Dataset]] = []
-    test: list[NamedDataset[Dataset]] = []
-    eval_sets = {"valid": valid, "test": test}
+    builder = _DatasetBuilder(data, seq_length, seed, eval_iters > 0, tokenizer, vocab_size)
     if data.mock_data:
-        if eval_iters > 0:
-            for split, named_datasets in eval_sets.items():
-                named_datasets.append(NamedDataset("", MockDataset(vocab_size, seq_length, seed, split)))
-        train = MockDataset(vocab_size, seq_length, seed, "train")
-        return DatasetBundle(vocab_size, eod, train, tokenizer, None, valid, test)
+        return builder.generated()
     if data.dataset is not None:
-        plugin = functools.partial(
-            build_plugin_dataset, data.dataset, seq_length=seq_length, seed=seed, tokenizer=tokenizer
-        )
-        plugin_train = plugin("train")
-        if eval_iters > 0:
-            for split, named_datasets in eval_sets.items():
-                if dataset := plugin(split):
-                    named_datasets.append(NamedDataset("", dataset))
-        if plugin_train is None:
-            raise DataError(f"dataset={data.dataset!r} returns None for the split train; return samples for it")
-        ledger = DataLedger(BlendedDataset([plugin_train], [1]), seed)
-        return DatasetBundle(vocab_size, eod, ledger.blend, tokenizer, ledger, valid, test)
+        return builder.from_plugin(data.dataset)
+    return builder.from_files()
 
-    def blend(paths: Paths, split: str, fractions: tuple[float, float]) -> BlendedDataset:
-        return build_blend(paths, seq_length, seed, split, fractions, data, tokenizer)
 
-    paths_by_split, fractions_by_split = split_data_paths(data)
-    train_paths, train_fractions = paths_by_split["train"], fractions_by_split["train"]
-    if train_paths is None or train_fractions is None:
-        raise DataError(f"split={data.split!r} leaves nothing to train on; give the first part a weight")
-    ledger = DataLedger(blend(train_paths, "train", train_fractions), seed)
-    train_dataset: Dataset = ledger.blend
-    ignored_label = None
-    notes = list(ledger.blend.notes)
-    if data.fim_data and tokenizer is not None:
-        fim = _fim_options(data, tokenizer, notes)
-        train_dataset = FimDataset(train_dataset, fim, seed, tokenizer)
-        ignored_label = None if fim.pad == tokenizer.eod else fim.pad
-    for split, named_datasets in eval_sets.items():
-        paths, fractions = paths_by_split[split], fractions_by_split[split]
-        if eval_iters <= 0 or not paths or fractions is None:
-            continue
+@dataclass(frozen=True)
+class _DatasetBuilder:
+    """The arguments of `build_datasets`, and a method for each source of data."""
+
+    data: DataConfig
+    seq_length: int
+    seed: int
+    evaluates: bool  # validation and test sets are needed
+    tokenizer: Tokenizer | None
+    vocab_size: int
+
+    @property
+    def eod(self) -> int | None:
+        return None if self.tokenizer is None else self.tokenizer.eod
+
+    def generated(self) -> DatasetBundle:
+        """Return the datasets of --mock-data."""
+
+        def mock(split: str) -> MockDataset:
+            return MockDataset(self.vocab_size, self.seq_length, self.seed, split)
+
+        valid: list[NamedDataset[Dataset]] = []
+        test: list[NamedDataset[Dataset]] = []
+        if self.evaluates:
+            valid.append(NamedDataset("", mock("valid")))
+            test.append(NamedDataset("", mock("test")))
+        return DatasetBundle(self.vocab_size, self.eod, mock("train"), self.tokenizer, None, valid, test)
+
+    def from_plugin(self, name: str) -> DatasetBundle:
+        """Return the datasets of a plugin's dataset `name`."""
+
+        def build(split: str) -> MapDataset | None:
+            return build_plugin_dataset(name, split, self.seq_length, self.seed, self.tokenizer)
+
+        def build_eval(split: str) -> list[NamedDataset[Dataset]]:
+            dataset = build(split) if self.evaluates else None
+            return [] if dataset is None else [NamedDataset("", dataset)]
+
+        train = build("train")
+        valid = build_eval("valid")
+        test = build_eval("test")
+        if train is None:
+            raise DataError(f"dataset={name!r} returns None for the split train; return samples for it")
+        ledger = DataLedger(BlendedDataset([train], [1]), self.seed)
+        return DatasetBundle(self.vocab_size, self.eod, ledger.blend, self.tokenizer, ledger, valid, test)
+
+    def from_files(self) -> DatasetBundle:
+        """Return the datasets of the data files that the options name."""
+        data, tokenizer = self.data, self.tokenizer
+        paths_by_split, fractions_by_split = split_data_paths(data)
+        train_paths, train_fractions = paths_by_split["train"], fractions_by_split["train"]
+        if train_paths is None or train_fractions is None:
+            raise DataError(f"split={data.split!r} leaves nothing to train on; give the first part a weight")
+        ledger = DataLedger(self._blend(train_paths, "train", train_fractions), self.seed)
+        train: Dataset = ledger.blend
+        ignored_label = None
+        notes = list(ledger.blend.notes)
+        if data.fim_data and tokenizer is not None:
+            fim = _fim_options(data, tokenizer, notes)
+            train = FimDataset(train, fim, self.seed, tokenizer)
+            ignored_label = None if fim.pad == tokenizer.eod else fim.pad
+        valid = self._eval_sets("valid", paths_by_split["valid"], fractions_by_split["valid"], notes)
+        test = self._eval_sets("test", paths_by_split["test"], fractions_by_split["test"], notes)
+        if data.fim_data and (valid or test):
+            notes.append("fim_data rearranges only the training data; Megatron-LM rearranges validation and test too")
+        return DatasetBundle(self.vocab_size, self.eod, train, tokenizer, ledger, valid, test, notes, ignored_label)
+
+    def _eval_sets(
+        self, split: str, paths: Paths | None, fractions: tuple[float, float] | None, notes: list[str]
+    ) -> list[NamedDataset[Dataset]]:
+        """Return the validation or test sets in data files; adds to `notes`."""
+        named_datasets: list[NamedDataset[Dataset]] = []
+        if not self.evaluates or not paths or fractions is None:
+            return named_datasets
         paths_by_name = {"": list(paths)}
-        if split == "valid" and data.multiple_validation_sets:
-            paths_by_name = one_set_per_prefix(list(paths), data.validation_set_names)
+        if split == "valid" and self.data.multiple_validation_sets:
+            paths_by_name = one_set_per_prefix(list(paths), self.data.validation_set_names)
         elif split == "valid":
             paths_by_name = parse_named_sets(list(paths), unnamed="")
         for name, set_paths in paths_by_name.items():
             try:
-                dataset = blend(set_paths, split, fractions)
+                dataset = self._blend(set_paths, split, fractions)
             except DataError as error:
                 if fractions == (0.0, 1.0):
                     raise
@@ -127,9 +165,10 @@ def build_datasets(data: DataConfig, seq_length: int, seed: int, eval_iters: int
             notes += [f"{split} set{' ' + name if name else ''}: {note}" for note in dataset.notes]
             token_bytes = bytes_per_token(*parse_data_path(set_paths))
             named_datasets.append(NamedDataset(name, dataset, token_bytes))
-    if data.fim_data and (valid or test):
-        notes.append("fim_data rearranges only the training data; Megatron-LM rearranges validation and test too")
-    return DatasetBundle(vocab_size, eod, train_dataset, tokenizer, ledger, valid, test, notes, ignored_label)
+        return named_datasets
+
+    def _blend(self, paths: Paths, split: str, fractions: tuple[float, float]) -> BlendedDataset:
+        return build_blend(paths, self.seq_length, self.seed, split, fractions, self.data, self.tokenizer)
 
 
 def _fim_options(data: DataConfig, tokenizer: Tokenizer, notes: list[str]) -> FimOptions:
