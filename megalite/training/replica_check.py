@@ -17,6 +17,7 @@ gathered. Otherwise the majority of the data-parallel ranks decides, which takes
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from megalite.checkpoint.format.safetensors_file import DEFAULT_HASH, hash_constructor
 from megalite.common.wording import plural
 from megalite.parallel.comm import all_gather_strings, all_reduce_, broadcast_
-from megalite.parallel.mesh import Axis
+from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.spec import MESH_VIEWS, SHARD_AXES
 from megalite.training.state import InvalidResultError, Run
 
@@ -121,19 +122,50 @@ def _find_differences(run: Run) -> tuple[str, list[MajorityRepair]]:
 
     Collective. Replicated weights are copied to the host, a parameter at a time.
     """
-    mesh, layout, buffer = run.mesh, run.buffer.layout, run.buffer
+    mesh, buffer = run.mesh, run.buffer
     buffer.wait_param_sync()
-    replicated: list[ReplicatedTensor] = []
+    differences = _main_weight_mismatches(run)
+    replica_differences, majority = _compare_hashes(mesh, _replicated_tensors(run))
+    differences += replica_differences
+    progress = json.dumps([run.state.to_json(), run.optimizer.num_updates, run.loss_scaler.to_json()])
+    progress_hash = _hash(torch.frombuffer(bytearray(progress.encode()), dtype=torch.uint8))
+    local = torch.tensor([len(differences), progress_hash, -progress_hash], dtype=torch.int64, device=mesh.device)
+    max_differences, max_hash, negated_min_hash = all_reduce_(local, mesh.world, dist.ReduceOp.MAX).tolist()
+    same_progress = max_hash == -negated_min_hash
+    if not same_progress:
+        differences.append(f"{mesh.describe()} is at {progress[:200]}")
+    if not max_differences and same_progress:  # gathering texts would take gigabytes with thousands of ranks
+        return "", []
+    texts = all_gather_strings("\n".join(differences[:MAX_DIFFERENCES]), mesh.world, mesh.device)
+    lines = [line for text in texts for line in text.splitlines()]
+    message = "; ".join(lines[:MAX_DIFFERENCES])
+    if len(lines) > MAX_DIFFERENCES:
+        message += f"; and {len(lines) - MAX_DIFFERENCES} more"
+    return message, majority
+
+
+def _replicated_tensors(run: Run) -> list[ReplicatedTensor]:
+    """Return this rank's weights and router biases of which other ranks have replicas."""
+    layout, weights = run.buffer.layout, run.buffer.weights
+    tensors: list[ReplicatedTensor] = []
     for bucket in layout.buckets:
-        resident = buffer.weights.is_resident(bucket)
+        resident = weights.is_resident(bucket)
         for slot in bucket.slots:
             spec = layout.entries[slot.entry].spec
             axes = (_replica_axis(spec.mesh_view, resident), *spec.replicated_axes)
-            replicated.append(ReplicatedTensor(spec.name, axes, buffer.weights.resident_slice(slot)[1]))
+            tensors.append(ReplicatedTensor(spec.name, axes, weights.resident_slice(slot)[1]))
     for bias in run.expert_balancer.state_shards():
-        replicated.append(ReplicatedTensor(bias.name.partition("/")[2], ("dp_cp", "tp"), bias.data))
+        tensors.append(ReplicatedTensor(bias.name.partition("/")[2], ("dp_cp", "tp"), bias.data))
+    return tensors
+
+
+def _compare_hashes(mesh: Mesh, replicated: Sequence[ReplicatedTensor]) -> tuple[list[str], list[MajorityRepair]]:
+    """Compare the hashes of `replicated` over its axes; collective.
+
+    Returns (a line for each tensor that differs, on the first rank of the axis; repairs by the majority).
+    """
     hashes: dict[int, int] = {}  # index in `replicated` -> hash
-    differences = _main_weight_mismatches(run)
+    differences: list[str] = []
     majority: list[MajorityRepair] = []
     for axis_name in ("dp_cp", "dp_replicate", "edp", "edp_replicate", "tp", "ep", "etp", "tied_embedding"):
         indices = [i for i, tensor in enumerate(replicated) if axis_name in tensor.axes]
@@ -155,21 +187,7 @@ def _find_differences(run: Run) -> tuple[str, list[MajorityRepair]]:
                 is_tie = count == others[0][1]
                 odd = [rank for rank, hash_ in zip(axis.ranks, column, strict=True) if hash_ != most_common or is_tie]
                 differences.append(f"{tensor.name} differs over {axis.name} on {plural('rank', len(odd))} {odd}")
-    progress = json.dumps([run.state.to_json(), run.optimizer.num_updates, run.loss_scaler.to_json()])
-    progress_hash = _hash(torch.frombuffer(bytearray(progress.encode()), dtype=torch.uint8))
-    local = torch.tensor([len(differences), progress_hash, -progress_hash], dtype=torch.int64, device=mesh.device)
-    max_differences, max_hash, negated_min_hash = all_reduce_(local, mesh.world, dist.ReduceOp.MAX).tolist()
-    same_progress = max_hash == -negated_min_hash
-    if not same_progress:
-        differences.append(f"{mesh.describe()} is at {progress[:200]}")
-    if not max_differences and same_progress:  # gathering texts would take gigabytes with thousands of ranks
-        return "", []
-    texts = all_gather_strings("\n".join(differences[:MAX_DIFFERENCES]), mesh.world, mesh.device)
-    lines = [line for text in texts for line in text.splitlines()]
-    message = "; ".join(lines[:MAX_DIFFERENCES])
-    if len(lines) > MAX_DIFFERENCES:
-        message += f"; and {len(lines) - MAX_DIFFERENCES} more"
-    return message, majority
+    return differences, majority
 
 
 def _hash(data: Tensor) -> int:
