@@ -140,10 +140,7 @@ def launch_local(
         is_restart: bool | None = False
         while is_restart is not None:
             processes.clear()
-            old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
-            with safe_start():
-                forkserver.ensure_running()  # it and the ranks that it forks inherit the mask
-            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+            _start_forkserver()
             shared_dir = tempfile.mkdtemp(dir=scratch)  # each start needs a rendezvous file of its own
             for rank in range(nproc):
                 ranks = RankInfo(rank, nproc, rank, nproc, f"file://{shared_dir}/rendezvous", is_restart, shared_dir)
@@ -160,6 +157,14 @@ def launch_local(
                 failure = Failure(ExitCode.INTERRUPTED, signal.Signals(number).name)
             is_restart = on_exit(LaunchResult(failure.code, failure.cause, received))
         return failure.code
+
+
+def _start_forkserver() -> None:
+    """Start the fork server unless it runs; it and the ranks that it forks inherit BLOCKED_SIGNALS as blocked."""
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    with safe_start():
+        forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, shared_dir: Path) -> Failure | None:
@@ -182,22 +187,29 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, shared
             if code == WORK_DONE and not early:
                 early = f", after {process.name} had ended with exit code 0"
             if code != WORK_DONE and failure is None:
-                exit_code = code
-                ending = f"with exit code {code}"
-                if code < 0:
-                    exit_code = 128 - code
-                    ending = f"by signal {signal.Signals(-code).name}"
-                elif code == 0:
-                    exit_code = 1
-                    ending = "with exit code 0 before its work was done"
-                elif code == FORKSERVER_DIED:
-                    ending = "with the fork server, which was killed"
-                failure = _first_failure(shared_dir, Failure(exit_code, f"{process.name} ended {ending}{early}"))
+                end = _describe_end(process.name, code)
+                failure = _first_failure(shared_dir, Failure(end.code, f"{end.cause}{early}"))
                 if code not in EXPLAINED_EXITS:
-                    print_err(f"{process.name} ended {ending}; ending the others")
+                    print_err(f"{end.cause}; ending the others")
                 deadline = time.monotonic() + (ORDERLY_STOP_S if code in ORDERLY_STOPS else grace_s)
         alive = [p for p in alive if p.is_alive()]
     return failure
+
+
+def _describe_end(name: str, code: int) -> Failure:
+    """Return the exit code of a rank that failed as a shell reports it, with a text.
+
+    Args:
+        name: name of the rank's process.
+        code: its exit code; negative if a signal ended it.
+    """
+    if code < 0:
+        return Failure(128 - code, f"{name} ended by signal {signal.Signals(-code).name}")
+    if code == 0:
+        return Failure(1, f"{name} ended with exit code 0 before its work was done")
+    if code == FORKSERVER_DIED:
+        return Failure(code, f"{name} ended with the fork server, which was killed")
+    return Failure(code, f"{name} ended with exit code {code}")
 
 
 def _first_failure(shared_dir: Path, first_end: Failure) -> Failure:

@@ -71,10 +71,12 @@ def rendezvous(
 
     stores: Any = distributed  # TCPStore and others have no other public name, and are not declared there
 
-    is_local, serves = url.startswith("file:"), serves and rank == 0
+    is_local = url.startswith("file:")
+    serves = serves and rank == 0
     host, _, number = url.removeprefix("tcp://").rpartition(":")
-    host, port = host.strip("[]"), 0 if is_local else int(number)
-    where = "on this machine" if is_local else f"at {host}:{port}"
+    host = host.strip("[]")
+    port = 0 if is_local else int(number)
+    location = "on this machine" if is_local else f"at {host}:{port}"
     interface = "GLOO_SOCKET_IFNAME"
     if num_nodes > 1 and gloo and interface not in env and (name := interface_for_others(host, port)) is not None:
         env[interface] = name
@@ -90,15 +92,15 @@ def rendezvous(
                 host, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
             )
         connected.set()
-        return stores.PrefixStore(agree_on_prefix(store, rank, world, timeout, missing, where), store)
+        return stores.PrefixStore(agree_on_prefix(store, rank, world, timeout, missing, is_local), store)
 
     def report_missing() -> None:
         if not connected.is_set():
-            absent = f"the store {where}" if rank == 0 else f"1 of {world} ranks {where}: rank 0"
+            absent = f"the store {location}" if rank == 0 else f"1 of {world} ranks {location}: rank 0"
             report(f"waiting for {absent}; {likely_cause(host, port, serves, num_nodes, '')}")
         elif absent := sorted(missing.copy()):
             ranks = f"{plural('rank', len(absent))} {format_ranks(absent)}"
-            report(f"waiting for {len(absent)} of {world} ranks {where}: {ranks}")
+            report(f"waiting for {len(absent)} of {world} ranks {location}: {ranks}")
 
     try:
         return call_with_timeout(timeout.total_seconds() + PROBE_S, connect, report_missing)
@@ -106,7 +108,7 @@ def rendezvous(
         first = str(error).partition("\n")[0][:200]
         cause = "rank 0 does not answer" if is_local else likely_cause(host, port, serves, num_nodes, first)
         raise RendezvousError(
-            f"rank {rank} of {world} on {socket.gethostname()} could not join the others {where} within "
+            f"rank {rank} of {world} on {socket.gethostname()} could not join the others {location} within "
             f"{timeout.total_seconds():.0f} s: {cause} ({first})"
         ) from error
 
@@ -137,12 +139,12 @@ def call_with_timeout(seconds: float, function: Callable[[], T], on_wait: Callab
 
 
 def agree_on_prefix(
-    store: Any, rank: int, world: int, timeout: timedelta, missing: set[int] | None = None, where: str = ""
+    store: Any, rank: int, world: int, timeout: timedelta, missing: set[int] | None = None, is_local: bool = False
 ) -> str:
     """Return a prefix that only the ranks of this rendezvous know.
 
-    Ranks that have arrived are removed from `missing`. `where` is the address in the error. Raises RendezvousError on
-    rank 0, and torch's errors on other ranks.
+    Ranks that have arrived are removed from `missing`. `is_local` (all ranks are on this machine) selects the remedy in
+    the error. Raises RendezvousError on rank 0, and torch's errors on other ranks.
     """
     missing = {*range(1, world)} if missing is None else missing
     token = f"{socket.gethostname()} {rank} {os.getpid()} {time.time_ns()}"
@@ -165,7 +167,7 @@ def agree_on_prefix(
             hosts = {token.split()[0], *(tokens[other].split()[0] for other in arrived)}
             remedy = (
                 "They were started on this machine, but have not reached this point: see ranks/ in the run directory"
-                if where == "on this machine"
+                if is_local
                 else "Are their nodes running, do they have the same address, and can they reach it (firewall)?"
             )
             present = format_ranks([0, *arrived])

@@ -26,9 +26,12 @@ from megalite.launch.rank_info import LaunchError, read_environment
 from megalite.launch.rendezvous import RendezvousError, interface_for_others, interfaces
 
 OK, WARN, BAD = "ok", "warn", "bad"
-VARIABLES, PACKAGES = load_table(__file__, "system_checks").values()
+_TABLE = load_table(__file__, "system_checks")
+VARIABLES = _TABLE["variable"]
+PACKAGES = _TABLE["packages"]
 GIB, MIB = 2**30, 2**20
-MIN_SHM, MIN_FILES = GIB, 4096  # bytes of shared memory, and open files: with less, NCCL or many data files fail
+MIN_SHM_BYTES = GIB  # NCCL needs this much shared memory
+MIN_OPEN_FILES = 4096  # many data files need this many
 # an address for documentation (RFC 5737), to which nothing is sent, and torchrun's port
 _PUBLIC_ADDRESS = ("192.0.2.1", 29500)
 TIME_ERROR = 5  # result of adjtimex: the clock is not synchronized
@@ -62,17 +65,22 @@ def check_packages() -> Iterator[CheckResult]:
         except metadata.PackageNotFoundError:
             yield result_if(name, not is_core, f"not installed: {missing_package_message(purpose, name)}", "", BAD)
             continue
-        installed, required = (
-            [int(n) for n in re.findall(r"\d+", text)[:3]] for text in (version, min_versions.get(name, "0"))
-        )
+        installed = _version_numbers(version)
+        required = _version_numbers(min_versions.get(name, "0"))
         remedy = f"{min_versions.get(name)} or newer is needed: pip install --upgrade {name}"
         yield result_if(name, installed >= required, version, remedy, BAD if is_core else WARN)
 
 
+def _version_numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
 def check_clock() -> Iterator[CheckResult]:
     """Check the load, and whether the clock is synchronized."""
-    load, n = os.getloadavg()[0], cpu_count()
-    yield result_if("clocks", load <= n, f"load {load:.1f} on {n} cores", "measurements are less reliable now")
+    load, num_cores = os.getloadavg()[0], cpu_count()
+    yield result_if(
+        "clocks", load <= num_cores, f"load {load:.1f} on {num_cores} cores", "measurements are less reliable now"
+    )
     remedy = "run an NTP client: the logs of several machines are put in order by their times"
     with contextlib.suppress(OSError, AttributeError):  # another C library
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))
@@ -85,8 +93,9 @@ def check_variables() -> Iterator[CheckResult]:
     yield from (CheckResult(BAD, "variables", text) for text in env_problems())
     yield from (CheckResult(WARN, "variables", text) for text in environment.env_warnings())
     for row in VARIABLES:
-        for setting in filter(None, (environment.format_set_variables([name]) for name in row["name"].split(", "))):
-            if re.fullmatch(row.get("wrong", ".*"), setting.partition("=")[2]):
+        for name in row["name"].split(", "):
+            setting = environment.format_set_variables([name])
+            if setting and re.fullmatch(row.get("wrong", ".*"), setting.partition("=")[2]):
                 yield CheckResult(WARN, "variables", f"{setting}: {row['does']}", row["do"])
     try:
         if (ranks := read_environment()) is not None and ranks.world_size > 1:
@@ -130,7 +139,10 @@ def check_memory() -> Iterator[CheckResult]:
     meminfo = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text("ascii", "replace")))
     free, total = (int(meminfo[name]) / MIB for name in ("MemAvailable", "MemTotal"))
     yield result_if("memory", free > total / 4, f"{free:.1f} of {total:.1f} GiB are free", "end what uses it")
-    shared, (files, _) = shutil.disk_usage("/dev/shm").free, resource.getrlimit(resource.RLIMIT_NOFILE)
+    shared = shutil.disk_usage("/dev/shm").free
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = "give a container --shm-size=1g: NCCL, and ranks on a CPU, communicate through it"
-    yield result_if("memory", shared >= MIN_SHM, f"{shared / MIB:,.0f} MiB of /dev/shm are free", remedy)
-    yield result_if("memory", files >= MIN_FILES, f"a process may open {files:,} files", f"ulimit -n {MIN_FILES}")
+    yield result_if("memory", shared >= MIN_SHM_BYTES, f"{shared / MIB:,.0f} MiB of /dev/shm are free", remedy)
+    yield result_if(
+        "memory", files >= MIN_OPEN_FILES, f"a process may open {files:,} files", f"ulimit -n {MIN_OPEN_FILES}"
+    )
