@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megalite.config.options import LogConfig
 
-PIP_EXTRAS = {"tensorboard": "tensorboard", "wandb": "wandb", "matplotlib": "plots", "transformers": "all"}
-PIP_EXTRAS |= {"pyyaml": "translate"}
-PIP_EXTRAS |= dict.fromkeys(("zstandard", "pyarrow", "fsspec", "tiktoken"), "data")  # of pyproject.toml
+PIP_EXTRAS = {  # package -> the extra in pyproject.toml that installs it
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "matplotlib": "plots",
+    "transformers": "all",
+    "pyyaml": "translate",
+    "zstandard": "data",
+    "pyarrow": "data",
+    "fsspec": "data",
+    "tiktoken": "data",
+}
 
 
 class MissingPackageError(Exception):
@@ -30,9 +38,8 @@ def missing_package_message(what: str, package: str) -> str:
 def missing_packages(log: LogConfig) -> list[str]:
     """Return one line for each option of a run whose package is not installed; imports no package."""
     options = (("tensorboard_dir", log.tensorboard_dir, "tensorboard"), ("wandb_project", log.wandb_project, "wandb"))
-    needed = ((f"{option}={value!r}", package) for option, value, package in options if value is not None)
     return [
-        missing_package_message(option, package)
-        for option, package in needed
-        if importlib.util.find_spec(package) is None
+        missing_package_message(f"{option}={value!r}", package)
+        for option, value, package in options
+        if value is not None and importlib.util.find_spec(package) is None
     ]

@@ -58,7 +58,7 @@ def read_small_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES, o
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > max_bytes else file.read(max_bytes + 1)  # the file may grow, and in /proc its size is 0
     if max(size, len(content)) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {size_in_words(max_bytes)}", os.fspath(path))
+        raise OSError(errno.EFBIG, f"it has more than {format_size(max_bytes)}", os.fspath(path))
     return content
 
 
@@ -101,7 +101,7 @@ def _check_is_regular(number: int, path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file, but a pipe, a device or a socket", os.fspath(path))
 
 
-def size_in_words(count: int) -> str:
+def format_size(count: int) -> str:
     """Return a number of bytes as text, in MiB or KiB if that is an integer."""
     if count % (1 << 20) == 0:
         return f"{count >> 20} MiB"

@@ -12,10 +12,15 @@ import re
 from megalite.config.options import ParallelConfig
 
 STAGE_OPTIONS = (  # all options that affect the number of layers of a stage
-    *("num_layers", "pipeline_model_parallel_size", "pipeline_model_parallel_layout"),
-    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "num_layers",
+    "pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
 )
 MAX_LAYOUT_CHARS = 100_000  # of a layout string after its repeats are expanded
 

@@ -118,10 +118,12 @@ class Block(nn.Module):
 
     def _forward_with_recompute(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         """Return the same as `forward`; norms or the MLP save only their inputs for backward."""
-        maybe_checkpoint = (
-            checkpoint_without_output if self.recompute_norms else lambda produce, consume: consume(produce())
-        )
-        a_sBD = maybe_checkpoint(lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, batch))
+        if self.recompute_norms:
+            a_sBD = checkpoint_without_output(
+                lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, batch)
+            )
+        else:
+            a_sBD = self.attention(self.attention_norm(x_sBD), batch)
         h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
         m_sBD = x_sBD if self.parallel_residual else h_sBD
         if self.recompute_mlp and self.recompute_norms:

@@ -23,7 +23,7 @@ class Batch:
     positions_SB  position of each token; None: 0 .. S - 1
     documents     documents of the full samples, which limit attention (kernels/attention.py); None: a sample is one
     num_targets   number of labels that count, if the loader has counted them
-    unpadded      number of tokens that are not padding
+    num_unpadded  number of tokens that are not padding
     padding_SB    True for padding, which routers do not count; None: there is no padding
     loss_grad     the gradient that the loss will get in backward (nn/loss.py); None: unknown
     token_weight  counted labels per unpadded token in the step: gradients are divided by the number of labels, but the
@@ -48,7 +48,7 @@ class Batch:
     cp_sharding: SequenceSharding | None = None
     cp_positions_S: Tensor | None = None
     num_targets: int = 0
-    unpadded: int = 0
+    num_unpadded: int = 0
     padding_SB: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
     in_full_recompute: bool = False

@@ -78,7 +78,7 @@ def to_host_batch(
         cp_sharding=sharding,
         cp_positions_S=None if local_positions is None else to_tensor(local_positions),
         num_targets=tokens_SB.numel() if mask_SB is None else int(mask_SB.sum(dtype=torch.float64)),
-        unpadded=tokens_SB.numel() - (0 if padding_SB is None else int(padding_SB.sum())),
+        num_unpadded=tokens_SB.numel() - (0 if padding_SB is None else int(padding_SB.sum())),
         padding_SB=padding_SB if padding else None,
     )
 

@@ -50,7 +50,7 @@ class CollectiveCall:
     ranks: int  # size of the axis
     peer: int  # global rank of the other end of a message; -1 for a collective
     dtype: str
-    bytes: int  # of the tensor that this rank contributes, or receives as a message
+    num_bytes: int  # of the tensor that this rank contributes, or receives as a message
 
 
 @contextlib.contextmanager
@@ -235,9 +235,9 @@ def _call_rows(calls: Counter[CollectiveCall]) -> list[tuple[str, ...]]:
 
     A kind with more than MAX_SIZES tensor sizes has a single row for all of them.
     """
-    counts_by_kind: dict[CollectiveCall, dict[int, int]] = {}  # kind -> bytes -> count
+    counts_by_kind: dict[CollectiveCall, dict[int, int]] = {}  # kind -> num_bytes -> count
     for call, count in sorted(calls.items()):
-        counts_by_kind.setdefault(replace(call, bytes=0), {})[call.bytes] = count
+        counts_by_kind.setdefault(replace(call, num_bytes=0), {})[call.num_bytes] = count
     rows = [("in a step", "ranks", "dtype", "bytes each", "times", "GiB in total")]
     for kind, counts in counts_by_kind.items():
         peer = f" {kind.peer:,}" if kind.peer >= 0 else ""

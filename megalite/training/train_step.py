@@ -117,7 +117,7 @@ def _labels_per_token(run: Run, host_batches: Sequence[Batch]) -> float | torch.
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if mesh.pp.is_last and mesh.tp.is_first:
         sums[0].fill_(float(sum(batch.num_targets for batch in host_batches)))
-        sums[1].fill_(float(sum(batch.unpadded for batch in host_batches)))
+        sums[1].fill_(float(sum(batch.num_unpadded for batch in host_batches)))
     all_reduce_(sums, mesh.world)
     return sums[0] / sums[1].clamp(min=1)
 
@@ -190,7 +190,7 @@ def _reduce_step_sums(
         local_sums["loss_sum"].copy_(losses[0])
         local_sums["z_sum"].copy_(losses[1])
         local_sums["labels"].fill_(float(sum(batch.num_targets for batch in host_batches)))
-        local_sums["tokens"].fill_(float(sum(batch.unpadded for batch in host_batches)))
+        local_sums["tokens"].fill_(float(sum(batch.num_unpadded for batch in host_batches)))
     local_sums["stop_requests"].fill_(float(want_stop))
     if count_zeros:
         local_sums["zeros"].copy_(run.optimizer.local_num_zeros())

@@ -112,7 +112,7 @@ def test_dry_run_equals_collectives_and_memory_of_every_rank(world: int, flags: 
 
 def totals(calls: Counter[CollectiveCall], axis: str, op: str) -> tuple[int, int]:
     """(times, bytes)"""
-    found = [(one.bytes, times) for one, times in calls.items() if (one.axis, one.op) == (axis, op)]
+    found = [(one.num_bytes, times) for one, times in calls.items() if (one.axis, one.op) == (axis, op)]
     return sum(times for _, times in found), sum(size * times for size, times in found)
 
 

@@ -15,7 +15,12 @@ from megalite.config.options import Config
 from megalite.launch.rank_info import LaunchError, RankInfo
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.job.preflight import check_machine
-from megalite.training.logging.device_memory import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, VARIABLES, keep_freed_heap
+from megalite.training.logging.device_memory import (
+    M_MMAP_THRESHOLD,
+    M_TRIM_THRESHOLD,
+    MALLOC_VARIABLES,
+    keep_freed_heap,
+)
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 VPP = "--num-virtual-stages-per-pipeline-rank"
@@ -112,7 +117,7 @@ def pages_of(what: str) -> tuple[bool | None, list[int]]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_freed_heap_memory_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
+    for name in MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     kept, pages = pages_of("keep")
     if not kept:
@@ -121,7 +126,7 @@ def test_freed_heap_memory_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(pages[-9:]) < 5
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", MALLOC_VARIABLES)
 def test_user_malloc_settings_win(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "glibc.malloc.trim_threshold=1000")
     assert not keep_freed_heap()
@@ -139,7 +144,7 @@ def test_refused_malloc_threshold_leaves_the_other(most: int, tried: list[int], 
             return int(number == M_TRIM_THRESHOLD or value <= most)
 
     monkeypatch.setattr("ctypes.CDLL", lambda name: Library)
-    for name in VARIABLES:
+    for name in MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert keep_freed_heap() == (most > 0)
     assert asked[: len(tried)] == [(M_MMAP_THRESHOLD, size << 20) for size in tried]

@@ -39,16 +39,16 @@ class StopSignalHandler:
 
     Attributes:
         saves: The run saves checkpoints.
-        more: Names of further stop signals.
+        extra_signals: Names of further stop signals.
         prints: This process reports signals, because it has no launcher that does.
         received: Names of the received signals; ranks agree on them between steps and during evaluations.
         training_started: The first step has started.
         is_final: The run has stopped although no rank had a signal, so the launcher must not restart it.
     """
 
-    def __init__(self, saves: bool = True, more: Sequence[str] = (), prints: bool = False):
+    def __init__(self, saves: bool = True, extra_signals: Sequence[str] = (), prints: bool = False):
         self.saves = saves
-        self.more = more
+        self.extra_signals = extra_signals
         self.prints = prints
         self.received: list[str] = []
         self.training_started = False
@@ -60,7 +60,7 @@ class StopSignalHandler:
 
         A signal that the parent process ignores, as under nohup, remains ignored.
         """
-        for number in {*STOP_SIGNALS, *KILL_SIGNALS, *(signal.Signals[name] for name in self.more)}:
+        for number in {*STOP_SIGNALS, *KILL_SIGNALS, *(signal.Signals[name] for name in self.extra_signals)}:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)

@@ -25,7 +25,7 @@ STATISTICS = {  # name -> statistic of torch's CUDA allocator
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MAX_HEAP_BLOCK_BYTES = (64 << 20, 32 << 20)  # the first value that glibc accepts is used
 HEAP_KEEP_BYTES = 512 << 20
-VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
+MALLOC_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
 
 
 def memory_stats(mesh: Mesh) -> dict[str, float]:
@@ -84,7 +84,7 @@ def keep_freed_heap() -> bool:
     Otherwise every step pays for new pages (docs/experiments.md). Returns False if nothing was changed, because of
     another C library, or because the user has set malloc's variables.
     """
-    if any(map(getenv, VARIABLES)):
+    if any(map(getenv, MALLOC_VARIABLES)):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
