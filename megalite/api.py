@@ -142,23 +142,26 @@ def verify(config: RunConfig, *, steps: int = 3, dtype: str = "float64", **flags
     return _run_json("verify", config, steps=steps, dtype=dtype, **flags)
 
 
-def convert(way: Direction, source: str | Path, target: str | Path, **flags: Any) -> Path:
+def convert(direction: Direction, source: str | Path, target: str | Path, **flags: Any) -> Path:
     """Convert weights from or to Hugging Face or Megatron-LM, and return `target`.
 
-    The other side is a megalite checkpoint. `flags` are flags of megalite convert, such as check=True,
-    dtype="bfloat16".
+    Args:
+        direction: the external format. The other side is a megalite checkpoint.
+        source: the directory to read.
+        target: the directory to write.
+        flags: flags of megalite convert, such as check=True, dtype="bfloat16".
 
     Raises:
         ConfigError: if flags contradict each other.
         CommandError: if the weights cannot be converted exactly, or a check finds a difference.
     """
-    if way not in get_args(Direction):
-        raise ConfigError([f"way={way!r} is not one of {', '.join(get_args(Direction))}; give one"])
+    if direction not in get_args(Direction):
+        raise ConfigError([f"direction={direction!r} is not one of {', '.join(get_args(Direction))}; give one"])
     source_path, target_path = _to_path("source", source), _to_path("target", target)
-    if way.startswith("from"):
-        paths = {way: source_path, "save": target_path}
+    if direction.startswith("from"):
+        paths = {direction: source_path, "save": target_path}
     else:
-        paths = {"load": source_path, way: target_path}
+        paths = {"load": source_path, direction: target_path}
     _run("convert", _to_args({**paths, **_check_flags("convert", flags)}))
     return Path(target)
 
