@@ -165,10 +165,12 @@ def run_checks(args: argparse.Namespace, directory: Path, external: ExternalMode
     if importlib.util.find_spec("transformers") is None:
         print("check: logits are not compared; pip install transformers for that")
         return success
-    tokenizer = open_tokenizer(checkpoint_config(local.source.manifest, local.source.directory).data)
+    tokenizer = open_tokenizer(checkpoint_config(local.checkpoint.manifest, local.checkpoint.directory).data)
     ids = tokenizer.encode(SAMPLE_TEXT) if tokenizer is not None and not tokenizer.is_null else None
     use_main_weights = args.dtype == "float32"
-    verdict = compare_logits(directory, local.source, saved_model(local.source), external.rows, ids, use_main_weights)
+    verdict = compare_logits(
+        directory, local.checkpoint, saved_model(local.checkpoint), external.rows, ids, use_main_weights
+    )
     print(verdict)
     is_rounded = args.dtype in ("bfloat16", "float16")
     return success and (is_rounded or verdict.largest <= LOGIT_BOUND * max(1.0, verdict.scale))
@@ -296,13 +298,13 @@ def layers_agree(
     """
     bits = compare(external.tensors, local, checkpoint_specs(external.model, vocab_size))
     print(bits)
-    model = saved_model(local.source)
-    stored_dtype = local.source.dtype("model/embedding.word")
+    model = saved_model(local.checkpoint)
+    stored_dtype = local.checkpoint.dtype("model/embedding.word")
     dtype = local.dtype_of("embedding.word")
-    is_rounded = dtype != stored_dtype or (model.apply_layernorm_1p and local.used)
+    is_rounded = dtype != stored_dtype or (model.apply_layernorm_1p and local.offset_specs)
     verdict = independent_import.compare_layers(
         reading,
-        local.source,
+        local.checkpoint,
         model,
         vocab_size,
         use_main_weights=local.dtype == torch.float32,

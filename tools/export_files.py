@@ -61,7 +61,7 @@ def write_initial_checkpoint(
         raise CheckpointError(f"save={str(directory)!r} already holds checkpoints; give another directory")
     producers = []
     for tensor in tensors:
-        boxes = [(spec.stored_name, stored_box(box, specs[spec.name])) for spec, box in tensor.recipe.parts]
+        boxes = [(spec.stored_name, stored_box(box, specs[spec.name])) for spec, box in tensor.mapping.parts]
         parts = [(name, box) for name, box in boxes if box is not None]
         if parts:
             values = functools.partial(_stored_values, tensor, specs)
@@ -75,7 +75,7 @@ def write_initial_checkpoint(
 
 def stored_boxes(tensor: ExternalTensor, specs: Specs) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
     """Yield (parameter, rectangle, values) for an external tensor, without rows that a checkpoint omits."""
-    for spec, box, values in split(tensor.recipe, tensor.read()):
+    for spec, box, values in split(tensor.mapping, tensor.read()):
         stored = stored_box(box, specs[spec.name])
         if stored is not None:
             yield spec, stored, values[: stored.shape[0]]

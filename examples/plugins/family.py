@@ -13,7 +13,7 @@ A family is used in both directions. Its name is the model_type. All fields that
 from dataclasses import replace
 
 import megalite
-from megalite.interop.name_mapping import FAMILIES, ModelFamily, rules
+from megalite.interop.name_mapping import FAMILIES, ModelFamily, parse_rules
 
 NAMES = """
 tokens.weight = embedding.word
@@ -34,7 +34,7 @@ acme = replace(
     LLAMA,
     name="acme",
     architecture="AcmeForCausalLM",
-    rules=rules(NAMES, "blocks.{n}."),
+    rules=parse_rules(NAMES, "blocks.{n}."),
     prefix="",
     keys={**LLAMA.keys, "hidden_size": "width", "num_layers": "depth"},
 )

@@ -42,7 +42,7 @@ class TensorRule:
     duplicates: tuple[str, ...] = ()
 
 
-def rules(text: str, layer: str) -> tuple[TensorRule, ...]:
+def parse_rules(text: str, layer: str) -> tuple[TensorRule, ...]:
     """Parse rules, one per line: `EXTERNAL = PARAM + PARAM (FORM)` or `EXTERNAL = PARAM | DUPLICATED`.
 
     The prefixes `layer.` and `our.` stand for the names of layer n. A line with stars is two rules, one for the weight
@@ -141,7 +141,7 @@ def _families() -> dict[str, ModelFamily]:
             if key in values:
                 rule_sets = [TABLES["rules"][rule_set] for rule_set in values[key]]
                 values[key] = tuple(
-                    rule for rule_set in rule_sets for rule in rules(rule_set["lines"], rule_set["layer"])
+                    rule for rule_set in rule_sets for rule in parse_rules(rule_set["lines"], rule_set["layer"])
                 )
         base = families[values.pop("like")] if "like" in values else None
         values["name"] = name

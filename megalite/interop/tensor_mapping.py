@@ -83,12 +83,12 @@ class TensorMapping:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the external tensor."""
-        shapes = [_shape(box, spec, self.form) for spec, box in self.parts]
+        shapes = [_external_shape(box, spec, self.form) for spec, box in self.parts]
         row_shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         return row_shape[::-1] if self.form == "columns" else row_shape
 
 
-def _shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
+def _external_shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
     """Return the shape of a rectangle within an external tensor, in which stacked matrices are one below the other."""
     shape = box.shape
     if form == "row":
@@ -103,7 +103,7 @@ def _shape(box: Box, spec: ParamSpec, form: str) -> tuple[int, ...]:
     return (math.prod(shape[: num_stacked + 1]), *shape[num_stacked + 1 :])
 
 
-def _reversed(x: Tensor) -> Tensor:
+def _reverse_inner_dims(x: Tensor) -> Tensor:
     """Reverse all dims of `x` but the first."""
     return x.permute(0, *range(x.dim() - 1, 0, -1))
 
@@ -119,7 +119,7 @@ def box_for_rank(sizes: Mapping[str, int], ranks: Mapping[str, int]) -> BoxOf:
 UNSHARDED = box_for_rank({}, {})  # the full parameter, on a single rank
 
 
-def _part(reference: str, specs: Specs, box_of: BoxOf) -> Part | None:
+def _resolve_reference(reference: str, specs: Specs, box_of: BoxOf) -> Part | None:
     """Return the rectangle of NAME, NAME[i] or NAME[e,i] on a rank, or None if there is no such parameter."""
     name, _, index = reference.partition("[")
     if name not in specs:
@@ -130,13 +130,13 @@ def _part(reference: str, specs: Specs, box_of: BoxOf) -> Part | None:
     return specs[name], Box((*fixed, *box.start[num_fixed:]), (*(i + 1 for i in fixed), *box.stop[num_fixed:]))
 
 
-def _numbers(rule: TensorRule, specs: Specs, box_of: BoxOf, layers: range) -> Iterator[tuple[int, int]]:
+def _tensor_indices(rule: TensorRule, specs: Specs, box_of: BoxOf, layers: range) -> Iterator[tuple[int, int]]:
     """Yield (layer n, expert e) of every tensor of a rule. e counts from the rank's first expert."""
     has_experts = "{e}" in rule.external
     for n in layers if "{n}" in rule.external else (0,):
         num_experts = 1
         if has_experts:
-            part = _part(rule.params[0].partition("[")[0].format(n=n), specs, box_of)
+            part = _resolve_reference(rule.params[0].partition("[")[0].format(n=n), specs, box_of)
             num_experts = 0 if part is None else part[1].shape[0]
         yield from ((n, e) for e in range(num_experts))
 
@@ -168,12 +168,12 @@ def build_mappings(
     replaced: set[str] = set()  # those with a mapping by an alternative rule
     for rules in (naming.alternatives, naming.rules):
         for rule in rules:
-            for n, e in _numbers(rule, specs, box_of, layers):
+            for n, e in _tensor_indices(rule, specs, box_of, layers):
                 external_name = rule.external.format(n=n - layers.start, e=e)
                 if rules is naming.alternatives and external_name not in stored_names:
                     continue
                 for is_duplicate, references in ((False, rule.params), (True, rule.duplicates)):
-                    parts = [_part(reference.format(n=n, e=e), specs, box_of) for reference in references]
+                    parts = [_resolve_reference(reference.format(n=n, e=e), specs, box_of) for reference in references]
                     existing = tuple(part for part in parts if part is not None)
                     names = {spec.name for spec, _ in existing}
                     if existing and len(existing) == len(parts) and not names & replaced:
@@ -191,14 +191,14 @@ def split(mapping: TensorMapping, external: Tensor) -> Iterator[tuple[ParamSpec,
 
     The values are views if possible.
     """
-    rows = [_shape(box, spec, mapping.form)[0] for spec, box in mapping.parts]
+    rows = [_external_shape(box, spec, mapping.form)[0] for spec, box in mapping.parts]
     if mapping.form == "groups":
         pieces = external.unflatten(0, (mapping.groups, -1)).split([n // mapping.groups for n in rows], 1)
     else:
         pieces = (external.T if mapping.form == "columns" else external).split(rows)
     for (spec, box), piece in zip(mapping.parts, pieces, strict=True):
         if mapping.form == "reversed":
-            piece = _reversed(piece.reshape(box.shape[0], *box.shape[:0:-1]))
+            piece = _reverse_inner_dims(piece.reshape(box.shape[0], *box.shape[:0:-1]))
         yield spec, box, piece.reshape(box.shape)
 
 
@@ -208,8 +208,8 @@ def join(mapping: TensorMapping, read: Callable[[ParamSpec, Box], Tensor]) -> Te
     for spec, box in mapping.parts:
         values = read(spec, box)
         if mapping.form == "reversed":
-            values = _reversed(values)
-        pieces.append(values.reshape(_shape(box, spec, mapping.form)))
+            values = _reverse_inner_dims(values)
+        pieces.append(values.reshape(_external_shape(box, spec, mapping.form)))
     if mapping.form == "groups":
         return torch.cat([piece.unflatten(0, (mapping.groups, -1)) for piece in pieces], 1).flatten(0, 1)
     rows = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
@@ -238,13 +238,13 @@ class ExternalTensor:
     """An external tensor with its mapping.
 
     Attributes:
-        recipe: The mapping.
+        mapping: The rectangles of megalite's parameters that it consists of.
         dtype: Its dtype.
         location: Its location, for messages.
-        load: Returns its values, of shape `recipe.shape`.
+        load: Returns its values, of shape `mapping.shape`.
     """
 
-    recipe: TensorMapping
+    mapping: TensorMapping
     dtype: torch.dtype
     location: str
     load: Callable[[], Tensor]
@@ -332,8 +332,8 @@ def match_tensors(
                 matches.append(ExternalTensor(expected[name], tensor.dtype, tensor.location, tensor.load))
     raise_problems(lines, title)
     firsts: dict[tuple[tuple[str, Box], ...], ExternalTensor] = {}
-    for tensor in sorted(matches, key=lambda tensor: tensor.recipe.is_duplicate):
-        first = firsts.setdefault(tuple((spec.name, box) for spec, box in tensor.recipe.parts), tensor)
+    for tensor in sorted(matches, key=lambda tensor: tensor.mapping.is_duplicate):
+        first = firsts.setdefault(tuple((spec.name, box) for spec, box in tensor.mapping.parts), tensor)
         if tensor is not first and not torch.equal(tensor.read(), first.read()):
             lines.append(f"{tensor.location} differs from {first.location}, which it repeats; {remedy}")
     raise_problems(lines, title)
@@ -430,10 +430,10 @@ def load_external_weights(
 
 def _fill(tensor: ExternalTensor, targets: Mapping[str, Sequence[tuple[Box, Tensor]]]) -> None:
     """Write the values of a tensor into the targets, and do not read it if none needs them."""
-    parts = tensor.recipe.parts
+    parts = tensor.mapping.parts
     if all(intersect(target_box, box) is None for spec, box in parts for target_box, _ in targets.get(spec.name, ())):
         return
-    for spec, box, values in split(tensor.recipe, tensor.read()):
+    for spec, box, values in split(tensor.mapping, tensor.read()):
         for target_box, target in targets.get(spec.name, ()):
             if (overlap := intersect(target_box, box)) is not None:
                 target[slices_within(overlap, target_box)] = values[slices_within(overlap, box)].to(target)
@@ -466,33 +466,33 @@ class ExportSource:
     """A megalite checkpoint as the source of an export.
 
     Attributes:
-        source: The checkpoint.
+        checkpoint: The megalite checkpoint.
         dtype: The dtype of exported values; None: as stored. For fp32, the more exact main weights are read.
-        used: The parameters of the model, for a format that stores values as they are used. A parameter that is stored
-            as a difference (zero-centered norm weights) gets its offset back.
+        offset_specs: The parameters of the model, for a format that stores values as they are used. A parameter that is
+            stored as a difference (zero-centered norm weights) gets its offset back.
     """
 
-    source: Checkpoint
+    checkpoint: Checkpoint
     dtype: torch.dtype | None = None
-    used: Specs | None = None
+    offset_specs: Specs | None = None
 
     def _key(self, name: str) -> str:
         """Return the name of the stored tensor with the best values of a parameter."""
         kinds = ("state", "optimizer.main") if self.dtype == torch.float32 else ("state",)
-        keys = [key for kind in kinds if (key := f"{kind}/{name}") in self.source.manifest.tensors]
+        keys = [key for kind in kinds if (key := f"{kind}/{name}") in self.checkpoint.manifest.tensors]
         return keys[0] if keys else f"model/{name}"
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the exported dtype of a parameter."""
-        return self.dtype or self.source.dtype(self._key(name))
+        return self.dtype or self.checkpoint.dtype(self._key(name))
 
     def offset(self, name: str) -> float:
         """Return the offset that is added to the stored values of a parameter."""
-        return 0.0 if self.used is None else self.used[name].stored_offset
+        return 0.0 if self.offset_specs is None else self.offset_specs[name].stored_offset
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return the exported values of a rectangle of a parameter."""
-        values = self.source.read(self._key(name), box)
+        values = self.checkpoint.read(self._key(name), box)
         if offset := self.offset(name):
             values = values + offset
         return values if self.dtype is None else values.to(self.dtype)

@@ -190,7 +190,7 @@ def test_offset_norms_equal_transformers(family: str, one_plus: bool, tmp_path: 
 
 def _by_name(ours: ExportSource, name: str) -> float:
     """The rule that wrote q_norm and k_norm as 0.0005 where 1.0005 was meant."""
-    return float(ours.used is not None and (name.endswith(".norm.weight") or name == "final_norm.weight"))
+    return float(ours.offset_specs is not None and (name.endswith(".norm.weight") or name == "final_norm.weight"))
 
 
 def _all_norms(ours: ExportSource, name: str) -> float:

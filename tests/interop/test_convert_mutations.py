@@ -66,13 +66,13 @@ TARGETS = {
 def test_mutated_files_are_read_or_refused(target: str, tmp_path: Path) -> None:
     path, read = TARGETS[target](tmp_path / "files")
     content = path.read_bytes()
-    assert all(one.read().shape == one.recipe.shape for one in read())
+    assert all(one.read().shape == one.mapping.shape for one in read())
     refused = 0
     for seed in range(ROUNDS):
         path.write_bytes(mutated(content, random.Random(seed)))
         try:
             for one in read():
-                assert one.read().shape == one.recipe.shape
+                assert one.read().shape == one.mapping.shape
         except CheckpointError:
             refused += 1
     assert refused > ROUNDS // 4

@@ -10,7 +10,7 @@ from formulas import head_flops, layer_flops, mean_keys
 from train_cases import config_from
 
 from megalite.config.options import build
-from megalite.interop.name_mapping import rules
+from megalite.interop.name_mapping import parse_rules
 from megalite.models.families import PRESETS
 from megalite.models.specs import model_specs
 from megalite.planning.layer_kinds import flops_per_token
@@ -53,11 +53,11 @@ def test_stages_partition_the_parameters(tied: bool) -> None:
 
 
 def test_starred_family_rule_is_two_rules() -> None:
-    weight, bias = rules("layer.c_attn.* = our.q* + our.kv*[0] (columns)", "h.{n}.")
+    weight, bias = parse_rules("layer.c_attn.* = our.q* + our.kv*[0] (columns)", "h.{n}.")
     assert (weight.external, weight.params) == ("h.{n}.c_attn.weight", ("layers.{n}.q", "layers.{n}.kv[0]"))
     assert (bias.external, bias.params) == ("h.{n}.c_attn.bias", ("layers.{n}.q_bias", "layers.{n}.kv_bias[0]"))
     assert (weight.form, bias.form) == ("columns", "rows")
-    (head,) = rules("lm_head.weight = head | embedding.word", "")
+    (head,) = parse_rules("lm_head.weight = head | embedding.word", "")
     assert (head.params, head.duplicates) == (("head",), ("embedding.word",))
 
 

@@ -237,7 +237,7 @@ def write_model(
         FAMILIES.get(family), specs, model.num_kv_groups, range(model.num_layers)
     )
     mappings = [mapping for mapping in all_mappings if not mapping.is_duplicate]
-    rows = min(source.source.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.is_vocab)
+    rows = min(source.checkpoint.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.is_vocab)
     if rows < vocab_size:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
     with tensor_mapping.atomic_directory(directory) as staging_dir:

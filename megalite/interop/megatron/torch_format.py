@@ -33,7 +33,7 @@ from megalite.common.tables import load_table
 from megalite.common.text_file import read_small_bytes
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern, parse_layer_pattern
 from megalite.config.options import ModelConfig, gelu_variant
-from megalite.interop.name_mapping import TensorNames, rules
+from megalite.interop.name_mapping import TensorNames, parse_rules
 from megalite.interop.tensor_mapping import (
     ExternalModel,
     FileTensor,
@@ -46,8 +46,8 @@ from megalite.interop.tensor_mapping import (
 from megalite.models.specs import checkpoint_specs
 
 NAME_TABLE = load_table(__file__, "names")
-_CORE_RULES = rules(NAME_TABLE["core"], "decoder.layers.{n}.")
-_STACKED_RULES = rules(NAME_TABLE["stacked"], "decoder.layers.{n}.mlp.experts.experts.")
+_CORE_RULES = parse_rules(NAME_TABLE["core"], "decoder.layers.{n}.")
+_STACKED_RULES = parse_rules(NAME_TABLE["stacked"], "decoder.layers.{n}.mlp.experts.experts.")
 SHARED_OPTIONS = tuple(f.name for f in fields(ModelConfig) if f.name not in NAME_TABLE["otherwise"])
 # activations that have a flag in Megatron-LM; the others are variants of gelu
 ACTIVATION_FLAGS = ("swiglu", "squared_relu")

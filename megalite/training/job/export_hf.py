@@ -133,7 +133,7 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     if checkpoint.export_hf is None:
         return None
     family, target = export_family(config), Path(checkpoint.export_hf)
-    directory = None if checkpoint.save is None else storage.checkpoint_dir(checkpoint.save, run.state.step)
+    directory = None if checkpoint.save is None else storage.checkpoint_dir(checkpoint.save, run.progress.step)
     is_saved = directory is not None and "COMPLETE" in storage.storage_of(directory).list_files(directory)
     temporary = target.with_name(f".{target.name}.weights")
 
@@ -144,7 +144,7 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
     try:
         if directory is None or not broadcast_int(is_saved, mesh):
             run_on_all_ranks(mesh, remove_temporary, f"creating {temporary}")
-            directory = saver.save(temporary, run.state.step, shards_to_save(run, optimizer=False), {}, mesh)
+            directory = saver.save(temporary, run.progress.step, shards_to_save(run, optimizer=False), {}, mesh)
         if not mesh.world.is_first:
             return None
         external_dir = named_external_dir(config)
@@ -157,7 +157,8 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
         else:
             files, note = hugging_face.auxiliary_files(external_dir), None
         source = ExportSource(
-            Checkpoint(directory, manifests.load_manifest(directory)), used=model_specs(config.model, run.vocab_size)
+            Checkpoint(directory, manifests.load_manifest(directory)),
+            offset_specs=model_specs(config.model, run.vocab_size),
         )
         written = write_model(target, source, config.model, family, run.vocab_size, tokens=token_ids, files=files)
     finally:
