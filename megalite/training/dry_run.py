@@ -122,7 +122,7 @@ def dry_run_rank(plan: RunPlan, sources: DatasetBundle, rank: int) -> RankDryRun
 def _run_step(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
     """Take one step and return the memory and the collectives that `shapes` and the mesh have recorded."""
     run.rerun_mode = "disabled"  # a rerun would not give equal results
-    run.state.consumed_samples = run.batch_sizes.milestones[-1][0]
+    run.progress.consumed_samples = run.batch_sizes.milestones[-1][0]
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
     start_p2p = run.pipeline._start_p2p
     bytes_after_forward = [0]

@@ -127,7 +127,7 @@ def _find_differences(run: Run) -> tuple[str, list[MajorityRepair]]:
     differences = _main_weight_mismatches(run)
     replica_differences, majority = _compare_hashes(mesh, _replicated_tensors(run))
     differences += replica_differences
-    progress = json.dumps([run.state.to_json(), run.optimizer.num_updates, run.loss_scaler.to_json()])
+    progress = json.dumps([run.progress.to_json(), run.optimizer.num_updates, run.loss_scaler.to_json()])
     progress_hash = _hash(torch.frombuffer(bytearray(progress.encode()), dtype=torch.uint8))
     local = torch.tensor([len(differences), progress_hash, -progress_hash], dtype=torch.int64, device=mesh.device)
     max_differences, max_hash, negated_min_hash = all_reduce_(local, mesh.world, dist.ReduceOp.MAX).tolist()

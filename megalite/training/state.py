@@ -136,7 +136,7 @@ class Run:
     rerun_mode: str = "disabled"  # --rerun-mode
     replica_action: str | None = None  # --check-replicas-action; None if replicas of weights are not compared
     spikes: SpikeDetector = field(default_factory=SpikeDetector)
-    state: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)
     valid_loaders: list[NamedDataset[Loader]] = field(default_factory=list)
     test_loaders: list[NamedDataset[Loader]] = field(default_factory=list)
     ledger: DataLedger | None = None  # record of the training data; None for generated data
@@ -145,8 +145,8 @@ class Run:
 
     def skip_step(self) -> None:
         """Skip the next step and its samples."""
-        batch_size = self.batch_sizes.at(self.state.consumed_samples)
-        self.state.advance(batch_size, tokens=batch_size * self.seq_length, skipped=True)
+        batch_size = self.batch_sizes.at(self.progress.consumed_samples)
+        self.progress.advance(batch_size, tokens=batch_size * self.seq_length, skipped=True)
 
     def close(self) -> None:
         """Stop the threads of the data loaders."""

@@ -47,12 +47,12 @@ def train_step(
     """
     start = time.perf_counter()
     mesh = run.mesh
-    state = run.state
-    step = state.step + 1
-    batch_size = run.batch_sizes.at(state.consumed_samples)
+    progress = run.progress
+    step = progress.step + 1
+    batch_size = run.batch_sizes.at(progress.consumed_samples)
     with timers("batch-generator", 2), mesh.phase_timer.span("data", "wait for data"):
         inject_fault("data.get", mesh.world.rank, step)
-        host_batches, _ = run.train_loader.get(state.consumed_samples, batch_size)
+        host_batches, _ = run.train_loader.get(progress.consumed_samples, batch_size)
     data_s = time.perf_counter() - start
     token_weight = _labels_per_token(run, host_batches)
     batches = [replace(to_device(batch, mesh.device, step), token_weight=token_weight) for batch in host_batches]
@@ -84,8 +84,8 @@ def train_step(
     run.loss_scaler.update(overflow=not sums.finite)
     run.spikes.record(sums.loss, sums.grad_norm, skipped)
     tokens = round(sums.tokens)
-    state.advance(batch_size, tokens=tokens, skipped=skipped)
-    next_lr = run.schedules.lr.at(state.consumed_samples - state.skipped_samples)
+    progress.advance(batch_size, tokens=tokens, skipped=skipped)
+    next_lr = run.schedules.lr.at(progress.consumed_samples - progress.skipped_samples)
     return StepResult(
         loss=sums.loss,
         grad_norm=sums.grad_norm,
@@ -137,7 +137,7 @@ def _validate_step(
     sums = reduce_sums(losses)
     replica_mismatch = None
     if sums.replicas_differ and run.replica_action:
-        replica_mismatch = check_replicas(run, run.state.step + 1, run.replica_action, checksums_differ=True)
+        replica_mismatch = check_replicas(run, run.progress.step + 1, run.replica_action, checksums_differ=True)
         if run.replica_action == "repair":
             losses, _ = rerun_forward_backward(run, batches)
             sums = reduce_sums(losses)
@@ -150,10 +150,10 @@ def _validate_step(
 def _invalid_result(run: Run, anomaly: Anomaly | None, batch_size: int) -> InvalidResultError:
     """Return the error for the current step's anomaly, which names its samples and the remedies."""
     assert anomaly is not None
-    state = run.state
-    samples = format_samples(run, range(state.consumed_samples, state.consumed_samples + batch_size))
+    progress = run.progress
+    samples = format_samples(run, range(progress.consumed_samples, progress.consumed_samples + batch_size))
     return InvalidResultError(
-        f"step {state.step + 1}: {anomaly.reason} at {samples}; nothing was updated; {anomaly.finding}. "
+        f"step {progress.step + 1}: {anomaly.reason} at {samples}; nothing was updated; {anomaly.finding}. "
         "Look at these samples, lower --lr (and give --override-opt-param-scheduler), or skip such steps with "
         "--no-check-for-nan-in-loss-and-grad"
     )
@@ -173,7 +173,7 @@ def _reduce_step_sums(
         num_tokens: The tokens of the global batch by which the pipeline divided the gradients.
     """
     mesh = run.mesh
-    inject_fault("step.after_reduce", mesh.world.rank, run.state.step + 1, run.buffer.first_bucket_grad)
+    inject_fault("step.after_reduce", mesh.world.rank, run.progress.step + 1, run.buffer.first_bucket_grad)
     names = [*REDUCED_FIELDS]
     if count_zeros:
         names.append("zeros")
@@ -209,7 +209,7 @@ def _reduce_step_sums(
 
 def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
     """Clip the gradient, update the elements that this rank owns, and start the all-gather of the weights."""
-    samples = run.state.consumed_samples - run.state.skipped_samples
+    samples = run.progress.consumed_samples - run.progress.skipped_samples
     clip = min(1.0, run.clip_grad / (grad_norm + 1e-6)) if run.clip_grad > 0 else 1.0
     with run.mesh.phase_timer.span("checkpoint", "wait for the save"):
         run.before_update()
@@ -225,7 +225,7 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
         with timers("params-all-gather", 1):
             run.buffer.start_param_sync()
     run.expert_balancer.update_bias()
-    inject_fault("step.after_update", run.mesh.world.rank, run.state.step + 1, run.buffer.first_bucket_weight)
+    inject_fault("step.after_update", run.mesh.world.rank, run.progress.step + 1, run.buffer.first_bucket_weight)
 
 
 def parameter_norm(run: Run) -> float:

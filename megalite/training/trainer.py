@@ -130,13 +130,13 @@ def evaluation_sums(
     """Return the sum of the losses and the number of labels that count; arguments and errors as for `evaluate`."""
     mesh = run.mesh
     size = run.eval_batch_size
-    inject_fault("eval.begin", mesh.world.rank, run.state.step)
+    inject_fault("eval.begin", mesh.world.rank, run.progress.step)
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     start = time.monotonic()
     next_check = 1  # in batches
     for i in range(iters):
         host_batches, _ = data.get(i * size, size)
-        loss = run.pipeline.evaluate([to_device(batch, mesh.device, run.state.step) for batch in host_batches])
+        loss = run.pipeline.evaluate([to_device(batch, mesh.device, run.progress.step) for batch in host_batches])
         if mesh.pp.is_last and mesh.tp.is_first:
             sums[0] += loss
             sums[1:] += float(sum(batch.num_targets for batch in host_batches))
@@ -177,7 +177,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._start = time.monotonic()
-        self._first_step = self.run.state.step + 1
+        self._first_step = self.run.progress.step + 1
         self._config_toml = dump_config(self.config)
         self._log_interval = effective_log_interval(self.config, self.run.last_step)
         self._steps_since_log: list[StepResult] = []  # steps since the last log line
@@ -194,15 +194,15 @@ class Trainer:
             why_no_label_counts(self.config.data),
         )
         minutes = self.config.checkpoint.save_interval_mins
-        self._save_timer = None if minutes is None else SaveTimer(60 * minutes, self.run.mesh, self.run.state.step)
+        self._save_timer = None if minutes is None else SaveTimer(60 * minutes, self.run.mesh, self.run.progress.step)
 
     def steps(self) -> Iterator[dict[str, Any]]:
         """Yield the keyword arguments of `train_step` for each step; pass its result to `end_step`."""
         run = self.run
         skip = self.config.train.iterations_to_skip
         run_callbacks("on_train_start", run)
-        while self._early_end is None and run.state.step < run.last_step:
-            if skip and run.state.step + 1 in skip:
+        while self._early_end is None and run.progress.step < run.last_step:
+            if skip and run.progress.step + 1 in skip:
                 run.skip_step()
             else:
                 yield self._begin_step()
@@ -236,7 +236,7 @@ class Trainer:
     def _begin_step(self) -> dict[str, Any]:
         """Prepare the observers for a step and return the keyword arguments of `train_step`."""
         run, log, timers = self.run, self.config.log, self.monitors.timers
-        step = run.state.step + 1
+        step = run.progress.step + 1
         self.monitors.watchdog.set_activity("step", step)
         if step == log.profile_pipeline or timers.level == 2:
             run.pipeline.timeline = []
@@ -260,9 +260,9 @@ class Trainer:
         result = replace(result, step_s=self._begin_step_s + result.step_s)
         self._record_step(result)
         if result.replica_mismatch:
-            self._log_replica_mismatch(result.replica_mismatch, run.state.step)
+            self._log_replica_mismatch(result.replica_mismatch, run.progress.step)
         unreliable = self._anomalies.handle(result)
-        step, stop = run.state.step, result.stop
+        step, stop = run.progress.step, result.stop
         stopping = result.stop or bool(unreliable) or _is_due(train.exit_interval, step)
         logged = _is_due(self._log_interval, step) or step in (self._first_step, run.last_step) or stopping
         run_callbacks("on_train_step_end", run, result)
@@ -297,7 +297,7 @@ class Trainer:
     def _record_step(self, result: StepResult) -> None:
         """Pass a finished step to the observers."""
         run = self.run
-        step = run.state.step
+        step = run.progress.step
         self.monitors.watchdog.set_activity("after the step", step)
         self.monitors.time_breakdown.after_step(result.data_s, result.step_s)
         self._steps_since_log.append(result)
@@ -348,7 +348,7 @@ class Trainer:
         Collective if a line is due, or if a point needs the norm of the parameters.
         """
         run, log, logger = self.run, self.config.log, self.logger
-        step = run.state.step
+        step = run.progress.step
         tensorboard_due = log.tensorboard_dir is not None and _is_due(log.tensorboard_log_interval, step)
         norm = parameter_norm(run) if log.log_params_norm and (due or tensorboard_due) else None
         if tensorboard_due:
@@ -375,18 +375,18 @@ class Trainer:
     def _save(self, last: bool = False) -> None:
         """Save a checkpoint of the current step, unless there is one already; collective."""
         run, saver, logger = self.run, self.saver, self.logger
-        if saver is None or self.saved_step == run.state.step:
+        if saver is None or self.saved_step == run.progress.step:
             return
-        logger.info(saver.save_message(run.state.step))
-        self.monitors.watchdog.set_activity("save", run.state.step)
+        logger.info(saver.save_message(run.progress.step))
+        self.monitors.watchdog.set_activity("save", run.progress.step)
         with self.monitors.timers("save-checkpoint", 0), self.monitors.time_breakdown("checkpoint"):
             save(run, saver, self._config_toml, optimizer=not self.config.checkpoint.no_save_optim, last=last)
-        self.saved_step = run.state.step
+        self.saved_step = run.progress.step
         run_callbacks("on_save_checkpoint", run)
         if self._save_timer is not None:
             self._save_timer.restart(self.saved_step)
         self._log_saves()
-        logger.log_save(run.state, saver.background and not last)
+        logger.log_save(run.progress, saver.background and not last)
         self._log_timers(("save-checkpoint",))
 
     def _evaluate(self, sets: Sequence[NamedDataset[Loader]], suffix: str) -> bool:
@@ -395,27 +395,29 @@ class Trainer:
         Args:
             suffix: "" during training, " on validation set" or " on test set" at its end (`log_validation`).
         """
-        logger, state, monitors = self.logger, self.run.state, self.monitors
+        logger, progress, monitors = self.logger, self.run.progress, self.monitors
         iters = self.config.train.eval_iters
         for named in sets if iters > 0 else ():
-            monitors.watchdog.set_activity("evaluate", state.step)
+            monitors.watchdog.set_activity("evaluate", progress.step)
             with monitors.collector.evaluation(), monitors.timers("evaluate", 0), monitors.time_breakdown("evaluation"):
-                with logger.evaluation_bar(state.step, named.name, iters) as bar:
+                with logger.evaluation_bar(progress.step, named.name, iters) as bar:
                     try:
                         loss_sum, labels = evaluation_sums(self.run, named.data, iters, bar.add, self._stop_requested)
                     except EvaluationInterrupted as error:
                         reason = self._stop_reason or "requested by another rank"
                         logger.info(
-                            f"stopping ({reason}): the evaluation of step {state.step} ends {error}, without a loss"
+                            f"stopping ({reason}): the evaluation of step {progress.step} ends {error}, without a loss"
                         )
                         return True
             if not labels:
                 set_name = f"the set {named.name}" if named.name else "an evaluation"
                 reason = why_no_label_counts(self.config.data)
-                logger.info(f"WARNING: step {state.step}: no label of {set_name} counts, so it has no loss: {reason}")
+                logger.info(
+                    f"WARNING: step {progress.step}: no label of {set_name} counts, so it has no loss: {reason}"
+                )
                 continue
             loss = loss_sum / labels
-            logger.log_validation(state, loss, named, suffix)
+            logger.log_validation(progress, loss, named, suffix)
             run_callbacks("on_eval_end", self.run, named.name, loss)
             self._log_timers(("evaluate",))
         return False
@@ -428,7 +430,7 @@ class Trainer:
     def _log_timers(self, names: Sequence[str], steps: int = 1) -> None:
         """Log the timers `names` per step and reset them; collective if timers are on."""
         if seconds := self.monitors.timers.reduce_and_reset(names, steps):
-            self.logger.log_timers(self.run.state.step, seconds)
+            self.logger.log_timers(self.run.progress.step, seconds)
 
 
 def step_metrics(run: Run, results: Sequence[StepResult], params_norm: float | None) -> dict[str, Any]:
@@ -445,7 +447,7 @@ def step_metrics(run: Run, results: Sequence[StepResult], params_norm: float | N
     return {
         **vars(results[-1]),
         **results[-1].moe_metrics,
-        **run.state.to_json(),
+        **run.progress.to_json(),
         **means,
         "z_loss": means["z_loss"] or None,  # it is 0 only if it is disabled
         "last_step": run.last_step,

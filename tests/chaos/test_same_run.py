@@ -38,11 +38,11 @@ def _note_what_is_read(base: Path, rank: int) -> None:
     file, train_step = open(base / f"read-{rank}.jsonl", "a", buffering=1), module.train_step  # noqa: SIM115
 
     def noted(run, *args, **options):  # type: ignore[no-untyped-def]
-        hosts, _ = run.train_loader.get(run.state.consumed_samples, BATCH)
+        hosts, _ = run.train_loader.get(run.progress.consumed_samples, BATCH)
         batches = list(hosts)
         rows = [(int(i), one.tokens_SB[:, b].tolist()) for one in batches for b, i in enumerate(one.sample_ids_B)]
         result = train_step(run, *args, **options)
-        file.write(json.dumps([run.state.step, rows]) + "\n")
+        file.write(json.dumps([run.progress.step, rows]) + "\n")
         return result
 
     module.train_step = noted  # type: ignore[assignment]

@@ -50,7 +50,7 @@ def test_stored_checkpoint_loads_and_resumes(folder: Path, tmp_path: Path, monke
     run = run_from(config, dtype=getattr(torch, expected["dtype"]))
     found = resume(run, str(folder), config, LoadOptions())
     assert found is not None and found[1] == []  # nothing to tell: data and options are those of then
-    assert run.state.to_json() == state["progress"] and run.loss_scaler.to_json() == state["loss_scaler"]
+    assert run.progress.to_json() == state["progress"] and run.loss_scaler.to_json() == state["loss_scaler"]
     assert run.optimizer.num_updates == state["updates"] == 2
     losses = [train_step(run).loss for _ in expected["losses"]]
     assert losses == pytest.approx(expected["losses"], rel=1e-11 if expected["dtype"] == "float64" else 2e-3)
@@ -93,7 +93,7 @@ def opened(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
 
 def facts(run: Run) -> tuple[Any, ...]:
     values = torch.cat([piece.data.double().nan_to_num(7.0) for piece in run.optimizer.checkpoint_shards()])
-    return run.state.to_json(), run.optimizer.num_updates, replace(run.loss_scaler), values.tolist()
+    return run.progress.to_json(), run.optimizer.num_updates, replace(run.loss_scaler), values.tolist()
 
 
 def test_wrong_types_in_run_state_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def _load_and_go_on(
         rows = []
         for source in sources:
             found = resume(run, f"{base}/{source.name}", config, LoadOptions())
-            assert found is not None and run.state.step == run.optimizer.num_updates == 2
+            assert found is not None and run.progress.step == run.optimizer.num_updates == 2
             owned = [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in shards_to_save(run)]
             rows.append(([train_step(run).loss for _ in range(2 if source == layout else 1)], owned))
         result.append(rows)

@@ -84,8 +84,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
 def test_ckpt_step_selects_the_checkpoint(saved: tuple[Path, dict]) -> None:
     folder, then = saved
     run, found, notes = started("--load", str(folder), "--ckpt-step", "2")
-    assert found is not None and found.name == "iter_0000002" and run.state.step == 2 and notes == []
-    assert same(weights(run), then[2]) and run.state.consumed_samples == 16
+    assert found is not None and found.name == "iter_0000002" and run.progress.step == 2 and notes == []
+    assert same(weights(run), then[2]) and run.progress.consumed_samples == 16
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         started("--load", str(folder), "--ckpt-step", "7")
 
@@ -96,10 +96,12 @@ def test_load_without_optimizer_and_weights_only(saved: tuple[Path, dict], preci
     cast = (lambda t: t.bfloat16()) if precision else (lambda t: t)
     wanted = {name: cast(values) for name, values in then[3].items()}
     run, _, notes = started("--load", str(folder), "--no-load-optim", *precision)
-    assert run.state.step == 3 and run.optimizer.num_updates == 0 and same(weights(run), wanted)
+    assert run.progress.step == 3 and run.optimizer.num_updates == 0 and same(weights(run), wanted)
     assert not any(t.any() for t in kept(run, "optimizer.exp_avg").values()) and "start at zero" in notes[0]
     run, _, notes = started("--load", str(folder), "--finetune", *precision)
-    assert run.state.step == run.state.consumed_samples == run.optimizer.num_updates == 0 and same(weights(run), wanted)
+    assert run.progress.step == run.progress.consumed_samples == run.optimizer.num_updates == 0 and same(
+        weights(run), wanted
+    )
     if precision:  # main weights are those of the weights
         assert same(_main(run, True), {name: weight.float() for name, weight in _main(run, False).items()})
     assert "start from scratch" in notes[0]
@@ -123,9 +125,9 @@ def test_misspelled_load_suggests_similar_directories(saved: tuple[Path, dict], 
 def test_pretrained_checkpoint_needs_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
     folder, then = saved
     run, found, _ = started("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
-    assert found is not None and run.state.step == 0 and same(weights(run), then[3])
+    assert found is not None and run.progress.step == 0 and same(weights(run), then[3])
     run, *_ = started("--load", str(folder), "--pretrained-checkpoint", "/no/such")  # not looked at
-    assert run.state.step == 3
+    assert run.progress.step == 3
     with pytest.raises(SetupError, match="pretrained_checkpoint=.* holds no checkpoint"):
         started("--pretrained-checkpoint", str(tmp_path))
 
@@ -140,7 +142,7 @@ def test_weights_only_checkpoint_reports_its_missing_state(tmp_path: Path) -> No
     with pytest.raises(SetupError, match="(?s)activation: 'squared_relu' here.*holds no optimizer state"):
         started(*load, "--squared-relu")  # both at once
     again, *_ = started(*load, "--no-load-optim")
-    assert same(weights(again), weights(run)) and again.state.step == 1
+    assert same(weights(again), weights(run)) and again.progress.step == 1
 
 
 @pytest.mark.parametrize("what", sorted(MESSAGES["resumes"]))
@@ -154,7 +156,7 @@ def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], what: str) -
     assert len(lines) <= 8 and remedy in lines[-1], lines
     for text in texts:
         assert text in str(error.value), str(error.value)
-    assert same(weights(run), before) and run.state.step == 0
+    assert same(weights(run), before) and run.progress.step == 0
 
 
 @pytest.mark.parametrize("here,there,line", MESSAGES["models"]["rows"])
@@ -180,7 +182,7 @@ def test_resume_in_another_precision_keeps_the_main_weights(before: str, after: 
     run, _, notes = started("--load", str(tmp_path), *PRECISIONS[after])
     assert same(_main(run, after != "fp32"), main) and same(kept(run, "optimizer.exp_avg_sq/"), moments)
     half = {name: data.to(run.buffer.weights.dtype) for name, data in main.items()}
-    assert same(_main(run, False), half) and run.state.step == 1
+    assert same(_main(run, False), half) and run.progress.step == 1
     assert any("the main weights continue bit for bit" in note for note in notes)
     assert run.loss_scaler.dynamic == (after == "fp16") and math.isfinite(train_step(run).loss)
 
@@ -196,7 +198,7 @@ def test_program_refuses_once_with_the_usage_exit_code(saved: tuple[Path, dict],
 def test_options_that_may_change_at_a_resume(saved: tuple[Path, dict]) -> None:
     free = "--hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1 --ffn-hidden-size 128 --num-query-groups 4"
     run, *_ = started("--load", str(saved[0]), *free.split(), "--group-query-attention", "--kv-channels", "8")
-    assert run.state.step == 3
+    assert run.progress.step == 3
 
 
 # ---- the model's options from the checkpoint
@@ -405,7 +407,7 @@ def test_failed_save_is_reported_when_the_run_ends_otherwise(tmp_path: Path, mon
         raise OSError(28, "No space left on device")
 
     def step(run: Run, want_stop: bool, **options: Any) -> object:
-        if run.state.step == 2:
+        if run.progress.step == 2:
             assert failed.wait(10)
             raise kind("the end")
         return real(run, want_stop, **options)

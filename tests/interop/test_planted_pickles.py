@@ -100,7 +100,7 @@ def test_pickle_in_any_file_of_a_run_is_not_loaded(
             assert convert.main(["--load", str(run_folder), target, str(tmp_path / "out")]) == 3
             assert shown in "".join(capsys.readouterr())
         shutil.rmtree(run_folder)
-    assert run.state.step == 0 and ran == [] and not canary.exists()
+    assert run.progress.step == 0 and ran == [] and not canary.exists()
     left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
     assert left == ["tokens.bin", "tokens.idx"]  # nothing is written of what is refused
 

@@ -153,7 +153,7 @@ def test_padded_documents_train_like_one_process(packed: str, item: Row) -> None
 def _tokens_after(flags: str, common: str) -> tuple[list[int], list[int]]:
     """On one rank: what a run says that it has trained on, after each step; and choices counted in its first layer."""
     run = run_from(f"{common} {flags}", dtype=torch.float64)
-    found = [(train_step(run), run.state.consumed_tokens) for _ in range(2)]
+    found = [(train_step(run), run.progress.consumed_tokens) for _ in range(2)]
     return [tokens for _, tokens in found], [result.tokens for result, _ in found]
 
 

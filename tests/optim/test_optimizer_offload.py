@@ -129,11 +129,11 @@ def test_loaded_state_reaches_the_host(flags: str) -> None:
         train_step(trained)
     for mine, theirs in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
         mine.data.copy_(theirs.data)
-    other.optimizer.num_updates, other.state = trained.optimizer.num_updates, replace(trained.state)
+    other.optimizer.num_updates, other.progress = trained.optimizer.num_updates, replace(trained.progress)
     other.optimizer.sync_after_load()
     other.train_loader = trained.train_loader  # whose order is the other seed's
     train_step(trained)
-    other.state.consumed_samples = trained.state.consumed_samples - 16
+    other.progress.consumed_samples = trained.progress.consumed_samples - 16
     train_step(other)
     for mine, theirs in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
         assert torch.equal(mine.data, theirs.data), mine.name

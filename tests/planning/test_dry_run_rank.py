@@ -54,7 +54,7 @@ def _real(flags: str) -> Real:
     """Of a second step, of the final batch size, with all that the first one left to be gathered."""
     plan, sources = arranged(flags, dist.get_world_size())
     run = run_from(plan.config, sources=sources, plan=plan)
-    run.state.consumed_samples = run.batch_sizes.milestones[-1][0]
+    run.progress.consumed_samples = run.batch_sizes.milestones[-1][0]
     train_step(run)
     run.buffer.wait_param_sync()
     with record_collectives(run.mesh) as calls:

@@ -55,7 +55,7 @@ def _named(flags: str, where: str, bad_rank: int) -> str:
     with pytest.raises(InvalidResultError) as error:
         train_step(run)
     pairs = zip(kept(run).values(), before.values(), strict=True)
-    assert run.state.step == 1 and all(torch.equal(a, b) or a.isnan().any() for a, b in pairs)
+    assert run.progress.step == 1 and all(torch.equal(a, b) or a.isnan().any() for a, b in pairs)
     return str(error.value)
 
 

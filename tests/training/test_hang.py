@@ -219,12 +219,12 @@ def test_status_is_running_until_the_hang(tmp_path: Path, monkeypatch: pytest.Mo
     assert not long_evaluation_note(run, config.train)  # forward is a third of a step
     dog = _dog(tmp_path)
     heart = Heartbeat(tmp_path, run, config, dog, False)
-    run.state.step = 2
+    run.progress.step = 2
     while json.loads(file.read_text())["step"] != 2:
         time.sleep(0.01)
     dog._reported_activity = dog._activity
     assert dog.hang_reported
-    run.state.step = 3
+    run.progress.step = 3
     time.sleep(0.2)
     assert json.loads(file.read_text())["step"] == 2
     dog.set_activity("step", 4)

@@ -28,7 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of step 2 of 6, of which one updated nothing."""
     folder = tmp_path_factory.mktemp("saved")
     run, config = built("--save", str(folder))
-    run.state.advance(8, tokens=128, skipped=True)
+    run.progress.advance(8, tokens=128, skipped=True)
     save_step(run, config)
     return folder
 
@@ -73,7 +73,7 @@ def test_base_batch_size_is_reported(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_longer_run_keeps_its_decay(saved: Path) -> None:
     run = resumed(saved, "--train-iters", "9", "--lr-decay-iters", "6")
-    assert run.last_step == 9 and run.state.step == 2 and run.schedules.lr.decay == 48
+    assert run.last_step == 9 and run.progress.step == 2 and run.schedules.lr.decay == 48
 
 
 def test_rates_from_flags_or_checkpoint(saved: Path) -> None:
@@ -83,9 +83,9 @@ def test_rates_from_flags_or_checkpoint(saved: Path) -> None:
     assert (here.schedules.lr.peak, here.schedules.lr.style, here.schedules.lr.decay) == (0.02, "cosine", 72)
     assert here.schedules.weight_decay.at(0) == 0.3 and here.schedules.decoupled is not None
     # as there, the count of samples begins anew with all that were consumed
-    assert (here.state.consumed_samples, here.state.skipped_samples) == (16, 0)
+    assert (here.progress.consumed_samples, here.progress.skipped_samples) == (16, 0)
     there = resumed(saved, *flags[:-2], "--use-checkpoint-opt-param-scheduler")
-    assert there.schedules == resumed(saved).schedules and there.state.skipped_samples == 8
+    assert there.schedules == resumed(saved).schedules and there.progress.skipped_samples == 8
 
 
 def test_decoupled_rate_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_batch_size_schedule_trains_and_resumes() -> None:
     run = run_from(words)
     sizes = [train_step(run).batch_size for _ in range(run.last_step)]
     assert sizes == [4, 4, 8, 8]  # 128 tokens are 8 samples; the last batch goes beyond the 20
-    assert run.batch_sizes.at(8) == 8 and run.state.consumed_samples == 24
+    assert run.batch_sizes.at(8) == 8 and run.progress.consumed_samples == 24
     assert run.schedules.lr.decay == 20 and run.eval_batch_size == 2
 
 

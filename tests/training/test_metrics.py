@@ -48,7 +48,7 @@ SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, p
 def after(step: int, samples: int = 0, **more: Any) -> dict[str, Any]:
     """The figures of one step."""
     scaler = SimpleNamespace(scale=more.pop("scale", 1.0))
-    run = SimpleNamespace(state=Progress(step, samples), last_step=500_000, loss_scaler=scaler, seq_length=2048)
+    run = SimpleNamespace(progress=Progress(step, samples), last_step=500_000, loss_scaler=scaler, seq_length=2048)
     return step_metrics(cast(Run, run), [replace(STEP, **more)], None)
 
 

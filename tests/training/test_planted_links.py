@@ -113,7 +113,7 @@ PLANTS = """
 import os, pathlib, megalite
 class Plants:
     def on_train_step_end(self, run, result):
-        if run.state.step == 1 and run.mesh.world.is_first:
+        if run.progress.step == 1 and run.mesh.world.is_first:
             for name in ("run/.iter_0000002.part", "run/.iter_0000003.part", "run/.iter_0000004.part",
                          "run/iter_0000002", "run/iter_0000003", "run/.iter_0000003.replaced"):
                 target = {"2": "theirs", "3": "nothing", "4": "file"}[name.split("000000")[1][0]]

@@ -56,15 +56,15 @@ def test_overflow_steps_change_nothing_until_the_scale_fits() -> None:
         skipped += 1
         assert same(kept(run), begin)
         assert run.loss_scaler.scale == 2.0 ** (26 - skipped)
-        assert run.state.skipped_steps == skipped and run.state.consumed_samples == skipped * BATCH
+        assert run.progress.skipped_steps == skipped and run.progress.consumed_samples == skipped * BATCH
         assert result.lr == 0.0  # that of the first update, which is still to come
     assert 2 <= skipped <= 20
     assert result.lr == LR / WARM_UP and run.optimizer.num_updates == 1 and math.isfinite(result.grad_norm)
-    assert run.state.skipped_samples == skipped * BATCH and run.state.consumed_samples == (skipped + 1) * BATCH
+    assert run.progress.skipped_samples == skipped * BATCH and run.progress.consumed_samples == (skipped + 1) * BATCH
 
     twin = build(f"--fp16 --loss-scale {run.loss_scaler.scale}")  # from the start with the scale that fits
     for _ in range(skipped):
-        twin.state.advance(BATCH, tokens=0, skipped=True)
+        twin.progress.advance(BATCH, tokens=0, skipped=True)
     assert train_step(twin).loss == result.loss
     assert same(kept(run), kept(twin))
 
@@ -79,7 +79,7 @@ def _overflows_on_the_way(layout: str) -> None:
     assert train_step(run).skipped
     assert same(kept(run), before) and run.loss_scaler.scale == 2.0**60  # the first of two lives
     run.loss_scaler.scale = 1024.0
-    twin.state.advance(BATCH, tokens=0, skipped=True)
+    twin.progress.advance(BATCH, tokens=0, skipped=True)
     for _ in range(2):
         a, b = train_step(run), train_step(twin)
         assert (a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr)
@@ -112,7 +112,7 @@ def _one_rank_overflows(flags: str) -> list[Any]:
 
     def spoil() -> None:
         finish()
-        if run.state.step == 1 and run.mesh.world.is_last:
+        if run.progress.step == 1 and run.mesh.world.is_last:
             run.buffer.first_bucket_grad()[0] = math.inf
 
     run.buffer.finish_grad_sync = spoil  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ def _each_rank_in_turn(flags: str) -> list[Told]:
         before = kept(run)
         result = train_step(run)
         run.buffer.wait_param_sync()
-        told.append((result.skipped, same(kept(run), before), result.lr, run.state.consumed_samples))
+        told.append((result.skipped, same(kept(run), before), result.lr, run.progress.consumed_samples))
     return told
 
 

@@ -134,7 +134,7 @@ class AblationRun:
             for block in stage.blocks:
                 block.attention.window = model.layer_windows[block.layer]
                 block.mlp.activation = activation
-        run.train_loader, run.state = variant.data, variant.progress
+        run.train_loader, run.progress = variant.data, variant.progress
         CHUNK_BYTES[self.device.type] = variant.chunk_bytes
         if self.on_gpu:
             torch.backends.cuda.preferred_blas_library(variant.blas)

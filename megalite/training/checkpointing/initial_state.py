@@ -194,7 +194,7 @@ def start_saving_from(
     """
     if saver is None:
         return None, []
-    step = run.state.step
+    step = run.progress.step
     saved_step = None
     if loaded and any(_is_same(loaded, storage.checkpoint_dir(root, step)) for root in saver.directories):
         saved_step = step

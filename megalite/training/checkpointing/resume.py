@@ -94,7 +94,7 @@ def resume(
     if options.reset_progress:
         return checkpoint_dir, [*notes, "only the weights are loaded: step, optimizer and data start from scratch"]
     for name, value in saved.progress.items():
-        setattr(run.state, name, value)
+        setattr(run.progress, name, value)
     run.spikes = saved.spikes
     if not options.optimizer:
         notes.append("the optimizer's state is not loaded: its moments start at zero")
@@ -294,9 +294,9 @@ def _log_load(run: Run, config: Config, directory: Location, manifest: Manifest)
 def load_message(run: Run, config: Config, directory: Location) -> str:
     """Return the log line about a start from a checkpoint."""
     if config.log.log_style == "megatron":
-        position = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.state.step}"
+        position = f"[ t 1/{run.mesh.tp.size}, p 1/{run.mesh.pp.size} ] at iteration {run.progress.step}"
         return f"  successfully loaded checkpoint from {directory.parent} {position}"
-    return f"{'resumed from' if run.state.step else 'starts from'} {directory} at step {run.state.step}"
+    return f"{'resumed from' if run.progress.step else 'starts from'} {directory} at step {run.progress.step}"
 
 
 def _read_run_state(run: Run, directory: Location, manifest: Manifest, checkpoint: CheckpointConfig) -> SavedState:
@@ -304,7 +304,7 @@ def _read_run_state(run: Run, directory: Location, manifest: Manifest, checkpoin
     loss_scaler, spikes = replace(run.loss_scaler), replace(run.spikes)
     state = manifest.state
     try:
-        progress = {name: int(state["progress"][name]) for name in run.state.to_json()}
+        progress = {name: int(state["progress"][name]) for name in run.progress.to_json()}
         loss_scaler.from_json(state["loss_scaler"])
         if "spikes" in state:
             spikes.from_json(state["spikes"])

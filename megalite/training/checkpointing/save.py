@@ -56,7 +56,7 @@ def save(run: Run, saver: CheckpointSaver, config_toml: str, *, optimizer: bool 
     run.buffer.wait_param_sync()
     run.before_update = saver.before_update
     state: dict[str, Any] = {
-        "progress": run.state.to_json(),
+        "progress": run.progress.to_json(),
         "updates": run.optimizer.num_updates,
         "rates": run.schedules.to_json(),
         "loss_scaler": run.loss_scaler.to_json(),
@@ -67,5 +67,5 @@ def save(run: Run, saver: CheckpointSaver, config_toml: str, *, optimizer: bool 
         "tokenizer": tokenizer_identity(run.tokenizer),
     }
     if run.ledger is not None and run.mesh.world.is_first:  # only the state of rank 0 is written
-        state["data"] = run.ledger.to_json(run.state.consumed_samples)
-    return saver.save(run.state.step, shards_to_save(run, optimizer), state, last=last)
+        state["data"] = run.ledger.to_json(run.progress.consumed_samples)
+    return saver.save(run.progress.step, shards_to_save(run, optimizer), state, last=last)

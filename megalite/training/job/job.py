@@ -82,7 +82,7 @@ def report_failure(
     """
     position = f"rank {ranks.rank} of {ranks.world_size}"
     if run is not None:
-        position = f"{run.mesh.describe()}, step {run.state.step + 1}"
+        position = f"{run.mesh.describe()}, step {run.progress.step + 1}"
     if watchdog is not None and (explanation := watchdog.explain_error(error)) is not None:
         code, reason = explanation.exit_code, explanation.reason
         report_failure_once(ranks, code, reason, f"{position}: {code.outcome}: {reason}")
@@ -291,7 +291,7 @@ class TrainingJob:
         try:
             loaded, load_notes = load_initial_state(run, config, ranks.is_restart)
             if train.skip_train:
-                run.last_step = run.state.step
+                run.last_step = run.progress.step
             saved_step, saver_notes = start_saving_from(run, config, saver, loaded)
             if ranks.rank == 0:
                 warnings = [*self.warnings, *preflight.shared_memory_warning(run.mesh)]
@@ -324,7 +324,7 @@ class TrainingJob:
             self.result = trainer.finish()
             monitors.time_breakdown.average_over_ranks()
             minutes = (time.monotonic() - monitors.start_time) / 60
-            logger.megatron_timestamp(log_format.megatron_end(self.result.reason, run.state.step, minutes))
+            logger.megatron_timestamp(log_format.megatron_end(self.result.reason, run.progress.step, minutes))
             if self.result.exit_code is ExitCode.DONE and (line := export(run, config, sources.eod)):
                 logger.info(line)
         except SetupError as error:
@@ -374,8 +374,8 @@ class TrainingJob:
             report_rows = logger.try_write("logger.json", run_report.close, outcome, saver)
             rows = {
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
-                "steps": f"{run.state.step:,} of {run.last_step:,}",
-                "tokens": f"{run.state.consumed_tokens:,}",
+                "steps": f"{run.progress.step:,} of {run.last_step:,}",
+                "tokens": f"{run.progress.consumed_tokens:,}",
                 "time": log_format.duration(time.monotonic() - monitors.start_time),
                 "checkpoint": newest_checkpoint(config)[1],
             }
@@ -386,14 +386,14 @@ class TrainingJob:
         if not run.mesh.world.is_first and outcome is not ExitCode.HANG:  # in a hang rank 0 may not reach this
             return
         if outcome is ExitCode.INTERRUPTED:
-            progress = f"interrupted at step {run.state.step}; checkpoint: {newest_checkpoint(config)[1]}"
+            progress = f"interrupted at step {run.progress.step}; checkpoint: {newest_checkpoint(config)[1]}"
             print_err(f"pretrain_gpt.py: {progress}; to resume: {resume_command(config)}")
         write_status(
             self.directory,
             outcome.outcome,
             config,
             reason,
-            step=run.state.step,
-            tokens=run.state.consumed_tokens,
+            step=run.progress.step,
+            tokens=run.progress.consumed_tokens,
             resumes=self.ranks.is_restart,
         )

@@ -56,13 +56,13 @@ def open_metrics_logger(
     progress = None
     if log.log_progress and save is not None:
         progress_dir = directory if is_url(save) else Path(save)
-        progress = ProgressLog(progress_dir, ranks.world_size, speed.flops_per_token, run.state.consumed_tokens)
+        progress = ProgressLog(progress_dir, ranks.world_size, speed.flops_per_token, run.progress.consumed_tokens)
     logger = MetricsLogger(directory, speed, log, wandb_config=non_default_options(config), progress=progress)
     logger.try_write(str(directory), lambda: directory.mkdir(parents=True, exist_ok=True))
     metrics_path, config_path = directory / "metrics.jsonl", directory / "run_config.toml"
     # A run that resumes at its last step repeats the final evaluations.
-    keep_evaluations = run.state.step < run.last_step
-    logger.try_write(str(metrics_path), truncate_metrics_after, metrics_path, run.state.step, keep_evaluations)
+    keep_evaluations = run.progress.step < run.last_step
+    logger.try_write(str(metrics_path), truncate_metrics_after, metrics_path, run.progress.step, keep_evaluations)
     logger.try_write(str(config_path), write_atomically, config_path, dump_config(config))
     if progress is not None:
         logger.try_write(str(progress.path), progress.log_start)
@@ -106,7 +106,7 @@ def finish_startup(run: Run, config: Config, logger: MetricsLogger) -> None:
 
 def long_evaluation_note(run: Run, train: TrainConfig) -> list[str]:
     """Return a note if evaluations take longer than the training, given that a forward is about a third of a step."""
-    steps = run.last_step - run.state.step
+    steps = run.last_step - run.progress.step
     evaluations = 1 + (steps - 1) // train.eval_interval if train.eval_interval else 1
     batches = train.eval_iters * (evaluations * len(run.valid_loaders) + len(run.test_loaders))
     if not 0 < 3 * steps < batches:

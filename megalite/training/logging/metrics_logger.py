@@ -249,13 +249,13 @@ class MetricsLogger:
 
         return ProgressBar(title, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=log_progress)
 
-    def log_validation(self, state: Progress, loss: float, dataset: NamedDataset[Any], suffix: str = "") -> None:
+    def log_validation(self, progress: Progress, loss: float, dataset: NamedDataset[Any], suffix: str = "") -> None:
         """Log the loss on a validation or test set.
 
         Args:
             suffix: "" during training, " on validation set" or " on test set" at its end.
         """
-        step, name = state.step, dataset.name
+        step, name = progress.step, dataset.name
         is_test = "test" in suffix
         bpb = None if dataset.bytes_per_token is None else bits_per_byte(loss, dataset.bytes_per_token)
         title = ("test" if is_test else "validation") + (f" {name}" if name else "")
@@ -268,18 +268,18 @@ class MetricsLogger:
         row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
         if bpb is not None:
             row[f"{key}/bpb"] = bpb
-        self._write_row(step, state.consumed_tokens, row)
+        self._write_row(step, progress.consumed_tokens, row)
         if not is_test:
             tag = f"lm loss validation{'-' + name if name else ''}"
             tags = {tag: loss}
             if self.log.log_validation_ppl_to_tensorboard:
                 tags[f"{tag} ppl"] = perplexity(loss)
-            self._write_scalars(tags, step, state.consumed_samples)
+            self._write_scalars(tags, step, progress.consumed_samples)
 
-    def log_save(self, state: Progress, background: bool) -> None:
+    def log_save(self, progress: Progress, background: bool) -> None:
         """Log a save in progress.txt; earlier saves are complete, and this one too unless it is in the background."""
         if self._progress is not None:
-            self.try_write("progress.txt", self._progress.log_save, state.step, state.consumed_tokens, background)
+            self.try_write("progress.txt", self._progress.log_save, progress.step, progress.consumed_tokens, background)
 
     def log_saves_done(self) -> None:
         """Log in progress.txt that all saves are complete."""

@@ -205,23 +205,23 @@ class RunReport:
     ranks: RankInfo
 
     def __post_init__(self) -> None:
-        state, checkpoint = self.run.state, self.config.checkpoint
+        progress, checkpoint = self.run.progress, self.config.checkpoint
         # A run with --load equal to --save resumes even at step 0: a process may have died before its first save.
         resumes = checkpoint.save is not None and checkpoint.load == checkpoint.save
-        self._initial_state = replace(state)
+        self._initial_progress = replace(progress)
         self._events = EventLog(self.directory, 0)
         self._events.add(
             STARTED,
-            step=state.step,
+            step=progress.step,
             at=time.time() - self.time_breakdown.wall_s,
-            tokens=state.consumed_tokens,
-            from_scratch=state.step == 0 and not resumes,
+            tokens=progress.consumed_tokens,
+            from_scratch=progress.step == 0 and not resumes,
             run_info=self.run_info,
         )
 
     def close(self, outcome: ExitCode, saver: CheckpointSaver | None) -> dict[str, str]:
         """Write report.json and return its rows for the run's summary."""
-        self._events.add(ENDED, step=self.run.state.step, at=time.time(), outcome=outcome.outcome)
+        self._events.add(ENDED, step=self.run.progress.step, at=time.time(), outcome=outcome.outcome)
         seconds = self.time_breakdown.seconds()
         work = self.work(seconds, outcome, saver)
         history = read_history(self.directory, time.time())
@@ -236,19 +236,19 @@ class RunReport:
         `planned_bubble` describes the bubble and its remedies, "" if it is small. `no_advice_reason` says why the times
         do not allow advice, "" if they do.
         """
-        run, state, initial = self.run, self.run.state, self._initial_state
-        tokens, steps = state.consumed_tokens - initial.consumed_tokens, state.step - initial.step
+        run, progress, initial = self.run, self.run.progress, self._initial_progress
+        tokens, steps = progress.consumed_tokens - initial.consumed_tokens, progress.step - initial.step
         samples_per_microbatch = self.config.train.micro_batch_size * run.mesh.dp.size
         large_bubble = seconds.get("bubble", 0.0) >= BOTTLENECKS["bubble"].threshold * sum(seconds.values())
         return {
             "devices": run.mesh.world.size,
             "pp": run.mesh.pp.size,
             "chunks": len(run.pipeline.stages),
-            "microbatches": run.batch_sizes.at(state.consumed_samples) // samples_per_microbatch,
+            "microbatches": run.batch_sizes.at(progress.consumed_samples) // samples_per_microbatch,
             "background_saves": saver is not None and saver.background,
             "steps": steps,
             "tokens": tokens,
-            "total_tokens": state.consumed_tokens,
+            "total_tokens": progress.consumed_tokens,
             "flops": tokens * self.flops_per_token,
             "price_per_gpu_hour": self.config.operations.price_per_gpu_hour,
             "planned_bubble": describe_bubble(self.plan) if large_bubble else "",  # takes seconds for a long plan

@@ -286,12 +286,12 @@ class AnomalyHandler:
             InvalidResultError: if too many steps in a row were skipped or had no label that counts.
         """
         self._check_labels(result)
-        anomaly, step = result.anomaly, self.run.state.step
+        anomaly, step = result.anomaly, self.run.progress.step
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped and anomaly is not None else 0
         if anomaly is None:
             return None
         done = "skipped" if result.skipped else "updated"
-        samples = range(self.run.state.consumed_samples - result.batch_size, self.run.state.consumed_samples)
+        samples = range(self.run.progress.consumed_samples - result.batch_size, self.run.progress.consumed_samples)
         kind = "transient-error" if anomaly.transient else "spike" if anomaly.finite else "non-finite"
         self.log(
             kind, f"step {step}: {anomaly}; {done}", samples[-MAX_SAMPLES:], done=done, ranks=anomaly.differing_ranks
@@ -317,7 +317,7 @@ class AnomalyHandler:
             self.has_labels = True
             return
         self.unlabeled_in_a_row += 1
-        step, end = self.run.state.step, self.run.state.consumed_samples
+        step, end = self.run.progress.step, self.run.progress.consumed_samples
         text = f"step {step}: none of its {result.batch_size * self.run.seq_length:,} labels counts: {self.why_empty}"
         if self.unlabeled_in_a_row >= MAX_EMPTY_STEPS or (step >= self.run.last_step and not self.has_labels):
             steps = f"{self.unlabeled_in_a_row} such {plural('step', self.unlabeled_in_a_row)} in a row"
@@ -332,7 +332,7 @@ class AnomalyHandler:
         documents = list(dict.fromkeys(name for i in samples for name in documents_in_sample(self.run, i)))
         self.events.add(
             kind,
-            self.run.state.step,
+            self.run.progress.step,
             text=text,
             samples=[samples.start, samples.stop - 1],
             documents=documents,
@@ -352,8 +352,8 @@ class AnomalyHandler:
         Raises:
             InvalidResultError: after MAX_ROLLBACKS in a row.
         """
-        run, state = self.run, self.run.state
-        current_step, rollbacks = state.step, run.spikes.rollbacks + 1
+        run, progress = self.run, self.run.progress
+        current_step, rollbacks = progress.step, run.spikes.rollbacks + 1
         if saved_step is None:
             self.log_line(f"WARNING: step {current_step}: this run has no checkpoint yet to return to")
             return False
@@ -361,11 +361,11 @@ class AnomalyHandler:
             raise InvalidResultError(f"step {current_step}: another spike, after {MAX_ROLLBACKS} rollbacks in a row")
         run.buffer.wait_param_sync()
         restore(saved_step)
-        start = state.consumed_samples
-        while state.step < current_step:
+        start = progress.consumed_samples
+        while progress.step < current_step:
             run.skip_step()
         run.spikes.rollbacks = rollbacks
-        skipped = range(start, state.consumed_samples)
+        skipped = range(start, progress.consumed_samples)
         text = (
             f"step {current_step}: back to the checkpoint of step {saved_step}, "
             f"without samples {start}..{skipped.stop - 1}"

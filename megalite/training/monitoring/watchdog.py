@@ -476,6 +476,6 @@ class Heartbeat:
                 self._write()
 
     def _write(self) -> None:
-        state = self._run.state
+        progress = self._run.progress
         with self._write_lock:
-            write_status(self._directory, "running", self._config, step=state.step, tokens=state.consumed_tokens)
+            write_status(self._directory, "running", self._config, step=progress.step, tokens=progress.consumed_tokens)
