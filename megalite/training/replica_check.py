@@ -145,7 +145,7 @@ def _find_differences(run: Run) -> tuple[str, list[MajorityRepair]]:
 
 
 def _replicated_tensors(run: Run) -> list[ReplicatedTensor]:
-    """Return this rank's weights and router biases of which other ranks have replicas."""
+    """Return this rank's weights and router biases that other ranks have replicas of."""
     layout, weights = run.buffer.layout, run.buffer.weights
     tensors: list[ReplicatedTensor] = []
     for bucket in layout.buckets:
