@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ BOOST |= {"flags.md": 0.2, "megatron_flags.md": 1e-3, "changelog.md": 1e-3}
 BOOST |= {"performance.md": 1e-3, "experiments.md": 1e-3}
 BOOST |= {"Decision records": 1e-6, "from_other_trainers.md": 0.5}
 BOOST |= {"data.md": 4.0, "plugins.md": 0.5}  # other pages have headings with the same words, such as `dataset`
+# What a line must not end within: the dashes of a flag, a date, a number and its unit. `(?=...)`: not inside a tag.
+NOT_BROKEN = re.compile(r"(?<![\w-])(?:--\w|\d{4}-\d\d-\d\d|\d[\d.]* %)(?=[^<>]*<)")
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
@@ -50,7 +53,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Set the page's rank in searches, and make links to files of the repository links to their pages.
 
-    A link to a file that has no page becomes the file's name.
+    A link to a file that has no page becomes the name of the file.
     """
     name = page.file.src_uri
     keys = [name, *(section.title for section in page.ancestors)]  # the nearest section first
@@ -66,7 +69,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if path.is_relative_to(ROOT / "docs"):
             return f"[{text}]({os.path.relpath(path, page_dir)}{anchor})"
         target = str(path.relative_to(ROOT))
-        return f"[{text}]({PAGES[target]}{anchor})" if target in PAGES else f"{text} (`{target}`)"
+        if target in PAGES:
+            return f"[{text}]({PAGES[target]}{anchor})"
+        return text if text.strip("`") in (target, path.stem) else f"{text} (`{target}`)"
 
     markdown = LINK.sub(site_link, markdown)
     for command, target in PRINTED_BY.items():
@@ -75,7 +80,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Give each cell of the tables of flags the head of its column: a phone shows a row as a paragraph (site.css)."""
+    """Mark what a line must not end within, and give each cell of the tables of flags the head of its column.
+
+    A phone shows a row of these tables as a paragraph (site.css).
+    """
+    html = NOT_BROKEN.sub(r'<span class="not-broken">\g<0></span>', html)
     if page.file.src_uri not in GENERATED:
         return html
 
@@ -95,12 +104,12 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = "\n\n".join(map(_as_markdown, obj.docstring.value.split("\n\n")))
 
 
-SECTION = re.compile(r"(Args|Raises|Returns|Yields):\n")  # lists in Google's style, which mkdocstrings reads
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):\n")  # lists in Google's style, which mkdocstrings reads
 
 
 def _as_markdown(paragraph: str) -> str:
     if SECTION.match(paragraph):
         return paragraph
     if re.search(r"^ *(>>>|\S.* {2,}\S)", paragraph, re.MULTILINE):
-        return f"```text\n{paragraph}\n```"
+        return f"```text\n{textwrap.dedent(paragraph)}\n```"
     return re.sub(r"(`[^`]+`)|([*_\[\]<])", lambda match: match[1] or f"\\{match[2]}", paragraph)
