@@ -81,7 +81,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
         sum(not line["refused"] for line in command_lines("gpt")),
         len(command_lines("gpt")),
     ],
-    "| ![the differences": lambda: run("layouts", "steps"),
+    "![the differences": lambda: run("layouts", "steps"),
     "| **Layouts**": lambda: [layout_cases.FP64],
     "| **Command lines**": lambda: [
         *(
