@@ -44,7 +44,7 @@ Every flag of Megatron-LM's parser at d98e8a64 (2026-08-22), by its argument gro
 | dependent | {dependent} | accepted; matters only together with the named flag, which is refused or gives a warning |
 | warning | {warned} | the run starts, with a warning that the request is not met |
 | refused | {refused} | the run does not start |
-| all | {all} | **{accepted:.0f} % work or have no effect**, not counting dependent flags |
+| all | {all} | **{accepted:.0f} % work or have no effect**; dependent flags are not among these |
 
 All refused flags of a command line are reported at once, before anything starts. A value that requests nothing, such as
 a size of 1, is accepted for every flag.
