@@ -11,7 +11,7 @@ import documents
 import layout_cases
 import pytest
 import style_rules
-from chaos.mutations import MISTAKES
+from chaos.mistakes import MISTAKES
 from documents import ROOT
 
 from docs.document_flags import OUTSIDE

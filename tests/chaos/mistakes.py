@@ -1,0 +1,516 @@
+"""Classical mistakes of distributed training, made in megalite, with what tools/verify.py must report about each.
+
+A mistake is a function that is called instead of one of megalite's (support/replacements.py). A plugin
+(docs/plugins.md) plants it in every rank, before the run is built:
+
+    from mistakes import MISTAKES
+    MISTAKES["norm_gradients_are_not_summed_over_tp"].plant()
+
+It is planted in the one process too, where axes have one rank. Most mistakes change nothing there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from replacements import Replacement
+from torch import Tensor
+
+from megalite.data.datasets.batches import Batches
+from megalite.models import gpt
+from megalite.models.gpt import Stage
+from megalite.nn import context_parallel, linear, moe
+from megalite.nn.attention import Attention
+from megalite.nn.context_parallel import ContextParallelAttention
+from megalite.nn.embedding import Embedding
+from megalite.nn.micro_batch import Batch
+from megalite.nn.router import Router
+from megalite.optim import buffer, grad_reduce, param_gather
+from megalite.optim.bucket_sharding import BucketSharding
+from megalite.optim.distributed_optimizer import DistributedOptimizer
+from megalite.optim.grad_reduce import GradReducer
+from megalite.optim.layout import Bucket
+from megalite.optim.param_gather import ParamGatherer
+from megalite.parallel.comm import Pending, all_reduce_
+from megalite.parallel.mesh import Axis
+from megalite.parallel.spec import ParamSpec
+from megalite.pipeline.runtime import Pipeline
+from megalite.pipeline.schedule import Action, Op
+
+RUN = (
+    "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 2 "
+    "--global-batch-size 32 --train-iters 1000 --lr 3e-4 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 50257 --hidden-dropout 0 --attention-dropout 0"
+)
+LLAMA = (
+    f"{RUN} --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.01"
+LLAMA2_70B = "--preset llama2-70b --micro-batch-size 1 --global-batch-size 32 --train-iters 9 --lr 3e-4 --mock-data"
+DROPOUT = "--hidden-dropout 0.1"
+TP = "--tp 2 --nproc 2"
+PP = "--pp 2 --nproc 2"
+DP = "--dp 2 --nproc 2"
+CP = "--cp 2 --nproc 2"
+EP = "--dp 4 --ep 2"
+
+
+@dataclass(frozen=True)
+class Mistake(Replacement):
+    """A mistake, a run in which it matters, and what verify.py must report.
+
+    Attributes:
+        flags: the flags of the run.
+        first: fields of the first difference, as in --json; "ranks.tp" is the ranks of tp. `causes` and `where` need
+            only contain the text.
+        all_differing: a text that is in the names of all quantities that differ there.
+        wrong_loss: a text about the loss of the one process, if the mistake is made there, too.
+    """
+
+    flags: str
+    first: dict[str, Any] = field(default_factory=dict)
+    all_differing: str = ""
+    wrong_loss: str = ""
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(owner: Any, original: str, **expected: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds a function to MISTAKES. The arguments are the fields of Mistake."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        MISTAKES[function.__name__] = Mistake(function, owner, original, **expected)
+        return function
+
+    return add
+
+
+# ---- tensor parallelism
+
+
+@mistake(
+    buffer,
+    "bucket_shardings",
+    flags=f"{LLAMA} {TP}",
+    first={"kind": "gradient", "step": 1, "name": "final_norm.weight", "causes": "all-reduce over tp"},
+    all_differing="norm",
+)
+def norm_gradients_are_not_summed_over_tp(bucket_shardings: Any, *args: Any) -> Any:
+    return {key: replace(sharding, sum_axes=()) for key, sharding in bucket_shardings(*args).items()}
+
+
+@mistake(
+    Attention,
+    "forward",
+    flags=f"{RUN} {TP}",
+    first={"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "a bias"},
+)
+def bias_is_added_by_every_tp_rank(forward: Any, attention: Attention, x_sBD: Tensor, batch: Batch) -> Tensor:
+    y_sBD = forward(attention, x_sBD, batch)
+    return y_sBD if attention.out_bias is None else y_sBD + (attention.tp.size - 1) * attention.out_bias
+
+
+@mistake(
+    gpt,
+    "dropout",
+    flags=f"{RUN} {DROPOUT} {TP}",
+    first={"kind": "forward", "step": 1, "name": "layers.0.attention_added", "ranks.tp": [1], "causes": "dropout"},
+)
+def dropout_masks_are_those_of_tp_rank_0(
+    dropout: Any, x: Tensor, p: float, key: Any, sample_ids: Tensor, _: Any, residual: Tensor
+) -> Tensor:
+    return dropout(x, p, key, sample_ids, 0, residual)
+
+
+@mistake(
+    Embedding,
+    "forward",
+    flags=f"{RUN} {TP}",
+    first={"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},
+)
+def positions_start_at_0_on_every_tp_rank(forward: Any, embedding: Embedding, batch: Batch) -> Tensor:
+    tp = embedding.tp
+    positions_s = torch.arange(len(batch.tokens_SB) // tp.size)
+    return forward(embedding, replace(batch, positions_SB=positions_s.repeat(tp.size).unsqueeze(1)))
+
+
+@mistake(
+    gpt,
+    "linear_cross_entropy",
+    flags=f"{RUN} {TP}",
+    first={"kind": "loss", "step": 1, "name": "micro-batch", "causes": "padding of the vocabulary"},
+)
+def padding_of_the_vocabulary_has_probability(
+    linear_cross_entropy: Any,
+    x_sBD: Tensor,
+    weight_vD: Tensor,
+    labels: Tensor,
+    mask: Any,
+    tp: Axis,
+    _: int,
+    **kwargs: Any,
+) -> Tensor:
+    return linear_cross_entropy(x_sBD, weight_vD, labels, mask, tp, len(weight_vD) * tp.size, **kwargs)
+
+
+@mistake(
+    linear._RowParallelLinear,
+    "backward",
+    flags=f"{RUN} {TP}",
+    first={
+        "kind": "gradient",
+        "step": 1,
+        "name": "layers.1.mlp.up_bias",
+        "layer": 1,
+        "causes": "backward of this layer",
+    },
+)
+def backward_of_row_parallel_linear_is_multiplied_by_tp(backward: Any, ctx: Any, dy_sBD: Tensor) -> tuple[Any, ...]:
+    du_SBf, *others = backward(ctx, dy_sBD)
+    return du_SBf * ctx.tp.size, *others
+
+
+@mistake(
+    Attention,
+    "__init__",
+    flags=f"{RUN} --num-layers 8 --tp 4 --pp 4 --dp 2 --group-query-attention --num-query-groups 2",
+    first={"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "groups on a rank"},
+)
+def replicated_kv_groups_are_assigned_round_robin(init: Any, attention: Attention, *args: Any) -> None:
+    init(attention, *args)
+    attention.kv_group = attention.tp.rank % attention.model.num_kv_groups
+
+
+@mistake(
+    Attention,
+    "__init__",
+    flags=f"{LLAMA2_70B} --tp 16 --nproc 16",
+    first={"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "groups on a rank"},
+)
+def replicated_kv_group_is_the_rank_over_the_number_of_groups(init: Any, attention: Attention, *args: Any) -> None:
+    init(attention, *args)
+    attention.kv_group = attention.tp.rank // attention.model.num_kv_groups
+
+
+# ---- context parallelism
+
+
+@mistake(
+    Embedding,
+    "forward",
+    flags=f"{RUN} {CP}",
+    first={"kind": "forward", "step": 1, "name": "embedding", "ranks.cp": [0], "causes": "offset of positions"},
+)
+def positions_of_a_cp_rank_are_consecutive(forward: Any, embedding: Embedding, batch: Batch) -> Tensor:
+    positions_S = batch.cp_positions_S
+    if positions_S is not None:
+        batch = replace(batch, cp_positions_S=positions_S[0] + torch.arange(len(positions_S)))
+    return forward(embedding, batch)
+
+
+@mistake(
+    ContextParallelAttention,
+    "kv_all_gather_attention",
+    flags=f"{RUN} {CP}",
+    first={"kind": "forward", "step": 1, "name": "layers.0.attention", "ranks.cp": [0]},
+)
+def queries_of_a_second_chunk_see_the_keys_of_the_first(
+    kv_all_gather_attention: Any, attention: ContextParallelAttention, *args: Any, **kwargs: Any
+) -> Tensor:
+    starts: list[int] = []
+
+    def attention_fn(*qkv: Tensor, q_start: int, **others: Any) -> Tensor:
+        starts.append(q_start)
+        return attention.attention_fn(*qkv, q_start=starts[0], **others)
+
+    return kv_all_gather_attention(replace(attention, attention_fn=attention_fn), *args, **kwargs)
+
+
+@mistake(
+    context_parallel,
+    "start_reduce_scatter",
+    flags=f"{LLAMA} {CP}",
+    first={"kind": "gradient", "step": 1, "name": "layers.1.attention.kv", "layer": 1},
+)
+def kv_gradients_are_not_summed_over_cp(_: Any, x: Tensor, cp: Axis) -> Pending:
+    return Pending(x.chunk(cp.size)[cp.rank])
+
+
+# ---- data parallelism and the optimizer
+
+
+@mistake(
+    Pipeline,
+    "step",
+    flags=f"{LLAMA} {DP} --eod-mask-loss",
+    first={"kind": "gradient", "step": 1, "name": "head", "causes": "weight of micro-batches"},
+)
+def every_rank_divides_by_its_own_number_of_labels(
+    step: Any, pipeline: Pipeline, batches: list[Batch], loss_grad: float
+) -> Tensor:
+    counted = sum(batch.num_targets for batch in batches) / sum(batch.tokens_SB.numel() for batch in batches)
+    return step(pipeline, batches, loss_grad / counted)
+
+
+@mistake(
+    GradReducer,
+    "finish_grad_sync",
+    flags=f"{RUN} {DP}",
+    first={"kind": "gradient", "step": 1, "causes": "every gradient is 1/2 of what it should be, the number of dp"},
+)
+def gradients_are_also_averaged_over_dp(finish_grad_sync: Any, reducer: GradReducer) -> None:
+    finish_grad_sync(reducer)
+    for bucket in reducer.buckets:
+        reducer.grads.owned(bucket).div_(reducer.shardings[bucket.key].shard_axis.size)
+
+
+@mistake(
+    grad_reduce,
+    "start_all_reduce",
+    flags=f"{LLAMA} {DP} --no-use-distributed-optimizer",
+    first={"kind": "gradient", "step": 1, "causes": "the sum over dp does not reach these elements"},
+)
+def end_of_every_bucket_is_not_reduced(start_all_reduce: Any, grads: Tensor, axis: Axis) -> Pending:
+    return start_all_reduce(grads[:-256], axis)
+
+
+@mistake(
+    param_gather,
+    "start_all_gather_into",
+    flags=f"{RUN} {DP}",
+    first={"kind": "weight", "step": 1, "ranks.dp": [1], "causes": "left them stale"},
+)
+def dp_rank_1_keeps_its_old_weights(start_all_gather_into: Any, full: Tensor, shard: Tensor, dp: Axis) -> Pending:
+    return start_all_gather_into(full.clone() if dp.rank == 1 else full, shard, dp)
+
+
+@mistake(gpt, "linear_cross_entropy", flags=f"{RUN} {DP} --eod-mask-loss", wrong_loss="labels count")
+def masked_labels_count(
+    linear_cross_entropy: Any, x_sBD: Tensor, weight_vD: Tensor, labels: Tensor, _: Any, *args: Any, **kwargs: Any
+) -> Tensor:
+    return linear_cross_entropy(x_sBD, weight_vD, labels, None, *args, **kwargs)
+
+
+@mistake(
+    Batches,
+    "at",
+    flags=f"{RUN} {DP}",
+    first={"kind": "input", "step": 1, "name": "tokens", "where": "on no rank", "causes": "samples"},
+)
+def last_micro_batch_is_dropped(at: Any, batches: Batches, *args: Any) -> Any:
+    micro_batches = at(batches, *args)
+    return micro_batches[: len(micro_batches) - batches._dp_size + 1]
+
+
+# ---- sharded gradients and weights (ZeRO)
+
+
+@mistake(GradReducer, "finish_reduce", flags=f"{RUN} {DP} --zero-stage 2", first={"kind": "gradient", "step": 1})
+def gradients_of_a_pass_overwrite_those_before_it(finish_reduce: Any, reducer: GradReducer, b: int) -> bool:
+    bucket = reducer.buckets[b]
+    if not reducer.grads.is_resident(bucket):
+        reducer.grads.shard(bucket).zero_()
+    return finish_reduce(reducer, b)
+
+
+@mistake(BucketSharding, "shard_range", flags=f"{RUN} {DP} --zero-stage 3", first={"kind": "weight", "step": 0})
+def every_rank_has_the_shard_of_the_next_rank(shard_range: Any, sharding: BucketSharding, bucket: Bucket) -> range:
+    axis = sharding.shard_axis
+    next_rank = replace(axis, rank=(axis.rank + 1) % axis.size)
+    return shard_range(replace(sharding, shard_axis=next_rank), bucket)
+
+
+@mistake(ParamGatherer, "_unshard_unit", flags=f"{RUN} {DP} --zero-stage 3", first={"kind": "gradient", "step": 1})
+def weights_are_not_unsharded_for_backward(unshard: Any, gatherer: ParamGatherer, unit: Any, direction: int) -> None:
+    if direction != -1:
+        unshard(gatherer, unit, direction)
+        return
+    for b in gatherer._buckets_of_unit[unit]:
+        bucket = gatherer._buckets[b]
+        gatherer.weights.allocate(bucket)
+        gatherer.weights.full(bucket).zero_()
+
+
+@mistake(
+    ParamGatherer,
+    "_start_gather",
+    flags=f"{RUN} {DP} --zero-stage 3 --optimizer-cpu-offload --param-cpu-offload",
+    first={"kind": "forward", "step": 1.5, "name": "embedding", "causes": "weights used before they are complete"},
+)
+def offloaded_weights_are_those_of_the_first_step(start_gather: Any, gatherer: ParamGatherer, b: int) -> None:
+    bucket = gatherer._buckets[b]
+    if gatherer.weights.is_resident(bucket):
+        start_gather(gatherer, b)
+        return
+    shard = gatherer.weights.shard(bucket)
+    updated = shard.clone()
+    first_shards = vars(gatherer).setdefault("first_shards", {})
+    shard.copy_(first_shards.setdefault(b, updated))
+    start_gather(gatherer, b)
+    shard.copy_(updated)
+
+
+# ---- pipeline parallelism
+
+
+@mistake(
+    GradReducer,
+    "finish_grad_sync",
+    flags=f"{RUN} {PP}",
+    first={"kind": "gradient", "step": 1, "name": "embedding.word", "causes": "is 2 times"},
+    all_differing="embedding.word",
+)
+def tied_embedding_is_summed_twice(finish_grad_sync: Any, reducer: GradReducer) -> None:
+    finish_grad_sync(reducer)
+    for bucket in reducer.buckets:
+        tied_axis = reducer.shardings[bucket.key].tied_axis
+        if tied_axis is not None:
+            all_reduce_(reducer.grads.owned(bucket), tied_axis)
+
+
+@mistake(
+    Pipeline,
+    "_start_p2p",
+    flags=f"{RUN} {PP}",
+    first={
+        "kind": "gradient",
+        "step": 1,
+        "name": "layers.0.mlp.down_bias",
+        "ranks.pp": [0],
+        "causes": "pp rank 0 continues with what pp rank 1 sends",
+    },
+)
+def gradient_of_one_micro_batch_is_halved_before_it_is_sent(
+    start_p2p: Any, pipeline: Pipeline, op: str, action: Action, tensor: Tensor
+) -> Pending:
+    if action.op is Op.SEND_B and action.microbatch == 0:
+        tensor = tensor / 2
+    return start_p2p(pipeline, op, action, tensor)
+
+
+@mistake(
+    Pipeline,
+    "evaluate",
+    flags=f"{RUN} {PP}",
+    first={"kind": "loss", "step": 1.5, "name": "step", "causes": "every micro-batch agrees"},
+)
+def evaluation_loss_is_halved_with_several_stages(evaluate: Any, pipeline: Pipeline, batches: Any) -> Tensor:
+    return evaluate(pipeline, batches) / min(2, pipeline.mesh.pp.size)
+
+
+@mistake(
+    Stage,
+    "__init__",
+    flags=f"{RUN} {PP}",
+    first={"kind": "weight", "step": 0, "layer": 1, "ranks.pp": [1], "causes": "these are the values of layers.0."},
+)
+def every_stage_numbers_its_layers_from_0(
+    init: Any, stage: Stage, make_param: Any, model: Any, layer_ranges: Any, *args: Any, **kwargs: Any
+) -> None:
+    init(stage, make_param, model, [range(len(layers)) for layers in layer_ranges], *args, **kwargs)
+
+
+@mistake(
+    Stage,
+    "__init__",
+    flags=f"{RUN} {DROPOUT} {PP}",
+    first={
+        "kind": "forward",
+        "step": 1,
+        "name": "layers.1.attention_added",
+        "layer": 1,
+        "ranks.pp": [1],
+        "causes": "dropout",
+    },
+)
+def dropout_uses_the_number_of_the_layer_in_its_stage(init: Any, stage: Stage, *args: Any, **kwargs: Any) -> None:
+    init(stage, *args, **kwargs)
+    for i, block in enumerate(stage.blocks):
+        block.layer = i  # type: ignore[assignment]
+
+
+# ---- expert parallelism
+
+
+@mistake(
+    GradReducer,
+    "finish_grad_sync",
+    flags=f"{EXPERTS} {EP}",
+    first={"kind": "gradient", "step": 1, "causes": "each of these is 1/2 of what it should be, the number of ep"},
+    all_differing=".experts.",
+)
+def expert_gradients_are_averaged_over_ep(finish_grad_sync: Any, reducer: GradReducer) -> None:
+    finish_grad_sync(reducer)
+    max_size = max(sharding.shard_axis.size for sharding in reducer.shardings.values())
+    for bucket in reducer.buckets:
+        reducer.grads.owned(bucket).div_(max_size / reducer.shardings[bucket.key].shard_axis.size)
+
+
+@mistake(
+    DistributedOptimizer,
+    "_sum_once",
+    flags=f"{EXPERTS} {EP}",
+    first={"kind": "norm", "step": 1, "causes": "none of the experts'"},
+)
+def gradient_norm_lacks_experts(sum_once: Any, optimizer: DistributedOptimizer, values: Any) -> Tensor:
+    counted = []
+    for bucket, value in zip(optimizer.buffer.layout.buckets, values, strict=True):
+        is_missing = bucket.key.mesh_view == "expert" and optimizer.buffer.mesh.ep.size > 1
+        counted.append(torch.zeros_like(value) if is_missing else value)
+    return sum_once(optimizer, counted)
+
+
+@mistake(
+    Router,
+    "forward",
+    flags=(
+        f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --dp 2 --ep 2 "
+        "--recompute-granularity full --recompute-method uniform"
+    ),
+    first={"kind": "router", "step": 1, "name": "layers.0.mlp.router.counts", "causes": "is 2 times what it should be"},
+)
+def assignments_are_counted_again_in_recomputation(
+    forward: Any, router: Router, x_sBD: Tensor, batch: Batch
+) -> tuple[Tensor, Tensor]:
+    probs_NK, ids_NK = forward(router, x_sBD, batch)
+    if batch.in_full_recompute:
+        micro_batch = batch.step, int(batch.sample_ids_B[0])
+        if vars(router).get("last_micro_batch") == micro_batch:  # the second forward is the recomputation
+            router.count_assignments_(ids_NK, x_sBD.shape[1], router.padding(x_sBD, batch))
+        vars(router)["last_micro_batch"] = micro_batch
+    return probs_NK, ids_NK
+
+
+@mistake(
+    ParamSpec,
+    "box",
+    flags=f"{EXPERTS} {EP}",
+    first={
+        "kind": "weight",
+        "step": 0,
+        "name": "layers.0.mlp.experts.gate_up",
+        "ranks.ep": [1],
+        "causes": "other experts'",
+    },
+    all_differing=".experts.",
+)
+def every_rank_starts_with_the_experts_of_ep_rank_0(box: Any, spec: ParamSpec, sizes: Any, ranks: Any) -> Any:
+    return box(spec, sizes, {**ranks, "ep": 0})
+
+
+@mistake(
+    moe,
+    "start_dispatch",
+    flags=f"{EXPERTS} {EP}",
+    first={"kind": "forward", "step": 1, "name": "layers.0.mlp", "layer": 0, "causes": "of tokens to experts"},
+)
+def last_two_experts_of_a_rank_are_swapped(
+    start_dispatch: Any, x_sBD: Tensor, probs_NK: Tensor, ids_NK: Tensor, num_local_experts: int, *args: Any
+) -> Any:
+    local_NK = ids_NK % num_local_experts
+    swapped_NK = ids_NK - local_NK + (2 * num_local_experts - 3) - local_NK
+    ids_NK = torch.where(local_NK >= num_local_experts - 2, swapped_NK, ids_NK)
+    return start_dispatch(x_sBD, probs_NK, ids_NK, num_local_experts, *args)
