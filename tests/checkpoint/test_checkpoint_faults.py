@@ -166,7 +166,8 @@ def test_load_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(targets[0].data, state[0].data[: half.numel])
     header, reads = reads[:2], sorted(reads[2:])  # its length, and its text
     assert sum(size for _, size in header) < 20_000
-    assert sum(size for _, size in reads) == half.numel * 4 + tensor_file.BLOCK_BYTES  # the last block ends in the other half
+    # the last block ends in the other half
+    assert sum(size for _, size in reads) == half.numel * 4 + tensor_file.BLOCK_BYTES
     assert all(at + size == after for (at, size), (after, _) in pairwise(reads))
 
 
