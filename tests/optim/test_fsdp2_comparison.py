@@ -79,7 +79,7 @@ def _both(folder: str, stage: int) -> tuple[list[float], list[float], Counter[st
             ours.append(train_step(run).loss)
             run.buffer.wait_param_sync()
     for one, times in calls.items():
-        our_bytes[one.op] += one.bytes * times * (2 if one.op == "all-gather" else 1)  # each rank gives its half
+        our_bytes[one.op] += one.num_bytes * times * (2 if one.op == "all-gather" else 1)  # each rank gives its half
     return ours, theirs, our_bytes, moved.bytes
 
 

@@ -122,7 +122,7 @@ def _counted(flags: str) -> tuple[Counter[tuple[str, str]], list[int], int]:
         run.buffer.wait_param_sync()
     moved: Counter[tuple[str, str]] = Counter()
     for one, times in calls.items():
-        moved[one.axis, one.op] += one.bytes * times
+        moved[one.axis, one.op] += one.num_bytes * times
     grads, buckets = run.buffer.grads, run.buffer.layout.buckets
     comes = [b.size * grads.dtype.itemsize for b in buckets if b.key.unit]
     return moved, comes, sum(b.size * grads.dtype.itemsize for b in buckets if not b.key.unit)
