@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megalite.kernels import cross_entropy
-from megalite.kernels.dispatch import kernel_option
+from megalite.kernels.dispatch import kernel_option, set_kernel_options
 from megalite.launch.rank_info import RankInfo
 from tools.bench import gpu_report_goals
 from tools.bench.ablations import AblationRun, run_ablations
@@ -34,6 +34,7 @@ def test_ablation_is_measured_in_pairs_and_a_failure_is_a_row(tmp_path: Path) ->
     window = Ablation("window", on=VariantOptions("--window-size {quarter},0"))
     breaks = Ablation("breaks", on=VariantOptions("--micro-batch-size 3"))
     ablations = [Ablation("nothing"), breaks, Ablation("of a card", gpu_only="no card is here"), window]
+    set_kernel_options("auto", "auto")  # a run of another test in this process may have chosen others
     before = dict(cross_entropy.CHUNK_BYTES), kernel_option("attention_kernel")
     code, made = measured(tmp_path, ablations)
     nothing, broken, of_a_card, good = made["rows"]
