@@ -37,7 +37,7 @@ BOOST |= {"flags.md": 0.2, "megatron_flags.md": 1e-3, "changelog.md": 1e-3}
 BOOST |= {"performance.md": 1e-3, "experiments.md": 1e-3}
 BOOST |= {"Decision records": 1e-6, "from_other_trainers.md": 0.5}
 BOOST |= {"data.md": 4.0, "plugins.md": 0.5}  # other pages have headings with the same words, such as `dataset`
-# What a line must not end within: the dashes of a flag, a date, a number and its unit. `(?=...)`: not inside a tag.
+# Lines do not break within the dashes of a flag, a date, or a number and its unit. `(?=...)`: not inside a tag.
 NOT_BROKEN = re.compile(r"(?<![\w-])(?:--\w|\d{4}-\d\d-\d\d|\d[\d.]* %)(?=[^<>]*<)")
 LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 

@@ -73,7 +73,7 @@ def exit_code(error: SystemExit) -> Any:
 
 
 def report_code_on(number: int) -> None:
-    """Also write this process's exit code to a file descriptor when it ends.
+    """Write this process's exit code to a file descriptor, too, when it ends.
 
     The parent may be unable to wait for the code: the kernel drops exit codes if SIGCHLD is ignored, and a handler of
     the parent's program may collect them. subprocess then reports 0.

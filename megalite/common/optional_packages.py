@@ -1,13 +1,5 @@
 """Packages that only some options need, and the error if one is not installed (exit code 3, as for missing files)."""
 
-from __future__ import annotations
-
-import importlib.util
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megalite.config.options import LogConfig
-
 PIP_EXTRAS = {  # package -> the extra in pyproject.toml that installs it
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -33,13 +25,3 @@ def missing_package_message(what: str, package: str) -> str:
     """
     extra = f" (or megalite[{PIP_EXTRAS[package]}])" if package in PIP_EXTRAS else ""
     return f"{what} needs the package {package}; pip install {package}{extra}"
-
-
-def missing_packages(log: LogConfig) -> list[str]:
-    """Return one line for each option of a run whose package is not installed; imports no package."""
-    options = (("tensorboard_dir", log.tensorboard_dir, "tensorboard"), ("wandb_project", log.wandb_project, "wandb"))
-    return [
-        missing_package_message(f"{option}={value!r}", package)
-        for option, value, package in options
-        if value is not None and importlib.util.find_spec(package) is None
-    ]

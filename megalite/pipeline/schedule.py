@@ -213,7 +213,7 @@ def memory_change(op: Op, memory: ActionMemory, split: bool) -> float:
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """How often gradients and weights that are sharded over dp are reduced and unsharded.
+    """The points at which gradients are reduced and weights unsharded, if they are sharded over dp.
 
     Attributes:
         reduce_every_pass: reduce the gradients of a stage after each pass of backwards, so that full gradients exist

@@ -51,7 +51,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
 
 @dataclass(frozen=True)
 class LayerSetting:
-    """What the cost of a layer depends on besides its kind.
+    """The properties besides its kind that decide the cost of a layer.
 
     Attributes:
         tp: The size of tensor parallelism.

@@ -53,7 +53,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class SyncCounts:
-    """How often per micro-batch a chunk's gradients are reduced, and its weights gathered.
+    """The number of reductions of a chunk's gradients and of gathers of its weights, per micro-batch.
 
     Attributes:
         reductions: Reductions of the gradients.

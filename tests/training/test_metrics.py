@@ -20,9 +20,9 @@ from program_runs import pretrain, status_of
 from train_cases import SMALL, config_from
 from train_cases import pretrain as pretrain_here
 
-from megalite.common.optional_packages import missing_packages
 from megalite.config.options import Config, LogConfig, iter_options
 from megalite.training.datasets import NamedDataset
+from megalite.training.job.command import missing_packages
 from megalite.training.logging import log_format as figures
 from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.log_format import Speed, aligned_table, table

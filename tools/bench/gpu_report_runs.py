@@ -108,7 +108,7 @@ TINY_RUN_FLAGS = {run.name: run.tiny_flags for run in TRAINING_RUNS if run.tiny_
 
 @dataclass(frozen=True)
 class VariantOptions:
-    """What a variant of a step changes about its run.
+    """The changes that a variant of a step makes to its run.
 
     Attributes:
         flags: additional flags, in which {quarter} and {sixteenth} stand for windows of such a part of the sequence.

@@ -97,7 +97,7 @@ class TensorPart:
 
 @dataclass
 class QuantityDiff:
-    """How far one quantity is from its reference at one step.
+    """The difference of one quantity from its reference at one step.
 
     Attributes:
         distance: the largest distance of a rank.

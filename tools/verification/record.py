@@ -78,7 +78,7 @@ class RecordedTensor:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank recorded.
+    """The records of one rank.
 
     Attributes:
         parameters: names in the order of use.

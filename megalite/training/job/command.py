@@ -5,6 +5,7 @@ before that.
 """
 
 import contextlib
+import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -16,10 +17,10 @@ from megalite.common import environment
 from megalite.common.console import discard_unwritable_output, print_err
 from megalite.common.exit_codes import ExitCode
 from megalite.common.exits import exit_now
-from megalite.common.optional_packages import missing_packages
+from megalite.common.optional_packages import missing_package_message
 from megalite.config import cli
 from megalite.config.env_overrides import env_problems
-from megalite.config.options import Config, num_local_ranks
+from megalite.config.options import Config, LogConfig, num_local_ranks
 from megalite.data.files.missing_files import missing_file_errors, without_data_files
 from megalite.launch import process_group, rank_info
 from megalite.launch.local_launcher import ORDERLY_STOP_S, cpu_count, launch_local, print_stopping
@@ -134,6 +135,16 @@ def _missing_files_and_packages(config: Config) -> list[str]:
     data = without_data_files(config.data) if other_machine else config.data
     files = missing_file_errors(data, other_machine)
     return files if config.train.dry_run else [*files, *missing_packages(config.log)]
+
+
+def missing_packages(log: LogConfig) -> list[str]:
+    """Return one line for each logging option whose package is not installed; imports no package."""
+    options = (("tensorboard_dir", log.tensorboard_dir, "tensorboard"), ("wandb_project", log.wandb_project, "wandb"))
+    return [
+        missing_package_message(f"{option}={value!r}", package)
+        for option, value, package in options
+        if value is not None and importlib.util.find_spec(package) is None
+    ]
 
 
 def run_main(main: Callable[[list[str]], int]) -> NoReturn:
