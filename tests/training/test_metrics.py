@@ -394,7 +394,7 @@ def test_run_with_unwritable_files_trains(tmp_path: Path) -> None:
     """A pipe that nobody reads, a link, a directory, a file where a directory belongs; and stdout is closed."""
     os.mkfifo(tmp_path / "log.txt")
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    for name in ("status.json", "run_config.toml", "timeline.json"):
+    for name in ("status.json", "run_config.toml", "timeline.json", "report.json"):
         (tmp_path / name / "inside").mkdir(parents=True)
     (tmp_path / "board").touch()
     flags = ["--train-iters", "3", "--run-dir", str(tmp_path), "--tensorboard-dir", str(tmp_path / "board")]
@@ -405,7 +405,7 @@ def test_run_with_unwritable_files_trains(tmp_path: Path) -> None:
     assert done.returncode == 0 and "Traceback" not in said, said
     for name in ("log.txt", "metrics.jsonl", "status.json", "run_config.toml", "timeline.json"):
         assert str(tmp_path / name) in said, name
-    assert "WARNING: TensorBoard: " in said
+    assert "WARNING: TensorBoard: " in said and "WARNING: report.json: " in said
     assert [path.name for path in tmp_path.glob(".*")] == [".run.lock"]  # nothing half-written
 
 

@@ -371,7 +371,7 @@ class TrainingJob:
         if run_report is not None:
             for line in saver.pop_messages() if saver is not None else []:
                 logger.info(line)
-            report_rows = logger.try_write("logger.json", run_report.close, outcome, saver)
+            report_rows = logger.try_write("report.json", run_report.close, outcome, saver)
             rows = {
                 "outcome": f"{outcome.outcome}: {reason}".rstrip(": "),
                 "steps": f"{run.progress.step:,} of {run.last_step:,}",
