@@ -322,10 +322,10 @@ def test_fast_ids_equal_the_reference(fast_directory: Path, kind: str) -> None:
     texts = [*EDGE_CASE_TEXTS, (fast_directory / "corpus.txt").read_text()[:50_000]]
     want = reference.encode_batch(texts)
     assert fast.encode_batch(texts) == want and fast.encode(texts[3]) == want[3]
-    ids, lengths = fast.encode_flat(texts)
+    ids, lengths = fast.encode_concatenated(texts)
     assert lengths.tolist() == [len(one) for one in want] and len(ids) == lengths.sum()
     assert fast.decode(want[3]) == texts[3]
-    assert fast.encode_batch([]) == [] and fast.encode_flat([])[1].tolist() == []
+    assert fast.encode_batch([]) == [] and fast.encode_concatenated([])[1].tolist() == []
 
     letters = st.characters(exclude_categories=["Cs"])
     words = st.sampled_from(["</s>", "<|endoftext|>", "'s", "'LL", "  ", "\r\n", "123456", "def ", "<s>", "_a", "é"])
@@ -362,6 +362,18 @@ def other_engine(fast_directory: Path) -> object:
     return gigatoken.Tokenizer.from_json(json.dumps(table))
 
 
+def test_fast_tokenizer_concatenates_without_lists_of_ids(
+    fast_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = make(fast_directory, "HuggingFaceTokenizer")
+    fast = accelerate(reference)
+    assert isinstance(fast, FastTokenizer)
+    want = reference.encode_batch(["one text", "another"])
+    monkeypatch.setattr(fast, "encode_batch", None)  # the slow default calls it
+    ids, lengths = fast.encode_concatenated(["one text", "another"])
+    assert ids.tolist() == [*want[0], *want[1]] and lengths.tolist() == [len(want[0]), len(want[1])]
+
+
 def test_fast_tokenizer_with_a_difference_is_refused(fast_directory: Path, monkeypatch, caplog) -> None:
     reference = make(fast_directory, "HuggingFaceTokenizer")
     engine = other_engine(fast_directory)
@@ -378,10 +390,10 @@ def test_fast_tokenizer_difference_during_a_run_ends_it(fast_directory: Path, mo
     reference = make(fast_directory, "HuggingFaceTokenizer")
     word = WORDS[0]
     fast = FastTokenizer(reference, other_engine(fast_directory))
-    fast.encode_flat([word] * 7)  # not checked: these were compared before the run
-    fast.encode_flat([word] * 3 + ["fine"] + [word] * 9)  # document 10 is, and is the same
+    fast.encode_concatenated([word] * 7)  # not checked: these were compared before the run
+    fast.encode_concatenated([word] * 3 + ["fine"] + [word] * 9)  # document 10 is, and is the same
     with pytest.raises(DataError, match="gigatoken makes other ids than .*hf/tokenizer.json from the text"):
-        fast.encode_flat([word])
+        fast.encode_concatenated([word])
 
 
 def test_without_the_fast_package_the_reference_is_used(fast_directory: Path, monkeypatch, caplog) -> None:

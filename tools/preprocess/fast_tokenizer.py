@@ -50,12 +50,12 @@ class FastTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
-        ids, lengths = self.encode_flat(texts)
+        ids, lengths = self.encode_concatenated(texts)
         if not len(lengths):
             return []
         return [part.tolist() for part in np.split(ids, np.cumsum(lengths[:-1]))]
 
-    def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def encode_concatenated(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return (concatenated ids, number of ids of each text). Raises DataError if a checked text differs."""
         ids, lengths = self._encode(texts)
         # check texts number n * CHECK_INTERVAL, but not number 0, which was compared by `accelerate`
@@ -71,7 +71,7 @@ class FastTokenizer(Tokenizer):
     def _encode(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Return (concatenated ids, number of ids of each text).
 
-        The reference encodes texts that contain a special token as ordinary text.
+        Texts that spell out a special token go to the reference if it takes this for ordinary text.
         """
         special_tokens = self.reference.literal_special_tokens
         rows = [i for i, text in enumerate(texts) if any(token in text for token in special_tokens)]
