@@ -174,7 +174,7 @@ def _first_failure(candidates: list[Entry], end: Entry | None) -> str:
         candidates: the entries of ranks that report a failure.
         end: the launcher's event about the end of the ranks, if there is one.
     """
-    # ranks that lost another one fail because of it, so their entries come last; best are those that name it
+    # ranks that lost another one failed because of it, so they come last; of these, those that name it come first
     first = min(
         candidates,
         key=lambda entry: (LOST in entry.headline, LOST_RANKS.search(entry.headline) is None, entry.time),

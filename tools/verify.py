@@ -4,7 +4,7 @@
 python tools/verify.py --config run.toml --tp 2 --pp 4 --dp 8              any flags of pretrain_gpt.py
 python tools/verify.py --preset llama3-8b --tp 2 --pp 2 --nproc 8 ...      --nproc: ranks of the run, not of the check
 python tools/verify.py FLAGS --dtype bfloat16 --out agreement.png          in bf16, with a plot
-python tools/verify.py FLAGS --full-size                                       at its full size, on its own data
+python tools/verify.py FLAGS --full-size                                   at its full size, on its own data
 
 It trains --steps steps in one process and on the layout, from the same weights, evaluates after the first and the last
 step, and compares every hidden state, loss, gradient and weight of every rank. Sizes and ranks are reduced

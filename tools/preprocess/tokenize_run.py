@@ -267,7 +267,7 @@ class ProgressMeter:
     """The speed of a run: rates since its start, fraction of the input, and remaining time.
 
     Args:
-        progress: the counts of the run, which it updates.
+        progress: the counts, which the run updates.
         sizes: bytes of each input file on disk; None if one is unknown.
 
     Attributes:

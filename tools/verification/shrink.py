@@ -12,7 +12,7 @@ function can give the right groups: with one group all functions do, on 4 ranks 
 If the small layout hides such a mistake, `kv_group_check` returns a second run that has only tp.
 
 `single_process_config` is the same training in one process with the simplest code: every option that only changes how a
-step is computed has its default, kernels are torch's, and the vocabulary has no padding. All functions are pure.
+step is computed has its default, kernels are torch's, and the vocabulary has no padding.
 """
 
 from __future__ import annotations

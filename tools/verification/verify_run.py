@@ -9,7 +9,7 @@ from typing import Any
 
 from megalite.common.console import ProgressBar
 from megalite.config.options import Config
-from megalite.launch.local_launcher import LaunchResult, launch_local
+from megalite.launch.local_launcher import TIMEOUT_EXIT_CODE, LaunchResult, launch_local
 from megalite.training.logging.log_format import aligned_table
 from tools.plots.curves import verification_plot
 from tools.plots.style import save
@@ -37,7 +37,6 @@ KIND_TEXTS = {  # kind -> (heading of all quantities, one of them)
     "weight": ("weights", "the weights {}"),
 }
 MAX_NAMED = 6  # quantities that are named
-TIMEOUT_CODE = 124
 
 
 class RunFailed(Exception):
@@ -104,7 +103,7 @@ def train(config: Config, dtype: str, layout: Layout, timeout_s: float) -> list[
             raise RunStopped(code)
         if code:
             reason = f"{results[-1].cause}; its error is above"
-            if code == TIMEOUT_CODE:
+            if code == TIMEOUT_EXIT_CODE:
                 reason = f"it has not ended after {timeout_s:g} s; raise --timeout"
             ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
             raise RunFailed(f"the run on {ranks} failed: {reason}")
