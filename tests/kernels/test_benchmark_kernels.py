@@ -57,6 +57,7 @@ def test_sweep_times_other_tiles(interpreter: Callable[..., Any], tmp_path: Path
     for table, other in by_kernel.values():
         assert table["table"] and not other["table"] and table["tile"] != other["tile"]
         assert table["tile"].keys() == other["tile"].keys()
+        assert all(name.islower() for name in table["tile"])  # every kernel has the same names for the same sizes
     assert {one["kernel"] for one in made["best"]} == set(by_kernel)
 
 

@@ -11,7 +11,7 @@ from megalite.kernels.attention import attention
 from tools.bench.kernel_case import Candidates, Fn, KernelCase, ProblemSizes, WorkModel, table_candidates
 
 QUERY_GROUP = 4  # query heads per key head, as in Llama 3
-TILE_VALUES = {"BLOCK_M": (64, 128, 256), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
+TILE_VALUES = {"block_m": (64, 128, 256), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
 
 
 def shape(s: ProblemSizes) -> tuple[int, int, int, int]:

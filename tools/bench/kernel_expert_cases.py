@@ -21,9 +21,9 @@ from megalite.kernels.weight_grad import accumulate_weight_grad_
 from tools.bench.kernel_case import Candidates, Fn, KernelCase, MakeInputs, ProblemSizes, WorkModel, table_candidates
 
 TILE_VALUES = {
-    "BLOCK_M": (64, 128, 256),
-    "BLOCK_N": (64, 128, 256),
-    "BLOCK_K": (32, 64),
+    "block_m": (64, 128, 256),
+    "block_n": (64, 128, 256),
+    "block_k": (32, 64),
     "num_warps": (4, 8),
     "num_stages": (3, 4, 5),
 }
