@@ -2,9 +2,9 @@
 
 The ablations of a group (gpu_report_runs.py) are measured in their order on a run that is built once. Options are
 switched between two steps, and weights and optimizer state stay. Each variant has its own position in the data, so both
-see the same tokens. The GPU is warm before the first ablation. Pairs of neighbouring steps are in the orders off-on and
-on-off by turns, and the median of their ratios counts. Results are written after each pair. The GPU's counters are read
-while further steps run.
+see the same tokens. The GPU is warm before the first ablation. Steps are timed in pairs, which run in the order off-on
+and on-off alternately, and the median of their ratios counts. Results are written after each pair. The GPU's counters
+are read while further steps run.
 
 A variant may change flags of the run (kernels, windows, separate documents, micro-batches), the BLAS library, the size
 of a chunk of the head's logits, and where the experts' activation is computed. Its FLOPs count only visible attention

@@ -24,8 +24,6 @@ from megalite.planning.layer_kinds import LayerKind, flops_per_token, layers_cos
 from megalite.planning.run_plan import RunPlan
 
 GIB = 2**30
-# axes that communicate within every layer, and the options of their size
-LAYER_AXES = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size"}
 COMMUNICATION_AXES = ("tp", "cp", "dp", "pp")
 LOSSES: tuple[str, ...] = ("bubble", *COMMUNICATION_AXES, "ranks", "data", "optimizer", "recompute", "kernels", "other")
 Measurement = Mapping[str, Any]  # of one run, as systems.measure returns it
@@ -122,9 +120,8 @@ def limiting_resource(
     evidence = [f"computing takes {computing:.1%} of a step"]
     if "compute" in known:
         evidence.append(f"its matmuls would take {known['compute']:.1%} at the peak")
-    if "memory" in known:
-        rate = f"{(copy_rate or 0) / 1e9:.3g} GB/s"
-        evidence.append(f"its minimum memory traffic {known['memory']:.1%} at {rate}")
+    if copy_rate:
+        evidence.append(f"its minimum memory traffic {known['memory']:.1%} at {copy_rate / 1e9:.3g} GB/s")
     evidence.append(f"exposed messages take {known['network']:.1%}")
     evidence.append(f"the wait for tokens {known['data']:.1%}")
     return {"by": by, "shares": known, "evidence": ", ".join(evidence)}
@@ -190,8 +187,8 @@ def remedy_figures(cause: str, share: float, run: Measurement, plan: RunPlan) ->
         return advice.describe_bubble(plan)
     if cause in ("dp", "optimizer"):
         return f"{share / (2 - share):.1%} with twice the micro-batches, --global-batch-size {2 * plan.batch_size}"
-    if cause in LAYER_AXES:
-        option = LAYER_AXES[cause]
+    if cause in advice.AXIS_OPTIONS:
+        option = advice.AXIS_OPTIONS[cause]
         size = getattr(plan.config.parallel, option)
         half = with_options(plan, **{option: size // 2}) if size > 1 else None
         return "" if half is None else f"with {cause} {size // 2} and dp {half.dp} {memory_headroom(half, run)}"

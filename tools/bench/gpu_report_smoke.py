@@ -65,10 +65,10 @@ class SmokeCase:
     values: list[list[float]] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
 
-    @property
-    def file_name(self) -> str:
-        """The name of its run directory and, with a suffix, of its log."""
-        return self.name.replace(", ", "-").replace(" ", "-")
+
+def file_name(case_name: str) -> str:
+    """Return the name of a case's run directory and, with a suffix, of its log."""
+    return case_name.replace(", ", "-").replace(" ", "-")
 
 
 def single_gpu_cases(tiny: bool, device: str) -> list[SmokeCase]:
@@ -96,9 +96,15 @@ def single_gpu_cases(tiny: bool, device: str) -> list[SmokeCase]:
         SmokeCase("generated text, cpu", checkpoint_from=saving.name, device="cpu"),
     ]
     if device == "cuda":
-        text = SmokeCase("generated text", reference="generated text, cpu", tolerance=0, device=device)
-        text.checkpoint_from = saving.name
-        cases.append(text)
+        cases.append(
+            SmokeCase(
+                "generated text",
+                reference="generated text, cpu",
+                tolerance=0,
+                checkpoint_from=saving.name,
+                device=device,
+            )
+        )
     return cases
 
 
@@ -132,8 +138,8 @@ def run(case: SmokeCase, directory: Path, seconds: float) -> None:
     if seconds < 1:
         return
     start = time.monotonic()
-    run_dir = directory / case.file_name
-    checkpoint_dir = directory / case.checkpoint_from.replace(" ", "-")
+    run_dir = directory / file_name(case.name)
+    checkpoint_dir = directory / file_name(case.checkpoint_from)
     saves = "--exit-interval" in case.flags
     if case.flags:
         command = ["pretrain_gpt.py", *RUN_FLAGS.split(), *case.flags.split(), "--run-dir", str(run_dir)]
