@@ -142,6 +142,19 @@ assert "torch._dynamo" not in sys.modules and "triton" not in sys.modules"""
     assert done.returncode == 0, done.stderr
 
 
+def test_first_cost_with_recompute_equals_later_ones() -> None:
+    """A search runs without garbage collection, so a reference cycle would keep tensors of the first cost allocated."""
+    code = """import gc, sys
+sys.path[:0] = ["tests/support", "tests/planning"]
+from test_layer_cost import KINDS, layer_kinds, layers_cost, model_of, setting
+gc.disable()
+kinds = layer_kinds(model_of(KINDS["llama"]))[:1]
+first, second = (layers_cost(kinds * n, setting(2), full_recompute=True) for n in (1, 2))
+assert first.saved_bytes == second.saved_bytes  # the input of the first layer"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 def test_launches_are_counted_with_recompute() -> None:
     """Two norms, five matmuls, two rotations, attention, the activation and a residual sum; tp adds four collectives."""
     kind = layer_kinds(model_of(KINDS["llama"]))[0]
