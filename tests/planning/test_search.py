@@ -296,7 +296,7 @@ def test_impossible_layouts_are_counted_with_their_reason() -> None:
     assert "times the memory" in recommend.what_would_fit(small)[0]
 
 
-def test_advice_follows_the_measured_values() -> None:
+def test_advice_follows_the_planned_values() -> None:
     """Of a plan with two micro-batches over 8 stages, on tp 16 over nodes of 8."""
     asked = request("--preset llama3-70b --global-batch-size 2 --seq-length 512", 128)
     plan = evaluate(Layout(8, 8), asked, None)
@@ -317,7 +317,7 @@ def test_advice_follows_the_measured_values() -> None:
     assert "beyond the critical" in told
 
 
-def test_wizard_ends_when_the_model_fits() -> None:
+def test_decision_path_ends_where_the_model_fits() -> None:
     def asked_of(flags: str, devices: int) -> str:
         asked = request(flags, devices)
         return "\n".join(recommend.decision_path(asked, SearchResult(asked.cluster.device.memory_bytes)))
