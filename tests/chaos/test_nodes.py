@@ -15,7 +15,8 @@ import pytest
 from network_namespaces import ROOT, Node, Unpermitted, two_nodes
 from train_cases import SMALL, logged
 
-pytestmark = [pytest.mark.nightly(guards=("megalite/launch/rank_info.py",)), pytest.mark.timeout(400)]
+GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py")
+pytestmark = [pytest.mark.nightly(guards=GUARDS), pytest.mark.timeout(400)]
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 TIMEOUT_S = 5
 FLAGS = [*SMALL, *"--device cpu --lr-decay-style constant --train-iters 100000 --hidden-dropout 0.1".split()]

@@ -17,7 +17,7 @@ from program_runs import ROOT, alive, children, losses, shown, status_of
 from train_cases import SMALL
 
 STEPS = 40
-GUARDS = ("megalite/launch/rank_info.py", "megalite/training/job/restarts.py")
+GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py", "megalite/training/job/restarts.py")
 RARELY = pytest.mark.nightly(guards=GUARDS)
 
 

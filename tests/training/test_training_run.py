@@ -63,7 +63,10 @@ BUSY_RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=("megalite/launch/rank_info.py",)))
+GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py")
+
+
+@pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=GUARDS))
 def test_torchrun_starts_training(tmp_path: Path, name: str) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -1,6 +1,6 @@
 """NCCL's rules without NCCL: a process group that carries tensors over gloo and notes what NCCL would be told.
 
-    process_group(ranks, device=..., backend=use(recorder))     megalite/launch/rank_info.py
+    process_group(ranks, device=..., backend=use(recorder))     megalite/launch/process_group.py
 
 Input is read when an operation is issued, the result is written when it is waited for: the earliest and the latest
 that a card can do it, so a result that is used too early is stale on every run. Nothing blocks the host but `wait`.
