@@ -158,6 +158,11 @@ def test_readme_values_equal_the_stored_results(begin: str) -> None:
     assert [value(number) for number in numbers(part)] == CLAIMS[begin]()
 
 
+def test_every_number_of_the_readme_has_a_stored_result() -> None:
+    known = (*CLAIMS, "| [`")  # the latter: a recipe, which tests/config/test_recipes.py checks
+    assert [part for part in parts() if numbers(part) and not part.startswith(known)] == []
+
+
 def leaves(record: Any) -> list[float]:
     if isinstance(record, dict):
         return [leaf for name, below in record.items() if name != "positions" for leaf in leaves(below)]
