@@ -58,9 +58,8 @@ def check_compile(device_type: str) -> None:
     name = getenv("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the only compiler that inductor calls
     remedy = "install one or set CXX to the name of one, without options"
     if shutil.which(name) is None:
-        raise CompileError(
-            f"compile=True needs a C++ compiler, and {name or 'the one named in CXX'} is not installed; {remedy}"
-        )
+        problem = f"{name} is not installed" if name else "CXX is empty"
+        raise CompileError(f"compile=True needs a C++ compiler, and {problem}; {remedy}")
     try:
         command = [name, "-x", "c++", "-shared", "-fPIC", "-o", os.devnull, "-"]
         subprocess.run(command, input=b"#include <cmath>\n", capture_output=True, check=True, timeout=60)
