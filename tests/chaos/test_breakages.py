@@ -13,6 +13,12 @@ CHAOS = Path(__file__).parent
 TIMEOUT_S = 150
 
 
+@pytest.mark.parametrize("test", sorted({breakage.test for breakage in BREAKAGES.values()}))
+def test_test_of_a_breakage_exists(test: str) -> None:
+    file, name = test.partition("[")[0].split("::")
+    assert f"\ndef {name}(" in (ROOT / file).read_text("utf-8")
+
+
 @pytest.mark.timeout(TIMEOUT_S + 10)
 @pytest.mark.parametrize(
     "breakage",
@@ -25,4 +31,5 @@ def test_breakage_fails_its_test(breakage: Breakage) -> None:
     with programs.group(command, env=env) as process:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == pytest.ExitCode.TESTS_FAILED, output
-    assert "sitecustomize" not in output and "ImportError" not in output, output  # it fails for another reason
+    for other_reason in ("sitecustomize", "ImportError", "TypeError"):  # the last: the original has other parameters
+        assert other_reason not in output, output
