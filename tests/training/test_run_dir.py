@@ -1,6 +1,7 @@
 """Files of the run directory: replaced whole or not at all, and cut back to the step that a run resumes from."""
 
 import datetime
+import errno
 import json
 import os
 import socket
@@ -160,6 +161,19 @@ def test_status_is_replaced_on_a_full_disk(tmp_path: Path, capsys) -> None:
     write_status(tmp_path, "done", config_of("--load", "a", "--save", "a"), "")
     assert (tmp_path / "other").read_text() == "keep"
     assert f"{tmp_path / 'status.json'}: " in capsys.readouterr().err
+
+
+def test_missing_status_on_a_full_disk_names_the_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("megalite.training.logging.status.write_atomically", full)
+    write_status(tmp_path, "crash", config_of(), "why")
+    error = capsys.readouterr().err
+    assert "No space left on device" in error and "No such file" not in error
+    assert not (tmp_path / "status.json").exists()
 
 
 def test_status_running_needs_a_live_process(tmp_path: Path) -> None:

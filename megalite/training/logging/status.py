@@ -172,6 +172,8 @@ def _write_status(directory: Path, status: dict[str, Any]) -> None:
         try:
             write_atomically(path, json.dumps(status) + "\n")
         except OSError:
+            if not os.path.lexists(path):  # there is nothing to overwrite, and the first error says why
+                raise
             with open(path, "r+b", buffering=0, opener=open_nofollow) as file:
                 capacity = max(os.fstat(file.fileno()).st_size, MIN_BLOCK)
                 while len(json.dumps(status)) >= capacity and len(status["reason"]) > 3:
