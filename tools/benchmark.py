@@ -8,7 +8,7 @@
     python tools/benchmark.py --scaling strong --nproc 1,2,4,8 --out bench
 
 All systems run in processes of their own and take turns, --repeats times. A row is the median over the repeats of the
-median step. Ratios to a peer are medians of the ratios of neighbouring runs, since other work on the machine varies.
+median step. Ratios to a peer are medians of the ratios of neighboring runs, since other work on the machine varies.
 
 megalite           as pretrain_gpt.py runs it, on --mock-data
 transformers       a Llama or Mixtral of the same shape with its own loss, torch.optim.AdamW and clipping

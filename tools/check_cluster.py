@@ -7,7 +7,7 @@
 
 Bus bandwidth is the load of one link, so it does not depend on the number of ranks (tools/bench/collectives.py has the
 factors). tools/benchmark_comm.py measures more sizes and kinds of collectives, as input for planning. A collective is
-as fast as its slowest link. To find that link, neighbouring ranks exchange messages in pairs: all even pairs at once,
+as fast as its slowest link. To find that link, neighboring ranks exchange messages in pairs: all even pairs at once,
 then all odd ones.
 
 Exit codes: 0 fine, 1 wrong values or a slow link, 3 the rendezvous failed or the ranks do not match.

@@ -48,7 +48,7 @@ COSTS = {
     "does it fit, how long, for how much": "megalite plan --ask",
     "does the layout train as one process does": "megalite verify FLAGS, without a GPU",
     "do the options and the data hold": "the run's own command with --dry-run, on one machine",
-    "is every link as fast as its neighbours": "megalite cluster, on the machines that the run will have",
+    "is every link as fast as its neighbors": "megalite cluster, on the machines that the run will have",
     "what a failure costs": "the steps since the last --save-interval, on all devices: see docs/fault_tolerance.md",
     "what the disk must hold": "the size of a checkpoint, which a run prints, times --keep-last",
 }

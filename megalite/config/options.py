@@ -7,7 +7,7 @@ reads and writes files. Nothing here imports torch, so that a bad command line i
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from megalite.config.model_options import ModelConfig
@@ -77,6 +77,18 @@ def iter_options() -> Iterator[tuple[str, Field[Any]]]:
     for section, cls in SECTIONS.items():
         for f in fields(cls):
             yield section, f
+
+
+def replace_options(config: Config, **values: Any) -> Config:
+    """Return `config` with other values for some options; raises TypeError for a name that is not an option."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for section, option in iter_options():
+        if option.name in values:
+            by_section.setdefault(section, {})[option.name] = values.pop(option.name)
+    if values:
+        raise TypeError(f"{', '.join(values)}: no option has this name")
+    sections = {name: replace(getattr(config, name), **changed) for name, changed in by_section.items()}
+    return replace(config, **sections)
 
 
 def training_options(config: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.config.options import Config, iter_options
+from megalite.config.options import Config, replace_options
 from megalite.config.validation import find_problems
 from megalite.planning.run_plan import RunPlan
 
@@ -225,25 +225,16 @@ def oversubscription_note(num_ranks: int, num_threads: int, num_cores: int) -> s
     return f"{ranks} of {threads} share {cores}, so a wait for other ranks may be a wait for a core"
 
 
-def _replace_options(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values for some options."""
-    for section, option in iter_options():
-        if option.name in values:
-            changed = replace(getattr(config, section), **{option.name: values[option.name]})
-            config = replace(config, **{section: changed})
-    return config
-
-
 def _is_valid(plan: RunPlan, **values: Any) -> bool:
     """Return whether the run passes the checks of its configuration with other values for some options."""
-    return not find_problems(_replace_options(plan.config, values), plan.world)
+    return not find_problems(replace_options(plan.config, **values), plan.world)
 
 
 def with_options(plan: RunPlan, **values: Any) -> RunPlan | None:
     """Return the plan of the same run with other values for some options; None if they contradict each other."""
     if not _is_valid(plan, **values):
         return None
-    other = replace(plan, config=_replace_options(plan.config, values))
+    other = replace(plan, config=replace_options(plan.config, **values))
     try:
         _ = other.layer_ranges
     except ValueError:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megalite.config import cli
 from megalite.config.config_file import dump_config, parse_config_text
 from megalite.config.megatron_flags import DEPENDENT, INSTEAD, NO_EFFECT, OPTION, REFUSED, WARNED, known_flags
 from megalite.config.option import _PATH_OPTIONS, flag_name, flags_of, option_spec, type_name
-from megalite.config.options import ConfigError, build, iter_options, padded_vocab_size
+from megalite.config.options import ConfigError, build, iter_options, padded_vocab_size, replace_options
 from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 
@@ -257,3 +258,11 @@ def test_example_configs_dry_run(path: str, tmp_path: Path, capsys) -> None:
     (tmp_path / path).write_text(text)
     assert pretrain_gpt.main(["--config", str(tmp_path / path), "--dry-run", *more]) == 0
     assert "layers per stage" in capsys.readouterr().out
+
+
+def test_options_are_replaced_by_name_in_any_section() -> None:
+    config = build({"train_iters": 7})
+    changed = replace_options(config, train_iters=9, micro_batch_size=3)
+    assert changed == replace(config, train=replace(config.train, train_iters=9, micro_batch_size=3))
+    with pytest.raises(TypeError, match="micro_batches: no option has this name"):
+        replace_options(config, micro_batches=3)

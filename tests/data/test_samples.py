@@ -249,7 +249,7 @@ def test_permutation_orders_are_equally_likely(n: int) -> None:
     assert chi_square < 2.5 * (cells - 1)  # mean of the distribution: cells - 1
 
 
-def test_permutation_scatters_neighbours() -> None:
+def test_permutation_scatters_neighbors() -> None:
     n = 200_000
     shuffled = permute(np.arange(n), n, 3).astype(np.float64)
     assert abs(np.corrcoef(shuffled[:-1], shuffled[1:])[0, 1]) < 0.02

@@ -24,7 +24,7 @@ def test_row_kernels_accept_any_rows(index: list[int], dtype: torch.dtype, begin
 
 @given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(0, 2**16 - 1))
 @settings(max_examples=200)
-def test_stochastic_rounding_goes_to_a_neighbour(x: float, bits: int) -> None:
+def test_stochastic_rounding_goes_to_a_neighbor(x: float, bits: int) -> None:
     exact = torch.tensor([x])
     got = stochastic_round(exact, torch.tensor([bits])).double()
     low = (exact.view(torch.int32) & ~0xFFFF).view(torch.float32).double()

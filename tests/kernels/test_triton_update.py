@@ -54,7 +54,7 @@ def test_update_is_independent_of_block_size(moments: tuple[torch.dtype, torch.d
 
 
 def test_random_bits_are_uniform_and_independent() -> None:
-    """Each bit is set in half of the cases, also among neighbours that differ in one value's last bits only."""
+    """Each bit is set in half of the cases, also among neighbors that differ in one value's last bits only."""
     one = torch.ones(4, 1 << 16)
     for which in range(4):
         values = one.clone()

@@ -119,7 +119,7 @@ ROWS = [
     gpt("openai gelu", "--disable-bias-linear --openai-gelu", bias="none"),
     gpt("named gelu", "--disable-bias-linear --activation gelu", bias="none"),
     llama("interpolated positions", "--rotary-seq-len-interpolation-factor 4", rotary=Rotary(interpolation=4.0)),
-    llama("interleaved", INTERLEAVED, rotary=Rotary(fraction=0.5, neighbours=True)),
+    llama("interleaved", INTERLEAVED, rotary=Rotary(fraction=0.5, neighbors=True)),
     llama("every second layer without", "--no-rope-freq 2", rotary=Rotary(without=(1,))),
     llama("the first layer without", "--no-rope-freq [1,0]", rotary=Rotary(without=(0,))),
     # channels make 1.6, 0.5, 0.16 and 0.05 turns in 10 tokens: kept, between, between and stretched; ends 0.4 and 2.6
@@ -270,7 +270,7 @@ OTHERWISE: list[tuple[str, str, Any]] = [
     ("openai gelu", "model.activation", "gelu_erf"),
     ("named gelu", "model.activation", "gelu_erf"),
     ("interpolated positions", "model.rotary.interpolation", 1.0),
-    ("interleaved", "model.rotary.neighbours", False),
+    ("interleaved", "model.rotary.neighbors", False),
     ("every second layer without", "model.rotary.without", ()),
     ("the first layer without", "model.rotary.without", (1,)),
     *[("yarn", f"model.rotary.yarn.{name}", value) for name, value in (("factor", 2.0), ("length", 20), ("slow", 0.2))],

@@ -135,7 +135,7 @@ def test_context_parallel_bytes_equal_the_formulas(cp: int, tp: int, groups: int
 
 
 def test_windowed_context_parallel_moves_only_visible_chunks() -> None:
-    """Work is equal in a window, so a rank holds neighbouring blocks; of 16 blocks of 16 tokens it gives its last one
+    """Work is equal in a window, so a rank holds neighboring blocks; of 16 blocks of 16 tokens it gives its last one
     and gets one, where a gather would move 14, and sends back the gradients of that in fp32."""
     moved, _ = _moved("--num-query-groups 4 --window-size 16,0", 8)
     block = 2 * 2 * 16 * B * 4 * 64

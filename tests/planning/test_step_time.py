@@ -158,7 +158,7 @@ def test_sharded_weights_are_gathered_for_each_pass(flags: str, reduced: int, fo
 
 @pytest.mark.parametrize("exchange", ["allgather", "a2a"])
 def test_cp_and_tp_waits_are_separate(exchange: str) -> None:
-    """tp's ranks are neighbours in a machine and cp's are in different ones, between which half of what a layer moves
+    """tp's ranks are neighbors in a machine and cp's are in different ones, between which half of what a layer moves
     over cp takes its time."""
     of, alone = (made(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)

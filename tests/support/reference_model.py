@@ -56,7 +56,7 @@ class Yarn:
 class Rotary:
     """arXiv:2104.09864: channel pair j of R = fraction * K turns by position * base^(-2j/R). `factor`: the stretch of
     Llama 3.1 (arXiv:2407.21783) for a model that was trained on 8192 positions; None: no stretch. `yarn` takes its
-    place. `interpolation`: of positions (arXiv:2306.15595). `neighbours`: a pair is 2j and 2j + 1, else j and j + R/2.
+    place. `interpolation`: of positions (arXiv:2306.15595). `neighbors`: a pair is 2j and 2j + 1, else j and j + R/2.
     `without`: layers that have no rotary positions."""
 
     base: float = 10000.0
@@ -64,7 +64,7 @@ class Rotary:
     factor: float | None = None
     yarn: Yarn | None = None
     interpolation: float = 1.0
-    neighbours: bool = False
+    neighbors: bool = False
     without: tuple[int, ...] = ()
 
 
@@ -189,7 +189,7 @@ def rotate(x_BSHK: Tensor, positions_BS: Tensor, rotary: Rotary) -> Tensor:
         speeds.append(speed if rotary.yarn is None else rotary.yarn.speed(j, R, rotary.base))
     angles = positions_BS[..., None].double() / rotary.interpolation * torch.tensor(speeds, dtype=torch.float64)
     turn = torch.exp(1j * angles)[:, :, None] * (1 if rotary.yarn is None else rotary.yarn.magnitude)
-    if rotary.neighbours:
+    if rotary.neighbors:
         turned = torch.complex(x_BSHK[..., 0:R:2], x_BSHK[..., 1:R:2]) * turn
         return torch.cat([torch.view_as_real(turned).flatten(-2), x_BSHK[..., R:]], -1)
     turned = torch.complex(x_BSHK[..., : R // 2], x_BSHK[..., R // 2 : R]) * turn

@@ -298,7 +298,7 @@ def test_failed_export_leaves_nothing(saves: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", rarely(["json", "sentencepiece"], ["json"], str, guards=("megalite/interop",)))
 def test_export_includes_a_renamed_tokenizer(kind: str, tmp_path: Path) -> None:
-    """As transformers finds it; its neighbours are not taken for parts of it."""
+    """As transformers finds it; its neighbors are not taken for parts of it."""
     import transformers
 
     (tmp_path / "vocab.json").write_text("{}")

@@ -54,7 +54,7 @@ def summarize(rows: Sequence[BenchResult], price_per_hour: float | None = None) 
 def compare_to_megalite(row: BenchResult, base: BenchResult | None) -> Summary:
     """Return `speed` and `memory` as multiples of megalite's under the same flags.
 
-    They are medians of the ratios of neighbouring runs, because the load of a machine changes.
+    They are medians of the ratios of neighboring runs, because the load of a machine changes.
     """
     pairs = [] if base is None else list(zip(base.runs, row.runs, strict=False))
     if not pairs:

@@ -14,7 +14,7 @@ from megalite.common.console import ProgressBar, print_err
 from megalite.common.text_file import TextFileError
 from megalite.config import cli
 from megalite.config.config_file import dump_config
-from megalite.config.options import ConfigError
+from megalite.config.options import ConfigError, replace_options
 from megalite.models.families import PRESETS
 from megalite.planning import comm_time
 from megalite.planning.cluster import DeviceProfile, read_profile
@@ -26,7 +26,7 @@ from megalite.training.logging.plan_summary import stage_rows
 from tools.cli_common import find_unwritable, write_json
 from tools.planning import format_plan, published_runs, recommend, token_budget, wizard
 from tools.planning.calibrate import CalibrationError, calibrate
-from tools.planning.plan_request import Request, plan_problems, read_request, with_options
+from tools.planning.plan_request import Request, plan_problems, read_request
 from tools.planning.search import MAX_SIMULATED, Layout, SearchResult, apply_layout, layout_of, plan_for, search
 from tools.planning.token_budget import TokenBudget, chinchilla_tokens, parse_quantity
 from tools.plots.plan import picture
@@ -230,7 +230,7 @@ def _search(args: argparse.Namespace, request: Request, profile: DeviceProfile |
             request.is_single_layout or "optimizer_cpu_offload" in request.fixed or request.cluster.device.name == "cpu"
         )
         if not result.plans and may_offload:
-            with_offload = replace(request, config=with_options(request.config, optimizer_cpu_offload=True))
+            with_offload = replace(request, config=replace_options(request.config, optimizer_cpu_offload=True))
             offload_result = search_layouts(with_offload)
             if offload_result.plans:
                 print("Nothing fits without --optimizer-cpu-offload; with it:\n")

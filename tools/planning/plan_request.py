@@ -239,16 +239,6 @@ def drop_flags(argv: Sequence[str], names: Iterable[str]) -> list[str]:
     return remaining
 
 
-def with_options(config: Config, **values: Any) -> Config:
-    """Return `config` with other values for some options."""
-    by_section: dict[str, dict[str, Any]] = {}
-    for section, option in iter_options():
-        if option.name in values:
-            by_section.setdefault(section, {})[option.name] = values[option.name]
-    sections = {name: replace(getattr(config, name), **changed) for name, changed in by_section.items()}
-    return replace(config, **sections)
-
-
 def plan_problems(config: Config, world: int) -> list[str]:
     """Return the problems that a run of `config` on `world` ranks would report, worded for the planner's flags."""
     return [str(problem).replace("--nproc", "--num-gpus") for problem in find_problems(config, world)]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megalite.config.options import Config
+from megalite.config.options import Config, replace_options
 from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.config.problems import divisors
 from megalite.planning.cluster import DeviceProfile, default_profile
@@ -30,7 +30,7 @@ from megalite.planning.run_plan import RunPlan
 from megalite.planning.stage_time import TimeModel
 from megalite.planning.step_time import StepTime, predict_step
 from tools.planning.lower_bounds import min_dp_time, min_memory, min_step_time
-from tools.planning.plan_request import ZERO_OPTIONS, Request, plan_problems, with_options
+from tools.planning.plan_request import ZERO_OPTIONS, Request, plan_problems
 from tools.planning.published_runs import TOLERANCE
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -136,7 +136,7 @@ def apply_layout(layout: Layout, config: Config) -> Config:
     }
     if layout.recompute != (config.train.recompute_granularity or "none"):
         options.update(RECOMPUTE_OPTIONS[layout.recompute])
-    return with_options(config, **options)
+    return replace_options(config, **options)
 
 
 def layout_of(config: Config) -> Layout:
