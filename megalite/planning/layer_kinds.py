@@ -1,7 +1,6 @@
 """The kinds of layers of a model, the cost of each kind, and the costs of stages as sums over their layers."""
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -131,7 +130,7 @@ def _layers_cost(
     if full_recompute or setting.recompute_modules:
         # The first call of torch's checkpoint imports this. The import leaves the frames of its callers in a cycle, and
         # the tensors in these would count as saved until a garbage collection.
-        importlib.import_module("torch._dynamo")
+        from torch import _dynamo  # noqa: F401
     recorder = CostRecorder()
     first = kinds[0]
     make_param = setting.param_factory(recorder, first.layer_windows[0])
