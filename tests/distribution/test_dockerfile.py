@@ -3,6 +3,7 @@
 import fnmatch
 import importlib.metadata
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch_range
 from packaging.requirements import Requirement
 from train_cases import SMALL
 
@@ -53,6 +55,11 @@ def sent(path: str) -> bool:
         if any(fnmatch.fnmatchcase(name, pattern.removeprefix("**/")) for name in names):
             decision = line.startswith("!")
     return decision
+
+
+def test_base_image_has_the_lowest_torch_of_the_range() -> None:
+    lowest = re.escape(torch_range.floor((ROOT / "pyproject.toml").read_text()))
+    assert re.search(rf'BASE="?pytorch/pytorch:{lowest}\.\d+-cuda\d+\.\d+-cudnn\d+-devel', TEXT)
 
 
 def test_context_sends_no_private_files_and_all_copied_ones() -> None:
