@@ -18,9 +18,9 @@ import re
 import shlex
 import sys
 import textwrap
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import Field, dataclass, field, replace
 from typing import Any
 
 from megalite.common.console import print_err
@@ -31,7 +31,7 @@ from megalite.config import options as configs
 from megalite.config import plugins
 from megalite.config.config_file import read_config_file
 from megalite.config.megatron_flags import INSTEAD, OPTION, classify_flags, closest_match, known_flags
-from megalite.config.option import LIST_TYPES, flag_name, flags_of, mask_url_secrets, option_spec, type_name
+from megalite.config.option import LIST_TYPES, OptionSpec, flag_name, flags_of, mask_url_secrets, option_spec, type_name
 from megalite.config.options import SECTIONS, Config, ConfigError, iter_options
 from megalite.config.problems import Problem
 from megalite.config.validation import find_ineffective, find_problems
@@ -91,77 +91,114 @@ def _is_flag(arg: str) -> bool:
 
 def parse_args(argv: Sequence[str]) -> ParsedArgs:
     """Parse `argv` without converting values: each argument is a flag, a value of one, or part of a problem."""
-    option_flags = {flag: (f, constant) for _, f in iter_options() for flag, constant in flags_of(f)}
-    megatron_flags = known_flags()
-    megatron_names = [flag for flag, known in megatron_flags.items() if known.verdict != INSTEAD]
-    parsed = ParsedArgs()
-    remaining = list(argv)
-    previous_flag = ""
-    text_option = ""  # the option that the previous flag sets to a text; "" if there is none
-    while remaining:
-        arg = remaining.pop(0)
-        if not _is_flag(arg):
-            strays = [arg]
-            while remaining and not _is_flag(remaining[0]):
-                strays.append(remaining.pop(0))
-            parsed.add_stray(strays, previous_flag, text_option, parsed.values.get(text_option))
-            continue
-        previous_flag = arg
-        text_option = ""
+    return _ArgumentParser(argv).parse()
+
+
+class _ArgumentParser:
+    """Splits a command line into flags and their values, from left to right."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.option_flags = {flag: (f, constant) for _, f in iter_options() for flag, constant in flags_of(f)}
+        self.megatron_flags = known_flags()
+        self.remaining = deque(argv)
+        self.parsed = ParsedArgs()
+
+    def parse(self) -> ParsedArgs:
+        """Return the arguments by option."""
+        previous_flag = ""
+        text_option = ""  # the option that the previous flag sets to a text; "" if there is none
+        while self.remaining:
+            arg = self.remaining.popleft()
+            if not _is_flag(arg):
+                strays = [arg, *self._take_values()]
+                self.parsed.add_stray(strays, previous_flag, text_option, self.parsed.values.get(text_option))
+                continue
+            previous_flag = arg
+            text_option = self._parse_flag(arg)
+        return self.parsed
+
+    def _take_values(self, max_values: int | None = None) -> list[str]:
+        """Remove and return the arguments before the next flag, at most `max_values`."""
+        values: list[str] = []
+        while self.remaining and not _is_flag(self.remaining[0]) and (max_values is None or len(values) < max_values):
+            values.append(self.remaining.popleft())
+        return values
+
+    def _parse_flag(self, arg: str) -> str:
+        """Parse a flag with its values; return the option that it sets to a text, or ""."""
         head, equals, value = arg.partition("=")
-        flag = head if head in megatron_flags else head.replace("_", "-")
-        values = [value] if equals else []
-        f, constant = option_flags.get(flag, (None, None))
-        kind = "str" if flag in ("--preset", "--config") else None if f is None else type_name(f)
-        if kind is None:
-            known = megatron_flags.get(flag)
-            unknown = known is None or known.verdict in (INSTEAD, OPTION)
-            max_values = None if unknown or known is None else known.values
-            while (
-                remaining
-                and not _is_flag(remaining[0])
-                and not equals
-                and (max_values is None or len(values) < max_values)
-            ):
-                values.append(remaining.pop(0))
-            if unknown:
-                remedy = known.reason if known is not None else closest_match(flag, [*option_flags, *megatron_names])
-                if not remedy:
-                    better = "; see --help"
-                else:
-                    better = f"; use {remedy}" if known else f"; did you mean {remedy}?"
-                parsed.problems.append(f"unknown flag {flag}{better}")
-                parsed.misspelled |= _options_named_in(remedy or "")
-            else:
-                parsed.megatron_flags.append((flag, values))
-        elif f is not None and constant is not None:
-            if not equals and remaining and remaining[0].lower() in _BOOLS:
-                values = [remaining.pop(0)]
-            switch_value = _BOOLS.get(values[0].lower()) if values else True
-            if switch_value is None:
-                parsed.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or no value")
-                parsed.unreadable.add(f.name)
-            else:
-                parsed.set_value(f.name, constant if switch_value else not constant if kind == "bool" else f.default)
+        flag = head if head in self.megatron_flags else head.replace("_", "-")
+        inline_values = [value] if equals else None
+        if flag in ("--preset", "--config"):
+            return self._parse_value(flag, flag[2:], "str", inline_values)
+        if flag not in self.option_flags:
+            self._parse_other_flag(flag, inline_values)
+            return ""
+        f, constant = self.option_flags[flag]
+        if constant is not None:
+            self._parse_switch(flag, f, constant, inline_values)
+            return ""
+        return self._parse_value(flag, f.name, type_name(f), inline_values, option_spec(f))
+
+    def _parse_other_flag(self, flag: str, inline_values: list[str] | None) -> None:
+        """Parse a flag that sets no option: it is Megatron-LM's or unknown."""
+        known = self.megatron_flags.get(flag)
+        is_unknown = known is None or known.verdict in (INSTEAD, OPTION)
+        if inline_values is not None:
+            values = inline_values
         else:
-            name = flag[2:] if f is None else f.name
-            is_list = kind in LIST_TYPES
-            while not equals and remaining and not _is_flag(remaining[0]) and (is_list or not values):
-                values.append(remaining.pop(0))
-            if f is not None and (bare := option_spec(f).bare_value) is not None:
-                switch = _BOOLS.get(values[0].lower()) if values else True
-                if switch is not None:
-                    values = [bare if switch else "off"]
-            if not values:
-                remedy = f"give it after the flag (one that starts with -: {flag}=-1)"
-                parsed.problems.append(f"{flag} needs a value; {remedy}")
-                parsed.unreadable.add(name)
-            elif f is not None and option_spec(f).accumulates:
-                parsed.values.setdefault(name, []).extend(values)
-            else:
-                parsed.set_value(name, values if is_list else values[0])
-                text_option = name if kind == "str" else ""
-    return parsed
+            values = self._take_values(None if is_unknown or known is None else known.values)
+        if not is_unknown:
+            self.parsed.megatron_flags.append((flag, values))
+            return
+        if known is not None:
+            remedy = known.reason
+        else:
+            megatron_names = [name for name, other in self.megatron_flags.items() if other.verdict != INSTEAD]
+            remedy = closest_match(flag, [*self.option_flags, *megatron_names])
+        if not remedy:
+            advice = "; see --help"
+        elif known:
+            advice = f"; use {remedy}"
+        else:
+            advice = f"; did you mean {remedy}?"
+        self.parsed.problems.append(f"unknown flag {flag}{advice}")
+        self.parsed.misspelled |= _options_named_in(remedy or "")
+
+    def _parse_switch(self, flag: str, f: Field[Any], constant: Any, inline_values: list[str] | None) -> None:
+        """Parse a flag that sets its option to a constant, or with "false" undoes that."""
+        values = inline_values or []
+        if inline_values is None and self.remaining and self.remaining[0].lower() in _BOOLS:
+            values = [self.remaining.popleft()]
+        switch_value = _BOOLS.get(values[0].lower()) if values else True
+        if switch_value is None:
+            self.parsed.problems.append(f"{flag}={values[0]} is neither true nor false; give one, or no value")
+            self.parsed.unreadable.add(f.name)
+        elif switch_value:
+            self.parsed.set_value(f.name, constant)
+        else:
+            self.parsed.set_value(f.name, not constant if type_name(f) == "bool" else f.default)
+
+    def _parse_value(
+        self, flag: str, name: str, kind: str, inline_values: list[str] | None, spec: OptionSpec | None = None
+    ) -> str:
+        """Parse a flag with a value or several; return `name` if it becomes a text, else ""."""
+        is_list = kind in LIST_TYPES
+        values = inline_values if inline_values is not None else self._take_values(None if is_list else 1)
+        if spec is not None and spec.bare_value is not None:
+            switch_value = _BOOLS.get(values[0].lower()) if values else True
+            if switch_value is not None:
+                values = [spec.bare_value if switch_value else "off"]
+        if not values:
+            remedy = f"give it after the flag (one that starts with -: {flag}=-1)"
+            self.parsed.problems.append(f"{flag} needs a value; {remedy}")
+            self.parsed.unreadable.add(name)
+            return ""
+        if spec is not None and spec.accumulates:
+            self.parsed.values.setdefault(name, []).extend(values)
+            return ""
+        self.parsed.set_value(name, values if is_list else values[0])
+        return name if kind == "str" else ""
 
 
 def _options_named_in(text: str) -> set[str]:
