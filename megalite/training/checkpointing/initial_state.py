@@ -64,53 +64,77 @@ def load_initial_state(run: Run, config: Config, is_restart: bool = False) -> tu
     If the launcher restarts the run (`is_restart`), a checkpoint that this training has saved is preferred. Returns
     (the checkpoint or None, notes).
     """
-    checkpoint = config.checkpoint
-    resume_own = LoadOptions(
-        weights_only=checkpoint.no_save_optim and (checkpoint.no_load_optim or checkpoint.finetune)
-    )
-    has_own = checkpoint.save is not None and has_own_checkpoint(
-        run.mesh, config, checkpoint.save, checkpoint.save_local, is_restart
-    )
-    if has_own and (loaded := resume(run, checkpoint.save or "", config, resume_own, checkpoint.save_local)):
-        return loaded[0], ["the run was restarted", *loaded[1]]
-    if external := load_external_model(run, config):
-        return external
-    if checkpoint.load is not None:
-        # Rank 0 compares the paths, because symbolic links may differ between machines.
-        in_save = checkpoint.save is not None and broadcast_int(_is_same(checkpoint.load, checkpoint.save), run.mesh)
-        local_dir = checkpoint.save_local if in_save else None  # may have newer checkpoints that are not uploaded yet
-        options = LoadOptions(
-            checkpoint.ckpt_step, checkpoint.no_load_optim or config.train.skip_train, checkpoint.finetune
-        )
-        continues = (
-            in_save
-            and (checkpoint.finetune or checkpoint.ckpt_step is not None)
-            and has_own_checkpoint(run.mesh, config, checkpoint.load, local_dir)
-        )
-        if continues:
-            options = replace(resume_own, step=1 if checkpoint.finetune else checkpoint.ckpt_step, or_newer=True)
-        if loaded := resume(run, checkpoint.load, config, options, local_dir):
-            notes = []
-            if continues:
-                notes.append(
-                    "these checkpoints are from the same training, so it continues from them; to start over, "
-                    "change an option of the training, or rename its checkpoints"
-                )
-            return loaded[0], [*notes, *loaded[1]]
-        if checkpoint.exit_on_missing_checkpoint:
-            suggestion = similar_directories(checkpoint.load)
-            raise SetupError(
-                f"load={checkpoint.load!r} holds no checkpoint{suggestion}; drop --exit-on-missing-checkpoint"
-            )
-    if (name := checkpoint.pretrained_checkpoint) is not None:
-        if loaded := resume(run, name, config, LoadOptions(reset_progress=True)):
-            return loaded
-        raise SetupError(f"pretrained_checkpoint={name!r} holds no checkpoint; give the --save of a run")
-    if (load := checkpoint.load) is None:
+    loaded = _load_own_checkpoint(run, config, is_restart) or load_external_model(run, config)
+    if loaded is None and config.checkpoint.load is not None:
+        loaded = _load_from_load(run, config, config.checkpoint.load)
+    if loaded is None and config.checkpoint.pretrained_checkpoint is not None:
+        loaded = _load_pretrained(run, config, config.checkpoint.pretrained_checkpoint)
+    if loaded is not None:
+        return loaded
+    load = config.checkpoint.load
+    if load is None:
         return None, []
     run_on_all_ranks(run.mesh, lambda: _check_not_abandoned(parse_location(load)), f"looking for checkpoints in {load}")
     consequence = "the run starts from scratch; --exit-on-missing-checkpoint stops it"
     return None, [f"load={load!r} holds no checkpoint{similar_directories(load)}: {consequence}"]
+
+
+def _options_of_own_load(config: Config) -> LoadOptions:
+    """Return the options that load a checkpoint which this training has saved."""
+    checkpoint = config.checkpoint
+    return LoadOptions(weights_only=checkpoint.no_save_optim and (checkpoint.no_load_optim or checkpoint.finetune))
+
+
+def _load_own_checkpoint(run: Run, config: Config, is_restart: bool) -> tuple[Location, list[str]] | None:
+    """Resume a restarted run from a checkpoint that it has saved itself, if there is one; collective."""
+    save, save_local = config.checkpoint.save, config.checkpoint.save_local
+    if save is None or not has_own_checkpoint(run.mesh, config, save, save_local, is_restart):
+        return None
+    loaded = resume(run, save, config, _options_of_own_load(config), save_local)
+    if loaded is None:
+        return None
+    checkpoint_dir, notes = loaded
+    return checkpoint_dir, ["the run was restarted", *notes]
+
+
+def _load_from_load(run: Run, config: Config, load: str) -> tuple[Location, list[str]] | None:
+    """Load a checkpoint of --load, or return None if it has none; collective.
+
+    Raises:
+        SetupError: if there is none and --exit-on-missing-checkpoint is given.
+    """
+    checkpoint = config.checkpoint
+    # Rank 0 compares the paths, because symbolic links may differ between machines.
+    in_save = checkpoint.save is not None and broadcast_int(_is_same(load, checkpoint.save), run.mesh)
+    local_dir = checkpoint.save_local if in_save else None  # may have newer checkpoints that are not uploaded yet
+    options = LoadOptions(
+        checkpoint.ckpt_step, checkpoint.no_load_optim or config.train.skip_train, checkpoint.finetune
+    )
+    notes: list[str] = []
+    chooses_start = checkpoint.finetune or checkpoint.ckpt_step is not None
+    if in_save and chooses_start and has_own_checkpoint(run.mesh, config, load, local_dir):
+        first_step = 1 if checkpoint.finetune else checkpoint.ckpt_step
+        options = replace(_options_of_own_load(config), step=first_step, or_newer=True)
+        notes.append(
+            "these checkpoints are from the same training, so it continues from them; to start over, "
+            "change an option of the training, or rename its checkpoints"
+        )
+    loaded = resume(run, load, config, options, local_dir)
+    if loaded is not None:
+        checkpoint_dir, resume_notes = loaded
+        return checkpoint_dir, [*notes, *resume_notes]
+    if checkpoint.exit_on_missing_checkpoint:
+        suggestion = similar_directories(load)
+        raise SetupError(f"load={load!r} holds no checkpoint{suggestion}; drop --exit-on-missing-checkpoint")
+    return None
+
+
+def _load_pretrained(run: Run, config: Config, pretrained: str) -> tuple[Location, list[str]]:
+    """Load the weights of --pretrained-checkpoint; collective. Raises SetupError if there is no checkpoint."""
+    loaded = resume(run, pretrained, config, LoadOptions(reset_progress=True))
+    if loaded is None:
+        raise SetupError(f"pretrained_checkpoint={pretrained!r} holds no checkpoint; give the --save of a run")
+    return loaded
 
 
 def similar_directories(load: str) -> str:

@@ -125,13 +125,49 @@ def _load_plan(
     Raises:
         SetupError: if the checkpoint does not fit the run.
     """
+    notes += _check_plugins(directory, manifest)
+    local_kinds = run.optimizer.shard_dtypes()
+    saved_kinds = {name.partition("/")[0]: tensor.dtype for name, tensor in manifest.tensors.items()}
+    notes += _check_compatible(run, config, options, directory, manifest, local_kinds, saved_kinds)
+    shards = [*run.optimizer.checkpoint_shards(), *run.expert_balancer.state_shards()]
+    if not options.optimizer:
+        shards = [shard for shard in shards if shard.name.startswith(MODEL_PREFIXES)]
+        if options.reset_progress and upcycles(config):
+            shards = dense_shards(shards)
+            notes.append(UPCYCLING_NOTE)
+    elif local_kinds["model"] != saved_kinds["model"]:
+        shards = map_precision(shards, local_kinds, saved_kinds)
+        notes.append(
+            f"saved in {saved_kinds['model']}: the main weights continue bit for bit, in {local_kinds['model']}"
+        )
+    return loader.LoadPlan(shards, options.optimizer, progress_title=_log_load(run, config, directory, manifest))
+
+
+def _check_plugins(directory: Location, manifest: Manifest) -> list[str]:
+    """Return a note for each plugin that has changed since the checkpoint; raise SetupError if one is missing."""
     plugins = manifest.state.get("plugins")
     if missing_plugins := missing_plugins_message(plugins):
         raise SetupError(f"{directory} {missing_plugins}")
-    for name, saved_hash, local_hash in changed_plugins(plugins):
-        notes.append(
-            f"plugin={name!r} differs from the one in {directory}: sha256 {local_hash}..., not {saved_hash}..."
-        )
+    return [
+        f"plugin={name!r} differs from the one in {directory}: sha256 {local_hash}..., not {saved_hash}..."
+        for name, saved_hash, local_hash in changed_plugins(plugins)
+    ]
+
+
+def _check_compatible(
+    run: Run,
+    config: Config,
+    options: LoadOptions,
+    directory: Location,
+    manifest: Manifest,
+    local_kinds: Kinds,
+    saved_kinds: Kinds,
+) -> list[str]:
+    """Return notes on differences that a load without the progress allows.
+
+    Raises:
+        SetupError: with all other differences of model, tokenizer, optimizer and schedules.
+    """
     saved_schedules = _read_run_state(run, directory, manifest, config.checkpoint).schedules
     saved_model = checkpoint_config(manifest, directory).model
     model = model_to_read(config, saved_model, str(directory)) if options.reset_progress else config.model
@@ -140,12 +176,10 @@ def _load_plan(
     if saved_vocab_size != run.vocab_size:
         model_problems.append(f"vocab_size: {run.vocab_size} here, {saved_vocab_size} in the checkpoint")
     tokenizer_problems = tokenizer_differences(run.tokenizer, manifest)
+    notes: list[str] = []
     if options.reset_progress:
-        notes += [f"changed since the checkpoint: {line}" for line in [*model_problems, *tokenizer_problems]]
+        notes = [f"changed since the checkpoint: {line}" for line in [*model_problems, *tokenizer_problems]]
         model_problems, tokenizer_problems = [], []
-    shards = [*run.optimizer.checkpoint_shards(), *run.expert_balancer.state_shards()]
-    local_kinds = run.optimizer.shard_dtypes()
-    saved_kinds = {name.partition("/")[0]: tensor.dtype for name, tensor in manifest.tensors.items()}
     local_states: dict[str, str] = {}
     optimizer_problems: list[str] = []
     if options.optimizer:
@@ -163,17 +197,7 @@ def _load_plan(
         problems = [f"{directory} does not fit this run:", *problems, *upcycling_hint(model, saved_model)]
     if problems or optimizer_problems:
         raise SetupError("\n".join([*problems, *optimizer_problems]))
-    if not options.optimizer:
-        shards = [shard for shard in shards if shard.name.startswith(MODEL_PREFIXES)]
-        if options.reset_progress and upcycles(config):
-            shards = dense_shards(shards)
-            notes.append(UPCYCLING_NOTE)
-    elif local_kinds["model"] != saved_kinds["model"]:
-        shards = map_precision(shards, local_kinds, saved_kinds)
-        notes.append(
-            f"saved in {saved_kinds['model']}: the main weights continue bit for bit, in {local_kinds['model']}"
-        )
-    return loader.LoadPlan(shards, options.optimizer, progress_title=_log_load(run, config, directory, manifest))
+    return notes
 
 
 def map_precision(shards: Sequence[TensorShard], local_kinds: Kinds, saved_kinds: Kinds) -> list[TensorShard]:
