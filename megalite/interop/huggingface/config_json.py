@@ -43,52 +43,18 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     Raises:
         CheckpointError: With all problems.
     """
-    problems: list[str] = []
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         allowed_families = f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
         raise CheckpointError(f"{source}: model_type={model_type!r} {allowed_families}")
     family: ModelFamily = FAMILIES.get(model_type)
     options: Json = dict(family.fixed_options)
-
-    def get(keys: str) -> Any:
-        key = next((key for key in keys.split() if key in config), keys.split()[0])
-        value = config.get(key, family.optional.get(key))
-        if value is None and key != "n_inner":  # null means 4 * hidden_size
-            problems.append(f"{key} is missing")
-        return value
-
-    options |= {option: get(key) for option, key in {**family.keys, "vocab_size": "vocab_size"}.items()}
-    if options["ffn_hidden_size"] is None and isinstance(options["hidden_size"], int):
-        options["ffn_hidden_size"] = 4 * options["hidden_size"]
-    activation = config.get(family.activation_key, next(iter(family.activations)))
-    options["activation"] = family.activations.get(activation if isinstance(activation, str) else "")
-    if options["activation"] is None:
-        problems.append(f"{family.activation_key}={activation!r} is not {', '.join(family.activations)}")
+    problems = _read_sizes(config, family, options)
+    problems += _read_activation(config, family, options)
     options["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", family.tied_by_default)
-    for key, allowed in family.supported_values.items():
-        if config.get(key, allowed[0]) not in allowed:
-            problems.append(f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}")
-    problems += [
-        f"{key}: {reason}" for key, reason in _CONSTANTS["absent"].items() if config.get(key) not in (None, {})
-    ]
-    if family.supports_gqa:
-        groups = config.get("num_key_value_heads", family.optional.get("num_key_value_heads") or None)
-        if groups is not None and groups != options["num_attention_heads"]:
-            options |= {"group_query_attention": True, "num_query_groups": groups}
-        options["kv_channels"] = config.get("head_dim", family.optional.get("head_dim") or None)
-    elif (head_dim := config.get("head_dim")) is not None:
-        # not a key of this family, but rotary positions would use it
-        hidden_size, heads = options["hidden_size"], options["num_attention_heads"]
-        if type(hidden_size) is not int or type(heads) is not int or head_dim * heads != hidden_size:
-            problems.append(f"head_dim={head_dim!r} is not hidden_size / num_attention_heads, which {family.name} uses")
-    biases = {key: config.get(key, False) for key, name in family.derived_keys.items() if name == "add_bias_linear"}
-    if biases:
-        first, *others = biases.values()
-        if any(other != first for other in others):
-            values = " with ".join(f"{key}={value}" for key, value in biases.items())
-            problems.append(f"{values}: there is one option for both")
-        options["add_bias_linear"] = first
+    problems += _unsupported_values(config, family)
+    problems += _read_heads(config, family, options)
+    problems += _read_linear_biases(config, family, options)
     if options["position_embedding_type"] == "rope":
         problems += read_rope(config, options, family)
     positions = options["max_position_embeddings"]
@@ -103,6 +69,72 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
             problems += layer_problems
     raise_problems(problems, f"{source} describes a model that megalite cannot express")
     return family.name, {name: value for name, value in options.items() if value is not None}
+
+
+def _read_sizes(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set the options that have a key of their own; return a problem for each key that is missing."""
+    problems: list[str] = []
+    for option, keys in {**family.keys, "vocab_size": "vocab_size"}.items():
+        spellings = keys.split()
+        key = next((key for key in spellings if key in config), spellings[0])
+        options[option] = config.get(key, family.optional.get(key))
+        if options[option] is None and key != "n_inner":  # null means 4 * hidden_size
+            problems.append(f"{key} is missing")
+    if options["ffn_hidden_size"] is None and isinstance(options["hidden_size"], int):
+        options["ffn_hidden_size"] = 4 * options["hidden_size"]
+    return problems
+
+
+def _read_activation(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set `activation`; return a problem if the family has no such activation."""
+    activation = config.get(family.activation_key, next(iter(family.activations)))
+    options["activation"] = family.activations.get(activation if isinstance(activation, str) else "")
+    if options["activation"] is not None:
+        return []
+    return [f"{family.activation_key}={activation!r} is not {', '.join(family.activations)}"]
+
+
+def _unsupported_values(config: Json, family: ModelFamily) -> list[str]:
+    """Return a problem for each key whose value megalite does not support."""
+    problems = [
+        f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}"
+        for key, allowed in family.supported_values.items()
+        if config.get(key, allowed[0]) not in allowed
+    ]
+    return problems + [
+        f"{key}: {reason}" for key, reason in _CONSTANTS["absent"].items() if config.get(key) not in (None, {})
+    ]
+
+
+def _read_heads(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set the options of query groups and head size; return a problem if the family cannot have this head size."""
+    if family.supports_gqa:
+        groups = config.get("num_key_value_heads", family.optional.get("num_key_value_heads") or None)
+        if groups is not None and groups != options["num_attention_heads"]:
+            options |= {"group_query_attention": True, "num_query_groups": groups}
+        options["kv_channels"] = config.get("head_dim", family.optional.get("head_dim") or None)
+        return []
+    head_dim = config.get("head_dim")
+    if head_dim is None:
+        return []
+    # not a key of this family, but rotary positions would use it
+    hidden_size, heads = options["hidden_size"], options["num_attention_heads"]
+    if type(hidden_size) is int and type(heads) is int and head_dim * heads == hidden_size:
+        return []
+    return [f"head_dim={head_dim!r} is not hidden_size / num_attention_heads, which {family.name} uses"]
+
+
+def _read_linear_biases(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set `add_bias_linear` if keys of the family decide it; return a problem if they differ."""
+    biases = {key: config.get(key, False) for key, name in family.derived_keys.items() if name == "add_bias_linear"}
+    if not biases:
+        return []
+    first, *others = biases.values()
+    options["add_bias_linear"] = first
+    if all(other == first for other in others):
+        return []
+    values = " with ".join(f"{key}={value}" for key, value in biases.items())
+    return [f"{values}: there is one option for both"]
 
 
 def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
