@@ -34,6 +34,8 @@ from megalite.checkpoint.storage.storage import OpenFile, storage_of
 from megalite.common.console import logged_progress
 from megalite.parallel.spec import Box, TensorShard, flat_offset, intersect, rectangles, slices_within
 
+# the requested boxes of a file: key -> (stored box, its targets: (tensor, its box in the full tensor))
+Requests = dict[str, tuple[Box, list[tuple[Tensor, Box]]]]
 _MIN_DIRECT_BYTES = 1 << 16  # a smaller direct read costs more than a copy
 
 
@@ -95,40 +97,59 @@ class CheckpointReader:
             shards: The shards to fill, in their own dtypes and on their devices.
             progress_title: The title of the progress lines; None logs no progress.
         """
-        # file -> key -> (stored box, its targets)
-        requested: dict[str, dict[str, tuple[Box, list[tuple[Tensor, Box]]]]] = {}
-        for shard in shards:
-            for box, target in shard_views(shard):
-                for stored in self.manifest.tensors[shard.name].boxes:
-                    if intersect(box, stored.box) is not None:
-                        _, targets = requested.setdefault(stored.file, {}).setdefault(stored.key, (stored.box, []))
-                        targets.append((target, box))
+        requests = self._requests(shards)
         with self._storage.read_lock(self.directory):
-            new_files = [name for name in requested if name not in self._headers]
+            new_files = [name for name in requests if name not in self._headers]
             with ThreadPoolExecutor(self._storage.num_readers, thread_name_prefix="megalite-load") as pool:
                 new_headers = dict(zip(new_files, pool.map(self._header, new_files), strict=True))
             headers = self._headers | new_headers
             items: dict[tuple[str, int], list[ReadItem]] = {}  # (file, block number) -> what is read from the block
-            for name in sorted(requested):
-                block_size, header = self.manifest.files[name].block_size, headers[name]
-                previous_end = 0
-                starts = {key: header[key].start if key in header else 0 for key in requested[name]}
-                for key in sorted(starts, key=lambda key: starts[key]):
-                    (stored_box, targets), location = requested[name][key], header.get(key)
-                    if location is None or location.shape != stored_box.shape or location.start < previous_end:
-                        message = f"its header and the manifest disagree on {key}"
-                        raise CheckpointError(f"{self.directory / name}: {message}")
-                    previous_end = location.end
-                    item = ReadItem(location, stored_box, tuple(targets))
-                    blocks = {i for _, box in targets for i in _blocks_of(box, stored_box, location, block_size)}
-                    for i in sorted(blocks):
-                        items.setdefault((name, i), []).append(item)
+            for name in sorted(requests):
+                self._add_read_items(items, name, requests[name], headers[name])
                 if name in new_headers:  # verify the blocks of the header, too
-                    header_end = min(location.start for location in header.values())
-                    for i in range(-(-header_end // block_size)):
+                    header_end = min(location.start for location in headers[name].values())
+                    for i in range(-(-header_end // self.manifest.files[name].block_size)):
                         items.setdefault((name, i), [])
             self.read_blocks(items, progress_title)
         self._headers.update(new_headers)
+
+    def _requests(self, shards: Sequence[TensorShard]) -> dict[str, Requests]:
+        """Return the stored boxes that hold values of `shards`, by file."""
+        requests: dict[str, Requests] = {}
+        for shard in shards:
+            for box, target in shard_views(shard):
+                for stored in self.manifest.tensors[shard.name].boxes:
+                    if intersect(box, stored.box) is not None:
+                        request = requests.setdefault(stored.file, {}).setdefault(stored.key, (stored.box, []))
+                        request[1].append((target, box))
+        return requests
+
+    def _add_read_items(
+        self,
+        items: dict[tuple[str, int], list[ReadItem]],
+        name: str,
+        requests: Requests,
+        header: Mapping[str, TensorLocation],
+    ) -> None:
+        """Add what is to be read from file `name`, by (file, block number).
+
+        Raises:
+            CheckpointError: if the header of the file disagrees with the manifest.
+        """
+        block_size = self.manifest.files[name].block_size
+        starts = {key: header[key].start if key in header else 0 for key in requests}
+        previous_end = 0
+        for key in sorted(starts, key=lambda key: starts[key]):
+            stored_box, targets = requests[key]
+            location = header.get(key)
+            if location is None or location.shape != stored_box.shape or location.start < previous_end:
+                message = f"its header and the manifest disagree on {key}"
+                raise CheckpointError(f"{self.directory / name}: {message}")
+            previous_end = location.end
+            item = ReadItem(location, stored_box, tuple(targets))
+            blocks = {i for _, box in targets for i in _blocks_of(box, stored_box, location, block_size)}
+            for i in sorted(blocks):
+                items.setdefault((name, i), []).append(item)
 
     def _header(self, name: str) -> dict[str, TensorLocation]:
         try:
