@@ -136,7 +136,7 @@ def plan(config: RunConfig, *, gpus: int, device: str = "h100", **flags: Any) ->
 def verify(config: RunConfig, *, steps: int = 3, dtype: str = "float64", **flags: Any) -> dict[str, Any]:
     """Train the layout at a small size and compare every value with one process.
 
-    `flags` are flags of megalite verify, such as max_ranks=4. Returns a dict whose "rows" have "apart" (the
+    `flags` are flags of megalite verify, such as max_ranks=4. Returns a dict whose "rows" have "distance" (the
     difference) and "tolerance". Raises ConfigError, or CommandError with the first difference.
     """
     return _run_json("verify", config, steps=steps, dtype=dtype, **flags)

@@ -119,7 +119,7 @@ def run_megalite(ranks: RankInfo, task: dict[str, Any]) -> None:
             results["copy_bytes_per_s"] = copy_rate(KernelTimer(device, 3, True), COPIED_BYTES) * 1e9
             write(task, ranks.rank, **results)
         if device.type == "cuda" and ranks.world_size > 1:
-            write(task, ranks.rank, **results, timeline=profile_overlap(run, Path(task["folder"])))
+            write(task, ranks.rank, **results, timeline=profile_overlap(run, Path(task["output_dir"])))
 
 
 def run_facts(run: Any, config: Any, ranks: RankInfo) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def main(task: dict[str, Any]) -> int:
     """Run the task of tools/bench/systems.py and return the exit code."""
     config, _ = cli.read(task["flags"], PRESETS)
     if config.parallel.device != "cpu":
-        set_cuda_environment(config.parallel.tensor_model_parallel_size, Path(task["folder"]))
+        set_cuda_environment(config.parallel.tensor_model_parallel_size, Path(task["output_dir"]))
     if task["contender"] == "megalite":
         target = run_megalite
     elif task["contender"] == "ablations":

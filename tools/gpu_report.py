@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megalite.common.safe_open import write_atomically
 from tools.bench import gpu_report_goals, timeout
 from tools.bench.gpu_report_parts import ReportPart, ReportSetting, list_parts
-from tools.bench.gpu_report_runs import RUN_FLAGS, TINY_RUN_FLAGS
+from tools.bench.gpu_report_runs import FLAGS_BY_RUN, TINY_FLAGS_BY_RUN
 from tools.cli_common import local_path, make_parser, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,7 +134,7 @@ def probe_machine(out: Path, tiny: bool, cpu: bool) -> tuple[dict[str, Any], str
     """Return the facts of gpu_report_probe.py, and the reason if some are missing."""
     file = out / "machine.json"
     file.unlink(missing_ok=True)
-    command = [*PROBE, json.dumps(TINY_RUN_FLAGS if tiny else RUN_FLAGS), str(file)]
+    command = [*PROBE, json.dumps(TINY_FLAGS_BY_RUN if tiny else FLAGS_BY_RUN), str(file)]
     status, tail = timeout.run(command, out / "machine.txt", PROBE_S, device_environment(cpu))
     problem = "" if status == "ok" else "\n".join([f"the machine could not be examined: {status}", *tail])
     return read_json(file), problem

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import print_err
+from megalite.common.exit_codes import ExitCode
 from megalite.config import cli
 from megalite.config.config_file import read_config_file
 from megalite.config.option import MODEL, TRAINING
@@ -111,7 +112,7 @@ def command_line(toml: Path, flags: list[str], run_dir: Path) -> tuple[list[str]
 
 
 def run_command(argv: list[str]) -> int:
-    """Run the training and return its exit code, or 130 after Ctrl-C.
+    """Run the training and return its exit code, or that of an interruption after Ctrl-C.
 
     The run gets Ctrl-C as well, and may take time to write a checkpoint; wait for it.
     """
@@ -120,7 +121,7 @@ def run_command(argv: list[str]) -> int:
         while True:
             try:
                 code = process.wait()
-                return 130 if interrupted else code
+                return ExitCode.INTERRUPTED if interrupted else code
             except KeyboardInterrupt:
                 interrupted = True
 
@@ -153,7 +154,7 @@ def main(argv: list[str]) -> int:
             plan.append((run_dir, run_argv, config))
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
-    code = 0
+    code = ExitCode.DONE
     conflicts: dict[Path, list[str]] = {}
     for number, (run_dir, run_argv, config) in enumerate(plan, 1):
         if is_finished(run_dir, config):
@@ -162,12 +163,12 @@ def main(argv: list[str]) -> int:
         print(f"{number} of {len(plan)}: {run_dir}", flush=True)
         options = changed_options(run_dir, config)
         run_code = run_command(run_argv)
-        if run_code in (75, 130):
+        if run_code in (ExitCode.REQUEUE, ExitCode.INTERRUPTED):
             print_err("sweep.py: interrupted; the same command resumes it")
-            code = 130
+            code = ExitCode.INTERRUPTED
             break
         if run_code:
-            code = 1
+            code = ExitCode.CRASH
             if options:
                 conflicts[run_dir] = options
     if conflicts:

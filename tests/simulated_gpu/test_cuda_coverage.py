@@ -209,7 +209,7 @@ def clock_and_probe(card: Card, folder: Path) -> None:
 
 def _of_rank(program: Any, folder: Path, *ranks: RankInfo, contender: str = "megalite") -> dict[str, Any]:
     """What one rank of tools/benchmark.py leaves."""
-    task = {"flags": FLAGS, "warmup": 1, "steps": 2, "folder": str(folder), "contender": contender, "nproc": 1}
+    task = {"flags": FLAGS, "warmup": 1, "steps": 2, "output_dir": str(folder), "contender": contender, "nproc": 1}
     assert not program(*ranks, task)
     return json.loads((folder / f"rank{ranks[0].rank if ranks else 0:05d}.json").read_text())
 
@@ -310,8 +310,8 @@ def ablations(card: Card, folder: Path) -> None:
     from tools.bench.ablations import run_ablations
     from tools.bench.gpu_report_runs import ABLATIONS, Ablation, VariantOptions
 
-    task = {"group": "mine", "flags": FLAGS, "folder": str(folder), "plan": {}, "seconds": 60, "tiny": True}
-    chunk = Ablation("chunk", on=VariantOptions(chunk_mib=1), gpu_only="no card is here")
+    task = {"group": "mine", "flags": FLAGS, "output_dir": str(folder), "plan": {}, "seconds": 60, "tiny": True}
+    chunk = Ablation("chunk", on=VariantOptions(chunk_mib=1), gpu_only_reason="no card is here")
     with mock.patch.dict(ABLATIONS, {"mine": (chunk,)}):
         assert run_ablations(RankInfo(), task) == 0
     (made,) = json.loads((folder / "ablations.json").read_text())["rows"]

@@ -25,7 +25,7 @@ def measured(folder: Path, ablations: list[Ablation], flags: str = "", seconds: 
     """The exit code, and what is in the file, of a group of these ablations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ABLATIONS, "mine", tuple(ablations))
-        task = {"group": "mine", "flags": [*FLAGS, *flags.split()], "folder": str(folder), "plan": PLAN}
+        task = {"group": "mine", "flags": [*FLAGS, *flags.split()], "output_dir": str(folder), "plan": PLAN}
         code = run_ablations(RankInfo(), task | {"seconds": seconds, "tiny": True})
     return code, json.loads((folder / "ablations.json").read_text())
 

@@ -58,7 +58,7 @@ def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     assert tests["skipped"] > 200 and tests["passed"] == tests["failed"] == tests["did_not_end"] == 0
     assert tests["without_their_packages"] == []
     rows = [row for name in ("ablations", "ablations-mb4", "ablations-moe") for row in results[name]["rows"]]
-    assert [row["name"] for row in rows if row["status"] != "ok"] == [row["name"] for row in rows if row["gpu_only"]]
+    assert [row["name"] for row in rows if row["status"] != "ok"] == [row["name"] for row in rows if row["gpu_only_reason"]]
     assert all(len(row["ratios"]) == 2 and row["ratio"] > 0 for row in rows if row["status"] == "ok")
     assert len(rows) == 11
     assert results["tiles"]["best"][0]["kernel"] == "rms_norm backward" and "| tile of rms_norm backward, " in told
@@ -261,7 +261,7 @@ def test_killed_tests_report_the_last_one(tmp_path: Path) -> None:
 def test_important_parts_get_their_time(cards: int) -> None:
     """The ones after them what is left."""
     parts = [
-        p for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.RUN_FLAGS, cards)) if p.skip is None
+        p for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.FLAGS_BY_RUN, cards)) if p.skip is None
     ]
     most = parts[: [part.name for part in parts].index("kernels" if cards == 1 else "train llama-2b-dp") + 1]
     assert [part.name for part in parts if not part.name.startswith("train llama-2b")][:2 + (cards > 1)] == [

@@ -359,7 +359,7 @@ def test_healthy_layout_matches(name: str, tmp_path: Path) -> None:
     found = json.loads(told.read_text("utf-8"))
     assert found["agrees"] and not found["one_process"] and found["first"] is None
     assert {row["step"] for row in found["rows"] if row["kind"] == "gradient"} == {1, 2, 3}
-    assert any(row["apart"] > 0 for row in found["rows"] if row["kind"] == "gradient")  # it compares two runs
+    assert any(row["distance"] > 0 for row in found["rows"] if row["kind"] == "gradient")  # it compares two runs
     assert "<svg" in (tmp_path / "agreement.svg").read_text("utf-8")
 
 

@@ -220,7 +220,7 @@ def run_ablations(ranks: RankInfo, task: Row) -> int:
     ablations = ABLATIONS[task["group"]]
     rows: list[Row] = [{"status": "not measured: no time was left", **asdict(ablation)} for ablation in ablations]
     results: Row = {"plan": task["plan"], "rows": rows}
-    save = partial(write_json, Path(task["folder"]) / "ablations.json", results)
+    save = partial(write_json, Path(task["output_dir"]) / "ablations.json", results)
     num_pairs, warmup_s = (TINY_PAIRS, 0.0) if task["tiny"] else (PAIRS, WARMUP_S)
     save()
     with build_run_from_task(ranks, task) as (_, run):
@@ -235,8 +235,8 @@ def run_ablations(ranks: RankInfo, task: Row) -> int:
         for ablation, row in zip(ablations, rows, strict=True):
             row_start = time.monotonic()
             try:
-                if ablation.gpu_only and not ablation_run.on_gpu:
-                    row["status"] = f"not measured: {ablation.gpu_only}"
+                if ablation.gpu_only_reason and not ablation_run.on_gpu:
+                    row["status"] = f"not measured: {ablation.gpu_only_reason}"
                 elif row_start < deadline:
                     ablation_run.measure(row, ablation, num_pairs, deadline, save)
             except Exception as error:  # noqa: BLE001  a kernel that does not compile, or too little memory

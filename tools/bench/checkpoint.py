@@ -207,7 +207,7 @@ def measure(ranks: RankInfo, directory: str, mib: int, rounds: int, out: str) ->
                     first, second = second, first
                 row |= first()
                 row |= second()
-            if step > 1:  # the first round is the warm-up; it also allocates the host buffer
+            if step > 1:  # the first round is the warmup; it also allocates the host buffer
                 table.append(row)
         bench.saver.close()
         if ranks.rank == 0:

@@ -21,7 +21,7 @@ TOOLS_DIR = Path(__file__).resolve().parent.parent
 FUSED_KERNELS = "layer_norm,rms_norm,rope,swiglu,bias_gelu,dropout_add,cross_entropy,linear_cross_entropy"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "message")
 TINY_SLOWDOWN = 4  # of time limits, because times do not matter and machines for tests may be slow
-TIMING = {run.name: run.timing for run in TRAINING_RUNS}
+TIMING_BY_RUN = {run.name: run.timing for run in TRAINING_RUNS}
 NO_PLAN = "no plan for its memory could be made"
 Result = dict[str, Any]
 
@@ -140,7 +140,7 @@ def training_part(
 
     def command(directory: Path, seconds: float) -> list[str]:
         assert plan is not None
-        timing = TINY_TIMING if setting.tiny else TIMING[run_name]
+        timing = TINY_TIMING if setting.tiny else TIMING_BY_RUN[run_name]
         args = ["--timeout", seconds - 10, "--json", directory / "training.json", "--nproc", num_gpus]
         device = ["--device", setting.device]
         return tool_command("benchmark.py", *timing.split(), *args, *plan["flags"], *device, *layout.split())
@@ -187,7 +187,7 @@ def ablations_part(name: str, limit_s: float, setting: ReportSetting) -> ReportP
             "group": name,
             "flags": [*ABLATION_RUN_FLAGS.split(), *plan["flags"], "--device", setting.device],
             "tiny": setting.tiny,
-            "folder": str(directory),
+            "output_dir": str(directory),
             "seconds": seconds - 20,
             "plan": plan,
         }

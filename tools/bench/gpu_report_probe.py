@@ -23,7 +23,7 @@ from megalite.planning.memory import rank_memory
 from megalite.planning.run_plan import make_run_plan
 from tools.cli_common import write_json
 
-RUN_FLAGS = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
+MOCK_DATA_FLAGS = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
 BF16_MOMENTS = ["--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
 # fraction of the GPU's memory for a run; the rest is needed by the driver, libraries and gaps of the allocator
 USABLE_MEMORY = 0.93
@@ -137,14 +137,14 @@ def fit_layers_to_memory(flags: list[str], memory: float) -> dict[str, Any]:
 
     Moments are in fp32 if all layers fit with them, otherwise in bf16.
     """
-    config, _ = cli.read([*RUN_FLAGS.split(), *flags], PRESETS)
+    config, _ = cli.read([*MOCK_DATA_FLAGS.split(), *flags], PRESETS)
     num_layers, vocab_size = config.model.num_layers, config.data.vocab_size
     assert num_layers and vocab_size
     no_flags: list[str] = []
     attempts = [(num_layers, no_flags), *((n, BF16_MOMENTS) for n in range(num_layers, 0, -1))]
     for layers, moment_flags in attempts:
         run_flags = [*flags, "--num-layers", str(layers), *moment_flags]
-        config, _ = cli.read([*RUN_FLAGS.split(), *run_flags], PRESETS)
+        config, _ = cli.read([*MOCK_DATA_FLAGS.split(), *run_flags], PRESETS)
         (estimate,) = rank_memory(make_run_plan(config, 1, vocab_size))
         if estimate.peak <= memory:
             break

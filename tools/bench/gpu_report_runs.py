@@ -102,8 +102,8 @@ TRAINING_RUNS = (
     TrainingRun("gpt-125m-1024", GPT_125M),
     TrainingRun("gpt-125m-1024-graphs", f"{GPT_125M} --cuda-graph-impl local"),
 )
-RUN_FLAGS = {run.name: run.flags for run in TRAINING_RUNS}
-TINY_RUN_FLAGS = {run.name: run.tiny_flags for run in TRAINING_RUNS if run.tiny_flags is not None}
+FLAGS_BY_RUN = {run.name: run.flags for run in TRAINING_RUNS}
+TINY_FLAGS_BY_RUN = {run.name: run.tiny_flags for run in TRAINING_RUNS if run.tiny_flags is not None}
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,13 @@ class Ablation:
         name: its name in the report.
         on: the variant whose worth is measured.
         off: the variant to compare with.
-        gpu_only: the reason why a CPU has no such variants, or an empty string.
+        gpu_only_reason: the reason why a CPU has no such variants, or an empty string.
     """
 
     name: str
     on: VariantOptions = VariantOptions()
     off: VariantOptions = VariantOptions()
-    gpu_only: str = ""
+    gpu_only_reason: str = ""
 
 
 ABLATION_RUN_FLAGS = "--mock-data --train-iters 1000000 --eval-iters 0 --lr 1e-5 --lr-decay-style constant"
@@ -151,13 +151,13 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
         Ablation(
             "attention by the Triton kernel",
             on=VariantOptions("--attention-kernel triton"),
-            gpu_only="a CPU has neither cuDNN nor Triton",
+            gpu_only_reason="a CPU has neither cuDNN nor Triton",
         ),
         Ablation(
             "cuBLASLt in place of cuBLAS",
             on=VariantOptions(blas="cublaslt"),
             off=VariantOptions(blas="cublas"),
-            gpu_only="a CPU has neither",
+            gpu_only_reason="a CPU has neither",
         ),
         Ablation("separate documents", on=VariantOptions(DOCUMENT_FLAGS)),
         Ablation("window of a quarter of the sequence", on=VariantOptions("--window-size {quarter},0")),
@@ -173,7 +173,7 @@ ABLATIONS: dict[str, tuple[Ablation, ...]] = {
         Ablation(
             "SwiGLU and probabilities inside experts' matmuls",
             off=VariantOptions(unfused=True),
-            gpu_only="a CPU's experts are torch's",
+            gpu_only_reason="a CPU's experts are torch's",
         ),
         Ablation("micro-batches of 4", on=MICRO_BATCHES_OF_4, off=MICRO_BATCHES_OF_1),
     ),

@@ -27,7 +27,7 @@ from tools.cli_common import make_parser, write_json
 ROOT = Path(__file__).resolve().parent.parent.parent
 NUM_STEPS = 6
 NUM_TOKENS = 4  # of a generated text that are compared
-RUN_FLAGS = (
+SMOKE_RUN_FLAGS = (
     f"--train-iters {NUM_STEPS} --mock-data --tokenizer-type ByteTokenizer --lr 1e-3 --lr-decay-style constant"
     " --eval-iters 0 --log-interval 1 --micro-batch-size 1 --global-batch-size 8 --clip-grad 1000"
 )
@@ -142,7 +142,7 @@ def run(case: SmokeCase, directory: Path, seconds: float) -> None:
     checkpoint_dir = directory / file_name(case.checkpoint_from)
     saves = "--exit-interval" in case.flags
     if case.flags:
-        command = ["pretrain_gpt.py", *RUN_FLAGS.split(), *case.flags.split(), "--run-dir", str(run_dir)]
+        command = ["pretrain_gpt.py", *SMOKE_RUN_FLAGS.split(), *case.flags.split(), "--run-dir", str(run_dir)]
         if saves:
             command += ["--save", str(run_dir)]
         if case.checkpoint_from:

@@ -185,7 +185,7 @@ class KernelTimer:
         self.flush_buffer = torch.empty(0 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def __call__(self, fn: Callable[[], Any]) -> list[float]:
-        """Return the microseconds of each of `repeats` calls after the warm-up."""
+        """Return the microseconds of each of `repeats` calls after the warmup."""
         if self.device.type == "cpu":
             return [1e6 * seconds for seconds in timeit.repeat(fn, number=1, repeat=self.repeats + 1)][1:]
         start_s, num_calls = time.perf_counter(), 0

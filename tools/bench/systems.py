@@ -56,7 +56,7 @@ def measure(name: str, environment: dict[str, str], options: argparse.Namespace,
         task = {
             "contender": name.removesuffix(ALLOCATOR_SUFFIX),
             "flags": flags,
-            "folder": directory,
+            "output_dir": directory,
             "nproc": options.nproc,
             "warmup": options.warmup,
             "steps": options.steps,
@@ -154,11 +154,11 @@ def peak_memory(device: Any) -> int:
 
 def write(task: dict[str, Any], rank: int, **facts: Any) -> None:
     """Write a rank's result, which `measure` reads."""
-    write_json(Path(task["folder"]) / f"rank{rank:05d}.json", facts)
+    write_json(Path(task["output_dir"]) / f"rank{rank:05d}.json", facts)
 
 
 def time_steps(step: Callable[[], Any], device: Any, warmup: int, steps: int) -> list[float]:
-    """Return the seconds of each step after the warm-up, including the wait for the device."""
+    """Return the seconds of each step after the warmup, including the wait for the device."""
     from megalite.parallel.streams import synchronize
 
     times = []

@@ -177,7 +177,7 @@ class _Calibrator:
 
     def medians_s(self, timed: Callable[[], tuple[float, ...]]) -> list[float]:
         """Return the medians of the times that `timed` returns."""
-        timed()  # warm-up
+        timed()  # warmup
         self.section_end += self.section_s
         samples = [timed() for _ in range(3)]
         while time.perf_counter() < self.section_end:
