@@ -7,7 +7,7 @@ megalite train --plugin examples/plugins/lr_schedule.py --lr-decay-style power \
   --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/power
 
 `lr` has peak, minimum, warm_up and decay. `n`, warm_up and decay are counted in samples. The function is called during
-the decay only: warm-up and the rate after the decay are the same for all schedules.
+the decay only: warmup and the rate after the decay are the same for all schedules.
 """
 
 import megalite

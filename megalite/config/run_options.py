@@ -337,12 +337,10 @@ class OptimConfig:
     )
     lr_decay_iters: int | None = training(None, help="steps of learning-rate decay; default: --train-iters")
     lr_decay_samples: int | None = training(None, help="samples of learning-rate decay; default: --train-samples")
-    lr_warmup_iters: int = training(0, help="steps of linear learning-rate warm-up")
-    lr_warmup_samples: int = training(0, help="samples of linear learning-rate warm-up")
-    lr_warmup_fraction: float | None = training(
-        None, minimum=0, help="learning-rate warm-up as a fraction of the decay"
-    )
-    lr_warmup_init: float = training(0.0, help="learning rate at the start of the warm-up")
+    lr_warmup_iters: int = training(0, help="steps of linear learning-rate warmup")
+    lr_warmup_samples: int = training(0, help="samples of linear learning-rate warmup")
+    lr_warmup_fraction: float | None = training(None, minimum=0, help="learning-rate warmup as a fraction of the decay")
+    lr_warmup_init: float = training(0.0, help="learning rate at the start of the warmup")
     lr_wsd_decay_style: str = training(
         "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),

@@ -230,7 +230,7 @@ def _pipeline_batch(translation: Translation) -> None:
 
 
 def set_learning_rates(translation: Translation) -> None:
-    """Set the learning-rate schedule and the loss scale. A decay that starts after the end of the warm-up is WSD's."""
+    """Set the learning-rate schedule and the loss scale. A decay that starts after the end of the warmup is WSD's."""
     _warm_up(translation)
     lr = translation.options.get("lr")
     for part, option in (("min_lr_factor", "min_lr"), ("warmup_ratio", "lr_warmup_init")):
@@ -272,7 +272,7 @@ def _rounded(rate: float) -> float:
 
 
 def _warm_up(translation: Translation) -> None:
-    """Set NeMo's warm-up.
+    """Set NeMo's warmup.
 
     Step n has (n + 1) / (steps + 1) of the learning rate, or n / steps if `constant_steps` follow the decay.
     """
@@ -312,7 +312,7 @@ def _decay(translation: Translation, style: str, end: int | None) -> None:
         end = start + translation.parts.get("decay_steps")
     elif (
         "decay_start" in translation.parts
-    ):  # nanotron's decay then has the same length as if it started after the warm-up
+    ):  # nanotron's decay then has the same length as if it started after the warmup
         end = start + end - warmup
     end -= translation.parts.get("constant_steps", 0)
     translation.derive("lr_decay_iters", end, *parts)
@@ -598,7 +598,7 @@ def _profile(translation: Translation) -> None:
         "profiler_active",
     )
     translation.derive("profile_step_end", last, "profile_freq", "profiler_active")
-    translation.set_verdict("profiler_warmup", BUILT_IN, "the steps before the first that is profiled are its warm-up")
+    translation.set_verdict("profiler_warmup", BUILT_IN, "the steps before the first that is profiled are its warmup")
 
 
 def _checkpoints(translation: Translation) -> None:

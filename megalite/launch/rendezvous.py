@@ -116,7 +116,7 @@ def rendezvous(
 def call_with_timeout(seconds: float, function: Callable[[], T], on_wait: Callable[[], None] = lambda: None) -> T:
     """Call `function` in a thread and return its result or raise its exception.
 
-    After `seconds` a TimeoutError is raised and the thread is abandoned. torch's own time-out does not end a wait for a
+    After `seconds` a TimeoutError is raised and the thread is abandoned. torch's own timeout does not end a wait for a
     listener that accepts a connection and then sends nothing. `on_wait` is called after NOTICE_S, and again each time
     the interval has doubled.
     """

@@ -1,6 +1,6 @@
 """Learning rate and weight decay as pure functions of the consumed samples, with Megatron-LM's decay styles.
 
-    warm-up    init + (peak - init) * n / warm_up                        n <= warm_up
+    warmup    init + (peak - init) * n / warm_up                        n <= warm_up
     linear     min + (peak - min) * (1 - r)            r = (n - warm_up) / (decay - warm_up)
     cosine     min + (peak - min) * (1 + cos(pi r)) / 2
     inverse-square-root   peak * sqrt(warm_up / n), at least min
@@ -8,7 +8,7 @@
 
 The unit is samples, because the batch size may grow; iterations are converted by the global batch size. `n` is the
 number of samples consumed before the step, as in Megatron-LM, which advances its scheduler after the update: without
-warm-up the first update is at the peak, with warm-up at `init`. The logged rate is that of the next update. Samples of
+warmup the first update is at the peak, with warmup at `init`. The logged rate is that of the next update. Samples of
 steps without an update (fp16 overflow, --iterations-to-skip) do not count.
 """
 
@@ -24,7 +24,7 @@ from megalite.config.registry import REGISTRIES
 class LrSchedule:
     """The learning rate by the number of consumed samples.
 
-    `warm_up`, `decay` and `wsd` are numbers of samples. `decay` includes the warm-up; after it the rate is `minimum`
+    `warm_up`, `decay` and `wsd` are numbers of samples. `decay` includes the warmup; after it the rate is `minimum`
     (except with style "constant").
 
     >>> lr = LrSchedule(peak=1.0, minimum=0.1, style="linear", warm_up=10, decay=100)
@@ -160,7 +160,7 @@ class OptimSchedules:
         These are the values that Megatron-LM compares, without those that have no effect.
         """
         lr, decay, decoupled = self.lr, self.weight_decay, self.decoupled
-        facts: dict[str, float | str] = {"lr": lr.peak, "warm-up in samples": lr.warm_up, "lr_decay_style": lr.style}
+        facts: dict[str, float | str] = {"lr": lr.peak, "warmup in samples": lr.warm_up, "lr_decay_style": lr.style}
         if lr.style != "constant":
             facts["min_lr"] = lr.minimum
             facts["decay in samples"] = lr.decay

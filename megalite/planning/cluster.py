@@ -446,8 +446,8 @@ class DeviceProfile:
         fused: Attention keeps no scores in memory. Otherwise all S x S scores are written and read.
         tiles: The number of 128 x 128 tiles of a result that fill the device. A matmul with fewer tiles is
             proportionally slower.
-        sums: The fraction of the time of reading and writing the gradient sums that a weight gradient's matmul takes
-            longer for adding to them.
+        sums: The extra time of a weight gradient's matmul that adds to the gradient sums, as a fraction of the time
+            that reading and writing these sums takes by itself.
         kernel_s: The time of any kernel on the device beyond its work.
         dispatch_s: The time of the host for each launch.
         contention: The fraction of a collective's time by which it slows down a matmul that overlaps with it.

@@ -493,7 +493,7 @@ def test_deepspeed_schedules(translated: Any) -> None:
     cosine = [1e-7 + (1e-3 - 1e-7) * 0.5 * (1 + math.cos(math.pi * (n - 9) / 90)) for n in range(10, 100)]
     assert rates_of(values, 101)[11:] == pytest.approx(cosine, rel=1e-6), "its decay is a step ahead"
     values, text, whole = translated(tree | {"scheduler": {"type": "WarmupLR"}}, 8)
-    assert not whole and 'warmup_type (default) = "log": the warm-up is linear' in text
+    assert not whole and 'warmup_type (default) = "log": the warmup is linear' in text
 
 
 def test_relative_rate_without_a_base_has_no_equivalent(translated: Any) -> None:

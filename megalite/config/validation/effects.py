@@ -178,7 +178,7 @@ def training_notes(config: Config) -> Iterator[Problem]:
         yield no_effect(shown(config, "min_offloaded_tensor_size"), without="cpu_offloading_num_layers")
     if train.step_batch_size_schedule and train.train_iters is not None:
         yield Problem(
-            "step_batch_size_schedule with train_iters: an iteration of warm-up and decay counts micro_batch_size x "
+            "step_batch_size_schedule with train_iters: an iteration of warmup and decay counts micro_batch_size x "
             "data parallel samples, as in Megatron-LM; --train-samples and --lr-*-samples are unambiguous",
             options=("step_batch_size_schedule", "train_iters", "micro_batch_size", "train_samples"),
         )

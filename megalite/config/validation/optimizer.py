@@ -15,7 +15,7 @@ def learning_rate_problems(config: Config) -> Iterator[Problem]:
     if optim.lr_warmup_fraction is not None:
         if optim.lr_warmup_iters or optim.lr_warmup_samples:
             yield Problem(
-                f"lr_warmup_fraction={optim.lr_warmup_fraction} and a warm-up count; give one",
+                f"lr_warmup_fraction={optim.lr_warmup_fraction} and a warmup count; give one",
                 options=("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples", "skip_train"),
             )
         if not 0 <= optim.lr_warmup_fraction <= 1:
@@ -140,7 +140,7 @@ def _activation_offload_problems(config: Config) -> Iterator[Problem]:
 
 
 def schedule_length_problems(config: Config) -> Iterator[Problem]:
-    """Yield the problem of a warm-up or a final decay that is longer than the schedule."""
+    """Yield the problem of a warmup or a final decay that is longer than the schedule."""
     if config.train.skip_train:
         return
     optim = config.optim
@@ -156,11 +156,11 @@ def schedule_length_problems(config: Config) -> Iterator[Problem]:
         warmup = optim.lr_warmup_fraction * decay
     elif warmup >= decay:
         yield Problem(
-            f"{warmup_name}={warmup} is not below {decay_name}={decay}; shorten the warm-up",
+            f"{warmup_name}={warmup} is not below {decay_name}={decay}; shorten the warmup",
             options=(warmup_name, decay_name, total_name),
         )
     if optim.lr_decay_style == "WSD" and wsd and wsd > decay - warmup:
         yield Problem(
-            f"{wsd_name}={wsd} is longer than what the warm-up leaves, {decay - warmup:g}; shorten it",
+            f"{wsd_name}={wsd} is longer than what the warmup leaves, {decay - warmup:g}; shorten it",
             options=(wsd_name, decay_name, total_name, warmup_name),
         )
