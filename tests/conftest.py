@@ -11,21 +11,21 @@ import pytest
 import train_cases
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-for name in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE"):  # users have none: what is told lies in a buffer first
+for name in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE"):  # users do not set them; their output is buffered
     os.environ.pop(name, None)
 programs.environment()
-# what a shell's background job and nohup ignore: what tests start would inherit it
-for number, usual in (
+# a shell's background jobs and nohup ignore these signals, and the programs that tests start would inherit that
+for number, default in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),
     (signal.SIGHUP, signal.SIG_DFL),
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, usual)
-with contextlib.suppress(ImportError):  # the tests that need a card run without it, too (tools/gpu_report.py)
+        signal.signal(number, default)
+with contextlib.suppress(ImportError):  # the tests that need a GPU run without hypothesis too (tools/gpu_report.py)
     from hypothesis import HealthCheck, settings
 
-    # The same examples everywhere, however slow the machine; --hypothesis-profile=default looks for others.
+    # the same examples everywhere, however slow the machine; --hypothesis-profile=default looks for others
     settings.register_profile(
         "megalite", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def signals_as_they_were() -> Iterator[None]:
-    """Programs that a test runs in this process hold signals back, and what later tests start inherits that."""
+    """Restore signals: programs that a test runs in this process block them, and later tests' programs inherit that."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
@@ -93,7 +93,7 @@ def signals_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment_as_it_was() -> Iterator[None]:
-    """torch.compile sets a variable, and programs that find another environment are not forked."""
+    """Restore the environment: torch.compile sets a variable, and programs with a changed environment are not forked."""
     with programs.environment_kept():
         yield
 

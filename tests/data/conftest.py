@@ -7,5 +7,5 @@ Typed = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
-    """Exit code, stdout and stderr of a tool of this process."""
-    return lambda tool, *words: (tool.main([str(word) for word in words]), *capsys.readouterr())
+    """Return a function that runs a tool in this process and returns its exit code, stdout and stderr."""
+    return lambda tool, *args: (tool.main([str(arg) for arg in args]), *capsys.readouterr())

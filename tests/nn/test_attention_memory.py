@@ -1,4 +1,7 @@
-"""Memory as counts: no scores are saved. Activations of a layer: planning/test_layer_cost.py; collectives: test_dry_run_rank.py."""
+"""Memory as counts: attention saves no scores.
+
+The activations of a layer are tested in planning/test_layer_cost.py, and the collectives in test_dry_run_rank.py.
+"""
 
 import pytest
 import torch
@@ -16,33 +19,35 @@ LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --dis
  --untie-embeddings-and-output-weights --ffn-hidden-size 340"""
 
 
-def _kept_per_layer(flags: str, s: int, b: int) -> float:
-    """Bytes that one layer leaves behind for its backward."""
+def _saved_bytes_per_layer(flags: str, s: int, b: int) -> float:
+    """Return the bytes that one layer saves for its backward."""
 
-    def kept(layers: int) -> int:
+    def saved_bytes(layers: int) -> int:
         stage = stage_from(f"{MODEL} {flags} --num-layers {layers}", torch.bfloat16)
         tokens = torch.zeros(s, b, dtype=torch.int64)
         with Live() as memory:
             loss = stage(None, Batch(tokens, tokens, None, torch.arange(b), 1))
-        assert loss.requires_grad  # and holds the graph
+        assert loss.requires_grad  # the loss keeps the graph alive
         return memory.live
 
-    return (kept(5) - kept(1)) / 4
+    return (saved_bytes(5) - saved_bytes(1)) / 4
 
 
 @pytest.mark.parametrize("style", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_attention_saves_no_scores(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with dropout of attention weights; where the scores are asked to be explicit, selective recompute saves none.
-    Everything else grows with s alone, so what doubling s adds beyond twice the bytes is theirs: 2 c s^2 of c s^2."""
+    """No scores are saved, even with dropout of attention weights; explicit scores are not with selective recompute.
+
+    Everything else is linear in s. If scores take c s^2 bytes, doubling s adds 2 c s^2 to twice the bytes.
+    """
     s, b, heads = 32, 2, 4
 
-    def quadratic(more: str) -> float:
-        flags = f"{style} --bf16 --attention-dropout 0.1 --num-attention-heads {heads} {more}"
+    def quadratic(options: str) -> float:
+        flags = f"{style} --bf16 --attention-dropout 0.1 --num-attention-heads {heads} {options}"
         sizes = "--seq-length {0} --max-position-embeddings {0}"
-        one, two = (_kept_per_layer(f"{flags} {sizes.format(n)}", n, b) for n in (s, 2 * s))
-        return (two - 2 * one) / (2 * s * s)
+        short, long = (_saved_bytes_per_layer(f"{flags} {sizes.format(n)}", n, b) for n in (s, 2 * s))
+        return (long - 2 * short) / (2 * s * s)
 
-    set_kernel_options("auto", "auto")  # whatever a run before in this process had asked for
+    set_kernel_options("auto", "auto")  # an earlier test of this process may have set others
     assert quadratic("") == 0
     softmax, keep, dropped, hidden = 4, 1, 2, 1  # bytes: fp32, bool, bf16; one causal mask for all heads and samples
     kernel_option.cache_clear()

@@ -1,4 +1,4 @@
-"""A model whose parameters live in a flat buffer gets the gradients that autograd gives, without their temporaries."""
+"""A model whose parameters lie in a flat buffer gets the gradients that autograd gives, without their temporaries."""
 
 import gc
 import weakref
@@ -19,7 +19,7 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 
 S, B, VOCAB = 8, 2, 61
-WEIGHT = 2.0**-6  # a power of two: multiplying by it rounds nothing, wherever it is done
+WEIGHT = 2.0**-6  # a power of two: multiplying by it is exact, wherever it happens
 COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --max-position-embeddings {S}
  --micro-batch-size {B} --train-iters 1 --lr 1 --mock-data --hidden-dropout 0 --attention-dropout 0
  --vocab-size {VOCAB} --make-vocab-size-divisible-by 8"""
@@ -33,14 +33,14 @@ def stage(flags: str, dtype: torch.dtype) -> Stage:
     return stage_from(f"{COMMON} {flags}", dtype)
 
 
-def batch(seed: int, promised: float | None) -> Batch:
-    """Every token at most once: a repeated one is added in another order than by autograd."""
+def batch(seed: int, loss_grad: float | None) -> Batch:
+    """Return a batch in which no token is repeated, since autograd adds repeated ones in another order."""
     tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[: S * B].view(S, B)
-    return Batch(tokens, tokens.roll(-1), None, torch.arange(B), 1, loss_grad=promised)
+    return Batch(tokens, tokens.roll(-1), None, torch.arange(B), 1, loss_grad=loss_grad)
 
 
 def by_autograd(flags: str, dtype: torch.dtype, seeds: tuple[int, ...]) -> dict[str, Tensor]:
-    """What a hook that adds each `.grad` to an fp32 sum gets."""
+    """Return the sums that a hook gets that adds each `.grad` to an fp32 sum."""
     model = stage(flags, dtype)
     sums: dict[str, Tensor] = {}
     for seed in seeds:
@@ -53,91 +53,94 @@ def by_autograd(flags: str, dtype: torch.dtype, seeds: tuple[int, ...]) -> dict[
     return sums
 
 
-def backward(model: Stage, seed: int, promised: float | None = WEIGHT, given: float = WEIGHT) -> None:
-    loss = model(None, batch(seed, promised))
-    loss.backward(loss.new_full((), given))
+def backward(model: Stage, seed: int, loss_grad: float | None = WEIGHT, actual_grad: float = WEIGHT) -> None:
+    loss = model(None, batch(seed, loss_grad))
+    loss.backward(loss.new_full((), actual_grad))
 
 
-def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], promised: float | None) -> dict[str, Tensor]:
+def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], loss_grad: float | None) -> dict[str, Tensor]:
     model = stage(flags, dtype)
     buffer = ParamAndGradBuffer([model], Mesh.single_process(), bucket_size=3000)
     for flat in buffer.grads.tensors:
-        flat.fill_(torch.nan)  # a run before: nothing of it may be left
+        flat.fill_(torch.nan)  # from an earlier step: nothing of it may remain
     for seed in seeds:
         if seed == seeds[-1]:
             buffer.set_last_backward(0)
-        backward(model, seed, promised)
+        backward(model, seed, loss_grad)
     buffer.finish_grad_sync()
     assert all(p.grad is None for p in model.parameters())
     return {name: main_grad.accumulator()[0] for name, main_grad in buffer.main_grads.items()}
 
 
-@pytest.mark.parametrize("promised", [WEIGHT, None], ids=["promised", "not"])
+@pytest.mark.parametrize("loss_grad", [WEIGHT, None], ids=["promised", "not"])
 @pytest.mark.parametrize(
     "flags", [GPT, LLAMA, f"{GPT} {FULL}", f"{LLAMA} {FULL}"], ids=["gpt", "llama", "gpt full", "llama full"]
 )
-def test_main_grad_in_fp64_is_bit_exact(flags: str, promised: float | None) -> None:
-    want, got = by_autograd(flags, torch.float64, (1,)), in_buffer(flags, torch.float64, (1,), promised)
-    assert want.keys() == got.keys()
-    for name in want:
-        assert torch.equal(want[name], got[name]), name
+def test_main_grad_in_fp64_is_bit_exact(flags: str, loss_grad: float | None) -> None:
+    expected = by_autograd(flags, torch.float64, (1,))
+    actual = in_buffer(flags, torch.float64, (1,), loss_grad)
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        assert torch.equal(expected[name], actual[name]), name
 
 
 @pytest.mark.parametrize("flags", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_main_grad_sums_micro_batches(flags: str) -> None:
     seeds = (1, 2, 3)
-    want, got = by_autograd(flags, torch.float64, seeds), in_buffer(flags, torch.float64, seeds, WEIGHT)
-    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-16)
+    expected = by_autograd(flags, torch.float64, seeds)
+    actual = in_buffer(flags, torch.float64, seeds, WEIGHT)
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-16)
 
 
 @pytest.mark.parametrize("flags", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_main_grad_in_bf16_is_as_exact_as_autograd(flags: str) -> None:
     seeds = (1, 2, 3, 4)
     exact = by_autograd(flags, torch.float64, seeds)
-    through, got = by_autograd(flags, torch.bfloat16, seeds), in_buffer(flags, torch.bfloat16, seeds, WEIGHT)
+    autograd_grads = by_autograd(flags, torch.bfloat16, seeds)
+    actual = in_buffer(flags, torch.bfloat16, seeds, WEIGHT)
 
     def error(grads: dict[str, Tensor]) -> float:
         return sum(float((g.double() - exact[n]).square().sum()) for n, g in grads.items()) ** 0.5
 
-    assert all(g.dtype == torch.float32 for g in got.values())
-    assert error(got) <= 1.02 * error(through)
+    assert all(g.dtype == torch.float32 for g in actual.values())
+    assert error(actual) <= 1.02 * error(autograd_grads)
 
 
 class Writes(TorchDispatchMode):
-    """Elements of each result of an operation that is new memory, and the operations that wrote to `watched`."""
+    """A recorder of the number of elements of newly allocated results, and of the operations that wrote to `watched`."""
 
     def __init__(self, watched: list[Tensor]):
         super().__init__()
         self.watched = {flat.untyped_storage().data_ptr() for flat in watched}
-        self.new, self.into = [0], [""]
+        self.allocated, self.written = [0], [""]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             if func._schema.is_mutable and out.untyped_storage().data_ptr() in self.watched:
-                self.into.append(f"{func.overloadpacket.__name__} {out.numel()}")
+                self.written.append(f"{func.overloadpacket.__name__} {out.numel()}")
             elif out.untyped_storage().data_ptr() not in known:
-                self.new.append(out.numel())
+                self.allocated.append(out.numel())
         return out
 
 
 def test_main_grad_needs_no_temporary() -> None:
-    """Per micro-batch: one operation per matrix. Four tokens: then no activation is as large as a matrix."""
+    """A micro-batch takes one operation per matrix. With four tokens, no activation is as large as a matrix."""
     model = stage(LLAMA, torch.float32)
     buffer = ParamAndGradBuffer([model], Mesh.single_process())
     matrices = {spec.name: p.numel() for spec, p in params_with_specs(model) if p.dim() > 1}
     tokens = torch.tensor([[3], [1], [4], [1]])
-    for first in (True, False):
+    for is_first in (True, False):
         writes = Writes(buffer.grads.tensors)
         with writes:
             loss = model(None, Batch(tokens, tokens, None, torch.arange(1), 1, loss_grad=WEIGHT))
             loss.backward(loss.new_full((), WEIGHT))
-        assert max(writes.new) < min(matrices.values())
-        large = [w for w in writes.into[1:] if int(w.split()[1]) in matrices.values()]
-        want = [f"addmm {n}" for name, n in matrices.items() if name != "embedding.word"]
+        assert max(writes.allocated) < min(matrices.values())
+        large = [w for w in writes.written[1:] if int(w.split()[1]) in matrices.values()]
+        expected = [f"addmm {n}" for name, n in matrices.items() if name != "embedding.word"]
         rows = matrices["embedding.word"]
-        assert sorted(large) == sorted([*want, f"index_add_ {rows}", *([f"zero_ {rows}"] if first else [])])
+        assert sorted(large) == sorted([*expected, f"index_add_ {rows}", *([f"zero_ {rows}"] if is_first else [])])
 
 
 def test_main_grad_is_untouched_by_an_unregistered_forward() -> None:
@@ -155,7 +158,7 @@ def test_missing_or_second_backward_is_refused() -> None:
     model = stage(LLAMA, torch.float32)
     ParamAndGradBuffer([model], Mesh.single_process())
     with pytest.raises(RuntimeError, match="gradient of the loss is not loss_grad=0.015625"):
-        backward(model, 1, given=1.0)
+        backward(model, 1, actual_grad=1.0)
     loss = model(None, batch(1, WEIGHT))
     loss.backward(loss.new_full((), WEIGHT), retain_graph=True)
     with pytest.raises(RuntimeError, match="a second backward"):
@@ -177,24 +180,24 @@ def test_unreferenced_main_grad_is_freed() -> None:
     model = stage(GPT, torch.float32)
     buffer = ParamAndGradBuffer([model], Mesh.single_process())
     backward(model, 1)
-    gone, flat = weakref.ref(buffer), weakref.ref(buffer.weights.tensors[0])
+    buffer_ref, weights_ref = weakref.ref(buffer), weakref.ref(buffer.weights.tensors[0])
     del buffer
-    assert gone() is None
+    assert buffer_ref() is None
     del model
     gc.collect()
-    assert flat() is None
+    assert weights_ref() is None
 
 
 @pytest.mark.gpu
 def test_head_needs_less_than_a_gib_on_a_gpu() -> None:
-    """16 thousand tokens, vocabulary 128 thousand, hidden size 4096; logits alone would be 4 GiB."""
+    """With 16 thousand tokens, a vocabulary of 128 thousand and hidden size 4096, logits alone would be 4 GiB."""
     mesh, tokens, vocab, hidden = Mesh.single_process("cuda"), 16384, 128256, 4096
     module = torch.nn.ParameterList([ParamFactory(mesh, torch.bfloat16, seed=1)(ParamSpec("head", (vocab, hidden)))])
     buffer = ParamAndGradBuffer([module], mesh)
     x_sBD = torch.randn(tokens, 1, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     labels_SB = torch.randint(vocab, (tokens, 1), device="cuda")
     peaks = []
-    for _ in range(2):  # the first one makes cuBLAS take its workspace
+    for _ in range(2):  # cuBLAS allocates its workspace in the first iteration
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         loss = linear_cross_entropy(x_sBD, module[0], labels_SB, None, mesh.tp, vocab, loss_grad=1.0)

@@ -1,4 +1,4 @@
-"""What runs while a collective of tensor parallelism is under way, from the recorded order of events on two ranks."""
+"""Overlap of tensor-parallel collectives with matmuls, from the recorded order of events on two ranks."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from megalite.parallel.spec import ParamSpec
 
 S, B, D = 6, 1, 8
 N = S * B
-ROWS = (10, 14)  # of two weights on each rank; no two shapes below are the same
+ROWS = (10, 14)  # of two weights on each rank; no two shapes below are equal
 
 
 class Matmuls(TorchDispatchMode):
@@ -33,7 +33,7 @@ class Matmuls(TorchDispatchMode):
 
 
 def _watched(start: Any, name: str, events: list[str]) -> Any:
-    """`start_all_gather` or `start_reduce_scatter` that tells when it is called and when its result is waited for."""
+    """Return a `start_all_gather` or `start_reduce_scatter` that records its calls and the waits for its results."""
 
     class Watched(comm.Pending):
         def __init__(self, pending: comm.Pending):
@@ -46,14 +46,14 @@ def _watched(start: Any, name: str, events: list[str]) -> Any:
     def call(x: Tensor, axis: Any) -> Any:
         events.append(f"{name} starts")
         pending = start(x, axis)
-        assert pending._work is not None  # the real one, asynchronous
+        assert pending._work is not None  # the real collective is asynchronous
         return Watched(pending)
 
     return call
 
 
 def _events(buffered: bool) -> tuple[list[str], list[str], list[str]]:
-    """Of gather_linear's backward, of linear_scatter's, and of the loss's forward."""
+    """Return the events of column_parallel_linear's and row_parallel_linear's backward, and of the loss's forward."""
     mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"))
     events: list[str] = []
     for module in (linear, loss):
@@ -64,23 +64,23 @@ def _events(buffered: bool) -> tuple[list[str], list[str], list[str]]:
         model.append(make(ParamSpec(f"w{i}", (2 * rows, D), shards=((0, "tp"),))))
     down, head = make(ParamSpec("down", (D, 24), shards=((1, "tp"),))), make(ParamSpec("h", (36, D), ((0, "tp"),)))
     model.extend([down, head])
-    kept = ParamAndGradBuffer([model], mesh) if buffered else None
+    buffer = ParamAndGradBuffer([model], mesh) if buffered else None
     names = {(N, D): "dx", **{(rows, D): "dW" for rows in (*ROWS, 18)}, (D, 12): "dW", (N, 12): "dx", (N, 18): "logits"}
 
     x_sBD = torch.randn(S // 2, B, D, requires_grad=True)
     one, two = linear.column_parallel_linear(x_sBD, list(model)[:2], mesh.tp)
     y_sBD = linear.row_parallel_linear(torch.randn(S, B, 12, requires_grad=True), down, mesh.tp)
-    found = []
+    backward_events = []
     for output in (one.sum() + two.sum(), y_sBD.sum()):
         events.clear()
         with Matmuls(events, names):
             output.backward()
-        found.append([*events])
+        backward_events.append([*events])
     events.clear()
     with Matmuls(events, names):
         loss.linear_cross_entropy(x_sBD, head, torch.zeros(S, B, dtype=torch.int64), None, mesh.tp, 36, loss_grad=1.0)
-    assert (model[0].grad is None) == (kept is not None)
-    return found[0], found[1], [*events]
+    assert (model[0].grad is None) == (buffer is not None)
+    return backward_events[0], backward_events[1], [*events]
 
 
 @pytest.mark.parametrize("buffered", [True, False])
@@ -96,6 +96,6 @@ def test_collectives_overlap_matmuls(buffered: bool) -> None:
             "dW",
             "reduce_scatter waited for",
         ]
-        assert row == ["all_gather starts", "all_gather waited for", "dx", "dW"]  # both need the whole dy
+        assert row == ["all_gather starts", "all_gather waited for", "dx", "dW"]  # both need the full dy
         begin = head.index("reduce_scatter starts")
         assert head[begin - 1 :] == ["dx", "reduce_scatter starts", "dW", "reduce_scatter waited for"]

@@ -1,6 +1,9 @@
-"""What a backward is given that was not kept on the device. A part that is computed again gives the same gradients, bit
-for bit, and is computed as often as it says. Activations in host memory: what moves, how often, and what the device is
-spared; that no bit changes is in tests/layouts/test_layouts.py, that every copy is waited for in tests/simulated_gpu/test_removed_waits.py."""
+"""Recomputed and offloaded activations.
+
+A recomputed part gives bit-equal gradients and is computed as often as it should be. For offloaded activations, the
+tests count the copies and the device memory that is saved. tests/layouts/test_layouts.py tests that no bit changes, and
+tests/simulated_gpu/test_removed_waits.py that every copy is waited for.
+"""
 
 from collections import Counter
 from typing import Any
@@ -34,35 +37,35 @@ def gradients(flags: str, dtype: torch.dtype) -> dict[str, Tensor]:
     stage = stage_from(f"{LINE} {flags}", dtype)
     tokens = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(1))
     stage(None, Batch(tokens, tokens, None, torch.arange(B), 1)).backward()
-    found = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
-    assert len(found) == len(list(stage.parameters()))
-    return found
+    grads = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+    assert len(grads) == len(list(stage.parameters()))
+    return grads
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("style", STYLES)
 def test_recomputed_gradients_keep_every_bit(style: str, dtype: torch.dtype) -> None:
-    want = gradients(STYLES[style], dtype)
+    expected = gradients(STYLES[style], dtype)
     for modules in MODULES:
-        got = gradients(f"{STYLES[style]} --recompute-granularity selective --recompute-modules {modules}", dtype)
-        assert [name for name in want if not torch.equal(got[name], want[name])] == [], modules
+        actual = gradients(f"{STYLES[style]} --recompute-granularity selective --recompute-modules {modules}", dtype)
+        assert [name for name in expected if not torch.equal(actual[name], expected[name])] == [], modules
 
 
 def test_dropped_activation_is_recomputed_once() -> None:
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
-    made, used = [], []
+    grad_modes, inputs = [], []
 
-    def make() -> Tensor:
-        made.append(torch.is_grad_enabled())
+    def compute() -> Tensor:
+        grad_modes.append(torch.is_grad_enabled())
         return x.exp()
 
-    def use(y: Tensor) -> Tensor:
-        used.append(y)
+    def consume(y: Tensor) -> Tensor:
+        inputs.append(y)
         return (y @ w).sum()
 
-    checkpoint_without_output(make, use).backward()
-    assert made == [True, False] and len(used) == 1
+    checkpoint_without_output(compute, consume).backward()
+    assert grad_modes == [True, False] and len(inputs) == 1
     torch.testing.assert_close(w.grad, x.detach().exp().T @ torch.ones(3, 4, dtype=torch.float64))
 
 
@@ -75,47 +78,57 @@ FILE = "megalite/nn/activation_offload.py"
 
 
 def _step(layers: int) -> tuple[float, int, dict[str, Counter[int]]]:
-    """Of one micro-batch on a simulated card: loss, most bytes allocated, and bytes to how many copies, each way."""
+    """Train one micro-batch on a simulated GPU with `layers` offloaded layers.
+
+    Returns:
+        The loss, the peak of allocated bytes, and for each direction the number of copies by their size in bytes.
+    """
     flags = f"{SMALL} --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1024"
-    with simulated() as card:
-        run = run_from(flags, device=card.device)
+    with simulated() as gpu:
+        run = run_from(flags, device=gpu.device)
         train_step(run)
-        begin = len(card.trace)
+        start = len(gpu.trace)
         torch.cuda.reset_peak_memory_stats()
         loss = train_step(run).loss
-        most = torch.cuda.max_memory_allocated()
+        peak_bytes = torch.cuda.max_memory_allocated()
         run.close()
-        assert not card.mixed
-        copies = [f for f in card.trace[begin:] if isinstance(f, Launch) and f.where.startswith(FILE)]
-        sizes = {"copy to the host": Counter[int](), "copy to the card": Counter[int]()}
+        assert not gpu.mixed
+        copies = [f for f in gpu.trace[start:] if isinstance(f, Launch) and f.where.startswith(FILE)]
+        sizes = {"to host": Counter[int](), "to GPU": Counter[int]()}
         for copy in copies:
-            sizes[copy.name][copy.reads[0].stop - copy.reads[0].start] += 1
-        read = [span for copy in copies if copy.name == "copy to the host" for span in copy.reads]
-        assert len(set(read)) == len(read)  # who shares a storage shares its copy
-        return loss, most, sizes
+            direction = "to host" if copy.name == "copy to the host" else "to GPU"
+            sizes[direction][copy.reads[0].stop - copy.reads[0].start] += 1
+        downloaded = [span for copy in copies if copy.name == "copy to the host" for span in copy.reads]
+        assert len(set(downloaded)) == len(downloaded)  # tensors of one storage share its copy
+        return loss, peak_bytes, sizes
 
 
 def test_each_storage_is_offloaded_and_restored_once() -> None:
-    (loss, most, none), (same, less, two), (alike, least, all_) = (_step(layers) for layers in (0, 2, LAYERS))
-    assert loss == same == alike and not any(map(len, none.values()))
-    assert two["copy to the host"] == two["copy to the card"] and all_["copy to the host"] == all_["copy to the card"]
-    moved = sum(size * times for size, times in two["copy to the host"].items())
-    x = 2 * 2 * 64 * 64  # the input of the stage stays
-    assert sum(size * times for size, times in all_["copy to the host"].items()) == 2 * moved + x
-    layer = (moved + x) / 2
-    assert most - less > 0.5 * layer and least < less  # at the peak the head's loss is computed, or a layer's backward
-    assert most - least > layer
+    loss_0, peak_0, copies_0 = _step(0)
+    loss_2, peak_2, copies_2 = _step(2)
+    loss_all, peak_all, copies_all = _step(LAYERS)
+    assert loss_0 == loss_2 == loss_all and not any(map(len, copies_0.values()))
+    assert copies_2["to host"] == copies_2["to GPU"] and copies_all["to host"] == copies_all["to GPU"]
+    moved_bytes = sum(size * times for size, times in copies_2["to host"].items())
+    x_bytes = 2 * 2 * 64 * 64  # the input of the stage, which is not offloaded with 2 layers
+    assert sum(size * times for size, times in copies_all["to host"].items()) == 2 * moved_bytes + x_bytes
+    layer_bytes = (moved_bytes + x_bytes) / 2
+    # the peak is in the loss of the head, or in the backward of a layer
+    assert peak_0 - peak_2 > 0.5 * layer_bytes and peak_all < peak_2
+    assert peak_0 - peak_all > layer_bytes
 
 
 def test_weights_and_shared_inputs_are_not_offloaded() -> None:
     weight, table, small = torch.nn.Linear(60, 60, bias=False), torch.ones(60, 60), torch.ones(9, requires_grad=True)
     x = torch.ones(60, 60, requires_grad=True)
-    use: Any = lambda block, x: (block(x * table) * small.sum()).relu()  # noqa: E731
+    run_block: Any = lambda block, x: (block(x * table) * small.sum()).relu()  # noqa: E731
     with mock.patch.object(
         _SavedStorage, "copy_to_host", autospec=True, side_effect=_SavedStorage.copy_to_host
-    ) as down:
-        y = ActivationOffload(1, 60 * 60, torch.device("cpu"))(use, 1, [table])(weight, x)
-    stored = [call.args[0] for call in down.call_args_list]
-    assert len(stored) == 3 and all(one.device_bytes is None for one in stored)  # two products and what is positive
+    ) as copy_to_host:
+        y = ActivationOffload(1, 60 * 60, torch.device("cpu"))(run_block, 1, [table])(weight, x)
+    storages = [call.args[0] for call in copy_to_host.call_args_list]
+    assert len(storages) == 3 and all(
+        storage.device_bytes is None for storage in storages
+    )  # two products, and the mask of relu
     y.sum().backward()
-    assert x.grad is not None and all(one.device_bytes is not None for one in stored)
+    assert x.grad is not None and all(storage.device_bytes is not None for storage in storages)

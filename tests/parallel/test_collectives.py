@@ -1,5 +1,7 @@
-"""Every collective is done once before the first step, and one that gives a wrong value is named with its group. Those that
-cannot be, messages that take too long, and first values."""
+"""The self-test of the collectives before the first step, which names a wrong one with its group.
+
+Other tests cover collectives over axes without a group, messages that time out, and initial weights.
+"""
 
 import datetime
 from pathlib import Path
@@ -25,7 +27,7 @@ def _mesh(tp: int, pp: int) -> Mesh:
     return build_mesh(tp=tp, pp=pp, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30))
 
 
-def _complaint(mesh: Mesh) -> str:
+def _self_test_error(mesh: Mesh) -> str:
     try:
         self_test.check_collectives(mesh)
     except LaunchError as error:
@@ -33,52 +35,52 @@ def _complaint(mesh: Mesh) -> str:
     return ""
 
 
-def _bend(what: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One operation goes wrong on rank 1, from its results on."""
-    if what == "memory":
+def _inject_wrong_value(case: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make one operation give wrong values on rank 1."""
+    if case == "memory":
         read = SharedMemoryBackend.start_all_gather
 
-        def wrong(self: SharedMemoryBackend, out: torch.Tensor, x: torch.Tensor) -> Any:
+        def wrong_all_gather(self: SharedMemoryBackend, out: torch.Tensor, x: torch.Tensor) -> Any:
             transfer = read(self, out, x)
             transfer.wait()
             out[3] += 1
             return comm.Pending(out)
 
-        monkeypatch.setattr(SharedMemoryBackend, "start_all_gather", wrong)
-    elif what == "all_reduce":
-        honest = dist.all_reduce
+        monkeypatch.setattr(SharedMemoryBackend, "start_all_gather", wrong_all_gather)
+    elif case == "all_reduce":
+        original_all_reduce = dist.all_reduce
 
         def all_reduce(x: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            work = honest(x, *args, group=group, **kwargs)
+            work = original_all_reduce(x, *args, group=group, **kwargs)
             if x.dtype == torch.int32 and group is mesh.tp.group:
                 x[5] += 2
             return work
 
         monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    elif what == "broadcast":
-        honest_broadcast = dist.broadcast
-        wrong_place = lambda x, src, group: honest_broadcast(x if src == 1 else x.clone(), src, group)  # noqa: E731
-        monkeypatch.setattr(dist, "broadcast", wrong_place)
-    elif what == "message":
-        honest_isend = dist.isend
-        monkeypatch.setattr(dist, "isend", lambda x, to, **how: honest_isend(x * 2, to, **how))
-    else:  # the sum leaves rank 1's part out
+    elif case == "broadcast":
+        original_broadcast = dist.broadcast
+        wrong_broadcast = lambda x, src, group: original_broadcast(x if src == 1 else x.clone(), src, group)  # noqa: E731
+        monkeypatch.setattr(dist, "broadcast", wrong_broadcast)
+    elif case == "message":
+        original_isend = dist.isend
+        monkeypatch.setattr(dist, "isend", lambda x, to, **options: original_isend(x * 2, to, **options))
+    else:  # the sum omits rank 1's part
         monkeypatch.setattr(self_test, "inject_fault", lambda point, rank, step, x: x.zero_())
 
 
 def _all_cases() -> dict[str, str]:
-    mesh, told = _mesh(tp=2, pp=2), {}
-    told["sound"] = _complaint(mesh)
-    for what in TOLD:
+    mesh, errors = _mesh(tp=2, pp=2), {}
+    errors["sound"] = _self_test_error(mesh)
+    for case in EXPECTED:
         with pytest.MonkeyPatch.context() as monkeypatch:
             if mesh.world.rank == 1:
-                _bend(what, mesh, monkeypatch)
-            told[what] = _complaint(mesh)
+                _inject_wrong_value(case, mesh, monkeypatch)
+            errors[case] = _self_test_error(mesh)
     assert mesh.tp.custom_backend is not None and mesh.dp.custom_backend is not None or mesh.dp.size == 1
-    return told
+    return errors
 
 
-TOLD = {  # case -> (rank, what is told there)
+EXPECTED = {  # case -> (rank, part of its error message)
     "memory": [(1, "all_gather over tp (ranks [0, 1]): on rank 1 1 of 1024 values are wrong, in rank 0's part, the first")],
     "all_reduce": [(1, "all_reduce over tp (ranks [0, 1]): on rank 1 1 of 1024 values are wrong, the first is ")],
     "broadcast": [(1, "broadcast of rank 0 over tp (ranks [0, 1]): on rank 1 1024 of 1024")],
@@ -88,61 +90,68 @@ TOLD = {  # case -> (rank, what is told there)
 
 
 def test_wrong_value_is_detected_on_every_axis() -> None:
-    told = run_ranks(4, _all_cases)
-    assert [t["sound"] for t in told] == [""] * 4
-    for case, lines in TOLD.items():
-        assert told[0][case].startswith("collectives give wrong values:\n") and len({t[case] for t in told}) == 1, case
-        assert all(line in told[rank][case] for rank, line in lines), case
-    assert "is 443922, not 443921" in told[1]["memory"] and "reduce_scatter over tp" in told[0]["left out"]
+    errors = run_ranks(4, _all_cases)
+    assert [rank_errors["sound"] for rank_errors in errors] == [""] * 4
+    for case, messages in EXPECTED.items():
+        assert (
+            errors[0][case].startswith("collectives give wrong values:\n")
+            and len({rank_errors[case] for rank_errors in errors}) == 1
+        ), case
+        assert all(message in errors[rank][case] for rank, message in messages), case
+    assert "is 443922, not 443921" in errors[1]["memory"] and "reduce_scatter over tp" in errors[0]["left out"]
 
 
-def _exchanged() -> list[str]:
-    told = []
+def _all_to_all_errors() -> list[str]:
+    errors = []
     for sizes in (dict(tp=2, pp=2), dict(tp=2, pp=1), dict(tp=1, pp=1)):  # the ranks of tp, all, all of dp
         mesh = build_mesh(**sizes, device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), dp_cp_tp=True)
-        where, name, at = (
+        owner, name, x_index = (
             (SharedMemoryBackend, "start_all_to_all", 2)
             if mesh.dp_cp_tp.custom_backend
             else (dist, "all_to_all_single", 1)
         )
-        honest = getattr(where, name)
+        original = getattr(owner, name)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            told.append(_complaint(mesh))
+            errors.append(_self_test_error(mesh))
             if dist.get_rank() == 1:
 
-                def wrong(*given: Any, honest: Any = honest, at: int = at, **how: Any) -> Any:  # x in reverse
-                    return honest(*given[:at], given[at].flip(0), *given[at + 1 :], **how)
+                def wrong_all_to_all(
+                    *args: Any, original: Any = original, x_index: int = x_index, **options: Any
+                ) -> Any:  # x in reverse
+                    return original(*args[:x_index], args[x_index].flip(0), *args[x_index + 1 :], **options)
 
-                monkeypatch.setattr(where, name, wrong)
-            told.append(_complaint(mesh))
-    return told
+                monkeypatch.setattr(owner, name, wrong_all_to_all)
+            errors.append(_self_test_error(mesh))
+    return errors
 
 
 def test_wrong_all_to_all_is_detected() -> None:
-    for told in run_ranks(4, _exchanged):
-        assert told[::2] == [""] * 3
-        assert "all_to_all over tp (ranks [0, 1]): on rank 0 512 of 1024 values are wrong, in rank 1's part" in told[1]
-        assert all("all_to_all over" in one and "(ranks [0, 1, 2, 3]): on rank 0" in one for one in told[3::2])
+    for errors in run_ranks(4, _all_to_all_errors):
+        assert errors[::2] == [""] * 3
+        assert (
+            "all_to_all over tp (ranks [0, 1]): on rank 0 512 of 1024 values are wrong, in rank 1's part" in errors[1]
+        )
+        assert all("all_to_all over" in error and "(ranks [0, 1, 2, 3]): on rank 0" in error for error in errors[3::2])
 
 
 def test_single_rank_has_nothing_to_check() -> None:
     self_test.check_collectives(Mesh.single_process())
 
 
-def _three() -> list[str]:
-    told = [_complaint(_mesh(tp, pp)) for tp, pp in ((1, 1), (1, 3), (3, 1))]
+def _odd_ring_errors() -> list[str]:
+    errors = [_self_test_error(_mesh(tp, pp)) for tp, pp in ((1, 1), (1, 3), (3, 1))]
     self_test.inject_fault = FaultInjector({"MEGALITE_FAULT": "init.collectives:1:0:bitflip"})
-    return [*told, _complaint(_mesh(1, 3))]
+    return [*errors, _self_test_error(_mesh(1, 3))]
 
 
 def test_odd_ring_detects_one_bit() -> None:
-    for *sound, told in run_ranks(3, _three):
-        assert sound == ["", "", ""]
-        assert "all_reduce over world (ranks [0, 1, 2]): on rank 0 1 of 1023 values are wrong, the first is" in told
+    for *no_errors, error in run_ranks(3, _odd_ring_errors):
+        assert no_errors == ["", "", ""]
+        assert "all_reduce over world (ranks [0, 1, 2]): on rank 0 1 of 1023 values are wrong, the first is" in error
 
 
 def test_collective_over_an_axis_without_group_is_an_error() -> None:
-    """Sizes alone would make it the identity, and a sum of one summand would pass for the whole."""
+    """From the sizes alone it would be the identity, and one rank's summand would pass for the sum."""
     with pytest.raises(ValueError, match="axis tp of size 2 has no backend"):
         Axis("tp", 2)
     axis, x = Axis("tp", 2, 1, ABSTRACT), torch.ones(4)
@@ -162,26 +171,28 @@ def test_collective_over_an_axis_without_group_is_an_error() -> None:
     assert comm.all_reduce_(x, Axis("tp", 1, 0, ABSTRACT)) is x
 
 
-def late_message(over: str) -> str:
+def timeout_message(done_path: str) -> str:
     mesh = _mesh(tp=1, pp=2)
     mesh.set_timeout(datetime.timedelta(seconds=1))
     if mesh.pp.rank == 1:
-        wait_for(Path(over))
+        wait_for(Path(done_path))
         return ""
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError) as excinfo:
         comm.start_p2p(torch.zeros(4), mesh.pp, 1, RECEIVE).wait()
-    Path(over).touch()
-    return str(error.value)
+    Path(done_path).touch()
+    return str(excinfo.value)
 
 
 def test_message_has_the_timeout_of_collectives(tmp_path: Path) -> None:
-    """gloo asks how long messages may take when it makes the group, and never again."""
-    assert "Timed out waiting 1000ms" in run_ranks(2, late_message, str(tmp_path / "over"))[0]
+    """The group is created again, since gloo reads the timeout of messages only when it creates a group."""
+    assert "Timed out waiting 1000ms" in run_ranks(2, timeout_message, str(tmp_path / "over"))[0]
 
 
 @given(rows=st.integers(1, 300), padding=st.integers(0, 40), columns=st.integers(1, 33))
 @settings(max_examples=60)
 def test_initial_weights_are_independent_of_padding(rows: int, padding: int, columns: int) -> None:
-    bare, padded = (ParamSpec("embedding.word", (n, columns), shards=((0, "tp"),)) for n in (rows, rows + padding))
-    want, got = (initialize_(torch.empty(spec.shape), spec, Mesh.single_process(), seed=7) for spec in (bare, padded))
-    assert torch.equal(want, got[:rows])
+    unpadded, padded = (ParamSpec("embedding.word", (n, columns), shards=((0, "tp"),)) for n in (rows, rows + padding))
+    expected, actual = (
+        initialize_(torch.empty(spec.shape), spec, Mesh.single_process(), seed=7) for spec in (unpadded, padded)
+    )
+    assert torch.equal(expected, actual[:rows])

@@ -1,4 +1,4 @@
-"""Both views of the ranks: coordinates, who is beside whom, groups, sizes of thousands."""
+"""The dense and the expert view of the ranks: coordinates, neighbors, groups, thousands of ranks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,11 +21,17 @@ EXPERT_WIDE = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 
 
 @st.composite
-def shapes(draw: st.DrawFn, most: int = 48, experts: int = 0) -> tuple[int, dict[str, Any]]:
-    """(world, sizes) of at most `most` ranks; `experts`: what ep and etp divide, 0 where they need not."""
-    few = st.integers(1, 3)
-    pp, dp, cp, tp = (draw(few) for _ in range(4))
-    dp = min(dp, most // (pp * cp * tp)) or 1
+def shapes(draw: st.DrawFn, max_ranks: int = 48, experts: int = 0) -> tuple[int, dict[str, Any]]:
+    """Draw (world, sizes) of at most `max_ranks` ranks.
+
+    Args:
+        draw: The function of hypothesis.
+        max_ranks: The maximum number of ranks.
+        experts: ep and etp divide this number, which is ignored if it is 0.
+    """
+    small = st.integers(1, 3)
+    pp, dp, cp, tp = (draw(small) for _ in range(4))
+    dp = min(dp, max_ranks // (pp * cp * tp)) or 1
     stage, data = dp * cp * tp, dp * cp
     ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == experts % n == 0]))
     etp = draw(st.sampled_from([n for n in range(1, stage // ep + 1) if stage // ep % n == experts % n == 0]))
@@ -45,33 +51,45 @@ def _meshes(world: int, sizes: dict[str, Any]) -> Iterator[Mesh]:
 def test_rank_coordinates_equal_the_formulas(shape: tuple[int, dict[str, Any]]) -> None:
     world, sizes = shape
     for rank, mesh in enumerate(_meshes(world, sizes)):
-        n, at = mesh.sizes, mesh.coordinates
-        assert all(n[name] == sizes[name] for name in ("tp", "pp", "cp", "ep", "etp"))
-        block = (at["dp"] * n["cp"] + at["cp"]) * n["tp"] + at["tp"]
-        outer, inner, size = (at["dp"], at["pp"], n["pp"]) if sizes["dp_outermost"] else (at["pp"], at["dp"], n["dp"])
-        assert rank == ((outer * size + inner) * n["cp"] + at["cp"]) * n["tp"] + at["tp"]
-        assert block == (at["edp"] * n["ep"] + at["ep"]) * n["etp"] + at["etp"]
-        assert at["dp_cp"] == at["dp"] * n["cp"] + at["cp"] == at["dp_replicate"] * n["dp_shard"] + at["dp_shard"]
-        assert at["edp"] == at["edp_replicate"] * n["edp_shard"] + at["edp_shard"]
-        wanted = sizes["num_optimizer_instances"] or n["dp_cp"]
-        assert (n["dp_cp"], n["dp_replicate"]) == (n["dp"] * n["cp"], wanted)
-        assert n["edp_replicate"] == (sizes["num_optimizer_instances"] or n["edp"])
+        size_of, coordinate = mesh.sizes, mesh.coordinates
+        assert all(size_of[name] == sizes[name] for name in ("tp", "pp", "cp", "ep", "etp"))
+        block = (coordinate["dp"] * size_of["cp"] + coordinate["cp"]) * size_of["tp"] + coordinate["tp"]
+        outer, inner, size = (
+            (coordinate["dp"], coordinate["pp"], size_of["pp"])
+            if sizes["dp_outermost"]
+            else (coordinate["pp"], coordinate["dp"], size_of["dp"])
+        )
+        assert rank == ((outer * size + inner) * size_of["cp"] + coordinate["cp"]) * size_of["tp"] + coordinate["tp"]
+        assert block == (coordinate["edp"] * size_of["ep"] + coordinate["ep"]) * size_of["etp"] + coordinate["etp"]
+        assert (
+            coordinate["dp_cp"]
+            == coordinate["dp"] * size_of["cp"] + coordinate["cp"]
+            == coordinate["dp_replicate"] * size_of["dp_shard"] + coordinate["dp_shard"]
+        )
+        assert coordinate["edp"] == coordinate["edp_replicate"] * size_of["edp_shard"] + coordinate["edp_shard"]
+        instances = sizes["num_optimizer_instances"] or size_of["dp_cp"]
+        assert (size_of["dp_cp"], size_of["dp_replicate"]) == (size_of["dp"] * size_of["cp"], instances)
+        assert size_of["edp_replicate"] == (sizes["num_optimizer_instances"] or size_of["edp"])
 
 
 @settings(max_examples=40)
 @given(shapes())
 def test_axis_ranks_differ_only_in_that_axis(shape: tuple[int, dict[str, Any]]) -> None:
-    """In each view: the ranks of an axis are those with the same place on all others, in the order of their places."""
+    """In each view, the ranks of an axis have the same coordinates on all others, and are ordered by their own."""
     world, sizes = shape
     meshes = list(_meshes(world, sizes))
     for view in (DENSE, EXPERT, WIDE, EXPERT_WIDE, ("pp", "dp_cp", "tp")):
-        places = [tuple(mesh.coordinates[name] for name in view) for mesh in meshes]
-        assert len(set(places)) == world
+        coordinates = [tuple(mesh.coordinates[name] for name in view) for mesh in meshes]
+        assert len(set(coordinates)) == world
         for i, name in enumerate(view):
-            for mesh, place in zip(meshes, places, strict=True):
-                beside = {p[i]: r for r, p in enumerate(places) if p[:i] + p[i + 1 :] == place[:i] + place[i + 1 :]}
+            for mesh, coordinate in zip(meshes, coordinates, strict=True):
+                neighbors = {
+                    other[i]: r
+                    for r, other in enumerate(coordinates)
+                    if other[:i] + other[i + 1 :] == coordinate[:i] + coordinate[i + 1 :]
+                }
                 axis = mesh.axis(name)
-                assert axis.ranks == tuple(beside[j] for j in range(axis.size)), (name, place)
+                assert axis.ranks == tuple(neighbors[j] for j in range(axis.size)), (name, coordinate)
     for mesh in meshes:
         ends = [mesh.pp.ranks[0], mesh.pp.ranks[-1]]
         assert mesh.pp_grad.ranks == mesh.pp.ranks
@@ -81,7 +99,7 @@ def test_axis_ranks_differ_only_in_that_axis(shape: tuple[int, dict[str, Any]]) 
 
 
 def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, str]]:
-    """By axis: its ranks, the sum of their numbers over its group, and which axis it is."""
+    """Return for each axis: its ranks, the sum of 2^rank over its group, and the name of the axis that has the group."""
     mesh = build_mesh(device=CPU, **sizes)
     names = sorted({*DENSE, *EXPERT, *WIDE, *EXPERT_WIDE, "dp_cp", "ep_etp", "tied_embedding", "pp_grad"})
     shared = {name: mesh.axis(name) for name in names if mesh.axis(name).size > 1}
@@ -108,9 +126,9 @@ def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, 
 )
 def test_equal_ranks_share_one_group(sizes: dict[str, Any], same: dict[str, str]) -> None:
     for ranks, sums, names in run_ranks(8, _sums, sizes):
-        assert ranks and sums == {name: float(sum(2**r for r in line)) for name, line in ranks.items()}
+        assert ranks and sums == {name: float(sum(2**r for r in members)) for name, members in ranks.items()}
         assert {name: names[name] for name in same} == same
-        # one group for the same ranks, but for the pipeline's messages and its ends, which have their own
+        # equal ranks share one group, except the pipeline's messages and its ends, which have their own
         for name in ranks.keys() - {"pp_grad", "tied_embedding"}:
             assert all(
                 names[n] == names[name] for n in ranks.keys() - {"pp_grad", "tied_embedding"} if ranks[n] == ranks[name]
@@ -120,9 +138,9 @@ def test_equal_ranks_share_one_group(sizes: dict[str, Any], same: dict[str, str]
 
 def _without_experts() -> tuple[set[str], int, str]:
     mesh = build_mesh(tp=2, device=CPU)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError) as excinfo:
         all_reduce_(torch.ones(1), mesh.edp)
-    return {axis.name for axis in mesh.active_axes}, mesh.sizes["edp"], str(error.value)
+    return {axis.name for axis in mesh.active_axes}, mesh.sizes["edp"], str(excinfo.value)
 
 
 def test_expert_axes_without_experts_have_no_groups() -> None:
@@ -162,8 +180,10 @@ def test_indivisible_world_is_refused(sizes: dict[str, Any], text: str) -> None:
 def test_each_group_of_thousands_of_ranks_is_created_once(
     sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world, rank, lines, real = 16_384, 11_111, [], dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: (lines.append((how, ranks)), real(ranks, **how))[1])
+    world, rank, calls, original = 16_384, 11_111, [], dist.new_group
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **options: (calls.append((options, ranks)), original(ranks, **options))[1]
+    )
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         mesh = build_mesh(device=CPU, shared_memory=False, **sizes)
@@ -172,7 +192,7 @@ def test_each_group_of_thousands_of_ranks_is_created_once(
         assert all(axis.ranks == plan.axis(axis.name).ranks for axis in mesh.active_axes if axis is not mesh.world)
     finally:
         dist.destroy_process_group()
-    own = [how["group_desc"] for how, ranks in lines if rank in ranks]
+    own = [options["group_desc"] for options, ranks in calls if rank in ranks]
     assert sorted(own) == sorted(axis.name for axis in mesh.active_axes if axis.size < world or axis.name != "world")
-    shared = [tuple(ranks) for how, ranks in lines if how["group_desc"] not in ("pp_grad", "tied_embedding")]
+    shared = [tuple(ranks) for options, ranks in calls if options["group_desc"] not in ("pp_grad", "tied_embedding")]
     assert len(shared) == len(set(shared))

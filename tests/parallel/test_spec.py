@@ -1,4 +1,4 @@
-"""Where a value lives in the whole tensor, and what of it is stored."""
+"""The boxes of a parameter in the full tensor, and the stored part of them."""
 
 import math
 
@@ -31,4 +31,4 @@ def test_stacked_parts_are_sharded_and_initialized_by_rows() -> None:
     shards = ((1, "tp"),)
     for spec in (ParamSpec("gate_up", (2, 8, 3), shards, stacked=True), ParamSpec("kv", (2, 8, 3), stacked=True)):
         assert spec.init_dim == 1  # the same bits whether or not a layout splits them
-    assert [ParamSpec("x", (8, 6), given).init_dim for given in ((), ((0, "tp"),), shards)] == [0, 0, 1]
+    assert [ParamSpec("x", (8, 6), dims).init_dim for dims in ((), ((0, "tp"),), shards)] == [0, 0, 1]
