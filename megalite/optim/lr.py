@@ -1,6 +1,6 @@
 """Learning rate and weight decay as pure functions of the consumed samples, with Megatron-LM's decay styles.
 
-    warmup    init + (peak - init) * n / warm_up                        n <= warm_up
+    warmup     init + (peak - init) * n / warm_up                        n <= warm_up
     linear     min + (peak - min) * (1 - r)            r = (n - warm_up) / (decay - warm_up)
     cosine     min + (peak - min) * (1 + cos(pi r)) / 2
     inverse-square-root   peak * sqrt(warm_up / n), at least min

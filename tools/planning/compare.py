@@ -102,7 +102,7 @@ def plan_of_run(run: RunData) -> RunPlan:
 def cluster_of_run(run: RunData, plan: RunPlan) -> Cluster:
     """Return the cluster with the device and hosts that the run recorded. Raises ConfigError."""
     device, num_hosts = run.run_info.get("device"), len(as_list(run.run_info.get("hosts"))) or 1
-    gpu_name = str(as_dict(run.run_info.get("machine")).get("card", ""))
+    gpu_name = str(as_dict(run.run_info.get("machine")).get("gpu", ""))
     kinds: list[str] = []
     if device == "cuda":
         kinds = [kind for kind in DEVICES if kind.upper() in gpu_name.upper()]

@@ -32,7 +32,7 @@ class GpuMonitor:
 
             nvml.nvmlInit()
             gpu, uncorrected = nvml.nvmlDeviceGetHandleByUUID(uuid), nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-            self.facts = {"card": lambda: nvml.nvmlDeviceGetName(gpu), "driver": nvml.nvmlSystemGetDriverVersion}
+            self.facts = {"gpu": lambda: nvml.nvmlDeviceGetName(gpu), "driver": nvml.nvmlSystemGetDriverVersion}
             self.sensors = {
                 "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
                 "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,

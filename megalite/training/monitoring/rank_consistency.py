@@ -32,7 +32,7 @@ from megalite.parallel.mesh import Axis
 from megalite.training.monitoring.gpu_monitor import GpuMonitor, read_sensors
 
 MUST_MATCH = ("megalite", "python", "torch", "triton", "numpy", "options", "data")
-SHOULD_MATCH = ("card", "driver", "nccl", "kernel", "in fp32", "environment")
+SHOULD_MATCH = ("gpu", "driver", "nccl", "kernel", "in fp32", "environment")
 MAX_LINES = 12  # lines of a fact that a message shows
 HOST_NAME_BYTES = 64  # maximum length of a host name
 Facts = dict[str, str]  # name -> text of one or more lines
