@@ -68,15 +68,15 @@ def test_invalid_share_is_refused(tmp_path: Path, name: str, value: object) -> N
 def test_calibration_on_two_ranks_is_used_by_the_plan(tmp_path: Path) -> None:
     config = config_from(f"{TINY} --pp 2")
     profile = calibrate(config, 128, ranks=2, seconds=1.0)
-    made = make_run_plan(config, 2, 128)
-    assert profile.shape == calibration_key(made)
+    plan = make_run_plan(config, 2, 128)
+    assert profile.shape == calibration_key(plan)
     assert {"layer", "layer, split", "embedding", "head", "update"} == profile.blocks.keys()
     assert all(f > 0 and b > 0 for f, b, _ in profile.blocks.values())
     assert profile.blocks["layer"][2] == 0 and profile.blocks["layer, split"][2] > 0
     assert profile.message and profile.collective and profile.message.latency_s > 0
     assert min(profile.matmul, profile.memory, *profile.attention) > 0
     profile.save(tmp_path / "p.json")
-    found = predict_step(made, make_cluster("cpu", 2), read_profile(tmp_path / "p.json"))
+    step = predict_step(plan, make_cluster("cpu", 2), read_profile(tmp_path / "p.json"))
     f, b, _ = profile.blocks["layer"]
     (f0, b0, _), (f1, b1, _) = profile.blocks["embedding"], profile.blocks["head"]
-    assert found.parts["compute"] == pytest.approx(made.num_microbatches * (4 * (f + b) + f0 + b0 + f1 + b1) / 2)
+    assert step.parts["compute"] == pytest.approx(plan.num_microbatches * (4 * (f + b) + f0 + b0 + f1 + b1) / 2)

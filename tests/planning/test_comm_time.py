@@ -1,5 +1,4 @@
-"""Messages and collectives: closed forms beside rings that are gone through hop by hop; and the clusters
-that they cross."""
+"""Times of messages and collectives: closed forms equal rings simulated hop by hop; and cluster files."""
 
 import doctest
 import re
@@ -23,15 +22,18 @@ def test_comm_time_examples() -> None:
 
 
 def ring(n: float, ranks: list[int], per_node: int) -> float:
-    """An all-gather's rounds: every rank passes on a part of n / N; a part that crosses a border is shared out over the
-    cards of the group's ranks on that node, the slowest hop sets a round. Latency is of each part's way: all hops."""
+    """Return the seconds of an all-gather in a ring, hop by hop.
+
+    In each round every rank passes on a part of n / N bytes. A part that crosses a node border is split over the GPUs
+    of the group's ranks on that node, and the slowest hop sets the round's time. Latency is that of all hops of a part.
+    """
     size, seconds = len(ranks), 0.0
     nodes = [rank // per_node for rank in ranks]
     for _ in range(size - 1):
         hops = []
-        for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-            cards = nodes.count(here)
-            hops.append(n / size / (100e9 if here == there else min(100e9, cards * 10e9)))
+        for node, next_node in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+            num_gpus = nodes.count(node)
+            hops.append(n / size / (100e9 if node == next_node else min(100e9, num_gpus * 10e9)))
         seconds += max(hops)
     latencies = [1e-6 if a == b else 5e-6 for a, b in zip(nodes, nodes[1:], strict=False)]
     return seconds + sum(latencies)
@@ -46,14 +48,14 @@ def test_all_gather_time_equals_a_ring(ranks: list[int]) -> None:
 
 
 def test_rank_order_decides_the_links() -> None:
-    """dp 4 x pp 2 x tp 4 on nodes of 8: tp stays inside; dp pairs within a node, and goes across where it is outermost."""
+    """In dp 4 x pp 2 x tp 4 on nodes of 8, tp stays within a node; dp has pairs in a node, or one rank if outermost."""
     inner, outer = (abstract_mesh(32, 0, tp=4, pp=2, dp_outermost=outermost) for outermost in (False, True))
     assert CommGroup.from_ranks(inner.axis("tp").ranks, 8) == CommGroup(4, num_nodes=1, min_per_node=4)
     assert CommGroup.from_ranks(inner.axis("dp").ranks, 8) == CommGroup(4, num_nodes=2, min_per_node=2)
     assert CommGroup.from_ranks(outer.axis("dp").ranks, 8) == CommGroup(4, num_nodes=4, min_per_node=1)
     links = CommTimes(CLUSTER)
     faster, slower = (links.all_gather(1e9, CommGroup.from_ranks(mesh.axis("dp").ranks, 8)) for mesh in (inner, outer))
-    assert slower == pytest.approx(2 * faster, rel=1e-3)  # one card in place of two
+    assert slower == pytest.approx(2 * faster, rel=1e-3)  # one GPU in place of two
 
 
 def test_message_uses_the_link_of_its_two_ranks() -> None:
@@ -64,14 +66,14 @@ def test_message_uses_the_link_of_its_two_ranks() -> None:
 
 
 def test_large_collectives_reach_the_bus_bandwidth() -> None:
-    """As nccl-tests counts it: bytes / time x 2 (N - 1) / N, or half of that."""
+    """The bus bandwidth of nccl-tests is bytes / time x 2 (N - 1) / N, or half of it for an all-gather."""
     links, group = CommTimes(CLUSTER), CommGroup.from_ranks(range(0, 32, 8), 8)
     assert 1e12 / links.all_reduce(1e12, group) * 1.5 == pytest.approx(10e9, rel=1e-3)
     assert 1e12 / links.all_gather(1e12, group) * 0.75 == pytest.approx(10e9, rel=1e-3)
 
 
 def test_small_all_reduce_uses_a_tree() -> None:
-    """1,024 ranks on 128 nodes: 7 rounds of the tree over nodes and back, not 2,046 hops."""
+    """1,024 ranks on 128 nodes take 7 rounds of the tree over nodes and back, not 2,046 hops."""
     links, group = CommTimes(make_cluster("h100", 1024)), CommGroup(1024, 128, 8)
     a, b = links.cluster.intra_node.latency_s, links.cluster.inter_node.latency_s
     assert links.all_reduce(64, group) == pytest.approx(2 * (7 * a + 7 * b), rel=0.01)
@@ -81,21 +83,21 @@ def test_cluster_description_and_table() -> None:
     assert link_table(CLUSTER)[2][2] == "10" and "10.0 times" in " ".join(explain(CLUSTER))
 
 
-# ---- clusters: the table, and files of one's own
+# ---- clusters: the table, and a user's files
 def test_cluster_example_in_the_help_is_valid(tmp_path: Path) -> None:
     example = re.sub(r"^    ", "", (clusters.__doc__ or "").split("\n\n", 1)[1], flags=re.M)
     example = example.split("\nA file's sections")[0]
     (tmp_path / "mine.toml").write_text(example)
-    made = read_cluster(tmp_path / "mine.toml")
-    assert (made.device.name, made.num_nodes, made.devices_per_node, made.world) == ("h100", 16, 8, 128)
-    assert (made.intra_node.bytes_per_s, made.intra_node.latency_s) == (360e9, pytest.approx(8e-6))
-    assert made.inter_node == make_cluster("h100", 8).inter_node
+    cluster = read_cluster(tmp_path / "mine.toml")
+    assert (cluster.device.name, cluster.num_nodes, cluster.devices_per_node, cluster.world) == ("h100", 16, 8, 128)
+    assert (cluster.intra_node.bytes_per_s, cluster.intra_node.latency_s) == (360e9, pytest.approx(8e-6))
+    assert cluster.inter_node == make_cluster("h100", 8).inter_node
     own = re.sub(r"^device = .*$", "", example, flags=re.M)
     own = re.sub(r"^# ", "", own, flags=re.M)  # the table [device], without its marks
     (tmp_path / "own.toml").write_text(own)
-    made = read_cluster(tmp_path / "own.toml")
-    assert made.device.name == "mine" and made.device.memory_bytes == 96 * 2**30
-    assert made.device.peak_tflops(torch.bfloat16) == 500 and made.device.peak_tflops(torch.float32) == 60
+    cluster = read_cluster(tmp_path / "own.toml")
+    assert cluster.device.name == "mine" and cluster.device.memory_bytes == 96 * 2**30
+    assert cluster.device.peak_tflops(torch.bfloat16) == 500 and cluster.device.peak_tflops(torch.float32) == 60
 
 
 def test_cluster_file_lists_all_problems_at_once(tmp_path: Path) -> None:
@@ -114,7 +116,7 @@ def test_cluster_file_lists_all_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_cluster_peaks_equal_the_trainers() -> None:
-    """Independent of the table: the vendors' dense figures."""
+    """The expected peaks are the vendors' dense figures, independent of the table."""
     peaks = {"a100": 312.0, "h100": 989.4, "h200": 989.4, "b200": 2250.0}
     assert {name: make_cluster(name, 1).device.peak_tflops(torch.bfloat16) for name in peaks} == peaks
     with pytest.raises(ValueError, match="device=v100 has no known bf16 peak; train in fp16 or fp32"):
@@ -130,20 +132,20 @@ def test_cpu_ranks_share_memory() -> None:
     assert make_cluster("cpu", 2).num_nodes == 1 and make_cluster("h100", 4).num_nodes == 1
 
 
-MINE = '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1'
+INFINITE_MEMORY = '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1'
 
 
 @pytest.mark.parametrize(
-    "text,said",
+    "text,message",
     [
         ("[device]", "device.name is missing"),
         ('device = ["h100"]', "is not in the table"),
         ("[device]\nname = 5\nmemory_gib = 1\nmemory_gb_per_s = 1", "device.name=5 is not a string"),
-        (MINE, "device.memory_gib=inf is not a number above 0"),
+        (INFINITE_MEMORY, "device.memory_gib=inf is not a number above 0"),
         ("[inside]\ngb_per_s = inf", "inside.gb_per_s=inf is not a number above 0"),
     ],
 )
-def test_cluster_file_with_odd_values_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_cluster_file_with_odd_values_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "c.toml").write_text(text)
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         read_cluster(tmp_path / "c.toml")

@@ -1,4 +1,4 @@
-"""Predicted beside measured: of a run that was made here, and of run directories that lack something."""
+"""Comparison of predicted with measured values: for a finished run, and for run directories that lack files."""
 
 import json
 import shutil
@@ -23,15 +23,15 @@ FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "mine"
-    programs.python("pretrain_gpt.py", *FLAGS.split(), "--run-dir", str(folder), timeout=120, ok=True)
-    return folder
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "mine"
+    programs.python("pretrain_gpt.py", *FLAGS.split(), "--run-dir", str(run_dir), timeout=120, ok=True)
+    return run_dir
 
 
 @pytest.fixture
 def cluster_file(tmp_path: Path) -> Path:
-    """With a peak, so that nothing is measured."""
+    """Write a cluster file with a peak, so that nothing is measured."""
     path = tmp_path / "cluster.toml"
     device = 'name = "mine"\nmemory_gib = 4\nmemory_gb_per_s = 10\npeak_tflops = { fp32 = 0.1 }\n'
     path.write_text(f"nodes = 1\nper_node = 2\n[device]\n{device}")
@@ -39,23 +39,23 @@ def cluster_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def here(cluster_file: Path) -> Cluster:
+def cluster(cluster_file: Path) -> Cluster:
     return read_cluster(cluster_file)
 
 
 @pytest.fixture
-def run(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "mine"))
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "mine"))
 
 
-def by_part(rows: list[PredictionRow]) -> dict[str, PredictionRow]:
-    found = {row.part.strip(): row for row in rows}
-    assert len(found) == len(rows)
-    return found
+def rows_by_part(rows: list[PredictionRow]) -> dict[str, PredictionRow]:
+    by_part = {row.part.strip(): row for row in rows}
+    assert len(by_part) == len(rows)
+    return by_part
 
 
-def test_measured_values_come_from_the_run_files(run: Path, here: Cluster) -> None:
-    rows = by_part(compare(run, here))
+def test_measured_values_come_from_the_run_files(run: Path, cluster: Cluster) -> None:
+    rows = rows_by_part(compare(run, cluster))
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row["perf/step_s"] for row in logged if "perf/step_s" in row]
     assert len(steps) == 6 and rows["step"].measured == statistics.median(steps[1:])
@@ -74,18 +74,18 @@ def test_measured_values_come_from_the_run_files(run: Path, here: Cluster) -> No
     assert rows["peak of pipeline rank 0"].measured == pytest.approx(max(ranks) * 2**30, rel=0.01)
 
 
-def test_predicted_values_equal_a_hand_count(run: Path, here: Cluster) -> None:
-    rows = by_part(compare(run, here))
+def test_predicted_values_equal_a_hand_count(run: Path, cluster: Cluster) -> None:
+    rows = rows_by_part(compare(run, cluster))
     parts = ("compute", "bubble and pp messages", "exposed communication", "optimizer")
     assert rows["step"].predicted == pytest.approx(sum(rows[name].predicted or 0.0 for name in parts))
     assert rows["tokens/s"].predicted == pytest.approx(M * B * S / (rows["step"].predicted or 1))
-    # elements of two layers, the head and its norm; what is no multiple of 64, and so would be padded, is none of them
+    # elements of two layers, the head and its norm; all are multiples of 64, so none is padded
     layer = 4 * D * D + 3 * D * 48 + 2 * 64
     last = 2 * layer + V * D + 64
     assert rows["weights of pipeline rank 1"].predicted == 4 * last == rows["gradients of pipeline rank 1"].predicted
     assert rows["optimizer of pipeline rank 1"].predicted == 8 * last
-    # FLOPs per token of two layers, forward: projections, feed-forward block, scores of half the square; and of the head
-    # with both its gradients. The second stage, which has it, never waits but for the first forward and last backward
+    # FLOPs per token of two layers, forward: projections, feed-forward block, scores of half the square; and those of
+    # the head with both gradients. The second stage has the head and waits only for the first forward and last backward
     two = 2 * (2 * D * 4 * D + 6 * D * 48 + 4 * D * S / 2)
     first, second = 3 * two, 3 * two + 3 * 2 * D * V
     bubble = 1 - M * (first + second) / (2 * (first + M * second))
@@ -109,42 +109,44 @@ def test_comparison_table(run: Path, cluster_file: Path, capsys: pytest.CaptureF
     )
 
 
-def test_missing_run_files_are_reported(run: Path, here: Cluster) -> None:
+def test_missing_run_files_are_reported(run: Path, cluster: Cluster) -> None:
     for file in ("report.json", "timeline.json", "metrics.jsonl"):
         (run / file).unlink()
-    rows = by_part(compare(run, here))
+    rows = rows_by_part(compare(run, cluster))
     times = ("step", "compute", "optimizer", "tokens/s", "MFU", "pipeline bubble")
     assert all(rows[name].measured is None and rows[name].predicted for name in times)
     assert "--profile-pipeline" in rows["pipeline bubble"].note
     (run / "timeline.json").write_text('{"ranks": [{"spans": 3}]}')
-    assert "timeline.json is damaged" in by_part(compare(run, here))["pipeline bubble"].note
+    assert "timeline.json is damaged" in rows_by_part(compare(run, cluster))["pipeline bubble"].note
 
 
 def test_cluster_of_the_run_is_used(run: Path) -> None:
-    told = read_run(run, "mine")
-    made = plan_of_run(told)
-    found = cluster_of_run(told, made)
-    assert (found.device.name, found.world, found.devices_per_node) == ("cpu", 2, 2)
-    told.run_info |= {"device": "cuda", "machine": {"card": "NVIDIA H100 80GB HBM3"}, "hosts": ["a", "b"]}
-    found = cluster_of_run(told, made)
-    assert (found.device.name, found.num_nodes, found.devices_per_node) == ("h100", 2, 1)
-    assert [list(layers) for layers in made.layer_ranges] == [list(range(*both)) for both in told.run_info["layers"]]
+    run_data = read_run(run, "mine")
+    run_plan = plan_of_run(run_data)
+    actual = cluster_of_run(run_data, run_plan)
+    assert (actual.device.name, actual.world, actual.devices_per_node) == ("cpu", 2, 2)
+    run_data.run_info |= {"device": "cuda", "machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "hosts": ["a", "b"]}
+    actual = cluster_of_run(run_data, run_plan)
+    assert (actual.device.name, actual.num_nodes, actual.devices_per_node) == ("h100", 2, 1)
+    assert [list(layers) for layers in run_plan.layer_ranges] == [
+        list(range(*bounds)) for bounds in run_data.run_info["layers"]
+    ]
 
 
-def test_incomparable_runs_are_refused(run: Path, here: Cluster, tmp_path: Path, capsys) -> None:
+def test_incomparable_runs_are_refused(run: Path, cluster: Cluster, tmp_path: Path, capsys) -> None:
     with pytest.raises(ConfigError, match="no files of a run"):
         compare(tmp_path / "nothing")
     events = run / "events.jsonl"
-    told = events.read_text()
-    events.write_text(told.replace('"device": "cpu"', '"device": "tpu"'))
+    events_text = events.read_text()
+    events.write_text(events_text.replace('"device": "cpu"', '"device": "tpu"'))
     assert plan.main(["compare", str(run)]) == 2 and "device='tpu'" in capsys.readouterr().err
-    events.write_text(told)
+    events.write_text(events_text)
     config = run / "run_config.toml"
     options = config.read_text()
     pp = "pipeline_model_parallel_size = 2"
     config.write_text(options.replace(pp, f"{pp}\nnonsense = 1"))
     with pytest.raises(ConfigError, match="nonsense"):
-        compare(run, here)
+        compare(run, cluster)
     config.unlink()
     with pytest.raises(ConfigError, match=r"run_config.toml is not there"):
-        compare(run, here)
+        compare(run, cluster)

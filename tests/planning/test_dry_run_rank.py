@@ -1,4 +1,4 @@
-"""A dry run of one rank: what it says of collectives and bytes is what that rank of a real run does and holds."""
+"""A dry run of one rank: the collectives and bytes that it reports equal those of the same rank in a real run."""
 
 import tomllib
 from collections import Counter
@@ -36,23 +36,23 @@ MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
 TABLES = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
 WORDS = spelled(TABLES["words"])
 TP, PP, ZERO, EXPERTS = (WORDS[name] for name in ("TP", "PP", "ZERO", "EXPERTS"))
-Real = tuple[Counter[CollectiveCall], dict[str, int]]
+MeasuredStep = tuple[Counter[CollectiveCall], dict[str, int]]
 
 
-def arranged(flags: str, world: int, model: str = MODEL) -> tuple[RunPlan, DatasetBundle]:
+def plan_and_sources(flags: str, world: int, model: str = MODEL) -> tuple[RunPlan, DatasetBundle]:
     config = config_from(f"{model} {flags}")
     sources = build_datasets(config.data, config.model.seq_length, config.train.seed, 0)
     return make_run_plan(config, world, sources.vocab_size), sources
 
 
 def bytes_of(*tensors: torch.Tensor) -> int:
-    """Of the memory behind them, once."""
+    """Return the bytes of the tensors' storages, each counted once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _real(flags: str) -> Real:
-    """Of a second step, of the final batch size, with all that the first one left to be gathered."""
-    plan, sources = arranged(flags, dist.get_world_size())
+def _measure_step(flags: str) -> MeasuredStep:
+    """Measure a second step, at the final batch size, including the all-gathers that the first step left."""
+    plan, sources = plan_and_sources(flags, dist.get_world_size())
     run = run_from(plan.config, sources=sources, plan=plan)
     run.progress.consumed_samples = run.batch_sizes.milestones[-1][0]
     train_step(run)
@@ -65,29 +65,30 @@ def _real(flags: str) -> Real:
         [*storage.tensors, *map(storage.shard, storage.layout.buckets)]
         for storage in (run.buffer.weights, run.buffer.grads)
     )
-    kept = [x for main, state in run.optimizer.offloaded.state.values() for x in (main, *state.values())]
-    on_host = [*([] if run.optimizer.offloaded.disk_bytes else kept), *run.optimizer.offloaded._grads]
-    shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *kept)}
+    offloaded_state = [x for main, state in run.optimizer.offloaded.state.values() for x in (main, *state.values())]
+    on_host = [*([] if run.optimizer.offloaded.disk_bytes else offloaded_state), *run.optimizer.offloaded._grads]
+    shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *offloaded_state)}
     if plan.config.parallel.param_cpu_offload:
-        lent = [
+        offloaded_weights = [
             x
             for b, x in zip(run.buffer.layout.buckets, weights[-len(run.buffer.layout.buckets) :], strict=True)
             if not run.buffer.weights.is_resident(b)
         ]
-        on_host, weights = on_host + lent, [x for x in weights if all(x is not other for other in lent)]
+        on_host = on_host + offloaded_weights
+        weights = [x for x in weights if all(x is not other for other in offloaded_weights)]
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]
-    held = {
+    sizes = {
         "weights": bytes_of(*weights),
         "gradients": bytes_of(*gradients),
         "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() not in shared)),
         "host": bytes_of(*on_host),
         "rotary tables": sum(bytes_of(*(stage.rope or ())) for stage in stages),
     }
-    return calls, {name: size for name, size in held.items() if size}
+    return calls, {name: size for name, size in sizes.items() if size}
 
 
 def rows_of(table: str) -> list[Any]:
-    """Rows that run with each commit, and those that run with what they guard."""
+    """Return a table's rows: "often" runs with each commit, "seldom" with changes of the guarded files."""
     mark = pytest.mark.nightly(guards=("megalite/planning", "megalite/training/dry_run.py", "megalite/optim"))
     rows = [(row, marks) for name, marks in (("often", ()), ("seldom", mark)) for row in TABLES[table][name]]
     return [pytest.param(world, flags.format_map(WORDS), marks=marks) for (world, flags), marks in rows]
@@ -97,28 +98,33 @@ def rows_of(table: str) -> list[Any]:
 def test_dry_run_equals_collectives_and_memory_of_every_rank(world: int, flags: str) -> None:
     size = M * B * world
     flags += f" --global-batch-size {size if 'rampup' not in flags else 8}"
-    real: list[Real] = run_ranks(world, _real, flags)
-    plan, sources = arranged(flags, world)
-    for rank, (calls, held) in enumerate(real):
-        said = dry_run_rank(plan, sources, rank)
-        assert said.calls == calls, f"rank {rank}: {said.calls - calls} and {calls - said.calls}"
-        assert {n: s for n, s in (said.parts | {"host": said.host}).items() if s} == held, f"rank {rank}"
-        assert said.in_flight > 0 and said.peak > said.state + said.in_flight
-        holding = plan.model_states[said.mesh.pp.rank]
-        assert [said.parts[name] for name in ("weights", "gradients")] == [holding.weights, holding.gradients]
-        assert said.parts["optimizer"] == holding.optimizer
-        assert (said.host, said.parameters) == (holding.host_bytes, holding.local_numel)
+    real: list[MeasuredStep] = run_ranks(world, _measure_step, flags)
+    plan, sources = plan_and_sources(flags, world)
+    for rank, (calls, sizes) in enumerate(real):
+        predicted = dry_run_rank(plan, sources, rank)
+        assert predicted.calls == calls, f"rank {rank}: {predicted.calls - calls} and {calls - predicted.calls}"
+        assert {
+            name: num_bytes for name, num_bytes in (predicted.parts | {"host": predicted.host}).items() if num_bytes
+        } == sizes, f"rank {rank}"
+        assert predicted.in_flight > 0 and predicted.peak > predicted.state + predicted.in_flight
+        model_state = plan.model_states[predicted.mesh.pp.rank]
+        assert [predicted.parts[name] for name in ("weights", "gradients")] == [
+            model_state.weights,
+            model_state.gradients,
+        ]
+        assert predicted.parts["optimizer"] == model_state.optimizer
+        assert (predicted.host, predicted.parameters) == (model_state.host_bytes, model_state.local_numel)
 
 
 def totals(calls: Counter[CollectiveCall], axis: str, op: str) -> tuple[int, int]:
-    """(times, bytes)"""
-    found = [(one.num_bytes, times) for one, times in calls.items() if (one.axis, one.op) == (axis, op)]
-    return sum(times for _, times in found), sum(size * times for size, times in found)
+    """Return (number of calls, bytes) of one collective over one axis."""
+    matches = [(call.num_bytes, times) for call, times in calls.items() if (call.axis, call.op) == (axis, op)]
+    return sum(times for _, times in matches), sum(size * times for size, times in matches)
 
 
 def test_dry_run_collectives_equal_the_algorithms() -> None:
-    """Counted by hand for tp 2 x pp 2 x dp 2, fp32, one chunk of logits: of the first stage and of the last."""
-    plan, sources = arranged(f"{TP} {PP} --global-batch-size {M * B * 2}", 8)
+    """The first and the last stage are counted by hand for tp 2 x pp 2 x dp 2, fp32, one chunk of logits."""
+    plan, sources = plan_and_sources(f"{TP} {PP} --global-batch-size {M * B * 2}", 8)
     for rank, head in ((0, False), (7, True)):
         calls, layers = dry_run_rank(plan, sources, rank).calls, len(plan.layer_ranges[int(head)])
         activation, stats = S // 2 * B * D * 4, M * head
@@ -129,39 +135,43 @@ def test_dry_run_collectives_equal_the_algorithms() -> None:
         assert totals(calls, "tp", "reduce-scatter") == (scatters, scatters * 2 * activation)
         forward, backward = ("receive from", "send to") if head else ("send to", "receive from")
         assert totals(calls, "pp", forward) == totals(calls, "pp_grad", backward) == (M, M * activation)
-        assert {one.peer for one in calls if one.peer >= 0} == {(rank + 4) % 8}
+        assert {call.peer for call in calls if call.peer >= 0} == {(rank + 4) % 8}
         assert totals(calls, "tied_embedding", "all-reduce")[0] == 1  # the tied embedding
         assert totals(calls, "world", "all-reduce") == (1, 6 * 8)
         gradients = plan.model_states[int(head)].gradients
         assert totals(calls, "dp", "reduce-scatter")[1] == gradients
-        assert totals(calls, "dp", "all-gather")[1] == gradients // 2  # what a rank owns of as many bytes of weights
+        assert totals(calls, "dp", "all-gather")[1] == gradients // 2  # a rank's shard of as many bytes of weights
 
 
 LIKE_8B = """--preset llama3-8b --bf16 --micro-batch-size 1 --global-batch-size 5 --lr 0.01 --mock-data --eval-iters 0
  --train-iters 2"""
 
 
-LENT = "--cpu-offloading-num-layers"
+OFFLOAD = "--cpu-offloading-num-layers"
 
 
 @pytest.mark.parametrize("world,flags", rows_of("of_8b"))
 def test_planned_memory_equals_live_memory(world: int, flags: str) -> None:
-    """Of Llama 3 8B, first and last stage: buffers and messages included, within 0.2 % when this was written; where
-    weights come and go within 0.7 %, and by the chunk 2.5 %."""
-    plan, sources = arranged(flags, world, LIKE_8B if ZERO not in flags else LIKE_8B.replace("size 5", "size 20"))
+    """The plan equals the first and last stage of Llama 3 8B, including buffers and messages.
+
+    It was within 0.2 % when this was written, within 0.7 % for weights that are resharded, and 2.5 % by the chunk.
+    """
+    plan, sources = plan_and_sources(
+        flags, world, LIKE_8B if ZERO not in flags else LIKE_8B.replace("size 5", "size 20")
+    )
     moved: list[int] = []
     for rank in {0, world - 1}:
         moved.clear()
-        with mock.patch.object(_SavedStorage, "copy_to_host", lambda one: moved.append(one.size)):
+        with mock.patch.object(_SavedStorage, "copy_to_host", lambda storage: moved.append(storage.size)):
             done = dry_run_rank(plan, sources, rank)
         position = done.mesh.pp.rank
-        bills = (
-            bill
+        costs = (
+            cost
             for n in plan.placement.stages_of_rank(position)
-            for bill, _ in plan.stage_costs.layer_costs(plan.layer_ranges[n])
+            for cost, _ in plan.stage_costs.layer_costs(plan.layer_ranges[n])
         )
-        assert sum(moved) == plan.num_microbatches * sum(bill.host_bytes for bill in bills) and bool(moved) == (
-            LENT in flags
+        assert sum(moved) == plan.num_microbatches * sum(cost.host_bytes for cost in costs) and bool(moved) == (
+            OFFLOAD in flags
         )
         error = (
             0.025
@@ -171,50 +181,54 @@ def test_planned_memory_equals_live_memory(world: int, flags: str) -> None:
             else 0.003
         )
         assert rank_memory(plan)[position].peak == pytest.approx(done.peak, rel=error)
-        plain = plan.split_backward is None and "recompute" not in flags  # else a backward makes a part of it
-        if plain and not plan.sharding_policy.reduce_every_pass:  # else some units are whole, too
+        plain = plan.split_backward is None and "recompute" not in flags  # else a backward allocates a part of it
+        if plain and not plan.sharding_policy.reduce_every_pass:  # else some units are unsharded, too
             assert done.in_flight == pytest.approx(plan.activation_bytes[position], rel=0.03)
 
 
 @pytest.mark.parametrize("world,flags", rows_of("whole_matrices"))
 def test_memory_of_full_tensor_updates_is_planned(world: int, flags: str) -> None:
-    """Of four layers of Llama 3 8B on few tokens, where Muon's update is the peak: within 0.3 % when this was written,
-    and 0.8 % of copies."""
-    few = f"{LIKE_8B.replace('size 5', 'size 4')} --num-layers 4 --seq-length 64 {flags}"
-    plan, sources = arranged("--optimizer muon", world, few)
+    """Muon's update is the peak for four layers of Llama 3 8B on few tokens.
+
+    The plan was within 0.3 % when this was written, and 0.8 % with copies.
+    """
+    small_run = f"{LIKE_8B.replace('size 5', 'size 4')} --num-layers 4 --seq-length 64 {flags}"
+    plan, sources = plan_and_sources("--optimizer muon", world, small_run)
     (planned,) = rank_memory(plan)
-    found = max(dry_run_rank(plan, sources, rank).peak for rank in range(world))
-    assert planned.peak == pytest.approx(found, rel=0.01)
-    adam = make_run_plan(config_from(few), world, sources.vocab_size)
+    measured = max(dry_run_rank(plan, sources, rank).peak for rank in range(world))
+    assert planned.peak == pytest.approx(measured, rel=0.01)
+    adam = make_run_plan(config_from(small_run), world, sources.vocab_size)
     assert planned.transient > 3 * rank_memory(adam)[0].transient
 
 
 def test_cp_rank_with_most_memory_is_planned() -> None:
-    """Layers with and without a window are cut alike, in zigzag: the first rank needs one block."""
+    """Layers with and without a window are cut in the same zigzag: the first rank needs one chunk."""
     flags = "--num-layers 4 --cp 4 --window-size 1024,0 --window-attn-skip-freq 2"
-    plan, sources = arranged(flags, 4, LIKE_8B.replace("size 5", "size 4"))
+    plan, sources = plan_and_sources(flags, 4, LIKE_8B.replace("size 5", "size 4"))
     moved = [totals(dry_run_rank(plan, sources, rank).calls, "cp", "all-to-all")[1] for rank in range(4)]
     events = [
         event
-        for bill, _ in plan.stage_costs.layer_costs(plan.layer_ranges[0])
-        for event in bill.trace
+        for cost, _ in plan.stage_costs.layer_costs(plan.layer_ranges[0])
+        for event in cost.trace
         if isinstance(event, CommStart)
     ]
     assert max(moved) == plan.num_microbatches * sum(e.num_bytes for e in events if e.op == "all-to-all") > moved[0]
 
 
 def test_dry_runs_of_all_ranks_match() -> None:
-    """What one sends another receives, and the ranks of a group issue the same."""
-    plan, sources = arranged(f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size {M * B * 2}", 8)
+    """Every send has its receive, and the ranks of a group issue the same collectives."""
+    plan, sources = plan_and_sources(
+        f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size {M * B * 2}", 8
+    )
     ranks = [dry_run_rank(plan, sources, rank) for rank in range(8)]
     mirrored = {"send to": "receive from", "receive from": "send to"}
     for rank, done in enumerate(ranks):
-        for one, times in done.calls.items():
-            if one.peer >= 0:
-                assert ranks[one.peer].calls[replace(one, op=mirrored[one.op], peer=rank)] == times, (rank, one)
+        for call, times in done.calls.items():
+            if call.peer >= 0:
+                assert ranks[call.peer].calls[replace(call, op=mirrored[call.op], peer=rank)] == times, (rank, call)
             else:
-                found = [ranks[peer].calls[one] for peer in done.mesh.axis(one.axis).ranks]
-                assert found == [times] * one.ranks, (rank, one)
+                counts = [ranks[peer].calls[call] for peer in done.mesh.axis(call.axis).ranks]
+                assert counts == [times] * call.ranks, (rank, call)
 
 
 def test_missing_collective_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,29 +236,29 @@ def test_missing_collective_is_detected(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         mlp, "column_parallel_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later)
     )
-    plan, sources = arranged(f"{TP} --global-batch-size 8", 4)
-    where = r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
-    with pytest.raises(SetupError, match=where):
+    plan, sources = plan_and_sources(f"{TP} --global-batch-size 8", 4)
+    message = r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
+    with pytest.raises(SetupError, match=message):
         dry_run_rank(plan, sources, 3)
 
 
 def test_message_of_another_shape_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if an activation were received whole, where it is split over tp: the rank of labels sees it."""
+    """An activation is received unsplit although it is split over tp: the rank with the labels detects it."""
     empty = torch.empty
 
-    def whole(shape: tuple[int, ...], **how: Any) -> torch.Tensor:
-        return empty((2 * shape[0], *shape[1:]), **how)
+    def unsplit(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+        return empty((2 * shape[0], *shape[1:]), **options)
 
-    plan, sources = arranged(f"{TP} {PP} --global-batch-size 8", 4)
+    plan, sources = plan_and_sources(f"{TP} {PP} --global-batch-size 8", 4)
     assert dry_run_rank(plan, sources, 2).calls
     refused = pytest.raises(SetupError, match="^rank 2 .*cannot take a step.*kernels/cross_entropy")
     with monkeypatch.context() as patched, refused:
-        patched.setattr(runtime, "torch", SimpleNamespace(**{**vars(torch), "empty": whole}))
+        patched.setattr(runtime, "torch", SimpleNamespace(**{**vars(torch), "empty": unsplit}))
         dry_run_rank(plan, sources, 2)
 
 
-def typed(*flags: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr, whose last line is the most KiB that the process had beyond torch's own."""
+def run_program(*flags: str) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr; its last line is the peak KiB of the process beyond torch's own."""
     code = """import resource, runpy, sys, torch
 most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = most()  # CUDA's libraries are larger
@@ -263,9 +277,9 @@ ELSEWHERE += " --vocab-file /nowhere/v --merge-file /nowhere/m"
 def test_dry_run_without_the_files_of_the_command_line() -> None:
     flags = f"""{MODEL} {TP} --nproc 4 --dry-run --dry-run-rank 3 {ELSEWHERE} --global-batch-size 8
      --compile""".replace("--mock-data", "")
-    code, _, error = typed(*flags.replace("--vocab-size 64", "").split())
+    code, _, error = run_program(*flags.replace("--vocab-size 64", "").split())
     assert code == 3 and "/nowhere/v" in error and "or --vocab-size" in error and "tokens" not in error
-    code, out, error = typed(*flags.split())
+    code, out, error = run_program(*flags.split())
     assert code == 0, error
     shown = [line.strip() for line in out.splitlines()]
     assert any(line.startswith("rank 3") and "dp 1 of 2, tp 1 of 2; node 0, its rank 3 of 4" in line for line in shown)
@@ -276,17 +290,17 @@ def test_dry_run_without_the_files_of_the_command_line() -> None:
 
 def test_dry_run_refuses_invalid_ranks() -> None:
     flags = f"{MODEL} {TP} --nproc 4".split()
-    assert typed(*flags, "--dry-run-rank", "1")[:2] == (2, "")
-    code, out, error = typed(*flags, "--dry-run-rank", "4", "--dry-run")
+    assert run_program(*flags, "--dry-run-rank", "1")[:2] == (2, "")
+    code, out, error = run_program(*flags, "--dry-run-rank", "4", "--dry-run")
     assert (code, out) == (2, "") and "dry_run_rank=4 is not among 4 ranks; give 0 to 3" in error
 
 
 @pytest.mark.nightly
 def test_dry_run_of_16384_ranks_is_cheap() -> None:
-    """Llama 3 405B as it was trained: tp 8, pp 16, dp 128; its rank would hold 18 GiB of weights, gradients and optimizer."""
+    """Llama 3 405B as trained, tp 8, pp 16, dp 128: a real rank has 18 GiB of model state."""
     flags = """--preset llama3-405b --bf16 --tp 8 --pp 16 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 1
      --global-batch-size 2048 --lr 8e-5 --train-iters 2 --mock-data --eval-iters 0 --nproc 16384 --dry-run --dry-run-rank 1234"""
-    code, out, error = typed(*flags.split())
+    code, out, error = run_program(*flags.split())
     assert code == 0, error
     assert int(error.split()[-1]) < 1 << 19, "above 512 MiB"
     # rank = (pp * 128 + dp) * 8 + tp; 16 micro-batches, two chunks: one message each way for each, 8192 / 8 x 16384 bf16
@@ -294,5 +308,5 @@ def test_dry_run_of_16384_ranks_is_cheap() -> None:
     rows = [" ".join(line.split()) for line in out.splitlines()]
     assert "pp: receive from 210 16 bfloat16 33,554,432 32 1.000" in rows
     assert "pp: send to 2,258 16 bfloat16 33,554,432 32 1.000" in rows
-    assert "tp: reduce-scatter 8 bfloat16 268,435,456 512 128.000" in rows  # 16 x 8 layers x 4 of the whole sequence
+    assert "tp: reduce-scatter 8 bfloat16 268,435,456 512 128.000" in rows  # 16 x 8 layers x 4 of the full sequence
     assert "world: all-reduce 16,384 float64 48 1 0.000" in rows

@@ -20,7 +20,7 @@ GUARDED = (
 SHAPE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
  --micro-batch-size 2 --global-batch-size 4 --vocab-size 100 --mock-data --train-iters 4 --eval-iters 0
  --log-interval 1 --lr 1e-3 --activation"""
-# in the copy: train with the activation, plan a run with it, and print what the plan and the log line know of it
+# in the copy: train with the activation, plan a run with it, and print both exit codes and the planned costs
 PRICED = """import json, sys
 from dataclasses import replace
 import pretrain_gpt
@@ -38,17 +38,17 @@ planned = plan.main([*sys.argv[1:], "mish", "--device", "h100", "--num-gpus", "1
 figures = {}
 for name in ("gelu", "mish"):
     one = make_run_plan(cli.parse_config_or_exit([*sys.argv[1:], name], PRESETS).config, 1, 100)
-    on_card = replace(default_profile("h100"), dispatch_s=0.0)  # or the host is what so small a layer waits for
+    gpu_only = replace(default_profile("h100"), dispatch_s=0.0)  # or so small a layer waits for the host
     flops = flops_per_token(one.config.model, one.padded_vocab)
-    alike = [flops, one.num_parameters, one.costs_of_stages, one.memory_of_stages]
-    compute_s = predict_step(one, make_cluster("h100", 1), on_card).parts["compute"]
-    figures[name] = [alike, compute_s, rank_memory(one)[0].peak]
+    shared = [flops, one.num_parameters, one.costs_of_stages, one.memory_of_stages]
+    compute_s = predict_step(one, make_cluster("h100", 1), gpu_only).parts["compute"]
+    figures[name] = [shared, compute_s, rank_memory(one)[0].peak]
 print(json.dumps([trained, planned, figures]))"""
 
 
-def in_copy(words: list[str], folder: Path) -> str:
-    env = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+def run_in_copy(argv: list[str], directory: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *argv], cwd=directory, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -60,15 +60,15 @@ def test_new_activation_is_one_file(tmp_path: Path) -> None:
     (example,) = [text for language, text in documents.fences(PAGE) if language == "python" and "mish" in text]
     (copy / "megalite/kernels/activations/mish.py").write_text(example)
 
-    trained, planned, figures = json.loads(in_copy(["-c", PRICED, *SHAPE.split()], copy).splitlines()[-1])
+    trained, planned, figures = json.loads(run_in_copy(["-c", PRICED, *SHAPE.split()], copy).splitlines()[-1])
     steps = [json.loads(line) for line in (copy / "run/metrics.jsonl").read_text().splitlines()]
     assert trained == planned == 0 and len(steps) == 4 and steps[-1]["train/loss"] < steps[0]["train/loss"]
-    (alike, seconds, peak), (alike_of_gelu, seconds_of_gelu, peak_of_gelu) = figures["mish"], figures["gelu"]
-    assert alike == alike_of_gelu  # only matmuls count as FLOPs, and what is saved is the input
+    (shared, seconds, peak), (shared_of_gelu, seconds_of_gelu, peak_of_gelu) = figures["mish"], figures["gelu"]
+    assert shared == shared_of_gelu  # only matmuls count as FLOPs, and only the input is saved
     logged = [step["perf/tflops_per_gpu"] / step["perf/tokens_per_s_per_gpu"] for step in steps]
-    assert logged == pytest.approx([alike[0] / 1e12] * 4)
-    assert seconds > seconds_of_gelu and peak > peak_of_gelu  # no kernel of its own: more traffic, more at once
+    assert logged == pytest.approx([shared[0] / 1e12] * 4)
+    assert seconds > seconds_of_gelu and peak > peak_of_gelu  # no kernel of its own: more memory traffic, a higher peak
     bench = ["tools/benchmark.py", "--steps", "1", "--warmup", "1", "--repeats", "1", "--json", "bench.json"]
-    in_copy([*bench, *SHAPE.split(), "mish"], copy)
+    run_in_copy([*bench, *SHAPE.split(), "mish"], copy)
     ((run,),) = [row["runs"] for row in json.loads((copy / "bench.json").read_text())["rows"]]
-    assert run["losses"][0] == steps[0]["train/loss"] and run["flops_per_step"] == 4 * 64 * alike[0]
+    assert run["losses"][0] == steps[0]["train/loss"] and run["flops_per_step"] == 4 * 64 * shared[0]

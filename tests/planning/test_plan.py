@@ -36,43 +36,41 @@ PLACEHOLDERS = "--lr 1e-4 --train-iters 10 --micro-batch-size 1".split()
 
 
 def test_plan_prints_layouts_memory_budget_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command that it prints parses, and holds on these devices."""
+    """The printed command parses and is valid on these devices."""
     file, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
-    words = [*SHAPE, *BATCH, "--top", "3", "--tokens", "2B", "--data-tokens", "200M", "--json", str(file)]
-    assert plan.main([*words, "--out", str(picture)]) == 0
+    argv = [*SHAPE, *BATCH, "--top", "3", "--tokens", "2B", "--data-tokens", "200M", "--json", str(file)]
+    assert plan.main([*argv, "--out", str(picture)]) == 0
     text = capsys.readouterr().out
     for part in ("16 x h100 (2 nodes of 8)", "sizing by hand:", "layout", "GiB per rank", "bound by", "epochs",
                  "10.00 over 200,000,000 tokens", "minutes at", "8.2 times", "NCCL_SOCKET_IFNAME", "#SBATCH --nodes=2"):  # fmt: skip
         assert part in text, part
     command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
-    found = json.loads(file.read_text())
-    for flags in (found["command"], command):
+    result = json.loads(file.read_text())
+    for flags in (result["command"], command):
         config = config_from(flags)
         assert not find_problems(config, 16)
-    assert len(found["plans"]) == 3 and found["plans"][0]["world"] == 16
-    assert len({(one["layout"]["tp"], one["layout"]["pp"], one["layout"]["zero"]) for one in found["plans"]}) == 3
+    assert len(result["plans"]) == 3 and result["plans"][0]["world"] == 16
+    assert len({(row["layout"]["tp"], row["layout"]["pp"], row["layout"]["zero"]) for row in result["plans"]}) == 3
     assert re.search(r"layouts: [\d,]+ cannot be built, .* here 3 of \d", " ".join(text.split()))
     assert re.search(r"time +\S+ minutes at \S+ tokens/s \(.* minutes to .* minutes by an error of 15%\)", text)
-    for one in found["plans"]:
-        least = min(p["fastest"]["seconds"] for p in found["plans"])
-        assert one["fastest"]["seconds"] <= one["seconds"] <= 1.15 * least
-        low, high = one["about_seconds"]
-        assert low == pytest.approx(one["seconds"] / 1.15) and high == pytest.approx(one["seconds"] / 0.85)
-        assert sum(one["parts"].values()) == pytest.approx(one["seconds"])
-        assert one["peak"] == max(sum(held.values()) for held in one["memory"]) <= found["usable_memory"]
-    assert found["command"][-1] == str(-(-2 * 10**9 // (32 * 1024)))
-    drawn = picture.read_text()
-    assert (
-        drawn.startswith("<?xml")
-        and "parameters on 16 h100" in drawn
-        and "Planned memory of each pipeline rank" in drawn
-    )
+    for row in result["plans"]:
+        min_seconds = min(p["fastest"]["seconds"] for p in result["plans"])
+        assert row["fastest"]["seconds"] <= row["seconds"] <= 1.15 * min_seconds
+        low, high = row["about_seconds"]
+        assert low == pytest.approx(row["seconds"] / 1.15) and high == pytest.approx(row["seconds"] / 0.85)
+        assert sum(row["parts"].values()) == pytest.approx(row["seconds"])
+        assert (
+            row["peak"] == max(sum(stage_memory.values()) for stage_memory in row["memory"]) <= result["usable_memory"]
+        )
+    assert result["command"][-1] == str(-(-2 * 10**9 // (32 * 1024)))
+    svg = picture.read_text()
+    assert svg.startswith("<?xml") and "parameters on 16 h100" in svg and "Planned memory of each pipeline rank" in svg
     plot.main(["plan", str(file), "--out", str(tmp_path / "again.png"), "--narrow"])
     assert (tmp_path / "again.png").read_bytes()[:4] == b"\x89PNG"
     plot.main(["plan", str(file), "--show", "layout", "--out", str(tmp_path / "layout.svg")])
     assert "<svg" in (tmp_path / "layout.svg").read_text("utf-8")
     for damage in ({"layers": []}, {"world": float("inf")}, {"first_ranks": [0, 1, 2]}, {"layout": {"tp": 1, "pp": 0}}):
-        file.write_text(json.dumps(found | {"plans": [found["plans"][0] | damage]}))
+        file.write_text(json.dumps(result | {"plans": [result["plans"][0] | damage]}))
         with pytest.raises(SystemExit, match="^3$"):
             plot.main(["plan", str(file), "--show", "layout"])
         assert "not a plan of tools/plan.py --json" in capsys.readouterr().err
@@ -93,13 +91,13 @@ def test_plan_picture_shows_all_parts_of_a_step(cp_s: float) -> None:
 
 
 def test_wizard_answers_give_the_same_plan_as_flags(tmp_path: Path, monkeypatch, capsys) -> None:
-    """A wrong answer is asked again with its rule; the end of stdin takes defaults; the TOML starts what was planned."""
-    asked, plain, toml = tmp_path / "asked.json", tmp_path / "plain.json", tmp_path / "run.toml"
-    said = ["4" * 300, *"gpt 4x256x4 h1000 cpu 0 2".split()]  # the first is too long for the name of a file
-    said += ["", "x", "4", "1M", "soon", "0 days", "0.001 days", "/no/x", str(toml)]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(said)))
-    words = ["--precision", "fp32", "--top", "1", "--json"]
-    assert plan.main(["--ask", *words, str(asked)]) == 0
+    """A wrong answer repeats the question with a rule; the end of stdin selects defaults; the TOML starts the plan."""
+    wizard_json, flags_json, toml = tmp_path / "asked.json", tmp_path / "plain.json", tmp_path / "run.toml"
+    answers = ["4" * 300, *"gpt 4x256x4 h1000 cpu 0 2".split()]  # the first is too long for the name of a file
+    answers += ["", "x", "4", "1M", "soon", "0 days", "0.001 days", "/no/x", str(toml)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(answers)))
+    options = ["--precision", "fp32", "--top", "1", "--json"]
+    assert plan.main(["--ask", *options, str(wizard_json)]) == 0
     text = capsys.readouterr().out
     for rule in ("gpt is not a file or a preset", "device=h1000 is not in the table", "'0' is not a number above 0",
                  "'x' is not a number above 0", "soon is not a limit", "0 days is not a limit", "/no is not a directory"):  # fmt: skip
@@ -111,33 +109,33 @@ def test_wizard_answers_give_the_same_plan_as_flags(tmp_path: Path, monkeypatch,
     flags = (
         f"{shape} --num-query-groups 4 --seq-length 8192 --global-batch-size 4 --device cpu --num-gpus 2 --tokens 1M"
     )
-    assert plan.main([*flags.split(), *words, str(plain)]) == 0
-    one, other = (json.loads(file.read_text()) for file in (asked, plain))
-    assert one["command"] == other["command"] and one["parameters"] == other["parameters"]
-    assert config_from(["--config", str(toml)]) == config_from(one["command"])
+    assert plan.main([*flags.split(), *options, str(flags_json)]) == 0
+    from_wizard, from_flags = (json.loads(file.read_text()) for file in (wizard_json, flags_json))
+    assert from_wizard["command"] == from_flags["command"] and from_wizard["parameters"] == from_flags["parameters"]
+    assert config_from(["--config", str(toml)]) == config_from(from_wizard["command"])
     monkeypatch.setattr(sys, "stdin", io.StringIO("tiny\ncpu\n1\n"))
-    assert plan.main(["--ask", *words, str(asked)]) == 0 and "on 1 devices" in capsys.readouterr().out
+    assert plan.main(["--ask", *options, str(wizard_json)]) == 0 and "on 1 devices" in capsys.readouterr().out
 
 
-def asked_in_words(folder: Path, *answers: str, terminal: bool = False) -> tuple[str, dict[str, Any]]:
-    """What `plan.py --ask` says to these answers and to none for the rest, and the plan."""
-    words = ["tools/plan.py", "--ask", "--precision", "bf16", "--top", "1", "--json", str(folder / "plan.json")]
+def run_wizard(directory: Path, *answers: str, terminal: bool = False) -> tuple[str, dict[str, Any]]:
+    """Run `plan.py --ask` with these answers and defaults for the rest; return its output and the plan."""
+    argv = ["tools/plan.py", "--ask", "--precision", "bf16", "--top", "1", "--json", str(directory / "plan.json")]
     text = "".join(f"{answer}\n" for answer in answers)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": ROOT}
     if not terminal:
-        done = programs.run([sys.executable, *words], input=text.encode(), timeout=200, **pipes)
-        out = done.stdout
+        finished = programs.run([sys.executable, *argv], input=text.encode(), timeout=200, **pipes)
+        out = finished.stdout
     else:
-        ours, theirs = pty.openpty()
-        process = programs.Popen([sys.executable, *words], stdin=theirs, **pipes)
-        os.close(theirs)
-        os.write(ours, text.encode() + b"\n" * 8)
+        controller_fd, terminal_fd = pty.openpty()
+        process = programs.Popen([sys.executable, *argv], stdin=terminal_fd, **pipes)
+        os.close(terminal_fd)
+        os.write(controller_fd, text.encode() + b"\n" * 8)
         out, _ = process.communicate(timeout=200)
-        os.close(ours)
-        done = process
-    said = out.decode()
-    assert done.returncode == 0, said
-    return said, json.loads((folder / "plan.json").read_text())
+        os.close(controller_fd)
+        finished = process
+    output = out.decode()
+    assert finished.returncode == 0, output
+    return output, json.loads((directory / "plan.json").read_text())
 
 
 SMALL_ANSWERS = ("4x512x4", "2xh100", "1K", "64")  # model, device, sequence, batch
@@ -145,11 +143,14 @@ SMALL_ANSWERS = ("4x512x4", "2xh100", "1K", "64")  # model, device, sequence, ba
 
 @pytest.mark.parametrize("terminal", [False, True], ids=["pipe", "terminal"])
 def test_wizard_accepts_common_spellings(tmp_path: Path, terminal: bool) -> None:
-    said, found = asked_in_words(tmp_path, "4x512x4", "16xh100", "1K", "1M", "100B", "16", terminal=terminal)
-    assert found["cluster"] == {"device": "h100", "nodes": 2, "per_node": 8}
-    assert found["tokens"] == 100 * 10**9 and "How many of them" not in said and "limit 16 days" in said
-    words = found["command"]
-    assert words[words.index("--seq-length") + 1] == "1024" and words[words.index("--global-batch-size") + 1] == "976"
+    output, result = run_wizard(tmp_path, "4x512x4", "16xh100", "1K", "1M", "100B", "16", terminal=terminal)
+    assert result["cluster"] == {"device": "h100", "nodes": 2, "per_node": 8}
+    assert result["tokens"] == 100 * 10**9 and "How many of them" not in output and "limit 16 days" in output
+    command = result["command"]
+    assert (
+        command[command.index("--seq-length") + 1] == "1024"
+        and command[command.index("--global-batch-size") + 1] == "976"
+    )
     for line in (
         "a Llama of 4x512x4",
         "16 x h100",
@@ -158,21 +159,23 @@ def test_wizard_accepts_common_spellings(tmp_path: Path, terminal: bool) -> None
         "100,000,000,000 tokens",
         "16 days",
     ):
-        assert f"  that is {line}\n" in said, line
+        assert f"  that is {line}\n" in output, line
 
 
 def test_wizard_repeats_only_interpreted_answers(tmp_path: Path) -> None:
-    said, found = asked_in_words(tmp_path, "tiny", "h100", "8", "512", "1,024", "x", "2000000000", "30 days")
-    assert "that is" not in said and "'x' is not a number of tokens; write it as 300B or 15.6T" in said
-    assert found["cluster"]["nodes"] == 1 and found["tokens"] == 2 * 10**9
-    words = found["command"]  # of tiny, which has 256
-    assert words[words.index("--max-position-embeddings") + 1] == words[words.index("--seq-length") + 1] == "512"
+    output, result = run_wizard(tmp_path, "tiny", "h100", "8", "512", "1,024", "x", "2000000000", "30 days")
+    assert "that is" not in output and "'x' is not a number of tokens; write it as 300B or 15.6T" in output
+    assert result["cluster"]["nodes"] == 1 and result["tokens"] == 2 * 10**9
+    command = result["command"]  # the preset tiny has 256
+    assert (
+        command[command.index("--max-position-embeddings") + 1] == command[command.index("--seq-length") + 1] == "512"
+    )
 
 
 @pytest.mark.parametrize(
     ("answers", "cluster"),
     {
-        ("16",): ("h100", 2, 8),  # of the device that is the default
+        ("16",): ("h100", 2, 8),  # the default device
         ("2x8xH100",): ("h100", 2, 8),
         ("h100:8",): ("h100", 1, 8),
         ("4 a100s",): ("a100", 1, 4),
@@ -185,12 +188,12 @@ def test_wizard_devices(answers: Sequence[str], cluster: tuple[str, int, int], m
     args = argparse.Namespace()
     lines = [*SMALL_ANSWERS[:1], *answers, *SMALL_ANSWERS[2:]]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    words = wizard.ask_all(args)
-    made = plan_cluster(args.device, args.num_gpus, args.gpus_per_node)
-    assert (made.device.name, made.num_nodes, made.devices_per_node) == cluster
-    assert words[-4:] == ["--seq-length", "1024", "--global-batch-size", "64"]
-    asked_again = capsys.readouterr().out.count("write it as") + ("12" in answers)
-    assert asked_again == (2 if "12" in answers else 0)
+    flags = wizard.ask_all(args)
+    planned_cluster = plan_cluster(args.device, args.num_gpus, args.gpus_per_node)
+    assert (planned_cluster.device.name, planned_cluster.num_nodes, planned_cluster.devices_per_node) == cluster
+    assert flags[-4:] == ["--seq-length", "1024", "--global-batch-size", "64"]
+    num_repeated_questions = capsys.readouterr().out.count("write it as") + ("12" in answers)
+    assert num_repeated_questions == (2 if "12" in answers else 0)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +207,13 @@ def test_wizard_limits(text: str, read: object) -> None:
 
 
 def test_wizard_model_by_size() -> None:
-    """8B, 70B and so on, beside the parameters that the trainer counts."""
-    for text, wanted in (("1B", 1e9), ("8b", 8e9), ("70B", 70e9), ("100 billion", 100e9), ("405B", 405e9)):
+    """A model of 8B, 70B and so on has about as many parameters as the trainer counts."""
+    for text, expected_parameters in (("1B", 1e9), ("8b", 8e9), ("70B", 70e9), ("100 billion", 100e9), ("405B", 405e9)):
         model = config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]).model
-        made = RunPlan(config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]), 1, 128256)
-        assert made.num_parameters == pytest.approx(wanted, rel=0.08), text
+        run_plan = RunPlan(
+            config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]), 1, 128256
+        )
+        assert run_plan.num_parameters == pytest.approx(expected_parameters, rel=0.08), text
         assert model.hidden_size == 128 * model.num_attention_heads and model.num_attention_heads % 8 == 0
     assert wizard.parse_model("Llama 3 8B") == wizard.parse_model("llama3-8b") == ["--preset", "llama3-8b"]
     for text, rule in (
@@ -221,35 +226,35 @@ def test_wizard_model_by_size() -> None:
 
 
 def test_plan_uses_the_final_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """Layouts are compared at its last size; 62 steps of 16 samples come first, then 47 of 64."""
-    words = [*SHAPE, "--num-gpus", "16", "--step-batch-size-schedule", "0:16 1M:64", "--train-samples", "4000"]
+    """Layouts are compared at the final batch size; 62 steps of 16 samples come first, then 47 of 64."""
+    argv = [*SHAPE, "--num-gpus", "16", "--step-batch-size-schedule", "0:16 1M:64", "--train-samples", "4000"]
     for layout in ([], ["--tp", "2", "--pp", "2"]):
-        assert plan.main([*words, *layout]) == 0
+        assert plan.main([*argv, *layout]) == 0
         text = capsys.readouterr().out
         assert "bfloat16, batch of 65,536 tokens" in text
         assert "109 of 65,536 tokens, once the batch has grown" in text and "4,096,000 (" in text
-    assert plan.main([*words[:-4], "--tp", "2", "--pp", "2", "--train-iters", "100"]) == 0
+    assert plan.main([*argv[:-4], "--tp", "2", "--pp", "2", "--train-iters", "100"]) == 0
     assert "100 of 4,096 tokens\n" in capsys.readouterr().out  # a micro-batch for each of 4 ranks
-    assert plan.main([*words[:-4], "--train-iters", "100"]) == 2
+    assert plan.main([*argv[:-4], "--train-iters", "100"]) == 2
     assert "global_batch_size is not set" in capsys.readouterr().err
 
 
 def test_plan_reports_shortage_in_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--tokens"]
+    argv = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--tokens"]
     for tokens, unit in (("1M", " s at "), ("100M", " minutes at "), ("10B", " hours at "), ("400B", " days at ")):
-        assert plan.main([*words, tokens]) == 0
+        assert plan.main([*argv, tokens]) == 0
         rows = dict(re.findall(r"^  (time|cost|device hours) +(.*)$", capsys.readouterr().out, re.MULTILINE))
         assert unit in rows["time"] and not any(text.startswith("0 ") for text in rows.values()), rows
 
 
 def test_plan_of_a_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--micro-batch-size", "2"]
-    assert plan.main(words) == 0
+    argv = [*SHAPE, *BATCH, "--tp", "2", "--pp", "2", "--micro-batch-size", "2"]
+    assert plan.main(argv) == 0
     assert "as given: tp 2 pp 2 mb 2" in capsys.readouterr().out
-    assert plan.main(["memory", *words]) == 0
+    assert plan.main(["memory", *argv]) == 0
     text = capsys.readouterr().out
     assert text.startswith("tp 2 pp 2 mb 2, dp 4, 4 micro-batches") and "pipeline rank 1" in text
-    assert plan.main([*words, "--optimizer-cpu-offload"]) == 0
+    assert plan.main([*argv, "--optimizer-cpu-offload"]) == 0
     assert "its copies and updates are not in the time" in capsys.readouterr().out
     assert plan.main(["--preset", "llama3-70b", "--tp", "2", "--num-gpus", "8"]) == 1
     text = capsys.readouterr().out
@@ -257,13 +262,13 @@ def test_plan_of_a_given_layout(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_plan_proposes_offload_if_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--preset", "llama3-70b", "--num-gpus", "8", "--global-batch-size", "8", "--micro-batch-size", "1"]
-    assert plan.main([*words, "--top", "1"]) == 0
+    argv = ["--preset", "llama3-70b", "--num-gpus", "8", "--global-batch-size", "8", "--micro-batch-size", "1"]
+    assert plan.main([*argv, "--top", "1"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Nothing fits without --optimizer-cpu-offload") and "of host memory per rank" in text
     assert "--optimizer-cpu-offload" in text[text.rindex("sbatch") :]
     for more in (["--no-optimizer-cpu-offload"], ["--optimizer", "muon"], ["--device", "v100"]):
-        assert plan.main([*words, *more]) == 2
+        assert plan.main([*argv, *more]) == 2
         assert "Nothing fits without" not in capsys.readouterr().out
 
 
@@ -272,15 +277,21 @@ def test_plan_with_hugging_face_model_and_cluster_file(tmp_path: Path, capsys: p
     config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048}
     (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_act": "silu", "rope_theta": 500000.0}))
     (tmp_path / "cluster.toml").write_text('device = "a100"\nnodes = 2\nper_node = 4\n')
-    words = ["--hf", str(tmp_path), "--cluster", str(tmp_path / "cluster.toml"), "--global-batch-size", "16"]
-    assert plan.main([*words, "--top", "2"]) == 0
+    argv = ["--hf", str(tmp_path), "--cluster", str(tmp_path / "cluster.toml"), "--global-batch-size", "16"]
+    assert plan.main([*argv, "--top", "2"]) == 0
     text = capsys.readouterr().out
     assert "8 x a100 (2 nodes of 4)" in text and "--num-query-groups 4" in text and "--rotary-base 500000.0" in text
     command = text.partition("slurm.sh RUN_DIR")[2].partition("\n(")[0].replace("\\\n", " ").split()
-    found = config_from(command)
-    m = found.model
-    assert (m.num_layers, m.num_kv_groups, m.ffn_size, m.max_positions, m.activation) == (4, 4, 704, 2048, "swiglu")
-    assert not find_problems(found, 8)
+    printed_config = config_from(command)
+    model = printed_config.model
+    assert (model.num_layers, model.num_kv_groups, model.ffn_size, model.max_positions, model.activation) == (
+        4,
+        4,
+        704,
+        2048,
+        "swiglu",
+    )
+    assert not find_problems(printed_config, 8)
 
 
 def test_plan_with_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,30 +303,30 @@ def test_plan_with_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert "160,605,224,960 (20.0 per parameter)" in text and "64 devices" in text
 
 
-@pytest.mark.parametrize("words,said", MESSAGES["plan"].items())
+@pytest.mark.parametrize("flags,message", MESSAGES["plan"].items())
 def test_plan_refuses_invalid_questions(
-    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert documents.start("tools/plan.py", words.split(), monkeypatch) == 2
-    told = capsys.readouterr()
-    assert said in told.err and "Traceback" not in told.err and not told.out
+    assert documents.start("tools/plan.py", flags.split(), monkeypatch) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err and not captured.out
 
 
 def test_plan_keeps_options_of_file_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also what the search has placeholders for; steps that are named are the budget."""
+    """Options that the search has placeholders for are kept too; an explicit number of steps is the budget."""
     file = tmp_path / "run.toml"
     file.write_text("lr = 3e-4\nmicro_batch_size = 4\ntrain_iters = 5000\nglobal_batch_size = 32\nbf16 = true\n")
-    out = tmp_path / "plan.json"
-    for words in (["--tp", "2"], ["--top", "1"]):
-        assert plan.main([*SHAPE, "--config", str(file), "--num-gpus", "8", *words, "--json", str(out)]) == 0
+    json_path = tmp_path / "plan.json"
+    for flags in (["--tp", "2"], ["--top", "1"]):
+        assert plan.main([*SHAPE, "--config", str(file), "--num-gpus", "8", *flags, "--json", str(json_path)]) == 0
         assert "of 32,768 tokens" in capsys.readouterr().out
-        command = json.loads(out.read_text())["command"]
+        command = json.loads(json_path.read_text())["command"]
         config = config_from(command)
         assert (config.optim.lr, config.train.micro_batch_size, config.train.train_iters) == (3e-4, 4, 5000)
-    words = [*SHAPE, *BATCH, "--top", "1", "--train-iters=700", "--json", str(out)]
-    assert plan.main(words) == 0
+    flags = [*SHAPE, *BATCH, "--top", "1", "--train-iters=700", "--json", str(json_path)]
+    assert plan.main(flags) == 0
     assert "22,937,600 (" in capsys.readouterr().out  # 700 x 32 x 1024
-    assert json.loads(out.read_text())["command"][-2:] == ["--train-iters", "700"]
+    assert json.loads(json_path.read_text())["command"][-2:] == ["--train-iters", "700"]
 
 
 @pytest.mark.timeout(120)
@@ -328,9 +339,9 @@ def test_plan_output_on_a_full_disk_is_one_line() -> None:
 
 
 def test_plan_of_a_tiny_model_is_bound_by_step_overhead(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --vocab-size 512 --tp 1"
-    words += " --cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --global-batch-size 24"
-    assert plan.main([*words.split()]) == 0
+    flags = "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --vocab-size 512 --tp 1"
+    flags += " --cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0 --global-batch-size 24"
+    assert plan.main([*flags.split()]) == 0
     assert "bound by fixed costs" in capsys.readouterr().out
 
 
@@ -341,9 +352,9 @@ def test_plan_refuses_a_profile_of_another_device(tmp_path: Path, capsys: pytest
 
 
 def test_plan_command_keeps_preset_values(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, rate in (([], "1e-4"), (["--preset", "tiny"], None), (["--preset", "tiny", "--lr", "2e-3"], "2e-3")):
-        shape = SHAPE if not words else []
-        assert plan.main([*shape, *words, *BATCH, "--tp", "1"]) == 0
+    for flags, rate in (([], "1e-4"), (["--preset", "tiny"], None), (["--preset", "tiny", "--lr", "2e-3"], "2e-3")):
+        shape = SHAPE if not flags else []
+        assert plan.main([*shape, *flags, *BATCH, "--tp", "1"]) == 0
         command = capsys.readouterr().out.partition("slurm.sh RUN_DIR")[2]
         assert (f"--lr {rate} " in command) if rate else "--lr " not in command.partition("\n(")[0]
 

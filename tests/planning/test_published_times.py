@@ -15,7 +15,7 @@ QUICK = ("GPT-3 175B, 512 x H100", "Nemotron-4 15B, 16 x H100", "22B, 8 x A100",
 def test_published_time_holds_or_is_marked_as_a_miss(run: PublishedRun) -> None:
     row = predict(run)
     assert TOLERANCE == 0.15
-    if run.why:  # if it holds by now, the mark has to go
+    if run.why:  # a miss that holds by now must lose its mark
         assert not row.holds, f"{row.ratio:.3f}"
     else:
         assert row.ratio == pytest.approx(1.0, abs=0.15)
@@ -38,5 +38,5 @@ def test_accuracy_page_has_the_table_of_published_times() -> None:
     written = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:] if "| **" not in line]
     _, *rows = table()
     assert written == [[row[0], *row[2:5], row[5].partition(":")[0]] for row in rows]
-    held = len([row for row in rows if not row[5]])
-    assert f"{held} of {len(rows)} hold within 15 %" in page
+    num_hits = len([row for row in rows if not row[5]])
+    assert f"{num_hits} of {len(rows)} hold within 15 %" in page

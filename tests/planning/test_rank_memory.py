@@ -1,9 +1,10 @@
-"""The memory that is planned is what the ranks of a run allocate: bytes alive at the peak of a step on each rank, counted
-by torch's own operations, every storage from the operation that makes it to its last reference.
+"""The planned memory equals what the ranks of a run allocate: the bytes alive at the peak of a step on each rank.
 
-What a card's kernels keep is planned, and the references for a CPU keep more. So the Triton kernels' own functions run,
-which make all tensors, and the launches alone do nothing: in Triton's interpreter three of these layouts gave the same
-bytes to 0.01 %. No number that comes out is looked at.
+Bytes are counted by torch's own operations, every storage from the operation that allocates it to its last reference.
+
+The plan is for a GPU's kernels; the CPU references save more. The Triton kernels' own functions therefore run, which
+allocate all tensors, and only the launches do nothing: in Triton's interpreter three of these layouts gave the same
+bytes to 0.01 %. No computed value is looked at.
 """
 
 import gc
@@ -34,7 +35,7 @@ WORDS = spelled(TABLES["words"])
 LAYOUTS = [(world, flags.format_map(WORDS)) for world, flags in TABLES["whole_runs"]["layouts"]]
 
 
-def made(flags: str, world: int) -> RunPlan:
+def make_plan(flags: str, world: int) -> RunPlan:
     config = config_from(flags)
     return make_run_plan(config, world, config.data.vocab_size or 0)
 
@@ -44,7 +45,7 @@ def storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 class Live(TorchDispatchMode):
-    """`peak`: bytes of storages made under this mode that were alive at once, and of memory that came and went."""
+    """The mode that counts allocations. `peak` is the most bytes alive at once of storages and observed flat buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +64,9 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {s._cdata for s in storages((args, kwargs))}
+        inputs = {s._cdata for s in storages((args, kwargs))}
         for storage in storages(out):
-            if storage._cdata not in given and storage._cdata not in self.sizes:
+            if storage._cdata not in inputs and storage._cdata not in self.sizes:
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.live += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage._cdata)
@@ -74,7 +75,7 @@ class Live(TorchDispatchMode):
 
 
 class Done(Exception):
-    """The update is over: what comes after it takes nothing more."""
+    """The exception that ends a step after its update: nothing later allocates more."""
 
 
 def launches_nothing(kernel: Any, grid: Any) -> Any:
@@ -82,25 +83,28 @@ def launches_nothing(kernel: Any, grid: Any) -> Any:
 
 
 def measure(flags: str) -> tuple[int, int, int]:
-    """Of this rank: pipeline rank, bytes of state, most bytes beside it."""
-    weight_grad.BLOCK_BYTES = 1  # of what a CPU needs for a weight's gradient, and a card does not
+    """Return this rank's pipeline rank, its bytes of model state, and its peak bytes of everything else."""
+    weight_grad.BLOCK_BYTES = 1  # a CPU needs a buffer for a weight's gradient that a GPU does not
     run = run_from(flags)
-    held = [t for state in run.optimizer.state for t in state.values()]
-    for storage in (run.buffer.weights, run.buffer.grads):  # what comes and goes is away now
-        held += [*storage.tensors, *(storage.shard(b) for b in run.buffer.layout.buckets if not storage.is_resident(b))]
-    held += [] if run.optimizer.main_is_model else run.optimizer.main
+    state_tensors = [t for state in run.optimizer.state for t in state.values()]
+    for storage in (run.buffer.weights, run.buffer.grads):  # unsharded weights are freed now
+        state_tensors += [
+            *storage.tensors,
+            *(storage.shard(b) for b in run.buffer.layout.buckets if not storage.is_resident(b)),
+        ]
+    state_tensors += [] if run.optimizer.main_is_model else run.optimizer.main
 
-    def update(*_: Any) -> Any:  # whatever the numbers are
+    def update(*_: Any) -> Any:  # independent of the values
         run.optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
         raise Done
 
     gc.collect()
-    gc.freeze()  # what is there by now need not be looked at again
+    gc.freeze()  # later collections skip the objects that exist by now
     with Live() as live, observe_allocations(live), patch.object(dispatch.Kernel, "__getitem__", launches_nothing):
         with patch("megalite.training.train_step._reduce_step_sums", update), suppress(Done):
             train_step(run)
     run.close()
-    return run.mesh.pp.rank, sum(t.untyped_storage().nbytes() for t in held), live.peak
+    return run.mesh.pp.rank, sum(t.untyped_storage().nbytes() for t in state_tensors), live.peak
 
 
 def measure_all(cases: list[str]) -> list[tuple[int, int, int]]:
@@ -108,29 +112,30 @@ def measure_all(cases: list[str]) -> list[tuple[int, int, int]]:
     return [measure(flags) for flags in cases]
 
 
-WAYS = {"some": LAYOUTS[4::5], "all": LAYOUTS}  # these: selective, gpipe, whole layers, a window, full, Muon, experts
+# "some": selective recompute, pp, tp with pp, a window, ZeRO 2, Muon, experts
+LAYOUT_SETS = {"some": LAYOUTS[4::5], "all": LAYOUTS}
 
 
-@pytest.mark.parametrize("which", rarely([*WAYS], ["some"], str, guards=("megalite/planning", "megalite/optim")))
+@pytest.mark.parametrize("which", rarely([*LAYOUT_SETS], ["some"], str, guards=("megalite/planning", "megalite/optim")))
 def test_planned_rank_memory_equals_allocations(which: str) -> None:
-    """State to the byte, all else within 2 %, on every rank."""
-    for world in sorted({world for world, _ in WAYS[which]}):
-        layouts = [flags for n, flags in WAYS[which] if n == world]
+    """On every rank the model state is exact to the byte, and all else within 2 %."""
+    for world in sorted({world for world, _ in LAYOUT_SETS[which]}):
+        layouts = [flags for n, flags in LAYOUT_SETS[which] if n == world]
         for flags, *ranks in zip(layouts, *run_ranks(world, measure_all, layouts, timeout=270), strict=True):
-            planned = rank_memory(made(flags, world))
+            planned = rank_memory(make_plan(flags, world))
             for position, state, most in ranks:
-                found = planned[position]
-                assert state == found.weights + found.gradients + found.optimizer, flags
-                peak = found.activations + found.transient
+                memory = planned[position]
+                assert state == memory.weights + memory.gradients + memory.optimizer, flags
+                peak = memory.activations + memory.transient
                 assert peak == pytest.approx(most, rel=ACTIVATIONS_ERROR), (flags, position)
 
 
 @pytest.mark.parametrize("more", ["", "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"])
 def test_planned_stage_memory_equals_a_run_of_the_stage(more: str) -> None:
     flags = f"{WORDS['llama']} --global-batch-size 16 --pp 2 {more} --zero-stage"
-    told = state_by_zero_stage(made(f"{flags} 1", 8))
-    sizes = [held.total for held in told]
+    states = state_by_zero_stage(make_plan(f"{flags} 1", 8))
+    sizes = [model_state.total for model_state in states]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
-    for stage, held in enumerate(told):
-        of = made(f"{flags} {stage}", 8)
-        assert held in of.model_states, stage
+    for stage, model_state in enumerate(states):
+        plan = make_plan(f"{flags} {stage}", 8)
+        assert model_state in plan.model_states, stage

@@ -1,4 +1,4 @@
-"""Predicted steps beside what follows from the schedule by hand."""
+"""Predicted steps equal what follows from the schedule by hand."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ INSTANT = Link(0.0, 1e30)
 PP2, PP4 = ("--pp 2 --decoder-first-pipeline-num-layers 4", "--pp 4 --decoder-first-pipeline-num-layers 2")
 
 
-def made(flags: str, world: int) -> RunPlan:
+def make_plan(flags: str, world: int) -> RunPlan:
     return make_run_plan(config_from(f"{SHAPE} {flags}"), world, 1024)
 
 
@@ -33,61 +33,65 @@ def fast(world: int, **links: Link) -> Cluster:
     )
 
 
-def known(of: RunPlan, **more: Any) -> DeviceProfile:
-    """A layer takes 1 s forward and 2 s backward, and nothing else any time."""
+def known(plan: RunPlan, **more: Any) -> DeviceProfile:
+    """Return a profile in which a layer takes 1 s forward and 2 s backward, and nothing else takes time."""
     nothing = (0.0, 0.0, 0.0)
     blocks = {"layer": (1.0, 2.0, 0.0), "layer, split": (1.0, 1.0, 1.0), "embedding": nothing, "head": nothing}
     blocks["update"] = nothing
     base = dataclasses.replace(
-        default_profile("h100"), shape=calibration_key(of), blocks=blocks, step_s=0.0, contention=0.0
+        default_profile("h100"), shape=calibration_key(plan), blocks=blocks, step_s=0.0, contention=0.0
     )
     return dataclasses.replace(base, **more)
 
 
-def check_sum(found: StepTime) -> None:
-    assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert min(found.parts.values()) >= -1e-9
+def check_sum(step: StepTime) -> None:
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert min(step.parts.values()) >= -1e-9
 
 
 @pytest.mark.parametrize(("vpp", "m"), [(1, 2), (1, 8), (2, 8), (4, 4), (2, 64)])
 def test_bubble_equals_1f1b(vpp: int, m: int) -> None:
-    """M F and B of all a rank's layers, and (pp - 1) / vpp of them more (arXiv:2104.04473, sec. 2.2)."""
+    """A step takes M F and B of a rank's layers, and (pp - 1) / vpp more (arXiv:2104.04473, sec. 2.2)."""
     virtual = f"--num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
-    of = made(f"{PP2} {virtual} --global-batch-size {m}", 2)
-    found = predict_step(of, fast(2), known(of))
-    assert found.seconds == pytest.approx(3 * 4 * (m + 1 / vpp))
-    assert found.parts["bubble"] == pytest.approx(3 * 4 / vpp) and found.parts["compute"] == pytest.approx(12 * m)
-    check_sum(found)
+    plan = make_plan(f"{PP2} {virtual} --global-batch-size {m}", 2)
+    step = predict_step(plan, fast(2), known(plan))
+    assert step.seconds == pytest.approx(3 * 4 * (m + 1 / vpp))
+    assert step.parts["bubble"] == pytest.approx(3 * 4 / vpp) and step.parts["compute"] == pytest.approx(12 * m)
+    check_sum(step)
 
 
 @pytest.mark.parametrize("flags", ["", "--split-backward", "--num-virtual-stages-per-pipeline-rank 2"])
 def test_bubble_equals_the_run_plans(flags: str) -> None:
-    of = made(f"--pp 4 {flags} --global-batch-size 12", 4)
-    layers, costs = of.layers_per_stage, of.costs_of_stages
+    plan = make_plan(f"--pp 4 {flags} --global-batch-size 12", 4)
+    layers, costs = plan.layers_per_stage, plan.costs_of_stages
     layer = tuple(cost / layers[1] for cost in costs[1])
-    head = tuple(cost - layers[-1] * of_layer for cost, of_layer in zip(costs[-1], layer, strict=True))
-    blocks = {**known(of).blocks, "layer": layer, "layer, split": layer, "head": head}
-    found = predict_step(of, fast(4), known(of, blocks=blocks))
-    assert found.parts["bubble"] / found.seconds == pytest.approx(of.bubble, rel=1e-6) and of.bubble > 0.05
+    head = tuple(cost - layers[-1] * layer_cost for cost, layer_cost in zip(costs[-1], layer, strict=True))
+    blocks = {**known(plan).blocks, "layer": layer, "layer, split": layer, "head": head}
+    step = predict_step(plan, fast(4), known(plan, blocks=blocks))
+    assert step.parts["bubble"] / step.seconds == pytest.approx(plan.bubble, rel=1e-6) and plan.bubble > 0.05
 
 
 def test_messages_delay_the_schedule() -> None:
-    """pp 2, one chunk, by hand: with M 4 rank 0's last backward ends after 5 (F + B) and 4 messages, with M 2 after 3 and
-    2: each two micro-batches wait for two."""
+    """Rank 0's last backward ends after 5 (F + B) and 4 messages with M 4, and after 3 and 2 with M 2.
+
+    Counted by hand for pp 2, one chunk: each two micro-batches wait for two messages.
+    """
     for m, ends, messages in ((2, 3, 2), (4, 5, 4)):
-        of = made(f"{PP2} --global-batch-size {m}", 2)
-        found = predict_step(of, fast(2, intra_node=Link(0.25, 1e30)), known(of))
-        assert found.parts["pp"] == pytest.approx(0.25 * messages)
-        assert found.parts["compute"] + found.parts["bubble"] == pytest.approx(12 * ends)
-        check_sum(found)
+        plan = make_plan(f"{PP2} --global-batch-size {m}", 2)
+        step = predict_step(plan, fast(2, intra_node=Link(0.25, 1e30)), known(plan))
+        assert step.parts["pp"] == pytest.approx(0.25 * messages)
+        assert step.parts["compute"] + step.parts["bubble"] == pytest.approx(12 * ends)
+        check_sum(step)
 
 
 def test_messages_of_one_direction_are_serialized() -> None:
-    """GPipe, 3 micro-batches over a link that is slower than the work: the third arrives 3 messages after the first
-    forward, and of the gradients the last 3 messages after the first backward."""
-    run = simulate(build_schedule("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], delay=lambda source, target: 10.0)
+    """GPipe sends 3 micro-batches over a link that is slower than the work.
+
+    The third activation arrives 3 messages after the first forward, the last gradient 3 after the first backward.
+    """
+    schedule = simulate(build_schedule("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], delay=lambda source, target: 10.0)
     arrived = 1 + 3 * 10  # then a forward, and the first backward
-    assert run.end == arrived + 1 + 2 + 3 * 10 + 2
+    assert schedule.end == arrived + 1 + 2 + 3 * 10 + 2
     assert (
         simulate(build_schedule("gpipe", 2, 3), [(1, 2, 0), (1, 2, 0)], earliest_start={1: 7.0}).spans[-1].end
         == 7 + 3 + 3 * 2 + 2
@@ -96,30 +100,32 @@ def test_messages_of_one_direction_are_serialized() -> None:
 
 @pytest.mark.parametrize("flags", [PP4, f"{PP4} --num-virtual-stages-per-pipeline-rank 2"])
 def test_long_step_is_extrapolated(flags: str) -> None:
-    of = made(f"{flags} --global-batch-size 64", 4)
-    costs = [(1.0, 1.1, 0.9)] * of.placement.num_stages
+    plan = make_plan(f"{flags} --global-batch-size 64", 4)
+    costs = [(1.0, 1.1, 0.9)] * plan.placement.num_stages
     delay = lambda source, target: 0.2  # noqa: E731
-    told, simulated = of.simulate_step(costs, of.split_backward, num_groups=SIMULATED_GROUPS, delay=delay)
-    whole, all_of_it = of.simulate_step(costs, of.split_backward, num_groups=64, delay=delay)
-    assert len(simulated.spans) < len(all_of_it.spans)
-    assert told == pytest.approx(whole, rel=0.01)
+    extrapolated, simulated = plan.simulate_step(costs, plan.split_backward, num_groups=SIMULATED_GROUPS, delay=delay)
+    expected, all_groups = plan.simulate_step(costs, plan.split_backward, num_groups=64, delay=delay)
+    assert len(simulated.spans) < len(all_groups.spans)
+    assert extrapolated == pytest.approx(expected, rel=0.01)
 
 
 def test_gradient_reduction_overlaps_the_last_backward() -> None:
-    """dp 2, one bucket: nothing can hide, so overlap changes nothing; of many, all but the last do."""
+    """Overlap changes nothing with dp 2 and one bucket; with many buckets all but the last are hidden."""
     slow = {"intra_node": Link(0.0, 1e9)}
     batch = "--global-batch-size 4"
-    profile = known(made(batch, 2))
-    one = predict_step(made(f"{batch} --ddp-bucket-size 4000000000", 2), fast(2, **slow), profile)
-    few = f"{batch} --ddp-bucket-size 1000000"
-    of, apart = (made(f"{few} {more}", 2) for more in ("", "--no-overlap-grad-reduce --no-overlap-param-gather"))
-    many, late = (predict_step(one, fast(2, **slow), profile) for one in (of, apart))
-    weights, gradients = of.model_states[0].weights, of.model_states[0].gradients
+    profile = known(make_plan(batch, 2))
+    single = predict_step(make_plan(f"{batch} --ddp-bucket-size 4000000000", 2), fast(2, **slow), profile)
+    small_buckets = f"{batch} --ddp-bucket-size 1000000"
+    plan, late_plan = (
+        make_plan(f"{small_buckets} {more}", 2) for more in ("", "--no-overlap-grad-reduce --no-overlap-param-gather")
+    )
+    many, late = (predict_step(run_plan, fast(2, **slow), profile) for run_plan in (plan, late_plan))
+    weights, gradients = plan.model_states[0].weights, plan.model_states[0].gradients
     assert late.parts["dp"] == pytest.approx((weights + gradients) / 2 / 1e9, rel=0.01)  # (N - 1) / N of each
     assert 0 < many.parts["dp"] < 0.1 * late.parts["dp"]
-    assert one.parts["dp"] == pytest.approx(late.parts["dp"], rel=0.01)
-    for found in (one, many, late):
-        check_sum(found)
+    assert single.parts["dp"] == pytest.approx(late.parts["dp"], rel=0.01)
+    for step in (single, many, late):
+        check_sum(step)
 
 
 CHUNKS = "--pp 2 --num-virtual-stages-per-pipeline-rank 4"
@@ -127,107 +133,113 @@ CHUNKS = "--pp 2 --num-virtual-stages-per-pipeline-rank 4"
 
 @pytest.mark.parametrize(
     "flags,reduced,forward,backward",
-    [  # how often in a step of 8 micro-batches
+    [  # number of collectives in a step of 8 micro-batches
         ("--zero-stage 2", 8, 1, 0),
         ("--zero-stage 3", 8, 8, 8),
         ("--zero-stage 3 --reshard-after-forward chunk", 8, 1, 0),
-        (f"{CHUNKS} --zero-stage 2", 4, 1, 0),  # runs of pp micro-batches
+        (f"{CHUNKS} --zero-stage 2", 4, 1, 0),  # passes of pp micro-batches
         (f"{CHUNKS} --zero-stage 3", 4, 4, 4),
         (f"{CHUNKS} --zero-stage 3 --reshard-after-forward layer", 4, 8, 8),
         (f"{CHUNKS} --zero-stage 3 --pipeline-schedule breadth-first", 1, 1, 1),
     ],
 )
 def test_sharded_weights_are_gathered_for_each_pass(flags: str, reduced: int, forward: int, backward: int) -> None:
-    """f(d) P (4 R + 2 A) bytes, backward without the ends' weights. Where nothing is overlapped all of it shows, and
-    makes what fills the pipeline longer; where all is, what takes longer than the work that hides it."""
+    """The collectives move f(d) P (4 R + 2 A) bytes; backward does not gather the ends' weights.
+
+    Without overlap all of their time is exposed and fills the pipeline more slowly. With overlap only the time beyond
+    the work that hides it is exposed.
+    """
     pp, chunks = (2, 4) if "--pp" in flags else (1, 1)
     late = "--no-overlap-grad-reduce --no-overlap-param-gather"
-    of, hidden = (made(f"{flags} --global-batch-size 16 {more}", 2 * pp) for more in (late, ""))
-    size, layers = max(held.local_numel for held in of.model_states), sum(map(sum, of.numel_by_layer)) / pp
+    plan, hidden = (make_plan(f"{flags} --global-batch-size 16 {more}", 2 * pp) for more in (late, ""))
+    size = max(model_state.local_numel for model_state in plan.model_states)
+    layers = sum(map(sum, plan.numel_by_layer)) / pp
     moved = (4 * reduced * size + 2 * (forward * size + backward * layers)) / 2
-    slow, profile = fast(2 * pp, intra_node=Link(0.0, 1e9)), known(of)
-    found = predict_step(of, slow, profile)
-    assert found.parts["dp"] == pytest.approx(moved / 1e9 * (1 + (pp - 1) / (8 * chunks)), rel=0.03)
-    check_sum(found)
-    assert predict_step(hidden, slow, profile).parts["dp"] < 0.2 * found.parts["dp"]
-    dear = predict_step(hidden, slow, known(of, contention=1.0)).parts["dp"]
-    assert dear == pytest.approx(moved / 1e9, rel=0.02)
+    slow, profile = fast(2 * pp, intra_node=Link(0.0, 1e9)), known(plan)
+    step = predict_step(plan, slow, profile)
+    assert step.parts["dp"] == pytest.approx(moved / 1e9 * (1 + (pp - 1) / (8 * chunks)), rel=0.03)
+    check_sum(step)
+    assert predict_step(hidden, slow, profile).parts["dp"] < 0.2 * step.parts["dp"]
+    contended = predict_step(hidden, slow, known(plan, contention=1.0)).parts["dp"]
+    assert contended == pytest.approx(moved / 1e9, rel=0.02)
     waits = predict_step(hidden, fast(2 * pp, intra_node=Link(0.0, 1e5)), profile)
     assert 0.9 < (waits.seconds - waits.parts["pp"]) / (moved / 1e5) < 1.2  # some of the messages hide, too
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "a2a"])
 def test_cp_and_tp_waits_are_separate(exchange: str) -> None:
-    """tp's ranks are neighbors in a machine and cp's are in different ones, between which half of what a layer moves
-    over cp takes its time."""
-    of, alone = (made(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
+    """The ranks of tp are on one node and those of cp on two; half of a layer's cp bytes go over the slow link."""
+    plan, alone = (make_plan(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
     slow = dataclasses.replace(fast(4, inter_node=Link(0.0, 1e9)), devices_per_node=2, num_nodes=2)
-    trace = of.stage_costs.layer_costs(range(1))[0][0].trace
+    trace = plan.stage_costs.layer_costs(range(1))[0][0].trace
     moved = sum(event.num_bytes for event in trace if isinstance(event, CommStart) and event.axis == "cp")
-    both, tp = predict_step(of, slow, profile), predict_step(alone, fast(4, intra_node=Link(0.0, 1e9)), profile)
+    both, tp = predict_step(plan, slow, profile), predict_step(alone, fast(4, intra_node=Link(0.0, 1e9)), profile)
     assert both.parts["cp"] == pytest.approx(6 * 8 * moved / 2 / 1e9) and both.parts["tp"] == pytest.approx(0, abs=1e-9)
     assert tp.parts["tp"] > 0.01 and tp.parts["cp"] == 0
     check_sum(both)
 
 
 def test_replicated_optimizer_all_reduces_gradients() -> None:
-    of = made("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
-    assert of.config.parallel.use_distributed_optimizer is False
-    found = predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of))
-    assert found.parts["dp"] == pytest.approx(of.model_states[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
+    plan = make_plan("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
+    assert plan.config.parallel.use_distributed_optimizer is False
+    step = predict_step(plan, fast(2, intra_node=Link(0.0, 1e9)), known(plan))
+    assert step.parts["dp"] == pytest.approx(plan.model_states[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
 
 
 def test_exposed_tp_communication_is_counted() -> None:
-    """Of a layer: 4 collectives forward, the 2 gathers of dy backward; the others are behind matmuls, unless the link is
-    so slow that all of them show: 10. The embedding has 2, the head 2, of which one is behind its last matmul."""
-    of = made("--tp 2 --global-batch-size 4", 2)
+    """A layer exposes 4 collectives in forward and the 2 gathers of dy in backward; matmuls hide the others.
+
+    If the link is so slow that nothing is hidden, it exposes all 10. The embedding has 2; the head has 2, one of them
+    hidden by its last matmul.
+    """
+    plan = make_plan("--tp 2 --global-batch-size 4", 2)
     n = 512 * 1024 * 2 / 2  # half of a micro-batch's hidden states in bf16
     base = dataclasses.replace(default_profile("h100"), contention=0.0)
     for rate, per_layer, ends in ((2e12, 6, 3), (1e6, 10, 4)):
-        found = predict_step(of, fast(2, intra_node=Link(0.0, rate)), base)
-        assert found.parts["tp"] == pytest.approx(4 * (8 * per_layer + ends) * n / rate, rel=0.01)
-        check_sum(found)
+        step = predict_step(plan, fast(2, intra_node=Link(0.0, rate)), base)
+        assert step.parts["tp"] == pytest.approx(4 * (8 * per_layer + ends) * n / rate, rel=0.01)
+        check_sum(step)
 
 
 def test_overlap_slows_down_compute() -> None:
-    of = made("--global-batch-size 4 --ddp-bucket-size 1000000", 2)
-    free, dear = (
-        predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of, contention=share)) for share in (0.0, 0.5)
+    plan = make_plan("--global-batch-size 4 --ddp-bucket-size 1000000", 2)
+    free, contended = (
+        predict_step(plan, fast(2, intra_node=Link(0.0, 1e9)), known(plan, contention=share)) for share in (0.0, 0.5)
     )
-    whole = (of.model_states[0].weights + of.model_states[0].gradients) / 2 / 1e9
-    assert dear.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (whole - free.parts["dp"]), rel=0.01)
+    total = (plan.model_states[0].weights + plan.model_states[0].gradients) / 2 / 1e9
+    assert contended.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (total - free.parts["dp"]), rel=0.01)
 
 
 def test_tied_embedding_gradient_is_reduced() -> None:
-    tied = made(f"{PP2} --global-batch-size 4", 2)
-    own = made(f"{PP2} --global-batch-size 4 --untie-embeddings-and-output-weights", 2)
-    a, b = (predict_step(of, fast(2, intra_node=Link(0.0, 1e9)), known(of)).parts["dp"] for of in (tied, own))
+    tied = make_plan(f"{PP2} --global-batch-size 4", 2)
+    own = make_plan(f"{PP2} --global-batch-size 4 --untie-embeddings-and-output-weights", 2)
+    a, b = (predict_step(plan, fast(2, intra_node=Link(0.0, 1e9)), known(plan)).parts["dp"] for plan in (tied, own))
     assert a - b == pytest.approx(1024 * 1024 * 4 / 1e9)  # fp32, 2 (N - 1) / N = 1
 
 
 def test_full_recompute_adds_a_forward() -> None:
     args = "--global-batch-size 4"
-    plain, full = made(args, 1), made(f"{args} --recompute-granularity full --recompute-method uniform", 1)
-    profile, where = default_profile("h100"), make_cluster("h100", 1)
-    a, b = (TimeModel(of, where, profile) for of in (plain, full))
-    again = b.stage_times[0][0, 1] - a.stage_times[0][0, 1]
+    plain, full = make_plan(args, 1), make_plan(f"{args} --recompute-granularity full --recompute-method uniform", 1)
+    profile, cluster = default_profile("h100"), make_cluster("h100", 1)
+    a, b = (TimeModel(plan, cluster, profile) for plan in (plain, full))
+    recompute = b.stage_times[0][0, 1] - a.stage_times[0][0, 1]
     forward = 8 * a.layer_time(layer_kinds(plain.config.model)[0])[0, 0]
-    assert 0.8 * forward < again < forward  # without the last operations, whose results backward does not need
+    assert 0.8 * forward < recompute < forward  # without the last operations, whose results backward does not need
 
 
 def test_block_recompute_costs_only_its_layers() -> None:
     full = "--recompute-granularity full --recompute-method"
     profile, cluster = default_profile("h100"), make_cluster("h100", 1)
     plain, block, uniform = (
-        TimeModel(made(f"--global-batch-size 4 {flags}", 1), cluster, profile).stage_times[0][0, 1]
+        TimeModel(make_plan(f"--global-batch-size 4 {flags}", 1), cluster, profile).stage_times[0][0, 1]
         for flags in ("", f"{full} block --recompute-num-layers 3", f"{full} uniform")
     )
     assert block - plain == pytest.approx(3 / 8 * (uniform - plain)) and uniform > plain
 
 
 def test_slower_links_are_never_faster() -> None:
-    of = made("--tp 2 --pp 2 --global-batch-size 8", 8)
+    plan = make_plan("--tp 2 --pp 2 --global-batch-size 8", 8)
     times = []
     for scale in (1.0, 0.5, 0.1, 0.01):
         base = make_cluster("h100", 8, 4)
@@ -235,26 +247,26 @@ def test_slower_links_are_never_faster() -> None:
             side: dataclasses.replace(getattr(base, side), bytes_per_s=scale * getattr(base, side).bytes_per_s)
             for side in ("intra_node", "inter_node")
         }
-        found = predict_step(of, dataclasses.replace(base, **links))
-        check_sum(found)
-        times.append(found.seconds)
+        step = predict_step(plan, dataclasses.replace(base, **links))
+        check_sum(step)
+        times.append(step.seconds)
     assert times == sorted(times) and times[0] < times[-1]
 
 
 def test_mfu_and_tokens_are_cluster_totals() -> None:
-    of = made("--global-batch-size 8", 4)
-    found = predict_step(of, make_cluster("h100", 4))
-    flops = flops_per_token(of.config.model, of.padded_vocab) * 8 * 512
-    assert found.mfu == pytest.approx(flops / found.seconds / 4 / 989.4e12)
-    assert found.tokens_per_s == pytest.approx(8 * 512 / found.seconds)
+    plan = make_plan("--global-batch-size 8", 4)
+    step = predict_step(plan, make_cluster("h100", 4))
+    flops = flops_per_token(plan.config.model, plan.padded_vocab) * 8 * 512
+    assert step.mfu == pytest.approx(flops / step.seconds / 4 / 989.4e12)
+    assert step.tokens_per_s == pytest.approx(8 * 512 / step.seconds)
     with pytest.raises(ValueError, match="8 devices, the plan 4 ranks"):
-        predict_step(of, make_cluster("h100", 8))
+        predict_step(plan, make_cluster("h100", 8))
 
 
 def test_kernel_launches_bound_a_small_model_without_cuda_graphs() -> None:
-    eager, graph = made("--global-batch-size 8", 1), made("--global-batch-size 8 --cuda-graph-impl local", 1)
-    where = make_cluster("h100", 1)
-    assert predict_step(graph, where).seconds < 0.5 * predict_step(eager, where).seconds
+    eager, graph = make_plan("--global-batch-size 8", 1), make_plan("--global-batch-size 8 --cuda-graph-impl local", 1)
+    cluster = make_cluster("h100", 1)
+    assert predict_step(graph, cluster).seconds < 0.5 * predict_step(eager, cluster).seconds
 
 
 ROPE = "--position-embedding-type rope"
@@ -264,20 +276,23 @@ ROPE = "--position-embedding-type rope"
     "more", ["--qk-layernorm", "--disable-bias-linear", "--parallel-residual", "--window-size 63,0", "--no-rope-freq 4"]
 )
 def test_uncalibrated_layer_kind_is_priced_by_its_cost(more: str) -> None:
-    one, other = (made(f"{ROPE} {also} --global-batch-size 8", 1) for also in ("", more))
-    of_same, of_other = (TimeModel(of, fast(1), known(one)).layer_times.per_layer[:, TOTAL, F] for of in (one, other))
-    alike = [n % 4 != 3 for n in range(8)] if "freq" in more else [False] * 8  # every fourth layer has no positions
-    assert (of_same == 1.0).all() and [s == 1.0 for s in of_other] == alike and of_other[3] < 0.1
+    plain, other = (make_plan(f"{ROPE} {flags} --global-batch-size 8", 1) for flags in ("", more))
+    times, times_of_other = (
+        TimeModel(plan, fast(1), known(plain)).layer_times.per_layer[:, TOTAL, F] for plan in (plain, other)
+    )
+    # every fourth layer has no positions
+    calibrated = [n % 4 != 3 for n in range(8)] if "freq" in more else [False] * 8
+    assert (times == 1.0).all() and [s == 1.0 for s in times_of_other] == calibrated and times_of_other[3] < 0.1
 
 
 def test_step_of_mixed_layer_kinds_is_additive() -> None:
-    """Of matmuls and attention alone, at half of the peak: a window in two layers of three, and narrow feed-forward."""
+    """Only matmuls and attention take time, at half of the peak: a window in two of three layers, a narrow MLP."""
     flags = f"{ROPE} --num-layers 6 --ffn-hidden-size 1536 --window-size 63,0 --window-attn-skip-freq 3"
-    of, S, D, F = made(f"{flags} --global-batch-size 8", 1), 512, 1024, 1536
+    plan, S, D, F = make_plan(f"{flags} --global-batch-size 8", 1), 512, 1024, 1536
     free = dict(head=1e30, memory=1e30, sums=0.0, kernel_s=0.0, dispatch_s=0.0, contention=0.0, step_s=0.0, tiles=0)
     half = dict(matmul=0.5, attention=(0.5, 0.5), attention_half=(0.0, 0.0))
-    found = predict_step(of, fast(1), dataclasses.replace(default_profile("h100"), **free, **half))
+    step = predict_step(plan, fast(1), dataclasses.replace(default_profile("h100"), **free, **half))
     scores = [4 * D * (window * S - window**2 / 2) for window in (64, 64, S)]
     layers = sum(3 * 2 * S * (4 * D * D + 2 * D * F) + (1 + 2 * 1.25) * one for one in scores)
-    assert found.parts["compute"] == pytest.approx(8 * 2 * layers / (0.5 * 989.4e12), rel=1e-6)
-    check_sum(found)
+    assert step.parts["compute"] == pytest.approx(8 * 2 * layers / (0.5 * 989.4e12), rel=1e-6)
+    check_sum(step)
