@@ -1,5 +1,8 @@
-"""examples/launch as a cluster runs it: srun, scontrol and torchrun are stand-ins that note how they were called; what
-torchrun starts is the real program, on one process."""
+"""The scripts of examples/launch as a cluster runs them.
+
+srun, scontrol and torchrun are replaced by scripts that record their arguments. The replaced torchrun starts the real
+program, in one process.
+"""
 
 import json
 import os
@@ -27,19 +30,19 @@ from megalite.config.cli import parse_args
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples/launch"
 SRUN = """echo "srun $*" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done; exec "$@" """
-GETENT = """echo 127.0.0.1"""  # every name is this node's, so that it is the first
+GETENT = """echo 127.0.0.1"""  # every name resolves to this node, so that it is the first node
 SCONTROL = """echo "scontrol $*" >>"$NOTES"; [ "$1 $2" != "show hostnames" ] || printf 'node-a\\nnode-b\\n'"""
 TORCHRUN = """echo "torchrun $*" >>"$NOTES"; echo "grace $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>"$NOTES"; while [[ $1 == --* ]]; do shift; done
 if [ -n "${LEAVES:-}" ]; then mkdir -p "$3"; printf '%s' "$LEAVES" >"$3/status.json"; exit "${CODE:-1}"; fi
 python "$@" & child=$!
 trap 'kill -TERM $child' TERM; trap 'kill -USR1 $child' USR1
 while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
-[ $code = 0 ]"""  # as torchrun, which has no other code than 1
+[ $code = 0 ]"""  # like torchrun, which exits with 0 or 1 only
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """The environment of a job."""
+    """Return the environment of a job."""
     for name, script in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN, "getent": GETENT}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
@@ -48,20 +51,20 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **job, "PATH": path, "NOTES": str(tmp_path / "notes"), "SLURM_NTASKS_PER_NODE": "1"}
 
 
-def script(name: str, *words: str, env: dict[str, str]) -> AbstractContextManager[subprocess.Popen[str]]:
-    return programs.group(["bash", f"examples/launch/{name}", *words], env=env)
+def start_script(name: str, *args: str, env: dict[str, str]) -> AbstractContextManager[subprocess.Popen[str]]:
+    return programs.group(["bash", f"examples/launch/{name}", *args], env=env)
 
 
-def notes(env: dict[str, str], command: str) -> list[str]:
+def calls_of(env: dict[str, str], command: str) -> list[str]:
     return [line for line in Path(env["NOTES"]).read_text().splitlines() if line.startswith(command)]
 
 
-def leaves(outcome: str) -> str:
+def status_json(outcome: str) -> str:
     return json.dumps(dict(outcome=outcome, step=4, reason='it said "outcome": "requeue"')) + "\n"
 
 
 @pytest.mark.parametrize(
-    "outcome,further,again",
+    "outcome,further,requeued",
     [
         ("requeue", False, True),
         ("crash", True, True),
@@ -69,49 +72,51 @@ def leaves(outcome: str) -> str:
         ("hang", True, True),
         ("running", True, True),
         ("running", False, False),
-        ("", False, False),  # it said nothing
+        ("", False, False),  # no status was written
         *((outcome, True, False) for outcome in ("done", "usage", "preflight", "bad-result", "interrupted")),
     ],
 )
-def test_requeue_decision_by_outcome(tmp_path: Path, outcome: str, further: bool, again: bool) -> None:
-    ask = "source examples/launch/outcome.sh; begin $1; "
-    ask += "printf '%s' \"$2\" >$1/status.json; " if outcome else ""
-    ask += "echo 5 >$1/latest_checkpointed_iteration.txt; " if further else ""
-    (tmp_path / "status.json").write_text(leaves("requeue").replace("4", "3"))  # of the attempt before
-    words = ["bash", "-c", f"{ask} worth_another $1", "-", str(tmp_path), leaves(outcome)]
-    assert (subprocess.run(words, cwd=ROOT, timeout=20).returncode == 0) is again
+def test_requeue_decision_by_outcome(tmp_path: Path, outcome: str, further: bool, requeued: bool) -> None:
+    script = "source examples/launch/outcome.sh; begin $1; "
+    script += "printf '%s' \"$2\" >$1/status.json; " if outcome else ""
+    script += "echo 5 >$1/latest_checkpointed_iteration.txt; " if further else ""
+    (tmp_path / "status.json").write_text(
+        status_json("requeue").replace("4", "3")
+    )  # the status of the previous attempt
+    argv = ["bash", "-c", f"{script} worth_another $1", "-", str(tmp_path), status_json(outcome)]
+    assert (subprocess.run(argv, cwd=ROOT, timeout=20).returncode == 0) is requeued
 
 
-@pytest.mark.parametrize("count,again", [("0", True), ("49", True), ("50", False)])
-def test_number_of_requeues_is_bounded(tmp_path: Path, cluster: dict[str, str], count: str, again: bool) -> None:
-    env = {**cluster, "LEAVES": leaves("requeue"), "SLURM_RESTART_COUNT": count}
-    with script("slurm.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
+@pytest.mark.parametrize("count,requeued", [("0", True), ("49", True), ("50", False)])
+def test_number_of_requeues_is_bounded(tmp_path: Path, cluster: dict[str, str], count: str, requeued: bool) -> None:
+    env = {**cluster, "LEAVES": status_json("requeue"), "SLURM_RESTART_COUNT": count}
+    with start_script("slurm.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
         out, _ = job.communicate(timeout=30)
-    assert notes(env, "scontrol requeue") == (["scontrol requeue 77"] if again else []), out
-    [line] = notes(env, "torchrun")
+    assert calls_of(env, "scontrol requeue") == (["scontrol requeue 77"] if requeued else []), out
+    [line] = calls_of(env, "torchrun")
     assert "--nnodes=2 " in line and "--rdzv-endpoint=node-a:29500 --rdzv-id=77 " in line
     assert line.endswith(f"pretrain_gpt.py --save {tmp_path}/run --load {tmp_path}/run --lr 1")
 
 
-OF_TORCH_2_11 = """nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf max-restarts monitor-interval
+TORCH_2_11_FLAGS = """nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf max-restarts monitor-interval
  signals-to-handle standalone node-rank master-addr master-port local-addr""".split()
 
 
 def test_torchrun_flags_exist_in_every_release(tmp_path: Path, cluster: dict[str, str], monkeypatch) -> None:
-    """The lowest torch has no --shutdown-timeout, and would end with its usage."""
+    """The lowest supported torch has no --shutdown-timeout: it would print its usage and end."""
     from torch.distributed.run import config_from_args, get_args_parser
 
-    env = {**cluster, "LEAVES": leaves("done"), "CODE": "0", "FIRST": "node-a", "NNODES": "1:4", "NPROC": "8"}
-    with script("torchrun.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
+    env = {**cluster, "LEAVES": status_json("done"), "CODE": "0", "FIRST": "node-a", "NNODES": "1:4", "NPROC": "8"}
+    with start_script("torchrun.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
         assert job.wait(timeout=30) == 0
-    words = notes(env, "torchrun")[0].split()[1:]
-    flags = [word[2:].partition("=")[0] for word in words[: words.index("pretrain_gpt.py")]]
-    assert len(flags) >= 8 and [flag for flag in flags if flag not in OF_TORCH_2_11] == []
-    [grace] = notes(env, "grace")
+    args = calls_of(env, "torchrun")[0].split()[1:]
+    flags = [arg[2:].partition("=")[0] for arg in args[: args.index("pretrain_gpt.py")]]
+    assert len(flags) >= 8 and [flag for flag in flags if flag not in TORCH_2_11_FLAGS] == []
+    [grace] = calls_of(env, "grace")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", grace.split()[1])
-    read = get_args_parser().parse_args(words)
-    assert read.training_script_args == ["--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--lr", "1"]
-    config, _, _ = config_from_args(read)
+    namespace = get_args_parser().parse_args(args)
+    assert namespace.training_script_args == ["--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run", "--lr", "1"]
+    config, _, _ = config_from_args(namespace)
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 4, 8, 10)
     assert config.rdzv_configs["last_call_timeout"] == "30" and config.rdzv_configs["join_timeout"] == "900"
     assert "SIGUSR1" in config.signals_to_handle and getattr(config, "shutdown_timeout", 540) == 540
@@ -120,31 +125,33 @@ def test_torchrun_flags_exist_in_every_release(tmp_path: Path, cluster: dict[str
 def test_launch_page_lists_the_script_variables() -> None:
     texts = "".join(file.read_text() for file in LAUNCH.glob("*.sh"))
     defaults = dict(re.findall(r"\$\{([A-Z]\w*):-([^}$]*)\}", texts))
-    own = {name: default for name, default in defaults.items() if not name.startswith(("SLURM", "PET"))}
+    script_defaults = {name: default for name, default in defaults.items() if not name.startswith(("SLURM", "PET"))}
     page = (ROOT / "docs/launch.md").read_text().partition("## Variables of the scripts")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page, re.MULTILINE))
-    assert rows.keys() == own.keys() | {"FIRST", "NNODES"}
-    assert {n: rows[n].strip("`") for n in own if own[n].isdigit()} == {n: d for n, d in own.items() if d.isdigit()}
+    assert rows.keys() == script_defaults.keys() | {"FIRST", "NNODES"}
+    assert {name: rows[name].strip("`") for name in script_defaults if script_defaults[name].isdigit()} == {
+        name: default for name, default in script_defaults.items() if default.isdigit()
+    }
 
 
 def test_one_task_per_gpu_needs_no_torchrun(tmp_path: Path, cluster: dict[str, str]) -> None:
     env = {**cluster, "SLURM_NTASKS_PER_NODE": "8"}
-    with script("slurm.sh", str(tmp_path / "run"), "--help", env=env) as job:
+    with start_script("slurm.sh", str(tmp_path / "run"), "--help", env=env) as job:
         out, _ = job.communicate(timeout=60)
-    [line] = notes(env, "srun")
+    [line] = calls_of(env, "srun")
     run = f"pretrain_gpt.py --save {tmp_path}/run --load {tmp_path}/run --help"
     assert line == f"srun --kill-on-bad-exit=1 python {run}"
-    assert job.returncode == 0 and "usage: pretrain_gpt.py" in out and not notes(env, "torchrun")
+    assert job.returncode == 0 and "usage: pretrain_gpt.py" in out and not calls_of(env, "torchrun")
 
 
-def started(folder: Path, step: int, job: subprocess.Popen[str]) -> int:
-    """The process that trains, once it is past a step."""
-    end = time.monotonic() + 90
-    while time.monotonic() < end and job.poll() is None:
+def wait_for_step(run_dir: Path, step: int, job: subprocess.Popen[str]) -> int:
+    """Wait until the job has reached a step, and return the id of the training process."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and job.poll() is None:
         with suppress(OSError, ValueError, IndexError):
-            row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+            row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
             if row["step"] >= step:
-                return json.loads((folder / "status.json").read_text())["pid"]
+                return json.loads((run_dir / "status.json").read_text())["pid"]
         time.sleep(0.05)
     raise AssertionError(job.communicate(timeout=5)[0])
 
@@ -152,56 +159,59 @@ def started(folder: Path, step: int, job: subprocess.Popen[str]) -> int:
 @pytest.mark.nightly(guards=("examples/launch",))
 @pytest.mark.parametrize("case", ["done", "signal", "killed", "no data"])
 def test_slurm_job_exit_codes(tmp_path: Path, cluster: dict[str, str], case: str) -> None:
-    """The status is the program's own."""
-    folder = tmp_path / "run"
+    """The status is the one that the program wrote."""
+    run_dir = tmp_path / "run"
     flags = [*SMALL, "--device", "cpu", "--save-interval", "2", "--train-iters", "2" if case == "done" else "99999"]
     if case == "no data":
         flags = [flag for flag in flags if flag != "--mock-data"] + ["--data-path", str(tmp_path / "nothing")]
-        folder.mkdir()
-    with script("slurm.sh", str(folder), *flags, env=cluster) as job:
+        run_dir.mkdir()
+    with start_script("slurm.sh", str(run_dir), *flags, env=cluster) as job:
         if case not in ("done", "no data"):
-            pid = started(folder, 4, job)
+            pid = wait_for_step(run_dir, 4, job)
             os.kill(job.pid, signal.SIGUSR1) if case == "signal" else os.kill(pid, signal.SIGKILL)
         out, _ = job.communicate(timeout=60)
-    again = case in ("signal", "killed")
-    assert notes(cluster, "scontrol requeue") == (["scontrol requeue 77"] if again else []), out
-    want = {"done": "done", "signal": "requeue", "no data": "preflight"}.get(case, "running")
-    assert json.loads((folder / "status.json").read_text())["outcome"] == want, out
+    requeued = case in ("signal", "killed")
+    assert calls_of(cluster, "scontrol requeue") == (["scontrol requeue 77"] if requeued else []), out
+    expected = {"done": "done", "signal": "requeue", "no data": "preflight"}.get(case, "running")
+    assert json.loads((run_dir / "status.json").read_text())["outcome"] == expected, out
     assert job.returncode == {"done": 0, "no data": 1}.get(case, 75), out
 
 
 def test_node_waits_for_the_first_node(tmp_path: Path, cluster: dict[str, str]) -> None:
-    """torchrun gives it 60 s, and pods come when their images are there."""
+    """The script waits, since torchrun waits only 60 s, and pods start when their images are pulled."""
     (tmp_path / "getent").write_text("#!/bin/sh\necho 192.0.2.7\n")  # an address of another machine
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = {**cluster, "LEAVES": leaves("done"), "CODE": "0", "FIRST": "localhost", "PORT": str(port)}
-    with script("torchrun.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    env = {**cluster, "LEAVES": status_json("done"), "CODE": "0", "FIRST": "localhost", "PORT": str(port)}
+    with start_script("torchrun.sh", str(tmp_path / "run"), "--lr", "1", env=env) as job:
         time.sleep(3)
         assert job.poll() is None and not (tmp_path / "notes").exists()
         with socket.create_server(("127.0.0.1", port)):
             out, _ = job.communicate(timeout=60)
     assert job.returncode == 0 and f"waits up to 900 s for the first node, localhost:{port}" in out
-    assert notes(env, "torchrun")
-    with script("torchrun.sh", str(tmp_path / "run"), env=env | {"START_WITHIN": "2"}) as job:
-        assert job.wait(timeout=60) == 0  # torchrun itself says that nobody is there
-    (tmp_path / "getent").write_text("#!/bin/sh\nhostname -I | tr ' ' '\\n'\n")  # of this machine
-    with script("torchrun.sh", str(tmp_path / "run"), env=env) as job:
+    assert calls_of(env, "torchrun")
+    with start_script("torchrun.sh", str(tmp_path / "run"), env=env | {"START_WITHIN": "2"}) as job:
+        assert job.wait(timeout=60) == 0  # torchrun itself reports that nothing answers
+    (tmp_path / "getent").write_text("#!/bin/sh\nhostname -I | tr ' ' '\\n'\n")  # addresses of this machine
+    with start_script("torchrun.sh", str(tmp_path / "run"), env=env) as job:
         out, _ = job.communicate(timeout=60)
     assert job.returncode == 0 and "waits" not in out
 
 
 def job_of(name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The Job (batch/v1) that a manifest comes to, with what Kubeflow Trainer 2.3 does (pkg/runtime/framework/plugins:
-    torch/torch.go and jobset/builder.go), and the environment that its second pod has from the cluster."""
-    documents = {one["kind"]: one for one in yaml.safe_load_all((LAUNCH / name).read_text())}
-    pod = {"JOB_COMPLETION_INDEX": "1"}
+    """Return the Job (batch/v1) of a manifest, and the environment that the cluster gives its second pod.
+
+    For a TrainJob this does what Kubeflow Trainer 2.3 does (pkg/runtime/framework/plugins: torch/torch.go and
+    jobset/builder.go).
+    """
+    documents = {document["kind"]: document for document in yaml.safe_load_all((LAUNCH / name).read_text())}
+    pod_env = {"JOB_COMPLETION_INDEX": "1"}
     if "JobSet" in documents:
         assert documents["JobSet"]["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
         [replicated] = documents["JobSet"]["spec"]["replicatedJobs"]
         assert replicated["replicas"] == 1
-        return replicated["template"]["spec"], pod
-    assert {one["apiVersion"] for one in documents.values()} == {"trainer.kubeflow.org/v1alpha1"}
+        return replicated["template"]["spec"], pod_env
+    assert {document["apiVersion"] for document in documents.values()} == {"trainer.kubeflow.org/v1alpha1"}
     runtime, train_job = documents["TrainingRuntime"], documents["TrainJob"]
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": runtime["metadata"]["name"]}
     assert train_job["spec"]["runtimeRef"] == reference
@@ -211,31 +221,32 @@ def job_of(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     assert replicated["name"] == "node" and template["metadata"]["labels"] == {
         "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
     }
-    [container] = [one for one in template["spec"]["template"]["spec"]["containers"] if one["name"] == "node"]
+    containers = template["spec"]["template"]["spec"]["containers"]
+    [container] = [container for container in containers if container["name"] == "node"]
     container |= {name: trainer[name] for name in ("command", "args", "env")}
     container["resources"] = trainer["resourcesPerNode"]
-    nodes, own = trainer["numNodes"], train_job["metadata"]["name"]
-    pod |= {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1"}
-    pod |= {"PET_MASTER_ADDR": f"{own}-node-0-0.{own}", "PET_MASTER_PORT": "29500"}
-    assert not pod.keys() & {one["name"] for one in container["env"]}  # which Trainer refuses
-    return template["spec"] | {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed"}, pod
+    nodes, job_name = trainer["numNodes"], train_job["metadata"]["name"]
+    pod_env |= {"PET_NNODES": str(nodes), "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1"}
+    pod_env |= {"PET_MASTER_ADDR": f"{job_name}-node-0-0.{job_name}", "PET_MASTER_PORT": "29500"}
+    assert not pod_env.keys() & {variable["name"] for variable in container["env"]}  # Trainer refuses such variables
+    return template["spec"] | {"completions": nodes, "parallelism": nodes, "completionMode": "Indexed"}, pod_env
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "jobset.yaml"])
 def test_kubernetes_example_starts(name: str, tmp_path: Path, cluster: dict[str, str], monkeypatch) -> None:
     from torch.distributed.run import config_from_args, get_args_parser
 
-    job, given = job_of(name)
+    job, pod_env = job_of(name)
     pod = job["template"]["spec"]
     [container] = pod["containers"]
-    user = re.findall(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[-1]
-    assert pod["securityContext"] == {"runAsNonRoot": user[0] != "0", "fsGroup": int(user[1])}
+    uid_gid = re.findall(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[-1]
+    assert pod["securityContext"] == {"runAsNonRoot": uid_gid[0] != "0", "fsGroup": int(uid_gid[1])}
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert not parse_args(container["args"]).problems
-    own = {one["name"]: one["value"] for one in container["env"]}
-    assert own["NPROC"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    container_env = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert container_env["NPROC"] == container["resources"]["limits"]["nvidia.com/gpu"]
     assert (job["completionMode"], job["completions"]) == ("Indexed", job["parallelism"])
-    assert int(own["NNODES"].rpartition(":")[2]) == job["completions"]
+    assert int(container_env["NNODES"].rpartition(":")[2]) == job["completions"]
     grace = int(dict(re.findall(r"(GRACE):-(\d+)", (LAUNCH / "torchrun.sh").read_text()))["GRACE"])
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] > grace
 
@@ -245,16 +256,24 @@ def test_kubernetes_example_starts(name: str, tmp_path: Path, cluster: dict[str,
     assert final["onExitCodes"]["containerName"] == container["name"]
     codes = {}
     for outcome in ("done", "requeue", "preflight"):
-        env = {**cluster, **own, **given, "LEAVES": leaves(outcome), "CODE": "0" if outcome == "done" else "1"}
-        command = [word.replace("/checkpoints", str(tmp_path)) for word in container["command"]]
+        env = {
+            **cluster,
+            **container_env,
+            **pod_env,
+            "LEAVES": status_json(outcome),
+            "CODE": "0" if outcome == "done" else "1",
+        }
+        command = [arg.replace("/checkpoints", str(tmp_path)) for arg in container["command"]]
         codes[outcome] = subprocess.run([*command, *container["args"]], cwd=ROOT, env=env, timeout=30).returncode
         (tmp_path / "run/status.json").unlink()
     values = final["onExitCodes"]["values"]
     assert codes["done"] == 0 and codes["requeue"] not in {0, *values} and codes["preflight"] in values
-    assert not {137, 143} & {*values}  # killed, as when memory is short: a crash, which is worth another start
-    line = notes(cluster, "torchrun")[0]
+    assert not {137, 143} & {
+        *values
+    }  # killed, for example when memory is short: a crash, after which the job starts again
+    line = calls_of(cluster, "torchrun")[0]
     assert "--nnodes=1:2 --nproc-per-node=8 " in line and "--rdzv-endpoint=megalite-node-0-0.megalite:29500 " in line
-    for variable, value in given.items():  # torchrun reads PET_... too
+    for variable, value in pod_env.items():  # torchrun reads PET_... too
         monkeypatch.setenv(variable, value)
     config, _, _ = config_from_args(get_args_parser().parse_args(line.split()[1:]))
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 2, 8)
@@ -262,45 +281,45 @@ def test_kubernetes_example_starts(name: str, tmp_path: Path, cluster: dict[str,
 
 
 def test_kubernetes_examples_start_the_same_pods() -> None:
-    (of_trainer, _), (of_jobset, _) = job_of("kubernetes.yaml"), job_of("jobset.yaml")
-    containers = [job["template"]["spec"].pop("containers")[0] for job in (of_trainer, of_jobset)]
-    assert of_trainer == of_jobset
+    (trainer_job, _), (jobset_job, _) = job_of("kubernetes.yaml"), job_of("jobset.yaml")
+    containers = [job["template"]["spec"].pop("containers")[0] for job in (trainer_job, jobset_job)]
+    assert trainer_job == jobset_job
     ports, env = containers[1].pop("ports"), containers[1]["env"].pop(0)
     assert containers[0] == containers[1]
-    # which Trainer adds
+    # Trainer adds these
     assert ports == [{"containerPort": 29500}] and env == {"name": "FIRST", "value": "megalite-node-0-0.megalite"}
 
 
-def skypilot(folder: Path) -> tuple[str, dict[str, str]]:
-    """What its nodes run, and what it tells them."""
+def skypilot(home_dir: Path) -> tuple[str, dict[str, str]]:
+    """Return the command of the nodes of skypilot.yaml, and their environment."""
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    sky = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6\n", "SKYPILOT_NUM_NODES": str(task["num_nodes"])}
-    sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2], "SKYPILOT_TASK_ID": "t1"}
-    return task["run"], {**sky, **task["envs"], "HOME": str(folder)}
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6\n", "SKYPILOT_NUM_NODES": str(task["num_nodes"])}
+    env |= {"SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2], "SKYPILOT_TASK_ID": "t1"}
+    return task["run"], {**env, **task["envs"], "HOME": str(home_dir)}
 
 
 def test_skypilot_example_starts(tmp_path: Path, cluster: dict[str, str]) -> None:
-    command, sky = skypilot(tmp_path)
-    env = {**cluster, **sky, "LEAVES": leaves("done"), "CODE": "0"}
+    command, sky_env = skypilot(tmp_path)
+    env = {**cluster, **sky_env, "LEAVES": status_json("done"), "CODE": "0"}
     assert subprocess.run(["bash", "-euc", command], cwd=ROOT, env=env, timeout=30).returncode == 0
-    [line] = notes(env, "torchrun")
+    [line] = calls_of(env, "torchrun")
     assert "--nnodes=2 --nproc-per-node=8 " in line and "--rdzv-endpoint=10.0.0.5:29500 --rdzv-id=t1 " in line
-    words = parse_args(shlex.split(line.partition("pretrain_gpt.py ")[2]))
-    assert not words.problems
+    args = parse_args(shlex.split(line.partition("pretrain_gpt.py ")[2]))
+    assert not args.problems
     bucket = "s3://megalite-checkpoints/run"
-    assert (words.values["save"], words.values["load"], words.values["run_dir"]) == (bucket, bucket, f"{tmp_path}/run")
+    assert (args.values["save"], args.values["load"], args.values["run_dir"]) == (bucket, bucket, f"{tmp_path}/run")
 
 
 @pytest.mark.nightly(guards=("examples/launch",))
 @pytest.mark.usefixtures("s3_server")
 def test_skypilot_resumes_from_the_bucket_on_new_nodes(tmp_path: Path, cluster: dict[str, str]) -> None:
-    command, sky = skypilot(tmp_path)
-    small = shlex.join([*SMALL, "--device", "cpu", "--lr-decay-iters", "4"])
+    command, sky_env = skypilot(tmp_path)
+    flags = shlex.join([*SMALL, "--device", "cpu", "--lr-decay-iters", "4"])
     bucket = "s3://runs/skypilot"
-    for steps, said in (("2", "starts from scratch"), ("4", "at step 2")):
-        run = command.replace("--config run.toml", f"{small} --train-iters {steps}")
-        env = {**cluster, **sky, "CHECKPOINTS": bucket}
-        done = subprocess.run(["bash", "-euc", run], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    for steps, message in (("2", "starts from scratch"), ("4", "at step 2")):
+        run = command.replace("--config run.toml", f"{flags} --train-iters {steps}")
+        env = {**cluster, **sky_env, "CHECKPOINTS": bucket}
+        result = subprocess.run(["bash", "-euc", run], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+        assert result.returncode == 0 and message in result.stdout, result.stdout + result.stderr
         assert fsspec.filesystem("s3", skip_instance_cache=True).exists(f"{bucket}/iter_000000{steps}/COMPLETE")
         shutil.rmtree(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The launcher of local ranks: who failed first, starting again, and what a killed launcher leaves."""
+"""The launcher of local ranks: the first failure, restarts, and what a killed launcher leaves."""
 
 import faulthandler
 import fcntl
@@ -27,10 +27,10 @@ from megalite.training.logging.rank_log import (
 )
 
 
-def _twice(ranks: RankInfo, folder: str) -> None:
-    """The first time rank 2 fails, which rank 0 notices and ends earlier; the second time all is well."""
+def _fail_once(ranks: RankInfo, directory: str) -> None:
+    """Let rank 2 fail in the first attempt, where rank 0 notices it and ends earlier; succeed in the second one."""
     assert ranks.shared_dir is not None
-    with open(Path(folder) / f"resumes-{ranks.is_restart}", "a") as file:
+    with open(Path(directory) / f"resumes-{ranks.is_restart}", "a") as file:
         file.write(f"{ranks.rank} {ranks.shared_dir}\n")
     if ranks.is_restart:
         return
@@ -44,9 +44,11 @@ def _twice(ranks: RankInfo, folder: str) -> None:
     os._exit(1)
 
 
-def _slow_to_say(ranks: RankInfo, console: str) -> None:
-    """Rank 1's disk is full; rank 0 has heard of that before rank 1 has said it. The fork server's own stderr is that of
-    the test which started it."""
+def _report_late(ranks: RankInfo, console: str) -> None:
+    """Fail on rank 1, whose disk is full, and end rank 0 before rank 1 has reported its error.
+
+    stderr is replaced, since the fork server's stderr is that of the test which started it.
+    """
     from megalite.training.job.job import report_failure
 
     sys.stderr = open(console, "a", buffering=1)  # noqa: SIM115 (until the process ends)
@@ -57,32 +59,34 @@ def _slow_to_say(ranks: RankInfo, console: str) -> None:
 
 
 def test_failed_ranks_message_reaches_the_console(tmp_path: Path) -> None:
-    """Not before them, but after them end those that only heard of it: then the launcher waits for nobody."""
+    """The launcher waits for the message, although the rank that only noticed the failure ends first."""
     console = tmp_path / "console"
-    assert launch_local(2, _slow_to_say, (str(console),), threads=1, timeout_s=60, grace_s=0.2) == 3
+    assert launch_local(2, _report_late, (str(console),), threads=1, timeout_s=60, grace_s=0.2) == 3
     assert console.read_text("utf-8").splitlines() == ["pretrain_gpt.py: rank 1: [Errno 27] File too large"]
 
 
 def test_restart_starts_all_ranks_and_names_the_first_failure(tmp_path: Path) -> None:
-    ends: list[LaunchResult] = []
+    results: list[LaunchResult] = []
 
-    def ended(end: LaunchResult) -> bool | None:
-        ends.append(end)
-        return True if len(ends) == 1 else None
+    def on_exit(result: LaunchResult) -> bool | None:
+        results.append(result)
+        return True if len(results) == 1 else None
 
-    assert launch_local(3, _twice, (str(tmp_path),), threads=1, timeout_s=60, on_exit=ended) == 0
-    assert ends == [LaunchResult(17, "rank 2: ValueError: of rank 2", []), LaunchResult(0, "", [])]
-    places = []
+    assert launch_local(3, _fail_once, (str(tmp_path),), threads=1, timeout_s=60, on_exit=on_exit) == 0
+    assert results == [LaunchResult(17, "rank 2: ValueError: of rank 2", []), LaunchResult(0, "", [])]
+    shared_dirs = []
     for name in ("resumes-False", "resumes-True"):
         rows = [line.split() for line in (tmp_path / name).read_text().splitlines()]
         assert sorted(rank for rank, _ in rows) == ["0", "1", "2"]
-        places += {place for _, place in rows}
-    assert len(set(places)) == 2 and not any(map(os.path.exists, places))  # the second had a meeting place of its own
+        shared_dirs += {shared_dir for _, shared_dir in rows}
+    assert len(set(shared_dirs)) == 2 and not any(
+        map(os.path.exists, shared_dirs)
+    )  # each attempt had its own rendezvous
 
 
-def _dies(ranks: RankInfo, folder: str, how: str) -> None:
-    with rank_log(Path(folder), ranks):
-        if how == "early":
+def _die(ranks: RankInfo, directory: str, case: str) -> None:
+    with rank_log(Path(directory), ranks):
+        if case == "early":
             os._exit(0)
         if ranks.rank == 1:
             print_err("first\nsecond")
@@ -92,21 +96,21 @@ def _dies(ranks: RankInfo, folder: str, how: str) -> None:
 
 
 def test_crash_in_c_code_leaves_a_stack(tmp_path: Path, capsys) -> None:
-    ends: list[LaunchResult] = []
-    assert launch_local(2, _dies, (str(tmp_path), "segv"), timeout_s=60, grace_s=0.1, on_exit=ends.append) == 139
-    assert ends[0].cause == "rank 1 ended by signal SIGSEGV"
-    assert f"{ends[0].cause}; ending the others" in capsys.readouterr().err
-    said = (tmp_path / "ranks/rank-00001.log").read_text().splitlines()
-    assert [line.partition(" ")[2] for line in said[1:4]] == ["first", "second", "not for the console"]
-    assert f"rank 1 of 2 on {os.uname().nodename}, process " in said[0] and said[0].startswith("20")
-    assert any("Fatal Python error: Segmentation fault" in line for line in said)
-    assert any("test_local_launcher.py" in line for line in said)
-    told = crash_stack(tmp_path, ends[0].cause, 0.0).splitlines()  # what the launcher shows of it
-    assert told[0] == "Fatal Python error: Segmentation fault" and any(
-        "test_local_launcher.py" in line for line in told
+    results: list[LaunchResult] = []
+    assert launch_local(2, _die, (str(tmp_path), "segv"), timeout_s=60, grace_s=0.1, on_exit=results.append) == 139
+    assert results[0].cause == "rank 1 ended by signal SIGSEGV"
+    assert f"{results[0].cause}; ending the others" in capsys.readouterr().err
+    lines = (tmp_path / "ranks/rank-00001.log").read_text().splitlines()
+    assert [line.partition(" ")[2] for line in lines[1:4]] == ["first", "second", "not for the console"]
+    assert f"rank 1 of 2 on {os.uname().nodename}, process " in lines[0] and lines[0].startswith("20")
+    assert any("Fatal Python error: Segmentation fault" in line for line in lines)
+    assert any("test_local_launcher.py" in line for line in lines)
+    stack = crash_stack(tmp_path, results[0].cause, 0.0).splitlines()  # the part that the launcher prints
+    assert stack[0] == "Fatal Python error: Segmentation fault" and any(
+        "test_local_launcher.py" in line for line in stack
     )
     for cause, since in (
-        (ends[0].cause, time.time() + 9),
+        (results[0].cause, time.time() + 9),
         ("rank 0 ended by signal SIGSEGV", 0.0),
         ("rank 1 raised", 0.0),
     ):
@@ -119,40 +123,40 @@ def test_rank_logs_exist_only_for_ranks_with_messages(tmp_path: Path, capsys: py
         log_to_rank_file("not for the console")
     log_to_rank_file("there is no file")
     assert capsys.readouterr().err == "first\nsecond\nthere is no file\n"
-    said = (tmp_path / "ranks/rank-00000.log").read_text()
-    assert [line.partition(" ")[2] for line in said.splitlines()[1:]] == ["first", "second", "not for the console"]
+    text = (tmp_path / "ranks/rank-00000.log").read_text()
+    assert [line.partition(" ")[2] for line in text.splitlines()[1:]] == ["first", "second", "not for the console"]
     (tmp_path / "file").touch()
-    for folder in (tmp_path / "quiet", tmp_path / "file/x"):
-        with rank_log(folder, RankInfo()):
+    for directory in (tmp_path / "quiet", tmp_path / "file/x"):
+        with rank_log(directory, RankInfo()):
             pass
-        assert not (folder / "ranks").exists()
+        assert not (directory / "ranks").exists()
     assert claim_first_failure(RankInfo(), 1, "x") and first_failure_reason(RankInfo()) is None
 
 
 def test_rank_that_ended_early_is_named(tmp_path: Path) -> None:
-    """With exit code 0, but before its target had returned: it has done nothing."""
-    ends: list[LaunchResult] = []
-    assert launch_local(2, _dies, (str(tmp_path), "early"), timeout_s=60, on_exit=ends.append) == 1
-    assert re.fullmatch("rank [01] ended with exit code 0 before its work was done", ends[0].cause)
+    """It ended with exit code 0, but before its function had returned."""
+    results: list[LaunchResult] = []
+    assert launch_local(2, _die, (str(tmp_path), "early"), timeout_s=60, on_exit=results.append) == 1
+    assert re.fullmatch("rank [01] ended with exit code 0 before its work was done", results[0].cause)
     assert not (tmp_path / "ranks/rank-00000.log").read_text()
 
 
 def test_only_leftovers_of_dead_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path /= "long" * 12  # so that no fork server's socket is in it
+    tmp_path /= "long" * 12  # too long for the socket of a fork server
     tmp_path.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def scratch(name: str, *files: str, age_s: float = 3600) -> Path:
-        folder = tmp_path / name
-        (folder / "tmpabcdefgh").mkdir(parents=True)
+        directory = tmp_path / name
+        (directory / "tmpabcdefgh").mkdir(parents=True)
         for file in files:
-            (folder / file).touch()
-        os.utime(folder, (time.time() - age_s, time.time() - age_s))
-        return folder
+            (directory / file).touch()
+        os.utime(directory, (time.time() - age_s, time.time() - age_s))
+        return directory
 
     attempt = [f"tmpabcdefgh/{name}" for name in ("rendezvous", FIRST_FAILURE, HANG_REPORT)]
     dead = scratch("megalite-ranks-00000000", *attempt)
-    kept = [
+    others = [
         scratch("megalite-ranks-11111111", age_s=0),  # may be about to be locked
         live := scratch("megalite-ranks-22222222"),
         scratch("megalite-ranks-33333333", "letter.txt"),
@@ -160,48 +164,50 @@ def test_only_leftovers_of_dead_launchers_are_removed(tmp_path: Path, monkeypatc
         scratch("megalite-data-55555555"),
         scratch("megalite-ranks-666666666"),
     ]
-    (tmp_path / "megalite-ranks-77777777").symlink_to(kept[4])
-    number = os.open(live, os.O_RDONLY)
-    fcntl.flock(number, fcntl.LOCK_EX)
-    held: list[bool] = []
+    (tmp_path / "megalite-ranks-77777777").symlink_to(others[4])
+    fd = os.open(live, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    lock_checks: list[bool] = []
 
-    def ended(end: LaunchResult) -> None:
-        [own] = [p for p in tmp_path.iterdir() if p.name.startswith("megalite-ranks-") and p not in (*kept, dead, link)]
-        other = os.open(own, os.O_RDONLY)
+    def on_exit(result: LaunchResult) -> None:
+        [own] = [
+            p for p in tmp_path.iterdir() if p.name.startswith("megalite-ranks-") and p not in (*others, dead, link)
+        ]
+        own_fd = os.open(own, os.O_RDONLY)
         with pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.close(other)
-        held.append(True)
+            fcntl.flock(own_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(own_fd)
+        lock_checks.append(True)
 
     link = tmp_path / "megalite-ranks-77777777"
     try:
-        assert launch_local(1, _nothing, timeout_s=60, on_exit=ended) == 0
+        assert launch_local(1, _do_nothing, timeout_s=60, on_exit=on_exit) == 0
     finally:
-        os.close(number)
-    assert held and not dead.exists() and all(folder.is_dir() for folder in kept) and link.is_symlink()
-    assert (kept[2] / "letter.txt").exists() and (kept[3] / "tmpabcdefgh/letter.txt").exists()
-    assert len(list(tmp_path.iterdir())) == len(kept) + 1
+        os.close(fd)
+    assert lock_checks and not dead.exists() and all(path.is_dir() for path in others) and link.is_symlink()
+    assert (others[2] / "letter.txt").exists() and (others[3] / "tmpabcdefgh/letter.txt").exists()
+    assert len(list(tmp_path.iterdir())) == len(others) + 1
 
 
-def _nothing(ranks: RankInfo) -> None:
+def _do_nothing(ranks: RankInfo) -> None:
     pass
 
 
 def test_torchrun_table_starts_with_the_first_failure(tmp_path: Path) -> None:
-    """It takes the earliest of whole seconds, and of equals the lowest rank."""
+    """The table of torchrun compares whole seconds, and takes the lowest rank if they are equal."""
     (tmp_path / "1").mkdir()
     assert claim_first_failure(RankInfo(1, 2, 1, 2, shared_dir=str(tmp_path)), 1, "ValueError: x")
-    told = json.loads((tmp_path / "1" / "error.json").read_text())["message"]
-    assert told["message"] == "ValueError: x" and int(told["extraInfo"]["timestamp"]) < int(time.time())
+    error = json.loads((tmp_path / "1" / "error.json").read_text())["message"]
+    assert error["message"] == "ValueError: x" and int(error["extraInfo"]["timestamp"]) < int(time.time())
 
 
-_TELLS_A_FULL_DISK = """
+_PRINTS_TO_A_FULL_DISK = """
 import sys, contextlib
 from pathlib import Path
 from megalite.launch.local_launcher import launch_local
 from megalite.training.logging.rank_log import rank_log
 
-def tell(ranks):
+def print_all(ranks):
     with rank_log(Path("."), ranks):
         print("on stderr", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
@@ -212,16 +218,16 @@ def tell(ranks):
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
         print("of the launcher", file=sys.stderr)
-    sys.exit(launch_local(2, tell, (), timeout_s=60))
+    sys.exit(launch_local(2, print_all, (), timeout_s=60))
 """
 
 
 def test_ranks_with_a_full_console_end_normally(tmp_path: Path) -> None:
-    """Whatever they, or a library of theirs, had to say there."""
-    (tmp_path / "tell.py").write_text(_TELLS_A_FULL_DISK)
+    """Output of the ranks and of their libraries may be lost."""
+    (tmp_path / "print_all.py").write_text(_PRINTS_TO_A_FULL_DISK)
     with open("/dev/full", "w") as full:
-        words = [sys.executable, str(tmp_path / "tell.py")]
-        done = subprocess.run(words, cwd=tmp_path, stdout=full, stderr=full, timeout=120, env=os.environ)
-    assert done.returncode == 0
+        argv = [sys.executable, str(tmp_path / "print_all.py")]
+        result = subprocess.run(argv, cwd=tmp_path, stdout=full, stderr=full, timeout=120, env=os.environ)
+    assert result.returncode == 0
     for rank in range(2):
         assert "on stderr" in (tmp_path / f"ranks/rank-0000{rank}.log").read_text()

@@ -30,35 +30,35 @@ text = {" ".join(TRAIN)!r}
 
 
 def modules() -> list[str]:
-    """Modules of the standard library that are files, which a file of that name could replace, and packages."""
+    """Return modules of the standard library that are files, which a file of that name could replace, and packages."""
     stdlib = sysconfig.get_path("stdlib")
-    found = []
+    names = []
     for name in sorted(sys.stdlib_module_names - {"this", "antigravity", "idlelib"}):
         spec = importlib.machinery.PathFinder.find_spec(name, [stdlib, f"{stdlib}/lib-dynload"])
         if spec is not None:
-            found.append(name)
-    assert {"socket", "signal", "selectors", "multiprocessing", "ctypes"} <= {*found}
-    return [*found, *PACKAGES]
+            names.append(name)
+    assert {"socket", "signal", "selectors", "multiprocessing", "ctypes"} <= {*names}
+    return [*names, *PACKAGES]
 
 
 @pytest.fixture
 def hostile(tmp_path: Path) -> Path:
-    """A working directory that has a file for every module, and for some a package."""
-    folder = tmp_path / "hostile"
-    folder.mkdir()
+    """Return a working directory with a file or a package for every module."""
+    directory = tmp_path / "hostile"
+    directory.mkdir()
     for name in modules():
         text = HOSTILE.format(canary=str(tmp_path / "canary"), name=name)
         if name in ("multiprocessing", "megalite", "json"):
-            (folder / name).mkdir()
-            (folder / name / "__init__.py").write_text(text)
+            (directory / name).mkdir()
+            (directory / name / "__init__.py").write_text(text)
         else:
-            (folder / f"{name}.py").write_text(text)
-    return folder
+            (directory / f"{name}.py").write_text(text)
+    return directory
 
 
-def command(folder: Path) -> list[str]:
-    """`megalite` as pip installs it: a script that imports the package from wherever it is."""
-    script = folder / "bin" / "megalite"
+def command(directory: Path) -> list[str]:
+    """Return a command like the `megalite` that pip installs, a script that imports the package from its place."""
+    script = directory / "bin" / "megalite"
     script.parent.mkdir(exist_ok=True)
     script.write_text(
         "import sys\nfrom megalite.__main__ import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
@@ -66,20 +66,27 @@ def command(folder: Path) -> list[str]:
     return [sys.executable, str(script)]
 
 
-def run(words: list[str], folder: Path, clone: bool = False, **more: str) -> str:
-    """What a command says in `folder`, which has been left alone. `clone`: without PYTHONPATH."""
-    canary = (folder if (folder / "hostile").exists() else folder.parent) / "canary"
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    env |= {} if clone else {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=folder, env=env | more, capture_output=True, text=True, timeout=300)
-    assert not canary.exists(), f"imported from the working directory: {canary.read_text()}\n{done.stderr}"
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def run(argv: list[str], directory: Path, clone: bool = False, **env: str) -> str:
+    """Run a command in `directory`, check that it imports nothing from there, and return its output.
+
+    Args:
+        argv: The command.
+        directory: The working directory.
+        clone: Whether the command is one of a clone and needs no PYTHONPATH.
+        env: Additional environment variables.
+    """
+    canary = (directory if (directory / "hostile").exists() else directory.parent) / "canary"
+    full_env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    full_env |= {} if clone else {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(argv, cwd=directory, env=full_env | env, capture_output=True, text=True, timeout=300)
+    assert not canary.exists(), f"imported from the working directory: {canary.read_text()}\n{result.stderr}"
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
 def test_hostile_directory_would_be_imported(hostile: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", "import socket"], cwd=hostile, capture_output=True, text=True)
-    assert done.returncode and (hostile.parent / "canary").read_text() == "socket\n"
+    result = subprocess.run([sys.executable, "-c", "import socket"], cwd=hostile, capture_output=True, text=True)
+    assert result.returncode and (hostile.parent / "canary").read_text() == "socket\n"
 
 
 def test_ranks_import_nothing_from_the_working_directory(hostile: Path, tmp_path: Path) -> None:
@@ -92,15 +99,15 @@ def test_ranks_of_a_clone_import_nothing_from_the_working_directory(hostile: Pat
 
 @RARELY
 def test_commands_import_nothing_from_the_working_directory(hostile: Path, tmp_path: Path) -> None:
-    """Every command that starts processes: ranks, workers, runs, contenders."""
+    """The commands are all that start processes: ranks, workers, runs, contenders."""
     megalite = command(tmp_path)
     text, data, run_dir = tmp_path / "text.jsonl", str(tmp_path / "data"), str(tmp_path / "run")
     text.write_text('{"text": "some text"}\n' * 40)
     run([*megalite, "train", *LAYER, "--compile", "--save", run_dir], hostile)
-    words = f"--input {text} --output-prefix {data} --tokenizer-type ByteTokenizer --workers 2"
-    run([*megalite, "preprocess", *words.split()], hostile)
-    words = f"--load {run_dir} --nproc 2 --tensor-model-parallel-size 2 --prompt a --max-new-tokens 2 --device cpu"
-    run([*megalite, "generate", *words.split()], hostile)
+    args = f"--input {text} --output-prefix {data} --tokenizer-type ByteTokenizer --workers 2"
+    run([*megalite, "preprocess", *args.split()], hostile)
+    args = f"--load {run_dir} --nproc 2 --tensor-model-parallel-size 2 --prompt a --max-new-tokens 2 --device cpu"
+    run([*megalite, "generate", *args.split()], hostile)
     run([*megalite, "verify", *TRAIN, "--steps", "1"], hostile)
     run([*megalite, *f"convert --load {run_dir} --to-hf {tmp_path / 'hf'} --check".split()], hostile)
     run([*megalite, *"bench comm --nproc 2 --max-bytes 4096 --times 1 --device cpu".split()], hostile)
@@ -117,53 +124,53 @@ def test_commands_import_nothing_from_the_working_directory(hostile: Path, tmp_p
 
 @RARELY
 def test_programs_import_nothing_from_the_working_directory(hostile: Path, tmp_path: Path) -> None:
-    """Programs of a clone that are no commands."""
+    """These programs of a clone are not commands."""
     run([sys.executable, str(ROOT / "tools/bench/data.py"), "--documents", "2000"], hostile, clone=True)
-    words = f"--dir {tmp_path / 'disk'} --mib 16 --ranks 2 --rounds 1"
-    run([sys.executable, str(ROOT / "tools/bench/checkpoint.py"), *words.split()], hostile, clone=True)
-    words = "--device cpu --only rms_norm --peers compile --repeats 1"
-    run([sys.executable, str(ROOT / "tools/bench/kernels.py"), *words.split()], hostile, clone=True)
+    args = f"--dir {tmp_path / 'disk'} --mib 16 --ranks 2 --rounds 1"
+    run([sys.executable, str(ROOT / "tools/bench/checkpoint.py"), *args.split()], hostile, clone=True)
+    args = "--device cpu --only rms_norm --peers compile --repeats 1"
+    run([sys.executable, str(ROOT / "tools/bench/kernels.py"), *args.split()], hostile, clone=True)
 
 
 API = """
-megalite.train(megalite.Config(text, save={folder!r} + "/run"), quiet=True)
-megalite.convert("to_hf", {folder!r} + "/run", {folder!r} + "/hf")
+megalite.train(megalite.Config(text, save={directory!r} + "/run"), quiet=True)
+megalite.convert("to_hf", {directory!r} + "/run", {directory!r} + "/hf")
 megalite.plan(megalite.Config(text), gpus=2, top=1)
 """
 
 
 @RARELY
 def test_python_imports_nothing_from_the_working_directory(hostile: Path, tmp_path: Path) -> None:
-    """A script that is elsewhere, and an interactive session that has gone into the directory."""
+    """A script is in another directory, and an interactive session changes into the hostile one."""
     script = tmp_path / "script.py"
-    script.write_text(TINY + API.format(folder=str(tmp_path / "one")))
+    script.write_text(TINY + API.format(directory=str(tmp_path / "one")))
     run([sys.executable, str(script)], hostile)
-    session = TINY + f"megalite.convert; os.chdir({str(hostile)!r})" + API.format(folder=str(tmp_path / "two"))
+    session = TINY + f"megalite.convert; os.chdir({str(hostile)!r})" + API.format(directory=str(tmp_path / "two"))
     run([sys.executable, "-c", session], tmp_path)
 
 
 @RARELY
 def test_named_plugin_modules_are_found(tmp_path: Path) -> None:
-    """A plugin that is a module: in PYTHONPATH, and with python -m in the working directory, on all ranks."""
+    """All ranks find a plugin that is a module: in PYTHONPATH, and with python -m in the working directory."""
     (tmp_path / "own_part.py").write_text("import megalite\nmegalite.register('metric', 'mine', 'step')\n")
-    words = [*TRAIN, "--plugin", "own_part"]
-    run([*command(tmp_path), "train", *words], tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
-    run([sys.executable, "-m", "megalite", "train", *words], tmp_path)
-    session = "import megalite; megalite.train(megalite.Config({!r}), quiet=True)".format(" ".join(words))
+    args = [*TRAIN, "--plugin", "own_part"]
+    run([*command(tmp_path), "train", *args], tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
+    run([sys.executable, "-m", "megalite", "train", *args], tmp_path)
+    session = "import megalite; megalite.train(megalite.Config({!r}), quiet=True)".format(" ".join(args))
     run([sys.executable, "-c", session], tmp_path)
 
 
 @RARELY
 def test_child_processes_keep_their_environment(tmp_path: Path) -> None:
-    """What a plugin starts gets none of this."""
+    """Processes that a plugin starts inherit neither PYTHONSAFEPATH nor PYTHONPATH."""
     (tmp_path / "plugin.py").write_text(
         "import os, megalite\n"
         "class Environment:\n"
         "    def on_train_start(self, *_):\n"
         "        assert 'PYTHONSAFEPATH' not in os.environ and 'PYTHONPATH' not in os.environ\n"
-        "        open('begun', 'a').write('1')\n"
+        "        open('started', 'a').write('1')\n"
         "megalite.register('callback', 'environment', Environment())\n"
     )
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TRAIN, "--plugin", "plugin.py"]
-    run(words, tmp_path, clone=True)
-    assert (tmp_path / "begun").read_text() == "11"
+    argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *TRAIN, "--plugin", "plugin.py"]
+    run(argv, tmp_path, clone=True)
+    assert (tmp_path / "started").read_text() == "11"

@@ -143,9 +143,8 @@ def test_context_parallel_bytes_equal_the_formulas(cp: int, tp: int, groups: int
         cp * cost.flops[1]
     )
     head_bytes = 2 * length // cp * B * K
-    expected_bytes = (
-        cp1_cost.saved_bytes / cp - g * head_bytes
-    )  # without the keys before their rotation, which share a tensor with v
+    # without the keys before their rotation, which share a tensor with v
+    expected_bytes = cp1_cost.saved_bytes / cp - g * head_bytes
     assert cost.saved_bytes == pytest.approx(expected_bytes, rel=0.01)
     if a2a_cost is not None:  # the keys of each rank's heads, and the attention output once
         assert a2a_cost.saved_bytes == pytest.approx(expected_bytes + head_bytes * (2 * max(g, cp) - 2 * g), rel=0.01)
