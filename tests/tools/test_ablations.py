@@ -1,4 +1,4 @@
-"""tools/bench/ablations.py at tiny sizes: what a row says is what was switched, and a lever that breaks costs itself."""
+"""tools/bench/ablations.py at tiny sizes: a row reports what was switched, and a failing ablation stops no other."""
 
 import json
 import multiprocessing
@@ -21,77 +21,79 @@ PLAN = {"layers": 2, "of_layers": 2, "seq_length": 32, "moments": "fp32"}
 Row = dict[str, Any]
 
 
-def measured(folder: Path, ablations: list[Ablation], flags: str = "", seconds: float = 200) -> tuple[int, Row]:
-    """The exit code, and what is in the file, of a group of these ablations."""
+def run_group(directory: Path, ablations: list[Ablation], flags: str = "", seconds: float = 200) -> tuple[int, Row]:
+    """Run a group of these ablations and return the exit code and the contents of its file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ABLATIONS, "mine", tuple(ablations))
-        task = {"group": "mine", "flags": [*FLAGS, *flags.split()], "output_dir": str(folder), "plan": PLAN}
+        task = {"group": "mine", "flags": [*FLAGS, *flags.split()], "output_dir": str(directory), "plan": PLAN}
         code = run_ablations(RankInfo(), task | {"seconds": seconds, "tiny": True})
-    return code, json.loads((folder / "ablations.json").read_text())
+    return code, json.loads((directory / "ablations.json").read_text())
 
 
 def test_ablation_is_measured_in_pairs_and_a_failure_is_a_row(tmp_path: Path) -> None:
     window = Ablation("window", on=VariantOptions("--window-size {quarter},0"))
     breaks = Ablation("breaks", on=VariantOptions("--micro-batch-size 3"))
-    ablations = [Ablation("nothing"), breaks, Ablation("of a card", gpu_only="no card is here"), window]
-    set_kernel_options("auto", "auto")  # a run of another test in this process may have chosen others
+    ablations = [Ablation("nothing"), breaks, Ablation("on a GPU", gpu_only_reason="no GPU is here"), window]
+    set_kernel_options("auto", "auto")  # another test of this process may have set others
     before = dict(cross_entropy.CHUNK_BYTES), kernel_option("attention_kernel")
-    code, made = measured(tmp_path, ablations)
-    nothing, broken, of_a_card, good = made["rows"]
+    code, results = run_group(tmp_path, ablations)
+    nothing, broken, gpu_only, good = results["rows"]
     assert nothing["status"].startswith("not measured: both sides are the same here")
     assert broken["status"].startswith("failed: ValueError: global_batch_size=4 is not a multiple") and code == 1
-    assert of_a_card["status"] == "not measured: no card is here" and good["status"] == "ok"
+    assert gpu_only["status"] == "not measured: no GPU is here" and good["status"] == "ok"
     off, on = good["sides"]
     assert good["ratios"] == [a / b for a, b in zip(off["seconds"], on["seconds"], strict=True)]
     assert good["ratio"] == statistics.median(good["ratios"]) and len(good["ratios"]) == 2
     assert on["losses"][0] != off["losses"][0] == pytest.approx(on["losses"][0], rel=0.05)  # it was switched
-    assert on["mfu"] / on["tokens_per_s"] < off["mfu"] / off["tokens_per_s"]  # what a window hides is no work
+    assert on["mfu"] / on["tokens_per_s"] < off["mfu"] / off["tokens_per_s"]  # what a window hides is not computed
     assert (dict(cross_entropy.CHUNK_BYTES), kernel_option("attention_kernel")) == before
-    shown = list(gpu_report_goals.ablation_rows({"ablations": made}))
-    assert [row[0] for row in shown] == ["nothing", "breaks", "of a card", "window"] and {
-        len(row) for row in shown
+    table_rows = list(gpu_report_goals.ablation_rows({"ablations": results}))
+    assert [row[0] for row in table_rows] == ["nothing", "breaks", "on a GPU", "window"] and {
+        len(row) for row in table_rows
     } == {6}
-    assert shown[2][1] == "not measured: no card is here" and "2 of 2 layers, sequence 32" in shown[3][-1]
+    assert table_rows[2][1] == "not measured: no GPU is here" and "2 of 2 layers, sequence 32" in table_rows[3][-1]
 
 
 def test_rows_without_time_are_marked(tmp_path: Path) -> None:
-    code, made = measured(tmp_path, [Ablation("chunk", on=VariantOptions(chunk_mib=1))], seconds=0)
-    assert code == 0 and made["rows"][0]["status"] == "not measured: no time was left" and made["warm_up"]
+    code, results = run_group(tmp_path, [Ablation("chunk", on=VariantOptions(chunk_mib=1))], seconds=0)
+    assert code == 0 and results["rows"][0]["status"] == "not measured: no time was left" and results["warm_up"]
 
 
 def test_side_has_the_properties_of_its_flags() -> None:
-    """And FLOPs of its own: those of documents are those of samples as long as they are."""
+    """Its FLOPs are its own too: documents cost as much as samples of their length."""
     with build_run_from_task(RankInfo(), {"flags": FLAGS}) as (_, run):
-        made = AblationRun(FLAGS, run)
-        words = "--reset-attention-mask --reset-position-ids --tokenizer-type NullTokenizer --micro-batch-size 2"
-        plain, packed = made.variant(), made.variant(VariantOptions(words, chunk_mib=3))
+        ablation_run = AblationRun(FLAGS, run)
+        flags = "--reset-attention-mask --reset-position-ids --tokenizer-type NullTokenizer --micro-batch-size 2"
+        plain, packed = ablation_run.variant(), ablation_run.variant(VariantOptions(flags, chunk_mib=3))
         first, *rest = packed.data.get(0, 4)[0]
         assert [end - begin for row, begin, end in first.documents.spans if row == 1] == [16, 8, 4, 2, 1, 1]
         assert first.positions_SB[:, 0].tolist() == [*range(16), *range(8), *range(4), 0, 1, 0, 0] and len(rest) == 1
         assert plain.data.get(0, 4)[0][0].documents is None and len(plain.data.get(0, 4)[0]) == 4
-        made.activate(packed)
+        ablation_run.activate(packed)
         assert cross_entropy.CHUNK_BYTES["cpu"] == 3 << 20 and packed.properties != plain.properties
-        windowed = made.variant(VariantOptions("--window-size {quarter},0"))
-        made.activate(windowed)
+        windowed = ablation_run.variant(VariantOptions("--window-size {quarter},0"))
+        ablation_run.activate(windowed)
         assert {block.attention.window for stage in run.pipeline.stages for block in stage.blocks} == {8}
-        made.activate(plain)
+        ablation_run.activate(plain)
         assert {block.attention.window for stage in run.pipeline.stages for block in stage.blocks} == {None}
         assert plain.flops > windowed.flops > packed.flops > 0.5 * plain.flops
         for side in (plain, packed, windowed):
             side.data.close()
 
 
-def _interpreted(folder: Path) -> tuple[int, Row]:
+def _measure_attention_kernels(directory: Path) -> tuple[int, Row]:
     on, off = VariantOptions("--attention-kernel triton"), VariantOptions("--attention-kernel torch")
-    return measured(folder, [Ablation("attention", on=on, off=off)], "--kernels triton --seq-length 16 --num-layers 1")
+    return run_group(
+        directory, [Ablation("attention", on=on, off=off)], "--kernels triton --seq-length 16 --num-layers 1"
+    )
 
 
 def test_attention_kernel_is_switched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process whose kernels are interpreted, for Triton decides that when it is imported."""
+    """Run in a new process, since Triton reads TRITON_INTERPRET when it is imported."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        code, made = pool.apply(_interpreted, (tmp_path,))
-    (row,) = made["rows"]
+        code, results = pool.apply(_measure_attention_kernels, (tmp_path,))
+    (row,) = results["rows"]
     off, on = row["sides"]
     assert code == 0 and row["status"] == "ok" and (off["attention"], on["attention"]) == ("torch", "triton")
     assert off["losses"] != on["losses"] and off["losses"] == pytest.approx(on["losses"], rel=0.02)

@@ -16,7 +16,7 @@ TOOL = ("tools/benchmark_comm.py", "--device", "cpu")
 
 
 def test_bandwidths_equal_nccl_tests() -> None:
-    """doc/PERFORMANCE.md, of 16 MB in 2 ms: 8 GB/s of the algorithm."""
+    """Take the factors from nccl-tests' doc/PERFORMANCE.md; 16 MB in 2 ms are an algorithm bandwidth of 8 GB/s."""
     rows = [("all_reduce", 2, 8.0), ("all_reduce", 8, 14.0), ("all_gather", 4, 6.0), ("reduce_scatter", 8, 7.0)]
     for kind, ranks, bus in [*rows, ("all_to_all", 2, 4.0), ("broadcast", 8, 8.0), ("message", 2, 16.0)]:
         assert bandwidths(kind, 16_000_000, ranks, 0.002) == (8.0, pytest.approx(bus))
@@ -27,8 +27,8 @@ def test_fit_recovers_latency_and_bandwidth() -> None:
     noise = [1.02, 0.97, 1.01, 1.03, 0.98, 1.0, 0.99, 1.02, 0.98]
     latency, rate = fit_link([(n, (2e-5 + n / 4e10) * f) for n, f in zip(sizes, noise, strict=True)])
     assert latency == pytest.approx(2e-5, rel=0.05) and rate == pytest.approx(4e10, rel=0.05)
-    assert fit_link([(1000, 1e-3)]) == (1e-3, 1e6)  # of one size: what is known
-    latency, rate = fit_link([(1000, 1.0), (10_000_000, 0.5)])  # a slope that cannot be
+    assert fit_link([(1000, 1e-3)]) == (1e-3, 1e6)  # a single size: its time is the latency, its speed the bandwidth
+    latency, rate = fit_link([(1000, 1.0), (10_000_000, 0.5)])  # an impossible slope
     assert (latency, rate) == (1.0, 2e7)
 
 
@@ -45,24 +45,24 @@ def test_links_are_classified_by_rank_location() -> None:
     assert (link["bytes_per_s"], link["latency_s"]) == (pytest.approx(2e10), pytest.approx(2e-5))
 
 
-@pytest.mark.parametrize("words", MESSAGES["collectives"])
-def test_benchmark_comm_refuses_impossible_measurements(words: str, monkeypatch, capsys) -> None:
-    assert documents.start("tools/benchmark_comm.py", words.split(), monkeypatch) == 2
-    assert MESSAGES["collectives"][words] in capsys.readouterr().err
+@pytest.mark.parametrize("flags", MESSAGES["collectives"])
+def test_benchmark_comm_refuses_impossible_measurements(flags: str, monkeypatch, capsys) -> None:
+    assert documents.start("tools/benchmark_comm.py", flags.split(), monkeypatch) == 2
+    assert MESSAGES["collectives"][flags] in capsys.readouterr().err
 
 
 def test_two_ranks_measure_every_collective(tmp_path: Path) -> None:
     files = [str(tmp_path / "found.json"), str(tmp_path / "found.csv")]
     sizes = ["--min-bytes", "1024", "--max-bytes", "20000", "--factor", "16", "--times", "2"]
     done = programs.python(*TOOL, "--nproc", "2", *sizes, "--json", files[0], "--csv", files[1], ok=True)
-    found = json.loads(Path(files[0]).read_text())
-    assert found["complete"] and found["ranks"] == 2 and len(found["hosts"]) == 2
-    kinds = [(row["axis"], row["kind"], row["bytes"]) for row in found["rows"]]
+    results = json.loads(Path(files[0]).read_text())
+    assert results["complete"] and results["ranks"] == 2 and len(results["hosts"]) == 2
+    kinds = [(row["axis"], row["kind"], row["bytes"]) for row in results["rows"]]
     assert kinds == [("dp", kind, size) for kind in benchmark_comm.FACTORS for size in (1024, 16384)]
-    link = found["links"]["inside"]
-    assert found["links"]["axes"]["dp"] == link and min(link.values()) > 0 and "between" not in found["links"]
+    link = results["links"]["inside"]
+    assert results["links"]["axes"]["dp"] == link and min(link.values()) > 0 and "between" not in results["links"]
     rows = list(csv.DictReader(Path(files[1]).read_text().splitlines()))
-    assert [float(row["us"]) for row in rows] == [row["us"] for row in found["rows"]]
+    assert [float(row["us"]) for row in rows] == [row["us"] for row in results["rows"]]
     assert done.stdout.count("all_to_all") == 2 and "[inside]\ngb_per_s = " in done.stdout
 
 
@@ -72,4 +72,4 @@ def test_groups_are_measured_together_and_alone() -> None:
     done = programs.python(*TOOL, "--nproc", "4", *sizes, "--tensor-model-parallel-size", "2", ok=True)
     lines = [line.split()[:4] for line in done.stdout.splitlines()[1:] if line]
     axes = [(axis, ranks, groups) for axis, ranks in (("tp", "2"), ("dp", "2")) for groups in ("all", "one")]
-    assert lines == [[*one, "all_reduce"] for one in (*axes, ("world", "4", "all"))]
+    assert lines == [[*fields, "all_reduce"] for fields in (*axes, ("world", "4", "all"))]

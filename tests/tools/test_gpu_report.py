@@ -1,4 +1,4 @@
-"""tools/gpu_report.py without a card: its parts run, a bad one costs nothing but itself, its goals name what is measured."""
+"""tools/gpu_report.py without a GPU: its parts run, a failing one stops no other, its goals name what is measured."""
 
 import json
 import os
@@ -21,7 +21,8 @@ from tools.bench.kernel_cases import CASES
 from tools.bench.kernels import SIZES
 from tools.cli_common import read_json
 
-# What else a developer's machine has. Found when Python starts, so that it holds for every process of the report.
+# Hides the packages that only a developer's machine has. Python imports it when it starts, as sitecustomize, so it
+# applies to every process of the report.
 BLOCK = """
 import sys
 class Block:
@@ -41,13 +42,13 @@ def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    words = ["--out", str(tmp_path / "out"), "--cpu", "--only", *KINDS]
-    programs.python("tools/gpu_report.py", *words, env=env, timeout=400, ok=True)
-    made = json.loads((tmp_path / "out" / "report.json").read_text())
-    told = (tmp_path / "out" / "report.md").read_text()
-    states = {part["name"]: part["status"] for part in made["parts"]}
+    argv = ["--out", str(tmp_path / "out"), "--cpu", "--only", *KINDS]
+    programs.python("tools/gpu_report.py", *argv, env=env, timeout=400, ok=True)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    page = (tmp_path / "out" / "report.md").read_text()
+    states = {part["name"]: part["status"] for part in report["parts"]}
     assert set(states.values()) == {"ok"} and len(states) == len(KINDS)
-    facts, results = made["facts"], made["results"]
+    facts, results = report["facts"], report["results"]
     assert (facts["torch"], facts["device"]) == (torch.__version__, "CPU") and facts["date"] and facts["commit"]
     assert results["kernels"]["interpreted"] and results["kernels"]["complete"] and not results["kernels"]["errors"]
     assert {row["peer"] for row in results["kernels"]["rows"]} == {"megalite", "torch", "triton"}
@@ -58,22 +59,24 @@ def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     assert tests["skipped"] > 200 and tests["passed"] == tests["failed"] == tests["did_not_end"] == 0
     assert tests["without_their_packages"] == []
     rows = [row for name in ("ablations", "ablations-mb4", "ablations-moe") for row in results[name]["rows"]]
-    assert [row["name"] for row in rows if row["status"] != "ok"] == [row["name"] for row in rows if row["gpu_only_reason"]]
+    assert [row["name"] for row in rows if row["status"] != "ok"] == [
+        row["name"] for row in rows if row["gpu_only_reason"]
+    ]
     assert all(len(row["ratios"]) == 2 and row["ratio"] > 0 for row in rows if row["status"] == "ok")
     assert len(rows) == 11
-    assert results["tiles"]["best"][0]["kernel"] == "rms_norm backward" and "| tile of rms_norm backward, " in told
+    assert results["tiles"]["best"][0]["kernel"] == "rms_norm backward" and "| tile of rms_norm backward, " in page
     for row in rows:
-        assert f"| {row['name']} | {row['status'] if row['status'] != 'ok' else ''}" in told
-    assert {figure["met"] for figure in made["figures"]} == {"not judged", "not measured"}
-    assert "dry run" in told and "rms_norm forward " in told and f"| {facts['torch']} |" in told
+        assert f"| {row['name']} | {row['status'] if row['status'] != 'ok' else ''}" in page
+    assert {figure["met"] for figure in report["figures"]} == {"not judged", "not measured"}
+    assert "dry run" in page and "rms_norm forward " in page and f"| {facts['torch']} |" in page
 
 
 def test_report_without_a_gpu_says_why(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_report.main(["--out", str(tmp_path / "out")]) == 3
-    said = capsys.readouterr()
-    (line,) = said.err.splitlines()
-    assert said.out == "" and re.fullmatch(
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert captured.out == "" and re.fullmatch(
         r"gpu_report.py: torch sees no CUDA device \(.+\); use a machine with one, or --cpu .*", line
     )
 
@@ -88,27 +91,27 @@ ROWS = "import json, os, subprocess, sys, time\nopen(sys.argv[1], 'w').write('{\
 
 
 def part(name: str, code: str, limit_s: float = 60) -> ReportPart:
-    """A part that runs `code`, with the file of its results as its first argument."""
+    """Return a part that runs `code`, with the file of its results as its first argument."""
 
-    def command(folder: Path, seconds: float) -> list[str]:
-        return [sys.executable, "-c", code, str(folder / "kernels.json")]
+    def command(directory: Path, seconds: float) -> list[str]:
+        return [sys.executable, "-c", code, str(directory / "kernels.json")]
 
     return ReportPart(name, limit_s, command, lambda f: read_json(f / "kernels.json"))
 
 
-def report_of(folder: Path, parts: list[ReportPart], cpu: bool = True) -> tuple[dict[str, Any], str]:
-    """report.json and report.md, read back, of a run of `parts`; one that is well comes last."""
+def report_of(directory: Path, parts: list[ReportPart], cpu: bool = True) -> tuple[dict[str, Any], str]:
+    """Run `parts` and a healthy one after them; return report.json and report.md."""
     parts = [*parts, part("last", ROWS)]
-    report = gpu_report.Report(folder, {"device": "none"}, parts, ReportSetting(cpu, {}))
+    report = gpu_report.Report(directory, {"device": "none"}, parts, ReportSetting(cpu, {}))
     gpu_report.run_all(parts, report, time.monotonic() + 100)
-    return json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+    return json.loads((directory / "report.json").read_text()), (directory / "report.md").read_text()
 
 
 WRITE = "import sys; open(sys.argv[1], 'w').write"
 
 
 @pytest.mark.parametrize(
-    "code, status, told",
+    "code, status, message",
     [
         ("import os; print('last words', flush=True); os.abort()", "failed (exit code -6)", "last words"),
         (f"{ROWS}time.sleep(60)", "out of time", "in <module>"),
@@ -120,44 +123,44 @@ WRITE = "import sys; open(sys.argv[1], 'w').write"
     ids=["crash", "hang", "cut", "rows", "silent", "compiler"],
 )
 def test_failing_part_is_named_with_its_last_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, status: str, message: str
 ) -> None:
     monkeypatch.setattr(gpu_report, "MIN_PART_S", 0.5)
-    made, text = report_of(tmp_path, [part("kernels", code, limit_s=2 if "sleep" in code else 60)])
-    bad, last = made["parts"]
-    assert status in bad["status"] and bad["status"] in text and told in text
-    assert last["status"] == "ok" and made["results"]["last"] == {"rows": []}
-    assert ("kernels" in made["results"]) == (bad["status"] == "out of time")  # what it had measured counts
+    report, text = report_of(tmp_path, [part("kernels", code, limit_s=2 if "sleep" in code else 60)])
+    bad, last = report["parts"]
+    assert status in bad["status"] and bad["status"] in text and message in text
+    assert last["status"] == "ok" and report["results"]["last"] == {"rows": []}
+    assert ("kernels" in report["results"]) == (bad["status"] == "out of time")  # its partial results count
 
 
 def test_part_that_cannot_start_is_reported(tmp_path: Path) -> None:
-    def broken(folder: Path, seconds: float) -> list[str]:
+    def broken(directory: Path, seconds: float) -> list[str]:
         raise LookupError("no command")
 
-    made, text = report_of(tmp_path, [ReportPart("odd", 60, broken, lambda f: {}), part("short", ROWS, limit_s=0.4)])
-    assert [p["status"] for p in made["parts"]] == ["failed (it could not be run)", "not run: no time was left", "ok"]
+    report, text = report_of(tmp_path, [ReportPart("odd", 60, broken, lambda f: {}), part("short", ROWS, limit_s=0.4)])
+    assert [p["status"] for p in report["parts"]] == ["failed (it could not be run)", "not run: no time was left", "ok"]
     assert "LookupError: no command" in text and "in broken" in text
 
 
 def test_unwritable_report_does_not_stop_the_parts(tmp_path: Path, capsys) -> None:
     (tmp_path / "report.json").mkdir()
-    ran = part("kernels", "import sys, os; os.rmdir(os.path.dirname(sys.argv[1]) + '/../report.json')")
-    made, _ = report_of(tmp_path, [part("first", ROWS), ran])  # it can be written again after the second
-    assert [p["status"] for p in made["parts"]] == ["ok", "failed (no results)", "ok"]
+    second = part("kernels", "import sys, os; os.rmdir(os.path.dirname(sys.argv[1]) + '/../report.json')")
+    report, _ = report_of(tmp_path, [part("first", ROWS), second])  # it can be written again after the second
+    assert [p["status"] for p in report["parts"]] == ["ok", "failed (no results)", "ok"]
     assert "cannot be written: Is a directory" in capsys.readouterr().err
 
 
 def test_parts_wait_for_a_driver_that_is_down(tmp_path: Path, monkeypatch) -> None:
-    """The card's answer is a file with the number of times that it will still be none."""
+    """A file stands for the driver: it holds the number of probes that will still fail."""
     down = tmp_path / "down"
-    asked = f"import pathlib; p = pathlib.Path({str(down)!r}); n = int(p.read_text()) if p.exists() else 0\n"
-    asked += "p.write_text(str(n - 1))\nif n > 0: raise RuntimeError('CUDA error: unspecified launch failure')"
-    monkeypatch.setattr(gpu_report, "PROBE", [sys.executable, "-c", asked])
+    probe = f"import pathlib; p = pathlib.Path({str(down)!r}); n = int(p.read_text()) if p.exists() else 0\n"
+    probe += "p.write_text(str(n - 1))\nif n > 0: raise RuntimeError('CUDA error: unspecified launch failure')"
+    monkeypatch.setattr(gpu_report, "PROBE", [sys.executable, "-c", probe])
     crash = part("crash", f"open({str(down)!r}, 'w').write('3'); exit('Xid 79')")
-    made, text = report_of(tmp_path, [crash, part("a", ROWS), part("b", ROWS)], cpu=False)
+    report, text = report_of(tmp_path, [crash, part("a", ROWS), part("b", ROWS)], cpu=False)
     states = ["failed (exit code 1)", *["not run: the GPU does not respond"] * 2, "ok"]
-    assert [p["status"] for p in made["parts"]] == states
-    warnings = made["facts"]["warnings"]
+    assert [p["status"] for p in report["parts"]] == states
+    warnings = report["facts"]["warnings"]
     assert (
         len(warnings) == 2 and "does not respond after crash" in warnings[0] and "responds before last" in warnings[1]
     )
@@ -165,62 +168,65 @@ def test_parts_wait_for_a_driver_that_is_down(tmp_path: Path, monkeypatch) -> No
 
 
 def test_interrupted_report_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has started ends with it: tests/tools/test_timeout.py."""
+    """The processes that it has started end with it, as tests/tools/test_timeout.py shows."""
     real = limited.run
     monkeypatch.setattr(
-        limited, "run", lambda *given: gpu_report.on_sigterm() if "long" in str(given[1]) else real(*given)
+        limited, "run", lambda *args: gpu_report.on_sigterm() if "long" in str(args[1]) else real(*args)
     )
     with pytest.raises(SystemExit, match="143"):
         report_of(tmp_path, [part("first", ROWS), part("long", "")])
-    made = json.loads((tmp_path / "report.json").read_text())
-    assert made["results"] == {"first": {"rows": []}}
-    assert [one["status"] for one in made["parts"]] == ["ok", "interrupted", "waiting"]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["results"] == {"first": {"rows": []}}
+    assert [p["status"] for p in report["parts"]] == ["ok", "interrupted", "waiting"]
 
 
-CARDS = """#!/bin/sh
+NVIDIA_SMI = """#!/bin/sh
 echo 'NVIDIA H200, 580.159.04, Exclusive_Process, Enabled, 3, 97, 1000, 50, 500.00, 700.00'
 echo 'NVIDIA H200, 580.159.04, Default, Disabled, 0, 0, 0, 40, 700.00, 700.00'
 """
 
 
 def test_busy_partitioned_or_damaged_gpu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia-smi").write_text(CARDS)
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    cards = gpu_report_probe.query_gpus()
-    assert [card["driver_version"] for card in cards] == ["580.159.04"] * 2 and len(cards[0]) == 10
-    found = {"triton": None, "free": 50 << 30, "memory": 100 << 30, "gpu_status": cards}
-    words = ["triton is not installed", "others hold 50.0 GiB", "GPU 0 is divided", "GPU 0 has uncorrected memory errors",
-             "GPU 0 is 97 % busy", "GPU 0 takes one process at a time", "GPU 0 may take 500.00 W of"]  # fmt: skip
-    told = gpu_report_probe.warnings_of(found)
-    assert len(told) == len(words) and all(word in text for word, text in zip(words, told, strict=True))
-    assert gpu_report_probe.warnings_of({"triton": "3.6.0", "memory": 1, "gpu_status": cards[1:]}) == []
+    gpus = gpu_report_probe.query_gpus()
+    assert [gpu["driver_version"] for gpu in gpus] == ["580.159.04"] * 2 and len(gpus[0]) == 10
+    facts = {"triton": None, "free": 50 << 30, "memory": 100 << 30, "gpu_status": gpus}
+    expected = ["triton is not installed", "others hold 50.0 GiB", "GPU 0 is divided"]
+    expected += ["GPU 0 has uncorrected memory errors", "GPU 0 is 97 % busy"]
+    expected += ["GPU 0 takes one process at a time", "GPU 0 may take 500.00 W of"]
+    warnings = gpu_report_probe.warnings_of(facts)
+    assert len(warnings) == len(expected) and all(
+        fragment in text for fragment, text in zip(expected, warnings, strict=True)
+    )
+    assert gpu_report_probe.warnings_of({"triton": "3.6.0", "memory": 1, "gpu_status": gpus[1:]}) == []
     fails = "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{fails}")
     assert gpu_report_probe.query_gpus() == []
 
 
 def test_parts_without_triton_or_several_gpus_are_skipped() -> None:
-    without = gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {}}, has_triton=False))
-    states = {part.name: part.skip for part in without}
+    parts = gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {}}, has_triton=False))
+    states = {part.name: part.skip for part in parts}
     assert "triton is not installed" in str(states["kernels"]) and "triton is not installed" in str(states["peers"])
     assert states["nccl"] == states["layouts"] == "needs 2 GPUs; torch sees 1" and states["smoke"] is None
-    several = {
+    by_name = {
         part.name: part for part in gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {"flags": []}}, 4))
     }
-    assert several["nccl"].skip is several["train llama-2b-tensor-pipeline-dp"].skip is None
-    words = several["train llama-2b-tensor-pipeline-dp"].command(Path("x"), 60)
-    assert words[words.index("--nproc") + 1] == "4" and words[words.index("--dp") + 1] == "1"
+    assert by_name["nccl"].skip is by_name["train llama-2b-tensor-pipeline-dp"].skip is None
+    argv = by_name["train llama-2b-tensor-pipeline-dp"].command(Path("x"), 60)
+    assert argv[argv.index("--nproc") + 1] == "4" and argv[argv.index("--dp") + 1] == "1"
 
 
 def test_every_kernel_goal_names_a_measured_row() -> None:
-    """With each row that a run on a card would make, no goal is left without a value."""
+    """With every row that a run on a GPU measures, each goal has a value."""
     base = ProblemSizes(16384, 4096, torch.bfloat16, torch.device("cpu"))
     values = {name: sizes for name, (sizes, _) in SIZES.items()}
-    figures = {"us": 1.0, "of_copy": 0.95, "gb_s": 4000.0, "tflops": 700.0, "extra_mib": 10.0}
+    measurements = {"us": 1.0, "of_copy": 0.95, "gb_s": 4000.0, "tflops": 700.0, "extra_mib": 10.0}
     peers = ("megalite", "torch", "compile", "liger", "cudnn", "triton")
     rows = [
-        {"kernel": case.name, "shape": case.shape(s), "peer": peer, **figures}
+        {"kernel": case.name, "shape": case.shape(s), "peer": peer, **measurements}
         for case in CASES
         for s in case.sizes(base, values)
         for peer in peers
@@ -229,9 +235,9 @@ def test_every_kernel_goal_names_a_measured_row() -> None:
     results = {"kernels": {"rows": rows}, "peers": {"rows": rows}}
     goals = list(gpu_report_goals.kernel_goals(results))
     assert len(goals) > 40
-    for goal, without in zip(goals, gpu_report_goals.kernel_goals({}), strict=True):
+    for goal, unmeasured in zip(goals, gpu_report_goals.kernel_goals({}), strict=True):
         assert goal.to_json(judge=True)["met"] == "yes", goal.name
-        assert without.to_json(judge=True)["met"] == "not measured"
+        assert unmeasured.to_json(judge=True)["met"] == "not measured"
     ops = set(gpu_report_parts.FUSED_KERNELS.split(","))
     assert {goal.name.split()[0] for goal in goals if "Liger" in goal.name} < ops <= {case.op for case in CASES}
 
@@ -252,38 +258,40 @@ def test_killed_tests_report_the_last_one(tmp_path: Path) -> None:
     rows += [{"test": "b", "outcome": "began"}]
     rows += [{"test": "c.py", "outcome": "skipped", "text": "No module named 'hypothesis'"}]
     (tmp_path / "share0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"test": "b", "ou')
-    found = gpu_report_tests.read(tmp_path)
-    assert (found["passed"], found["did_not_end"], found["failures"][0]["test"]) == (1, 1, "b")
-    assert (found["skipped"], found["without_their_packages"]) == (1, ["c.py"])
+    results = gpu_report_tests.read(tmp_path)
+    assert (results["passed"], results["did_not_end"], results["failures"][0]["test"]) == (1, 1, "b")
+    assert (results["skipped"], results["without_their_packages"]) == (1, ["c.py"])
 
 
-@pytest.mark.parametrize("cards", [1, 2, 8])
-def test_important_parts_get_their_time(cards: int) -> None:
-    """The ones after them what is left."""
+@pytest.mark.parametrize("num_gpus", [1, 2, 8])
+def test_important_parts_get_their_time(num_gpus: int) -> None:
+    """The parts after them get the remaining time."""
     parts = [
-        p for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.FLAGS_BY_RUN, cards)) if p.skip is None
+        p
+        for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.FLAGS_BY_RUN, num_gpus))
+        if p.skip is None
     ]
-    most = parts[: [part.name for part in parts].index("kernels" if cards == 1 else "train llama-2b-dp") + 1]
-    assert [part.name for part in parts if not part.name.startswith("train llama-2b")][:2 + (cards > 1)] == [
-        "smoke", *["layouts"] * (cards > 1), "train llama3-8b-4096"]  # fmt: skip
-    total_s = gpu_report.TOTAL_S if cards == 1 else gpu_report.MULTI_GPU_TOTAL_S
-    assert sum(part.limit_s for part in most) < total_s < (480 if cards == 1 else 600)
+    important = parts[: [part.name for part in parts].index("kernels" if num_gpus == 1 else "train llama-2b-dp") + 1]
+    assert [part.name for part in parts if not part.name.startswith("train llama-2b")][:2 + (num_gpus > 1)] == [
+        "smoke", *["layouts"] * (num_gpus > 1), "train llama3-8b-4096"]  # fmt: skip
+    total_s = gpu_report.TOTAL_S if num_gpus == 1 else gpu_report.MULTI_GPU_TOTAL_S
+    assert sum(part.limit_s for part in important) < total_s < (480 if num_gpus == 1 else 600)
 
 
 def test_tests_after_a_gpu_fault_run_in_a_new_process(tmp_path: Path, monkeypatch) -> None:
-    """Such a process computes nothing more: in one report 100 tests failed for 4 that did."""
-    tests, dies = tmp_path / "test_card.py", "raise RuntimeError('CUDA error: misaligned address')"
-    bodies = "".join(f"def test_{name}(): {body}\n" for name, body in (("a", "pass"), ("b", dies), ("c", "pass")))
+    """A process computes nothing more after such a fault: in one report, 4 faults made 100 tests fail."""
+    tests, fault = tmp_path / "test_card.py", "raise RuntimeError('CUDA error: misaligned address')"
+    bodies = "".join(f"def test_{name}(): {body}\n" for name, body in (("a", "pass"), ("b", fault), ("c", "pass")))
     tests.write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{bodies}")
     file = tmp_path / "share0.jsonl"
     monkeypatch.setattr(gpu_report_tests, "cuda_is_broken", lambda: True)
 
-    def turn() -> gpu_report_tests.PytestShard:
-        share = gpu_report_tests.PytestShard(0, 1, file)
-        pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tests)], plugins=[share])
-        return share
+    def run_shard() -> gpu_report_tests.PytestShard:
+        shard = gpu_report_tests.PytestShard(0, 1, file)
+        pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tests)], plugins=[shard])
+        return shard
 
-    assert turn().is_broken and gpu_report_tests.read(tmp_path)["passed"] == 1
-    assert not turn().is_broken
-    found = gpu_report_tests.read(tmp_path)
-    assert (found["passed"], found["failed"], found["did_not_end"]) == (2, 1, 0)
+    assert run_shard().is_broken and gpu_report_tests.read(tmp_path)["passed"] == 1
+    assert not run_shard().is_broken
+    results = gpu_report_tests.read(tmp_path)
+    assert (results["passed"], results["failed"], results["did_not_end"]) == (2, 1, 0)
