@@ -1,4 +1,4 @@
-"""Every command of the documents is read by the program it names, and what they mention exists."""
+"""Every command in the documents parses, and the files, flags and model families that they mention exist."""
 
 import re
 import tomllib
@@ -24,34 +24,41 @@ from megalite.launch.rank_info import RankInfo
 COMMANDS = commands()
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
  --micro-batch-size 2 --global-batch-size 2048 --train-iters 4 --lr 1e-3 --vocab-size 100 --mock-data""".split()
-STANDS_FOR = {"FLAGS": SMALL, "...": SMALL}  # in the documents: the flags of a run
+STANDS_FOR = {"FLAGS": SMALL, "...": SMALL}  # placeholders of the documents for the flags of a run
 
 
 def split_launcher(command: Command) -> tuple[str, list[str], int]:
-    """(script, its words, processes) of `python SCRIPT ...`, `megalite COMMAND ...`, or either under a launcher: of
-    torchrun torch's parser reads the words."""
-    program, *words = command.words
+    """Split a command `python SCRIPT ...` or `megalite COMMAND ...`, which may be under a launcher.
+
+    torch's own parser reads the arguments of torchrun.
+
+    Returns:
+        The script, its arguments, and the number of processes.
+    """
+    program, *args = command.words
     world = 1
-    if program in ("bash", "sbatch"):  # of examples/launch: SCRIPT DIR FLAGS, on two nodes
-        assert documents.is_script(words[0])
-        program, words, world = "python", ["pretrain_gpt.py", "--save", words[1], *words[2:]], 16
+    if program in ("bash", "sbatch"):  # a script of examples/launch: SCRIPT DIR FLAGS, on two nodes
+        assert documents.is_script(args[0])
+        program = "python"
+        args = ["pretrain_gpt.py", "--save", args[1], *args[2:]]
+        world = 16
     elif program == "srun":
-        flags, world = {a: b for a, b in zip(words, words[1:], strict=False) if a.startswith("--")}, 0
+        flags = {a: b for a, b in zip(args, args[1:], strict=False) if a.startswith("--")}
         world = int(flags["--ntasks"])
-        words = words[words.index("python") + 1 :]
+        args = args[args.index("python") + 1 :]
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 
-        read = get_args_parser().parse_args(words)
-        world = int(read.nnodes.rpartition(":")[2]) * int(read.nproc_per_node)
-        words = [read.training_script, *read.training_script_args]
-        program = words.pop(0) if read.module else program
+        namespace = get_args_parser().parse_args(args)
+        world = int(namespace.nnodes.rpartition(":")[2]) * int(namespace.nproc_per_node)
+        args = [namespace.training_script, *namespace.training_script_args]
+        program = args.pop(0) if namespace.module else program
     if program == "megalite":
-        name = next(n for n in (" ".join(words[:2]), words[0]) if n in COMMAND.COMMANDS)
-        words = [COMMAND.COMMANDS[name][0].replace(".", "/") + ".py", *words[len(name.split()) :]]
-    script, *words = words
+        name = next(n for n in (" ".join(args[:2]), args[0]) if n in COMMAND.COMMANDS)
+        args = [COMMAND.COMMANDS[name][0].replace(".", "/") + ".py", *args[len(name.split()) :]]
+    script, *args = args
     assert (ROOT / script).is_file(), f"{script} does not exist"
-    return script, [more for word in words for more in STANDS_FOR.get(word, [word])], world
+    return script, [expanded for arg in args for expanded in STANDS_FOR.get(arg, [arg])], world
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[c.place for c in COMMANDS])
@@ -59,57 +66,56 @@ def test_every_command_parses(command: Command, tmp_path: Path, monkeypatch, cap
     program, *rest = command.words
     if program == "pip":
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        asked = [extra for word in rest for found in re.findall(r"\[(.*)\]", word) for extra in found.split(",")]
-        assert rest[0] == "install" and asked and all(extra in known for extra in asked)
+        bracketed = [names for arg in rest for names in re.findall(r"\[(.*)\]", arg)]
+        extras = [extra for names in bracketed for extra in names.split(",")]
+        assert rest[0] == "install" and extras and all(extra in known for extra in extras)
         return
     if program in ("kubectl", "sky"):
         assert all(yaml.safe_load_all((ROOT / rest[-1]).read_text()))
         return
     if rest[:2] == ["-m", "pytest"] or (program == "bash" and not rest[0].startswith("examples/launch/")):
-        files = [word for word in rest if word.endswith((".py", ".sh"))]
-        assert files and all(documents.is_script(word) for word in files)
+        files = [arg for arg in rest if arg.endswith((".py", ".sh"))]
+        assert files and all(documents.is_script(file) for file in files)
         return
     if re.match(r"from_(?!hugging|megatron)", command.place):
         return  # tests/translate/test_translate.py runs it
     if command.place.startswith("plugins.md: megalite "):
         return  # tests/config/test_plugins.py: test_plugins_page_commands runs it
-    script, words, world = split_launcher(command)
-    if script.startswith("tests/") or "--help" in words:
-        assert script != "pretrain_gpt.py" or start(script, words, monkeypatch) == 0
+    script, args, world = split_launcher(command)
+    if script.startswith("tests/") or "--help" in args:
+        assert script != "pretrain_gpt.py" or start(script, args, monkeypatch) == 0
         return
     if "make_parser(__doc__" not in (ROOT / script).read_text() and script != "pretrain_gpt.py":
-        assert words == []
+        assert args == []
         return
     if script != "pretrain_gpt.py":
-        parsed_by(script, words, monkeypatch)
+        parsed_by(script, args, monkeypatch)
         return
-    run_toml = tmp_path / "run.toml"  # the document's own, if it has one
+    run_toml = tmp_path / "run.toml"  # the first TOML block of the document, if it has one
     page = ROOT / "docs" / command.place.partition(":")[0]
     tomls = [text for language, text in documents.fences(page) if language == "toml"] if page.is_file() else []
     run_toml.write_text(tomls[0] if tomls else "bf16 = true\n")
-    words = [str(run_toml) if word == "run.toml" else word for word in words]
-    config = config_from([str(ROOT / w) if w.startswith("examples/") else w for w in words])
-    if config.checkpoint.use_checkpoint_args:  # the rest is in a checkpoint
+    args = [str(run_toml) if arg == "run.toml" else arg for arg in args]
+    config = config_from([str(ROOT / arg) if arg.startswith("examples/") else arg for arg in args])
+    if config.checkpoint.use_checkpoint_args:  # the other options are in a checkpoint
         return
     ranks = max(world, num_local_ranks(config.parallel))
     assert find_problems(config, ranks) == []
-    other = dict(data_path=None, tokenizer_type=None, tokenizer_model=None, mock_data=True, vocab_size=100)
-    plan = replace(config, data=replace(config.data, **other), train=replace(config.train, dry_run=True))
+    mock_data_options = dict(data_path=None, tokenizer_type=None, tokenizer_model=None, mock_data=True, vocab_size=100)
+    plan = replace(config, data=replace(config.data, **mock_data_options), train=replace(config.train, dry_run=True))
     assert pretrain(plan, RankInfo(world_size=ranks, local_world_size=ranks)) == 0
     assert "layers per stage" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("span", documents.installed_commands())
 def test_every_mentioned_command_exists(span: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, *words = span.split()
-    name = next((n for n in (" ".join(words[:2]), words[0]) if n in COMMAND.COMMANDS), None)
+    _, *args = span.split()
+    name = next((candidate for candidate in (" ".join(args[:2]), args[0]) if candidate in COMMAND.COMMANDS), None)
     if name is None:
-        assert len(words) == 1 and any(known.startswith(f"{words[0]} ") for known in COMMAND.COMMANDS), span
-    elif "--help" in words:
-        assert (
-            start(split_launcher(Command(span, tuple(span.split())))[0], words[len(name.split()) :], monkeypatch) == 0
-        )
-    elif rest := words[len(name.split()) :]:
+        assert len(args) == 1 and any(known.startswith(f"{args[0]} ") for known in COMMAND.COMMANDS), span
+    elif "--help" in args:
+        assert start(split_launcher(Command(span, tuple(span.split())))[0], args[len(name.split()) :], monkeypatch) == 0
+    elif rest := args[len(name.split()) :]:
         script, _, _ = split_launcher(Command(span, tuple(span.split())))
         parsed_by(script, rest, monkeypatch)
 
@@ -121,57 +127,59 @@ def test_commands_are_found_in_readme_and_docs() -> None:
 
 NAMED = list(documents.named(ROOT))
 # flags of the tests, nsys, docker and sky, sbatch and srun, lm_eval, mkdocs, docs/document_flags.py
-OTHERS = """fresh commit record capture-range build-arg rm gpus shm-size ulimit user network ipc entrypoint env
+OTHER_FLAGS = """fresh commit record capture-range build-arg rm gpus shm-size ulimit user network ipc entrypoint env
  ntasks ntasks-per-node signal model model_args tasks strict megatron"""
 
 
-def flags_there_are(patch: pytest.MonkeyPatch) -> set[str]:
-    """Of the trainer, with Megatron-LM's that it answers, of the tools, of torchrun and of the test suite."""
+def existing_flags(patch: pytest.MonkeyPatch) -> set[str]:
+    """Return the flags of the trainer, the Megatron-LM flags that it answers, and those of tools, torchrun and tests."""
     from torch.distributed.run import get_args_parser
 
-    found = (
-        {flag for _, f in iter_options() for flag, _ in flags_of(f)} | known_flags().keys() | {"--preset", "--config"}
+    flags = (
+        {flag for _, option in iter_options() for flag, _ in flags_of(option)}
+        | known_flags().keys()
+        | {"--preset", "--config"}
     )
-    found |= documents.flags_of(get_args_parser()) | documents.flags_of(torch_range.parser())
-    found |= {f"--{word}" for word in OTHERS.split()}
-    for path in sorted((ROOT / "tools").rglob("*.py")):
-        if "make_parser(__doc__" in path.read_text():
-            with documents.stopped(patch, read=False) as here:
+    flags |= documents.flags_of(get_args_parser()) | documents.flags_of(torch_range.parser())
+    flags |= {f"--{flag_name}" for flag_name in OTHER_FLAGS.split()}
+    for script_path in sorted((ROOT / "tools").rglob("*.py")):
+        if "make_parser(__doc__" in script_path.read_text():
+            with documents.stopped(patch, read=False) as inner_patch:
                 try:
-                    start(str(path.relative_to(ROOT)), [], here)
+                    start(str(script_path.relative_to(ROOT)), [], inner_patch)
                 except documents.Parsed as parsed:
-                    found |= documents.flags_of(parsed.parser)
-    return found
+                    flags |= documents.flags_of(parsed.parser)
+    return flags
 
 
 def test_every_named_flag_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = flags_there_are(monkeypatch)
+    existing = existing_flags(monkeypatch)
     for path in NAMED:
-        words = re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))
-        assert len(there) > 250 and [word for word in words if word not in there] == [], path.name
+        flags = re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))
+        assert len(existing) > 250 and [flag for flag in flags if flag not in existing] == [], path.name
 
 
 def test_documents_list_the_existing_families() -> None:
-    """The table of conversions lists each; elsewhere a number of them would be wrong with the next one."""
+    """The table of conversions lists every family; no page gives their number, which the next family would change."""
     built_in = set(FAMILIES.built_in)
     rows = re.findall(r"^\| [^|]+ \| `(\w+)` \|", (ROOT / "docs/conversion.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(set(rows) - {"model_type"}) == sorted(built_in)
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        counted = re.findall(r"\b\d+ (?:model )?(?:families|from Hugging Face)", path.read_text("utf-8"))
-        assert not counted, (path.name, counted)
+        numbers = re.findall(r"\b\d+ (?:model )?(?:families|from Hugging Face)", path.read_text("utf-8"))
+        assert not numbers, (path.name, numbers)
 
 
 def test_document_checks_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = "python tools/generate.py --load x \\\n  --promt y > z  # why\n"
-    (command,) = documents.commands_of(wrong, "a.md")
+    text = "python tools/generate.py --load x \\\n  --promt y > z  # why\n"
+    (command,) = documents.commands_of(text, "a.md")
     assert command.words == ("python", "tools/generate.py", "--load", "x", "--promt", "y")
     with pytest.raises(AssertionError):
         parsed_by(command.words[1], list(command.words[2:]), monkeypatch)
-    assert "--promt" not in flags_there_are(monkeypatch)
+    assert "--promt" not in existing_flags(monkeypatch)
 
 
 def test_issue_forms_and_citation_parse() -> None:
     forms = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml")]
     assert len(forms) == 3 and all({"name", "description", "body"} <= form.keys() for form in forms)
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == __version__ and {"cff-version", "message", "title", "authors"} <= cited.keys()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__ and {"cff-version", "message", "title", "authors"} <= citation.keys()

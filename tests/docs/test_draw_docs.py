@@ -1,4 +1,4 @@
-"""The programs that draw pictures of the documents run with today's package."""
+"""The programs that draw the pictures of the documents run with the current package."""
 
 import importlib
 from pathlib import Path

@@ -1,5 +1,8 @@
-"""Every number in README and docs/status.md is a result that is stored in docs/results.json, or is counted here, or is of a small list of
-words. A figure that is stored stands on its own page, too."""
+"""The numbers in README and docs/status.md.
+
+Each is stored in docs/results.json, counted here, or part of a name in a small list. A stored number stands on the page
+of its result, too.
+"""
 
 import json
 import re
@@ -20,8 +23,8 @@ from megalite.config.megatron_flags import INSTEAD, known_flags
 PAGES = (ROOT / "README.md", ROOT / "docs/status.md")
 RESULTS: dict[str, Any] = json.loads((ROOT / "docs/results.json").read_text("utf-8"))
 NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+|k)?(?![\w-])")
-# what holds digits and is no figure: code, targets of links, dates, versions, names, places on an axis
-WORDS = re.compile(
+# text with digits that is not a figure: code, targets of links, dates, versions, names, positions on an axis
+NOT_FIGURES = re.compile(
     r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d-\d\d|(torch|Python) [\d.]+\+?|Llama[ -]\d[ -]\d+B|Llama \d|Qwen\d\S*"
     r"|(TP|PP|DP|CP|tp|pp|dp) \d|ZeRO-\d( to \d| and \d)?|of spring and summer \d+|Apache-2.0|llama2-7b/13b/70b"
 )
@@ -35,7 +38,10 @@ def command_lines(*families: str) -> list[dict[str, Any]]:
 
 @cache
 def published() -> list[tuple[str, bool]]:
-    """(case, whether it holds) of docs/planning_accuracy.md's table, which another test compares with the planner."""
+    """Return (case, whether it is met) for the rows of docs/planning_accuracy.md.
+
+    Another test compares that table with the planner.
+    """
     row = r"^\| ([^|*]+) \| [^|]+ \| [^|]+ \| \d\.\d\d \| (misses)? ?\|$"
     rows = re.findall(row, _page("planning_accuracy.md"), re.MULTILINE)
     return [(name, not missed) for name, missed in rows if "Llama-3-8B shape" not in name and "GPT 1.3B" not in name]
@@ -46,10 +52,16 @@ def _page(name: str) -> str:
     return (ROOT / "docs" / name).read_text("utf-8")
 
 
-def kernels(card: str, *which: str, apart: tuple[str, ...] = ()) -> list[int]:
-    """The least and the largest share of the copy rate of these kernels, or of all but those apart, rounded."""
-    shares = RESULTS["kernels"][card]
-    values = [v for name in which or shares.keys() - {*apart} for v in shares[name]]
+def kernels(gpu: str, *names: str, exclude: tuple[str, ...] = ()) -> list[int]:
+    """Return the smallest and the largest percentage of the copy rate of these kernels, rounded.
+
+    Args:
+        gpu: The GPU of the results.
+        names: The kernels; all of them if none is given.
+        exclude: Kernels that are left out if no name is given.
+    """
+    percentages = RESULTS["kernels"][gpu]
+    values = [value for name in names or percentages.keys() - {*exclude} for value in percentages[name]]
     return [round(min(values)), round(max(values))]
 
 
@@ -69,7 +81,7 @@ FLAGS = [f for f in known_flags().values() if f.verdict != INSTEAD and f.group n
 ATTENTION = "own_forward positions own_backward cudnn_forward cudnn_backward".split()
 OFF = RESULTS["memory"]["off_percent"]
 
-# how a paragraph or a row of a table begins -> its numbers, in order
+# the beginning of a paragraph or of a table row -> its numbers, in order
 CLAIMS: dict[str, Callable[[], list[float]]] = {
     "Pipelines give the losses": lambda: run("layouts", "first", "steps", "largest", "loss"),
     "Neither needs a GPU": lambda: run(
@@ -104,12 +116,12 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
     "| GPT of 1.3 B": lambda: [1.3, *run("gpt_1b", "sequence", "mfu_h100", "mfu_h200")],
     "| peak memory": lambda: [max(OFF), len(OFF), RESULTS["memory"]["shapes"]],
     "| kernels bound by memory": lambda: [
-        *kernels("h100", apart=(*LAYER_NORM, f"{ERF} backward")),
+        *kernels("h100", exclude=(*LAYER_NORM, f"{ERF} backward")),
         *kernels("h100", *LAYER_NORM),
         *kernels("h100", f"{ERF} backward"),
     ],
     "| the same: ": lambda: [
-        *kernels("h200", apart=SLOW_H200),
+        *kernels("h200", exclude=SLOW_H200),
         *kernels("h200", *RMS_NORM),
         *kernels("h200", *LAYER_NORM),
         *kernels("h200", "bias_gelu backward"),
@@ -136,7 +148,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
 
 
 def parts() -> list[str]:
-    """Paragraphs and rows, without fenced blocks."""
+    """Return the paragraphs and table rows of the pages, without fenced blocks."""
     text = documents.FENCE.sub("", "\n\n".join(page.read_text("utf-8") for page in PAGES))
     blocks = (block.splitlines() for block in re.split(r"\n\s*\n", text))
     rows = (lines if lines and lines[0].startswith("|") else [" ".join(lines)] for lines in blocks)
@@ -144,7 +156,7 @@ def parts() -> list[str]:
 
 
 def numbers(part: str) -> list[str]:
-    return NUMBER.findall(WORDS.sub(" ", part))
+    return NUMBER.findall(NOT_FIGURES.sub(" ", part))
 
 
 def value(number: str) -> float:
@@ -159,15 +171,15 @@ def test_readme_values_equal_the_stored_results(begin: str) -> None:
 
 
 def test_every_number_of_the_readme_has_a_stored_result() -> None:
-    known = (*CLAIMS, "| [`")  # the latter: a recipe, which tests/config/test_recipes.py checks
+    known = (*CLAIMS, "| [`")  # the last one begins a recipe, which tests/config/test_recipes.py checks
     assert [part for part in parts() if numbers(part) and not part.startswith(known)] == []
 
 
 def leaves(record: Any) -> list[float]:
     if isinstance(record, dict):
-        return [leaf for name, below in record.items() if name != "positions" for leaf in leaves(below)]
+        return [leaf for name, child in record.items() if name != "positions" for leaf in leaves(child)]
     if isinstance(record, list):
-        return [leaf for below in record for leaf in leaves(below)]
+        return [leaf for child in record for leaf in leaves(child)]
     return [record] if isinstance(record, (int, float)) else []
 
 
@@ -176,7 +188,7 @@ def test_stored_results_have_a_source_and_stand_on_their_page(name: str) -> None
     record = RESULTS[name]
     assert {"page", "on", "date"} <= record.keys()
     assert "moments" in record or "mfu" not in " ".join(record)
-    found = re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?", _page(record["page"]))
-    there = {*map(value, found)}
-    lost = [leaf for leaf in leaves(record) if leaf not in there]
-    assert lost == []
+    matches = re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?", _page(record["page"]))
+    on_page = {*map(value, matches)}
+    missing = [leaf for leaf in leaves(record) if leaf not in on_page]
+    assert missing == []
