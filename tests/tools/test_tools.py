@@ -1,4 +1,4 @@
-"""The small tools answer bad input with one line, and large ones without torch."""
+"""The small tools refuse bad input with one line; the large ones refuse and print help without importing torch."""
 
 import json
 import subprocess
@@ -21,17 +21,17 @@ def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
             (tmp_path / name / file).write_text('{"a": ' if name == "damaged" else "")
     for name, action in (("mangled", "F.0"), ("waiting", "B0.0")):
         ranks = [{"pp_rank": 0, "spans": [{"action": action, "start_s": 0.0, "end_s": 1.0}]}]
-        told = {"pp": 1, "vpp": 1, "schedule": "1f1b", "microbatches": 1, "ranks": ranks}
+        timeline = {"pp": 1, "vpp": 1, "schedule": "1f1b", "microbatches": 1, "ranks": ranks}
         (tmp_path / name).mkdir()
-        (tmp_path / name / "timeline.json").write_text(json.dumps(told))
+        (tmp_path / name / "timeline.json").write_text(json.dumps(timeline))
     (tmp_path / "file").write_text("")
-    words = line.format(*[tmp_path] * line.count("{}")).split()
-    done = programs.python(f"tools/{words[0]}", *words[1:])
+    argv = line.format(*[tmp_path] * line.count("{}")).split()
+    done = programs.python(f"tools/{argv[0]}", *argv[1:])
     assert done.returncode not in (0, -9) and text in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
-AT_ONCE = """import contextlib, sys
+WITHOUT_TORCH = """import contextlib, sys
 from tools import doctor, plan, verify
 assert verify.main(["--bogus", "1"]) == 2
 with contextlib.suppress(SystemExit):
@@ -40,5 +40,5 @@ assert "torch" not in sys.modules"""
 
 
 def test_help_and_refusals_do_not_import_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""tools/verify.py: what is left of a run at its small size, what counts as a difference, and healthy layouts."""
+"""tools/verify.py: how it shrinks a run, what counts as a difference, and layouts without one."""
 
 import json
 import math
@@ -37,12 +37,12 @@ spelt = toml_tables.spelt(CASES["words"])
 GPT = spelt("GPT")
 
 
-def made(flags: str, most: int = 8, whole: bool = False) -> tuple[Config, ShrunkConfig]:
+def shrink_flags(flags: str, max_ranks: int = 8, keep_sizes: bool = False) -> tuple[Config, ShrunkConfig]:
     config = config_from(f"{RUN} {flags}")
-    return config, shrink(config, most, 3, whole)
+    return config, shrink(config, max_ranks, 3, keep_sizes)
 
 
-# ---- at its small size
+# ---- shrunk runs
 
 
 AXES = [(8, 16, 32), (1, 1, 8), (4, 1, 2), (1, 2, 1), (2, 4, 1), (1, 8, 2), (1, 1, 1)]
@@ -60,42 +60,49 @@ def test_shrink_makes_every_preset_small(preset: str, axes: tuple[int, int, int]
     tp, pp, dp = axes if fits(preset, *axes[:2]) else (2, 2, axes[2])
     axes = (tp, pp, dp) if fits(preset, tp, pp) else (1, 2, dp)
     tp, pp, dp = axes
-    config, found = made(f"--preset {preset} --tp {tp} --pp {pp} --dp {dp}")
-    a, b = config.model, found.config.model
-    assert not find_problems(found.config, found.layout.world_size) and not find_problems(
-        single_process_config(found.config), 1
+    config, shrunk = shrink_flags(f"--preset {preset} --tp {tp} --pp {pp} --dp {dp}")
+    a, b = config.model, shrunk.config.model
+    assert not find_problems(shrunk.config, shrunk.layout.world_size) and not find_problems(
+        single_process_config(shrunk.config), 1
     )
-    assert found.layout.world_size <= 8
-    for wanted, left in zip(axes, (found.layout.tp, found.layout.pp, found.layout.dp), strict=True):
-        assert (wanted > 1) == (left > 1) and left <= wanted
+    assert shrunk.layout.world_size <= 8
+    for size, shrunk_size in zip(axes, (shrunk.layout.tp, shrunk.layout.pp, shrunk.layout.dp), strict=True):
+        assert (size > 1) == (shrunk_size > 1) and shrunk_size <= size
     assert b.hidden_size <= 128 and b.num_layers <= 9 and b.seq_length == 16
     assert (a.num_kv_groups < a.num_attention_heads) == (b.num_kv_groups < b.num_attention_heads)
-    kept = ("activation", "normalization", "position_embedding_type", "add_bias_linear", "qk_layernorm", "add_qkv_bias")
-    for name in (*kept, "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "rotary_base"):
+    fields = (
+        "activation",
+        "normalization",
+        "position_embedding_type",
+        "add_bias_linear",
+        "qk_layernorm",
+        "add_qkv_bias",
+    )
+    for name in (*fields, "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "rotary_base"):
         assert getattr(a, name) == getattr(b, name), name
-    assert found.config.optim.clip_grad == 0.7 and found.config.train.train_iters == 3
+    assert shrunk.config.optim.clip_grad == 0.7 and shrunk.config.train.train_iters == 3
 
 
 def test_shrink_keeps_groups_and_layer_patterns() -> None:
-    config, found = made("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
-    assert config.model.num_kv_groups < 32 and 1 < found.config.model.num_kv_groups < found.layout.tp
-    _, found = made(f"{GPT} --window-size 256,0 --window-attn-skip-freq [1]*23+[0] --tp 2 --dp 1")
-    windows = found.config.model.layer_windows
+    config, shrunk = shrink_flags("--preset llama3-8b --tp 32 --dp 1 --global-batch-size 64 --num-query-groups 4", 4)
+    assert config.model.num_kv_groups < 32 and 1 < shrunk.config.model.num_kv_groups < shrunk.layout.tp
+    _, shrunk = shrink_flags(f"{GPT} --window-size 256,0 --window-attn-skip-freq [1]*23+[0] --tp 2 --dp 1")
+    windows = shrunk.config.model.layer_windows
     assert None in windows and 5 in windows and len(windows) < 24
 
 
 @pytest.mark.parametrize("flags,second,groups", CASES["groups"])
 def test_second_config_covers_groups_that_the_first_hides(flags: str, second: int, groups: int) -> None:
-    config, first = made(spelt(flags))
-    found = kv_group_check(config, first, 8)
-    assert (found and found.layout) == (Layout(second) if second else None)
-    if found is not None:
-        assert found.config.model.num_kv_groups == groups and not find_problems(found.config, found.layout.world_size)
-        assert found.config.train.train_iters == 1 and not find_problems(single_process_config(found.config), 1)
+    config, first = shrink_flags(spelt(flags))
+    check = kv_group_check(config, first, 8)
+    assert (check and check.layout) == (Layout(second) if second else None)
+    if check is not None:
+        assert check.config.model.num_kv_groups == groups and not find_problems(check.config, check.layout.world_size)
+        assert check.config.train.train_iters == 1 and not find_problems(single_process_config(check.config), 1)
 
 
 def test_too_few_ranks_for_groups_are_reported() -> None:
-    config, first = made("--preset llama2-70b --tp 16 --dp 2", 4)
+    config, first = shrink_flags("--preset llama2-70b --tp 16 --dp 2", 4)
     assert kv_group_check(config, first, 4) is None
     assert first.notes[-1].startswith(
         "not verified, because there are too few ranks: which of 8 groups each of 16 tp ranks takes"
@@ -105,31 +112,42 @@ def test_too_few_ranks_for_groups_are_reported() -> None:
 
 @pytest.mark.parametrize("flags,counts", CASES["stages"])
 def test_shrink_keeps_uneven_stages(flags: str, counts: list[int]) -> None:
-    _, found = made(spelt(f"GPT {flags}"))
-    assert explicit_stage_layers(found.config.model.num_layers, found.config.parallel) == counts
+    _, shrunk = shrink_flags(spelt(f"GPT {flags}"))
+    assert explicit_stage_layers(shrunk.config.model.num_layers, shrunk.config.parallel) == counts
 
 
 @pytest.mark.parametrize("batch,pp,number", [(64, 4, 8), (6, 4, 3), (20, 4, 5), (64, 1, 3), (2, 1, 1)])
 def test_shrink_keeps_micro_batches_per_stage(batch: int, pp: int, number: int) -> None:
-    _, found = made(f"{GPT} --global-batch-size {batch} --pp {pp} --dp 1")
-    t = found.config.train
-    assert t.global_batch_size == number * t.micro_batch_size
+    _, shrunk = shrink_flags(f"{GPT} --global-batch-size {batch} --pp {pp} --dp 1")
+    train = shrunk.config.train
+    assert train.global_batch_size == number * train.micro_batch_size
 
 
 def test_reference_run_uses_the_simplest_path() -> None:
     flags = f"{GPT} --pp 2 --tp 2 --dp 2 --num-virtual-stages-per-pipeline-rank 2 --split-backward --bf16"
-    _, found = made(f"{flags} --recompute-granularity selective --no-use-distributed-optimizer --z-loss-coeff 0.1")
-    one = single_process_config(found.config)
-    assert one.parallel == replace(Config().parallel, nproc=1, device="cpu", kernels="torch", attention_kernel="torch")
-    assert one.train.recompute_granularity is None and one.train.z_loss_coeff == 0.1 and one.precision.bf16
-    assert one.train.global_batch_size == found.config.train.global_batch_size and one.optim == found.config.optim
+    _, shrunk = shrink_flags(
+        f"{flags} --recompute-granularity selective --no-use-distributed-optimizer --z-loss-coeff 0.1"
+    )
+    reference = single_process_config(shrunk.config)
+    assert reference.parallel == replace(
+        Config().parallel, nproc=1, device="cpu", kernels="torch", attention_kernel="torch"
+    )
+    assert (
+        reference.train.recompute_granularity is None
+        and reference.train.z_loss_coeff == 0.1
+        and reference.precision.bf16
+    )
+    assert (
+        reference.train.global_batch_size == shrunk.config.train.global_batch_size
+        and reference.optim == shrunk.config.optim
+    )
 
 
 def test_shrink_keeps_unsharded_sizes() -> None:
-    config, found = made("--preset tiny --tp 2 --dp 2", whole=True)
-    assert found.config.model == config.model and found.config.data == config.data
+    config, shrunk = shrink_flags("--preset tiny --tp 2 --dp 2", keep_sizes=True)
+    assert shrunk.config.model == config.model and shrunk.config.data == config.data
     with pytest.raises(ValueError, match=r"world=16 .*--max-ranks 8"):
-        made("--preset tiny --dp 16", whole=True)
+        shrink_flags("--preset tiny --dp 16", keep_sizes=True)
 
 
 # ---- what counts as a difference: a matrix split over tp, a norm that tp ranks copy, ZeRO shards over dp
@@ -144,68 +162,68 @@ def numbers(name: str, step: int, kind: str) -> Any:
     return np.random.default_rng(seed).standard_normal(SHAPES[name])
 
 
-def at(item: RecordedTensor) -> tuple[float, str, str]:
+def key_of(item: RecordedTensor) -> tuple[float, str, str]:
     return item.step, item.kind, item.name
 
 
-def _part(whole: Any, name: str, tp: int) -> Any:
-    rows = len(whole) // 2
-    return whole if name == "norm" else whole[tp * rows : (tp + 1) * rows]
+def _shard(full: Any, name: str, tp: int) -> Any:
+    rows = len(full) // 2
+    return full if name == "norm" else full[tp * rows : (tp + 1) * rows]
 
 
 def recordings(steps: int = 2) -> tuple[Reference, list[Recording]]:
-    """What a run without mistakes leaves."""
+    """Return the recordings of a reference run and of the ranks of a correct run."""
     names = [*SHAPES]
-    one: list[tuple[RecordedTensor, Any]] = []
+    reference: list[tuple[RecordedTensor, Any]] = []
     ranks: list[list[tuple[RecordedTensor, Any]]] = [[] for _ in range(LAYOUT.world_size)]
     for step in range(steps + 1):
         for kind in ("weight", "gradient")[: 1 + bool(step)]:
             for name in names:
-                whole = numbers(name, step, kind)
-                one.append((RecordedTensor(step, kind, name, -1, whole.shape, 0), whole.reshape(-1)))
+                full = numbers(name, step, kind)
+                reference.append((RecordedTensor(step, kind, name, -1, full.shape, 0), full.reshape(-1)))
                 for rank, items in enumerate(ranks):
                     dp, tp = divmod(rank, 2)
-                    mine = _part(whole, name, tp)
-                    half = mine.size // 2
-                    cut = slice(dp * half, dp * half + half) if kind == "gradient" else slice(0, mine.size)
+                    shard = _shard(full, name, tp)
+                    half = shard.size // 2
+                    cut = slice(dp * half, dp * half + half) if kind == "gradient" else slice(0, shard.size)
                     items.append(
-                        (RecordedTensor(step, kind, name, -1, mine.shape, cut.start), mine.reshape(-1)[cut].copy())
+                        (RecordedTensor(step, kind, name, -1, shard.shape, cut.start), shard.reshape(-1)[cut].copy())
                     )
-    return Reference(Recording(names, ["word"], one)), [Recording(names, ["word"], items) for items in ranks]
+    return Reference(Recording(names, ["word"], reference)), [Recording(names, ["word"], items) for items in ranks]
 
 
-def found_in(reference: Reference, ranks: list[Recording]) -> Finding | None:
+def first_finding(reference: Reference, ranks: list[Recording]) -> Finding | None:
     rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
     return diagnose(rows, pieces, reference, LAYOUT, num_microbatches=3)
 
 
-def change(ranks: list[Recording], step: int, kind: str, name: str, how: Any, who: Any = range(4)) -> None:
-    for rank in who:
-        for data in (data for item, data in ranks[rank].tensors if at(item) == (step, kind, name)):
-            data[...] = how(data)
+def change(ranks: list[Recording], step: int, kind: str, name: str, edit: Any, rank_ids: Any = range(4)) -> None:
+    for rank in rank_ids:
+        for data in (data for item, data in ranks[rank].tensors if key_of(item) == (step, kind, name)):
+            data[...] = edit(data)
 
 
 def test_equal_tensors_match_within_rounding() -> None:
     reference, ranks = recordings()
-    assert found_in(reference, ranks) is None
+    assert first_finding(reference, ranks) is None
     change(ranks, 2, "gradient", "up", lambda data: data * (1 + 4 * 2.0**-52))
-    assert found_in(reference, ranks) is None
+    assert first_finding(reference, ranks) is None
     change(ranks, 2, "gradient", "up", lambda data: data * (1 + 1e-10))
-    assert found_in(reference, ranks) is not None
+    assert first_finding(reference, ranks) is not None
 
 
 def test_one_wrong_element_of_a_replica_is_named() -> None:
     reference, ranks = recordings()
-    data = next(data for item, data in ranks[3].tensors if at(item) == (1, "weight", "up"))
-    data[6] += 1e-6  # of 4 x 4 elements of tp rank 1: row 1 of it, which is row 5, column 2
-    found = found_in(reference, ranks)
-    assert found is not None and (found.step, found.kind, found.name) == (1, "weight", "up")
-    assert found.ranks == {"rank": [3], "pp": [0], "dp": [1], "tp": [1]}
-    assert found.location == "[5, 2], 1 of 16 elements" and "only on dp ranks [1]" in found.causes[0]
+    data = next(data for item, data in ranks[3].tensors if key_of(item) == (1, "weight", "up"))
+    data[6] += 1e-6  # tp rank 1 has 4 x 4 elements: its row 1 is row 5; column 2
+    finding = first_finding(reference, ranks)
+    assert finding is not None and (finding.step, finding.kind, finding.name) == (1, "weight", "up")
+    assert finding.ranks == {"rank": [3], "pp": [0], "dp": [1], "tp": [1]}
+    assert finding.location == "[5, 2], 1 of 16 elements" and "only on dp ranks [1]" in finding.causes[0]
 
 
 @pytest.mark.parametrize(
-    "names,factor,told",
+    "names,factor,cause",
     [
         ([*SHAPES], 2.0, "every gradient is 2 times what it should be, the number of dp"),
         ([*SHAPES], 1 / 3, "every gradient is 1/3 of what it should be, the number of micro-batches"),
@@ -213,71 +231,72 @@ def test_one_wrong_element_of_a_replica_is_named() -> None:
         (["up"], 1.25, "the gradient of up is 1.25 times"),
     ],
 )
-def test_difference_factors_are_named(names: list[str], factor: float, told: str) -> None:
+def test_difference_factors_are_named(names: list[str], factor: float, cause: str) -> None:
     reference, ranks = recordings()
     for name in names:
         change(ranks, 1, "gradient", name, lambda data: factor * data)
-    found = found_in(reference, ranks)
-    assert found is not None and found.kind == "gradient" and {*found.differing} == {*names}
-    assert told in found.causes[0]
+    finding = first_finding(reference, ranks)
+    assert finding is not None and finding.kind == "gradient" and {*finding.differing} == {*names}
+    assert cause in finding.causes[0]
 
 
 def test_replicas_of_a_weight_must_be_bit_equal() -> None:
     reference, ranks = recordings()
-    change(ranks, 1, "weight", "norm", lambda data: data + [0, 0, 2.0**-50, 0], (1,))  # of 4, over dp and tp
-    found = found_in(reference, ranks)
-    assert found is not None and (found.kind, found.name, found.ranks["rank"]) == ("weight", "norm", [1])
-    assert found.location == "[2], 1 of 4 elements" and found.distance < found.tolerance
+    # one of 4 replicas over dp and tp
+    change(ranks, 1, "weight", "norm", lambda data: data + [0, 0, 2.0**-50, 0], (1,))
+    finding = first_finding(reference, ranks)
+    assert finding is not None and (finding.kind, finding.name, finding.ranks["rank"]) == ("weight", "norm", [1])
+    assert finding.location == "[2], 1 of 4 elements" and finding.distance < finding.tolerance
 
 
 def test_missing_and_extra_tensors_are_reported() -> None:
     reference, ranks = recordings()
     for rank in ranks[2:]:  # the shards of dp rank 1
-        rank.tensors[:] = [(item, data) for item, data in rank.tensors if at(item) != (1, "gradient", "up")]
-    found = found_in(reference, ranks)
-    assert found is not None and found.location == "16 of 32 elements are on no rank"
+        rank.tensors[:] = [(item, data) for item, data in rank.tensors if key_of(item) != (1, "gradient", "up")]
+    finding = first_finding(reference, ranks)
+    assert finding is not None and finding.location == "16 of 32 elements are on no rank"
     reference, ranks = recordings()
     ranks[1].tensors.append((RecordedTensor(1, "input", "tokens", 7, (4, 1), 0), np.zeros(4)))
-    found = found_in(reference, ranks)
-    assert found is not None and "which one process does not have" in found.location
+    finding = first_finding(reference, ranks)
+    assert finding is not None and "which one process does not have" in finding.location
 
 
 def test_nan_is_a_difference() -> None:
     reference, ranks = recordings()
     change(ranks, 1, "gradient", "up", lambda data: math.nan * data)
-    found = found_in(reference, ranks)
-    assert found is not None and found.distance == math.inf
+    finding = first_finding(reference, ranks)
+    assert finding is not None and finding.distance == math.inf
     rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
-    here, there = np.array([1.0, math.nan, 3.0]), np.array([1.0, 2.0, 4.0])
-    odd = replace(next(iter(pieces.values()))[0], actual=here, expected=there, deviates=None)
-    assert odd.wrong_elements(1e-6).tolist() == [False, True, True]
+    actual, expected = np.array([1.0, math.nan, 3.0]), np.array([1.0, 2.0, 4.0])
+    piece = replace(next(iter(pieces.values()))[0], actual=actual, expected=expected, deviates=None)
+    assert piece.wrong_elements(1e-6).tolist() == [False, True, True]
 
 
 def test_shards_are_assembled_in_order_without_padding() -> None:
-    whole = (97, 6)  # two ranks of 52 rows each
-    rows = [expected_slices((52, 6), whole, Layout(tp=2).coordinates(tp), Layout(tp=2)) for tp in (0, 1)]
+    full_shape = (97, 6)  # two ranks of 52 rows each
+    rows = [expected_slices((52, 6), full_shape, Layout(tp=2).coordinates(tp), Layout(tp=2)) for tp in (0, 1)]
     assert rows == [(slice(0, 52), slice(0, 6)), (slice(52, 97), slice(0, 6))]
     with pytest.raises(ValueError, match="less than"):
-        expected_slices((40, 6), whole, Layout().coordinates(0), Layout(tp=2))
+        expected_slices((40, 6), full_shape, Layout().coordinates(0), Layout(tp=2))
 
 
 def test_experts_are_sharded_over_the_ranks_of_a_stage() -> None:
     layout = Layout(tp=2, pp=2, dp=2, cp=2, ep=2, etp=2)
-    cuts = [
+    slices = [
         expected_slices((2, 3, 4), (4, 6, 4), layout.coordinates(rank), layout, is_expert=True) for rank in range(16)
     ]
-    four = [(slice(e, e + 2), slice(f, f + 3), slice(0, 4)) for e in (0, 2) for f in (0, 3)]
-    assert cuts == 4 * four and layout.edp == 2 and layout.min_ranks == 16
+    one_replica = [(slice(e, e + 2), slice(f, f + 3), slice(0, 4)) for e in (0, 2) for f in (0, 3)]
+    assert slices == 4 * one_replica and layout.edp == 2 and layout.min_ranks == 16
 
 
-@pytest.mark.parametrize("flags,layout,edp,kept", CASES["experts"])
-def test_shrink_keeps_routing_and_expert_layout(flags: str, layout: str, edp: int, kept: list[int]) -> None:
-    config, found = made(spelt(flags))
-    m = found.config.model
+@pytest.mark.parametrize("flags,layout,edp,routing", CASES["experts"])
+def test_shrink_keeps_routing_and_expert_layout(flags: str, layout: str, edp: int, routing: list[int]) -> None:
+    config, shrunk = shrink_flags(spelt(flags))
+    m = shrunk.config.model
     sizes = (m.num_experts, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk)
-    assert (str(found.layout), found.layout.edp, sizes[: len(kept)]) == (layout, edp, tuple(kept))
-    assert not find_problems(found.config, found.layout.world_size) and not find_problems(
-        single_process_config(found.config), 1
+    assert (str(shrunk.layout), shrunk.layout.edp, sizes[: len(routing)]) == (layout, edp, tuple(routing))
+    assert not find_problems(shrunk.config, shrunk.layout.world_size) and not find_problems(
+        single_process_config(shrunk.config), 1
     )
     assert set(m.moe_layers) == set(config.model.moe_layers) and m.expert_ffn_size < 64
 
@@ -285,19 +304,21 @@ def test_shrink_keeps_routing_and_expert_layout(flags: str, layout: str, edp: in
 def test_layers_are_numbered_by_pipeline_position(tmp_path: Path) -> None:
     layout = Layout(pp=2, dp=2)
     for rank in range(layout.world_size):
-        counts = ((2, 1), (0, 3))[layout.coordinates(rank).pp]  # of two chunks: stages of 2, 0, 1 and 3 layers
+        counts = ((2, 1), (0, 3))[layout.coordinates(rank).pp]  # two chunks each: stages of 2, 0, 1 and 3 layers
         names = [f"layers.{chunk}:{i}.mlp.up" for chunk, count in enumerate(counts) for i in range(count)]
         items = [(RecordedTensor(0, "weight", name, -1, (1,), 0), np.zeros(1)) for name in names]
         write(tmp_path / f"rank-{rank:05d}.npz", Recording([*names, "head"], ["head"], items, counts))
-    layers = [[int(name.split(".")[1]) for name in one.parameters[:-1]] for one in read_all(tmp_path, layout)]
+    layers = [
+        [int(name.split(".")[1]) for name in recording.parameters[:-1]] for recording in read_all(tmp_path, layout)
+    ]
     assert layers == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
 
 
 # ---- the loss by its definition
 
 
-def _read(scale: float = 1.0, masked: bool = True, count: float | None = None) -> list[str]:
-    """Of one step with one micro-batch, 3 tokens, 2 of which count."""
+def _loss_problems(scale: float = 1.0, masked: bool = True, count: float | None = None) -> list[str]:
+    """Return the problems of a recorded step with one micro-batch of 3 tokens, 2 of them with a loss."""
     rng = np.random.default_rng(3)
     hidden, head = rng.standard_normal((3, 1, 4)), rng.standard_normal((5, 4))
     labels, mask = np.array([[1], [4], [2]]), np.array([[1.0], [0.0], [1.0]])
@@ -318,13 +339,13 @@ def _read(scale: float = 1.0, masked: bool = True, count: float | None = None) -
 
 
 def test_losses_are_verified_independently() -> None:
-    assert _read() == []
-    assert "2 of 3 labels count" in _read(masked=False)[0]
-    assert "by its definition" in _read(scale=1.0001)[0]
-    assert "over the 2 labels that count" in _read(count=3.0)[0]
+    assert _loss_problems() == []
+    assert "2 of 3 labels count" in _loss_problems(masked=False)[0]
+    assert "by its definition" in _loss_problems(scale=1.0001)[0]
+    assert "over the 2 labels that count" in _loss_problems(count=3.0)[0]
 
 
-# ---- as users type it
+# ---- command lines
 
 
 def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
@@ -338,8 +359,8 @@ BAD: dict[str, list[str]] = toml_tables.MESSAGES["verify"]
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_command_line_is_refused_at_once(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify_tool.main(f"{GPT} {RUN} {flags}".split()) == 2
-    told = capsys.readouterr().err
-    assert all(part in told for part in BAD[flags]) and "Traceback" not in told
+    stderr = capsys.readouterr().err
+    assert all(part in stderr for part in BAD[flags]) and "Traceback" not in stderr
 
 
 HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
@@ -353,13 +374,13 @@ HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
     ),
 )
 def test_healthy_layout_matches(name: str, tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    done = verify(f"{RUN} {HEALTHY[name]}", "--json", str(told), "--out", str(tmp_path / "agreement.svg"))
+    result_path = tmp_path / "result.json"
+    done = verify(f"{RUN} {HEALTHY[name]}", "--json", str(result_path), "--out", str(tmp_path / "agreement.svg"))
     assert done.returncode == 0 and "agreed: tp" in done.stdout, done.stdout + done.stderr
-    found = json.loads(told.read_text("utf-8"))
-    assert found["agrees"] and not found["one_process"] and found["first"] is None
-    assert {row["step"] for row in found["rows"] if row["kind"] == "gradient"} == {1, 2, 3}
-    assert any(row["distance"] > 0 for row in found["rows"] if row["kind"] == "gradient")  # it compares two runs
+    result = json.loads(result_path.read_text("utf-8"))
+    assert result["agrees"] and not result["one_process"] and result["first"] is None
+    assert {row["step"] for row in result["rows"] if row["kind"] == "gradient"} == {1, 2, 3}
+    assert any(row["distance"] > 0 for row in result["rows"] if row["kind"] == "gradient")  # it compares two runs
     assert "<svg" in (tmp_path / "agreement.svg").read_text("utf-8")
 
 
@@ -374,14 +395,14 @@ def test_crashed_layout_is_reported() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signal_ends_verify_with_one_line(number: int, code: int, tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "tools" / "verify.py"), *f"{RUN} {GPT} --tp 2 --steps 100000".split()]
+    argv = [sys.executable, str(ROOT / "tools" / "verify.py"), *f"{RUN} {GPT} --tp 2 --steps 100000".split()]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     pipes["env"] = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    with programs.Popen(words, cwd=ROOT, start_new_session=True, **pipes) as process:
+    with programs.Popen(argv, cwd=ROOT, start_new_session=True, **pipes) as process:
         while not list(tmp_path.glob("megalite-verify-*")):
             assert process.poll() is None
             time.sleep(0.1)
-        time.sleep(4)  # the rank has begun, or is about to: both must do
+        time.sleep(4)  # the rank has started, or is about to: both must work
         os.killpg(process.pid, number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in out + err, out + err
