@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""Make the stored checkpoints of this release: python tests/checkpoint/make_fixtures.py
+"""Make the stored checkpoints of this release.
+
+    python tests/checkpoint/make_fixtures.py
 
     fixtures/RELEASE/CASE/iter_0000002/   as four or two ranks wrote it
     fixtures/RELEASE/CASE/expected.json   flags, dtype, the losses of the steps after it, a hash of every tensor
 
-test_releases.py loads those of all releases. A release's are made once, before it is published, and never again; as long
-as it is not, delete its folder first.
+test_releases.py loads those of all releases. A release's fixtures are made once, before it is published, and never
+again. Before it is published, delete its directory to make them again.
 """
 
 import hashlib
@@ -35,7 +37,7 @@ from megalite.training.setup import build_run  # noqa: E402
 from megalite.training.train_step import train_step  # noqa: E402
 from tools.preprocess.indexed_writer import IndexedWriter  # noqa: E402
 
-FOLDER = Path(__file__).resolve().parent / "fixtures"
+FIXTURES = Path(__file__).resolve().parent / "fixtures"
 PREFIX = "tokens"  # relative: where the data was does not matter
 FLAGS = (
     "--hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 12 --seq-length 8 "
@@ -56,16 +58,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_tokens(folder: Path) -> None:
-    """The data of all cases, below `folder`."""
-    writer = IndexedWriter(folder / PREFIX, np.uint16)
+def write_tokens(directory: Path) -> None:
+    """Write the data of all cases to `directory`."""
+    writer = IndexedWriter(directory / PREFIX, np.uint16)
     for n in range(40):
         writer.add([(n * 7 + t * t) % 20 for t in range(5 + n % 11)])
     writer.finish()
 
 
 def hashes(directory: Path) -> dict[str, str]:
-    """sha256 of every whole tensor's bytes, with its dtype and shape."""
+    """Return the sha256 of every full tensor's bytes, with its dtype and shape."""
     checkpoint = offline.open_checkpoint(directory)
     result = {}
     for name in sorted(checkpoint.manifest.tensors):
@@ -76,13 +78,13 @@ def hashes(directory: Path) -> dict[str, str]:
     return result
 
 
-def _train(folder: str, case: dict[str, Any]) -> list[float]:
-    """Two steps, a checkpoint, four more: the losses of these."""
-    os.chdir(folder)
-    words = [*case["flags"].split(), *case["layout"].split(), "--save", "run", "--save-interval", "2"]
-    config = cli.parse_config_or_exit(words, PRESETS).config
-    ranks = RankInfo(dist.get_rank(), dist.get_world_size())
-    run = build_run(config, ranks, torch.device("cpu"), dtype=getattr(torch, case["dtype"]))
+def _train(directory: str, case: dict[str, Any]) -> list[float]:
+    """Train two steps, save a checkpoint, train four more; return the losses of these four."""
+    os.chdir(directory)
+    argv = [*case["flags"].split(), *case["layout"].split(), "--save", "run", "--save-interval", "2"]
+    config = cli.parse_config_or_exit(argv, PRESETS).config
+    rank_info = RankInfo(dist.get_rank(), dist.get_world_size())
+    run = build_run(config, rank_info, torch.device("cpu"), dtype=getattr(torch, case["dtype"]))
     saver = open_saver(run, config)
     for _ in range(2):
         train_step(run)
@@ -94,14 +96,14 @@ def _train(folder: str, case: dict[str, Any]) -> list[float]:
 
 
 def main() -> None:
-    target = FOLDER / megalite.__version__
+    target = FIXTURES / megalite.__version__
     if target.exists():
         sys.exit(f"{target} is there: the fixtures of a release are made once (see the head of this file)")
     for name, case in CASES.items():
-        with tempfile.TemporaryDirectory() as work:
-            write_tokens(Path(work))
-            losses = run_ranks(case["world"], _train, work, case)[0]
-            shutil.copytree(Path(work) / "run" / "iter_0000002", target / name / "iter_0000002")
+        with tempfile.TemporaryDirectory() as work_dir:
+            write_tokens(Path(work_dir))
+            losses = run_ranks(case["world"], _train, work_dir, case)[0]
+            shutil.copytree(Path(work_dir) / "run" / "iter_0000002", target / name / "iter_0000002")
         facts = {**case, "losses": losses, "tensors": hashes(target / name)}
         (target / name / "expected.json").write_text(json.dumps(facts, indent=0) + "\n")
         print(target / name, sum(path.stat().st_size for path in (target / name).rglob("*") if path.is_file()), "bytes")

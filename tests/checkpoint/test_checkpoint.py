@@ -7,8 +7,7 @@ import checkpoint_loads
 import numpy as np
 import pytest
 import torch
-from checkpoint_loads import ALONE
-from checkpoint_loads import whole_piece as whole
+from checkpoint_loads import ALONE, whole_piece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,31 +26,31 @@ def test_box_rectangles_cover_the_span_in_order(shape: list[int], data: st.DataO
     box = Box(origin, tuple(o + n for o, n in zip(origin, shape, strict=True)))
     start = data.draw(st.integers(0, box.numel))
     stop = data.draw(st.integers(start, box.numel))
-    whole = np.arange(int(np.prod(box.stop))).reshape(box.stop)
-    flat = whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].reshape(-1)
+    full = np.arange(int(np.prod(box.stop))).reshape(box.stop)
+    flat = full[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))].reshape(-1)
     parts = rectangles(box, range(start, stop))
     zero = Box((0,) * len(shape), box.stop)
     assert len(parts) <= 2 * len(shape) - 1
     assert [i for _, span in parts for i in span] == list(range(stop - start))
-    got = [whole[slices_within(part, zero)].reshape(-1) for part, _ in parts]
-    np.testing.assert_array_equal(np.concatenate(got) if got else [], flat[start:stop])
+    pieces = [full[slices_within(part, zero)].reshape(-1) for part, _ in parts]
+    np.testing.assert_array_equal(np.concatenate(pieces) if pieces else [], flat[start:stop])
 
 
 @given(st.lists(st.integers(1, 3), max_size=3), st.data())
 def test_boxes_cover_each_element_once(shape: list[int], data: st.DataObject) -> None:
-    held, boxes = np.zeros(shape, int), []
+    counts, boxes = np.zeros(shape, int), []
     for _ in range(data.draw(st.integers(1, 4))):
         start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
         stop = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(start, shape, strict=True))
         boxes.append(Box(start, stop))
-        held[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] += 1
-    rest = [Box(tuple(i), tuple(n + 1 for n in i)) for i in np.argwhere(held == 0).tolist()]
-    assert covers_exactly_once(tuple(shape), boxes) == bool((held == 1).all())
-    assert covers_exactly_once(tuple(shape), boxes + rest) == bool((held <= 1).all())
+        counts[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] += 1
+    rest = [Box(tuple(i), tuple(n + 1 for n in i)) for i in np.argwhere(counts == 0).tolist()]
+    assert covers_exactly_once(tuple(shape), boxes) == bool((counts == 1).all())
+    assert covers_exactly_once(tuple(shape), boxes + rest) == bool((counts <= 1).all())
 
 
 def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[list[TensorShard]]:
-    """The pieces of every (tp, dp) rank of a tensor that is split over tp along `dim` and over dp as a ZeRO shard."""
+    """Return the shards of every (tp, dp) rank of a tensor, split over tp along `dim` and over dp as ZeRO does."""
     spec = ParamSpec(name, tuple(values.shape), shards=((dim, "tp"),))
     ranks = []
     for t in range(tp):
@@ -65,15 +64,15 @@ def cut(values: torch.Tensor, name: str, dim: int, tp: int, dp: int) -> list[lis
     return ranks
 
 
-def save_all(folder: Path, ranks: list[list[TensorShard]], step: int, state: dict | None = None) -> Path:
-    """What `saver.save` does on several ranks, here one after the other."""
-    part = folder / f".iter_{step:07d}.part"
-    part.mkdir(parents=True)
+def save_all(directory: Path, ranks: list[list[TensorShard]], step: int, state: dict | None = None) -> Path:
+    """Do what `saver.save` does on several ranks, one after the other."""
+    part_dir = directory / f".iter_{step:07d}.part"
+    part_dir.mkdir(parents=True)
     for rank, pieces in enumerate(ranks):
         rows, ordered = tensor_file.plan_write(pieces)
-        manifests.write_rank_file(part, rank, rows, (p.data for p in ordered))
-    final = storage.checkpoint_dir(folder, step)
-    manifests.commit(part, final, state or {}, step, len(ranks))
+        manifests.write_rank_file(part_dir, rank, rows, (p.data for p in ordered))
+    final = storage.checkpoint_dir(directory, step)
+    manifests.commit(part_dir, final, state or {}, step, len(ranks))
     return final
 
 
@@ -83,21 +82,21 @@ LAYOUT = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 5))  # tp, dp
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from([4, 8]), min_size=1, max_size=3), LAYOUT, LAYOUT, st.data())
 def test_load_under_another_layout(tmp_path_factory, shape, saved, other, data) -> None:
-    folder = tmp_path_factory.mktemp("saved")
+    directory = tmp_path_factory.mktemp("saved")
     dim = data.draw(st.integers(0, len(shape) - 1))
     values = torch.randn(shape)
     with pytest.MonkeyPatch.context() as patch:  # blocks that end anywhere, reads of any size straight into a target
         patch.setattr(tensor_file.write_safetensors, "__defaults__", (data.draw(st.sampled_from([8, 40, 1 << 22])),))
         patch.setattr(reader, "_MIN_DIRECT_BYTES", data.draw(st.sampled_from([1, 24, 1 << 16])))
-        final = save_all(folder, cut(values, "w", dim, *saved), 7)
-        loaded = manifests.load_manifest(final)
-        assert covers_exactly_once(loaded.tensors["w"].shape, [p.box for p in loaded.tensors["w"].boxes])
-        reader.verify_checkpoint(final, loaded)
+        final = save_all(directory, cut(values, "w", dim, *saved), 7)
+        manifest = manifests.load_manifest(final)
+        assert covers_exactly_once(manifest.tensors["w"].shape, [p.box for p in manifest.tensors["w"].boxes])
+        reader.verify_checkpoint(final, manifest)
         dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
         for rank in cut(values.to(dtype), "w", dim, *other):
             for fill in (
-                lambda pieces: reader.CheckpointReader(final, loaded).fill(pieces),
-                lambda pieces: loader.load_newest(folder, ALONE, lambda *_: loader.LoadPlan(pieces)),
+                lambda pieces: reader.CheckpointReader(final, manifest).fill(pieces),
+                lambda pieces: loader.load_newest(directory, ALONE, lambda *_: loader.LoadPlan(pieces)),
             ):
                 target = replace(rank[0], data=torch.full_like(rank[0].data, torch.nan))
                 fill([target])
@@ -105,9 +104,11 @@ def test_load_under_another_layout(tmp_path_factory, shape, saved, other, data) 
 
 
 def test_load_lists_all_mismatches_before_changing_anything(tmp_path: Path) -> None:
-    folder = saver.save(tmp_path, 1, [whole(torch.ones(4, 2), "a"), whole(torch.ones(3), "b")], {}, ALONE)
-    pieces = [whole(torch.zeros(4, 2), "a"), whole(torch.zeros(5), "b"), whole(torch.zeros(1), "c")]
+    checkpoint_dir = saver.save(
+        tmp_path, 1, [whole_piece(torch.ones(4, 2), "a"), whole_piece(torch.ones(3), "b")], {}, ALONE
+    )
+    pieces = [whole_piece(torch.zeros(4, 2), "a"), whole_piece(torch.zeros(5), "b"), whole_piece(torch.zeros(1), "c")]
     with pytest.raises(CheckpointError) as error:
-        checkpoint_loads.fill(folder, manifests.load_manifest(folder), pieces, ALONE)
+        checkpoint_loads.fill(checkpoint_dir, manifests.load_manifest(checkpoint_dir), pieces, ALONE)
     assert "b: shape (5,) here, (3,) in" in str(error.value) and "c: shape (1,) here, not in" in str(error.value)
     assert all(not p.data.any() for p in pieces)

@@ -39,26 +39,26 @@ CPU = torch.device("cpu")
 
 @BACKGROUND
 def test_save_killed_at_any_time_leaves_a_complete_checkpoint(tmp_path: Path, background: bool) -> None:
-    """kill -9 before every call that makes something last or visible; leftovers are swept by the next start."""
+    """Kill the process before every call that makes something durable or visible; the next start removes leftovers."""
 
     def save_two() -> None:
-        one = CheckpointSaver(folder, ALONE, 0, keep_last=1, background=background)
+        checkpoint_saver = CheckpointSaver(directory, ALONE, 0, keep_last=1, background=background)
         for step in (2, 3):
-            one.save(step, pieces(float(step)), {"step": step})
-        one.close()
+            checkpoint_saver.save(step, pieces(float(step)), {"step": step})
+        checkpoint_saver.close()
 
     status, seen = -1, []
     while status != 0:
-        folder = tmp_path / str(len(seen))
-        save_steps(folder, 1)
+        directory = tmp_path / str(len(seen))
+        save_steps(directory, 1)
         status = in_child(dies_at(len(seen), save_two))
         assert status in (0, -signal.SIGKILL)
-        found, targets = checkpoint_loads.newest(folder, ALONE), pieces(0.0)
-        checkpoint_loads.fill(*found, targets, ALONE, exact=True)
-        seen.append(found[1].state["step"])
+        newest, targets = checkpoint_loads.newest(directory, ALONE), pieces(0.0)
+        checkpoint_loads.fill(*newest, targets, ALONE, exact=True)
+        seen.append(newest[1].state["step"])
         assert all((target.data == seen[-1]).all() for target in targets)
-        CheckpointSaver(folder, ALONE, 0).close()
-        assert not list(folder.glob(".iter_*"))
+        CheckpointSaver(directory, ALONE, 0).close()
+        assert not list(directory.glob(".iter_*"))
     assert seen == sorted(seen) and set(seen) == {1, 2, 3} and len(seen) > 20
 
 
@@ -69,7 +69,7 @@ DAMAGE = {
     "longer by one": lambda f: f.write_bytes(f.read_bytes() + b"\0"),
     "empty": lambda f: os.truncate(f, 0),
     "a link": lambda f: (shutil.copy(f, f.with_name("copy")), f.unlink(), f.symlink_to(f.with_name("copy"))),
-    "a folder": lambda f: (f.unlink(), f.mkdir()),
+    "a directory": lambda f: (f.unlink(), f.mkdir()),
     "zeros": lambda f: f.write_bytes(bytes(f.stat().st_size)),
     "a flipped bit": lambda f: flip(f, 12345),
 }
@@ -85,61 +85,61 @@ def test_load_names_a_damaged_file_and_uses_the_previous_checkpoint(
     for step in (1, 2):
         save_all(tmp_path, cut(torch.full((6, 4), float(step)), "model/w", 0, 1, 3), step, {"step": step})
     DAMAGE[damage](tmp_path / "iter_0000002" / name)
-    found = checkpoint_loads.newest(tmp_path, ALONE)
+    newest = checkpoint_loads.newest(tmp_path, ALONE)
     if damage == "shorter by one" and name == "COMPLETE":  # the end of the line after the hash: nothing is lost
-        assert found is not None and found[1].state == {"step": 2}
+        assert newest is not None and newest[1].state == {"step": 2}
         return
-    assert found is not None and found[1].state == {"step": 1}
-    shown = "manifest.json" if name == "COMPLETE" else name
-    assert shown in capsys.readouterr().err
+    assert newest is not None and newest[1].state == {"step": 1}
+    reported_name = "manifest.json" if name == "COMPLETE" else name
+    assert reported_name in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
 def test_damage_during_load_falls_back_to_the_previous_checkpoint(tmp_path, monkeypatch, damage: str) -> None:
-    """The pieces hold the older checkpoint whole, or, where there is none, nothing that anyone could train on."""
-    with monkeypatch.context() as small:  # damage in the middle: some is filled before it
-        small.setattr(tensor_file.write_safetensors, "__defaults__", (1 << 12,))
+    """The pieces hold the complete older checkpoint or, if there is none, nothing that a run could train on."""
+    with monkeypatch.context() as patch:  # damage in the middle: some blocks are filled before it
+        patch.setattr(tensor_file.write_safetensors, "__defaults__", (1 << 12,))
         save_steps(tmp_path, 1, 2)
     DAMAGE[damage](tmp_path / "iter_0000002" / "rank-00000.safetensors")
     targets = pieces(9.0)
-    wanted = lambda *_: loader.LoadPlan(targets, exact_dtype=True)  # noqa: E731
-    found = loader.load_newest(tmp_path, ALONE, wanted)
-    assert found is not None and found[1].state == {"step": 1}
+    plan_load = lambda *_: loader.LoadPlan(targets, exact_dtype=True)  # noqa: E731
+    newest = loader.load_newest(tmp_path, ALONE, plan_load)
+    assert newest is not None and newest[1].state == {"step": 1}
     assert all((target.data == 1.0).all() for target in targets)
     shutil.rmtree(tmp_path / "iter_0000001")
     for target in targets:
         target.data.fill_(9.0)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):
-        loader.load_newest(tmp_path, ALONE, wanted)
-    late = damage in ("zeros", "a flipped bit")  # its bytes had to be read; all else is known before
-    assert all((target.data.isnan() if late else target.data == 9.0).all() for target in targets)
+        loader.load_newest(tmp_path, ALONE, plan_load)
+    partly_filled = damage in ("zeros", "a flipped bit")  # only its bytes show it; all else is known before
+    assert all((target.data.isnan() if partly_filled else target.data == 9.0).all() for target in targets)
 
 
-def _one_rank_cannot_take_it(directory: str, gone: bool) -> tuple[float, list[float]]:
-    """The newest is damaged where rank 1 alone reads it; or `gone`, as rank 1 sees it, since its files were looked at."""
+def _load_with_failure_on_rank_1(directory: str, deleted: bool) -> tuple[float, list[float]]:
+    """Load while the newest checkpoint is damaged where only rank 1 reads it, or deleted for rank 1 during the load."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     for step in (1, 2):
         target = row(mesh, 10.0 * step + mesh.world.rank, 1 << 10)
         saver.save(directory, step, [target], {"step": step}, mesh)
-    if mesh.world.rank == 1 and gone:
+    if mesh.world.rank == 1 and deleted:
         real = LocalStorage.read_lock
 
-        def reading(self: LocalStorage, folder: Path) -> Any:
-            if folder.name == "iter_0000002":
-                (folder / "COMPLETE.gone").read_text()
-            return real(self, folder)
+        def failing_read_lock(self: LocalStorage, checkpoint_dir: Path) -> Any:
+            if checkpoint_dir.name == "iter_0000002":
+                (checkpoint_dir / "COMPLETE.gone").read_text()
+            return real(self, checkpoint_dir)
 
-        LocalStorage.read_lock = reading  # type: ignore[method-assign, assignment]
-    elif mesh.world.rank == 0 and not gone:
+        LocalStorage.read_lock = failing_read_lock  # type: ignore[method-assign, assignment]
+    elif mesh.world.rank == 0 and not deleted:
         flip(Path(directory) / "iter_0000002" / "rank-00001.safetensors", 8 * 5000)
     torch.distributed.barrier()
-    found = loader.load_newest(directory, mesh, lambda *_: loader.LoadPlan([target], exact_dtype=True))
-    return float(found[1].state["step"]), target.data.unique().tolist()
+    newest = loader.load_newest(directory, mesh, lambda *_: loader.LoadPlan([target], exact_dtype=True))
+    return float(newest[1].state["step"]), target.data.unique().tolist()
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["damaged", "pruned"])
-def test_failure_on_one_rank_sends_all_to_the_previous_checkpoint(tmp_path: Path, gone: bool) -> None:
-    assert run_ranks(2, _one_rank_cannot_take_it, str(tmp_path), gone) == [(1.0, [10.0]), (1.0, [11.0])]
+@pytest.mark.parametrize("deleted", [False, True], ids=["damaged", "pruned"])
+def test_failure_on_one_rank_sends_all_to_the_previous_checkpoint(tmp_path: Path, deleted: bool) -> None:
+    assert run_ranks(2, _load_with_failure_on_rank_1, str(tmp_path), deleted) == [(1.0, [10.0]), (1.0, [11.0])]
 
 
 def test_out_of_memory_for_a_block_is_a_checkpoint_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,11 @@ def test_load_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     saver.save(tmp_path, 1, state, {}, ALONE)
     reads: list[tuple[int, int]] = []
     real = LocalFile.pread
-    monkeypatch.setattr(LocalFile, "pread", lambda self, to, at: (reads.append((at, len(to))), real(self, to, at))[1])
+    monkeypatch.setattr(
+        LocalFile,
+        "pread",
+        lambda self, target, offset: (reads.append((offset, len(target))), real(self, target, offset))[1],
+    )
     half = Box((0, 0), (32, 1 << 17))
     targets = [TensorShard("model/w", box.stop, half, range(half.numel), torch.zeros(half.numel))]
     loader.load_newest(tmp_path, ALONE, lambda *_: loader.LoadPlan(targets))
@@ -168,16 +172,16 @@ def test_load_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(size for _, size in header) < 20_000
     # the last block ends in the other half
     assert sum(size for _, size in reads) == half.numel * 4 + tensor_file.BLOCK_BYTES
-    assert all(at + size == after for (at, size), (after, _) in pairwise(reads))
+    assert all(offset + size == next_offset for (offset, size), (next_offset, _) in pairwise(reads))
 
 
 def test_swapped_files_of_two_checkpoints_are_detected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (saver.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
+    first, second = (saver.save(tmp_path, step, pieces(float(step)), {}, ALONE) for step in (1, 2))
 
     def swap(name: str) -> None:
-        (one / name).rename(tmp_path / "x")
-        (two / name).rename(one / name)
-        (tmp_path / "x").rename(two / name)
+        (first / name).rename(tmp_path / "x")
+        (second / name).rename(first / name)
+        (tmp_path / "x").rename(second / name)
 
     for name in ("rank-00000.safetensors", "manifest.json"):
         swap(name)
@@ -185,37 +189,37 @@ def test_swapped_files_of_two_checkpoints_are_detected(tmp_path: Path, capsys: p
             checkpoint_loads.newest(tmp_path, ALONE)
         assert name in capsys.readouterr().err
         swap(name)
-    (two / "rank-00007.safetensors").write_bytes(b"stale")  # that no manifest names: not looked at
-    assert checkpoint_loads.newest(tmp_path, ALONE)[0] == two  # type: ignore[index]
+    (second / "rank-00007.safetensors").write_bytes(b"stale")  # no manifest names it, so it is ignored
+    assert checkpoint_loads.newest(tmp_path, ALONE)[0] == second  # type: ignore[index]
 
 
 def test_flipped_bits_are_detected_and_located(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.checkpoint.format.safetensors_file.write_safetensors.__defaults__", (256,))
     box = Box((0,), (500,))
     state = [TensorShard(f"model/{n}", (500,), box, range(500), torch.randn(500)) for n in range(6)]
-    folder = saver.save(tmp_path, 1, state, {}, ALONE)
-    loaded = manifests.load_manifest(folder)
-    (file,) = (folder / name for name in loaded.files)
-    places = {row.key: name for name, whole in loaded.tensors.items() for row in whole.boxes}
-    where = tensor_file.read_header(file)
+    checkpoint_dir = saver.save(tmp_path, 1, state, {}, ALONE)
+    manifest = manifests.load_manifest(checkpoint_dir)
+    (file,) = (checkpoint_dir / name for name in manifest.files)
+    tensor_names = {row.key: name for name, tensor in manifest.tensors.items() for row in tensor.boxes}
+    header = tensor_file.read_header(file)
     for n in range(40):
         bit = n * 997 * 8 % (file.stat().st_size * 8) + n % 8
         flip(file, bit)
         with pytest.raises(CheckpointError, match=file.name) as error:
-            reader.verify_checkpoint(folder, loaded)
-        hit = [places[key] for key, place in where.items() if place.start <= bit // 8 < place.end]
-        if hit:
-            assert hit[0] in str(error.value)
+            reader.verify_checkpoint(checkpoint_dir, manifest)
+        damaged_names = [tensor_names[key] for key, entry in header.items() if entry.start <= bit // 8 < entry.end]
+        if damaged_names:
+            assert damaged_names[0] in str(error.value)
         flip(file, bit)
-    reader.verify_checkpoint(folder, loaded)
+    reader.verify_checkpoint(checkpoint_dir, manifest)
 
 
 def test_tracker_file_is_not_trusted(tmp_path: Path) -> None:
     save_steps(tmp_path, 3, 4)
     for text in (b"", b"99\n", b"\xff\xfe", b"release\n", b"-1"):
         (tmp_path / storage.TRACKER).write_bytes(text)
-        found = checkpoint_loads.newest(tmp_path, ALONE)
-        assert found is not None and found[1].state == {"step": 4}
+        newest = checkpoint_loads.newest(tmp_path, ALONE)
+        assert newest is not None and newest[1].state == {"step": 4}
     (tmp_path / storage.TRACKER).unlink()
     assert checkpoint_loads.newest(tmp_path, ALONE, step=3)[1].state == {"step": 3}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 5"):
@@ -227,82 +231,82 @@ def test_tracker_file_is_not_trusted(tmp_path: Path) -> None:
 
 # ---- hostile
 def mutated(data: Any, rng: random.Random) -> Any:
-    """One random place of a JSON value replaced by something unpleasant."""
+    """Return a copy of a JSON value with one random entry deleted or replaced by an invalid one."""
     data = copy.deepcopy(data)
     bad = [None, True, -1, 2**63, 2**200, 1e308, "", "../x", "/etc/passwd", [], {}, [[]], "NaN", 0.5, "\0", "x" * 1000]
-    place, key = None, None
-    spot = data
-    while isinstance(spot, (dict, list)) and spot and rng.random() < 0.9:
-        place, key = spot, rng.choice(sorted(spot)) if isinstance(spot, dict) else rng.randrange(len(spot))
-        spot = place[key]
-    if place is None:
+    parent, key = None, None
+    value = data
+    while isinstance(value, (dict, list)) and value and rng.random() < 0.9:
+        parent, key = value, rng.choice(sorted(value)) if isinstance(value, dict) else rng.randrange(len(value))
+        value = parent[key]
+    if parent is None:
         return rng.choice(bad)
     if rng.random() < 0.2:
-        del place[key]
+        del parent[key]
     else:
-        place[key] = rng.choice(bad)
+        parent[key] = rng.choice(bad)
     return data
 
 
 def test_hostile_manifests_are_refused_or_harmless(tmp_path: Path, monkeypatch) -> None:
-    folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
-    sealed = json.loads((folder / "manifest.json").read_text())
+    checkpoint_dir = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:2], {"progress": {"step": 1}}, ALONE)
+    sealed = json.loads((checkpoint_dir / "manifest.json").read_text())
     opened: list[str] = []
     real = os.open
     monkeypatch.setattr(os, "open", lambda p, *a, **k: (opened.append(os.fspath(p)), real(p, *a, **k))[1])
-    rng, refused = random.Random(3), 0
+    rng, num_refused = random.Random(3), 0
     for _ in range(500):
-        reseal(folder, mutated(sealed, rng))
+        reseal(checkpoint_dir, mutated(sealed, rng))
         targets = pieces(0.0, rows=1)[:2]
         try:
-            loaded = manifests.load_manifest(folder)
-            reader.verify_checkpoint(folder, loaded)
-            checkpoint_loads.fill(folder, loaded, targets, ALONE, exact=True)
+            manifest = manifests.load_manifest(checkpoint_dir)
+            reader.verify_checkpoint(checkpoint_dir, manifest)
+            checkpoint_loads.fill(checkpoint_dir, manifest, targets, ALONE, exact=True)
         except CheckpointError:
-            refused += 1
+            num_refused += 1
             continue
         assert all((target.data == 1.0).all() for target in targets)
-    assert refused > 250
+    assert num_refused > 250
     assert all(Path(p).resolve().is_relative_to(tmp_path) for p in opened)
 
 
 def test_manifest_bombs_are_refused(tmp_path: Path) -> None:
-    folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
-    good = json.loads((folder / "manifest.json").read_text())
+    checkpoint_dir = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    good = json.loads((checkpoint_dir / "manifest.json").read_text())
     for text in ("[" * 200_000, '{"a":' * 50_000, "NaN", "\ufeff{}", '{"format": 2}', "null", "[]", "2"):
-        reseal(folder, text)
+        reseal(checkpoint_dir, text)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            manifests.load_manifest(folder)
+            manifests.load_manifest(checkpoint_dir)
     part = good["tensors"]["model/0"]["parts"][0]
-    for start, stop in (([0, 0], [1, 1 << 13]), ([0, 4], [1, 1 << 14])):  # twice the same elements, and a hole
+    for start, stop in (([0, 0], [1, 1 << 13]), ([0, 4], [1, 1 << 14])):  # the same elements twice, and a hole
         bad = copy.deepcopy(good)
         bad["tensors"]["model/0"]["parts"] = [[part[0], part[1], start, stop]] * 2
-        reseal(folder, bad)
+        reseal(checkpoint_dir, bad)
         with pytest.raises(CheckpointError, match="elements"):
-            manifests.load_manifest(folder)
+            manifests.load_manifest(checkpoint_dir)
 
 
 @pytest.mark.parametrize("dims", rarely([1, 2, 3], [2], str, guards=("megalite/checkpoint/format",)))
 def test_many_boxes_are_checked_quickly(tmp_path: Path, dims: int) -> None:
-    """90,000 boxes of one element, side by side in one row: pairs of them would take minutes."""
-    folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
-    data = json.loads((folder / "manifest.json").read_text())
+    """There are 90,000 boxes of one element, side by side in one row; comparing pairs of them would take minutes."""
+    checkpoint_dir = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    data = json.loads((checkpoint_dir / "manifest.json").read_text())
     count, tensor = 90_000, data["tensors"]["model/0"]
     file, key = tensor["parts"][0][:2]
     ones, zeros = [1] * (dims - 1), [0] * (dims - 1)
     parts = [[file, key, [*zeros, i], [*ones, i + 1]] for i in range(count)]
     for last in (count - 1, 0):  # all of them; one twice in place of the last
         data["tensors"]["model/0"] = {**tensor, "shape": [*ones, count], "parts": [*parts[:-1], parts[last]]}
-        reseal(folder, data)
+        reseal(checkpoint_dir, data)
         if last:
-            assert len(manifests.load_manifest(folder).tensors["model/0"].boxes) == count
+            assert len(manifests.load_manifest(checkpoint_dir).tensors["model/0"].boxes) == count
         else:
             with pytest.raises(CheckpointError, match="two of its boxes hold the same elements"):
-                manifests.load_manifest(folder)
+                manifests.load_manifest(checkpoint_dir)
     data["tensors"]["model/0"] = {**tensor, "shape": [1] * 60, "parts": [[file, key, [0] * 60, [1] * 60]]}
-    reseal(folder, data)
+    reseal(checkpoint_dir, data)
     with pytest.raises(CheckpointError, match="has 60 dims"):
-        manifests.load_manifest(folder)
+        manifests.load_manifest(checkpoint_dir)
 
 
 HEADERS = {
@@ -317,23 +321,23 @@ HEADERS = {
 
 @pytest.mark.parametrize("attack", sorted(HEADERS))
 def test_hostile_safetensors_header_is_refused(tmp_path: Path, attack: str) -> None:
-    """With hashes that fit: whoever wrote it wrote the manifest too."""
-    folder = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
-    file = folder / "rank-00000.safetensors"
+    """The hashes match, since whoever wrote the file wrote the manifest too."""
+    checkpoint_dir = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, ALONE)
+    file = checkpoint_dir / "rank-00000.safetensors"
     content = file.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     changed = HEADERS[attack](content[:end])
     assert changed != content[:end] and len(changed) == end
     file.write_bytes(changed + content[end:])
-    stamp = tensor_file.BlockHash()
-    stamp.update(memoryview(file.read_bytes()))
-    data = json.loads((folder / "manifest.json").read_text())
-    made = stamp.checksum()
-    data["files"][file.name] = [made.size, made.algorithm, made.block_size, made.digests]
-    reseal(folder, data)
-    loaded = manifests.load_manifest(folder)
-    reader.verify_checkpoint(folder, loaded)
+    block_hash = tensor_file.BlockHash()
+    block_hash.update(memoryview(file.read_bytes()))
+    data = json.loads((checkpoint_dir / "manifest.json").read_text())
+    checksum = block_hash.checksum()
+    data["files"][file.name] = [checksum.size, checksum.algorithm, checksum.block_size, checksum.digests]
+    reseal(checkpoint_dir, data)
+    manifest = manifests.load_manifest(checkpoint_dir)
+    reader.verify_checkpoint(checkpoint_dir, manifest)
     target = pieces(0.0, rows=1)[:1]
     with pytest.raises(CheckpointError, match="rank-00000|cannot be read"):
-        reader.CheckpointReader(folder, loaded).fill(target)
+        reader.CheckpointReader(checkpoint_dir, manifest).fill(target)
     assert not target[0].data.any()

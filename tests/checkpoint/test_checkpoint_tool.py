@@ -19,7 +19,7 @@ from tools import checkpoint as tool
 STATE = {"progress": {"step": 3, "consumed_tokens": 1234}, "config": "[model]\nnum_layers = 2\n"}
 
 
-def make(folder: Path, step: int, scale: float = 1.0, bf16: bool = False, change: int = 0) -> Path:
+def make(directory: Path, step: int, scale: float = 1.0, bf16: bool = False, change: int = 0) -> Path:
     torch.manual_seed(1)
     pieces = []
     shapes = {"model/a": (6, 4), "model/b": (5,), "optimizer.exp_avg/a": (6, 4), "state/router.bias": (3,)}
@@ -30,7 +30,7 @@ def make(folder: Path, step: int, scale: float = 1.0, bf16: bool = False, change
             pieces.append(whole_piece(values, name.replace("model", "optimizer.main")))
             values = values.bfloat16()
         pieces.append(whole_piece(values, name))
-    return saver.save(folder, step, pieces, STATE, ALONE)
+    return saver.save(directory, step, pieces, STATE, ALONE)
 
 
 def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +42,7 @@ def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "model/b" in out and "num_layers = 2" in out
     assert tool.main(["verify", str(tmp_path / "iter_0000003")]) == 0
     flip(tmp_path / "iter_0000003" / "rank-00000.safetensors")
-    assert tool.main(["verify", str(tmp_path)]) == 0  # the newest is whole
+    assert tool.main(["verify", str(tmp_path)]) == 0  # the newest is intact
     capsys.readouterr()
     assert tool.main(["verify", str(tmp_path), "--all"]) == 1
     captured = capsys.readouterr()
@@ -50,15 +50,15 @@ def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 DAMAGE = {
-    "manifest": lambda folder: (folder / "manifest.json").write_text("{}"),
-    "file": lambda folder: (folder / "rank-00000.safetensors").unlink(),
-    "COMPLETE": lambda folder: (folder / "COMPLETE").unlink(),
+    "manifest": lambda directory: (directory / "manifest.json").write_text("{}"),
+    "file": lambda directory: (directory / "rank-00000.safetensors").unlink(),
+    "COMPLETE": lambda directory: (directory / "COMPLETE").unlink(),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_inspect_reports_skipped_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
-    """By all tools that take the newest checkpoint of a directory: the answer is of an older one."""
+    """All tools that take the newest checkpoint of a directory report them, and answer for an older one."""
     old, new = (str(make(tmp_path / "run", step)) for step in (2, 3))
     DAMAGE[damage](Path(new))
     run = str(tmp_path / "run")
@@ -66,16 +66,16 @@ def test_inspect_reports_skipped_checkpoints(tmp_path: Path, capsys: pytest.Capt
     commands = [["inspect", run], ["diff", run, old], ["reshard", run, out[0]], ["average", out[1], run, old]]
     for command in (*commands, ["data-usage", run]):
         assert tool.main(command) == 0
-        said = capsys.readouterr().err
-        assert said.count(f"skipping {new}: {new}/") == 1, (command, said)
+        output = capsys.readouterr().err
+        assert output.count(f"skipping {new}: {new}/") == 1, (command, output)
     assert (
-        loader.load_newest(run, ALONE, lambda folder, manifest: loader.LoadPlan([])) is not None
-    )  # of a run, of generate
-    said = capsys.readouterr()
-    assert f"skipping {new}: {new}/" in said.err and not said.out  # generate --json has objects there
-    assert tool.main(["verify", run]) == 1  # the first line of the answer is of the one that is damaged
-    said = capsys.readouterr()
-    assert said.err.startswith(f"{new}: {new}/") and said.out.startswith(f"{old}: 4 tensors")
+        loader.load_newest(run, ALONE, lambda directory, manifest: loader.LoadPlan([])) is not None
+    )  # as a run and generate do
+    output = capsys.readouterr()
+    assert f"skipping {new}: {new}/" in output.err and not output.out  # generate --json prints objects to stdout
+    assert tool.main(["verify", run]) == 1  # the damaged one is reported first
+    output = capsys.readouterr()
+    assert output.err.startswith(f"{new}: {new}/") and output.out.startswith(f"{old}: 4 tensors")
     assert tool.main(["verify", new]) == 1 and not capsys.readouterr().out
     assert tool.main(["verify", old]) == 0
     assert tool.main(["verify", str(tmp_path)]) == 3
@@ -94,7 +94,7 @@ def test_diff_reports_location_and_size(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_diff_detects_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """ "Equal to the bit" is said of bits: 0 and -0 are equal numbers, and a NaN is not even equal to itself."""
+    """Bits are compared: 0 and -0 are equal numbers, and a NaN is not even equal to itself."""
 
     def save(name: str, values: list[float]) -> Path:
         return saver.save(tmp_path / name, 1, [whole_piece(torch.tensor(values), "model/a")], STATE, ALONE)
@@ -107,11 +107,11 @@ def test_diff_detects_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_commands_verify_the_files_that_they_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tools open a checkpoint without hashing it all; a damaged block is found when a value of it is wanted."""
+    """Tools open a checkpoint without hashing it all; a damaged block is detected when a value in it is read."""
     a, b = make(tmp_path / "a", 1), make(tmp_path / "b", 1)
     flip(b / "rank-00000.safetensors")
-    for words in (["diff", a, b], ["reshard", b, tmp_path / "c"], ["average", tmp_path / "c", a, b]):
-        assert tool.main([str(word) for word in words]) == 3
+    for argv in (["diff", a, b], ["reshard", b, tmp_path / "c"], ["average", tmp_path / "c", a, b]):
+        assert tool.main([str(arg) for arg in argv]) == 3
         assert "its content changed after it was written" in capsys.readouterr().err
     assert not list((tmp_path / "c").glob("*iter_*"))
 
@@ -120,27 +120,27 @@ def test_commands_verify_the_files_that_they_read(tmp_path: Path, capsys: pytest
 def test_reshard_keeps_every_value(tmp_path: Path, files: int) -> None:
     a = make(tmp_path / "a", 5)
     assert tool.main(["reshard", str(a), str(tmp_path / "b"), "--files", str(files)]) == 0
-    found = checkpoint_loads.newest(tmp_path / "b", ALONE)  # verified
-    assert found is not None and len(found[1].files) == files and found[1].state == STATE
-    assert tool.main(["diff", str(a), str(found[0])]) == 0
+    newest = checkpoint_loads.newest(tmp_path / "b", ALONE)  # verified
+    assert newest is not None and len(newest[1].files) == files and newest[1].state == STATE
+    assert tool.main(["diff", str(a), str(newest[0])]) == 0
     assert tool.main(["reshard", str(a), str(tmp_path / "w" / "iter_0000009"), "--weights"]) == 0
-    small = manifest.load_manifest(tmp_path / "w" / "iter_0000009")
-    assert sorted(small.tensors) == ["model/a", "model/b", "state/router.bias"]
-    assert tool.main(["reshard", str(a), str(tmp_path / "b")]) == 3  # never over another
+    weights_only = manifest.load_manifest(tmp_path / "w" / "iter_0000009")
+    assert sorted(weights_only.tensors) == ["model/a", "model/b", "state/router.bias"]
+    assert tool.main(["reshard", str(a), str(tmp_path / "b")]) == 3  # never overwrites another
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_average_uses_the_main_weights(tmp_path: Path, bf16: bool) -> None:
     sources = [make(tmp_path / n, 2, scale, bf16) for n, scale in (("a", 1.0), ("b", 2.0), ("c", 6.0))]
     assert tool.main(["average", str(tmp_path / "mean"), *map(str, sources)]) == 0
-    found = offline.open_checkpoint(tmp_path / "mean", verified=True)
-    assert sorted(found.manifest.tensors) == ["model/a", "model/b", "state/router.bias"]
-    one = offline.open_checkpoint(sources[0])
-    for name in found.manifest.tensors:
-        exact = one.read(name.replace("model", "optimizer.main") if bf16 else name).double() * 3
-        got = found.read(name)
-        assert got.dtype == (torch.bfloat16 if bf16 and name.startswith("model/") else torch.float32)
-        torch.testing.assert_close(got, exact.to(got.dtype), rtol=1e-6, atol=0)
+    mean = offline.open_checkpoint(tmp_path / "mean", verified=True)
+    assert sorted(mean.manifest.tensors) == ["model/a", "model/b", "state/router.bias"]
+    first_source = offline.open_checkpoint(sources[0])
+    for name in mean.manifest.tensors:
+        expected = first_source.read(name.replace("model", "optimizer.main") if bf16 else name).double() * 3
+        actual = mean.read(name)
+        assert actual.dtype == (torch.bfloat16 if bf16 and name.startswith("model/") else torch.float32)
+        torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=1e-6, atol=0)
     other = saver.save(tmp_path / "d", 1, [whole_piece(torch.ones(1), "model/z")], {}, ALONE)
     assert tool.main(["average", str(tmp_path / "m2"), str(sources[0]), str(other)]) == 3
     assert not list((tmp_path / "m2").glob("*iter_*"))
@@ -171,14 +171,18 @@ def test_usage_errors_and_missing_checkpoints(tmp_path: Path, capsys: pytest.Cap
 def test_output_hides_url_secrets_and_escapes_control_characters(tmp_path: Path, capsys) -> None:
     for url in ("memory://b/x?token=hunter2", "s3://hunter2@host/x", "a::https://h/x?sig=hunter2"):
         assert tool.main(["inspect", url]) == tool.main(["data-usage", url]) == 3
-        said = capsys.readouterr().err
-        assert "in its URL" in said and "hunter2" not in said
+        output = capsys.readouterr().err
+        assert "in its URL" in output and "hunter2" not in output
     state = {"config": "title = '\x1b]0;mine\x07'\n", "data": {"\x1b[2J": 1}}
-    folder = saver.save(tmp_path, 1, [whole_piece(torch.zeros(2), "model/\x1b[2Ja")], state, ALONE)
+    checkpoint_dir = saver.save(tmp_path, 1, [whole_piece(torch.zeros(2), "model/\x1b[2Ja")], state, ALONE)
     other = make(tmp_path / "other", 1)
-    for command in (["inspect", "--tensors", str(folder)], ["diff", str(folder), str(other)], ["verify", str(folder)]):
+    for command in (
+        ["inspect", "--tensors", str(checkpoint_dir)],
+        ["diff", str(checkpoint_dir), str(other)],
+        ["verify", str(checkpoint_dir)],
+    ):
         tool.main(command)
-    tool.main(["data-usage", str(folder)])
-    said = capsys.readouterr()
-    assert not re.search("[\x1b\x07]", said.out + said.err)
-    assert said.out.count("model/\\x1b[2Ja") == 2 and "title = '\\x1b]0;mine\\x07'" in said.out
+    tool.main(["data-usage", str(checkpoint_dir)])
+    output = capsys.readouterr()
+    assert not re.search("[\x1b\x07]", output.out + output.err)
+    assert output.out.count("model/\\x1b[2Ja") == 2 and "title = '\\x1b]0;mine\\x07'" in output.out

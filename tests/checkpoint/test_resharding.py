@@ -1,7 +1,8 @@
-"""Saved under A, loaded under B, for all pairs of layouts: the same bits, and the run continues as the unbroken one.
+"""Saving and loading under all pairs of layouts: the same bits, and the run continues as the uninterrupted one.
 
-Each layout trains two steps and saves. Then each loads the checkpoints of all, tells what it has, and trains a step
-more (two after its own). Tensors are compared whole; those of layout A with one process's within the layout tolerance.
+Each layout trains two steps and saves. Then each loads the checkpoints of all, returns its shards, and trains one more
+step (two after its own). Full tensors are compared; those of each layout also with those of one process, within the
+layout tolerance.
 """
 
 import functools
@@ -24,7 +25,7 @@ from megalite.training.checkpointing.save import open_saver, save, shards_to_sav
 from megalite.training.train_step import train_step
 
 TABLES = toml_tables.read("layouts/layouts")
-spelt = toml_tables.spelt(TABLES["words"])
+expand = toml_tables.spelt(TABLES["words"])
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Layout:
 
 
 FP32, ZERO = (
-    [Layout(name, world, spelt(f)) for name, (world, f) in TABLES[k].items()] for k in ("saved", "saved_zero")
+    [Layout(name, world, expand(f)) for name, (world, f) in TABLES[k].items()] for k in ("saved", "saved_zero")
 )
 BF16 = [
     Layout("alone bf16", 1, "--bf16"),
     *(Layout(f"{a.name} bf16", a.world, f"{a.flags} --bf16") for a in (FP32[1], FP32[5], ZERO[4])),
 ]
 HIGH = "--optimizer muon --muon-fp32-matmul-prec high"
-MUON = [replace(one, name=f"{one.name} muon", flags=f"{one.flags} {HIGH}") for one in FP32[::3]]
+MUON = [replace(x, name=f"{x.name} muon", flags=f"{x.flags} {HIGH}") for x in FP32[::3]]
 MORE = "--global-batch-size 4 --train-iters 4 --lr-decay-style constant --seed 7 --init-method-std 0.2 --adam-eps 1e-3 --clip-grad 0.5".split()
 
 
@@ -51,7 +52,7 @@ def config_of(layout: Layout, *flags: str) -> Config:
 
 
 def _train_and_save(base: str, layouts: list[Layout]) -> list[list[float]]:
-    """Two steps, a checkpoint, two steps more: the losses of these."""
+    """Train two steps, save, train two more under each layout; return the losses of these two."""
     losses = []
     for layout in layouts:
         config = config_of(layout, "--save", f"{base}/{layout.name}", "--save-interval", "2", "--async-save")
@@ -60,24 +61,24 @@ def _train_and_save(base: str, layouts: list[Layout]) -> list[list[float]]:
         for _ in range(2):
             train_step(run)
         save(run, saver, dump_config(config))
-        losses.append([train_step(run).loss for _ in range(2)])  # while it is written
+        losses.append([train_step(run).loss for _ in range(2)])  # while the checkpoint is written
         saver.wait()
         saver.close()
     return losses
 
 
-def _load_and_go_on(
+def _load_and_continue(
     base: str, sources: list[Layout], layouts: list[Layout]
 ) -> list[list[tuple[list[float], list[Owned]]]]:
-    """Per layout and source: the losses of the next steps, and what this rank owned before."""
+    """Return, per layout and source, the losses of the next steps and the shards that this rank owned before them."""
     result = []
     for layout in layouts:
         config = config_of(layout)
         run = run_from(config)
         rows = []
         for source in sources:
-            found = resume(run, f"{base}/{source.name}", config, LoadOptions())
-            assert found is not None and run.progress.step == run.optimizer.num_updates == 2
+            resumed = resume(run, f"{base}/{source.name}", config, LoadOptions())
+            assert resumed is not None and run.progress.step == run.optimizer.num_updates == 2
             owned = [(p.name, p.shape, p.box, p.span, p.data.clone()) for p in shards_to_save(run)]
             rows.append(([train_step(run).loss for _ in range(2 if source == layout else 1)], owned))
         result.append(rows)
@@ -93,9 +94,9 @@ def _ranks(world: int, fn, *args):
 
 
 @functools.cache
-def whole(folder: Path) -> dict[str, torch.Tensor]:
-    found = open_checkpoint(folder, verified=True)
-    return {name: found.read(name) for name in found.manifest.tensors}
+def read_full_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(directory, verified=True)
+    return {name: checkpoint.read(name) for name in checkpoint.manifest.tensors}
 
 
 SETS = {"fp32": FP32, "bf16": BF16, "muon": MUON, "ZeRO": ZERO}
@@ -103,35 +104,41 @@ SETS |= {"some fp32": [FP32[i] for i in (0, 4, 5, 7, 8)], "some ZeRO": [ZERO[i] 
 OFTEN = [name for name in SETS if name not in ("fp32", "ZeRO")]
 
 
-@pytest.mark.parametrize("which", rarely([*SETS], OFTEN, str, guards=("megalite/checkpoint", "megalite/optim")))
-def test_resume_under_any_other_layout(tmp_path: Path, which: str) -> None:
-    layouts = SETS[which]
-    unbroken: dict[str, list[float]] = {}
-    for world, some in _by_world(layouts).items():
-        losses = _ranks(world, _train_and_save, str(tmp_path), some)[0]
-        unbroken |= {layout.name: row for layout, row in zip(some, losses, strict=True)}
-    bf16, more = layouts is BF16, {BF16[0]: {"optimizer.main"}, MUON[0]: {"optimizer.momentum_buffer"}}
-    alone = whole(tmp_path / layouts[0].name)
-    kinds = {name.partition("/")[0] for name in alone}
-    assert kinds == {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq"} | more.get(layouts[0], set())
+@pytest.mark.parametrize("set_name", rarely([*SETS], OFTEN, str, guards=("megalite/checkpoint", "megalite/optim")))
+def test_resume_under_any_other_layout(tmp_path: Path, set_name: str) -> None:
+    layouts = SETS[set_name]
+    uninterrupted: dict[str, list[float]] = {}
+    for world, group in _by_world(layouts).items():
+        losses = _ranks(world, _train_and_save, str(tmp_path), group)[0]
+        uninterrupted |= {layout.name: row for layout, row in zip(group, losses, strict=True)}
+    bf16, extra_kinds = layouts is BF16, {BF16[0]: {"optimizer.main"}, MUON[0]: {"optimizer.momentum_buffer"}}
+    reference = read_full_tensors(tmp_path / layouts[0].name)
+    kinds = {name.partition("/")[0] for name in reference}
+    assert kinds == {"model", "optimizer.exp_avg", "optimizer.exp_avg_sq"} | extra_kinds.get(layouts[0], set())
     for layout in layouts:
-        got = whole(tmp_path / layout.name)
-        assert got.keys() == alone.keys()
-        for name, values in got.items():
-            assert values.shape == alone[name].shape, f"{layout.name}: {name}"
-            bound = (1e-1 if layouts in (BF16, MUON) else 1e-3) * float(alone[name].abs().max())
-            assert float((values - alone[name]).abs().max()) <= bound, f"{layout.name}: {name}"
-    for world, some in _by_world(layouts).items():
-        ranks = _ranks(world, _load_and_go_on, str(tmp_path), layouts, some)
-        for t, target in enumerate(some):
+        actual = read_full_tensors(tmp_path / layout.name)
+        assert actual.keys() == reference.keys()
+        for name, values in actual.items():
+            assert values.shape == reference[name].shape, f"{layout.name}: {name}"
+            bound = (1e-1 if layouts in (BF16, MUON) else 1e-3) * float(reference[name].abs().max())
+            assert float((values - reference[name]).abs().max()) <= bound, f"{layout.name}: {name}"
+    for world, group in _by_world(layouts).items():
+        ranks = _ranks(world, _load_and_continue, str(tmp_path), layouts, group)
+        for t, target in enumerate(group):
             for n, source in enumerate(layouts):
-                what, row = f"saved by {source.name}, loaded by {target.name}", ranks[0][t][n][0]
-                wanted, got = whole(tmp_path / source.name), whole_of(one for rank in ranks for one in rank[t][n][1])
-                assert wanted.keys() == got.keys(), what
-                for name in wanted:
-                    assert wanted[name].dtype == got[name].dtype and torch.equal(wanted[name], got[name]), (what, name)
+                label, row = f"saved by {source.name}, loaded by {target.name}", ranks[0][t][n][0]
+                expected, actual = (
+                    read_full_tensors(tmp_path / source.name),
+                    whole_of(piece for rank in ranks for piece in rank[t][n][1]),
+                )
+                assert expected.keys() == actual.keys(), label
+                for name in expected:
+                    assert expected[name].dtype == actual[name].dtype and torch.equal(expected[name], actual[name]), (
+                        label,
+                        name,
+                    )
                 if source is target:
-                    assert row == unbroken[source.name], what
+                    assert row == uninterrupted[source.name], label
                 else:
-                    assert row == pytest.approx(unbroken[source.name][:1], rel=2e-2 if bf16 else 1e-4), what
-    whole.cache_clear()
+                    assert row == pytest.approx(uninterrupted[source.name][:1], rel=2e-2 if bf16 else 1e-4), label
+    read_full_tensors.cache_clear()

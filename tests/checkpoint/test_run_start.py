@@ -51,16 +51,16 @@ def built(*flags: str) -> tuple[Run, Config]:
     return run_from(config), config
 
 
-def save_step(run: Run, config: Config, **how: bool) -> None:
-    """A step, and its checkpoint."""
+def save_step(run: Run, config: Config, **options: bool) -> None:
+    """Train a step and save its checkpoint."""
     saver = open_saver(run, config)
     train_step(run)
-    save(run, saver, dump_config(config), **how)
+    save(run, saver, dump_config(config), **options)
     saver.close()
 
 
 def started(*flags: str) -> tuple[Run, Any, list[str]]:
-    """A run from what its flags name, what that was, and what it notes."""
+    """Return a run that has loaded what its flags name, the location that it loaded, and its notes."""
     run, config = built(*flags)
     return run, *load_initial_state(run, config)
 
@@ -71,38 +71,38 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
-    """Checkpoints of steps 1, 2, 3 of one run, and its weights then."""
-    folder = tmp_path_factory.mktemp("saved")
-    run, config = built("--save", str(folder), "--save-interval", "1")
-    then = {}
+    """Save steps 1, 2 and 3 of one run; return the directory and the weights after each step."""
+    save_dir = tmp_path_factory.mktemp("saved")
+    run, config = built("--save", str(save_dir), "--save-interval", "1")
+    weights_after = {}
     for step in (1, 2, 3):
         save_step(run, config)
-        then[step] = weights(run)
-    return folder, then
+        weights_after[step] = weights(run)
+    return save_dir, weights_after
 
 
 def test_ckpt_step_selects_the_checkpoint(saved: tuple[Path, dict]) -> None:
-    folder, then = saved
-    run, found, notes = started("--load", str(folder), "--ckpt-step", "2")
-    assert found is not None and found.name == "iter_0000002" and run.progress.step == 2 and notes == []
-    assert same(weights(run), then[2]) and run.progress.consumed_samples == 16
+    save_dir, weights_after = saved
+    run, location, notes = started("--load", str(save_dir), "--ckpt-step", "2")
+    assert location is not None and location.name == "iter_0000002" and run.progress.step == 2 and notes == []
+    assert same(weights(run), weights_after[2]) and run.progress.consumed_samples == 16
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
-        started("--load", str(folder), "--ckpt-step", "7")
+        started("--load", str(save_dir), "--ckpt-step", "7")
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_load_without_optimizer_and_weights_only(saved: tuple[Path, dict], precision: list[str]) -> None:
-    folder, then = saved
+    save_dir, weights_after = saved
     cast = (lambda t: t.bfloat16()) if precision else (lambda t: t)
-    wanted = {name: cast(values) for name, values in then[3].items()}
-    run, _, notes = started("--load", str(folder), "--no-load-optim", *precision)
-    assert run.progress.step == 3 and run.optimizer.num_updates == 0 and same(weights(run), wanted)
+    expected = {name: cast(values) for name, values in weights_after[3].items()}
+    run, _, notes = started("--load", str(save_dir), "--no-load-optim", *precision)
+    assert run.progress.step == 3 and run.optimizer.num_updates == 0 and same(weights(run), expected)
     assert not any(t.any() for t in kept(run, "optimizer.exp_avg").values()) and "start at zero" in notes[0]
-    run, _, notes = started("--load", str(folder), "--finetune", *precision)
+    run, _, notes = started("--load", str(save_dir), "--finetune", *precision)
     assert run.progress.step == run.progress.consumed_samples == run.optimizer.num_updates == 0 and same(
-        weights(run), wanted
+        weights(run), expected
     )
-    if precision:  # main weights are those of the weights
+    if precision:  # the main weights are copies of the weights
         assert same(_main(run, True), {name: weight.float() for name, weight in _main(run, False).items()})
     assert "start from scratch" in notes[0]
     assert train_step(run).loss > 0
@@ -110,12 +110,12 @@ def test_load_without_optimizer_and_weights_only(saved: tuple[Path, dict], preci
 
 def test_misspelled_load_suggests_similar_directories(saved: tuple[Path, dict], tmp_path: Path) -> None:
     (tmp_path / "run-seven").symlink_to(saved[0])
-    (tmp_path / "run-even").mkdir()  # near, but empty
+    (tmp_path / "run-even").mkdir()  # similar, but empty
     wrong = str(tmp_path / "run-sevn")
-    _, found, notes = started("--load", wrong)
-    near = f"load={wrong!r} holds no checkpoint, but {tmp_path}/run-seven does"
-    assert found is None
-    assert notes == [f"{near}: the run starts from scratch; --exit-on-missing-checkpoint stops it"]
+    _, location, notes = started("--load", wrong)
+    message = f"load={wrong!r} holds no checkpoint, but {tmp_path}/run-seven does"
+    assert location is None
+    assert notes == [f"{message}: the run starts from scratch; --exit-on-missing-checkpoint stops it"]
     with pytest.raises(SetupError, match="run-seven does; drop --exit-on-missing"):
         started("--load", wrong, "--exit-on-missing-checkpoint")
     _, _, notes = started("--load", str(tmp_path / "other"))
@@ -123,10 +123,10 @@ def test_misspelled_load_suggests_similar_directories(saved: tuple[Path, dict], 
 
 
 def test_pretrained_checkpoint_needs_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
-    folder, then = saved
-    run, found, _ = started("--load", str(tmp_path), "--pretrained-checkpoint", str(folder))
-    assert found is not None and run.progress.step == 0 and same(weights(run), then[3])
-    run, *_ = started("--load", str(folder), "--pretrained-checkpoint", "/no/such")  # not looked at
+    save_dir, weights_after = saved
+    run, location, _ = started("--load", str(tmp_path), "--pretrained-checkpoint", str(save_dir))
+    assert location is not None and run.progress.step == 0 and same(weights(run), weights_after[3])
+    run, *_ = started("--load", str(save_dir), "--pretrained-checkpoint", "/no/such")  # is not read
     assert run.progress.step == 3
     with pytest.raises(SetupError, match="pretrained_checkpoint=.* holds no checkpoint"):
         started("--pretrained-checkpoint", str(tmp_path))
@@ -140,9 +140,9 @@ def test_weights_only_checkpoint_reports_its_missing_state(tmp_path: Path) -> No
     with pytest.raises(SetupError, match="holds no optimizer state: add --no-load-optim"):
         started(*load)
     with pytest.raises(SetupError, match="(?s)activation: 'squared_relu' here.*holds no optimizer state"):
-        started(*load, "--squared-relu")  # both at once
-    again, *_ = started(*load, "--no-load-optim")
-    assert same(weights(again), weights(run)) and again.progress.step == 1
+        started(*load, "--squared-relu")  # both are reported
+    resumed, *_ = started(*load, "--no-load-optim")
+    assert same(weights(resumed), weights(run)) and resumed.progress.step == 1
 
 
 @pytest.mark.parametrize("what", sorted(MESSAGES["resumes"]))
@@ -159,14 +159,16 @@ def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], what: str) -
     assert same(weights(run), before) and run.progress.step == 0
 
 
-@pytest.mark.parametrize("here,there,line", MESSAGES["models"]["rows"])
-def test_changed_weight_semantics_is_a_mismatch(here: str, there: str, line: str) -> None:
-    found = model_differences(parse(*here.split()).model, parse(*there.split()).model, "the checkpoint")
-    assert any(text.startswith(line) for text in found) if line else found == []
+@pytest.mark.parametrize("run_flags,checkpoint_flags,line", MESSAGES["models"]["rows"])
+def test_changed_weight_semantics_is_a_mismatch(run_flags: str, checkpoint_flags: str, line: str) -> None:
+    differences = model_differences(
+        parse(*run_flags.split()).model, parse(*checkpoint_flags.split()).model, "the checkpoint"
+    )
+    assert any(text.startswith(line) for text in differences) if line else differences == []
 
 
 def _main(run: Run, half: bool) -> dict[str, torch.Tensor]:
-    """The main weights, which are the weights unless these are in `half` precision, by the parameter's name."""
+    """Return the main weights by the parameter's name: the weights themselves unless those are in `half` precision."""
     kind = "optimizer.main/" if half else "model/"
     return {name.removeprefix(kind): data for name, data in kept(run, kind).items()}
 
@@ -188,16 +190,16 @@ def test_resume_in_another_precision_keeps_the_main_weights(before: str, after: 
 
 
 def test_program_refuses_once_with_the_usage_exit_code(saved: tuple[Path, dict], tmp_path: Path) -> None:
-    words = [*SMALL, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
-    done = programs.python("pretrain_gpt.py", *words, "--nproc", "2", "--pipeline-model-parallel-size", "2")
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
-    assert len(lines) == 4 and sum("num_layers: 6 here" in line for line in lines) == 1, done.stderr
+    argv = [*SMALL, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
+    result = programs.python("pretrain_gpt.py", *argv, "--nproc", "2", "--pipeline-model-parallel-size", "2")
+    assert result.returncode == 2, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
+    assert len(lines) == 4 and sum("num_layers: 6 here" in line for line in lines) == 1, result.stderr
 
 
 def test_options_that_may_change_at_a_resume(saved: tuple[Path, dict]) -> None:
-    free = "--hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1 --ffn-hidden-size 128 --num-query-groups 4"
-    run, *_ = started("--load", str(saved[0]), *free.split(), "--group-query-attention", "--kv-channels", "8")
+    flags = "--hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1 --ffn-hidden-size 128 --num-query-groups 4"
+    run, *_ = started("--load", str(saved[0]), *flags.split(), "--group-query-attention", "--kv-channels", "8")
     assert run.progress.step == 3
 
 
@@ -207,22 +209,22 @@ WITHOUT_MODEL = """--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-d
 
 
 def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
-    folder, then = saved
-    config = parse("--load", str(folder), base=WITHOUT_MODEL)
-    whole = apply_checkpoint_args(config)
-    assert whole.model == parse().model
-    run = run_from(whole)
-    load_initial_state(run, whole)
-    assert same(weights(run), then[3])
-    changed = apply_checkpoint_args(parse("--load", str(folder), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
+    save_dir, weights_after = saved
+    config = parse("--load", str(save_dir), base=WITHOUT_MODEL)
+    completed = apply_checkpoint_args(config)
+    assert completed.model == parse().model
+    run = run_from(completed)
+    load_initial_state(run, completed)
+    assert same(weights(run), weights_after[3])
+    changed = apply_checkpoint_args(parse("--load", str(save_dir), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
     assert changed.model.hidden_dropout == 0.3 and changed.model.num_layers == 4
-    wrong = parse("--load", str(folder), "--num-layers", "8", "--swiglu", base=WITHOUT_MODEL)
+    wrong = parse("--load", str(save_dir), "--num-layers", "8", "--swiglu", base=WITHOUT_MODEL)
     with pytest.raises(SetupError) as error:
         apply_checkpoint_args(wrong)
     assert "num_layers=8, but 4" in str(error.value) and "activation='swiglu', but 'gelu'" in str(error.value)
     with pytest.raises(SetupError, match="holds no checkpoint; give the model's options"):
         apply_checkpoint_args(parse("--load", str(tmp_path), base=WITHOUT_MODEL))
-    assert apply_checkpoint_args(parse()) == parse()  # not asked for
+    assert apply_checkpoint_args(parse()) == parse()  # without --use-checkpoint-args
 
 
 def test_use_checkpoint_args_reports_ignored_options(saved: tuple[Path, dict], tmp_path: Path, capsys) -> None:
@@ -232,14 +234,14 @@ def test_use_checkpoint_args_reports_ignored_options(saved: tuple[Path, dict], t
     config = parse("--load", str(tmp_path / "run"), "--dry-run", base=WITHOUT_MODEL)
     assert apply_checkpoint_args(config).model == parse().model
     assert f"skipping {newest}" in capsys.readouterr().err
-    for folder in (tmp_path / "run").glob("iter_*"):
-        (folder / "manifest.json").write_text("{")
+    for checkpoint_dir in (tmp_path / "run").glob("iter_*"):
+        (checkpoint_dir / "manifest.json").write_text("{")
     with pytest.raises(SetupError, match="none in it can be read: .*manifest.json"):
         apply_checkpoint_args(config)
 
 
 FIELDS = {f.name: f for f in fields(ModelConfig)}
-# of a checkpoint with other values than the defaults of all options, as far as these go together
+# options of a checkpoint: values other than the defaults, as far as they can be combined
 OTHERS: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "kv_channels": 8,
     "group_query_attention": True, "num_query_groups": 2, "seq_length": 32, "max_position_embeddings": 64,
@@ -252,8 +254,8 @@ OTHERS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def other(name: str) -> Any:
-    """A value that is not the default."""
+def other_value(name: str) -> Any:
+    """Return a value that is not the default."""
     default = FIELDS[name].default
     if name in OTHERS:
         return OTHERS[name]
@@ -262,49 +264,56 @@ def other(name: str) -> Any:
     )
 
 
-# of these other options decide, or they say nothing of the weights
-FREE_OF_MEANING = ("bias_gelu_fusion", "openai_gelu", "add_position_embedding")
-THERE = ModelConfig(**{name: other(name) for name in FIELDS})
-HOW_TO_GIVE = ("flags", "file", "Python", "Python in underscores")
+# other options decide these, or they do not affect the weights
+WITHOUT_EFFECT = ("bias_gelu_fusion", "openai_gelu", "add_position_embedding")
+CHECKPOINT_MODEL = ModelConfig(**{name: other_value(name) for name in FIELDS})
+SOURCES = ("flags", "file", "Python", "Python in underscores")
 
 
-def given_as(how: str, name: str, value: Any, folder: Path) -> Config:
-    """A configuration that takes the model from a checkpoint, and gives one option."""
-    if how == "flags":
+def config_with(source: str, name: str, value: Any, directory: Path) -> Config:
+    """Return a configuration that takes the model from a checkpoint and sets one option in `source`."""
+    if source == "flags":
         return config_from([*WITHOUT_MODEL, "--train-iters", "6", "--load", "x", *to_argv({name: value})])
-    if how == "file":
-        (folder / "run.toml").write_text(f"{name} = {json.dumps(value)}\n")
-        return config_from([*WITHOUT_MODEL, "--train-iters", "6", "--load", "x", "--config", str(folder / "run.toml")])
-    words = " ".join([*WITHOUT_MODEL, "--train-iters 6 --load x"])
+    if source == "file":
+        (directory / "run.toml").write_text(f"{name} = {json.dumps(value)}\n")
+        return config_from(
+            [*WITHOUT_MODEL, "--train-iters", "6", "--load", "x", "--config", str(directory / "run.toml")]
+        )
+    text = " ".join([*WITHOUT_MODEL, "--train-iters 6 --load x"])
     return megalite.Config(
-        words.replace("-iters", "_iters") if "underscores" in how else words, **{name: value}
+        text.replace("-iters", "_iters") if "underscores" in source else text, **{name: value}
     ).options
 
 
-@pytest.mark.parametrize("how", HOW_TO_GIVE)
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", FIELDS)
-def test_explicit_option_wins_over_the_checkpoint_or_is_refused(name: str, how: str, tmp_path: Path) -> None:
-    """Also where its value is the default, for every option of the model."""
-    default, facts = FIELDS[name].default, option_spec(FIELDS[name])
-    kept = apply_model(given_as(how, "seed", 7, tmp_path), THERE, "it").model
-    assert getattr(kept, name) == (default if facts.resume == EXECUTION else other(name))
-    same = apply_model(given_as(how, name, other(name), tmp_path), THERE, "it").model
-    assert same == (replace(THERE, cp_comm_type=("a2a",) if name == "cp_comm_type" else ("allgather",)))
-    if default is None or facts.required:
+def test_explicit_option_wins_over_the_checkpoint_or_is_refused(name: str, source: str, tmp_path: Path) -> None:
+    """This holds for every option of the model, even if its value is the default."""
+    default, spec = FIELDS[name].default, option_spec(FIELDS[name])
+    base_model = apply_model(config_with(source, "seed", 7, tmp_path), CHECKPOINT_MODEL, "it").model
+    assert getattr(base_model, name) == (default if spec.resume == EXECUTION else other_value(name))
+    equal_model = apply_model(config_with(source, name, other_value(name), tmp_path), CHECKPOINT_MODEL, "it").model
+    assert equal_model == (
+        replace(CHECKPOINT_MODEL, cp_comm_type=("a2a",) if name == "cp_comm_type" else ("allgather",))
+    )
+    if default is None or spec.required:
         return
-    config = given_as(how, name, default, tmp_path)
-    if facts.resume == MODEL and name not in FREE_OF_MEANING:
+    config = config_with(source, name, default, tmp_path)
+    if spec.resume == MODEL and name not in WITHOUT_EFFECT:
         with pytest.raises(SetupError, match=rf"^{name}=.*, but .* in it; drop the option"):
-            apply_model(config, THERE, "it")
+            apply_model(config, CHECKPOINT_MODEL, "it")
         return
-    got = apply_model(config, THERE, "it")
-    assert getattr(got.model, name) == default and {**vars(got.model), name: 0} == {**vars(kept), name: 0}
-    again = build(parse_config_text(dump_config(got), "run_config.toml"))  # starts the same run
-    assert apply_model(again, THERE, "it").model == got.model
+    completed = apply_model(config, CHECKPOINT_MODEL, "it")
+    assert getattr(completed.model, name) == default and {**vars(completed.model), name: 0} == {
+        **vars(base_model),
+        name: 0,
+    }
+    reread = build(parse_config_text(dump_config(completed), "run_config.toml"))  # starts the same run
+    assert apply_model(reread, CHECKPOINT_MODEL, "it").model == completed.model
 
 
 @pytest.mark.parametrize(
-    "activation, words, refused",
+    "activation, flags, message",
     [
         ("gelu_erf", "--openai-gelu", "openai_gelu=True, but False"),
         ("gelu_erf", "--no-bias-gelu-fusion", ""),
@@ -316,47 +325,47 @@ def test_explicit_option_wins_over_the_checkpoint_or_is_refused(name: str, how: 
         ("swiglu", "--gelu", "activation='gelu', but 'swiglu'"),
     ],
 )
-def test_gelu_variant_comes_from_megatron_flags(activation: str, words: str, refused: str) -> None:
-    saved = replace(parse().model, activation=activation, bias_gelu_fusion=activation != "gelu_erf")
-    config = parse("--load", "x", *words.replace("--gelu", "--activation gelu").split(), base=WITHOUT_MODEL)
-    if refused:
-        with pytest.raises(SetupError, match=f"^{refused} in it; drop the option$"):
-            apply_model(config, saved, "it")
+def test_gelu_variant_comes_from_megatron_flags(activation: str, flags: str, message: str) -> None:
+    checkpoint_model = replace(parse().model, activation=activation, bias_gelu_fusion=activation != "gelu_erf")
+    config = parse("--load", "x", *flags.replace("--gelu", "--activation gelu").split(), base=WITHOUT_MODEL)
+    if message:
+        with pytest.raises(SetupError, match=f"^{message} in it; drop the option$"):
+            apply_model(config, checkpoint_model, "it")
     else:
-        assert apply_model(config, saved, "it").model.activation == activation
+        assert apply_model(config, checkpoint_model, "it").model.activation == activation
 
 
 def test_options_that_contradict_in_combination_are_refused() -> None:
-    there = replace(parse().model, num_attention_heads=4)
+    checkpoint_model = replace(parse().model, num_attention_heads=4)
     config = parse("--load", "x", "--group-query-attention", "--num-query-groups", "2", base=WITHOUT_MODEL)
     with pytest.raises(SetupError, match="(?s)^group_query_attention=True, but False .*\nnum_query_groups=2, but None"):
-        apply_model(config, there, "it")
-    alone = parse("--load", "x", "--num-query-groups", "2", base=WITHOUT_MODEL)
-    assert apply_model(alone, there, "it").model.num_kv_groups == 4
+        apply_model(config, checkpoint_model, "it")
+    without_gqa = parse("--load", "x", "--num-query-groups", "2", base=WITHOUT_MODEL)
+    assert apply_model(without_gqa, checkpoint_model, "it").model.num_kv_groups == 4
 
 
 THIRDS = "--hidden-size 24 --ffn-hidden-size 48 --num-attention-heads 6 --seq-length 12 --max-position-embeddings 12"
 EXPERTS = "--num-experts 6 --moe-ffn-hidden-size 24 --group-query-attention --num-query-groups 3 --position-embedding-type rope"
-OF_EXPERTS = """--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.001 --moe-router-dtype fp64 --moe-router-load-balancing-type
+EXPERT_RUN = """--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.001 --moe-router-dtype fp64 --moe-router-load-balancing-type
  seq_aux_loss --ep 3 --expert-tensor-parallel-size 1 --num-query-groups 3 --moe-router-topk 2"""
 
 
 @pytest.fixture(scope="module")
 def thirds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs: of a dense model whose sizes are multiples of 3, and one of experts."""
-    folder = tmp_path_factory.mktemp("thirds")
-    for name, more in (("dense", ""), ("experts", EXPERTS)):
-        words = f"{THIRDS} {more} --save {folder / name} --save-interval 1"
-        save_step(*built(*words.split()))
-    return folder
+    """Save two runs, one of a dense model with sizes that are multiples of 3 and one of experts; return their parent."""
+    base_dir = tmp_path_factory.mktemp("thirds")
+    for name, options in (("dense", ""), ("experts", EXPERTS)):
+        flags = f"{THIRDS} {options} --save {base_dir / name} --save-interval 1"
+        save_step(*built(*flags.split()))
+    return base_dir
 
 
 @pytest.mark.parametrize(
-    "words, code, notes, said",
+    "flags, code, notes, message",
     [
         ("--load dense --tp 3", 0, [], "tp 3"),
         ("--load dense --tp 3 --cp-comm-type a2a", 0, ["cp_comm_type"], "tp 3"),
-        (f"--load experts --nproc 3 {OF_EXPERTS}", 0, [], "ep 3 x etp 1"),
+        (f"--load experts --nproc 3 {EXPERT_RUN}", 0, [], "ep 3 x etp 1"),
         ("--load dense --moe-z-loss-coeff 0.1 --nproc 3", 0, ["moe_z_loss_coeff=0.1 has no effect"], "dp 3"),
         ("--load dense --tp 4", 2, [], "tensor_model_parallel_size=4 does not divide num_attention_heads=6: use 1, 2, 3 or 6"),
         ("--load experts --ep 4 --nproc 4", 2, [], "expert_model_parallel_size=4 does not divide num_experts=6"),
@@ -366,28 +375,30 @@ def thirds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )  # fmt: skip
 def test_validation_runs_after_checkpoint_options_are_read(
-    thirds: Path, words: str, code: int, notes: list[str], said: str
+    thirds: Path, flags: str, code: int, notes: list[str], message: str
 ) -> None:
-    """A tp that no stand-in for a size has, and options of experts, have to be those of the checkpoint's model."""
-    line = [*WITHOUT_MODEL, "--train-iters", "6", "--dry-run", "--global-batch-size", "24", *words.split()]
-    line += [] if "--nproc" in words else ["--nproc", "12"]
-    done = programs.python("pretrain_gpt.py", *line, cwd=thirds)
-    assert done.returncode == code and said in done.stdout + done.stderr, done.stdout + done.stderr
-    found = [note for note in done.stderr.splitlines() if "no effect" in note or "needs" in note]
-    assert len(found) == len(notes) and all(note in line for note, line in zip(notes, found, strict=True)), done.stderr
+    """A tp that no placeholder for a size allows, and options of experts, are checked for the checkpoint's model."""
+    argv = [*WITHOUT_MODEL, "--train-iters", "6", "--dry-run", "--global-batch-size", "24", *flags.split()]
+    argv += [] if "--nproc" in flags else ["--nproc", "12"]
+    result = programs.python("pretrain_gpt.py", *argv, cwd=thirds)
+    assert result.returncode == code and message in result.stdout + result.stderr, result.stdout + result.stderr
+    lines = [line for line in result.stderr.splitlines() if "no effect" in line or "needs" in line]
+    assert len(lines) == len(notes) and all(note in line for note, line in zip(notes, lines, strict=True)), (
+        result.stderr
+    )
 
 
 # ---- the loop
 def test_save_by_time_and_by_steps(tmp_path: Path) -> None:
     run, config = built("--save", str(tmp_path), "--save-interval-mins", "1e-9", "--save-retain-interval", "4")
     saver = open_saver(run, config)
-    made: list[int] = []
+    saved_steps: list[int] = []
     assert saver is not None and saver.keep_last == 1
     real = saver.save
-    saver.save = lambda step, *a, **k: (made.append(step), real(step, *a, **k))[1]  # type: ignore[method-assign]
+    saver.save = lambda step, *a, **k: (saved_steps.append(step), real(step, *a, **k))[1]  # type: ignore[method-assign]
     assert train(run, config, tmp_path, saver).exit_code is ExitCode.DONE
     saver.close()
-    assert made == [1, 2, 3, 4, 5, 6]
+    assert saved_steps == [1, 2, 3, 4, 5, 6]
     assert sorted(p.name for p in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
 
 
@@ -399,7 +410,7 @@ def test_save_without_an_interval_happens_at_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [InvalidResultError, KeyboardInterrupt])
 def test_failed_save_is_reported_when_the_run_ends_otherwise(tmp_path: Path, monkeypatch, kind: type) -> None:
-    """Nobody asks for it any more: neither a step nor another save comes after it."""
+    """Neither a step nor another save follows that would report the failure."""
     failed, real = threading.Event(), step_module.train_step
 
     def write(*args: object) -> None:
@@ -423,9 +434,9 @@ def test_failed_save_is_reported_when_the_run_ends_otherwise(tmp_path: Path, mon
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     status = json.loads((tmp_path / "status.json").read_text())
     assert (code, status["outcome"]) == ((17, "bad-result") if kind is InvalidResultError else (130, "interrupted"))
-    lost = f"the last save, to {tmp_path}/.iter_0000002.part, failed: [Errno 28] No space left on device"
-    assert status["reason"].endswith(f"; {lost}") and status["checkpoint"] is None
-    assert lost in (tmp_path / "log.txt").read_text()
+    message = f"the last save, to {tmp_path}/.iter_0000002.part, failed: [Errno 28] No space left on device"
+    assert status["reason"].endswith(f"; {message}") and status["checkpoint"] is None
+    assert message in (tmp_path / "log.txt").read_text()
 
 
 STYLES = {
@@ -444,26 +455,26 @@ STYLES = {
 
 @pytest.mark.parametrize("style", STYLES)
 def test_save_and_load_are_logged(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """And say how far they are, where it takes long."""
-    where = str(tmp_path / "run")
-    words = f"--lr-decay-iters 9 --save {where} --load {where} --save-interval 2 --log-style {style}".split()
+    """A slow load also logs its progress."""
+    run_dir = str(tmp_path / "run")
+    flags = f"--lr-decay-iters 9 --save {run_dir} --load {run_dir} --save-interval 2 --log-style {style}".split()
     for iters in ("2", "3"):
-        assert pretrain(parse(*words, "--train-iters", iters)) == ExitCode.DONE
-    shown = capsys.readouterr().out
+        assert pretrain(parse(*flags, "--train-iters", iters)) == ExitCode.DONE
+    output = capsys.readouterr().out
     for line in STYLES[style]:
-        assert re.search(line.replace("{}", where), shown, re.MULTILINE), shown
+        assert re.search(line.replace("{}", run_dir), output, re.MULTILINE), output
     monkeypatch.setattr(console, "ProgressBar", functools.partial(console.ProgressBar, every_s=0))
-    started("--load", where, "--lr-decay-iters", "9")
-    assert re.search(rf"loading {where}/iter_0000003: [\d.e-]+ of [\d.e-]+ GiB that this", capsys.readouterr().out)
+    started("--load", run_dir, "--lr-decay-iters", "9")
+    assert re.search(rf"loading {run_dir}/iter_0000003: [\d.e-]+ of [\d.e-]+ GiB that this", capsys.readouterr().out)
 
 
 def test_other_tokenizer_fingerprint_is_refused(tmp_path: Path) -> None:
-    bpe, where = str(tmp_path / "tokenizer.json"), str(tmp_path / "run")
-    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", bpe, "--vocab-size", "400"]
-    flags += ["--load", where, "--save", where, "--save-interval", "1"]
-    byte_level_bpe(["the same words, again and again"], 280).save(bpe)
+    tokenizer_path, run_dir = str(tmp_path / "tokenizer.json"), str(tmp_path / "run")
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer_path, "--vocab-size", "400"]
+    flags += ["--load", run_dir, "--save", run_dir, "--save-interval", "1"]
+    byte_level_bpe(["the same words, again and again"], 280).save(tokenizer_path)
     save_step(*built(*flags))
-    byte_level_bpe(["other words here: nothing repeats"], 280).save(bpe)
+    byte_level_bpe(["other words here: nothing repeats"], 280).save(tokenizer_path)
     with pytest.raises(SetupError, match=r"tokenizer: .* here, .* in the checkpoint\nits tokenizer"):
         started(*flags)
     with pytest.raises(SetupError, match="restore the tokenizer that it was trained with"):

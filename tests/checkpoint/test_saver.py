@@ -1,4 +1,4 @@
-"""Saving as a run does it: durable order, failures on one rank, the lock, what is kept, the clock, the background."""
+"""Saving in a run: durable order, failures on one rank, the lock, retention, the timer, background saves."""
 
 import os
 import resource
@@ -13,9 +13,8 @@ import checkpoint_loads
 import programs
 import pytest
 import torch
-from checkpoint_loads import ALONE, BACKGROUND
+from checkpoint_loads import ALONE, BACKGROUND, whole_piece
 from checkpoint_loads import row as shard
-from checkpoint_loads import whole_piece as whole
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -38,21 +37,21 @@ from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import TensorShard
 
 CPU = torch.device("cpu")
-MATRIX = whole(torch.zeros(2, 8))
+MATRIX = whole_piece(torch.zeros(2, 8))
 
 
-def load(folder: Path, like: TensorShard) -> torch.Tensor:
+def load(directory: Path, like: TensorShard) -> torch.Tensor:
     target = TensorShard(like.name, like.shape, like.box, like.span, torch.zeros_like(like.data))
-    loaded = manifests.load_manifest(folder)
-    reader.verify_checkpoint(folder, loaded)
-    checkpoint_loads.fill(folder, loaded, [target], ALONE, exact=True)
+    manifest = manifests.load_manifest(directory)
+    reader.verify_checkpoint(directory, manifest)
+    checkpoint_loads.fill(directory, manifest, [target], ALONE, exact=True)
     return target.data.view(like.box.shape)
 
 
-def put(one: CheckpointSaver, step: int) -> None:
-    """A checkpoint, which is there afterwards."""
-    one.save(step, [whole(torch.ones(2))], {})
-    one.wait()
+def save_and_wait(checkpoint_saver: CheckpointSaver, step: int) -> None:
+    """Save a checkpoint and wait until it is complete."""
+    checkpoint_saver.save(step, [whole_piece(torch.ones(2))], {})
+    checkpoint_saver.wait()
 
 
 # ---- the file
@@ -60,17 +59,17 @@ def put(one: CheckpointSaver, step: int) -> None:
 def test_streamed_file_is_valid_safetensors(tmp_path: Path, block: int) -> None:
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(4).view(2, 2)}
     values |= {"d": torch.tensor([True, False, True]), "e": torch.tensor(2.5, dtype=torch.float64)}
-    rows, ordered = tensor_file.plan_write([whole(v, name) for name, v in values.items()])
-    stamp = tensor_file.write_safetensors(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
-    got = load_file(tmp_path / "x.safetensors")
+    rows, ordered = tensor_file.plan_write([whole_piece(v, name) for name, v in values.items()])
+    checksum = tensor_file.write_safetensors(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
+    actual = load_file(tmp_path / "x.safetensors")
     assert {row.name: row.key for row in rows}.keys() == values.keys()
     for row in rows:
-        assert got[row.key].dtype == values[row.name].dtype and torch.equal(got[row.key], values[row.name])
-    assert stamp.size == (tmp_path / "x.safetensors").stat().st_size
-    again = BlockHash(block_size=block)
-    again.update(memoryview((tmp_path / "x.safetensors").read_bytes()))
-    assert again.checksum() == stamp
-    with pytest.raises(FileExistsError):  # a file that is there is never overwritten
+        assert actual[row.key].dtype == values[row.name].dtype and torch.equal(actual[row.key], values[row.name])
+    assert checksum.size == (tmp_path / "x.safetensors").stat().st_size
+    block_hash = BlockHash(block_size=block)
+    block_hash.update(memoryview((tmp_path / "x.safetensors").read_bytes()))
+    assert block_hash.checksum() == checksum
+    with pytest.raises(FileExistsError):  # an existing file is never overwritten
         tensor_file.write_safetensors(tmp_path / "x.safetensors", rows, (p.data for p in ordered))
 
 
@@ -80,8 +79,8 @@ def peak_mib() -> float:
 
 
 def test_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
-    state = [whole(torch.randn(16, 1 << 20), f"model/{i}") for i in range(2)]  # 128 MiB
-    saver.save(tmp_path, 1, [whole(torch.ones(3))], {}, ALONE)  # what is imported late is there now
+    state = [whole_piece(torch.randn(16, 1 << 20), f"model/{i}") for i in range(2)]  # 128 MiB
+    saver.save(tmp_path, 1, [whole_piece(torch.ones(3))], {}, ALONE)  # does the late imports
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     before = peak_mib()
     saver.save(tmp_path, 2, state, {}, ALONE)
@@ -100,7 +99,7 @@ def test_save_order_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
-    saver.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    saver.save(tmp_path, 1, [whole_piece(torch.ones(2))], {}, ALONE)
     files = ["sync rank-00000.safetensors", *(f"rename {x}" for x in ("rank-00000.json", "manifest.json", "COMPLETE"))]
     files += ["sync manifest.json", "sync COMPLETE", "sync .iter_0000001.part", "rename iter_0000001"]
     assert events == [*files, f"sync {tmp_path.name}", f"rename {storage.TRACKER}"]
@@ -109,69 +108,71 @@ def test_save_order_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
 @BACKGROUND
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
 def test_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch, call: str, background: bool) -> None:
-    one = CheckpointSaver(tmp_path, ALONE, 8, background=background)
-    put(one, 1)
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 8, background=background)
+    save_and_wait(checkpoint_saver, 1)
 
     with monkeypatch.context() as patch:
         patch.setattr(file_system if call == "open" else os, call, full, raising=False)
         with pytest.raises(CheckpointError, match="No space left"):
-            put(one, 2)
-    found = checkpoint_loads.newest(tmp_path, ALONE)
-    assert found is not None and found[0].name == "iter_0000001"
+            save_and_wait(checkpoint_saver, 2)
+    newest = checkpoint_loads.newest(tmp_path, ALONE)
+    assert newest is not None and newest[0].name == "iter_0000001"
     assert not list(tmp_path.glob(".iter_*"))
-    put(one, 3)  # and the next one works again
-    one.close()
+    save_and_wait(checkpoint_saver, 3)  # and the next one works again
+    checkpoint_saver.close()
     assert checkpoint_loads.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
 
 
 @BACKGROUND
 def test_unrelated_files_do_not_end_a_run(tmp_path: Path, background: bool, capsys) -> None:
     """A tracker file that cannot be written, and then a directory that is deleted: it is created and locked again."""
-    folder = tmp_path / "save"
-    (folder / storage.TRACKER / "inside").mkdir(parents=True)
-    one = CheckpointSaver(folder, ALONE, 0, background=background)
-    put(one, 1)
-    said = capsys.readouterr().err
-    assert f"WARNING: {folder / storage.TRACKER}: Is a directory; it does not name step 1, whose checkpoint" in said
-    shutil.rmtree(folder)
-    put(one, 2)
-    said = capsys.readouterr().err
-    assert said.count(f"WARNING: save='{folder}': its lock was deleted under the run") == said.count("\n") == 1, said
-    assert (folder / storage.TRACKER).read_text() == "2\n" and storage.steps_in(folder) == [2]
+    save_dir = tmp_path / "save"
+    (save_dir / storage.TRACKER / "inside").mkdir(parents=True)
+    checkpoint_saver = CheckpointSaver(save_dir, ALONE, 0, background=background)
+    save_and_wait(checkpoint_saver, 1)
+    stderr = capsys.readouterr().err
+    assert f"WARNING: {save_dir / storage.TRACKER}: Is a directory; it does not name step 1, whose checkpoint" in stderr
+    shutil.rmtree(save_dir)
+    save_and_wait(checkpoint_saver, 2)
+    stderr = capsys.readouterr().err
+    assert stderr.count(f"WARNING: save='{save_dir}': its lock was deleted under the run") == stderr.count("\n") == 1, (
+        stderr
+    )
+    assert (save_dir / storage.TRACKER).read_text() == "2\n" and storage.steps_in(save_dir) == [2]
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} "):
-        CheckpointSaver(folder, ALONE, 0)
-    shutil.rmtree(folder)
-    folder.mkdir()
-    other = CheckpointSaver(folder, ALONE, 0)  # who came first
+        CheckpointSaver(save_dir, ALONE, 0)
+    shutil.rmtree(save_dir)
+    save_dir.mkdir()
+    other_saver = CheckpointSaver(save_dir, ALONE, 0)  # it takes the lock first
     with pytest.raises(CheckpointError, match="in use by process"):
-        one.save(3, [whole(torch.ones(2))], {})
-    one.close()
-    other.close()
+        checkpoint_saver.save(3, [whole_piece(torch.ones(2))], {})
+    checkpoint_saver.close()
+    other_saver.close()
 
 
 @BACKGROUND
 def test_error_without_text_shows_type_and_location(tmp_path: Path, monkeypatch, background: bool) -> None:
     monkeypatch.setattr(manifests, "write_rank_file", lambda *_: bytearray(1 << 62))
-    one = CheckpointSaver(tmp_path, ALONE, 0, background=background)
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=background)
     with pytest.raises(CheckpointError, match=r"failed while .*: MemoryError in test_saver.py:\d+$"):
-        put(one, 1)
-    one.close()
+        save_and_wait(checkpoint_saver, 1)
+    checkpoint_saver.close()
 
 
 def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    one = CheckpointSaver(directory, mesh, 100, background=background)
-    one.save(1, [shard(mesh, 1.0)], {})
-    one.wait()
+    checkpoint_saver = CheckpointSaver(directory, mesh, 100, background=background)
+    checkpoint_saver.save(1, [shard(mesh, 1.0)], {})
+    checkpoint_saver.wait()
     if mesh.world.rank == 1:
         limit_files(4096)
     with pytest.raises(CheckpointError) as error:
-        one.save(2, [shard(mesh, 2.0, 100_000)], {})
-        one.wait()
+        checkpoint_saver.save(2, [shard(mesh, 2.0, 100_000)], {})
+        checkpoint_saver.wait()
     limit_files(resource.RLIM_INFINITY)
-    found = checkpoint_loads.newest(directory, mesh)
-    one.close()
-    return str(error.value), found is not None and found[0].name == "iter_0000001"
+    newest = checkpoint_loads.newest(directory, mesh)
+    checkpoint_saver.close()
+    return str(error.value), newest is not None and newest[0].name == "iter_0000001"
 
 
 @BACKGROUND
@@ -183,9 +184,11 @@ def test_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, background: bo
 
 # ---- the directory
 def test_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    hold = "import time; from pathlib import Path; from megalite.checkpoint.storage.local_storage import DirectoryLock"
-    hold += f"\nlock = DirectoryLock(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"
-    process = programs.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    program = (
+        "import time; from pathlib import Path; from megalite.checkpoint.storage.local_storage import DirectoryLock"
+    )
+    program += f"\nlock = DirectoryLock(Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(60)"
+    process = programs.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=f"in use by process {process.pid} on"):
@@ -193,10 +196,10 @@ def test_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    one = CheckpointSaver(tmp_path, ALONE, 0)  # no stale lock is left of a killed run
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0)  # a killed run leaves no stale lock
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
         CheckpointSaver(tmp_path, ALONE, 0)
-    one.close()
+    checkpoint_saver.close()
     CheckpointSaver(tmp_path, ALONE, 0).close()
 
 
@@ -214,29 +217,29 @@ def test_unshared_directory_is_refused(tmp_path: Path) -> None:
 
 def test_unwritable_directory_is_refused_at_startup(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for bad in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
         with pytest.raises(CheckpointError, match="cannot be written"):
-            CheckpointSaver(bad, ALONE, 0)
+            CheckpointSaver(path, ALONE, 0)
     with pytest.raises(CheckpointError, match=r"GiB left, a checkpoint needs 1,073,741,824.0 GiB: "):
         CheckpointSaver(tmp_path, ALONE, 1 << 60)
-    odd = tmp_path / "päth with späces ☃"
-    one = CheckpointSaver(odd, ALONE, 0)
-    one.save(1, [whole(torch.ones(2))], {})
-    one.close()
-    assert checkpoint_loads.newest(odd, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
-    assert sorted(p.name for p in odd.iterdir()) == [storage.LOCK_FILE, "iter_0000001", storage.TRACKER]
+    unusual_dir = tmp_path / "päth with späces ☃"
+    checkpoint_saver = CheckpointSaver(unusual_dir, ALONE, 0)
+    checkpoint_saver.save(1, [whole_piece(torch.ones(2))], {})
+    checkpoint_saver.close()
+    assert checkpoint_loads.newest(unusual_dir, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
+    assert sorted(p.name for p in unusual_dir.iterdir()) == [storage.LOCK_FILE, "iter_0000001", storage.TRACKER]
 
 
 def test_leftovers_of_unfinished_saves_are_removed(tmp_path: Path) -> None:
     for name in (".iter_0000003.part", ".iter_0000001.old", ".mine", "iter_0000002"):
         (tmp_path / name).mkdir()
-    one = CheckpointSaver(tmp_path, ALONE, 0)
-    one.close()
-    assert ".iter_0000003.part" in one.pop_messages()[0]
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0)
+    checkpoint_saver.close()
+    assert ".iter_0000003.part" in checkpoint_saver.pop_messages()[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == [storage.LOCK_FILE, ".mine", "iter_0000002"]
 
 
-# ---- what is kept
+# ---- retention
 def test_retention_deletes_only_complete_checkpoints(tmp_path: Path) -> None:
     checkpoint_loads.save_steps(tmp_path, *range(1, 9))
     (tmp_path / "iter_backup").mkdir()
@@ -244,11 +247,14 @@ def test_retention_deletes_only_complete_checkpoints(tmp_path: Path) -> None:
     os.truncate(tmp_path / "iter_0000008" / "rank-00000.safetensors", 8)  # damaged: neither
     (tmp_path / "iter_0000001" / "KEEP").touch()
     with file_system.LocalStorage().read_lock(tmp_path / "iter_0000002"):
-        gone = retention.RetentionPolicy(tmp_path, 2, 4).prune()
-    assert gone == [3, 5]  # 7 and 6 are the newest two that are whole, 4 is retained, 2 is being read, 1 is pinned
+        deleted = retention.RetentionPolicy(tmp_path, 2, 4).prune()
+    assert deleted == [
+        3,
+        5,
+    ]  # 7 and 6 are the newest two that are undamaged, 4 is retained, 2 is being read, 1 is pinned
     assert retention.RetentionPolicy(tmp_path, 1).prune() == [2, 4, 6]
-    left = sorted(p.name for p in tmp_path.glob("iter_*"))
-    assert left == ["iter_0000001", "iter_0000007", "iter_0000008", "iter_0000009", "iter_backup"]
+    remaining = sorted(p.name for p in tmp_path.glob("iter_*"))
+    assert remaining == ["iter_0000001", "iter_0000007", "iter_0000008", "iter_0000009", "iter_backup"]
 
 
 def test_interrupted_deletion_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,64 +268,64 @@ def test_interrupted_deletion_leaves_no_checkpoint(tmp_path: Path, monkeypatch: 
 
 
 def test_retention_keeps_the_newest_checkpoint(tmp_path: Path) -> None:
-    """After a rollback it is not the newest by number."""
+    """After a rollback the newest checkpoint does not have the highest step."""
     checkpoint_loads.save_steps(tmp_path, 10, 20, 30)
-    one = CheckpointSaver(tmp_path, ALONE, 0, keep_last=1)
-    one.save(15, [whole(torch.ones(2))], {})
-    one.close()
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, keep_last=1)
+    checkpoint_saver.save(15, [whole_piece(torch.ones(2))], {})
+    checkpoint_saver.close()
     assert storage.steps_in(tmp_path) == [15, 30]
     assert retention.RetentionPolicy(tmp_path, 1).prune() == [15]  # and the only valid one stays for ever
     os.truncate(tmp_path / "iter_0000030" / "rank-00000.safetensors", 8)
-    saver.save(tmp_path, 12, [whole(torch.ones(2))], {}, ALONE)
+    saver.save(tmp_path, 12, [whole_piece(torch.ones(2))], {}, ALONE)
     assert retention.RetentionPolicy(tmp_path, 1).prune() == []
 
 
 def test_kill_while_replacing_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two renames neither the old one nor the new is in its place: the next start puts the old one back."""
-    saver.save(tmp_path, 1, [whole(torch.ones(2))], {}, ALONE)
+    """Between two renames neither the old checkpoint nor the new one is in place; the next start restores the old one."""
+    saver.save(tmp_path, 1, [whole_piece(torch.ones(2))], {}, ALONE)
     real = os.replace
 
-    def killed(a: Path, b: Path) -> None:
+    def replace_until_killed(a: Path, b: Path) -> None:
         if Path(b).name == "iter_0000001":
             raise KeyboardInterrupt
         real(a, b)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", killed)
-        saver.save(tmp_path, 1, [whole(torch.zeros(2))], {}, ALONE)
+        patch.setattr(os, "replace", replace_until_killed)
+        saver.save(tmp_path, 1, [whole_piece(torch.zeros(2))], {}, ALONE)
     assert storage.steps_in(tmp_path) == []
     CheckpointSaver(tmp_path, ALONE, 0).close()
-    assert load(tmp_path / "iter_0000001", whole(torch.zeros(2))).tolist() == [1.0, 1.0]
+    assert load(tmp_path / "iter_0000001", whole_piece(torch.zeros(2))).tolist() == [1.0, 1.0]
     assert not list(tmp_path.glob(".iter_*"))
 
 
 @given(paces=st.lists(st.floats(0.01, 5.0), min_size=1, max_size=6), interval=st.floats(1.0, 60.0))
 def test_save_interval_in_time_is_kept_at_any_pace(paces: list[float], interval: float) -> None:
-    """A steady pace: the interval to half a step. One that comes in cycles: to two of them."""
+    """At a steady pace the interval is kept to half a step, at a cyclic one to two cycles."""
     now, last, saves = [0.0], 0.0, []
-    clock = SaveTimer(interval, ALONE, 0, lambda: now[0])
+    timer = SaveTimer(interval, ALONE, 0, lambda: now[0])
     for step in range(1, 200):
         pace = paces[step % len(paces)]
         now[0] += pace
-        if clock.is_due(step):
+        if timer.is_due(step):
             saves.append(now[0] - last)
             last = now[0]
-            clock.restart(step)
-    off = 0.5 * paces[0] if len(set(paces)) == 1 else 2 * len(paces) * max(paces)
-    for took in saves:
-        assert took >= interval - max(paces) / 2 - 1e-6 and took <= max(interval + off, max(paces)) + 1e-6
-    assert saves or now[0] < interval + off + max(paces)
+            timer.restart(step)
+    tolerance = 0.5 * paces[0] if len(set(paces)) == 1 else 2 * len(paces) * max(paces)
+    for elapsed in saves:
+        assert elapsed >= interval - max(paces) / 2 - 1e-6 and elapsed <= max(interval + tolerance, max(paces)) + 1e-6
+    assert saves or now[0] < interval + tolerance + max(paces)
 
 
 def test_save_timer_communicates_rarely() -> None:
-    now, asked = [0.0], 0
-    clock = SaveTimer(1000.0, ALONE, 0, lambda: now[0])
+    now, num_decisions = [0.0], 0
+    timer = SaveTimer(1000.0, ALONE, 0, lambda: now[0])
     for step in range(1, 2001):
         now[0] = step * 1.0
-        asked += step >= clock._next_decision
-        if clock.is_due(step):
-            clock.restart(step)
-    assert asked <= 2 * 2 * 10  # two saves, log2(1000) each way
+        num_decisions += step >= timer._next_decision
+        if timer.is_due(step):
+            timer.restart(step)
+    assert num_decisions <= 2 * 2 * 10  # two saves, log2(1000) each way
 
 
 # ---- in the background
@@ -331,57 +337,57 @@ def test_only_the_update_waits_for_staging(tmp_path: Path, monkeypatch: pytest.M
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(background_save.HostStager, "_parts", slow)
-    one, piece = CheckpointSaver(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
-    one.before_update()  # nothing to wait for
+    checkpoint_saver, piece = CheckpointSaver(tmp_path, ALONE, 0, background=True), whole_piece(torch.ones(4))
+    checkpoint_saver.before_update()  # nothing to wait for
     state = {"n": [1]}
-    one.save(1, [piece], state)  # returns, although nothing can be copied yet
+    checkpoint_saver.save(1, [piece], state)  # returns, although nothing can be copied yet
     threading.Timer(0.2, gate.set).start()
-    one.before_update()
-    assert gate.is_set() and one.blocked_s > 0
+    checkpoint_saver.before_update()
+    assert gate.is_set() and checkpoint_saver.blocked_s > 0
     piece.data.zero_()
     state["n"].append(2)
-    one.wait()
+    checkpoint_saver.wait()
     assert load(tmp_path / "iter_0000001", piece).tolist() == [1.0] * 4
     assert manifests.load_manifest(tmp_path / "iter_0000001").state == {"n": [1]}
-    scheduled, committed = one.pop_messages()
+    scheduled, committed = checkpoint_saver.pop_messages()
     assert scheduled == "scheduled iter_0000001" and committed.startswith("saved iter_0000001 in the background (")
-    assert f"training blocked for {one.blocked_s:.3f} s" in committed
-    one.close()
+    assert f"training blocked for {checkpoint_saver.blocked_s:.3f} s" in committed
+    checkpoint_saver.close()
 
 
 def test_failed_staging_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "plan_write", no_memory)
-        one.save(1, [whole(torch.ones(4))], {})
-        one.before_update()
+        checkpoint_saver.save(1, [whole_piece(torch.ones(4))], {})
+        checkpoint_saver.before_update()
         with pytest.raises(CheckpointError, match="out of memory"):
-            one.wait()
-    put(one, 2)
-    one.close()
+            checkpoint_saver.wait()
+    save_and_wait(checkpoint_saver, 2)
+    checkpoint_saver.close()
     assert storage.steps_in(tmp_path) == [2]
 
 
 def test_only_one_save_is_in_flight_and_close_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, flying, most = threading.Event(), [0], [0]
+    gate, num_writing, max_writing = threading.Event(), [0], [0]
     real = manifests.write_rank_file
 
     def slow(*args: object) -> None:
-        flying[0] += 1
-        most[0] = max(most[0], flying[0])
+        num_writing[0] += 1
+        max_writing[0] = max(max_writing[0], num_writing[0])
         gate.wait(10)
         real(*args)  # type: ignore[arg-type]
-        flying[0] -= 1
+        num_writing[0] -= 1
 
     monkeypatch.setattr(manifests, "write_rank_file", slow)
-    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
-    one.save(1, [whole(torch.ones(2))], {})  # returns, although nothing can be written yet
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver.save(1, [whole_piece(torch.ones(2))], {})  # returns, although nothing can be written yet
     assert not (tmp_path / "iter_0000001").exists()
     threading.Timer(0.2, gate.set).start()
-    one.save(2, [whole(torch.ones(2))], {})  # waits for the first
+    checkpoint_saver.save(2, [whole_piece(torch.ones(2))], {})  # waits for the first
     assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
-    one.close()
-    assert (tmp_path / "iter_0000002" / "COMPLETE").is_file() and most[0] == 1
+    checkpoint_saver.close()
+    assert (tmp_path / "iter_0000002" / "COMPLETE").is_file() and max_writing[0] == 1
 
 
 def no_memory(*args: object, **kwargs: object) -> list[torch.Tensor]:
@@ -392,106 +398,113 @@ def test_without_staging_memory_the_update_waits_for_the_file(tmp_path: Path, mo
     monkeypatch.setattr(background_save.HostStager, "_parts", no_memory)
     gate, real = threading.Event(), manifests.write_rank_file
     monkeypatch.setattr(manifests, "write_rank_file", lambda *a: (gate.wait(10), real(*a)))
-    one, piece = CheckpointSaver(tmp_path, ALONE, 0, background=True), whole(torch.ones(4))
-    one.save(1, [piece], {})
+    checkpoint_saver, piece = CheckpointSaver(tmp_path, ALONE, 0, background=True), whole_piece(torch.ones(4))
+    checkpoint_saver.save(1, [piece], {})
     threading.Timer(0.2, gate.set).start()
-    one.before_update()
-    assert gate.is_set() and one.blocked_s > 0.1
+    checkpoint_saver.before_update()
+    assert gate.is_set() and checkpoint_saver.blocked_s > 0.1
     piece.data.zero_()
-    one.wait()
+    checkpoint_saver.wait()
     assert load(tmp_path / "iter_0000001", piece).tolist() == [1.0] * 4
     line = "rank 0 has no memory for a copy of what it saves (CUDA error: out of memory): the state itself is written"
-    assert any(told.startswith(line) for told in one.pop_messages())
-    one.close()
+    assert any(message.startswith(line) for message in checkpoint_saver.pop_messages())
+    checkpoint_saver.close()
 
 
 def test_without_a_thread_the_save_is_synchronous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        one.save(1, [whole(torch.ones(4))], {})
+        checkpoint_saver.save(1, [whole_piece(torch.ones(4))], {})
     assert storage.steps_in(tmp_path) == [1]
-    one.wait()
-    one.close()
+    checkpoint_saver.wait()
+    checkpoint_saver.close()
 
 
 def test_blocked_time_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = manifests.write_rank_file
     monkeypatch.setattr(manifests, "write_rank_file", lambda *a: (time.sleep(0.1), real(*a)))
-    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     for step in (1, 2):
-        one.save(step, [whole(torch.ones(4))], {})
-    assert one.blocked_s > 0.07
-    one.save(3, [whole(torch.ones(4))], {}, last=True)
-    assert one.blocked_s > 0.17
-    first, second, third = [line for line in one.pop_messages() if not line.startswith("scheduled")]
+        checkpoint_saver.save(step, [whole_piece(torch.ones(4))], {})
+    assert checkpoint_saver.blocked_s > 0.07
+    checkpoint_saver.save(3, [whole_piece(torch.ones(4))], {}, last=True)
+    assert checkpoint_saver.blocked_s > 0.17
+    first, second, third = [line for line in checkpoint_saver.pop_messages() if not line.startswith("scheduled")]
     assert "for the previous save" not in first
     stall, before = (float(part.split(" s")[0]) for part in second.split("blocked for ")[1].split(" s, "))
     assert second.endswith(" s of it for the previous save)") and 0.07 < before <= stall
     assert third.startswith("saved iter_0000003 in ") and float(third.split(" s, ")[1].split()[0]) > 0.07
-    one.close()
+    checkpoint_saver.close()
 
 
 def test_failed_background_save_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
-    one.save(1, [whole(torch.ones(2))], {})
-    assert one.close() is None
-    one = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver.save(1, [whole_piece(torch.ones(2))], {})
+    assert checkpoint_saver.close() is None
+    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
     with monkeypatch.context() as patch:
         patch.setattr(manifests, "write_rank_file", no_memory)
-        one.save(2, [whole(torch.ones(2))], {})
-        lost = one.close()
-    assert lost is not None and "iter_0000002" in lost and "out of memory" in lost and lost in one.pop_messages()
+        checkpoint_saver.save(2, [whole_piece(torch.ones(2))], {})
+        message = checkpoint_saver.close()
+    assert (
+        message is not None
+        and "iter_0000002" in message
+        and "out of memory" in message
+        and message in checkpoint_saver.pop_messages()
+    )
 
 
 def _silent_failure(directory: str) -> str:
-    """Rank 1's disk takes nothing, and the failure comes after the ranks have asked each other."""
+    """Rank 1's disk accepts nothing, and the failure comes after the ranks have exchanged their status."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)
-    one = CheckpointSaver(directory, mesh, 0, background=True)
+    checkpoint_saver = CheckpointSaver(directory, mesh, 0, background=True)
     if mesh.world.rank == 1:
         manifests.write_rank_file = lambda *_: (time.sleep(0.3), full())  # type: ignore[assignment]
         file_system.LocalStorage.write_text = full  # type: ignore[method-assign, assignment]
-    one.save(1, [shard(mesh, 1.0)], {})
+    checkpoint_saver.save(1, [shard(mesh, 1.0)], {})
     with pytest.raises(CheckpointError) as error:
-        one.wait()
-    one.close()
+        checkpoint_saver.wait()
+    checkpoint_saver.close()
     return str(error.value)
 
 
 def test_failure_without_a_file_does_not_delay_rank_0(tmp_path: Path) -> None:
-    _, text = run_ranks(2, _silent_failure, str(tmp_path))  # which ends ranks that take a minute
+    _, text = run_ranks(2, _silent_failure, str(tmp_path))  # run_ranks ends ranks that take a minute
     assert "No space left on device" in text
 
 
 def test_no_log_line_of_a_background_save_is_lost(tmp_path: Path) -> None:
-    one, got = CheckpointSaver(tmp_path, build_mesh(tp=1, pp=1, device=CPU), 0), []
-    threads = [threading.Thread(target=lambda n=n: [one._log(f"{n} {i}") for i in range(2000)]) for n in range(3)]
+    checkpoint_saver, messages = CheckpointSaver(tmp_path, build_mesh(tp=1, pp=1, device=CPU), 0), []
+    threads = [
+        threading.Thread(target=lambda n=n: [checkpoint_saver._log(f"{n} {i}") for i in range(2000)]) for n in range(3)
+    ]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        got += one.pop_messages()
-    got += one.pop_messages()
-    one.close()
-    assert len(got) == len(set(got)) == 6000
+        messages += checkpoint_saver.pop_messages()
+    messages += checkpoint_saver.pop_messages()
+    checkpoint_saver.close()
+    assert len(messages) == len(set(messages)) == 6000
 
 
 def _slow_rank(directory: str) -> list[str]:
-    """Rank 1's file comes late; rank 0 waits for it without any collective while all train on."""
+    """Rank 1's file comes late; rank 0 waits for it without any collective while all ranks train."""
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     if mesh.world.rank == 1:
         real = manifests.write_rank_file
         manifests.write_rank_file = lambda *a: (time.sleep(0.3), real(*a))[1]  # type: ignore[assignment]
-    one = CheckpointSaver(directory, mesh, 0, background=True)
-    one.save(4, [shard(mesh, float(mesh.world.rank))], {"step": 4})
+    checkpoint_saver = CheckpointSaver(directory, mesh, 0, background=True)
+    checkpoint_saver.save(4, [shard(mesh, float(mesh.world.rank))], {"step": 4})
     for _ in range(20):  # "training"
         torch.distributed.all_reduce(torch.ones(8))
-    early = storage.checkpoint_dir(directory, 4).exists()
-    one.wait()
-    one.close()
-    return [str(early), *one.pop_messages()]
+    exists_early = storage.checkpoint_dir(directory, 4).exists()
+    checkpoint_saver.wait()
+    checkpoint_saver.close()
+    return [str(exists_early), *checkpoint_saver.pop_messages()]
 
 
 def test_rank_0_commits_after_the_last_file(tmp_path: Path) -> None:
@@ -501,16 +514,16 @@ def test_rank_0_commits_after_the_last_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "failed,told,said",
+    "failed,is_aborted,message",
     [("", False, "rank 0 has written nothing"), ("rank 1: broken", False, "rank 1: broken"), ("", True, "has failed")],
 )
 def test_rank_0_does_not_wait_forever_for_a_missing_file(
-    tmp_path: Path, failed: str, told: bool, said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, failed: str, is_aborted: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_system.LocalStorage, "stall_timeout_s", 0.1)
     if failed:
         (tmp_path / "rank-00001.failed").write_text(failed)
     event = threading.Event()
-    event.set() if told else event.clear()
-    with pytest.raises(CheckpointError, match=said):
+    event.set() if is_aborted else event.clear()
+    with pytest.raises(CheckpointError, match=message):
         background_save.wait_for_rank_files(tmp_path, 2, event, lambda: None)

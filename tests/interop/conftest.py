@@ -8,5 +8,5 @@ from hugging_face_cases import collection
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """(model of transformers, the directory it is saved in), each made once; no test changes one."""
+    """Return a function: name -> (transformers model, its directory). Each is created once; no test changes one."""
     return collection(tmp_path_factory.mktemp("hf"))

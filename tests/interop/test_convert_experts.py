@@ -1,4 +1,4 @@
-"""Mixtures of experts from and to Hugging Face, and from Megatron-LM's files; the fixtures of these are written here."""
+"""Mixtures of experts from and to Hugging Face, and from Megatron-LM's files, which this module writes."""
 
 import argparse
 import itertools
@@ -16,7 +16,7 @@ from hugging_face_cases import CASES, SHAPE, copied
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_convert_megatron import Case, D, F, L, refused, stage, tool, whole
+from test_convert_megatron import Case, D, F, L, assert_refused, full_weights, stage, tool
 from test_convert_megatron import V as TOKENS
 from torch import Tensor
 from train_cases import config_from, run_from
@@ -34,14 +34,14 @@ from megalite.training.checkpointing import initial_state as origin
 # ---- Hugging Face
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_stacked_experts_equal_separate_experts(models, name: str, tmp_path: Path) -> None:
-    theirs, folder = models(name)
-    theirs.save_pretrained(tmp_path / "memory", save_original_format=False)
+    hf_model, hf_dir = models(name)
+    hf_model.save_pretrained(tmp_path / "memory", save_original_format=False)
     assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(tmp_path / "memory" / "model.safetensors")
-    for form, source in (("many", folder), ("one", tmp_path / "memory")):
+    for form, source in (("many", hf_dir), ("one", tmp_path / "memory")):
         assert tool("--from-hf", source, "--save", tmp_path / form, "--check-bits") == 0
-    many, one = open_checkpoint(tmp_path / "many"), open_checkpoint(tmp_path / "one")
-    assert many.manifest.tensors.keys() == one.manifest.tensors.keys()
-    assert all(torch.equal(many.read(key), one.read(key)) for key in many.manifest.tensors)
+    separate, stacked = open_checkpoint(tmp_path / "many"), open_checkpoint(tmp_path / "one")
+    assert separate.manifest.tensors.keys() == stacked.manifest.tensors.keys()
+    assert all(torch.equal(separate.read(key), stacked.read(key)) for key in separate.manifest.tensors)
 
 
 @pytest.mark.parametrize(
@@ -54,23 +54,23 @@ def test_stacked_experts_equal_separate_experts(models, name: str, tmp_path: Pat
     ],
 )  # fmt: skip
 def test_missing_or_extra_expert_is_named(models, change: Callable, reason: str, tmp_path: Path) -> None:
-    folder = copied(models("qwen2_moe")[1], tmp_path / "hf")
-    tensors = load_file(folder / "model.safetensors")
+    hf_dir = copied(models("qwen2_moe")[1], tmp_path / "hf")
+    tensors = load_file(hf_dir / "model.safetensors")
     change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, hf_dir / "model.safetensors")
     with pytest.raises(CheckpointError, match=reason):
-        model_files.open_model(folder)
+        model_files.open_model(hf_dir)
 
 
 def test_independent_import_detects_swapped_experts(models, tmp_path: Path, monkeypatch, capsys) -> None:
     real = convert.build_mappings
 
-    def exchanged(*args: Any, **kwargs: Any) -> list[Any]:
-        other = {"experts.0.": "experts.1.", "experts.1.": "experts.0."}
-        renamed = lambda name: re.sub(r"experts\.[01]\.", lambda found: other[found[0]], name)  # noqa: E731
-        return [replace(recipe, external_name=renamed(recipe.external_name)) for recipe in real(*args, **kwargs)]
+    def build_swapped_mappings(*args: Any, **kwargs: Any) -> list[Any]:
+        swaps = {"experts.0.": "experts.1.", "experts.1.": "experts.0."}
+        swapped_name = lambda name: re.sub(r"experts\.[01]\.", lambda match: swaps[match[0]], name)  # noqa: E731
+        return [replace(recipe, external_name=swapped_name(recipe.external_name)) for recipe in real(*args, **kwargs)]
 
-    monkeypatch.setattr(convert, "build_mappings", exchanged)
+    monkeypatch.setattr(convert, "build_mappings", build_swapped_mappings)
     assert tool("--from-hf", models("mixtral")[1], "--save", tmp_path / "ours", "--check-bits") == 1
     out = capsys.readouterr().out
     assert "all bits equal" in out and "layer 0, read a second way, computes something else" in out
@@ -80,12 +80,12 @@ CONFIG = {**SHAPE, **CASES["experts"]["shape"]}
 
 
 @settings(max_examples=40)
-@given(step=st.integers(1, 4), dense=st.lists(st.integers(0, 8)), layers=st.integers(1, 8), whole=st.booleans())
-def test_expert_layers_equal_transformers(step: int, dense: list[int], layers: int, whole: bool) -> None:
+@given(step=st.integers(1, 4), dense=st.lists(st.integers(0, 8)), layers=st.integers(1, 8), normalize=st.booleans())
+def test_expert_layers_equal_transformers(step: int, dense: list[int], layers: int, normalize: bool) -> None:
     keys = {"decoder_sparse_step": step, "mlp_only_layers": dense, "num_hidden_layers": layers}
-    model = build(read_config({**CONFIG, **keys, "norm_topk_prob": whole}, None, "")[1]).model
+    model = build(read_config({**CONFIG, **keys, "norm_topk_prob": normalize}, None, "")[1]).model
     assert model.moe_layers == tuple(n not in dense and (n + 1) % step == 0 for n in range(layers))
-    assert model.moe_router_pre_softmax == (not whole)
+    assert model.moe_router_pre_softmax == (not normalize)
     assert not incompatibilities(model, FAMILIES.get("qwen3_moe"))
     if any(model.moe_layers):
         assert choose_family(model, None, None) == "qwen3_moe"
@@ -96,11 +96,11 @@ def test_missing_moe_keys_have_transformers_defaults() -> None:
 
     classes = dict(mixtral="Mixtral", qwen2_moe="Qwen2Moe", qwen3_moe="Qwen3Moe", olmoe="Olmoe", gpt_oss="GptOss")
     for name, cls in classes.items():
-        theirs = getattr(transformers, f"{cls}Config")(**SHAPE)
-        want = build(read_config(theirs.to_dict(), None, "")[1]).model
-        given = SHAPE | {"num_key_value_heads": theirs.num_key_value_heads}
-        got = build(read_config({**given, "model_type": name}, None, "")[1]).model
-        assert got == want and got.num_experts == theirs.num_experts
+        hf_config = getattr(transformers, f"{cls}Config")(**SHAPE)
+        expected = build(read_config(hf_config.to_dict(), None, "")[1]).model
+        keys = SHAPE | {"num_key_value_heads": hf_config.num_key_value_heads}
+        actual = build(read_config({**keys, "model_type": name}, None, "")[1]).model
+        assert actual == expected and actual.num_experts == hf_config.num_experts
 
 
 # ---- Megatron-LM
@@ -114,8 +114,8 @@ Names = dict[str, Tensor]
 
 
 def weights_of(freq: list[int]) -> Names:
-    """Random weights under our names, in our shapes."""
-    weights, generator = whole(CASE), torch.Generator().manual_seed(4)
+    """Return random weights under megalite's names and in its shapes."""
+    weights, generator = full_weights(CASE), torch.Generator().manual_seed(4)
     for n in (n for n in range(L) if freq[n]):
         del weights[f"layers.{n}.mlp.gate_up"], weights[f"layers.{n}.mlp.down"]
         weights |= {f"layers.{n}.{name}": torch.randn(size, generator=generator) for name, size in SIZES.items()}
@@ -123,44 +123,55 @@ def weights_of(freq: list[int]) -> Names:
 
 
 def expert_stage(freq: list[int], layers: range, form: str, tp: int = 1, t: int = 0, ep: int = 1, e: int = 0) -> Names:
-    """One stage of (tp, ep) rank (t, e), under Megatron core's names."""
+    """Return one stage of (tp, ep) rank (t, e) under Megatron Core's names."""
     weights = weights_of(freq)
-    names = stage(CASE, whole(CASE) | weights, tp, t, layers)
+    names = stage(CASE, full_weights(CASE) | weights, tp, t, layers)
 
-    def add(at: str, up: str, down: str, gate_up: Tensor, down_DF: Tensor) -> None:
-        names[at + up] = torch.cat([half.chunk(tp)[t] for half in gate_up])
-        names[at + down] = down_DF.chunk(tp, 1)[t]
+    def add(prefix: str, up: str, down: str, gate_up: Tensor, down_DF: Tensor) -> None:
+        names[prefix + up] = torch.cat([half.chunk(tp)[t] for half in gate_up])
+        names[prefix + down] = down_DF.chunk(tp, 1)[t]
 
     for local, n in ((local, n) for local, n in enumerate(layers) if freq[n]):
-        at, own = f"decoder.layers.{local}.mlp.", {name[4:]: weights[f"layers.{n}.{name}"] for name in SIZES}
-        names[at.replace("mlp.", "pre_mlp_layernorm.weight")] = names.pop(f"{at}linear_fc1.layer_norm_weight")
-        del names[f"{at}linear_fc1.weight"], names[f"{at}linear_fc2.weight"]
-        names |= {f"{at}router.weight": own["router"], f"{at}router.expert_bias": own["router.bias"]}
-        names[f"{at}shared_experts.gate_weight"] = own["shared_gate"][None]
+        prefix, mlp = f"decoder.layers.{local}.mlp.", {name[4:]: weights[f"layers.{n}.{name}"] for name in SIZES}
+        names[prefix.replace("mlp.", "pre_mlp_layernorm.weight")] = names.pop(f"{prefix}linear_fc1.layer_norm_weight")
+        del names[f"{prefix}linear_fc1.weight"], names[f"{prefix}linear_fc2.weight"]
+        names |= {f"{prefix}router.weight": mlp["router"], f"{prefix}router.expert_bias": mlp["router.bias"]}
+        names[f"{prefix}shared_experts.gate_weight"] = mlp["shared_gate"][None]
         linears = "linear_fc1.weight", "linear_fc2.weight"
-        add(f"{at}shared_experts.", *linears, own["shared.gate_up"], own["shared.down"])
-        up, down = own["experts.gate_up"], own["experts.down"]
+        add(f"{prefix}shared_experts.", *linears, mlp["shared.gate_up"], mlp["shared.down"])
+        up, down = mlp["experts.gate_up"], mlp["experts.down"]
         if form == "dist":
-            names[f"{at}experts.experts.linear_fc1.weight"] = up.flatten(1, 2)
-            names[f"{at}experts.experts.linear_fc2.weight"] = down
+            names[f"{prefix}experts.experts.linear_fc1.weight"] = up.flatten(1, 2)
+            names[f"{prefix}experts.experts.linear_fc2.weight"] = down
             continue
         for i in range(E // ep):
-            which = (f"{at}experts.local_experts.{i}.", *linears)
+            target_names = (f"{prefix}experts.local_experts.{i}.", *linears)
             if form == "grouped":
-                which = (f"{at}experts.", *(f"{name}{i}" for name in linears))
-            add(*which, up[e * E // ep + i], down[e * E // ep + i])
+                target_names = (f"{prefix}experts.", *(f"{name}{i}" for name in linears))
+            add(*target_names, up[e * E // ep + i], down[e * E // ep + i])
     return names
 
 
-def write(folder: Path, freq: list[int], tp: int = 1, pp: int = 1, ep: int = 1, form: str = "grouped") -> Path:
-    target, given = folder / "iter_0000007", {"num_experts": E, "moe_layer_freq": freq, "moe_ffn_hidden_size": WIDTH}
-    given |= {"moe_shared_expert_intermediate_size": SHARED, "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 0.01}
-    given |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_z_loss_coeff": None}
-    given |= {"moe_router_load_balancing_type": "seq_aux_loss", "moe_router_dtype": "fp64", "moe_router_topk": 2}
+def write(directory: Path, freq: list[int], tp: int = 1, pp: int = 1, ep: int = 1, form: str = "grouped") -> Path:
+    target, moe_args = (
+        directory / "iter_0000007",
+        {"num_experts": E, "moe_layer_freq": freq, "moe_ffn_hidden_size": WIDTH},
+    )
+    moe_args |= {
+        "moe_shared_expert_intermediate_size": SHARED,
+        "moe_shared_expert_gate": True,
+        "moe_aux_loss_coeff": 0.01,
+    }
+    moe_args |= {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_z_loss_coeff": None,
+    }
+    moe_args |= {"moe_router_load_balancing_type": "seq_aux_loss", "moe_router_dtype": "fp64", "moe_router_topk": 2}
     sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp}
-    args = argparse.Namespace(**CASE.args, **given, **sizes)
+    args = argparse.Namespace(**CASE.args, **moe_args, **sizes)
     target.mkdir(parents=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    (directory / "latest_checkpointed_iteration.txt").write_text("7")
     if form == "dist":
         _save_dist(target, expert_stage(freq, range(L), form), all(freq))
         torch.save({"args": args, "iteration": 7}, target / "common.pt")
@@ -174,10 +185,10 @@ def write(folder: Path, freq: list[int], tp: int = 1, pp: int = 1, ep: int = 1, 
 
 
 def _save_dist(target: Path, names: Names, stacked: bool) -> None:
-    """`stacked`: layers of one kind are one tensor."""
+    """Save `names` in the torch_dist format, the layers of one kind as one tensor if `stacked`."""
     if stacked:
-        every = {name.replace(".layers.0.", ".layers.") for name in names if ".layers.0." in name}
-        layers = {key: [names.pop(key.replace(".layers.", f".layers.{n}.")) for n in range(L)] for key in every}
+        stacked_names = {name.replace(".layers.0.", ".layers.") for name in names if ".layers.0." in name}
+        layers = {key: [names.pop(key.replace(".layers.", f".layers.{n}.")) for n in range(L)] for key in stacked_names}
         names |= {key: torch.stack(values) for key, values in layers.items()}
     with warnings.catch_warnings(action="ignore"):
         dcp.save(dict(names), checkpoint_id=target, no_dist=True)
@@ -190,33 +201,33 @@ LAYOUTS += [(SOME, 2, 2, 2, "grouped"), (SOME, 1, 1, 1, "dist"), (ALL, 1, 1, 1, 
 @pytest.mark.parametrize("freq,tp,pp,ep,form", LAYOUTS)
 def test_experts_are_read_bit_exactly(freq, tp: int, pp: int, ep: int, form: str, tmp_path: Path, capsys) -> None:
     write(tmp_path / "theirs", freq, tp, pp, ep, form)
-    words = ["--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", TOKENS]
-    assert tool(*words, "--check") == 0
+    argv = ["--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", TOKENS]
+    assert tool(*argv, "--check") == 0
     assert "read a second way compute the same" in capsys.readouterr().out
     source = open_checkpoint(tmp_path / "ours")
-    want = {f"{'state' if name.endswith('r.bias') else 'model'}/{name}": w for name, w in weights_of(freq).items()}
-    assert source.manifest.tensors.keys() == want.keys()
-    for key, values in want.items():
+    expected = {f"{'state' if name.endswith('r.bias') else 'model'}/{name}": w for name, w in weights_of(freq).items()}
+    assert source.manifest.tensors.keys() == expected.keys()
+    for key, values in expected.items():
         rows = TOKENS if key in ("model/embedding.word", "model/head") else len(values)
         assert torch.equal(source.read(key)[:rows], values[:rows]), key
 
 
 def test_run_starts_with_imported_experts_and_biases(tmp_path: Path) -> None:
     write(tmp_path, SOME, form="dist")
-    words = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu --vocab-size 50"
-    config = origin.complete_config(config_from([*words.split(), "--load", str(tmp_path), "--use-checkpoint-args"]))
-    run, want = run_from(config), weights_of(SOME)
+    flags = "--micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 0 --device cpu --vocab-size 50"
+    config = origin.complete_config(config_from([*flags.split(), "--load", str(tmp_path), "--use-checkpoint-args"]))
+    run, expected = run_from(config), weights_of(SOME)
     assert origin.load_external_model(run, config) is not None
     assert [router.layer for router in run.expert_balancer.routers] == [1, 3]
     for router in run.expert_balancer.routers:
         assert router.expert_bias is not None and torch.equal(
-            router.expert_bias, want[f"layers.{router.layer}.mlp.router.bias"]
+            router.expert_bias, expected[f"layers.{router.layer}.mlp.router.bias"]
         )
-        assert torch.equal(router.weight, want[f"layers.{router.layer}.mlp.router"])
+        assert torch.equal(router.weight, expected[f"layers.{router.layer}.mlp.router"])
 
 
-def _change(folder: Path, rank: str, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "iter_0000007" / rank / "model_optim_rng.pt"
+def _change(directory: Path, rank: str, change: Callable[[dict[str, Any]], object]) -> None:
+    path = directory / "iter_0000007" / rank / "model_optim_rng.pt"
     data = torch.load(path, weights_only=False)
     change(data)
     torch.save(data, path)
@@ -240,18 +251,18 @@ ARGS = {
 
 @pytest.mark.parametrize("kind", [*BAD, *ARGS])
 def test_incompatible_experts_are_named(kind: str, tmp_path: Path, capsys) -> None:
-    folder = tmp_path / "theirs"
-    write(folder, SOME, ep=2)
+    directory = tmp_path / "theirs"
+    write(directory, SOME, ep=2)
     change, reason = BAD.get(kind, (lambda d: [setattr(d["args"], *pair) for pair in ARGS[kind].items()], kind))
-    _change(folder, "mp_rank_00_001" if kind in BAD else "mp_rank_00_000", change)
-    refused(folder, capsys, reason)
+    _change(directory, "mp_rank_00_001" if kind in BAD else "mp_rank_00_000", change)
+    assert_refused(directory, capsys, reason)
 
 
 def test_missing_rank_and_export_are_refused(tmp_path: Path, capsys) -> None:
-    folder = write(tmp_path / "theirs", SOME, tp=2, ep=2)
-    (folder / "mp_rank_00_001").rename(folder / "gone")
-    refused(tmp_path / "theirs", capsys, "tp rank 0, pp rank 0, ep rank 1 of 2 x 1 x 2 is missing")
-    (folder / "gone").rename(folder / "mp_rank_00_001")
+    iteration_dir = write(tmp_path / "theirs", SOME, tp=2, ep=2)
+    (iteration_dir / "mp_rank_00_001").rename(iteration_dir / "gone")
+    assert_refused(tmp_path / "theirs", capsys, "tp rank 0, pp rank 0, ep rank 1 of 2 x 1 x 2 is missing")
+    (iteration_dir / "gone").rename(iteration_dir / "mp_rank_00_001")
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", TOKENS) == 0
     assert tool("--load", tmp_path / "ours", "--to-megatron", tmp_path / "back") == 3
     assert "num_experts=4: experts are not written for Megatron-LM" in capsys.readouterr().err

@@ -47,32 +47,32 @@ def tokens_BS() -> Tensor:
     return torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(5))
 
 
-def our_logits(directory: Path) -> Tensor:
+def megalite_logits(directory: Path) -> Tensor:
     source = open_checkpoint(directory)
     return conversion.megalite_logits(source, convert_checkpoint.saved_model(source), tokens_BS(), V)
 
 
 @torch.no_grad()
-def their_logits(model: Any) -> Tensor:
+def transformers_logits(model: Any) -> Tensor:
     return model(tokens_BS()).logits
 
 
-def loaded(folder: Path) -> Any:
+def load_transformers(model_dir: Path) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
 
 
-def compared(folder: Path, ours: Path) -> Verdict:
-    theirs = open_model(folder)
-    return compare(theirs.tensors, ExportSource(open_checkpoint(ours)), model_specs(theirs.model, V))
+def compare_files(model_dir: Path, checkpoint_dir: Path) -> Verdict:
+    source = open_model(model_dir)
+    return compare(source.tensors, ExportSource(open_checkpoint(checkpoint_dir)), model_specs(source.model, V))
 
 
-def tensors_in(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+def read_tensors(model_dir: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in model_dir.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
 
 
 def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -81,47 +81,59 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8))
 
 
-def config_of(ours: Path) -> Any:
-    return build(parse_config_text(open_checkpoint(ours).manifest.state["config"], ""))
+def saved_config(checkpoint_dir: Path) -> Any:
+    return build(parse_config_text(open_checkpoint(checkpoint_dir).manifest.state["config"], ""))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers_and_export_is_bit_exact(models, name: str, tmp_path: Path, capsys) -> None:
-    theirs, folder = models(name)
-    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 0
-    want = their_logits(theirs)
-    assert want.abs().max() > 1
-    torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=TOLERANCE)
-    assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / "back", "--like", folder, "--check") == 0
+    hf_model, hf_dir = models(name)
+    assert tool("--from-hf", hf_dir, "--save", tmp_path / "ours", "--check") == 0
+    expected = transformers_logits(hf_model)
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(megalite_logits(tmp_path / "ours"), expected, rtol=0, atol=TOLERANCE)
+    assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / "back", "--like", hf_dir, "--check") == 0
     out = capsys.readouterr().out
     assert out.count("all bits equal") == 2
     differences = re.findall(r"logits of 96 random tokens differ by at most (\S+) .* the same in 100.00%", out)
     assert len(differences) == 2 and max(map(float, differences)) < TOLERANCE
-    assert_same_bits(tensors_in(tmp_path / "back"), tensors_in(folder))
-    again = loaded(tmp_path / "back").config
-    assert (again.model_type, again.bos_token_id, again.eos_token_id) == (name.split()[0], 1, 2)
-    assert torch.equal(their_logits(loaded(tmp_path / "back")), their_logits(loaded(folder)))
+    assert_same_bits(read_tensors(tmp_path / "back"), read_tensors(hf_dir))
+    exported_config = load_transformers(tmp_path / "back").config
+    assert (exported_config.model_type, exported_config.bos_token_id, exported_config.eos_token_id) == (
+        name.split()[0],
+        1,
+        2,
+    )
+    assert torch.equal(
+        transformers_logits(load_transformers(tmp_path / "back")), transformers_logits(load_transformers(hf_dir))
+    )
 
 
 def test_half_precision_in_many_files(models, tmp_path: Path) -> None:
-    folder = tmp_path / "bf16"
-    loaded(models("qwen3")[1]).to(torch.bfloat16).save_pretrained(folder, max_shard_size="20KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    found = open_model(folder)
-    state = convert_checkpoint.start_state(found.options, found.dtype, {})
-    write_initial_checkpoint(tmp_path / "ours", found.tensors, model_specs(found.model, V), state, file_bytes=20_000)
+    hf_dir = tmp_path / "bf16"
+    load_transformers(models("qwen3")[1]).to(torch.bfloat16).save_pretrained(hf_dir, max_shard_size="20KB")
+    assert len(list(hf_dir.glob("*.safetensors"))) > 2
+    hf_model = open_model(hf_dir)
+    state = convert_checkpoint.start_state(hf_model.options, hf_model.dtype, {})
+    write_initial_checkpoint(
+        tmp_path / "ours", hf_model.tensors, model_specs(hf_model.model, V), state, file_bytes=20_000
+    )
     source = open_checkpoint(tmp_path / "ours")
     assert len(source.manifest.files) > 2
-    assert config_of(tmp_path / "ours").precision.bf16
-    back = tmp_path / "back"
-    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--max-shard-size", "20kB", "--check") == 0
-    assert max(path.stat().st_size for path in back.glob("*.safetensors")) < 25_000
-    assert len(json.loads((back / "model.safetensors.index.json").read_text())["weight_map"]) == len(tensors_in(back))
-    assert_same_bits(tensors_in(back), tensors_in(folder))
-    wide = tmp_path / "wide"
-    assert tool("--load", tmp_path / "ours", "--to-hf", wide, "--dtype", "float32", "--check") == 0
-    assert all(torch.equal(t, tensors_in(folder)[n].float()) for n, t in tensors_in(wide).items())
-    assert loaded(wide).dtype == torch.float32 and loaded(back).dtype == torch.bfloat16
+    assert saved_config(tmp_path / "ours").precision.bf16
+    export_dir = tmp_path / "back"
+    assert tool("--load", tmp_path / "ours", "--to-hf", export_dir, "--max-shard-size", "20kB", "--check") == 0
+    assert max(path.stat().st_size for path in export_dir.glob("*.safetensors")) < 25_000
+    assert len(json.loads((export_dir / "model.safetensors.index.json").read_text())["weight_map"]) == len(
+        read_tensors(export_dir)
+    )
+    assert_same_bits(read_tensors(export_dir), read_tensors(hf_dir))
+    float32_dir = tmp_path / "wide"
+    assert tool("--load", tmp_path / "ours", "--to-hf", float32_dir, "--dtype", "float32", "--check") == 0
+    assert all(torch.equal(t, read_tensors(hf_dir)[n].float()) for n, t in read_tensors(float32_dir).items())
+    assert (
+        load_transformers(float32_dir).dtype == torch.float32 and load_transformers(export_dir).dtype == torch.bfloat16
+    )
 
 
 def test_main_weights_and_offset_norms(tmp_path: Path) -> None:
@@ -134,10 +146,10 @@ def test_main_weights_and_offset_norms(tmp_path: Path) -> None:
     saver.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.single_process())
     for dtype, kind in (("float32", "optimizer.main"), ("bfloat16", "model")):
         assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / dtype, "--dtype", dtype, "--check") == 0
-        stored, found = {p.name: p.data for p in pieces}, tensors_in(tmp_path / dtype)
-        assert found["transformer.wte.weight"].shape == (7, 8)
-        assert torch.equal(found["transformer.ln_f.weight"], stored[f"{kind}/final_norm.weight"] + 1)
-        assert torch.equal(found["transformer.ln_f.bias"], stored[f"{kind}/final_norm.bias"])
+        stored, exported = {p.name: p.data for p in pieces}, read_tensors(tmp_path / dtype)
+        assert exported["transformer.wte.weight"].shape == (7, 8)
+        assert torch.equal(exported["transformer.ln_f.weight"], stored[f"{kind}/final_norm.weight"] + 1)
+        assert torch.equal(exported["transformer.ln_f.bias"], stored[f"{kind}/final_norm.bias"])
 
 
 TP = ("--target-tensor-parallel-size",)
@@ -150,8 +162,8 @@ def with_llamas(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 FAMILY_OPTIONS, MEGATRONS = with_llamas(CASES["ours"]), with_llamas(CASES["megatron"])
 
 
-def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool = False) -> ModelConfig:
-    """A checkpoint of random weights, norms near 1 as they are used, of a model of the options."""
+def save_run(directory: Path, options: dict[str, Any], one_plus: bool, bf16: bool = False) -> ModelConfig:
+    """Save a model of these options with random weights and norms that are near 1 in use; return its configuration."""
     shape = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 12}
     values = {**shape, **options, "apply_layernorm_1p": one_plus, "vocab_size": 9}
     model, generator = build(values).model, torch.Generator().manual_seed(5)
@@ -161,13 +173,13 @@ def saved_run(folder: Path, options: dict[str, Any], one_plus: bool, bf16: bool 
         data += 1 - one_plus if name.endswith("norm.weight") else 0
         pieces.append(whole_piece(data.bfloat16() if bf16 else data, f"model/{name}"))
     state = {"config": dump_config(build(values)), "vocab_size": 9, "progress": Progress().to_json()}
-    saver.save(folder, 1, pieces, state, Mesh.single_process())
+    saver.save(directory, 1, pieces, state, Mesh.single_process())
     return model
 
 
 @pytest.mark.parametrize("target", ["--to-hf", "--to-megatron"])
 def test_failing_disk_is_one_line_and_leaves_nothing(target: str, tmp_path: Path, capsys) -> None:
-    saved_run(tmp_path / "ours", {**FAMILY_OPTIONS["gpt2"], "hidden_size": 64}, one_plus=False)
+    save_run(tmp_path / "ours", {**FAMILY_OPTIONS["gpt2"], "hidden_size": 64}, one_plus=False)
     capsys.readouterr()
     with full_disk():
         assert tool("--load", tmp_path / "ours", target, tmp_path / "out") == 3
@@ -179,36 +191,36 @@ def test_failing_disk_is_one_line_and_leaves_nothing(target: str, tmp_path: Path
 @pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
 @pytest.mark.parametrize("family", FAMILY_OPTIONS)
 def test_offset_norms_equal_transformers(family: str, one_plus: bool, tmp_path: Path) -> None:
-    model = saved_run(tmp_path / "ours", FAMILY_OPTIONS[family], one_plus)
-    words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", family, "--dtype", "float32"]
-    assert tool(*words, "--check") == 0  # logits of transformers among it
-    used, stored = tensors_in(tmp_path / "hf"), open_checkpoint(tmp_path / "ours").manifest.tensors
+    model = save_run(tmp_path / "ours", FAMILY_OPTIONS[family], one_plus)
+    argv = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", family, "--dtype", "float32"]
+    assert tool(*argv, "--check") == 0  # compares the logits of transformers too
+    used, stored = read_tensors(tmp_path / "hf"), open_checkpoint(tmp_path / "ours").manifest.tensors
     norms = [values for name, values in used.items() if re.search(r"(norm|ln_[12f])\.weight", name)]
     assert len(norms) == sum(name.endswith("norm.weight") for name in stored) == 5 + 4 * model.qk_layernorm
     assert all(0.5 < float(values.mean()) < 1.5 for values in norms)
 
 
-def _by_name(ours: ExportSource, name: str) -> float:
-    """The rule that wrote q_norm and k_norm as 0.0005 where 1.0005 was meant."""
-    return float(ours.offset_specs is not None and (name.endswith(".norm.weight") or name == "final_norm.weight"))
+def _by_name(source: ExportSource, name: str) -> float:
+    """Return the offset by the former rule, which wrote q_norm and k_norm as 0.0005 instead of 1.0005."""
+    return float(source.offset_specs is not None and (name.endswith(".norm.weight") or name == "final_norm.weight"))
 
 
-def _all_norms(ours: ExportSource, name: str) -> float:
+def _all_norms(source: ExportSource, name: str) -> float:
     return float(name.endswith("norm.weight"))
 
 
 @pytest.mark.parametrize(
-    "options,offset,words",
+    "options,offset,flags",
     [
         (FAMILY_OPTIONS["qwen3"], _by_name, "--to-hf {} --dtype float32 --check-bits"),
         (FAMILY_OPTIONS["qwen3"], _by_name, "--to-hf {} --dtype bfloat16 --check-bits"),
-        (MEGATRONS["gpt qk"], _all_norms, "--to-megatron {} --check"),  # which stores them less one, as ours
+        (MEGATRONS["gpt qk"], _all_norms, "--to-megatron {} --check"),  # also stored minus one
     ],
 )
-def test_check_detects_a_wrong_norm_offset(options, offset, words: str, tmp_path, monkeypatch, capsys) -> None:
-    saved_run(tmp_path / "ours", options, True)
+def test_check_detects_a_wrong_norm_offset(options, offset, flags: str, tmp_path, monkeypatch, capsys) -> None:
+    save_run(tmp_path / "ours", options, True)
     monkeypatch.setattr(ExportSource, "offset", offset)
-    assert tool("--load", tmp_path / "ours", *words.format(tmp_path / "there").split()) == 1
+    assert tool("--load", tmp_path / "ours", *flags.format(tmp_path / "there").split()) == 1
     out = capsys.readouterr().out
     assert "all bits equal" in out and "read a second way, computes something else" in out
 
@@ -217,127 +229,127 @@ def test_check_detects_a_wrong_norm_offset(options, offset, words: str, tmp_path
 @pytest.mark.parametrize("one_plus", [False, True], ids=["plain", "1p"])
 @pytest.mark.parametrize("kind", MEGATRONS)
 def test_offset_norms_round_trip_through_megatron(kind: str, one_plus: bool, tp: int, tmp_path: Path) -> None:
-    model, there = saved_run(tmp_path / "ours", MEGATRONS[kind], one_plus), tmp_path / "there"
-    assert tool("--load", tmp_path / "ours", "--to-megatron", there, *TP, tp, "--check") == 0
-    assert tool("--from-megatron", there, "--save", tmp_path / "again", "--check") == 0
-    first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
-    assert convert_checkpoint.saved_model(again).apply_layernorm_1p == one_plus
+    model, export_dir = save_run(tmp_path / "ours", MEGATRONS[kind], one_plus), tmp_path / "there"
+    assert tool("--load", tmp_path / "ours", "--to-megatron", export_dir, *TP, tp, "--check") == 0
+    assert tool("--from-megatron", export_dir, "--save", tmp_path / "again", "--check") == 0
+    first, reimported = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
+    assert convert_checkpoint.saved_model(reimported).apply_layernorm_1p == one_plus
     for name in model_specs(model, 9):
-        assert torch.equal(first.read(f"model/{name}"), again.read(f"model/{name}")), name
+        assert torch.equal(first.read(f"model/{name}"), reimported.read(f"model/{name}")), name
 
 
 def test_tokenizer_is_converted_with_the_model(models, tmp_path: Path, capsys) -> None:
-    folder = copied(models("mistral")[1], tmp_path / "model")
-    with_tokenizer(folder, V - 20)  # fewer tokens than rows, as Qwen's
-    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 0
+    hf_dir = copied(models("mistral")[1], tmp_path / "model")
+    with_tokenizer(hf_dir, V - 20)  # fewer tokens than rows, as in Qwen
+    assert tool("--from-hf", hf_dir, "--save", tmp_path / "ours", "--check") == 0
     assert re.search("logits of 27 positions of a text .* likeliest token the same in 100.00%", capsys.readouterr().out)
-    data = config_of(tmp_path / "ours").data
-    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
-    model = load_model(tmp_path / "ours", Mesh.single_process())  # what generate.py does
+    data = saved_config(tmp_path / "ours").data
+    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(hf_dir))
+    model = load_model(tmp_path / "ours", Mesh.single_process())  # as generate.py does
     assert (model.tokenizer.vocab_size, model.tokenizer.eod, model.step) == (V - 20, 2, 0)
     assert model.stage.embedding is not None and model.stage.embedding.word.shape[0] == 128
-    back = tmp_path / "back"
-    assert tool("--load", tmp_path / "ours", "--to-hf", back, "--check") == 0
-    assert_same_bits(tensors_in(back), tensors_in(folder))
-    kept = {p.name for p in folder.iterdir()} - {"modeling_evil.py"}
-    assert {p.name for p in back.iterdir()} == kept
-    for name in kept - {"config.json", "model.safetensors"}:
-        assert (back / name).read_bytes() == (folder / name).read_bytes()
-    written = json.loads((back / "config.json").read_text())
+    export_dir = tmp_path / "back"
+    assert tool("--load", tmp_path / "ours", "--to-hf", export_dir, "--check") == 0
+    assert_same_bits(read_tensors(export_dir), read_tensors(hf_dir))
+    expected_files = {p.name for p in hf_dir.iterdir()} - {"modeling_evil.py"}
+    assert {p.name for p in export_dir.iterdir()} == expected_files
+    for name in expected_files - {"config.json", "model.safetensors"}:
+        assert (export_dir / name).read_bytes() == (hf_dir / name).read_bytes()
+    written = json.loads((export_dir / "config.json").read_text())
     assert (written["model_type"], written["vocab_size"], written["eos_token_id"]) == ("mistral", V, 2)
-    with_tokenizer(folder, V + 1)
-    assert tool("--from-hf", folder, "--save", tmp_path / "more") == 0
+    with_tokenizer(hf_dir, V + 1)
+    assert tool("--from-hf", hf_dir, "--save", tmp_path / "more") == 0
     assert "94 tokens, but 93 rows" in capsys.readouterr().err
-    assert config_of(tmp_path / "more").data.tokenizer_type is None
+    assert saved_config(tmp_path / "more").data.tokenizer_type is None
 
 
 def test_check_fails_with_other_logits(models, tmp_path: Path, monkeypatch, capsys) -> None:
-    """Right weights under options that compute something else."""
-    folder = models("gpt2")[1]
+    """The weights are right, but the options make the model compute something else."""
+    hf_dir = models("gpt2")[1]
     real = convert_checkpoint.saved_model
     monkeypatch.setattr(convert_checkpoint, "saved_model", lambda s: replace(real(s), activation="gelu_erf"))
-    assert tool("--from-hf", folder, "--save", tmp_path / "ours", "--check") == 1
+    assert tool("--from-hf", hf_dir, "--save", tmp_path / "ours", "--check") == 1
     out = capsys.readouterr().out
     assert "all bits equal" in out and "logits of 96 random tokens differ by" in out
-    assert tool("--from-hf", folder, "--save", tmp_path / "again", "--check-bits") == 1
+    assert tool("--from-hf", hf_dir, "--save", tmp_path / "again", "--check-bits") == 1
     out = capsys.readouterr().out
     assert "layer 0, read a second way, computes something else" in out and "logits" not in out
 
 
-ALONE = """
+MEASURE_MEMORY = """
 import sys, threading, time
 sys.modules["transformers"] = None  # an import of it fails
 sys.path.insert(0, sys.argv[1])
 import convert_checkpoint as tool
 
-def used():
+def rss():
     lines = open("/proc/self/status").read().splitlines()
     return next(int(x.split()[1]) / 1024 for x in lines if x.startswith("RssAnon"))
 
-tiny, big, folder = sys.argv[2:]
-assert tool.main(["--from-hf", tiny, "--save", folder + "/a", "--check"]) == 0  # what is imported late is there now
-assert tool.main(["--load", folder + "/a", "--to-hf", folder + "/b", "--check"]) == 0
-for words in (["--from-hf", big, "--save", folder + "/c"], ["--load", folder + "/c", "--to-hf", folder + "/d"]):
-    before, most, going = used(), [used()], [True]
+tiny, big, out_dir = sys.argv[2:]
+assert tool.main(["--from-hf", tiny, "--save", out_dir + "/a", "--check"]) == 0  # does the late imports
+assert tool.main(["--load", out_dir + "/a", "--to-hf", out_dir + "/b", "--check"]) == 0
+for argv in (["--from-hf", big, "--save", out_dir + "/c"], ["--load", out_dir + "/c", "--to-hf", out_dir + "/d"]):
+    before, samples, running = rss(), [rss()], [True]
     def watch():
-        while going:
-            most.append(used())
+        while running:
+            samples.append(rss())
             time.sleep(0.001)
     thread = threading.Thread(target=watch)
     thread.start()
-    assert tool.main([*words, "--check-bits"]) == 0
-    going.clear()
+    assert tool.main([*argv, "--check-bits"]) == 0
+    running.clear()
     thread.join()
-    print("peak", max(most) - before)
+    print("peak", max(samples) - before)
 """
 
 
 def test_conversion_needs_one_layer_of_memory_and_no_transformers(models, tmp_path: Path) -> None:
-    theirs = make("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
-    total = sum(p.numel() * 4 for p in theirs.parameters()) / 2**20
-    largest = max(p.numel() * 4 for p in theirs.parameters()) / 2**20
-    layer = sum(p.numel() * 8 for p in theirs.model.layers[0].parameters()) / 2**20
-    del theirs
-    words = ["-c", ALONE, str(ROOT / "tools"), str(models("gpt2")[1]), str(tmp_path / "big"), str(tmp_path)]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("logits are not compared; pip install transformers") == 2
-    peaks = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("peak")]
+    hf_model = make("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
+    total = sum(p.numel() * 4 for p in hf_model.parameters()) / 2**20
+    largest = max(p.numel() * 4 for p in hf_model.parameters()) / 2**20
+    layer = sum(p.numel() * 8 for p in hf_model.model.layers[0].parameters()) / 2**20
+    del hf_model
+    argv = ["-c", MEASURE_MEMORY, str(ROOT / "tools"), str(models("gpt2")[1]), str(tmp_path / "big"), str(tmp_path)]
+    result = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("logits are not compared; pip install transformers") == 2
+    peaks = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("peak")]
     reading = 2 * 4  # buffers of the threads that read and verify, MiB
-    imports = 16  # and what malloc keeps; peaks of 31 to 34 MiB were seen in all, on a busy machine too
+    imports = 16  # with what malloc does not return; measured peaks were 31 to 34 MiB in total, on a busy machine too
     assert len(peaks) == 2 and total > 100 and max(peaks) < imports + reading + 4 * largest + 2 * layer, peaks
 
 
 def test_old_tensor_names_and_computed_buffers(models, tmp_path: Path) -> None:
-    """The first GPT-2 files have no prefix, and the causal mask among the weights."""
-    _, folder = models("gpt2")
-    old = copied(folder, tmp_path / "old")
-    tensors = {name.removeprefix("transformer."): values for name, values in tensors_in(folder).items()}
+    """The first GPT-2 files have no prefix, and contain the causal mask."""
+    _, hf_dir = models("gpt2")
+    old_dir = copied(hf_dir, tmp_path / "old")
+    tensors = {name.removeprefix("transformer."): values for name, values in read_tensors(hf_dir).items()}
     masks = {f"h.{n}.attn.bias": torch.ones(1, 1, S, S) for n in range(2)}
-    head = {"lm_head.weight": tensors["wte.weight"].clone()}  # tied, and there all the same
-    save_file(tensors | masks | head, old / "model.safetensors")
-    assert tool("--from-hf", old, "--save", tmp_path / "ours") == 0
-    assert not compared(folder, tmp_path / "ours").differing
+    head = {"lm_head.weight": tensors["wte.weight"].clone()}  # stored although it is tied
+    save_file(tensors | masks | head, old_dir / "model.safetensors")
+    assert tool("--from-hf", old_dir, "--save", tmp_path / "ours") == 0
+    assert not compare_files(hf_dir, tmp_path / "ours").differing
     head["lm_head.weight"][0, 0] += 1
-    save_file(tensors | masks | head, old / "model.safetensors")
+    save_file(tensors | masks | head, old_dir / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lm_head.weight .* differs from wte.weight"):
-        open_model(old)
+        open_model(old_dir)
 
 
 def test_check_detects_one_bit(models, tmp_path: Path, capsys) -> None:
-    _, folder = models("llama")
-    tool("--from-hf", folder, "--save", tmp_path / "ours")
-    changed = copied(folder, tmp_path / "changed")
-    tensors = tensors_in(folder)
+    _, hf_dir = models("llama")
+    tool("--from-hf", hf_dir, "--save", tmp_path / "ours")
+    changed_dir = copied(hf_dir, tmp_path / "changed")
+    tensors = read_tensors(hf_dir)
     bits = tensors["model.layers.1.self_attn.v_proj.weight"].view(torch.int32)
     bits[3, 7] ^= 1
     tensors["model.norm.weight"][4] += 2.0
-    save_file(tensors, changed / "model.safetensors")
-    verdict = compared(changed, tmp_path / "ours")
-    found = [(d.name.split()[0], d.count, d.index) for d in verdict.differing]
-    assert found == [("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)), ("model.norm.weight", 1, (4,))]
-    for words in ("2 parts of", "largest: model.norm.weight", "by at most 2"):
-        assert words in str(verdict)
+    save_file(tensors, changed_dir / "model.safetensors")
+    verdict = compare_files(changed_dir, tmp_path / "ours")
+    differences = [(d.name.split()[0], d.count, d.index) for d in verdict.differing]
+    assert differences == [("model.layers.1.self_attn.v_proj.weight", 1, (1, 3, 7)), ("model.norm.weight", 1, (4,))]
+    for phrase in ("2 parts of", "largest: model.norm.weight", "by at most 2"):
+        assert phrase in str(verdict)
 
 
 CONFIG = {**SHAPE, "model_type": "llama", "rms_norm_eps": 1e-6}
@@ -347,7 +359,7 @@ QWEN: dict[str, Any] = {
     **{"hidden_dropout": 0.0, "add_qkv_bias": True},
 }
 EXPERTS = CASES["experts"]
-REFUSED = CASES["refused"] | {  # what TOML cannot say, of a model type, a number of layers and a key that is not there
+REFUSED = CASES["refused"] | {  # values that TOML lacks: None, and a missing key
     "model_type=None": {"model_type": None},
     "max_window_layers=None": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": None},
     "hidden_size is missing": {"hidden_size": ...},
@@ -375,11 +387,11 @@ def test_layer_windows_equal_transformers(bits: list[bool], window: int) -> None
     model = build(options).model
     assert choose_family(model, None, None) == "qwen2"
     written = write_config(model, "qwen2", V, "float32", {})
-    theirs = Qwen2Config(**written)
-    assert [kind == "sliding_attention" for kind in theirs.layer_types] == bits
-    assert theirs.sliding_window == (window if any(bits) else None)
+    hf_config = Qwen2Config(**written)
+    assert [kind == "sliding_attention" for kind in hf_config.layer_types] == bits
+    assert hf_config.sliding_window == (window if any(bits) else None)
     assert build(read_config(written, None, "")[1]).model.layer_windows == model.layer_windows
-    written.pop("layer_types", None)  # as old releases read it: with the keys that they know, or else without a window
+    written.pop("layer_types", None)  # old releases read it by the keys that they know, or without a window
     if bits == sorted(bits):
         assert build(read_config(written, None, "")[1]).model.layer_windows == model.layer_windows
     else:
@@ -394,9 +406,9 @@ def test_missing_window_keys_have_transformers_defaults() -> None:
 
     assert windows(model_type="mistral") == (MistralConfig().sliding_window,) * 2
     assert windows(model_type="mistral", sliding_window=None) == (None, None)
-    theirs = Qwen3Config(use_sliding_window=True, num_hidden_layers=30)
-    want = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
-    assert windows(model_type="qwen3", use_sliding_window=True, num_hidden_layers=30) == tuple(want)
+    hf_config = Qwen3Config(use_sliding_window=True, num_hidden_layers=30)
+    expected = [hf_config.sliding_window if kind == "sliding_attention" else None for kind in hf_config.layer_types]
+    assert windows(model_type="qwen3", use_sliding_window=True, num_hidden_layers=30) == tuple(expected)
     assert windows(model_type="qwen3", sliding_window=16, max_window_layers=0) == (None, None)
 
 
@@ -416,36 +428,36 @@ def test_export_refuses_features_that_a_family_lacks(options: dict, family: str,
         choose_family(build(options).model, family or None, None)
 
 
-def _index(folder: Path, change: Callable[[dict[str, str]], None]) -> None:
+def _index(model_dir: Path, change: Callable[[dict[str, str]], None]) -> None:
     """Split the one file into two with an index, then change the index."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
+    tensors = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
     names = sorted(tensors)
     half = len(names) // 2
     weight_map = {}
     for number, part in enumerate((names[:half], names[half:]), start=1):
         file = f"model-{number:05d}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file)
+        save_file({name: tensors[name] for name in part}, model_dir / file)
         weight_map |= dict.fromkeys(part, file)
     change(weight_map)
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _config(folder: Path, **values: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
+def _config(model_dir: Path, **values: object) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, **values}))
 
 
-def _tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
+def _tensors(model_dir: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
     change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, model_dir / "model.safetensors")
 
 
-def _rename(folder: Path, change: Callable[[str], str]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({change(name): values for name, values in tensors.items()}, folder / "model.safetensors")
+def _rename(model_dir: Path, change: Callable[[str], str]) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
+    save_file({change(name): values for name, values in tensors.items()}, model_dir / "model.safetensors")
 
 
 def _pipe(file: Path) -> None:
@@ -502,42 +514,44 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_hostile_directories_are_refused_without_output(models, attack: str, tmp_path: Path, capsys) -> None:
     _, good = models("llama")
-    folder = copied(good, tmp_path / "hf")
+    model_dir = copied(good, tmp_path / "hf")
     change, reason = HOSTILE[attack]
-    change(folder)
-    capsys.readouterr()  # what making the model has printed
-    assert tool("--from-hf", folder, "--save", tmp_path / "ours") == 3
+    change(model_dir)
+    capsys.readouterr()  # discard what creating the model printed
+    assert tool("--from-hf", model_dir, "--save", tmp_path / "ours") == 3
     error = capsys.readouterr().err
     assert error.startswith("convert_checkpoint.py: ") and "Traceback" not in error
     assert re.search(reason, error, re.DOTALL), error
-    left = tmp_path / "ours"
-    assert not left.exists() or (attack == "no number" and not any(left.iterdir()))  # seen when it is written
+    output_dir = tmp_path / "ours"
+    assert not output_dir.exists() or (
+        attack == "no number" and not any(output_dir.iterdir())
+    )  # detected only during the write
 
 
-def _stale(folder: Path) -> None:
-    """A first model in two files with an index, and a second one saved over it in one file."""
-    newer = (folder / "model.safetensors").read_bytes()
-    _tensors(folder, lambda tensors: [values.mul_(0.5) for values in tensors.values()])
-    _index(folder, lambda m: None)
-    (folder / "model.safetensors").write_bytes(newer)
+def _stale(model_dir: Path) -> None:
+    """Save a first model in two files with an index, and a second one over it in one file."""
+    newer = (model_dir / "model.safetensors").read_bytes()
+    _tensors(model_dir, lambda tensors: [values.mul_(0.5) for values in tensors.values()])
+    _index(model_dir, lambda m: None)
+    (model_dir / "model.safetensors").write_bytes(newer)
 
 
-def _lone_index(folder: Path) -> None:
-    _stale(folder)
-    for shard in folder.glob("model-*"):
+def _lone_index(model_dir: Path) -> None:
+    _stale(model_dir)
+    for shard in model_dir.glob("model-*"):
         shard.unlink()
 
 
-def _more_shards(folder: Path) -> None:
-    """Files of an earlier save into more files, which the index does not name."""
-    _index(folder, lambda m: None)
-    save_file({NORM: torch.zeros(32)}, folder / "model-00003-of-00003.safetensors")
+def _more_shards(model_dir: Path) -> None:
+    """Leave a file of an earlier save into more files, which the index does not name."""
+    _index(model_dir, lambda m: None)
+    save_file({NORM: torch.zeros(32)}, model_dir / "model-00003-of-00003.safetensors")
 
 
-def _own_index(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
+def _own_index(model_dir: Path) -> None:
+    tensors = load_file(model_dir / "model.safetensors")
     text = json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")})
-    (folder / "model.safetensors.index.json").write_text(text)
+    (model_dir / "model.safetensors.index.json").write_text(text)
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str | None]] = {  # a directory -> why it is refused, or None
@@ -558,18 +572,18 @@ FILES: dict[str, tuple[Callable[[Path], object], str | None]] = {  # a directory
 @pytest.mark.parametrize("case", FILES)
 def test_weight_files_are_chosen_like_transformers(models, case: str, tmp_path: Path, capsys) -> None:
     change, reason = FILES[case]
-    folder = copied(models("llama")[1], tmp_path / "hf")
-    change(folder)
-    code = tool("--from-hf", folder, "--save", tmp_path / "ours", "--check-bits")
+    model_dir = copied(models("llama")[1], tmp_path / "hf")
+    change(model_dir)
+    code = tool("--from-hf", model_dir, "--save", tmp_path / "ours", "--check-bits")
     if reason is not None:
         assert code == 3 and reason in capsys.readouterr().err
         return
     assert code == 0
-    want = their_logits(loaded(folder))
-    torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=TOLERANCE)
+    expected = transformers_logits(load_transformers(model_dir))
+    torch.testing.assert_close(megalite_logits(tmp_path / "ours"), expected, rtol=0, atol=TOLERANCE)
 
 
-SOUND = {  # models of transformers that megalite does not have -> what is said
+SOUND = {  # models of transformers that megalite does not have -> the message
     "one expert of each token": (
         "mixtral",
         {"num_experts_per_tok": 1},
@@ -590,25 +604,25 @@ def test_unsupported_model_is_not_called_damaged(case: str, tmp_path: Path, caps
 
 
 def test_conversion_overwrites_nothing(models, tmp_path: Path, capsys) -> None:
-    _, folder = models("gpt2")
-    ours, target = tmp_path / "ours", tmp_path / "hf"
-    assert tool("--from-hf", folder, "--save", ours) == 0
-    assert tool("--from-hf", folder, "--save", ours) == 3
+    _, model_dir = models("gpt2")
+    checkpoint_dir, export_dir = tmp_path / "ours", tmp_path / "hf"
+    assert tool("--from-hf", model_dir, "--save", checkpoint_dir) == 0
+    assert tool("--from-hf", model_dir, "--save", checkpoint_dir) == 3
     assert "already holds checkpoints" in capsys.readouterr().err
-    target.mkdir()
-    (target / "mine").write_text("x")
-    assert tool("--load", ours, "--to-hf", target) == 3
-    assert "is not empty" in capsys.readouterr().err and [p.name for p in target.iterdir()] == ["mine"]
+    export_dir.mkdir()
+    (export_dir / "mine").write_text("x")
+    assert tool("--load", checkpoint_dir, "--to-hf", export_dir) == 3
+    assert "is not empty" in capsys.readouterr().err and [p.name for p in export_dir.iterdir()] == ["mine"]
     assert tool("--load", tmp_path / "none", "--to-hf", tmp_path / "new") == 3
     assert "holds no checkpoint" in capsys.readouterr().err and not (tmp_path / "new").exists()
-    assert tool("--load", ours, "--to-hf", tmp_path / "new", "--vocab-size", 200) == 3
+    assert tool("--load", checkpoint_dir, "--to-hf", tmp_path / "new", "--vocab-size", 200) == 3
     assert "vocab_size=200 is above the 93 rows" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
 ALONE_OR_NOT = ["--from-hf a --to-hf b", "--load a --save b", "--load a --to-hf b --seq-length 3"]
 
 
-@pytest.mark.parametrize("words", [*ALONE_OR_NOT, "--from-hf a --save b --dtype float32"])
-def test_contradictory_convert_flags_are_refused(words: str) -> None:
+@pytest.mark.parametrize("flags", [*ALONE_OR_NOT, "--from-hf a --save b --dtype float32"])
+def test_contradictory_convert_flags_are_refused(flags: str) -> None:
     with pytest.raises(SystemExit, match="2"):
-        tool(*words.split())
+        tool(*flags.split())

@@ -1,5 +1,7 @@
-"""Megatron-LM's files to megalite and back. The fixtures are written here from the description of the format, tensor by
-tensor, without the rules that are tested."""
+"""Conversion of Megatron-LM's files to megalite and back.
+
+The fixtures are written here from the description of the format, tensor by tensor, without the rules that are tested.
+"""
 
 import argparse
 import contextlib
@@ -34,8 +36,8 @@ from tools.export_files import write_args
 L, D, H, K, F, S, V, ROWS = 4, 16, 4, 4, 24, 8, 50, 64
 
 
-def tool(*words: object) -> int:
-    return convert_checkpoint.main([str(word) for word in words])
+def tool(*argv: object) -> int:
+    return convert_checkpoint.main([str(arg) for arg in argv])
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,17 @@ class Case:
 
     @property
     def args(self) -> dict[str, Any]:
-        shared = {"num_layers": L, "hidden_size": D, "num_attention_heads": H, "ffn_hidden_size": F, "seq_length": S}
-        shared |= {"max_position_embeddings": S, "padded_vocab_size": ROWS, "params_dtype": torch.float32}
-        shared |= {"untie_embeddings_and_output_weights": not self.tied, "add_bias_linear": not self.llama}
+        base = {"num_layers": L, "hidden_size": D, "num_attention_heads": H, "ffn_hidden_size": F, "seq_length": S}
+        base |= {"max_position_embeddings": S, "padded_vocab_size": ROWS, "params_dtype": torch.float32}
+        base |= {"untie_embeddings_and_output_weights": not self.tied, "add_bias_linear": not self.llama}
         if not self.llama:
-            return shared
+            return base
         kind = {"swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope"}
-        return shared | kind | {"group_query_attention": True, "num_query_groups": self.groups}
+        return base | kind | {"group_query_attention": True, "num_query_groups": self.groups}
 
 
-def whole(case: Case) -> dict[str, Tensor]:
-    """Random weights under our names and in our shapes."""
+def full_weights(case: Case) -> dict[str, Tensor]:
+    """Return random weights under megalite's names and in its shapes."""
     G, shapes = case.groups, {"embedding.word": (ROWS, D)}
     layer = {"attention.norm.weight": (D,), "mlp.norm.weight": (D,), "attention.q": (H * K, D), "mlp.down": (D, F)}
     layer |= {"attention.kv": (2, G * K, D), "attention.out": (D, H * K)}
@@ -80,48 +82,53 @@ def whole(case: Case) -> dict[str, Tensor]:
 
 
 def stage(case: Case, weights: dict[str, Tensor], tp: int, t: int, layers: range) -> dict[str, Tensor]:
-    """One (virtual) stage of tp rank t under Megatron core's names."""
+    """Return one (virtual) stage of tp rank t under Megatron Core's names."""
 
-    def share(values: Tensor, dim: int = 0) -> Tensor:
+    def shard(values: Tensor, dim: int = 0) -> Tensor:
         return values.chunk(tp, dim)[t]
 
     G = case.groups
     result: dict[str, Tensor] = {}
     if layers.start == 0:
-        result["embedding.word_embeddings.weight"] = share(weights["embedding.word"])
+        result["embedding.word_embeddings.weight"] = shard(weights["embedding.word"])
         if not case.llama:
             result["embedding.position_embeddings.weight"] = weights["embedding.position"]
     for local, n in enumerate(layers):
-        from_, to = f"layers.{n}.", f"decoder.layers.{local}."
+        prefix, megatron_prefix = f"layers.{n}.", f"decoder.layers.{local}."
         for kind in ("", "_bias"):
             if kind and case.llama:
                 continue
             rest = () if kind else (D,)
-            q = weights[f"{from_}attention.q{kind}"].view(G, H // G * K, *rest)
-            k, v = weights[f"{from_}attention.kv{kind}"].view(2, G, K, *rest)
+            q = weights[f"{prefix}attention.q{kind}"].view(G, H // G * K, *rest)
+            k, v = weights[f"{prefix}attention.kv{kind}"].view(2, G, K, *rest)
             rows = [torch.cat([q[g], k[g], v[g]]) for g in range(t * G // tp, (t + 1) * G // tp)]
             end = "bias" if kind else "weight"
-            result[f"{to}self_attention.linear_qkv.{end}"] = torch.cat(rows)
+            result[f"{megatron_prefix}self_attention.linear_qkv.{end}"] = torch.cat(rows)
             if case.llama:
-                gate, up = weights[f"{from_}mlp.gate_up"]
-                result[f"{to}mlp.linear_fc1.{end}"] = torch.cat([share(gate), share(up)])
+                gate, up = weights[f"{prefix}mlp.gate_up"]
+                result[f"{megatron_prefix}mlp.linear_fc1.{end}"] = torch.cat([shard(gate), shard(up)])
             else:
-                result[f"{to}mlp.linear_fc1.{end}"] = share(weights[f"{from_}mlp.up{kind}"])
-            for there, ours in (("self_attention.linear_proj", "attention.out"), ("mlp.linear_fc2", "mlp.down")):
-                values = weights[f"{from_}{ours}{kind}"]
-                result[f"{to}{there}.{end}"] = values if kind else share(values, 1)
-            for there, fused, ours in (
+                result[f"{megatron_prefix}mlp.linear_fc1.{end}"] = shard(weights[f"{prefix}mlp.up{kind}"])
+            for megatron_name, name in (
+                ("self_attention.linear_proj", "attention.out"),
+                ("mlp.linear_fc2", "mlp.down"),
+            ):
+                values = weights[f"{prefix}{name}{kind}"]
+                result[f"{megatron_prefix}{megatron_name}.{end}"] = values if kind else shard(values, 1)
+            for megatron_name, fused_name, name in (
                 ("input_layernorm.", "self_attention.linear_qkv.layer_norm_", "attention.norm"),
                 ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_", "mlp.norm"),
             ):
-                result[f"{to}{fused if case.fused else there}{end}"] = weights[f"{from_}{ours}.{end}"]
+                result[f"{megatron_prefix}{fused_name if case.fused else megatron_name}{end}"] = weights[
+                    f"{prefix}{name}.{end}"
+                ]
     if layers.stop == L:
         for end in ("weight",) if case.llama else ("weight", "bias"):
             result[f"decoder.final_layernorm.{end}"] = weights[f"final_norm.{end}"]
         if not case.tied:
-            result["output_layer.weight"] = share(weights["head"])
+            result["output_layer.weight"] = shard(weights["head"])
         elif layers.start > 0:
-            result["output_layer.weight"] = share(weights["embedding.word"])
+            result["output_layer.weight"] = shard(weights["embedding.word"])
     return result
 
 
@@ -130,7 +137,7 @@ OLD |= {"linear_fc1": "dense_h_to_4h", "linear_fc2": "dense_4h_to_h"}
 
 
 def as_old(names: dict[str, Tensor]) -> dict[str, Any]:
-    """The nested dictionaries from before Megatron core."""
+    """Return the nested dictionaries that checkpoints had before Megatron Core."""
     encoder, language = {}, {}
     head: dict[str, Any] = {}
     for name, values in names.items():
@@ -154,28 +161,28 @@ Backend.__module__, Backend.__qualname__ = "megatron.core.transformer.enums", "A
 
 
 def extras() -> dict[str, Any]:
-    """What else is in such a file: random states, an optimizer, enumerations of Megatron's own."""
+    """Return what else such a file holds: the iteration, random states and an optimizer."""
     state = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state(), "rng_tracker_states": {}}
     optimizer = {"optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1}]}}
     return {"iteration": 7, "rng_state": [state | {"torch_rng_state": torch.get_rng_state()}], "optimizer": optimizer}
 
 
-def write(folder: Path, case: Case, tp: int = 1, pp: int = 1, vpp: int = 1, **args: Any) -> dict[str, Tensor]:
-    weights = whole(case)
+def write(directory: Path, case: Case, tp: int = 1, pp: int = 1, vpp: int = 1, **args: Any) -> dict[str, Tensor]:
+    weights = full_weights(case)
     with importable(Backend):
-        _write_ranks(folder, case, weights, tp, pp, vpp, args)
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+        _write_ranks(directory, case, weights, tp, pp, vpp, args)
+    (directory / "latest_checkpointed_iteration.txt").write_text("7")
     return weights
 
 
 def old_member(self: enum.Enum, protocol: int) -> tuple[Any, ...]:
-    """As Python 3.11.0 to 3.11.3 pickle a member of an enumeration."""
+    """Reduce a member of an enumeration as Python 3.11.0 to 3.11.3 do."""
     return getattr, (type(self), self.name)
 
 
 @contextlib.contextmanager
 def importable(cls: type) -> Iterator[None]:
-    """So that it can be pickled under the name of a module that is not installed."""
+    """Make `cls` importable, so that it can be pickled under the name of a module that is not installed."""
     parts = cls.__module__.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
     modules = {name: types.ModuleType(name) for name in names}
@@ -191,32 +198,36 @@ def importable(cls: type) -> Iterator[None]:
 Args = dict[str, Any]
 
 
-def _write_ranks(folder: Path, case: Case, weights: dict[str, Tensor], tp: int, pp: int, vpp: int, args: Args) -> None:
+def _write_ranks(
+    directory: Path, case: Case, weights: dict[str, Tensor], tp: int, pp: int, vpp: int, args: Args
+) -> None:
     size = L // (pp * vpp)
     for t in range(tp):
         for p in range(pp):
             chunks = []
             for c in range(vpp):
-                begin = (c * pp + p) * size
-                names = stage(case, weights, tp, t, range(begin, begin + size))
+                start = (c * pp + p) * size
+                names = stage(case, weights, tp, t, range(start, start + size))
                 extra = {"decoder.layers.0.self_attention.linear_qkv._extra_state": None}
                 chunks.append(as_old(names) if case.old else OrderedDict(names | extra))
             models = {"model": chunks[0]} if vpp == 1 else {f"model{c}": chunk for c, chunk in enumerate(chunks)}
-            given = argparse.Namespace(**{**case.args, "attention_backend": Backend.auto, **args})
-            rank = folder / "iter_0000007" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else ""))
-            rank.mkdir(parents=True)
-            torch.save({"args": given, "checkpoint_version": 3.0, **models, **extras()}, rank / "model_optim_rng.pt")
+            rank_args = argparse.Namespace(**{**case.args, "attention_backend": Backend.auto, **args})
+            rank_dir = directory / "iter_0000007" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else ""))
+            rank_dir.mkdir(parents=True)
+            torch.save(
+                {"args": rank_args, "checkpoint_version": 3.0, **models, **extras()}, rank_dir / "model_optim_rng.pt"
+            )
 
 
 def assert_holds(directory: Path, weights: dict[str, Tensor], vocab: int = ROWS) -> None:
     source = open_checkpoint(directory)
     assert {name.removeprefix("model/") for name in source.manifest.tensors} == weights.keys()
-    for name, want in weights.items():
-        got = source.read(f"model/{name}")
+    for name, expected in weights.items():
+        actual = source.read(f"model/{name}")
         if name in ("embedding.word", "head"):
-            assert torch.equal(got[:vocab], want[:vocab]) and not got[vocab:].any(), name
+            assert torch.equal(actual[:vocab], expected[:vocab]) and not actual[vocab:].any(), name
         else:
-            assert torch.equal(got, want), name
+            assert torch.equal(actual, expected), name
 
 
 LAYOUTS = [
@@ -254,7 +265,7 @@ def test_early_python_3_11_enums_are_inert(tmp_path, monkeypatch, capsys) -> Non
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
     assert_holds(tmp_path / "ours", weights, V)
     (path,) = (tmp_path / "theirs").rglob("model_optim_rng.pt")
-    torch.save({"args": Calls(getattr, argparse.Namespace(a=1), "a")}, path)  # of what the loader does allow
+    torch.save({"args": Calls(getattr, argparse.Namespace(a=1), "a")}, path)  # other classes that the loader allows
     capsys.readouterr()
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "others") == 3
     assert "names getattr, which is not on the list" in capsys.readouterr().err
@@ -271,33 +282,33 @@ def test_written_files_equal_megatrons(case: Case, tp: int, pp: int, impl: str, 
     weights = write(tmp_path / "theirs", case)
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
     flags = ["--target-tensor-parallel-size", tp, "--target-pipeline-parallel-size", pp, "--transformer-impl", impl]
-    back = tmp_path / "back"
-    assert tool("--load", tmp_path / "ours", "--to-megatron", back, "--check", *flags) == 0
+    export_dir = tmp_path / "back"
+    assert tool("--load", tmp_path / "ours", "--to-megatron", export_dir, "--check", *flags) == 0
     assert "all bits equal" in capsys.readouterr().out
-    assert (back / "latest_checkpointed_iteration.txt").read_text() == "release\n"
+    assert (export_dir / "latest_checkpointed_iteration.txt").read_text() == "release\n"
     padded = math.ceil(V / (128 * tp)) * 128 * tp
     tables = {n: w for n, w in weights.items() if n in ("embedding.word", "head")}
-    wide = {n: torch.cat([w[:V], torch.zeros(padded - V, D)]) for n, w in tables.items()}
-    spelt = Case(case.groups, case.llama, case.tied, fused=impl != "local")
+    padded_tables = {n: torch.cat([w[:V], torch.zeros(padded - V, D)]) for n, w in tables.items()}
+    expected_case = Case(case.groups, case.llama, case.tied, fused=impl != "local")
     for t in range(tp):
         for p in range(pp):
             rank = f"mp_rank_{t:02d}{f'_{p:03d}' if pp > 1 else ''}"
-            file = load_pickle(back / "release" / rank / "model_optim_rng.pt", print)
-            want = stage(spelt, weights | wide, tp, t, range(p * L // pp, (p + 1) * L // pp))
-            assert file["model"].keys() == want.keys()
-            for name in want:
-                assert torch.equal(file["model"][name], want[name]), name
+            file = load_pickle(export_dir / "release" / rank / "model_optim_rng.pt", print)
+            expected = stage(expected_case, weights | padded_tables, tp, t, range(p * L // pp, (p + 1) * L // pp))
+            assert file["model"].keys() == expected.keys()
+            for name in expected:
+                assert torch.equal(file["model"][name], expected[name]), name
             assert file["checkpoint_version"] == 3.0
     args = read_args(file["args"], "")
     assert build(args).model == build(read_args(argparse.Namespace(**case.args), "") | {"kv_channels": K}).model
-    assert tool("--from-megatron", back, "--save", tmp_path / "again", "--vocab-size", V) == 0
-    first, again = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
+    assert tool("--from-megatron", export_dir, "--save", tmp_path / "again", "--vocab-size", V) == 0
+    first, reimported = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "again")
     for name in first.manifest.tensors:
-        assert torch.equal(first.read(name), again.read(name)), name
+        assert torch.equal(first.read(name), reimported.read(name)), name
 
 
 class Calls:
-    """In a pickle: what whoever loads it would call."""
+    """An object that calls a function when it is unpickled."""
 
     def __init__(self, *call: Any):
         self.call = call
@@ -310,15 +321,15 @@ def evil(canary: Path) -> Calls:
     return Calls(os.system, f"touch {canary}")
 
 
-def _edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = next(folder.rglob("model_optim_rng.pt"))
+def _edit(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = next(directory.rglob("model_optim_rng.pt"))
     data = torch.load(path, weights_only=False)
     change(data)
     torch.save(data, path)
 
 
-def _file(folder: Path) -> Path:
-    return next(folder.rglob("model_optim_rng.pt"))
+def _file(directory: Path) -> Path:
+    return next(directory.rglob("model_optim_rng.pt"))
 
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
@@ -348,13 +359,13 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 }  # fmt: skip
 
 
-def refused(folder: Path, capsys: pytest.CaptureFixture[str], reason: str) -> None:
-    """What is in `folder`: in one line, without a canary beside it and without a checkpoint."""
-    assert tool("--from-megatron", folder, "--save", folder.parent / "ours") == 3
+def assert_refused(directory: Path, capsys: pytest.CaptureFixture[str], reason: str) -> None:
+    """Assert that the tool refuses `directory` in one line, runs nothing in it and writes no checkpoint."""
+    assert tool("--from-megatron", directory, "--save", directory.parent / "ours") == 3
     error = capsys.readouterr().err
     assert error.startswith("convert_checkpoint.py: ") and "Traceback" not in error
     assert re.search(reason, error, re.DOTALL), error
-    assert not (folder.parent / "canary").exists() and not list(folder.parent.glob("ours/iter*"))
+    assert not (directory.parent / "canary").exists() and not list(directory.parent.glob("ours/iter*"))
 
 
 @pytest.mark.parametrize("attack", HOSTILE)
@@ -362,7 +373,7 @@ def test_hostile_torch_files_are_refused_without_execution(attack: str, tmp_path
     write(tmp_path / "theirs", Case(fused=False), attention_backend=None)
     change, reason = HOSTILE[attack]
     change(tmp_path / "theirs", tmp_path / "canary")
-    refused(tmp_path / "theirs", capsys, reason)
+    assert_refused(tmp_path / "theirs", capsys, reason)
 
 
 def test_replicas_must_agree_and_all_ranks_exist(tmp_path: Path, capsys) -> None:
@@ -373,32 +384,34 @@ def test_replicas_must_agree_and_all_ranks_exist(tmp_path: Path, capsys) -> None
         ("mp_rank_00_001", word, r"differs from embedding\."),
     )
     for rank, name, reason in copies:
-        folder = tmp_path / rank
-        write(folder, case, 2, 2, attention_backend=None)
-        _edit(folder / "iter_0000007" / rank, lambda d, name=name: d["model"][name].view(-1)[3:4].add_(1))
+        directory = tmp_path / rank
+        write(directory, case, 2, 2, attention_backend=None)
+        _edit(directory / "iter_0000007" / rank, lambda d, name=name: d["model"][name].view(-1)[3:4].add_(1))
         with pytest.raises(CheckpointError, match=reason):
-            open_torch_checkpoint(folder)
-        _file(folder / "iter_0000007" / rank).unlink()
-        (folder / "iter_0000007" / rank).rmdir()
+            open_torch_checkpoint(directory)
+        _file(directory / "iter_0000007" / rank).unlink()
+        (directory / "iter_0000007" / rank).rmdir()
         with pytest.raises(CheckpointError, match=rf"tp rank {rank[9]}, pp rank {rank[-1]} of 2 x 2 is missing"):
-            open_torch_checkpoint(folder)
+            open_torch_checkpoint(directory)
 
 
 def test_activation_and_model_flags() -> None:
     base = Case().args
-    for flags, want in (
+    for flags, expected in (
         ({}, "gelu"),
         ({"bias_gelu_fusion": False}, "gelu_erf"),
         ({"add_bias_linear": False}, "gelu_erf"),
         ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu"),
         ({"squared_relu": True}, "squared_relu"),
     ):
-        assert read_args(argparse.Namespace(**{**base, **flags}), "")["activation"] == want
+        assert read_args(argparse.Namespace(**{**base, **flags}), "")["activation"] == expected
     with pytest.raises(CheckpointError, match="(?s)window_size=\\(128, 128\\).*glu_linear_offset=1.0"):
         read_args(argparse.Namespace(**base, glu_linear_offset=1.0, window_size=(128, 128)), "")
-    own = replace(build(read_args(argparse.Namespace(**base), "")).model, activation="mish")  # of a new file
+    model = replace(
+        build(read_args(argparse.Namespace(**base), "")).model, activation="mish"
+    )  # as if a later release had it
     with pytest.raises(CheckpointError, match="activation=mish is not in Megatron-LM"):
-        write_args(own, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
+        write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
 
 
 ROPE, YARN = {"position_embedding_type": "rope"}, {"position_embedding_type": "yarn"}
@@ -425,11 +438,11 @@ def test_position_options_round_trip(args: dict[str, Any], options: dict[str, An
     model = build(read_args(argparse.Namespace(**Case().args, **args), "")).model
     assert {name: getattr(model, name) for name in options} == options
     written = write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
-    given = {name: value for name, value in args.items() if value is not None}
-    assert {name: getattr(written, name) for name in given} == given
-    again = build(read_args(written, "")).model
-    assert model_differences(again, model, "") == []
-    assert {name: getattr(again, name) for name in options} == options
+    set_args = {name: value for name, value in args.items() if value is not None}
+    assert {name: getattr(written, name) for name in set_args} == set_args
+    reread = build(read_args(written, "")).model
+    assert model_differences(reread, model, "") == []
+    assert {name: getattr(reread, name) for name in options} == options
 
 
 ODD = [{"no_rope_freq": pattern} for pattern in ([1, 0], "x", -2, [2, 0, 0, 0], True)]

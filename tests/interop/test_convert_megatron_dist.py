@@ -1,4 +1,4 @@
-"""Megatron-LM's torch_dist format: fixtures are written by torch.distributed.checkpoint, or cut as its ranks do."""
+"""Megatron-LM's torch_dist format: torch.distributed.checkpoint writes the fixtures, or they are cut as its ranks do."""
 
 import argparse
 import io
@@ -15,7 +15,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.filesystem as dcp_files
 import torch.distributed.checkpoint.metadata as dcp_meta
-from test_convert_megatron import Calls, Case, L, V, assert_holds, evil, old_member, refused, stage, tool, whole
+from test_convert_megatron import (
+    Calls,
+    Case,
+    L,
+    V,
+    assert_holds,
+    assert_refused,
+    evil,
+    full_weights,
+    old_member,
+    stage,
+    tool,
+)
 from torch import Tensor
 
 GPT = Case()
@@ -23,8 +35,8 @@ LLAMA = Case(groups=2, llama=True, tied=False)
 
 
 def global_tensors(case: Case, stacked: bool) -> dict[str, Tensor]:
-    """Names and shapes of Megatron core's sharded state: one tensor per name, layers stacked or numbered."""
-    names = stage(case, whole(case), 1, 0, range(L))
+    """Return Megatron Core's sharded state: one tensor per name, layers stacked or numbered."""
+    names = stage(case, full_weights(case), 1, 0, range(L))
     if not stacked:
         return names
     result = {name: values for name, values in names.items() if ".layers." not in name}
@@ -33,44 +45,44 @@ def global_tensors(case: Case, stacked: bool) -> dict[str, Tensor]:
     return result
 
 
-def _save(folder: Path, case: Case, stacked: bool) -> None:
-    """What one process writes."""
+def _save(directory: Path, case: Case, stacked: bool) -> None:
+    """Save the state as one process does."""
     state: dict[str, Any] = dict(global_tensors(case, stacked))
     state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(3)
     state["rng_state/shard_0_1"] = {"a": 1}
     with warnings.catch_warnings(action="ignore"):
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, checkpoint_id=directory, no_dist=True)
 
 
-def _save_cut(folder: Path, case: Case, stacked: bool) -> None:
-    """What 2 x 2 ranks write: layers over one axis (pp), rows over the other (tp), as far as they divide."""
+def _save_cut(directory: Path, case: Case, stacked: bool) -> None:
+    """Save the state as 2 x 2 ranks do: layers over one axis (pp), rows over the other (tp), if they divide."""
     files = [io.BytesIO() for _ in range(4)]
     metadata, storage = {}, {}
-    for key, whole_tensor in global_tensors(case, stacked).items():
-        shape, chunks = whole_tensor.shape, []
+    for key, full_tensor in global_tensors(case, stacked).items():
+        shape, chunks = full_tensor.shape, []
         cuts = [2 if dim < 2 and n % 2 == 0 else 1 for dim, n in enumerate(shape)]
-        for where in itertools.product(*map(range, cuts)):
+        for coordinates in itertools.product(*map(range, cuts)):
             sizes = [n // cut for n, cut in zip(shape, cuts, strict=True)]
-            offsets = [i * n for i, n in zip(where, sizes, strict=True)]
-            file = files[sum(where)]
-            begin = file.tell()
-            part = whole_tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-            torch.save(part.clone(), file)
+            offsets = [i * n for i, n in zip(coordinates, sizes, strict=True)]
+            file = files[sum(coordinates)]
+            start = file.tell()
+            shard = full_tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+            torch.save(shard.clone(), file)
             chunks.append(dcp_meta.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             index = dcp_meta.MetadataIndex(key, torch.Size(offsets))
-            storage[index] = dcp_files._StorageInfo(f"__{sum(where)}_0.distcp", begin, file.tell() - begin)
-        properties = dcp_meta.TensorProperties(whole_tensor.dtype)
+            storage[index] = dcp_files._StorageInfo(f"__{sum(coordinates)}_0.distcp", start, file.tell() - start)
+        properties = dcp_meta.TensorProperties(full_tensor.dtype)
         metadata[key] = dcp_meta.TensorStorageMetadata(properties, shape, chunks)
     for rank, file in enumerate(files):
-        (folder / f"__{rank}_0.distcp").write_bytes(file.getvalue())
+        (directory / f"__{rank}_0.distcp").write_bytes(file.getvalue())
     data = dcp_meta.Metadata(metadata, storage_data=storage)
-    (folder / ".metadata").write_bytes(pickle.dumps(data))
+    (directory / ".metadata").write_bytes(pickle.dumps(data))
 
 
-def write(folder: Path, case: Case, stacked: bool = True, cut: bool = False) -> Path:
-    target = folder / "iter_0000007"
+def write(directory: Path, case: Case, stacked: bool = True, cut: bool = False) -> Path:
+    target = directory / "iter_0000007"
     target.mkdir(parents=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    (directory / "latest_checkpointed_iteration.txt").write_text("7")
     (_save_cut if cut else _save)(target, case, stacked)
     torch.save({"args": argparse.Namespace(**case.args), "iteration": 7}, target / "common.pt")
     return target
@@ -83,7 +95,7 @@ def test_every_chunk_is_read_at_its_position(case: Case, stacked: bool, cut: boo
     write(tmp_path / "theirs", case, stacked, cut)
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
     assert "all bits equal" in capsys.readouterr().out
-    assert_holds(tmp_path / "ours", whole(case), V)
+    assert_holds(tmp_path / "ours", full_weights(case), V)
 
 
 def test_early_python_3_11_enums_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,13 +105,13 @@ def test_early_python_3_11_enums_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V, "--check") == 0
 
 
-def _metadata(folder: Path, change: Callable[[Any], object]) -> None:
-    data = pickle.loads((folder / ".metadata").read_bytes())
+def _metadata(directory: Path, change: Callable[[Any], object]) -> None:
+    data = pickle.loads((directory / ".metadata").read_bytes())
     change(data)
-    (folder / ".metadata").write_bytes(pickle.dumps(data))
+    (directory / ".metadata").write_bytes(pickle.dumps(data))
 
 
-def _places(data: Any, **values: Any) -> None:
+def _update_storage(data: Any, **values: Any) -> None:
     for info in data.storage_data.values():
         for name, value in values.items():
             setattr(info, name, value)
@@ -112,13 +124,13 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "method": (lambda f, c: _metadata(f, lambda d: setattr(d, "planner_data", Calls(Path.touch, c))), r"names \w+.getattr|names pathlib"),
     "in common": (lambda f, c: torch.save({"args": evil(c)}, f / "common.pt"), "names posix.system"),
     "in a chunk": (lambda f, c: (torch.save(evil(c), f / "__0_0.distcp"),
-                                 _metadata(f, lambda d: _places(d, offset=0, length=(f / "__0_0.distcp").stat().st_size))),
+                                 _metadata(f, lambda d: _update_storage(d, offset=0, length=(f / "__0_0.distcp").stat().st_size))),
                    "cannot be read .UnpicklingError"),
     "truncated": (lambda f, c: os.truncate(f / ".metadata", 100), "refused: pickle data was truncated"),
     "garbage": (lambda f, c: (f / ".metadata").write_bytes(b"\x80\x04" + bytes(range(256))), "refused: invalid load key"),
-    "parent": (lambda f, c: _metadata(f, lambda d: _places(d, relative_path="../x")), "'../x', which is not a file"),
-    "absolute": (lambda f, c: _metadata(f, lambda d: _places(d, relative_path="/etc/passwd")), "which is not a file"),
-    "offset": (lambda f, c: _metadata(f, lambda d: _places(d, offset=1 << 40)), "ends before"),
+    "parent": (lambda f, c: _metadata(f, lambda d: _update_storage(d, relative_path="../x")), "'../x', which is not a file"),
+    "absolute": (lambda f, c: _metadata(f, lambda d: _update_storage(d, relative_path="/etc/passwd")), "which is not a file"),
+    "offset": (lambda f, c: _metadata(f, lambda d: _update_storage(d, offset=1 << 40)), "ends before"),
     "no file": (lambda f, c: (f / "__0_0.distcp").unlink(), "which is not a file"),
     "cut file": (lambda f, c: os.truncate(f / "__0_0.distcp", 2000), "ends before"),
     "missing": (lambda f, c: _metadata(f, lambda d: d.state_dict_metadata.pop(QKV)), "linear_qkv.weight is missing"),
@@ -134,4 +146,4 @@ HOSTILE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 def test_hostile_dist_files_are_refused_without_execution(attack: str, tmp_path: Path, capsys) -> None:
     change, reason = HOSTILE[attack]
     change(write(tmp_path / "theirs", GPT), tmp_path / "canary")
-    refused(tmp_path / "theirs", capsys, reason)
+    assert_refused(tmp_path / "theirs", capsys, reason)

@@ -1,4 +1,4 @@
-"""Seeded mutations of foreign files: read, or refused with one clear error; never another exception, never slow."""
+"""Seeded mutations of external files: read, or refused with one clear error; never another exception, never slow."""
 
 import json
 import random
@@ -24,30 +24,34 @@ from megalite.models.specs import model_specs
 ROUNDS = 120
 
 
-def legacy(folder: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
-    megatron_files.write(folder, megatron_files.Case(fused=False), attention_backend=None)
-    return next(folder.rglob("*.pt")), lambda: megatron.open_torch_checkpoint(folder, log=lambda text: None).tensors
+def legacy(directory: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
+    megatron_files.write(directory, megatron_files.Case(fused=False), attention_backend=None)
+    return next(
+        directory.rglob("*.pt")
+    ), lambda: megatron.open_torch_checkpoint(directory, log=lambda text: None).tensors
 
 
 def dist(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
-    def make(folder: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
-        target = dist_files.write(folder, dist_files.GPT)
+    def make(directory: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
+        target = dist_files.write(directory, dist_files.GPT)
         return target / name, lambda: megatron_dist.open_checkpoint(target, log=lambda text: None).tensors
 
     return make
 
 
 def hub(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
-    def make(folder: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
-        folder.mkdir()
+    def make(directory: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
+        directory.mkdir()
         sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20}
         sizes |= {"num_key_value_heads": 2, "head_dim": 8}
         config = {"model_type": "qwen3", "intermediate_size": 24, "max_position_embeddings": 8, **sizes}
-        (folder / "config.json").write_text(json.dumps(config))
+        (directory / "config.json").write_text(json.dumps(config))
         model = build_model_config(read_config(config, None, "")[1], "")
-        wanted = build_mappings(FAMILIES.get("qwen3"), model_specs(model, 20), model.num_kv_groups, range(2))
-        save_file({recipe.external_name: torch.ones(recipe.shape) for recipe in wanted}, folder / "model.safetensors")
-        return folder / name, lambda: hugging_face.open_model(folder).tensors
+        mappings = build_mappings(FAMILIES.get("qwen3"), model_specs(model, 20), model.num_kv_groups, range(2))
+        save_file(
+            {recipe.external_name: torch.ones(recipe.shape) for recipe in mappings}, directory / "model.safetensors"
+        )
+        return directory / name, lambda: hugging_face.open_model(directory).tensors
 
     return make
 
@@ -66,13 +70,13 @@ TARGETS = {
 def test_mutated_files_are_read_or_refused(target: str, tmp_path: Path) -> None:
     path, read = TARGETS[target](tmp_path / "files")
     content = path.read_bytes()
-    assert all(one.read().shape == one.mapping.shape for one in read())
-    refused = 0
+    assert all(tensor.read().shape == tensor.mapping.shape for tensor in read())
+    num_refused = 0
     for seed in range(ROUNDS):
         path.write_bytes(mutated(content, random.Random(seed)))
         try:
-            for one in read():
-                assert one.read().shape == one.mapping.shape
+            for tensor in read():
+                assert tensor.read().shape == tensor.mapping.shape
         except CheckpointError:
-            refused += 1
-    assert refused > ROUNDS // 4
+            num_refused += 1
+    assert num_refused > ROUNDS // 4

@@ -1,11 +1,11 @@
-"""Runs that begin with a directory of Megatron-LM's, of either format; and the vocabulary on the way there and back."""
+"""Runs that start from a Megatron-LM checkpoint of either format, and its vocabulary through both conversions."""
 
 from pathlib import Path
 
 import programs
 import pytest
 import test_convert_megatron_dist as dist_format
-from make_fixtures import FOLDER
+from make_fixtures import FIXTURES
 from pairwise import rarely
 from ranks import run_ranks
 from test_convert_megatron import Case, V, tool, write
@@ -33,24 +33,23 @@ FORMATS = ("torch", "torch_dist")
 GUARDS = ("megalite/interop",)
 
 
-def parse(folder: Path | str, *flags: str) -> Config:
-    return origin.complete_config(config_from([*BASE.split(), "--load", str(folder), *flags]))
+def parse(load_dir: Path | str, *flags: str) -> Config:
+    return origin.complete_config(config_from([*BASE.split(), "--load", str(load_dir), *flags]))
 
 
-def first_loss(folder: str, flags: str) -> tuple[float, list[str]]:
-    """(loss of the first step of a run that begins with `folder`, the notes of its start) on this rank."""
-
-    run = run_from(config := parse(folder, *flags.split()))
+def first_loss(load_dir: str, flags: str) -> tuple[float, list[str]]:
+    """Return (loss of the first step of a run that starts from `load_dir`, notes of its start) on this rank."""
+    run = run_from(config := parse(load_dir, *flags.split()))
     _, notes = load_initial_state(run, config)
     loss = train_step(run).loss
     return loss, notes
 
 
-def theirs(folder: Path, kind: str, case: Case) -> Path:
+def write_checkpoint(directory: Path, kind: str, case: Case) -> Path:
     if kind == "torch_dist":
-        return dist_format.write(folder, case).parent
-    write(folder, case, tp=2, pp=2)
-    return folder
+        return dist_format.write(directory, case).parent
+    write(directory, case, tp=2, pp=2)
+    return directory
 
 
 MODELS = {"gpt": GPT, "llama": LLAMA}
@@ -60,59 +59,61 @@ KINDS = {f"{kind}-{name}": (kind, case) for kind in FORMATS for name, case in MO
 @pytest.mark.parametrize("name", rarely([*KINDS], ["torch-gpt", "torch_dist-llama"], str, guards=GUARDS))
 def test_first_loss_equals_the_converted_checkpoint(name: str, tmp_path: Path) -> None:
     kind, case = KINDS[name]
-    folder, ours = theirs(tmp_path / "theirs", kind, case), tmp_path / "ours"
-    assert tool("--from-megatron", folder, "--save", ours, "--vocab-size", V) == 0
-    want, _ = first_loss(str(ours), "")
-    loss, notes = first_loss(str(folder), f"--vocab-size {V}")
-    assert loss == want and "weights of Megatron-LM's iter_0000007 in float32; step, optimizer" in notes[0]
-    for words in (f"--vocab-size {V} {TP2}", f"--vocab-size {V} {TP2} --bf16"):
-        again = [f"{words} --load {ours}", words]  # the last --load counts
-        (here, there) = (run_ranks(2, first_loss, str(folder), flags)[0][0] for flags in again)
-        assert here == there and there == pytest.approx(want, rel=3e-2 if "bf16" in words else 1e-5)
+    source_dir, converted_dir = write_checkpoint(tmp_path / "theirs", kind, case), tmp_path / "ours"
+    assert tool("--from-megatron", source_dir, "--save", converted_dir, "--vocab-size", V) == 0
+    expected, _ = first_loss(str(converted_dir), "")
+    loss, notes = first_loss(str(source_dir), f"--vocab-size {V}")
+    assert loss == expected and "weights of Megatron-LM's iter_0000007 in float32; step, optimizer" in notes[0]
+    for layout in (f"--vocab-size {V} {TP2}", f"--vocab-size {V} {TP2} --bf16"):
+        flag_sets = [f"{layout} --load {converted_dir}", layout]  # the last --load counts
+        (converted_loss, source_loss) = (run_ranks(2, first_loss, str(source_dir), flags)[0][0] for flags in flag_sets)
+        assert converted_loss == source_loss and source_loss == pytest.approx(
+            expected, rel=3e-2 if "bf16" in layout else 1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_pretrained_checkpoint_and_iteration_directory(kind: str, tmp_path: Path) -> None:
-    folder, flags = theirs(tmp_path / "theirs", kind, GPT), f"--vocab-size {V}"
-    want, notes = first_loss(str(folder), flags)
-    assert first_loss(str(one := find_checkpoint(folder)), flags)[0] == want
+    source_dir, flags = write_checkpoint(tmp_path / "theirs", kind, GPT), f"--vocab-size {V}"
+    expected, notes = first_loss(str(source_dir), flags)
+    assert first_loss(str(iteration_dir := find_checkpoint(source_dir)), flags)[0] == expected
     with pytest.raises(SetupError, match="iter_0000007 is not the checkpoint of step 8; give its parent directory"):
-        parse(str(one), "--ckpt-step", "8")
-    assert first_loss(str(folder), f"{flags} --ckpt-step 7")[0] == want
-    assert first_loss(str(tmp_path / "none"), f"{flags} --pretrained-checkpoint {folder}")[0] == want
-    only = "holds no such checkpoint, but the directory has iter_0000007; give --ckpt-step"
-    with pytest.raises(SetupError, match=only):
-        parse(folder, "--ckpt-step", "8", "--vocab-size", str(V))
+        parse(str(iteration_dir), "--ckpt-step", "8")
+    assert first_loss(str(source_dir), f"{flags} --ckpt-step 7")[0] == expected
+    assert first_loss(str(tmp_path / "none"), f"{flags} --pretrained-checkpoint {source_dir}")[0] == expected
+    message = "holds no such checkpoint, but the directory has iter_0000007; give --ckpt-step"
+    with pytest.raises(SetupError, match=message):
+        parse(source_dir, "--ckpt-step", "8", "--vocab-size", str(V))
 
 
 def test_release_checkpoint_is_found_and_a_wrong_tracker_named(tmp_path: Path) -> None:
-    folder = theirs(tmp_path, "torch", GPT)
-    (folder / "latest_checkpointed_iteration.txt").write_text("9")
+    source_dir = write_checkpoint(tmp_path, "torch", GPT)
+    (source_dir / "latest_checkpointed_iteration.txt").write_text("9")
     with pytest.raises(SetupError, match="iteration.txt names no such checkpoint, but the directory has iter_0000007"):
-        parse(folder, "--vocab-size", str(V))
-    (folder / "iter_0000007").rename(folder / "release")
-    (folder / "latest_checkpointed_iteration.txt").write_text("release\n")
-    assert "Megatron-LM's release" in first_loss(str(folder), f"--vocab-size {V}")[1][0]
+        parse(source_dir, "--vocab-size", str(V))
+    (source_dir / "iter_0000007").rename(source_dir / "release")
+    (source_dir / "latest_checkpointed_iteration.txt").write_text("release\n")
+    assert "Megatron-LM's release" in first_loss(str(source_dir), f"--vocab-size {V}")[1][0]
 
 
 def test_contradictions_are_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
-    folder = theirs(tmp_path, "torch", LLAMA)
+    source_dir = write_checkpoint(tmp_path, "torch", LLAMA)
     with pytest.raises(SetupError, match="num_layers=3, but 4 in"):
-        parse(folder, "--num-layers", "3")
+        parse(source_dir, "--num-layers", "3")
     with pytest.raises(SetupError, match="vocab_size: 65 here, 64 in"):
-        parse(folder, "--vocab-size", "65")
+        parse(source_dir, "--vocab-size", "65")
     with pytest.raises(
         SetupError, match="holds checkpoints of Megatron-LM, which megalite keeps; give another directory"
     ):
-        parse(folder, "--save", str(folder))
+        parse(source_dir, "--save", str(source_dir))
 
 
 @pytest.mark.parametrize("files", [("__0_0.distcp", ".metadata"), ("metadata.json",)], ids=["torch_dcp", "zarr"])
 def test_unsupported_format_gives_a_remedy(files: tuple[str, ...], tmp_path: Path) -> None:
-    inner = tmp_path / "iter_0000007"
-    inner.mkdir()
+    iteration_dir = tmp_path / "iter_0000007"
+    iteration_dir.mkdir()
     for name in files:
-        (inner / name).write_text("{}")
+        (iteration_dir / name).write_text("{}")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(
         SetupError, match="the supported formats are torch_dist and torch; convert it there with --ckpt-convert-format"
@@ -122,12 +123,12 @@ def test_unsupported_format_gives_a_remedy(files: tuple[str, ...], tmp_path: Pat
 
 # ---- the vocabulary
 def test_unknown_vocabulary_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = theirs(tmp_path / "theirs", "torch", GPT)
-    _, notes = first_loss(str(folder), "")
+    source_dir = write_checkpoint(tmp_path / "theirs", "torch", GPT)
+    _, notes = first_loss(str(source_dir), "")
     assert any("does not hold its true vocabulary" in note and "--vocab-size" in note for note in notes)
-    assert tool("--from-megatron", folder, "--save", tmp_path / "ours") == 0
+    assert tool("--from-megatron", source_dir, "--save", tmp_path / "ours") == 0
     assert "note: the checkpoint does not hold its true vocabulary" in capsys.readouterr().err
-    write(tmp_path / "told", GPT, vocab_size=V)  # what --vocab-size said there
+    write(tmp_path / "told", GPT, vocab_size=V)  # the value of --vocab-size in that run
     assert tool("--from-megatron", tmp_path / "told", "--save", tmp_path / "known") == 0
     assert "note" not in capsys.readouterr().err
     assert open_checkpoint(tmp_path / "known").manifest.state["vocab_size"] == V
@@ -138,38 +139,40 @@ def test_unknown_vocabulary_is_a_warning(tmp_path: Path, capsys: pytest.CaptureF
 NULL, BYTES = (["--tokenizer-type", f"{kind}Tokenizer"] for kind in ("Null", "Byte"))
 
 
-def name_of(words: list[str]) -> str:
-    return words[-1] if words else "none"
+def tokenizer_name(flags: list[str]) -> str:
+    return flags[-1] if flags else "none"
 
 
-@pytest.mark.parametrize("tokenizer", rarely([[], NULL, BYTES], [BYTES], name_of, guards=GUARDS))
+@pytest.mark.parametrize("tokenizer", rarely([[], NULL, BYTES], [BYTES], tokenizer_name, guards=GUARDS))
 def test_vocabulary_round_trips(tokenizer: list[str], tmp_path: Path) -> None:
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
     flags += f" --train-iters 1 --lr 1 --mock-data --eval-iters 0 --device cpu --log-interval 1 --save {tmp_path}/run"
     size = [] if "ByteTokenizer" in tokenizer else ["--vocab-size", "101"]
-    true = {0: 101, 2: 101 if size else 257}[len(tokenizer)]
+    true_size = {0: 101, 2: 101 if size else 257}[len(tokenizer)]
     programs.python("pretrain_gpt.py", *flags.split(), *size, *tokenizer, ok=True)
     tp = ["--target-tensor-parallel-size", "2"]
     assert tool("--load", tmp_path / "run", "--to-megatron", tmp_path / "there", *tp, "--check") == 0
     assert tool("--from-megatron", tmp_path / "there", "--save", tmp_path / "again", "--check") == 0
-    first, again = open_checkpoint(tmp_path / "run"), open_checkpoint(tmp_path / "again")
-    assert again.manifest.state["vocab_size"] == first.manifest.state["vocab_size"] == true
-    assert again.shape("model/embedding.word") == (true, 16)
+    first, reimported = open_checkpoint(tmp_path / "run"), open_checkpoint(tmp_path / "again")
+    assert reimported.manifest.state["vocab_size"] == first.manifest.state["vocab_size"] == true_size
+    assert reimported.shape("model/embedding.word") == (true_size, 16)
     data = parse(tmp_path / "there", "--train-iters", "1").data
     assert data.tokenizer_type == (tokenizer[1] if tokenizer else None)
     run = run_from(parse(tmp_path / "there"))
-    assert run.vocab_size == true
+    assert run.vocab_size == true_size
 
 
 def test_stray_megatron_file_does_not_hide_a_checkpoint(tmp_path: Path) -> None:
-    assert tool("--from-megatron", theirs(tmp_path / "theirs", "torch", GPT), "--save", tmp_path / "ours") == 0
+    assert (
+        tool("--from-megatron", write_checkpoint(tmp_path / "theirs", "torch", GPT), "--save", tmp_path / "ours") == 0
+    )
     (tmp_path / "ours" / "iter_0000000" / ".metadata").write_bytes(b"")
     (tmp_path / "ours" / ".metadata").write_bytes(b"")
     assert steps_in(tmp_path / "ours") == [0] and not is_megatron_checkpoint(tmp_path / "ours" / "iter_0000000")
     assert parse(tmp_path / "ours", "--save", str(tmp_path / "ours")).model.num_layers == 4
 
 
-# ---- the vocabulary of NullTokenizer, which once had an id more than --vocab-size said
+# ---- the vocabulary of NullTokenizer, which once had one id more than --vocab-size
 def test_embedding_rows_decide_the_vocabulary(tmp_path: Path) -> None:
     write(tmp_path, GPT, tokenizer_type="NullTokenizer", vocab_size=V - 1, true_vocab_size=V)
     data = parse(tmp_path).data
@@ -177,12 +180,12 @@ def test_embedding_rows_decide_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_old_checkpoint_without_end_of_document_in_the_vocabulary() -> None:
-    folder = FOLDER / "0.1.0" / "fp64" / "iter_0000002"
-    manifest = manifests.load_manifest(folder)
+    checkpoint_dir = FIXTURES / "0.1.0" / "fp64" / "iter_0000002"
+    manifest = manifests.load_manifest(checkpoint_dir)
     rows = manifest.state["vocab_size"]
-    told = f'\ntokenizer_type = "NullTokenizer"\nvocab_size = {rows - 1}\n'
-    text = manifest.state["config"].replace(f"\nvocab_size = {rows}\n", told)
+    old_options = f'\ntokenizer_type = "NullTokenizer"\nvocab_size = {rows - 1}\n'
+    text = manifest.state["config"].replace(f"\nvocab_size = {rows}\n", old_options)
     for size in (rows, rows - 1):
         state = {**manifest.state, "config": text, "vocab_size": size}
-        data = checkpoint_config(manifest._replace(state=state), folder).data
+        data = checkpoint_config(manifest._replace(state=state), checkpoint_dir).data
         assert (data.tokenizer_type, data.vocab_size) == ("NullTokenizer", size)

@@ -1,6 +1,6 @@
 """The rotary positions of config.json: the same angles and magnitude as in transformers, or a refusal that names the key.
 
-transformers is the reference: it reads the same JSON, makes its own rotary module of it, and computes the cosines.
+transformers is the reference: it reads the same JSON, builds its own rotary module from it, and computes the cosines.
 """
 
 import copy
@@ -15,7 +15,7 @@ import torch
 from hugging_face_cases import MODELS, S, copied, make
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_convert_hugging_face import loaded, our_logits, saved_run, their_logits
+from test_convert_hugging_face import load_transformers, megalite_logits, save_run, transformers_logits
 from test_convert_megatron import tool
 from torch import Tensor
 
@@ -38,8 +38,10 @@ ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "layer_types")
 
 
 def plain(family: str) -> Json:
-    """A config.json of the family as transformers writes it, without a word about positions. Where head_dim is null,
-    with which transformers itself fails at YaRN, it stands there as a number."""
+    """Return a config.json of the family as transformers writes it, without the keys of its positions.
+
+    A null head_dim, with which transformers itself fails at YaRN, is replaced by its value.
+    """
     import transformers
 
     cls, values = MODELS[family]
@@ -53,21 +55,21 @@ def plain(family: str) -> Json:
 PLAIN = {family: plain(family) for family in FAMILIES}
 
 
-def theirs(config: Json) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, R / 2] of transformers. Raises whatever it raises."""
+def transformers_angles(config: Json) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [S, R / 2] of transformers, and raise whatever it raises."""
     import transformers
 
     family = config["model_type"]
-    made = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    hf_config = transformers.AutoConfig.for_model(**copy.deepcopy(config))
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     (rotary,) = (cls for name, cls in vars(module).items() if name.endswith("RotaryEmbedding"))
-    cos, sin = rotary(made)(torch.zeros(1, dtype=torch.float32), torch.arange(S)[None])
+    cos, sin = rotary(hf_config)(torch.zeros(1, dtype=torch.float32), torch.arange(S)[None])
     half = cos.shape[-1] if family == "gpt_oss" else cos.shape[-1] // 2
     return cos[0, :, :half], sin[0, :, :half]
 
 
-def ours(config: Json) -> tuple[Tensor, Tensor]:
-    """cos and sin of the stage that a run would train. Raises CheckpointError."""
+def megalite_angles(config: Json) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the stage that a run would train, or raise CheckpointError."""
     model = build(read_config(copy.deepcopy(config), None, "config.json")[1]).model
     stage = Stage(
         ParamFactory(Mesh.single_process(), torch.float32, seed=0),
@@ -82,13 +84,13 @@ def ours(config: Json) -> tuple[Tensor, Tensor]:
 
 
 def compare(config: Json) -> str | None:
-    """None where the angles agree, otherwise the reason of the refusal."""
+    """Assert that the angles agree; return the reason if the config is refused, otherwise None."""
     try:
-        got = ours(config)
+        angles = megalite_angles(config)
     except CheckpointError as error:
         return str(error)
-    for one, other in zip(got, theirs(config), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    for actual, expected in zip(angles, transformers_angles(config), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     return None
 
 
@@ -155,7 +157,7 @@ READ: dict[str, Json] = {
     "unknown keys": {"rope_parameters": {**DEFAULT, "mrope_section": [1, 2], "factor": 8.0}},
     "the whole of the channels": {"partial_rotary_factor": 1.0, "rope_parameters": DEFAULT},
 }
-# where the refusal has to name what is meant
+# case -> (changes, what the message of the refusal must contain)
 REFUSED: dict[str, tuple[Json, tuple[str, ...]]] = {
     "yarn added beside a written default": (
         {"rope_parameters": DEFAULT, "rope_scaling": LEGACY},
@@ -200,10 +202,10 @@ def test_rotary_angles_equal_transformers(family: str, case: str) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("family", OTHERS)
 def test_refusal_names_the_conflicting_keys(family: str, case: str) -> None:
-    changes, words = REFUSED[case]
+    changes, fragments = REFUSED[case]
     with pytest.raises(CheckpointError) as error:
-        ours({**PLAIN[family], **changes})
-    assert all(word in str(error.value) for word in words), error.value
+        megalite_angles({**PLAIN[family], **changes})
+    assert all(fragment in str(error.value) for fragment in fragments), error.value
 
 
 NEOX: dict[str, Json] = {
@@ -236,11 +238,11 @@ def test_neox_angles_equal_transformers(case: str) -> None:
 )
 def test_key_of_other_families_is_refused(family: str, key: str, value: float) -> None:
     with pytest.raises(CheckpointError, match=f"{key}={value}"):
-        ours({**PLAIN[family], key: value})
+        megalite_angles({**PLAIN[family], key: value})
 
 
-def table_of() -> st.SearchStrategy[Json | None]:
-    """Tables of all the keys that transformers reads, each there or not."""
+def rope_tables() -> st.SearchStrategy[Json | None]:
+    """Return a strategy of tables with any of the keys that transformers reads."""
     values = {
         "rope_type": ["default", "linear", "yarn", "llama3", "yarn"],
         "type": ["default", "linear", "yarn"],
@@ -257,13 +259,13 @@ def table_of() -> st.SearchStrategy[Json | None]:
         "truncate": [True, False, None, 0],
         "partial_rotary_factor": [1.0, None, 0.5],
     }
-    optional = {key: st.sampled_from(some) for key, some in values.items()}
+    optional = {key: st.sampled_from(choices) for key, choices in values.items()}
     return st.one_of(st.none(), st.just({}), st.fixed_dictionaries({}, optional=optional))
 
 
 AT_THE_TOP = {
-    "rope_scaling": table_of(),
-    "rope_parameters": table_of(),
+    "rope_scaling": rope_tables(),
+    "rope_parameters": rope_tables(),
     "rope_theta": st.sampled_from([100.0, 10000.0, None]),
     "rotary_emb_base": st.sampled_from([100.0, 10000.0]),
     "rotary_pct": st.sampled_from([0.5, 1.0]),
@@ -277,8 +279,8 @@ AT_THE_TOP = {
 def test_random_rope_keys_equal_transformers_or_are_refused(family: str, changes: Json) -> None:
     config = {**PLAIN[family], **changes}
     try:
-        theirs(config)
-    except Exception:  # which transformers cannot make a model of: it has no angles to compare
+        transformers_angles(config)
+    except Exception:  # transformers cannot build this model, so there are no angles to compare
         assume(False)
     reason = compare(config)
     assert reason is None or any(key in reason for key in ("rope", "rotary", "yarn", "mscale"))
@@ -286,7 +288,7 @@ def test_random_rope_keys_equal_transformers_or_are_refused(family: str, changes
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gpt_oss"])
 def test_rope_logits_equal_transformers(family: str, tmp_path: Path) -> None:
-    """As a user has it: a model that transformers wrote, and YaRN put into its config.json by hand."""
+    """The model is as a user has it: written by transformers, with YaRN put into its config.json by hand."""
     make(family, tmp_path / "model", rope_parameters=DEFAULT)
     path = tmp_path / "model" / "config.json"
     written = json.loads(path.read_text())
@@ -294,8 +296,8 @@ def test_rope_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     written |= {"rope_scaling": {"type": "yarn", "factor": 4.0, "rope_theta": 100.0}, **length}
     path.write_text(json.dumps(written))
     assert tool("--from-hf", tmp_path / "model", "--save", tmp_path / "ours", "--check-bits") == 0
-    want = their_logits(loaded(tmp_path / "model"))
-    torch.testing.assert_close(our_logits(tmp_path / "ours"), want, rtol=0, atol=1e-4)
+    want = transformers_logits(load_transformers(tmp_path / "model"))
+    torch.testing.assert_close(megalite_logits(tmp_path / "ours"), want, rtol=0, atol=1e-4)
 
 
 GPT_OSS: Json = {
@@ -321,11 +323,11 @@ WINDOWS["some"] = {"window_size": (6, 0), "window_attn_skip_freq": "2"}
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("family", OTHERS)
 def test_exported_rope_config_runs_in_transformers(family: str, scaling: str, windows: str) -> None:
-    """A config.json of every family, kind of positions and windows that it has: transformers makes the same of it."""
+    """Every family exports each kind of positions and windows that it has to a config.json that transformers reads."""
     import transformers
 
-    start = build(read_config({**PLAIN[family], "rope_parameters": DEFAULT}, None, "")[1]).model
-    model = replace(start, window_size=None, window_attn_skip_freq=None)
+    base = build(read_config({**PLAIN[family], "rope_parameters": DEFAULT}, None, "")[1]).model
+    model = replace(base, window_size=None, window_attn_skip_freq=None)
     model = replace(model, rotary_base=100.0, **{**SCALINGS[scaling], **WINDOWS[windows]})
     allowed = NAMED.get(family).window_layout
     if windows != "none" and (allowed == "" or (allowed == "all" and windows == "some")):
@@ -334,20 +336,25 @@ def test_exported_rope_config_runs_in_transformers(family: str, scaling: str, wi
     assert choose_family(model, family, None) == family
     written = json.loads(json.dumps(write_config(model, family, 93, "float32", {"eos_token_id": 2})))
     assert compare(written) is None
-    made = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**copy.deepcopy(written)))
-    assert made(torch.arange(20)[None]).logits.isfinite().all()  # with a mask of every kind that it asks for
+    hf_model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**copy.deepcopy(written))
+    )
+    assert hf_model(torch.arange(20)[None]).logits.isfinite().all()  # builds a mask of every kind that it asks for
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("scaling", ["plain", "yarn"])
 def test_gpt_oss_export_with_any_windows_and_positions(scaling: str, windows: str, tmp_path: Path) -> None:
     flags = {**SCALINGS[scaling], **WINDOWS[windows]}
-    model = saved_run(tmp_path / "ours", {**GPT_OSS, **flags, "rotary_base": 100.0}, one_plus=False)
-    words = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", "gpt_oss", "--check"]
-    assert tool(*words) == 0  # logits of transformers among it
+    model = save_run(tmp_path / "ours", {**GPT_OSS, **flags, "rotary_base": 100.0}, one_plus=False)
+    argv = ["--load", tmp_path / "ours", "--to-hf", tmp_path / "hf", "--family", "gpt_oss", "--check"]
+    assert tool(*argv) == 0  # compares the logits of transformers too
     assert tool("--from-hf", tmp_path / "hf", "--save", tmp_path / "again", "--check-bits") == 0
-    again = saved_model(open_checkpoint(tmp_path / "again"))
-    assert (again.position_embedding_type, again.layer_windows) == (model.position_embedding_type, model.layer_windows)
+    reimported = saved_model(open_checkpoint(tmp_path / "again"))
+    assert (reimported.position_embedding_type, reimported.layer_windows) == (
+        model.position_embedding_type,
+        model.layer_windows,
+    )
 
 
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
@@ -356,10 +363,10 @@ def test_missing_head_keys_have_transformers_defaults(family: str, key: str) -> 
     import transformers
 
     config = without({**PLAIN[family], "num_attention_heads": 32, "hidden_size": 256}, key)
-    made = transformers.AutoConfig.for_model(**copy.deepcopy(config))
+    hf_config = transformers.AutoConfig.for_model(**copy.deepcopy(config))
     model = build(read_config(config, None, "")[1]).model
-    size = getattr(made, "head_dim", None) or made.hidden_size // made.num_attention_heads
-    assert (model.num_kv_groups, model.head_size) == (getattr(made, "num_key_value_heads", 32), size)
+    size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    assert (model.num_kv_groups, model.head_size) == (getattr(hf_config, "num_key_value_heads", 32), size)
 
 
 @pytest.mark.parametrize("case", READ)
@@ -368,12 +375,12 @@ def test_independent_import_angles_equal_transformers(family: str, case: str) ->
     config = {**PLAIN[family], **READ[case]}
     waves = second_config.waves(copy.deepcopy(config))
     assert waves is not None
-    for one, other in zip(waves.tables(S), theirs(config), strict=True):
-        torch.testing.assert_close(one, other.double(), rtol=0, atol=1e-5)
+    for actual, expected in zip(waves.tables(S), transformers_angles(config), strict=True):
+        torch.testing.assert_close(actual, expected.double(), rtol=0, atol=1e-5)
 
 
 def _drop_scaling(config: Json, options: Json, family: Any) -> list[str]:
-    """The rule that once merged the two tables, so that the default type won."""
+    """Read the tables by the former rule, which merged the two so that the default type won."""
     return real_read_rope({key: value for key, value in config.items() if key != "rope_scaling"}, options, family)
 
 
@@ -381,7 +388,7 @@ def _other_window(config: Json, family: Any, layers: int) -> tuple[Json, list[st
     return {"window_size": (4, 0)}, []
 
 
-WRONG = {  # a rule of the importer that is planted -> the model that shows it, with its positions
+WRONG = {  # a rule of the importer -> (wrong rule, the model that shows it, its positions)
     "read_rope": (_drop_scaling, "mistral", {"rope_scaling": {**YARN, "rope_theta": 1e4}}),
     "_read_window": (_other_window, "mistral window", {}),
 }
@@ -389,13 +396,13 @@ WRONG = {  # a rule of the importer that is planted -> the model that shows it, 
 
 @pytest.mark.parametrize("rule", WRONG)
 def test_check_detects_a_misread_config(models, rule: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    """--check-bits without transformers: its second reading does not share the rule."""
+    """Check --check-bits without transformers: its second reader does not share the rule."""
     wrong, name, changes = WRONG[rule]
-    folder = copied(models(name)[1], tmp_path / "hf")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**without(config, "rope_parameters"), **changes}))
-    assert tool("--from-hf", folder, "--save", tmp_path / "right", "--check-bits") == 0
+    hf_dir = copied(models(name)[1], tmp_path / "hf")
+    config = json.loads((hf_dir / "config.json").read_text())
+    (hf_dir / "config.json").write_text(json.dumps({**without(config, "rope_parameters"), **changes}))
+    assert tool("--from-hf", hf_dir, "--save", tmp_path / "right", "--check-bits") == 0
     monkeypatch.setattr(config_json, rule, wrong)
-    assert tool("--from-hf", folder, "--save", tmp_path / "wrong", "--check-bits") == 1
+    assert tool("--from-hf", hf_dir, "--save", tmp_path / "wrong", "--check-bits") == 1
     out = capsys.readouterr().out
     assert "all bits equal" in out and "read a second way, computes something else" in out

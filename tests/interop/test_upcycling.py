@@ -1,5 +1,8 @@
-"""Experts that begin as copies of a dense model's feed-forward blocks: where probabilities sum to 1, the first loss is
-that of the dense model, whatever it comes from and under every layout; and a run begins so once."""
+"""Experts that start as copies of a dense model's feed-forward blocks.
+
+If the probabilities sum to 1, the first loss is the dense model's, from every source and under every layout. A run
+upcycles only once.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +34,9 @@ SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-ex
 UPCYCLE, FP64 = "--moe-use-upcycling", 1e-12
 
 
-def first(words: str) -> tuple[float, list[Any], list[str]]:
-    """(first loss, pieces of the weights before it, notes) of a run in fp64 on this rank, which may save."""
-    run = run_from(config := origin.complete_config(config_from(f"{BASE} {words}")), dtype=torch.float64)
+def first_step(flags: str) -> tuple[float, list[Any], list[str]]:
+    """Return (first loss, pieces of the weights before it, notes) of a run in fp64 on this rank, which may save."""
+    run = run_from(config := origin.complete_config(config_from(f"{BASE} {flags}")), dtype=torch.float64)
     saver, notes = open_saver(run, config), load_initial_state(run, config)[1]
     pieces, loss = owned(run.optimizer, "model/"), train_step(run).loss
     if saver is not None:
@@ -44,11 +47,11 @@ def first(words: str) -> tuple[float, list[Any], list[str]]:
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Flags that begin with a dense model, by what has written it."""
+    """Return a function: the program that wrote a dense model -> flags that start from this model."""
     base = tmp_path_factory.mktemp("dense")
     make("llama", base / "hugging_face", num_hidden_layers=4)
     megatron.write(base / "megatron", Case(groups=2, llama=True, tied=False))
-    first(f"{SHAPE} --init-method-std 0.2 --save {base / 'megalite'}")
+    first_step(f"{SHAPE} --init-method-std 0.2 --save {base / 'megalite'}")
     more = {"megalite": "--finetune", "megatron": "--vocab-size 50"}
     return lambda name: f"--load {base / name} {more.get(name, '')}"
 
@@ -65,34 +68,34 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_upcycling_first_loss_equals_the_dense_model(dense: Callable[[str], str], row: str) -> None:
     source, experts, layout = ROWS[row]
-    want, pieces, _ = first(words := f"{dense(source)} {ARGS}")
-    loss, _, notes = first(words := f"{words} {experts} {UPCYCLE}")
-    assert loss == pytest.approx(want, rel=FP64) and any("a copy of its layer's" in note for note in notes)
-    ranks = run_ranks(4, first, f"{words} {layout}")
-    assert [rank[0] for rank in ranks] == pytest.approx([want] * 4, rel=FP64)
-    weights, theirs = whole_of(piece for rank in ranks for piece in rank[1]), whole_of(pieces)
+    expected, pieces, _ = first_step(flags := f"{dense(source)} {ARGS}")
+    loss, _, notes = first_step(flags := f"{flags} {experts} {UPCYCLE}")
+    assert loss == pytest.approx(expected, rel=FP64) and any("a copy of its layer's" in note for note in notes)
+    ranks = run_ranks(4, first_step, f"{flags} {layout}")
+    assert [rank[0] for rank in ranks] == pytest.approx([expected] * 4, rel=FP64)
+    weights, dense_weights = whole_of(piece for rank in ranks for piece in rank[1]), whole_of(pieces)
     routers = [weights.pop(f"model/layers.{n}.mlp.router") for n in (1, 2)]
-    assert all(values.std() > 0.01 for values in routers)  # as drawn
+    assert all(values.std() > 0.01 for values in routers)  # freshly initialized
     for name, values in weights.items():
         copies = values if ".experts." in name else [values]
-        assert all(copy.equal(theirs[name.replace(".experts", "")]) for copy in copies), name
+        assert all(copy.equal(dense_weights[name.replace(".experts", "")]) for copy in copies), name
 
 
 def test_upcycling_is_not_repeated_at_a_resume(dense: Callable[[str], str], tmp_path: Path) -> None:
     source = dense("megalite").replace("--load", "--pretrained-checkpoint").replace("--finetune", "")
-    words = f"{ARGS} {EXPERTS} {UPCYCLE} --load {tmp_path} --save {tmp_path} {source}"
-    assert "a copy of its layer's" in " ".join(first(words)[2])
-    _, pieces, notes = first(words)
+    flags = f"{ARGS} {EXPERTS} {UPCYCLE} --load {tmp_path} --save {tmp_path} {source}"
+    assert "a copy of its layer's" in " ".join(first_step(flags)[2])
+    _, pieces, notes = first_step(flags)
     trained = [values for name, values in whole_of(pieces).items() if ".experts." in name]
     assert notes == [] and len(trained) == 4 and not any(values[0].equal(values[1]) for values in trained)
     with pytest.raises(SetupError, match="moe_use_upcycling, but .* has num_experts=4; drop the flag"):
-        first(f"{SHAPE} {EXPERTS} {UPCYCLE} --pretrained-checkpoint {tmp_path}")
+        first_step(f"{SHAPE} {EXPERTS} {UPCYCLE} --pretrained-checkpoint {tmp_path}")
 
 
 HINT = ".*\nto make experts of a dense model, give --moe-use-upcycling"
 
 
-@pytest.mark.parametrize("source,words,said", [
+@pytest.mark.parametrize("source,flags,message", [
     ("megalite", f"--finetune {SHAPE} {EXPERTS}", f"layers.1.mlp.down: nothing here{HINT}"),
     ("megalite", f"{SHAPE} {EXPERTS} {UPCYCLE}", f"num_experts: 4 here, None in{HINT}, and --finetune with --load"),
     ("megalite", f"--finetune {SHAPE} {EXPERTS} {UPCYCLE} --ffn-hidden-size 40", r"\(32, 40\) here, \(32, 48\) in"),
@@ -100,7 +103,9 @@ HINT = ".*\nto make experts of a dense model, give --moe-use-upcycling"
     ("hugging_face", f"{SHAPE} {EXPERTS}", f"num_experts: 4 here, None in{HINT}"),
     ("hugging_face", f"{SHAPE} {EXPERTS} {UPCYCLE} --num-layers 6 --moe-layer-freq 1", "num_layers: 6 here, 4 in"),
 ])  # fmt: skip
-def test_upcycling_refuses_incompatible_models(dense: Callable[[str], str], source: str, words: str, said: str) -> None:
-    with pytest.raises(SetupError, match=f"(?s){said}") as error:
-        first(f"{dense(source).replace('--finetune', '')} {words}")
-    assert HINT in said or "to make experts" not in str(error.value)
+def test_upcycling_refuses_incompatible_models(
+    dense: Callable[[str], str], source: str, flags: str, message: str
+) -> None:
+    with pytest.raises(SetupError, match=f"(?s){message}") as error:
+        first_step(f"{dense(source).replace('--finetune', '')} {flags}")
+    assert HINT in message or "to make experts" not in str(error.value)
