@@ -1,4 +1,4 @@
-"""A rank that is slow, and a card that is ill, are named and acted on; a clean run is left alone."""
+"""A slow rank and an unhealthy GPU are named and acted on; a healthy run is not interrupted."""
 
 import math
 import os
@@ -35,7 +35,7 @@ def row(pp: int = 0, **known: float) -> dict[str, float]:
     return {**dict.fromkeys(HEALTH, math.nan), "step_s": 0.5, "queued_s": 0.0, **own, "pp": float(pp), **known}
 
 
-# ---- who is slow
+# ---- slow ranks
 @pytest.mark.parametrize(
     ("rows", "slow"),
     [
@@ -44,81 +44,85 @@ def row(pp: int = 0, **known: float) -> dict[str, float]:
         ([row(), row(data=0.3)], {1: "+299.0 ms in data"}),
         ([row(), row(other=0.4), row(), row(optimizer=0.4)], {1: "+390.0 ms in other", 3: "+390.0 ms in optimizer"}),
         ([row(), row(forward=0.15)], {}),  # within the margin
-        ([row(step_s=9.0), row(step_s=9.0, forward=0.25)], {}),  # nothing that a step would notice
-        ([row(pp=0), row(pp=1, forward=0.3)], {}),  # another place of the pipeline has other work
+        ([row(step_s=9.0), row(step_s=9.0, forward=0.25)], {}),  # too little for steps of 9 s
+        ([row(pp=0), row(pp=1, forward=0.3)], {}),  # another pipeline rank has other work
         ([row(pp=0), row(pp=0, forward=0.3), row(pp=1, forward=0.3), row(pp=1, forward=0.3)], {1: "in forward"}),
-        ([row(), row(forward=0.25, queued_s=0.1)], {}),  # there was no processor for it
+        ([row(), row(forward=0.25, queued_s=0.1)], {}),  # it waited for a processor
         ([row(), row(forward=0.45, queued_s=0.1)], {1: "in forward"}),
         ([row(**dict.fromkeys(OWN_PHASES, math.nan))] * 2, {}),  # nothing was timed yet
         ([row(forward=5.0)], {}),
     ],
 )
 def test_rank_is_compared_with_ranks_of_equal_work(rows: list[dict[str, float]], slow: dict[int, str]) -> None:
-    found = slow_ranks(rows)
-    assert set(found) == set(slow)
-    for rank, words in slow.items():
-        assert words in found[rank]
+    reasons = slow_ranks(rows)
+    assert set(reasons) == set(slow)
+    for rank, reason in slow.items():
+        assert reason in reasons[rank]
 
 
-def pulse_of(tmp_path: Path, ranks: int = 2, **options: Any) -> HealthMonitor:
+def monitor_of(tmp_path: Path, ranks: int = 2, **options: Any) -> HealthMonitor:
     phases = TimeBreakdown(Mesh.single_process(), 0.0)
     phases.recent.extend([{"forward": 0.1}] * 4)
     hosts = [f"node{rank}" for rank in range(ranks)]
     return HealthMonitor(Mesh.single_process(), phases, hosts, EventLog(tmp_path, 0), OperationsConfig(**options))
 
 
-def told(pulse: HealthMonitor, *lines: list[dict[str, float]]) -> list[list[tuple[str, int]]]:
-    return [[(problem.event, problem.rank) for problem in pulse.new_problems(rows)] for rows in lines]
+def problems_of(monitor: HealthMonitor, *lines: list[dict[str, float]]) -> list[list[tuple[str, int]]]:
+    return [[(problem.event, problem.rank) for problem in monitor.new_problems(rows)] for rows in lines]
 
 
 def test_thousands_of_ranks_are_compared_at_once() -> None:
-    rows = [row(forward=0.1 + rank * 1e-9) for rank in range(16_384)]  # each with each would be 268 million
+    rows = [row(forward=0.1 + rank * 1e-9) for rank in range(16_384)]  # all pairs would be 268 million
     rows[77] = row(forward=0.4)
     rows[78] = row(**dict.fromkeys(OWN_PHASES, math.nan))
     assert list(slow_ranks(rows)) == [77]
 
 
 def test_slow_rank_is_named_once_after_several_lines(tmp_path: Path) -> None:
-    pulse, slow, fine = pulse_of(tmp_path), [row(), row(forward=0.4)], [row(), row()]
-    assert told(pulse, slow, fine, slow, slow, fine) == [[]] * 5
-    assert told(pulse, *[slow] * (LINES_IN_A_ROW + 3)) == [[]] * (LINES_IN_A_ROW - 1) + [[("straggler", 1)]] + [[]] * 3
-    assert told(pulse, fine, *[slow] * LINES_IN_A_ROW)[-1] == [("straggler", 1)]  # it had recovered
-    early = pulse_of(tmp_path)
+    monitor, slow, fine = monitor_of(tmp_path), [row(), row(forward=0.4)], [row(), row()]
+    assert problems_of(monitor, slow, fine, slow, slow, fine) == [[]] * 5
+    assert (
+        problems_of(monitor, *[slow] * (LINES_IN_A_ROW + 3))
+        == [[]] * (LINES_IN_A_ROW - 1) + [[("straggler", 1)]] + [[]] * 3
+    )
+    assert problems_of(monitor, fine, *[slow] * LINES_IN_A_ROW)[-1] == [("straggler", 1)]  # it had recovered
+    early = monitor_of(tmp_path)
     early._timed_steps = deque(list(early._timed_steps)[:3])
-    assert told(early, *[slow] * 9) == [[]] * 9
+    assert problems_of(early, *[slow] * 9) == [[]] * 9
 
 
 def test_unhealthy_gpu_is_named(tmp_path: Path) -> None:
-    pulse = pulse_of(tmp_path, max_gpu_temperature=85)
+    monitor = monitor_of(tmp_path, max_gpu_temperature=85)
     hot = [row(temperature_c=70.0), row(temperature_c=90.0)]
-    assert told(pulse, hot, hot) == [[("temperature", 1)], []]
-    [problem] = pulse_of(tmp_path, max_gpu_temperature=85).new_problems(hot)
+    assert problems_of(monitor, hot, hot) == [[("temperature", 1)], []]
+    [problem] = monitor_of(tmp_path, max_gpu_temperature=85).new_problems(hot)
     assert "rank 1 on node1 has a GPU at 90 C, above 85" in problem.text
-    ecc = [[row(ecc_errors=float(n)), row(ecc_errors=3.0)] for n in (7, 7, 8, 9, 9)]  # what was there before is no news
-    assert told(pulse, *ecc) == [[], [], [("ecc", 0)], [("ecc", 0)], []]
+    # errors from before the run are not reported
+    ecc = [[row(ecc_errors=float(n)), row(ecc_errors=3.0)] for n in (7, 7, 8, 9, 9)]
+    assert problems_of(monitor, *ecc) == [[], [], [("ecc", 0)], [("ecc", 0)], []]
     low = [row(throttled=float(0x40 + 0x8)), row(throttled=0.0)]
-    assert told(pulse, *[low] * LINES_IN_A_ROW) == [[]] * (LINES_IN_A_ROW - 1) + [[("throttled", 0)]]
-    assert told(pulse_of(tmp_path), hot) == [[]]  # no limit was given
-    late = pulse_of(tmp_path, max_step_time_s=0.4).new_problems([row(), row(forward=0.15)])
+    assert problems_of(monitor, *[low] * LINES_IN_A_ROW) == [[]] * (LINES_IN_A_ROW - 1) + [[("throttled", 0)]]
+    assert problems_of(monitor_of(tmp_path), hot) == [[]]  # no limit was given
+    late = monitor_of(tmp_path, max_step_time_s=0.4).new_problems([row(), row(forward=0.15)])
     assert [(problem.event, problem.rank) for problem in late] == [("step-time", 1)]
 
 
 class Nvml(types.ModuleType):
-    """nvidia-ml-py: the calls that are made, of a card that tells all but its power."""
+    """The calls of nvidia-ml-py that GpuMonitor makes, for a GPU that reports everything but its power."""
 
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 1, 0
 
     def __init__(self) -> None:
         super().__init__("pynvml")
-        self.asked: list[str] = []
+        self.requested_uuids: list[str] = []
         answers = dict(Temperature=61, ClockInfo=1980, TotalEccErrors=2, CurrentClocksThrottleReasons=0x44, Name="H100")
         for name, value in answers.items():
             setattr(self, f"nvmlDeviceGet{name}", lambda *a, value=value: value)
         self.nvmlInit = lambda: None
         self.nvmlSystemGetDriverVersion = lambda: "570.86"
-        self.nvmlDeviceGetHandleByUUID = self.asked.append
+        self.nvmlDeviceGetHandleByUUID = self.requested_uuids.append
 
-    def nvmlDeviceGetPowerUsage(self, card: Any) -> float:
+    def nvmlDeviceGetPowerUsage(self, handle: Any) -> float:
         raise RuntimeError("Not Supported")
 
 
@@ -128,10 +132,10 @@ def test_gpu_sensors_are_read_if_the_package_exists(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     properties = types.SimpleNamespace(uuid="0a1b")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    card = GpuMonitor(torch.device("cuda", 3))
-    assert nvml.asked == ["GPU-0a1b"]
-    assert read_sensors(card.sensors) == {"temperature_c": 61, "clock_mhz": 1980, "ecc_errors": 2, "throttled": 0x40}
-    assert read_sensors(card.facts) == {"card": "H100", "driver": "570.86"}
+    monitor = GpuMonitor(torch.device("cuda", 3))
+    assert nvml.requested_uuids == ["GPU-0a1b"]
+    assert read_sensors(monitor.sensors) == {"temperature_c": 61, "clock_mhz": 1980, "ecc_errors": 2, "throttled": 0x40}
+    assert read_sensors(monitor.facts) == {"gpu": "H100", "driver": "570.86"}
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     assert GpuMonitor(torch.device("cuda", 3)).sensors == {}
 
@@ -144,26 +148,26 @@ def test_straggler_line_names_the_requested_number_of_ranks() -> None:
 
 
 # ---- whole runs
-def train(folder: Path, steps: int, *flags: str, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
-    """Exit code and events of two ranks."""
-    words = [*SMALL, "--train-iters", steps, "--device", "cpu", "--nproc", 2, "--run-dir", folder, "--eval-iters", 0]
-    done = pretrain(*words, *flags, fault=fault, timeout=400)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, rows(folder / "events.jsonl")
+def train(run_dir: Path, steps: int, *flags: str, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
+    """Return the exit code and the events of a run of two ranks."""
+    argv = [*SMALL, "--train-iters", steps, "--device", "cpu", "--nproc", 2, "--run-dir", run_dir, "--eval-iters", 0]
+    result = pretrain(*argv, *flags, fault=fault, timeout=400)
+    assert "Traceback" not in result.stderr, result.stderr
+    return result.returncode, rows(run_dir / "events.jsonl")
 
 
 def test_too_slow_step_ends_the_run(tmp_path: Path) -> None:
-    """And what is found is acted on by all ranks at the same step, after a save."""
+    """All ranks act at the same step, after a save."""
     flags = ["--max-step-time-s", "1e-6", "--health-action", "exit", "--save", str(tmp_path / "save")]
     code, events = train(tmp_path, 50, *flags, "--log-interval", "2", "--log-straggler")
     assert code == ExitCode.RERUN
     status = status_of(tmp_path)
     assert status["outcome"] == "rerun" and status["step"] == 1 and " on " in status["reason"]
     assert (tmp_path / "save" / "iter_0000001" / "COMPLETE").exists()
-    [found] = [event for event in events if event["event"] == "step-time"]
-    assert found["step"] == 1 and found["host"] and found["subject_rank"] in (0, 1)
-    [beat] = [event for event in events if event["event"] == "heartbeat"]
-    assert len(beat["step_s"]) == len(beat["memory_gib"]) == 2 and "temperature_c" not in beat
+    [event_row] = [event for event in events if event["event"] == "step-time"]
+    assert event_row["step"] == 1 and event_row["host"] and event_row["subject_rank"] in (0, 1)
+    [heartbeat] = [event for event in events if event["event"] == "heartbeat"]
+    assert len(heartbeat["step_s"]) == len(heartbeat["memory_gib"]) == 2 and "temperature_c" not in heartbeat
     assert "stragglers | Mn" not in (tmp_path / "log.txt").read_text()  # nothing was timed before the first line
 
 
@@ -171,16 +175,16 @@ def test_too_slow_step_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_slow_rank_is_named_within_ten_steps(tmp_path: Path) -> None:
     code, events = train(tmp_path / "clean", 200, "--log-straggler")
-    named = [event for event in events if event["event"] == "straggler"]
+    stragglers = [event for event in events if event["event"] == "straggler"]
     if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
         pytest.skip("the machine is too busy to say which of two ranks is slow")
-    assert code == 0 and not named
-    seconds = [one["perf/step_s"] for one in rows(tmp_path / "clean" / "metrics.jsonl")]
-    sleep = max(0.05, 3 * statistics.median(seconds))  # 50 ms where steps are short; more on a busy machine
+    assert code == 0 and not stragglers
+    step_seconds = [metrics["perf/step_s"] for metrics in rows(tmp_path / "clean" / "metrics.jsonl")]
+    sleep = max(0.05, 3 * statistics.median(step_seconds))  # 50 ms where steps are short; more on a busy machine
     for point, phase in (("step.begin", "other"), ("step.after_forward_backward", "other"), ("data.get", "data")):
-        folder = tmp_path / point
-        code, events = train(folder, 12, "--log-straggler", fault=f"{point}:1:*:sleep={sleep}")
+        run_dir = tmp_path / point
+        code, events = train(run_dir, 12, "--log-straggler", fault=f"{point}:1:*:sleep={sleep}")
         assert code == 0
-        [found] = [event for event in events if event["event"] == "straggler"]
-        assert found["subject_rank"] == 1 and found["step"] <= 10 and f"ms in {phase}" in found["text"]
-        assert f"WARNING: step {found['step']}: rank 1 on" in (folder / "log.txt").read_text()
+        [straggler] = [event for event in events if event["event"] == "straggler"]
+        assert straggler["subject_rank"] == 1 and straggler["step"] <= 10 and f"ms in {phase}" in straggler["text"]
+        assert f"WARNING: step {straggler['step']}: rank 1 on" in (run_dir / "log.txt").read_text()

@@ -1,4 +1,4 @@
-"""Runs that begin with a Hugging Face directory and end with one, under any layout; what contradicts it is refused."""
+"""Runs that load and export Hugging Face directories, under any layout. Contradictory options are refused."""
 
 import json
 import subprocess
@@ -54,16 +54,16 @@ EXPERTS += [EXPERTS[0] + " --expert-tensor-parallel-size 2"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """(model of transformers, the directory it is saved in); of four layers."""
+    """Return a function from a family to (model of transformers, its directory); models have four layers."""
     return collection(tmp_path_factory.mktemp("hf"), layers=4)
 
 
-def parse(folder: Path | str, *flags: str, base: str = BASE) -> Config:
-    return config_from([*base.split(), "--load", str(folder), *flags])
+def parse(model_dir: Path | str, *flags: str, base: str = BASE) -> Config:
+    return config_from([*base.split(), "--load", str(model_dir), *flags])
 
 
-def taken(folder: Path, *flags: str, base: str = BASE) -> Config:
-    return origin.complete_config(parse(folder, "--use-checkpoint-args", *flags, base=base))
+def taken(model_dir: Path, *flags: str, base: str = BASE) -> Config:
+    return origin.complete_config(parse(model_dir, "--use-checkpoint-args", *flags, base=base))
 
 
 def begun(config: Config) -> Run:
@@ -80,42 +80,42 @@ def tokens_of(batches: list[Batch]) -> list[torch.Tensor]:
     return [torch.cat([b.tokens_SB, b.labels_SB[-1:]]).T for b in batches if b.labels_SB is not None]
 
 
-def first_step(folder: str, flags: str) -> tuple[float, list[torch.Tensor]]:
-    """(loss of the first step of a run that begins with `folder`, its tokens [B, S + 1]) on this rank."""
-    run = begun(taken(Path(folder), *flags.split()))
+def first_step(model_dir: str, flags: str) -> tuple[float, list[torch.Tensor]]:
+    """Return this rank's loss and tokens [B, S + 1] of the first step of a run that starts from a model."""
+    run = begun(taken(Path(model_dir), *flags.split()))
     tokens = tokens_of(batches_of(run, 0, 1))
     return train_step(run).loss, tokens
 
 
-def _first_steps(folder: str, layouts: list[str]) -> list[float]:
-    return [first_step(folder, layout)[0] for layout in layouts]
+def _first_steps(model_dir: str, layouts: list[str]) -> list[float]:
+    return [first_step(model_dir, layout)[0] for layout in layouts]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_first_loss_equals_transformers_under_every_layout(models, name: str) -> None:
-    theirs, folder = models(name)
-    loss, tokens = first_step(str(folder), "")
+    model, model_dir = models(name)
+    loss, tokens = first_step(str(model_dir), "")
     with torch.no_grad():
-        want = float(theirs(ids := torch.cat(tokens), labels=ids).loss)
-    assert want > 1.05 * torch.tensor(float(V)).log()  # nothing that random weights of ours would give
-    assert loss == pytest.approx(want, rel=2e-6)
+        expected = float(model(ids := torch.cat(tokens), labels=ids).loss)
+    assert expected > 1.05 * torch.tensor(float(V)).log()  # random weights would give less
+    assert loss == pytest.approx(expected, rel=2e-6)
     layouts = [flags for flags in LAYOUTS.values() if name == "llama" or flags == LAYOUTS["tp2 pp2"]]
     layouts += EXPERTS if name == "qwen3_moe" else ["--tensor-model-parallel-size 4"]
-    for losses in run_ranks(4, _first_steps, str(folder), layouts):
-        assert losses == pytest.approx([want] * len(layouts), rel=1e-5)
+    for losses in run_ranks(4, _first_steps, str(model_dir), layouts):
+        assert losses == pytest.approx([expected] * len(layouts), rel=1e-5)
 
 
 def test_half_precision_run_keeps_exact_main_weights(models) -> None:
-    theirs, folder = models("llama")
-    config = taken(folder, "--bf16")
+    model, model_dir = models("llama")
+    config = taken(model_dir, "--bf16")
     run = run_from(config)
-    found = origin.load_external_model(run, config)
-    assert found is not None and "llama in float32" in found[1][0]
-    pieces = {e.name: e.data for e in run.optimizer.checkpoint_shards()}
-    word = theirs.model.embed_tokens.weight.detach()
-    main = pieces["optimizer.main/embedding.word"].view(V, -1)
+    loaded = origin.load_external_model(run, config)
+    assert loaded is not None and "llama in float32" in loaded[1][0]
+    shards = {e.name: e.data for e in run.optimizer.checkpoint_shards()}
+    word = model.model.embed_tokens.weight.detach()
+    main = shards["optimizer.main/embedding.word"].view(V, -1)
     assert torch.equal(main, word)
-    assert torch.equal(pieces["model/embedding.word"].view(V, -1), word.bfloat16())
+    assert torch.equal(shards["model/embedding.word"].view(V, -1), word.bfloat16())
 
 
 # ---- options
@@ -126,12 +126,12 @@ MODEL += "--untie-embeddings-and-output-weights"
 
 
 def test_contradictory_options_are_named_together(models) -> None:
-    _, folder = models("llama")
-    right = origin.complete_config(parse(folder, *MODEL.split()))
+    _, model_dir = models("llama")
+    right = origin.complete_config(parse(model_dir, *MODEL.split()))
     assert right.model.num_layers == 4 and right.data.tokenizer_type is None
     wrong = f"{MODEL} --num-layers 6 --squared-relu --norm-epsilon 1e-5 --vocab-size 95 --ckpt-step 3"
     with pytest.raises(SetupError) as error:
-        origin.complete_config(parse(folder, *wrong.split()))
+        origin.complete_config(parse(model_dir, *wrong.split()))
     lines = str(error.value).splitlines()
     assert len(lines) == 5 and sum("--use-checkpoint-args" in line for line in lines) == 3
     for text in (
@@ -144,7 +144,7 @@ def test_contradictory_options_are_named_together(models) -> None:
     ):
         assert text in str(error.value)
     with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; drop the option"):
-        taken(folder, "--num-layers", "6")
+        taken(model_dir, "--num-layers", "6")
     learned = [models("gpt2")[1], *"--num-layers 4 --hidden-size 32 --num-attention-heads 4".split()]
     assert origin.complete_config(parse(*learned, "--max-position-embeddings", str(S)))
     with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
@@ -152,30 +152,30 @@ def test_contradictory_options_are_named_together(models) -> None:
 
 
 def test_tokenizer_next_to_the_model_is_the_default(models, tmp_path: Path) -> None:
-    folder = copied(models("llama")[1], tmp_path / "model")
-    assert (config := taken(folder)).data.tokenizer_type is None and config.data.vocab_size == V
-    with_tokenizer(folder, V - 20)
-    data = taken(folder, "--reset-position-ids").data  # needs the id that ends a document
-    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(folder))
-    assert preflight(taken(folder), RankInfo())[1].vocab_size == data.vocab_size == V
-    given = taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V)).data
-    assert given.tokenizer_type == "NullTokenizer" and given.tokenizer_model is None
+    model_dir = copied(models("llama")[1], tmp_path / "model")
+    assert (config := taken(model_dir)).data.tokenizer_type is None and config.data.vocab_size == V
+    with_tokenizer(model_dir, V - 20)
+    data = taken(model_dir, "--reset-position-ids").data  # needs the id of the end of a document
+    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(model_dir))
+    assert preflight(taken(model_dir), RankInfo())[1].vocab_size == data.vocab_size == V
+    null_data = taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V)).data
+    assert null_data.tokenizer_type == "NullTokenizer" and null_data.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):
-        taken(folder, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V + 1))
-    other = copied(folder, tmp_path / "other")
+        taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V + 1))
+    other = copied(model_dir, tmp_path / "other")
     with_tokenizer(other, V + 7)
     assert taken(other).data.tokenizer_type is None  # more tokens than rows
     with pytest.raises(SetupError, match="vocab_size: 100 here, 93 in"):
-        taken(folder, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other))
+        taken(model_dir, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other))
     nothing = parse(tmp_path, *"--num-layers 1 --hidden-size 8 --num-attention-heads 2".split())
     with pytest.raises(SetupError, match="vocab_size is not set"):
         preflight(origin.complete_config(nothing), RankInfo())
 
 
 def test_restart_uses_the_checkpoint_not_the_model(models, tmp_path: Path) -> None:
-    _, folder = models("qwen2")
-    again = ("--pretrained-checkpoint", str(folder), "--save", str(tmp_path / "run"), "--save-interval", "1")
-    config = taken(tmp_path / "run", *again)
+    _, model_dir = models("qwen2")
+    restart_flags = ("--pretrained-checkpoint", str(model_dir), "--save", str(tmp_path / "run"), "--save-interval", "1")
+    config = taken(tmp_path / "run", *restart_flags)
     run = run_from(config)
     saver = open_saver(run, config)
     assert saver is not None and origin.load_external_model(run, config) is not None
@@ -183,59 +183,59 @@ def test_restart_uses_the_checkpoint_not_the_model(models, tmp_path: Path) -> No
     save(run, saver, "num_layers = 4\n")
     saver.close()
     assert origin.external_weights_dir(config) is None and origin.load_external_model(run, config) is None
-    direct = parse(folder, "--use-checkpoint-args", "--save", str(tmp_path / "other"), "--save-interval", "1")
+    direct = parse(model_dir, "--use-checkpoint-args", "--save", str(tmp_path / "other"), "--save-interval", "1")
     run = run_from(config := origin.complete_config(direct))
-    found = origin.load_external_model(run, config)
-    assert found is not None and "--pretrained-checkpoint" in found[1][1]
+    loaded = origin.load_external_model(run, config)
+    assert loaded is not None and "--pretrained-checkpoint" in loaded[1][1]
 
 
 # ---- a directory that one rank cannot read
-BROKEN = "layers.3.mlp.down_proj.weight"  # of the last layer: rank 1 reads it, rank 0 does not
-Outcome = tuple[bool, str]  # (whether it is said to be another rank's, the text)
+BROKEN = "layers.3.mlp.down_proj.weight"  # in the last layer: rank 1 reads it, rank 0 does not
+Failure = tuple[bool, str]  # (whether the error is another rank's, its text)
 
 
-def _fails(read: object) -> Outcome:
+def _fails(load: object) -> Failure:
     with pytest.raises(CheckpointError) as error:
-        read()  # type: ignore[operator]
+        load()  # type: ignore[operator]
     return isinstance(error.value, OtherRankError), str(error.value)
 
 
-def _starts(base: str) -> list[Outcome]:
-    """How this rank's run, and its generator, fail to begin: by a read error, a damaged file, a folder of no model."""
+def _starts(base: str) -> list[Failure]:
+    """Return how this rank's run and generator fail to start: read error, damaged file, directory without a model."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    folder = Path(base) / f"rank{rank}"  # nodes may have copies of their own
-    config = taken(folder, "--pipeline-model-parallel-size", "2")
+    model_dir = Path(base) / f"rank{rank}"  # nodes may have copies of their own
+    config = taken(model_dir, "--pipeline-model-parallel-size", "2")
     run = run_from(config, ranks=RankInfo(rank, 2))
-    outcomes, real = [], hf_files._read
+    failures, real_read = [], hf_files._read
 
     def read(handle: Any, name: str, path: Path) -> torch.Tensor:
         if rank == 1 and name.endswith(BROKEN):
             raise CheckpointError(f"{path}: {name} cannot be read (Input/output error)")
-        return real(handle, name, path)
+        return real_read(handle, name, path)
 
     hf_files._read = read
-    outcomes.append(_fails(lambda: origin.load_external_model(run, config)))
+    failures.append(_fails(lambda: origin.load_external_model(run, config)))
     mesh = build_mesh(tp=1, pp=2, device=CPU)
-    outcomes.append(_fails(lambda: generate.load_model(folder, mesh)))
-    hf_files._read = real
+    failures.append(_fails(lambda: generate.load_model(model_dir, mesh)))
+    hf_files._read = real_read
     if rank == 1:
-        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
-    outcomes.append(_fails(lambda: origin.load_external_model(run, config)))
+        (model_dir / "model.safetensors").write_bytes((model_dir / "model.safetensors").read_bytes()[:-1])
+    failures.append(_fails(lambda: origin.load_external_model(run, config)))
     other = config if rank == 0 else replace(config, checkpoint=replace(config.checkpoint, load=f"{base}/nothing"))
-    outcomes.append(_fails(lambda: origin.load_external_model(run, other)))
-    return outcomes
+    failures.append(_fails(lambda: origin.load_external_model(run, other)))
+    return failures
 
 
 def test_unreadable_model_on_one_rank_ends_all(models, tmp_path: Path) -> None:
     for rank in (0, 1):
         with_tokenizer(copied(models("llama")[1], tmp_path / f"rank{rank}"), V)
     first, second = run_ranks(2, _starts, str(tmp_path))
-    wanted = [*[f"{BROKEN} cannot be read"] * 2, "not a complete safetensors file", "rank 0 sees it"]
-    for there, here, text in zip(first, second, wanted, strict=True):
-        assert there[0] and "rank 1 failed while reading the weights of" in there[1]
-        assert not here[0] and "rank 1" in here[1] and text in here[1]
+    expected = [*[f"{BROKEN} cannot be read"] * 2, "not a complete safetensors file", "rank 0 sees it"]
+    for other_rank, broken_rank, text in zip(first, second, expected, strict=True):
+        assert other_rank[0] and "rank 1 failed while reading the weights of" in other_rank[1]
+        assert not broken_rank[0] and "rank 1" in broken_rank[1] and text in broken_rank[1]
 
 
 # ---- --export-hf
@@ -243,62 +243,68 @@ def program(*flags: str, **options: bool) -> subprocess.CompletedProcess[str]:
     return programs.python("pretrain_gpt.py", *BASE.split(), *flags, **options)
 
 
-WAYS = ["one process", "tp2 pp2, saving"]
+LAUNCHES = ["one process", "tp2 pp2, saving"]
 
 
-@pytest.mark.parametrize("how", rarely(WAYS, WAYS[1:], str, guards=("megalite/interop",)))
-def test_run_from_a_model_directory_to_another(models, how: str, tmp_path: Path) -> None:
-    """With a learning rate of zero, what comes out is what went in, bit for bit."""
-    folder = copied(models("llama")[1], tmp_path / "model")
-    with_tokenizer(folder, V - 20)
-    flags = ["--load", str(folder), "--use-checkpoint-args", "--lr", "0", "--run-dir", str(tmp_path / "run")]
+@pytest.mark.parametrize("launch", rarely(LAUNCHES, LAUNCHES[1:], str, guards=("megalite/interop",)))
+def test_run_from_a_model_directory_to_another(models, launch: str, tmp_path: Path) -> None:
+    """Train with a learning rate of zero: the exported weights are those loaded, bit for bit."""
+    model_dir = copied(models("llama")[1], tmp_path / "model")
+    with_tokenizer(model_dir, V - 20)
+    flags = ["--load", str(model_dir), "--use-checkpoint-args", "--lr", "0", "--run-dir", str(tmp_path / "run")]
     flags += ["--export-hf", str(tmp_path / "out"), "--log-interval", "1"]
-    if how != "one process":
+    if launch != "one process":
         flags += [*LAYOUTS["tp2 pp2"].split(), "--nproc", "4", "--save", str(tmp_path / "run"), "--save-interval", "1"]
-    done = program(*flags, ok=True)
-    assert f"starts from {folder} at step 0" in done.stdout and "weights of llama in float32" in done.stdout
-    assert f"exported to {tmp_path / 'out'}: llama" in done.stdout
-    a, b = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    result = program(*flags, ok=True)
+    assert f"starts from {model_dir} at step 0" in result.stdout and "weights of llama in float32" in result.stdout
+    assert f"exported to {tmp_path / 'out'}: llama" in result.stdout
+    a, b = load_file(model_dir / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert a.keys() == b.keys() and all(torch.equal(a[n].view(torch.int32), b[n].view(torch.int32)) for n in a)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
+        assert (tmp_path / "out" / name).read_bytes() == (model_dir / name).read_bytes()
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]  # no temporary is left
 
 
 def test_export_replaces_an_earlier_export(models, tmp_path: Path) -> None:
-    _, folder = models("gpt2")
+    _, model_dir = models("gpt2")
     (tmp_path / ".out.part").write_text("in the way")
-    run = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
-    done = program("--load", str(folder), "--use-checkpoint-args", "--export-hf", str(tmp_path / "out"), *run)
-    assert done.returncode == 0 and f"exported to {tmp_path / 'out'}: gpt2" in done.stdout, done.stdout + done.stderr
+    save_flags = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
+    result = program(
+        "--load", str(model_dir), "--use-checkpoint-args", "--export-hf", str(tmp_path / "out"), *save_flags
+    )
+    assert result.returncode == 0 and f"exported to {tmp_path / 'out'}: gpt2" in result.stdout, (
+        result.stdout + result.stderr
+    )
     assert not (tmp_path / ".out.part").exists()
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["saved before", "weights alone, tp2"])
 def test_failed_export_leaves_nothing(saves: bool, tmp_path: Path) -> None:
-    """No file may grow beyond 64 KiB. Without a checkpoint the ranks' temporary files are the first that fail."""
+    """Limit files to 64 KiB. Without a checkpoint the temporary files of the ranks fail first."""
     shape = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 512 --max-position-embeddings 16"
     flags = [*BASE.split(), *shape.split(), "--run-dir", str(tmp_path / "run")]
-    if saves:  # then the run is at its end: what is left is the export
+    if saves:  # the run below is then complete, and only exports
         flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--save-interval", "2"]
         programs.python("pretrain_gpt.py", *flags, ok=True)
     else:
         flags += ["--tensor-model-parallel-size", "2", "--nproc", "2"]
     flags += ["--export-hf", str(tmp_path / "out")]
-    done = programs.python("pretrain_gpt.py", *flags, preexec_fn=limit_files)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert f"{tmp_path}/{'' if saves else '.'}out" in done.stderr and "File too large" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and "exported" not in done.stdout, done.stdout + done.stderr
+    result = programs.python("pretrain_gpt.py", *flags, preexec_fn=limit_files)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert f"{tmp_path}/{'' if saves else '.'}out" in result.stderr and "File too large" in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and "exported" not in result.stdout, result.stdout + result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["outcome"] == "crash"
     if saves:
-        done = programs.python("pretrain_gpt.py", *flags)
-        assert done.returncode == 0 and f"exported to {tmp_path / 'out'}: " in done.stdout, done.stdout + done.stderr
+        result = programs.python("pretrain_gpt.py", *flags)
+        assert result.returncode == 0 and f"exported to {tmp_path / 'out'}: " in result.stdout, (
+            result.stdout + result.stderr
+        )
 
 
 @pytest.mark.parametrize("kind", rarely(["json", "sentencepiece"], ["json"], str, guards=("megalite/interop",)))
 def test_export_includes_a_renamed_tokenizer(kind: str, tmp_path: Path) -> None:
-    """As transformers finds it; its neighbors are not taken for parts of it."""
+    """Export the tokenizer so that transformers finds it, without the files next to it."""
     import transformers
 
     (tmp_path / "vocab.json").write_text("{}")
@@ -313,12 +319,14 @@ def test_export_includes_a_renamed_tokenizer(kind: str, tmp_path: Path) -> None:
     run = ["--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "2"]
     program(*flags, *shape, *run, "--export-hf", str(tmp_path / "out"), ok=True)
     assert convert_checkpoint.main(["--load", str(tmp_path / "run"), "--to-hf", str(tmp_path / "tool")]) == 0
-    text, own = "the river  rose", build_tokenizer(flags[1], flags[3])
-    for folder in (tmp_path / "out", tmp_path / "tool"):
-        assert not (folder / "vocab.json").exists() and (folder / "tokenizer.model").exists() == (kind != "json")
-        found, config = (kind.from_pretrained(folder) for kind in (transformers.AutoTokenizer, transformers.AutoConfig))
-        assert found(text).input_ids == own.encode(text) and config.vocab_size == own.vocab_size
-        assert found.eos_token_id == config.eos_token_id == own.eod
+    text, own_tokenizer = "the river  rose", build_tokenizer(flags[1], flags[3])
+    for directory in (tmp_path / "out", tmp_path / "tool"):
+        assert not (directory / "vocab.json").exists() and (directory / "tokenizer.model").exists() == (kind != "json")
+        tokenizer, config = (
+            auto.from_pretrained(directory) for auto in (transformers.AutoTokenizer, transformers.AutoConfig)
+        )
+        assert tokenizer(text).input_ids == own_tokenizer.encode(text) and config.vocab_size == own_tokenizer.vocab_size
+        assert tokenizer.eos_token_id == config.eos_token_id == own_tokenizer.eod
 
 
 def test_plan_of_a_run_from_a_model_directory(models, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,8 +335,8 @@ def test_plan_of_a_run_from_a_model_directory(models, capsys: pytest.CaptureFixt
     assert "vocabulary 93, padded to 128" in capsys.readouterr().out
 
 
-def _exported(folder: str, target: str, flags: str) -> str | None:
-    config = taken(Path(folder), "--export-hf", target, *flags.split())
+def _exported(model_dir: str, target: str, flags: str) -> str | None:
+    config = taken(Path(model_dir), "--export-hf", target, *flags.split())
     run = begun(config)
     train_step(run)
     run.buffer.wait_param_sync()
@@ -339,27 +347,27 @@ def _exported(folder: str, target: str, flags: str) -> str | None:
 def test_export_works_without_checkpoints(models, layout: str, tmp_path: Path) -> None:
     import transformers
 
-    _, folder = models("gpt2" if layout == "tp2 pp2" else "qwen3")
-    lines = run_ranks(4, _exported, str(folder), str(tmp_path / layout), LAYOUTS[layout])
+    _, model_dir = models("gpt2" if layout == "tp2 pp2" else "qwen3")
+    lines = run_ranks(4, _exported, str(model_dir), str(tmp_path / layout), LAYOUTS[layout])
     assert lines[0] is not None and lines[1:] == [None] * 3
     assert [p.name for p in tmp_path.iterdir()] == [layout]
-    run = begun(taken(folder))
+    run = begun(taken(model_dir))
     train_step(run)
     batches = batches_of(run, 4, 2)
-    want = float(run.pipeline.evaluate(batches))
+    expected = float(run.pipeline.evaluate(batches))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / layout).eval()
     assert model.config.eos_token_id == 2
     ids = torch.cat(tokens_of(batches))
     with torch.no_grad():
-        got = float(model(ids, labels=ids).loss) * ids[:, 1:].numel()
-    assert got == pytest.approx(want, rel=1e-5)
+        actual = float(model(ids, labels=ids).loss) * ids[:, 1:].numel()
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
-def _saved_at(stages: list[int], folder: str, target: str) -> None:
-    """A step from a directory, and a checkpoint of it, at each ZeRO stage, with tp 2 and dp 2."""
+def _save_at_stages(stages: list[int], model_dir: str, target: str) -> None:
+    """Train a step from a directory and save a checkpoint, at each ZeRO stage, with tp 2 and dp 2."""
     for stage in stages:
         flags = f"{LAYOUTS['tp2 dp2']} --zero-stage {stage} --save {target}/{stage} --save-interval 1"
-        config = taken(Path(folder), *flags.split())
+        config = taken(Path(model_dir), *flags.split())
         run = begun(config)
         train_step(run)
         saver = open_saver(run, config)
@@ -369,30 +377,30 @@ def _saved_at(stages: list[int], folder: str, target: str) -> None:
 
 
 def test_sharded_checkpoint_converts_bit_exactly(models, tmp_path: Path) -> None:
-    _, folder = models("qwen3")
-    run_ranks(4, _saved_at, [1, 3], str(folder), str(tmp_path))
-    found = [load_file(folder / "model.safetensors")]
+    _, model_dir = models("qwen3")
+    run_ranks(4, _save_at_stages, [1, 3], str(model_dir), str(tmp_path))
+    weights = [load_file(model_dir / "model.safetensors")]
     for stage in (1, 3):
         target = str(tmp_path / f"hf{stage}")
         assert convert_checkpoint.main(["--load", f"{tmp_path}/{stage}", "--to-hf", target, "--check-bits"]) == 0
-        found.append(load_file(f"{target}/model.safetensors"))
-    began, one, three = found
-    assert one.keys() == three.keys() and all(torch.equal(one[name], three[name]) for name in one)
+        weights.append(load_file(f"{target}/model.safetensors"))
+    initial, zero_1, zero_3 = weights
+    assert zero_1.keys() == zero_3.keys() and all(torch.equal(zero_1[name], zero_3[name]) for name in zero_1)
     assert not any(
-        torch.equal(one[name].float(), began[name].float()) for name in began if name.endswith("proj.weight")
+        torch.equal(zero_1[name].float(), initial[name].float()) for name in initial if name.endswith("proj.weight")
     )
 
 
 def test_impossible_export_is_refused_before_training(tmp_path: Path) -> None:
     small = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --vocab-size 93"
     config = config_from([*BASE.split(), *small.split(), "--squared-relu", "--export-hf", str(tmp_path / "x")])
-    said = "(?s)export_hf=.*no family of Hugging Face can express this model.*squared_relu"
-    with pytest.raises(SetupError, match=said):
+    message = "(?s)export_hf=.*no family of Hugging Face can express this model.*squared_relu"
+    with pytest.raises(SetupError, match=message):
         preflight(config, RankInfo())
     (tmp_path / "mine").write_text("x")
     config = config_from([*BASE.split(), *small.split(), "--export-hf", str(tmp_path / "mine" / "x")])
     with pytest.raises(SetupError, match="nothing can be written in .*mine; give another directory"):
         preflight(config, RankInfo())
-    done = program(*small.split(), "--export-hf", str(tmp_path), "--run-dir", str(tmp_path / "run"))
-    assert done.returncode == 2 and "is not empty; give a new directory" in done.stderr, done.stderr
+    result = program(*small.split(), "--export-hf", str(tmp_path), "--run-dir", str(tmp_path / "run"))
+    assert result.returncode == 2 and "is not empty; give a new directory" in result.stderr, result.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]

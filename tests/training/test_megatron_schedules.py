@@ -1,7 +1,7 @@
-"""Side by side with Megatron-LM: rates, weight decay, sizes of batches, and what is counted in samples.
+"""Learning rates, weight decay and batch sizes equal Megatron-LM's, also when they are counted in samples.
 
-Twice: against the curves, stated here anew, and against numbers that Megatron-LM's own classes gave (at d98e8a64 of
-August 2026; the ramp, which is gone there, at the commit before its removal).
+They are compared with a second implementation of the curves, and with numbers that Megatron-LM's own classes returned
+(at d98e8a64 of August 2026; batch ramps, which it no longer has, at the commit before their removal).
 """
 
 import math
@@ -21,8 +21,8 @@ from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.setup import build_schedules
 
-FIGURES = toml_tables.read("training/megatron_schedules")
-spelt = toml_tables.spelt(FIGURES["words"])
+EXPECTED = toml_tables.read("training/megatron_schedules")
+spelt = toml_tables.spelt(EXPECTED["words"])
 MODEL = """--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --micro-batch-size 4 --mock-data
  --vocab-size 20"""
 
@@ -32,8 +32,8 @@ def parse(flags: str) -> Config:
 
 
 def parse_schedule(text: str, flags: str) -> Config:
-    words = f"{MODEL} --lr 1e-3 {flags}".split()
-    return config_from([*words, "--step-batch-size-schedule", text])
+    argv = f"{MODEL} --lr 1e-3 {flags}".split()
+    return config_from([*argv, "--step-batch-size-schedule", text])
 
 
 def rates_of(config: Config, dp: int = 1) -> OptimSchedules:
@@ -41,31 +41,31 @@ def rates_of(config: Config, dp: int = 1) -> OptimSchedules:
 
 
 def rate(s: LrSchedule, seen: float) -> float:
-    """What an update reads after `seen` samples of updates before it."""
+    """Return the rate of an update that follows updates of `seen` samples."""
     if seen <= s.warm_up and s.warm_up > 0:
-        part = seen / s.warm_up
-        return (1 - part) * s.warm_up_init + part * s.peak
+        fraction = seen / s.warm_up
+        return (1 - fraction) * s.warm_up_init + fraction * s.peak
     if s.style == "constant":
         return s.peak
     if seen > s.decay:
         return s.minimum
     if s.style == "inverse-square-root":
         return max(s.minimum, s.peak / math.sqrt(max(seen, 1) / max(s.warm_up, 1)))
-    begin = s.decay - s.wsd if s.style == "WSD" else s.warm_up
-    done = 0.0 if seen <= begin else (seen - begin) / (s.decay - begin)
-    left = {
-        "linear": 1 - done,
-        "cosine": math.cos(done * math.pi / 2) ** 2,
-        "exponential": 2 ** (1 - done) - 1,
-        "minus_sqrt": 1 - done**0.5,
+    start = s.decay - s.wsd if s.style == "WSD" else s.warm_up
+    progress = 0.0 if seen <= start else (seen - start) / (s.decay - start)
+    remaining = {
+        "linear": 1 - progress,
+        "cosine": math.cos(progress * math.pi / 2) ** 2,
+        "exponential": 2 ** (1 - progress) - 1,
+        "minus_sqrt": 1 - progress**0.5,
     }[s.wsd_style if s.style == "WSD" else s.style]
-    return left * s.peak + (1 - left) * s.minimum
+    return remaining * s.peak + (1 - remaining) * s.minimum
 
 
 def weight_decay(d: WeightDecaySchedule, seen: float) -> float:
-    done = 1.0 if d.style == "constant" else min(seen / d.samples, 1.0)
-    grown = math.sin(done * math.pi / 2) ** 2 if d.style == "cosine" else done
-    return (1 - grown) * d.start + grown * d.end
+    progress = 1.0 if d.style == "constant" else min(seen / d.samples, 1.0)
+    growth = math.sin(progress * math.pi / 2) ** 2 if d.style == "cosine" else progress
+    return (1 - growth) * d.start + growth * d.end
 
 
 @settings(max_examples=300)
@@ -79,11 +79,11 @@ def weight_decay(d: WeightDecaySchedule, seen: float) -> float:
 def test_curves_use_the_samples_before_an_update(
     style: str, wsd_style: str, growth: str, samples: tuple[float, int, int, int], steps: list[tuple[int, bool]]
 ) -> None:
-    """Steps of any size; one that updates nothing moves nothing on."""
-    warm_up, decay, wsd, grown = samples
+    """Draw steps of any size; skipped steps do not advance the curves."""
+    warm_up, decay, wsd, growth_samples = samples
     wsd = min(wsd, int(decay - warm_up))
     lr = LrSchedule(3e-4, 3e-5, style, warm_up, decay, 1e-5, wsd, wsd_style)
-    wd = WeightDecaySchedule(0.1 if growth == "constant" else 0.01, 0.1, growth, grown)
+    wd = WeightDecaySchedule(0.1 if growth == "constant" else 0.01, 0.1, growth, growth_samples)
     consumed, skipped = 0, 0
     for size, updates in steps:
         seen = consumed - skipped
@@ -101,34 +101,35 @@ def test_warmup_as_long_as_the_decay() -> None:
 
 
 RUN = spelt("RUN")
-AT = (0, 1, 4, 7, 13, 17, 20, 23)  # updates, from 0; the run is 20 long, and may be resumed beyond
+# indices of updates, from 0; the run has 20 steps, and may be resumed beyond them
+UPDATES = (0, 1, 4, 7, 13, 17, 20, 23)
 
 
-@pytest.mark.parametrize("figures", FIGURES["rates"].values(), ids=FIGURES["rates"])
-def test_learning_rates_equal_megatrons(figures: dict[str, Any]) -> None:
-    lr = rates_of(parse(spelt(figures["flags"]))).lr
-    before = lambda step: 8 * (step - sum(s < step for s in figures.get("skipped", ())))  # noqa: E731
-    for steps, name in ((AT, "updates"), ((1, 5, 20), "logged")):
-        assert [lr.at(before(step)) for step in steps] == pytest.approx(figures[name], rel=1e-12)
+@pytest.mark.parametrize("expected", EXPECTED["rates"].values(), ids=EXPECTED["rates"])
+def test_learning_rates_equal_megatrons(expected: dict[str, Any]) -> None:
+    lr = rates_of(parse(spelt(expected["flags"]))).lr
+    samples_before = lambda step: 8 * (step - sum(s < step for s in expected.get("skipped", ())))  # noqa: E731
+    for steps, name in ((UPDATES, "updates"), ((1, 5, 20), "logged")):
+        assert [lr.at(samples_before(step)) for step in steps] == pytest.approx(expected[name], rel=1e-12)
 
 
 def test_weight_decay_equals_megatrons() -> None:
     flags = f"{RUN.replace('20', '24')} --end-weight-decay 0.1"
     linear = rates_of(parse(f"{flags} --start-weight-decay 0.01 --weight-decay-incr-style linear")).weight_decay
-    want = FIGURES["weight_decay"]["linear"]
-    assert [linear.at(8 * step) for step in AT] == pytest.approx(want, rel=1e-12)
+    expected = EXPECTED["weight_decay"]["linear"]
+    assert [linear.at(8 * step) for step in UPDATES] == pytest.approx(expected, rel=1e-12)
     cosine = rates_of(parse(f"{flags} --start-weight-decay 0 --weight-decay-incr-style cosine")).weight_decay
-    want = FIGURES["weight_decay"]["cosine"]
-    assert [cosine.at(8 * step) for step in (0, 3, 5, 11, 15)] == pytest.approx(want, rel=1e-12)
+    expected = EXPECTED["weight_decay"]["cosine"]
+    assert [cosine.at(8 * step) for step in (0, 3, 5, 11, 15)] == pytest.approx(expected, rel=1e-12)
     assert rates_of(parse(RUN)).weight_decay.at(5) == linear.at(8 * 25) == cosine.at(10**9) == 0.1
 
 
 def test_decoupled_rates_equal_megatrons() -> None:
-    apart = rates_of(parse(f"{RUN} --lr-decay-style cosine --lr-warmup-iters 4 --decoupled-lr 5e-4")).decoupled
-    want = FIGURES["decoupled"]
-    assert [apart.at(8 * step) for step in AT] == pytest.approx(want, rel=1e-12)
-    own = rates_of(parse(f"{RUN} --decoupled-lr 5e-4 --decoupled-min-lr 1e-4")).decoupled
-    assert own is not None and own.at(160) == own.at(161) == 1e-4
+    cosine = rates_of(parse(f"{RUN} --lr-decay-style cosine --lr-warmup-iters 4 --decoupled-lr 5e-4")).decoupled
+    expected = EXPECTED["decoupled"]
+    assert [cosine.at(8 * step) for step in UPDATES] == pytest.approx(expected, rel=1e-12)
+    with_minimum = rates_of(parse(f"{RUN} --decoupled-lr 5e-4 --decoupled-min-lr 1e-4")).decoupled
+    assert with_minimum is not None and with_minimum.at(160) == with_minimum.at(161) == 1e-4
 
 
 def walk(sizes: BatchSizeSchedule, steps: int) -> list[int]:
@@ -140,14 +141,14 @@ def walk(sizes: BatchSizeSchedule, steps: int) -> list[int]:
     return result
 
 
-@pytest.mark.parametrize("final,ramp,want", FIGURES["ramps"])
-def test_batch_ramps_equal_megatrons(final: int, ramp: list[int], want: list[list[int]]) -> None:
-    """`want`: batch sizes, and steps that have them."""
-    assert walk(BatchSizeSchedule.ramp(final, *ramp), 24) == [size for size, steps in want for _ in range(steps)]
+@pytest.mark.parametrize("final,ramp,expected", EXPECTED["ramps"])
+def test_batch_ramps_equal_megatrons(final: int, ramp: list[int], expected: list[list[int]]) -> None:
+    """Compare with `expected`: (batch size, number of steps) in order."""
+    assert walk(BatchSizeSchedule.ramp(final, *ramp), 24) == [size for size, steps in expected for _ in range(steps)]
 
 
 def test_batch_ramp_that_megatron_rounds() -> None:
-    """30 of 54 increments over 477 samples begin at sample 265; 265 / (477 / 54) is 29.999999999999996."""
+    """Reach 30 of 54 increments over 477 samples at sample 265: 265 / (477 / 54) is 29.999999999999996."""
     sizes = BatchSizeSchedule.ramp(55, 1, 1, 477)
     assert [sizes.at(n) for n in (264, 265, 266, 477, 478)] == [30, 30, 31, 54, 55]
 
@@ -177,7 +178,7 @@ def test_batch_schedules_equal_megatrons() -> None:
 
 
 def test_iterations_with_a_batch_schedule_count_micro_batches() -> None:
-    """There is no other global batch size there; who counts so is told."""
+    """Use the micro-batches as global batch size, as Megatron-LM does, and say so in a note."""
     config = parse_schedule("0:8 1K:16", "--train-iters 100 --lr-warmup-iters 10")
     lr = rates_of(config, dp=2).lr
     assert (lr.warm_up, lr.decay) == (10 * 4 * 2, 100 * 4 * 2)
@@ -188,7 +189,7 @@ def test_iterations_with_a_batch_schedule_count_micro_batches() -> None:
     assert find_ineffective(by_samples) == []
 
 
-@pytest.mark.parametrize("text,flags,problem", FIGURES["no_schedules"])
+@pytest.mark.parametrize("text,flags,problem", EXPECTED["no_schedules"])
 def test_invalid_batch_schedule_is_refused(text: str, flags: str, problem: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_schedule(text, f"--train-samples 100 {flags}")
@@ -197,13 +198,15 @@ def test_invalid_batch_schedule_is_refused(text: str, flags: str, problem: str) 
 
 def test_batch_schedule_sizes_are_multiples_of_micro_batches() -> None:
     config = parse_schedule("0:8 1K:10", "--train-samples 100")
-    want = "step_batch_size_schedule size=10 is not a multiple of micro_batch_size 4 x data parallel 1 = 4: use 8 or 12"
-    assert find_problems(config, 1) == [want]
+    expected = (
+        "step_batch_size_schedule size=10 is not a multiple of micro_batch_size 4 x data parallel 1 = 4: use 8 or 12"
+    )
+    assert find_problems(config, 1) == [expected]
 
 
 def test_samples_to_iterations() -> None:
-    """A constant batch, and one behind its ramp, drop a last batch that is not full."""
-    for ramp, final, samples, steps in FIGURES["samples"]:
+    """Drop a partial last batch, with a constant batch size and after a ramp."""
+    for ramp, final, samples, steps in EXPECTED["samples"]:
         config = parse(f"--lr 1e-3 --global-batch-size {final} --train-samples {samples} {ramp}")
         assert make_run_plan(config, 1, 20).num_steps == steps
         assert rates_of(config).lr.decay == samples

@@ -1,4 +1,4 @@
-"""Peaks by device name, and the measured one of this CPU."""
+"""Peaks by device name, and the measured peak of this CPU."""
 
 import pytest
 import toml_tables
@@ -20,9 +20,9 @@ def test_peak_comes_from_the_gpu_or_the_flag() -> None:
     for name in CASES["no_peak"]["names"]:
         peak = lookup_peak(name, torch.bfloat16)
         assert peak.tflops is None and name in peak.source and "--peak-tflops" in peak.source
-    given = find_peak(torch.device("cuda"), torch.bfloat16, override_tflops=12.5)
-    assert (given.tflops, given.source) == (12.5, "given by --peak-tflops")
-    assert given.too_low == "--peak-tflops is too low for this device"
+    overridden = find_peak(torch.device("cuda"), torch.bfloat16, override_tflops=12.5)
+    assert (overridden.tflops, overridden.source) == (12.5, "given by --peak-tflops")
+    assert overridden.too_low == "--peak-tflops is too low for this device"
 
 
 def test_peak_depends_on_the_dtype() -> None:
@@ -34,10 +34,9 @@ def test_peak_depends_on_the_dtype() -> None:
 
 
 def test_no_device_row_is_hidden_by_an_earlier_one() -> None:
-    for words, rates in PEAKS.items():
-        assert {
-            DTYPE_NAMES[d]: lookup_peak(words, d).tflops for d in DTYPE_NAMES if DTYPE_NAMES[d] in rates
-        } == rates, words
+    for name, rates in PEAKS.items():
+        peaks = {DTYPE_NAMES[d]: lookup_peak(name, d).tflops for d in DTYPE_NAMES if DTYPE_NAMES[d] in rates}
+        assert peaks == rates, name
         assert rates["fp16"] > rates["fp32"] and {*rates} - {"bf16"} == {"fp16", "fp32"}
 
 
@@ -50,7 +49,7 @@ def test_cpu_peak_is_measured(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("seconds_of_128", "largest"), [(1e-2, 128), (1e-7, 1024)])
 def test_peak_measurement_respects_its_time_limit(seconds_of_128: float, largest: int, monkeypatch) -> None:
-    """fp16 has no fast unit on many CPUs: at a fixed size of 1024 it would take seconds."""
+    """Measure with a slow fp16 unit, as many CPUs have: at a fixed size of 1024 it would take seconds."""
     now, sizes = 0.0, []
 
     def mm_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -64,7 +63,7 @@ def test_peak_measurement_respects_its_time_limit(seconds_of_128: float, largest
 
 
 def test_peak_measurement_on_a_busy_machine() -> None:
-    """A clock on which all but every seventh interval holds a second that another process had."""
+    """Use a clock on which another process takes a second of all but every seventh interval."""
     calls = 0
     now = 0.0
 
@@ -80,11 +79,11 @@ def test_peak_measurement_on_a_busy_machine() -> None:
 
 
 def test_ranks_on_shared_cores_share_the_peak() -> None:
-    crowd = measure_cpu_peak(torch.float32, seconds=0.05, local_ranks=10_000)
-    alone = measure_cpu_peak(torch.float32, seconds=0.05)
-    assert crowd.tflops is not None and alone.tflops is not None
-    assert crowd.tflops < alone.tflops / 10  # 10,000 ranks on at most a few hundred cores
-    assert "of their cores" in crowd.source
+    shared = measure_cpu_peak(torch.float32, seconds=0.05, local_ranks=10_000)
+    exclusive = measure_cpu_peak(torch.float32, seconds=0.05)
+    assert shared.tflops is not None and exclusive.tflops is not None
+    assert shared.tflops < exclusive.tflops / 10  # 10,000 ranks on at most a few hundred cores
+    assert "of their cores" in shared.source
 
 
 @pytest.mark.gpu
@@ -103,8 +102,8 @@ def test_no_gpu_matmul_is_faster_than_the_peak() -> None:
         torch.mm(a, a)
     stop.record()
     torch.cuda.synchronize()
-    reached = 10 * 2 * size**3 / (start.elapsed_time(stop) / 1000) / 1e12
-    assert 0.2 * peak.tflops < reached < peak.tflops
+    achieved_tflops = 10 * 2 * size**3 / (start.elapsed_time(stop) / 1000) / 1e12
+    assert 0.2 * peak.tflops < achieved_tflops < peak.tflops
 
 
 @pytest.mark.parametrize("files,quota", CASES["quotas"].values(), ids=CASES["quotas"])
@@ -126,4 +125,4 @@ def test_too_many_threads_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert not preflight.thread_oversubscription_warning(
         "cpu", RankInfo(world_size=64, local_world_size=64)
-    )  # there is nothing to set
+    )  # OMP_NUM_THREADS cannot go below 1

@@ -1,4 +1,4 @@
-"""What must be alike on all ranks is compared before the first step, and what differs is named with its nodes."""
+"""Facts that must match on all ranks are compared before the first step; differences are named with their nodes."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ from train_cases import SMALL
 
 from megalite.launch.rank_info import LaunchError
 from megalite.parallel.mesh import world_axis
-from megalite.training.monitoring import rank_consistency as fingerprint
+from megalite.training.monitoring import rank_consistency
 from megalite.training.monitoring.rank_consistency import (
     MUST_MATCH,
     SHOULD_MATCH,
@@ -28,66 +28,66 @@ from megalite.training.monitoring.rank_consistency import (
 CPU = torch.device("cpu")
 
 
-def _each_fact_differs() -> dict[str, Any]:
-    """Of rank 2, one after the other; and what the comparison costs."""
-    world, mine, told = world_axis(), machine_facts(CPU), {}
-    mine |= {"options": "lr=0.1\nbf16=True", "data": "wiki 0badcafe weight 1", "card": "H100", "driver": "570.1"}
-    told["alike"] = compare_facts(mine, world, CPU)
-    socket.gethostname = lambda: f"node{world.rank // 2}"  # of this process alone
+def _compare_with_each_fact_changed() -> dict[str, Any]:
+    """Return the result of the comparison without a change, and with each fact of rank 2 changed in turn."""
+    world, own_facts, results = world_axis(), machine_facts(CPU), {}
+    own_facts |= {"options": "lr=0.1\nbf16=True", "data": "wiki 0badcafe weight 1", "gpu": "H100", "driver": "570.1"}
+    results["unchanged"] = compare_facts(own_facts, world, CPU)
+    socket.gethostname = lambda: f"node{world.rank // 2}"  # in this process alone
     for name in (*MUST_MATCH, *SHOULD_MATCH):
-        text = mine.get(name) or "one=1"
-        facts = mine | {name: f"{text}\nanother=1" if world.rank == 2 else text}
+        text = own_facts.get(name) or "one=1"
+        facts = own_facts | {name: f"{text}\nanother=1" if world.rank == 2 else text}
         try:
-            told[name] = compare_facts(facts, world, CPU)[1]
+            results[name] = compare_facts(facts, world, CPU)[1]
         except LaunchError as error:
-            told[name] = str(error)
-    return told
+            results[name] = str(error)
+    return results
 
 
 def test_rank_differences_are_named_with_their_nodes() -> None:
-    answers = run_ranks(3, _each_fact_differs)
-    assert answers[0]["alike"] == ([socket.gethostname()] * 3, [])
-    for told in answers:  # the same everywhere
+    results_of_ranks = run_ranks(3, _compare_with_each_fact_changed)
+    assert results_of_ranks[0]["unchanged"] == ([socket.gethostname()] * 3, [])
+    for results in results_of_ranks:  # the same on all ranks
         for name in MUST_MATCH:
-            assert told[name].startswith("the ranks of this run differ:\n")
-            assert f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)" in told[name]
+            assert results[name].startswith("the ranks of this run differ:\n")
+            assert f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)" in results[name]
         for name in SHOULD_MATCH:
-            assert told[name] == [f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)"]
+            assert results[name] == [f"{name} differs: not on node0 (rank 0 and 1 more); 'another=1' on node1 (rank 2)"]
 
 
 def test_only_differing_lines_are_printed() -> None:
     texts = ["lr=0.1\nbf16=True\nseed=1"] * 3 + ["lr=0.2\nbf16=True\nseed=1"]
-    said = "options differs: 'lr=0.1' on a, b (rank 0 and 2 more); 'lr=0.2' on b (rank 3)"
-    assert describe("options", texts, ["a", "a", "b", "b"]) == said
+    expected = "options differs: 'lr=0.1' on a, b (rank 0 and 2 more); 'lr=0.2' on b (rank 3)"
+    assert describe("options", texts, ["a", "a", "b", "b"]) == expected
 
 
 def test_edited_source_file_changes_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rope.py").write_text("theta = 10_000")
-    monkeypatch.setattr(fingerprint.megalite, "__file__", str(tmp_path / "__init__.py"))
-    seen = set()
+    monkeypatch.setattr(rank_consistency.megalite, "__file__", str(tmp_path / "__init__.py"))
+    hashes = set()
     for text in ("theta = 10_000", "theta = 10_001"):
         (tmp_path / "rope.py").write_text(text)
-        seen.add(fingerprint.source_code_hash())
+        hashes.add(rank_consistency.source_code_hash())
     (tmp_path / "rope.py").rename(tmp_path / "pore.py")
-    seen.add(fingerprint.source_code_hash())
-    assert len(seen) == 3
+    hashes.add(rank_consistency.source_code_hash())
+    assert len(hashes) == 3
 
 
-def _start(rank: int, port: int, folder: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
-    """One of two nodes, as a launcher starts it."""
-    where = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    env = {**os.environ, **where, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", **variables}
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2", "--run-dir", str(folder)]
+def _start_node(rank: int, port: int, run_dir: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
+    """Start one of two nodes, as a launcher does."""
+    rank_variables = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+    env = {**os.environ, **rank_variables, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", **variables}
+    argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2", "--run-dir", str(run_dir)]
     pipe = subprocess.PIPE
-    return programs.Popen([*words, "--device", "cpu", *flags], env=env, text=True, stdout=pipe, stderr=pipe, cwd=ROOT)
+    return programs.Popen([*argv, "--device", "cpu", *flags], env=env, text=True, stdout=pipe, stderr=pipe, cwd=ROOT)
 
 
-def _both(folder: Path, flags: str = "", **variables: str) -> list[tuple[int, str]]:
-    """Exit code and stderr; the second node alone has `flags` and `variables`."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    nodes = [_start(0, port, folder), _start(1, port, folder, *flags.split(), **variables)]
+def _run_two_nodes(run_dir: Path, flags: str = "", **variables: str) -> list[tuple[int, str]]:
+    """Return exit code and stderr of both nodes; only the second one has `flags` and `variables`."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    nodes = [_start_node(0, port, run_dir), _start_node(1, port, run_dir, *flags.split(), **variables)]
     try:
         texts = [node.communicate(timeout=150)[1] for node in nodes]
     finally:
@@ -97,7 +97,7 @@ def _both(folder: Path, flags: str = "", **variables: str) -> list[tuple[int, st
 
 
 def test_other_option_on_a_node_ends_the_run(tmp_path: Path) -> None:
-    for code, text in _both(tmp_path, "--lr 0.02 --hidden-dropout 0"):
+    for code, text in _run_two_nodes(tmp_path, "--lr 0.02 --hidden-dropout 0"):
         assert code == 3 and "Traceback" not in text
         assert "options differs: 'lr=0.01' on" in text and "'hidden_dropout=0.0, lr=0.02' on" in text
     status = status_of(tmp_path)
@@ -107,10 +107,10 @@ def test_other_option_on_a_node_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_other_environment_is_a_warning(tmp_path: Path) -> None:
-    (code, text), _ = _both(tmp_path, NCCL_ALGO="Ring")
+    (code, text), _ = _run_two_nodes(tmp_path, NCCL_ALGO="Ring")
     assert code == 0
     assert "WARNING: environment differs: not on" in text and "'NCCL_ALGO=Ring' on" in text
     assert "NCCL_ALGO=Ring" in (tmp_path / "log.txt").read_text()
-    for code, text in _both(tmp_path, MEGALITE_FAULT="init.collectives:1:0:bitflip"):
+    for code, text in _run_two_nodes(tmp_path, MEGALITE_FAULT="init.collectives:1:0:bitflip"):
         assert code == 3 and "Traceback" not in text
         assert "all_reduce over world (ranks [0, 1]): on rank 0 1 of 1024 values are wrong" in text

@@ -1,5 +1,7 @@
-"""A start checks its options once and makes one arrangement, which everything is built from and told of; sizes of steps
-are a pure function of the samples consumed."""
+"""A start validates its options once and makes one plan, from which everything is built and printed.
+
+The batch size of a step is a pure function of the consumed samples.
+"""
 
 import dataclasses
 import itertools
@@ -31,16 +33,16 @@ from megalite.planning.run_plan import RunPlan, make_run_plan
 
 ONCE: dict[CodeType, str] = {
     find_problems.__code__: "check",
-    make_run_plan.__code__: "arrange",
-    RunPlan.__init__.__code__: "Arrangement",
+    make_run_plan.__code__: "plan",
+    RunPlan.__init__.__code__: "RunPlan",
     RunPlan._model_state.__code__: "stages on the meta device",
     simulate.__code__: "simulate",
 }
 
 
 @contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """How often those of ONCE are called."""
+def count_calls() -> Iterator[Counter[str]]:
+    """Yield a counter of the calls of the functions in ONCE, by label."""
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -56,27 +58,27 @@ def counted() -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("flags", ["", "--dry-run"])
 def test_startup_validates_and_plans_once(tmp_path: Path, flags: str) -> None:
-    words = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
-    config = config_from(words)
-    with counted() as calls:
+    argv = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
+    config = config_from(argv)
+    with count_calls() as calls:
         assert pretrain(config, RankInfo()) == ExitCode.DONE
     assert calls == dict.fromkeys(ONCE.values(), 1)
 
 
 def test_command_line_is_validated_before_and_after_reading_files() -> None:
-    with counted() as calls:
+    with count_calls() as calls:
         assert pretrain_gpt.main([*SMALL, "--train-iters", "2", "--dry-run"]) == ExitCode.DONE
-    assert calls["check"] == 2 and calls["arrange"] == 1
+    assert calls["check"] == 2 and calls["plan"] == 1
 
 
 def test_plan_is_lazy() -> None:
-    made = make_run_plan(config_from([*SMALL, "--train-iters", "2"]), 1, 93)
-    assert {"model_states", "bubble", "activation_bytes", "peak_in_flight"}.isdisjoint(vars(made))
-    assert made.bubble == 0.0 and "bubble" in vars(made) and "model_states" not in vars(made)
+    plan = make_run_plan(config_from([*SMALL, "--train-iters", "2"]), 1, 93)
+    assert {"model_states", "bubble", "activation_bytes", "peak_in_flight"}.isdisjoint(vars(plan))
+    assert plan.bubble == 0.0 and "bubble" in vars(plan) and "model_states" not in vars(plan)
 
 
 @pytest.mark.parametrize(
-    ("words", "line", "mark"),
+    ("flags", "line", "mark"),
     [
         ("--zero-stage 3", "stage 3, optimizer, gradients, weights sharded over dp\n", "3 <- here  "),
         (
@@ -103,9 +105,9 @@ def test_plan_is_lazy() -> None:
         ("--zero-stage 0 --num-distributed-optimizer-instances 2", "stage 0, nothing sharded over dp\n", "0 <- here  "),
     ],
 )
-def test_dry_run_prints_hybrid_sharding_replicas(words: str, line: str, mark: str, capsys) -> None:
-    flags = [*SMALL, "--train-iters", "2", "--global-batch-size", "16", "--nproc", "8", "--dry-run", *words.split()]
-    assert pretrain_gpt.main(flags) == ExitCode.DONE
+def test_dry_run_prints_hybrid_sharding_replicas(flags: str, line: str, mark: str, capsys) -> None:
+    argv = [*SMALL, "--train-iters", "2", "--global-batch-size", "16", "--nproc", "8", "--dry-run", *flags.split()]
+    assert pretrain_gpt.main(argv) == ExitCode.DONE
     text = capsys.readouterr().out
     assert re.search(r"^ZeRO {2,}(.*\n)", text, re.MULTILINE)[1] == line
     assert f"\n{mark}" in text
@@ -115,34 +117,37 @@ def test_dry_run_prints_hybrid_sharding_replicas(words: str, line: str, mark: st
 @pytest.mark.parametrize("chunks", ["", "--num-virtual-stages-per-pipeline-rank 2"])
 @pytest.mark.parametrize("pp", [2, 4, 8])
 def test_stages_are_balanced_by_step_time(pp: int, chunks: str, backward: str) -> None:
-    """None of the splits is more than the hundredth faster that memory may cost, unless it takes far more of it."""
+    """Compare all splits: one that is more than 1 % faster needs over 10 % more memory."""
 
-    def made(layout: str) -> RunPlan:
-        words = f"--preset llama3-8b --mock-data --train-iters 1 --lr 1 --bf16 --micro-batch-size 1 --pp {pp} {backward} {layout}"
-        return make_run_plan(config_from([*words.split(), "--global-batch-size", str(4 * pp)]), pp, 128256)
+    def plan_of(layout: str) -> RunPlan:
+        flags = f"--preset llama3-8b --mock-data --train-iters 1 --lr 1 --bf16 --micro-batch-size 1 --pp {pp} {backward} {layout}"
+        return make_run_plan(config_from([*flags.split(), "--global-batch-size", str(4 * pp)]), pp, 128256)
 
-    def step_time(one: RunPlan) -> float:
-        return 1 / (1 - one.bubble)
+    def step_time(plan: RunPlan) -> float:
+        return 1 / (1 - plan.bubble)
 
-    def fullest(one: RunPlan) -> float:
-        return max(held.total + kept for held, kept in zip(one.model_states, one.activation_bytes, strict=True))
+    def fullest(plan: RunPlan) -> float:
+        return max(
+            state.total + activations
+            for state, activations in zip(plan.model_states, plan.activation_bytes, strict=True)
+        )
 
-    balanced = made(chunks)
+    balanced = plan_of(chunks)
     stages = len(balanced.layer_ranges)
     for split in candidate_splits(stages, [1] * 32):
         texts = ["t" * n for n in split]
-        given = made(f"--pipeline-model-parallel-layout E{'|'.join(texts)}L")
-        assert [len(layers) for layers in given.layer_ranges] == list(split)
-        if step_time(balanced) > 1.0101 * step_time(given):
-            assert fullest(given) > 1.1 * fullest(balanced), split
+        candidate = plan_of(f"--pipeline-model-parallel-layout E{'|'.join(texts)}L")
+        assert [len(layers) for layers in candidate.layer_ranges] == list(split)
+        if step_time(balanced) > 1.0101 * step_time(candidate):
+            assert fullest(candidate) > 1.1 * fullest(balanced), split
 
 
 def test_interleaved_chunks_compensate_for_the_head() -> None:
-    words = "--preset llama3-8b --mock-data --train-iters 1 --lr 1 --bf16 --micro-batch-size 1 --pp 8 --global-batch-size 32"
+    base_flags = "--preset llama3-8b --mock-data --train-iters 1 --lr 1 --bf16 --micro-batch-size 1 --pp 8 --global-batch-size 32"
     even = "--num-layers-per-virtual-pipeline-stage 2"
     for flags, bubble in (("--num-virtual-stages-per-pipeline-rank 2", 0.2122), (even, 0.3470)):
-        made = make_run_plan(config_from(f"{words} {flags}"), 8, 128256)
-        assert made.bubble == pytest.approx(bubble, abs=1e-4)
+        plan = make_run_plan(config_from(f"{base_flags} {flags}"), 8, 128256)
+        assert plan.bubble == pytest.approx(bubble, abs=1e-4)
 
 
 LONG_STEPS = "--micro-batch-size 1 --global-batch-size 2000 --split-backward --pp"
@@ -160,38 +165,43 @@ ENDS = "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers
     ],
 )
 def test_long_step_summary_equals_the_full_step(flags: str) -> None:
-    """The whole of it is not simulated: what waits for its weight gradients grows until it may not, and in GPipe the
-    slowest of the forwards and the slowest of the backwards count, on whatever rank."""
-    made = make_run_plan(config_from([*SMALL, "--train-iters", "1", *flags.split()]), int(flags.split()[6]), 5000)
-    p = made.config.parallel
-    rows = build_schedule(p.pipeline_schedule, made.pp, made.num_microbatches, made.vpp, None, made.split_backward)
-    assert made.actions(made.split_backward, made.reported_groups)[0] < made.num_microbatches
-    assert made.bubble == pytest.approx(simulate(rows, made.costs_of_stages).bubble, abs=0.005)
-    assert made.peak_in_flight == [peak_in_flight(row) for row in rows]
+    """Compare with a simulation of all micro-batches.
+
+    The number of deferred weight gradients grows up to its limit, and in GPipe the slowest forward and the slowest
+    backward of any rank count.
+    """
+    plan = make_run_plan(config_from([*SMALL, "--train-iters", "1", *flags.split()]), int(flags.split()[6]), 5000)
+    p = plan.config.parallel
+    rows = build_schedule(p.pipeline_schedule, plan.pp, plan.num_microbatches, plan.vpp, None, plan.split_backward)
+    assert plan.actions(plan.split_backward, plan.reported_groups)[0] < plan.num_microbatches
+    assert plan.bubble == pytest.approx(simulate(rows, plan.costs_of_stages).bubble, abs=0.005)
+    assert plan.peak_in_flight == [peak_in_flight(row) for row in rows]
 
 
 def test_layer_cost_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 layers on 9 stages there are 100 splits, and one kind of layer."""
-    read: list[Any] = []
-    whole = kinds.CostRecorder.measure
-    monkeypatch.setattr(kinds.CostRecorder, "measure", lambda self, *given: [read.append(self), whole(self, *given)][1])
-    words = f"--num-layers 100 {LONG_STEPS} 3 --train-iters 1 --ffn-hidden-size 72"
-    assert len(make_run_plan(config_from([*SMALL, *words.split()]), 3, 5000).layer_ranges) == 3
-    assert len(read) == 2  # and the head
+    """Measure a layer once although 100 layers of one kind have many splits over the stages."""
+    recorders: list[Any] = []
+    measure = kinds.CostRecorder.measure
+    monkeypatch.setattr(
+        kinds.CostRecorder, "measure", lambda self, *args: [recorders.append(self), measure(self, *args)][1]
+    )
+    flags = f"--num-layers 100 {LONG_STEPS} 3 --train-iters 1 --ffn-hidden-size 72"
+    assert len(make_run_plan(config_from([*SMALL, *flags.split()]), 3, 5000).layer_ranges) == 3
+    assert len(recorders) == 2  # and the head
 
 
 def test_leading_window_layers_are_balanced() -> None:
-    """The first half of the layers sees 64 of 4,096 keys, so it computes less and has more layers."""
-    words = "--num-layers 32 --pp 4 --seq-length 4096 --max-position-embeddings 4096 --train-iters 1 --hidden-size 64"
-    words += " --global-batch-size 64 --micro-batch-size 1 --window-size 63,0 --window-attn-skip-freq [1]*16+[0]*16"
-    made = make_run_plan(config_from([*SMALL, *words.split()]), 4, 64)
-    first, last = layer_kinds(made.config.model)[0], layer_kinds(made.config.model)[-1]
-    narrow, wide = (layers_cost((kind,), made.stage_costs.setting).flops[0] for kind in (first, last))
+    """Give more layers to the first stages, whose layers see 64 of 4,096 keys and compute less."""
+    flags = "--num-layers 32 --pp 4 --seq-length 4096 --max-position-embeddings 4096 --train-iters 1 --hidden-size 64"
+    flags += " --global-batch-size 64 --micro-batch-size 1 --window-size 63,0 --window-attn-skip-freq [1]*16+[0]*16"
+    plan = make_run_plan(config_from([*SMALL, *flags.split()]), 4, 64)
+    first, last = layer_kinds(plan.config.model)[0], layer_kinds(plan.config.model)[-1]
+    narrow, wide = (layers_cost((kind,), plan.stage_costs.setting).flops[0] for kind in (first, last))
     assert narrow < 0.5 * wide
-    assert made.layers_per_stage[0] > made.layers_per_stage[-2] and made.layers_per_stage[1] > made.layers_per_stage[2]
+    assert plan.layers_per_stage[0] > plan.layers_per_stage[-2] and plan.layers_per_stage[1] > plan.layers_per_stage[2]
 
 
-# ---- sizes of steps
+# ---- batch sizes of steps
 sizes_of_steps = st.lists(st.tuples(st.integers(1, 90), st.integers(1, 50)), max_size=6, unique_by=lambda step: step[0])
 any_sizes = st.one_of(
     st.builds(
@@ -212,9 +222,9 @@ def test_consumed_samples_and_steps_equal_a_walk(sizes: BatchSizeSchedule, steps
     for _ in range(steps + 1):
         consumed.append(consumed[-1] + sizes.at(consumed[-1]))
     assert sizes.samples_after(steps) == consumed[steps]
-    whole = dataclasses.replace(sizes, keep_last_batch=True)
+    with_last_batch = dataclasses.replace(sizes, keep_last_batch=True)
     for samples in range(max(consumed[steps] - 5, 0), consumed[steps]):
-        assert whole.num_steps_for(samples) == next(i for i, n in enumerate(consumed) if n >= samples)
+        assert with_last_batch.num_steps_for(samples) == next(i for i, n in enumerate(consumed) if n >= samples)
     for samples in range(consumed[steps], min(consumed[steps + 1], consumed[steps] + 5)):
         assert sizes.num_steps_for(samples) == steps
     assert sizes.num_steps_for(consumed[steps + 1] - 1) == steps

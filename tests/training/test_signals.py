@@ -1,4 +1,4 @@
-"""Signals, to the program as a user starts it."""
+"""Signals to complete runs of pretrain_gpt.py."""
 
 import os
 import re
@@ -34,12 +34,12 @@ OFTEN += ["--exit-signal SIGUSR2"]
 
 @pytest.mark.parametrize("name", rarely([*STOPS], OFTEN, str, guards=GUARDS))
 def test_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
-    number, layout, how = STOPS[name]
+    number, layout, options = STOPS[name]
     flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
-    code, out, err = signalled(*flags, number=getattr(signal, number), **how)
+    code, out, err = signalled(*flags, number=getattr(signal, number), **options)
     status = status_of(tmp_path)
     assert (code, status["outcome"]) == (75, "requeue") and number in status["reason"], err
-    assert status["step"] == 1 if "after" in how else status["step"] >= 4
+    assert status["step"] == 1 if "after" in options else status["step"] >= 4
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
     assert f"to resume the same command with --load {tmp_path}" in " ".join(out.split())
     assert "Traceback" not in err and status["time"] >= status["started"]
@@ -54,11 +54,11 @@ def test_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_ctrl_c_during_the_torch_import_ends_at_once(tmp_path: Path, layout: list, number: signal.Signals) -> None:
-    """Ranks of --nproc wait for a process that imports it for them."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    """Interrupt the import, which a single process does for all ranks of --nproc."""
+    argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *LONG, *layout, "--save", str(tmp_path / "run")]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
-        assert any("without --save-interval" in line for line in process.stderr)  # the last word before
+        assert any("without --save-interval" in line for line in process.stderr)  # the last message before the import
         while layout and len(children(process.pid)) < 2:
             assert process.poll() is None
             time.sleep(0.01)
@@ -71,26 +71,27 @@ def test_ctrl_c_during_the_torch_import_ends_at_once(tmp_path: Path, layout: lis
 
 
 def test_signal_interrupts_evaluation_and_resume_is_equal(tmp_path: Path) -> None:
-    """A signal to one rank alone; the evaluation would take hours."""
+    """Signal a single rank during an evaluation that would take hours."""
 
-    def run(folder: Path, *flags: str, fault: str = "") -> tuple[int, str]:
-        words = [*SMALL, "--nproc", "2", "--train-iters", "6", *flags, "--save", folder, "--run-dir", folder]
-        done = pretrain(*words, fault=fault)
-        return done.returncode, done.stdout + done.stderr
+    def run(run_dir: Path, *flags: str, fault: str = "") -> tuple[int, str]:
+        argv = [*SMALL, "--nproc", "2", "--train-iters", "6", *flags, "--save", run_dir, "--run-dir", run_dir]
+        result = pretrain(*argv, fault=fault)
+        return result.returncode, result.stdout + result.stderr
 
-    broken, whole = tmp_path / "broken", tmp_path / "whole"
+    stopped, straight = tmp_path / "broken", tmp_path / "whole"
     flags = ["--eval-interval", "3", "--eval-iters", "1000000"]
-    code, text = run(broken, *flags, fault="eval.begin:1:3:term")
+    code, text = run(stopped, *flags, fault="eval.begin:1:3:term")
     assert code == 75 and "note: eval_iters=1000000: 3,000,000 batches are evaluated for 6 steps" in text, text
     assert re.search(r"stopping \(.*\): the evaluation of step 3 ends after \d+ of 1000000 batches, without", text)
-    status, rows = status_of(broken), (broken / "metrics.jsonl").read_text()
-    assert (status["outcome"], status["step"]) == ("requeue", 3) and "val/" not in rows
-    code, text = run(broken, *flags, "--load", str(broken), fault="eval.begin:0:6:term")  # there is no more to train
-    assert (code, status_of(broken)["step"]) == (75, 6) and "val/" not in (broken / "metrics.jsonl").read_text(), text
-    code, text = run(broken, "--load", str(broken))
-    assert (code, status_of(broken)["outcome"]) == (0, "done"), text
-    assert "val/" in (broken / "metrics.jsonl").read_text()
-    assert run(whole)[0] == 0 and losses(broken) == losses(whole) and len(losses(whole)) == 6
+    status, metrics = status_of(stopped), (stopped / "metrics.jsonl").read_text()
+    assert (status["outcome"], status["step"]) == ("requeue", 3) and "val/" not in metrics
+    # all steps are trained, only the evaluation is left
+    code, text = run(stopped, *flags, "--load", str(stopped), fault="eval.begin:0:6:term")
+    assert (code, status_of(stopped)["step"]) == (75, 6) and "val/" not in (stopped / "metrics.jsonl").read_text(), text
+    code, text = run(stopped, "--load", str(stopped))
+    assert (code, status_of(stopped)["outcome"]) == (0, "done"), text
+    assert "val/" in (stopped / "metrics.jsonl").read_text()
+    assert run(straight)[0] == 0 and losses(stopped) == losses(straight) and len(losses(straight)) == 6
 
 
 @pytest.mark.parametrize(
@@ -103,18 +104,18 @@ def test_signal_interrupts_evaluation_and_resume_is_equal(tmp_path: Path) -> Non
     ],
 )
 def test_signal_during_evaluation_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:
-    """To one rank alone."""
+    """Signal a single rank."""
     flags = "--nproc 2 --train-iters 8 --eval-interval 4 --save-interval 4 --save".split()
-    done, status = pretrain(*SMALL, *flags, tmp_path, fault=fault), status_of(tmp_path)
+    result, status = pretrain(*SMALL, *flags, tmp_path, fault=fault), status_of(tmp_path)
     outcome = "requeue" if code else "done"
-    assert (done.returncode, status["outcome"], status["step"]) == (code, outcome, step), done.stderr
-    whole = {path.parent.name for path in tmp_path.glob("iter_*/COMPLETE")}
-    assert whole == {"iter_0000004", f"iter_{step:07d}"} and "Traceback" not in done.stderr
+    assert (result.returncode, status["outcome"], status["step"]) == (code, outcome, step), result.stderr
+    complete_names = {path.parent.name for path in tmp_path.glob("iter_*/COMPLETE")}
+    assert complete_names == {"iter_0000004", f"iter_{step:07d}"} and "Traceback" not in result.stderr
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == str(step)
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first asks for a save, which waits here for a step that takes too long."""
+    """Interrupt again while the first signal waits for a step that takes too long."""
     monkeypatch.setenv("MEGALITE_FAULT", "step.begin:*:3:sleep=90")
     flags = [*LONG, *TWO, "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=signal.SIGINT, after="step     2/", again_s=1.0)
@@ -138,14 +139,14 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 
 
 def test_late_signal_is_the_reported_reason(tmp_path: Path) -> None:
-    """A group gets it at once; who is in a collective then sees the others go before its own handler runs."""
-    words = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
+    """Lose another rank to the signal before the own handler runs, as a rank in a collective may."""
+    argv = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALITE_FAULT": "step.begin:0:3:raise"}
-    done = programs.run(words, capture_output=True, text=True, env=env, timeout=120)
+    result = programs.run(argv, capture_output=True, text=True, env=env, timeout=120)
     status = status_of(tmp_path)
-    assert (done.returncode, status["outcome"], status["reason"]) == (130, "interrupted", "SIGTERM"), done.stderr
-    assert status["step"] == 2 and "pretrain_gpt.py: interrupted at step 2; checkpoint: none" in done.stderr
-    assert re.search(r"^outcome +interrupted: SIGTERM", done.stdout, re.MULTILINE), done.stdout
+    assert (result.returncode, status["outcome"], status["reason"]) == (130, "interrupted", "SIGTERM"), result.stderr
+    assert status["step"] == 2 and "pretrain_gpt.py: interrupted at step 2; checkpoint: none" in result.stderr
+    assert re.search(r"^outcome +interrupted: SIGTERM", result.stdout, re.MULTILINE), result.stdout
 
 
 @pytest.mark.parametrize(("name", "layout"), [("SIGTERM", TWO), ("SIGINT", [])], ids=["two", "one process"])

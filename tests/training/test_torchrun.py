@@ -1,4 +1,4 @@
-"""torchrun, as its users start it: restarts after a rank was killed, and a torchrun that is killed itself."""
+"""Runs under torchrun: restarts after a rank was killed, stops by signals, and a torchrun that is killed itself."""
 
 import os
 import signal
@@ -21,10 +21,10 @@ GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py", "m
 RARELY = pytest.mark.nightly(guards=GUARDS)
 
 
-def torchrun(folder: Path, *words: str, steps: int = STEPS) -> AbstractContextManager[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+def torchrun(run_dir: Path, *torchrun_flags: str, steps: int = STEPS) -> AbstractContextManager[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *torchrun_flags]
     command += [str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", str(steps), "--device", "cpu"]
-    command += ["--save", str(folder), "--load", str(folder), "--save-interval", "5", "--hidden-dropout", "0.1"]
+    command += ["--save", str(run_dir), "--load", str(run_dir), "--save-interval", "5", "--hidden-dropout", "0.1"]
     return programs.group(command)
 
 
@@ -49,11 +49,11 @@ def test_ranks_end_with_a_killed_torchrun(tmp_path: Path) -> None:
         ranks = children(process.pid)
         assert len(ranks) == 2
         os.kill(process.pid, signal.SIGKILL)
-        end_of(ranks)
+        wait_for_exit(ranks)
 
 
-def end_of(ranks: list[int]) -> None:
-    """Waits for it. Who is about to die closes its pipes first."""
+def wait_for_exit(ranks: list[int]) -> None:
+    """Wait until the ranks have exited. A process that is about to exit closes its pipes first."""
     end = time.monotonic() + 10
     while any(alive(pid) for pid in ranks):
         assert time.monotonic() < end
@@ -61,20 +61,20 @@ def end_of(ranks: list[int]) -> None:
 
 
 HANDLED = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-STOPS: dict[str, tuple[str, int, Callable[[Any, Path], object]]] = {  # torchrun's flags and exit code, what is done
-    "SIGTERM to torchrun": ("", 1, lambda process, folder: process.send_signal(signal.SIGTERM)),
-    # as SLURM sends it to all processes of a step: torchrun too, and its ranks a second time through it
-    "SIGUSR1 twice": (HANDLED, 1, lambda process, folder: os.killpg(process.pid, signal.SIGUSR1)),
-    "stop": ("--max-restarts 3", 0, lambda process, folder: (folder / "stop").touch()),  # and no restart
+STOPS: dict[str, tuple[str, int, Callable[[Any, Path], object]]] = {  # torchrun's flags, its exit code, the stop
+    "SIGTERM to torchrun": ("", 1, lambda process, run_dir: process.send_signal(signal.SIGTERM)),
+    # SLURM sends it to all processes of a step: to torchrun, and to its ranks, which get it from torchrun too
+    "SIGUSR1 twice": (HANDLED, 1, lambda process, run_dir: os.killpg(process.pid, signal.SIGUSR1)),
+    "stop": ("--max-restarts 3", 0, lambda process, run_dir: (run_dir / "stop").touch()),  # and no restart
 }
 
 
 @pytest.mark.parametrize("name", rarely([*STOPS], ["SIGTERM to torchrun"], str, guards=GUARDS))
 def test_signal_under_torchrun_saves_and_requeues(tmp_path: Path, name: str) -> None:
-    flags, code, ask = STOPS[name]
+    flags, code, stop = STOPS[name]
     with torchrun(tmp_path, *flags.split(), steps=100_000) as process:
         shown(process, "step     3/")
-        ask(process, tmp_path)
+        stop(process, tmp_path)
         out, _ = process.communicate(timeout=60)
     status = status_of(tmp_path)
     assert (process.returncode, status["outcome"]) == (code, "requeue") and name.split()[0] in status["reason"], out
@@ -100,18 +100,19 @@ def test_torchrun_failure_is_reported_once_with_its_cause(tmp_path: Path, monkey
 
 @RARELY
 def test_torchrun_without_signal_forwarding_is_a_warning(tmp_path: Path, monkeypatch) -> None:
-    """Its ranks, which it leaves, save and stop."""
+    """The ranks that it leaves behind save and stop."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with torchrun(tmp_path, steps=100_000) as process:
-        said = shown(process, "step     3/")
-        [line] = [line for line in said if "torchrun dies of SIGUSR1" in line]  # once, in the log, and again at its end
+        lines = shown(process, "step     3/")
+        # logged once so far; the summary at the end repeats it
+        [line] = [line for line in lines if "torchrun dies of SIGUSR1" in line]
         assert HANDLED in line
         ranks = children(process.pid)
         process.send_signal(signal.SIGUSR1)
         out, _ = process.communicate(timeout=60)
         assert out.count("torchrun has ended without its ranks: they save and stop") <= 1 and "Traceback" not in out
         assert process.returncode == -signal.SIGUSR1
-        end_of(ranks)
+        wait_for_exit(ranks)
     status = status_of(tmp_path)
     assert (status["outcome"], status["reason"], status["checkpoint_step"]) == ("requeue", "SIGTERM", status["step"])
 

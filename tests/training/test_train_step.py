@@ -28,7 +28,7 @@ def build(flags: str) -> Run:
 
 
 def updates_of(flags: str, steps: int) -> tuple[list[StepResult], Tensor]:
-    """What the steps said, and how far they moved the main weights."""
+    """Return the results of the steps, and the change of the main weights."""
     run = build(flags)
     before = torch.cat(run.optimizer.main)  # a copy
     results = [train_step(run) for _ in range(steps)]
@@ -38,12 +38,12 @@ def updates_of(flags: str, steps: int) -> tuple[list[StepResult], Tensor]:
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("scale", [1, 1024])
 def test_fp16_equals_fp32_at_any_scale(scale: int, clip: float) -> None:
-    """SGD, whose update shows the size of the gradient. Measured: loss 1.4e-4, norm 2.6e-4, weights 2.8e-3."""
+    """Use SGD, whose update shows the size of the gradient. Measured: loss 1.4e-4, norm 2.6e-4, weights 2.8e-3."""
     flags = f"--optimizer sgd --lr 0.05 --lr-warmup-iters 0 --clip-grad {clip}"
-    exact, moved = updates_of(flags, 3)
-    got, moved_16 = updates_of(f"{flags} --fp16 --loss-scale {scale}", 3)
-    assert all(result.grad_norm > 1.5 for result in exact)  # clipping to 1 bites
-    for a, b in zip(got, exact, strict=True):
+    expected, moved = updates_of(flags, 3)
+    actual, moved_16 = updates_of(f"{flags} --fp16 --loss-scale {scale}", 3)
+    assert all(result.grad_norm > 1.5 for result in expected)  # clipping to 1 bites
+    for a, b in zip(actual, expected, strict=True):
         assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=2e-3)
         assert a.lr == b.lr and not a.skipped
     assert (moved_16 - moved).abs().max() < 0.02 * moved.abs().max()
@@ -51,13 +51,13 @@ def test_fp16_equals_fp32_at_any_scale(scale: int, clip: float) -> None:
 
 def test_overflow_steps_change_nothing_until_the_scale_fits() -> None:
     run = build("--fp16 --initial-loss-scale 67108864 --hysteresis 1")
-    begin, skipped = kept(run), 0
+    initial, skipped = kept(run), 0
     while (result := train_step(run)).skipped:
         skipped += 1
-        assert same(kept(run), begin)
+        assert same(kept(run), initial)
         assert run.loss_scaler.scale == 2.0 ** (26 - skipped)
         assert run.progress.skipped_steps == skipped and run.progress.consumed_samples == skipped * BATCH
-        assert result.lr == 0.0  # that of the first update, which is still to come
+        assert result.lr == 0.0  # the rate of the first update, which is still to come
     assert 2 <= skipped <= 20
     assert result.lr == LR / WARM_UP and run.optimizer.num_updates == 1 and math.isfinite(result.grad_norm)
     assert run.progress.skipped_samples == skipped * BATCH and run.progress.consumed_samples == (skipped + 1) * BATCH
@@ -106,57 +106,60 @@ def test_loss_scale_growth_changes_no_result() -> None:
 
 
 def _one_rank_overflows(flags: str) -> list[Any]:
-    """The last rank's own gradients become infinite in step 2 of 3."""
-    run, told = build(flags), []
+    """Train three steps; in the second the gradients of the last rank alone become infinite."""
+    run, steps = build(flags), []
     finish = run.buffer.finish_grad_sync
 
-    def spoil() -> None:
+    def finish_and_overflow() -> None:
         finish()
         if run.progress.step == 1 and run.mesh.world.is_last:
             run.buffer.first_bucket_grad()[0] = math.inf
 
-    run.buffer.finish_grad_sync = spoil  # type: ignore[method-assign]
+    run.buffer.finish_grad_sync = finish_and_overflow  # type: ignore[method-assign]
     for step in range(3):
         run.buffer.wait_param_sync()
         before = kept(run)
         result = train_step(run, want_stop=step == 2 and run.mesh.world.is_last)
         run.buffer.wait_param_sync()
-        told.append((result.loss, result.lr, result.skipped, result.stop, same(kept(run), before)))
-    return told
+        steps.append((result.loss, result.lr, result.skipped, result.stop, same(kept(run), before)))
+    return steps
 
 
 @pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2", ""])
 def test_all_ranks_decide_equally(flags: str) -> None:
-    """One rank alone overflows, and one alone is told to stop."""
+    """Let a single rank overflow, and a single rank ask for the stop."""
     flags += " --fp16 --loss-scale 64 --no-check-for-nan-in-loss-and-grad"
     one, other = run_ranks(2, _one_rank_overflows, flags)
     assert one == other
     assert [step[2:] for step in one] == [(False, False, False), (True, False, True), (False, True, False)]
-    assert [lr for _, lr, *_ in one] == [LR * step / WARM_UP for step in (1, 1, 2)]  # of the next update
+    assert [lr for _, lr, *_ in one] == [LR * step / WARM_UP for step in (1, 1, 2)]  # rates of the next update
 
 
-Told = tuple[bool, bool, float, int]  # skipped, nothing changed, the next rate, samples
+StepOutcome = tuple[bool, bool, float, int]  # (skipped, nothing changed, next learning rate, consumed samples)
 
 
-def bad(rank: int | None, kind: str) -> None:
-    """From here on, also where a step is computed again."""
-    asked = {} if rank is None else {faults.FAULT_VARIABLE: f"step.after_reduce:{rank}:*:{kind}"}
-    faults.inject_fault.__init__(asked)  # type: ignore[misc]
+def inject_from_now_on(rank: int | None, kind: str) -> None:
+    """Inject `kind` into the reduced gradients of `rank` from now on, also when a step is recomputed."""
+    variables = {} if rank is None else {faults.FAULT_VARIABLE: f"step.after_reduce:{rank}:*:{kind}"}
+    faults.inject_fault.__init__(variables)  # type: ignore[misc]
 
 
-def _each_rank_in_turn(flags: str) -> list[Told]:
-    """A reduced gradient with one element that is NaN or infinite: step 1 is good; in step r + 2 rank r has a bad number; the last step is good again."""
-    world, told = dist.get_world_size(), list[Told]()
+def _each_rank_in_turn(flags: str) -> list[StepOutcome]:
+    """Put one NaN or infinity into the reduced gradients of each rank in turn: of rank r in step r + 2.
+
+    The first and the last step are finite.
+    """
+    world, outcomes = dist.get_world_size(), list[StepOutcome]()
     kinds = ("nan", "inf")
     run = build(f"{flags} --no-check-for-nan-in-loss-and-grad")
     for step in range(1, world + 3):
-        bad(step - 2 if 1 < step < world + 2 else None, kinds[step % 2])
+        inject_from_now_on(step - 2 if 1 < step < world + 2 else None, kinds[step % 2])
         run.buffer.wait_param_sync()
         before = kept(run)
         result = train_step(run)
         run.buffer.wait_param_sync()
-        told.append((result.skipped, same(kept(run), before), result.lr, run.progress.consumed_samples))
-    return told
+        outcomes.append((result.skipped, same(kept(run), before), result.lr, run.progress.consumed_samples))
+    return outcomes
 
 
 @pytest.mark.parametrize(
@@ -167,14 +170,15 @@ def _each_rank_in_turn(flags: str) -> list[Told]:
 def test_all_ranks_skip_a_non_finite_step(flags: str) -> None:
     first, *others = run_ranks(4, _each_rank_in_turn, flags)
     assert all(other == first for other in others)
-    assert [told[:2] for told in first] == [(False, False), *[(True, True)] * 4, (False, False)]
-    assert [lr for *_, lr, _ in first] == [first[0][2]] * 5 + [2 * first[0][2]]  # the warm-up does not count them
+    assert [outcome[:2] for outcome in first] == [(False, False), *[(True, True)] * 4, (False, False)]
+    # the warm-up does not count skipped steps
+    assert [lr for *_, lr, _ in first] == [first[0][2]] * 5 + [2 * first[0][2]]
     size = first[0][3]
-    assert [samples for *_, samples in first] == [size * (i + 1) for i in range(6)]  # they are not given again
+    assert [samples for *_, samples in first] == [size * (i + 1) for i in range(6)]  # skipped samples are not repeated
 
 
 class Masked(Batches):
-    """No label of the samples that `hides` names counts."""
+    """Batches in which no label of the samples in `hides` counts."""
 
     hides: set[int]
 
@@ -184,19 +188,21 @@ class Masked(Batches):
         return [replace(m, loss_mask=mask.astype(np.float32)) for m, mask in zip(micros, masks, strict=True)]
 
 
-def _hidden(flags: str, hides: set[int]) -> tuple[list[Any], bool]:
-    """Four steps in which those samples have no label: what each said; whether empty ones, and no others, left all as it
-    was."""
+def _steps_without_labels(flags: str, hides: set[int]) -> tuple[list[Any], bool]:
+    """Train four steps in which the samples in `hides` have no labels.
+
+    Returns: (skipped, labels, loss, gradient norm) of each step; whether exactly the steps without labels changed nothing.
+    """
     run = build(flags)
     run.train_loader.batches.__class__, run.train_loader.batches.hides = Masked, hides  # type: ignore[attr-defined]
-    told: list[Any] = []
+    results: list[Any] = []
     unchanged = True
     for _ in range(4):
         before = kept(run)
         result = train_step(run)
-        told.append((result.skipped, result.labels, result.loss, result.grad_norm))
+        results.append((result.skipped, result.labels, result.loss, result.grad_norm))
         unchanged &= same(kept(run), before) if result.labels == 0 else not same(kept(run), before)
-    return told, unchanged
+    return results, unchanged
 
 
 @pytest.mark.parametrize(
@@ -211,15 +217,15 @@ def _hidden(flags: str, hides: set[int]) -> tuple[list[Any], bool]:
     ids=["dp2", "pp2", "tp2 pp2", "cp2", "dp2 ep2"],
 )
 def test_step_without_labels_updates_nothing(world: int, flags: str) -> None:
-    """Samples 0 and 2 are a rank's of dp, 4 to 7 a whole step, 8 to 10 all micro-batches but the last."""
+    """Hide samples 0 and 2, those of a dp rank; 4 to 7, a full step; 8 to 10, all micro-batches except the last."""
     hides = {0, 2, 4, 5, 6, 7, 8, 9, 10}
-    alone = flags.replace("--ep 2", "") if "experts" in flags else "--micro-batch-size 1"
-    want, unchanged = _hidden(alone, hides)
-    assert unchanged and [(skipped, labels) for skipped, labels, *_ in want] == [
+    single_flags = flags.replace("--ep 2", "") if "experts" in flags else "--micro-batch-size 1"
+    expected, unchanged = _steps_without_labels(single_flags, hides)
+    assert unchanged and [(skipped, labels) for skipped, labels, *_ in expected] == [
         (False, 32), (True, 0), (False, 16), (False, 64)
     ]  # fmt: skip
-    for told, unchanged in run_ranks(world, _hidden, flags, hides):
+    for actual, unchanged in run_ranks(world, _steps_without_labels, flags, hides):
         assert unchanged
-        for (skipped, labels, *numbers), (want_skipped, want_labels, *want_numbers) in zip(told, want, strict=True):
-            assert (skipped, labels) == (want_skipped, want_labels)
-            assert numbers == pytest.approx(want_numbers, rel=1e-4)
+        for (skipped, labels, *rest), (twin_skipped, twin_labels, *twin_rest) in zip(actual, expected, strict=True):
+            assert (skipped, labels) == (twin_skipped, twin_labels)
+            assert rest == pytest.approx(twin_rest, rel=1e-4)

@@ -1,4 +1,4 @@
-"""The program as a user starts it: stop and resume, other layouts, bad input, dead ranks, and who can reach it."""
+"""Whole runs of pretrain_gpt.py: stop and resume, layouts, bad input, dead ranks, and listening sockets."""
 
 import ipaddress
 import json
@@ -37,12 +37,12 @@ def test_resumed_run_is_bit_equal(tmp_path: Path, layout: list[str]) -> None:
     assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 8
     one, two = (json.loads((tmp_path / n / "iter_0000008/manifest.json").read_text()) for n in "ab")
     assert one["files"] == two["files"]  # sha256 of weights and optimizer
-    wanted = {"outcome": "done", "step": 8, "tokens": 8 * 8 * 16, "checkpoint": str(tmp_path / "b"), "rank": 0}
-    assert (wanted | {"reason": "reached the last step"}).items() <= status_of(tmp_path / "b").items()
+    expected = {"outcome": "done", "step": 8, "tokens": 8 * 8 * 16, "checkpoint": str(tmp_path / "b"), "rank": 0}
+    assert (expected | {"reason": "reached the last step"}).items() <= status_of(tmp_path / "b").items()
 
 
-# a thread of the group still needs the interpreter when that is taken down; at least on the rank that is there first: on
-# the other the sum may be ready at once, and its own thread is asked
+# a thread of the process group still needs the interpreter while it shuts down, at least on the rank that is first: on the
+# other rank the sum may be ready at once, and the callback runs in the main thread
 BUSY = """
 import atexit, runpy, sys, threading, time, torch, torch.distributed as dist
 def wait(done):
@@ -69,11 +69,11 @@ GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py")
 @pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=GUARDS))
 def test_torchrun_starts_training(tmp_path: Path, name: str) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     flags = [*BUSY_RUNS[name], *(["--run-dir", str(tmp_path)] if name == "train" else [])]
-    words += [str(tmp_path / "busy.py"), *flags]
-    done = programs.run(words, capture_output=True, text=True, timeout=200, cwd=ROOT, ok=True)
-    assert done.stdout.count("closed") == 2
+    argv += [str(tmp_path / "busy.py"), *flags]
+    result = programs.run(argv, capture_output=True, text=True, timeout=200, cwd=ROOT, ok=True)
+    assert result.stdout.count("closed") == 2
     if name == "train":
         assert sorted(losses(tmp_path)) == [1, 2]
 
@@ -81,12 +81,12 @@ def test_torchrun_starts_training(tmp_path: Path, name: str) -> None:
 def test_every_launched_program_ends_its_ranks() -> None:
     files = (*ROOT.glob("tools/**/*.py"), *ROOT.glob("megalite/training/job/*.py"))
     texts = {path.name: path.read_text() for path in files}
-    having = lambda part: {name for name, text in texts.items() if part in text}  # noqa: E731
-    starts = having("read_environment(")  # on_ranks of collectives.py is what two programs start by
-    programs = starts - {"collectives.py"} | {name for name in having("on_ranks(") if name != "collectives.py"}
+    files_with = lambda part: {name for name, text in texts.items() if part in text}  # noqa: E731
+    starting = files_with("read_environment(")  # two programs start through on_ranks of collectives.py
+    launched = starting - {"collectives.py"} | {name for name in files_with("on_ranks(") if name != "collectives.py"}
     leaving = {"command.py", "check_cluster.py", "benchmark_comm.py", "generate.py"}
-    assert programs == having("exit_process(lambda: ") == leaving
-    assert starts == {"command.py", "generate.py", "collectives.py"}
+    assert launched == files_with("exit_process(lambda: ") == leaving
+    assert starting == {"command.py", "generate.py", "collectives.py"}
     assert "run_main(main)" in (ROOT / "pretrain_gpt.py").read_text()
 
 
@@ -100,57 +100,58 @@ def test_ids_outside_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
 
 
 def test_killed_launcher_ends_its_ranks_and_frees_the_directory(tmp_path: Path) -> None:
-    """What it leaves where temporary files are, the next one removes."""
+    """Also check that the next launcher removes its temporary files."""
     flags = [*SMALL, "--nproc", "2", "--train-iters", "100000", "--save", tmp_path, "--save-interval", "50000"]
-    short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # as a socket's path has to be
-    with running(*flags, env={**os.environ, "TMPDIR": str(short)}) as process:
-        below = children(process.pid)
-        ranks = [*below, *(rank for server in below for rank in children(server))]
+    short_dir = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # a socket's path must be short
+    with running(*flags, env={**os.environ, "TMPDIR": str(short_dir)}) as process:
+        child_pids = children(process.pid)
+        ranks = [*child_pids, *(rank for server in child_pids for rank in children(server))]
         with pytest.raises(CheckpointError, match="is in use by process"):
             DirectoryLock(tmp_path)
-        process.kill()  # the launcher alone: nobody is left to tell the others
-        begin = time.monotonic()
+        process.kill()  # the launcher alone: no process is left to stop the ranks
+        start_s = time.monotonic()
         assert len(ranks) >= 2
         while any(alive(pid) for pid in ranks):
-            assert time.monotonic() - begin < 60
+            assert time.monotonic() - start_s < 60
             time.sleep(0.02)
         DirectoryLock(tmp_path).close()
-    left = [*short.iterdir()]
-    assert len(left) == 2 and all(path.name.startswith("megalite-ranks-") for path in left)
-    assert len([*short.glob("*/pymp-*/listener-*")]) == 1
-    for path in left:
+    leftovers = [*short_dir.iterdir()]
+    assert len(leftovers) == 2 and all(path.name.startswith("megalite-ranks-") for path in leftovers)
+    assert len([*short_dir.glob("*/pymp-*/listener-*")]) == 1
+    for path in leftovers:
         os.utime(path, (0, 0))
         _remove_stale_scratch(path)
-    short.rmdir()
+    short_dir.rmdir()
 
 
-# ---- what a run of one machine lets other machines reach: nothing
+# ---- a run on one machine cannot be reached from other machines
 LISTEN = "0A"
 
 
 def address(text: str) -> str:
-    """Of a field of /proc/net/tcp: words of 32 bits, in the machine's order."""
-    raw = b"".join(bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8))
-    found = ipaddress.ip_address(raw)
-    return str(getattr(found, "ipv4_mapped", None) or found)
+    """Return the IP address in a field of /proc/net/tcp: 32-bit words in native byte order."""
+    packed = b"".join(bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, len(text), 8))
+    ip = ipaddress.ip_address(packed)
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
 def listeners(pid: int) -> Iterator[str]:
-    """Addresses at which a process waits for connections."""
-    mine = set()
+    """Yield the addresses on which a process listens."""
+    own_sockets = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
-            mine |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
+            own_sockets |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
     for table in ("tcp", "tcp6"):
         for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = row.split()
-            if fields[3] == LISTEN and fields[9] in mine:
+            if fields[3] == LISTEN and fields[9] in own_sockets:
                 yield address(fields[1].partition(":")[0])
 
 
 def test_local_ranks_listen_only_on_loopback(tmp_path: Path) -> None:
     flags = ["--train-iters", "100000", "--run-dir", tmp_path, "--nproc", "2", "--device", "cpu", "--pp", "2"]
-    with running(*SMALL, *flags) as run:
-        pids = [run.pid, *children(run.pid), *(rank for server in children(run.pid) for rank in children(server))]
-        found = [ipaddress.ip_address(a) for pid in pids for a in listeners(pid)]
-    assert len(found) >= 2 and all(one.is_loopback for one in found), found
+    with running(*SMALL, *flags) as process:
+        child_pids = children(process.pid)
+        pids = [process.pid, *child_pids, *(rank for server in child_pids for rank in children(server))]
+        addresses = [ipaddress.ip_address(a) for pid in pids for a in listeners(pid)]
+    assert len(addresses) >= 2 and all(ip.is_loopback for ip in addresses), addresses
