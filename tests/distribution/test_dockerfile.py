@@ -24,26 +24,29 @@ TEXT, IGNORED = ((ROOT / name).read_text() for name in ("Dockerfile", ".dockerig
 
 @dataclass(frozen=True)
 class Instruction:
-    """`RUN` and what follows it, its lines joined."""
+    """An instruction such as `RUN` and the text after it, its lines joined."""
 
     name: str
     text: str
 
     @property
-    def copied(self) -> tuple[list[str], str]:
-        """Of COPY: the sources, and where they go."""
+    def sources_and_target(self) -> tuple[list[str], str]:
+        """The sources and the target of COPY."""
         *sources, target = self.text.split()
         return sources, target
 
 
 def instructions() -> list[Instruction]:
-    """In their order, without comments."""
+    """Return the instructions of the Dockerfile in order, without comments."""
     lines = "\n".join(line for line in TEXT.splitlines() if not line.lstrip().startswith("#")).replace("\\\n", " ")
     return [Instruction(*line.split(maxsplit=1)) for line in lines.splitlines() if line.strip()]
 
 
-def sent(path: str) -> bool:
-    """Whether .dockerignore leaves a path in the context: the last line that names it, or a folder it is in, decides."""
+def is_sent(path: str) -> bool:
+    """Return whether .dockerignore leaves a path in the context.
+
+    The last line that matches it, or a directory that it is in, decides.
+    """
     parts = path.split("/")
     decision = True
     for line in IGNORED.splitlines():
@@ -63,34 +66,37 @@ def test_base_image_has_the_lowest_torch_of_the_range() -> None:
 
 
 def test_context_sends_no_private_files_and_all_copied_ones() -> None:
-    """hadolint (.ci/run) does not read .dockerignore."""
+    """Test .dockerignore here, because hadolint (.ci/run) does not read it."""
     private = (".git/config", ".venv/bin/python", "runs/last/log.txt", "data/a.bin", "megalite/nn/__pycache__/a.pyc")
-    assert not any(map(sent, private))
-    copied = [source for step in instructions() if step.name == "COPY" for source in step.copied[0]]
-    assert copied and all((ROOT / source).exists() and sent(source) for source in copied)
+    assert not any(map(is_sent, private))
+    copied = [source for step in instructions() if step.name == "COPY" for source in step.sources_and_target[0]]
+    assert copied and all((ROOT / source).exists() and is_sent(source) for source in copied)
 
 
-def base_image(folder: Path) -> Path:
-    """What stands for the base image: an interpreter with pip, and the torch that is installed here, with what it needs,
-    outside the environment, so that pip sees it and cannot remove it. The interpreter's folder of programs."""
-    venv.create(folder / "env", with_pip=True)
-    packages, wanted, seen = folder / "base", ["torch"], set[str]()
+def base_image(directory: Path) -> Path:
+    """Make a stand-in for the base image and return its interpreter's directory of programs.
+
+    It has pip, and this environment's torch with its dependencies, outside the stand-in, so that pip sees them
+    and cannot remove them.
+    """
+    venv.create(directory / "env", with_pip=True)
+    packages, pending, seen = directory / "base", ["torch"], set[str]()
     packages.mkdir()
-    while wanted:
-        name = wanted.pop()
-        found = importlib.metadata.distribution(name)
-        if found.name in seen:
+    while pending:
+        name = pending.pop()
+        distribution = importlib.metadata.distribution(name)
+        if distribution.name in seen:
             continue
-        seen.add(found.name)
-        needed = [Requirement(line) for line in found.requires or []]
-        wanted += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
-        for top in {Path(str(file)).parts[0] for file in found.files or []} - {"..", "__pycache__"}:
-            if not (packages / top).is_symlink():  # CUDA's libraries share a folder, nvidia
-                (packages / top).symlink_to(Path(str(found.locate_file(top))))
-    paths = {"base": str(folder / "env"), "platbase": str(folder / "env")}
+        seen.add(distribution.name)
+        requirements = [Requirement(line) for line in distribution.requires or []]
+        pending += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
+        for top in {Path(str(file)).parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (packages / top).is_symlink():  # CUDA's libraries share a directory, nvidia
+                (packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+    paths = {"base": str(directory / "env"), "platbase": str(directory / "env")}
     site = Path(sysconfig.get_path("purelib", vars=paths))
     (site / "base.pth").write_text(str(packages))
-    programs = folder / "env" / "bin"
+    programs = directory / "env" / "bin"
     run = "from torch.distributed.run import main\nmain()\n"
     (programs / "torchrun").write_text(f"#!{programs / 'python'}\n{run}")
     (programs / "torchrun").chmod(0o755)
@@ -98,21 +104,24 @@ def base_image(folder: Path) -> Path:
 
 
 def copy(step: Instruction, work: Path) -> None:
-    """COPY from the checkout, as far as .dockerignore sends it."""
-    sources, target = step.copied
+    """Run COPY for the files of the checkout that .dockerignore sends."""
+    sources, target = step.sources_and_target
     for source in sources:
         paths = [ROOT / source] if (ROOT / source).is_file() else [p for p in (ROOT / source).rglob("*") if p.is_file()]
         for path in paths:
             name = path.relative_to(ROOT)
-            if not sent(str(name)):
+            if not is_sent(str(name)):
                 continue
-            inside = Path(path.name) if path == ROOT / source else path.relative_to(ROOT / source)
-            (work / target / inside).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, work / target / inside)
+            relative = Path(path.name) if path == ROOT / source else path.relative_to(ROOT / source)
+            (work / target / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, work / target / relative)
 
 
-def as_nobody(work: Path) -> list[str]:
-    """Words before a command that take root's right to write what nobody may write: a user of the image owns nothing."""
+def without_write_access(work: Path) -> list[str]:
+    """Make `work` read-only and return a command prefix that drops root's right to write there.
+
+    A user of the image owns nothing.
+    """
     for path in [work, *work.rglob("*")]:
         if not path.is_symlink() and path.name not in ("runs", "data", "home"):
             path.chmod(path.stat().st_mode & ~0o222)
@@ -142,16 +151,16 @@ def test_dockerfile_commands_make_an_environment_that_trains(tmp_path: Path) -> 
             assert done.returncode == 0, f"{step.text}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     assert subprocess.run(torch, env=env, check=True, capture_output=True, text=True).stdout == before  # not replaced
 
-    env["HOME"] = str(tmp_path / "home")  # /tmp is everybody's here
+    env["HOME"] = str(tmp_path / "home")  # /tmp is shared here
     (tmp_path / "home").mkdir()
-    nobody = as_nobody(work)
-    refused = subprocess.run([*nobody, "touch", "megalite/new"], cwd=work, env=env, capture_output=True)
+    prefix = without_write_access(work)
+    refused = subprocess.run([*prefix, "touch", "megalite/new"], cwd=work, env=env, capture_output=True)
     assert refused.returncode != 0, "the check can write what a user cannot"
     command = shlex.split(steps[-1].text.strip("[]").replace(",", " "))
-    env["NPROC"] = "2"  # of the script, which Kubernetes starts
-    ways = ("torchrun --standalone --nproc_per_node 2 pretrain_gpt.py", "bash examples/launch/torchrun.sh runs/job")
-    for words in (command, ["megalite", "--version"], *(way.split() + RUN for way in ways)):
-        done = subprocess.run([*nobody, *words], cwd=work, env=env, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        assert words[-2:] != RUN[-2:] or "reached the last step" in done.stdout
+    env["NPROC"] = "2"  # for the script, which Kubernetes starts
+    launches = ("torchrun --standalone --nproc_per_node 2 pretrain_gpt.py", "bash examples/launch/torchrun.sh runs/job")
+    for argv in (command, ["megalite", "--version"], *(launch.split() + RUN for launch in launches)):
+        done = subprocess.run([*prefix, *argv], cwd=work, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, f"{argv}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        assert argv[-2:] != RUN[-2:] or "reached the last step" in done.stdout
     assert (work / "runs/last/metrics.jsonl").is_file() and (work / "runs/job/iter_0000002").is_dir()

@@ -1,5 +1,7 @@
-"""What .ci/range makes of texts: the range, the index's answer, the turn, the table. The run itself needs gigabytes. And what
-tools/venv.sh says before it downloads them."""
+"""How .ci/range reads the range and the index's answer and writes its table, and what tools/venv.sh prints.
+
+The run of .ci/range itself needs gigabytes.
+"""
 
 import dataclasses
 import os
@@ -31,12 +33,12 @@ def test_range_is_read_from_pyproject_and_releases_are_sorted() -> None:
 
 def test_row_replaces_an_older_row_of_the_same_version() -> None:
     page = tr.with_row(tr.with_row(PAGE, OLD), NEW)
-    again = dataclasses.replace(OLD, date="2026-12-01", failed="0")
-    both = dataclasses.replace(OLD, tests="all")
-    page = tr.with_row(tr.with_row(page, again), both)
-    assert tr.read_rows(page) == [NEW, again, both]
+    rerun = dataclasses.replace(OLD, date="2026-12-01", failed="0")
+    all_tests = dataclasses.replace(OLD, tests="all")
+    page = tr.with_row(tr.with_row(page, rerun), all_tests)
+    assert tr.read_rows(page) == [NEW, rerun, all_tests]
     assert page.startswith("before\n") and page.endswith(tr.END + "after\n")
-    assert tr.with_row(page, again) == page
+    assert tr.with_row(page, rerun) == page
     rows = tr.read_rows(tr.PAGE.read_text())
     assert rows and all(int(row.passed) and row.failed.isdigit() for row in rows)
 
@@ -46,16 +48,16 @@ def test_full_disk_is_exit_code_3_without_packages(tmp_path: Path, monkeypatch, 
     monkeypatch.setattr(tr, "DISK_BYTES", 1 << 60)
     assert tr.main(["lowest"]) == 3
     assert "set TMPDIR" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
-    # with -S nothing but Python's own library is there
-    words = [sys.executable, "-S", str(tr.ROOT / "tests/support/torch_range.py"), "--help"]
-    assert "lowest" in subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+    # with -S only Python's own library can be imported
+    argv = [sys.executable, "-S", str(tr.ROOT / "tests/support/torch_range.py"), "--help"]
+    assert "lowest" in subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True).stdout
     assert subprocess.run(["bash", "-n", str(tr.ROOT / ".ci" / "range")], timeout=30).returncode == 0
 
 
-# ---- tools/venv.sh: what it says before pip downloads gigabytes
+# ---- tools/venv.sh: what it prints before pip downloads gigabytes
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# stands for the new .venv's interpreter: it has no torch, and tells what it was asked to install
+# stands for the new .venv's interpreter: it has no torch, and prints what it is asked to install
 PYTHON = """#!/usr/bin/env bash
 [ "$1" = -c ] && exit 1
 echo "$*"
@@ -73,10 +75,12 @@ def test_venv_script_announces_the_size_of_the_cuda_build(tmp_path: Path, index:
     python.chmod(0o755)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     environment |= {"PIP_EXTRA_INDEX_URL": index} if index else {}
-    words = ["bash", "-euc", "source tools/venv.sh dev"]
-    for asked in (True, False):  # the second time all is there
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    argv = ["bash", "-euc", "source tools/venv.sh dev"]
+    for installs in (True, False):  # the second time, everything is installed
+        done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
-        assert ("-m pip install --quiet" in done.stdout) == asked
-        told = asked and index is None and os.uname().sysname == "Linux" and not Path("/dev/nvidiactl").exists()
-        assert (CPU_INDEX in done.stderr and "5 GB" in done.stderr) == told, done.stderr
+        assert ("-m pip install --quiet" in done.stdout) == installs
+        announces_size = (
+            installs and index is None and os.uname().sysname == "Linux" and not Path("/dev/nvidiactl").exists()
+        )
+        assert (CPU_INDEX in done.stderr and "5 GB" in done.stderr) == announces_size, done.stderr

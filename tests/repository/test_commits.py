@@ -13,15 +13,15 @@ TITLE = 72
 FORM = re.compile(r"[a-z][\w./, -]*: [a-z]")  # "area: imperative summary"
 
 
-def git(root: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True, timeout=60).stdout
+def git(root: Path, *args: str) -> str:
+    return subprocess.run(["git", *args], cwd=root, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 FORMAT = "--format=%h%x00%P%x00%s%x00%b%x01"
 
 
 def faults(log: str) -> Iterator[str]:
-    """Yield a line for each commit whose title has the wrong form or length, or that lacks a body; merges need neither."""
+    """Yield a line for each commit with a title of the wrong form or length or without a body; merges need neither."""
     for entry in filter(str.strip, log.split("\x01")):
         commit, parents, title, body = entry.strip("\n").split("\0")
         if len(title) > TITLE:
@@ -34,7 +34,10 @@ def faults(log: str) -> Iterator[str]:
 
 
 def is_known(root: Path, base: str) -> bool:
-    """Whether `root` is a clone of its own that reaches back to `base`: a source distribution or a shallow clone is not."""
+    """Return whether `root` is the root of a clone that reaches back to `base`.
+
+    A source distribution and a shallow clone are not.
+    """
     try:
         top = Path(git(root, "rev-parse", "--show-toplevel").strip())
         git(root, "merge-base", "--is-ancestor", base, "HEAD")

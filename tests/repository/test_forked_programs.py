@@ -13,14 +13,14 @@ from typing import Any
 import programs
 import pytest
 
-BOTH = pytest.mark.parametrize("how", [programs, subprocess], ids=["forked", "started"])
-SAID = "import sys; print('out'); print('err', file=sys.stderr); "
+WITH_BOTH = pytest.mark.parametrize("runner", [programs, subprocess], ids=["forked", "started"])
+PRINT_BOTH = "import sys; print('out'); print('err', file=sys.stderr); "
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
 
-@BOTH
+@WITH_BOTH
 @pytest.mark.parametrize(
-    "ends,code,last",
+    "ending,code,last",
     [
         ("sys.exit()", 0, "err"),
         ("sys.exit('why')", 1, "why"),
@@ -30,8 +30,8 @@ PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "
         ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
     ],
 )
-def test_program_ends_with_code_and_output(how: ModuleType, ends: str, code: int, last: str) -> None:
-    done = how.run([sys.executable, "-c", SAID + ends], **PIPES, timeout=60)
+def test_program_ends_with_code_and_output(runner: ModuleType, ending: str, code: int, last: str) -> None:
+    done = runner.run([sys.executable, "-c", PRINT_BOTH + ending], **PIPES, timeout=60)
     assert done.returncode == code and done.stderr.splitlines()[-1] == last
     assert done.stdout == ("out\n" if code != -signal.SIGKILL else "")  # it was still in a buffer
 
@@ -39,23 +39,25 @@ def test_program_ends_with_code_and_output(how: ModuleType, ends: str, code: int
 def test_torch_is_preloaded_unless_the_interpreter_has_options() -> None:
     code = "import sys; print('torch' in sys.modules, 'triton' in sys.modules)"
 
-    def said(*flags: str, **variables: str) -> str:
+    def stdout_of(*flags: str, **variables: str) -> str:
         env = {**programs.environment(), **variables}  # whatever other tests have set here
         return programs.run([sys.executable, *flags, "-c", code], env=env, **PIPES, ok=True, timeout=60).stdout
 
-    assert said() == said(MEGALITE_A="1") == "True False\n"
-    assert said("-X", "dev") == said(PYTHONWARNINGS="error") == said(TORCH_LOGS="") == "False False\n"
+    assert stdout_of() == stdout_of(MEGALITE_A="1") == "True False\n"
+    assert stdout_of("-X", "dev") == stdout_of(PYTHONWARNINGS="error") == stdout_of(TORCH_LOGS="") == "False False\n"
 
 
 @pytest.mark.parametrize("variables", [{}, {"TORCH_LOGS": ""}], ids=["forked", "started"])
 def test_new_session_owns_its_terminal(variables: dict[str, str]) -> None:
-    near, far = os.openpty()
+    controller, terminal = os.openpty()
     code = "import os; print(os.tcgetpgrp(0) == os.getpgrp() == os.getsid(0))"
     env = {**programs.environment(), **variables}
-    with programs.Popen([sys.executable, "-c", code], stdin=far, env=env, start_new_session=True, **PIPES) as process:
+    with programs.Popen(
+        [sys.executable, "-c", code], stdin=terminal, env=env, start_new_session=True, **PIPES
+    ) as process:
         assert process.communicate(timeout=60) == ("True\n", "")
-    os.close(near)
-    os.close(far)
+    os.close(controller)
+    os.close(terminal)
 
 
 def test_leftover_variable_does_not_slow_later_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The rules of tests/support/style_rules.py hold in this repository, and each can fail: on a small tree with the fault in it."""
+"""The rules of tests/support/style_rules.py hold in this repository, and each reports a small tree that violates it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +24,9 @@ def test_rule_detects_a_violation(fault: str, tmp_path: Path) -> None:
     for name, text in {"docs/shapes.md": SHAPES, "pyproject.toml": "", **FAULTS[fault]}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = {rule.__name__: list(rule(tmp_path)) for rule in style_rules.RULES}
-    assert len(found.pop(fault.strip())) == 1, found
-    assert not any(found.values()), found
+    lines_of = {rule.__name__: list(rule(tmp_path)) for rule in style_rules.RULES}
+    assert len(lines_of.pop(fault.strip())) == 1, lines_of
+    assert not any(lines_of.values()), lines_of
 
 
 def test_every_rule_has_a_violation() -> None:
@@ -34,7 +34,7 @@ def test_every_rule_has_a_violation() -> None:
 
 
 def test_rules_accept_correct_code(tmp_path: Path) -> None:
-    right = {
+    files = {
         "docs/shapes.md": SHAPES,
         "docs/a.md": "`nn/a.py: A.g`, `nn/a.py: A.h`, [a](shapes.md)\n```\nnn/a.py: f\n  nn/a.py: A.g\n```\n",
         "docs/wide.md": f"| {'cell ' * 30} |\n\n```\n{'code ' * 30}\n```\n\n- [{'link ' * 30}](shapes.md)\n",
@@ -47,7 +47,7 @@ def test_rules_accept_correct_code(tmp_path: Path) -> None:
         "megalite/config/options.py": "class A: ...\n",
         "megalite/checkpoint/storage.py": "def f(self, a): storage_of(a).write_text(a, self.storage.write_text(a, ''))\n",
     }
-    for name, text in right.items():
+    for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert [line for rule in style_rules.RULES for line in rule(tmp_path)] == []

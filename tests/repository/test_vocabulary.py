@@ -66,27 +66,27 @@ def problems(path: Path) -> list[str]:
     if path.suffix == ".md":  # blank out commands and their output
         text = re.sub(r"^```.*?^```", lambda fence: "\n" * fence[0].count("\n"), text, flags=re.DOTALL | re.MULTILINE)
     lines = enumerate(text.split("\n"), 1)
-    found = list[tuple[int, str]]()
+    hits = list[tuple[int, str]]()
     if path.suffix == ".py":
-        found += [(line, name) for line, name in defined_names(ast.parse(text)) if name.strip("_") in NAMES]
+        hits += [(line, name) for line, name in defined_names(ast.parse(text)) if name.strip("_") in NAMES]
         lines = [*messages(ast.parse(text)), *python_prose(text)]
     if path.suffix == ".toml":
-        lines = ((line, TOML_KEY.sub("", words)) for line, words in lines)
-    found += [(line, match[0]) for line, words in lines for match in PHRASES.finditer(re.sub(CODE, "", words))]
-    return [f"{line}: {word}" for line, word in sorted(set(found))]
+        lines = ((line, TOML_KEY.sub("", prose)) for line, prose in lines)
+    hits += [(line, match[0]) for line, prose in lines for match in PHRASES.finditer(re.sub(CODE, "", prose))]
+    return [f"{line}: {word}" for line, word in sorted(set(hits))]
 
 
 def files_in(*places: str) -> list[Path]:
     """Return the Python files, tables and pages below these paths."""
     paths = [ROOT / place for place in places]
-    found = [path for place in paths for path in (sorted(place.rglob("*")) if place.is_dir() else [place])]
-    return [p for p in found if p.suffix in (".py", ".md", ".toml") and p != ROOT / "docs/style.md"]
+    files = [path for place in paths for path in (sorted(place.rglob("*")) if place.is_dir() else [place])]
+    return [p for p in files if p.suffix in (".py", ".md", ".toml") and p != ROOT / "docs/style.md"]
 
 
 @pytest.mark.parametrize("place", [*SOURCES, *DOCUMENTS])
 def test_words_are_those_of_the_glossary(place: str) -> None:
-    found = {str(path.relative_to(ROOT)): problems(path) for path in files_in(place)}
-    assert {path: words for path, words in found.items() if words} == {}
+    hits_of = {str(path.relative_to(ROOT)): problems(path) for path in files_in(place)}
+    assert {path: hits for path, hits in hits_of.items() if hits} == {}
 
 
 def test_words_of_the_old_dialect_are_found(tmp_path: Path) -> None:
