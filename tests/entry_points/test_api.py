@@ -1,4 +1,4 @@
-"""megalite from Python: every function with a real run, the words of its errors, what importing costs, the notebook."""
+"""megalite from Python: every function with a real run, its error messages, the cost of its import, the notebook."""
 
 import json
 import re
@@ -25,7 +25,7 @@ SMALL = megalite.Config(
     " --log-interval 1 --mock-data --tokenizer-type ByteTokenizer --device cpu"
 )
 TOKENS_SB = [[1, 72], [256, 0], [9, 9]]
-# the error: what to continue, and how
+# message -> (prompts, arguments)
 GENERATE: dict[str, tuple[Any, dict[str, Any]]] = {
     "max_new_tokens=-1 is not a whole number of 1 or more; give one": ("a", {"max_new_tokens": -1}),
     "max_new_tokens=2.5 is": ("a", {"max_new_tokens": 2.5}),
@@ -50,7 +50,10 @@ GENERATE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run of two steps on two pipeline stages, in the folder that one is in. Commands need not import torch again."""
+    """Yield the directory of a run of two steps on two pipeline stages, which is in the current directory.
+
+    Commands are forked, so that they need not import torch again.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "Popen", programs.Popen)
         patch.chdir(tmp_path_factory.mktemp("runs"))
@@ -69,10 +72,10 @@ def test_api_train_returns_metrics_and_model(run: Path) -> None:
     assert re.fullmatch(rf"Generator\([\d,]+ parameters: {facts}\)", repr(model))
     assert "(mlp): MLP(up [2, 64, 32], down [32, 64])" in repr(model.stage) and len(repr(model.stage)) < 600
     options = megalite.Config(SMALL, train_iters=2, load=run).options
-    there = run_from(options)  # the same run, on one rank, as it would continue
-    assert load_initial_state(there, options)[0] is not None
+    resumed = run_from(options)  # the same run, resumed on one rank
+    assert load_initial_state(resumed, options)[0] is not None
     batch = Batch(torch.tensor(TOKENS_SB), None, None, torch.zeros(2, dtype=torch.int64), 0)
-    assert there.pipeline.stages[0](None, batch)[..., :257].equal(logits_SBV) and logits_SBV.std() > 0
+    assert resumed.pipeline.stages[0](None, batch)[..., :257].equal(logits_SBV) and logits_SBV.std() > 0
     assert model.generate(["a text", ""], 5, temperature=0)[:1] == model.generate("a text", 5, temperature=0)
     for wrong in ([1, 2], [[257]], [[-1]], [[0]] * 33, torch.zeros(2, 0, dtype=torch.int64)):
         with pytest.raises(megalite.ConfigError, match=r"are not ids below 257, \[S, B\] with S up to 32"):
@@ -81,19 +84,19 @@ def test_api_train_returns_metrics_and_model(run: Path) -> None:
         with pytest.raises(megalite.ConfigError, match="^tokens .* ids below 257"):
             model.logits(odd)
     assert model.logits(torch.tensor([[1]], dtype=torch.uint8)).equal(model.logits([[1]]))
-    for words, (texts, how) in GENERATE.items():
+    for message, (texts, arguments) in GENERATE.items():
         with pytest.raises(megalite.ConfigError) as error:
-            model.generate(texts, **{"max_new_tokens": 2, **how})
-        assert str(error.value).startswith(words) and "\n" not in str(error.value)
+            model.generate(texts, **{"max_new_tokens": 2, **arguments})
+        assert str(error.value).startswith(message) and "\n" not in str(error.value)
     with pytest.raises(megalite.ConfigError, match="max_new_tokens=0 .*\nprompts of type NoneType .*\ntop_p=2 is not"):
         model.generate(None, 0, top_p=2)
 
 
 def test_api_plan_describes_the_run(run: Path) -> None:
-    found = megalite.plan(megalite.Config(preset="llama3-8b", global_batch_size=128), gpus=8, top=2)
-    best, _ = found["plans"]
-    assert best["seconds"] > 0 and best["peak"] < 80 * 2**30 and best["world"] == 8 and "8 x h100" in found["text"]
-    options = megalite.Config(found["command"]).options
+    result = megalite.plan(megalite.Config(preset="llama3-8b", global_batch_size=128), gpus=8, top=2)
+    best, _ = result["plans"]
+    assert best["seconds"] > 0 and best["peak"] < 80 * 2**30 and best["world"] == 8 and "8 x h100" in result["text"]
+    options = megalite.Config(result["command"]).options
     assert options.parallel.tensor_model_parallel_size == best["layout"]["tp"] and options.model.num_layers == 32
     with pytest.raises(megalite.CommandError, match="as given: .* does not fit into"):
         megalite.plan(megalite.Config(preset="llama3-70b", global_batch_size=8, tp=1), gpus=1)
@@ -101,8 +104,8 @@ def test_api_plan_describes_the_run(run: Path) -> None:
 
 def test_api_convert_round_trips_weights(run: Path) -> None:
     assert megalite.convert("to_hf", run, "hf") == Path("hf")
-    places = run, "hf", megalite.convert("from_hf", "hf", "back", check_bits=True)
-    first, *others = (megalite.load(place, device="cpu").logits(TOKENS_SB) for place in places)
+    paths = run, "hf", megalite.convert("from_hf", "hf", "back", check_bits=True)
+    first, *others = (megalite.load(path, device="cpu").logits(TOKENS_SB) for path in paths)
     assert all(other.equal(first) for other in others)
 
 
@@ -113,8 +116,8 @@ def test_api_verify(run: Path) -> None:
 
 
 def test_api_invalid_argument_is_a_config_error(run: Path) -> None:
-    small, paths = megalite.Config(SMALL, train_iters=2), "is not a path; give that of a directory"
-    says: dict[str, Any] = {
+    small, path_rule = megalite.Config(SMALL, train_iters=2), "is not a path; give that of a directory"
+    cases: dict[str, Any] = {
         "config='--preset tiny' is of type str, not a megalite.Config; give megalite.Config('--preset tiny')": [
             lambda: megalite.train("--preset tiny"),
             lambda: megalite.plan("--preset tiny", gpus=8),
@@ -130,10 +133,10 @@ def test_api_invalid_argument_is_a_config_error(run: Path) -> None:
         ],
         "direction='to_onnx' is not one of to_hf, from_hf,": [lambda: megalite.convert("to_onnx", "a", "b")],
         "direction=None is not one": [lambda: megalite.convert(None, "a", "b")],
-        f"source=None {paths}": [lambda: megalite.convert("to_hf", None, "b")],
-        f"target=5 {paths}": [lambda: megalite.convert("to_hf", "a", 5)],
-        f"run=5 {paths}": [lambda: megalite.read_metrics(5)],
-        f"path='' {paths}": [lambda: megalite.load("")],
+        f"source=None {path_rule}": [lambda: megalite.convert("to_hf", None, "b")],
+        f"target=5 {path_rule}": [lambda: megalite.convert("to_hf", "a", 5)],
+        f"run=5 {path_rule}": [lambda: megalite.read_metrics(5)],
+        f"path='' {path_rule}": [lambda: megalite.load("")],
         "dtype='int4' is not one of float32, bfloat16; give one": [lambda: megalite.load(run, dtype="int4")],
         "dtype=torch.bfloat16 is not one": [lambda: megalite.load(run, dtype=torch.bfloat16)],
         "device='gpu' is not one of auto, cpu, cuda; give one": [lambda: megalite.load(run, device="gpu")],
@@ -153,11 +156,11 @@ def test_api_invalid_argument_is_a_config_error(run: Path) -> None:
         "'\\ud800' has a character that no": [lambda: megalite.plan(megalite.Config(small, name="\ud800"), gpus=1)],
         "--lr needs a value": [lambda: megalite.Config(lr=True)],
     }
-    for words, calls in says.items():
+    for message, calls in cases.items():
         for call in calls:
             with pytest.raises(megalite.ConfigError) as error:
                 call()
-            assert str(error.value).startswith(words), str(error.value)[:200]
+            assert str(error.value).startswith(message), str(error.value)[:200]
 
 
 def test_api_too_many_arguments_are_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +175,7 @@ def test_api_too_many_arguments_are_a_config_error(monkeypatch: pytest.MonkeyPat
 def test_api_errors_equal_those_of_the_commands(run: Path) -> None:
     small = megalite.Config(SMALL, train_iters=2)
     absent = megalite.Config(small, mock_data=False, data_path="none/there")
-    says: dict[str, Any] = {
+    cases: dict[str, Any] = {
         "2 unknown flag --train-iterz; did you mean --train-iters?": lambda: megalite.Config(train_iterz=3),
         "2 lr='abc' is not a float; write it as one": lambda: megalite.train(megalite.Config(small, lr="abc")),
         "2 num_gpus=0 is not positive": lambda: megalite.plan(small, gpus=0),
@@ -183,14 +186,14 @@ def test_api_errors_equal_those_of_the_commands(run: Path) -> None:
         "2 none/metrics.jsonl does not exist; give": lambda: megalite.read_metrics("none"),
         "3 none holds no checkpoint that can be read": lambda: megalite.convert("to_hf", "none", "x"),
     }
-    for words, call in says.items():
+    for message, call in cases.items():
         with pytest.raises((megalite.ConfigError, megalite.CommandError, FileNotFoundError)) as error:
             call()
-        assert f"{getattr(error.value, 'code', 2)} {error.value}".startswith(words)
+        assert f"{getattr(error.value, 'code', 2)} {error.value}".startswith(message)
 
 
 def test_api_ctrl_c_stops_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It saves, and the interrupt comes once it has ended."""
+    """The run saves, and KeyboardInterrupt is raised once it has ended."""
 
     def press(text: str, **_: Any) -> None:
         if "step     1/" in text:
@@ -213,8 +216,8 @@ def test_api_command_line_of_arguments() -> None:
 def test_api_import_is_cheap() -> None:
     text = "import sys, time; t = time.process_time(); import megalite; t = time.process_time() - t; megalite.Config; megalite.register;"
     text += "print(t, 'torch' in sys.modules, callable(megalite.train), f'{megalite.train.__module__}.{megalite.train.__name__}', *dir(megalite))"
-    words = [sys.executable, "-c", text]
-    seconds, *facts = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
+    argv = [sys.executable, "-c", text]
+    seconds, *facts = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.split()
     assert float(seconds) < 0.1 and facts[:3] == ["False", "True", "megalite.api.train"]
     assert {"Config", "train", "plan", "load", "convert", "verify", "read_metrics"} <= {*facts}
 
@@ -224,13 +227,13 @@ def test_api_notebook_and_page(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples/python.ipynb").read_text("utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in code)
-    said = programs.python("-c", "\n".join("".join(cell["source"]) for cell in code), cwd=tmp_path, ok=True).stdout
-    assert "step    20/20" in said and "torch.Size([6, 1, 257])" in said and "did you mean" in said
+    output = programs.python("-c", "\n".join("".join(cell["source"]) for cell in code), cwd=tmp_path, ok=True).stdout
+    assert "step    20/20" in output and "torch.Size([6, 1, 257])" in output and "did you mean" in output
     assert (tmp_path / "models/notebook/config.json").is_file()
     fences = documents.fences(ROOT / "docs/python.md")  # those that import from modules: tests/docs/test_user_guides.py
     page = "\n".join(text for kind, text in fences if kind == "python" and not text.startswith("from megalite."))
-    said = programs.python("-c", page, cwd=tmp_path, ok=True, timeout=250).stdout
-    assert "step    20/20" in said and "torch.Size([6, 1, 257])" in said and "\nTrue " in said
+    output = programs.python("-c", page, cwd=tmp_path, ok=True, timeout=250).stdout
+    assert "step    20/20" in output and "torch.Size([6, 1, 257])" in output and "\nTrue " in output
 
 
 CHILDREN = {
@@ -247,9 +250,9 @@ CHILDREN = {
 }
 
 
-@pytest.mark.parametrize("how", CHILDREN)
-def test_api_call_waits_for_the_command(how: str, tmp_path: Path) -> None:
-    """Though the exit code of a child is lost: the caller ignores SIGCHLD, or has waited for all its children."""
+@pytest.mark.parametrize("sigchld", CHILDREN)
+def test_api_call_waits_for_the_command(sigchld: str, tmp_path: Path) -> None:
+    """It waits although the child's exit code is lost: the caller ignores SIGCHLD, or waits for all its children."""
     text = f"""import os, signal, threading
 import megalite
 from megalite import api
@@ -263,7 +266,7 @@ def work():
     except megalite.ConfigError as error:
         print(str(error)[:10])
     print(api._run("--version", []))
-{CHILDREN[how]}
+{CHILDREN[sigchld]}
 """
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.stdout.split("\n")[:2] == ["3 none holds no c", "num_gpus=0"], done.stdout + done.stderr
@@ -271,7 +274,7 @@ def work():
 
 
 def test_api_killed_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With exit code 0, by a plugin, on one process."""
+    """A plugin ends the run's only process with exit code 0."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "Popen", programs.Popen)
     Path("mine.py").write_text(

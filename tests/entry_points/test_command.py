@@ -1,4 +1,4 @@
-"""The command `megalite` in a clone; tests/distribution/test_installed.py has it from a wheel."""
+"""The command `megalite` in a clone; tests/distribution/test_installed.py tests it from a wheel."""
 
 import argparse
 import importlib
@@ -23,32 +23,32 @@ from megalite.config.options import iter_options
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {name: module for name, (module, _) in command.COMMANDS.items() if module}
-OF_A_CLONE = {"tools.gpu_report"}  # it runs its tests
+CLONE_ONLY = {"tools.gpu_report"}  # it runs the clone's tests
 
 
 PIPES: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60}
 
 
-def megalite(*words: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return programs.run([sys.executable, *python, "-m", "megalite", *words], cwd=ROOT, **PIPES)
+def megalite(*argv: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return programs.run([sys.executable, *python, "-m", "megalite", *argv], cwd=ROOT, **PIPES)
 
 
 def test_every_program_has_a_command() -> None:
-    programs = {f"tools.{path.stem}" for path in (ROOT / "tools").glob("*.py") if "def main(argv" in path.read_text()}
-    of_tools = {module for module in MODULES.values() if not module.startswith("megalite.")}
-    assert of_tools == programs - OF_A_CLONE - {"tools.benchmark_rank"} | {"pretrain_gpt"}
+    tool_names = {f"tools.{path.stem}" for path in (ROOT / "tools").glob("*.py") if "def main(argv" in path.read_text()}
+    command_modules = {module for module in MODULES.values() if not module.startswith("megalite.")}
+    assert command_modules == tool_names - CLONE_ONLY - {"tools.benchmark_rank"} | {"pretrain_gpt"}
 
 
-def said_by(words: list[str], patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *topic: str) -> str:
-    """What `megalite WORDS --help TOPIC` prints, in lines that are not wrapped."""
-    with patch.context() as here:
-        here.setenv("COLUMNS", "1000")
-        here.setattr(sys, "argv", [])
-        here.setattr(sys, "path", [*sys.path])
-        module = importlib.import_module(MODULES[" ".join(words)])
-        here.setattr(module, "__doc__", module.__doc__)
+def help_text(argv: list[str], patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *topic: str) -> str:
+    """Return what `megalite ARGV --help TOPIC` prints, in lines that are not wrapped."""
+    with patch.context() as context:
+        context.setenv("COLUMNS", "1000")
+        context.setattr(sys, "argv", [])
+        context.setattr(sys, "path", [*sys.path])
+        module = importlib.import_module(MODULES[" ".join(argv)])
+        context.setattr(module, "__doc__", module.__doc__)
         try:
-            code = command.run([*words, "--help", *topic])
+            code = command.run([*argv, "--help", *topic])
         except SystemExit as end:
             code = end.code
     assert code == 0
@@ -69,27 +69,27 @@ def test_documents_list_every_command() -> None:
 
 @pytest.mark.parametrize("name", sorted(MODULES.keys() - {"train"}))
 def test_help_equals_the_programs_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """All its flags, under the name that was typed, and examples that can be typed where there is no clone."""
-    said = said_by(name.split(), monkeypatch, capsys)
-    assert said.startswith(f"usage: megalite {name} ") and not re.search(r"(python|torchrun .*) \S+\.py", said), said
-    with documents.stopped(monkeypatch, read=False) as here, pytest.raises(documents.Parsed) as parsed:
-        documents.start(MODULES[name].replace(".", "/") + ".py", [], here)
-    flags = re.findall(r"(?<![\w-])--?[\w-]+", said)
+    """It has all flags, the name that was typed, and examples that work without a clone."""
+    text = help_text(name.split(), monkeypatch, capsys)
+    assert text.startswith(f"usage: megalite {name} ") and not re.search(r"(python|torchrun .*) \S+\.py", text), text
+    with documents.stopped(monkeypatch, read=False) as context, pytest.raises(documents.Parsed) as parsed:
+        documents.start(MODULES[name].replace(".", "/") + ".py", [], context)
+    flags = re.findall(r"(?<![\w-])--?[\w-]+", text)
     for action in parsed.value.parser._actions:
         if action.help != argparse.SUPPRESS:
             assert set(action.option_strings) <= set(flags)
-            assert (action.help or "") % vars(action) in said
+            assert (action.help or "") % vars(action) in text
 
 
 def test_train_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    first = said_by(["train"], monkeypatch, capsys)
+    first = help_text(["train"], monkeypatch, capsys)
     assert first.startswith("usage: megalite train ") and "megalite train --preset" in first
-    said = said_by(["train"], monkeypatch, capsys, "all")
-    assert {flag for _, f in iter_options() for flag in [flags_of(f)[0][0]]} <= set(re.findall(r"--[\w-]+", said))
+    text = help_text(["train"], monkeypatch, capsys, "all")
+    assert {flag for _, f in iter_options() for flag in [flags_of(f)[0][0]]} <= set(re.findall(r"--[\w-]+", text))
 
 
 def test_command_list_imports_few_modules_and_no_torch() -> None:
-    """0.2 s; what takes time are imports."""
+    """It takes 0.2 s, mostly for imports."""
     done = megalite("--help", python=("-X", "importtime"))
     assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in command.COMMANDS)
     imported = done.stderr
@@ -104,11 +104,11 @@ def test_exit_codes_equal_the_programs(line: str, tmp_path: Path) -> None:
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr, done.stderr
     name = next((n for n in MODULES if line.startswith(n + " ")), None)
     if name is not None:
-        words = line.format(tmp_path).split()[len(name.split()) :]
-        assert programs.python(MODULES[name].replace(".", "/") + ".py", *words).returncode == code
+        argv = line.format(tmp_path).split()[len(name.split()) :]
+        assert programs.python(MODULES[name].replace(".", "/") + ".py", *argv).returncode == code
 
 
-READS = {  # what each command is to read, and is not there: a run, a model, data
+READS = {  # arguments with which each command reads a missing run, model or data set
     "train": "--preset tiny --vocab-size 300 --micro-batch-size 2 --train-iters 2 --device cpu --data-path {}",
     "generate": "--load {}",
     "checkpoint": "inspect {}",
@@ -126,22 +126,22 @@ READS = {  # what each command is to read, and is not there: a run, a model, dat
 
 @pytest.mark.parametrize("name", READS)
 def test_missing_input_is_exit_code_3(name: str, tmp_path: Path) -> None:
-    words = READS[name].replace("{}", str(tmp_path / "none")).split()
-    for done, who in (
-        (megalite(*name.split(), *words), f"megalite {name}: "),
-        (programs.python(file := MODULES[name].replace(".", "/") + ".py", *words), f"{Path(file).name}: "),
+    argv = READS[name].replace("{}", str(tmp_path / "none")).split()
+    for done, prefix in (
+        (megalite(*name.split(), *argv), f"megalite {name}: "),
+        (programs.python(file := MODULES[name].replace(".", "/") + ".py", *argv), f"{Path(file).name}: "),
     ):
-        told = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
-        assert done.returncode == 3 and told[0].startswith(who) and "Traceback" not in done.stderr, done
-        assert not who.startswith("megalite") or ".py" not in done.stderr, done.stderr
+        messages = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+        assert done.returncode == 3 and messages[0].startswith(prefix) and "Traceback" not in done.stderr, done
+        assert not prefix.startswith("megalite") or ".py" not in done.stderr, done.stderr
 
 
 def test_messages_name_the_command_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "plan.py: make one with tools/plan.py calibrate, or python pretrain_gpt.py --nproc 2; /my/tools/plan.py"
     assert console.as_typed(text) == text
     monkeypatch.setattr(sys, "argv", ["megalite plan"])
-    said = "megalite plan: make one with megalite plan calibrate, or megalite train --nproc 2; /my/tools/plan.py"
-    assert console.as_typed(text) == said
+    expected = "megalite plan: make one with megalite plan calibrate, or megalite train --nproc 2; /my/tools/plan.py"
+    assert console.as_typed(text) == expected
     torchrun = console.as_typed("torchrun --nnodes 2 tools/check_cluster.py --tp 8")
     assert torchrun == "torchrun --nnodes 2 -m megalite cluster --tp 8"
     done = megalite(
@@ -152,7 +152,7 @@ def test_messages_name_the_command_as_typed(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_ctrl_c_prints_no_traceback() -> None:
-    stop = "import signal, sys; import megalite.__main__ as m; m.run = lambda words: signal.raise_signal(signal.SIGINT)"
+    stop = "import signal, sys; import megalite.__main__ as m; m.run = lambda argv: signal.raise_signal(signal.SIGINT)"
     done = programs.python("-c", f"{stop}; m.main()")
     assert (done.returncode, done.stderr) == (130, "")
 
@@ -166,7 +166,7 @@ def test_version_is_defined_once_and_heads_the_changelog() -> None:
 
 
 def test_shell_completion(tmp_path: Path) -> None:
-    """bash, as it is when TAB is hit: COMP_WORDS and COMP_CWORD are set, and COMPREPLY is shown."""
+    """Test bash as when TAB is pressed: COMP_WORDS and COMP_CWORD are set, and COMPREPLY is shown."""
     script = megalite("completion", "bash").stdout
     assert script == megalite("completion", "zsh").stdout and "complete " in script
     tries = "".join(
@@ -180,15 +180,15 @@ def test_shell_completion(tmp_path: Path) -> None:
     bash = shutil.which("bash")
     done = programs.run([bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"], cwd=ROOT, **PIPES)
     assert done.returncode == 0 and done.stderr == ""
-    for (line, (there, absent)), said in zip(MESSAGES["completed"].items(), done.stdout.splitlines(), strict=True):
-        words = set(said.split())
-        assert set(there.split()) <= words and not set(absent.split()) & words, (line, said)
+    for (line, (present, absent)), output in zip(MESSAGES["completed"].items(), done.stdout.splitlines(), strict=True):
+        completions = set(output.split())
+        assert set(present.split()) <= completions and not set(absent.split()) & completions, (line, output)
 
 
 def test_closed_pipe_ends_a_command_quietly(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"outcome": "done"}')
     line = [sys.executable, "-m", "megalite", "runs", str(tmp_path), "--json"]
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as much as does not fit into a buffer
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # as with output that does not fit into a buffer
     process = programs.Popen(line, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()  # as head does, here before the first line
     assert process.stderr.read() == "" and process.wait() == 141

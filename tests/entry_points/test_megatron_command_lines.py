@@ -1,6 +1,8 @@
-"""111 command lines of Megatron-LM's own functional tests (d98e8a64), with their verdicts in
-megatron_command_lines.jsonl: `refused` lists what is missing here. The names of files are replaced, and the plan is
-made for the smallest world."""
+"""111 command lines of Megatron-LM's own functional tests (d98e8a64), each with its verdict.
+
+In megatron_command_lines.jsonl, `refused` lists what is missing here. File names are replaced, and the plan is made for
+the smallest world.
+"""
 
 import json
 import math
@@ -8,7 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_published_scripts import byte_level_vocabulary, docs, preprocessed
+from test_published_scripts import byte_level_vocabulary, docs, preprocess_docs
 from train_cases import config_from, pretrain
 
 from megalite.config import cli
@@ -28,35 +30,35 @@ _DATA |= {"--tokenizer-model": "$SENTENCEPIECE"}
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     import sentencepiece
 
-    folder = tmp_path_factory.mktemp("files")
-    found = byte_level_vocabulary(folder)
-    found["$DATA"] = preprocessed(folder, found)
-    Path(found["$DATA"] + ".json").unlink()  # lines with other tokenizers read it, too
-    text = folder / "text.txt"
+    directory = tmp_path_factory.mktemp("files")
+    files = byte_level_vocabulary(directory)
+    files["$DATA"] = preprocess_docs(directory, files)
+    Path(files["$DATA"] + ".json").unlink()  # lines with other tokenizers read it, too
+    text = directory / "text.txt"
     text.write_text("\n".join(docs()))
     train = sentencepiece.SentencePieceTrainer.train
-    train(input=str(text), model_prefix=str(folder / "spm"), vocab_size=400, minloglevel=2)
-    return {**found, "$SENTENCEPIECE": str(folder / "spm.model"), "$ELSE": str(folder / "else")}
+    train(input=str(text), model_prefix=str(directory / "spm"), vocab_size=400, minloglevel=2)
+    return {**files, "$SENTENCEPIECE": str(directory / "spm.model"), "$ELSE": str(directory / "else")}
 
 
-def words_of(line: dict, places: dict[str, str]) -> list[str]:
-    """The line with files that exist in place of its own."""
-    found: list[str] = []
+def argv_of(line: dict, paths: dict[str, str]) -> list[str]:
+    """Return the arguments of a line, with existing files in place of its own."""
+    argv: list[str] = []
     for word in line["argv"]:
-        if found and found[-1] in _DATA:
-            word = places[_DATA[found[-1]]]
-        found.append(re.sub(r"\$\{?[A-Z_]+\}?", places["$ELSE"], word) if "$" in word else word)
-    return found
+        if argv and argv[-1] in _DATA:
+            word = paths[_DATA[argv[-1]]]
+        argv.append(re.sub(r"\$\{?[A-Z_]+\}?", paths["$ELSE"], word) if "$" in word else word)
+    return argv
 
 
-def world_of(words: list[str]) -> int:
-    """Of two data-parallel ranks, or as many as share the experts."""
+def world_of(argv: list[str]) -> int:
+    """Return the smallest world size: two data-parallel ranks, or as many as share the experts."""
 
     def size(flag: str) -> int:
-        return int(words[len(words) - words[::-1].index(flag)]) if flag in words else 1
+        return int(argv[len(argv) - argv[::-1].index(flag)]) if flag in argv else 1
 
     shards = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
     stage, pp = 2 * size(shards[0]) * size(shards[2]), size(shards[1])
@@ -65,41 +67,41 @@ def world_of(words: list[str]) -> int:
 
 @pytest.mark.parametrize("line", LINES, ids=[line["name"] for line in LINES])
 def test_megatron_line_starts_or_is_refused_for_its_missing_features(
-    line: dict, places: dict[str, str], capsys: pytest.CaptureFixture[str]
+    line: dict, paths: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = words_of(line, places)
-    world = world_of(words)
+    argv = argv_of(line, paths)
+    world = world_of(argv)
     try:
-        found = cli.parse_config([*words, "--dry-run"], PRESETS, world=lambda config: world)
+        parsed = cli.parse_config([*argv, "--dry-run"], PRESETS, world=lambda config: world)
     except ConfigError as error:
         assert sorted(map(_feature, error.problems)) == sorted(line["refused"]), error.problems
         return
     assert line["refused"] == []
-    assert pretrain(found.config, RankInfo(world_size=world, local_world_size=world)) == 0, capsys.readouterr().err
+    assert pretrain(parsed.config, RankInfo(world_size=world, local_world_size=world)) == 0, capsys.readouterr().err
     assert f"= {world} rank" in capsys.readouterr().out
-    assert all("yet" not in note for note in found.notes)
+    assert all("yet" not in note for note in parsed.notes)
 
 
-@pytest.mark.parametrize("line", [one for one in LINES if not one["refused"]], ids=lambda one: one["name"])
-def test_accepted_megatron_lines_are_planned(line: dict, places: dict[str, str], capsys) -> None:
-    words = words_of(line, places)
-    number = str(world_of(words))
-    cluster = ["--num-gpus", number, "--gpus-per-node", str(min(8, int(number)))]
-    assert plan.main([*words, *cluster]) in (0, 1)  # 1: does not fit
+@pytest.mark.parametrize("line", [line for line in LINES if not line["refused"]], ids=lambda line: line["name"])
+def test_accepted_megatron_lines_are_planned(line: dict, paths: dict[str, str], capsys) -> None:
+    argv = argv_of(line, paths)
+    world_size = str(world_of(argv))
+    cluster = ["--num-gpus", world_size, "--gpus-per-node", str(min(8, int(world_size)))]
+    assert plan.main([*argv, *cluster]) in (0, 1)  # 1: does not fit
     planned = capsys.readouterr().out
     assert "as given: tp" in planned
-    nowhere = words_of(line, dict.fromkeys(places, "/no/such/file"))
-    if {"--vocab-file", "--tokenizer-model"} & {*words} and "--vocab-size" not in words:
-        assert plan.main([*nowhere, *cluster]) == 2
-        assert "/no/such/file" in (said := capsys.readouterr().err) and "give --vocab-size" in said
-        data = config_from(words).data
-        nowhere += ["--vocab-size", str(true_vocab_size(data, open_tokenizer(data)))]
-    assert plan.main([*nowhere, *cluster]) in (0, 1)
+    missing_files = argv_of(line, dict.fromkeys(paths, "/no/such/file"))
+    if {"--vocab-file", "--tokenizer-model"} & {*argv} and "--vocab-size" not in argv:
+        assert plan.main([*missing_files, *cluster]) == 2
+        assert "/no/such/file" in (stderr := capsys.readouterr().err) and "give --vocab-size" in stderr
+        data = config_from(argv).data
+        missing_files += ["--vocab-size", str(true_vocab_size(data, open_tokenizer(data)))]
+    assert plan.main([*missing_files, *cluster]) in (0, 1)
     assert capsys.readouterr().out.partition("sbatch ")[0] == planned.partition("sbatch ")[0]
 
 
 def _feature(problem: str) -> str:
-    """What is missing, in a word: the feature of the first flag that a problem names, or its option."""
+    """Return the missing feature in a word: that of the first flag that a problem names, or its option."""
     flag = known_flags().get(problem.partition(":")[0].partition(",")[0])
     return flag.feature if flag is not None and flag.feature else problem.partition("=")[0]
 
@@ -110,6 +112,6 @@ def test_number_of_accepted_megatron_lines() -> None:
     assert len(gpt) == 79 and sum(not line["refused"] for line in gpt) >= 0.7 * len(gpt)
     known = "FP8 and FP4|multi-latent attention|multi-token prediction|FSDP|hybrid models"
     known += "|experimental attention|distillation|elastic models|architecture|offloading|layer specs"
-    # Transformer Engine's; of experts and multi-latent attention; with a place for multi-token prediction
+    # graphs of Transformer Engine; modules of experts and multi-latent attention; a layout with multi-token prediction
     known += "|cuda_graph_impl|recompute_modules|pipeline_model_parallel_layout"
     assert missing <= {*known.split("|")}, missing

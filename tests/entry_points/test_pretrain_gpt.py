@@ -1,12 +1,12 @@
-"""pretrain_gpt.py is a page, and a step is near: five calls from `main` to the optimizer."""
+"""pretrain_gpt.py is short, and a step is close: five calls lead from `main` to the optimizer."""
 
 from pathlib import Path
 
 import programs
 from train_cases import SMALL
 
-# Prints the functions between `main` and `DistributedOptimizer.step`, of one process that trains. A generator or a context manager is
-# not among them unless it is on the stack, and then it counts as any function does.
+# Trains in one process and prints the functions between `main` and `DistributedOptimizer.step`. A generator or a
+# context manager counts like any function, if it is on the stack.
 STACK = """
 import sys
 import pretrain_gpt
@@ -29,7 +29,7 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 
 
 def test_optimizer_step_is_five_calls_below_main(tmp_path: Path) -> None:
-    words = [*SMALL, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
-    done = programs.python("-c", STACK, *words, ok=True)
+    argv = [*SMALL, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
+    done = programs.python("-c", STACK, *argv, ok=True)
     calls = {tuple(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("CALLS")}
     assert calls == {("main", "TrainCommand.launch", "train", "train_step", "_update", "DistributedOptimizer.step")}

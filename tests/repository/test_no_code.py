@@ -1,4 +1,4 @@
-"""Nothing that megalite reads can run code: only places in tests/support/expected_messages.toml make calls that could."""
+"""Nothing that megalite reads can run code: tests/support/expected_messages.toml lists all calls that could."""
 
 import ast
 from collections.abc import Iterator

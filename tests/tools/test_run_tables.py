@@ -144,7 +144,7 @@ def test_runs_table_with_diverged_or_damaged_runs(tmp_path: Path) -> None:
 
 
 def test_runs_table_skips_foreign_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Test brackets deeper than Python's stack, and times without a zone, on an impossible day or past the year 9999."""
+    """Test brackets deeper than Python's stack, and times without a zone, on no real day or past the year 9999."""
     directory, deep = write_run(tmp_path / "odd"), "[" * 200_000
     for name in ("metrics.jsonl", "events.jsonl", "report.json"):
         (directory / name).write_text(f"{deep}\n")
