@@ -1,4 +1,4 @@
-"""Numbers that cannot be trusted: NaN named and skipped alike on all ranks, spikes, a second computation, rollback."""
+"""Anomalies: the origin of a NaN, spikes, recomputed steps, rollbacks, with the same decision on all ranks."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from megalite.launch.rank_info import RankInfo
 from megalite.parallel.mesh import abstract_mesh
 from megalite.pipeline import runtime as pipeline_module
 from megalite.training import train_step as step_module
-from megalite.training.monitoring import rerun as suspect
+from megalite.training.monitoring import rerun
 from megalite.training.monitoring.spike_detector import SpikeDetector
 from megalite.training.state import InvalidResultError
 from megalite.training.train_step import train_step
@@ -35,22 +35,22 @@ from megalite.training.train_step import train_step
 SKIP = "--no-check-for-nan-in-loss-and-grad"
 
 
-def strike(*faults: str) -> None:
-    """Of this process."""
+def inject(*faults: str) -> None:
+    """Replace the faults of this process."""
     step_module.inject_fault = FaultInjector({"MEGALITE_FAULT": ",".join(faults)})  # type: ignore[attr-defined]
 
 
 # ---- a number that is not finite
-def _named(flags: str, where: str, bad_rank: int) -> str:
-    """Something on one rank makes a NaN each time: what the error says here."""
+def _nan_message(flags: str, direction: str, bad_rank: int) -> str:
+    """Produce a NaN on one rank in each computation of a step, and return the error message of this rank."""
     run = build(flags)
     train_step(run)
     run.buffer.wait_param_sync()
-    if dist.get_rank() == bad_rank and where == "forward":
+    if dist.get_rank() == bad_rank and direction == "forward":
         run.pipeline.stages[-1].blocks[-1].mlp.up.data.view(-1)[5] = math.nan  # type: ignore[union-attr, index]
     elif dist.get_rank() == bad_rank:
         block = run.pipeline.stages[0].blocks[1]  # type: ignore[index]
-        block.register_full_backward_hook(lambda module, given, grad: (given[0] * math.nan, *given[1:]))
+        block.register_full_backward_hook(lambda module, grads, grad: (grads[0] * math.nan, *grads[1:]))
     before = kept(run)
     with pytest.raises(InvalidResultError) as error:
         train_step(run)
@@ -61,7 +61,7 @@ def _named(flags: str, where: str, bad_rank: int) -> str:
 
 PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 MLP, DOWN, ZERO3 = "the output of layers.1.mlp (nan) on", "the gradient of layers.0.mlp.down", "--zero-stage 3"
-NAMED = {
+ORIGINS = {
     "forward, last stage": (2, PP2, ("forward", 1), f"{MLP} rank 1 (pp 1), samples 4..5"),
     "forward, half of a layer": (2, TP2, ("forward", 1), f"{MLP} rank 0 (tp 0), samples 4..5, and on ranks [1]"),
     "forward, one replica": (2, "", ("forward", 1), f"{MLP} rank 1 (dp 1), samples 6..7"),
@@ -70,30 +70,30 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ORIGINS)
 def test_origin_of_a_nan_is_named(name: str) -> None:
-    world, flags, (where, rank), words = NAMED[name]
-    told = run_ranks(world, _named, flags, where, rank)
-    assert len(set(told)) == 1
-    assert told[0].startswith("step 2: loss ") and f"first seen in {words}" in told[0]
-    assert f" at samples {BATCH}..{2 * BATCH - 1}; nothing was updated" in told[0]
-    assert "recomputed, it is the same: the data or the numbers, not the machine" in told[0]
+    world, flags, (direction, rank), origin = ORIGINS[name]
+    messages = run_ranks(world, _nan_message, flags, direction, rank)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("step 2: loss ") and f"first seen in {origin}" in messages[0]
+    assert f" at samples {BATCH}..{2 * BATCH - 1}; nothing was updated" in messages[0]
+    assert "recomputed, it is the same: the data or the numbers, not the machine" in messages[0]
 
 
-def _named_behind_long_paths() -> str:
-    with mock.patch.object(suspect, "format_samples", lambda run, ids: "sample 4 (" + "/päth" * 2000 + ")"):
-        return _named("", "forward", 1)
+def _nan_message_with_long_paths() -> str:
+    with mock.patch.object(rerun, "format_samples", lambda run, ids: "sample 4 (" + "/päth" * 2000 + ")"):
+        return _nan_message("", "forward", 1)
 
 
 def test_origin_with_long_data_paths_is_named() -> None:
-    told = run_ranks(2, _named_behind_long_paths)
-    assert len(set(told)) == 1 and "first seen in the output of layers.1.mlp (nan) on rank 1" in told[0]
+    messages = run_ranks(2, _nan_message_with_long_paths)
+    assert len(set(messages)) == 1 and "first seen in the output of layers.1.mlp (nan) on rank 1" in messages[0]
 
 
-# ---- computed again
-def _struck(flags: str, *faults: str) -> list[Any]:
+# ---- recomputed steps
+def _train_with_faults(flags: str, *faults: str) -> list[Any]:
     run = build(flags)
-    strike(*faults)
+    inject(*faults)
     results = [train_step(run) for _ in range(3)]
     weights = torch.cat([main.double() for main in run.optimizer.main])
     return [[r.loss for r in results], [r.anomaly for r in results], weights]
@@ -101,20 +101,22 @@ def _struck(flags: str, *faults: str) -> list[Any]:
 
 @pytest.mark.parametrize("flags", ["", "--zero-stage 2 --global-batch-size 8", "--zero-stage 3"])
 def test_transient_error_is_distinguished_from_bad_data(flags: str) -> None:
-    good, clean, weights = zip(*run_ranks(2, _struck, flags), strict=True)
+    expected, clean, weights = zip(*run_ranks(2, _train_with_faults, flags), strict=True)
     assert not any(any(anomalies) for anomalies in clean)
     faults = ("step.after_reduce:1:2:nan", "step.after_reduce:0:3:inf")
-    for rank, (got, anomalies, moved) in enumerate(run_ranks(2, _struck, flags, *faults)):
-        assert got == good[rank] and torch.equal(moved, weights[rank])
+    for rank, (actual, anomalies, actual_weights) in enumerate(run_ranks(2, _train_with_faults, flags, *faults)):
+        assert actual == expected[rank] and torch.equal(actual_weights, weights[rank])
         assert anomalies[0] is None
         assert [(a.transient, a.differing_ranks) for a in anomalies[1:]] == [(True, (1,)), (True, (0,))]
         assert "recomputed, it is right" in str(anomalies[1]) and "of ranks [1]" in str(anomalies[1])
 
 
 def test_report_stats_reruns_every_step() -> None:
-    good, _, weights = _struck("")
-    got, anomalies, moved = _struck("--rerun-mode report_determinism_stats", "step.after_reduce:0:2:bitflip")
-    assert got == good and torch.equal(moved, weights)
+    expected, _, weights = _train_with_faults("")
+    actual, anomalies, actual_weights = _train_with_faults(
+        "--rerun-mode report_determinism_stats", "step.after_reduce:0:2:bitflip"
+    )
+    assert actual == expected and torch.equal(actual_weights, weights)
     assert (
         anomalies[0] is None
         and anomalies[2] is None
@@ -130,8 +132,8 @@ def test_timeline_of_a_rerun_step_shows_the_first_time() -> None:
     assert len(actions) == len(set(actions)) > 0
 
 
-def _longest(flags: str) -> float:
-    """Of this rank's forwards and backwards, where rank 0 sends everything late."""
+def _longest_pass_s(flags: str) -> float:
+    """Return the duration of the longest pass on this rank while rank 0 sends every message late."""
     run = build(flags)
     pipeline_module.inject_fault = FaultInjector({"MEGALITE_FAULT": "pipeline.message:0:*:sleep=1"})  # type: ignore[attr-defined]
     run.pipeline.timeline = []
@@ -140,30 +142,30 @@ def _longest(flags: str) -> float:
 
 
 def test_timeline_excludes_message_waits() -> None:
-    assert max(run_ranks(2, _longest, "--pipeline-model-parallel-size 2")) < 0.5
+    assert max(run_ranks(2, _longest_pass_s, "--pipeline-model-parallel-size 2")) < 0.5
 
 
 # ---- spikes
-def judged(values: list[float], window: int = 40) -> list[int]:
-    """At which of these losses a spike is seen, when those are skipped."""
-    spikes, found = SpikeDetector(("loss",), "skip", 10.0, window), []
+def spikes_at(values: list[float], window: int = 40) -> list[int]:
+    """Return the indices of the losses that are detected as spikes, if spikes are skipped."""
+    detector, steps = SpikeDetector(("loss",), "skip", 10.0, window), []
     for i, value in enumerate(values):
-        out = spikes.detect(value, math.inf)  # the norm is not watched
-        spikes.record(value, math.inf, skipped=out is not None)
-        found += [i] if out else []
-        spikes.from_json(json.loads(json.dumps(spikes.to_json())))  # as over a restart
-    return found
+        spike = detector.detect(value, math.inf)  # the norm is not checked
+        detector.record(value, math.inf, skipped=spike is not None)
+        steps += [i] if spike else []
+        detector.from_json(json.loads(json.dumps(detector.to_json())))  # as at a restart
+    return steps
 
 
 def test_spike_is_far_above_previous_steps() -> None:
     noise = random.Random(3)
     falling = [2 + 8 * 0.97**i + noise.gauss(0, 0.05) for i in range(300)]
-    assert judged(falling) == []
-    assert judged([*falling[:200], 5.0, *falling[200:], 9.0]) == [200, 301]
-    assert judged([2.0] * 50 + [2.1] * 5) == []  # a flat curve: 5 % are no spike
-    assert judged([2.0] * 9 + [50.0]) == [] and judged([2.0] * 10 + [50.0]) == [10]  # a quarter of the window
-    assert judged([*falling, -5.0, 0.0]) == []
-    assert judged([2.0] * 20 + [50.0] * 30) == list(range(20, 50))  # it does not become what is usual
+    assert spikes_at(falling) == []
+    assert spikes_at([*falling[:200], 5.0, *falling[200:], 9.0]) == [200, 301]
+    assert spikes_at([2.0] * 50 + [2.1] * 5) == []  # a flat curve: 5 % are no spike
+    assert spikes_at([2.0] * 9 + [50.0]) == [] and spikes_at([2.0] * 10 + [50.0]) == [10]  # a quarter of the window
+    assert spikes_at([*falling, -5.0, 0.0]) == []
+    assert spikes_at([2.0] * 20 + [50.0] * 30) == list(range(20, 50))  # spikes do not raise the reference
 
 
 def test_damaged_spike_state_is_refused() -> None:
@@ -172,79 +174,79 @@ def test_damaged_spike_state_is_refused() -> None:
             SpikeDetector().from_json(bad)
 
 
-# ---- whole runs, on text with one batch of noise
+# ---- complete runs, on text with one batch of noise
 STEPS, POISONED = 13, 10  # the samples of this step
 WATCHED = "--check-for-spiky-loss --check-for-large-grads --spike-window 16".split()
 
 
 def write_text(prefix: Path, noisy: set[int]) -> None:
-    """Documents of one sample each, all alike but for those that are noise."""
+    """Write documents of one sample each, identical except for those in `noisy`."""
     noise, count = np.random.default_rng(0), 8 * (STEPS + 2)
     write(prefix, [noise.integers(10, 93, 16).tolist() if n in noisy else [5] * 16 for n in range(count)])
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Flags of a run whose data is noise in one step, or from there on."""
-    folder, found = tmp_path_factory.mktemp("data"), {}
-    write_text(folder / "clean", set())
-    order = GPTDataset(IndexedDataset(folder / "clean"), range(8 * (STEPS + 2)), 16, seed=5)
+    """Return the flags of a run whose data is noise in a single step ("once"), or from there on ("on")."""
+    directory, flags_of = tmp_path_factory.mktemp("data"), {}
+    write_text(directory / "clean", set())
+    order = GPTDataset(IndexedDataset(directory / "clean"), range(8 * (STEPS + 2)), 16, seed=5)
     for name, end in (("once", POISONED), ("on", STEPS + 1)):
-        places = [order.locate(i, 0) for i in range(8 * (POISONED - 1), 8 * end)]
-        write_text(folder / name, {int(place.split()[2].rstrip(",")) for place in places})
-        flags = [word for word in SMALL if word != "--mock-data"]
-        more = f"--split 1,0,0 --eval-iters 0 --seed 5 --lr-decay-style constant --lr 0.02 --train-iters {STEPS}"
-        found[name] = [*flags, "--data-path", str(folder / name), *more.split()]
-    return found
+        locations = [order.locate(i, 0) for i in range(8 * (POISONED - 1), 8 * end)]
+        write_text(directory / name, {int(location.split()[2].rstrip(",")) for location in locations})
+        flags = [flag for flag in SMALL if flag != "--mock-data"]
+        data_flags = f"--split 1,0,0 --eval-iters 0 --seed 5 --lr-decay-style constant --lr 0.02 --train-iters {STEPS}"
+        flags_of[name] = [*flags, "--data-path", str(directory / name), *data_flags.split()]
+    return flags_of
 
 
 def train(*flags: str) -> int:
-    """A run of one rank in this process."""
+    """Train on one rank in this process."""
     return pretrain_here(config_from(list(flags)), RankInfo())
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    """Those of steps in doubt."""
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the events of anomalous steps."""
     return [
         row
-        for row in rows(folder / "events.jsonl")
+        for row in rows(run_dir / "events.jsonl")
         if row["event"] in ("spike", "rollback", "transient-error", "non-finite")
     ]
 
 
-def manifest(folder: Path, step: int) -> dict[str, Any]:
-    return json.loads((folder / f"iter_{step:07d}/manifest.json").read_text())
+def manifest(save_dir: Path, step: int) -> dict[str, Any]:
+    return json.loads((save_dir / f"iter_{step:07d}/manifest.json").read_text())
 
 
 def test_spike_rollback_skips_its_samples(tmp_path: Path, texts: dict[str, list[str]]) -> None:
-    """The same as stopping by hand and starting again from the checkpoint with --iterations-to-skip."""
+    """Compare with a run that is stopped by hand and resumed with --iterations-to-skip."""
     flags = [*texts["once"], "--save-interval", "8"]
-    one, hand = tmp_path / "one", tmp_path / "hand"
-    assert train(*flags, *WATCHED, "--spike-action", "rollback", "--save", str(one)) == ExitCode.DONE
-    spike, back = events(one)
-    assert (spike["event"], back["event"], spike["step"], back["step"]) == ("spike", "rollback", 10, 10)
-    assert spike["samples"] == [72, 79] and back["samples"] == [64, 79] and back["checkpoint"] == 8
-    assert len(spike["documents"]) == 8 and len(back["documents"]) == 16
-    assert set(spike["documents"]) < set(back["documents"]) and "recomputed, it is the same" in spike["text"]
-    state = manifest(one, 10)["state"]  # what is passed over is kept, for whatever comes after
-    passed = dict(step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16)
-    assert state["progress"] == passed
+    automatic, by_hand = tmp_path / "one", tmp_path / "hand"
+    assert train(*flags, *WATCHED, "--spike-action", "rollback", "--save", str(automatic)) == ExitCode.DONE
+    spike, rollback = events(automatic)
+    assert (spike["event"], rollback["event"], spike["step"], rollback["step"]) == ("spike", "rollback", 10, 10)
+    assert spike["samples"] == [72, 79] and rollback["samples"] == [64, 79] and rollback["checkpoint"] == 8
+    assert len(spike["documents"]) == 8 and len(rollback["documents"]) == 16
+    assert set(spike["documents"]) < set(rollback["documents"]) and "recomputed, it is the same" in spike["text"]
+    state = manifest(automatic, 10)["state"]  # skipped samples are saved for later resumes
+    progress = dict(step=10, consumed_samples=80, consumed_tokens=1280, skipped_steps=2, skipped_samples=16)
+    assert state["progress"] == progress
     assert state["spikes"]["rollbacks"] == 1 and len(state["spikes"]["seen"]["loss"]) == 8
-    assert train(*flags, "--save", str(hand), "--exit-interval", "8") == ExitCode.REQUEUE
+    assert train(*flags, "--save", str(by_hand), "--exit-interval", "8") == ExitCode.REQUEUE
     skip = ["--iterations-to-skip", "9", "10"]
-    assert train(*flags, "--save", str(hand), "--load", str(hand), *skip) == ExitCode.DONE
-    got, wanted = losses(one), losses(hand)
-    assert [got[step] for step in (11, 12, 13)] == [wanted[step] for step in (11, 12, 13)]
-    assert manifest(one, 13)["files"] == manifest(hand, 13)["files"]  # sha256 of weights and optimizer
+    assert train(*flags, "--save", str(by_hand), "--load", str(by_hand), *skip) == ExitCode.DONE
+    actual, expected = losses(automatic), losses(by_hand)
+    assert [actual[step] for step in (11, 12, 13)] == [expected[step] for step in (11, 12, 13)]
+    assert manifest(automatic, 13)["files"] == manifest(by_hand, 13)["files"]  # sha256 of weights and optimizer
 
 
 def test_rerun_divides_by_all_tokens() -> None:
-    """Those of other samples, and of other parts of the same, are on other ranks."""
+    """Count the tokens of all ranks: of other samples, and of other chunks of the same samples."""
     run, weights = build(""), list[float]()
     run.pipeline.step = lambda batches, weight, more_microbatches: weights.append(weight)  # type: ignore[assignment, method-assign, return-value]
     run.mesh = abstract_mesh(12, 0, cp=2, pp=2)
     micro_batch = SimpleNamespace(tokens_SB=torch.zeros(4, 2))
-    suspect.rerun_forward_backward(run, [micro_batch] * 2)  # type: ignore[list-item]
+    rerun.rerun_forward_backward(run, [micro_batch] * 2)  # type: ignore[list-item]
     assert weights == [1 / (2 * 4 * 2 * 3 * 2)]
 
 
@@ -253,23 +255,23 @@ def test_rerun_divides_by_all_tokens() -> None:
 def test_rollback_is_collective(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
     flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()
     pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path), ok=True)
-    spike, back = events(tmp_path)
-    assert (spike["samples"], back["samples"]) == ([72, 79], [64, 79])
+    spike, rollback = events(tmp_path)
+    assert (spike["samples"], rollback["samples"]) == ([72, 79], [64, 79])
     assert "recomputed, it is the same" in spike["text"]
 
 
 def test_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
-    folders = [tmp_path / name for name in ("skip", "hand", "log")]
+    run_dirs = [tmp_path / name for name in ("skip", "hand", "log")]
     skip, hand = [*WATCHED, "--spike-action", "skip"], ["--iterations-to-skip", "10"]
-    ways = [skip, hand, [*WATCHED, "--rerun-mode", "disabled"]]
-    for folder, flags in zip(folders, ways, strict=True):
-        assert train(*texts["once"], "--train-iters", "11", *flags, "--save", str(folder)) == ExitCode.DONE
-    [skipped], [logged] = events(folders[0]), events(folders[2])
+    flag_lists = [skip, hand, [*WATCHED, "--rerun-mode", "disabled"]]
+    for run_dir, flags in zip(run_dirs, flag_lists, strict=True):
+        assert train(*texts["once"], "--train-iters", "11", *flags, "--save", str(run_dir)) == ExitCode.DONE
+    [skipped], [logged] = events(run_dirs[0]), events(run_dirs[2])
     assert (skipped["done"], logged["done"]) == ("skipped", "updated")
     assert "deviations above" in logged["text"] and "computed again" not in logged["text"]
-    one, hand, log = (manifest(folder, 11) for folder in folders)
-    assert one["files"] == hand["files"] != log["files"]
-    assert losses(folders[2])[10] > 3 and losses(folders[0])[10] is None
+    skip_manifest, hand_manifest, log_manifest = (manifest(run_dir, 11) for run_dir in run_dirs)
+    assert skip_manifest["files"] == hand_manifest["files"] != log_manifest["files"]
+    assert losses(run_dirs[2])[10] > 3 and losses(run_dirs[0])[10] is None
 
 
 def test_run_with_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]) -> None:

@@ -1,6 +1,6 @@
 """--cuda-graph-impl: replayed micro-batches train bit by bit as eager ones.
 
-On a CPU a tape (simulated_gpu/simulator/tape.py) stands for the card's graph and keeps its rules.
+On a CPU a tape (simulated_gpu/simulator/tape.py) stands in for a CUDA graph and enforces its rules.
 """
 
 import pytest
@@ -43,7 +43,7 @@ def build(flags: str, dtype: torch.dtype, tapes: list[Tape]) -> Run:
 
 
 def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[float, ...]], Tensor, list[int]]:
-    """Loss, gradient norm and z-loss of each step; the weights; how often each tape was replayed."""
+    """Return (loss, gradient norm, z-loss) of each step, the weights, and the number of replays of each tape."""
     tapes: list[Tape] = []
     run = build(flags, dtype, tapes)
     results = [train_step(run) for _ in range(STEPS)]
@@ -58,34 +58,35 @@ def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[
         ("", torch.float32),
         (f"{LLAMA} --bf16", torch.bfloat16),
         (f"{LLAMA} {BORDERS} {SELECTIVE} --z-loss-coeff 1e-3", torch.float32),
-        (f"{FULL} --fp16 --initial-loss-scale 256 --loss-scale-window 1", torch.float16),  # a new weight at each step
+        # a new loss scale at each step
+        (f"{FULL} --fp16 --initial-loss-scale 256 --loss-scale-window 1", torch.float16),
     ],
 )
 def test_replays_equal_eager_micro_batches(flags: str, dtype: torch.dtype) -> None:
-    losses, weights, none = trained(flags, dtype)
-    assert none == [] and losses[0] != losses[1]
-    again, same, replays = trained(f"{flags} {GRAPHED}", dtype)
-    assert again == losses and torch.equal(same, weights)
-    assert sum(replays) == STEPS * 4 - len(replays)  # of each shape the first ran eagerly
+    losses, weights, eager_replays = trained(flags, dtype)
+    assert eager_replays == [] and losses[0] != losses[1]
+    graphed_losses, graphed_weights, replays = trained(f"{flags} {GRAPHED}", dtype)
+    assert graphed_losses == losses and torch.equal(graphed_weights, weights)
+    assert sum(replays) == STEPS * 4 - len(replays)  # the first micro-batch of each shape ran eagerly
 
 
 def test_growing_batch_records_no_new_graph() -> None:
     flags = f"{LLAMA} --rampup-batch-size 2 2 6"
     losses, weights, _ = trained(flags)
-    again, same, replays = trained(f"{flags} {GRAPHED}")
-    assert again == losses and torch.equal(same, weights) and replays == [1 + 2 + 4 - 1]
+    graphed_losses, graphed_weights, replays = trained(f"{flags} {GRAPHED}")
+    assert graphed_losses == losses and torch.equal(graphed_weights, weights) and replays == [1 + 2 + 4 - 1]
 
 
 def test_data_parallel_ranks_replay_the_middle_micro_batches() -> None:
-    """Behind these two weights are gathered and gradients are reduced; and their losses are those of one process."""
+    """Compare with one process. The first micro-batch gathers weights and the last one reduces gradients: both are eager."""
     flags = f"{LLAMA} --global-batch-size 16 --ddp-bucket-size 2000"
     (losses, weights, _), *_ = run_ranks(2, trained, flags, torch.float64)
-    one, _, _ = trained(f"{flags} {GRAPHED}", torch.float64)
-    for again, same, replays in run_ranks(2, trained, f"{flags} {GRAPHED}", torch.float64):
-        assert again == losses and torch.equal(same, weights)
+    single_losses, _, _ = trained(f"{flags} {GRAPHED}", torch.float64)
+    for graphed_losses, graphed_weights, replays in run_ranks(2, trained, f"{flags} {GRAPHED}", torch.float64):
+        assert graphed_losses == losses and torch.equal(graphed_weights, weights)
         assert replays == [STEPS * 2 - 1]
-        for here, there in zip(again, one, strict=True):
-            assert here == pytest.approx(there, rel=1e-10)
+        for actual, expected in zip(graphed_losses, single_losses, strict=True):
+            assert actual == pytest.approx(expected, rel=1e-10)
 
 
 def test_evaluation_and_a_timeline_are_eager() -> None:
@@ -134,10 +135,10 @@ def test_cuda_graphs_without_a_gpu_are_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("flags", ["", f"{LLAMA} {SELECTIVE} --bf16"])
 def test_replays_equal_eager_micro_batches_on_a_gpu(flags: str) -> None:
-    device, made = torch.device("cuda"), []
-    for more in ("", GRAPHED):
-        run = run_from(f"{COMMON} {flags} {more}", device=device)
-        made.append([x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)])
-        if more:
+    device, results = torch.device("cuda"), []
+    for graph_flags in ("", GRAPHED):
+        run = run_from(f"{COMMON} {flags} {graph_flags}", device=device)
+        results.append([x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)])
+        if graph_flags:
             assert isinstance(run.pipeline, CudaGraphPipeline) and len(run.pipeline._captured) == 1
-    assert made[1] == pytest.approx(made[0], rel=1e-2 if "--bf16" in flags else 1e-4)
+    assert results[1] == pytest.approx(results[0], rel=1e-2 if "--bf16" in flags else 1e-4)

@@ -1,4 +1,4 @@
-"""Rates in a run: what a resume may change, what an update follows, steps that are skipped, and evaluations."""
+"""Learning rates in runs: changes on resume, the rate of an update, skipped steps; batch sizes of evaluations."""
 
 import math
 from pathlib import Path
@@ -20,27 +20,27 @@ from megalite.training.state import Run
 from megalite.training.train_step import train_step
 from megalite.training.trainer import evaluate
 
-OTHER = toml_tables.read("training/cases")["rates"]
+MISMATCHES = toml_tables.read("training/cases")["rates"]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of step 2 of 6, of which one updated nothing."""
-    folder = tmp_path_factory.mktemp("saved")
-    run, config = built("--save", str(folder))
+    """Return the directory of a checkpoint of step 2 of 6, with one skipped step."""
+    save_dir = tmp_path_factory.mktemp("saved")
+    run, config = built("--save", str(save_dir))
     run.progress.advance(8, tokens=128, skipped=True)
     save_step(run, config)
-    return folder
+    return save_dir
 
 
-def resumed(folder: Path, *flags: str) -> Run:
-    return started("--load", str(folder), *flags)[0]
+def resume(load_dir: Path, *flags: str) -> Run:
+    return started("--load", str(load_dir), *flags)[0]
 
 
-@pytest.mark.parametrize("flags,lines", OTHER.items())
+@pytest.mark.parametrize("flags,lines", MISMATCHES.items())
 def test_resume_with_other_rates_is_refused(saved: Path, flags: str, lines: list[str]) -> None:
     with pytest.raises(SetupError) as error:
-        resumed(saved, *flags.split())
+        resume(saved, *flags.split())
     for line in lines:
         assert f"{line} the checkpoint" in str(error.value)
     assert "--override-opt-param-scheduler uses the options" in str(error.value)
@@ -52,67 +52,68 @@ CURVE = "--lr-decay-style cosine --lr-warmup-iters 2"
 
 @pytest.mark.parametrize("batch", ["--global-batch-size 16", RAMP])
 def test_base_batch_size_scales_the_rates(batch: str) -> None:
-    given = "--lr 0.004 --min-lr 0.001 --lr-warmup-init 0.0004 --decoupled-lr 0.002 --lr-base-batch-size 4"
-    want = "--lr 0.016 --min-lr 0.004 --lr-warmup-init 0.0016 --decoupled-lr 0.008"
-    scaled, _ = built(*f"{given} {batch} {CURVE}".split())
-    plain, _ = built(*f"{want} {batch} {CURVE}".split())
+    base_rates = "--lr 0.004 --min-lr 0.001 --lr-warmup-init 0.0004 --decoupled-lr 0.002 --lr-base-batch-size 4"
+    scaled_rates = "--lr 0.016 --min-lr 0.004 --lr-warmup-init 0.0016 --decoupled-lr 0.008"
+    scaled, _ = built(*f"{base_rates} {batch} {CURVE}".split())
+    expected, _ = built(*f"{scaled_rates} {batch} {CURVE}".split())
     for n in range(0, 97, 8):
-        assert scaled.schedules.lr.at(n) == pytest.approx(plain.schedules.lr.at(n), rel=1e-12)
-        assert scaled.schedules.decoupled and plain.schedules.decoupled
-        assert scaled.schedules.decoupled.at(n) == pytest.approx(plain.schedules.decoupled.at(n), rel=1e-12)
-    assert scaled.schedules.weight_decay == plain.schedules.weight_decay
+        assert scaled.schedules.lr.at(n) == pytest.approx(expected.schedules.lr.at(n), rel=1e-12)
+        assert scaled.schedules.decoupled and expected.schedules.decoupled
+        assert scaled.schedules.decoupled.at(n) == pytest.approx(expected.schedules.decoupled.at(n), rel=1e-12)
+    assert scaled.schedules.weight_decay == expected.schedules.weight_decay
 
 
 def test_base_batch_size_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, told in (("--lr 0.0025 --lr-base-batch-size 4", True), ("--lr 0.01", False)):
-        words = [*SMALL, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu --dry-run".split()]
-        assert pretrain_gpt.main([*words, *flags.split()]) == ExitCode.DONE
-        shown = " ".join(capsys.readouterr().out.split())
-        assert ("0.0025 at a batch of 4, so 0.01 at one of 16" in shown) == ("at a batch of" in shown) == told
+    for flags, is_reported in (("--lr 0.0025 --lr-base-batch-size 4", True), ("--lr 0.01", False)):
+        argv = [*SMALL, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu --dry-run".split()]
+        assert pretrain_gpt.main([*argv, *flags.split()]) == ExitCode.DONE
+        output = " ".join(capsys.readouterr().out.split())
+        assert ("0.0025 at a batch of 4, so 0.01 at one of 16" in output) == ("at a batch of" in output) == is_reported
 
 
 def test_longer_run_keeps_its_decay(saved: Path) -> None:
-    run = resumed(saved, "--train-iters", "9", "--lr-decay-iters", "6")
+    run = resume(saved, "--train-iters", "9", "--lr-decay-iters", "6")
     assert run.last_step == 9 and run.progress.step == 2 and run.schedules.lr.decay == 48
 
 
 def test_rates_from_flags_or_checkpoint(saved: Path) -> None:
     flags = ("--lr", "0.02", "--train-iters", "9", "--weight-decay", "0.3", "--lr-decay-style", "cosine")
     flags += ("--decoupled-lr", "0.1")
-    here = resumed(saved, *flags, "--override-opt-param-scheduler")
-    assert (here.schedules.lr.peak, here.schedules.lr.style, here.schedules.lr.decay) == (0.02, "cosine", 72)
-    assert here.schedules.weight_decay.at(0) == 0.3 and here.schedules.decoupled is not None
-    # as there, the count of samples begins anew with all that were consumed
-    assert (here.progress.consumed_samples, here.progress.skipped_samples) == (16, 0)
-    there = resumed(saved, *flags[:-2], "--use-checkpoint-opt-param-scheduler")
-    assert there.schedules == resumed(saved).schedules and there.progress.skipped_samples == 8
+    from_flags = resume(saved, *flags, "--override-opt-param-scheduler")
+    lr = from_flags.schedules.lr
+    assert (lr.peak, lr.style, lr.decay) == (0.02, "cosine", 72)
+    assert from_flags.schedules.weight_decay.at(0) == 0.3 and from_flags.schedules.decoupled is not None
+    # as in Megatron-LM, the samples of the schedules restart at all consumed samples
+    assert (from_flags.progress.consumed_samples, from_flags.progress.skipped_samples) == (16, 0)
+    from_checkpoint = resume(saved, *flags[:-2], "--use-checkpoint-opt-param-scheduler")
+    assert from_checkpoint.schedules == resume(saved).schedules and from_checkpoint.progress.skipped_samples == 8
 
 
 def test_decoupled_rate_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
-    """Buckets are laid out before a checkpoint is read: without the flag none of them would follow that rate."""
+    """Require the flag: buckets are laid out before a checkpoint is read, and none would follow the rate without it."""
     save_step(*built("--save", str(tmp_path), "--decoupled-lr", "0.03"))
-    said = r"decoupled_lr=0\.03 in the checkpoint, but none here; add --decoupled-lr 0\.03"
-    with pytest.raises(SetupError, match=said):
-        resumed(tmp_path, "--use-checkpoint-opt-param-scheduler")
-    there = resumed(tmp_path, "--use-checkpoint-opt-param-scheduler", "--decoupled-lr", "0.5")
-    assert there.schedules.decoupled is not None and there.schedules.decoupled.peak == 0.03
-    assert resumed(tmp_path, "--override-opt-param-scheduler").schedules.decoupled is None
+    message = r"decoupled_lr=0\.03 in the checkpoint, but none here; add --decoupled-lr 0\.03"
+    with pytest.raises(SetupError, match=message):
+        resume(tmp_path, "--use-checkpoint-opt-param-scheduler")
+    from_checkpoint = resume(tmp_path, "--use-checkpoint-opt-param-scheduler", "--decoupled-lr", "0.5")
+    assert from_checkpoint.schedules.decoupled is not None and from_checkpoint.schedules.decoupled.peak == 0.03
+    assert resume(tmp_path, "--override-opt-param-scheduler").schedules.decoupled is None
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
 def test_rates_are_free_without_the_optimizer_state(saved: Path, flag: str) -> None:
-    assert resumed(saved, flag, "--lr", "0.5").schedules.lr.peak == 0.5
+    assert resume(saved, flag, "--lr", "0.5").schedules.lr.peak == 0.5
 
 
 def test_checkpoint_without_rates_resumes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of before 2026-11-22: their state has no rates."""
-    real = manifests.load_manifest
+    """Load a checkpoint from before 2026-11-22, whose state has no rates."""
+    load_manifest = manifests.load_manifest
 
-    def older(folder: Path) -> manifests.Manifest:
-        found = real(folder)
-        return found._replace(state={name: value for name, value in found.state.items() if name != "rates"})
+    def load_without_rates(directory: Path) -> manifests.Manifest:
+        manifest = load_manifest(directory)
+        return manifest._replace(state={name: value for name, value in manifest.state.items() if name != "rates"})
 
-    monkeypatch.setattr(manifests, "load_manifest", older)
+    monkeypatch.setattr(manifests, "load_manifest", load_without_rates)
     run, _, notes = started("--load", str(saved), "--lr", "0.5")
     assert run.schedules.lr.peak == 0.5 and "has no learning rate" in notes[0]
 
@@ -120,33 +121,35 @@ def test_checkpoint_without_rates_resumes(saved: Path, monkeypatch: pytest.Monke
 def test_first_update_without_warmup_uses_the_peak_rate() -> None:
     run, _ = built("--train-iters", "1", "--lr", "1e-5", "--weight-decay", "0", "--adam-eps", "1e-30")
     before = weights(run)
-    assert train_step(run).lr == 0.0  # what the next update would have
-    moved = max(float((after - before[name]).abs().max()) for name, after in weights(run).items())
-    assert moved == pytest.approx(1e-5, rel=1e-2)  # the first step of Adam is as long as the rate
+    assert train_step(run).lr == 0.0  # the rate of the next update
+    max_change = max(float((after - before[name]).abs().max()) for name, after in weights(run).items())
+    assert max_change == pytest.approx(1e-5, rel=1e-2)  # the first step of Adam is as long as the rate
 
 
 def test_skip_train_evaluates_the_loaded_weights(tmp_path: Path) -> None:
-    """Without optimizer state, rates and a learning rate; nothing is saved."""
-    save_to, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
-    config = config_from([*flags, "--save", str(save_to)])
+    """Evaluate without optimizer state and learning rate, and save nothing."""
+    save_dir, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
+    config = config_from([*flags, "--save", str(save_dir)])
     assert pretrain(config, RankInfo()) is ExitCode.DONE
-    made = sorted(save_to.glob("iter_*"))
-    trained = [row for row in rows(save_to / "metrics.jsonl") if any("valid" in name or "test" in name for name in row)]
-    words = [word for i, word in enumerate(flags) if "--lr" not in flags[max(i - 1, 0) : i + 1]]
-    words += ["--load", str(save_to), "--save", str(save_to), "--run-dir", str(tmp_path / "logs"), "--skip-train"]
-    assert pretrain(config_from(words), RankInfo()) is ExitCode.DONE
-    assert sorted(save_to.glob("iter_*")) == made
-    told = rows(tmp_path / "logs/metrics.jsonl")
-    assert told and told == trained
+    checkpoints = sorted(save_dir.glob("iter_*"))
+    expected = [
+        row for row in rows(save_dir / "metrics.jsonl") if any("valid" in name or "test" in name for name in row)
+    ]
+    argv = [flag for i, flag in enumerate(flags) if "--lr" not in flags[max(i - 1, 0) : i + 1]]
+    argv += ["--load", str(save_dir), "--save", str(save_dir), "--run-dir", str(tmp_path / "logs"), "--skip-train"]
+    assert pretrain(config_from(argv), RankInfo()) is ExitCode.DONE
+    assert sorted(save_dir.glob("iter_*")) == checkpoints
+    actual = rows(tmp_path / "logs/metrics.jsonl")
+    assert actual and actual == expected
 
 
 def test_evaluation_batch_size(tmp_path: Path) -> None:
     run, _ = built("--eval-iters", "2")
-    whole = evaluate(run, run.valid_loaders[0].data, 2)  # 2 x 8 samples
+    expected = evaluate(run, run.valid_loaders[0].data, 2)  # 2 x 8 samples
     run, config = built("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
-    shapes, real = [], run.pipeline.evaluate
-    run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), real(batches))[1]  # type: ignore[method-assign]
-    assert evaluate(run, run.valid_loaders[0].data, 4) == pytest.approx(whole, rel=1e-6)
+    shapes, original = [], run.pipeline.evaluate
+    run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), original(batches))[1]  # type: ignore[method-assign]
+    assert evaluate(run, run.valid_loaders[0].data, 4) == pytest.approx(expected, rel=1e-6)
     assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
     run.last_step = 0
     train(run, config, tmp_path)
@@ -154,9 +157,9 @@ def test_evaluation_batch_size(tmp_path: Path) -> None:
 
 
 def test_batch_size_schedule_trains_and_resumes() -> None:
-    at = SMALL.index("--global-batch-size")
-    words = [*SMALL[:at], *SMALL[at + 2 :], "--train-samples", "20", "--step-batch-size-schedule", "0:4 128:8"]
-    run = run_from(words)
+    index = SMALL.index("--global-batch-size")
+    argv = [*SMALL[:index], *SMALL[index + 2 :], "--train-samples", "20", "--step-batch-size-schedule", "0:4 128:8"]
+    run = run_from(argv)
     sizes = [train_step(run).batch_size for _ in range(run.last_step)]
     assert sizes == [4, 4, 8, 8]  # 128 tokens are 8 samples; the last batch goes beyond the 20
     assert run.batch_sizes.at(8) == 8 and run.progress.consumed_samples == 24

@@ -1,5 +1,7 @@
-"""Whoever may write into a run's folder plants links there, by the names that a run is known to write: it writes
-through none. The names are those that a run of now opens, seen by Python's audit hook, also those that go again."""
+"""A run does not write through links that someone has planted in its directory under the names of its files.
+
+The names are those that a run opens, as recorded by Python's audit hook, including temporary files.
+"""
 
 import errno
 import os
@@ -33,80 +35,84 @@ sys.addaudithook(hook)
 """
 
 
-def run(folder: Path, tmp_path: Path) -> tuple[int, str]:
-    """A run that saves, tells all it can, and ends in an error, so that its rank's log stays."""
+def run_with_hook(run_dir: Path, tmp_path: Path) -> tuple[int, str]:
+    """Run with saves, all logs and an error at the end, after which the log of the rank stays."""
     (tmp_path / "hook").mkdir(exist_ok=True)
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
-    words = [*SMALL, "--train-iters", "4", "--save", str(folder), "--save-interval", "1", "--log-progress"]
-    words += ["--profile", "--profile-step-start", "1", "--profile-step-end", "2"]
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'hook'}:{ROOT}", "OPENED": str(tmp_path / f"{folder.name}.opened")}
+    argv = [*SMALL, "--train-iters", "4", "--save", str(run_dir), "--save-interval", "1", "--log-progress"]
+    argv += ["--profile", "--profile-step-start", "1", "--profile-step-end", "2"]
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path / 'hook'}:{ROOT}",
+        "OPENED": str(tmp_path / f"{run_dir.name}.opened"),
+    }
     env["MEGALITE_FAULT"] = "step.begin:0:3:raise"
-    done = pretrain(*words, env=env)
-    return done.returncode, done.stdout + done.stderr
+    result = pretrain(*argv, env=env)
+    return result.returncode, result.stdout + result.stderr
 
 
-def opened(folder: Path, tmp_path: Path) -> set[str]:
-    """What the run has opened for writing in its folder, and what it has left there."""
-    lines = (tmp_path / f"{folder.name}.opened").read_text().splitlines()
-    names = {line.removeprefix(f"{folder}/") for line in lines if line.startswith(f"{folder}/")}
-    return names | {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+def written_files(run_dir: Path, tmp_path: Path) -> set[str]:
+    """Return the names that the run opened for writing in its directory, and those of the files in it."""
+    lines = (tmp_path / f"{run_dir.name}.opened").read_text().splitlines()
+    names = {line.removeprefix(f"{run_dir}/") for line in lines if line.startswith(f"{run_dir}/")}
+    return names | {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file()}
 
 
 def test_planted_links_are_not_followed(tmp_path: Path) -> None:
-    first, folder, targets = (tmp_path / name for name in ("first", "planted", "targets"))
-    code, said = run(first, tmp_path)
-    assert code == 1, said
-    names = {name for name in opened(first, tmp_path) if not name.startswith(("iter_", ".iter_"))}
-    must = {".lock", ".run.lock", ".probe-00000", ".latest_checkpointed_iteration.txt.part", "log.txt", "events.jsonl"}
-    must |= {"latest_checkpointed_iteration.txt", "progress.txt", "metrics.jsonl", "ranks/rank-00000.log"}
-    assert must | {"status.json", "run_config.toml"} <= names
+    first, run_dir, targets = (tmp_path / name for name in ("first", "planted", "targets"))
+    code, output = run_with_hook(first, tmp_path)
+    assert code == 1, output
+    names = {name for name in written_files(first, tmp_path) if not name.startswith(("iter_", ".iter_"))}
+    expected = {".lock", ".run.lock", ".probe-00000", ".latest_checkpointed_iteration.txt.part"}
+    expected |= {"latest_checkpointed_iteration.txt", "progress.txt", "metrics.jsonl", "ranks/rank-00000.log"}
+    assert expected | {"log.txt", "events.jsonl", "status.json", "run_config.toml"} <= names
     targets.mkdir()
-    for number, name in enumerate(sorted(names - {".lock"})):  # that one ends the start, see below
+    for number, name in enumerate(sorted(names - {".lock"})):  # a link there ends the start, see below
         (targets / str(number)).write_text("of somebody\n")
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to(targets / str(number))
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).symlink_to(targets / str(number))
     before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in targets.iterdir()}
-    code, said = run(folder, tmp_path)
-    assert code == 1 and (folder / "iter_0000002" / "COMPLETE").is_file(), said
+    code, output = run_with_hook(run_dir, tmp_path)
+    assert code == 1 and (run_dir / "iter_0000002" / "COMPLETE").is_file(), output
     for name in ("log.txt", "events.jsonl", ".run.lock"):
-        assert said.count(f"WARNING: {folder / name}: is a link") == 1, said
+        assert output.count(f"WARNING: {run_dir / name}: is a link") == 1, output
     assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in targets.iterdir()} == before
-    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link])
 def test_symbolic_and_hard_links(tmp_path: Path, plant: object) -> None:
-    """A hard link, too: O_NOFOLLOW follows it. And a link in the place of a folder that the run makes."""
-    target, place = tmp_path / "target", tmp_path / "run"
+    """Refuse hard links, too, which O_NOFOLLOW follows, and links in the place of directories that a run creates."""
+    target, run_dir = tmp_path / "target", tmp_path / "run"
     target.write_text("of somebody\n")
-    place.mkdir()
+    run_dir.mkdir()
     for name in ("log", ".lock", "cache.lock", f".status.json.{os.getpid()}", ".tracker.part", ".probe-00007"):
-        plant(target, place / name)  # type: ignore[operator]
+        plant(target, run_dir / name)  # type: ignore[operator]
     for write in (
-        lambda: AppendOnlyFile(place / "log").write("x"),
-        lambda: open_nofollow(place / "log", os.O_WRONLY | os.O_TRUNC),
-        lambda: DirectoryLock(place),
-        lambda: file_lock(place / "cache.lock", "x").__enter__(),
+        lambda: AppendOnlyFile(run_dir / "log").write("x"),
+        lambda: open_nofollow(run_dir / "log", os.O_WRONLY | os.O_TRUNC),
+        lambda: DirectoryLock(run_dir),
+        lambda: file_lock(run_dir / "cache.lock", "x").__enter__(),
     ):
         with pytest.raises(OSError, match="is a link to another file"):
             write()
-    write_atomically(place / "status.json", "x")
-    LocalStorage().write_text(place / "tracker", "x")
-    LocalStorage().check_writable(place, 7)
-    assert target.read_text() == "of somebody\n" and (place / "status.json").read_text() == "x"
+    write_atomically(run_dir / "status.json", "x")
+    LocalStorage().write_text(run_dir / "tracker", "x")
+    LocalStorage().check_writable(run_dir, 7)
+    assert target.read_text() == "of somebody\n" and (run_dir / "status.json").read_text() == "x"
     (tmp_path / "elsewhere").mkdir()
-    (place / "ranks").symlink_to(tmp_path / "elsewhere")
+    (run_dir / "ranks").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="is a link"):
-        open_in_run_dir(place / "ranks" / "rank-00000.log", os.O_WRONLY | os.O_CREAT)
+        open_in_run_dir(run_dir / "ranks" / "rank-00000.log", os.O_WRONLY | os.O_CREAT)
     assert not list((tmp_path / "elsewhere").iterdir())
-    (place / ".model.part").symlink_to(tmp_path / "elsewhere")
-    with atomic_directory(place / "model") as part:
+    (run_dir / ".model.part").symlink_to(tmp_path / "elsewhere")
+    with atomic_directory(run_dir / "model") as part:
         (part / "config.json").write_text("x")
-    assert not list((tmp_path / "elsewhere").iterdir()) and (place / "model/config.json").is_file()
-    shown = tmp_path / "shown"
-    shown.symlink_to(place)  # a folder that the user names may be one
-    AppendOnlyFile(shown / "events").write("x")
-    assert (place / "events").read_text() == "x\n"
+    assert not list((tmp_path / "elsewhere").iterdir()) and (run_dir / "model/config.json").is_file()
+    link = tmp_path / "shown"
+    link.symlink_to(run_dir)  # a directory that the user names may be a link
+    AppendOnlyFile(link / "events").write("x")
+    assert (run_dir / "events").read_text() == "x\n"
 
 
 PLANTS = """
@@ -116,73 +122,74 @@ class Plants:
         if run.progress.step == 1 and run.mesh.world.is_first:
             for name in ("run/.iter_0000002.part", "run/.iter_0000003.part", "run/.iter_0000004.part",
                          "run/iter_0000002", "run/iter_0000003", "run/.iter_0000003.replaced"):
-                target = {"2": "theirs", "3": "nothing", "4": "file"}[name.split("000000")[1][0]]
+                target = {"2": "target", "3": "nothing", "4": "file"}[name.split("000000")[1][0]]
                 os.symlink(os.path.abspath(target), name)
-            os.symlink(os.path.abspath("theirs"), ".hf.part")
+            os.symlink(os.path.abspath("target"), ".hf.part")
 megalite.register("callback", "plants", Plants())
 """
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_links_in_place_of_checkpoints_are_replaced(tmp_path: Path, ranks: str) -> None:
-    """Planted after the start, which clears the names: to a folder, to nothing, to a file; the run saves and exports."""
-    theirs, file = tmp_path / "theirs", tmp_path / "file"
-    theirs.mkdir()
-    for path in (file, theirs / "kept", theirs / "COMPLETE"):
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_links_in_place_of_checkpoints_are_replaced(tmp_path: Path, nproc: str) -> None:
+    """Plant links to a directory, to nothing and to a file after the start, which removes them; then save and export."""
+    target_dir, file = tmp_path / "target", tmp_path / "file"
+    target_dir.mkdir()
+    for path in (file, target_dir / "kept", target_dir / "COMPLETE"):
         path.write_text("of somebody\n")
     (tmp_path / "plants.py").write_text(PLANTS)
     model = "--train-iters 4 --disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope"
-    words = [*SMALL, *model.split(), "--nproc", ranks]
-    done = pretrain(*words, *"--save run --save-interval 1 --plugin plants.py --export-hf hf".split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (tmp_path / ".without.weights").symlink_to(theirs)  # where a run that saves nothing puts its weights meanwhile
-    done = pretrain(*words, "--export-hf", "without", cwd=tmp_path)
-    assert done.returncode == 0 and (tmp_path / "without/config.json").is_file(), done.stdout + done.stderr
+    argv = [*SMALL, *model.split(), "--nproc", nproc]
+    result = pretrain(*argv, *"--save run --save-interval 1 --plugin plants.py --export-hf hf".split(), cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (tmp_path / ".without.weights").symlink_to(target_dir)  # the temporary weights of a run that saves nothing
+    result = pretrain(*argv, "--export-hf", "without", cwd=tmp_path)
+    assert result.returncode == 0 and (tmp_path / "without/config.json").is_file(), result.stdout + result.stderr
     for step in (1, 2, 3, 4):
-        folder = tmp_path / f"run/iter_000000{step}"
-        assert (folder / "manifest.json").is_file() and not folder.is_symlink()
-    assert {path.name for path in theirs.iterdir()} == {"kept", "COMPLETE"} and (tmp_path / "hf/config.json").is_file()
-    assert all(path.read_text() == "of somebody\n" for path in (file, *theirs.iterdir()))
+        checkpoint_dir = tmp_path / f"run/iter_000000{step}"
+        assert (checkpoint_dir / "manifest.json").is_file() and not checkpoint_dir.is_symlink()
+    assert {path.name for path in target_dir.iterdir()} == {"kept", "COMPLETE"}
+    assert (tmp_path / "hf/config.json").is_file()
+    assert all(path.read_text() == "of somebody\n" for path in (file, *target_dir.iterdir()))
     assert not [*(tmp_path / "run").glob(".iter*"), *tmp_path.glob(".[hw]*")]
 
 
 def test_unremovable_link_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part = tmp_path / ".iter_0000002.part"
     part.symlink_to(tmp_path)
-    refuse = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-    monkeypatch.setattr(os, "unlink", Mock(side_effect=refuse))  # as in a folder with the sticky bit, of another user
-    rule = f"{part} is in the way and cannot be removed (Operation not permitted): remove it, or save elsewhere"
-    with pytest.raises(CheckpointError, match=re.escape(rule)):
+    error = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    monkeypatch.setattr(os, "unlink", Mock(side_effect=error))  # as in another user's directory with the sticky bit
+    message = f"{part} is in the way and cannot be removed (Operation not permitted): remove it, or save elsewhere"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         LocalStorage().make_staging(part)
 
 
 def test_planted_link_does_not_become_a_checkpoint(tmp_path: Path) -> None:
-    """As the one does that a killed run has put aside, while it replaced it."""
-    theirs, folder = tmp_path / "theirs", tmp_path / "run"
-    theirs.mkdir()
-    (theirs / "COMPLETE").write_text("")
-    (folder / ".iter_0000007.replaced").mkdir(parents=True)
+    """Restore the checkpoint that a killed run was replacing, but not planted links."""
+    target_dir, save_dir = tmp_path / "target", tmp_path / "run"
+    target_dir.mkdir()
+    (target_dir / "COMPLETE").write_text("")
+    (save_dir / ".iter_0000007.replaced").mkdir(parents=True)
     for name in (".iter_0000001.part", ".iter_0000002.replaced", ".iter_0000003.old"):
-        (folder / name).symlink_to(theirs)
-    (folder / ".iter_0000004.part").symlink_to(tmp_path / "nothing")
-    LocalStorage().remove_leftovers(folder)
-    assert [path.name for path in folder.iterdir()] == ["iter_0000007"] and (theirs / "COMPLETE").exists()
+        (save_dir / name).symlink_to(target_dir)
+    (save_dir / ".iter_0000004.part").symlink_to(tmp_path / "nothing")
+    LocalStorage().remove_leftovers(save_dir)
+    assert [path.name for path in save_dir.iterdir()] == ["iter_0000007"] and (target_dir / "COMPLETE").exists()
 
 
 @pytest.mark.parametrize("plant", [os.symlink, os.link])
 def test_tools_do_not_follow_links(tmp_path: Path, plant: object) -> None:
-    target, place = tmp_path / "target", tmp_path / "out"
+    target, out_dir = tmp_path / "target", tmp_path / "out"
     target.write_text("of somebody\n")
-    place.mkdir()
-    mine = os.getpid()
-    names = [f".a.json.{mine}", "a.csv", "train.jsonl.partial", "valid.jsonl.partial", "log.txt"]
+    out_dir.mkdir()
+    pid = os.getpid()
+    names = [f".a.json.{pid}", "a.csv", "train.jsonl.partial", "valid.jsonl.partial", "log.txt"]
     names += ["spm.partial.model", "spm.partial.vocab", "tokenizer.json.partial", "tokenizer_config.json.partial"]
     for name in names:
-        plant(target, place / name)  # type: ignore[operator]
-    write_json(place / "a.json", {})
-    write_csv([], place / "a.csv")
-    python_corpus.write(Path(__file__).parent, place, 2)
-    train_tokenizer.train_sentencepiece(["a b c"] * 9, str(place / "spm"), 266, 1)
-    train_tokenizer.train_hugging_face(["a b c"] * 9, str(place), 258, 1)
-    limited.run([sys.executable, "-c", "print('x')"], place / "log.txt", 60)
-    assert target.read_text() == "of somebody\n" and (place / "log.txt").read_text() == "x\n"
+        plant(target, out_dir / name)  # type: ignore[operator]
+    write_json(out_dir / "a.json", {})
+    write_csv([], out_dir / "a.csv")
+    python_corpus.write(Path(__file__).parent, out_dir, 2)
+    train_tokenizer.train_sentencepiece(["a b c"] * 9, str(out_dir / "spm"), 266, 1)
+    train_tokenizer.train_hugging_face(["a b c"] * 9, str(out_dir), 258, 1)
+    limited.run([sys.executable, "-c", "print('x')"], out_dir / "log.txt", 60)
+    assert target.read_text() == "of somebody\n" and (out_dir / "log.txt").read_text() == "x\n"

@@ -1,4 +1,4 @@
-"""A sliding window as an option of the model: what every path computes is the definition's, and checkpoints tell it."""
+"""A sliding window as an option of the model: every path computes what the definition does."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ PATHS = {
 
 
 def trained(flags: str, dtype: torch.dtype | None = torch.float64, change: Callable[[Any], None] = id) -> list[float]:
-    """Loss and gradient norm of each step. `change`: what is done to each attention before."""
+    """Return loss and gradient norm of each step, after a call of `change` on each attention."""
     torch.compiler.reset()
     run = run_from(f"{COMMON} {flags}", dtype=dtype, compile_backend="eager")
     for stage in run.pipeline.stages:
@@ -52,17 +52,17 @@ def by_definition(flags: str) -> list[float]:
 @pytest.mark.parametrize("path", PATHS)
 def test_window_trains_like_the_definition(path: str) -> None:
     flags = PATHS[path]
-    want = by_definition(flags.replace("--compile", "") + WINDOW)
-    assert trained(flags + WINDOW) == pytest.approx(want, rel=1e-10, abs=0)
-    assert want[0] != trained(flags)[0]
+    expected = by_definition(flags.replace("--compile", "") + WINDOW)
+    assert trained(flags + WINDOW) == pytest.approx(expected, rel=1e-10, abs=0)
+    assert expected[0] != trained(flags)[0]
 
 
 def test_window_pattern_selects_the_layers() -> None:
-    seen: list[int | None] = []
-    trained(WINDOW, change=lambda module: seen.append(module.window))
-    assert seen == [5, None, 5]
-    with_it = trained(WINDOW)
-    assert len({with_it[0], trained(" --window-size 4,0")[0], trained("")[0]}) == 3
+    windows: list[int | None] = []
+    trained(WINDOW, change=lambda module: windows.append(module.window))
+    assert windows == [5, None, 5]
+    patterned = trained(WINDOW)
+    assert len({patterned[0], trained(" --window-size 4,0")[0], trained("")[0]}) == 3
 
 
 @pytest.mark.parametrize("path", ["plain", "documents", "dropout"])
@@ -74,12 +74,12 @@ def test_full_length_window_is_bit_equal_to_none(path: str, dtype: torch.dtype |
 
 
 def qkv(length: int, dtype: torch.dtype) -> list[Tensor]:
-    made = torch.Generator().manual_seed(length)
-    return [torch.randn(length, 2, n, 16, generator=made).to(dtype) for n in (4, 2, 2)]
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(length, 2, n, 16, generator=generator).to(dtype) for n in (4, 2, 2)]
 
 
 def test_window_needs_no_quadratic_memory() -> None:
-    """The largest tensor of forward and backward, in elements; every way to force a backend that there is on a CPU."""
+    """Check the largest tensor of forward and backward, with every backend that can be forced on a CPU."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
