@@ -9,14 +9,14 @@ def calls(work: Callable[[], object]) -> int:
     """Return the number of functions, including C functions, that `work` calls in this thread."""
     count = 0
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def count_call(frame: FrameType, event: str, _: object) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    before = sys.getprofile()
-    sys.setprofile(note)
+    previous = sys.getprofile()
+    sys.setprofile(count_call)
     try:
         work()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(previous)
     return count

@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints in tests: complete ones, or given shards of a known one."""
+"""Functions that save and load checkpoints in tests: complete ones, or some shards of a known one."""
 
 import json
 from hashlib import sha256
@@ -15,34 +15,34 @@ from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, TensorShard
 
 ALONE = Mesh.single_process()
-Found = tuple[Location, Manifest]
+Checkpoint = tuple[Location, Manifest]
 
 
 def newest(
     directory: str | Location, mesh: Mesh, step: int | None = None, *, first: str | Location | None = None
-) -> Found | None:
-    """Find the newest checkpoint that loads completely. Collective."""
+) -> Checkpoint | None:
+    """Load the newest checkpoint that can be loaded completely, and return it. Collective."""
 
-    def everything(folder: Location, manifest: Manifest) -> loader.LoadPlan:
-        held = [(name, kept.shape, getattr(torch, kept.dtype)) for name, kept in manifest.tensors.items()]
-        boxes = [(name, full_box(shape), dtype) for name, shape, dtype in held]
+    def plan_all_tensors(location: Location, manifest: Manifest) -> loader.LoadPlan:
+        tensors = [(name, entry.shape, getattr(torch, entry.dtype)) for name, entry in manifest.tensors.items()]
+        boxes = [(name, full_box(shape), dtype) for name, shape, dtype in tensors]
         pieces = [
             TensorShard(n, b.shape, b, range(b.numel), torch.empty(b.numel, dtype=dtype)) for n, b, dtype in boxes
         ]
         return loader.LoadPlan(pieces, True)
 
-    return loader.load_newest(directory, mesh, everything, step, preferred=first)
+    return loader.load_newest(directory, mesh, plan_all_tensors, step, preferred=first)
 
 
-def fill(folder: Location, manifest: Manifest, pieces: list[TensorShard], mesh: Mesh, *, exact: bool = False) -> None:
+def fill(location: Location, manifest: Manifest, pieces: list[TensorShard], mesh: Mesh, *, exact: bool = False) -> None:
     """Load the shards from this checkpoint only. Collective."""
-    found = loader.load_newest(
-        folder.parent, mesh, lambda *_: loader.LoadPlan(pieces, exact), step_from_name(folder.name)
+    checkpoint = loader.load_newest(
+        location.parent, mesh, lambda *_: loader.LoadPlan(pieces, exact), step_from_name(location.name)
     )
-    assert found is not None and found[1] == manifest
+    assert checkpoint is not None and checkpoint[1] == manifest
 
 
-# ---- what is saved
+# ---- shards, and checkpoints of them
 
 BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 
@@ -53,30 +53,31 @@ def whole_piece(values: torch.Tensor, name: str = "model/w") -> TensorShard:
 
 
 def filled(value: float, rows: int = 4, columns: int = 1 << 14, count: int = 3) -> list[TensorShard]:
-    """Return shards of matrices that are filled with one value."""
+    """Return the shards of `count` matrices whose elements are all `value`."""
     return [whole_piece(torch.full((rows, columns), value), f"model/{n}") for n in range(count)]
 
 
 def row(mesh: Mesh, value: float, columns: int = 8) -> TensorShard:
-    """Return row `rank` of a matrix with `world` rows, filled with `value`."""
+    """Return this rank's row of a matrix with one row per rank, filled with `value`."""
     rank, world = mesh.world.rank, mesh.world.size
     box = Box((rank, 0), (rank + 1, columns))
     return TensorShard("model/w", (world, columns), box, range(columns), torch.full((columns,), value))
 
 
 def save_steps(directory: str | Location | Path, *steps: int, **sizes: int) -> None:
-    """Save a checkpoint for each step, filled with the step's number."""
+    """Save a checkpoint of each step, with tensors filled with the step's number."""
     for step in steps:
         saver.save(directory, step, filled(float(step), **sizes), {"step": step}, ALONE)
 
 
 def flip(file: Path, bit: int = -1) -> None:
+    """Invert a bit of a file, counted modulo the size of the file."""
     content = bytearray(file.read_bytes())
     content[bit // 8 % len(content)] ^= 1 << bit % 8
     file.write_bytes(content)
 
 
-def reseal(folder: Path, data: object) -> None:
-    """Write another manifest, with a matching checksum."""
-    (folder / "manifest.json").write_text(data if isinstance(data, str) else json.dumps(data))
-    (folder / "COMPLETE").write_text(sha256((folder / "manifest.json").read_bytes()).hexdigest())
+def reseal(directory: Path, manifest: object) -> None:
+    """Replace the manifest of a checkpoint, and update its checksum."""
+    (directory / "manifest.json").write_text(manifest if isinstance(manifest, str) else json.dumps(manifest))
+    (directory / "COMPLETE").write_text(sha256((directory / "manifest.json").read_bytes()).hexdigest())

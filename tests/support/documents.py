@@ -1,4 +1,4 @@
-"""What the documents say: their commands, and the files, flags and names that they mention."""
+"""The contents of the documents: their commands, and the files, flags and names that they mention."""
 
 import argparse
 import ast
@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = {"style.md"}  # shows names that the code need not have
-PLACEHOLDERS = {"run.toml", "FILE.toml", "FILE.py", "train_config.toml"}  # of the reader
-PLACEHOLDERS |= {"report.md", "run_config.toml"}  # what a program writes
+UNCHECKED_DOCUMENTS = {"style.md"}  # its examples are names that the code need not have
+PLACEHOLDERS = {"run.toml", "FILE.toml", "FILE.py", "train_config.toml"}  # files of the reader
+PLACEHOLDERS |= {"report.md", "run_config.toml"}  # files that a program writes
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-STARTS = re.compile(r"([A-Z]+=\S+ )*(python|bash|torchrun|srun|sbatch|kubectl|sky) [^`]*\.(py|sh|yaml)\b")
+COMMAND_START = re.compile(r"([A-Z]+=\S+ )*(python|bash|torchrun|srun|sbatch|kubectl|sky) [^`]*\.(py|sh|yaml)\b")
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
@@ -36,71 +36,82 @@ DOCUMENTS = documents_of(ROOT)
 
 @dataclass(frozen=True)
 class Command:
-    """`words` of a command line, without what a shell does with its output; `place`: document and first words."""
+    """A command of a document.
+
+    Attributes:
+        place: the document and the beginning of the command.
+        words: the command's arguments, without redirections, pipes and variables that a shell interprets.
+    """
 
     place: str
     words: tuple[str, ...]
 
 
 def fences(path: Path) -> Iterator[tuple[str, str]]:
-    """(language, text) of each fenced block."""
+    """Yield (language, text) of each fenced block."""
     yield from FENCE.findall(path.read_text(encoding="utf-8"))
 
 
-def spans(path: Path) -> list[str]:
-    """The texts between single backquotes, outside fenced blocks."""
+def code_spans(path: Path) -> list[str]:
+    """Return the texts between single backquotes, outside of fenced blocks."""
     return SPAN.findall(FENCE.sub("", path.read_text(encoding="utf-8")))
 
 
 def commands_of(text: str, place: str) -> Iterator[Command]:
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        words = words[: next((i for i, word in enumerate(words) if word in (">", "|", "&&")), len(words))]
-        while words and re.match(r"[A-Z_]+=", words[0]):  # set for this command
-            words.pop(0)
-        if words:
-            yield Command(f"{place}: {' '.join(words)[:60]}", tuple(words))
+        argv = shlex.split(line, comments=True)
+        argv = argv[: next((i for i, arg in enumerate(argv) if arg in (">", "|", "&&")), len(argv))]
+        while argv and re.match(r"[A-Z_]+=", argv[0]):  # a variable of this command
+            argv.pop(0)
+        if argv:
+            yield Command(f"{place}: {' '.join(argv)[:60]}", tuple(argv))
 
 
 def commands() -> list[Command]:
-    """Of every bash block, the lines after a $ of other blocks, and whole commands between backquotes."""
-    found: list[Command] = []
+    """Return the commands of all documents.
+
+    They are the lines of bash blocks, the lines after a $ in other blocks, and complete commands between backquotes.
+    """
+    result: list[Command] = []
     for path in DOCUMENTS:
         for language, text in fences(path):
-            shell = language in ("bash", "sh")
-            lines = text if shell else "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
-            found += commands_of(lines, path.name)
-        for span in spans(path):
-            if STARTS.match(span):
-                found += commands_of(span, path.name)
-    return found
+            is_shell = language in ("bash", "sh")
+            lines = text if is_shell else "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
+            result += commands_of(lines, path.name)
+        for span in code_spans(path):
+            if COMMAND_START.match(span):
+                result += commands_of(span, path.name)
+    return result
 
 
 def installed_commands() -> list[str]:
-    """Between backquotes: `megalite COMMAND ...`."""
-    found = {span for path in named(ROOT) for span in spans(path) if re.match(r"megalite [a-z]", span)}
-    return sorted(span for span in found if not re.search(r"\.\.\.|completion", span))
+    """Return the texts between backquotes that start with `megalite COMMAND`."""
+    mentions = {span for path in named(ROOT) for span in code_spans(path) if re.match(r"megalite [a-z]", span)}
+    return sorted(span for span in mentions if not re.search(r"\.\.\.|completion", span))
 
 
 def is_script(name: str) -> bool:
-    """Whether the file exists and, of a shell's, bash can read it."""
+    """Return True if the file exists and, if it is a shell script, bash can parse it."""
     path = ROOT / name
     return path.is_file() and (path.suffix != ".sh" or subprocess.run(["bash", "-n", path], timeout=30).returncode == 0)
 
 
 class Parsed(Exception):
-    """A program's own parser has taken the words."""
+    """A program's own parser has accepted its arguments.
+
+    The exception stops the program at this point, and carries the parser and the values.
+    """
 
     def __init__(self, parser: argparse.ArgumentParser, values: argparse.Namespace):
         super().__init__()
         self.parser, self.values = parser, values
 
 
-def parsed_by(script: str, words: list[str], patch: pytest.MonkeyPatch) -> Parsed:
-    """`script` of this repository is started with `words` and stopped where its parser has read them."""
-    with stopped(patch) as here:
+def parsed_by(script: str, args: list[str], patch: pytest.MonkeyPatch) -> Parsed:
+    """Run a script of this repository until its parser has read `args`, and return the parser and the values."""
+    with stopped(patch) as inner_patch:
         try:
-            start(script, words, here)
+            start(script, args, inner_patch)
         except Parsed as parsed:
             return parsed
     raise AssertionError(f"{script} reads no flags")
@@ -108,101 +119,109 @@ def parsed_by(script: str, words: list[str], patch: pytest.MonkeyPatch) -> Parse
 
 @contextmanager
 def stopped(patch: pytest.MonkeyPatch, read: bool = True) -> Iterator[pytest.MonkeyPatch]:
-    """The first parser that is asked raises Parsed, after it has read its words, or without."""
-    known, inner = argparse.ArgumentParser.parse_known_args, False
+    """Make the first parser that a program calls raise Parsed, after it has read the arguments if `read`."""
+    parse_known_args, is_nested = argparse.ArgumentParser.parse_known_args, False
 
-    def stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None, *, all_of_it: bool = False) -> Any:
-        nonlocal inner
-        if inner:  # of a command, asked by the parser that is being read
-            return known(self, args, namespace)
-        inner = True
-        values, rest = known(self, args, namespace) if read else (argparse.Namespace(), [])
-        if rest and all_of_it:
-            self.error(f"unrecognized arguments: {rest}")
+    def stop(
+        self: argparse.ArgumentParser, args: Any = None, namespace: Any = None, *, reject_unknown: bool = False
+    ) -> Any:
+        nonlocal is_nested
+        if is_nested:  # the parser of a command, which its main parser calls
+            return parse_known_args(self, args, namespace)
+        is_nested = True
+        values, unknown = parse_known_args(self, args, namespace) if read else (argparse.Namespace(), [])
+        if unknown and reject_unknown:
+            self.error(f"unrecognized arguments: {unknown}")
         raise Parsed(self, values)
 
-    with patch.context() as here:
-        here.setattr(argparse.ArgumentParser, "parse_known_args", stop)
-        here.setattr(argparse.ArgumentParser, "parse_args", functools.partialmethod(stop, all_of_it=True))
-        yield here
+    with patch.context() as inner_patch:
+        inner_patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+        inner_patch.setattr(argparse.ArgumentParser, "parse_args", functools.partialmethod(stop, reject_unknown=True))
+        yield inner_patch
 
 
-def start(script: str, words: list[str], patch: pytest.MonkeyPatch) -> int:
-    """`python SCRIPT WORDS` in this process; its exit code."""
+def start(script: str, args: list[str], patch: pytest.MonkeyPatch) -> int:
+    """Run `python SCRIPT ARGS` in this process, and return its exit code."""
     main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
-    with patch.context() as here:
-        here.setattr(sys, "argv", [script, *words])
+    with patch.context() as inner_patch:
+        inner_patch.setattr(sys, "argv", [script, *args])
         try:
-            return int((main(words) if inspect.signature(main).parameters else main()) or 0)
+            return int((main(args) if inspect.signature(main).parameters else main()) or 0)
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
-    """With those of its commands."""
-    found = set(parser._option_string_actions)
+    """Return the flags of a parser and of its commands."""
+    flags = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found |= set().union(*(flags_of(one) for one in action.choices.values()))
-    return found
+            flags |= set().union(*(flags_of(command_parser) for command_parser in action.choices.values()))
+    return flags
 
 
 COLUMNS = 120
-WHOLE_LINK = re.compile(r"\s*([-*]\s+)?!?(\[[^]]*\]\([^)]*\)|<?https?://\S+>?)\.?")
+LINK_LINE = re.compile(r"\s*([-*]\s+)?!?(\[[^]]*\]\([^)]*\)|<?https?://\S+>?)\.?")
 
 
 def long_lines(root: Path) -> Iterator[str]:
-    """Prose wider than 120 columns; tables, fenced blocks and a link alone on its line may be wider."""
+    """Yield lines of prose wider than 120 columns. Tables, fenced blocks and a link alone on its line may be wider."""
     for path in documents_of(root):
         text = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), path.read_text(encoding="utf-8"))
         for number, line in enumerate(text.splitlines(), 1):
-            free = line.lstrip().startswith("|") or WHOLE_LINK.fullmatch(line)
-            if len(line) > COLUMNS and not free:
+            may_be_wider = line.lstrip().startswith("|") or LINK_LINE.fullmatch(line)
+            if len(line) > COLUMNS and not may_be_wider:
                 yield f"{path.relative_to(root)}:{number}: {len(line)} columns of prose; at most {COLUMNS}"
 
 
-# ---- what the documents name; each function yields a line per name that leads nowhere
+# ---- names in the documents: each rule yields a line per name of something that does not exist
 
 
 def named(root: Path) -> Iterator[Path]:
-    """The documents that say what is so today, written by hand."""
-    yield from (path for path in documents_of(root) if path.name not in EXAMPLES)
+    """Yield the documents whose names must exist."""
+    yield from (path for path in documents_of(root) if path.name not in UNCHECKED_DOCUMENTS)
 
 
-def found_at(root: Path, name: str) -> Path | None:
-    """The file that a document means by `name`: from the root, or within one of the folders that documents are about."""
-    places = (root / folder / name for folder in (".", "megalite", "docs", "examples", "examples/launch", "tools"))
-    return next((place for place in places if place.exists()), None)
+def find_file(root: Path, name: str) -> Path | None:
+    """Return the file that a document calls `name`: from the root, or from a directory that the documents often name."""
+    candidates = (
+        root / directory / name for directory in (".", "megalite", "docs", "examples", "examples/launch", "tools")
+    )
+    return next((path for path in candidates if path.exists()), None)
 
 
 def lost_files(root: Path) -> Iterator[str]:
-    """Links, and files between backquotes, that do not exist."""
+    """Yield links, and files between backquotes, that do not exist."""
     for path in named(root):
         links = [link for link in re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8")) if "://" not in link]
-        wrong = [link for link in links if not (path.parent / link).exists()]
-        yield from (f"{path.name}: links to {link}, which does not exist" for link in wrong)
-        words = {word for span in spans(path) for word in re.findall(r"[\w./-]+\.(?:py|sh|toml|md)\b", span)}
-        lost = [name for name in sorted(words - PLACEHOLDERS) if found_at(root, name) is None]
-        yield from (f"{path.name}: names {name}, which does not exist" for name in lost)
+        broken = [link for link in links if not (path.parent / link).exists()]
+        yield from (f"{path.name}: links to {link}, which does not exist" for link in broken)
+        files = {file for span in code_spans(path) for file in re.findall(r"[\w./-]+\.(?:py|sh|toml|md)\b", span)}
+        missing = [name for name in sorted(files - PLACEHOLDERS) if find_file(root, name) is None]
+        yield from (f"{path.name}: names {name}, which does not exist" for name in missing)
 
 
 def lost_names(root: Path) -> Iterator[str]:
-    """Words with an underscore or a capital in their middle, between backquotes, that are nowhere in the code."""
+    """Yield names between backquotes, with an underscore or a capital in their middle, that the code does not contain."""
     sources = [*root.glob("*.py"), root / "pyproject.toml"]
-    sources += [p for folder in ("megalite", "tools", "tests", "examples") for p in (root / folder).rglob("*.py")]
+    sources += [p for directory in ("megalite", "tools", "tests", "examples") for p in (root / directory).rglob("*.py")]
     sources += [*(root / "examples").rglob("*.yaml"), *(root / "megalite").rglob("*.toml")]
     texts = [p.read_text(encoding="utf-8") for p in sources if p.is_file() and p.name not in ("test_documents.py",)]
-    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    identifiers = {identifier for text in texts for identifier in re.findall(r"\w+", text)}
     for path in named(root):
-        plain = [s for s in spans(path) if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", s)]
-        names = {part for s in plain for part in s.partition("(")[0].split(".")}
+        expressions = [s for s in code_spans(path) if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", s)]
+        names = {part for s in expressions for part in s.partition("(")[0].split(".")}
         names = {n for n in names if re.search(r"[a-z]_[a-z]|[a-z][A-Z]|^[A-Z][a-z]+[A-Z]", n)}
-        yield from (f"{path.name}: names {name}, which is nowhere in the code" for name in sorted(names - words))
+        yield from (f"{path.name}: names {name}, which is nowhere in the code" for name in sorted(names - identifiers))
 
 
 @dataclass(frozen=True)
 class Place:
-    """`file: name` in a document; `caller`: the place one indent to the left in a picture of calls."""
+    """A `file: name` in a document.
+
+    Attributes:
+        caller: the place that this one is indented under, in a call tree.
+    """
 
     file: str
     name: str
@@ -213,8 +232,8 @@ PLACE = re.compile(r"([\w/]+\.py): ([A-Za-z_][\w.]*)")
 
 
 def chains(text: str) -> list[list[Place]]:
-    """The pictures of calls in a document: the fenced blocks whose lines are `file: name`, indented under their caller."""
-    pictures = []
+    """Return the call trees of a document: fenced blocks whose lines are `file: name`, indented under their caller."""
+    trees = []
     for _, block in FENCE.findall(text):
         places, open_calls = [], list[tuple[int, Place]]()
         for line in block.splitlines():
@@ -224,44 +243,44 @@ def chains(text: str) -> list[list[Place]]:
                 places.append(Place(*match.groups(), caller=open_calls[-1][1] if open_calls else None))
                 open_calls.append((indent, places[-1]))
         if places:
-            pictures.append(places)
-    return pictures
+            trees.append(places)
+    return trees
 
 
 def source_of(root: Path, place: Place) -> str | None:
-    """The text of a class, a function, a method, an attribute or a constant; None where the file does not hold it."""
-    path = found_at(root, place.file)
+    """Return the source of a class, function, method, attribute or constant, or None if the file does not define it."""
+    path = find_file(root, place.file)
     if path is None:
         return None
     text = path.read_text(encoding="utf-8")
     node: ast.AST = ast.parse(text)
     for name in place.name.split("."):
-        inner = [n for n in getattr(node, "body", []) if name in _defines(n)]
-        if not inner and isinstance(node, ast.ClassDef):  # set where it is made: self.NAME = ...
-            inner = [n for n in ast.walk(node) if isinstance(n, ast.Assign) and f"self.{name}" in _targets(n)]
+        inner = [n for n in getattr(node, "body", []) if name in _defined_names(n)]
+        if not inner and isinstance(node, ast.ClassDef):  # an attribute that a method sets: self.NAME = ...
+            inner = [n for n in ast.walk(node) if isinstance(n, ast.Assign) and f"self.{name}" in _attribute_targets(n)]
         if not inner:
             return None
         node = inner[0]
     return ast.get_source_segment(text, node)
 
 
-def _targets(node: ast.Assign) -> set[str]:
+def _attribute_targets(node: ast.Assign) -> set[str]:
     parts = [part for target in node.targets for part in ast.walk(target)]
     return {ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)}
 
 
-def _defines(node: ast.AST) -> set[str]:
+def _defined_names(node: ast.AST) -> set[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    named = {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set[str]()
-    return named | {target.id for target in targets if isinstance(target, ast.Name)}
+    names = {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set[str]()
+    return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def lost_places(root: Path) -> Iterator[str]:
-    """`file.py: name` where the file lacks the name, and calls in a picture that the caller's code does not hold."""
+    """Yield `file.py: name` without such a name in the file, and calls in a tree that the caller's code does not contain."""
     for path in named(root):
         text = path.read_text(encoding="utf-8")
-        spanned = [Place(*match.groups()) for span in spans(path) for match in PLACE.finditer(span)]
-        for place in [*spanned, *(place for picture in chains(text) for place in picture)]:
+        inline = [Place(*match.groups()) for span in code_spans(path) for match in PLACE.finditer(span)]
+        for place in [*inline, *(place for tree in chains(text) for place in tree)]:
             if source_of(root, place) is None:
                 yield f"{path.name}: {place.file} does not hold {place.name}"
             elif place.caller is not None:
@@ -274,7 +293,10 @@ def lost_places(root: Path) -> Iterator[str]:
 
 
 def _attributes_of(root: Path, caller: Place, cls: str) -> list[str]:
-    """The attributes of the caller's class that its code sets to a `cls`: a module is called by its attribute's name."""
+    """Return the attributes of the caller's class that its code sets to a `cls`.
+
+    A module is called by the name of such an attribute.
+    """
     source = source_of(root, Place(caller.file, caller.name.partition(".")[0])) or ""
     return [
         target.attr
@@ -285,13 +307,13 @@ def _attributes_of(root: Path, caller: Place, cls: str) -> list[str]:
     ]
 
 
-def copy_parts(names: Iterable[str], folder: Path) -> Path:
-    """These files and folders of the repository in `folder`, where they can be built, or broken."""
+def copy_parts(names: Iterable[str], directory: Path) -> Path:
+    """Copy these files and directories of the repository to `directory`, where a test may build or change them."""
     for name in names:
-        target = folder / name
+        target = directory / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, target)
-    return folder
+    return directory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import style_rules
 
-LEFT, WIDTH, BOX_W, BOX_H, LAYER_H, TOP = 60, 1000, 172, 46, 84, 88  # left of LEFT: the layers' numbers
+LEFT, WIDTH, BOX_W, BOX_H, LAYER_H, TOP = 60, 1000, 172, 46, 84, 88  # the numbers of the layers are left of LEFT
 TITLE = "The packages of megalite and their imports"
 KEY = (  # color, width, meaning
     ("#2f6bb3", 1.8, "import that no chain of other imports implies"),
@@ -37,8 +37,8 @@ CONTENTS = {
 def imports(root: Path) -> dict[str, set[str]]:
     """Return the other packages that the modules of each package import."""
     packages: dict[str, set[str]] = {}
-    for module, others in style_rules.graph(root).items():
-        if (parts := module.split("."))[2:]:  # not the command, megalite/__main__.py, which is in none
+    for module, others in style_rules.import_graph(root).items():
+        if (parts := module.split("."))[2:]:  # not megalite/__main__.py, which is in no package
             packages.setdefault(parts[1], set()).update(other.split(".")[1] for other in others if "." in other)
     return {package: others - {package} for package, others in packages.items()}
 
@@ -55,7 +55,7 @@ def implied(package: str, other: str, edges: dict[str, set[str]]) -> bool:
 
 
 def box_centers() -> dict[str, tuple[float, float]]:
-    """Return the middle of each package's box."""
+    """Return the center of each package's box."""
     return {
         package: (
             LEFT + (WIDTH - LEFT) * (i + 0.5) / len(packages) + OFFSETS.get(package, 0),
@@ -67,21 +67,21 @@ def box_centers() -> dict[str, tuple[float, float]]:
 
 
 def draw(root: Path) -> str:
-    edges, where = imports(root), box_centers()
+    edges, centers = imports(root), box_centers()
     gray, blue = [], []
     for package, others in sorted(edges.items()):
         for other in sorted(others):
-            (x0, y0), (x1, y1) = where[package], where[other]
+            (x0, y0), (x1, y1) = centers[package], centers[other]
             y0, y1 = y0 + BOX_H / 2, y1 - BOX_H / 2 - 3
             bend = (y1 - y0) * 0.45
             path = f"M{x0:.0f},{y0:.0f} C{x0:.0f},{y0 + bend:.0f} {x1:.0f},{y1 - bend:.0f} {x1:.0f},{y1:.0f}"
             is_needed = not implied(package, other, edges)
             color, width = ("#2f6bb3", 1.8) if is_needed else ("#c4ccd6", 1.0)
-            tip = f'<path d="M{x1 - 4:.0f},{y1 - 4:.0f} L{x1 + 4:.0f},{y1 - 4:.0f} L{x1:.0f},{y1 + 3:.0f} Z"'
+            arrow_head = f'<path d="M{x1 - 4:.0f},{y1 - 4:.0f} L{x1 + 4:.0f},{y1 - 4:.0f} L{x1:.0f},{y1 + 3:.0f} Z"'
             line = f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
-            (blue if is_needed else gray).append(f'{line}{tip} fill="{color}"/>')
+            (blue if is_needed else gray).append(f'{line}{arrow_head} fill="{color}"/>')
     boxes = []
-    for package, (x, y) in where.items():
+    for package, (x, y) in centers.items():
         corner = f'x="{x - BOX_W / 2:.0f}" y="{y - BOX_H / 2:.0f}"'
         boxes.append(
             f'<rect {corner} width="{BOX_W}" height="{BOX_H}" rx="5" fill="#f7f9fb" stroke="#44546a"/>'

@@ -111,15 +111,15 @@ def mean_nightly_seconds() -> dict[str, float]:
 def changed_files() -> frozenset[str]:
     """Return the files that changed since this branch left main, or on main since the last merge.
 
-    The set is empty where git cannot tell.
+    The set is empty if git cannot tell.
     """
 
     def git(*args: str) -> str:
         try:
-            done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+            result = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
         except OSError:  # git is not installed
             return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
+        return result.stdout.strip() if result.returncode == 0 else ""
 
     head = git("rev-parse", "HEAD")
     base = next(filter(None, (git("merge-base", "HEAD", name) for name in ("origin/main", "main"))), head)

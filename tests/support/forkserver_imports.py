@@ -1,7 +1,7 @@
 """Modules that the fork server of a test process imports for all ranks, beyond what a run needs.
 
-This saves 0.25 s of CPU time for each rank. Nothing here may import triton, which reads TRITON_INTERPRET at its import:
-a rank chooses.
+This saves 0.25 s of CPU time for each rank. Nothing here may import triton: each rank sets TRITON_INTERPRET itself, and
+triton reads it when it is imported.
 """
 
 import sys

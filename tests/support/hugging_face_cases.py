@@ -13,18 +13,18 @@ SHAPE, GPT2 = CASES["shape"], CASES["gpt2"]
 V, S = SHAPE["vocab_size"], SHAPE["max_position_embeddings"]
 # name -> (class of the configuration, its values); the name begins with the model type
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (kind, {**(GPT2 if kind == "GPT2Config" else SHAPE), **more})
-    for name, (kind, more) in CASES["models"].items()
+    name: (cls, {**(GPT2 if cls == "GPT2Config" else SHAPE), **values})
+    for name, (cls, values) in CASES["models"].items()
 }
-MODELS["mistral"][1]["sliding_window"] = None  # which TOML cannot say
+MODELS["mistral"][1]["sliding_window"] = None  # TOML has no null
 
 
-def make(name: str, folder: Path, **changes: Any) -> Any:
-    """Create the model of that name, with changes of its configuration, and save it in `folder`."""
+def make(name: str, directory: Path, **changes: Any) -> Any:
+    """Create the model of that name, with changes of its configuration, and save it in `directory`."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()  # what tests capture should be ours
+    transformers.logging.disable_progress_bar()  # tests should capture only what megalite prints
     cls, values = MODELS[name]
     config = getattr(transformers, cls)(**{**values, **changes}, bos_token_id=1, eos_token_id=2)
     config._attn_implementation = config._experts_implementation = "eager"
@@ -33,29 +33,29 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    model.save_pretrained(directory)
     return model
 
 
-def copied(folder: Path, target: Path) -> Path:
+def copied(directory: Path, target: Path) -> Path:
     target.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (target / name).write_bytes((folder / name).read_bytes())
+        (target / name).write_bytes((directory / name).read_bytes())
     return target
 
 
-def with_tokenizer(folder: Path, words: int) -> None:
-    """Write a word-level tokenizer of `words` tokens next to the model, with the usual other files."""
+def with_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Write a word-level tokenizer of `vocab_size` tokens next to the model, with the other files that a model usually has."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     names = ["<unk>", "<s>", "</s>", "the", "in", "of", "was", "."]
-    vocab = {name: i for i, name in enumerate(names + [f"w{i}" for i in range(words - len(names))])}
+    vocab = {name: i for i, name in enumerate(names + [f"w{i}" for i in range(vocab_size - len(names))])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_length": 17}))
-    (folder / "modeling_evil.py").write_text("raise SystemExit")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "max_length": 17}))
+    (directory / "modeling_evil.py").write_text("raise SystemExit")
 
 
 def collection(base: Path, tokenizer: bool = False, layers: int | None = None) -> Callable[[str], tuple[Any, Path]]:
@@ -63,15 +63,15 @@ def collection(base: Path, tokenizer: bool = False, layers: int | None = None) -
 
     With `tokenizer`, the directory has a tokenizer with as many tokens as the model has rows.
     """
-    made: dict[str, tuple[Any, Path]] = {}
+    models: dict[str, tuple[Any, Path]] = {}
 
     def get(name: str) -> tuple[Any, Path]:
-        if name not in made:
-            folder = base / name.replace(" ", "_") / "model"
+        if name not in models:
+            directory = base / name.replace(" ", "_") / "model"
             changes = {} if layers is None else {"n_layer" if name.startswith("gpt2") else "num_hidden_layers": layers}
-            made[name] = make(name, folder, **changes), folder
+            models[name] = make(name, directory, **changes), directory
             if tokenizer:
-                with_tokenizer(folder, V)
-        return made[name]
+                with_tokenizer(directory, V)
+        return models[name]
 
     return get

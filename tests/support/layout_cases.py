@@ -37,7 +37,7 @@ class Row:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """The sizes tp, pp, dp (including cp) and vpp."""
+        """The sizes of tp, pp, dp (including cp) and vpp."""
         tp, pp, vpp = (int(self.value(flag, "1")) for flag in SIZES)
         return tp, pp, self.world // (tp * pp), vpp
 
@@ -54,7 +54,7 @@ ROWS = table("rows")
 
 
 def features(item: Row) -> dict[str, Hashable]:
-    """Return the features of a layout, of which every pair should be tested together."""
+    """Return the features of a layout. Every pair of features should be tested together."""
     tp, pp, dp, vpp = (size > 1 for size in item.sizes)
     return {
         **{"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "split": SPLIT in item.words},
@@ -69,10 +69,12 @@ def features(item: Row) -> dict[str, Hashable]:
 COVER = cover(ROWS, features)
 NAME = attrgetter("name")
 EXCHANGED = [
-    replace(item, name=f"{item.name}, {way}", layout=f"{item.layout} {how}")
-    for way, how in (("allgather", ""), ("a2a", flags("A2A")))
+    replace(item, name=f"{item.name}, {comm_type}", layout=f"{item.layout} {flag}")
+    for comm_type, flag in (("allgather", ""), ("a2a", flags("A2A")))
     for item in table("both_ways")
 ] + table("context")
 OFTEN = [
-    r for r in EXCHANGED if r.name.startswith(("gpt pp2", "llama cp4, w", "three", "gpt cp2 dp2 Z", "llama cp2 rec"))
+    row
+    for row in EXCHANGED
+    if row.name.startswith(("gpt pp2", "llama cp4, w", "three", "gpt cp2 dp2 Z", "llama cp2 rec"))
 ]

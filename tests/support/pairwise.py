@@ -1,4 +1,4 @@
-"""Pairwise coverage: a few rows of a table that have every pair of features that any row has.
+"""Pairwise coverage: a few rows of a table that contain every pair of features that any row has.
 
 These rows run before each commit. The whole table runs with `tests/run.sh --all`.
 """
@@ -16,24 +16,24 @@ def pairs(features: dict[str, Hashable]) -> set[Any]:
 
 
 def cover(rows: Sequence[Any], features: Callable[[Any], dict[str, Hashable]]) -> list[Any]:
-    """Choose rows greedily, by the number of pairs that are still missing; return them in the table's order."""
-    of_rows, chosen = [pairs(features(row)) for row in rows], set[int]()
-    missing = set().union(*of_rows)
+    """Choose rows greedily by the number of pairs that are still missing, and return them in the table's order."""
+    row_pairs, indices = [pairs(features(row)) for row in rows], set[int]()
+    missing = set().union(*row_pairs)
     while missing:
-        chosen.add(best := max(range(len(rows)), key=lambda i: len(of_rows[i] & missing)))
-        missing -= of_rows[best]
-    return [rows[i] for i in sorted(chosen)]
+        indices.add(best := max(range(len(rows)), key=lambda i: len(row_pairs[i] & missing)))
+        missing -= row_pairs[best]
+    return [rows[i] for i in sorted(indices)]
 
 
-def spelled(words: dict[str, str]) -> dict[str, str]:
-    """Expand words of a table of flags. Each may contain earlier ones in braces."""
-    known = dict[str, str]()
-    for name, text in words.items():
-        known[name] = text.format_map(known)
-    return known
+def spelled(abbreviations: dict[str, str]) -> dict[str, str]:
+    """Expand a table of abbreviations of flags. Each may contain earlier ones in braces."""
+    expanded = dict[str, str]()
+    for name, text in abbreviations.items():
+        expanded[name] = text.format_map(expanded)
+    return expanded
 
 
-def rarely(rows: Sequence[Any], often: Sequence[Any], name: Callable[[Any], str], **guards: Any) -> list[Any]:
-    """Return `rows` as parameters of a test. Only those in `often` run before each commit, the others nightly."""
+def rarely(rows: Sequence[Any], presubmit_rows: Sequence[Any], name: Callable[[Any], str], **guards: Any) -> list[Any]:
+    """Return `rows` as parameters of a test. Those in `presubmit_rows` run before each commit, the others nightly."""
     mark = pytest.mark.nightly(**guards)
-    return [pytest.param(row, id=name(row), marks=() if row in often else mark) for row in rows]
+    return [pytest.param(row, id=name(row), marks=() if row in presubmit_rows else mark) for row in rows]

@@ -1,4 +1,4 @@
-"""Complete runs of the program in processes of their own, and the files that they write."""
+"""Complete runs of pretrain_gpt.py as processes, and the files that they write."""
 
 import json
 import os
@@ -20,22 +20,22 @@ def pretrain(*flags: object, fault: str = "", **options: Any) -> subprocess.Comp
     return programs.python("pretrain_gpt.py", *map(str, flags), env=env, **{"timeout": 120, **options})
 
 
-def shown(process: subprocess.Popen[str], what: str) -> list[str]:
-    """Return the lines of standard output up to the first that contains `what`."""
+def shown(process: subprocess.Popen[str], text: str) -> list[str]:
+    """Read standard output up to the first line that contains `text`, and return the lines."""
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if what in line:
+        if text in line:
             return lines
     raise AssertionError("".join(lines) + (process.stderr.read() if process.stderr else ""))
 
 
 @contextmanager
 def running(*flags: object, until: str = "step     3/", **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a run and wait until it has printed `until`. The run ends with the block."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, flags)]
+    """Start a run, wait until it has printed `until`, and kill it at the end of the block."""
+    argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, flags)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = programs.Popen(words, text=True, cwd=ROOT, **pipes | options)
+    process = programs.Popen(argv, text=True, cwd=ROOT, **pipes | options)
     try:
         shown(process, until)
         yield process
@@ -48,13 +48,13 @@ def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def status_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "status.json").read_text())
+def status_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "status.json").read_text())
 
 
-def losses(folder: Path, of: str = "train/loss") -> dict[int, float]:
-    """Return the logged losses by step."""
-    return {row["step"]: row[of] for row in rows(folder / "metrics.jsonl") if of in row}
+def losses(run_dir: Path, metric: str = "train/loss") -> dict[int, float]:
+    """Return the logged values of a metric by step."""
+    return {row["step"]: row[metric] for row in rows(run_dir / "metrics.jsonl") if metric in row}
 
 
 def children(pid: int) -> list[int]:
@@ -68,9 +68,9 @@ def alive(pid: int) -> bool:
         return False
 
 
-def rank_pids(folder: Path) -> tuple[int, int, int]:
-    """Return the process ids of the fork server, rank 0 and rank 1."""
-    first = status_of(folder)["pid"]
+def rank_pids(run_dir: Path) -> tuple[int, int, int]:
+    """Return the process ids metric the fork server, rank 0 and rank 1."""
+    first = status_of(run_dir)["pid"]
     server = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
     [other] = {*children(server)} - {first}
     return server, first, other

@@ -1,7 +1,9 @@
-"""Programs that a test types, as processes of their own that need not import torch again: `run` and `Popen` are those
-of subprocess, for words that begin with sys.executable. They are forked from one process per test process that has
-imported what a run needs, with their own session, signals, environment, folder and exit code; what an interpreter or
-torch reads when it starts makes `Popen` start one."""
+"""Replacements for subprocess.run and Popen that fork Python programs, which then need not import torch again.
+
+Programs are forked from one process per test process, which has imported what a run needs. Each has its own session,
+signals, environment, working directory and exit code. A command is forked if it begins with sys.executable; if its
+environment differs in what an interpreter or torch reads when it starts, `Popen` starts an interpreter instead.
+"""
 
 import contextlib
 import fcntl
@@ -22,15 +24,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 READ_AT_START = ("PYTHON", "TORCH", "LD_", "OMP_", "MKL_", "CUDA", "TRITON", "LANG", "LC_", "MEGALITE_SIMULATED")
-WORD = 4  # bytes of a number between the processes
+NUMBER_BYTES = 4  # of a number that the processes send each other
 
 
 class Popen(subprocess.Popen[Any]):
     """A program: `script.py ARGS`, `-m module ARGS` or `-c TEXT ARGS`."""
 
-    def __init__(self, words: Sequence[str], **options: Any):
-        self._line: socket.socket | None = None
-        super().__init__(list(words), **options)
+    def __init__(self, argv: Sequence[str], **options: Any):
+        self._socket: socket.socket | None = None
+        super().__init__(list(argv), **options)
 
     def _execute_child(self, args: list[str], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
                        cwd: Any, env: Mapping[str, str] | None, *others: Any) -> None:  # fmt: skip
@@ -42,33 +44,33 @@ class Popen(subprocess.Popen[Any]):
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others
             )
             return
-        told = {"words": args, "cwd": os.path.abspath(cwd or os.getcwd()), "session": start_new_session}
-        told["passed"] = list(pass_fds)
-        told["env"] = dict(os.environ if env is None else env)
-        self._line, far = socket.socketpair()
+        request = {"argv": args, "cwd": os.path.abspath(cwd or os.getcwd()), "start_new_session": start_new_session}
+        request["pass_fds"] = list(pass_fds)
+        request["env"] = dict(os.environ if env is None else env)
+        self._socket, far = socket.socketpair()
         fds = [far.fileno(), *(end if end != -1 else i for i, end in enumerate((p2cread, c2pwrite, errwrite)))]
-        _ask(json.dumps(told).encode(), [*fds, *pass_fds])
+        _send_request(json.dumps(request).encode(), [*fds, *pass_fds])
         far.close()
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
-        self.pid = self._told()
+        self.pid = self._receive_number()
         self._child_created = True
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if self._line is None:
+        if self._socket is None:
             return super()._try_wait(wait_flags)  # type: ignore[misc]
-        if wait_flags & os.WNOHANG and not select.select([self._line], [], [], 0)[0]:
+        if wait_flags & os.WNOHANG and not select.select([self._socket], [], [], 0)[0]:
             return 0, 0
-        status = self._told()
-        self._line.close()
+        status = self._receive_number()
+        self._socket.close()
         return self.pid, status
 
-    def _told(self) -> int:
-        number = self._line.recv(WORD, socket.MSG_WAITALL)
-        assert len(number) == WORD, "the process that programs are forked from has ended"
+    def _receive_number(self) -> int:
+        number = self._socket.recv(NUMBER_BYTES, socket.MSG_WAITALL)
+        assert len(number) == NUMBER_BYTES, "the process that programs are forked from has ended"
         return int.from_bytes(number, sys.byteorder)
 
     def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
-        if self._line is None:
+        if self._socket is None:
             return super()._internal_poll(*args, **kwargs)  # type: ignore[misc]
         if self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
@@ -78,29 +80,29 @@ class Popen(subprocess.Popen[Any]):
 
 
 def run(
-    words: Sequence[str], *, capture_output: bool = False, ok: bool = False, timeout: float | None = None,
+    argv: Sequence[str], *, capture_output: bool = False, ok: bool = False, timeout: float | None = None,
     input: str | bytes | None = None, **options: Any,
 ) -> subprocess.CompletedProcess[Any]:  # fmt: skip
-    """Run a program like subprocess.run. With `ok`, it must exit with 0."""
+    """Run a program like subprocess.run. With `ok`, its exit code must be 0."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if input is not None:
         options["stdin"] = subprocess.PIPE
-    with Popen(words, **options) as process:
+    with Popen(argv, **options) as process:
         try:
             out, err = process.communicate(input, timeout=timeout)
-        except BaseException:  # too long among others
+        except BaseException:  # the timeout, among others
             process.kill()
             raise
     assert process.returncode == 0 or not ok, f"{process.returncode}\n{out}{err}"
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 @contextlib.contextmanager
-def group(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a program in a session with one pipe for all output. The whole session ends with the block."""
+def group(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a program in its own session, with one pipe for all output. Kill the session at the end of the block."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
-    process = subprocess.Popen(words, start_new_session=True, **pipes | options)
+    process = subprocess.Popen(argv, start_new_session=True, **pipes | options)
     try:
         yield process
     finally:
@@ -110,7 +112,7 @@ def group(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str
 
 
 class Talk:
-    """A program and its output lines, which a thread reads."""
+    """A program and the lines of its output, which a thread reads."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self.process, self.lines = process, list[str]()
@@ -125,15 +127,15 @@ class Talk:
     def said(self) -> str:
         return "".join(self.lines)
 
-    def until(self, what: str, timeout_s: float = 90, after: int = 0) -> int:
-        """Wait for a line that contains `what`, from line `after` on, and return its number."""
+    def until(self, text: str, timeout_s: float = 90, after: int = 0) -> int:
+        """Wait for a line that contains `text`, from number `after` on, and return the line's number."""
         end = time.monotonic() + timeout_s
         while True:
-            over = time.monotonic() > end or not self._reader.is_alive()
+            is_over = time.monotonic() > end or not self._reader.is_alive()
             for number, line in enumerate(self.lines[after:], after):
-                if what in line:
+                if text in line:
                     return number
-            assert not over, f"no {what!r} within {timeout_s} s in:\n{self.said}"
+            assert not is_over, f"no {text!r} within {timeout_s} s in:\n{self.said}"
             time.sleep(0.02)
 
     def end(self, timeout_s: float) -> int:
@@ -147,46 +149,49 @@ class Talk:
         return code
 
 
-def python(*words: str, **options: Any) -> subprocess.CompletedProcess[Any]:
+def python(*args: str, **options: Any) -> subprocess.CompletedProcess[Any]:
     """Run `python tools/x.py ARGS`, `-m` or `-c` in the repository, unless `cwd` is another directory."""
-    script = words[0] if words[0].startswith("-") else str(ROOT / words[0])
-    usual: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
-    return run([sys.executable, script, *words[1:]], **usual | options)
+    script = args[0] if args[0].startswith("-") else str(ROOT / args[0])
+    defaults: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
+    return run([sys.executable, script, *args[1:]], **defaults | options)
 
 
-def without_safe_path(words: Sequence[str]) -> list[str]:
-    """Return the arguments without python's -P."""
-    return [words[0], *words[2:]] if [*words[1:2]] == ["-P"] else [*words]
+def without_safe_path(argv: Sequence[str]) -> list[str]:
+    """Return the command without the interpreter's -P."""
+    return [argv[0], *argv[2:]] if [*argv[1:2]] == ["-P"] else [*argv]
 
 
-def _can_be_forked(words: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str] | None) -> bool:
-    words = without_safe_path(words)
-    if words[0] != sys.executable or (words[1].startswith("-") and words[1] not in ("-m", "-c")):
+def _can_be_forked(argv: Sequence[str], cwd: str | os.PathLike[str] | None, env: Mapping[str, str] | None) -> bool:
+    argv = without_safe_path(argv)
+    if argv[0] != sys.executable or (argv[1].startswith("-") and argv[1] not in ("-m", "-c")):
         return False
-    if not words[1].startswith("-") and not Path(cwd or ".", words[1]).resolve().is_relative_to(ROOT):
-        return False  # it may have a megalite of its own
-    given, own = os.environ if env is None else env, environment()
-    changed = {name for name in {*given, *own} if given.get(name) != own.get(name)}
-    if given.get("PYTHONPATH") == str(ROOT):  # which has it already
+    if not argv[1].startswith("-") and not Path(cwd or ".", argv[1]).resolve().is_relative_to(ROOT):
+        return False  # it may import another megalite
+    variables, initial = os.environ if env is None else env, environment()
+    changed = {name for name in {*variables, *initial} if variables.get(name) != initial.get(name)}
+    if variables.get("PYTHONPATH") == str(ROOT):  # sys.path has it anyway
         changed.discard("PYTHONPATH")
     return not any(name.startswith(READ_AT_START) for name in changed)
 
 
-def _ask(told: bytes, fds: list[int]) -> None:
-    line = _server()
-    socket.send_fds(line, [len(told).to_bytes(WORD, sys.byteorder)], fds)
-    line.sendall(told)
+def _send_request(request: bytes, fds: list[int]) -> None:
+    server = _server()
+    socket.send_fds(server, [len(request).to_bytes(NUMBER_BYTES, sys.byteorder)], fds)
+    server.sendall(request)
 
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Return the environment that programs are forked with: the one at the first call."""
+    """Return the environment of the process that programs are forked from: the one at the first call."""
     return dict(os.environ)
 
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """Restore the variables that make `Popen` start an interpreter. Others may belong to longer-lived fixtures."""
+    """Restore, after the block, the variables that make `Popen` start an interpreter.
+
+    Other variables may belong to longer-lived fixtures.
+    """
     before = dict(os.environ)
     yield
     for name in {*before, *os.environ}:
@@ -202,9 +207,9 @@ def environment_kept() -> Iterator[None]:
 def _server() -> socket.socket:
     """Return a socket to the process that programs are forked from. It ends when this process does."""
     near, far = socket.socketpair()
-    words = [sys.executable, __file__, str(far.fileno())]
+    argv = [sys.executable, __file__, str(far.fileno())]
     subprocess.Popen(
-        words, pass_fds=[far.fileno()], cwd=ROOT, env=environment(), start_new_session=True,
+        argv, pass_fds=[far.fileno()], cwd=ROOT, env=environment(), start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     far.close()
@@ -214,19 +219,19 @@ def _server() -> socket.socket:
 # --- in the process that programs are forked from
 
 
-def _serve(line: socket.socket) -> dict[str, Any] | None:
-    """Fork programs on request. Return the request in a forked program, and None at the end of the socket."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those in between
+def _serve(client: socket.socket) -> dict[str, Any] | None:
+    """Fork a program for each request. Return the request in the program, and None when the socket is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the parents of programs
     while True:
-        head, fds, _, _ = socket.recv_fds(line, WORD, 16)
-        if len(head) < WORD:
+        header, fds, _, _ = socket.recv_fds(client, NUMBER_BYTES, 16)
+        if len(header) < NUMBER_BYTES:
             return None
-        size = int.from_bytes(head, sys.byteorder)
-        told = json.loads(line.recv(size, socket.MSG_WAITALL))
+        size = int.from_bytes(header, sys.byteorder)
+        request = json.loads(client.recv(size, socket.MSG_WAITALL))
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            line.close()
-            return told if _fork(fds, told["passed"], told["session"]) else None
+            client.close()
+            return request if _fork(fds, request["pass_fds"], request["start_new_session"]) else None
         for fd in fds:
             os.close(fd)
 
@@ -236,81 +241,83 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def _fork(fds: list[int], passed: list[int], session: bool) -> bool:
-    """Return True in the program itself. Its parent reports its end to the requesting process."""
-    answer, *streams = fds
+def _fork(fds: list[int], pass_fds: list[int], start_new_session: bool) -> bool:
+    """Fork a program, and return True in it. Its parent reports its process id and its end to the requesting process."""
+    reply_fd, *streams = fds
     pid = os.fork()
     if pid == 0:
-        if session:
+        if start_new_session:
             os.setsid()
-        above = max([2, *passed, *fds]) + 1  # so that no number that is given takes the place of another
-        for i, fd in zip((0, 1, 2, *passed), [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in streams], strict=True):
+        min_fd = max([2, *pass_fds, *fds]) + 1  # so that no descriptor overwrites another one
+        for i, fd in zip((0, 1, 2, *pass_fds), [fcntl.fcntl(fd, fcntl.F_DUPFD, min_fd) for fd in streams], strict=True):
             os.dup2(fd, i)
             os.close(fd)
-        if session and os.isatty(0):
+        if start_new_session and os.isatty(0):
             _take_terminal()
-        for fd in {*fds}.difference(passed):
+        for fd in {*fds}.difference(pass_fds):
             os.close(fd)
         return True
     for fd in streams:
         os.close(fd)
-    os.write(answer, pid.to_bytes(WORD, sys.byteorder))
+    os.write(reply_fd, pid.to_bytes(NUMBER_BYTES, sys.byteorder))
     status = os.waitpid(pid, 0)[1]
     with contextlib.suppress(OSError):
-        os.write(answer, status.to_bytes(WORD, sys.byteorder))
+        os.write(reply_fd, status.to_bytes(NUMBER_BYTES, sys.byteorder))
     os._exit(0)
 
 
 def _forked_server(spawn: Any) -> Any:
-    """Return a replacement for util.spawnv_passfds that forks the fork server of ranks as well."""
+    """Return a replacement for util.spawnv_passfds that also forks the fork server of ranks."""
 
-    def start(path: Any, words: list[Any], passed: Sequence[int]) -> int:
-        if "multiprocessing.forkserver" not in str(words[-1]):
-            return spawn(path, words, passed)
+    def start(path: Any, argv: list[Any], pass_fds: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in str(argv[-1]):
+            return spawn(path, argv, pass_fds)
         if pid := os.fork():
             return pid
-        for number in signal.valid_signals():  # as an exec does: what has a handler has none
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        kept = sorted({0, 1, 2, *passed})
-        for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        for signal_number in signal.valid_signals():  # remove handlers, as exec does
+            if callable(signal.getsignal(signal_number)):
+                signal.signal(signal_number, signal.SIG_DFL)
+        open_fds = sorted({0, 1, 2, *pass_fds})
+        for low, high in zip(open_fds, [*open_fds[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(low + 1, min(high, 1 << 16))
         try:
-            exec(words[-1], {})
+            exec(argv[-1], {})
         finally:
             os._exit(0)
 
     return start
 
 
-def _become(told: dict[str, Any]) -> None:
+def _run_program(request: dict[str, Any]) -> None:
+    """Run the requested program in this process, as its interpreter would."""
     import runpy
     from multiprocessing import util
 
     from megalite.common.fault_injection import inject_fault
 
     util.spawnv_passfds = _forked_server(util.spawnv_passfds)  # type: ignore[attr-defined]
-    os.chdir(told["cwd"])
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(told["env"])
-    with contextlib.suppress(ValueError):  # the program says so itself
-        inject_fault.__init__()  # of the environment when it was imported
-    words = without_safe_path(told["words"])
-    sys.orig_argv[:] = told["words"]
-    beside = {"-m": os.getcwd(), "-c": ""}.get(words[1], str(Path(words[1]).resolve().parent))
-    sys.path[:1] = [beside] if words == told["words"] else []
-    if words[1] == "-m":
-        sys.argv[:] = words[2:]
-        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
-    elif words[1] == "-c":
-        sys.argv[:] = ["-c", *words[3:]]
-        exec(compile(words[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    os.environ.update(request["env"])
+    with contextlib.suppress(ValueError):  # the program reports it itself
+        inject_fault.__init__()  # it has read the environment when it was imported
+    argv = without_safe_path(request["argv"])
+    sys.orig_argv[:] = request["argv"]
+    import_dir = {"-m": os.getcwd(), "-c": ""}.get(argv[1], str(Path(argv[1]).resolve().parent))
+    sys.path[:1] = [import_dir] if argv == request["argv"] else []
+    if argv[1] == "-m":
+        sys.argv[:] = argv[2:]
+        runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+    elif argv[1] == "-c":
+        sys.argv[:] = ["-c", *argv[3:]]
+        exec(compile(argv[2], "<string>", "exec"), sys.modules["__main__"].__dict__)
     else:
-        sys.argv[:] = words[1:]
-        runpy.run_path(words[1], run_name="__main__")
+        sys.argv[:] = argv[1:]
+        runpy.run_path(argv[1], run_name="__main__")
 
 
-def _import_for_all() -> None:
+def _import_modules() -> None:
+    """Import the modules that the programs share."""
     import gc
     import importlib
 
@@ -338,17 +345,17 @@ def _end(code: object) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def _main(line: socket.socket) -> None:
-    _import_for_all()
-    told = _serve(line)
-    if told is None:
+def _main(client: socket.socket) -> None:
+    _import_modules()
+    request = _serve(client)
+    if request is None:
         return
     try:
-        _become(told)
+        _run_program(request)
     except SystemExit as error:
         _end(error.code)
     except KeyboardInterrupt:
-        raise  # the interpreter ends itself by the signal
+        raise  # the interpreter ends itself with the signal
     except BaseException:
         sys.excepthook(*sys.exc_info())
         _end(1)

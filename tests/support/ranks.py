@@ -7,7 +7,7 @@ traceback. A rank that hangs is killed.
 import datetime
 import multiprocessing
 import os
-import pickle  # between a test and its own processes; tensors by value, not by shared memory
+import pickle  # between a test and its own processes; it sends tensors by value, not in shared memory
 import threading
 import time
 import traceback
@@ -23,7 +23,7 @@ from megalite.launch.local_launcher import launch_local
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
 
-# found from the root of the repository; elsewhere ranks import by themselves
+# importable only from the root of the repository; elsewhere, each rank imports its modules itself
 local_ranks.PRELOAD += ["tests.support.forkserver_imports"]
 
 
@@ -39,7 +39,7 @@ def _run(
         limit = datetime.timedelta(seconds=timeout_s)
         with process_group(ranks, device="cpu", backend=backend and backend(), startup_timeout=limit):
             if backend is not None:
-                _all_are_here(ranks)
+                _wait_for_all_ranks(ranks)
             result = fn(*args)
             train_cases.close_runs()
         senders[ranks.rank].send_bytes(pickle.dumps((True, result)))
@@ -54,16 +54,16 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def _all_are_here(ranks: RankInfo) -> None:
-    """Wait until all ranks are here, so that a rank without communication does not end before others connect.
+def _wait_for_all_ranks(ranks: RankInfo) -> None:
+    """Wait until all ranks are connected, so that no rank ends before the others connect.
 
     Groups of gloo do this themselves.
     """
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"here {ranks.rank}", "")
-    store.wait([f"here {rank}" for rank in range(ranks.world_size)])
+    store.set(f"connected {ranks.rank}", "")
+    store.wait([f"connected {rank}" for rank in range(ranks.world_size)])
 
 
 def run_ranks(

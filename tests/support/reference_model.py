@@ -2,10 +2,10 @@
 
     x = E[token] (+ P[position]);  x = x + attention(norm(x));  x = x + mlp(norm(x));  logits = norm(x) @ head^T
 
-Nothing of megalite is imported. A model is a dictionary of fp64 tensors under the names of the run; activations are
-batch first, [B, S, D]; attention is an explicit softmax under a mask; rotary positions are complex numbers; gradients
-come from autograd, the update from torch.optim and the clipping from torch.nn.utils. Written from the papers, for
-clarity alone: a batch is one tensor, whatever the micro-batches of the run are.
+This file imports nothing from megalite. A model is a dictionary of fp64 tensors with megalite's parameter names.
+Activations are batch first, [B, S, D]; attention is an explicit softmax under a mask; rotary positions are complex
+numbers; gradients come from autograd, the update from torch.optim and the clipping from torch.nn.utils. The code follows
+the papers and is written for clarity alone: a batch is one tensor, whatever the micro-batches of the run are.
 """
 
 import math
@@ -17,15 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = dict[str, Tensor]
-# (site, layer, x) -> x after dropout; sites: embedding (layer -1), attention (x: weights [B, H, S, T]), and the two
-# additions to the residual stream, after_attention and after_mlp
+# (site, layer, x) -> x after dropout. The sites are embedding (layer -1), attention (x is its weights [B, H, S, T]), and
+# after_attention and after_mlp, where a block's output is added to the residual stream.
 Drop = Callable[[str, int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """arXiv:2309.00071: `factor` s, `length` L; alpha is `slow`, beta is `fast`. `rounded`: the two ends of the ramp are
-    whole channels, as in the authors' program. `more` and `less`: m in the quotient of 0.1 m ln s + 1."""
+    """The scaling of rotary positions of arXiv:2309.00071.
+
+    Attributes:
+        factor: s.
+        length: L.
+        fast: beta.
+        slow: alpha.
+        rounded: both ends of the ramp are integer channels, as in the authors' program.
+        more: m of the numerator 0.1 m ln s + 1 of the magnitude.
+        less: m of its denominator.
+    """
 
     factor: float
     length: int
@@ -36,14 +45,14 @@ class Yarn:
     less: float = 0.0
 
     def speed(self, j: int, R: int, base: float) -> float:
-        ends = [R / 2 * math.log(self.length / (turns * 2 * math.pi), base) for turns in (self.fast, self.slow)]
+        ramp = [R / 2 * math.log(self.length / (turns * 2 * math.pi), base) for turns in (self.fast, self.slow)]
         if self.rounded:
-            ends = [math.floor(ends[0]), math.ceil(ends[1])]
-        first, last = max(ends[0], 0), min(ends[1], R - 1)
+            ramp = [math.floor(ramp[0]), math.ceil(ramp[1])]
+        first, last = max(ramp[0], 0), min(ramp[1], R - 1)
         if first == last:
             last += 0.001
-        kept = 1 - min(max((j - first) / (last - first), 0.0), 1.0)  # gamma of sec. 3.2
-        return base ** (-2 * j / R) * ((1 - kept) / self.factor + kept)
+        gamma = 1 - min(max((j - first) / (last - first), 0.0), 1.0)  # sec. 3.2
+        return base ** (-2 * j / R) * ((1 - gamma) / self.factor + gamma)
 
     @property
     def magnitude(self) -> float:
@@ -54,10 +63,15 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rotary:
-    """arXiv:2104.09864: channel pair j of R = fraction * K turns by position * base^(-2j/R). `factor`: the stretch of
-    Llama 3.1 (arXiv:2407.21783) for a model that was trained on 8192 positions; None: no stretch. `yarn` takes its
-    place. `interpolation`: of positions (arXiv:2306.15595). `neighbors`: a pair is 2j and 2j + 1, else j and j + R/2.
-    `without`: layers that have no rotary positions."""
+    """Rotary positions (arXiv:2104.09864): channel pair j of R = fraction * K turns by position * base^(-2j/R).
+
+    Attributes:
+        factor: the stretch of Llama 3.1 (arXiv:2407.21783) of a model that was trained on 8192 positions.
+        yarn: a scaling that replaces this stretch.
+        interpolation: the divisor of the positions (arXiv:2306.15595).
+        neighbors: a pair is 2j and 2j + 1, otherwise j and j + R/2.
+        without: the layers without rotary positions.
+    """
 
     base: float = 10000.0
     fraction: float = 1.0
@@ -70,8 +84,14 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Model:
-    """`vocab_size` is the true one, `padded` what the tensors have; `bias` says which linear layers have one: "all",
-    "qkv" or "none"."""
+    """The shape of a model.
+
+    Attributes:
+        vocab_size: the size of the vocabulary without padding.
+        padded: the size of the vocabulary in the tensors.
+        bias: the linear layers that have a bias: "all", "qkv" or "none".
+        sink: the sink of each head's softmax: "vanilla" is none, "learnable" a parameter, "off-by-one" a logit of 0.
+    """
 
     layers: int
     width: int
@@ -88,7 +108,7 @@ class Model:
     activation: str = "gelu"
     bias: str = "all"
     qk_norm: bool = False
-    sink: str = "vanilla"  # or a logit per head in the softmax alone: "learnable", or 0 as "off-by-one"
+    sink: str = "vanilla"
     rotary: Rotary | None = None
     learned_positions: bool = True
     tied: bool = True
@@ -96,7 +116,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Documents:
-    """What an end-of-document token ends: the loss, the count of positions, the reach of attention."""
+    """The effects of an end-of-document token: on the loss, on positions and on attention."""
 
     eod: int
     mask_loss: bool = False
@@ -106,9 +126,16 @@ class Documents:
 
 @dataclass(frozen=True)
 class Training:
-    """`rates`: the learning rate of each step; `vocabulary_rates`: that of embedding and head, where it is another.
-    `decays`: the weight decay of each step, in place of `weight_decay`; `qk_norms_decay`: norms of query and key too.
-    momentum None: AdamW, else SGD. clip 0: none."""
+    """The optimizer and its schedule.
+
+    Attributes:
+        rates: the learning rate of each step.
+        vocabulary_rates: the learning rate of embedding and head in each step, if it is a different one.
+        decays: the weight decay of each step, instead of `weight_decay`.
+        qk_norms_decay: True if the norms of query and key have weight decay, too.
+        clip: the maximum gradient norm; 0 does not clip.
+        momentum: the momentum of SGD; None for AdamW.
+    """
 
     rates: tuple[float, ...]
     vocabulary_rates: tuple[float, ...] | None = None
@@ -129,46 +156,46 @@ class Trained:
 
 
 def shapes(m: Model) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter."""
+    """Return the shape of every parameter by name."""
     gated = m.activation == "swiglu"
     lead = (2, m.ffn) if gated else (m.ffn,)
     up, q, kv = "gate_up" if gated else "up", m.heads * m.head_size, m.groups * m.head_size
-    made: dict[str, tuple[int, ...]] = {"embedding.word": (m.padded, m.width)}
+    parameters: dict[str, tuple[int, ...]] = {"embedding.word": (m.padded, m.width)}
 
     def norm(name: str, size: int) -> None:
-        made[f"{name}.weight"] = (size,)
+        parameters[f"{name}.weight"] = (size,)
         if m.norm == "LayerNorm":
-            made[f"{name}.bias"] = (size,)
+            parameters[f"{name}.bias"] = (size,)
 
     if m.learned_positions:
-        made["embedding.position"] = (m.positions, m.width)
+        parameters["embedding.position"] = (m.positions, m.width)
     for i in range(m.layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
         norm(f"{a}.norm", m.width)
         norm(f"{f}.norm", m.width)
-        made |= {f"{a}.q": (q, m.width), f"{a}.kv": (2, kv, m.width), f"{a}.out": (m.width, q)}
-        made |= {f"{f}.{up}": (*lead, m.width), f"{f}.down": (m.width, m.ffn)}
+        parameters |= {f"{a}.q": (q, m.width), f"{a}.kv": (2, kv, m.width), f"{a}.out": (m.width, q)}
+        parameters |= {f"{f}.{up}": (*lead, m.width), f"{f}.down": (m.width, m.ffn)}
         if m.bias != "none":
-            made |= {f"{a}.q_bias": (q,), f"{a}.kv_bias": (2, kv)}
+            parameters |= {f"{a}.q_bias": (q,), f"{a}.kv_bias": (2, kv)}
         if m.bias == "all":
-            made |= {f"{a}.out_bias": (m.width,), f"{f}.{up}_bias": lead, f"{f}.down_bias": (m.width,)}
+            parameters |= {f"{a}.out_bias": (m.width,), f"{f}.{up}_bias": lead, f"{f}.down_bias": (m.width,)}
         if m.sink == "learnable":
-            made[f"{a}.sink"] = (m.heads,)
+            parameters[f"{a}.sink"] = (m.heads,)
         if m.qk_norm:
             norm(f"{a}.q_norm", m.head_size)
             norm(f"{a}.k_norm", m.head_size)
     norm("final_norm", m.width)
     if not m.tied:
-        made["head"] = (m.padded, m.width)
-    return made
+        parameters["head"] = (m.padded, m.width)
+    return parameters
 
 
 def is_matrix(name: str) -> bool:
-    """A weight that decays: neither a norm's nor a bias nor a sink."""
+    """Return True for a weight that decays: not of a norm, no bias and no sink."""
     return "norm." not in name and not name.endswith(("bias", ".sink"))
 
 
-def normalise(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
+def normalize(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
     weight = w[f"{name}.weight"] + (1 if m.one_plus else 0)
     if m.norm == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
@@ -177,23 +204,23 @@ def normalise(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
 
 
 def rotate(x_BSHK: Tensor, positions_BS: Tensor, rotary: Rotary) -> Tensor:
-    """Channel j and channel j + R/2 are real and imaginary part of one complex number, times exp(i * angle)."""
+    """Multiply each pair of channels, as a complex number, by exp(i * angle)."""
     R = int(x_BSHK.shape[-1] * rotary.fraction)
     speeds = []
     for j in range(R // 2):
         speed = rotary.base ** (-2 * j / R)
         if rotary.factor is not None:
-            turns = 8192 * speed / (2 * math.pi)  # within the context of the first training; 4 and more: kept
-            kept = min(max((turns - 1) / (4 - 1), 0.0), 1.0)
-            speed *= kept + (1 - kept) / rotary.factor
+            turns = 8192 * speed / (2 * math.pi)  # within the original context; a pair with 4 or more is not stretched
+            smooth = min(max((turns - 1) / (4 - 1), 0.0), 1.0)
+            speed *= smooth + (1 - smooth) / rotary.factor
         speeds.append(speed if rotary.yarn is None else rotary.yarn.speed(j, R, rotary.base))
     angles = positions_BS[..., None].double() / rotary.interpolation * torch.tensor(speeds, dtype=torch.float64)
-    turn = torch.exp(1j * angles)[:, :, None] * (1 if rotary.yarn is None else rotary.yarn.magnitude)
+    rotation = torch.exp(1j * angles)[:, :, None] * (1 if rotary.yarn is None else rotary.yarn.magnitude)
     if rotary.neighbors:
-        turned = torch.complex(x_BSHK[..., 0:R:2], x_BSHK[..., 1:R:2]) * turn
-        return torch.cat([torch.view_as_real(turned).flatten(-2), x_BSHK[..., R:]], -1)
-    turned = torch.complex(x_BSHK[..., : R // 2], x_BSHK[..., R // 2 : R]) * turn
-    return torch.cat([turned.real, turned.imag, x_BSHK[..., R:]], -1)
+        rotated = torch.complex(x_BSHK[..., 0:R:2], x_BSHK[..., 1:R:2]) * rotation
+        return torch.cat([torch.view_as_real(rotated).flatten(-2), x_BSHK[..., R:]], -1)
+    rotated = torch.complex(x_BSHK[..., : R // 2], x_BSHK[..., R // 2 : R]) * rotation
+    return torch.cat([rotated.real, rotated.imag, x_BSHK[..., R:]], -1)
 
 
 def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
@@ -206,9 +233,9 @@ def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
         return gate * torch.sigmoid(gate) * value
     if m.activation == "squared_relu":  # arXiv:2109.08668
         return torch.where(u > 0, u * u, torch.zeros_like(u))
-    if m.activation == "gelu_erf":  # arXiv:1606.08415: x times the normal distribution's
+    if m.activation == "gelu_erf":  # arXiv:1606.08415: x times the cumulative distribution of the normal distribution
         return u * torch.special.ndtr(u)
-    # and its form with tanh
+    # "gelu": its approximation with tanh
     return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
 
 
@@ -220,7 +247,7 @@ def attend(w: Weights, layer: int, x: Tensor, position_BS: Tensor, visible_BST: 
         q, k, v = q + w[f"{name}.q_bias"], k + k_bias, v + v_bias
     q, k, v = (t.unflatten(-1, (-1, m.head_size)) for t in (q, k, v))
     if m.qk_norm:
-        q, k = normalise(w, f"{name}.q_norm", q, m), normalise(w, f"{name}.k_norm", k, m)
+        q, k = normalize(w, f"{name}.q_norm", q, m), normalize(w, f"{name}.k_norm", k, m)
     if m.rotary is not None and layer not in m.rotary.without:
         q, k = rotate(q, position_BS, m.rotary), rotate(k, position_BS, m.rotary)
     group_of = [h * m.groups // m.heads for h in range(m.heads)]  # consecutive heads share a group
@@ -239,7 +266,7 @@ def no_drop(site: str, layer: int, x: Tensor) -> Tensor:
 
 
 def logits(w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None, drop: Drop = no_drop) -> Tensor:
-    """Logits over the true vocabulary, [B, S, vocab_size]."""
+    """Return the logits over the vocabulary without padding, [B, S, vocab_size]."""
     S = tokens_BS.shape[1]
     position_BS = torch.arange(S).expand_as(tokens_BS)
     visible_BST = (position_BS[:, :, None] >= position_BS[:, None, :]).clone()
@@ -257,24 +284,24 @@ def logits(w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None,
     x = drop("embedding", -1, x)
     for i in range(m.layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
-        y = attend(w, i, normalise(w, f"{a}.norm", x, m), position_BS, visible_BST, m, drop)
+        y = attend(w, i, normalize(w, f"{a}.norm", x, m), position_BS, visible_BST, m, drop)
         x = x + drop("after_attention", i, y)
-        y = activate(w, f, normalise(w, f"{f}.norm", x, m), m) @ w[f"{f}.down"].T
+        y = activate(w, f, normalize(w, f"{f}.norm", x, m), m) @ w[f"{f}.down"].T
         y = y + w[f"{f}.down_bias"] if m.bias == "all" else y
         x = x + drop("after_mlp", i, y)
     head = w["embedding.word"] if m.tied else w["head"]
-    return normalise(w, "final_norm", x, m) @ head[: m.vocab_size].T
+    return normalize(w, "final_norm", x, m) @ head[: m.vocab_size].T
 
 
 def loss_of(
     w: Weights, tokens_BT: Tensor, m: Model, documents: Documents | None = None, drop: Drop = no_drop
 ) -> Tensor:
-    """Mean loss over the tokens that count, in nats; tokens_BT has S + 1 columns."""
+    """Return the mean loss in nats over the tokens that are not masked. tokens_BT has S + 1 columns."""
     inputs, labels = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    each = F.cross_entropy(logits(w, inputs, m, documents, drop).flatten(0, 1), labels.flatten(), reduction="none")
+    losses = F.cross_entropy(logits(w, inputs, m, documents, drop).flatten(0, 1), labels.flatten(), reduction="none")
     if documents is None or not documents.mask_loss:
-        return each.mean()
-    return each[inputs.flatten() != documents.eod].mean()
+        return losses.mean()
+    return losses[inputs.flatten() != documents.eod].mean()
 
 
 def train(
@@ -285,7 +312,7 @@ def train(
     documents: Documents | None = None,
     drops: Sequence[Drop] | None = None,
 ) -> Trained:
-    """One step per batch [B, S + 1], with its `drops` if any; `initial` stays as it is."""
+    """Run one step per batch [B, S + 1], with its element of `drops`, if any. `initial` is not modified."""
     w = {name: value.clone().requires_grad_() for name, value in initial.items()}
     groups = [{"params": [value], "name": name} for name, value in w.items()]
     decays = training.decays or (training.weight_decay,) * len(batches)
@@ -296,13 +323,13 @@ def train(
     losses, grad_norms = [], []
     drops = drops or [no_drop] * len(batches)
     vocabulary_rates = training.vocabulary_rates or training.rates
-    facts = zip(batches, training.rates, vocabulary_rates, decays, drops, strict=True)
-    for tokens, rate, vocabulary_rate, decay, drop in facts:
+    steps = zip(batches, training.rates, vocabulary_rates, decays, drops, strict=True)
+    for tokens, rate, vocabulary_rate, decay, drop in steps:
         for group in optimizer.param_groups:
             name = group["name"]
-            decays_here = is_matrix(name) or (training.qk_norms_decay and (".q_norm." in name or ".k_norm." in name))
+            has_decay = is_matrix(name) or (training.qk_norms_decay and (".q_norm." in name or ".k_norm." in name))
             group["lr"] = vocabulary_rate if name in ("embedding.word", "head") else rate
-            group["weight_decay"] = decay if decays_here else 0.0
+            group["weight_decay"] = decay if has_decay else 0.0
         optimizer.zero_grad()
         loss = loss_of(w, tokens, m, documents, drop)
         loss.backward()

@@ -1,4 +1,4 @@
-"""Changes of megalite's behaviour that are planted for a test: functions that stand in for some of megalite's."""
+"""Functions that replace some of megalite's functions, so that a test can change their behaviour."""
 
 import functools
 import inspect
@@ -25,7 +25,7 @@ class Replacement:
     original: str
 
     def __post_init__(self) -> None:
-        getattr(self.owner, self.original)  # raises AttributeError when the tests are collected, if it was renamed
+        getattr(self.owner, self.original)  # if it was renamed, raises AttributeError when tests are collected
 
     @property
     def name(self) -> str:

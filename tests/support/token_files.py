@@ -16,6 +16,7 @@ from tools.preprocess.indexed_writer import IndexedWriter
 
 
 def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: type[np.generic] = np.uint16) -> Path:
+    """Write the .bin and .idx files of these documents, and return their prefix."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(prefix, dtype) as writer:
         for document in documents:
@@ -43,19 +44,19 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
     """
     data = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 5])):
-        place = rng.randrange(len(data) if rng.random() < 0.5 else min(len(data), 3000))
+        offset = rng.randrange(len(data) if rng.random() < 0.5 else min(len(data), 3000))
         kind = rng.random()
         if kind < 0.5:
-            data[place] = rng.randrange(256)
+            data[offset] = rng.randrange(256)
         elif kind < 0.6:
-            del data[place : place + rng.randrange(1, 30)]
+            del data[offset : offset + rng.randrange(1, 30)]
         elif kind < 0.7:
-            data[place:place] = rng.randbytes(rng.randrange(1, 30))
+            data[offset:offset] = rng.randbytes(rng.randrange(1, 30))
         elif kind < 0.95:
             number = struct.pack("<q", rng.choice([-1, 0, 1, 2**31 - 1, 2**62, -(2**63)]))
-            data[place : place + 8] = rng.choice([number, b"9" * 8])
+            data[offset : offset + 8] = rng.choice([number, b"9" * 8])
         else:
-            del data[place:]
+            del data[offset:]
         data = data or bytearray(b"x")
     return bytes(data)
 
@@ -68,13 +69,13 @@ def byte_level_bpe(texts: Iterable[str], size: int, special: Sequence[str] = ("<
     bpe: Any = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    how = dict(special_tokens=[*special], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, **how))
+    options = dict(special_tokens=[*special], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, **options))
     return bpe
 
 
 def full(*_: object, **__: object) -> None:
-    """Raise "no space left on device", in place of a function that writes."""
+    """Raise "No space left on device". It replaces a function that writes."""
     raise OSError(28, "No space left on device")
 
 

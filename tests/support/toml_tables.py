@@ -14,10 +14,10 @@ def read(name: str) -> dict[str, Any]:
 MESSAGES = read("support/expected_messages")
 
 
-def spelt(words: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a function that expands the words of a line into flags, recursively."""
+def spelt(abbreviations: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function that expands the abbreviations of a line into flags, recursively."""
 
     def flags(line: str) -> str:
-        return " ".join(flags(words[word]) if word in words else word for word in line.split())
+        return " ".join(flags(abbreviations[word]) if word in abbreviations else word for word in line.split())
 
     return flags

@@ -1,4 +1,4 @@
-"""Small command lines for tests, and runs of them: in this process, without startup checks, or with a signal."""
+"""Command lines of small runs, and functions that run them in this process, without startup checks, or with a signal."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ SMALL = (
     "--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-data --vocab-size 93 --make-vocab-size-divisible-by 8 "
     "--eval-iters 1 --log-interval 1"
 ).split()
-BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # of documents
+BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # between documents
 TP2_PP2 = "--nproc 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 
 
-def config_from(words: str | Sequence[str]) -> Config:
-    """Parse a command line. Raises ConfigError."""
+def config_from(argv: str | Sequence[str]) -> Config:
+    """Parse a command line of pretrain_gpt.py. Raises ConfigError."""
     from megalite.config import cli
     from megalite.models.families import PRESETS
 
-    return cli.read(words.split() if isinstance(words, str) else words, PRESETS)[0]
+    return cli.read(argv.split() if isinstance(argv, str) else argv, PRESETS)[0]
 
 
 def this_rank() -> RankInfo:
@@ -56,46 +56,51 @@ def this_rank() -> RankInfo:
     return RankInfo(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else RankInfo()
 
 
-def stage_from(words: str | Sequence[str], dtype: torch.dtype) -> Stage:
+def stage_from(argv: str | Sequence[str], dtype: torch.dtype) -> Stage:
     """Build the complete model on one rank, without a run."""
     from megalite.parallel.mesh import Mesh
     from megalite.planning.run_plan import make_run_plan
 
-    config = config_from(words)
+    config = config_from(argv)
     return make_run_plan(config, 1, config.data.vocab_size).build_stages(Mesh.single_process(), dtype)[0]
 
 
-OPEN: list[Run] = []  # until the test is over, or what tests/support/ranks.py calls
+OPEN_RUNS: list[Run] = []  # closed at the end of the test, or of the function that tests/support/ranks.py calls
 
 
-def run_from(given: Config | str | Sequence[str], **how: Any) -> Run:
-    """Build a run on this rank and the CPU; `how` has arguments of build_run. It is closed after the test."""
+def run_from(config_or_argv: Config | str | Sequence[str], **options: Any) -> Run:
+    """Build a run, by default on this rank and the CPU, which is closed after the test. `options` go to build_run."""
     import torch
 
     from megalite.config.options import Config
     from megalite.training.setup import build_run
 
-    config = given if isinstance(given, Config) else config_from(given)
-    OPEN.append(build_run(config, how.pop("ranks", this_rank()), how.pop("device", torch.device("cpu")), **how))
-    return OPEN[-1]
+    config = config_or_argv if isinstance(config_or_argv, Config) else config_from(config_or_argv)
+    OPEN_RUNS.append(
+        build_run(config, options.pop("ranks", this_rank()), options.pop("device", torch.device("cpu")), **options)
+    )
+    return OPEN_RUNS[-1]
 
 
 def close_runs() -> None:
-    while OPEN:
-        OPEN.pop().close()
+    while OPEN_RUNS:
+        OPEN_RUNS.pop().close()
 
 
 def kept(run: Run, kind: str = "") -> dict[str, Tensor]:
-    """Copy everything that an update changes: weights, main weights, moments and the number of updates, or one kind."""
+    """Return copies of what an update changes, by name: weights, main weights, moments and the number of updates.
+
+    With `kind`, only the tensors whose names start with it.
+    """
     import torch
 
-    pieces = {piece.name: piece.data.clone() for piece in run.optimizer.checkpoint_shards()}
-    pieces |= {"updates": torch.tensor(run.optimizer.num_updates)}
-    return {name: data for name, data in pieces.items() if name.startswith(kind)}
+    state = {shard.name: shard.data.clone() for shard in run.optimizer.checkpoint_shards()}
+    state |= {"updates": torch.tensor(run.optimizer.num_updates)}
+    return {name: data for name, data in state.items() if name.startswith(kind)}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Return True if all tensors are equal to the bit; a NaN is unequal."""
+    """Return True if all tensors have equal elements. A NaN is unequal to itself."""
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
@@ -108,65 +113,71 @@ def pretrain(
     from megalite.training.job.command import TrainCommand
     from megalite.training.job.stop_signals import StopSignalHandler
 
-    with mock.patch("megalite.training.job.job.keep_freed_heap"):  # for the whole process
+    with mock.patch("megalite.training.job.job.keep_freed_heap"):  # it would change the process of the tests
         return pretrain_gpt.train(
             ranks or RankInfo(), TrainCommand(config, warnings, signals=stop or StopSignalHandler())
         )
 
 
-def train(run: Run, config: Config, folder: Path, saver: CheckpointSaver | None = None) -> RunResult:
-    """Train from the run's step to its last, without a log."""
+def train(run: Run, config: Config, run_dir: Path, saver: CheckpointSaver | None = None) -> RunResult:
+    """Train from the run's current step to its last one, without a log."""
     from megalite.training.job.stop_signals import StopSignalHandler
     from megalite.training.logging.metrics_logger import NullLogger
     from megalite.training.logging.time_breakdown import TimeBreakdown
     from megalite.training.logging.timers import Timers
     from megalite.training.monitoring.watchdog import Watchdog
     from megalite.training.train_step import train_step
-    from megalite.training.trainer import Monitors, Trainer  # torch: others want the command lines alone
+    from megalite.training.trainer import Monitors, Trainer  # imports torch, which the command lines do not need
 
-    dog = Watchdog(run.mesh, folder, Timers(), 600.0)
+    watchdog = Watchdog(run.mesh, run_dir, Timers(), 600.0)
     monitors = Monitors(
-        config, run, folder, TimeBreakdown(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, dog
+        config, run, run_dir, TimeBreakdown(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, watchdog
     )
     try:
-        training = Trainer(run, config, folder, NullLogger(), StopSignalHandler(), saver, None, monitors)
+        trainer = Trainer(run, config, run_dir, NullLogger(), StopSignalHandler(), saver, None, monitors)
         with monitors.collector.running(), contextlib.closing(monitors.profiler):
-            for asks in training.steps():
-                training.end_step(train_step(run, **asks))
-        return training.finish()
+            for step_options in trainer.steps():
+                trainer.end_step(train_step(run, **step_options))
+        return trainer.finish()
     finally:
         monitors.watchdog.close()
 
 
-def logged(folder: Path, what: str = "train/loss") -> list[Any]:
-    """Return a metric of each step that a run has logged."""
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text("utf-8").splitlines())
-    return [row[what] for row in rows if "train/loss" in row]
+def logged(run_dir: Path, metric: str = "train/loss") -> list[Any]:
+    """Return the values of a metric of all steps that a run has logged."""
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
+    return [row[metric] for row in rows if "train/loss" in row]
 
 
-def waits(pid: int, number: int) -> bool:
-    """Return True if a process blocks a signal or has a handler for it. It blocks only for a short time."""
+def blocks_or_handles(pid: int, signal_number: int) -> bool:
+    """Return True if a process blocks a signal or has a handler for it. A run blocks signals only for a short time."""
     masks = re.findall(r"Sig(?:Blk|Cgt):\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+    return any(int(mask, 16) >> (signal_number - 1) & 1 for mask in masks)
 
 
 def signalled(
     *flags: str, number: int, after: str = "step     5/", again_s: float | None = None, alone: bool = False
 ) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a run whose process group gets a signal, as terminals, timeout, scancel and systemd
-    send it, once the run has shown `after`, while torch is imported where that is "". `again_s`: a second one, so much
-    later. `alone`: only to the launcher."""
-    words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
+    """Send a signal to a run, and return its exit code, stdout and stderr.
+
+    Args:
+        number: The signal. Like terminals, timeout, scancel and systemd, it is sent to the process group.
+        after: The output after which it is sent. With "", it is sent as soon as the run handles SIGTERM, while it imports
+            torch.
+        again_s: Send the signal a second time, this much later.
+        alone: Send it only to the launcher.
+    """
+    argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
     pipe = subprocess.PIPE
-    start = programs.Popen if after else subprocess.Popen  # a forked one has torch from the start
-    process = start(words, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
-    shown = []
+    start = programs.Popen if after else subprocess.Popen  # a forked program has imported torch from the start
+    process = start(argv, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
+    lines = []
     try:
         for line in process.stdout if after else []:
-            shown.append(line)
+            lines.append(line)
             if after in line:
                 break
-        while not after and not waits(process.pid, signal.SIGTERM):
+        while not after and not blocks_or_handles(process.pid, signal.SIGTERM):
             assert process.poll() is None
             time.sleep(0.01)
         os.kill(process.pid, number) if alone else os.killpg(process.pid, number)
@@ -174,6 +185,6 @@ def signalled(
             time.sleep(again_s)
             os.killpg(process.pid, number)
         out, err = process.communicate(timeout=60)
-        return process.returncode, "".join(shown) + out, err
+        return process.returncode, "".join(lines) + out, err
     finally:
         process.kill()
