@@ -1,5 +1,4 @@
-"""How people spell a command line: every spelling of a switch, near misses, flags of other programs, and all that is
-wrong in one list, whatever it is and in whatever order; and --help."""
+"""The command line: spellings of switches, near misses, flags of other programs, all problems in one list; --help."""
 
 import random
 import re
@@ -26,9 +25,9 @@ GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 3
  --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100""".split()
 
 
-def problems_of(words: list[str], world: int = 1) -> list[str]:
+def list_problems(argv: list[str], world: int = 1) -> list[str]:
     try:
-        cli.parse_config(words, PRESETS, world=lambda config: world)
+        cli.parse_config(argv, PRESETS, world=lambda config: world)
     except ConfigError as error:
         return error.problems
     return []
@@ -38,9 +37,9 @@ ON = ["--bf16", "--bf16 true", "--bf16=1", "--no-bf16=false"]
 OFF = ["--bf16 --no-bf16", "--disable-bf16", "--bf16=false", "--bf16 False", "--preset tiny --bf16 off"]
 
 
-@pytest.mark.parametrize("words", [*ON, *OFF])
-def test_switch_has_both_spellings_and_takes_a_value(words: str) -> None:
-    assert cli.read([*GOOD, *words.split()], PRESETS)[0].precision.bf16 is (words in ON)
+@pytest.mark.parametrize("flags", [*ON, *OFF])
+def test_switch_has_both_spellings_and_takes_a_value(flags: str) -> None:
+    assert cli.read([*GOOD, *flags.split()], PRESETS)[0].precision.bf16 is (flags in ON)
 
 
 def test_flag_can_switch_off_a_switch_of_the_config_file(tmp_path: Path) -> None:
@@ -58,36 +57,40 @@ def test_flag_can_switch_off_a_switch_of_the_config_file(tmp_path: Path) -> None
 
 
 def test_underscores_and_short_names_are_taken() -> None:
-    words = "--tp 2 --pp=2 --dp 3 --cp 1 --log_interval 7 --swiglu".split()
-    config, _ = cli.read([*GOOD, *words], PRESETS)
-    p = config.parallel
-    assert (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.data_parallel_size) == (2, 2, 3)
+    flags = "--tp 2 --pp=2 --dp 3 --cp 1 --log_interval 7 --swiglu".split()
+    config, _ = cli.read([*GOOD, *flags], PRESETS)
+    parallel = config.parallel
+    assert (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
+    ) == (2, 2, 3)
     assert config.log.log_interval == 7 and config.model.activation == "swiglu"
     assert cli.read([*GOOD, "--preset", "tiny", "--swiglu=false"], PRESETS)[0].model.activation != "swiglu"
-    spelt = "--use-checkpoint-opt_param-scheduler"
-    assert not any("unknown" in line for line in problems_of([*GOOD, "--load", "x", spelt]))
+    checkpoint_flag = "--use-checkpoint-opt_param-scheduler"
+    assert not any("unknown" in line for line in list_problems([*GOOD, "--load", "x", checkpoint_flag]))
 
 
 def test_dp_sets_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*GOOD, "--tp", "2", "--dp", "4"]
-    assert problems_of(words, 8) == []
-    said = "data_parallel_size=4 x tp 2 x pp 1 is not the world size 2; start 8 ranks, or leave it out"
-    assert problems_of(words, 2) == [said]
-    assert pretrain_gpt.main([*words, "--dry-run"]) == 0 and "dp 4" in capsys.readouterr().out
+    argv = [*GOOD, "--tp", "2", "--dp", "4"]
+    assert list_problems(argv, 8) == []
+    problem = "data_parallel_size=4 x tp 2 x pp 1 is not the world size 2; start 8 ranks, or leave it out"
+    assert list_problems(argv, 2) == [problem]
+    assert pretrain_gpt.main([*argv, "--dry-run"]) == 0 and "dp 4" in capsys.readouterr().out
 
 
-MEANT: dict[str, str] = MESSAGES["meant"]
+SUGGESTIONS: dict[str, str] = MESSAGES["meant"]
 
 
-@pytest.mark.parametrize("flag", MEANT)
+@pytest.mark.parametrize("flag", SUGGESTIONS)
 def test_unknown_flag_suggests_a_near_spelling(flag: str) -> None:
-    (problem,) = problems_of([*GOOD, flag, "3"])
-    assert problem.startswith(f"unknown flag {flag}; {MEANT[flag]}")
+    (problem,) = list_problems([*GOOD, flag, "3"])
+    assert problem.startswith(f"unknown flag {flag}; {SUGGESTIONS[flag]}")
 
 
 @pytest.mark.parametrize("flag", ["--deepspeed", "--ds-config=x.json", "--embed-layernorm", "--patch-tokenizer-type=x"])
 def test_flags_of_other_programs_are_recognized(flag: str) -> None:
-    (problem,) = problems_of([*GOOD, flag])
+    (problem,) = list_problems([*GOOD, flag])
     assert re.match(rf"{flag.partition('=')[0]}: a flag of (DeepSpeed|BLOOM's fork|Pai-Megatron-Patch)", problem)
 
 
@@ -97,25 +100,25 @@ def test_flags_of_other_programs_are_recognized(flag: str) -> None:
     st.randoms(use_true_random=False),
 )
 def test_all_problems_are_listed_at_once(faults: list[tuple[str, str]], order: random.Random) -> None:
-    parts = [words.split() for words, _ in faults]
+    parts = [flags.split() for flags, _ in faults]
     order.shuffle(parts)
-    problems = problems_of([*GOOD, *(word for part in parts for word in part)])
-    told = {words: [p for p in problems if message in p] for words, message in faults}
-    # of these a world of one rank says more than one thing
+    problems = list_problems([*GOOD, *(word for part in parts for word in part)])
+    reported = {flags: [p for p in problems if message in p] for flags, message in faults}
+    # these have more than one problem in a world of one rank
     clashes = {"--tp 3", "--dp 5", "--context-parallel-size 3", "--global-batch-size 7"}
-    assert all(told.values()), (told, problems)
-    if not clashes & told.keys():
+    assert all(reported.values()), (reported, problems)
+    if not clashes & reported.keys():
         assert len(problems) == len(faults), problems
 
 
 FLAGS = sorted({flag for _, f in iter_options() for flag, _ in flags_of(f)} | known_flags().keys())
-ODD = ["", "\x00", *"0 -1 2 1e300 nan x true [1]*9 - -- --= = 1,2 '99,1,0' tiny".split()]
+ODD_VALUES = ["", "\x00", *"0 -1 2 1e300 nan x true [1]*9 - -- --= = 1,2 '99,1,0' tiny".split()]
 
 
 @settings(max_examples=200)
-@given(st.lists(st.one_of(st.sampled_from(FLAGS), st.sampled_from(ODD), st.text(max_size=6)), max_size=24))
-def test_command_line_never_ends_in_a_traceback(words: list[str]) -> None:
-    for line in problems_of([*GOOD, *words], 4):
+@given(st.lists(st.one_of(st.sampled_from(FLAGS), st.sampled_from(ODD_VALUES), st.text(max_size=6)), max_size=24))
+def test_command_line_never_ends_in_a_traceback(argv: list[str]) -> None:
+    for line in list_problems([*GOOD, *argv], 4):
         assert line and "\n" not in line
 
 
@@ -123,12 +126,12 @@ def test_unsupported_feature_is_named_once() -> None:
     flags = [("--moe-token-drop-policy", ["probs"]), ("--moe-pad-expert-input-to-capacity", [])]
     alone = classify_flags(flags)
     assert not alone.problems and len(alone.notes) == 1 and "only with --" in alone.notes[0]
-    beside = classify_flags(
+    with_capacity = classify_flags(
         [*flags, ("--moe-expert-capacity-factor", ["1"]), ("--moe-expert-rank-capacity-factor", ["2"])]
     )
-    lost = "--moe-expert-capacity-factor, --moe-expert-rank-capacity-factor: no token is dropped"
-    lost += ", however many an expert receives; leave it out"
-    assert beside.problems == [lost] and not beside.notes
+    problem = "--moe-expert-capacity-factor, --moe-expert-rank-capacity-factor: no token is dropped"
+    problem += ", however many an expert receives; leave it out"
+    assert with_capacity.problems == [problem] and not with_capacity.notes
     assert not classify_flags([("--moe-input-jitter-eps", ["0"]), ("--main-grads-dtype", ["fp32"])]).problems
     assert [bool(classify_flags([("--error-injection-rate", [rate])]).warnings) for rate in "30"] == [True, False]
 
@@ -143,33 +146,33 @@ def test_megatron_flag_table_is_complete() -> None:
         if flag.verdict == DEPENDENT:
             assert any(f.feature == flag.feature and f.verdict in (REFUSED, WARNED) for f in known.values()), name
         if flag.verdict == NO_EFFECT:
-            assert "yet" not in flag.reason, f"{name}: what is not here yet is refused or warned of"
+            assert "yet" not in flag.reason, f"{name}: a missing feature must be refused or warned about"
 
 
 def test_missing_files_are_in_the_list_of_problems(tmp_path: Path) -> None:
-    lost = ["--data-path", "0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")]
-    lost += ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(tmp_path / "none.model")]
-    words = [*(word for word in GOOD if word != "--mock-data"), *lost, "--run-dir", str(tmp_path / "run")]
+    file_flags = ["--data-path", "0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")]
+    file_flags += ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", str(tmp_path / "none.model")]
+    argv = [*(word for word in GOOD if word != "--mock-data"), *file_flags, "--run-dir", str(tmp_path / "run")]
     program = "import sys, pretrain_gpt as p; c = p.main(sys.argv[1:]); print('torch' in sys.modules); sys.exit(c)"
-    start = [sys.executable, "-c", program, *words]
-    for more, code, lines in (([], 3, 3), (["--bf16", "--fp16", "--lr", "x"], 2, 5)):
-        run = subprocess.run([*start, *more], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        told = run.stderr.splitlines()
-        assert run.returncode == code and len(told) == lines, run.stderr
+    command = [sys.executable, "-c", program, *argv]
+    for extra, code, lines in (([], 3, 3), (["--bf16", "--fp16", "--lr", "x"], 2, 5)):
+        run = subprocess.run([*command, *extra], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        errors = run.stderr.splitlines()
+        assert run.returncode == code and len(errors) == lines, run.stderr
         assert run.stdout == ("False\n" if code == 3 else ""), "torch takes seconds to import"
-        assert sum("No such file or directory" in line for line in told) == 3
+        assert sum("No such file or directory" in line for line in errors) == 3
     assert not (tmp_path / "run").exists()
 
 
 def test_ignored_flag_that_changes_the_training_is_a_warning() -> None:
-    given = [*GOOD, "--load", "x"]
-    old = cli.read([*given, "--override-lr-scheduler"], PRESETS)[0]  # the spelling of older scripts
-    assert old.checkpoint.override_opt_param_scheduler
-    old = cli.read([*given, "--use-checkpoint-lr-scheduler"], PRESETS)[0]
-    assert old.checkpoint.use_checkpoint_opt_param_scheduler
-    assert "main weights start as the weights" in problems_of([*given, "--load-main-params-from-ckpt"])[0]
-    assert "--position-embedding-type" in problems_of([*GOOD, "--rope-type", "yarn"])[0]
-    assert problems_of([*GOOD, "--rope-type", "rope"]) == []
+    argv = [*GOOD, "--load", "x"]
+    config = cli.read([*argv, "--override-lr-scheduler"], PRESETS)[0]  # the spelling of older scripts
+    assert config.checkpoint.override_opt_param_scheduler
+    config = cli.read([*argv, "--use-checkpoint-lr-scheduler"], PRESETS)[0]
+    assert config.checkpoint.use_checkpoint_opt_param_scheduler
+    assert "main weights start as the weights" in list_problems([*argv, "--load-main-params-from-ckpt"])[0]
+    assert "--position-embedding-type" in list_problems([*GOOD, "--rope-type", "yarn"])[0]
+    assert list_problems([*GOOD, "--rope-type", "rope"]) == []
     assert cli.parse_config([*GOOD, "--ddp-reduce-scatter-with-fp32-accumulation"], PRESETS).warnings
     spellings = (
         ([], "auto"),
@@ -180,24 +183,24 @@ def test_ignored_flag_that_changes_the_training_is_a_warning() -> None:
         (["--async-save=auto"], "auto"),
         (["--no-async-save"], "off"),
     )
-    for flags, saves in spellings:
-        assert cli.read([*GOOD, *flags], PRESETS)[0].checkpoint.async_save == saves
+    for flags, async_save in spellings:
+        assert cli.read([*GOOD, *flags], PRESETS)[0].checkpoint.async_save == async_save
 
 
 def test_notes_are_printed_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    words = [*GOOD, "--sequence-parallel", "--dry-run", "--save", str(tmp_path)]
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    told = []
+    argv = [*GOOD, "--sequence-parallel", "--dry-run", "--save", str(tmp_path)]
+    rank_env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    note_counts = []
     for rank in "01":
-        for name, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items():
+        for name, value in {**rank_env, "RANK": rank, "LOCAL_RANK": rank}.items():
             monkeypatch.setenv(name, value)
-        assert pretrain_gpt.main(words) == 0
-        told.append(capsys.readouterr().err.count("note: "))
-    assert told[0] > 0 and told[1] == 0
+        assert pretrain_gpt.main(argv) == 0
+        note_counts.append(capsys.readouterr().err.count("note: "))
+    assert note_counts[0] > 0 and note_counts[1] == 0
 
 
 def test_secrets_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under a scheduler the console is a file that others read."""
+    """Under a scheduler the console is a file that others can read."""
     (tmp_path / "odd.toml").write_text('"\\u001b[2Jkey" = 1\n')
     url = "s3://KEY:SECRET@b/x?token=SECRET"
     with pytest.raises(SystemExit, match="2"):
@@ -205,20 +208,20 @@ def test_secrets_are_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="2"):
         cli.parse_config_or_exit([*GOOD, "--config", url], PRESETS)
     cli.parse_config_or_exit([*GOOD, "--load", url, "--load", "runs/x"], PRESETS)
-    told = capsys.readouterr().err
-    assert told.count("s3://***@b/x?***") == 4 and "SECRET" not in told
-    assert "\x1b" not in told and "\\x1b[2Jkey" in told
+    stderr = capsys.readouterr().err
+    assert stderr.count("s3://***@b/x?***") == 4 and "SECRET" not in stderr
+    assert "\x1b" not in stderr and "\\x1b[2Jkey" in stderr
 
 
-# ---- --help: what a newcomer needs, a group, everything
+# ---- --help: the first page, a group, all options
 
 
 def flags_in(text: str) -> set[str]:
     return set(re.findall(r"^  (--[\w-]+)", text, re.MULTILINE))
 
 
-def asked(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, capture_output=True, text=True)
+def run_program(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "pretrain_gpt.py", *args], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_help_first_page() -> None:
@@ -230,8 +233,8 @@ def test_help_first_page() -> None:
     examples = re.findall(r"^  # .*\n((?:.*\\\n)*.*)$", rest, re.MULTILINE)
     assert len(examples) == 3
     for example in examples:
-        words = shlex.split(example.replace("\\\n", " "))
-        cli.read(words[next(i for i, word in enumerate(words) if word.startswith("--")) :], PRESETS)  # raises if wrong
+        argv = shlex.split(example.replace("\\\n", " "))
+        cli.read(argv[next(i for i, word in enumerate(argv) if word.startswith("--")) :], PRESETS)  # raises if wrong
     assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*cli.HELP_PAGES["groups"], "all"}
 
 
@@ -241,7 +244,9 @@ def test_help_lists_each_flag_in_its_group_and_in_all() -> None:
     assert every == set().union(*pages.values()) and {"--preset", "--config"} <= every
     for section, f in iter_options():
         assert flags_of(f)[0][0] in pages[section]
-    assert {"--tensor-model-parallel-size", "--no-overlap-grad-reduce"} <= {*asked("--help", "all").stdout.split()}
+    assert {"--tensor-model-parallel-size", "--no-overlap-grad-reduce"} <= {
+        *run_program("--help", "all").stdout.split()
+    }
 
 
 PAGES = {"": None, "--lr 3": None, "--help": "", "-h": "", "--help data": "data", "--help=data": "data"}
@@ -253,18 +258,18 @@ def test_help_argument_selects_the_page(line: str, page: str | None) -> None:
 
 
 def test_help_unknown_page_suggests_the_nearest() -> None:
-    done = asked("--help", "dta")
+    done = run_program("--help", "dta")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "pretrain_gpt.py: --help dta is not a page of the help; did you mean data?\n"
-    assert "give one of model, parallel, train" in asked("--help", "xyz").stderr
+    assert "give one of model, parallel, train" in run_program("--help", "xyz").stderr
 
 
 def test_help_needs_few_modules_and_no_torch() -> None:
-    """0.2 to 0.3 s; what takes time are imports."""
-    words = [sys.executable, "-X", "importtime", "pretrain_gpt.py", "--help"]
-    imported = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
+    """It takes 0.2 to 0.3 s, most of it for imports."""
+    argv = [sys.executable, "-X", "importtime", "pretrain_gpt.py", "--help"]
+    imported = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True).stderr
     assert "megalite.config.cli" in imported and not re.search(r"\| +(torch|numpy|rich)\b", imported)
-    assert imported.count("import time:") < 300  # 213 with Python 3.11, whose own are 99
+    assert imported.count("import time:") < 300  # 213 with Python 3.11, 99 of them its own
 
 
 @pytest.mark.parametrize(
@@ -272,6 +277,6 @@ def test_help_needs_few_modules_and_no_torch() -> None:
 )
 def test_invalid_omp_num_threads_is_reported(text: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)
-    told = f"OMP_NUM_THREADS={text} is not a number of threads, and has no effect: set a number of 1 or more"
+    warning = f"OMP_NUM_THREADS={text} is not a number of threads, and has no effect: set a number of 1 or more"
     assert environment.threads_of(text) == threads
-    assert environment.env_warnings() == ([told] if text and threads is None else [])
+    assert environment.env_warnings() == ([warning] if text and threads is None else [])

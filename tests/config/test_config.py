@@ -39,7 +39,7 @@ def test_bad_configuration_is_refused_with_value_rule_and_remedy(flags: str, mes
 
 @pytest.mark.parametrize("width", [192, 20])
 def test_dense_layer_width_is_checked_only_with_dense_layers(width: int) -> None:
-    """Of 192 channels 3 ranks can have a part, but not of swiglu's 512; of 20 it has no width at all."""
+    """3 ranks can shard a width of 192, but not swiglu's default of 512; 20 channels give no default width."""
     heads = f"--hidden-size {width} --num-attention-heads {6 if width == 192 else 2} --seq-length 48 --swiglu"
     flags = f"{heads} --disable-bias-linear --num-experts 6 --moe-ffn-hidden-size 24"
     flags += " --tensor-model-parallel-size 3" * (width == 192)
@@ -54,8 +54,10 @@ def test_gpt2_files_select_the_gpt2_tokenizer() -> None:
     assert config.data.tokenizer_type == "GPT2BPETokenizer" and notes == []
     assert build(parse_config_text(dump_config(config), "x")) == config
     config, notes = cli.read([*GOOD.split(), *both.split(), "--tokenizer-type", "NullTokenizer"], PRESETS)
-    said = [f"{x} has no effect with --tokenizer-type NullTokenizer" for x in ("vocab_file=v.json", "merge_file=m.txt")]
-    assert config.data.tokenizer_type == "NullTokenizer" and notes == said
+    expected_notes = [
+        f"{x} has no effect with --tokenizer-type NullTokenizer" for x in ("vocab_file=v.json", "merge_file=m.txt")
+    ]
+    assert config.data.tokenizer_type == "NullTokenizer" and notes == expected_notes
 
 
 NULL, LLAMA2 = "--tokenizer-type NullTokenizer", "--tokenizer-type Llama2Tokenizer --tokenizer-model x.model"
@@ -90,10 +92,10 @@ def test_silently_accepted_megatron_values_are_noted(flags: str, notes: list[str
 
 @pytest.mark.parametrize("flags,means", MESSAGES["means"].items())
 def test_defaults_equal_megatrons(flags: str, means: dict, tmp_path: Path) -> None:
-    """And the run's own TOML file says it again."""
+    """The run's TOML file gives the same configuration."""
     config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
-    found = {name: getattr(config.model, name) for name in means}
-    assert {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()} == means
+    actual = {name: getattr(config.model, name) for name in means}
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in actual.items()} == means
     path = tmp_path / "run.toml"
     path.write_text(dump_config(config))
     assert cli.read(["--config", str(path)], PRESETS)[0] == config
@@ -101,7 +103,7 @@ def test_defaults_equal_megatrons(flags: str, means: dict, tmp_path: Path) -> No
 
 
 def test_options_of_older_checkpoints_keep_their_meaning() -> None:
-    """Before `apply_megatron_defaults`, gelu was the tanh form and there were as many groups as heads, unless it said otherwise."""
+    """Before `apply_megatron_defaults`, gelu was the tanh form and the default was as many groups as heads."""
     stored = "num_layers = 1\nhidden_size = 64\nnum_attention_heads = 4\nadd_bias_linear = false\n"
     model = build(parse_config_text(stored + "group_query_attention = true", "x")).model
     assert (model.activation, model.num_kv_groups) == ("gelu", 4)
@@ -113,15 +115,15 @@ def test_all_problems_are_reported_before_torch_is_imported() -> None:
         "import sys\nfrom megalite.config import cli\nfrom megalite.models.families import PRESETS\n"
         "try:\n    cli.parse_config_or_exit(sys.argv[1:], PRESETS)\nfinally:\n    print('torch' in sys.modules)"
     )
-    words = [sys.executable, "-O", "-c", code, *flags]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=30, cwd=ROOT)
+    argv = [sys.executable, "-O", "-c", code, *flags]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=30, cwd=ROOT)
     assert result.returncode == 2 and result.stdout == "False\n" and result.stderr.count("pretrain_gpt.py:") == 3
 
 
 @pytest.mark.parametrize("spelt", ["7,0", "(7,0)", "7 0", "(7, 0)"])
 def test_window_size_spellings(spelt: str) -> None:
-    words = [spelt] if "(" in spelt else spelt.split()
-    config, notes = cli.read([*GOOD.split(), "--window-size", *words, "--window-attn-skip-freq", "3"], PRESETS)
+    values = [spelt] if "(" in spelt else spelt.split()
+    config, notes = cli.read([*GOOD.split(), "--window-size", *values, "--window-attn-skip-freq", "3"], PRESETS)
     assert config.model.layer_windows == (8, 8, None, 8) and notes == []
     assert build(parse_config_text(dump_config(config), "x")) == config
     config, notes = cli.read([*GOOD.split(), "--window-size=31,0", "--window-attn-skip-freq=[0]*2+[1]*2"], PRESETS)
@@ -153,7 +155,7 @@ def test_precedence_of_preset_file_and_flags(tmp_path: Path) -> None:
     assert build(parse_config_text(dump_config(config), "x")) == config
 
 
-LONG = {  # longer than a line of a table may be
+LONG = {  # too long for a line of the table
     f"seq_length = {'9' * 5000}": "is not TOML",
     f"lr = {'9' * 400}": f"lr={'9' * 200}... is beyond a float",
     f"num_layers = '{'x' * 99_999}'": f"num_layers='{'x' * 199}... is not an int",
@@ -165,8 +167,8 @@ LONG = {  # longer than a line of a table may be
 @pytest.mark.parametrize("text,message", [*MESSAGES["toml"].items(), *LONG.items()], ids=lambda text: text[:60])
 def test_bad_toml_names_the_key(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run.toml").write_text(text)
-    said = "\n".join(problems_of([*GOOD.split(), "--config", str(tmp_path / "run.toml")]))
-    assert message in said and "secret" not in said
+    problems = "\n".join(list_problems([*GOOD.split(), "--config", str(tmp_path / "run.toml")]))
+    assert message in problems and "secret" not in problems
 
 
 @pytest.mark.parametrize(
@@ -179,29 +181,29 @@ def test_url_with_a_plain_user_name_is_accepted(url: str) -> None:
 
 
 def test_paths_are_recognized_and_must_be_utf_8() -> None:
-    """By their names: whatever is described as a file, a directory or a prefix."""
-    said = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|data prefixes)\b")
+    """Options that are described as a file, a directory or a prefix are recognized by name."""
+    path_words = re.compile(r"\b(file|files|directory|PREFIX|vocab.json|merges.txt|data prefixes)\b")
     texts = [f for _, f in iter_options() if type_name(f) in ("str", "strs") and not option_spec(f).choices]
-    described = {f.name for f in texts if said.search(option_spec(f).help)} | {"pretrained_checkpoint"}
+    described = {f.name for f in texts if path_words.search(option_spec(f).help)} | {"pretrained_checkpoint"}
     assert {f.name for f in texts if _PATH_OPTIONS.fullmatch(f.name)} == described
     with pytest.raises(ConfigError, match=r"run_dir is not UTF-8 text \(b'runs/\\xff'\); rename it"):
         cli.read([*GOOD.split(), "--run-dir", os.fsdecode(b"runs/\xff")], PRESETS)
     layout = ["--pipeline-model-parallel-layout", "E|" + "t|" * 200 + "L"]
-    assert not [p for p in problems_of([*GOOD.split(), *layout]) if "longer" in p]
+    assert not [p for p in list_problems([*GOOD.split(), *layout]) if "longer" in p]
 
 
-def problems_of(words: list[str]) -> list[str]:
+def list_problems(argv: list[str]) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        cli.read(words, PRESETS)
+        cli.read(argv, PRESETS)
     return error.value.problems
 
 
 def test_flag_names_are_unique() -> None:
-    ours = [flag for _, f in iter_options() for flag, _ in flags_of(f)]
-    assert len(ours) == len(set(ours))
+    flags = [flag for _, f in iter_options() for flag, _ in flags_of(f)]
+    assert len(flags) == len(set(flags))
     listed = {flag for flag, known in known_flags().items() if known.verdict == OPTION}
-    assert listed <= set(ours), "in megatron_flags.txt as options, and there is none"
-    assert not set(ours) & (known_flags().keys() - listed), "options that megatron_flags.txt knows as no option"
+    assert listed <= set(flags), "megatron_flags.txt lists options that do not exist"
+    assert not set(flags) & (known_flags().keys() - listed), "options that megatron_flags.txt does not list as options"
 
 
 def test_padded_vocabulary_is_independent_of_common_tp_sizes() -> None:
@@ -209,19 +211,19 @@ def test_padded_vocabulary_is_independent_of_common_tp_sizes() -> None:
     assert padded_vocab_size(100, 1, 3) == 102
 
 
-def rows_of(page: str) -> list[list[str]]:
-    """The cells of each row about a flag."""
+def rows_in(page: str) -> list[list[str]]:
+    """Return the cells of each row about a flag."""
     return [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `--")]
 
 
 def test_every_option_has_a_row_in_flags_page() -> None:
     row_of: dict[str, list[str]] = {}
-    for cells in rows_of(flags_page()):
+    for cells in rows_in(flags_page()):
         for flag in re.findall(r"`(--[^`]+)`", cells[0]):
             assert flag not in row_of, f"{flag} has two rows"
             row_of[flag] = cells
     rows = list(iter_options())
-    assert len(rows_of(flags_page())) == len(rows)
+    assert len(rows_in(flags_page())) == len(rows)
     for _, option in rows:
         shown = [flag for flag, _ in flags_of(option) if flag in row_of]
         cells = row_of[shown[0]]
@@ -235,8 +237,8 @@ def test_every_option_has_a_row_in_flags_page() -> None:
 def test_every_megatron_flag_has_a_row_with_its_verdict() -> None:
     verdicts = {OPTION: "works", NO_EFFECT: "no effect", DEPENDENT: "dependent", WARNED: "warning", REFUSED: "refused"}
     listed = {name: flag for name, flag in known_flags().items() if flag.verdict != INSTEAD}
-    rows = {cells[0].strip("`"): cells[1:] for cells in rows_of(megatron_page())}
-    assert [cells[0].strip("`") for cells in rows_of(megatron_page())] == list(listed)
+    rows = {cells[0].strip("`"): cells[1:] for cells in rows_in(megatron_page())}
+    assert [cells[0].strip("`") for cells in rows_in(megatron_page())] == list(listed)
     for name, flag in listed.items():
         verdict, *reason = rows[name]
         assert verdict == verdicts[flag.verdict] and flag.reason in " ".join(reason), name
@@ -253,8 +255,8 @@ def test_every_megatron_flag_has_a_row_with_its_verdict() -> None:
 def test_example_configs_dry_run(path: str, tmp_path: Path, capsys) -> None:
     text, more = (ROOT / "examples" / path).read_text(), ["--mock-data"]
     if "tokenizer_model" in text:  # the quickstart's data may not be there: the plan needs only a vocabulary
-        kept = [line for line in text.splitlines() if not line.startswith(("data_path", "tokenizer_", "split"))]
-        text, more = "\n".join(kept).replace("[data]", "[data]\nvocab_size = 8000\nmock_data = true"), []
+        remaining = [line for line in text.splitlines() if not line.startswith(("data_path", "tokenizer_", "split"))]
+        text, more = "\n".join(remaining).replace("[data]", "[data]\nvocab_size = 8000\nmock_data = true"), []
     (tmp_path / path).write_text(text)
     assert pretrain_gpt.main(["--config", str(tmp_path / path), "--dry-run", *more]) == 0
     assert "layers per stage" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Faults on demand strike where, when and as often as they were asked to."""
+"""Injected faults fire at the requested point, rank and step, and as often as requested."""
 
 import os
 import re
@@ -61,23 +61,23 @@ def test_invalid_fault_is_refused(text: str) -> None:
 
 
 def test_malformed_fault_is_a_problem_and_a_valid_one_a_warning(tmp_path: Path) -> None:
-    words = "--mock-data --vocab-size 64 --preset tiny --train-iters 1 --micro-batch-size 1 --lr 0 --dry-run".split()
-    for variables, says in (
+    flags = "--mock-data --vocab-size 64 --preset tiny --train-iters 1 --micro-batch-size 1 --lr 0 --dry-run".split()
+    for variables, message in (
         ({FAULT_VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"),
         ({FAULT_ONCE_VARIABLE: "/nowhere"}, "is not a directory"),
     ):
-        done = programs.python("pretrain_gpt.py", *words, "--frob", env={**os.environ, **variables}, cwd=tmp_path)
+        done = programs.python("pretrain_gpt.py", *flags, "--frob", env={**os.environ, **variables}, cwd=tmp_path)
         lines = done.stderr.splitlines()
         assert done.returncode == 2 and all(line.startswith("pretrain_gpt.py: ") for line in lines), done.stderr
-        assert any(says in line for line in lines) and any("--frob" in line for line in lines)
+        assert any(message in line for line in lines) and any("--frob" in line for line in lines)
 
 
 def test_fault_is_logged_and_an_impossible_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FAULT_VARIABLE, raising=False)
     assert environment.env_warnings() == []
     monkeypatch.setenv(FAULT_VARIABLE, "step.begin:0:5:kill")
-    said = "this run fails on purpose; unset it for a real run"
-    assert environment.env_warnings() == [f"{FAULT_VARIABLE}=step.begin:0:5:kill: {said}"]
+    advice = "this run fails on purpose; unset it for a real run"
+    assert environment.env_warnings() == [f"{FAULT_VARIABLE}=step.begin:0:5:kill: {advice}"]
     monkeypatch.setenv(FAULT_VARIABLE, "step.middle:0:1:kill")
     [problem] = env_problems()
     assert problem.startswith("MEGALITE_FAULT='step.middle:0:1:kill' names no known point: init.storage, init")

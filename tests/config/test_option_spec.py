@@ -1,4 +1,4 @@
-"""An option's facts: its class of resume, the size of its value, its problems by name."""
+"""The facts of an option: its resume class, the range of its value, and the problems that name it."""
 
 import ast
 import re
@@ -19,8 +19,8 @@ from megalite.training.checkpointing import initial_state as origin
 CONFIG = Path(field.__file__).parent
 GOOD = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 16
  --train-iters 10 --lr 1e-3 --mock-data --vocab-size 100 --save here --load here --ckpt-step 2""".split()
-# what has an effect beside these alone
-BESIDE = {
+# options that have an effect only together with these
+REQUIRED_OPTIONS = {
     "num_query_groups": {"group_query_attention": True},
     "no_rope_freq": {"position_embedding_type": "rope"},
     "window_attn_skip_freq": {"window_size": (7, 0)},
@@ -34,12 +34,12 @@ OTHER: dict[str, Any] = {
     "window_size": (7, 0),
     "moe_layer_freq": "2",
 }
-# they decide the meaning of others, which are what is compared
+# these act through other options, which are compared instead
 THROUGH = {f.name for _, f in iter_options() if option_spec(f).acts_through is not None}
 
 
-def changed(config: Config, f: Field[Any]) -> Config:
-    """`config` with another value of the option than it has."""
+def change_option(config: Config, f: Field[Any]) -> Config:
+    """Return `config` with another value of the option."""
     section = next(name for name, g in iter_options() if g.name == f.name)
     value = getattr(getattr(config, section), f.name)
     kind, texts = type_name(f), [*option_spec(f).choices, "other"]
@@ -53,34 +53,34 @@ def changed(config: Config, f: Field[Any]) -> Config:
 
 @pytest.mark.parametrize("f", [f for _, f in iter_options()], ids=lambda f: f.name)
 def test_restart_is_the_same_training_unless_a_training_option_changed(f: Field[Any]) -> None:
-    """Two starts of one --ckpt-step command: the first one's configuration has been through its checkpoint."""
+    """The first start of a --ckpt-step command and its restart are compared; the first is read from its checkpoint."""
     resume = option_spec(f).resume
     assert resume in (OPERATIONAL, EXECUTION, TRAINING, MODEL)
     config = config_from(GOOD)
     for section in SECTIONS:
-        more = {k: v for k, v in BESIDE.get(f.name, {}).items() if hasattr(getattr(config, section), k)}
+        more = {k: v for k, v in REQUIRED_OPTIONS.get(f.name, {}).items() if hasattr(getattr(config, section), k)}
         config = replace(config, **{section: replace(getattr(config, section), **more)})
     before = build(parse_config_text(dump_config(config), "checkpoint"))
-    same = origin._training(changed(config, f)) == origin._training(before)
+    same = origin._training(change_option(config, f)) == origin._training(before)
     if f.name in THROUGH:
         assert option_spec(f).acts_through in {g.name for _, g in iter_options()}
-    elif f.name not in ("save", "load"):  # that they are the same is asked before
+    elif f.name not in ("save", "load"):  # their equality is checked earlier
         assert same == (resume in (OPERATIONAL, EXECUTION))
 
 
 def test_other_spelling_of_the_same_model_is_the_same_training() -> None:
     short = config_from(GOOD)
-    spelt = "--ffn-hidden-size 256 --kv-channels 16 --group-query-attention --num-query-groups 4"
-    long = config_from([*GOOD, *spelt.split()])
+    explicit = "--ffn-hidden-size 256 --kv-channels 16 --group-query-attention --num-query-groups 4"
+    long = config_from([*GOOD, *explicit.split()])
     assert training_options(short) == training_options(long)
     other = config_from([*GOOD, "--group-query-attention", "--num-query-groups", "2"])
     assert training_options(short) != training_options(other)
 
 
 def test_micro_batch_size_is_an_execution_option_with_a_global_batch_size() -> None:
-    one = config_from(GOOD)
-    two = config_from([*GOOD, "--micro-batch-size", "4"])
-    assert training_options(one) == training_options(two)
+    default = config_from(GOOD)
+    larger = config_from([*GOOD, "--micro-batch-size", "4"])
+    assert training_options(default) == training_options(larger)
 
 
 def test_option_without_a_class_fails_at_import() -> None:
@@ -102,22 +102,22 @@ def test_option_specs_name_existing_options() -> None:
         assert f.default is None or not facts.choices or f.default in facts.choices
 
 
-NO_OPTIONS = {"metric", "preset", "disable_bias_linear"}  # in messages, as options are
+NO_OPTIONS = {"metric", "preset", "disable_bias_linear"}  # messages show these like options
 
 
 def texts_of(node: ast.AST) -> list[str]:
     return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
 
 
-def named_in(text: str) -> set[str]:
-    """The options that a text shows, as name=value or as a flag."""
+def options_in(text: str) -> set[str]:
+    """Return the options that a text shows, as name=value or as a flag."""
     return set(re.findall(r"\b([a-z]\w*)=", text)) | {
         option_of(flag) for flag in re.findall(r"--[a-z][\w-]*\w(?![\w*-])", text)
     }
 
 
 def test_problem_texts_name_existing_options() -> None:
-    """A misspelt option of a problem that seldom occurs would be found only by a user."""
+    """Otherwise only users would discover a misspelt option in a rare problem."""
     names = {f.name for _, f in iter_options()} | NO_OPTIONS
     trees = [ast.parse(path.read_text()) for path in sorted((CONFIG / "validation").glob("*.py"))]
     keywords = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.keyword)]
@@ -125,12 +125,12 @@ def test_problem_texts_name_existing_options() -> None:
     elements = [element for node in tuples if isinstance(node, ast.Tuple) for element in node.elts]
     listed = {element.value for element in elements if isinstance(element, ast.Constant)}
     assert len(listed) > 80 and listed <= names
-    shown = {name for tree in trees for text in texts_of(tree) for name in named_in(text)}
+    shown = {name for tree in trees for text in texts_of(tree) for name in options_in(text)}
     assert len(shown) > 80 and shown <= names
 
 
 def test_problem_mentions_the_options_in_its_text() -> None:
-    """Otherwise it is reported beside the error about the value of one of them."""
+    """Otherwise it would be reported in addition to the error about the value of one of them."""
     trees = [ast.parse(path.read_text()) for path in sorted((CONFIG / "validation").glob("*.py"))]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     compared = 0
@@ -138,7 +138,7 @@ def test_problem_mentions_the_options_in_its_text() -> None:
         tuples = [keyword.value for keyword in call.keywords if keyword.arg == "options"]
         if tuples and isinstance(tuples[0], ast.Tuple) and all(isinstance(e, ast.Constant) for e in tuples[0].elts):
             line = " ".join(texts_of(call.args[0]))
-            missing = named_in(line) - set(texts_of(tuples[0])) - NO_OPTIONS
+            missing = options_in(line) - set(texts_of(tuples[0])) - NO_OPTIONS
             assert not missing, (line, missing)
             compared += 1
     assert compared > 60
@@ -152,8 +152,8 @@ def test_problem_keeps_its_options_across_processes() -> None:
     problem = no_effect(shown(config, "window_size"), without="min_lr", value="0.1", also=("seed",))
     assert problem == "window_size=7,0 has no effect without --min-lr 0.1"
     assert problem.options == {"window_size", "min_lr", "seed"}
-    again = pickle.loads(pickle.dumps(problem))
-    assert isinstance(again, Problem) and (again, again.options) == (problem, problem.options)
+    unpickled = pickle.loads(pickle.dumps(problem))
+    assert isinstance(unpickled, Problem) and (unpickled, unpickled.options) == (problem, problem.options)
 
 
 def test_per_layer_list_is_not_checked_without_a_number_of_layers() -> None:

@@ -1,4 +1,4 @@
-"""Parts of a user's own: each kind as an example of examples/plugins/, typed on real command lines; what is refused."""
+"""User plugins: each kind runs as an example of examples/plugins/ on real command lines; invalid ones are refused."""
 
 import ast
 import hashlib
@@ -37,114 +37,114 @@ LINE = [*SMALL, "--device", "cpu"]
 STEPS = "--train-iters 3 --lr-decay-iters 6".split()
 
 
-def typed(folder: Path, *words: str, program: str = "pretrain_gpt.py", code: int = 0) -> str:
-    done = programs.python(program, *words, cwd=folder)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def run_program(directory: Path, *args: str, program: str = "pretrain_gpt.py", code: int = 0) -> str:
+    result = programs.python(program, *args, cwd=directory)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
-def losses(folder: Path) -> list[float]:
-    return [row["train/loss"] for row in rows(folder) if "train/loss" in row]
+def read_losses(run_dir: Path) -> list[float]:
+    return [row["train/loss"] for row in read_rows(run_dir) if "train/loss" in row]
 
 
-def plugin(folder: Path, text: str, name: str = "mine.py") -> str:
-    (folder / name).write_text(f"import megalite\n{text}\n", "utf-8")
+def write_plugin(directory: Path, text: str, name: str = "mine.py") -> str:
+    (directory / name).write_text(f"import megalite\n{text}\n", "utf-8")
     return name
 
 
 @pytest.fixture(scope="module")
 def mish(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run on two ranks that has an activation of its own, and the file that has it."""
-    folder = tmp_path_factory.mktemp("mish")
-    (folder / "mine.py").write_text((EXAMPLES / "activation.py").read_text("utf-8"), "utf-8")
-    words = ["--plugin", "mine.py", "--activation", "mish", *LINE, *STEPS, "--save", "run"]
-    typed(folder, *words, "--nproc", "2", "--tp", "2")
-    return folder
+    """Train on two ranks with a plugin's activation; return the directory with the run and the plugin."""
+    directory = tmp_path_factory.mktemp("mish")
+    (directory / "mine.py").write_text((EXAMPLES / "activation.py").read_text("utf-8"), "utf-8")
+    args = ["--plugin", "mine.py", "--activation", "mish", *LINE, *STEPS, "--save", "run"]
+    run_program(directory, *args, "--nproc", "2", "--tp", "2")
+    return directory
 
 
 def test_activation_trains_on_ranks_and_its_source_is_recorded(mish: Path) -> None:
     sha256 = hashlib.sha256((mish / "mine.py").read_bytes()).hexdigest()
     assert f'plugin = ["mine.py"]  # sha256: mine.py {sha256}' in (mish / "run/run_config.toml").read_text("utf-8")
-    assert len(losses(mish / "run")) == 3
-    typed(mish, "--config", "run/run_config.toml", "--nproc", "1", "--tp", "1", "--save", "one")
-    assert losses(mish / "one") == pytest.approx(losses(mish / "run"), rel=1e-5)
-    typed(mish, *LINE, *STEPS, "--save", "gelu")
-    assert losses(mish / "gelu") != pytest.approx(losses(mish / "run"), rel=1e-5)
+    assert len(read_losses(mish / "run")) == 3
+    run_program(mish, "--config", "run/run_config.toml", "--nproc", "1", "--tp", "1", "--save", "one")
+    assert read_losses(mish / "one") == pytest.approx(read_losses(mish / "run"), rel=1e-5)
+    run_program(mish, *LINE, *STEPS, "--save", "gelu")
+    assert read_losses(mish / "gelu") != pytest.approx(read_losses(mish / "run"), rel=1e-5)
 
 
 def test_resume_needs_the_plugin_and_reports_changed_source(mish: Path) -> None:
-    on = [*LINE, "--train-iters", "4", "--lr-decay-iters", "6", "--load", "run"]
-    said = typed(mish, *on, code=2)
-    assert "run/iter_0000003 was written with plugin='mine.py' (sha256 " in said and "add --plugin mine.py" in said
+    resume_flags = [*LINE, "--train-iters", "4", "--lr-decay-iters", "6", "--load", "run"]
+    output = run_program(mish, *resume_flags, code=2)
+    assert "run/iter_0000003 was written with plugin='mine.py' (sha256 " in output and "add --plugin mine.py" in output
     (mish / "other").mkdir(exist_ok=True)
     (mish / "other/mine.py").write_text((mish / "mine.py").read_text("utf-8") + "# longer\n", "utf-8")
-    said = typed(mish, "--plugin", "other/mine.py", "--activation", "mish", *on, "--save", "on")
-    (note,) = [line for line in said.splitlines() if "differs from the one in" in line]
+    output = run_program(mish, "--plugin", "other/mine.py", "--activation", "mish", *resume_flags, "--save", "on")
+    (note,) = [line for line in output.splitlines() if "differs from the one in" in line]
     assert note.startswith("note: plugin='mine.py' differs from the one in run/iter_0000003: sha256 ")
-    typed(mish, "--plugin", "mine.py", "--activation", "mish", *on, "--save", "on")
+    run_program(mish, "--plugin", "mine.py", "--activation", "mish", *resume_flags, "--save", "on")
     assert "differs from the one in" not in (mish / "on/log.txt").read_text("utf-8").split("note: ")[-1]
 
 
 def test_checkpoint_cannot_load_a_plugin(mish: Path) -> None:
-    """Its configuration and its state name a plugin, whose file is there; programs that read it do not run it."""
-    own, mark = (mish / "mine.py").read_text("utf-8"), mish / "it ran"
-    (mish / "mine.py").write_text(f"{own}\nopen('it ran', 'w').close()\n", "utf-8")
-    said = typed(mish, "--load", "run", "--to-hf", "hf", program="tools/convert_checkpoint.py", code=3)
-    assert "add --plugin mine.py" in said
-    assert "or give the --plugin that registers it" in typed(mish, "run", "run", program="tools/diff.py", code=2)
-    for program, words in (("report", "run --out page"), ("checkpoint", "inspect run/iter_0000003"), ("runs", ".")):
-        typed(mish, *words.split(), program=f"tools/{program}.py")
-    said = typed(mish, *LINE, "--use-checkpoint-args", "--load", "run", "--train-iters", "4", code=2)
-    assert "was written with plugin='mine.py'" in said and not mark.exists()
-    typed(mish, "run", "run", "--plugin", "mine.py", program="tools/diff.py")
-    assert mark.exists()  # it does run where its user names it
-    said = typed(mish, "--config", "run/run_config.toml", "--dry-run")
-    assert "note: plugin='mine.py' is run, because the configuration names it" in said
-    (mish / "mine.py").write_text(own, "utf-8")
+    """Programs that read a checkpoint do not run the plugin that its configuration and state name."""
+    source, marker = (mish / "mine.py").read_text("utf-8"), mish / "it ran"
+    (mish / "mine.py").write_text(f"{source}\nopen('it ran', 'w').close()\n", "utf-8")
+    output = run_program(mish, "--load", "run", "--to-hf", "hf", program="tools/convert_checkpoint.py", code=3)
+    assert "add --plugin mine.py" in output
+    assert "or give the --plugin that registers it" in run_program(mish, "run", "run", program="tools/diff.py", code=2)
+    for program, args in (("report", "run --out page"), ("checkpoint", "inspect run/iter_0000003"), ("runs", ".")):
+        run_program(mish, *args.split(), program=f"tools/{program}.py")
+    output = run_program(mish, *LINE, "--use-checkpoint-args", "--load", "run", "--train-iters", "4", code=2)
+    assert "was written with plugin='mine.py'" in output and not marker.exists()
+    run_program(mish, "run", "run", "--plugin", "mine.py", program="tools/diff.py")
+    assert marker.exists()  # it does run if the user names it
+    output = run_program(mish, "--config", "run/run_config.toml", "--dry-run")
+    assert "note: plugin='mine.py' is run, because the configuration names it" in output
+    (mish / "mine.py").write_text(source, "utf-8")
 
 
 def test_lr_schedule_plugin(tmp_path: Path) -> None:
-    words = ["--plugin", str(EXAMPLES / "lr_schedule.py"), "--lr-decay-style", "power", "--lr-warmup-iters", "1"]
-    typed(tmp_path, *words, *LINE, "--train-iters", "5", "--min-lr", "0.001", "--save", "run")
-    rates = [row["train/lr"] for row in rows(tmp_path / "run") if "train/lr" in row]  # after each step
+    args = ["--plugin", str(EXAMPLES / "lr_schedule.py"), "--lr-decay-style", "power", "--lr-warmup-iters", "1"]
+    run_program(tmp_path, *args, *LINE, "--train-iters", "5", "--min-lr", "0.001", "--save", "run")
+    rates = [row["train/lr"] for row in read_rows(tmp_path / "run") if "train/lr" in row]  # after each step
     assert rates == pytest.approx([0.01, *(0.001 + 0.009 * (1 - (n / 4) ** 2) for n in range(1, 5))])
-    on = ["--train-iters", "6", "--lr-decay-iters", "5", "--load", "run", "--save", "run"]
-    said = typed(tmp_path, *words[2:], *LINE, *on, code=2)
-    assert "lr_decay_style='power' is not one of" in said and "or give the --plugin that registers it" in said
-    said = typed(tmp_path, *LINE, *on, code=2)
-    assert "add --plugin lr_schedule.py" in said
+    resume_flags = ["--train-iters", "6", "--lr-decay-iters", "5", "--load", "run", "--save", "run"]
+    output = run_program(tmp_path, *args[2:], *LINE, *resume_flags, code=2)
+    assert "lr_decay_style='power' is not one of" in output and "or give the --plugin that registers it" in output
+    output = run_program(tmp_path, *LINE, *resume_flags, code=2)
+    assert "add --plugin lr_schedule.py" in output
 
 
 def test_optimizer_plugin_works_at_every_zero_stage(tmp_path: Path) -> None:
-    words = ["--plugin", str(EXAMPLES / "optimizer.py"), "--optimizer", "lion", *LINE, *STEPS, "--lr", "1e-3"]
-    typed(tmp_path, *words, "--save", "alone")
-    typed(tmp_path, *words, "--nproc", "2", "--zero-stage", "3", "--save", "shared")
-    assert losses(tmp_path / "shared") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    args = ["--plugin", str(EXAMPLES / "optimizer.py"), "--optimizer", "lion", *LINE, *STEPS, "--lr", "1e-3"]
+    run_program(tmp_path, *args, "--save", "alone")
+    run_program(tmp_path, *args, "--nproc", "2", "--zero-stage", "3", "--save", "shared")
+    assert read_losses(tmp_path / "shared") == pytest.approx(read_losses(tmp_path / "alone"), rel=1e-5)
     saved = json.loads((tmp_path / "shared/iter_0000003/manifest.json").read_text("utf-8"))["tensors"]
     assert {name.partition("/")[0] for name in saved} == {"model", "optimizer.exp_avg"}
-    kept = [state_dtypes_of(config_from(line).optim, matrix=True) for line in (words, [*LINE, *STEPS])]
-    assert kept == [(None,), (None, None)]  # the planner counts one state
+    state_dtypes = [state_dtypes_of(config_from(line).optim, matrix=True) for line in (args, [*LINE, *STEPS])]
+    assert state_dtypes == [(None,), (None, None)]  # the planner counts one state
 
 
 def test_dataset_plugin_is_shuffled_counted_and_resumed(tmp_path: Path) -> None:
-    words = ["--plugin", str(EXAMPLES / "dataset.py"), "--dataset", "sums", "--tokenizer-type", "ByteTokenizer"]
-    words += [word for word in LINE if word not in ("--mock-data", "--vocab-size", "93")]
-    typed(tmp_path, *words, "--train-iters", "4", "--save", "whole")
-    typed(tmp_path, *words, "--train-iters", "2", "--lr-decay-iters", "4", "--save", "parts")
-    typed(tmp_path, *words, "--train-iters", "4", "--load", "parts", "--save", "parts", "--nproc", "2")
-    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    args = ["--plugin", str(EXAMPLES / "dataset.py"), "--dataset", "sums", "--tokenizer-type", "ByteTokenizer"]
+    args += [word for word in LINE if word not in ("--mock-data", "--vocab-size", "93")]
+    run_program(tmp_path, *args, "--train-iters", "4", "--save", "whole")
+    run_program(tmp_path, *args, "--train-iters", "2", "--lr-decay-iters", "4", "--save", "parts")
+    run_program(tmp_path, *args, "--train-iters", "4", "--load", "parts", "--save", "parts", "--nproc", "2")
+    assert read_losses(tmp_path / "parts") == pytest.approx(read_losses(tmp_path / "whole"), rel=1e-5)
     state = json.loads((tmp_path / "parts/iter_0000004/manifest.json").read_text("utf-8"))["state"]
     (source,) = state["data"]["sources"]
     assert source["name"] == "dataset sums" and source["tokens"] == 4 * 8 * 16 and source["documents"] == 32
-    said = typed(tmp_path, *words, "--train-iters", "4", "--split", "1,1,1", "--mock-data", "--dry-run", code=2)
-    assert "split=1,1,1 applies to token files, and dataset=sums has none" in said
-    assert "mock_data and dataset exclude each other" in said
-    said = typed(tmp_path, *words[2:], "--train-iters", "4", code=2)
-    assert "dataset='sums' is unknown; give the --plugin that registers it" in said
+    output = run_program(tmp_path, *args, "--train-iters", "4", "--split", "1,1,1", "--mock-data", "--dry-run", code=2)
+    assert "split=1,1,1 applies to token files, and dataset=sums has none" in output
+    assert "mock_data and dataset exclude each other" in output
+    output = run_program(tmp_path, *args[2:], "--train-iters", "4", code=2)
+    assert "dataset='sums' is unknown; give the --plugin that registers it" in output
 
 
 def test_map_dataset_samples_come_once_per_epoch() -> None:
@@ -171,14 +171,14 @@ def test_map_dataset_samples_come_once_per_epoch() -> None:
 
 
 def test_failing_component_is_named_before_the_run(tmp_path: Path) -> None:
-    plugin(tmp_path, "megalite.register('tokenizer_type', 'mine', lambda asked: int('x'))")
-    said = typed(tmp_path, "--plugin", "mine.py", *LINE, *STEPS, "--tokenizer-type", "mine", code=2)
-    assert said == f"pretrain_gpt.py: {tmp_path}/mine.py:2: invalid literal for int() with base 10: 'x'\n"
+    write_plugin(tmp_path, "megalite.register('tokenizer_type', 'mine', lambda asked: int('x'))")
+    output = run_program(tmp_path, "--plugin", "mine.py", *LINE, *STEPS, "--tokenizer-type", "mine", code=2)
+    assert output == f"pretrain_gpt.py: {tmp_path}/mine.py:2: invalid literal for int() with base 10: 'x'\n"
 
 
 def test_invalid_component_results_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    plugin(tmp_path, """for name, rate in {"none": None, "text": "1", "nan": float("nan"), "down": -0.5}.items():
+    write_plugin(tmp_path, """for name, rate in {"none": None, "text": "1", "nan": float("nan"), "down": -0.5}.items():
     megalite.register("lr_decay_style", name, lambda lr, n, rate=rate: rate)
 class Mine:
     state_dtypes, update_ = {}, print
@@ -203,15 +203,15 @@ from megalite.pipeline.schedule import one_f_one_b
 
 
 def test_tokenizer_plugin_preprocesses_trains_and_generates(tmp_path: Path) -> None:
-    own = ["--plugin", str(EXAMPLES / "tokenizer.py")]
+    plugin_flags = ["--plugin", str(EXAMPLES / "tokenizer.py")]
     (tmp_path / "t.jsonl").write_text('{"text": "the quick brown fox jumps over a lazy dog"}\n' * 40, "utf-8")
-    words = ["--input", "t.jsonl", "--output-prefix", "d", "--append-eod", "--tokenizer-type", "Characters"]
-    typed(tmp_path, *words, *own, "--workers", "2", program="tools/preprocess_data.py")
-    said = typed(tmp_path, "d_text_document", "--tokenizer-type", "Characters", "--document", "1", *own,
-                 program="tools/inspect_data.py")  # fmt: skip
-    assert "the quick brown fox" in said
-    line = [word for word in LINE if word not in ("--mock-data", "--vocab-size", "93")]
-    line += [
+    args = ["--input", "t.jsonl", "--output-prefix", "d", "--append-eod", "--tokenizer-type", "Characters"]
+    run_program(tmp_path, *args, *plugin_flags, "--workers", "2", program="tools/preprocess_data.py")
+    inspect_args = ["d_text_document", "--tokenizer-type", "Characters", "--document", "1"]
+    output = run_program(tmp_path, *inspect_args, *plugin_flags, program="tools/inspect_data.py")
+    assert "the quick brown fox" in output
+    run_flags = [word for word in LINE if word not in ("--mock-data", "--vocab-size", "93")]
+    run_flags += [
         "--data-path",
         "d_text_document",
         "--tokenizer-type",
@@ -221,67 +221,71 @@ def test_tokenizer_plugin_preprocesses_trains_and_generates(tmp_path: Path) -> N
         "--eval-iters",
         "0",
     ]
-    typed(tmp_path, *own, *line, *STEPS, "--save", "run")
-    speak = ["--load", "run", "--prompt", "the q", "--max-new-tokens", "3", "--device", "cpu", "--nproc", "2"]
-    said = typed(tmp_path, *speak, *own, "--tensor-model-parallel-size", "2", program="tools/generate.py")
-    assert said.startswith("[step 3] the q")
-    model = megalite.load(tmp_path / "run", device="cpu", plugins=own[1:])
+    run_program(tmp_path, *plugin_flags, *run_flags, *STEPS, "--save", "run")
+    generate_flags = ["--load", "run", "--prompt", "the q", "--max-new-tokens", "3", "--device", "cpu", "--nproc", "2"]
+    output = run_program(
+        tmp_path, *generate_flags, *plugin_flags, "--tensor-model-parallel-size", "2", program="tools/generate.py"
+    )
+    assert output.startswith("[step 3] the q")
+    model = megalite.load(tmp_path / "run", device="cpu", plugins=plugin_flags[1:])
     assert model.tokenizer.name == "Characters" and model.generate("the q", 2)
-    said = typed(tmp_path, *speak[:-2], program="tools/generate.py", code=3)
-    assert "run/iter_0000003 was written with plugin='tokenizer.py'" in said
+    output = run_program(tmp_path, *generate_flags[:-2], program="tools/generate.py", code=3)
+    assert "run/iter_0000003 was written with plugin='tokenizer.py'" in output
     text = f"{(EXAMPLES / 'tokenizer.py').read_text('utf-8')}\nALPHABET = ALPHABET[::-1]\n"
     (tmp_path / "tokenizer.py").write_text(text, "utf-8")
-    said = typed(tmp_path, "--plugin", "tokenizer.py", *line, *STEPS, code=3)
-    assert "d_text_document: made with Characters (fingerprint " in said
+    output = run_program(tmp_path, "--plugin", "tokenizer.py", *run_flags, *STEPS, code=3)
+    assert "d_text_document: made with Characters (fingerprint " in output
 
 
 def test_metric_plugin_is_independent_of_layout_and_callbacks_run(tmp_path: Path) -> None:
-    own = [str(EXAMPLES / "metric.py"), str(EXAMPLES / "callback.py")]
-    words = ["--plugin", *own, "--activation", "watched_gelu", *LINE, *STEPS, "--bf16"]
-    words += ["--log-interval", "2", "--eval-interval", "1", "--tensorboard-dir", "board"]
-    said = typed(tmp_path, *words, "--save", "one")
-    assert said.count("counting: done after 3 updates") == 1
-    again = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
-    said = typed(tmp_path, *words, "--save", "four", "--nproc", "4", "--tp", "2", "--pp", "2", *again)
-    assert said.count("counting: done after 3 updates") == 1
-    one, four = ([row for row in rows(tmp_path / name) if "train/loss" in row] for name in ("one", "four"))
+    plugin_files = [str(EXAMPLES / "metric.py"), str(EXAMPLES / "callback.py")]
+    args = ["--plugin", *plugin_files, "--activation", "watched_gelu", *LINE, *STEPS, "--bf16"]
+    args += ["--log-interval", "2", "--eval-interval", "1", "--tensorboard-dir", "board"]
+    output = run_program(tmp_path, *args, "--save", "one")
+    assert output.count("counting: done after 3 updates") == 1
+    recompute_flags = ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]
+    output = run_program(tmp_path, *args, "--save", "four", "--nproc", "4", "--tp", "2", "--pp", "2", *recompute_flags)
+    assert output.count("counting: done after 3 updates") == 1
+    one, four = ([row for row in read_rows(tmp_path / name) if "train/loss" in row] for name in ("one", "four"))
     assert [row["metric/updates"] for row in one] == [1.0, 2.0, 3.0]
-    for mine, theirs in zip(one, four, strict=True):
-        layers = mine["metric/quiet/layers"]
+    for row, row_of_four in zip(one, four, strict=True):
+        layers = row["metric/quiet/layers"]
         assert len(layers) == 4 and all(0 < share < 1 for share in layers)
-        assert mine["metric/quiet"] == pytest.approx(sum(layers) / 4)
-        assert theirs["metric/quiet/layers"] == pytest.approx(layers, abs=0.01)
-        assert theirs["metric/updates"] == mine["metric/updates"] and "metric/updates/layers" not in mine
+        assert row["metric/quiet"] == pytest.approx(sum(layers) / 4)
+        assert row_of_four["metric/quiet/layers"] == pytest.approx(layers, abs=0.01)
+        assert row_of_four["metric/updates"] == row["metric/updates"] and "metric/updates/layers" not in row
     assert one[0]["metric/quiet/layers"] == pytest.approx(four[0]["metric/quiet/layers"], abs=1e-3)  # same weights
-    said = typed(tmp_path, *words, "--compile", "--dry-run", code=2)
-    assert "compile=True with metric=quiet" in said
-    config_from(words)
-    figures = PluginMetrics([], Mesh.single_process(), 2)
+    output = run_program(tmp_path, *args, "--compile", "--dry-run", code=2)
+    assert "compile=True with metric=quiet" in output
+    config_from(args)
+    metrics = PluginMetrics([], Mesh.single_process(), 2)
     megalite.log("quiet", 3.0, 4)
     megalite.log("quiet", torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    assert figures.reduce_and_reset() == {
+    assert metrics.reduce_and_reset() == {
         "metric/quiet": 0.5,
         "metric/quiet/layers": [None, None],
         "metric/updates": None,
     }
-    assert figures.reduce_and_reset()["metric/quiet"] is None
+    assert metrics.reduce_and_reset()["metric/quiet"] is None
 
 
 def test_pipeline_schedule_plugin_trains_and_a_deadlock_is_refused(tmp_path: Path) -> None:
-    own = ["--plugin", str(EXAMPLES / "pipeline_schedule.py")]
-    words = [*LINE, *STEPS, "--global-batch-size", "12"]
-    typed(tmp_path, *words, "--save", "one")
-    typed(tmp_path, *words, *own, "--pipeline-schedule", "eager", "--nproc", "4", "--pp", "4", "--save", "four")
-    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    drawn = typed(tmp_path, "schedule", "--schedule", "eager", *own, "--text", program="tools/plot.py")
-    assert drawn != typed(tmp_path, "schedule", "--text", program="tools/plot.py")
+    plugin_flags = ["--plugin", str(EXAMPLES / "pipeline_schedule.py")]
+    args = [*LINE, *STEPS, "--global-batch-size", "12"]
+    run_program(tmp_path, *args, "--save", "one")
+    run_program(
+        tmp_path, *args, *plugin_flags, "--pipeline-schedule", "eager", "--nproc", "4", "--pp", "4", "--save", "four"
+    )
+    assert read_losses(tmp_path / "four") == pytest.approx(read_losses(tmp_path / "one"), rel=1e-5)
+    drawn = run_program(tmp_path, "schedule", "--schedule", "eager", *plugin_flags, "--text", program="tools/plot.py")
+    assert drawn != run_program(tmp_path, "schedule", "--text", program="tools/plot.py")
     body = """from megalite.pipeline.schedule import Action, Op
 @megalite.register('pipeline_schedule', '{}')
 def row(rank, place, groups):
     f, b = ([Action(op, rank, i) for i in range(sum(groups))] for op in (Op.F, Op.B))
     return {}
 """
-    for name, row, said in (
+    for name, row, message in (
         ("hangs", "f[:1] + b[:2] + f[1:] + b[2:]", "would hang: these actions wait for each other: B0.1, B1.1"),
         (
             "short",
@@ -290,32 +294,34 @@ def row(rank, place, groups):
         ),
         ("other", "f + b + [Action(Op.F, 1 - rank, 0)]", "rank 0 of 2 has F1.0 1 times, not 0"),
     ):
-        plugin(tmp_path, body.format(name, row))
-        found = typed(tmp_path, "--plugin", "mine.py", "--pipeline-schedule", name, *words, "--nproc", "2", "--pp", "2",
-                      "--rampup-batch-size", "4", "4", "24", code=2)  # fmt: skip
-        assert f"pipeline_schedule='{name}'" in found and said in found, found
+        write_plugin(tmp_path, body.format(name, row))
+        schedule_flags = ["--plugin", "mine.py", "--pipeline-schedule", name, "--nproc", "2", "--pp", "2"]
+        output = run_program(tmp_path, *args, *schedule_flags, "--rampup-batch-size", "4", "4", "24", code=2)
+        assert f"pipeline_schedule='{name}'" in output and message in output, output
 
 
 def test_family_plugin_converts_and_plans(tmp_path: Path) -> None:
-    own, convert = ["--plugin", str(EXAMPLES / "family.py")], "tools/convert_checkpoint.py"
+    plugin_flags, convert = ["--plugin", str(EXAMPLES / "family.py")], "tools/convert_checkpoint.py"
     sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2".split()
-    words = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
-    typed(tmp_path, *words, "--seq-length", "16", "--max-position-embeddings", "16")
-    typed(tmp_path, "--load", "run", "--to-hf", "acme", "--family", "acme", *own, program=convert)
-    said = json.loads((tmp_path / "acme/config.json").read_text("utf-8"))
-    assert said["model_type"] == "acme" and said["width"] == 32 and said["depth"] == 2
+    args = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
+    run_program(tmp_path, *args, "--seq-length", "16", "--max-position-embeddings", "16")
+    run_program(tmp_path, "--load", "run", "--to-hf", "acme", "--family", "acme", *plugin_flags, program=convert)
+    hf_config = json.loads((tmp_path / "acme/config.json").read_text("utf-8"))
+    assert hf_config["model_type"] == "acme" and hf_config["width"] == 32 and hf_config["depth"] == 2
     with safe_open(tmp_path / "acme/model.safetensors", "np") as file:
         assert {"tokens.weight", "blocks.1.wkv.weight", "output.weight"} <= {*file.keys()}
-    typed(tmp_path, "--from-hf", "acme", "--save", "again", *own, program=convert)
+    run_program(tmp_path, "--from-hf", "acme", "--save", "again", *plugin_flags, program=convert)
     for source in ("run", "again"):
-        typed(tmp_path, "--load", source, "--to-hf", f"llama-{source}", "--family", "llama", program=convert)
-    same = [(tmp_path / f"llama-{source}/model.safetensors").read_bytes() for source in ("run", "again")]
-    assert same[0] == same[1]
-    other = ["--from-hf", "acme", "--save", "other"]
-    assert "model_type='acme' is not one of llama, " in typed(tmp_path, *other, program=convert, code=3)
-    assert "no second reading" in typed(tmp_path, *other, "--check-bits", *own, program=convert, code=3)
+        run_program(tmp_path, "--load", source, "--to-hf", f"llama-{source}", "--family", "llama", program=convert)
+    weights = [(tmp_path / f"llama-{source}/model.safetensors").read_bytes() for source in ("run", "again")]
+    assert weights[0] == weights[1]
+    other_flags = ["--from-hf", "acme", "--save", "other"]
+    assert "model_type='acme' is not one of llama, " in run_program(tmp_path, *other_flags, program=convert, code=3)
+    assert "no second reading" in run_program(
+        tmp_path, *other_flags, "--check-bits", *plugin_flags, program=convert, code=3
+    )
     plan = ["--hf", "acme", "--num-gpus", "1", "--global-batch-size", "8"]
-    assert "MFU" in typed(tmp_path, *plan, *own, program="tools/plan.py")
+    assert "MFU" in run_program(tmp_path, *plan, *plugin_flags, program="tools/plan.py")
 
 
 ACTIVATION = """import torch
@@ -341,7 +347,7 @@ def rounded(u):
 def straight_through(u, da):
     return u.round(), da
 """
-GRADIENTS = {  # an Activation, and what is wrong with it
+GRADIENTS = {  # an Activation -> the message about its gradient, if it is wrong
     "GELU": "",
     "SWIGLU": "",
     "BIASED": "",
@@ -353,7 +359,7 @@ GRADIENTS = {  # an Activation, and what is wrong with it
     "Activation(GELU.forward, doubled)": r"wrong gradient: backward gives .* at u=.* derivative is .*, 2 times as much",
     "Activation(in_fp32, lambda u, da: backward_in_fp32(u, da, 2))": "2 times as much",
     "Activation(GELU.forward, lambda u, da: (GELU.forward(u), -GELU.backward(u, da)[1]))": "-1 times as much",
-    "Activation(lambda u: gelu(u), get_activation('gelu').backward)": "wrong gradient",  # that of the tanh form
+    "Activation(lambda u: gelu(u), get_activation('gelu').backward)": "wrong gradient",  # the gradient of the tanh form
     "Activation(SWIGLU.forward, half_doubled, width=2)": "wrong gradient",
     "Activation(BIASED.forward, doubled_bias, takes_bias=True)": "dbias is not the sum of du",
     "Activation(SWIGLU.forward, SWIGLU.backward)": r"with width=1 gives \(5, 2\) in .*forward's a where \(5, 4\) in",
@@ -367,22 +373,22 @@ GRADIENTS = {  # an Activation, and what is wrong with it
 }
 
 
-@pytest.mark.parametrize(("part", "said"), GRADIENTS.items())
+@pytest.mark.parametrize(("activation", "message"), GRADIENTS.items())
 def test_activation_gradient_equals_autograd(
-    part: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    activation: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [
+    argv = [
         *LINE,
         *STEPS,
         "--plugin",
-        plugin(tmp_path, f"{ACTIVATION}megalite.register('activation', 'mine', {part})"),
+        write_plugin(tmp_path, f"{ACTIVATION}megalite.register('activation', 'mine', {activation})"),
     ]
-    if said:
-        with pytest.raises(ConfigError, match=f"^plugin='mine.py': .*{said}"):
-            config_from(words)
+    if message:
+        with pytest.raises(ConfigError, match=f"^plugin='mine.py': .*{message}"):
+            config_from(argv)
     else:
-        assert config_from(words).operations.plugin == ("mine.py",)
+        assert config_from(argv).operations.plugin == ("mine.py",)
 
 
 @pytest.mark.parametrize("name", [*REGISTRIES["activation"].built_in])
@@ -391,16 +397,18 @@ def test_built_in_activations_pass_the_plugin_checks(name: str) -> None:
 
 
 def test_verify_detects_a_gradient_that_is_wrong_in_one_process(tmp_path: Path) -> None:
-    """Both of its runs would share it, and agree."""
-    part = "Activation(GELU.forward, doubled)"
-    name = plugin(tmp_path, f"{ACTIVATION}megalite.register('activation', 'mine', {part})")
-    words = ["--plugin", name, "--activation", "mine", *LINE, *STEPS, "--nproc", "2", "--tp", "2", "--steps", "1"]
-    said = typed(tmp_path, *words, program="tools/verify.py", code=2)
-    assert said.startswith("verify.py: plugin='mine.py': ") and "2 times as much" in said and said.count("\n") == 1
+    """Both runs of verify would share the wrong gradient, and agree."""
+    activation = "Activation(GELU.forward, doubled)"
+    name = write_plugin(tmp_path, f"{ACTIVATION}megalite.register('activation', 'mine', {activation})")
+    args = ["--plugin", name, "--activation", "mine", *LINE, *STEPS, "--nproc", "2", "--tp", "2", "--steps", "1"]
+    output = run_program(tmp_path, *args, program="tools/verify.py", code=2)
+    assert (
+        output.startswith("verify.py: plugin='mine.py': ") and "2 times as much" in output and output.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     {
         "raise ValueError('one\\n two')": "mine.py:2: ValueError: one two; correct the plugin",
         "class E(Exception):\n    __str__ = None\nraise E": "mine.py:4: E: <exception str() failed>; correct the plugin",
@@ -421,17 +429,17 @@ def test_verify_detects_a_gradient_that_is_wrong_in_one_process(tmp_path: Path) 
         "megalite.log('mine', 1.0)": "metric='mine' is not registered; megalite.register('metric', 'mine', 'layer' or ",
     }.items(),
 )
-def test_failing_plugin_ends_the_command(text: str, said: str, tmp_path: Path) -> None:
-    name = plugin(tmp_path, text)
-    found = typed(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run", "--nproc", "2", code=2)
-    assert found.startswith("pretrain_gpt.py: plugin='mine.py': ") and len(found.splitlines()) == 1, found
-    assert said in found and not (tmp_path / "run").exists() and len(found) < 3000
+def test_failing_plugin_ends_the_command(text: str, message: str, tmp_path: Path) -> None:
+    name = write_plugin(tmp_path, text)
+    output = run_program(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run", "--nproc", "2", code=2)
+    assert output.startswith("pretrain_gpt.py: plugin='mine.py': ") and len(output.splitlines()) == 1, output
+    assert message in output and not (tmp_path / "run").exists() and len(output) < 3000
 
 
 ENDS = {
     "sys.exit(0)": "SystemExit: 0",
     "sys.exit()": "SystemExit",
-    "sys.exit(256)": "SystemExit: 256",  # whose lowest byte is 0
+    "sys.exit(256)": "SystemExit: 256",  # its lowest byte is 0
     "raise GeneratorExit": "GeneratorExit",
     "raise StopIteration": "StopIteration",
     "raise Own('y' * 5_000_000)": "Own: yy",
@@ -449,40 +457,40 @@ megalite.register("callback", "called", Called())
 """
 
 
-def ended(folder: Path, *words: str, program: str = "pretrain_gpt.py") -> str:
-    """What a command says that user code ends, which must not be success. At once: nothing waits for a time-out."""
-    done = programs.python(program, *words, cwd=folder)
-    assert done.returncode not in (0, 120) and len(done.stdout + done.stderr) < 40_000, done.stderr[-4000:]
-    return done.stdout + done.stderr
+def run_failing_program(directory: Path, *args: str, program: str = "pretrain_gpt.py") -> str:
+    """Run a command that user code ends, and return its output. It must fail at once, without waiting for a timeout."""
+    result = programs.python(program, *args, cwd=directory)
+    assert result.returncode not in (0, 120) and len(result.stdout + result.stderr) < 40_000, result.stderr[-4000:]
+    return result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("statement", ENDS)
 def test_any_exception_of_a_callback_is_an_error(statement: str, tmp_path: Path) -> None:
-    name = plugin(tmp_path, ENDING.format(statement) + CALLED)
-    said = ended(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run")
+    name = write_plugin(tmp_path, ENDING.format(statement) + CALLED)
+    output = run_failing_program(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", "run")
     status = json.loads((tmp_path / "run/status.json").read_text("utf-8"))
     assert status["outcome"] == "crash" and status["reason"].startswith(ENDS[statement]), status["reason"][:500]
-    assert ENDS[statement] in said and "mine.py" in said and len(status["reason"]) < 3000
+    assert ENDS[statement] in output and "mine.py" in output and len(status["reason"]) < 3000
 
 
 @pytest.mark.parametrize("statement", ["sys.exit(0)", "raise GeneratorExit", "os._exit(0)"])
 def test_rank_ended_by_user_code_ends_the_run(statement: str, tmp_path: Path) -> None:
-    """On all ranks at once, and on the second alone."""
+    """User code ends all ranks at once, then only the second."""
     for number, which in enumerate(("", "if dist.get_rank() == 1:\n        ")):
-        name = plugin(tmp_path, "import torch.distributed as dist" + ENDING.format(which + statement) + CALLED)
-        ended(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", f"run{number}", "--nproc", "2")
+        name = write_plugin(tmp_path, "import torch.distributed as dist" + ENDING.format(which + statement) + CALLED)
+        run_failing_program(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", f"run{number}", "--nproc", "2")
         status = json.loads((tmp_path / f"run{number}/status.json").read_text("utf-8"))
         assert status["outcome"] == "crash" and status["reason"], status
 
 
-PARTS = {  # of user code that ends the process when it is called: the words of commands that call it
+PARTS = {  # a kind of component that ends the process when it is called -> the flags that call it
     "lr_decay_style": "--lr-decay-style mine",
     "activation": "--activation mine",
     "tokenizer_type": "--tokenizer-type mine --vocab-size 93",
     "dataset": "--dataset mine",
     "pipeline_schedule": "--pipeline-schedule mine --pp 2",
 }
-MADE = """
+COMPONENTS = """
 from megalite.kernels.activation import Activation
 from megalite.data.tokenizers.tokenizer import Tokenizer
 class Speaks(Tokenizer):
@@ -502,7 +510,7 @@ megalite.register("pipeline_schedule", "mine", lambda rank, place, groups: end()
 """
 
 
-SPEAKS = """
+TOKENIZER_AND_ACTIVATION = """
 import megalite, torch
 from megalite.kernels.activation import Activation
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -525,37 +533,41 @@ megalite.register("activation", "mine", Activation(twice, lambda u, da: (2 * u, 
 
 @pytest.mark.parametrize("kind", PARTS)
 def test_component_that_exits_is_an_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of training, and of a plan, which calls parts without a run."""
-    name = plugin(tmp_path, ENDING.format("sys.exit(0)") + MADE)
-    line = [word for word in LINE if kind != "dataset" or word != "--mock-data"]
-    own = ["--plugin", name, *PARTS[kind].split()]
-    assert "SystemExit: 0" in ended(tmp_path, *line, *STEPS, *own, "--save", "run", "--nproc", "2")
+    """Training calls the component, and planning calls some kinds without a run."""
+    name = write_plugin(tmp_path, ENDING.format("sys.exit(0)") + COMPONENTS)
+    base_flags = [word for word in LINE if kind != "dataset" or word != "--mock-data"]
+    plugin_flags = ["--plugin", name, *PARTS[kind].split()]
+    assert "SystemExit: 0" in run_failing_program(
+        tmp_path, *base_flags, *STEPS, *plugin_flags, "--save", "run", "--nproc", "2"
+    )
     if kind in ("activation", "pipeline_schedule"):
-        said = ended(tmp_path, *line, *own, "--num-gpus", "2", program="tools/plan.py")
-        assert said.startswith("plan.py: ") and "mine.py:6: SystemExit: 0; correct the plugin" in said
+        output = run_failing_program(tmp_path, *base_flags, *plugin_flags, "--num-gpus", "2", program="tools/plan.py")
+        assert output.startswith("plan.py: ") and "mine.py:6: SystemExit: 0; correct the plugin" in output
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megalite.api.Popen", programs.Popen)
     with pytest.raises((megalite.ConfigError, megalite.CommandError), match="SystemExit: 0"):
-        megalite.train(megalite.Config([*line, *STEPS, *own], nproc=2), quiet=True)
+        megalite.train(megalite.Config([*base_flags, *STEPS, *plugin_flags], nproc=2), quiet=True)
 
 
 def test_tokenizer_that_exits_makes_no_data(tmp_path: Path) -> None:
-    name = plugin(tmp_path, ENDING.format("sys.exit(0)") + MADE)
+    name = write_plugin(tmp_path, ENDING.format("sys.exit(0)") + COMPONENTS)
     (tmp_path / "t.jsonl").write_text('{"text": "a text"}\n' * 40, "utf-8")
     for kind in ("mine", "speaks"):
         for workers in ("1", "2"):
-            words = f"--input t.jsonl --output-prefix d --tokenizer-type {kind} --workers {workers} --plugin {name}"
-            assert "SystemExit: 0" in ended(tmp_path, *words.split(), program="tools/preprocess_data.py")
+            args = f"--input t.jsonl --output-prefix d --tokenizer-type {kind} --workers {workers} --plugin {name}"
+            assert "SystemExit: 0" in run_failing_program(tmp_path, *args.split(), program="tools/preprocess_data.py")
             assert not list(tmp_path.glob("d*.idx"))
 
 
 def test_model_that_exits_does_not_end_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer and the activation of a model that is loaded into the caller's process."""
+    """The tokenizer and the activation belong to a model that is loaded into the caller's process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megalite.api.Popen", programs.Popen)
-    name = plugin(tmp_path, ENDING.format("sys.exit(0) if 'gone' in os.environ else None") + SPEAKS)
-    words = ["--plugin", name, *LINE, *STEPS, "--tokenizer-type", "speaks", "--activation", "mine", "--save", "run"]
-    megalite.train(megalite.Config(words), quiet=True)
+    name = write_plugin(
+        tmp_path, ENDING.format("sys.exit(0) if 'gone' in os.environ else None") + TOKENIZER_AND_ACTIVATION
+    )
+    args = ["--plugin", name, *LINE, *STEPS, "--tokenizer-type", "speaks", "--activation", "mine", "--save", "run"]
+    megalite.train(megalite.Config(args), quiet=True)
     model = megalite.load("run", plugins=[name])
     assert len(model.generate(["a"], 2)) == 1 and model.logits([[1]]).shape == (1, 1, 93)
     monkeypatch.setenv("gone", "1")
@@ -566,25 +578,27 @@ def test_model_that_exits_does_not_end_the_caller(tmp_path: Path, monkeypatch: p
 
 def test_plugin_help_ends_the_program(tmp_path: Path) -> None:
     for program in ("pretrain_gpt.py", "tools/plan.py", "tools/preprocess_data.py"):
-        assert typed(tmp_path, "--help", program=program)
+        assert run_program(tmp_path, "--help", program=program)
 
 
 def test_invalid_plugin_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    plugin(tmp_path, "")
+    write_plugin(tmp_path, "")
     os.mkdir("open")
     os.chmod("open", 0o777)
     os.symlink("../mine.py", "open/link.py")
     os.symlink("mine.py", "link.py")
-    plugin(tmp_path / "open", "")
-    for word, said in {
+    write_plugin(tmp_path / "open", "")
+    for value, reason in {
         "none.py": "No such file", "no_such_module": "neither FILE", "../x": "neither", "open/link.py": "is a link"
     }.items():  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"plugin='{word}' cannot be read \(.*{said}"):
-            config_from([*LINE, "--plugin", word])
+        with pytest.raises(ConfigError, match=rf"plugin='{value}' cannot be read \(.*{reason}"):
+            config_from([*LINE, "--plugin", value])
     with pytest.raises(ConfigError, match="mine.py is the name of two files; rename one"):
         config_from([*LINE, "--plugin", "mine.py", "open/mine.py"])
-    assert config_from([*LINE, *STEPS, "--plugin", "link.py"]).operations.plugin == ("link.py",)  # one's own folder
+    assert config_from([*LINE, *STEPS, "--plugin", "link.py"]).operations.plugin == (
+        "link.py",
+    )  # the user's own directory
 
 
 def test_plugins_of_file_and_command_line_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,19 +607,19 @@ def test_plugins_of_file_and_command_line_add_up(tmp_path: Path, monkeypatch: py
     body = """from megalite.kernels.activation import get_activation
 megalite.register('activation', '{}', get_activation('squared_relu'))"""
     for number in "123":
-        plugin(tmp_path, body.format(f"act{number}"), f"part{number}.py")
+        write_plugin(tmp_path, body.format(f"act{number}"), f"part{number}.py")
     (tmp_path / "run.toml").write_text('plugin = "part1.py"\nactivation = "act3"\n', "utf-8")
-    words = [*LINE, *STEPS, "--config", "run.toml", "--plugin", "part2.py", "--plugin", "part3", "part1.py"]
-    config = config_from(words)
+    argv = [*LINE, *STEPS, "--config", "run.toml", "--plugin", "part2.py", "--plugin", "part3", "part1.py"]
+    config = config_from(argv)
     assert config.operations.plugin == ("part1.py", "part2.py", "part3") and config.model.activation == "act3"
     assert {*REGISTRIES["activation"]} > {"act1", "act2", "act3"} and list(plugins.plugin_hashes()) == [
         *config.operations.plugin
     ]
     assert "# sha256: part1.py " in dump_config(config)
-    part = REGISTRIES["activation"].get("act2")
+    component = REGISTRIES["activation"].get("act2")
     config_from([*LINE, *STEPS, "--plugin", "part2.py"])
-    assert REGISTRIES["activation"].get("act2") is part  # its code has run once
-    plugin(tmp_path, body.format("act4"), "part2.py")
+    assert REGISTRIES["activation"].get("act2") is component  # its code has run once
+    write_plugin(tmp_path, body.format("act4"), "part2.py")
     config_from([*LINE, *STEPS, "--plugin", "part2.py"])
     assert list(REGISTRIES["activation"].plugin_components) == ["act4"]
     plugins.load_plugins(["part2.py"], {"part2.py": b"import megalite\n" + body.format("act5").encode()})  # as ranks do
@@ -613,19 +627,22 @@ megalite.register('activation', '{}', get_activation('squared_relu'))"""
     with pytest.raises(ConfigError, match="activation='act1' is not one of .*, or give the --plugin that registers it"):
         config_from([*LINE, *STEPS, "--activation", "act1"])
     with pytest.raises(ValueError, match="registered outside of a plugin"):
-        plugins.register("activation", "mine", part)
+        plugins.register("activation", "mine", component)
 
 
-def written(folder: Path, *words: str, code: int = 0) -> str:
-    return typed(folder, "megalite", "plugin", *words, program="-m", code=code)
+def write_example(directory: Path, *args: str, code: int = 0) -> str:
+    return run_program(directory, "megalite", "plugin", *args, program="-m", code=code)
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
 def test_written_example_of_each_kind_loads(kind: str, tmp_path: Path) -> None:
-    said = written(tmp_path, kind.replace("_", "-"))
+    output = write_example(tmp_path, kind.replace("_", "-"))
     (file,) = tmp_path.iterdir()
     text = file.read_text("utf-8")
-    assert said.startswith(f"{file.name} is an example of {kind}. ") and f"megalite train --plugin {file.name} " in said
+    assert (
+        output.startswith(f"{file.name} is an example of {kind}. ")
+        and f"megalite train --plugin {file.name} " in output
+    )
     assert "examples/plugins" not in text and f"--plugin {file.name} " in text
     assert re.search(rf"register\(\"{kind}\"", text)
     plugins.load_plugins([str(file)])
@@ -635,7 +652,7 @@ def test_written_example_of_each_kind_loads(kind: str, tmp_path: Path) -> None:
 def test_written_example_never_overwrites_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("mine", "utf-8")
     os.symlink("elsewhere.py", tmp_path / "link.py")
-    for words, said in {
+    for flags, message in {
         "activation --out mine.py": "out=mine.py already exists; give another name, or remove it",
         "activation --out link.py": "out=link.py already exists; give another name, or remove it",
         "activation --out none/mine.py": "out=none/mine.py cannot be written: No such file or directory; give another path",
@@ -644,18 +661,18 @@ def test_written_example_never_overwrites_a_file(tmp_path: Path) -> None:
         "tokenizer": "'tokenizer' is not a kind of component; give one of ",
         "--out mine.py": "a kind is missing; give one of ",
     }.items():
-        found = written(tmp_path, *words.split(), code=2)
-        assert said in found and "Traceback" not in found, found
-        if said.endswith("one of "):
-            assert all(kind in found for kind in REGISTRIES)
+        output = write_example(tmp_path, *flags.split(), code=2)
+        assert message in output and "Traceback" not in output, output
+        if message.endswith("one of "):
+            assert all(kind in output for kind in REGISTRIES)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.py", "mine.py"]
     assert (tmp_path / "mine.py").read_text("utf-8") == "mine"
-    listed = written(tmp_path)
-    assert all(re.search(rf"^  {kind} +\S", listed, re.MULTILINE) for kind in REGISTRIES)
-    odd = 'my "own"/act ivation.py'
-    (tmp_path / odd).parent.mkdir()
-    assert f"--plugin '{odd}' " in written(tmp_path, "activation", "--out", odd)
-    plugins.load_plugins([str(tmp_path / odd)])
+    kinds_text = write_example(tmp_path)
+    assert all(re.search(rf"^  {kind} +\S", kinds_text, re.MULTILINE) for kind in REGISTRIES)
+    quoted_path = 'my "own"/act ivation.py'
+    (tmp_path / quoted_path).parent.mkdir()
+    assert f"--plugin '{quoted_path}' " in write_example(tmp_path, "activation", "--out", quoted_path)
+    plugins.load_plugins([str(tmp_path / quoted_path)])
 
 
 SIGNATURES = {
@@ -674,47 +691,54 @@ def test_plugins_page_has_a_skeleton_of_each_kind(kind: str, tmp_path: Path) -> 
     assert name.lower() == "mine"
 
 
-def shown_of_megalite() -> list[tuple[str, ast.stmt]]:
-    """(module, class or function) of the blocks below the skeletons."""
-    found = list[tuple[str, ast.stmt]]()
+def signatures_of_megalite() -> list[tuple[str, ast.stmt]]:
+    """Return (module, class or function) of the blocks below the skeletons."""
+    signatures = list[tuple[str, ast.stmt]]()
     for blocks in SIGNATURES.values():
         for block in blocks[1:]:
             first, *more = re.split(r"^# (megalite[\w.]+)\n", block, flags=re.MULTILINE)
             assert not first and more, block
             for module, text in zip(more[::2], more[1::2], strict=True):
-                found += [(module, node) for node in ast.parse(text).body]
-    return found
+                signatures += [(module, node) for node in ast.parse(text).body]
+    return signatures
 
 
-def parts_of(node: ast.stmt) -> tuple[dict[str, tuple[str, str]], dict[str, ast.FunctionDef]]:
-    """Of a class: field -> its type and default; method -> its definition."""
+def fields_and_methods(node: ast.stmt) -> tuple[dict[str, tuple[str, str]], dict[str, ast.FunctionDef]]:
+    """Return a class's fields, with type and default, and its methods."""
     assert isinstance(node, ast.ClassDef)
     fields = {
-        ast.unparse(one.target): (ast.unparse(one.annotation), ast.unparse(one.value) if one.value else "")
-        for one in node.body
-        if isinstance(one, ast.AnnAssign)
+        ast.unparse(statement.target): (
+            ast.unparse(statement.annotation),
+            ast.unparse(statement.value) if statement.value else "",
+        )
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
     }
-    return fields, {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+    return fields, {statement.name: statement for statement in node.body if isinstance(statement, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(("module", "node"), shown_of_megalite(), ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize(
+    ("module", "node"), signatures_of_megalite(), ids=lambda statement: getattr(statement, "name", statement)
+)
 def test_plugins_page_shows_current_signatures(module: str, node: ast.stmt) -> None:
-    """Names, types, defaults; of a class some of its fields and methods."""
+    """Names, types and defaults are compared; the page may leave out fields and methods of a class."""
     name = getattr(node, "name", "")
     tree = ast.parse((ROOT / f"{module.replace(chr(46), chr(47))}.py").read_text("utf-8"))
-    classes = {one.name: one for one in tree.body if isinstance(one, ast.ClassDef | ast.FunctionDef)}
-    real = classes[name]
+    classes = {
+        statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef | ast.FunctionDef)
+    }
+    definition = classes[name]
     if isinstance(node, ast.FunctionDef):
-        assert isinstance(real, ast.FunctionDef)
-        assert signature(node) == signature(real)
+        assert isinstance(definition, ast.FunctionDef)
+        assert signature(node) == signature(definition)
         return
-    fields, methods = parts_of(node)
-    real_fields, real_methods = parts_of(real)
-    for base in getattr(real, "bases", []):  # fields of the class above it, as a Naming's of a Family
-        above = classes.get(ast.unparse(base))
-        real_fields = (parts_of(above)[0] if above else {}) | real_fields
-    assert fields and fields == {field: real_fields.get(field) for field in fields}
-    assert all(signature(one) == signature(real_methods[one.name]) for one in methods.values())
+    fields, methods = fields_and_methods(node)
+    actual_fields, actual_methods = fields_and_methods(definition)
+    for base in getattr(definition, "bases", []):  # inherited fields, as a Family's of Naming
+        base_class = classes.get(ast.unparse(base))
+        actual_fields = (fields_and_methods(base_class)[0] if base_class else {}) | actual_fields
+    assert fields and fields == {field: actual_fields.get(field) for field in fields}
+    assert all(signature(statement) == signature(actual_methods[statement.name]) for statement in methods.values())
 
 
 def signature(node: ast.FunctionDef) -> str:
@@ -722,30 +746,30 @@ def signature(node: ast.FunctionDef) -> str:
 
 
 def test_plugins_page_family_converts(tmp_path: Path) -> None:
-    plugin(tmp_path, SIGNATURES["family"][0])
+    write_plugin(tmp_path, SIGNATURES["family"][0])
     sizes = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2".split()
-    words = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
-    typed(tmp_path, *words, "--seq-length", "16", "--max-position-embeddings", "16")
+    args = ["--preset", "tiny", *LINE[LINE.index("--micro-batch-size") :], *sizes, *STEPS, "--save", "run"]
+    run_program(tmp_path, *args, "--seq-length", "16", "--max-position-embeddings", "16")
     convert = [["--load", "run", "--to-hf", "mine", "--family", "mine"], ["--from-hf", "mine", "--save", "again"]]
-    for line in convert:
-        typed(tmp_path, *line, "--plugin", "mine.py", program="tools/convert_checkpoint.py")
+    for convert_flags in convert:
+        run_program(tmp_path, *convert_flags, "--plugin", "mine.py", program="tools/convert_checkpoint.py")
     with safe_open(tmp_path / "mine/model.safetensors", "np") as file:
         assert file.get_tensor("model.layers.1.wqkv.weight").shape == (64, 32)
     for source in ("run", "again"):
-        words = ["--load", source, "--to-hf", f"llama-{source}", "--family", "llama"]
-        typed(tmp_path, *words, program="tools/convert_checkpoint.py")
-    same = [(tmp_path / f"llama-{source}/model.safetensors").read_bytes() for source in ("run", "again")]
-    assert same[0] == same[1]
+        args = ["--load", source, "--to-hf", f"llama-{source}", "--family", "llama"]
+        run_program(tmp_path, *args, program="tools/convert_checkpoint.py")
+    weights = [(tmp_path / f"llama-{source}/model.safetensors").read_bytes() for source in ("run", "again")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.nightly(guards=("docs/plugins.md", "examples/plugins", "megalite/config/plugins.py"))
 def test_plugins_page_commands(tmp_path: Path) -> None:
-    """Every command of it, typed in an empty folder."""
+    """Every command of the page runs in an empty directory."""
     shown = next(text for language, text in documents.fences(ROOT / "docs/plugins.md") if language == "python")
     assert (EXAMPLES / "lr_schedule.py").read_text("utf-8").endswith(f'"""\n\n{shown}')
-    typed_ones = [command for command in documents.commands() if command.place.startswith("plugins.md: megalite")]
-    assert {command.words[1] for command in typed_ones} == {"plugin", "train", "verify", "plan", "plot"}
-    for command in typed_ones:
+    commands = [command for command in documents.commands() if command.place.startswith("plugins.md: megalite")]
+    assert {command.words[1] for command in commands} == {"plugin", "train", "verify", "plan", "plot"}
+    for command in commands:
         short = ["--num-layers", "2", "--device", "cpu"] * (command.words[1] in ("train", "verify"))
-        done = programs.python("-m", "megalite", *command.words[1:], *short, cwd=tmp_path, timeout=300)
-        assert done.returncode == 0, f"{command.place}\n{done.stdout}{done.stderr}"
+        result = programs.python("-m", "megalite", *command.words[1:], *short, cwd=tmp_path, timeout=300)
+        assert result.returncode == 0, f"{command.place}\n{result.stdout}{result.stderr}"

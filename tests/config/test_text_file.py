@@ -1,5 +1,4 @@
-"""What is read whole is a regular file of a limited size: each command that reads one refuses a pipe, a device, a
-directory and a huge file at once, with one line."""
+"""Commands that read a complete file refuse a pipe, a device, a directory and a huge file at once, with one line."""
 
 import json
 import os
@@ -21,7 +20,7 @@ MODEL = (
 )
 KINDS = ("pipe", "device", "directory", "huge")
 TOKENIZER = f"pretrain_gpt.py {MODEL} --mock-data --tokenizer-type"
-# the command, the file's name in its folder, the exit code of docs/logging.md
+# the command, the file's name in its directory, the exit code of docs/logging.md
 READERS = {
     "--config": ("pretrain_gpt.py --config {file}", "run.toml", 2),
     "--plugin": (f"pretrain_gpt.py {MODEL} --mock-data --vocab-size 64 --plugin {{file}}", "plugin.py", 2),
@@ -39,14 +38,14 @@ READERS = {
     "plan --hf": ("tools/plan.py --hf {file}", "config.json", 2),
     "translate JSON": ("tools/translate.py {file}", "ds.json", 2),
     "translate TOML": ("tools/translate.py {file}", "run.toml", 2),
-    "generate --prompts-file": ("tools/generate.py --load {folder} --prompts-file {file}", "prompts", 2),
+    "generate --prompts-file": ("tools/generate.py --load {directory} --prompts-file {file}", "prompts", 2),
     "sweep": ("tools/sweep.py {file} --lr 1e-3,1e-4", "run.toml", 2),
     "plot plan": ("tools/plot.py plan {file}", "plan.json", 3),
-    "logs": ("tools/logs.py --short {folder}", "ranks/rank-00000.log", 1),
+    "logs": ("tools/logs.py --short {directory}", "ranks/rank-00000.log", 1),
 }
 
 
-def make(kind: str, path: Path) -> None:
+def make_file(kind: str, path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
@@ -64,8 +63,8 @@ def make(kind: str, path: Path) -> None:
 def test_command_refuses_pipes_devices_and_huge_files(reader: str, kind: str, tmp_path: Path) -> None:
     line, name, code = READERS[reader]
     path = tmp_path / name
-    make(kind, path)
-    done = programs.python(*line.format(file=path, folder=tmp_path).split(), cwd=tmp_path, timeout=60)
+    make_file(kind, path)
+    done = programs.python(*line.format(file=path, directory=tmp_path).split(), cwd=tmp_path, timeout=60)
     assert "Traceback" not in done.stderr, done.stderr
     if (reader, kind) == ("logs", "huge"):  # a log may be that long
         assert done.returncode == 0 and "bytes in its middle are left out" in done.stderr
@@ -86,7 +85,7 @@ def test_config_with_many_wrong_keys_is_refused_quickly(section: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_read_text_raises(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
-    make(kind, path)
+    make_file(kind, path)
     with pytest.raises(TextFileError, match=r"file: cannot be read \(.*\); give a TOML file$") as caught:
         read_small_text(path, "a TOML file")
     assert isinstance(caught.value.__cause__, OSError)
