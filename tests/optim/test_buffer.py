@@ -1,4 +1,4 @@
-"""The flat buffer: gradients land once and in one order, weights are whole wherever they are read."""
+"""The flat buffer: gradients are added once and in one order, weights are gathered before they are read."""
 
 import datetime
 from collections.abc import Mapping
@@ -51,14 +51,14 @@ def _spy(module: Any, name: str, seen: list[tuple[Any, Tensor]]) -> None:
 
 
 def _grads(buffer: ParamAndGradBuffer) -> dict[str, float]:
-    """The value of each parameter's (uniform) gradient where this rank owns it."""
+    """Return the value of each parameter's (uniform) gradient in this rank's shard."""
     values = {}
     for bucket in buffer.layout.buckets:
         for slot in bucket.slots:
-            mine = buffer.grads.owned_slice(slot).select(buffer.grads.owned(bucket))
-            if mine.numel():
-                assert (mine == mine[0]).all()
-                values[buffer.layout.entries[slot.entry].spec.name] = float(mine[0])
+            grad = buffer.grads.owned_slice(slot).select(buffer.grads.owned(bucket))
+            if grad.numel():
+                assert (grad == grad[0]).all()
+                values[buffer.layout.entries[slot.entry].spec.name] = float(grad[0])
     return values
 
 
@@ -77,18 +77,18 @@ def test_parameters_and_gradients_are_views_of_the_buffer() -> None:
     assert _grads(buffer) == {"a": 18.0, "b": 12.0}
     model[1](torch.ones(SIZE)).sum().backward()
     buffer.finish_grad_sync()
-    assert _grads(buffer) == {"a": 0.0, "b": 1.0}  # a: no gradient, and nothing of the run before
+    assert _grads(buffer) == {"a": 0.0, "b": 1.0}  # a: no gradient, and nothing left of the previous step
 
 
 def test_every_bucket_has_its_own_memory() -> None:
-    """So one can go while the others stay: nobody reads across buckets."""
+    """A bucket can be freed without the others: no read crosses buckets."""
     model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0), Scale("c", 4.0))
     buffer = ParamAndGradBuffer([model], Mesh.single_process(), bucket_size=1)
     flats = [storage.full(bucket) for bucket in buffer.layout.buckets for storage in (buffer.weights, buffer.grads)]
     assert len({flat.untyped_storage().data_ptr() for flat in flats}) == len(flats) == 6
     assert buffer.weights.nbytes == buffer.grads.nbytes == 4 * buffer.layout.size
-    gone = buffer.weights.full(buffer.layout.buckets[0]).untyped_storage()
-    gone.resize_(0)  # c's
+    freed = buffer.weights.full(buffer.layout.buckets[0]).untyped_storage()
+    freed.resize_(0)  # c's
     y = model[:2](torch.ones(SIZE))
     y.sum().backward()
     buffer.finish_grad_sync()
@@ -101,7 +101,7 @@ def test_mixed_dtypes_are_refused() -> None:
 
 
 def _different_parameters(shard: bool) -> dict[str, float]:
-    """Rank 0 uses a, rank 1 uses b, nobody uses c. Begun as they fill, a's reduction would meet b's."""
+    """Rank 0 uses a, rank 1 uses b, no rank uses c. If reductions started as buckets fill, a's would meet b's."""
     mesh = _mesh(shard=shard)
     parts = [Scale("a"), Scale("b"), Scale("c")]
     buffer = ParamAndGradBuffer([nn.ModuleList(parts)], mesh, bucket_size=1)
@@ -113,12 +113,12 @@ def _different_parameters(shard: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("shard", [True, False])
 def test_ranks_may_have_gradients_for_different_parameters(shard: bool) -> None:
-    want = {"a": 3.0, "b": 5.0, "c": 0.0}
-    assert run_ranks(2, _different_parameters, shard) == [want, want]
+    expected = {"a": 3.0, "b": 5.0, "c": 0.0}
+    assert run_ranks(2, _different_parameters, shard) == [expected, expected]
 
 
 def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, Tensor, list[int]]:
-    """The gradients, this rank's own sum of three, and how many bytes each all-reduce over gloo moved."""
+    """Return the gradients, this rank's local sum of three, and the bytes of each all-reduce over gloo."""
     limit = datetime.timedelta(seconds=20)
     instances = 1 if shard else None
     mesh = build_mesh(
@@ -146,19 +146,19 @@ def test_bf16_reduction_moves_half_the_bytes(shard: bool, shared: bool) -> None:
     rounded = run_ranks(2, _in_bf16, True, shard, shared)
     own = [total for _, total, _ in rounded]
     join = torch.cat if shard else (lambda parts: parts[0])
-    got, want = (join([grads for grads, _, _ in ranks])[:SIZE] for ranks in (rounded, exact))
-    assert torch.equal(want, own[0] + own[1])
-    assert got.dtype == torch.float32 and not torch.equal(got, want)
+    actual, expected = (join([grads for grads, _, _ in ranks])[:SIZE] for ranks in (rounded, exact))
+    assert torch.equal(expected, own[0] + own[1])
+    assert actual.dtype == torch.float32 and not torch.equal(actual, expected)
     # each rank's sum is rounded once, and their sum once more: half a unit in the last of 8 bits each
-    assert ((got - want).abs() <= 2**-8 * (own[0].abs() + own[1].abs() + want.abs())).all()
+    assert ((actual - expected).abs() <= 2**-8 * (own[0].abs() + own[1].abs() + expected.abs())).all()
     if not shard:
         assert torch.equal(rounded[0][0], rounded[1][0])
     bytes_moved = [[moved for _, _, moved in ranks] for ranks in (exact, rounded)]
     assert shared or bytes_moved == [[[4 * SIZE]] * 2, [[2 * SIZE]] * 2]
 
 
-def _early(overlap: bool) -> tuple[list[int], int]:
-    """Reductions begun after each of: first backward, last backward, finish."""
+def _count_reductions(overlap: bool) -> tuple[list[int], int]:
+    """Count the reductions that have started after the first backward, the last backward and the finish."""
     mesh, seen, counts = _mesh(), [], []
     model = nn.Sequential(Scale("a"), Scale("b"), Scale("c"))
     buffer = ParamAndGradBuffer([model], mesh, bucket_size=1, overlap_grad_reduce=overlap)
@@ -176,25 +176,25 @@ def _early(overlap: bool) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_overlapped_reductions_start_in_the_last_backward(overlap: bool) -> None:
-    for counts, buckets in run_ranks(2, _early, overlap):
+    for counts, buckets in run_ranks(2, _count_reductions, overlap):
         assert buckets == 3
         assert counts == [0, buckets if overlap else 0, buckets]
 
 
-class _Late:
-    """An all-gather whose result appears only when somebody waits for it, as on a slow network."""
+class _LateAllGather:
+    """An all-gather whose result appears only in `wait`, as on a slow network."""
 
-    def __init__(self, whole: Tensor, mine: Tensor, axis: Axis):
-        self.whole, self.arrived = whole, torch.empty_like(whole)
-        self.work = comm.start_all_gather_into(self.arrived, mine, axis)
+    def __init__(self, output: Tensor, shard: Tensor, axis: Axis):
+        self.output, self.arrived = output, torch.empty_like(output)
+        self.work = comm.start_all_gather_into(self.arrived, shard, axis)
 
     def wait(self) -> None:
         self.work.wait()
-        self.whole.copy_(self.arrived)
+        self.output.copy_(self.arrived)
 
 
 class Half:
-    """An update rule: w <- w / 2, to see where weights come from."""
+    """The update rule w <- w / 2, which shows whether weights are updated."""
 
     state_dtypes: Mapping[str, torch.dtype | None] = {}
 
@@ -204,11 +204,11 @@ class Half:
             u.model_param.copy_(u.param)
 
 
-class Listed(Scale):
-    """Its weight is in a list, whose call nobody waits for."""
+class InList(Scale):
+    """The module with its weight in a ParameterList, which is never called itself."""
 
-    def __init__(self, *how: Any):
-        super().__init__(*how)
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self.all = nn.ParameterList([self.weight])
         del self.weight
 
@@ -218,7 +218,7 @@ class Listed(Scale):
 
 def _late_weights(dtype: torch.dtype, overlap: bool, training: bool, kind: type[Scale]) -> tuple[float, float, bool]:
     mesh = _mesh()
-    param_gather.start_all_gather_into = _Late  # type: ignore[assignment]
+    param_gather.start_all_gather_into = _LateAllGather  # type: ignore[assignment]
     model = nn.Sequential(kind("a", 4.0, dtype), kind("b", 6.0, dtype)).train(training)
     buffer = ParamAndGradBuffer([model], mesh, bucket_size=1, overlap_param_gather=overlap)
     optimizer = DistributedOptimizer(buffer, Half())
@@ -232,7 +232,7 @@ def _late_weights(dtype: torch.dtype, overlap: bool, training: bool, kind: type[
 
 
 WAYS = [(torch.float32, True, True, Scale), (torch.float32, True, False, Scale), (torch.float32, False, True, Scale)]
-WAYS += [(torch.bfloat16, True, True, Scale), (torch.float32, True, True, Listed), (torch.float32, True, False, Listed)]
+WAYS += [(torch.bfloat16, True, True, Scale), (torch.float32, True, True, InList), (torch.float32, True, False, InList)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -241,7 +241,7 @@ def test_forward_waits_for_its_weights(way: tuple[torch.dtype, bool, bool, type[
 
 
 def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, list[int]]]:
-    """dp 2 beside tp 2 or pp 2; rank r's loss is (r + 1) * sum. Elements moved per axis."""
+    """Return gradients and the elements moved per axis, for dp 2 with tp 2 or pp 2; rank r's loss is (r + 1) * sum."""
     mesh = _mesh(tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1, shard=shard)
     facts: dict[str, Any] = {"partial_grad_axes": ("tp",)} if axis == "tp" else {"tied": True}
     model = nn.Sequential(Scale("whole"), Scale("extra", **facts))
@@ -265,6 +265,6 @@ def test_partial_and_tied_gradients_are_summed_once(axis: str, shard: bool) -> N
     results = run_ranks(4, _extra_sums, axis, shard)
     for rank, (grads, moved) in enumerate(results):
         same_dp = [r for r in range(4) if (r % 2 == rank % 2 if axis == "tp" else r // 2 == rank // 2)]
-        want = {"whole": float(sum(r + 1 for r in same_dp)), "extra": 10.0}
-        assert grads == want
+        expected = {"whole": float(sum(r + 1 for r in same_dp)), "extra": 10.0}
+        assert grads == expected
         assert moved == {"dp": [SIZE, SIZE], "tp" if axis == "tp" else "tied_embedding": [SIZE // 2 if shard else SIZE]}

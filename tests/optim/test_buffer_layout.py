@@ -1,4 +1,4 @@
-"""Every element is owned once; the order of buckets, what lies in them, and units."""
+"""The layout of the buffer: every element is owned once; the order and contents of buckets, and units."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_bucket_contents() -> None:
 
 @pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights"])
 def test_parameter_is_laid_out_with_its_unit(flags: str) -> None:
-    words = f"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --mock-data --vocab-size 32 --lr 1 {flags}"
-    stage = stage_from(f"{words} --train-iters 1 --micro-batch-size 1 --seq-length 8", torch.float32)
+    model_flags = f"--num-layers 2 --hidden-size 16 --num-attention-heads 2 --mock-data --vocab-size 32 --lr 1 {flags}"
+    stage = stage_from(f"{model_flags} --train-iters 1 --micro-batch-size 1 --seq-length 8", torch.float32)
     _, layout = chunk_layout([stage], Mesh.single_process())
     units = {e.spec.name: e.unit for e in layout.entries}
     assert set(units.values()) == {"embedding", "layers.0", "layers.1", "head"}
@@ -90,7 +90,7 @@ def test_every_element_is_owned_exactly_once(rows: list[tuple[int, int, bool, bo
     for b in layout.buckets:
         assert b.size % (dp * ALIGN) == 0
         assert [i for r in range(dp) for i in b.shard_range(dp, r)] == list(range(b.size))
-        assert all(one.stop <= other.start for one, other in pairwise(b.slots))
+        assert all(previous.stop <= following.start for previous, following in pairwise(b.slots))
     assert sum(b.size for b in layout.buckets) == layout.size
     for s, b in slots:
         entry = entries[s.entry]

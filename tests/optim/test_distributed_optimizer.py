@@ -1,5 +1,4 @@
-"""The distributed optimizer against torch's, or the papers', on one process: updates, the global norm, what each rank
-saves."""
+"""The distributed optimizer equals torch's or the papers' on one process: updates, global norm, saved pieces."""
 
 import datetime
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import ParamSpec
 
-# ---- Muon, LAMB and LARS on whole tensors in one process, as their papers have them
+# ---- Muon, LAMB and LARS on full tensors in one process, as defined in their papers
 TWO_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -38,10 +37,10 @@ def orthogonalised(u: Tensor, rule: Muon) -> Tensor:
     return left @ torch.diag(s) @ right * scales[rule.scale_mode] ** 0.5 * rule.extra_scale
 
 
-def step_(
+def update_(
     rule: UpdateRule, w: Tensor, g: Tensor, state: dict[str, Tensor], *, lr: float, decay: float, step: int
 ) -> None:
-    """Of one tensor; `state` is made by the first."""
+    """Update one tensor by the rule's definition; the first step fills `state`."""
     if isinstance(rule, Muon):
         m = state["momentum_buffer"] = rule.momentum * state.get("momentum_buffer", 0) + (1 - rule.momentum) * g
         u = (1 - rule.momentum) * g + rule.momentum * m if rule.nesterov else m
@@ -63,7 +62,7 @@ def step_(
 
 # ---- the optimizer
 ADAMW = AdamW((0.8, 0.95), 1e-6)
-RULES: dict[str, tuple[UpdateRule, UpdateRule | None]] = {  # and of matrices
+RULES: dict[str, tuple[UpdateRule, UpdateRule | None]] = {  # the second is for matrices
     "adamw": (ADAMW, None),
     "sgd": (SGD(0.9), None),
     "plain sgd": (SGD(0.0), None),
@@ -73,7 +72,9 @@ RULES: dict[str, tuple[UpdateRule, UpdateRule | None]] = {  # and of matrices
     "lamb": (Lamb((0.8, 0.95), 1e-6), None),
     "lars": (Lars(0.9, 0.1), None),
 }
-WHOLE = [name for name, (rule, _) in RULES.items() if name.startswith("muon") or not isinstance(rule, AdamW | SGD)]
+FULL_TENSOR_RULES = [
+    name for name, (rule, _) in RULES.items() if name.startswith("muon") or not isinstance(rule, AdamW | SGD)
+]
 LR, DECAY, SCALE, STEPS = 0.05, 0.3, 0.25, 5
 SHAPES = {"word": (12, 11), "norm": (11,), "up": (18, 11), "up_bias": (18,), "down": (11, 18)}
 TP_FACTS: dict[str, Any] = dict.fromkeys(("word", "up", "up_bias"), {"shards": ((0, "tp"),)})
@@ -106,8 +107,8 @@ def _values(seed: int) -> dict[str, Tensor]:
     return values if seed else values | {"up_bias": torch.zeros(SHAPES["up_bias"], dtype=torch.float64)}
 
 
-def _local(whole: Tensor, spec: ParamSpec, mesh: Mesh) -> Tensor:
-    return part_of(whole, spec.box(mesh.sizes, mesh.coordinates))
+def _local(full: Tensor, spec: ParamSpec, mesh: Mesh) -> Tensor:
+    return part_of(full, spec.box(mesh.sizes, mesh.coordinates))
 
 
 def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> DistributedOptimizer:
@@ -115,7 +116,7 @@ def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> DistributedOptimize
         dict(tp=case.tp, pp=case.pp, num_optimizer_instances=case.num_optimizer_instances),
         datetime.timedelta(seconds=20),
     )
-    mesh = build_mesh(**sizes, dp_cp_tp=rule in WHOLE, device=torch.device("cpu"), timeout=limit)
+    mesh = build_mesh(**sizes, dp_cp_tp=rule in FULL_TENSOR_RULES, device=torch.device("cpu"), timeout=limit)
     stage = nn.Module()
     for name in STAGES[mesh.pp.rank] if case.pp > 1 else SHAPES:
         facts = TP_FACTS[name] if case.tp > 1 else {}
@@ -130,7 +131,7 @@ def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> DistributedOptimize
 
 
 def _step(optimizer: DistributedOptimizer, step: int) -> float:
-    """One step; each rank adds the summand of the whole gradient that its backward would. The squared norm."""
+    """Take one step, in which each rank adds its summand of the full gradient, and return the squared norm."""
     buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
     for bucket in buffer.layout.buckets:
         summands = mesh.dp.size * (2 if bucket.key.tied else 1) * (mesh.tp.size if bucket.key.partial_grad_axes else 1)
@@ -147,7 +148,7 @@ def _step(optimizer: DistributedOptimizer, step: int) -> float:
 
 
 def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[Owned], dict[str, np.ndarray]]:
-    """Squared norms; the pieces; this rank's whole weights as the modules see them."""
+    """Return squared norms, the owned pieces, and this rank's full weights as the modules see them."""
     optimizer = _optimizer(case, rule, dtype)
     norms = [_step(optimizer, step) for step in range(STEPS)]
     optimizer.buffer.wait_param_sync()
@@ -164,28 +165,28 @@ def _runs(case: Case, rule: str, dtype: torch.dtype) -> list[Any]:
 
 
 def _assemble(runs: list[Any], prefix: str) -> dict[str, np.ndarray]:
-    """Whole tensors from what each rank says it owns."""
-    pieces = [piece for _, mine, _ in runs for piece in mine if piece[0].startswith(prefix + "/")]
-    return {name.removeprefix(prefix + "/"): whole.numpy() for name, whole in whole_of(pieces).items()}
+    """Return the full tensors, assembled from the pieces that the ranks own."""
+    pieces = [piece for _, owned_pieces, _ in runs for piece in owned_pieces if piece[0].startswith(prefix + "/")]
+    return {name.removeprefix(prefix + "/"): full.numpy() for name, full in whole_of(pieces).items()}
 
 
-def _papers(rule: str, main: torch.dtype) -> dict[str, dict[str, np.ndarray]]:
-    """As `_reference`, by the rules' definitions on whole tensors."""
+def _paper_reference(rule: str, main: torch.dtype) -> dict[str, dict[str, np.ndarray]]:
+    """Return the same as `_reference`, by the rules' definitions on full tensors."""
     weights, states = {name: value.to(main) for name, value in _values(0).items()}, {name: {} for name in SHAPES}
     for step in range(STEPS):
         for name, w in weights.items():
-            of, g = RULES[rule][w.dim() > 1] or RULES[rule][0], _values(100 + step)[name].to(main) * SCALE
-            step_(of, w, g, states[name], lr=LR, decay=DECAY * (w.dim() > 1), step=step + 1)
+            update_rule, g = RULES[rule][w.dim() > 1] or RULES[rule][0], _values(100 + step)[name].to(main) * SCALE
+            update_(update_rule, w, g, states[name], lr=LR, decay=DECAY * (w.dim() > 1), step=step + 1)
     result = {"model": {name: w.numpy() for name, w in weights.items()}}
-    for name, kind, values in ((name, *one) for name, state in states.items() for one in state.items()):
+    for name, kind, values in ((name, *item) for name, state in states.items() for item in state.items()):
         result.setdefault(f"optimizer.{kind}", {})[name] = values.numpy()
     return result
 
 
 def _reference(rule: str, start: torch.dtype, main: torch.dtype) -> dict[str, dict[str, np.ndarray]]:
-    """torch's optimizer in `main` from weights rounded to `start`: {"model": ..., "optimizer.STATE": ...}."""
-    if rule in WHOLE:
-        return _papers(rule, main)
+    """Run torch's optimizer in `main` from weights rounded to `start`: {"model": ..., "optimizer.STATE": ...}."""
+    if rule in FULL_TENSOR_RULES:
+        return _paper_reference(rule, main)
     weights = {name: nn.Parameter(value.to(start).to(main)) for name, value in _values(0).items()}
     groups = [
         {"params": [p for p in weights.values() if p.dim() > 1], "weight_decay": DECAY},
@@ -206,10 +207,10 @@ def _reference(rule: str, start: torch.dtype, main: torch.dtype) -> dict[str, di
     return result
 
 
-def _close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], bound: float) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        np.testing.assert_allclose(got[name], want[name], rtol=bound, atol=bound, err_msg=name)
+def _close(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], bound: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=bound, atol=bound, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -220,20 +221,20 @@ def _close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], bound: float
 def test_update_equals_torch_or_the_papers_in_fp64(rule: str, name: str) -> None:
     runs = _runs(CASES[name], rule, torch.float64)
     for step in range(STEPS):
-        want = sum(float(g.square().sum()) for g in _values(100 + step).values())
+        expected = sum(float(g.square().sum()) for g in _values(100 + step).values())
         for norms, _, _ in runs:
-            assert norms[step] == pytest.approx(want, rel=1e-13)
-    for prefix, want in _reference(rule, torch.float64, torch.float64).items():
-        _close(_assemble(runs, prefix), want, 1e-10 if rule in WHOLE else 1e-13)
+            assert norms[step] == pytest.approx(expected, rel=1e-13)
+    for prefix, expected in _reference(rule, torch.float64, torch.float64).items():
+        _close(_assemble(runs, prefix), expected, 1e-10 if rule in FULL_TENSOR_RULES else 1e-13)
 
 
 def test_bf16_weights_are_rounded_main_weights() -> None:
-    """Five steps of AdamW in fp32, sharded over 3; had the update been done in bf16 it would miss by 1e-2."""
+    """Five steps of AdamW in fp32 are sharded over 3 ranks; an update in bf16 would miss by 1e-2."""
     runs = _runs(CASES["dp3"], "adamw", torch.bfloat16)
-    want = _reference("adamw", torch.bfloat16, torch.float32)
+    expected = _reference("adamw", torch.bfloat16, torch.float32)
     main = _assemble(runs, "optimizer.main")
-    _close(main, want["model"], 1e-5)
+    _close(main, expected["model"], 1e-5)
     for name, values in main.items():
         rounded = torch.from_numpy(values).float().bfloat16().double().numpy()
-        for _, _, weights in runs:  # gathered: whole on every rank
+        for _, _, weights in runs:  # gathered: every rank has full weights
             np.testing.assert_array_equal(weights[name], rounded.ravel(), err_msg=name)

@@ -1,4 +1,4 @@
-"""The scale against an independent account of its rules, over any history of overflows; and over a stop in between."""
+"""The loss scale equals an independent account of its rules for any history of overflows, and across a resume."""
 
 import json
 
@@ -14,7 +14,7 @@ def scaler() -> LossScaler:
 
 
 def account(history: list[bool], window: int, hysteresis: int) -> int:
-    """log2 of the scale's change, from the history alone: no counters carried from step to step."""
+    """Return log2 of the scale's change, from the history alone: no counters are carried from step to step."""
     change, doubled, last_overflow = 0, 0, 0  # positions one past the last doubling and the last overflow
     for i, overflow in enumerate(history, 1):
         if overflow:
@@ -62,7 +62,7 @@ def test_resume_uses_the_new_loss_scale_settings() -> None:
     new.from_json(old.to_json())
     assert new.scale == 2.0**61  # not under the new floor
     new.update(False)
-    assert new.scale == 2.0**62  # two clean steps were behind it, the new window is 2
+    assert new.scale == 2.0**62  # it has had two clean steps, and the new window is 2
     constant = LossScaler(scale=8.0)
     constant.from_json(old.to_json())
     assert constant.scale == 8.0

@@ -1,4 +1,4 @@
-"""Parameters of both homes, under every layout: each element is counted once in norms, and saved once.
+"""Parameters of both mesh views under every layout: each element is counted once in norms, and saved once.
 
 NVIDIA/Megatron-LM#5916 is a norm that missed experts where expert and tensor parallelism meet, #3672 a scale that
 depended on the layout.
@@ -51,35 +51,37 @@ SPECS = [
 RARELY = pytest.mark.nightly(guards=("megalite/optim",))
 
 
-def _whole(spec: ParamSpec) -> Tensor:
-    """Every element another number, all squares of them exact in fp64."""
+def _full(spec: ParamSpec) -> Tensor:
+    """Return a parameter whose elements all differ and have squares that are exact in fp64."""
     first = 1 + sum(int(np.prod(s.shape)) for s in SPECS[: [s.name for s in SPECS].index(spec.name)])
     return torch.arange(first, first + int(np.prod(spec.shape)), dtype=torch.float64).view(spec.shape)
 
 
 def _optimizer(mesh: Mesh) -> DistributedOptimizer:
-    """Everything lives on the first stage, the tied word on the last one too."""
+    """Return the optimizer of a model on the first stage, with the tied word embedding on the last one, too."""
     names = {spec.name for spec in SPECS} if mesh.pp.is_first else {TIED} if mesh.pp.is_last else {"norm"}
     make, stage = ParamFactory(mesh, torch.float64, seed=1), nn.Module()
     for spec in SPECS:
         if spec.name in names:
             name = spec.name if mesh.pp.is_first or mesh.pp.is_last else f"{spec.name}.{mesh.pp.rank}"
-            made = make(replace(spec, name=name, tied=mesh.pp.size > 1 and spec.name == TIED))
-            stage.register_parameter(spec.name.replace(".", "_"), made)
+            parameter = make(replace(spec, name=name, tied=mesh.pp.size > 1 and spec.name == TIED))
+            stage.register_parameter(spec.name.replace(".", "_"), parameter)
     return DistributedOptimizer(ParamAndGradBuffer([stage], mesh, bucket_size=40), SGD(0.9))
 
 
 def _fill(optimizer: DistributedOptimizer, share: bool) -> None:
-    """Gradients and weights are this rank's part of `_whole`, or, with `share`, the gradient a summand of it: divided
-    over all the ranks that the reduction adds up."""
+    """Set gradients and weights to this rank's part of `_full`.
+
+    With `share` the gradient is a summand: the part divided by the number of ranks that the reduction sums.
+    """
     buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
     for p in buffer.parameters:
         spec = p.spec  # type: ignore[attr-defined]
         if "." in spec.name and not spec.name.startswith("experts"):
-            p.data.zero_()  # of a stage between the ends
+            p.data.zero_()  # it belongs to a stage between the ends
             buffer.main_grads[spec.name].accumulator()[0].zero_()
             continue
-        part = part_of(_whole(spec), spec.box(mesh.sizes, mesh.coordinates))
+        part = part_of(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
         axes = (
             [MESH_VIEWS[spec.mesh_view][0], *spec.partial_grad_axes, *["tied_embedding"] * spec.tied] if share else []
         )
@@ -87,7 +89,7 @@ def _fill(optimizer: DistributedOptimizer, share: bool) -> None:
         buffer.main_grads[spec.name].accumulator()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
 
 
-TOTAL = sum(float(_whole(spec).square().sum()) for spec in SPECS)
+TOTAL = sum(float(_full(spec).square().sum()) for spec in SPECS)
 ELEMENTS = sum(int(np.prod(spec.shape)) for spec in SPECS)
 
 
@@ -108,11 +110,11 @@ def test_owned_elements_cover_the_model(shape: tuple[int, dict[str, Any]]) -> No
         pieces += owned(optimizer, "model/")
     assert (count, grads, weights) == pytest.approx((ELEMENTS, TOTAL, TOTAL), rel=1e-12)
     saved = whole_of(pieces)
-    assert all(torch.equal(saved[f"model/{spec.name}"], _whole(spec)) for spec in SPECS)
+    assert all(torch.equal(saved[f"model/{spec.name}"], _full(spec)) for spec in SPECS)
 
 
 def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    """The squared norm after a reduction between ranks, and the largest error of each weight after an update by it."""
+    """Return the squared norm after a reduction between ranks, and the largest error of each updated weight."""
     mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
     optimizer = _optimizer(mesh)
     buffer = optimizer.buffer
@@ -125,7 +127,7 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     errors = {}
     for p in buffer.parameters:
         spec = p.spec  # type: ignore[attr-defined]
-        part = part_of(_whole(spec), spec.box(mesh.sizes, mesh.coordinates))
+        part = part_of(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
         errors[spec.name] = float((p.detach() - part / 2).abs().max())
     return norm, errors
 
@@ -153,17 +155,17 @@ def test_two_sharded_dims_are_initialized_equally_under_every_layout(sizes: dict
     spec = ParamSpec(
         "e", (E, 2, F, D), mesh_view="expert", shards=((0, "ep"), (2, "etp")), init_block=block, init=Normal(0.5)
     )
-    whole = initialize_(torch.empty(spec.shape), spec, Mesh.single_process(), seed=7)
-    assert 0.45 < whole.std().item() < 0.55 and whole.unique().numel() > 0.99 * whole.numel()
+    full = initialize_(torch.empty(spec.shape), spec, Mesh.single_process(), seed=7)
+    assert 0.45 < full.std().item() < 0.55 and full.unique().numel() > 0.99 * full.numel()
     for rank in range(world := sizes.get("ep", 1) * sizes.get("etp", 1)):
         mesh = abstract_mesh(world, rank, **{"ep": 1, **sizes})
         part = initialize_(torch.empty(spec.local_shape(mesh.sizes)), spec, mesh, seed=7)
-        assert torch.equal(part, part_of(whole, spec.box(mesh.sizes, mesh.coordinates)))
+        assert torch.equal(part, part_of(full, spec.box(mesh.sizes, mesh.coordinates)))
 
 
 def test_rank_initializes_only_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, real = [], torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *shape, **how: (drawn.append(shape), real(*shape, **how))[1])
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: (drawn.append(shape), real(*shape, **options))[1])
     mesh, (spec,) = abstract_mesh(8, 5, ep=4, etp=2), [spec for spec in SPECS if spec.name == "experts.gate_up"]
     initialize_(torch.empty(spec.local_shape(mesh.sizes)), spec, mesh, seed=7)
     assert drawn == [(1, 2, F, D)] * (E // 4)

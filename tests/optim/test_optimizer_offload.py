@@ -1,6 +1,8 @@
-"""An optimizer whose state is in host memory: what moves and how much; that it changes nothing is in
-tests/layouts/test_layouts.py, its bytes on ranks in tests/planning/test_dry_run_rank.py, and that it waits for all that it copies in
-tests/simulated_gpu/test_removed_waits.py."""
+"""An optimizer whose state is in host memory: what it copies, how much, and when.
+
+tests/layouts/test_layouts.py shows that it changes no result, tests/planning/test_dry_run_rank.py counts its bytes on
+ranks, and tests/simulated_gpu/test_removed_waits.py shows that it waits for its copies.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +49,18 @@ STORE = "megalite/optim/optimizer_offload.py"
 def test_fewest_buckets_reach_the_offload_fraction(rows: list[tuple[int, int]], share: float) -> None:
     entries = [ParamEntry(ParamSpec(f"p{i}", (n,)), n, chunk) for i, (n, chunk) in enumerate(rows)]
     layout = build_layout(entries, bucket_size=300, sizes={"dp_cp": 2})
-    away = offloaded_buckets(layout, share)
-    assert away == layout.buckets[: len(away)]
-    assert sum(bucket.size for bucket in away) >= share * layout.size
-    assert not away or sum(bucket.size for bucket in away[:-1]) < share * layout.size
+    offloaded = offloaded_buckets(layout, share)
+    assert offloaded == layout.buckets[: len(offloaded)]
+    assert sum(bucket.size for bucket in offloaded) >= share * layout.size
+    assert not offloaded or sum(bucket.size for bucket in offloaded[:-1]) < share * layout.size
     assert offloaded_buckets(layout, 1.0) == layout.buckets and offloaded_buckets(layout, 0.0) == ()
 
 
 @given(st.lists(st.integers(1, 3 << 30), max_size=99))
 def test_pinned_memory_is_close_to_the_minimum(parts: list[int]) -> None:
-    """Of each block at most a part is not filled, and the last are rounded up."""
-    more, large = pinned_bytes(parts) - sum(parts), max(parts, default=0)
-    assert 0 <= more <= min(sum(parts), large * (2 + sum(parts).bit_length() - large.bit_length()))
+    """Each block has less than one part unused, and the last ones are rounded up."""
+    overhead, large = pinned_bytes(parts) - sum(parts), max(parts, default=0)
+    assert 0 <= overhead <= min(sum(parts), large * (2 + sum(parts).bit_length() - large.bit_length()))
 
 
 def test_offloaded_parts_share_blocks() -> None:
@@ -71,43 +73,51 @@ LARGE = "--preset llama3-70b --mock-data --lr 1 --train-iters 1 --micro-batch-si
 
 
 def test_offload_beyond_host_memory_is_refused() -> None:
-    plan, moved = (
-        make_run_plan(config_from(f"{LARGE} {way}"), 8, 128256) for way in (OFFLOAD, "--cpu-offloading-num-layers 80")
+    plan, activations_plan = (
+        make_run_plan(config_from(f"{LARGE} {flags}"), 8, 128256)
+        for flags in (OFFLOAD, "--cpu-offloading-num-layers 80")
     )
-    told = r"=1: 1\d\d\.\d GiB of host memory per rank, but only 64\.0 GiB are available; offload less, or to a disk$"
-    card = mock.patch.object(preflight, "cuda_device", return_value=torch.device("cuda"))
-    size = mock.patch.object(preflight, "total_memory", lambda device: 512 << 30 if device.type == "cpu" else 80 << 30)
-    with card, size:
-        for one, line in ((plan, f"optimizer_offload_fraction{told}"), (moved, r"cpu_offloading_num_layers=80: .*s$")):
-            with pytest.raises(LaunchError, match=f"^{line}"):
-                preflight.check_machine(one, "cuda", RankInfo(0, 8, 0, 8))
+    message = (
+        r"=1: 1\d\d\.\d GiB of host memory per rank, but only 64\.0 GiB are available; offload less, or to a disk$"
+    )
+    cuda = mock.patch.object(preflight, "cuda_device", return_value=torch.device("cuda"))
+    memory = mock.patch.object(
+        preflight, "total_memory", lambda device: 512 << 30 if device.type == "cpu" else 80 << 30
+    )
+    with cuda, memory:
+        for run_plan, pattern in (
+            (plan, f"optimizer_offload_fraction{message}"),
+            (activations_plan, r"cpu_offloading_num_layers=80: .*s$"),
+        ):
+            with pytest.raises(LaunchError, match=f"^{pattern}"):
+                preflight.check_machine(run_plan, "cuda", RankInfo(0, 8, 0, 8))
         preflight.check_machine(plan, "cuda", RankInfo(0, 8, 0, 2))
         with pytest.raises(LaunchError, match=r"^weights and optimizer alone take 1\d\d\.\d GiB"):
             preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 8))
 
 
 def test_too_small_offload_directory_is_refused(tmp_path: Path) -> None:
-    for folder, told in (
+    for directory, message in (
         (tmp_path, r": 9\d\.\d GiB per rank are needed, and 7 GiB are free"),
         ("/none", "No such file"),
     ):
-        plan = make_run_plan(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-dir {folder}"), 8, 128256)
+        plan = make_run_plan(config_from(f"{LARGE} {OFFLOAD} --optimizer-offload-dir {directory}"), 8, 128256)
         with (
             mock.patch.object(preflight, "total_memory", return_value=80 << 30),
             mock.patch.object(preflight.shutil, "disk_usage", side_effect=_disk),
-            pytest.raises(LaunchError, match=rf"^optimizer_offload_dir='{folder}'.*{told}"),
+            pytest.raises(LaunchError, match=rf"^optimizer_offload_dir='{directory}'.*{message}"),
         ):
             preflight.check_machine(plan, "cpu", RankInfo(0, 8, 0, 2))
 
 
 def test_weights_of_a_single_rank_are_not_offloaded() -> None:
     config = config_from(f"{COMMON} {GPT} {ZERO3} {PARAMETERS}")
-    alone = "param_cpu_offload needs 2 or more ranks that shard weights: start more, or leave it out"
-    assert (find_problems(config, 1), find_problems(config, 2)) == ([alone], [])
+    problem = "param_cpu_offload needs 2 or more ranks that shard weights: start more, or leave it out"
+    assert (find_problems(config, 1), find_problems(config, 2)) == ([problem], [])
 
 
-def _disk(folder: str) -> Any:
-    os.stat(folder)
+def _disk(directory: str) -> Any:
+    os.stat(directory)
     return mock.Mock(free=14 << 30)
 
 
@@ -127,16 +137,16 @@ def test_loaded_state_reaches_the_host(flags: str) -> None:
     trained, other = _run(flags), _run(f"{flags} --seed 8")
     for _ in range(2):
         train_step(trained)
-    for mine, theirs in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
-        mine.data.copy_(theirs.data)
+    for loaded, source in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
+        loaded.data.copy_(source.data)
     other.optimizer.num_updates, other.progress = trained.optimizer.num_updates, replace(trained.progress)
     other.optimizer.sync_after_load()
-    other.train_loader = trained.train_loader  # whose order is the other seed's
+    other.train_loader = trained.train_loader  # its own has the order of another seed
     train_step(trained)
     other.progress.consumed_samples = trained.progress.consumed_samples - 16
     train_step(other)
-    for mine, theirs in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
-        assert torch.equal(mine.data, theirs.data), mine.name
+    for loaded, source in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
+        assert torch.equal(loaded.data, source.data), loaded.name
     for flat in other.buffer.weights.tensors:
         flat.fill_(0.5)
     other.optimizer.sync_after_load(main_loaded=False)
@@ -144,20 +154,20 @@ def test_loaded_state_reaches_the_host(flags: str) -> None:
 
 
 def _traced(flags: str) -> tuple[list[Fact], int, int]:
-    """On a simulated card: the facts of one step, and the elements that this rank owns of all and of what moves."""
-    with on_card(dist.get_rank()) as card:
-        run = run_from(f"{COMMON} {flags} --kernels torch --attention-kernel torch", device=card.device)
+    """Return the facts of one step on a simulated GPU, the offloaded elements of this rank, and all it owns."""
+    with on_card(dist.get_rank()) as gpu:
+        run = run_from(f"{COMMON} {flags} --kernels torch --attention-kernel torch", device=gpu.device)
         train_step(run)
-        begin = len(card.trace)
+        start = len(gpu.trace)
         train_step(run)
         run.buffer.wait_param_sync()
         run.close()
         owned = sum(len(main) for main, _ in run.optimizer.offloaded.state.values())
-        return card.trace[begin:], owned, run.buffer.layout.size // run.mesh.dp.size
+        return gpu.trace[start:], owned, run.buffer.layout.size // run.mesh.dp.size
 
 
 def _bytes(facts: list[Fact], name: str) -> int:
-    """Of what the store copies."""
+    """Return the bytes that the store copies with this operation."""
     copies = (f for f in facts if isinstance(f, Launch) and f.name == name and f.where.startswith(STORE))
     return sum(span.stop - span.start for f in copies for span in f.writes)
 
@@ -174,36 +184,37 @@ def test_offload_copies_each_owned_element_once(flags: str, weight: int, share: 
 
 @GUARDS
 def test_copies_overlap_host_updates() -> None:
-    """By the order of events: a second gradient is on its way down before the first update, a weight on its way up
-    before the last, on a stream of their own, and none of the card's updates waits for the host's."""
+    """The order of events shows the overlap: copies use a stream of their own and run next to the host's updates.
+
+    A second gradient is copied down before the first update and a weight is copied up before the last one; no update on
+    the GPU waits for the host's.
+    """
     facts, _, _ = run_ranks(2, _traced, f"{LLAMA} {HALF} --bf16", backend=nccl.join)[0]
-    at = lambda test: [i for i, f in enumerate(facts) if test(f)]  # noqa: E731
-    stores = at(lambda f: isinstance(f, Launch) and f.where.startswith(STORE))
+    indices = lambda test: [i for i, f in enumerate(facts) if test(f)]  # noqa: E731
+    stores = indices(lambda f: isinstance(f, Launch) and f.where.startswith(STORE))
     copies = {name: [i for i in stores if facts[i].name == name] for name in (UP, DOWN)}  # type: ignore[attr-defined]
-    updates = at(lambda f: isinstance(f, HostAccess) and f.name == "_fused_adamw_")
-    of_card = at(lambda f: isinstance(f, Launch) and f.name == "_fused_adamw_")
+    updates = indices(lambda f: isinstance(f, HostAccess) and f.name == "_fused_adamw_")
+    gpu_updates = indices(lambda f: isinstance(f, Launch) and f.name == "_fused_adamw_")
     streams = {facts[i].stream for name in copies for i in copies[name]}  # type: ignore[union-attr]
     assert len(streams) == 1 and 0 not in streams
-    assert copies[DOWN][1] < updates[0] and copies[UP][0] < updates[-1] and of_card[-1] < updates[0]
+    assert copies[DOWN][1] < updates[0] and copies[UP][0] < updates[-1] and gpu_updates[-1] < updates[0]
 
 
 @GUARDS
 def test_killed_offload_run_resumes_with_equal_files(tmp_path: Path) -> None:
-    def trained(name: str, *more: str, fault: str = "") -> dict[str, Any]:
-        words = [sys.executable, str(ROOT / "pretrain_gpt.py"), *f"{COMMON} {LLAMA} --bf16 --train-iters 4".split()]
-        words += [*more, "--save", str(tmp_path / name), "--save-interval", "1"]
+    def train(name: str, *more: str, fault: str = "") -> dict[str, Any]:
+        argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *f"{COMMON} {LLAMA} --bf16 --train-iters 4".split()]
+        argv += [*more, "--save", str(tmp_path / name), "--save-interval", "1"]
         env = os.environ | ({"MEGALITE_FAULT": fault} if fault else {})
-        done = programs.run(
-            [*words, "--run-dir", str(tmp_path / name / "run")], capture_output=True, text=True, env=env
-        )
+        done = programs.run([*argv, "--run-dir", str(tmp_path / name / "run")], capture_output=True, text=True, env=env)
         assert done.returncode in ((-signal.SIGKILL, 128 + signal.SIGKILL) if fault else (0,)), done.stderr
         return {} if fault else json.loads((tmp_path / name / "iter_0000004/manifest.json").read_text())["files"]
 
-    shared = (*ZERO3.split(), *"--dp 2 --nproc 2 --optimizer-offload-dir".split(), str(tmp_path))
-    trained("weights, too", *PARAMETERS.split(), *shared, "--async-save", "on", fault="step.after_update:0:3:kill")
-    there = trained("weights, too", *PARAMETERS.split(), *shared, "--load", str(tmp_path / "weights, too"))
-    assert there == trained("on cards", *ZERO3.split(), *"--dp 2 --nproc 2".split())
-    behind = (*HALF.split(), "--async-save", "on")
-    trained("killed", *behind, fault="step.after_update:0:3:kill")
-    again = trained("killed", OFFLOAD, *behind[-4:], "--load", str(tmp_path / "killed"))  # all of it
-    assert again == trained("straight", *HALF.split()[-2:])
+    disk_flags = (*ZERO3.split(), *"--dp 2 --nproc 2 --optimizer-offload-dir".split(), str(tmp_path))
+    train("weights, too", *PARAMETERS.split(), *disk_flags, "--async-save", "on", fault="step.after_update:0:3:kill")
+    resumed_on_disk = train("weights, too", *PARAMETERS.split(), *disk_flags, "--load", str(tmp_path / "weights, too"))
+    assert resumed_on_disk == train("on GPUs", *ZERO3.split(), *"--dp 2 --nproc 2".split())
+    async_flags = (*HALF.split(), "--async-save", "on")
+    train("killed", *async_flags, fault="step.after_update:0:3:kill")
+    resumed = train("killed", OFFLOAD, *async_flags[-4:], "--load", str(tmp_path / "killed"))  # offload all
+    assert resumed == train("straight", *HALF.split()[-2:])
