@@ -25,7 +25,7 @@ from megalite.pipeline.simulate import simulate
 from megalite.planning.partition import balanced_split, candidate_splits, choose_split, even_split, layer_ranges
 from tools.plots.pipeline import schedule_text as draw
 
-GUARDS = ("megalite/pipeline",)  # of the largest, which take seconds
+GUARDS = ("megalite/pipeline",)  # the largest cases take seconds
 SHAPES = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]
 PAIR = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B}
 
@@ -47,8 +47,10 @@ def test_every_schedule_is_complete_and_deadlock_free(
 
 
 def rendezvous(rows: list[list[Action]]) -> None:
-    """Run the rows with sends that block until the receive is posted next, on either channel: nothing may get stuck,
-    and every action must have its inputs."""
+    """Run the rows with sends that block until the matching receive is posted next.
+
+    No rank may hang, and every action must have its inputs.
+    """
     pp, position = len(rows), [0] * len(rows)
     last = max(a.stage for row in rows for a in row)
     have: set[tuple[Op, int, int]] = set()
@@ -98,8 +100,8 @@ def test_bubble_and_activations_equal_the_papers(pp: int) -> None:
                 assert [peak_in_flight(row) for row in rows] == [min(m, pp - rank) for rank in range(pp)]
             else:
                 first = -(-m // max(1, m // pp))  # micro-batches in the first and largest group
-                most = [2 * (pp - rank - 1) + (vpp - 1) * first + 1 for rank in range(pp)]
-                assert [peak_in_flight(row) for row in rows] == [min(m * vpp, n) for n in most]
+                limits = [2 * (pp - rank - 1) + (vpp - 1) * first + 1 for rank in range(pp)]
+                assert [peak_in_flight(row) for row in rows] == [min(m * vpp, n) for n in limits]
             for name in ("gpipe", "breadth-first"):
                 assert [peak_in_flight(row) for row in build_schedule(name, pp, m, vpp)] == [m * vpp] * pp
 
@@ -109,28 +111,29 @@ def test_bubble_and_activations_equal_the_papers(pp: int) -> None:
 )
 def test_split_backward_fills_the_bubble(pp: int, vpp: int) -> None:
     for name, m in itertools.product(("1f1b", "gpipe", "breadth-first"), range(1, 21)):
-        whole, halves = build_schedule(name, pp, m, vpp), build_schedule(name, pp, m, vpp, split=SplitBackward())
-        assert [[a for a in row if a.op in (Op.F, Op.B)] for row in halves] == [
-            [a for a in row if a.op in (Op.F, Op.B)] for row in whole
+        plain, split = build_schedule(name, pp, m, vpp), build_schedule(name, pp, m, vpp, split=SplitBackward())
+        assert [[a for a in row if a.op in (Op.F, Op.B)] for row in split] == [
+            [a for a in row if a.op in (Op.F, Op.B)] for row in plain
         ], "the order of F and B is the schedule's own"
-        assert max(map(peak_in_flight, halves)) <= max(map(peak_in_flight, whole))
-        before, after = simulate(whole).bubble, simulate(halves).bubble
+        assert max(map(peak_in_flight, split)) <= max(map(peak_in_flight, plain))
+        before, after = simulate(plain).bubble, simulate(split).bubble
         assert after <= before
-        if name == "1f1b" and vpp == 1:  # ZB-H1; of fewer micro-batches than ranks, what the way there and back takes
+        if name == "1f1b" and vpp == 1:  # ZB-H1; with fewer micro-batches than ranks, one passage there and back
             assert after == pytest.approx(1 - 3 * m / max(3 * m + pp - 1, 2 * m + 2 * pp - 1))
         elif name == "1f1b" and m >= 2 * pp:
             assert after <= 0.4 * before
-        elif name != "1f1b" and m >= pp:  # the way back is of input gradients alone
+        elif name != "1f1b" and m >= pp:  # the way back has only input gradients
             assert after == pytest.approx(1 - 3 * m * vpp / (3 * m * vpp + 2 * pp - 2))
 
 
 def test_in_flight_limit_is_respected() -> None:
-    for most, held in ((1, [4, 3, 2, 1]), (3, [4, 3, 3, 3]), (None, [4] * 4), (6, [6] * 4)):
-        rows = build_schedule("1f1b", 4, 12, split=SplitBackward(memory_limit=most))
+    for limit, expected in ((1, [4, 3, 2, 1]), (3, [4, 3, 3, 3]), (None, [4] * 4), (6, [6] * 4)):
+        rows = build_schedule("1f1b", 4, 12, split=SplitBackward(memory_limit=limit))
         rendezvous(rows)
-        assert [peak_in_flight(row) for row in rows] == held, most
+        assert [peak_in_flight(row) for row in rows] == expected, limit
     bubbles = [
-        simulate(build_schedule("1f1b", 4, 12, split=SplitBackward(memory_limit=most))).bubble for most in (1, 2, 3, 4)
+        simulate(build_schedule("1f1b", 4, 12, split=SplitBackward(memory_limit=limit))).bubble
+        for limit in (1, 2, 3, 4)
     ]
     assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > bubbles[-1]
 
@@ -144,17 +147,17 @@ def test_bytes_in_flight_of_either_half() -> None:
 @pytest.mark.parametrize("pp,vpp", [(2, 1), (4, 1), (4, 2), (5, 3)])
 def test_deferred_weight_gradients_respect_the_limit(pp: int, vpp: int) -> None:
     for m, waits in itertools.product((pp, 3 * pp, 3 * pp + 1), (0, 6, 10, 14, 100)):
-        held = ((10, waits),) * (pp * vpp)
-        rows = build_schedule("1f1b", pp, m, vpp, split=SplitBackward(memory=held))
+        memory = ((10, waits),) * (pp * vpp)
+        rows = build_schedule("1f1b", pp, m, vpp, split=SplitBackward(memory=memory))
         rendezvous(rows)
-        limit = max(peak_in_flight(row, held) for row in build_schedule("1f1b", pp, m, vpp))
-        # a B whose leavings exceed what it frees has to run where nothing else can
-        assert max(peak_in_flight(row, held) for row in rows) <= limit + max(0, waits - 10)
+        limit = max(peak_in_flight(row, memory) for row in build_schedule("1f1b", pp, m, vpp))
+        # a B that defers more bytes than it frees has to run where nothing else can
+        assert max(peak_in_flight(row, memory) for row in rows) <= limit + max(0, waits - 10)
 
 
 @given(st.data())
 def test_schedule_for_any_costs_runs_with_its_planned_time(data: st.DataObject) -> None:
-    pp, vpp, m = (data.draw(st.integers(1, most)) for most in (5, 3, 9))
+    pp, vpp, m = (data.draw(st.integers(1, maximum)) for maximum in (5, 3, 9))
     vpp = vpp if pp > 1 else 1
     cost = st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
     costs = tuple(data.draw(st.lists(cost, min_size=pp * vpp, max_size=pp * vpp)))
@@ -163,17 +166,17 @@ def test_schedule_for_any_costs_runs_with_its_planned_time(data: st.DataObject) 
         name, pp, m, vpp, split=SplitBackward(costs, memory_limit=data.draw(st.none() | st.integers(1, 20)))
     )
     rendezvous(rows)
-    whole = m * sum(map(sum, costs))
+    work = m * sum(map(sum, costs))
     result = simulate(rows, costs)
-    assert sum(s.end - s.start for s in result.spans) == whole
-    assert result.bubble == pytest.approx(1 - whole / (pp * result.end))
+    assert sum(s.end - s.start for s in result.spans) == work
+    assert result.bubble == pytest.approx(1 - work / (pp * result.end))
 
 
-COMPARED = [(2, 2), (2, 4), (3, 3), (4, 2), (4, 4)]  # with each commit
+COMPARED = [(2, 2), (2, 4), (3, 3), (4, 2), (4, 4)]  # these run with each commit
 
 
-def torchs(pp: int, vpp: int, m: int) -> list[list[Action]] | None:
-    """The order of torch's interleaved 1F1B, which takes some numbers of micro-batches only."""
+def torch_rows(pp: int, vpp: int, m: int) -> list[list[Action]] | None:
+    """Return the order of torch's interleaved 1F1B, or None for numbers of micro-batches that it refuses."""
     from torch.distributed.pipelining import schedules
 
     if m % (rounds := max(1, m // pp)):
@@ -186,8 +189,8 @@ def torchs(pp: int, vpp: int, m: int) -> list[list[Action]] | None:
     return [[Action(ops[a[1]], a[0], a[2]) for a in row if a is not None] for row in rows]
 
 
-def padded(pp: int, vpp: int, m: int) -> list[list[Action]]:
-    """Made for the next multiple of pp; the phantom micro-batches dropped."""
+def padded_rows(pp: int, vpp: int, m: int) -> list[list[Action]]:
+    """Build the schedule for the next multiple of pp, and drop the micro-batches that do not exist."""
     groups = [pp] * -(-m // pp)
     place = StagePlacement(pp, vpp)
     return [[a for a in compute_actions("1f1b", rank, place, groups) if a.microbatch < m] for rank in range(pp)]
@@ -200,16 +203,16 @@ TWOS = list(itertools.product(range(2, 7), range(2, 5)))
 def test_idle_time_is_at_most_torchs(shape: tuple[int, int]) -> None:
     (pp, vpp), compared = shape, 0
     for m in range(1, 4 * pp + 1):
-        ours = simulate(build_schedule("1f1b", pp, m, vpp)).bubble
-        for other in (torchs(pp, vpp, m), padded(pp, vpp, m)):
-            if other is not None:
+        bubble = simulate(build_schedule("1f1b", pp, m, vpp)).bubble
+        for reference in (torch_rows(pp, vpp, m), padded_rows(pp, vpp, m)):
+            if reference is not None:
                 compared += 1
-                assert ours <= simulate(add_send_recv(other, StagePlacement(pp, vpp))).bubble + 1e-9, m
+                assert bubble <= simulate(add_send_recv(reference, StagePlacement(pp, vpp))).bubble + 1e-9, m
     assert compared > 5 * pp
 
 
 def test_interleaving_groups_equal_megatrons() -> None:
-    """Its example: pp 2, 2 chunks, 5 micro-batches in groups of 3."""
+    """Megatron-LM's example has pp 2, 2 chunks, 5 micro-batches in groups of 3."""
     rows = build_schedule("1f1b", 2, 5, 2, 3)
     for rank, row in enumerate(rows):
         forwards = [a for a in row if a.op is Op.F]
@@ -260,16 +263,16 @@ def test_schedules_need_no_torch() -> None:
 def test_partition_covers_all_layers(layers: int, stages: int) -> None:
     if layers < stages:
         return
-    found = candidate_splits(stages, [1] * layers)
-    assert even_split(layers, stages) in found or layers % stages, "an even split is one of them"
-    for split in found:
+    splits = candidate_splits(stages, [1] * layers)
+    assert even_split(layers, stages) in splits or layers % stages, "an even split is one of them"
+    for split in splits:
         assert sum(split) == layers and len(split) == stages and min(split[:-1]) >= 1 and split[-1] >= 0
         assert [i for r in layer_ranges(split) for i in r] == list(range(layers))
 
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=9), st.integers(1, 5))
 def test_balanced_partition_is_optimal(costs: list[int], stages: int) -> None:
-    """Beside all ways to cut the layers."""
+    """It is compared with all ways to cut the layers."""
     if len(costs) < stages:
         return
     sums = [0, *itertools.accumulate(costs)]
@@ -278,37 +281,39 @@ def test_balanced_partition_is_optimal(costs: list[int], stages: int) -> None:
         return max(sum(costs[r.start : r.stop]) for r in layer_ranges(parts))
 
     cuts = ((0, *some, len(costs)) for some in itertools.combinations(range(1, len(costs)), stages - 1))
-    least = min(costliest([b - a for a, b in itertools.pairwise(cut)]) for cut in cuts)
+    min_cost = min(costliest([b - a for a, b in itertools.pairwise(cut)]) for cut in cuts)
     parts = balanced_split(sums, 0, len(costs), stages)
-    assert costliest(parts) == least and sum(parts) == len(costs) and min(parts) >= 1 and len(parts) == stages
+    assert costliest(parts) == min_cost and sum(parts) == len(costs) and min(parts) >= 1 and len(parts) == stages
 
 
 @given(st.data())
 def test_fastest_partition_with_least_memory_is_chosen(data: st.DataObject) -> None:
     layers, stages = data.draw(st.integers(4, 12)), data.draw(st.integers(2, 4))
-    found = candidate_splits(stages, [1] * layers)
-    time = {split: data.draw(st.integers(100, 130)) for split in found}
-    below = {split: data.draw(st.integers(50, time[split])) for split in found}
-    held = {split: data.draw(st.integers(7, 12)) for split in found}
-    asked: list[tuple[int, ...]] = []
+    splits = candidate_splits(stages, [1] * layers)
+    time = {split: data.draw(st.integers(100, 130)) for split in splits}
+    bound = {split: data.draw(st.integers(50, time[split])) for split in splits}
+    memory = {split: data.draw(st.integers(7, 12)) for split in splits}
+    evaluated: list[tuple[int, ...]] = []
 
     def rate(split: tuple[int, ...]) -> tuple[float, float]:
-        asked.append(split)
-        return time[split], held[split]
+        evaluated.append(split)
+        return time[split], memory[split]
 
-    got = choose_split(found, below.__getitem__, rate, max_evaluated=len(found))
-    lean = [split for split in asked if held[split] <= 1.25 * min(held[one] for one in asked)]
-    fast = [split for split in lean if time[split] <= 1.01 * min(time[one] for one in lean)]
-    assert got in fast and held[got] == min(held[split] for split in fast)
-    assert all(below[split] >= 1.01 * time[got] / 1.0201 for split in found if split not in asked), "none is faster"
-    assert len(asked) == len(set(asked)), "simulated once"
-    asked.clear()
-    choose_split(found, below.__getitem__, rate, max_evaluated=3)
-    assert len(asked) <= 3
+    chosen = choose_split(splits, bound.__getitem__, rate, max_evaluated=len(splits))
+    lean = [split for split in evaluated if memory[split] <= 1.25 * min(memory[other] for other in evaluated)]
+    fast = [split for split in lean if time[split] <= 1.01 * min(time[other] for other in lean)]
+    assert chosen in fast and memory[chosen] == min(memory[split] for split in fast)
+    assert all(bound[split] >= 1.01 * time[chosen] / 1.0201 for split in splits if split not in evaluated), (
+        "none is faster"
+    )
+    assert len(evaluated) == len(set(evaluated)), "simulated once"
+    evaluated.clear()
+    choose_split(splits, bound.__getitem__, rate, max_evaluated=3)
+    assert len(evaluated) <= 3
 
 
 def test_partition_search_is_fast() -> None:
-    """It took 17 s of the start of 126 layers on 4 stages, and the simulations 1 s."""
+    """The search took 17 s at the start of 126 layers on 4 stages, and the simulations 1 s."""
     compared = 0
 
     def counted(plain: Callable[[float, float], bool]) -> Callable[[float, float], bool]:
@@ -322,8 +327,8 @@ def test_partition_search_is_fast() -> None:
     class Bytes(float):
         __lt__, __le__, __hash__ = counted(float.__lt__), counted(float.__le__), float.__hash__
 
-    found = candidate_splits(4, [1] * 100)
-    number = len(found)
+    splits = candidate_splits(4, [1] * 100)
+    number = len(splits)
     assert number > 700
-    choose_split(found, lambda split: 1.0, lambda split: (1.0, Bytes(split[0])), max_evaluated=number)
+    choose_split(splits, lambda split: 1.0, lambda split: (1.0, Bytes(split[0])), max_evaluated=number)
     assert compared < 3 * number**2
