@@ -1,5 +1,7 @@
-"""The real trainer, rank by rank, is in order: over the table of layouts. Where one rank does something else, the ranks
-are told at once, and the proof of order names it."""
+"""The order of collectives in the real trainer, over the table of layouts.
+
+If one rank issues another operation, all ranks raise at once, and the deadlock detector names it.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -21,51 +23,53 @@ from simulated_gpu.simulator.clocks import races
 from simulated_gpu.simulator.queues import Traces, eager, stuck
 from simulated_gpu.simulator.trace import Comm
 
-OPTIONS = table("cards")
+OPTION_ROWS = table("cards")
 SEVERAL = [item for item in ROWS if item.world > 1]
 CONTEXT = "llama tp2 cp2, documents, a2a"  # with each commit
 
 
 def flags_of(item: Row) -> str:
-    """With two micro-batches for each rank, or four in a pipeline alone, where the row says nothing else."""
+    """Return the flags of a row; by default each rank has two micro-batches, or four in a pipeline without dp."""
     return f"--global-batch-size {4 * max(2, item.sizes[2])} {item.model} {item.layout}"
 
 
-def named(*names: str) -> list[Row]:
-    found = [item for item in ROWS + EXCHANGED if item.name in names]
-    assert len(found) == len(names)
-    return found
+def rows_named(*names: str) -> list[Row]:
+    rows = [item for item in ROWS + EXCHANGED if item.name in names]
+    assert len(rows) == len(names)
+    return rows
 
 
-WHOLE = named("gpt split pp2 vpp2 tied")  # with each commit, one of the options beside it
+COMPLETE = rows_named("gpt split pp2 vpp2 tied")  # with each commit, together with one row of options
 
 
-def _in_order(traces: Traces) -> None:
+def _assert_in_order(traces: Traces) -> None:
     assert stuck(traces) == [] == stuck(eager(traces))
 
 
-def _without_races(traces: Traces) -> None:
+def _assert_no_races(traces: Traces) -> None:
     for rank, facts in traces.items():
         assert [str(race) for race in races(facts)] == [], f"rank {rank}"
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("item", rarely([*WHOLE, *SEVERAL[::4], *EXCHANGED[::8], *OPTIONS], WHOLE + OPTIONS[:1], NAME))
+@pytest.mark.parametrize(
+    "item", rarely([*COMPLETE, *SEVERAL[::4], *EXCHANGED[::8], *OPTION_ROWS], COMPLETE + OPTION_ROWS[:1], NAME)
+)
 def test_run_on_gpus_is_in_order(item: Row, tmp_path: Path) -> None:
-    """There gradients and activations are summed by reduce-scatters, and a checkpoint is written in the background."""
+    """GPU runs reduce-scatter gradients and activations, and write checkpoints in the background."""
     traces = runs.traced(item.world, runs.everything, flags_of(item), str(tmp_path / "saved"))
-    _in_order(traces)
-    _without_races(traces)
+    _assert_in_order(traces)
+    _assert_no_races(traces)
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("item", rarely(SEVERAL + EXCHANGED, COVER + named(CONTEXT), NAME))
+@pytest.mark.parametrize("item", rarely(SEVERAL + EXCHANGED, COVER + rows_named(CONTEXT), NAME))
 def test_steps_on_gpus_are_in_order_in_every_layout(item: Row) -> None:
     traces = runs.traced(item.world, runs.steps, flags_of(item))
     kinds = {fact.kind for facts in traces.values() for fact in facts if isinstance(fact, Comm)}
     assert not item.has_tp or "reduce_scatter" in kinds
-    _in_order(traces)
-    _without_races(traces)
+    _assert_in_order(traces)
+    _assert_no_races(traces)
 
 
 DP2 = f"{LLAMA} --ddp-bucket-size 500"
@@ -87,13 +91,13 @@ def _agreement_in(dtype: torch.dtype) -> Planted:
 
 
 def _messages_swapped() -> Planted:
-    """On rank 1 the first send and the receive beside it change places."""
+    """Swap the first send and the adjacent receive on rank 1."""
 
     def build_schedule(original: Callable[..., Any], *args: Any) -> list[list[Action]]:
         rows = [list(row) for row in original(*args)]
         row, messages = rows[1], (Op.SEND_F, Op.RECV_F)
-        at = next(i for i in range(len(row)) if {row[i].op, row[i + 1].op} == set(messages))
-        row[at : at + 2] = row[at + 1], row[at]
+        first = next(i for i in range(len(row)) if {row[i].op, row[i + 1].op} == set(messages))
+        row[first : first + 2] = row[first + 1], row[first]
         return [tuple(row) for row in rows]
 
     return runs.on_rank(1, runtime, "build_schedule", build_schedule)
@@ -106,16 +110,16 @@ PLANTED: dict[str, tuple[str, Callable[[], Planted], list[str]]] = {
 }  # fmt: skip
 
 
-def _steps(here: torch.device, name: str) -> None:
+def _steps(device: torch.device, name: str) -> None:
     flags, plant, _ = PLANTED[name]
     with plant():
-        runs.steps(here, f"{flags} --distributed-timeout-minutes 0.05")
-        dist.barrier()  # what was never waited for is heard of here
+        runs.steps(device, f"{flags} --distributed-timeout-minutes 0.05")
+        dist.barrier()  # an operation that was never waited for raises here
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_diverging_rank_is_named(name: str) -> None:
-    traces, deaths = runs.broken(2, _steps, name)
-    assert deaths[0].startswith("Disorder: ")
-    for told in (deaths[0], " ".join(stuck(traces))):
-        assert all(word in told for word in PLANTED[name][2]), told
+    traces, errors = runs.broken(2, _steps, name)
+    assert errors[0].startswith("Disorder: ")
+    for message in (errors[0], " ".join(stuck(traces))):
+        assert all(part in message for part in PLANTED[name][2]), message

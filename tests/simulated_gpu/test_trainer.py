@@ -1,5 +1,7 @@
-"""The trainer on the simulated card: nothing of host and card meets, a step waits once, the numbers are those of a CPU.
-What a card would suffer from is planted, one at a time, and found with its line."""
+"""The trainer on the simulated GPU: no devices are mixed, a step synchronizes once, and losses equal a CPU's.
+
+Defects are planted one at a time, and each is reported with its line.
+"""
 
 import functools
 import os
@@ -28,7 +30,7 @@ from megalite.training.state import Run
 from megalite.training.train_step import parameter_norm
 from simulated_gpu import runs
 from simulated_gpu.simulator import nccl
-from simulated_gpu.simulator.device import Card, simulated
+from simulated_gpu.simulator.device import SimulatedGpu, simulated
 from simulated_gpu.simulator.trace import Launch, waits_of
 
 COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -37,93 +39,97 @@ COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --ffn-hidden-size 48"""
 STEPS = 2
-SUMMED = "--check-weight-hash-across-dp-replicas-interval 9"  # the bits of the weights, at every step
+SUMMED = "--check-weight-hash-across-dp-replicas-interval 9"  # checks the bits of the weights
 ONCE = ["tolist megalite/training/train_step.py"]  # the agreement
-WORDS = {"LLAMA": LLAMA, "SUMMED": SUMMED}
-WORDS |= {f"{kind[0].upper()}P2": f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipeline")}
+SUBSTITUTIONS = {"LLAMA": LLAMA, "SUMMED": SUMMED}
+SUBSTITUTIONS |= {f"{kind[0].upper()}P2": f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipeline")}
 TABLES = tomllib.loads(Path(__file__).with_name("trainer.toml").read_text("utf-8"))
 ALONE, (OFTEN, RARELY) = TABLES["alone"], TABLES["together"].values()
 
 
 def steps_of(run: Run) -> list[tuple[float, ...]]:
-    """(loss, norm of the gradient) of each step; then an evaluation's loss and the norm of the weights."""
+    """Return (loss, gradient norm) of each step, then the evaluation loss and the norm of the weights."""
     try:
-        found: list[tuple[float, ...]] = []
+        steps: list[tuple[float, ...]] = []
         for _ in range(STEPS):
             result = step.train_step(run)
-            found.append((result.loss, result.grad_norm))
+            steps.append((result.loss, result.grad_norm))
         run.buffer.wait_param_sync()
         loop.check_replicas(run, STEPS)
-        return [*found, (loop.evaluate(run, run.valid_loaders[0].data, 1), parameter_norm(run))]
+        return [*steps, (loop.evaluate(run, run.valid_loaders[0].data, 1), parameter_norm(run))]
     finally:
         run.close()
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_gpu_step_synchronizes_once_and_equals_a_cpu(name: str) -> None:
-    flags, almost = ALONE[name]
-    flags = f"--hidden-dropout 0 --attention-dropout 0 {flags.format_map(WORDS)}"
-    with simulated() as card:
-        here = steps_of(run_from(f"{COMMON} {flags}", device=card.device))
-    assert not card.mixed
-    assert [str(wait) for wait in waits_of(card.trace) if "step" in wait.within] == ONCE * STEPS
-    there = steps_of(run_from(f"{COMMON} {flags}"))
-    assert here == [pytest.approx(pair, rel=almost, abs=0) for pair in there]
+    flags, tolerance = ALONE[name]
+    flags = f"--hidden-dropout 0 --attention-dropout 0 {flags.format_map(SUBSTITUTIONS)}"
+    with simulated() as gpu:
+        gpu_steps = steps_of(run_from(f"{COMMON} {flags}", device=gpu.device))
+    assert not gpu.mixed
+    assert [str(wait) for wait in waits_of(gpu.trace) if "step" in wait.within] == ONCE * STEPS
+    cpu_steps = steps_of(run_from(f"{COMMON} {flags}"))
+    assert gpu_steps == [pytest.approx(pair, rel=tolerance, abs=0) for pair in cpu_steps]
 
 
-def on_a_card(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], list[str], list[str]]:
-    """Of this rank: the numbers there and on a CPU, what was mixed, for what the host waited in steps."""
-    there = steps_of(run_from(f"{COMMON} {flags} --no-shared-memory"))
-    with runs.on_card(dist.get_rank()) as card:
-        here = steps_of(run_from(f"{COMMON} {flags}", device=card.device))
-    waits = [str(wait) for wait in waits_of(card.trace) if "step" in wait.within]
-    return here, there, [str(mixed) for mixed in card.mixed], waits
+def compare_with_cpu(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], list[str], list[str]]:
+    """Return this rank's results on a simulated GPU and on a CPU, mixed operations, and the host's waits in steps."""
+    cpu_steps = steps_of(run_from(f"{COMMON} {flags} --no-shared-memory"))
+    with runs.on_card(dist.get_rank()) as gpu:
+        gpu_steps = steps_of(run_from(f"{COMMON} {flags}", device=gpu.device))
+    waits = [str(wait) for wait in waits_of(gpu.trace) if "step" in wait.within]
+    return gpu_steps, cpu_steps, [str(mixed) for mixed in gpu.mixed], waits
 
 
 @pytest.mark.parametrize("name", rarely([*OFTEN, *RARELY], [*OFTEN], str))
 def test_each_rank_synchronizes_once_per_step_under_every_layout(name: str) -> None:
     world, flags = (OFTEN | RARELY)[name]
-    for here, there, mixed, waits in run_ranks(world, on_a_card, flags.format_map(WORDS), backend=nccl.join):
-        assert here == there and not mixed and waits == ONCE * STEPS
+    for gpu_steps, cpu_steps, mixed, waits in run_ranks(
+        world, compare_with_cpu, flags.format_map(SUBSTITUTIONS), backend=nccl.join
+    ):
+        assert gpu_steps == cpu_steps and not mixed and waits == ONCE * STEPS
 
 
 def interpreted(flags: str) -> tuple[list[tuple[float, ...]], list[str], list[str], Counter[str]]:
     os.environ.update(TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
-    with simulated() as card:
-        here = steps_of(run_from(f"{COMMON} {flags}", device=card.device))
-    waits = [str(wait) for wait in waits_of(card.trace) if "step" in wait.within]
-    with simulated() as planted:
-        w, m, v = (torch.ones(8, device=planted.device) for _ in range(3))
+    with simulated() as gpu:
+        gpu_steps = steps_of(run_from(f"{COMMON} {flags}", device=gpu.device))
+    waits = [str(wait) for wait in waits_of(gpu.trace) if "step" in wait.within]
+    with simulated() as mixed_gpu:
+        w, m, v = (torch.ones(8, device=mixed_gpu.device) for _ in range(3))
         adamw_(w, torch.ones(8), m, v, lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0, step=1)
-    assert [one.what for one in planted.mixed] == ["_adamw(card, host, card, card, card)"], planted.mixed
-    kernels = Counter(fact.name for fact in card.trace if isinstance(fact, Launch) and fact.name.startswith("_"))
-    return here, [str(mixed) for mixed in card.mixed], waits, kernels
+    assert [fact.what for fact in mixed_gpu.mixed] == ["_adamw(gpu, host, gpu, gpu, gpu)"], mixed_gpu.mixed
+    kernels = Counter(fact.name for fact in gpu.trace if isinstance(fact, Launch) and fact.name.startswith("_"))
+    return gpu_steps, [str(mixed) for mixed in gpu.mixed], waits, kernels
 
 
 def test_triton_kernels_do_not_synchronize() -> None:
-    small = "--num-layers 1 --global-batch-size 2 --seq-length 8 --vocab-size 30"  # the interpreter takes its time
-    flags = f"{LLAMA} --kernels triton --attention-kernel auto --hidden-dropout 0.1 --attention-dropout 0.1 {small}"
-    [(here, mixed, waits, kernels)] = run_ranks(1, interpreted, flags)
+    small_flags = "--num-layers 1 --global-batch-size 2 --seq-length 8 --vocab-size 30"  # the interpreter is slow
+    flags = (
+        f"{LLAMA} --kernels triton --attention-kernel auto --hidden-dropout 0.1 --attention-dropout 0.1 {small_flags}"
+    )
+    [(gpu_steps, mixed, waits, kernels)] = run_ranks(1, interpreted, flags)
     assert not mixed and waits == ONCE * STEPS
-    turns = 2 * (2 * STEPS + 1)  # queries and keys, there and back in a step and there in an evaluation
-    assert kernels["_rotate"] == turns and kernels["_adamw"] and kernels["_sum_of_squares_kernel"], kernels
-    there = steps_of(run_from(f"{COMMON} {flags} --kernels torch"))
-    assert here == [pytest.approx(pair, rel=1e-4) for pair in there]
+    num_rotations = 2 * (2 * STEPS + 1)  # queries and keys, forward and backward in a step and forward in an evaluation
+    assert kernels["_rotate"] == num_rotations and kernels["_adamw"] and kernels["_sum_of_squares_kernel"], kernels
+    cpu_steps = steps_of(run_from(f"{COMMON} {flags} --kernels torch"))
+    assert gpu_steps == [pytest.approx(pair, rel=1e-4) for pair in cpu_steps]
 
 
 Patch = Callable[[Any, str, Any], None]
 
 
-def a_step(flags: str = "") -> Card:
-    with simulated() as card:
-        run = run_from(f"{COMMON} {LLAMA} --eod-mask-loss {flags}", device=card.device)
+def run_step(flags: str = "") -> SimulatedGpu:
+    with simulated() as gpu:
+        run = run_from(f"{COMMON} {LLAMA} --eod-mask-loss {flags}", device=gpu.device)
         step.train_step(run)
         run.close()
-    return card
+    return gpu
 
 
 def plant(patch: Patch, owner: Any, name: str, defect: Callable[..., None]) -> None:
-    """`defect` is called with the arguments of a function and its result, each time after it."""
+    """Call `defect` after each call of a function, with its result and arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -135,20 +141,20 @@ def plant(patch: Patch, owner: Any, name: str, defect: Callable[..., None]) -> N
     patch(owner, name, planted)
 
 
-# what is planted: each is one line, of which the test knows the place
+# the planted defects: each is one line, whose number the test knows
 
 
-def reads_a_norm(y: Tensor, *_: Any) -> None:
+def read_norm(y: Tensor, *_: Any) -> None:
     y.detach().norm().item()
 
 
-def asks_for_nan(_: None, grad: Tensor, dy: Tensor, x: Tensor, **__: Any) -> None:
+def check_for_nan(_: None, grad: Tensor, dy: Tensor, x: Tensor, **__: Any) -> None:
     assert not dy.isnan().any()
 
 
 WAITS: dict[str, tuple[Any, str, Callable[..., None], str, str]] = {
-    "item in forward": (MLP, "forward", reads_a_norm, "item", "forward"),
-    "bool in backward": (wgrad_store, "accumulate_weight_grad_", asks_for_nan, "item", "backward"),
+    "item in forward": (MLP, "forward", read_norm, "item", "forward"),
+    "bool in backward": (wgrad_store, "accumulate_weight_grad_", check_for_nan, "item", "backward"),
 }
 
 
@@ -156,26 +162,26 @@ WAITS: dict[str, tuple[Any, str, Callable[..., None], str, str]] = {
 def test_synchronization_is_located_by_line_and_phase(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, defect, kind, phase = WAITS[name]
     plant(monkeypatch.setattr, owner, attribute, defect)
-    waits = [wait for wait in waits_of(a_step().trace) if "step" in wait.within]
+    waits = [wait for wait in waits_of(run_step().trace) if "step" in wait.within]
     where = f"tests/simulated_gpu/test_trainer.py:{defect.__code__.co_firstlineno + 1}"
-    found = [wait for wait in waits if wait.where == where]
-    assert found and {(wait.kind, wait.phase) for wait in found} == {(kind, phase)}
-    assert [str(wait) for wait in waits if wait not in found] == ONCE
+    planted = [wait for wait in waits if wait.where == where]
+    assert planted and {(wait.kind, wait.phase) for wait in planted} == {(kind, phase)}
+    assert [str(wait) for wait in waits if wait not in planted] == ONCE
 
 
 def table_on_the_host(patch: Patch) -> None:
-    tables = gpt.rope_tables
-    patch(gpt, "rope_tables", lambda *args, device, **kwargs: tables(*args, **kwargs))
+    original = gpt.rope_tables
+    patch(gpt, "rope_tables", lambda *args, device, **kwargs: original(*args, **kwargs))
 
 
 def pageable_batches(patch: Patch) -> None:
-    prepare = setup.to_host_batch
-    patch(setup, "to_host_batch", lambda micro, pin, **marks: prepare(micro, pin=False, **marks))
+    original = setup.to_host_batch
+    patch(setup, "to_host_batch", lambda micro, pin, **marks: original(micro, pin=False, **marks))
 
 
 MIXED: dict[str, tuple[Callable[[Patch], None], str, str]] = {
     "a table on the host": (table_on_the_host, "mul(", "megalite/kernels/rope.py"),
-    "pageable batches": (pageable_batches, "host to card, non_blocking", "megalite/training/batch.py"),
+    "pageable batches": (pageable_batches, "host to gpu, non_blocking", "megalite/training/batch.py"),
 }
 
 
@@ -183,5 +189,5 @@ MIXED: dict[str, tuple[Callable[[Patch], None], str, str]] = {
 def test_mixed_devices_are_located_by_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     defect, what, file = MIXED[name]
     defect(monkeypatch.setattr)
-    mixed = a_step().mixed
-    assert any(what in one.what and one.where.startswith(f"{file}:") for one in mixed), mixed
+    mixed = run_step().mixed
+    assert any(what in fact.what and fact.where.startswith(f"{file}:") for fact in mixed), mixed

@@ -1,7 +1,9 @@
-"""The simulated card in every process of a program, its ranks and their children included, without a word in the
-program: TEXT as a sitecustomize.py on PYTHONPATH. Each rank takes its own card with `torch.cuda.set_device`. When a
-process ends, what was mixed or asked for without being listed is said, and the exit code is 9. Kernels are torch's, but
-for the programs in INTERPRETED, which run them in Triton's interpreter."""
+"""The simulated GPU in every process of an unchanged program, including its ranks and their children.
+
+Put TEXT into a sitecustomize.py on PYTHONPATH. Each rank selects its own GPU with `torch.cuda.set_device`. If tensors
+were mixed or an unlisted attribute was used, the process reports it at its end and exits with code 9. Kernels are
+torch's, except in the programs in INTERPRETED, which run them in Triton's interpreter.
+"""
 
 import atexit
 import os
@@ -12,56 +14,61 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 INTERPRETED = ("tools/bench/kernels.py",)
 CARDS = "SIMULATED_CARDS"
-_kept: list[Any] = []
+_simulations: list[Any] = []
 TEXT = f"""
 import sys
 sys.path += {[str(ROOT), str(ROOT / "tests")]!r}
 from simulated_gpu.simulator import everywhere
-everywhere.begin()
+everywhere.start()
 """
-WITHOUT = ("gpu_report.py", "gpu_report_smoke.py", "gpu_report_tests.py", "resource_tracker import main")  # no torch
+PROGRAMS_WITHOUT_TORCH = (
+    "gpu_report.py",
+    "gpu_report_smoke.py",
+    "gpu_report_tests.py",
+    "resource_tracker import main",
+)  # they do not need it
 
 
-def begin() -> None:
-    """Imports what the program will: a mark stands on functions of the package, which must be there by then."""
-    words = " ".join(sys.orig_argv)
-    if any(word in words for word in WITHOUT) and "--share" not in words:
+def start() -> None:
+    """Simulate a GPU in this process, and import the package, whose functions the simulator marks."""
+    command = " ".join(sys.orig_argv)
+    if any(part in command for part in PROGRAMS_WITHOUT_TORCH) and "--share" not in command:
         return
-    if any(word.endswith(INTERPRETED) for word in sys.orig_argv):
+    if any(part.endswith(INTERPRETED) for part in sys.orig_argv):
         os.environ.update({"TRITON_INTERPRET": "1", "MEGALITE_KERNELS": "triton"})
     else:
         os.environ.setdefault("MEGALITE_KERNELS", "torch")
-    on_a_card()
+    simulate_gpu()
 
 
-def on_a_card() -> None:
+def simulate_gpu() -> None:
     import torch
     import torch.distributed as dist
 
     from simulated_gpu.simulator import nccl
     from simulated_gpu.simulator.device import simulated
 
-    whole = simulated(cards=int(os.environ.get(CARDS, "1")))
-    _kept.append(whole)  # its end is that of the process
-    card = whole.__enter__()
-    real = dist.init_process_group
+    simulation = simulated(num_gpus=int(os.environ.get(CARDS, "1")))
+    _simulations.append(simulation)  # lasts as long as the process
+    gpu = simulation.__enter__()
+    original = dist.init_process_group
 
     def init_process_group(backend: str, *args: Any, **kwargs: Any) -> None:
         if backend == "nccl":
-            card.device = torch.device("cuda", torch.cuda.current_device())
-            backend = nccl.use(card)
-        real(backend, *args, **kwargs)
+            gpu.device = torch.device("cuda", torch.cuda.current_device())
+            backend = nccl.use(gpu)
+        original(backend, *args, **kwargs)
 
     dist.init_process_group = init_process_group
 
-    def told() -> None:
-        mixed = [f"mixed at {fact.where}: {fact.what}" for fact in card.mixed]
-        card.running = False
+    def report_problems() -> None:
+        mixed = [f"mixed at {fact.where}: {fact.what}" for fact in gpu.mixed]
+        gpu.running = False
         from simulated_gpu.simulator import state
 
-        lost = [str(error) for machine in state._machines for error in machine.unlisted]
-        if mixed or lost:
-            print("the simulated card:", *dict.fromkeys([*mixed, *lost]), sep="\n", file=sys.stderr, flush=True)
+        unlisted = [str(error) for machine in state._machines for error in machine.unlisted]
+        if mixed or unlisted:
+            print("the simulated GPU:", *dict.fromkeys([*mixed, *unlisted]), sep="\n", file=sys.stderr, flush=True)
             os._exit(9)
 
-    atexit.register(told)
+    atexit.register(report_problems)

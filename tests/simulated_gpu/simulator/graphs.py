@@ -1,8 +1,10 @@
-"""CUDA graphs of the stand-in for torch.cuda: a capture records on a tape (tape.py) and refuses what CUDA refuses: a
-wait of the host, a query of an event, a wait for what was recorded outside, a second capture, the default stream, and
-an end while another stream that joined has not been waited for. A capture in which something was refused cannot be
-ended. What is recorded stands once in the trace, as launched on the stream of the capture; CUDA would run it at replays
-only."""
+"""CUDA graphs of the substitute for torch.cuda.
+
+A capture records on a tape (tape.py) and refuses what CUDA refuses: a wait of the host, a query of an event, a wait
+for work recorded outside, a second capture, the default stream, and an end while a joined stream has not been waited
+for. A capture in which something was refused cannot be ended. The recorded work is in the trace once, launched on the
+stream of the capture; CUDA would run it at replays only.
+"""
 
 import threading
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ class Capture:
     thread: int
     tape: Tape = field(default_factory=Tape)
     broken: str = ""
-    events: dict[int, Stream] = field(default_factory=dict)  # recorded in it -> where
+    events: dict[int, Stream] = field(default_factory=dict)  # event recorded in the capture -> its stream
     unjoined: set[Stream] = field(default_factory=set)
 
     @property
@@ -41,7 +43,7 @@ _captures: list[Capture] = []  # at most one
 
 
 def refuse(what: str) -> None:
-    """Before something that nothing may do that is recorded."""
+    """Raise if this thread is being captured, in which case `what` is not permitted."""
     for capture in _captures:
         if capture.concerns(threading.get_ident()):
             raise capture.fail(f"operation not permitted when stream is capturing: {what}")
@@ -75,36 +77,36 @@ def graph_pool_handle() -> tuple[int, int]:
 
 
 class CUDAGraph(Listed):
-    """`operations`: how many a replay repeats."""
+    """A CUDA graph; `operations` is the number of operations in a replay."""
 
     def __init__(self) -> None:
         self._tape: Tape | None = None
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        found = machine()
-        stream = found.current_stream()
+        current = machine()
+        stream = current.current_stream()
         if stream == DEFAULT:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
         if _captures:
             raise _captures[0].fail("operation not permitted when stream is capturing: a second capture")
         capture = Capture(stream, capture_error_mode, threading.get_ident())
-        seen = len(found.trace)
+        num_checked = len(current.trace)
 
-        def look() -> None:
-            nonlocal seen
-            for fact in found.trace[seen:] if capture.concerns(threading.get_ident()) else ():
+        def check_facts() -> None:
+            nonlocal num_checked
+            for fact in current.trace[num_checked:] if capture.concerns(threading.get_ident()) else ():
                 if isinstance(fact, HostWait | HostRead):
                     raise capture.fail(f"operation not permitted when stream is capturing: {fact}")
-            seen = len(found.trace)
+            num_checked = len(current.trace)
 
-        capture.tape = Tape(after_each=look)
+        capture.tape = Tape(after_each=check_facts)
         _captures.append(capture)
         capture.tape.__enter__()
 
     def capture_end(self) -> None:
         capture = _captures.pop()
         capture.tape.__exit__(None, None, None)
-        capture.tape.put_back()
+        capture.tape.restore()
         if capture.broken:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         if capture.unjoined:
@@ -123,7 +125,7 @@ class CUDAGraph(Listed):
 
 
 class graph:  # noqa: N801 (torch's name)
-    """As torch's: the card has nothing to do and the allocator keeps nothing when a capture begins."""
+    """The context manager torch.cuda.graph: it synchronizes the GPU and empties the cache before a capture."""
 
     def __init__(
         self, cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"

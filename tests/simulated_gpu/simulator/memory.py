@@ -1,6 +1,8 @@
-"""Where tensors' memory is: on the card, pinned, or on the host, kept by storage, so that views share it. A storage
-that is not known is the host's; one that C++ made unasked (zeros for a gradient that did not come) is nobody's until it
-meets another."""
+"""The location of tensors' memory (GPU, pinned, host), recorded by storage, so that views share it.
+
+An unknown storage is the host's. One that C++ created by itself (zeros for a missing gradient) is "unplaced" until it
+is used together with another.
+"""
 
 import itertools
 import weakref
@@ -12,84 +14,87 @@ from torch import Tensor
 
 from simulated_gpu.simulator.trace import Alloc, Fact, Free, Span, Stream
 
-Side = Literal["card", "pinned", "host", "nobody"]
+Side = Literal["gpu", "pinned", "host", "unplaced"]
 
 
 @dataclass
 class Block:
-    """One allocation. `watch`: of its storage, called when the last reference in Python or C++ is gone. `there`: it has
-    its memory, which may have been given back meanwhile (optim/flat_buffers.py)."""
+    """One allocation.
+
+    The callback of `watch` runs when the last reference to the storage, in Python or C++, is gone. `is_allocated` is
+    False while the storage has released its memory (optim/flat_buffers.py).
+    """
 
     number: int
     side: Side
     size: int
     watch: weakref.ref[Any]
-    there: bool = True
+    is_allocated: bool = True
 
 
 class Memory:
     def __init__(self, write: Callable[[Fact], None], stream: Callable[[], Stream]):
-        """`write`: takes a fact of the trace; `stream`: the one that is current."""
+        """Add facts to the trace with `write`; `stream` returns the current stream."""
         self._write, self._stream = write, stream
-        self._blocks: dict[int, Block] = {}  # by the address of the storage, which is given out again when it is gone
-        self._alive: dict[int, Block] = {}  # by its number
+        self._blocks: dict[int, Block] = {}  # by the address of the storage, which is reused after its release
+        self._alive: dict[int, Block] = {}  # by number
         self._numbers = itertools.count(1)
 
     def block(self, x: Tensor) -> Block | None:
-        """Another thread may have got the address of a storage whose end has not been told yet."""
-        found = self._blocks.get(x.untyped_storage()._cdata)
-        return None if found is None or found.watch() is None else found
+        """Return the block of `x`, but none of a dead storage whose address another thread has reused."""
+        block = self._blocks.get(x.untyped_storage()._cdata)
+        return None if block is None or block.watch() is None else block
 
     def side(self, x: Tensor) -> Side:
         block = self.block(x)
         return "host" if block is None else block.side
 
-    def on_card(self, x: Tensor) -> bool:
+    def on_gpu(self, x: Tensor) -> bool:
         block = self.block(x)
-        return block is not None and block.side == "card"
+        return block is not None and block.side == "gpu"
 
     def place(self, x: Tensor, side: Side) -> Block:
-        """Note where `x` lies, if its storage is new or nobody's; an Alloc."""
+        """Record where `x` lies, with an Alloc, if its storage is new or unplaced."""
         storage = x.untyped_storage()
         address = storage._cdata
         block = self._blocks.get(address)
         if block is None or block.watch() is None:
             number = next(self._numbers)
-            watch = weakref.ref(storage, lambda _: self._gone(address, number))
+            watch = weakref.ref(storage, lambda _: self._on_release(address, number))
             block = self._blocks[address] = self._alive[number] = Block(number, side, storage.nbytes(), watch)
-        elif block.side == "nobody":
+        elif block.side == "unplaced":
             block.side = side
         else:
             return block
-        if block.side != "nobody":
-            at = self._stream() if block.side == "card" else 0
-            self._write(Alloc(block.number, block.side, block.size, at))
+        if block.side != "unplaced":
+            stream = self._stream() if block.side == "gpu" else 0
+            self._write(Alloc(block.number, block.side, block.size, stream))
         return block
 
-    def _gone(self, address: int, number: int) -> None:
+    def _on_release(self, address: int, number: int) -> None:
         block = self._alive.pop(number)
         if self._blocks.get(address) is block:
             del self._blocks[address]
-        if block.side != "nobody" and block.there:
+        if block.side != "unplaced" and block.is_allocated:
             self._write(Free(block.number))
 
     def on_free(self, flat: Tensor) -> None:
-        """A storage that stays gives its memory back, and may get other memory later: of another number."""
+        """Record that a storage released its memory. If it gets memory later, that has another number."""
         block = self.block(flat)
-        if block is not None and block.side == "card":
-            block.there = False
+        if block is not None and block.side == "gpu":
+            block.is_allocated = False
             self._write(Free(block.number))
 
     def on_allocate(self, flat: Tensor) -> None:
         block = self.block(flat)
-        if block is not None and block.side == "card":
-            block.number, block.there = next(self._numbers), True
+        if block is not None and block.side == "gpu":
+            block.number, block.is_allocated = next(self._numbers), True
             self._write(Alloc(block.number, block.side, block.size, self._stream()))
 
     def span(self, x: Tensor) -> Span | None:
-        """None: it has no bytes, or lies in memory of the host that nobody copied from or to."""
+        """Return the bytes of `x`, or None if it has none or lies in host memory that no copy used."""
         block = self.block(x)
-        if block is None or block.side == "nobody":
+        if block is None or block.side == "unplaced":
             return None
         elements = x.numel()
         if elements == 0:
@@ -102,6 +107,6 @@ class Memory:
 
     def spans(self, tensors: list[Tensor]) -> tuple[Span, ...]:
         if len(tensors) == 1:
-            alone = self.span(tensors[0])
-            return () if alone is None else (alone,)
+            span = self.span(tensors[0])
+            return () if span is None else (span,)
         return tuple(dict.fromkeys(span for x in tensors if (span := self.span(x)) is not None))

@@ -1,17 +1,17 @@
-"""NCCL's rules without NCCL: a process group that carries tensors over gloo and notes what NCCL would be told.
+"""NCCL's rules without NCCL: a process group that transfers tensors over gloo and records what NCCL would be given.
 
     process_group(ranks, device=..., backend=use(recorder))     megalite/launch/process_group.py
 
-Input is read when an operation is issued, the result is written when it is waited for: the earliest and the latest
-that a card can do it, so a result that is used too early is stale on every run. Nothing blocks the host but `wait`.
+Input is read when an operation is issued, and the result is written when it is waited for. These are the earliest and
+the latest that a GPU could do it, so a result that is used too early is always stale. Only `wait` blocks the host.
 
-What is modelled is ProcessGroupNCCL as in torch 2.11 and 2.13, after their headers, messages and Python:
-  - a collective with async_op=False runs on the caller's own stream; written as Comm, then CommWait of that stream
+It models ProcessGroupNCCL of torch 2.11 and 2.13, after their headers, messages and Python:
+  - a collective with async_op=False runs on the caller's own stream; recorded as Comm, then CommWait of that stream
   - unbatched send and recv: a communicator and a stream for each pair of ranks of the group, both directions on it,
-    made at its first use while the hosts of both ranks wait.
-  - `wait` of a Work makes the current stream wait and returns; that of a barrier holds the host
-  - BAND, BOR, BXOR, tags, receiving from anybody, tensors of the host, strided tensors: not there, refused here
-    (torch itself drops a tag without a word, and of strided tensors point to point it only warns)
+    created at its first use while the hosts of both ranks wait
+  - `wait` of a Work makes the current stream wait and returns; a barrier's also blocks the host
+  - BAND, BOR, BXOR, tags, receiving from any rank, host tensors, strided tensors: unsupported, refused here
+    (torch itself silently ignores a tag, and only warns about strided tensors in point to point)
   - dtypes: the table in NCCLUtils.hpp, which comes with every torch
 """
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from simulated_gpu.simulator.communicator import Carrier, Communicator, Operation, Place, copy_of
+from simulated_gpu.simulator.communicator import Communicator, Destination, Operation, Transport, copy_of
 from simulated_gpu.simulator.state import caller
 from simulated_gpu.simulator.trace import DEFAULT, Comm, CommDone, CommWait, Fact, HostWait, Span, Stream
 
@@ -40,9 +40,8 @@ DTYPES = REDUCED | _FLOAT8
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
 
 
-class Plain:
-    """Where the facts go, and what only a simulated card knows (device.py). No card: tensors of the CPU stand for a
-    card's, and there is one stream; what is done `aside` is not on the card."""
+class CpuRecorder:
+    """A recorder without a simulated GPU (device.py): CPU tensors count as the GPU's, and there is one stream."""
 
     def __init__(self) -> None:
         self.facts: list[Fact] = []
@@ -57,29 +56,29 @@ class Plain:
         start = x.storage_offset() * x.element_size()
         return Span(x.untyped_storage().data_ptr(), start, start + x.numel() * x.element_size())
 
-    def on_card(self, x: Tensor) -> bool:
+    def on_gpu(self, x: Tensor) -> bool:
         return True
 
-    def aside(self) -> AbstractContextManager[object]:
+    def pause_simulation(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
 
-_recorder: Any = Plain()  # or a Card
+_recorder: Any = CpuRecorder()  # or a SimulatedGpu
 _number = 0
 
 
 def join() -> str:
-    """For `run_ranks(..., backend=join)`: a backend that writes to `facts()`."""
-    return use(Plain())
+    """Return a backend for `run_ranks(..., backend=join)` that writes to `facts()`."""
+    return use(CpuRecorder())
 
 
 def facts() -> list[Fact]:
-    """Of this process so far; without a card."""
+    """Return the facts of this process so far; there is no simulated GPU."""
     return _recorder.facts
 
 
 def use(recorder: Any) -> str:
-    """The backend's name, registered. Groups of this process write to `recorder`."""
+    """Register the backend and return its name; groups of this process write to `recorder`."""
     global _recorder
     _recorder = recorder
     if not hasattr(dist.Backend, NAME.upper()):
@@ -93,7 +92,7 @@ class SimulatedWork(dist.Work):
         self._communicator, self._operation = communicator, operation
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with _recorder.aside():
+        with _recorder.pause_simulation():
             self._communicator.finish(self._operation)
         fact = self._operation.fact
         _recorder.write(CommWait(fact.number, _recorder.stream()))
@@ -102,7 +101,10 @@ class SimulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """A send is when its receive has begun. The host that hears it knows: what it issues next comes after."""
+        """Return whether it is done, after which later work of the host is ordered.
+
+        A send is done when its receive starts.
+        """
         if not self._operation.done.is_set():
             return False
         _recorder.write(CommDone(self._operation.fact.number))
@@ -110,8 +112,8 @@ class SimulatedWork(dist.Work):
 
 
 def refuse(x: Tensor, reduced: bool = False) -> None:
-    """What ProcessGroupNCCL asks of a tensor."""
-    if not _recorder.on_card(x):
+    """Raise what ProcessGroupNCCL raises for an unsupported tensor."""
+    if not _recorder.on_gpu(x):
         raise RuntimeError(f"No backend type associated with device type {x.device.type}")
     if x.is_sparse or not x.is_contiguous():
         raise ValueError("Tensors must be contiguous")
@@ -122,7 +124,7 @@ def refuse(x: Tensor, reduced: bool = False) -> None:
 
 
 def reduction(op: Any, x: Tensor) -> str:
-    """Its name, where NCCL has it for this dtype."""
+    """Return the name of a reduction, or raise if NCCL does not support it for this dtype."""
     name = str(getattr(op, "op", op)).rpartition(".")[2]
     if name in ("BAND", "BOR", "BXOR"):
         raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
@@ -134,14 +136,14 @@ def reduction(op: Any, x: Tensor) -> str:
 
 
 class SimulatedNccl(dist.ProcessGroup):
-    """One group of ranks: a communicator for its collectives, and one for each pair."""
+    """A group of ranks: a communicator for its collectives, and one for each pair of ranks."""
 
     def __init__(self, options: Any, _: Any = None):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
         self._name, self._description = options.group_id, ""
-        self._carrier = Carrier(options.store, rank, size, options.timeout)
+        self._transport = Transport(options.store, rank, size, options.timeout)
         self._communicators: dict[tuple[int, ...], Communicator] = {}
 
     def getBackendName(self) -> str:  # noqa: N802 -- torch's
@@ -153,7 +155,7 @@ class SimulatedNccl(dist.ProcessGroup):
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
-    group_name = property(lambda self: self._name)  # torch keeps them in a group's backends: this one has none
+    group_name = property(lambda self: self._name)  # torch stores them in a group's backends, which this group lacks
     group_desc = property(lambda self: self._description)
 
     @property
@@ -161,10 +163,10 @@ class SimulatedNccl(dist.ProcessGroup):
         return [torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What torch sets time limits of; a group of NCCL has none for the host."""
+        """Return the gloo group, whose timeout torch sets; NCCL has no backend for the host."""
         if device.type != "cuda":
             raise RuntimeError(f"No backend type associated with device type {device.type}")
-        return self._carrier.gloo
+        return self._transport.gloo
 
     def shutdown(self) -> None:
         for communicator in self._communicators.values():
@@ -174,36 +176,39 @@ class SimulatedNccl(dist.ProcessGroup):
         [x] = tensors
         refuse(x, reduced=True)
         op = reduction(opts.reduceOp, x)
-        moved = self._copy(x)
-        return self._collective("all_reduce", x, x, x, partial(self._carrier.all_reduce, moved, op), moved, op=op)
+        buffer = self._copy(x)
+        return self._collective("all_reduce", x, x, x, partial(self._transport.all_reduce, buffer, op), buffer, op=op)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:  # noqa: A002 -- torch's
-        self._both(output, input, "output tensor size must be equal to world_size times input tensor size")
-        moved, result = self._copy(input), self._copy(output)
+        self._check_sizes(output, input, "output tensor size must be equal to world_size times input tensor size")
+        buffer, result = self._copy(input), self._copy(output)
         return self._collective(
-            "all_gather", input, input, output, partial(self._carrier.all_gather, result, moved), result
+            "all_gather", input, input, output, partial(self._transport.all_gather, result, buffer), result
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> SimulatedWork:  # noqa: A002 -- torch's
-        self._both(input, output, "input tensor must be the same size as output size times world size")
+        self._check_sizes(input, output, "input tensor must be the same size as output size times world size")
         refuse(input, reduced=True)
         op = reduction(opts.reduceOp, input)
-        moved = self._copy(input)
-        mine, travel = moved.view(self.size(), -1)[self.rank()], partial(self._carrier.all_reduce, moved, op)
-        return self._collective("reduce_scatter", output, input, output, travel, mine, op=op)
+        buffer = self._copy(input)
+        shard, transfer = buffer.view(self.size(), -1)[self.rank()], partial(self._transport.all_reduce, buffer, op)
+        return self._collective("reduce_scatter", output, input, output, transfer, shard, op=op)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, got: list[int], given: list[int], opts: Any  # noqa: A002 -- torch's
+        self, output: Tensor, input: Tensor,  # noqa: A002 -- torch's
+        output_splits: list[int], input_splits: list[int], opts: Any,
     ) -> SimulatedWork:  # fmt: skip
-        """Flat. NCCL compares nothing: ranks whose counts do not meet hang there, and are told here."""
-        for x, counts in ((input, given), (output, got)):
+        """Exchange flat tensors. Ranks with mismatched splits raise here; under NCCL they hang."""
+        for x, splits in ((input, input_splits), (output, output_splits)):
             refuse(x)
-            if sum(counts or [x.numel()]) != x.numel() or not counts and x.numel() % self.size():
+            if sum(splits or [x.numel()]) != x.numel() or not splits and x.numel() % self.size():
                 raise ValueError("Split sizes doesn't match total dim 0 size")
-        even = [output.numel() // self.size()] * self.size()
-        moved, result = self._copy(input), self._copy(output)
-        travel = partial(self._carrier.all_to_all, result, moved, got or even, given or even)
-        return self._collective("all_to_all", input[:0], input, output, travel, result)
+        even_splits = [output.numel() // self.size()] * self.size()
+        buffer, result = self._copy(input), self._copy(output)
+        transfer = partial(
+            self._transport.all_to_all, result, buffer, output_splits or even_splits, input_splits or even_splits
+        )
+        return self._collective("all_to_all", input[:0], input, output, transfer, result)
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # before torch 2.13
     alltoall_base = all_to_all_single
@@ -211,13 +216,13 @@ class SimulatedNccl(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> SimulatedWork:
         [x] = tensors
         refuse(x)
-        moved, root = self._copy(x), opts.rootRank
-        travel = partial(self._carrier.broadcast, moved, root)
-        return self._collective("broadcast", x, x, x, travel, moved, peer=self._ranks[root])
+        buffer, root = self._copy(x), opts.rootRank
+        transfer = partial(self._transport.broadcast, buffer, root)
+        return self._collective("broadcast", x, x, x, transfer, buffer, peer=self._ranks[root])
 
     def barrier(self, opts: Any) -> SimulatedWork:
-        one = torch.zeros(1)  # NCCL's barrier is an all-reduce of this
-        return self._collective("barrier", one, None, None, lambda: self._carrier.all_reduce(one, "SUM"), one)
+        token = torch.zeros(1)  # NCCL's barrier is an all-reduce of this
+        return self._collective("barrier", token, None, None, lambda: self._transport.all_reduce(token, "SUM"), token)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> SimulatedWork:
         return self._point_to_point("send", tensors, dst, tag)
@@ -235,31 +240,33 @@ class SimulatedNccl(dist.ProcessGroup):
             raise ValueError(f"tag={tag}: NCCL has no tags, messages arrive in the order of their sends")
         if peer == self.rank():
             raise ValueError(f"rank {self._ranks[peer]} sends to itself, which NCCL does in a batch only")
-        moved, receives = self._copy(x), kind == "recv"
+        buffer, receives = self._copy(x), kind == "recv"
         low, high = sorted((peer, self.rank()))
         channel = low * self.size() + high
 
-        def travel() -> None:
-            self._carrier.meet(operation.fact, peer, 2 * channel)
-            (self._carrier.receive if receives else self._carrier.send)(moved, peer, 2 * channel + 1)
+        def transfer() -> None:
+            self._transport.check_message(operation.fact, peer, 2 * channel)
+            (self._transport.receive if receives else self._transport.send)(buffer, peer, 2 * channel + 1)
 
         pair = (low, high)
         fact = self._fact(kind, x, None if receives else x, x if receives else None, peer=self._ranks[peer], pair=pair)
-        place = Place(x)
-        operation = Operation(fact, travel, lambda: place.write(moved) if receives else None)
+        destination = Destination(x)
+        operation = Operation(fact, transfer, lambda: destination.write(buffer) if receives else None)
         return self._issue(pair, operation)
 
     def _collective(
         self, kind: str, counted: Tensor, reads: Tensor | None, writes: Tensor | None,
-        travel: Callable[[], None], result: Tensor, op: str = "", peer: int | None = None,
+        transfer: Callable[[], None], result: Tensor, op: str = "", peer: int | None = None,
     ) -> SimulatedWork:  # fmt: skip
-        def agree_and_travel() -> None:
-            self._carrier.agree(operation.fact)
-            travel()
+        def check_and_transfer() -> None:
+            self._transport.check_collective(operation.fact)
+            transfer()
 
         fact = self._fact(kind, counted, reads, writes, op=op, peer=peer)
-        place = None if writes is None else Place(writes)
-        operation = Operation(fact, agree_and_travel, lambda: None if place is None else place.write(result))
+        destination = None if writes is None else Destination(writes)
+        operation = Operation(
+            fact, check_and_transfer, lambda: None if destination is None else destination.write(result)
+        )
         return self._issue((), operation)
 
     def _fact(
@@ -269,24 +276,25 @@ class SimulatedNccl(dist.ProcessGroup):
         global _number
         _number += 1
         ranks = tuple(self._ranks[r] for r in pair) or self._ranks
-        what = (kind, str(counted.dtype).removeprefix("torch."), counted.numel(), peer, _number, _recorder.stream())
-        return Comm(
-            self._title(pair), ranks, *what, _spans(reads), _spans(writes), op, caller(above="megalite/parallel")
-        )
+        fields = (kind, str(counted.dtype).removeprefix("torch."), counted.numel(), peer, _number, _recorder.stream())
+        where = caller(skipped_dir="megalite/parallel")
+        return Comm(self._title(pair), ranks, *fields, _spans(reads), _spans(writes), op, where)
 
     def _title(self, pair: tuple[int, ...]) -> str:
-        """3 mesh_pp; of a pair: 3 mesh_pp 0-2. torch numbers groups in the order in which all ranks make them."""
+        """Return "3 mesh_pp", or "3 mesh_pp 0-2" for a pair; torch numbers groups in the order of creation."""
         ends = "-".join(str(self._ranks[r]) for r in pair)
         return " ".join(part for part in (self._name, self._description, ends) if part)
 
     def _issue(self, pair: tuple[int, ...], operation: Operation) -> SimulatedWork:
         if pair not in self._communicators:
-            self._communicators[pair] = Communicator(operation.fact.comm, operation.fact.ranks, _recorder.aside)
+            self._communicators[pair] = Communicator(
+                operation.fact.comm, operation.fact.ranks, _recorder.pause_simulation
+            )
         _recorder.write(operation.fact)
         self._communicators[pair].put(operation)
         return SimulatedWork(self._communicators[pair], operation)
 
-    def _both(self, large: Tensor, small: Tensor, text: str) -> None:
+    def _check_sizes(self, large: Tensor, small: Tensor, text: str) -> None:
         refuse(large)
         refuse(small)
         if large.dtype != small.dtype:
@@ -295,7 +303,7 @@ class SimulatedNccl(dist.ProcessGroup):
             raise ValueError(text)
 
     def _copy(self, x: Tensor) -> Tensor:
-        with _recorder.aside():
+        with _recorder.pause_simulation():
             return copy_of(x)
 
 

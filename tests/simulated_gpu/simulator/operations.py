@@ -1,5 +1,7 @@
-"""What an ATen operation is to a card, read from its schema: what it writes, whether it launches anything, whether the
-host waits for it. Only what CUDA does differently from the schema stands here by name."""
+"""The traits of an ATen operation on a GPU: what it writes, whether it launches a kernel or the host waits for it.
+
+They are read from its schema. Only operations that CUDA treats differently from their schema are listed by name.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -9,36 +11,38 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-# They make tensors or names of tensors; no kernel runs. (Views are told by their schema.)
+# operations that create tensors or views and run no kernel (the schema marks most views)
 NO_KERNEL = """empty empty_strided empty_like new_empty new_empty_strided empty_permuted _unsafe_view lift lift_fresh
 detach alias _reshape_alias resize_ set_ _local_scalar_dense is_same_size is_set_to _has_compatible_shallow_copy_type
 result_type _version _nested_tensor_size""".split()  # noqa: SIM905
 
-# Whatever is in what they write is not looked at.
+# operations that do not read the tensor that they write
 OVERWRITE = """copy_ zero_ fill_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_
 log_normal_""".split()  # noqa: SIM905
 
-# The size of the result, or a number, is known on the card alone, and schemas do not always say so.
+# operations whose result has a size or value known only on the GPU, which schemas do not always state
 WAITS = (
     "nonzero masked_select unique_dim unique_consecutive unique_dim_consecutive _unique _unique2 bincount equal".split()
 )  # noqa: E501, SIM905
 WAITS += ["_linalg_check_errors", "is_nonzero", "allclose"]
 
-# Beside pointwise operations (torch marks them) those that take a 0-dim tensor of the host where others are the card's.
+# operations other than pointwise ones (which torch tags) that accept a 0-dim host tensor among GPU tensors
 TAKE_HOST_SCALAR = "fill_ copy_ masked_fill masked_fill_ index_put_ index_put where lerp".split()  # noqa: SIM905
 
-BORDERLESS = {"c10d", "_c10d_functional", "symm_mem", "prim", "prims", "profiler", "record_function"}
+SKIPPED_NAMESPACES = {"c10d", "_c10d_functional", "symm_mem", "prim", "prims", "profiler", "record_function"}
 
 
 @dataclass(frozen=True)
 class Traits:
-    """name         "mul_", without namespace and overload
-    written      places and names of the arguments that are written
-    overwrites   what is written is not read
-    launches     a kernel runs where there is something to do
+    """The properties of an operation that decide what a GPU does.
+
+    name         "mul_", without namespace and overload
+    written      positions and names of the arguments that are written
+    overwrites   the written arguments are not read
+    launches     a kernel runs if there is anything to compute
     waits        the host waits for the result
-    host_scalar  a 0-dim tensor of the host may be among the card's
-    skip         not an operation of the card: a collective, the profiler's
+    host_scalar  accepts a 0-dim host tensor among GPU tensors
+    skip         not an operation of the GPU: a collective, the profiler's
     """
 
     name: str
@@ -67,29 +71,29 @@ def traits_of(func: OpOverload) -> Traits:
         launches=not func.is_view and name not in NO_KERNEL,
         waits=name in WAITS or torch.Tag.data_dependent_output in func.tags,
         host_scalar=torch.Tag.pointwise in func.tags or name in TAKE_HOST_SCALAR or foreach,
-        skip=func.namespace in BORDERLESS,
+        skip=func.namespace in SKIPPED_NAMESPACES,
     )
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Flat; of lists, too."""
+    """Return the tensors in a value, which may be a nested list."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [x for one in value for x in tensors_in(one)]
+        return [x for item in value for x in tensors_in(item)]
     return []
 
 
 def split(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """(what is read, what is written) of the arguments; what is changed in place is both."""
+    """Return the tensors among the arguments as (read, written); a tensor changed in place is in both."""
     read, written = [], []
     for place, value in (*enumerate(args), *kwargs.items()):
-        found = tensors_in(value)
+        found_tensors = tensors_in(value)
         if place in traits.written:
-            written += found
+            written += found_tensors
             if traits.overwrites:
                 continue
-        read += found
+        read += found_tensors
     return read, written
 
 
@@ -97,7 +101,7 @@ INDEXING = ("index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_ind
 
 
 def waits(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the host waits: for a size, as the number of true elements of an index that is a mask."""
+    """Return whether the host waits for a size, such as the number of true elements of a mask used as an index."""
     if traits.name == "repeat_interleave":
         return kwargs.get("output_size") is None
     if traits.name not in INDEXING:
@@ -106,7 +110,7 @@ def waits(traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def fills(traits: Traits, args: tuple[Any, ...]) -> bool:
-    """x[mask] = number: a masked_fill, if that number is on the host."""
+    """Return whether this is x[mask] = number, which is a masked_fill if the number is on the host."""
     if traits.name != "index_put_" or len(args) > 3:
         return False
     indices, value = tensors_in(args[1]), args[2]
@@ -114,8 +118,8 @@ def fills(traits: Traits, args: tuple[Any, ...]) -> bool:
 
 
 def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operation on this machine; the same numbers by another way where only a card has it."""
+    """Run an operation on the CPU; compute the same result another way if only CUDA has it."""
     if func is torch.ops.aten.addmm.dtype_out:  # products of halves are exact in fp32, and summed there
-        kept, a, b, dtype = args
-        return torch.addmm(kept, a.to(dtype), b.to(dtype), **kwargs)
+        addend, a, b, dtype = args
+        return torch.addmm(addend, a.to(dtype), b.to(dtype), **kwargs)
     return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Streams and events of the stand-in for torch.cuda, under CUDA's rules: each call is a fact in the trace."""
+"""Streams and events of the substitute for torch.cuda, under CUDA's rules: each call is a fact in the trace."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from simulated_gpu.simulator.trace import Stream as Number
 
 
 def index_of(device: Any) -> int:
-    """Of one of the cards that there are; None: this thread's."""
-    number, cards = _get_device_index(device, optional=True), machine().cards
-    if not 0 <= number < cards:
-        raise RuntimeError(f"CUDA error: invalid device ordinal: {number} of {cards} (asked for at {caller()})")
+    """Return the index of an existing GPU; None means this thread's."""
+    number, num_gpus = _get_device_index(device, optional=True), machine().num_gpus
+    if not 0 <= number < num_gpus:
+        raise RuntimeError(f"CUDA error: invalid device ordinal: {number} of {num_gpus} (asked for at {caller()})")
     return number
 
 
 class Stream(Listed):
-    """`number`: its name in the trace."""
+    """A stream, which the trace refers to by `number`."""
 
     def __init__(self, device: Any = None):
         self.device_index = index_of(device)
@@ -52,33 +52,33 @@ class Stream(Listed):
 
 class Event(Listed):
     def __init__(self, enable_timing: bool = False):
-        self.enable_timing, self.recorded, self._at = enable_timing, False, 0.0
+        self.enable_timing, self.recorded, self._recorded_s = enable_timing, False, 0.0
         self.number = next(machine().numbers["event"])
 
     def record(self, stream: Stream | None = None) -> None:
         stream = current_stream() if stream is None else stream
         graphs.on_record(stream.number, self.number)
-        self.recorded, self._at = True, time.perf_counter()
+        self.recorded, self._recorded_s = True, time.perf_counter()
         machine().trace.append(Record(self.number, stream.number))
 
     def wait(self, stream: Stream | None = None) -> None:
         (current_stream() if stream is None else stream).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the host has waited for it: of what is still under way nobody knows."""
+        """Return whether the host has waited for the event; without a wait, completion is unknown."""
         graphs.refuse("Event.query")
         return not self.recorded or machine().waited_for(self.number)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds. As CUDA: of two that keep time, are recorded, and have been waited for."""
-        both = (self, end_event)
-        if not all(event.enable_timing for event in both):
+        """Return milliseconds; both events must keep time, be recorded and have been waited for, as with CUDA."""
+        events = (self, end_event)
+        if not all(event.enable_timing for event in events):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if not all(event.recorded for event in both):
+        if not all(event.recorded for event in events):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        if not all(machine().waited_for(event.number) for event in both):
+        if not all(machine().waited_for(event.number) for event in events):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        return (end_event._at - self._at) * 1e3
+        return (end_event._recorded_s - self._recorded_s) * 1e3
 
     def synchronize(self) -> None:
         if self.recorded:
@@ -96,18 +96,18 @@ def synchronize(device: Any = None) -> None:
 
 
 def default_stream(device: Any = None) -> Stream:
-    made = object.__new__(Stream)
-    made.device_index, made.number = index_of(device), 0
-    return made
+    stream = object.__new__(Stream)
+    stream.device_index, stream.number = index_of(device), 0
+    return stream
 
 
 def current_stream(device: Any = None) -> Stream:
     index = index_of(device)
-    found = machine().here.streams.get(index)
-    return found if isinstance(found, Stream) else default_stream(index)
+    stream = machine().thread_state.streams.get(index)
+    return stream if isinstance(stream, Stream) else default_stream(index)
 
 
 def set_stream(stream: Stream) -> None:
     if stream is not None:
-        here = machine().here
-        here.device, here.streams[stream.device_index] = stream.device_index, stream
+        thread = machine().thread_state
+        thread.device, thread.streams[stream.device_index] = stream.device_index, stream

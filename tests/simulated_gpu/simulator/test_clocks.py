@@ -1,4 +1,4 @@
-"""The detector of races against every path through a small program, and on what a trainer does, step by step by hand."""
+"""The race detector on small traces: the sequences of a trainer, without and with one wait removed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,12 +28,12 @@ def comm(number: int, after: int | str = 0, reads: Sequence[Span] = (), writes: 
     return Comm(name, (0, 1), kind, "float32", 4, None, number, after, tuple(reads), tuple(writes))
 
 
-# ---- what a trainer does: each wait is needed
+# ---- sequences of a trainer in which each wait is needed
 
 WEIGHTS, OWN, REST = Span(1, 0, 800), Span(1, 0, 400), Span(1, 400, 800)
 GRADS, X, Y, PINNED = Span(2, 0, 800), Span(3, 0, 64), Span(4, 0, 64), Span(5, 0, 800)
-ALLOCS: tuple[Fact, ...] = (Alloc(1, "card", 800), Alloc(2, "card", 800), Alloc(3, "card", 64), Alloc(4, "card", 64))
-NEXT = Alloc(9, "card", 64)
+ALLOCS: tuple[Fact, ...] = (Alloc(1, "gpu", 800), Alloc(2, "gpu", 800), Alloc(3, "gpu", 64), Alloc(4, "gpu", 64))
+NEXT = Alloc(9, "gpu", 64)
 
 SITUATIONS: dict[str, tuple[Fact, ...]] = {
     "a block is let go of after its reduction": (
@@ -57,11 +57,11 @@ SITUATIONS: dict[str, tuple[Fact, ...]] = {
         *ALLOCS, Launch(0, "fill", (), (X,)), Record(1, 0), Wait(7, 1), Launch(7, "use", (X,), ()), Record(2, 7), Wait(0, 2), Free(3), NEXT,
     ),
     "a block that another stream gets first": (
-        Launch(0, "its last owner"), Alloc(3, "card", 64), Record(1, 0), Wait(7, 1), Launch(7, "fill", (), (X,)),
+        Launch(0, "its last owner"), Alloc(3, "gpu", 64), Record(1, 0), Wait(7, 1), Launch(7, "fill", (), (X,)),
     ),
 }  # fmt: skip
 ORDER = (Wait, CommWait, CommDone, HostWait)
-PLANTED = [(name, at) for name, facts in SITUATIONS.items() for at, fact in enumerate(facts) if isinstance(fact, ORDER)]
+REMOVALS = [(name, i) for name, facts in SITUATIONS.items() for i, fact in enumerate(facts) if isinstance(fact, ORDER)]
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
@@ -69,10 +69,10 @@ def test_ordered_accesses_do_not_race(name: str) -> None:
     assert races(SITUATIONS[name]) == []
 
 
-@pytest.mark.parametrize(("name", "at"), PLANTED)
-def test_removing_one_wait_gives_a_race(name: str, at: int) -> None:
+@pytest.mark.parametrize(("name", "index"), REMOVALS)
+def test_removing_one_wait_gives_a_race(name: str, index: int) -> None:
     facts = SITUATIONS[name]
-    assert races([*facts[:at], *facts[at + 1 :]]), facts[at]
+    assert races([*facts[:index], *facts[index + 1 :]]), facts[index]
 
 
 def test_race_message() -> None:
@@ -91,10 +91,10 @@ def test_adjacent_blocks_do_not_race() -> None:
 
 
 def test_in_place_all_gather_input_is_read() -> None:
-    """The copy of a save reads what is owned while the gather is under way; the rest is not there yet."""
-    for where, expected in ((OWN, 0), (REST, 1)):
+    """The copy for a checkpoint may read the owned part during the gather; the rest is not complete yet."""
+    for span, expected in ((OWN, 0), (REST, 1)):
         gather = comm(1, 0, [OWN], [WEIGHTS], kind="all_gather")
-        assert len(races([*ALLOCS, gather, Launch(7, "copy to the host", (where,))])) == expected
+        assert len(races([*ALLOCS, gather, Launch(7, "copy to the host", (span,))])) == expected
 
 
 def test_use_after_free_is_detected() -> None:

@@ -1,4 +1,4 @@
-"""The simulated NCCL: it computes what gloo does, waits as NCCL does, and refuses what NCCL has not."""
+"""The simulated NCCL: it computes what gloo computes, waits like NCCL, and refuses what NCCL lacks."""
 
 import re
 from collections.abc import Callable
@@ -22,14 +22,14 @@ def test_nccl_dtypes_equal_torchs_header() -> None:
     table = HEADER.read_text().partition("ncclDataType = {")[2].partition("};")[0]
     names = re.findall(r"\{at::k(\w+),", table)
     assert len(names) > 8
-    theirs = {getattr(torch, KINDS.get(name, name.lower())) for name in names}
-    assert theirs == nccl.DTYPES
+    expected = {getattr(torch, KINDS.get(name, name.lower())) for name in names}
+    assert expected == nccl.DTYPES
 
 
 def _refused() -> None:
     long, strided = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 4).T
     op, out = dist.ReduceOp, torch.zeros(3)
-    asked: list[tuple[str, Callable[[], Any]]] = [
+    calls: list[tuple[str, Callable[[], Any]]] = [
         ("UInt16|uint16", lambda: dist.all_reduce(torch.zeros(2, dtype=torch.uint16))),
         ("int16", lambda: dist.broadcast(torch.zeros(2, dtype=torch.int16), 0)),
         ("Float8", lambda: dist.all_reduce(torch.zeros(2, dtype=torch.float8_e5m2))),
@@ -47,9 +47,9 @@ def _refused() -> None:
         ("Split sizes", lambda: dist.all_to_all_single(out, out)),
         ("Split sizes", lambda: dist.all_to_all_single(out, out, [2, 2], [1, 2])),
     ]
-    for says, ask in asked:
-        with pytest.raises((TypeError, ValueError, RuntimeError), match=says):
-            ask()
+    for text, call in calls:
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
+            call()
     assert not nccl.facts()
 
 
@@ -57,16 +57,16 @@ def test_unsupported_nccl_operations_are_refused() -> None:
     run_ranks(2, _refused, backend=nccl.join)
 
 
-def _exchanged(strays: bool) -> list[float]:
-    """Rank r gives r + 1 elements to the first rank and one to the other."""
-    rank, out = dist.get_rank(), torch.zeros(3 if dist.get_rank() == 0 else 2 + strays)
-    x, got = torch.arange(rank + 2.0) + 10 * rank, [1, 2] if rank == 0 else [1, 1 + strays]
-    dist.all_to_all_single(out, x, got, [rank + 1, 1])
+def _exchanged(mismatched: bool) -> list[float]:
+    """Send r + 1 elements from rank r to the first rank, and one to the other."""
+    rank, out = dist.get_rank(), torch.zeros(3 if dist.get_rank() == 0 else 2 + mismatched)
+    x, output_splits = torch.arange(rank + 2.0) + 10 * rank, [1, 2] if rank == 0 else [1, 1 + mismatched]
+    dist.all_to_all_single(out, x, output_splits, [rank + 1, 1])
     return out.tolist()
 
 
 def test_uneven_all_to_all_and_mismatched_counts() -> None:
-    found = run_ranks(2, _exchanged, False, backend=nccl.join)
-    assert found == run_ranks(2, _exchanged, False) == [[0.0, 10.0, 11.0], [1.0, 12.0]]
+    results = run_ranks(2, _exchanged, False, backend=nccl.join)
+    assert results == run_ranks(2, _exchanged, False) == [[0.0, 10.0, 11.0], [1.0, 12.0]]
     with pytest.raises(Exception, match=r"rank 1 expects \[1, 2\] and is given \[1, 1\]"):
         run_ranks(2, _exchanged, True, backend=nccl.join)

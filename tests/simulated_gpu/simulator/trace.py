@@ -1,50 +1,52 @@
-"""What one rank did on its simulated card, as a list of facts in the order in which the host issued them. device.py,
-cuda.py and nccl.py write it; the detectors (clocks.py, queues.py) read it and nothing else. The host is one agent."""
+"""The trace of one rank on its simulated GPU: a list of facts in the order in which the host issued them.
+
+device.py, cuda.py and nccl.py write it; the detectors (clocks.py, queues.py) read nothing else. The host is one agent.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Stream = int | str  # a number of torch.cuda's (0: the default stream), or the name of a communicator: NCCL's own stream
+Stream = int | str  # a stream number of torch.cuda (0: the default stream), or a communicator's name (NCCL's stream)
 DEFAULT: Stream = 0
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes start..stop of one allocation; of a strided view from its first to its last byte."""
+    """Bytes start..stop of one allocation; a strided view spans its first to its last byte."""
 
     memory: int
     start: int
     stop: int
 
-    def meets(self, other: "Span") -> bool:
+    def overlaps(self, other: "Span") -> bool:
         return self.memory == other.memory and self.start < other.stop and other.start < self.stop
 
 
 class Fact:
-    """Any of these."""
+    """The base class of everything that a trace records."""
 
 
 @dataclass(frozen=True)
 class Alloc(Fact):
-    """`side`: "host" is pageable. `stream`: on which the caching allocator may give a card's block out again."""
+    """An allocation. "host" memory is pageable; a GPU block may be reused by the caching allocator on `stream`."""
 
     memory: int
-    side: Literal["card", "pinned", "host"]
+    side: Literal["gpu", "pinned", "host"]
     size: int
     stream: Stream = DEFAULT
 
 
 @dataclass(frozen=True)
 class Free(Fact):
-    """The last reference is gone: the block may be handed out again at once."""
+    """The release of the last reference: the block may be reused at once."""
 
     memory: int
 
 
 @dataclass(frozen=True)
 class Launch(Fact):
-    """Work given to a stream; the host does not wait for it. A copy between host and card is one, too."""
+    """Work submitted to a stream, including copies between host and GPU; the host does not wait for it."""
 
     stream: Stream
     name: str
@@ -55,7 +57,7 @@ class Launch(Fact):
 
 @dataclass(frozen=True)
 class Record(Fact):
-    """An event notes what `stream` has so far. An event that is recorded again means the newer point."""
+    """An event recorded after the work of `stream` so far. Recording it again replaces the earlier point."""
 
     event: int
     stream: Stream
@@ -63,7 +65,7 @@ class Record(Fact):
 
 @dataclass(frozen=True)
 class Wait(Fact):
-    """What `stream` gets from here on comes after `event` (as recorded last)."""
+    """A wait of `stream`: its later work runs after `event` (as last recorded)."""
 
     stream: Stream
     event: int
@@ -71,7 +73,7 @@ class Wait(Fact):
 
 @dataclass(frozen=True)
 class HostWait(Fact):
-    """The host waits for an event, or for a stream, or (both None) for the whole card."""
+    """A wait of the host for an event, for a stream, or (both None) for the whole GPU."""
 
     event: int | None = None
     stream: Stream | None = None
@@ -80,7 +82,7 @@ class HostWait(Fact):
 
 @dataclass(frozen=True)
 class HostAccess(Fact):
-    """The host itself reads or writes memory of its own; what it reads of the card is a Launch, a HostWait, this."""
+    """A read or write of host memory by the host. Reading GPU memory is a Launch, a HostWait, then a HostAccess."""
 
     name: str
     reads: tuple[Span, ...] = ()
@@ -90,7 +92,7 @@ class HostAccess(Fact):
 
 @dataclass(frozen=True)
 class HostRead(Fact):
-    """A value came back from the card and the host waited for it: `.item()`, `.cpu()`, `bool()`, `nonzero`, ..."""
+    """A value that the host waited for and read from the GPU: `.item()`, `.cpu()`, `bool()`, `nonzero`, ..."""
 
     kind: str
     where: str
@@ -99,12 +101,12 @@ class HostRead(Fact):
 
 @dataclass(frozen=True)
 class Comm(Fact):
-    """One operation of a communicator, on its own stream: it begins after what `after` has so far.
+    """One operation of a communicator, on its own stream: it starts after the work of stream `after` so far.
 
-    comm    its ranks' name for it, equal on all of them; point to point has one per pair of ranks
+    comm    name of the communicator, equal on all its ranks; point to point has one per pair of ranks
     kind    all_reduce, all_gather, reduce_scatter, broadcast, barrier, send, recv, all_to_all, ...
     peer    the other rank (global) of send and recv, the root of a broadcast
-    number  of this operation on this rank, for CommWait
+    number  number of this operation on this rank, for CommWait
     """
 
     comm: str
@@ -117,7 +119,7 @@ class Comm(Fact):
     after: Stream
     reads: tuple[Span, ...] = ()
     writes: tuple[Span, ...] = ()
-    op: str = ""  # of a reduction
+    op: str = ""  # the reduction
     where: str = ""
 
     @property
@@ -127,7 +129,7 @@ class Comm(Fact):
 
 @dataclass(frozen=True)
 class CommWait(Fact):
-    """`Work.wait()`: what `stream` gets from here on comes after the operation; the host goes on."""
+    """`Work.wait()`: later work of `stream` runs after the operation; the host continues."""
 
     number: int
     stream: Stream
@@ -135,14 +137,14 @@ class CommWait(Fact):
 
 @dataclass(frozen=True)
 class CommDone(Fact):
-    """`Work.is_completed()` said yes: the host knows that the operation is over. No fact where it said no."""
+    """`Work.is_completed()` returned True: the host knows that the operation is done. False is not recorded."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Mixed(Fact):
-    """An operation on tensors of host and card together, or an unpinned copy called non_blocking."""
+    """An operation that mixes host and GPU tensors, or an unpinned copy called non_blocking."""
 
     what: str
     where: str
@@ -150,17 +152,20 @@ class Mixed(Fact):
 
 @dataclass(frozen=True)
 class Mark(Fact):
-    """Where the run is: "step 3", "forward", "backward", "evaluation", "save", ...; "" ends the last one."""
+    """The start of a part of the run: "step 3", "forward", "backward", "save", ...; "" ends the last one."""
 
     name: str
 
 
-# ---- where the host waited for its card, read from a trace
+# ---- where the host waited for its GPU, read from a trace
 
 
 @dataclass(frozen=True)
 class WaitAt:
-    """`kind`: of the HostRead, or "synchronize" where the program asked for nothing but the wait. `within`: the marks."""
+    """A wait of the host, with the open marks in `within`.
+
+    `kind` is that of its HostRead, or "synchronize" if the program requested only the wait.
+    """
 
     kind: str
     where: str
@@ -168,12 +173,13 @@ class WaitAt:
     within: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Without the line: what a table of them is compared with stays true when a line moves."""
+        """Omit the line, so that tables of expected waits stay valid when a line moves."""
         return f"{self.kind} {self.where.rpartition(':')[0]}"
 
 
 def waits_of(trace: Sequence[Fact]) -> list[WaitAt]:
-    found: list[WaitAt] = []
+    """Return the waits of the host, in order."""
+    waits: list[WaitAt] = []
     marks: list[str] = []
     for fact in trace:
         match fact:
@@ -182,15 +188,15 @@ def waits_of(trace: Sequence[Fact]) -> list[WaitAt]:
             case Mark(name=name):
                 marks.append(name)
             case HostWait(where=where):
-                found.append(WaitAt("synchronize", where, "", tuple(marks)))
+                waits.append(WaitAt("synchronize", where, "", tuple(marks)))
             case HostRead(kind=kind, where=where, phase=phase):
-                last = max(i for i, wait in enumerate(found) if wait.where == where)  # other threads wait, too
-                found[last] = WaitAt(kind, where, phase, found[last].within)
+                last = max(i for i, wait in enumerate(waits) if wait.where == where)  # other threads wait, too
+                waits[last] = WaitAt(kind, where, phase, waits[last].within)
             case _:
                 pass
-    return found
+    return waits
 
 
-def times(trace: Sequence[Fact], name: str) -> int:
-    """How often the program was in `name`."""
+def count_marks(trace: Sequence[Fact], name: str) -> int:
+    """Return how often the program entered the mark `name`."""
     return sum(isinstance(fact, Mark) and fact.name == name for fact in trace)
