@@ -1,4 +1,4 @@
-"""Tokens and settings beside a tokenizer.json: ids as those of AutoTokenizer, or a refusal that names the file."""
+"""Tokens and settings next to a tokenizer.json: the ids equal AutoTokenizer's, or an error names the file."""
 
 import json
 import shutil
@@ -31,44 +31,48 @@ LINES = [f"some words and more text, number {i} </s> <s>" for i in range(60)]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE of 300 tokens with <|end|> as an added one; <s> and </s> are plain entries of its vocabulary."""
-    folder = tmp_path_factory.mktemp("tokenizer")
+    """Return the directory of a byte-level BPE of 300 tokens.
+
+    <|end|> is an added token; <s> and </s> are plain entries of the vocabulary.
+    """
+    directory = tmp_path_factory.mktemp("tokenizer")
     model = byte_level_bpe(LINES, 300)
-    described = json.loads(model.to_str())
-    vocab = described["model"]["vocab"]
+    content = json.loads(model.to_str())
+    vocab = content["model"]["vocab"]
     for token in ("<s>", "</s>"):
         vocab[token] = max(vocab.values()) + 1
-    number = max(vocab.values()) + 1
+    token_id = max(vocab.values()) + 1
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    described["added_tokens"].append({"id": number, "content": "<|end|>", **flags})
-    (folder / "tokenizer.json").write_text(json.dumps(described))
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
+    content["added_tokens"].append({"id": token_id, "content": "<|end|>", **flags})
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return directory
 
 
 def size(base: Path) -> int:
-    described = json.loads((base / "tokenizer.json").read_text())
-    return max(*described["model"]["vocab"].values(), *(token["id"] for token in described["added_tokens"])) + 1
+    content = json.loads((base / "tokenizer.json").read_text())
+    return max(*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"])) + 1
 
 
-def folder_of(base: Path, target: Path, files: Json) -> Path:
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(base, target)
+def write_files(base: Path, directory: Path, files: Json) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(base, directory)
     for name, content in files.items():
-        (target / name).write_text(json.dumps(content))
-    return target
+        (directory / name).write_text(json.dumps(content))
+    return directory
 
 
-def same(folder: Path) -> None:
-    """Every text has the ids of AutoTokenizer, and the end of a document is its eos_token."""
+def assert_ids_equal_transformers(directory: Path) -> None:
+    """Assert that every text has the ids of AutoTokenizer, and that the end of a document is its eos_token."""
     from transformers import AutoTokenizer
 
-    ours, theirs = build_tokenizer("HuggingFaceTokenizer", str(folder)), AutoTokenizer.from_pretrained(folder)
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(directory))
+    auto_tokenizer = AutoTokenizer.from_pretrained(directory)
     for text in TEXTS:
-        assert ours.encode(text) == theirs(text).input_ids, text
-    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
-    if theirs.eos_token is not None:
-        assert ours.eod == theirs.eos_token_id
+        assert tokenizer.encode(text) == auto_tokenizer(text).input_ids, text
+    assert tokenizer.vocab_size == max(auto_tokenizer.get_vocab().values()) + 1
+    if auto_tokenizer.eos_token is not None:
+        assert tokenizer.eod == auto_tokenizer.eos_token_id
 
 
 def config(**values: Any) -> Json:
@@ -76,28 +80,31 @@ def config(**values: Any) -> Json:
 
 
 def record(content: str, **flags: bool) -> Json:
-    usual = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-    return {"content": content, **usual, **flags}
+    defaults = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {"content": content, **defaults, **flags}
 
 
-def cases(n: int) -> dict[str, Json]:
-    """`n`: the first free id."""
-    tools = {str(n): record("<tool>"), str(n + 1): record("<|im_end|>")}
+def cases(first_id: int) -> dict[str, Json]:
+    """Return files by case; `n` is the first free id."""
+    tools = {str(first_id): record("<tool>"), str(first_id + 1): record("<|im_end|>")}
     return {
         "nothing": {},
         "added_tokens_decoder": {CONFIG: config(added_tokens_decoder=tools)},
         "and as eos_token": {CONFIG: config(added_tokens_decoder=tools, eos_token="<|im_end|>")},
         "text around it taken away": {
-            CONFIG: config(added_tokens_decoder={str(n): record("<tool>", lstrip=True, rstrip=True)})
+            CONFIG: config(added_tokens_decoder={str(first_id): record("<tool>", lstrip=True, rstrip=True)})
         },
         "a token that is not special": {
-            CONFIG: config(added_tokens_decoder={str(n): record("<tool>", special=False, normalized=True)})
+            CONFIG: config(added_tokens_decoder={str(first_id): record("<tool>", special=False, normalized=True)})
         },
-        "added_tokens.json": {CONFIG: config(), ADDED: {"<tool>": n, "<|im_end|>": n + 1}},
-        "added_tokens.json, and as eos_token": {CONFIG: config(eos_token="<|im_end|>"), ADDED: {"<|im_end|>": n}},
+        "added_tokens.json": {CONFIG: config(), ADDED: {"<tool>": first_id, "<|im_end|>": first_id + 1}},
+        "added_tokens.json, and as eos_token": {
+            CONFIG: config(eos_token="<|im_end|>"),
+            ADDED: {"<|im_end|>": first_id},
+        },
         "both, the older one is not read": {
-            CONFIG: config(added_tokens_decoder={str(n): record("<tool>")}),
-            ADDED: {"<|im_end|>": n + 1},
+            CONFIG: config(added_tokens_decoder={str(first_id): record("<tool>")}),
+            ADDED: {"<|im_end|>": first_id + 1},
         },
         "special_tokens_map.json before tokenizer_config.json": {CONFIG: config(), SPECIAL_MAP: {"eos_token": "</s>"}},
         "special_tokens_map.json with a record": {CONFIG: config(), SPECIAL_MAP: {"eos_token": record("</s>")}},
@@ -119,10 +126,10 @@ def cases(n: int) -> dict[str, Json]:
 
 @pytest.mark.parametrize("case", cases(0))
 def test_added_token_ids_equal_transformers(base: Path, case: str, tmp_path: Path) -> None:
-    same(folder_of(base, tmp_path / "here", cases(size(base))[case]))
+    assert_ids_equal_transformers(write_files(base, tmp_path / "here", cases(size(base))[case]))
 
 
-REFUSED: dict[str, tuple[Json, str]] = {  # files -> what is said
+REFUSED: dict[str, tuple[Json, str]] = {  # case -> (files, error message)
     "another id": (
         {CONFIG: config(added_tokens_decoder={"7": record("<tool>")})},
         f"{CONFIG}: '<tool>' is token 7 there",
@@ -140,9 +147,9 @@ REFUSED: dict[str, tuple[Json, str]] = {  # files -> what is said
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_that_change_ids_are_refused(base: Path, case: str, tmp_path: Path) -> None:
-    files, reason = REFUSED[case]
-    with pytest.raises(DataError, match=reason):
-        build_tokenizer("HuggingFaceTokenizer", str(folder_of(base, tmp_path / "here", files)))
+    files, message = REFUSED[case]
+    with pytest.raises(DataError, match=message):
+        build_tokenizer("HuggingFaceTokenizer", str(write_files(base, tmp_path / "here", files)))
 
 
 WORDS = st.sampled_from(["<tool>", "<|im_end|>", "<pad>", "</s>", "<s>", "<|end|>", "<x>", "some"])
@@ -169,16 +176,16 @@ FILES = {
 }
 
 
-def numbered(base: Path, contents: list[str]) -> dict[str, int]:
-    """Token -> the id that it has, or the next free one."""
+def ids_of(base: Path, contents: list[str]) -> dict[str, int]:
+    """Return for each token the id that it has, or the next free one."""
     from tokenizers import Tokenizer
 
     model, result = Tokenizer.from_file(str(base / "tokenizer.json")), dict[str, int]()
     for content in contents:
         model.add_tokens([content])
-        number = model.token_to_id(content)
-        assert number is not None
-        result[content] = number
+        token_id = model.token_to_id(content)
+        assert token_id is not None
+        result[content] = token_id
     return result
 
 
@@ -187,65 +194,67 @@ def numbered(base: Path, contents: list[str]) -> dict[str, int]:
 def test_random_tokenizer_files_equal_transformers_or_are_refused(base: Path, files: Json, tmp_path: Path) -> None:
     files = json.loads(json.dumps(files))
     if ADDED in files:
-        files[ADDED] = numbered(base, files[ADDED])
+        files[ADDED] = ids_of(base, files[ADDED])
     records = files.get(CONFIG, {}).get("added_tokens_decoder")
     if records is not None:
-        numbers = numbered(base, [one["content"] for one in records])
-        files[CONFIG]["added_tokens_decoder"] = {str(numbers[one["content"]]): one for one in records}
+        ids = ids_of(base, [token["content"] for token in records])
+        files[CONFIG]["added_tokens_decoder"] = {str(ids[token["content"]]): token for token in records}
     files.setdefault(CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"})
-    folder = folder_of(base, tmp_path / "here", files)
+    directory = write_files(base, tmp_path / "here", files)
     try:
-        build_tokenizer("HuggingFaceTokenizer", str(folder))
+        build_tokenizer("HuggingFaceTokenizer", str(directory))
     except DataError as error:
         assert "token" in str(error)
         return
-    same(folder)
+    assert_ids_equal_transformers(directory)
 
 
 def test_fingerprint_changes_only_with_the_tokens(base: Path, tmp_path: Path) -> None:
     def fingerprint(files: Json) -> str:
-        return build_tokenizer("HuggingFaceTokenizer", str(folder_of(base, tmp_path / "here", files))).fingerprint
+        return build_tokenizer("HuggingFaceTokenizer", str(write_files(base, tmp_path / "here", files))).fingerprint
 
-    plain, n = fingerprint({CONFIG: config()}), size(base)
-    described = json.loads((base / "tokenizer.json").read_text())["added_tokens"]
-    own = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in described}
-    assert fingerprint({CONFIG: config(added_tokens_decoder=own)}) == plain  # all is in the tokenizer.json already
-    others = [{CONFIG: config(added_tokens_decoder={**own, str(n): record("<tool>")})}]
-    others += [{CONFIG: config(split_special_tokens=True)}, {CONFIG: config(), ADDED: {"<x>": n}}]
-    assert len({plain, *map(fingerprint, others)}) == 4
+    plain, first_id = fingerprint({CONFIG: config()}), size(base)
+    added_tokens = json.loads((base / "tokenizer.json").read_text())["added_tokens"]
+    own_tokens = {str(token["id"]): {key: token[key] for key in token if key != "id"} for token in added_tokens}
+    assert (
+        fingerprint({CONFIG: config(added_tokens_decoder=own_tokens)}) == plain
+    )  # these tokens are in the tokenizer.json already
+    other_files = [{CONFIG: config(added_tokens_decoder={**own_tokens, str(first_id): record("<tool>")})}]
+    other_files += [{CONFIG: config(split_special_tokens=True)}, {CONFIG: config(), ADDED: {"<x>": first_id}}]
+    assert len({plain, *map(fingerprint, other_files)}) == 4
 
 
 def test_fast_engine_is_not_used_with_cut_special_tokens(base: Path, tmp_path: Path) -> None:
-    folder = folder_of(base, tmp_path / "here", {CONFIG: config(split_special_tokens=True)})
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder))
+    directory = write_files(base, tmp_path / "here", {CONFIG: config(split_special_tokens=True)})
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(directory))
     assert accelerate(tokenizer) is tokenizer
 
 
-def slow_folder(kind: str, folder: Path) -> Path:
-    """A model directory of the formats before tokenizer.json."""
-    folder.mkdir()
+def write_older_format(kind: str, directory: Path) -> Path:
+    """Write a tokenizer in one of the formats before tokenizer.json, and return its directory."""
+    directory.mkdir()
     if kind == "GPT2BPETokenizer":
-        byte_level_bpe(LINES, 300).model.save(str(folder))
+        byte_level_bpe(LINES, 300).model.save(str(directory))
     else:
-        train_tokenizer.train_sentencepiece(train_tokenizer.split_pieces(LINES), str(folder / "tokenizer"), 330, 1)
-    return folder
+        train_tokenizer.train_sentencepiece(train_tokenizer.split_pieces(LINES), str(directory / "tokenizer"), 330, 1)
+    return directory
 
 
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "Llama2Tokenizer"])
 def test_tokens_missing_in_an_older_format_are_refused(kind: str, tmp_path: Path) -> None:
-    folder = slow_folder(kind, tmp_path / "model")
-    options = find_tokenizer_in(folder)
+    directory = write_older_format(kind, tmp_path / "model")
+    options = find_tokenizer_in(directory)
     assert options["tokenizer_type"] == kind
-    n = build_tokenizer(**options).vocab_size
-    (folder / ADDED).write_text(json.dumps({"<tool>": n}))
+    first_id = build_tokenizer(**options).vocab_size
+    (directory / ADDED).write_text(json.dumps({"<tool>": first_id}))
     with pytest.raises(DataError, match=f"{ADDED}: the token '<tool>', which .* lacks; write a tokenizer.json"):
-        find_tokenizer_in(folder)
-    (folder / CONFIG).write_text(json.dumps({"added_tokens_decoder": {str(n): record("<tool>")}}))
+        find_tokenizer_in(directory)
+    (directory / CONFIG).write_text(json.dumps({"added_tokens_decoder": {str(first_id): record("<tool>")}}))
     with pytest.raises(DataError, match=f"{CONFIG}: the token '<tool>', which .* lacks"):
-        find_tokenizer_in(folder)
+        find_tokenizer_in(directory)
     for key in ("split_special_tokens", "add_prefix_space"):
-        (folder / CONFIG).write_text(json.dumps({"added_tokens_decoder": {}, key: True}))
+        (directory / CONFIG).write_text(json.dumps({"added_tokens_decoder": {}, key: True}))
         with pytest.raises(DataError, match=f"{CONFIG}: .*{key}=true"):
-            find_tokenizer_in(folder)
-    (folder / CONFIG).write_text(json.dumps({"added_tokens_decoder": {}, "add_prefix_space": False}))
-    assert find_tokenizer_in(folder) == options
+            find_tokenizer_in(directory)
+    (directory / CONFIG).write_text(json.dumps({"added_tokens_decoder": {}, "add_prefix_space": False}))
+    assert find_tokenizer_in(directory) == options

@@ -1,4 +1,4 @@
-"""The batch of a step is a pure function, the same for every data-parallel size; the prefetcher only makes it early."""
+"""The batch of a step is a pure function, the same for every data-parallel size; the prefetcher only reads ahead."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ def batches(dp_rank: int = 0, dp_size: int = 1, micro: int = 2, **options: objec
 
 
 def in_order(parts: list[list[MicroBatch]]) -> tuple[list[int], NDArray[np.int64]]:
-    """All ranks' rows by sample id."""
+    """Return the sample ids of all ranks in order, and their rows."""
     ids = np.concatenate([m.sample_ids for part in parts for m in part])
     rows = np.concatenate([m.tokens for part in parts for m in part])
     order = np.argsort(ids)
@@ -30,19 +30,22 @@ def in_order(parts: list[list[MicroBatch]]) -> tuple[list[int], NDArray[np.int64
 
 
 def test_samples_are_independent_of_dp_and_micro_batch_size() -> None:
-    want_ids, want = in_order([batches().at(36, 24)])
-    assert want_ids == list(range(36, 60))
+    expected_ids, expected_rows = in_order([batches().at(36, 24)])
+    assert expected_ids == list(range(36, 60))
     for dp, micro in [(1, 1), (1, 24), (2, 3), (3, 4), (4, 2), (6, 4)]:
-        ids, rows = in_order([batches(r, dp, micro).at(36, 24) for r in range(dp)])
-        assert ids == want_ids
-        assert np.array_equal(rows, want)
+        ids, rows = in_order([batches(rank, dp, micro).at(36, 24) for rank in range(dp)])
+        assert ids == expected_ids
+        assert np.array_equal(rows, expected_rows)
 
 
 def test_every_sample_has_one_position() -> None:
-    got = batches(1, 2, 3).at(100, 12)
-    assert [m.sample_ids.tolist() for m in got] == [[103, 104, 105], [109, 110, 111]]
-    assert all(m.tokens.shape == (3, S + 1) and m.tokens.dtype == np.int64 and m.loss_mask is None for m in got)
-    [unread] = Batches(PlaceholderDataset(S), 2, 1, 2, V).at(8, 4)  # of a rank that needs no tokens, which has the ids
+    micro_batches = batches(1, 2, 3).at(100, 12)
+    assert [micro.sample_ids.tolist() for micro in micro_batches] == [[103, 104, 105], [109, 110, 111]]
+    assert all(
+        micro.tokens.shape == (3, S + 1) and micro.tokens.dtype == np.int64 and micro.loss_mask is None
+        for micro in micro_batches
+    )
+    [unread] = Batches(PlaceholderDataset(S), 2, 1, 2, V).at(8, 4)  # a rank that needs no tokens has the ids
     assert unread.sample_ids.tolist() == [10, 11] and unread.tokens.shape == (2, S + 1)
     with pytest.raises(ValueError, match=r"global_batch_size=10 is not a multiple of .* 2 x data parallel 2 = 4"):
         batches(0, 2).at(0, 10)
@@ -63,15 +66,15 @@ def test_document_starts() -> None:
     micro = batches(eod=eod, documents=True).at(0, 4)[0]
     assert micro.loss_mask is None and micro.document_start is not None
     for row, first in zip(tokens[:, :-1], micro.document_start, strict=True):
-        begin = 0
+        start = 0
         for t, token in enumerate(row):
-            assert first[t] == begin
-            begin = t + 1 if token == eod else begin
+            assert first[t] == start
+            start = t + 1 if token == eod else start
     assert micro.document_start[0, 3] == 3
 
 
 class Packed(MockDataset):
-    """Pieces of 3 and 2 tokens, then padding; every second sample is one piece that fills it."""
+    """A dataset of samples with pieces of 3 and 2 tokens, then padding; every second sample is one full piece."""
 
     def piece_lengths(self, index: NDArray[np.int64]) -> list[NDArray[np.int32]]:  # type: ignore[override]
         return [np.array([3, 2] if i % 2 == 0 else [S + 1], np.int32) for i in index.tolist()]
@@ -79,7 +82,7 @@ class Packed(MockDataset):
 
 def test_packed_sample_pieces_are_documents_without_padding() -> None:
     micro = Batches(Packed(V, S, 1), 2, 0, 1, V, DocumentBoundaries(eod=0, documents=True)).at(0, 2)[0]
-    assert micro.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [1] * S]  # labels: one ahead
+    assert micro.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0], [1] * S]  # labels are one position ahead
     assert micro.document_start.tolist() == [[0, 0, 0, 3, 3, 5], [0] * S]
     assert micro.padding.tolist() == [[False] * 5 + [True], [False] * S]
 
@@ -104,7 +107,7 @@ def test_ids_outside_the_vocabulary_name_file_and_document(tmp_path: Path, bad: 
         Batches(train, 4, 0, 1, V).at(0, 4)
 
 
-def same(a: list[MicroBatch], b: list[MicroBatch]) -> bool:
+def batches_equal(a: list[MicroBatch], b: list[MicroBatch]) -> bool:
     return all(np.array_equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
 
 
@@ -113,30 +116,30 @@ def test_prefetcher_serves_any_order() -> None:
     prefetcher = Prefetcher(source, lambda micro: micro, size_at=lambda consumed: 4)
     try:
         for consumed, n in [(0, 4), (4, 4), (8, 8), (16, 8), (0, 4), (100, 2), (102, 2), (104, 6)]:
-            got, waited = prefetcher.get(consumed, n)
-            assert same(got, source.at(consumed, n)) and waited >= 0
+            batch, waited = prefetcher.get(consumed, n)
+            assert batches_equal(batch, source.at(consumed, n)) and waited >= 0
     finally:
         prefetcher.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("megalite-data")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("megalite-data")]
 
 
 class Slow(MockDataset):
-    """Notes what it has read, and cannot read on from sample 8."""
+    """A slow dataset that records the samples that it has read, and fails from sample 8 on."""
 
     def __init__(self) -> None:
         super().__init__(V, S, 1)
-        self.have: set[int] = set()
+        self.read_samples: set[int] = set()
 
     def samples(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         time.sleep(0.1)
         if int(index[0]) >= 8:
             raise DataError("sample 8 is broken")
-        read = super().samples(index)
-        self.have.update(map(int, index))
-        return read
+        samples = super().samples(index)
+        self.read_samples.update(map(int, index))
+        return samples
 
     def wait_for(self, sample: int) -> None:
-        while sample not in self.have:
+        while sample not in self.read_samples:
             time.sleep(0.01)
 
 
@@ -146,14 +149,14 @@ def test_prefetcher_reads_ahead_and_raises_errors() -> None:
     prefetcher = Prefetcher(slow, lambda micro: micro, size_at=lambda consumed: 2 if consumed < 4 else 4)
     try:
         _, waited = prefetcher.get(0, 2)
-        dataset.wait_for(3)  # which nobody has asked for
+        dataset.wait_for(3)  # not requested yet
         prefetcher.get(2, 2)
-        dataset.wait_for(7)  # the batch size grows as size_at says: read ahead all the same
+        dataset.wait_for(7)  # it reads ahead although the batch size grows, as size_at says
         prefetcher.get(4, 4)
         assert waited >= 0.1
         for _ in range(2):
             with pytest.raises(DataError, match="sample 8 is broken"):
                 prefetcher.get(8, 4)
-        assert len(prefetcher.get(0, 2)[0]) == 1  # an error is not the end
+        assert len(prefetcher.get(0, 2)[0]) == 1  # it works after an error
     finally:
         prefetcher.close()

@@ -1,5 +1,7 @@
-"""A blend holds its weights at every prefix, any sample of it can be found without the ones before, and --data-path,
---split and named validation sets make one."""
+"""Blends: counts match the weights at every prefix, samples are random access, and options make the blend.
+
+The options are --data-path, --split and the named validation sets.
+"""
 
 import doctest
 import hashlib
@@ -44,7 +46,7 @@ def test_blend_counts_match_weights_at_every_prefix(weights: list[float]) -> Non
         for length in range(1, n + 1):
             quota = weight / total * length
             assert math.floor(quota) <= counts[length - 1] <= math.ceil(quota)
-        assert number[source == k].tolist() == list(range(counts[-1]))  # each of its samples once, in order
+        assert number[source == k].tolist() == list(range(counts[-1]))  # each sample of the source once, in order
 
 
 def test_blend_small_example() -> None:
@@ -56,21 +58,21 @@ def test_blend_small_example() -> None:
 def test_blend_samples_are_random_access() -> None:
     weights = [1, 2, 4.5]
     order = BlendSchedule(weights)
-    near = BlendSchedule(weights).sources_at(np.arange(4000))
+    expected = BlendSchedule(weights).sources_at(np.arange(4000))
     for i in (3999, 15, 0, 16, 2500):  # any order, from a fresh object or not
-        for one in (order, BlendSchedule(weights)):
-            source, number = one.sources_at(np.array([i]))
-            assert (source[0], number[0]) == (near[0][i], near[1][i])
-    far = 10**12 + 3
-    source, number = order.sources_at(np.array([far]))
-    assert abs(number[0] - far * [2 / 15, 4 / 15, 9 / 15][source[0]]) <= 1
+        for schedule in (order, BlendSchedule(weights)):
+            source, number = schedule.sources_at(np.array([i]))
+            assert (source[0], number[0]) == (expected[0][i], expected[1][i])
+    index = 10**12 + 3
+    source, number = order.sources_at(np.array([index]))
+    assert abs(number[0] - index * [2 / 15, 4 / 15, 9 / 15][source[0]]) <= 1
 
 
 TINY_AND_LARGE = st.one_of(
     st.integers(1, 10**12),
     st.floats(1e-9, 1.0),
     st.integers(0, 12).map(lambda digits: 10**digits + digits),  # from one token to a trillion
-    st.sampled_from([0.0999, 0.0999, 0.001, 1 + 1e-9]),  # many alike: their samples are due together
+    st.sampled_from([0.0999, 0.0999, 0.001, 1 + 1e-9]),  # many equal weights: their samples are due together
 )
 
 
@@ -83,19 +85,19 @@ def test_blend_counts_match_weights_beyond_a_block(weights: list[float], block: 
         patch.setattr("megalite.data.datasets.blended_dataset.MAX_PERIOD", block)
         order, other = BlendSchedule(weights), BlendSchedule(weights)
     n = 500
-    last = other.sources_at(np.array([n - 1]))  # before any sample that comes before it
+    last = other.sources_at(np.array([n - 1]))  # asked for before any earlier sample
     source, number = order.sources_at(np.arange(n))
     assert (last[0][0], last[1][0]) == (source[-1], number[-1])
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
-    parts = [int(weight * common) for weight in exact]
-    whole, counts = sum(parts), [0] * len(weights)
+    integer_weights = [int(weight * common) for weight in exact]
+    total, counts = sum(integer_weights), [0] * len(weights)
     for length in range(1, n + 1):
         k = int(source[length - 1])
         assert number[length - 1] == counts[k]
         counts[k] += 1
-        for part, count in zip(parts, counts, strict=True):
-            assert part * length // whole <= count <= -(-part * length // whole)
+        for weight, count in zip(integer_weights, counts, strict=True):
+            assert weight * length // total <= count <= -(-weight * length // total)
         if length % 50 == 0:
             assert other.samples_per_source(length) == counts
 
@@ -103,7 +105,7 @@ def test_blend_counts_match_weights_beyond_a_block(weights: list[float], block: 
 @pytest.mark.parametrize(
     ("weights", "samples"),
     [
-        ([953_560, 254e9], 62_464_000),  # 234.5 of the first
+        ([953_560, 254e9], 62_464_000),  # 234.5 samples of the first
         ([1e-7] * 3 + [1 / 3, 2 / 3], 40_000_000),
     ],
 )
@@ -120,7 +122,7 @@ def test_blend_with_token_counts_is_exact_far_away(weights: list[float], samples
 
 
 def test_blend_order_never_changes() -> None:
-    """Stored runs go on with it: digests of the order as version 0.1.0 computed it."""
+    """Stored runs resume with this order. The digests are those of version 0.1.0."""
     for weights, digest in STORED_ORDERS:
         source, number = BlendSchedule(weights).sources_at(np.arange(0, 50_000))
         rows = np.stack([source, number]).astype("<i8").tobytes()
@@ -155,11 +157,11 @@ def test_mock_data_is_learnable_noisy_and_within_the_vocabulary() -> None:
         assert not np.array_equal(tokens, valid.samples(np.arange(50)))
     assert tokens.max() > 49_000  # every part of a split vocabulary is used
     steps = (tokens[:, 1:] - tokens[:, :-1]) % (512 * 98) // 98
-    usual = [np.bincount(row).max() / row.size for row in steps]
-    assert 0.7 < np.mean(usual) < 0.95  # most steps are the same, some are noise
+    largest_shares = [np.bincount(row).max() / row.size for row in steps]
+    assert 0.7 < np.mean(largest_shares) < 0.95  # most steps are the same, some are noise
 
 
-# ---- of files
+# ---- blends of files
 def write(prefix: Path, documents: int, first: int = 0) -> str:
     numbered(prefix, [10] * documents, first)
     return str(prefix)
@@ -211,7 +213,7 @@ def test_parse_data_path() -> None:
         parse_data_path([])
 
 
-# ---- named validation sets: what is a name and what a path, and the loss per byte of text
+# ---- named validation sets: names and paths, and the loss per byte of text
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]*", fullmatch=True)
 PATHS = st.sampled_from(["a", "data/x", "/abs/lang=en/part", "./lang=en/x", "s3://bucket/k=v/x", "with space/x"])
 VALUES = st.one_of(
@@ -222,15 +224,15 @@ VALUES = st.one_of(
 )
 
 
-@given(sets=st.dictionaries(NAMES, VALUES, min_size=1, max_size=4), apart=st.booleans())
-def test_data_path_spellings_round_trip(sets: dict[str, list[str]], apart: bool) -> None:
+@given(sets=st.dictionaries(NAMES, VALUES, min_size=1, max_size=4), separate=st.booleans())
+def test_data_path_spellings_round_trip(sets: dict[str, list[str]], separate: bool) -> None:
     items = []
     for name, path in sets.items():
-        items += [f"{name}=", *path] if apart else [f"{name}={path[0]}", *path[1:]]
+        items += [f"{name}=", *path] if separate else [f"{name}={path[0]}", *path[1:]]
     assert parse_named_sets(items) == sets
     for path in sets.values():
-        parse_data_path(path)  # each is a data path as ever
-        assert parse_named_sets(path) == {"valid": path}  # and alone, in Megatron-LM's plain form, one set
+        parse_data_path(path)  # each is a plain data path, too
+        assert parse_named_sets(path) == {"valid": path}  # without names, as in Megatron-LM, it is one set
         assert parse_named_sets(path, "test") == {"test": path}
 
 
@@ -262,15 +264,15 @@ def test_multiple_validation_sets() -> None:
 
 
 def info(prefix: Path, **counts: object) -> str:
-    made_by = {"name": "t", "fingerprint": "0", "vocab_size": 10, "eod": 0}
-    prefix.with_name(prefix.name + ".json").write_text(json.dumps({"version": 1, "tokenizer": made_by, **counts}))
+    tokenizer = {"name": "t", "fingerprint": "0", "vocab_size": 10, "eod": 0}
+    prefix.with_name(prefix.name + ".json").write_text(json.dumps({"version": 1, "tokenizer": tokenizer, **counts}))
     return str(prefix)
 
 
 def test_bytes_per_token_of_a_blend(tmp_path: Path) -> None:
     a, b = info(tmp_path / "a", tokens=100, bytes=400), info(tmp_path / "b", tokens=300, bytes=600)
     assert bytes_per_token([a]) == 4
-    assert bytes_per_token([a, b]) == 1000 / 400  # by tokens
+    assert bytes_per_token([a, b]) == 1000 / 400  # weighted by tokens
     assert bytes_per_token([a, b], [3.0, 1.0]) == (3 * 4 + 2) / 4
     assert bytes_per_token([a, str(tmp_path / "none")]) is None
     assert bytes_per_token([a, info(tmp_path / "old", tokens=5)]) is None
@@ -281,7 +283,7 @@ def test_bytes_per_token_of_a_blend(tmp_path: Path) -> None:
 
 def test_uniform_byte_model_needs_eight_bits_per_byte() -> None:
     assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8)
-    assert bits_per_byte(math.log(65536), 2.0) == pytest.approx(8)  # two bytes to a token, the same model
+    assert bits_per_byte(math.log(65536), 2.0) == pytest.approx(8)  # the same model with two bytes per token
 
 
 def test_examples_of_the_documentation() -> None:

@@ -1,4 +1,4 @@
-"""The tools around token files, as a user runs them: merge, inspect and verify, train a tokenizer."""
+"""The tools for token files, as a user runs them: merge, inspect, verify, train a tokenizer."""
 
 import functools
 import json
@@ -36,10 +36,10 @@ from tools.preprocess.tokenize_run import make_info
 
 
 def write(prefix: Path, documents: list[list[int]], tokenizer: Tokenizer | None = None, dtype: type = np.uint16) -> str:
-    """A pair, with prefix.json when a tokenizer is given."""
+    """Write a pair, with prefix.json when a tokenizer is given, and return its prefix."""
     with IndexedWriter(prefix, dtype) as writer:
-        for one in documents:
-            writer.add(np.array(one, np.int64))
+        for document in documents:
+            writer.add(np.array(document, np.int64))
         total = sum(map(len, documents))
         info = None if tokenizer is None else make_info(tokenizer, len(documents), total, [f"{prefix.name}.jsonl"])
         writer.finish(info)
@@ -60,10 +60,10 @@ def test_merge_keeps_order_and_joins_the_sidecars(tmp_path: Path, typed: Typed) 
     assert documents_of(IndexedDataset(tmp_path / "out/all")) == [[1, 2], [3], [5], [], [7, 8, 9]]
     info = read_sidecar(tmp_path / "out/all")
     assert info == make_info(NULL, 5, 7, ["a_text_document.jsonl", "b_text_document.jsonl", "last.jsonl"])
-    whole = write(tmp_path / "whole", [[1, 2], [3], [5], [], [7, 8, 9]])
-    for suffix in (".bin", ".idx"):  # the same bytes as if it had been written at once
-        assert (tmp_path / f"out/all{suffix}").read_bytes() == Path(whole + suffix).read_bytes()
-    assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
+    at_once = write(tmp_path / "at_once", [[1, 2], [3], [5], [], [7, 8, 9]])
+    for suffix in (".bin", ".idx"):  # the same bytes as when it is written at once
+        assert (tmp_path / f"out/all{suffix}").read_bytes() == Path(at_once + suffix).read_bytes()
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
 
 
 @settings(max_examples=25)
@@ -75,18 +75,18 @@ def test_merge_keeps_order_and_joins_the_sidecars(tmp_path: Path, typed: Typed) 
 def test_merge_keeps_all_documents(
     tmp_path_factory: pytest.TempPathFactory, files: list[list[list[int]]], tokens: int, documents: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("merge")
-    prefixes = [write(folder / f"p{i}", file) for i, file in enumerate(files)]
+    directory = tmp_path_factory.mktemp("merge")
+    prefixes = [write(directory / f"p{i}", file) for i, file in enumerate(files)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge_datasets, "COPY_TOKENS", tokens)
         patch.setattr(merge_datasets, "INDEX_ENTRIES", documents)
         blocks = list(document_blocks(IndexedDataset(prefixes[0])))
-        for a, b, begin, end in blocks:
-            assert b - a == 1 or (end - begin <= tokens and b - a <= documents)
-        count, tokens, _ = merge(prefixes, str(folder / "out"))
-    want = [one for file in files for one in file]
-    assert documents_of(IndexedDataset(folder / "out")) == want
-    assert (count, tokens) == (len(want), sum(map(len, want)))
+        for first, last, begin, end in blocks:
+            assert last - first == 1 or (end - begin <= tokens and last - first <= documents)
+        count, tokens, _ = merge(prefixes, str(directory / "out"))
+    expected = [document for file in files for document in file]
+    assert documents_of(IndexedDataset(directory / "out")) == expected
+    assert (count, tokens) == (len(expected), sum(map(len, expected)))
 
 
 def test_merge_refuses_incompatible_inputs(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_merge_refuses_incompatible_inputs(tmp_path: Path) -> None:
         expand_prefixes([a, a])
     with pytest.raises(DataError, match="missing.idx: No such file"):
         merge([a, str(tmp_path / "missing")], str(tmp_path / "out"))
-    with IndexedWriter(tmp_path / "two", np.uint16) as writer:  # two sequences in one document, as sentences are
+    with IndexedWriter(tmp_path / "two", np.uint16) as writer:  # two sequences in one document, like sentences
         writer.add_many(np.arange(4), np.array([2, 2]))
         writer.finish()
     index = (tmp_path / "two.idx").read_bytes()
@@ -120,13 +120,13 @@ def test_merge_refuses_incompatible_inputs(tmp_path: Path) -> None:
 
 def test_merge_with_a_missing_sidecar_writes_none(tmp_path: Path, typed: Typed) -> None:
     a, b = write(tmp_path / "a", [[1]], NULL), write(tmp_path / "b", [[2]])
-    code, _, told = typed(merge_datasets, "--input", a, b, "--output-prefix", tmp_path / "out")
-    assert code == 0 and f"no {tmp_path / 'out'}.json is written, as these inputs have none: {b}" in told
+    code, _, stderr = typed(merge_datasets, "--input", a, b, "--output-prefix", tmp_path / "out")
+    assert code == 0 and f"no {tmp_path / 'out'}.json is written, as these inputs have none: {b}" in stderr
     assert len(IndexedDataset(tmp_path / "out")) == 2 and read_sidecar(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize(
-    "tool,words",
+    "tool,args",
     [
         (preprocess_data, "--input x --tokenizer-type ByteTokenizer --output-prefix"),
         (merge_datasets, "--input x --output-prefix"),
@@ -139,13 +139,13 @@ def test_merge_with_a_missing_sidecar_writes_none(tmp_path: Path, typed: Typed) 
     ],
 )
 def test_merge_does_not_create_a_directory_named_like_a_url(
-    tool: ModuleType, words: str, tmp_path: Path, monkeypatch, capsys
+    tool: ModuleType, args: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        tool.main([*words.split(), "s3://KEY:SECRET@b/x"])
-    told = capsys.readouterr().err
-    assert "a URL, and this takes a local path only" in told and "SECRET" not in told and not [*tmp_path.iterdir()]
+        tool.main([*args.split(), "s3://KEY:SECRET@b/x"])
+    stderr = capsys.readouterr().err
+    assert "a URL, and this takes a local path only" in stderr and "SECRET" not in stderr and not [*tmp_path.iterdir()]
 
 
 def test_inspect_escapes_control_characters_of_a_sidecar(tmp_path: Path, typed: Typed) -> None:
@@ -153,16 +153,16 @@ def test_inspect_escapes_control_characters_of_a_sidecar(tmp_path: Path, typed: 
     info = json.loads((tmp_path / "b.json").read_text())
     info["tokenizer"] |= {"name": "\x1b[2J", "fingerprint": "0" * 64}
     (tmp_path / "b.json").write_text(json.dumps(info))
-    code, _, told = typed(merge_datasets, "--input", a, b, "--output-prefix", tmp_path / "out")
-    assert code == 3 and "\\x1b[2J 000000000000" in told and "\x1b" not in told
+    code, _, stderr = typed(merge_datasets, "--input", a, b, "--output-prefix", tmp_path / "out")
+    assert code == 3 and "\\x1b[2J 000000000000" in stderr and "\x1b" not in stderr
 
 
 def test_merge_on_a_full_disk_leaves_nothing(tmp_path: Path, typed: Typed) -> None:
     a = write(tmp_path / "a", [[1] * 30_000] * 2)
     with full_disk():
-        code, _, told = typed(merge_datasets, "--input", a, "--output-prefix", tmp_path / "out")
-    assert code == 3 and "File too large; nothing was written" in told
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+        code, _, stderr = typed(merge_datasets, "--input", a, "--output-prefix", tmp_path / "out")
+    assert code == 3 and "File too large; nothing was written" in stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
 # ---- inspect_data.py
@@ -173,7 +173,9 @@ def test_inspect_prints_a_histogram_of_lengths(tmp_path: Path, typed: Typed) -> 
     assert code == 0 and lines[0] == f"{prefix}: 8 documents, 124 tokens (uint16)"
     assert lines[1].startswith("made by NullTokenizer(501), vocabulary 501, end of document 500, fingerprint ")
     assert "mean 15.5" in out and "0%: 0  1%: 0  5%: 0  25%: 2  50%: 3  75%: 8  95%: 100" in out
-    rows = {words[0]: (int(words[1]), len(words[2])) for words in map(str.split, lines[5:]) if len(words) == 3}
+    rows = {
+        columns[0]: (int(columns[1]), len(columns[2])) for columns in map(str.split, lines[5:]) if len(columns) == 3
+    }
     assert rows == {"0": (1, 17), "1": (1, 17), "2..3": (3, 50), "4..7": (1, 17), "8..15": (1, 17), "64..127": (1, 17)}
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -183,50 +185,58 @@ def test_inspect_decodes_with_the_tokenizer_of_the_data(tmp_path: Path, typed: T
     prefix = write(tmp_path / "a", [[1], [*tokenizer.encode("hé\n"), 256]], tokenizer)
     code, out, _ = typed(inspect_data, prefix, "--document", 1, "--tokenizer-type", "ByteTokenizer")
     assert (code, out) == (0, "document 1: 5 tokens: 104 195 169 10 256\nhé\n\n")
-    code, _, told = typed(inspect_data, prefix, "--document", 2)
-    assert (code, told) == (3, "inspect_data.py: document=2 is outside 0..1\n")
+    code, _, stderr = typed(inspect_data, prefix, "--document", 2)
+    assert (code, stderr) == (3, "inspect_data.py: document=2 is outside 0..1\n")
     other = ["--document", 1, "--tokenizer-type", "NullTokenizer", "--vocab-size", 100]
-    code, _, told = typed(inspect_data, prefix, *other)
-    assert code == 3 and "made with ByteTokenizer (vocabulary 257), but" in told
+    code, _, stderr = typed(inspect_data, prefix, *other)
+    assert code == 3 and "made with ByteTokenizer (vocabulary 257), but" in stderr
 
 
 @settings(max_examples=40)
 @given(
     documents=st.lists(st.lists(st.sampled_from([0, 0, 3, 20]), max_size=9), min_size=1, max_size=12),
     chunk=st.integers(1, 12),
-    run=st.integers(1, 40),
+    copy_tokens=st.integers(1, 40),
     data=st.data(),
 )
 def test_verify_names_the_first_bad_id(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], chunk: int, run: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    chunk: int,
+    copy_tokens: int,
+    data: st.DataObject,
 ) -> None:
-    folder = tmp_path_factory.mktemp("verify")
-    filled = [i for i, one in enumerate(documents) if one]
+    directory = tmp_path_factory.mktemp("verify")
+    filled = [i for i, tokens in enumerate(documents) if tokens]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect_data, "CHUNK", chunk)
-        patch.setattr(merge_datasets, "COPY_TOKENS", run)
+        patch.setattr(merge_datasets, "COPY_TOKENS", copy_tokens)
         patch.setattr(merge_datasets, "INDEX_ENTRIES", 3)
-        good = IndexedDataset(write(folder / "a", documents, dtype=np.int32))
-        bar = ProgressBar("", good.num_tokens, quiet=True)
-        sound = inspect_data.verify(good, None, 21, 0, bar)
-        assert bar.done == good.num_tokens
-        assert f"id 0: {sum(one[-1] == 0 for one in documents if one)} of {len(filled)}" in sound
-        inside = sum(one[:-1].count(0) for one in documents)
-        assert f"inside documents: {inside}" in sound and f"empty documents: {len(documents) - len(filled)}" in sound
+        good_pair = IndexedDataset(write(directory / "a", documents, dtype=np.int32))
+        bar = ProgressBar("", good_pair.num_tokens, quiet=True)
+        report_lines = inspect_data.verify(good_pair, None, 21, 0, bar)
+        assert bar.done == good_pair.num_tokens
+        num_ended = sum(document[-1] == 0 for document in documents if document)
+        assert f"id 0: {num_ended} of {len(filled)}" in report_lines
+        inside = sum(document[:-1].count(0) for document in documents)
+        assert (
+            f"inside documents: {inside}" in report_lines
+            and f"empty documents: {len(documents) - len(filled)}" in report_lines
+        )
         if not filled:
             return
         document = data.draw(st.sampled_from(filled))
         token = data.draw(st.integers(0, len(documents[document]) - 1))
-        bad = data.draw(st.sampled_from([-1, 21, 70000]))
-        documents[document][token] = bad
+        bad_id = data.draw(st.sampled_from([-1, 21, 70000]))
+        documents[document][token] = bad_id
         later = filled[-1]
-        documents[later][-1] = bad  # a later fault must not be the one that is named
+        documents[later][-1] = bad_id  # the later fault must not be named
         position = sum(map(len, documents[:document])) + token
-        with pytest.raises(DataError) as error:
-            bad_one = IndexedDataset(write(folder / "b", documents, dtype=np.int32))
-            inspect_data.verify(bad_one, None, 21, 0, ProgressBar("", bad_one.num_tokens, quiet=True))
-        words = f"b.bin: document {document}, token {token} (position {position} of the file): id {bad} is outside"
-        assert words in str(error.value)
+        with pytest.raises(DataError) as excinfo:
+            bad_pair = IndexedDataset(write(directory / "b", documents, dtype=np.int32))
+            inspect_data.verify(bad_pair, None, 21, 0, ProgressBar("", bad_pair.num_tokens, quiet=True))
+        message = f"b.bin: document {document}, token {token} (position {position} of the file): id {bad_id} is outside"
+        assert message in str(excinfo.value)
 
 
 def test_verify_reports_a_sound_pair_and_exits_with_3_for_a_fault(tmp_path: Path, typed: Typed) -> None:
@@ -241,18 +251,18 @@ def test_verify_reports_a_sound_pair_and_exits_with_3_for_a_fault(tmp_path: Path
     ]
     assert "ids not negative" in verify(write(tmp_path / "b", [[1]]))[1]
     prefix = write(tmp_path / "c", [[1], [2, 501]], NULL)
-    code, out, said = verify(prefix)
+    code, out, stderr = verify(prefix)
     assert (code, out) == (3, "")
-    assert f"{prefix}.bin: document 1, token 1 (position 2 of the file): id 501 is outside" in said
+    assert f"{prefix}.bin: document 1, token 1 (position 2 of the file): id 501 is outside" in stderr
     assert verify(prefix, "--vocab-size", "502")[0] == 0
     (tmp_path / "c.json").write_text(json.dumps(make_info(NULL, 3, 3, [])))
-    code, _, said = verify(prefix, "--vocab-size", "502")
-    assert code == 3 and "c.json: documents is 3, but the pair has 2" in said
+    code, _, stderr = verify(prefix, "--vocab-size", "502")
+    assert code == 3 and "c.json: documents is 3, but the pair has 2" in stderr
     index = bytearray((tmp_path / "c.idx").read_bytes())
     index[34] = 2  # the length of document 0
     (tmp_path / "c.idx").write_bytes(index)
-    code, _, said = verify(prefix)
-    assert code == 3 and "c.idx: " in said
+    code, _, stderr = verify(prefix)
+    assert code == 3 and "c.idx: " in stderr
 
 
 def test_check_index_is_independent_of_the_reader(tmp_path: Path) -> None:
@@ -274,8 +284,8 @@ def test_check_index_is_independent_of_the_reader(tmp_path: Path) -> None:
 def test_trained_tokenizer_round_trips_every_text(tmp_path: Path, kind: str, typed: Typed) -> None:
     lines = (json.dumps({"text": f"word {i} and\nanother word, {i * i}\r\n"}) for i in range(400))
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    arguments = ["--input", tmp_path / "a.jsonl", "--vocab-size", 300, "--model-prefix", tmp_path / "new/m"]
-    code, out, _ = typed(train_tokenizer, *arguments, "--tokenizer-type", kind, "--workers", 1)
+    args = ["--input", tmp_path / "a.jsonl", "--vocab-size", 300, "--model-prefix", tmp_path / "new/m"]
+    code, out, _ = typed(train_tokenizer, *args, "--tokenizer-type", kind, "--workers", 1)
     name = "m.model" if kind == "SentencePieceTokenizer" else "m/tokenizer.json"
     assert (code, out) == (0, f"{tmp_path / 'new' / name}: 300 pieces\n")
     tokenizer = build_tokenizer(kind, str(tmp_path / "new" / ("m" if "json" in name else name)))
@@ -283,10 +293,10 @@ def test_trained_tokenizer_round_trips_every_text(tmp_path: Path, kind: str, typ
     for text in ("word 12\r\n\tand 漢字 🙂 '#  ", " ", "\x00é"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(" another word")) < 6
-    same = typed(train_tokenizer, *arguments[:-1], tmp_path / "b/m", "--tokenizer-type", kind, "--workers", 2)
-    assert same[0] == 0
-    again = build_tokenizer(kind, str(tmp_path / "b" / ("m" if "json" in name else name)))
-    assert again.encode("word 7, another") == tokenizer.encode("word 7, another")
+    result = typed(train_tokenizer, *args[:-1], tmp_path / "b/m", "--tokenizer-type", kind, "--workers", 2)
+    assert result[0] == 0
+    retrained = build_tokenizer(kind, str(tmp_path / "b" / ("m" if "json" in name else name)))
+    assert retrained.encode("word 7, another") == tokenizer.encode("word 7, another")
 
 
 FEW = r"the text gives 2\d\d pieces only; give more text, or --vocab-size 2\d\d"
@@ -307,13 +317,13 @@ def test_untrainable_tokenizer_is_one_error(
 ) -> None:
     kind = f"{kind}Tokenizer"
     (tmp_path / "a.txt").write_text(text)
-    words = ["--input", tmp_path / "a.txt", "--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size"]
-    code, _, told = typed(train_tokenizer, *words, size)
-    assert code == 3 and re.fullmatch(rf"train_tokenizer.py: .*{reason}.*\n", told), told
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
-    if most := re.search(r"or --vocab-size (\d+)", told):  # and that one fits
-        code, _, told = typed(train_tokenizer, *words, most[1])
-        assert (code, told) == (0, "")
+    args = ["--input", tmp_path / "a.txt", "--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size"]
+    code, _, stderr = typed(train_tokenizer, *args, size)
+    assert code == 3 and re.fullmatch(rf"train_tokenizer.py: .*{reason}.*\n", stderr), stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    if max_size := re.search(r"or --vocab-size (\d+)", stderr):  # the suggested size fits
+        code, _, stderr = typed(train_tokenizer, *args, max_size[1])
+        assert (code, stderr) == (0, "")
 
 
 TORN = {
@@ -328,18 +338,20 @@ TORN = {
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
 def test_tokenizer_training_names_or_skips_bad_lines(tmp_path: Path, typed: Typed, kind: str) -> None:
     good = [json.dumps({"text": f"word {i} and another word, {i * i}"}) for i in range(99)]
-    words = ["--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size", 290]
+    args = ["--model-prefix", tmp_path / "m", "--tokenizer-type", kind, "--vocab-size", 290]
     for name, (line, reason) in TORN.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text("\n".join([*good[:2], line, *good[2:]]), errors="surrogateescape")
-        code, _, told = typed(train_tokenizer, "--input", path, *words)
+        code, _, stderr = typed(train_tokenizer, "--input", path, *args)
         assert code == 3 and not (tmp_path / "m.model").exists() and not (tmp_path / "m").exists()
-        named = rf"train_tokenizer.py: {re.escape(str(path))}:3: .*{reason}.*"
-        wanted = f"{named}; --max-bad-fraction leaves bad lines out\n"
-        assert re.fullmatch(wanted, told), told
-    code, _, told = typed(train_tokenizer, "--input", path, *words, "--max-bad-fraction", "0.009")
-    assert code == 3 and "1 of 100 lines are bad (1 not-utf-8), more than max_bad_fraction=0.009 of the input" in told
-    assert f"; the first: {path}:3: " in told and told.count("\n") == 1
-    code, _, told = typed(train_tokenizer, "--input", path, *words, "--max-bad-fraction", "0.01")
-    assert code == 0 and told.startswith(f"train_tokenizer.py: left out: bad lines: 1 not-utf-8; the first: {path}:3: ")
-    assert typed(train_tokenizer, "--input", path, *words, "--max-bad-fraction", "1")[0] == 3
+        location = rf"train_tokenizer.py: {re.escape(str(path))}:3: .*{reason}.*"
+        expected = f"{location}; --max-bad-fraction leaves bad lines out\n"
+        assert re.fullmatch(expected, stderr), stderr
+    code, _, stderr = typed(train_tokenizer, "--input", path, *args, "--max-bad-fraction", "0.009")
+    assert code == 3 and "1 of 100 lines are bad (1 not-utf-8), more than max_bad_fraction=0.009 of the input" in stderr
+    assert f"; the first: {path}:3: " in stderr and stderr.count("\n") == 1
+    code, _, stderr = typed(train_tokenizer, "--input", path, *args, "--max-bad-fraction", "0.01")
+    assert code == 0 and stderr.startswith(
+        f"train_tokenizer.py: left out: bad lines: 1 not-utf-8; the first: {path}:3: "
+    )
+    assert typed(train_tokenizer, "--input", path, *args, "--max-bad-fraction", "1")[0] == 3

@@ -1,4 +1,7 @@
-"""The cache of epoch orders among processes: one builds, the others say whom they wait for, and killed ones leave nothing."""
+"""The cache of epoch orders with several processes.
+
+One process builds an order, the others name the process that they wait for, and killed ones leave nothing.
+"""
 
 import fcntl
 import logging
@@ -50,7 +53,7 @@ if step == "hang":  # while its file is half written
 epoch = cache.load_or_build(directory, "a", 5000, build)
 print(int((epoch.starts * np.arange(5001)).sum()))
 """
-WANT = int((build_epoch(LENGTHS, 7).starts * np.arange(5001)).sum())
+EXPECTED_SUM = int((build_epoch(LENGTHS, 7).starts * np.arange(5001)).sum())
 
 
 def start(directory: Path, step: str = "build") -> subprocess.Popen[str]:
@@ -63,7 +66,7 @@ def never() -> EpochOrder:
 
 
 def once() -> Callable[[], EpochOrder]:
-    """What builds, and fails when it is asked again."""
+    """Return a build function that fails when it is called again."""
     return iter([build_epoch(LENGTHS, 8)]).__next__
 
 
@@ -71,14 +74,14 @@ def test_concurrent_processes_build_the_order_once(tmp_path: Path) -> None:
     processes = [start(tmp_path / "cache") for _ in range(3)]
     results = [process.communicate(timeout=60) for process in processes]
     assert all(process.returncode == 0 for process in processes), results
-    built = [i for i, (out, _) in enumerate(results) if "building" in out]
-    assert len(built) == 1
-    assert [out.split()[-1] for out, _ in results] == [str(WANT)] * 3
-    for i, (_, error) in enumerate(results):
-        if i not in built:  # it may have come after the files did, and then it had nothing to wait for
-            waits = f"index cache {tmp_path}/cache/a.epoch: waiting for process {processes[built[0]].pid} on"
-            assert not error or waits in error
-    assert any("which builds it" in error for _, error in results)
+    builders = [i for i, (out, _) in enumerate(results) if "building" in out]
+    assert len(builders) == 1
+    assert [out.split()[-1] for out, _ in results] == [str(EXPECTED_SUM)] * 3
+    for i, (_, stderr) in enumerate(results):
+        if i not in builders:  # it may have started after the file was written, and then has not waited
+            message = f"index cache {tmp_path}/cache/a.epoch: waiting for process {processes[builders[0]].pid} on"
+            assert not stderr or message in stderr
+    assert any("which builds it" in stderr for _, stderr in results)
     assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["a.epoch", "a.lock"]
 
 
@@ -88,13 +91,13 @@ def test_killed_builder_releases_the_lock_and_its_file_is_removed(tmp_path: Path
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=30)
     assert len(list(tmp_path.glob("a.epoch.*.partial"))) == 1
-    other = tmp_path / "b.epoch.x.partial"  # somebody else's, and alive
+    other = tmp_path / "b.epoch.x.partial"  # of another process, which is alive
     other.write_bytes(b"")
     dead = tmp_path / "c.epoch.y.partial"
     dead.write_bytes(b"")
     os.utime(dead, (0, time.time() - cache.STALE_SECONDS - 1))
     epoch = load_or_build(tmp_path, "a", 5000, lambda: build_epoch(LENGTHS, 7))
-    assert int((epoch.starts * np.arange(5001)).sum()) == WANT
+    assert int((epoch.starts * np.arange(5001)).sum()) == EXPECTED_SUM
     assert [p.name for p in tmp_path.glob("*.partial")] == [other.name]
 
 
@@ -106,7 +109,7 @@ def test_unwritable_cache_directory(tmp_path: Path, monkeypatch, caplog: pytest.
     load_or_build(tmp_path, "a", 5000, lambda: build_epoch(LENGTHS, 7))
     monkeypatch.setattr(cache, "file_lock", refuse)
     assert load_or_build(tmp_path, "a", 5000, never).starts[-1] == LENGTHS.sum()
-    assert not caplog.text  # what is there needs no lock
+    assert not caplog.text  # an existing file needs no lock
     assert load_or_build(tmp_path, "b", 5000, once()).starts[-1] == LENGTHS.sum()
     assert "Read-only file system); building the index in memory" in caplog.text
     monkeypatch.undo()
@@ -117,14 +120,14 @@ def test_unwritable_cache_directory(tmp_path: Path, monkeypatch, caplog: pytest.
 
 def test_cache_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
-    (tmp_path / "a.epoch.z.partial").write_bytes(b"")  # perhaps of a builder at work: nobody can know
+    (tmp_path / "a.epoch.z.partial").write_bytes(b"")  # may belong to a process that is building
     epoch = load_or_build(tmp_path, "a", 5000, lambda: build_epoch(LENGTHS, 7))
     assert np.array_equal(epoch.order, build_epoch(LENGTHS, 7).order)
     assert len(list(tmp_path.glob("*.partial"))) == 1
 
 
 def flip(path: Path) -> None:
-    """One bit of one document's number or place, anywhere."""
+    """Flip one bit of one document's number or position."""
     checkpoint_loads.flip(path, 8 * 31_003)
 
 
@@ -149,20 +152,20 @@ def store(path: Path, epoch: EpochOrder) -> None:
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damaged_files_are_rebuilt_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    want = build_epoch(LENGTHS, 7)
-    load_or_build(tmp_path, "a", 5000, lambda: want)
+    expected = build_epoch(LENGTHS, 7)
+    load_or_build(tmp_path, "a", 5000, lambda: expected)
     DAMAGE[name](tmp_path / "a.epoch")
     with caplog.at_level(logging.WARNING):
-        got = load_or_build(tmp_path, "a", 5000, lambda: want)
+        actual = load_or_build(tmp_path, "a", 5000, lambda: expected)
     assert "a.epoch: damaged index cache" in caplog.text
-    assert np.array_equal(got.order, want.order) and np.array_equal(got.starts, want.starts)
+    assert np.array_equal(actual.order, expected.order) and np.array_equal(actual.starts, expected.starts)
     caplog.clear()
-    again = load_or_build(tmp_path, "a", 5000, never)
-    assert np.array_equal(again.starts, want.starts) and not caplog.text
+    reread = load_or_build(tmp_path, "a", 5000, never)
+    assert np.array_equal(reread.starts, expected.starts) and not caplog.text
 
 
 def test_order_of_other_data_is_detected_on_use(tmp_path: Path) -> None:
-    """Somebody has given it this name. No sample is made of tokens that are not the ones meant."""
+    """The file has been renamed. No sample is made of other tokens than the intended ones."""
     data = numbered(tmp_path / "a", LENGTHS.tolist())
     dataset(data, tmp_path / "cache").samples(np.arange(20))
     (path,) = (tmp_path / "cache").glob("*.epoch")
@@ -177,11 +180,11 @@ def dataset(data: IndexedDataset, directory: Path | None, seed: int = 1) -> GPTD
 
 def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, directory = numbered(tmp_path / "a", [10] * 50), tmp_path / "cache"
-    want = dataset(data, None).samples(np.arange(150))  # over two epoch borders
-    assert np.array_equal(dataset(data, directory).samples(np.arange(150)), want)
+    expected = dataset(data, None).samples(np.arange(150))  # over two epoch boundaries
+    assert np.array_equal(dataset(data, directory).samples(np.arange(150)), expected)
     assert len(list(directory.glob("*.epoch"))) == 3
     monkeypatch.setattr("megalite.data.datasets.gpt_dataset.build_epoch", lambda *_: never())
-    assert np.array_equal(dataset(data, directory).samples(np.arange(150)), want)
+    assert np.array_equal(dataset(data, directory).samples(np.arange(150)), expected)
 
 
 def test_other_data_seed_or_split_uses_other_files(tmp_path: Path) -> None:
@@ -192,9 +195,8 @@ def test_other_data_seed_or_split_uses_other_files(tmp_path: Path) -> None:
             data = numbered(tmp_path / "a", [10] * 51)  # the same name, other documents
         dataset(data, directory, seed=2 if step == 1 else 1).samples(np.array([0]))[0]
         if step == 3:
-            GPTDataset(data, range(50), 7, 1, "train", directory).samples(
-                np.array([0])
-            )  # the first data's lengths again
-        found = {p.name for p in directory.glob("*.epoch")}
-        assert len(found - seen) == (1 if step < 3 else 0)
-        seen = found
+            # the lengths of the first data again
+            GPTDataset(data, range(50), 7, 1, "train", directory).samples(np.array([0]))
+        names = {path.name for path in directory.glob("*.epoch")}
+        assert len(names - seen) == (1 if step < 3 else 0)
+        seen = names

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: what it does can be undone, loses and invents nothing, and happens as often as it should."""
+"""Fill-in-the-middle can be undone, neither loses nor adds tokens, and happens as often as it should."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def fim(rate: float, spm_rate: float = 0.5, **options: object) -> FimOptions:
 
 
 def undo(tokens: list[int]) -> list[int]:
-    """The original of a sample that was not cut, told from its sentinels alone."""
+    """Return the original of a sample that was not cut, from its sentinels alone."""
     out, i = [], 0
     while i < len(tokens):
         if tokens[i] != PRE:
@@ -37,8 +37,7 @@ def undo(tokens: list[int]) -> list[int]:
             continue
         suffix, middle = tokens.index(SUF, i), tokens.index(MID, i)
         end = next((j for j in range(middle, len(tokens)) if tokens[j] in (EOD, SPLIT, PRE)), len(tokens))
-        before, after, last = tokens[i + 1 : suffix], tokens[suffix + 1 : middle], tokens[middle + 1 : end]
-        out += before + last + after
+        out += tokens[i + 1 : suffix] + tokens[middle + 1 : end] + tokens[suffix + 1 : middle]
         i = end
     return out
 
@@ -61,53 +60,54 @@ def test_fim_can_be_undone_without_loss(
         tokens[tokens == SPLIT] = 6
     out, source = rearrange_documents(tokens, key, options)
     assert undo(out.tolist()) == tokens.tolist()
-    kept = source != REENCODED
-    assert sorted(source[kept].tolist()) == list(range(len(tokens)))
-    assert np.array_equal(out[kept], tokens[source[kept]])
-    assert set(out[~kept].tolist()) <= {PRE, MID, SUF}
+    is_original = source != REENCODED
+    assert sorted(source[is_original].tolist()) == list(range(len(tokens)))
+    assert np.array_equal(out[is_original], tokens[source[is_original]])
+    assert set(out[~is_original].tolist()) <= {PRE, MID, SUF}
     assert len(out) == len(tokens) + 3 * int((out == PRE).sum())
     documents = sum(bool(part) for part in "".join("." if t == EOD else "x" for t in sample).split("."))
-    chosen = {0: 0, 1: documents}  # of whole documents
-    assert fragments is not None or int((out == PRE).sum()) == chosen.get(rate, int((out == PRE).sum()))
+    num_chosen = int((out == PRE).sum())
+    if fragments is None:
+        assert num_chosen == {0: 0, 1: documents}.get(rate, num_chosen)
 
-    fixed, where = apply_fim(tokens, key, options)
-    assert np.array_equal(fixed, out[: len(tokens)]) and np.array_equal(where, source[: len(tokens)])
+    trimmed, trimmed_source = apply_fim(tokens, key, options)
+    assert np.array_equal(trimmed, out[: len(tokens)]) and np.array_equal(trimmed_source, source[: len(tokens)])
 
 
 def test_fim_rates_and_uniform_cuts() -> None:
     tokens = np.array([*[10] * 9, EOD] * 20)
-    documents, chosen, spm, lengths = 0, 0, 0, np.zeros((2, 10), np.int64)
+    documents, num_chosen, num_spm, lengths = 0, 0, 0, np.zeros((2, 10), np.int64)
     for key in range(300):
         out, _ = rearrange_documents(tokens, fold("rates", key), fim(0.3, 0.25))
         for text in "".join(map(str, np.minimum(out, EOD + 1).tolist())).split(str(EOD))[:-1]:
             documents += 1
             if text[0] == str(PRE):
-                chosen += 1
-                spm += text[1] == str(SUF) and text[2] != str(MID)  # not an empty prefix and suffix
+                num_chosen += 1
+                num_spm += text[1] == str(SUF) and text[2] != str(MID)  # not an empty prefix and suffix
                 if text[1] != str(SUF):
                     lengths[0, text.index(str(SUF)) - 1] += 1
     assert documents == 6000
-    assert abs(chosen / documents - 0.3) < 4 * (0.3 * 0.7 / documents) ** 0.5
-    # an SPM is told from a PSM with an empty prefix by its frequency: P(prefix empty) = 1 - (9/10)^2 = 0.19
+    assert abs(num_chosen / documents - 0.3) < 4 * (0.3 * 0.7 / documents) ** 0.5
+    # only its frequency distinguishes an SPM from a PSM with an empty prefix: P(prefix empty) = 1 - (9/10)^2 = 0.19
     spm_share = 0.25 * (1 - 0.01) + 0.75 * (0.19 - 0.01)
-    assert abs(spm / chosen - spm_share) < 4 * (spm_share * (1 - spm_share) / chosen) ** 0.5
+    assert abs(num_spm / num_chosen - spm_share) < 4 * (spm_share * (1 - spm_share) / num_chosen) ** 0.5
     # the prefix is the smaller of two uniform cuts in 0..9: P(prefix = k) = (19 - 2 k) / 100
-    want = chosen * 0.75 * (19 - 2 * np.arange(10)) / 100
-    assert ((lengths[0, 1:] - want[1:]) ** 2 / want[1:]).sum() < 28  # 9 cells: 0.1 % of fair draws exceed 27.9
+    expected = num_chosen * 0.75 * (19 - 2 * np.arange(10)) / 100
+    assert ((lengths[0, 1:] - expected[1:]) ** 2 / expected[1:]).sum() < 28  # 9 cells: 0.1 % of fair draws exceed 27.9
 
 
 def test_fim_fragment_rate() -> None:
     tokens = np.array(([*[10] * 5, SPLIT] * 8 + [EOD]) * 5)
-    none, some = 0, []
+    num_without, counts = 0, []
     for key in range(200):
         out, _ = rearrange_documents(tokens, fold("fragments", key), fim(0.5, 0, split=SPLIT, fragment_rate=0.25))
         for text in np.split(out, np.flatnonzero(out == EOD))[:5]:
             count = int((text == PRE).sum())
-            none += count == 0
-            some.append(count)
-    assert abs(np.mean(some) / 8 - 0.5 * 0.25) < 0.01  # a document is chosen, then each of its fragments
+            num_without += count == 0
+            counts.append(count)
+    assert abs(np.mean(counts) / 8 - 0.5 * 0.25) < 0.01  # a document is chosen, then each of its fragments
     expected = 0.5 + 0.5 * 0.75**8
-    assert abs(none / len(some) - expected) < 4 * (expected * (1 - expected) / len(some)) ** 0.5
+    assert abs(num_without / len(counts) - expected) < 4 * (expected * (1 - expected) / len(counts)) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -120,20 +120,20 @@ def test_fim_contradictory_options_are_refused(change: dict[str, float | str], m
 
 
 Codecs = dict[str, tuple[Tokenizer, FimOptions]]
-# between characters, with real tokenizers
+# for cuts between characters, with real tokenizers
 LINES = [f"def function_{i}(x):\n    return x + {i * i}  # ünïcode 漢字 {i}\n" for i in range(200)]
 
 
 @pytest.fixture(scope="module")
 def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
-    """A byte-level BPE and a SentencePiece model with its space before the first word."""
+    """Return a byte-level BPE, and a SentencePiece model that puts a space before the first word."""
     out = tmp_path_factory.mktemp("codecs")
     names = ["<|endoftext|>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"]
     bpe = byte_level_bpe(LINES, 420, names)
-    how = dict(model_type="bpe", vocab_size=420, hard_vocab_limit=False, byte_fallback=True, minloglevel=2)
-    how |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, user_defined_symbols=["\n"])
-    how |= dict(sentence_iterator=iter(line.strip() for line in LINES), model_prefix=str(out / "spm"))
-    sentencepiece.SentencePieceTrainer.train(**how)
+    options = dict(model_type="bpe", vocab_size=420, hard_vocab_limit=False, byte_fallback=True, minloglevel=2)
+    options |= dict(normalization_rule_name="identity", remove_extra_whitespaces=False, user_defined_symbols=["\n"])
+    options |= dict(sentence_iterator=iter(line.strip() for line in LINES), model_prefix=str(out / "spm"))
+    sentencepiece.SentencePieceTrainer.train(**options)
     spm = SentencePieceTokenizer(out / "spm.model")
     v = spm.vocab_size
     return {
@@ -142,10 +142,13 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
     }
 
 
-def texts(ids: list[int], codec: Tokenizer, marks: FimOptions) -> list[str]:
-    """The documents that stand in ids, each put together again; their ids in a row, so that a lost space shows."""
-    names = {marks.prefix: PRE, marks.middle: MID, marks.suffix: SUF}
-    shifted = [names.get(i, i + 6 if i != marks.eod else EOD) for i in ids]
+def texts(ids: list[int], codec: Tokenizer, options: FimOptions) -> list[str]:
+    """Return the original texts of the documents in `ids`.
+
+    The ids of a document are decoded together, so that a lost space shows.
+    """
+    names = {options.prefix: PRE, options.middle: MID, options.suffix: SUF}
+    shifted = [names.get(i, i + 6 if i != options.eod else EOD) for i in ids]
     out: list[list[int]] = [[]]
     for i in undo(shifted):
         out.append([]) if i == EOD else out[-1].append(i - 6)
@@ -161,7 +164,7 @@ def texts(ids: list[int], codec: Tokenizer, marks: FimOptions) -> list[str]:
 def test_fim_keeps_text_between_characters(kind: str, codecs: Codecs, documents: list[str], key: int) -> None:
     codec, options = codecs[kind]
     ids = [codec.encode(text) for text in documents]
-    assume(not any(options.eod in part for part in ids))  # a text that spells the end-of-document token
+    assume(not any(options.eod in part for part in ids))  # no text spells the end-of-document token
     tokens = np.array(sum(([*part, options.eod] for part in ids), [])[:-1], np.int64)
     out, _ = rearrange_documents(tokens, key, options, codec)
     assert texts(out.tolist(), codec, options) == [codec.decode(part) for part in ids]
@@ -172,20 +175,20 @@ def test_fim_keeps_text_between_characters(kind: str, codecs: Codecs, documents:
 def test_fim_cuts_fall_within_tokens(kind: str, codecs: Codecs) -> None:
     codec, options = codecs[kind]
     ids = np.array(codec.encode("".join(LINES[:3])), np.int64)
-    borders = {len(codec.decode(ids[:k].tolist())) for k in range(len(ids) + 1)}
-    within, anew = 0, 0
+    boundaries = {len(codec.decode(ids[:k].tolist())) for k in range(len(ids) + 1)}
+    num_within, num_reencoded = 0, 0
     for key in range(60):
         out, source = rearrange_documents(ids, fold("within", key), options, codec)
-        anew += bool((source == REENCODED).all())
+        num_reencoded += bool((source == REENCODED).all())
         prefix = out.tolist()[1 : out.tolist().index(options.suffix)]
-        within += len(codec.decode(prefix)) not in borders
-    assert anew == 60  # plain text always can be encoded anew
-    assert within > 10
+        num_within += len(codec.decode(prefix)) not in boundaries
+    assert num_reencoded == 60  # plain text can always be encoded again
+    assert num_within > 10
 
 
 def test_fim_cuts_between_tokens_within_a_character(codecs: Codecs) -> None:
     codec, options = codecs["bpe"]
-    ids = np.array(codec.encode("🙂 and so on")[1:], np.int64)  # begins within the bytes of the first
+    ids = np.array(codec.encode("🙂 and so on")[1:], np.int64)  # starts within the bytes of the first character
     out, source = rearrange_documents(ids, 3, options, codec)
     assert sorted(source[source != REENCODED].tolist()) == list(range(len(ids)))
     assert len(out) == len(ids) + 3
@@ -206,18 +209,18 @@ def test_fim_without_prefix_leaves_the_text_unchanged(codecs: Codecs) -> None:
     first, second = (codec.encode(text) for text in ("# licence text", "x = 1"))
     tokens = np.array([*first, options.eod, *second], np.int64)
     for characters in (False, True):
-        marked = FimOptions(1, 0, 1, 2, 3, 4, 0, no_prefix="# lic", characters=characters)
-        out, _ = rearrange_documents(tokens, 1, marked, codec)
+        no_prefix_options = FimOptions(1, 0, 1, 2, 3, 4, 0, no_prefix="# lic", characters=characters)
+        out, _ = rearrange_documents(tokens, 1, no_prefix_options, codec)
         assert out[: len(first) + 1].tolist() == [*first, options.eod] and out[len(first) + 1] == options.prefix
 
 
 def test_fim_fills_a_shorter_sample(codecs: Codecs) -> None:
     codec, options = codecs["bpe"]
     letters = np.array([codec.encode(letter)[0] for letter in "function_ return function_ return"], np.int64)
-    out, source = apply_fim(letters, 5, options, codec)  # encoded anew it takes fewer tokens than letters
+    out, source = apply_fim(letters, 5, options, codec)  # the encoded text takes fewer tokens than letters
     assert len(out) == len(letters) and out[-1] == options.pad and source[-1] == REENCODED
-    whole, _ = rearrange_documents(letters, 5, options, codec)
-    assert out[: len(whole)].tolist() == whole.tolist() and set(out[len(whole) :].tolist()) == {options.pad}
+    untrimmed, _ = rearrange_documents(letters, 5, options, codec)
+    assert out[: len(untrimmed)].tolist() == untrimmed.tolist() and set(out[len(untrimmed) :].tolist()) == {options.pad}
 
 
 @pytest.fixture
@@ -228,22 +231,23 @@ def plain(tmp_path: Path) -> GPTDataset:
 
 def test_fim_samples_are_pure_and_keep_their_length(plain: GPTDataset) -> None:
     dataset = FimDataset(plain, fim(0.5), 7)
-    together = dataset.samples(np.arange(40))
-    assert together.shape == (40, 33) and together.dtype == np.int64 and dataset.seq_length == 32
+    samples = dataset.samples(np.arange(40))
+    assert samples.shape == (40, 33) and samples.dtype == np.int64 and dataset.seq_length == 32
     for i in np.random.default_rng(0).permutation(40).tolist():
-        assert np.array_equal(FimDataset(plain, fim(0.5), 7).samples(np.array([i]))[0], together[i])
-    assert not np.array_equal(together, FimDataset(plain, fim(0.5), 8).samples(np.arange(40)))
+        assert np.array_equal(FimDataset(plain, fim(0.5), 7).samples(np.array([i]))[0], samples[i])
+    assert not np.array_equal(samples, FimDataset(plain, fim(0.5), 8).samples(np.arange(40)))
     assert np.array_equal(FimDataset(plain, fim(0), 7).samples(np.arange(40)), plain.samples(np.arange(40)))
-    again = dataset.samples(np.array([5, 5 + 10**6, 5]))
-    assert np.array_equal(again[0], again[2]) and not np.array_equal(again[0], again[1])
+    repeated = dataset.samples(np.array([5, 5 + 10**6, 5]))
+    assert np.array_equal(repeated[0], repeated[2]) and not np.array_equal(repeated[0], repeated[1])
 
 
 def test_fim_samples_never_change() -> None:
-    """Resume over versions needs the same samples: these numbers are part of the format, of both forms."""
+    """A run resumed with another version needs the same samples, so these numbers are part of the format."""
     keys = [fold(1234, "fim", n) for n in (0, 5)]
-    got = [apply_fim(np.arange(10, 26), key, fim(1, rate))[0].tolist() for key in keys for rate in (0, 1)]
-    assert got[:2] == [[PRE, SUF, *range(20, 26), MID, *range(10, 17)]] * 2  # with an empty prefix they are one
-    assert got[2:] == [[PRE, *range(10, 17), SUF, 25, MID, *range(17, 22)], [PRE, SUF, 25, MID, *range(10, 22)]]
+    actual = [apply_fim(np.arange(10, 26), key, fim(1, rate))[0].tolist() for key in keys for rate in (0, 1)]
+    # with an empty prefix the two forms are equal
+    assert actual[:2] == [[PRE, SUF, *range(20, 26), MID, *range(10, 17)]] * 2
+    assert actual[2:] == [[PRE, *range(10, 17), SUF, 25, MID, *range(17, 22)], [PRE, SUF, 25, MID, *range(10, 22)]]
 
 
 def test_fim_where_names_the_document_of_a_moved_token(plain: GPTDataset) -> None:
@@ -255,8 +259,8 @@ def test_fim_where_names_the_document_of_a_moved_token(plain: GPTDataset) -> Non
             if token in (PRE, MID, SUF):
                 assert text == f"fill-in-the-middle of sample {i}, position {position}"
             elif token != EOD:
-                _, document, place = text.split(", ")
-                assert token == 10 + 20 * int(document.split()[1]) + int(place.split()[1])
+                _, document, token_position = text.split(", ")
+                assert token == 10 + 20 * int(document.split()[1]) + int(token_position.split()[1])
                 moved += text != plain.locate(i, position)
     assert moved > 50
 

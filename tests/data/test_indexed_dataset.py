@@ -1,4 +1,4 @@
-"""The token file format, byte for byte, and every way in which a damaged pair is refused."""
+"""The token file format, byte for byte, and the errors for damaged pairs."""
 
 import os
 import random
@@ -29,7 +29,7 @@ def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: type[np.g
 
 
 def golden_index() -> bytes:
-    """DOCUMENTS in uint16, put together from the description of the format."""
+    """Return the index of DOCUMENTS in uint16, built from the description of the format."""
     head = [b"MMIDIDX\x00\x00", struct.pack("<Q", 1), struct.pack("<B", 8), struct.pack("<QQ", 4, 5)]
     columns = [struct.pack("<4i", 3, 0, 1, 4), struct.pack("<4q", 0, 6, 6, 8), struct.pack("<5q", 0, 1, 2, 3, 4)]
     return b"".join(head + columns)
@@ -49,9 +49,9 @@ def test_files_equal_the_format_byte_for_byte(tmp_path: Path) -> None:
     assert documents_of(wide) == DOCUMENTS and (wide.num_tokens, wide.dtype) == (8, np.int64)
 
 
-def patched(at: int, fmt: str, value: int) -> bytes:
+def patched(offset: int, format_string: str, value: int) -> bytes:
     raw = bytearray(golden_index())
-    struct.pack_into(fmt, raw, at, value)
+    struct.pack_into(format_string, raw, offset, value)
     return bytes(raw)
 
 
@@ -64,7 +64,7 @@ BAD_INDEX = {
     "cut by one byte": (golden_index()[:-1], "size"),
     "cut in lengths": (golden_index()[:40], "size"),
     "one byte more": (golden_index() + b"\0", "size"),
-    **{name: (patched(*where), reason) for name, (*where, reason) in TABLES["damaged"].items()},
+    **{name: (patched(*change), reason) for name, (*change, reason) in TABLES["damaged"].items()},
 }
 
 
@@ -73,42 +73,46 @@ def test_damaged_index_is_refused_naming_file_and_field(tmp_path: Path, name: st
     raw, reason = BAD_INDEX[name]
     write(tmp_path / "a")
     (tmp_path / "a.idx").write_bytes(raw)
-    with pytest.raises(DataError, match=reason) as caught:
+    with pytest.raises(DataError, match=reason) as excinfo:
         IndexedDataset(tmp_path / "a")
-    assert "a.idx" in str(caught.value)
+    assert "a.idx" in str(excinfo.value)
 
 
 def test_damage_beyond_the_first_chunk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.data.files.indexed_dataset.CHUNK", 2)
     write(tmp_path / "a")
     IndexedDataset(tmp_path / "a")
-    for at, fmt, value, reason in (
+    for offset, fmt, value, reason in (
         (POINTERS + 24, "<q", 10, r"pointers\[3\]"),
-        (ENDS + 16, "<q", 0, r"\[2\]"),  # second entry of a chunk, and the first of the next one
+        (ENDS + 16, "<q", 0, r"\[2\]"),  # second entry of a chunk, and the first entry of the next one
         (ENDS + 24, "<q", 1, r"\[3\]"),
     ):
-        (tmp_path / "a.idx").write_bytes(patched(at, fmt, value))
+        (tmp_path / "a.idx").write_bytes(patched(offset, fmt, value))
         with pytest.raises(DataError, match=reason):
             IndexedDataset(tmp_path / "a")
 
 
 def use_everything(data: IndexedDataset) -> list[list[int]]:
-    """Every access of the public interface; what it returns lies in the file, or it raises DataError."""
+    """Use all of the public interface and return the documents.
+
+    Every returned position lies in the file, or the access raises DataError.
+    """
     documents = documents_of(data)
-    begins, counts = data.spans(np.arange(len(data)))
-    assert (counts >= 0).all() and (begins >= 0).all() and (begins + counts <= data.num_tokens).all()
-    together = np.empty(int(counts.sum()), data.dtype)
-    data.copy_tokens(begins, counts, together)
-    assert together.tolist() == [token for document in documents for token in document]
+    starts, counts = data.spans(np.arange(len(data)))
+    assert (counts >= 0).all() and (starts >= 0).all() and (starts + counts <= data.num_tokens).all()
+    tokens = np.empty(int(counts.sum()), data.dtype)
+    data.copy_tokens(starts, counts, tokens)
+    assert tokens.tolist() == [token for document in documents for token in document]
     data.verify()
     return documents
 
 
 @pytest.mark.parametrize("full", [True, False])
 def test_mutated_files_never_give_wrong_tokens(tmp_path: Path, monkeypatch, full: bool) -> None:
-    """Gives the same documents (the byte did not matter, or only the document ends changed), or is refused.
+    """A mutated pair gives the same documents or is refused.
 
-    At the latest when it is used, for an index too large to be checked completely when it is opened.
+    The documents are the same if the byte did not matter or only ends of documents changed. An index that is too large
+    to be checked completely when it is opened is refused when it is used, at the latest.
     """
     if not full:
         monkeypatch.setattr("megalite.data.files.indexed_dataset.MAX_FULL_CHECK", 0)
@@ -118,7 +122,7 @@ def test_mutated_files_never_give_wrong_tokens(tmp_path: Path, monkeypatch, full
     documents = [[rng.randrange(200) for _ in range(rng.randrange(6))] for _ in range(12)]
     write(tmp_path / "a", documents)
     good, index = (tmp_path / "a.idx").read_bytes(), tmp_path / "a.idx"
-    at_open = later = 0
+    at_open = on_use = 0
     for turn in range(1000):
         index.write_bytes(mutated(good, rng))
         try:
@@ -131,8 +135,8 @@ def test_mutated_files_never_give_wrong_tokens(tmp_path: Path, monkeypatch, full
             assert use_everything(data) == documents
         except DataError as error:
             assert "a.idx" in str(error) and not full
-            later += 1
-    assert at_open > 500 and at_open + later > 750 and (later > 100) != full
+            on_use += 1
+    assert at_open > 500 and at_open + on_use > 750 and (on_use > 100) != full
 
 
 def test_damage_missed_at_opening_is_detected_on_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +145,7 @@ def test_damage_missed_at_opening_is_detected_on_use(tmp_path: Path, monkeypatch
     index = tmp_path / "a.idx"
     good = index.read_bytes()
     pointer = 34 + 4 * 20_000 + 8 * 5_077
-    for fmt, at, value, field in (
+    for fmt, offset, value, field in (
         ("<i", 34 + 4 * 5_077, -1, r"lengths\[5077\] is -1, negative"),
         ("<q", pointer, 1 << 62, r"pointers\[5077\] is 4611686018427387904"),
         ("<q", pointer, -4, r"pointers\[5077\] is -4"),
@@ -149,7 +153,7 @@ def test_damage_missed_at_opening_is_detected_on_use(tmp_path: Path, monkeypatch
         ("<q", pointer + 8, 20310, r"pointers\[5078\] is 20310, but the previous sequence ends at 20312"),
     ):
         raw = bytearray(good)
-        struct.pack_into(fmt, raw, at, value)
+        struct.pack_into(fmt, raw, offset, value)
         index.write_bytes(raw)
         data = IndexedDataset(prefix)
         assert data.spans(np.array([0, 19_999]))[0].tolist() == [0, 39_998]
@@ -166,7 +170,7 @@ def test_damage_missed_at_opening_is_detected_on_use(tmp_path: Path, monkeypatch
 
 
 def test_consistent_but_wrong_index_entries_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sequence ends where the next begins, and yet they lie elsewhere."""
+    """Every sequence ends where the next one starts, but they lie elsewhere in the file."""
     n = 20_000
     prefix = write(tmp_path / "a", [[1, 2]] * n)
     good = (tmp_path / "a.idx").read_bytes()
@@ -185,7 +189,7 @@ def test_consistent_but_wrong_index_entries_are_detected(tmp_path: Path, monkeyp
             shifted(pointers, 5000, 15_000, by)
         with pytest.raises(DataError, match=r"a.idx: document_indices\[\d+\] is -?\d+, outside 0..20000"):
             shifted(ends, 5000, 15_000, by)
-        between = shifted(pointers, 5040, 5080, by)  # no place that opening looks at
+        between = shifted(pointers, 5040, 5080, by)  # opening checks none of these entries
         with pytest.raises(
             DataError, match=r"a.idx: pointers\[5050\] is -?\d+, not the position of 2 tokens of uint16"
         ):
@@ -208,7 +212,7 @@ def test_pair_replaced_while_open_is_refused(tmp_path: Path, monkeypatch) -> Non
     for use in (data.verify, lambda: data.read_lengths(range(4))):
         with pytest.raises(DataError, match="a.idx: was replaced while it was in use"):
             use()
-    assert data.document(3).tolist() == DOCUMENTS[3]  # what is mapped stays
+    assert data.document(3).tolist() == DOCUMENTS[3]  # the mapped data stays
 
 
 def test_spans_of_missing_documents_are_refused(tmp_path: Path) -> None:
@@ -217,15 +221,15 @@ def test_spans_of_missing_documents_are_refused(tmp_path: Path) -> None:
         with pytest.raises(IndexError, match="outside 0..3"):
             data.spans(np.array([0, bad]))
     assert [part.tolist() for part in data.spans(np.array([], np.int64))] == [[], []]
-    begins, counts = data.spans(np.array([3, 0, 1]))
-    assert (begins.tolist(), counts.tolist()) == ([4, 0, 3], [4, 3, 0])
+    starts, counts = data.spans(np.array([3, 0, 1]))
+    assert (starts.tolist(), counts.tolist()) == ([4, 0, 3], [4, 3, 0])
     out = np.zeros(7, np.int64)
-    data.copy_tokens(begins, counts, out)
+    data.copy_tokens(starts, counts, out)
     assert out.tolist() == [9, 10, 11, 12, 5, 6, 7]
 
 
 def test_documents_of_several_sequences(tmp_path: Path) -> None:
-    """Megatron-LM writes one entry per document and possibly several sequences in it."""
+    """Megatron-LM writes one entry per document, which may hold several sequences."""
     (tmp_path / "a.bin").write_bytes(struct.pack("<6i", *range(6)))
     raw = [b"MMIDIDX\0\0", struct.pack("<QBQQ", 1, 4, 3, 3), struct.pack("<3i", 1, 2, 3)]
     raw += [struct.pack("<3q", 0, 4, 12), struct.pack("<3q", 0, 2, 3)]
@@ -237,7 +241,7 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), [(np.uint16, 2), (np.int32, 4)])
 def test_files_of_many_gigabytes(tmp_path: Path, dtype: type[np.generic], width: int) -> None:
-    """Positions beyond 2^31 and 2^32 tokens, in files with holes."""
+    """The positions are beyond 2^31 and 2^32 tokens; the files are sparse."""
     lengths = np.array([2**31 - 1, 2**31 - 1, 5, 2**30], "<i4")
     pointers = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
     with open(tmp_path / "a.bin", "wb") as file:
@@ -258,31 +262,31 @@ def test_files_of_many_gigabytes(tmp_path: Path, dtype: type[np.generic], width:
 
 
 def test_file_truncated_while_open(tmp_path: Path) -> None:
-    """Read, it is an error; mapped, the process ends (SIGBUS), which is what the module says."""
+    """A read file gives an error; for a mapped one the process ends with SIGBUS, as the module documents."""
     prefix = write(tmp_path / "a", [[7] * 3000] * 3)
-    read = IndexedDataset(prefix, mmap_bin_files=False)
-    assert read.document(2).tolist() == [7] * 3000 and read.tokens.dtype == np.uint16
+    data = IndexedDataset(prefix, mmap_bin_files=False)
+    assert data.document(2).tolist() == [7] * 3000 and data.tokens.dtype == np.uint16
     code = f"from megalite.data.files.indexed_dataset import IndexedDataset as I; d = I({str(prefix)!r}); import os\n"
     code += f"os.truncate({str(prefix) + '.bin'!r}, 6000); d.document(2).sum()"
     command = [sys.executable, "-X", "faulthandler", "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert result.returncode == -signal.SIGBUS and "Bus error" in result.stderr
     with pytest.raises(DataError, match="a.bin: ends at token 3000 of 9000; it was truncated while it was open"):
-        read.document(2)
-    assert read.document(0).tolist() == [7] * 3000
+        data.document(2)
+    assert data.document(0).tolist() == [7] * 3000
     with pytest.raises(ValueError, match="steps of 1"):
-        read.tokens[::2]
+        data.tokens[::2]
 
 
 def test_opening_needs_no_memory_for_the_index(tmp_path: Path) -> None:
-    """Both ways of checking, on 40 MB of index: less than a tenth of it becomes resident."""
+    """Less than a tenth of an index of 40 MB becomes resident with either way of checking."""
     n = 2_000_000
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_many(np.zeros(n, np.uint16), np.ones(n, np.int64))
         writer.finish()
     code = f"""
 from megalite.data.files import indexed_dataset
-def peak():  # getrusage would count what the parent had when this process was made
+def peak():  # getrusage would count the parent's memory at the fork
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
 data = indexed_dataset.IndexedDataset({str(tmp_path / "a")!r})
@@ -324,9 +328,9 @@ def test_wrong_prefix_suggests_existing_pairs(tmp_path: Path, monkeypatch: pytes
     Path("text.jsonl").write_text("{}")
     Path("empty").mkdir()
     for prefix, message in TABLES["prefixes"].items():
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError) as excinfo:
             IndexedDataset(prefix)
-        assert str(error.value) == message
+        assert str(excinfo.value) == message
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(70000, np.uint16), (-1, np.uint16), (2**31, np.int32)])
@@ -335,7 +339,7 @@ def test_writer_refuses_ids_that_would_wrap(tmp_path: Path, value: int, dtype: t
         writer.add([1, 2])
         with pytest.raises(DataError, match=f"document 2: token id {value} does not fit"):
             writer.add_many([3, 4, value], np.array([1, 2]))
-    assert not list(tmp_path.iterdir())  # nothing half-written is left
+    assert not list(tmp_path.iterdir())  # no partial file is left
 
 
 def test_failed_write_leaves_nothing_or_the_earlier_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

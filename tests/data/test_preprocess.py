@@ -1,4 +1,4 @@
-"""From text files to token files through the tools, as a user runs them; bad input, and runs that end early."""
+"""The way from text files to token files with the tools, as a user runs them; bad input, and runs that end early."""
 
 import json
 from dataclasses import replace
@@ -33,29 +33,29 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 def test_preprocess_writes_documents_and_sidecar(tmp_path: Path, typed: Typed) -> None:
     write_jsonl(tmp_path / "b.jsonl", ["abc", "", "d"])
     (tmp_path / "a.txt").write_text("xy\nz")
-    where = ["--input", tmp_path / "*.jsonl", tmp_path / "a.txt", "--output-prefix", tmp_path / "out/my"]
-    how = "--tokenizer-type ByteTokenizer --append-eod --workers 2 --keep-sequential-samples"
-    code, out, _ = typed(preprocess_data, *where, *how.split())
+    paths = ["--input", tmp_path / "*.jsonl", tmp_path / "a.txt", "--output-prefix", tmp_path / "out/my"]
+    options = "--tokenizer-type ByteTokenizer --append-eod --workers 2 --keep-sequential-samples"
+    code, out, _ = typed(preprocess_data, *paths, *options.split())
     assert code == 0 and "3 documents, 11 tokens (uint16)" in out
-    want = [[*map(ord, text), 256] for text in ("abc", "d", "xy\nz")]  # the empty document is left out
-    assert documents_of(IndexedDataset(tmp_path / "out/my_text_document")) == want
+    expected = [[*map(ord, text), 256] for text in ("abc", "d", "xy\nz")]  # the empty document is skipped
+    assert documents_of(IndexedDataset(tmp_path / "out/my_text_document")) == expected
     tokenizer = build_tokenizer("ByteTokenizer")
     counts = dict(version=1, documents=3, tokens=11, records=4, empty=1, bad={}, append_eod=True)
     counts |= dict(bytes=8, source_bytes=74)
-    made_by = {"name": "ByteTokenizer", "fingerprint": tokenizer.fingerprint, "vocab_size": 257, "eod": 256}
-    found = read_sidecar(tmp_path / "out/my_text_document")
-    assert found == counts | {"sources": ["b.jsonl", "a.txt"], "tokenizer": made_by}
-    assert sorted(p.suffix for p in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
+    tokenizer_info = {"name": "ByteTokenizer", "fingerprint": tokenizer.fingerprint, "vocab_size": 257, "eod": 256}
+    sidecar = read_sidecar(tmp_path / "out/my_text_document")
+    assert sidecar == counts | {"sources": ["b.jsonl", "a.txt"], "tokenizer": tokenizer_info}
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".bin", ".idx", ".json"]
 
 
 def test_output_is_independent_of_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)  # some 40 blocks
+    monkeypatch.setattr(text_input, "BLOCK_BYTES", 2000)  # about 40 blocks
     write_jsonl(tmp_path / "a.jsonl", [f"document {i} " * (i % 17) for i in range(900)])
-    made = {}
+    contents = {}
     for workers in (1, 3):
         [prefix] = preprocess([str(tmp_path / "a.jsonl")], str(tmp_path / f"w{workers}"), workers=workers, job=BYTES)
-        made[workers] = [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx", ".json")]
-    assert made[1] == made[3]
+        contents[workers] = [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx", ".json")]
+    assert contents[1] == contents[3]
     assert len(IndexedDataset(prefix)) == 900 - 53
 
 
@@ -90,9 +90,9 @@ BAD_LINES = {
 def test_bad_line_is_named_and_leaves_no_files(tmp_path: Path, name: str) -> None:
     line, reason = BAD_LINES[name]
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "fine"}\r\n\n' + line + b'\n{"text": "fine"}\n')
-    with pytest.raises(DataError, match=reason) as caught:
+    with pytest.raises(DataError, match=reason) as excinfo:
         preprocess([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), job=BYTES)
-    assert f"{tmp_path / 'in.jsonl'}:3: " in str(caught.value)
+    assert f"{tmp_path / 'in.jsonl'}:3: " in str(excinfo.value)
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
 
 
@@ -104,12 +104,12 @@ def test_unusual_valid_lines_are_accepted() -> None:
 
 def test_full_disk_is_an_error_and_keeps_the_earlier_pair(tmp_path: Path, typed: Typed) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["first"])
-    words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer"]
-    assert typed(preprocess_data, *words, "--workers", 1)[0] == 0
+    args = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--tokenizer-type", "ByteTokenizer"]
+    assert typed(preprocess_data, *args, "--workers", 1)[0] == 0
     write_jsonl(tmp_path / "a.jsonl", ["x" * 1000] * 200)
     with full_disk():
-        code, _, told = typed(preprocess_data, *words, "--workers", 1)
-    assert code == 3 and "File too large; nothing was written" in told
+        code, _, stderr = typed(preprocess_data, *args, "--workers", 1)
+    assert code == 3 and "File too large; nothing was written" in stderr
     assert len(IndexedDataset(tmp_path / "o_text_document")) == 1
     assert not list(tmp_path.glob("*.partial"))
 
@@ -133,15 +133,17 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     jobs = [Job({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": model}, fast=True) for model in models]
     [prefix] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "o"), jobs[1])
     check_tokenizer(prefix, build_tokenizer("Llama2Tokenizer", models[1]))  # the same model under another name
-    said = rf"made with {models[1]} \(vocabulary 310\), but this run has {models[0]} \(300\): give"
-    with pytest.raises(DataError, match=said):
+    message = rf"made with {models[1]} \(vocabulary 310\), but this run has {models[0]} \(300\): give"
+    with pytest.raises(DataError, match=message):
         check_tokenizer(prefix, build_tokenizer("SentencePieceTokenizer", models[0]))
     [small] = preprocess([str(tmp_path / "t.txt")], str(tmp_path / "s"), jobs[0])
     with pytest.raises(DataError, match=rf"made with {models[0]} \(fingerprint \w+\), but this run has {models[1]}"):
         check_tokenizer(small, build_tokenizer("SentencePieceTokenizer", models[1]))
-    check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=320))  # stands for any, if it is large enough
-    said = r"m310.model \(vocabulary 310\), but this run has NullTokenizer\(300\) \(300\)"
-    with pytest.raises(DataError, match=said):
+    check_tokenizer(
+        prefix, build_tokenizer("NullTokenizer", vocab_size=320)
+    )  # accepted for any data if it is large enough
+    message = r"m310.model \(vocabulary 310\), but this run has NullTokenizer\(300\) \(300\)"
+    with pytest.raises(DataError, match=message):
         check_tokenizer(prefix, build_tokenizer("NullTokenizer", vocab_size=300))
     Path(prefix + ".json").write_text('{"tokenizer": {"fingerprint": 5}}')
     with pytest.raises(DataError, match="o_text_document.json: damaged"):
@@ -152,17 +154,18 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_tokenizer_training_takes_text_evenly_up_to_a_bound() -> None:
     pieces = [f"{i:04d}" * 10 for i in range(1000)]
-    some = list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 4_000))
-    assert len(some) == 100
-    assert [int(piece[:4]) // 100 for piece in some] == sorted([*range(10)] * 10)
+    sample = list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 4_000))
+    assert len(sample) == 100
+    assert [int(piece[:4]) // 100 for piece in sample] == sorted([*range(10)] * 10)
     assert len(list(train_tokenizer.sample_pieces(iter(pieces), 40_000, 40_000))) == 1000
 
 
 def test_tokenizer_training_limits_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text(f"{'word ' * 700}\n" * 9)
-    words, took = ["--input", str(tmp_path / "a.txt"), "--model-prefix", "m", "--max-sentences", "7"], list[str]()
-    monkeypatch.setitem(train_tokenizer.TRAINERS, "SentencePieceTokenizer", lambda pieces, *_: took.extend(pieces))
-    assert train_tokenizer.main(words) == 0 and len(took) == 7
+    args = ["--input", str(tmp_path / "a.txt"), "--model-prefix", "m", "--max-sentences", "7"]
+    sentences = list[str]()
+    monkeypatch.setitem(train_tokenizer.TRAINERS, "SentencePieceTokenizer", lambda pieces, *_: sentences.extend(pieces))
+    assert train_tokenizer.main(args) == 0 and len(sentences) == 7
 
 
 def test_python_corpus(tmp_path: Path) -> None:
@@ -173,18 +176,18 @@ def test_python_corpus(tmp_path: Path) -> None:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text * 20, encoding="utf-8")
     (root / "latin.py").write_bytes(b"# \xe9\n" * 30)
-    made = []
+    contents = []
     for out in ("one", "two"):
         counts = python_corpus.write(root, tmp_path / out, valid_every=3)
-        made.append([(tmp_path / out / name).read_bytes() for name in ("train.jsonl", "valid.jsonl")])
+        contents.append([(tmp_path / out / name).read_bytes() for name in ("train.jsonl", "valid.jsonl")])
         assert (counts["train"][0], counts["valid"][0]) == (2, 1)
-    assert made[0] == made[1]
-    lines = [json.loads(line) for part in made[0] for line in part.splitlines()]
-    assert sorted(line["path"] for line in lines) == ["a/c.py", "b.py", "z.py"]  # copy.py is b.py again
+    assert contents[0] == contents[1]
+    lines = [json.loads(line) for part in contents[0] for line in part.splitlines()]
+    assert sorted(line["path"] for line in lines) == ["a/c.py", "b.py", "z.py"]  # copy.py equals b.py
     assert all(line["text"] == (root / line["path"]).read_text(encoding="utf-8") for line in lines)
 
 
-# ---- bad lines under --max-bad-fraction: left out, counted by reason, sampled; and when there are too many
+# ---- bad lines with --max-bad-fraction: skipped, counted by reason, sampled; and too many of them
 REASONS = {
     **dict.fromkeys(("not json", "cut", "raw nul", "nan", "two objects"), "not-json"),
     **dict.fromkeys(("null", "number", "list"), "not-an-object"),
@@ -206,8 +209,8 @@ def test_every_kind_of_bad_line_is_skipped_and_counted(tmp_path: Path, workers: 
     reasons = list(REASONS.values())
     assert info["bad"] == {reason: reasons.count(reason) for reason in reasons}
     rows = [json.loads(line) for line in (tmp_path / "o.rejects.jsonl").read_bytes().splitlines()]
-    found = [(row["file"], row["line"], row["reason"]) for row in rows]
-    assert found == [(source[0], 1 + 4 * i, reason) for i, reason in enumerate(reasons)]
+    rejects = [(row["file"], row["line"], row["reason"]) for row in rows]
+    assert rejects == [(source[0], 1 + 4 * i, reason) for i, reason in enumerate(reasons)]
     for row, name in zip(rows, REASONS, strict=True):
         raw, detail = BAD_LINES[name]
         assert detail in row["detail"]
@@ -229,33 +232,32 @@ def test_shown_bad_lines_are_bounded_and_counts_are_not(tmp_path: Path, monkeypa
 
 def test_too_many_bad_lines_fail_unless_allowed(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' * 90 + b"17\n" * 10)
-    words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--workers", 1]
-    words += ["--tokenizer-type", "ByteTokenizer", "--max-bad-fraction"]
-    code, _, told = typed(preprocess_data, *words, 0.09)
-    assert code == 3 and "10 of 100 lines are bad (10 not-an-object), more than max_bad_fraction=0.09" in told
+    args = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "o", "--workers", 1]
+    args += ["--tokenizer-type", "ByteTokenizer", "--max-bad-fraction"]
+    code, _, stderr = typed(preprocess_data, *args, 0.09)
+    assert code == 3 and "10 of 100 lines are bad (10 not-an-object), more than max_bad_fraction=0.09" in stderr
     assert len((tmp_path / "o.rejects.jsonl.partial").read_bytes().splitlines()) == 10  # named in the message
-    assert f"{tmp_path / 'o.rejects.jsonl.partial'}" in told
+    assert f"{tmp_path / 'o.rejects.jsonl.partial'}" in stderr
     assert not list(tmp_path.glob("*.idx"))
-    code, _, told = typed(preprocess_data, *words, 0.1, "--resume")
-    assert code == 0 and "left out: 0 texts without tokens; bad lines: 10 not-an-object" in told
+    code, _, stderr = typed(preprocess_data, *args, 0.1, "--resume")
+    assert code == 0 and "left out: 0 texts without tokens; bad lines: 10 not-an-object" in stderr
     assert len(IndexedDataset(tmp_path / "o_text_document")) == 90
 
 
 def test_hopeless_input_is_stopped_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 5000)
     path = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 20_000)
-    with pytest.raises(DataError, match="lines are bad .* key-missing") as caught:
+    with pytest.raises(DataError, match="lines are bad .* key-missing") as excinfo:
         preprocess([str(path)], str(tmp_path / "o"), max_bad_fraction=0.01, job=replace(BYTES, keys=("content",)))
-    assert int(str(caught.value).split(" of ")[1].split()[0]) < 4000
+    assert int(str(excinfo.value).split(" of ")[1].split()[0]) < 4000
 
 
 @pytest.mark.parametrize("bad,records,share", [(6, 100, 1.0), (1000, 1000, 0.2)])
 def test_bad_record_limit(bad: int, records: int, share: float) -> None:
     check_bad_fraction(Progress(records=100, bad={"not-json": 5}), 0.05, 1.0, "see there")
     check_bad_fraction(Progress(records=999, bad={"not-json": 999}), 0.05, 0.9, "see there")  # too few to tell
-    check_bad_fraction(
-        Progress(records=1000, bad={"not-json": 1000}), 0.05, 0.01, "see there"
-    )  # all of the rest may be good
+    # all of the rest may be good
+    check_bad_fraction(Progress(records=1000, bad={"not-json": 1000}), 0.05, 0.01, "see there")
     with pytest.raises(DataError):
         check_bad_fraction(Progress(records=records, bad={"not-json": bad}), 0.05, share, "see there")
 
@@ -279,39 +281,45 @@ def test_bad_fraction_is_refused(tmp_path: Path, fraction: float) -> None:
 
 def test_standard_input_mixed_files_and_progress(tmp_path: Path, typed: Typed) -> None:
     (tmp_path / "b.txt").write_text("b")
-    more = f"--output-prefix {tmp_path}/o --tokenizer-type ByteTokenizer --workers 2 --log-interval 1".split()
+    options = f"--output-prefix {tmp_path}/o --tokenizer-type ByteTokenizer --workers 2 --log-interval 1".split()
     lines = '{"text": "a"}\n{"text": "c"}'
-    words = ["--input", "-", str(tmp_path / "b.txt"), *more, "--partitions", "4"]
-    got = programs.python("tools/preprocess_data.py", *words, input=lines, ok=True)
-    assert "note: --partitions changes nothing" in got.stderr
-    assert "2 documents, 2 tokens: " in got.stderr and "MB/s" in got.stderr
+    args = ["--input", "-", str(tmp_path / "b.txt"), *options, "--partitions", "4"]
+    result = programs.python("tools/preprocess_data.py", *args, input=lines, ok=True)
+    assert "note: --partitions changes nothing" in result.stderr
+    assert "2 documents, 2 tokens: " in result.stderr and "MB/s" in result.stderr
     data = IndexedDataset(tmp_path / "o_text_document")
     assert [chr(data.document(i)[0]) for i in range(len(data))] == ["a", "c", "b"]
-    code, _, told = typed(preprocess_data, "--input", tmp_path / "b.txt", *more, "--overwrite")
-    assert code == 0 and "% of the input" in told
-    code, _, told = typed(preprocess_data, "--input", tmp_path / "b.txt", *more, "--split-sentences")
-    assert code == 2 and "--split-sentences is for BERT and T5" in told
+    code, _, stderr = typed(preprocess_data, "--input", tmp_path / "b.txt", *options, "--overwrite")
+    assert code == 0 and "% of the input" in stderr
+    code, _, stderr = typed(preprocess_data, "--input", tmp_path / "b.txt", *options, "--split-sentences")
+    assert code == 2 and "--split-sentences is for BERT and T5" in stderr
 
 
 def test_template_with_end_of_text_adds_one_end(tmp_path: Path, typed: Typed) -> None:
-    """As of a tokenizer.json whose post-processor appends </s>; without one --append-eod does it."""
+    """A post-processor of the tokenizer.json appends </s>; without one --append-eod does."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     library: Any = Tokenizer(models.WordLevel({"</s>": 0, "<s>": 1, "a": 2, "b": 3, "<unk>": 4}, unk_token="<unk>"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     write_jsonl(tmp_path / "in.jsonl", ["a b", "b"])
-    where = ["--input", tmp_path / "in.jsonl", "--tokenizer-type", "HuggingFaceTokenizer"]
-    made = {}
+    input_args = ["--input", tmp_path / "in.jsonl", "--tokenizer-type", "HuggingFaceTokenizer"]
+    documents = {}
     for name, single in {"none": None, "both": "<s> $A </s>", "begin": "</s> $A"}.items():
         if single:
             library.post_processor = processors.TemplateProcessing(single, None, [("<s>", 1), ("</s>", 0)])
         (tmp_path / name).mkdir()
         library.save(str(tmp_path / name / "tokenizer.json"))
         (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-        how = ["--tokenizer-model", tmp_path / name, "--output-prefix", tmp_path / f"out-{name}", "--append-eod"]
-        code, _, err = typed(preprocess_data, *where, *how)
-        assert code == 0 and ("ends each text with the end of a document already" in err) == (name == "both")
-        made[name] = documents_of(IndexedDataset(tmp_path / f"out-{name}_text_document"))
-    assert made["none"] == [[2, 3, 0], [3, 0]]
-    assert made["both"] == [[1, 2, 3, 0], [1, 3, 0]]
-    assert made["begin"] == [[0, 2, 3, 0], [0, 3, 0]]
+        output_args = [
+            "--tokenizer-model",
+            tmp_path / name,
+            "--output-prefix",
+            tmp_path / f"out-{name}",
+            "--append-eod",
+        ]
+        code, _, stderr = typed(preprocess_data, *input_args, *output_args)
+        assert code == 0 and ("ends each text with the end of a document already" in stderr) == (name == "both")
+        documents[name] = documents_of(IndexedDataset(tmp_path / f"out-{name}_text_document"))
+    assert documents["none"] == [[2, 3, 0], [3, 0]]
+    assert documents["both"] == [[1, 2, 3, 0], [1, 3, 0]]
+    assert documents["begin"] == [[0, 2, 3, 0], [0, 3, 0]]

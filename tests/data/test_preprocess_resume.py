@@ -1,4 +1,4 @@
-"""A run that ends anywhere (kill -9, disk full, error) and is resumed makes the same bytes as one that was left alone."""
+"""A run that ends anywhere (kill -9, full disk, error) and is resumed writes the same bytes as an uninterrupted one."""
 
 import io
 import itertools
@@ -33,14 +33,14 @@ FILES = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt"]
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some hundred blocks, and an entry of the journal after every few."""
+    """Make the run read some hundred blocks, and write an entry of the journal after every few of them."""
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 3000)
     monkeypatch.setattr(token_run, "JOURNAL_BYTES", 30_000)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of every format, with empty texts and bad lines among them."""
+    """Write a file of every format, with empty texts and bad lines in them, and return their directory."""
     out = tmp_path_factory.mktemp("corpus")
     texts = ["" if i % 29 == 5 else f"text {i} ü {i * i}\n" * (i % 17) for i in range(700)]
     for name, write in zip(FILES, (write_lines, write_gz, write_zst, write_parquet), strict=False):
@@ -58,17 +58,17 @@ def inputs(corpus: Path) -> list[str]:
 
 
 def contents(prefix: Path) -> dict[str, bytes]:
-    """Everything that lies beside the prefix, by what follows it."""
+    """Return the contents of all files whose names begin with the prefix, by the rest of the name."""
     return {path.name.removeprefix(prefix.name): path.read_bytes() for path in prefix.parent.glob(prefix.name + "*")}
 
 
-def in_child(work: Callable[[], Any]) -> int:
-    """Run in a forked process; its status, negative for a signal."""
+def in_child(function: Callable[[], Any]) -> int:
+    """Call the function in a forked process, and return its exit status, negative for a signal."""
     child = os.fork()
     if child == 0:
         status = 9
         try:
-            work()
+            function()
             status = 0
         finally:
             os._exit(status)
@@ -76,76 +76,76 @@ def in_child(work: Callable[[], Any]) -> int:
 
 
 @pytest.fixture(scope="module")
-def want(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a run that was left alone; all other runs must make these."""
-    prefix = tmp_path_factory.mktemp("want") / "o"
+def expected(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the files of an uninterrupted run; all other runs must write the same."""
+    prefix = tmp_path_factory.mktemp("expected") / "o"
     preprocess(inputs(corpus), str(prefix), **SETTINGS)
-    made = contents(prefix)
-    assert sorted(made) == [".rejects.jsonl", *(f"_text_document.{x}" for x in ("bin", "idx", "json"))]
-    assert len(made[".rejects.jsonl"].splitlines()) == 14
-    return made
+    files = contents(prefix)
+    assert sorted(files) == [".rejects.jsonl", *(f"_text_document.{x}" for x in ("bin", "idx", "json"))]
+    assert len(files[".rejects.jsonl"].splitlines()) == 14
+    return files
 
 
 def looks_complete(prefix: Path) -> bool:
     return Path(f"{prefix}_text_document.idx").exists()
 
 
-def dies_at(number: int, work: Callable[[], Any]) -> Callable[[], Any]:
-    """`work` with a kill -9 just before the `number`-th call that makes something last or visible."""
+def dies_at(number: int, function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return `function` with a kill -9 just before the `number`-th call that makes something durable or visible."""
     calls = itertools.count()
 
-    def guarded(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def killing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
             if next(calls) == number:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(*arguments, **options)
+            return original(*args, **options)
 
         return call
 
     def run() -> None:
-        os.fsync, os.replace, os.unlink = guarded(os.fsync), guarded(os.replace), guarded(os.unlink)
-        os.ftruncate = guarded(os.ftruncate)
-        work()
+        os.fsync, os.replace, os.unlink = killing(os.fsync), killing(os.replace), killing(os.unlink)
+        os.ftruncate = killing(os.ftruncate)
+        function()
 
     return run
 
 
 def test_kill_before_every_durable_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two keys, so that one pair is visible while the other is not; also where an earlier pair is to be replaced."""
+    """Two keys make one pair visible while the other is not; every other run replaces an earlier pair."""
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 200)
     monkeypatch.setattr(token_run, "JOURNAL_BYTES", 700)
     lines = [json.dumps({"text": f"text {i}", "title": f"title {i}"}) for i in range(12)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, "oops"]))
-    arguments = SETTINGS | {"job": replace(SETTINGS["job"], keys=("text", "title"))}
+    settings = SETTINGS | {"job": replace(SETTINGS["job"], keys=("text", "title"))}
 
     def run(prefix: Path, resume: bool = False) -> None:
-        preprocess([str(tmp_path / "a.jsonl")], str(prefix), resume=resume, **arguments)
+        preprocess([str(tmp_path / "a.jsonl")], str(prefix), resume=resume, **settings)
 
-    (tmp_path / "want").mkdir()
-    run(tmp_path / "want" / "o")
-    wanted = contents(tmp_path / "want" / "o")
-    assert len(wanted) == 7
+    (tmp_path / "expected").mkdir()
+    run(tmp_path / "expected" / "o")
+    expected_files = contents(tmp_path / "expected" / "o")
+    assert len(expected_files) == 7
     for number in range(200):
         prefix = tmp_path / str(number) / "o"
         prefix.parent.mkdir()
-        for name, content in wanted.items() if number % 2 else ():
+        for name, content in expected_files.items() if number % 2 else ():
             Path(f"{prefix}{name}").write_bytes(content if "json" in name else b"of an earlier run")
         status = in_child(dies_at(number, lambda: run(prefix)))  # noqa: B023
         if status == 0:
             break
         assert status == -signal.SIGKILL
-        for key in arguments["job"].keys:
+        for key in settings["job"].keys:
             if Path(f"{prefix}_{key}_document.idx").exists() and not number % 2:
                 assert all(Path(f"{prefix}_{key}_document.{x}").exists() for x in ("bin", "json"))
                 IndexedDataset(f"{prefix}_{key}_document")
-        run(prefix, resume=number % 4 > 1 or Path(f"{prefix}.journal").exists())  # before it, nothing is kept
-        assert contents(prefix) == wanted, f"killed before call {number}"
+        run(prefix, resume=number % 4 > 1 or Path(f"{prefix}.journal").exists())  # without a journal nothing is kept
+        assert contents(prefix) == expected_files, f"killed before call {number}"
     assert 20 < number < 199
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_kill_of_the_command(corpus: Path, want: dict[str, bytes], tmp_path: Path, workers: int) -> None:
-    """The tool itself, input `-` among its files, killed with its workers under way."""
+def test_kill_of_the_command(corpus: Path, expected: dict[str, bytes], tmp_path: Path, workers: int) -> None:
+    """The tool itself is killed while its workers are running."""
     code = (
         "import sys; from tools.preprocess import text_input, tokenize_run; text_input.BLOCK_BYTES = 3000;"
         "tokenize_run.JOURNAL_BYTES = 30_000; from tools.preprocess_data import main; sys.exit(main(sys.argv[1:]))"
@@ -161,67 +161,68 @@ def test_kill_of_the_command(corpus: Path, want: dict[str, bytes], tmp_path: Pat
     process.wait()
     assert entries.exists() and not looks_complete(prefix)
 
-    def typed(*more: str) -> subprocess.CompletedProcess[str]:
-        return programs.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    def run_again(*flags: str) -> subprocess.CompletedProcess[str]:
+        return programs.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
-    plain, again, third = typed(), typed("--resume"), typed("--resume")
-    assert plain.returncode == 3 and "continue it with --resume, or discard it with" in plain.stderr
-    assert again.returncode == third.returncode == 0, again.stderr
-    assert "resuming after" in again.stderr and "complete already" in third.stderr and contents(prefix) == want
+    refused, resumed, repeated = run_again(), run_again("--resume"), run_again("--resume")
+    assert refused.returncode == 3 and "continue it with --resume, or discard it with" in refused.stderr
+    assert resumed.returncode == repeated.returncode == 0, resumed.stderr
+    assert "resuming after" in resumed.stderr and "complete already" in repeated.stderr
+    assert contents(prefix) == expected
 
 
 @pytest.mark.parametrize("disk", [False, True], ids=["a worker dies", "the disk is full"])
-def test_dead_worker_loses_nothing(corpus: Path, want: dict, tmp_path: Path, monkeypatch, disk: bool) -> None:
-    prefix, note = tmp_path / "o", token_run.TokenizeRun._write_journal_entry
+def test_dead_worker_loses_nothing(corpus: Path, expected: dict, tmp_path: Path, monkeypatch, disk: bool) -> None:
+    prefix, write_journal_entry = tmp_path / "o", token_run.TokenizeRun._write_journal_entry
 
-    def note_and_kill(run: token_run.TokenizeRun) -> None:
-        note(run)
+    def write_entry_and_fail(run: token_run.TokenizeRun) -> None:
+        write_journal_entry(run)
         if disk:
             raise OSError(28, "No space left on device")
         for worker in multiprocessing.active_children():
             os.kill(worker.pid or 0, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_run.TokenizeRun, "_write_journal_entry", note_and_kill)
-        said = "No space left on device" if disk else "a worker process ended with code -9; -9 means that memory"
-        with pytest.raises(DataError, match=f"{said}.*continue from there with --resume"):
+        patch.setattr(token_run.TokenizeRun, "_write_journal_entry", write_entry_and_fail)
+        message = "No space left on device" if disk else "a worker process ended with code -9; -9 means that memory"
+        with pytest.raises(DataError, match=f"{message}.*continue from there with --resume"):
             preprocess(inputs(corpus), str(prefix), workers=2, **SETTINGS)
     preprocess(inputs(corpus), str(prefix), workers=2, resume=True, **SETTINGS)
-    assert contents(prefix) == want
+    assert contents(prefix) == expected
 
 
-def stopped(corpus: Path, prefix: Path, number: int = 25) -> None:
+def leave_interrupted_run(corpus: Path, prefix: Path, number: int = 25) -> None:
     """Leave an interrupted run at the prefix."""
     assert in_child(dies_at(number, lambda: preprocess(inputs(corpus), str(prefix), **SETTINGS))) < 0
     assert Path(f"{prefix}.journal").read_bytes().count(b"\n") > 1
 
 
 def test_resume_with_other_options_is_refused_without_loss(
-    corpus: Path, want: dict[str, bytes], tmp_path: Path
+    corpus: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     prefix = tmp_path / "o"
-    stopped(corpus, prefix)
+    leave_interrupted_run(corpus, prefix)
     before = contents(prefix)
     other = Job({"tokenizer_type": "NullTokenizer", "vocab_size": 501}, append_eod=True)
-    kept = "an interrupted run was kept here: continue it with --resume, or discard it with --overwrite"
-    others: list[tuple[dict[str, Any], str]] = [
+    message = "an interrupted run was kept here: continue it with --resume, or discard it with --overwrite"
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"job": other}, "the interrupted run had tokenizer"),
         ({"job": BYTES}, "the interrupted run had append_eod true, this one has false"),
-        ({"resume": False}, kept),
+        ({"resume": False}, message),
     ]
-    for changed, reason in others:
+    for changed, reason in cases:
         with pytest.raises(DataError, match=reason):
             preprocess(inputs(corpus), str(prefix), **{"resume": True, **SETTINGS, **changed})
     with pytest.raises(DataError, match="the interrupted run had files"):
         preprocess(inputs(corpus)[1:], str(prefix), resume=True, **SETTINGS)
     assert contents(prefix) == before
     preprocess(inputs(corpus), str(prefix), overwrite=True, **SETTINGS)
-    assert contents(prefix) == want
+    assert contents(prefix) == expected
 
 
 def test_changed_input_is_not_treated_as_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
-    for text in ("first", "other"):  # as many bytes
+    for text in ("first", "other"):  # of equal length
         write_lines(path, [text])
         [prefix] = preprocess([str(path)], str(tmp_path / "o"), resume=True, job=BYTES)
         assert bytes(IndexedDataset(prefix).document(0).astype("u1")).decode() == text
@@ -229,21 +230,21 @@ def test_changed_input_is_not_treated_as_complete(tmp_path: Path, capsys: pytest
         os.utime(prefix + ".idx", (1, 1))
 
 
-def test_journal_truncated_by_a_power_cut(corpus: Path, want: dict[str, bytes], tmp_path: Path) -> None:
+def test_journal_truncated_by_a_power_cut(corpus: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
     for i, cut in enumerate((1, 150)):
         prefix = tmp_path / str(i) / "o"
-        stopped(corpus, prefix, 40)
+        leave_interrupted_run(corpus, prefix, 40)
         path = Path(f"{prefix}.journal")
         path.write_bytes(path.read_bytes()[:-cut] + b"\0" * 7)
         entries = len(journal._read_entries(path))
         preprocess(inputs(corpus), str(prefix), resume=True, **SETTINGS)
-        assert entries > 1 and contents(prefix) == want
+        assert entries > 1 and contents(prefix) == expected
 
 
 def test_truncated_partial_file_is_refused(corpus: Path, tmp_path: Path) -> None:
     for name in ("_text_document.bin", "_text_document.lengths", ".rejects.jsonl"):
         prefix = tmp_path / name / "o"
-        stopped(corpus, prefix, 60)
+        leave_interrupted_run(corpus, prefix, 60)
         path = Path(f"{prefix}{name}.partial")
         path.write_bytes(path.read_bytes()[:10])
         with pytest.raises(DataError, match=f"{name}.partial: shorter than the [0-9]+ bytes written before"):
@@ -264,8 +265,8 @@ def test_late_bad_line_can_be_skipped_by_resuming(tmp_path: Path) -> None:
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write("[]\n")
     source, prefix = [str(tmp_path / "a.jsonl")], str(tmp_path / "o")
-    said = r"a.jsonl:2001: is not a JSON object but list; .*continue from there with --resume"
-    with pytest.raises(DataError, match=said):
+    message = r"a.jsonl:2001: is not a JSON object but list; .*continue from there with --resume"
+    with pytest.raises(DataError, match=message):
         preprocess(source, prefix, job=BYTES)
     [pair] = preprocess(source, prefix, resume=True, max_bad_fraction=0.01, job=BYTES)
     assert len(IndexedDataset(pair)) == 2000
@@ -277,26 +278,26 @@ def test_resume_rereads_standard_input(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [f"text {i} " * 8 for i in range(3000)])
     raw = (tmp_path / "a.jsonl").read_bytes()
 
-    def feed(raw: bytes, prefix: Path, work: Callable[..., Any], **options: Any) -> int:
-        """In a child whose standard input is a pipe with these bytes."""
+    def feed(raw: bytes, prefix: Path, execute: Callable[..., Any], **options: Any) -> int:
+        """Run in a child whose standard input is a pipe with these bytes, and return its exit status."""
 
         def run() -> None:
-            here, there = os.pipe()
+            read_end, write_end = os.pipe()
             if os.fork() == 0:
-                os.close(here)
-                with io.FileIO(there, "w") as file:
+                os.close(read_end)
+                with io.FileIO(write_end, "w") as file:
                     view = memoryview(raw)
                     while view:
                         view = view[file.write(view) :]
                 os._exit(0)
-            os.close(there)
-            os.dup2(here, 0)
-            work(lambda: preprocess(["-"], str(prefix), **options, job=BYTES))
+            os.close(write_end)
+            os.dup2(read_end, 0)
+            execute(lambda: preprocess(["-"], str(prefix), **options, job=BYTES))
 
         return in_child(run)
 
-    assert feed(raw, tmp_path / "want", lambda run: run()) == 0
+    assert feed(raw, tmp_path / "expected", lambda run: run()) == 0
     assert feed(raw, tmp_path / "o", lambda run: dies_at(14, run)()) == -signal.SIGKILL
     assert feed(raw.replace(b"text 1", b"text 2"), tmp_path / "o", lambda run: run(), resume=True) == 9
     assert feed(raw, tmp_path / "o", lambda run: run(), resume=True) == 0
-    assert contents(tmp_path / "o") == contents(tmp_path / "want")
+    assert contents(tmp_path / "o") == contents(tmp_path / "expected")

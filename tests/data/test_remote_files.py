@@ -1,4 +1,4 @@
-"""Token files behind URLs: the same tokens as from disk, each byte fetched once per node, and every fault named."""
+"""Token files at URLs: the tokens equal those on disk, each byte is fetched once per node, and every fault is named."""
 
 import logging
 import os
@@ -38,31 +38,31 @@ DOCUMENTS = [list(range(k * 100, k * 100 + k * 7 % 23)) for k in range(60)]
 
 
 class Flaky(LocalFileSystem):
-    """A local file system that counts what is read, and fails as told."""
+    """A local file system that records its reads, and fails on demand."""
 
     protocol = "flaky"
     cachable = False
     reads: list[tuple[str, int, int]] = []
-    faults: list[Exception | bytes] = []  # what the next reads give instead
-    together: threading.Barrier | None = None
-    looked: dict[str, dict[str, Any]] = {}  # as object stores do, it remembers what it saw until it is told to forget
+    faults: list[Exception | bytes] = []  # the next reads raise or return these instead
+    barrier: threading.Barrier | None = None
+    infos: dict[str, dict[str, Any]] = {}  # a cache that is kept until it is invalidated, as object stores do
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
-        if path not in Flaky.looked:
-            Flaky.looked[path] = super().info(path, **options)
-        return Flaky.looked[path]
+        if path not in Flaky.infos:
+            Flaky.infos[path] = super().info(path, **options)
+        return Flaky.infos[path]
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        Flaky.looked.pop(self._strip_protocol(path or ""), None)
+        Flaky.infos.pop(self._strip_protocol(path or ""), None)
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return super()._strip_protocol(path.removeprefix("flaky://"))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        if Flaky.together is not None and path.endswith(".bin"):
-            Flaky.together.wait(timeout=20)
+        if Flaky.barrier is not None and path.endswith(".bin"):
+            Flaky.barrier.wait(timeout=20)
         Flaky.reads.append((path, start, end))
         if Flaky.faults:
             fault = Flaky.faults.pop(0)
@@ -82,7 +82,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     monkeypatch.setattr(remote, "BLOCK", 64)
     monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
     monkeypatch.setenv("MEGALITE_CACHE", str(tmp_path / "default"))
-    Flaky.reads, Flaky.faults, Flaky.together, Flaky.looked = [], [], None, {}
+    Flaky.reads, Flaky.faults, Flaky.barrier, Flaky.infos = [], [], None, {}
     yield
 
 
@@ -90,8 +90,8 @@ def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: type[np.g
     return f"flaky://{token_files.write(prefix, documents, dtype)}"
 
 
-def stored(directory: Path) -> list[int]:
-    """Blocks of the .bin that a cache holds."""
+def cached_blocks(directory: Path) -> list[int]:
+    """Return the numbers of the blocks of the .bin that a cache holds."""
     (path,) = directory.glob("remote/*/copy.bin.crc")
     return np.flatnonzero(np.fromfile(path, "<u8")).tolist()
 
@@ -105,15 +105,22 @@ def test_remote_tokens_equal_local_tokens(tmp_path: Path, kind: str, dtype: type
         url = f"memory://bucket-{np.dtype(dtype)}/a"
         for suffix in (".bin", ".idx"):
             fsspec.filesystem("memory").pipe_file(url + suffix, Path(f"{tmp_path}/a{suffix}").read_bytes())
-    near, far = IndexedDataset(tmp_path / "a"), IndexedDataset(url, cache_path=tmp_path / "cache")
-    assert documents(far) == DOCUMENTS and (len(far.tokens), far.tokens.dtype) == (len(near.tokens), near.dtype)
-    assert far.num_tokens == near.num_tokens and far.tokens[5:40].tolist() == near.tokens[5:40].tolist()
-    assert far.tokens[-3:].tolist() == near.tokens[-3:].tolist() and far.tokens[7:7].tolist() == []
-    far.verify()
-    got, want = (GPTDataset(data, range(len(data)), 30, 1).samples(np.arange(60)) for data in (far, near))
-    assert np.array_equal(got, want)
-    read = IndexedDataset(url, cache_path=tmp_path / "cache", mmap_bin_files=False)
-    assert documents(read) == DOCUMENTS and read.tokens[5:40].tolist() == near.tokens[5:40].tolist()
+    local, remote_data = IndexedDataset(tmp_path / "a"), IndexedDataset(url, cache_path=tmp_path / "cache")
+    assert documents(remote_data) == DOCUMENTS and (len(remote_data.tokens), remote_data.tokens.dtype) == (
+        len(local.tokens),
+        local.dtype,
+    )
+    assert (
+        remote_data.num_tokens == local.num_tokens and remote_data.tokens[5:40].tolist() == local.tokens[5:40].tolist()
+    )
+    assert remote_data.tokens[-3:].tolist() == local.tokens[-3:].tolist() and remote_data.tokens[7:7].tolist() == []
+    remote_data.verify()
+    actual, expected = (
+        GPTDataset(data, range(len(data)), 30, 1).samples(np.arange(60)) for data in (remote_data, local)
+    )
+    assert np.array_equal(actual, expected)
+    read_data = IndexedDataset(url, cache_path=tmp_path / "cache", mmap_bin_files=False)
+    assert documents(read_data) == DOCUMENTS and read_data.tokens[5:40].tolist() == local.tokens[5:40].tolist()
 
 
 @settings(max_examples=40)
@@ -122,19 +129,19 @@ def test_any_spans_are_copied(tmp_path_factory: pytest.TempPathFactory, data: st
     prefix = tmp_path_factory.mktemp("far") / "a"
     pair = IndexedDataset(write(prefix), cache_path=prefix.parent)
     flat = np.concatenate([np.array(d, np.int64) for d in DOCUMENTS])
-    place = st.tuples(st.integers(0, len(flat)), st.integers(0, 150))
-    places = [(a, min(n, len(flat) - a)) for a, n in data.draw(st.lists(place, max_size=12))]
-    begins, counts = (np.array([p[k] for p in places], np.int64) for k in (0, 1))
+    span_strategy = st.tuples(st.integers(0, len(flat)), st.integers(0, 150))
+    spans = [(a, min(n, len(flat) - a)) for a, n in data.draw(st.lists(span_strategy, max_size=12))]
+    starts, counts = (np.array([span[k] for span in spans], np.int64) for k in (0, 1))
     out = np.empty(int(counts.sum()), np.int64)
-    pair.copy_tokens(begins, counts, out)
-    assert out.tolist() == [token for a, n in places for token in flat[a : a + n].tolist()]
+    pair.copy_tokens(starts, counts, out)
+    assert out.tolist() == [token for a, n in spans for token in flat[a : a + n].tolist()]
 
 
 def test_every_byte_is_fetched_once_and_cached(tmp_path: Path) -> None:
     url, size = write(tmp_path / "a"), (tmp_path / "a.bin").stat().st_size
     for _ in range(2):
         assert documents(IndexedDataset(url, cache_path=tmp_path / "c")) == DOCUMENTS
-    fetched = {end: sorted(r[1:] for r in Flaky.reads if r[0].endswith(end)) for end in (".bin", ".idx")}
+    fetched = {end: sorted(read[1:] for read in Flaky.reads if read[0].endswith(end)) for end in (".bin", ".idx")}
     assert fetched[".bin"] == [(a, min(a + 64, size)) for a in range(0, size, 64)]
     assert sum(end - start for start, end in fetched[".idx"]) == (tmp_path / "a.idx").stat().st_size
     IndexedDataset(url)
@@ -146,7 +153,7 @@ def test_blocks_of_one_batch_are_fetched_together(tmp_path: Path) -> None:
     data.tokens[33:40]
     assert [r[1:] for r in Flaky.reads if r[0].endswith(".bin")] == [(64, 128)]  # only what is needed
     data = IndexedDataset(write(tmp_path / "b"), cache_path=tmp_path / "c")
-    Flaky.together = threading.Barrier(4)  # each read waits until four are under way
+    Flaky.barrier = threading.Barrier(4)  # each read waits until four reads are under way
     out = np.empty(4, np.int64)
     data.copy_tokens(np.array([0, 40, 80, 120]), np.ones(4, np.int64), out)
     assert out.tolist() == [data.tokens[k : k + 1][0] for k in (0, 40, 80, 120)]
@@ -167,17 +174,17 @@ def test_damaged_cache_is_fetched_again(tmp_path: Path, caplog: Any, name: str, 
     url, cache = write(tmp_path / "a"), tmp_path / "c"
     documents(IndexedDataset(url, cache_path=cache))
     (copy,) = cache.glob(f"remote/*/copy{suffix}")
-    sound = copy.read_bytes()
+    original = copy.read_bytes()
     DAMAGE[name](copy)
-    broken = (copy.read_bytes() + bytes(len(sound)))[: len(sound)]  # a hole reads as zeros
-    damaged = [k for k in range(-(-len(sound) // 64)) if broken[64 * k :][:64] != sound[64 * k :][:64]]
+    broken = (copy.read_bytes() + bytes(len(original)))[: len(original)]  # a hole reads as zeros
+    damaged = [k for k in range(-(-len(original) // 64)) if broken[64 * k :][:64] != original[64 * k :][:64]]
     Flaky.reads = []
     with caplog.at_level(logging.WARNING):
         assert documents(IndexedDataset(url, cache_path=cache)) == DOCUMENTS
     assert damaged and caplog.text.count("fetching it again") == len(damaged)
     assert all(f"copy{suffix}: damaged block {k}; fetching it again" in caplog.text for k in damaged)
     assert sorted(start // 64 for _, start, _ in Flaky.reads) == damaged
-    assert copy.read_bytes() == sound == (tmp_path / f"a{suffix}").read_bytes()
+    assert copy.read_bytes() == original == (tmp_path / f"a{suffix}").read_bytes()
 
 
 def test_damaged_source_is_refused(tmp_path: Path) -> None:
@@ -197,13 +204,13 @@ def test_changed_source_is_refused_until_the_next_start(tmp_path, same_size: boo
     url, cache = write(tmp_path / "a"), tmp_path / "c"
     data = IndexedDataset(url, cache_path=cache)
     data.tokens[0:10]
-    other = [[token + 1 for token in document] for document in DOCUMENTS] + ([] if same_size else [[1, 2, 3]])
+    changed = [[token + 1 for token in document] for document in DOCUMENTS] + ([] if same_size else [[1, 2, 3]])
     time.sleep(0.01)
-    write(tmp_path / "a", other)
+    write(tmp_path / "a", changed)
     with pytest.raises(DataError, match=r"a.bin: changed while it was in use: \d+ bytes, mtime=.* now \d+ bytes, mt"):
         data.tokens[200:300]
-    assert data.tokens[0:10].tolist() == [t for d in DOCUMENTS for t in d][:10]  # what was fetched stays right
-    assert documents(IndexedDataset(url, cache_path=cache)) == other
+    assert data.tokens[0:10].tolist() == [t for d in DOCUMENTS for t in d][:10]  # the fetched blocks stay valid
+    assert documents(IndexedDataset(url, cache_path=cache)) == changed
 
 
 def test_transient_faults_are_retried(tmp_path: Path) -> None:
@@ -218,14 +225,14 @@ def test_permanent_faults_end_after_bounded_attempts(tmp_path: Path) -> None:
     url = write(tmp_path / "a")
     data = IndexedDataset(url, cache_path=tmp_path / "c")
     Flaky.reads, Flaky.faults = [], [ConnectionResetError("reset by peer")] * 100
-    said = "a.bin: reading bytes 0..63 failed 6 times, the last time with ConnectionResetError: reset by peer"
-    with pytest.raises(DataError, match=said):
+    message = "a.bin: reading bytes 0..63 failed 6 times, the last time with ConnectionResetError: reset by peer"
+    with pytest.raises(DataError, match=message):
         data.tokens[0:3]
     assert len(Flaky.reads) == remote.ATTEMPTS
     Flaky.reads, Flaky.faults = [], [PermissionError("403")] * 100
     with pytest.raises(DataError, match="a.bin: reading bytes 0..63: PermissionError: 403"):
         data.tokens[0:3]
-    assert len(Flaky.reads) == 1  # no use trying again
+    assert len(Flaky.reads) == 1  # it is not retried
     Flaky.faults = []
     assert documents(data) == DOCUMENTS
 
@@ -256,23 +263,23 @@ def test_too_small_disk_is_reported_at_startup(tmp_path, monkeypatch, caplog) ->
     monkeypatch.setattr(remote.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 0))
     data = IndexedDataset(url, cache_path=cache)
     assert "GB of it are not at" in caplog.text and "0 GB are free: the run ends when that disk is full" in caplog.text
-    written = os.pwrite
-    monkeypatch.setattr(remote.os, "pwrite", lambda file, part, at: written(file, part[:-1], at))
+    original_pwrite = os.pwrite
+    monkeypatch.setattr(remote.os, "pwrite", lambda file, part, offset: original_pwrite(file, part[:-1], offset))
     with pytest.raises(DataError, match="copy.bin: No space left on device; give another directory for copies"):
         data.tokens[0:10]
     monkeypatch.undo()
     monkeypatch.setattr(remote, "BLOCK", 64)
-    assert stored(cache) == [] and documents(data) == DOCUMENTS
+    assert cached_blocks(cache) == [] and documents(data) == DOCUMENTS
     caplog.clear()
     IndexedDataset(url, cache_path=cache)
-    assert "GB of it" not in caplog.text  # all of it is there
+    assert "GB of it" not in caplog.text  # all blocks are cached
 
 
-def weighed(data: IndexedDataset, seed: int) -> int:
-    """A number of all tokens, read in an order of the seed."""
-    begins, counts = data.spans(np.random.default_rng(seed).permutation(len(data)))
+def weighted_sum(data: IndexedDataset, seed: int) -> int:
+    """Return the sum of position times token over all documents, read in an order given by the seed."""
+    starts, counts = data.spans(np.random.default_rng(seed).permutation(len(data)))
     out = np.empty(int(counts.sum()), np.int64)
-    data.copy_tokens(begins, counts, out)
+    data.copy_tokens(starts, counts, out)
     return int((out * np.arange(out.size)).sum())
 
 
@@ -293,7 +300,7 @@ def cat_file(self, path, start=None, end=None, **options):
     return original(self, path, start=start, end=end)
 test_remote_files.Flaky.cat_file = cat_file
 data = IndexedDataset(url, cache_path=cache)
-print(test_remote_files.weighed(data, url.encode()[-1]))
+print(test_remote_files.weighted_sum(data, url.encode()[-1]))
 """
 
 
@@ -306,7 +313,7 @@ def test_concurrent_processes_fetch_each_block_once(tmp_path: Path) -> None:
     lines = journal.read_text().splitlines()
     sizes = {suffix: (tmp_path / f"a{suffix}").stat().st_size for suffix in (".bin", ".idx")}
     assert sorted(lines) == sorted(f"{suffix} {start}" for suffix in sizes for start in range(0, sizes[suffix], 64))
-    assert int(sums[0]) == weighed(IndexedDataset(tmp_path / "a"), ord("a"))
+    assert int(sums[0]) == weighted_sum(IndexedDataset(tmp_path / "a"), ord("a"))
 
 
 def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
@@ -316,9 +323,9 @@ def test_datasets_and_their_sidecar_by_url(tmp_path: Path) -> None:
         writer.finish(make_info(tokenizer, 50, 5000, []))
     url, cache = f"flaky://{tmp_path}/a", tmp_path / "c"
     train = build_blend([url], 30, 1, "train", data_config=DataConfig(data_cache_path=str(cache)), tokenizer=tokenizer)
-    near = build_blend([str(tmp_path / "a")], 30, 1, "train")
-    assert np.array_equal(train.samples(np.arange(200)), near.samples(np.arange(200)))
-    assert stored(cache) and read_sidecar(url) == read_sidecar(tmp_path / "a")
+    local = build_blend([str(tmp_path / "a")], 30, 1, "train")
+    assert np.array_equal(train.samples(np.arange(200)), local.samples(np.arange(200)))
+    assert cached_blocks(cache) and read_sidecar(url) == read_sidecar(tmp_path / "a")
     with pytest.raises(DataError, match=r"vocabulary 6001\), but this run has NullTokenizer\(51\)"):
         small = build_tokenizer("NullTokenizer", vocab_size=51)
         build_blend([url], 30, 1, "train", data_config=DataConfig(data_cache_path=str(cache)), tokenizer=small)

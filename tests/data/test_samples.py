@@ -1,5 +1,7 @@
-"""Properties of samples and of the shuffle below them: every token once per epoch, whatever the documents, sequence
-length, seed and split."""
+"""Properties of samples and of their shuffle: every token once per epoch.
+
+They hold for any documents, sequence length, seed and split.
+"""
 
 import itertools
 from collections import Counter
@@ -26,12 +28,12 @@ PAD = 10**6
 
 
 def first_sample(epoch: int, tokens: int, seq_length: int) -> int:
-    """Samples that begin before an epoch."""
+    """Return the number of samples that start before an epoch."""
     return -(-epoch * tokens // seq_length)
 
 
 def epoch_stream(data: IndexedDataset, documents: range, key_lengths: NDArray[np.int32], key: int) -> NDArray[np.int64]:
-    """The definition: the documents, end to end, in the order of the epoch."""
+    """Return the documents, concatenated in the order of the epoch, by definition."""
     order = build_epoch(key_lengths, key).order
     return np.concatenate([data.document(documents.start + int(d)) for d in order] or [np.empty(0, np.int64)])
 
@@ -51,15 +53,15 @@ def test_every_token_is_used_once_per_epoch(
     tokens = sum(lengths[documents.start :])
     assume(tokens >= seq_length + 1)
     dataset = GPTDataset(data, documents, seq_length, seed)
-    borders = [first_sample(e, tokens, seq_length) for e in range(4)]
-    samples = dataset.samples(np.arange(borders[3]))
+    first_samples = [first_sample(e, tokens, seq_length) for e in range(4)]
+    samples = dataset.samples(np.arange(first_samples[3]))
 
-    own = Counter(data.tokens[int(data.spans(np.array([documents.start]))[0][0]) :].tolist())
-    used = Counter(samples[:, :-1].reshape(-1).tolist())  # inputs: windows that do not overlap
-    excess = borders[3] * seq_length - 3 * tokens  # the last sample may run into a fourth epoch
+    own_counts = Counter(data.tokens[int(data.spans(np.array([documents.start]))[0][0]) :].tolist())
+    used_counts = Counter(samples[:, :-1].reshape(-1).tolist())  # the inputs are windows that do not overlap
+    excess = first_samples[3] * seq_length - 3 * tokens  # the last sample may run into a fourth epoch
     assert 0 <= excess < seq_length
-    assert set(used) == set(own)
-    assert sum(abs(used[t] - 3) for t in own) == excess
+    assert set(used_counts) == set(own_counts)
+    assert sum(abs(used_counts[t] - 3) for t in own_counts) == excess
 
 
 def test_samples_are_windows_of_the_token_stream(tmp_path: Path) -> None:
@@ -67,12 +69,12 @@ def test_samples_are_windows_of_the_token_stream(tmp_path: Path) -> None:
     data = numbered(tmp_path / "a", lengths)
     dataset = GPTDataset(data, range(len(lengths)), seq_length, 9)
     counts = [first_sample(e, sum(lengths), seq_length) for e in range(4)]
-    keys, keep = [fold(fold(9, "train"), "documents", e) for e in range(4)], np.array(lengths, np.int32)
-    stream = np.concatenate([epoch_stream(data, range(7), keep, key) for key in keys])
+    keys, lengths_array = [fold(fold(9, "train"), "documents", e) for e in range(4)], np.array(lengths, np.int32)
+    stream = np.concatenate([epoch_stream(data, range(7), lengths_array, key) for key in keys])
     for e in range(3):
-        got = {tuple(row) for row in dataset.samples(np.arange(counts[e], counts[e + 1])).tolist()}
-        want = {tuple(stream[j * 4 : j * 4 + 5].tolist()) for j in range(counts[e], counts[e + 1])}
-        assert got == want  # the same windows, in another order
+        actual = {tuple(row) for row in dataset.samples(np.arange(counts[e], counts[e + 1])).tolist()}
+        expected = {tuple(stream[j * 4 : j * 4 + 5].tolist()) for j in range(counts[e], counts[e + 1])}
+        assert actual == expected  # the same windows, in another order
 
 
 KINDS: dict[str, Callable[[IndexedDataset, int], Dataset]] = {
@@ -85,38 +87,38 @@ KINDS: dict[str, Callable[[IndexedDataset, int], Dataset]] = {
 def test_samples_are_pure_and_where_names_each_document(tmp_path: Path, kind: str) -> None:
     data = numbered(tmp_path / "a", [4, 0, 23, 6, 1, 30, 3])
     dataset, index = KINDS[kind](data, 3), np.arange(30)  # epochs of 7 and 9 samples
-    together = dataset.samples(index)
-    assert not np.array_equal(together, KINDS[kind](data, 4).samples(index))
-    for i in np.random.default_rng(0).permutation(30).tolist():  # alone, in any order: the same
+    samples = dataset.samples(index)
+    assert not np.array_equal(samples, KINDS[kind](data, 4).samples(index))
+    for i in np.random.default_rng(0).permutation(30).tolist():  # one by one, in any order
         fresh = KINDS[kind](data, 3)
-        assert np.array_equal(fresh.samples(np.array([i]))[0], together[i])
-        for position, token in enumerate(together[i].tolist()):
-            said = fresh.locate(i, position)
+        assert np.array_equal(fresh.samples(np.array([i]))[0], samples[i])
+        for position, token in enumerate(samples[i].tolist()):
+            location = fresh.locate(i, position)
             if token == PAD:
-                assert said == f"{data.prefix}.bin, padding of sample {i}, position {position}"
+                assert location == f"{data.prefix}.bin, padding of sample {i}, position {position}"
                 continue
-            prefix, document, place = said.split(", ")
+            prefix, document, token_position = location.split(", ")
             assert prefix == data.prefix + ".bin"
-            assert data.document(int(document.split()[1]))[int(place.split()[1])] == token
+            assert data.document(int(document.split()[1]))[int(token_position.split()[1])] == token
 
 
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
     for lengths in ([], [0, 0], [3], [2, 2]):
         with pytest.raises(DataError, match="tokens in .* documents, fewer than one sample of seq_length 4"):
             GPTDataset(numbered(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
-    one = GPTDataset(numbered(tmp_path / "a", [5]), range(1), 4, 1)
-    assert one.samples(np.array([0])).tolist() == [[0, 1, 2, 3, 4]]
+    dataset = GPTDataset(numbered(tmp_path / "a", [5]), range(1), 4, 1)
+    assert dataset.samples(np.array([0])).tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_order_of_billions_of_samples_needs_no_table() -> None:
-    """Sizes beyond 32 bits, on arithmetic alone."""
+    """The sizes are beyond 32 bits, and the order is computed."""
     tokens, seq_length = 15 * 10**12 + 7, 8192
     index = np.array([0, 2**31, 2**32 + 5, 10**10])
-    line = TokenStream(tokens, 1)
-    starts = line.sample_starts(index, seq_length)
+    stream = TokenStream(tokens, 1)
+    starts = stream.sample_starts(index, seq_length)
     assert (starts // tokens).tolist() == [i * seq_length // tokens for i in index.tolist()]
     assert (starts % seq_length == 0).all()
-    epochs, offsets, counts, _ = line.token_ranges(starts, 5)
+    epochs, offsets, counts, _ = stream.token_ranges(starts, 5)
     assert np.array_equal(epochs, starts // tokens) and np.array_equal(offsets, starts % tokens)
     assert counts.tolist() == [5] * len(index)
 
@@ -143,14 +145,14 @@ def test_bad_splits_are_refused(split: str) -> None:
         split_fractions(split)
 
 
-# ---- the line of tokens alone, whatever the sequence length becomes on the way
-def inputs(line: TokenStream, index: NDArray[np.int64], seq_length: int) -> list[tuple[int, int]]:
-    """(epoch, token) of every input of the samples."""
-    found = []
-    epochs, offsets, counts, places = line.token_ranges(line.sample_starts(index, seq_length), seq_length)
-    for k in np.argsort(places).tolist():
-        found += [(int(epochs[k]), int(offsets[k]) + i) for i in range(int(counts[k]))]
-    return found
+# ---- the stream of tokens alone, with sequence lengths that change
+def inputs(stream: TokenStream, index: NDArray[np.int64], seq_length: int) -> list[tuple[int, int]]:
+    """Return (epoch, token) of every input of the samples."""
+    tokens = []
+    epochs, offsets, counts, positions = stream.token_ranges(stream.sample_starts(index, seq_length), seq_length)
+    for k in np.argsort(positions).tolist():
+        tokens += [(int(epochs[k]), int(offsets[k]) + i) for i in range(int(counts[k]))]
+    return tokens
 
 
 @settings(max_examples=80)
@@ -160,23 +162,28 @@ def inputs(line: TokenStream, index: NDArray[np.int64], seq_length: int) -> list
     last=st.integers(1, 13),
 )
 def test_every_token_of_a_stream_once_per_epoch(tokens: int, eras: list[tuple[int, int]], last: int) -> None:
-    line, seen = TokenStream(tokens, 5), []
+    stream, used = TokenStream(tokens, 5), []
     for seq_length, samples in eras:
-        seen += inputs(line, np.arange(samples), seq_length)
-        line = line.advanced_by(samples, seq_length)
+        used += inputs(stream, np.arange(samples), seq_length)
+        stream = stream.advanced_by(samples, seq_length)
     index = np.arange(3 * tokens // last + 3)
-    seen += inputs(line, index, last)
-    starts = line.sample_starts(index, last)
-    columns = line.token_ranges(starts, last + 1)
-    epochs, offsets, counts, places = (column[np.argsort(columns[3])] for column in columns)
-    assert np.array_equal(np.cumsum(counts)[:-1], places[1:]) and counts.sum() == len(starts) * (last + 1)
-    pieces = [zip([e] * n, range(at, at + n), strict=True) for e, at, n in zip(epochs, offsets, counts, strict=True)]
-    each = (starts[:, None] + np.arange(last + 1)).reshape(-1)  # token by token
-    assert [*itertools.chain(*pieces)] == [*zip(*(a.tolist() for a in line.token_ranges(each, 1)[:2]), strict=True)]
-    assert len(set(seen)) == len(seen)
-    # whatever segment a sample of the last era begins in, all segments before it are used up
-    done = {token for token in seen if token[0] < max(seen)[0] - 1}
-    assert done == {(epoch, token) for epoch in range(max(seen)[0] - 1) for token in range(tokens)}
+    used += inputs(stream, index, last)
+    starts = stream.sample_starts(index, last)
+    columns = stream.token_ranges(starts, last + 1)
+    epochs, offsets, counts, positions = (column[np.argsort(columns[3])] for column in columns)
+    assert np.array_equal(np.cumsum(counts)[:-1], positions[1:]) and counts.sum() == len(starts) * (last + 1)
+    pieces = [
+        zip([e] * n, range(offset, offset + n), strict=True)
+        for e, offset, n in zip(epochs, offsets, counts, strict=True)
+    ]
+    token_starts = (starts[:, None] + np.arange(last + 1)).reshape(-1)  # one start per token
+    assert [*itertools.chain(*pieces)] == [
+        *zip(*(column.tolist() for column in stream.token_ranges(token_starts, 1)[:2]), strict=True)
+    ]
+    assert len(set(used)) == len(used)
+    # in whatever segment a sample of the last era starts, all segments before it are used up
+    used_up = {token for token in used if token[0] < max(used)[0] - 1}
+    assert used_up == {(epoch, token) for epoch in range(max(used)[0] - 1) for token in range(tokens)}
 
 
 @settings(max_examples=60)
@@ -189,21 +196,22 @@ def test_started_documents_are_counted_exactly(
     lengths: list[int], eras: list[tuple[int, int]], last: tuple[int, int]
 ) -> None:
     sizes = np.array(lengths, np.int32)
-    line = TokenStream(int(sizes.sum()), 3)
+    stream = TokenStream(int(sizes.sum()), 3)
 
     def starts_of(epoch: int) -> NDArray[np.int64]:
         return build_epoch(sizes, epoch).starts
 
     for seq_length, samples in [*eras, last]:
-        used = set(inputs(line, np.arange(samples), seq_length))
-        # an empty document begins with the token after it, so a token can begin several
-        want = sum((epoch, int(s)) in used for epoch in {e for e, _ in used} for s in starts_of(epoch)[:-1])
+        used = set(inputs(stream, np.arange(samples), seq_length))
+        # an empty document starts at the token after it, so several documents may start at one token
+        expected = sum((epoch, int(s)) in used for epoch in {e for e, _ in used} for s in starts_of(epoch)[:-1])
         middle = samples // 2
-        got = [
-            line.count_document_starts(range(*part), seq_length, starts_of) for part in ((0, middle), (middle, samples))
+        counts = [
+            stream.count_document_starts(range(*part), seq_length, starts_of)
+            for part in ((0, middle), (middle, samples))
         ]
-        assert sum(got) == want
-        line = line.advanced_by(samples, seq_length)
+        assert sum(counts) == expected
+        stream = stream.advanced_by(samples, seq_length)
 
 
 def test_shuffle_stays_within_an_epoch() -> None:
@@ -211,11 +219,11 @@ def test_shuffle_stays_within_an_epoch() -> None:
     assert starts.tolist() != sorted(starts.tolist())
     assert sorted(starts[:13].tolist()) == list(range(0, 104, 8))
     assert sorted(starts[13:25].tolist()) == list(range(104, 200, 8))
-    left = TokenStream(10_000, 1).advanced_by(300, 8).sample_starts(np.arange(300), 16)
-    assert not np.array_equal(left, np.sort(left)) and len(set(left.tolist())) == 300
+    remaining = TokenStream(10_000, 1).advanced_by(300, 8).sample_starts(np.arange(300), 16)
+    assert not np.array_equal(remaining, np.sort(remaining)) and len(set(remaining.tolist())) == 300
 
 
-# ---- a computed shuffle is a bijection, depends on its key, and is close to uniform
+# ---- the computed shuffle is a bijection, depends on its key, and is close to uniform
 GOLDEN_8 = [0, 4, 2, 5, 6, 3, 1, 7]
 GOLDEN_LARGE = [647831989802, 633655622351, 930786388621]
 
@@ -234,7 +242,7 @@ def test_permutation_is_a_bijection_around_squares(n: int) -> None:
 
 
 def test_permutation_never_changes() -> None:
-    """Resume over versions needs the same order: these numbers are part of the format."""
+    """A run resumed with another version needs the same order, so these numbers are part of the format."""
     assert permute(np.arange(8), 8, fold(1234, "train")).tolist() == GOLDEN_8
     assert permute(np.array([0, 1, 10**12 - 1]), 10**12, 99).tolist() == GOLDEN_LARGE
 

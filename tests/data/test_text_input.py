@@ -1,4 +1,4 @@
-"""Every input format gives the same records, from the beginning and from any position; what is damaged is one error."""
+"""Every input format gives the same records from any position, and a damaged file gives one error."""
 
 import gzip
 import io
@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.errors import DataError
-from tools.preprocess import parse_records as records
-from tools.preprocess import text_input
+from tools.preprocess import parse_records, text_input
 from tools.preprocess.bad_records import ValidTexts
 from tools.preprocess.parse_records import BadLine, parse_block, parse_line
 from tools.preprocess.text_input import Position, expand, pack_rows, read_blocks, text_bytes
@@ -33,14 +32,14 @@ def write_lines(path: Path, texts: list[str]) -> None:
 
 
 def write_gz(path: Path, texts: list[str]) -> None:
-    """Three members, cut in the middle of lines."""
+    """Write three gzip members, which end in the middle of lines."""
     raw = jsonl(texts)
     cuts = [0, len(raw) // 3, len(raw) // 2, len(raw)]
     path.write_bytes(b"".join(gzip.compress(raw[a:b], 1, mtime=0) for a, b in zip(cuts, cuts[1:], strict=False)))
 
 
 def write_zst(path: Path, texts: list[str]) -> None:
-    """Two frames with a skippable one between."""
+    """Write two frames with a skippable frame between them."""
     raw = jsonl(texts)
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00user"
     frames = [zstandard.compress(raw[: len(raw) // 2], 1), skippable, zstandard.compress(raw[len(raw) // 2 :], 1)]
@@ -61,12 +60,12 @@ WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
 
 
 def texts_from(path: Path, start: Position | None = None) -> list[tuple[Position, list[str]]]:
-    """Texts of each block with the position after it."""
-    found = []
+    """Return the texts of each block, with the position after it."""
+    blocks = []
     for block in read_blocks([str(path)], ("text",), start):
         texts = [texts for _, texts in parse_block(block.kind, block.line, block.payload, ("text",))]
-        found.append((block.next, [text for [text] in texts]))
-    return found
+        blocks.append((block.next, [text for [text] in texts]))
+    return blocks
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -75,13 +74,13 @@ def test_every_format_reads_from_any_position(tmp_path: Path, monkeypatch, name:
     texts = [f"text {i} ü\n" * (i % 13) for i in range(400)]
     WRITERS[name](tmp_path / name, texts)
     blocks = texts_from(tmp_path / name)
-    assert [text for _, found in blocks for text in found] == texts
+    assert [text for _, block_texts in blocks for text in block_texts] == texts
     assert len(blocks) > 10
     done = 0
-    for position, found in blocks:
-        done += len(found)
+    for position, block_texts in blocks:
+        done += len(block_texts)
         assert position.line == done + 1
-        rest = [text for _, more in texts_from(tmp_path / name, position) for text in more]
+        rest = [text for _, more_texts in texts_from(tmp_path / name, position) for text in more_texts]
         assert rest == texts[done:]
 
 
@@ -115,7 +114,7 @@ def test_compressed_text_file_is_one_document(tmp_path: Path) -> None:
 
 
 def test_compressed_file_smaller_than_its_text(tmp_path: Path) -> None:
-    """Else a bound in bytes of text lets several times as much through."""
+    """Without this estimate a bound in bytes of text would let several times as much through."""
     lines = (json.dumps({"text": f"line {i * i} of {i % 97} words"}) + "\n" for i in range(60_000))
     raw = "".join(lines).encode()
     packed = {"a.jsonl": raw, "a.jsonl.gz": gzip.compress(raw), "a.jsonl.zst": zstandard.compress(raw)}
@@ -126,7 +125,7 @@ def test_compressed_file_smaller_than_its_text(tmp_path: Path) -> None:
 
 
 def test_too_long_document_is_skipped_without_buffering(tmp_path: Path, monkeypatch) -> None:
-    for module in (text_input, records):
+    for module in (text_input, parse_records):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 3000)
     monkeypatch.setattr(text_input, "BLOCK_BYTES", 700)
     texts = ["a", "b" * 2900, "c" * 3100, "d", "e" * 50_000, "f" * 20_000, "g"]
@@ -134,19 +133,19 @@ def test_too_long_document_is_skipped_without_buffering(tmp_path: Path, monkeypa
     write_parquet(tmp_path / "b.parquet", texts)
     (tmp_path / "c.jsonl").write_bytes(jsonl(texts)[:-15])  # ends within a line that is too long
     for name, n in (("a.jsonl", 7), ("b.parquet", 7), ("c.jsonl", 6)):
-        found, sizes = [], []
-        wanted = {3: "c" * 3100, 5: "e" * 50_000, 6: "f" * 20_000}
+        records, sizes = [], []
+        long_texts = {3: "c" * 3100, 5: "e" * 50_000, 6: "f" * 20_000}
         for block in read_blocks([str(tmp_path / name)], ("text",)):
-            found += parse_block(block.kind, block.line, block.payload, ("text",))
+            records += parse_block(block.kind, block.line, block.payload, ("text",))
             sizes.append(len(block.payload))
-            again = next(read_blocks([str(tmp_path / name)], ("text",), block.next), None)
-            assert again is None or again.line == block.next.line
-        assert [line for line, _ in found] == list(range(1, n + 1))
-        bad = {line: str(bad) for line, bad in found if isinstance(bad, BadLine) and bad.reason == "too-long"}
-        around = 0 if name == "b.parquet" else len('{"text": ""}')
+            next_block = next(read_blocks([str(tmp_path / name)], ("text",), block.next), None)
+            assert next_block is None or next_block.line == block.next.line
+        assert [line for line, _ in records] == list(range(1, n + 1))
+        bad = {line: str(error) for line, error in records if isinstance(error, BadLine) and error.reason == "too-long"}
+        overhead = 0 if name == "b.parquet" else len('{"text": ""}')
         assert set(bad) == {3, 5, 6}
         for line in (3, 5):
-            assert f"is {len(wanted[line]) + around} bytes long" in bad[line]
+            assert f"is {len(long_texts[line]) + overhead} bytes long" in bad[line]
         assert name == "b.parquet" or max(sizes) < 5000
     (tmp_path / "d.txt").write_text("x" * 3001)
     with pytest.raises(DataError, match="d.txt:1: is 3001 bytes long, more than the 3000 of one document"):
@@ -195,17 +194,19 @@ def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=60)
 @given(st.lists(TEXT, max_size=30), st.integers(1, 400), st.booleans(), st.sampled_from([b"\n", b"\r\n", b"\n \n"]))
-def test_texts_round_trip_through_blocks_of_any_size(texts: list[str], size: int, last: bool, ending: bytes) -> None:
+def test_texts_round_trip_through_blocks_of_any_size(
+    texts: list[str], size: int, ends_with_newline: bool, ending: bytes
+) -> None:
     raw = b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + ending for text in texts)
-    raw = raw if last else raw.removesuffix(ending)
+    raw = raw if ends_with_newline else raw.removesuffix(ending)
     chunks = [(raw[a : a + size], 0) for a in range(0, len(raw), size)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_input, "BLOCK_BYTES", size)
         patch.setattr(text_input, "_chunks", lambda *_: iter(chunks))
         blocks = list(read_blocks(["a.jsonl"]))
     assert b"".join(block.payload for block in blocks) == raw
-    found = [t for block in blocks for _, t in parse_block(block.kind, block.line, block.payload, ("text",))]
-    assert found == [[text] for text in texts]
+    parsed = [t for block in blocks for _, t in parse_block(block.kind, block.line, block.payload, ("text",))]
+    assert parsed == [[text] for text in texts]
     line = 1
     for block in blocks:
         assert block.line == line
@@ -219,9 +220,9 @@ def test_rows_round_trip(rows: list[tuple[str, str | None]]) -> None:
     columns = [[row[k] for row in rows] for k in range(2)]
     lengths = [np.array([-1 if x is None else len(x.encode()) for x in column], np.int64) for column in columns]
     payload = pack_rows(lengths, ["".join(x or "" for x in column).encode() for column in columns])
-    found = [texts for _, texts in parse_block(text_input.ROWS, 1, payload, ("a", "b"))]
-    assert len(found) == len(rows)
-    for (a, b), texts in zip(rows, found, strict=True):
+    parsed = [texts for _, texts in parse_block(text_input.ROWS, 1, payload, ("a", "b"))]
+    assert len(parsed) == len(rows)
+    for (a, b), texts in zip(rows, parsed, strict=True):
         assert texts == [a, b] if b is not None else str(texts) == "key 'b' is null"
 
 
@@ -244,7 +245,7 @@ def test_bad_line_is_only_refused(raw: bytes) -> None:
 
 
 def test_reading_a_large_file_needs_little_memory(tmp_path: Path) -> None:
-    """A gz of 200 MB that is 200 kB on disk: blocks stay near BLOCK_BYTES."""
+    """The blocks of 200 MB that are 200 kB on disk stay near BLOCK_BYTES."""
     line = json.dumps({"text": "x" * 999_988}).encode() + b"\n"
     raw = io.BytesIO()
     with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=1) as file:

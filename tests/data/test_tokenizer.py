@@ -1,5 +1,4 @@
-"""Every kind of tokenizer: ids, end of document, fingerprint, and one clear error for what cannot be used; and the fast
-engine that takes the place of one."""
+"""Every kind of tokenizer: ids, end of document, fingerprint, one clear error for unusable files, and the fast engine."""
 
 import base64
 import json
@@ -34,7 +33,7 @@ TEXTS = ["hello world\n\n\tx = 1  # two  spaces\r\n", "ünïcødé 漢字 \u0000
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentencePiece model, and a byte-level BPE as tokenizer.json and as vocab.json + merges.txt."""
+    """Write a SentencePiece model, and a byte-level BPE as tokenizer.json and as vocab.json + merges.txt."""
     out = tmp_path_factory.mktemp("tokenizers")
     lines = [f"hello world {i} and some more text, number {i * i}" for i in range(300)]
     (out / "corpus.txt").write_text("\n".join(lines))
@@ -48,12 +47,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_ranks(out: Path) -> None:
-    """All bytes and some words, with every begin of them, as a .tiktoken file and as Megatron-LM's list."""
-    words = [b"hello", b" world", b" number", b" text", b"\n\n", b"12", "漢字".encode(), "ü".encode()]
-    ranks = dict.fromkeys([*(bytes([i]) for i in range(256)), *(w[:n] for w in words for n in range(2, len(w) + 1))])
-    coded = [base64.b64encode(token).decode() for token in ranks]
-    (out / "small.tiktoken").write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(coded)))
-    table = [{"rank": rank, "token_bytes": token, "token_str": None} for rank, token in enumerate(coded)]
+    """Write all bytes, and some words with all their prefixes, as a .tiktoken file and as Megatron-LM's list."""
+    merged_tokens = [b"hello", b" world", b" number", b" text", b"\n\n", b"12", "漢字".encode(), "ü".encode()]
+    ranks = dict.fromkeys(
+        [*(bytes([i]) for i in range(256)), *(token[:n] for token in merged_tokens for n in range(2, len(token) + 1))]
+    )
+    encoded = [base64.b64encode(token).decode() for token in ranks]
+    (out / "small.tiktoken").write_text("".join(f"{token} {rank}\n" for rank, token in enumerate(encoded)))
+    table = [{"rank": rank, "token_bytes": token, "token_str": None} for rank, token in enumerate(encoded)]
     (out / "ranks.json").write_text(json.dumps(table))
     (out / "tekken.json").write_text(json.dumps({"config": {}, "vocab": table}))
 
@@ -94,8 +95,8 @@ def test_flat_ids_equal_the_lists(directory: Path, kind: str) -> None:
     def check(texts: list[str]) -> None:
         ids, lengths = tokenizer.encode_concatenated(texts)
         lists = tokenizer.encode_batch(texts)
-        assert lengths.tolist() == [len(one) for one in lists]
-        assert ids.tolist() == [i for one in lists for i in one] and ids.dtype.kind in "iu"
+        assert lengths.tolist() == [len(id_list) for id_list in lists]
+        assert ids.tolist() == [i for id_list in lists for i in id_list] and ids.dtype.kind in "iu"
 
     check()
 
@@ -106,13 +107,13 @@ def test_split_patterns_equal_their_sources(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: {})  # only the definitions, no download
     for name, (pattern, special) in ENCODINGS.items():
-        theirs = openai_public.ENCODING_CONSTRUCTORS[name]()
-        assert theirs["special_tokens"] == special
-        # $ is the very end in tiktoken's engine; Python's also stops before a last line end
-        mine, other = (regex.compile(p.replace("$", r"\Z")) for p in (PATTERNS[pattern], theirs["pat_str"]))
+        source = openai_public.ENCODING_CONSTRUCTORS[name]()
+        assert source["special_tokens"] == special
+        # $ is the very end in tiktoken's engine; Python's also matches before a newline at the end
+        actual, expected = (regex.compile(p.replace("$", r"\Z")) for p in (PATTERNS[pattern], source["pat_str"]))
         for text in EDGE_CASE_TEXTS:
-            assert mine.findall(text) == other.findall(text), (name, text[:60])
-    # Megatron-LM's: digits one by one; v2 also parts words where a capital begins, and takes slashes after signs
+            assert actual.findall(text) == expected.findall(text), (name, text[:60])
+    # Megatron-LM's patterns split digits one by one; v2 also splits words at capitals, and adds slashes to signs
     text = "camelCase 12\r\n\n x it's a//\n/b"
     assert regex.findall(PATTERNS["v1"], text) == "camelCase| |1|2|\r\n\n| x| it|'s| a|//\n|/b".split("|")
     assert regex.findall(PATTERNS["v2"], text) == "camel|Case| |1|2|\r\n\n| x| it|'s| a|//\n/|b".split("|")
@@ -123,9 +124,9 @@ def test_tiktoken_lines(directory: Path, tmp_path: Path) -> None:
     ranks = len((directory / "small.tiktoken").read_bytes().splitlines())
     assert (small.eod, small.vocab_size) == (ranks, ranks + 1)
     assert small.encode("a<|endoftext|>") == [97, ranks]  # a special token in a text is that token, as in Megatron-LM
-    file = tmp_path / "cl100k_base.tiktoken"  # this name says what the file does not
-    file.write_bytes((directory / "small.tiktoken").read_bytes())
-    named = build_tokenizer("TikTokenizer", str(file))
+    path = tmp_path / "cl100k_base.tiktoken"  # the name gives the pattern, which the file lacks
+    path.write_bytes((directory / "small.tiktoken").read_bytes())
+    named = build_tokenizer("TikTokenizer", str(path))
     assert (named.eod, named.vocab_size) == (100257, 100277)
     assert named.encode("hello world 123") == small.encode("hello world 123")
     with pytest.raises(DataError, match="cl100k_base.tiktoken: .*100256"):
@@ -165,16 +166,16 @@ def test_bad_tiktoken_ranks_are_one_error(tmp_path: Path, content: str, pattern:
 def test_gpt2_files_give_transformers_ids(directory: Path) -> None:
     from transformers import GPT2Tokenizer
 
-    mine = make(directory, "GPT2BPETokenizer")
-    theirs = GPT2Tokenizer(str(directory / "vocab.json"), str(directory / "merges.txt"))
+    tokenizer = make(directory, "GPT2BPETokenizer")
+    gpt2 = GPT2Tokenizer(str(directory / "vocab.json"), str(directory / "merges.txt"))
     texts = [
         *TEXTS,
         *EDGE_CASE_TEXTS,
         "a<|endoftext|>b",
         "e\u0301\u200d\U0001f469\u200d\U0001f4bb \u00a0\u3000x\ufeff\u0085 ﬁ ﷽",
     ]
-    assert [mine.encode(text) for text in texts] == [theirs(text).input_ids for text in texts]
-    assert (mine.eod, mine.vocab_size, mine.unk_id) == (theirs.eos_token_id, len(theirs), theirs.unk_token_id)
+    assert [tokenizer.encode(text) for text in texts] == [gpt2(text).input_ids for text in texts]
+    assert (tokenizer.eod, tokenizer.vocab_size, tokenizer.unk_id) == (gpt2.eos_token_id, len(gpt2), gpt2.unk_token_id)
 
 
 def test_byte_and_null_tokenizers() -> None:
@@ -187,19 +188,19 @@ def test_byte_and_null_tokenizers() -> None:
     assert tokenizer.encode("17 4\n 99") == [17, 4, 99] and tokenizer.decode([17, 4, 99]) == "17 4 99"
     ids, lengths = tokenizer.encode_concatenated(["1 2", "", "3"])
     assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
-    said = {"one 2": "reads ids, as in '17 4 25', not 'one 2'", "1 100": "has ids 0 to 99, not 1 to 100"}
-    for text, reason in said.items():
+    reasons = {"one 2": "reads ids, as in '17 4 25', not 'one 2'", "1 100": "has ids 0 to 99, not 1 to 100"}
+    for text, reason in reasons.items():
         with pytest.raises(DataError, match=rf"NullTokenizer\(100\) {reason}"):
             tokenizer.encode(text)
 
 
 def test_fingerprint_is_unique_and_stable(directory: Path, tmp_path: Path) -> None:
-    prints = {make(directory, kind).fingerprint for kind in REAL} | {make(directory, "NullTokenizer").fingerprint}
-    assert len(prints) == 6  # Llama2Tokenizer reads the same model as SentencePieceTokenizer
+    fingerprints = {make(directory, kind).fingerprint for kind in REAL} | {make(directory, "NullTokenizer").fingerprint}
+    assert len(fingerprints) == 6  # Llama2Tokenizer reads the same model as SentencePieceTokenizer
     copy = tmp_path / "renamed.model"
     copy.write_bytes((directory / "spm.model").read_bytes())
-    same = build_tokenizer("GPTSentencePieceTokenizer", str(copy))
-    assert same.fingerprint == make(directory, "SentencePieceTokenizer").fingerprint
+    renamed = build_tokenizer("GPTSentencePieceTokenizer", str(copy))
+    assert renamed.fingerprint == make(directory, "SentencePieceTokenizer").fingerprint
     assert build_tokenizer("NullTokenizer", vocab_size=7).fingerprint != make(directory, "NullTokenizer").fingerprint
 
 
@@ -220,16 +221,16 @@ def test_end_of_document_comes_from_the_configuration(directory: Path, tmp_path:
         build_tokenizer("HuggingFaceTokenizer", str(file))
 
 
-@pytest.mark.parametrize("kind,given,reason", WRONG["bad"])
-def test_unusable_tokenizer_is_one_error(kind: str, given: dict, reason: str, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("kind,options,reason", WRONG["bad"])
+def test_unusable_tokenizer_is_one_error(kind: str, options: dict, reason: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("garbage").write_bytes(b"\x08\x96\x01 not a model \xff")
     Path("tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=reason):
-        build_tokenizer(kind, **given)
+        build_tokenizer(kind, **options)
 
 
-HOSTILE: dict[str, dict[str, object]] = {  # what becomes of a tokenizer.json: the first panics when read, others when used
+HOSTILE: dict[str, dict[str, object]] = {  # changes of a tokenizer.json: the first panics when read, the others when used
     "a table that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAgAAAAAA="}},
     "a special token that is none": {"post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": {},
                                                         "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}]}},
@@ -242,7 +243,7 @@ HOSTILE: dict[str, dict[str, object]] = {  # what becomes of a tokenizer.json: t
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_panic_in_a_library_is_one_error(directory: Path, tmp_path: Path, name: str, capfd) -> None:
-    """Its Rust side raises a BaseException that no `except Exception` sees: here, and in a worker process."""
+    """The library's Rust code raises a BaseException that no `except Exception` catches, here or in a worker process."""
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(json.loads((directory / "hf" / "tokenizer.json").read_text()) | HOSTILE[name]))
     with pytest.raises(DataError, match=r"tokenizer.json"):
@@ -256,16 +257,16 @@ def test_panic_in_a_library_is_one_error(directory: Path, tmp_path: Path, name: 
 
 
 def test_malformed_sentencepiece_model_is_one_error(directory: Path, tmp_path: Path) -> None:
-    """The library quotes them in its message, which then is no text."""
-    good, raised = (directory / "spm.model").read_bytes(), 0
+    """The library quotes the bytes in its message, which then is not valid text."""
+    good, num_errors = (directory / "spm.model").read_bytes(), 0
     for byte in range(128, 256):
         (tmp_path / "spm.model").write_bytes(good[: 20 + byte % 8] + bytes([byte]) + good[21 + byte % 8 :])
         try:
             build_tokenizer("SentencePieceTokenizer", str(tmp_path / "spm.model"))
         except DataError as error:
-            raised += 1
+            num_errors += 1
             assert "is not a SentencePiece model" in str(error)
-    assert raised
+    assert num_errors
 
 
 def test_pipe_and_missing_package_are_named(directory: Path, tmp_path: Path, monkeypatch) -> None:
@@ -284,18 +285,18 @@ def test_tokenizer_libraries_are_imported_lazily() -> None:
         "build_tokenizer('NullTokenizer', vocab_size=5); import tools.preprocess.tokenize_run;"
         "print([m for m in ('torch', 'sentencepiece', 'tokenizers', 'tiktoken', 'gigatoken') if m in sys.modules])"
     )
-    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert got.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
 
 
-# ---- gigatoken in the place of a tokenizer: the same ids, or it is not used
-WORDS = (" zyxwvut", " qponmlk")  # frequent in what the tokenizers are made of, and not in NASTY
+# ---- gigatoken in place of a tokenizer: the same ids, or it is not used
+WORDS = (" zyxwvut", " qponmlk")  # frequent in the text that the tokenizers are trained on, not in EDGE_CASE_TEXTS
 FAST = ["HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "TikTokenizer"]
 
 
 @pytest.fixture(scope="module")
 def fast_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One byte-level BPE in three forms, and a SentencePiece model."""
+    """Write one byte-level BPE in three forms, and a SentencePiece model."""
     out = tmp_path_factory.mktemp("fast")
     code = "def function_{}(self, value: int) -> str:\n    return f'{{value}} is {}'  # it's one"
     lines = [code.format(i, i * i) for i in range(400)]
@@ -320,18 +321,20 @@ def test_fast_ids_equal_the_reference(fast_directory: Path, kind: str) -> None:
     assert (fast.name, fast.fingerprint) == (reference.name, reference.fingerprint)
     assert (fast.vocab_size, fast.eod) == (reference.vocab_size, reference.eod)
     texts = [*EDGE_CASE_TEXTS, (fast_directory / "corpus.txt").read_text()[:50_000]]
-    want = reference.encode_batch(texts)
-    assert fast.encode_batch(texts) == want and fast.encode(texts[3]) == want[3]
+    expected = reference.encode_batch(texts)
+    assert fast.encode_batch(texts) == expected and fast.encode(texts[3]) == expected[3]
     ids, lengths = fast.encode_concatenated(texts)
-    assert lengths.tolist() == [len(one) for one in want] and len(ids) == lengths.sum()
-    assert fast.decode(want[3]) == texts[3]
+    assert lengths.tolist() == [len(ids_of_text) for ids_of_text in expected] and len(ids) == lengths.sum()
+    assert fast.decode(expected[3]) == texts[3]
     assert fast.encode_batch([]) == [] and fast.encode_concatenated([])[1].tolist() == []
 
     letters = st.characters(exclude_categories=["Cs"])
-    words = st.sampled_from(["</s>", "<|endoftext|>", "'s", "'LL", "  ", "\r\n", "123456", "def ", "<s>", "_a", "é"])
+    fragments = st.sampled_from(
+        ["</s>", "<|endoftext|>", "'s", "'LL", "  ", "\r\n", "123456", "def ", "<s>", "_a", "é"]
+    )
 
     @settings(max_examples=40, suppress_health_check=[HealthCheck.differing_executors])
-    @given(st.lists(st.lists(st.one_of(words, st.text(letters, max_size=12)), max_size=8).map("".join), max_size=5))
+    @given(st.lists(st.lists(st.one_of(fragments, st.text(letters, max_size=12)), max_size=8).map("".join), max_size=5))
     def check(texts: list[str]) -> None:
         assert fast.encode_batch(texts) == reference.encode_batch(texts)
 
@@ -352,7 +355,7 @@ def test_fast_tokenizer_keeps_special_tokens_around_texts(fast_directory: Path, 
 
 
 def other_engine(fast_directory: Path) -> object:
-    """A model that differs from that of `fast_directory` in the ids of WORDS, which are exchanged."""
+    """Return a model that differs from that of `fast_directory` in the ids of WORDS, which are swapped."""
     import gigatoken
 
     table = json.loads((fast_directory / "hf" / "tokenizer.json").read_text())
@@ -368,10 +371,10 @@ def test_fast_tokenizer_concatenates_without_lists_of_ids(
     reference = make(fast_directory, "HuggingFaceTokenizer")
     fast = accelerate(reference)
     assert isinstance(fast, FastTokenizer)
-    want = reference.encode_batch(["one text", "another"])
+    expected = reference.encode_batch(["one text", "another"])
     monkeypatch.setattr(fast, "encode_batch", None)  # the slow default calls it
     ids, lengths = fast.encode_concatenated(["one text", "another"])
-    assert ids.tolist() == [*want[0], *want[1]] and lengths.tolist() == [len(want[0]), len(want[1])]
+    assert ids.tolist() == [*expected[0], *expected[1]] and lengths.tolist() == [len(expected[0]), len(expected[1])]
 
 
 def test_fast_tokenizer_with_a_difference_is_refused(fast_directory: Path, monkeypatch, caplog) -> None:

@@ -1,4 +1,4 @@
-"""tokenizer.json made of other kinds of tokenizers: plain transformers gives the same ids, or there is no such file."""
+"""The tokenizer.json exported from other kinds of tokenizers: transformers gives the same ids, or none is written."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from tools import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = [
-    *(ROOT / "LICENSE").read_text().splitlines(True),  # a text that stays: which ties a model has hangs on it
+    *(ROOT / "LICENSE").read_text().splitlines(True),  # a text that does not change: the ties of a model depend on it
     "漢字かなカナ 한국어\n",
     "naïve café Ünïcødé\n",
     "עברית العربية\n",
@@ -45,39 +45,39 @@ import sys, json
 for name in ("sentencepiece", "tiktoken", "google.protobuf"):
     sys.modules[name] = None  # an import of it fails
 from transformers import AutoTokenizer
-texts, found = json.loads(sys.argv[1]), {}
-for folder in sys.argv[2:]:
-    loaded = AutoTokenizer.from_pretrained(folder)
+texts, results = json.loads(sys.argv[1]), {}
+for directory in sys.argv[2:]:
+    loaded = AutoTokenizer.from_pretrained(directory)
     ids = [loaded(text, add_special_tokens=True).input_ids for text in texts]
-    found[folder] = [ids, loaded.eos_token_id, [loaded.decode(one) for one in ids]]
-print(json.dumps(found))
+    results[directory] = [ids, loaded.eos_token_id, [loaded.decode(text_ids) for text_ids in ids]]
+print(json.dumps(results))
 """
 
 
-def by_tool(folder: Path, special: list[str]) -> Tokenizer:
-    """What tools/train_tokenizer.py makes."""
+def trained_by_tool(directory: Path, special: list[str]) -> Tokenizer:
+    """Train a tokenizer with tools/train_tokenizer.py."""
     train_tokenizer.train_sentencepiece(
-        train_tokenizer.split_pieces(["".join(CORPUS)]), str(folder / "mine"), 700, 1, special
+        train_tokenizer.split_pieces(["".join(CORPUS)]), str(directory / "mine"), 700, 1, special
     )
-    return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(folder / "mine.model"))
+    return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(directory / "mine.model"))
 
 
-def trained(folder: Path, **options: Any) -> Tokenizer:
-    usual = {"vocab_size": 500, "minloglevel": 2, "hard_vocab_limit": False, "normalization_rule_name": "identity"}
+def trained(directory: Path, **options: Any) -> Tokenizer:
+    defaults = {"vocab_size": 500, "minloglevel": 2, "hard_vocab_limit": False, "normalization_rule_name": "identity"}
     train = sentencepiece.SentencePieceTrainer.train
-    train(sentence_iterator=iter(CORPUS), model_prefix=str(folder / "mine"), **{**usual, **options})
-    return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(folder / "mine.model"))
+    train(sentence_iterator=iter(CORPUS), model_prefix=str(directory / "mine"), **{**defaults, **options})
+    return build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(directory / "mine.model"))
 
 
-def gpt2(folder: Path) -> Tokenizer:
-    byte_level_bpe(CORPUS, 400).model.save(str(folder))
-    files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+def gpt2(directory: Path) -> Tokenizer:
+    byte_level_bpe(CORPUS, 400).model.save(str(directory))
+    files = {"vocab_file": str(directory / "vocab.json"), "merge_file": str(directory / "merges.txt")}
     return build_tokenizer("GPT2BPETokenizer", **files)
 
 
-MADE: dict[str, Callable[[Path], Tokenizer]] = {
-    "tool": lambda f: by_tool(f, []),
-    "tool special": lambda f: by_tool(f, ["<fim_prefix>", "<fim_pad>"]),
+TOKENIZERS: dict[str, Callable[[Path], Tokenizer]] = {
+    "tool": lambda f: trained_by_tool(f, []),
+    "tool special": lambda f: trained_by_tool(f, ["<fim_prefix>", "<fim_pad>"]),
     "bpe": lambda f: trained(f, model_type="bpe"),
     "bpe bytes": lambda f: trained(f, model_type="bpe", byte_fallback=True, user_defined_symbols=["<sep>", "\n"]),
     "unigram": lambda f: trained(f, model_type="unigram"),
@@ -88,29 +88,30 @@ MADE: dict[str, Callable[[Path], Tokenizer]] = {
 
 
 def test_exported_tokenizer_gives_the_same_ids_in_transformers(tmp_path: Path) -> None:
-    made: dict[str, Tokenizer] = {}
-    for name, make in MADE.items():
-        folder = tmp_path / name.replace(" ", "_")
-        folder.mkdir()
-        made[str(folder)] = tokenizer = make(folder)
+    tokenizers: dict[str, Tokenizer] = {}
+    for name, make in TOKENIZERS.items():
+        directory = tmp_path / name.replace(" ", "_")
+        directory.mkdir()
+        tokenizer = make(directory)
+        tokenizers[str(directory)] = tokenizer
         for file, text in export_tokenizer_json(tokenizer).items():
-            (folder / file).write_text(text)
-        (folder / "config.json").write_text(json.dumps({"model_type": "gpt2" if "gpt2" in name else "llama"}))
-    words = [sys.executable, "-c", LOAD, json.dumps(ODD), *made]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for folder, tokenizer in made.items():
-        ids, eod, texts = found[folder]
-        for text, one, back in zip(ODD, ids, texts, strict=True):
-            assert one == tokenizer.encode(text), (folder, text)
-            if not folder.endswith(("bpe", "unigram")):  # what is unknown there has no text
-                assert back == tokenizer.decode(one), (folder, text)
+            (directory / file).write_text(text)
+        (directory / "config.json").write_text(json.dumps({"model_type": "gpt2" if "gpt2" in name else "llama"}))
+    argv = [sys.executable, "-c", LOAD, json.dumps(ODD), *tokenizers]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    results = json.loads(result.stdout.splitlines()[-1])
+    for directory, tokenizer in tokenizers.items():
+        ids, eod, texts = results[directory]
+        for text, text_ids, decoded in zip(ODD, ids, texts, strict=True):
+            assert text_ids == tokenizer.encode(text), (directory, text)
+            if not directory.endswith(("bpe", "unigram")):  # these decode unknown tokens differently
+                assert decoded == tokenizer.decode(text_ids), (directory, text)
         assert eod == tokenizer.eod
 
 
 def test_unexportable_tokenizer_gives_a_reason(tmp_path: Path) -> None:
-    """NFKC is done in another way there; only SentencePiece's library does it as it was trained."""
+    """The tokenizers library applies NFKC differently; only SentencePiece's library does it as in training."""
     trained(tmp_path, model_type="bpe", normalization_rule_name="nmt_nfkc")
     path = str(tmp_path / "mine.model")
     with pytest.raises(DataError, match="tokenizer.json would give other ids, for example for"):
