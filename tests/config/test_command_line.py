@@ -226,16 +226,16 @@ def run_program(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_first_page() -> None:
     page = cli.help_text("", sorted(PRESETS))
-    begin, _, rest = page.partition("examples:")
+    options_text, _, examples_text = page.partition("examples:")
     first = cli.HELP_PAGES["first"].split()
-    assert flags_in(begin) == {flag_name(name) for name in first}
-    assert len(first) == 15 and "--tensor-model-parallel-size INT, --tp INT" in begin
-    examples = re.findall(r"^  # .*\n((?:.*\\\n)*.*)$", rest, re.MULTILINE)
+    assert flags_in(options_text) == {flag_name(name) for name in first}
+    assert len(first) == 15 and "--tensor-model-parallel-size INT, --tp INT" in options_text
+    examples = re.findall(r"^  # .*\n((?:.*\\\n)*.*)$", examples_text, re.MULTILINE)
     assert len(examples) == 3
     for example in examples:
         argv = shlex.split(example.replace("\\\n", " "))
         cli.read(argv[next(i for i, word in enumerate(argv) if word.startswith("--")) :], PRESETS)  # raises if wrong
-    assert set(re.findall(r"--help (\w+)", rest)) == {*SECTIONS, "all"} == {*cli.HELP_PAGES["groups"], "all"}
+    assert set(re.findall(r"--help (\w+)", examples_text)) == {*SECTIONS, "all"} == {*cli.HELP_PAGES["groups"], "all"}
 
 
 def test_help_lists_each_flag_in_its_group_and_in_all() -> None:
@@ -258,9 +258,9 @@ def test_help_argument_selects_the_page(line: str, page: str | None) -> None:
 
 
 def test_help_unknown_page_suggests_the_nearest() -> None:
-    done = run_program("--help", "dta")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "pretrain_gpt.py: --help dta is not a page of the help; did you mean data?\n"
+    result = run_program("--help", "dta")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "pretrain_gpt.py: --help dta is not a page of the help; did you mean data?\n"
     assert "give one of model, parallel, train" in run_program("--help", "xyz").stderr
 
 

@@ -1,4 +1,4 @@
-"""The command line: Megatron-LM's spellings, every problem at once, exit code 2, no torch."""
+"""The configuration from the command line: Megatron-LM's flags, all problems at once, exit code 2, no torch."""
 
 import os
 import re
@@ -49,11 +49,11 @@ def test_dense_layer_width_is_checked_only_with_dense_layers(width: int) -> None
 
 
 def test_gpt2_files_select_the_gpt2_tokenizer() -> None:
-    both = "--vocab-file v.json --merge-file m.txt"
-    config, notes = cli.read([*GOOD.split(), *both.split()], PRESETS)
+    gpt2_files = "--vocab-file v.json --merge-file m.txt"
+    config, notes = cli.read([*GOOD.split(), *gpt2_files.split()], PRESETS)
     assert config.data.tokenizer_type == "GPT2BPETokenizer" and notes == []
     assert build(parse_config_text(dump_config(config), "x")) == config
-    config, notes = cli.read([*GOOD.split(), *both.split(), "--tokenizer-type", "NullTokenizer"], PRESETS)
+    config, notes = cli.read([*GOOD.split(), *gpt2_files.split(), "--tokenizer-type", "NullTokenizer"], PRESETS)
     expected_notes = [
         f"{x} has no effect with --tokenizer-type NullTokenizer" for x in ("vocab_file=v.json", "merge_file=m.txt")
     ]
@@ -120,9 +120,9 @@ def test_all_problems_are_reported_before_torch_is_imported() -> None:
     assert result.returncode == 2 and result.stdout == "False\n" and result.stderr.count("pretrain_gpt.py:") == 3
 
 
-@pytest.mark.parametrize("spelt", ["7,0", "(7,0)", "7 0", "(7, 0)"])
-def test_window_size_spellings(spelt: str) -> None:
-    values = [spelt] if "(" in spelt else spelt.split()
+@pytest.mark.parametrize("spelling", ["7,0", "(7,0)", "7 0", "(7, 0)"])
+def test_window_size_spellings(spelling: str) -> None:
+    values = [spelling] if "(" in spelling else spelling.split()
     config, notes = cli.read([*GOOD.split(), "--window-size", *values, "--window-attn-skip-freq", "3"], PRESETS)
     assert config.model.layer_windows == (8, 8, None, 8) and notes == []
     assert build(parse_config_text(dump_config(config), "x")) == config

@@ -157,8 +157,12 @@ def test_torchrun_and_pipes_get_plain_lines(tmp_path: Path) -> None:
     flags = [*RUN, "--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path)]
     run = Terminal(python("-m", "torch.distributed.run", "--standalone", "pretrain_gpt.py", *flags))
     assert run.end() == 0 and console.ERASE not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
-    done = programs.python("pretrain_gpt.py", *flags, env={**os.environ, "TERM": "xterm"})
-    assert "\x1b" not in done.stdout + done.stderr and "\r" not in done.stdout and len(LOGGED.findall(done.stdout)) == 3
+    result = programs.python("pretrain_gpt.py", *flags, env={**os.environ, "TERM": "xterm"})
+    assert (
+        "\x1b" not in result.stdout + result.stderr
+        and "\r" not in result.stdout
+        and len(LOGGED.findall(result.stdout)) == 3
+    )
 
 
 WORK = """
@@ -194,8 +198,8 @@ def test_bar_fits_the_terminal_and_lines_scroll_above_it(columns: int, monkeypat
 
 
 def test_bar_without_a_terminal_writes_nothing() -> None:
-    done = programs.python("-c", WORK)
-    assert (done.stdout, done.stderr) == ("a line\n" * 3 + "end\n", "a complaint\n")
+    result = programs.python("-c", WORK)
+    assert (result.stdout, result.stderr) == ("a line\n" * 3 + "end\n", "a complaint\n")
 
 
 def test_closed_or_blocked_terminal_does_not_block_the_program(tmp_path: Path) -> None:

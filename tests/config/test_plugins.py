@@ -476,8 +476,10 @@ def test_any_exception_of_a_callback_is_an_error(statement: str, tmp_path: Path)
 @pytest.mark.parametrize("statement", ["sys.exit(0)", "raise GeneratorExit", "os._exit(0)"])
 def test_rank_ended_by_user_code_ends_the_run(statement: str, tmp_path: Path) -> None:
     """User code ends all ranks at once, then only the second."""
-    for number, which in enumerate(("", "if dist.get_rank() == 1:\n        ")):
-        name = write_plugin(tmp_path, "import torch.distributed as dist" + ENDING.format(which + statement) + CALLED)
+    for number, condition in enumerate(("", "if dist.get_rank() == 1:\n        ")):
+        name = write_plugin(
+            tmp_path, "import torch.distributed as dist" + ENDING.format(condition + statement) + CALLED
+        )
         run_failing_program(tmp_path, "--plugin", name, *LINE, *STEPS, "--save", f"run{number}", "--nproc", "2")
         status = json.loads((tmp_path / f"run{number}/status.json").read_text("utf-8"))
         assert status["outcome"] == "crash" and status["reason"], status
@@ -765,8 +767,8 @@ def test_plugins_page_family_converts(tmp_path: Path) -> None:
 @pytest.mark.nightly(guards=("docs/plugins.md", "examples/plugins", "megalite/config/plugins.py"))
 def test_plugins_page_commands(tmp_path: Path) -> None:
     """Every command of the page runs in an empty directory."""
-    shown = next(text for language, text in documents.fences(ROOT / "docs/plugins.md") if language == "python")
-    assert (EXAMPLES / "lr_schedule.py").read_text("utf-8").endswith(f'"""\n\n{shown}')
+    example = next(text for language, text in documents.fences(ROOT / "docs/plugins.md") if language == "python")
+    assert (EXAMPLES / "lr_schedule.py").read_text("utf-8").endswith(f'"""\n\n{example}')
     commands = [command for command in documents.commands() if command.place.startswith("plugins.md: megalite")]
     assert {command.words[1] for command in commands} == {"plugin", "train", "verify", "plan", "plot"}
     for command in commands:

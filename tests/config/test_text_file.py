@@ -64,14 +64,14 @@ def test_command_refuses_pipes_devices_and_huge_files(reader: str, kind: str, tm
     line, name, code = READERS[reader]
     path = tmp_path / name
     make_file(kind, path)
-    done = programs.python(*line.format(file=path, directory=tmp_path).split(), cwd=tmp_path, timeout=60)
-    assert "Traceback" not in done.stderr, done.stderr
+    result = programs.python(*line.format(file=path, directory=tmp_path).split(), cwd=tmp_path, timeout=60)
+    assert "Traceback" not in result.stderr, result.stderr
     if (reader, kind) == ("logs", "huge"):  # a log may be that long
-        assert done.returncode == 0 and "bytes in its middle are left out" in done.stderr
+        assert result.returncode == 0 and "bytes in its middle are left out" in result.stderr
         return
-    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-    errors = [line for line in done.stderr.splitlines() if str(path) in line]
-    assert len(errors) == 1 and len(errors[0]) < 500, done.stderr
+    assert result.returncode == code, (result.returncode, result.stdout, result.stderr)
+    errors = [line for line in result.stderr.splitlines() if str(path) in line]
+    assert len(errors) == 1 and len(errors[0]) < 500, result.stderr
 
 
 @pytest.mark.parametrize("section", ["", "[model]\n"])

@@ -75,7 +75,7 @@ def test_buckets_are_in_backward_order(rows: list[tuple[int, int, bool, bool]], 
     layout = build_layout(_entries(rows), bucket_size=bucket_size, sizes={"dp_cp": dp, "tp": 2})
     filled = [(b.chunk, -min(slot.entry for slot in b.slots)) for b in layout.buckets]
     assert filled == sorted(filled)
-    for b in layout.buckets:  # and every bucket closes with the member that fills it
+    for b in layout.buckets:  # every bucket closes with the member that fills it
         sizes = [layout.entries[slot.entry].numel for slot in b.slots]
         assert sum(sizes[:-1]) < bucket_size
 

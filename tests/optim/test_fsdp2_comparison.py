@@ -57,7 +57,7 @@ def _sharded(directory: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.1)
 
 
-def _both(directory: str, stage: int) -> tuple[list[float], list[float], Counter[str], Counter[str]]:
+def _train_both(directory: str, stage: int) -> tuple[list[float], list[float], Counter[str], Counter[str]]:
     """Return the losses of all steps and the bytes of the last one, of megalite and of FSDP2.
 
     Both reduce once for each micro-batch.
@@ -93,7 +93,7 @@ def _both(directory: str, stage: int) -> tuple[list[float], list[float], Counter
 def test_losses_equal_fsdp2_without_more_bytes(tmp_path: Path, stage: int, max_ratio: float) -> None:
     """Bytes are at most `max_ratio` of FSDP2's; stage 2 gathers weights once a step. Padding is 0.4 % of the bytes."""
     make("llama", tmp_path, num_hidden_layers=4)
-    for losses, fsdp2_losses, bytes_by_op, fsdp2_bytes in run_ranks(2, _both, str(tmp_path), stage):
+    for losses, fsdp2_losses, bytes_by_op, fsdp2_bytes in run_ranks(2, _train_both, str(tmp_path), stage):
         assert losses == pytest.approx(fsdp2_losses, rel=2e-6) and losses[-1] < losses[0] - 0.1
         assert bytes_by_op["reduce-scatter"] <= 1.01 * fsdp2_bytes["reduce-scatter"]
         assert 0 < bytes_by_op.total() <= max_ratio * fsdp2_bytes.total()

@@ -206,8 +206,10 @@ def test_killed_offload_run_resumes_with_equal_files(tmp_path: Path) -> None:
         argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *f"{COMMON} {LLAMA} --bf16 --train-iters 4".split()]
         argv += [*more, "--save", str(tmp_path / name), "--save-interval", "1"]
         env = os.environ | ({"MEGALITE_FAULT": fault} if fault else {})
-        done = programs.run([*argv, "--run-dir", str(tmp_path / name / "run")], capture_output=True, text=True, env=env)
-        assert done.returncode in ((-signal.SIGKILL, 128 + signal.SIGKILL) if fault else (0,)), done.stderr
+        result = programs.run(
+            [*argv, "--run-dir", str(tmp_path / name / "run")], capture_output=True, text=True, env=env
+        )
+        assert result.returncode in ((-signal.SIGKILL, 128 + signal.SIGKILL) if fault else (0,)), result.stderr
         return {} if fault else json.loads((tmp_path / name / "iter_0000004/manifest.json").read_text())["files"]
 
     disk_flags = (*ZERO3.split(), *"--dp 2 --nproc 2 --optimizer-offload-dir".split(), str(tmp_path))

@@ -235,12 +235,12 @@ def _build(stage: int, flags: str) -> tuple[int, int]:
 def test_initialization_never_has_all_weights_unsharded() -> None:
     """Building a ZeRO-3 model never takes more memory than its shards, on one rank of dp 4 in fp32.
 
-    By the formula a weight takes (4 + 4 + 8) / 4 bytes at stage 3 and 4 + 4 + 8 / 4 at stage 1, a ratio of 0.4 for any
-    model; norms and biases, which every rank has in full, make it 0.4005 here. Measured beyond the imports: 4,706 and
-    1,889 MiB, 0.4014 (before the optimizer's states 3,766 and 950, 0.252). That is the tensors, and 6.4 and 7.0 MiB
-    more, 3.3 MiB of it code that runs for the first time; unsharded weights are not above it. Six runs next to other
-    work were at 0.401 to 0.408. One matrix of a layer that is unsharded for a moment (25 MiB) would not be seen, a
-    layer (75 MiB) would.
+    By the formula a weight takes 4 + 4 + 8 / 4 bytes at stage 1 and (4 + 4 + 8) / 4 at stage 3, a ratio of 0.4 for any
+    model; norms and biases, which every rank has in full, make it 0.4005 here. Measured beyond the imports: 4,706 MiB
+    at stage 1 and 1,889 MiB at stage 3, 0.4014 (before the optimizer's states 3,766 and 950, 0.252). That is the
+    tensors, and 6.4 and 7.0 MiB more, 3.3 MiB of it code that runs for the first time; unsharded weights add nothing.
+    Six runs next to other work were at 0.401 to 0.408. One matrix of a layer that is unsharded for a moment (25 MiB)
+    would not be seen, a layer (75 MiB) would.
     """
     flags = """--num-layers 24 --hidden-size 1280 --num-attention-heads 20 --seq-length 64 --micro-batch-size 1
      --global-batch-size 4 --train-iters 4 --lr 0.01 --mock-data --vocab-size 16000 --position-embedding-type rope"""

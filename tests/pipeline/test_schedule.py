@@ -280,7 +280,7 @@ def test_balanced_partition_is_optimal(costs: list[int], stages: int) -> None:
     def costliest(parts: Sequence[int]) -> int:
         return max(sum(costs[r.start : r.stop]) for r in layer_ranges(parts))
 
-    cuts = ((0, *some, len(costs)) for some in itertools.combinations(range(1, len(costs)), stages - 1))
+    cuts = ((0, *inner_cuts, len(costs)) for inner_cuts in itertools.combinations(range(1, len(costs)), stages - 1))
     min_cost = min(costliest([b - a for a, b in itertools.pairwise(cut)]) for cut in cuts)
     parts = balanced_split(sums, 0, len(costs), stages)
     assert costliest(parts) == min_cost and sum(parts) == len(costs) and min(parts) >= 1 and len(parts) == stages
@@ -316,11 +316,11 @@ def test_partition_search_is_fast() -> None:
     """The search took 17 s at the start of 126 layers on 4 stages, and the simulations 1 s."""
     compared = 0
 
-    def counted(plain: Callable[[float, float], bool]) -> Callable[[float, float], bool]:
-        def compare(one: float, other: float) -> bool:
+    def counted(operator: Callable[[float, float], bool]) -> Callable[[float, float], bool]:
+        def compare(left: float, right: float) -> bool:
             nonlocal compared
             compared += 1
-            return plain(one, other)
+            return operator(left, right)
 
         return compare
 

@@ -1,4 +1,4 @@
-"""Profiles: to and from JSON, and measured here."""
+"""Profiles: written to and read from JSON, and measured on this machine."""
 
 import dataclasses
 import json

@@ -159,20 +159,19 @@ def test_planned_memory_equals_live_memory(world: int, flags: str) -> None:
     plan, sources = plan_and_sources(
         flags, world, LIKE_8B if ZERO not in flags else LIKE_8B.replace("size 5", "size 20")
     )
-    moved: list[int] = []
+    copied: list[int] = []
     for rank in {0, world - 1}:
-        moved.clear()
-        with mock.patch.object(_SavedStorage, "copy_to_host", lambda storage: moved.append(storage.size)):
-            done = dry_run_rank(plan, sources, rank)
-        position = done.mesh.pp.rank
+        copied.clear()
+        with mock.patch.object(_SavedStorage, "copy_to_host", lambda storage: copied.append(storage.size)):
+            dry_run = dry_run_rank(plan, sources, rank)
+        position = dry_run.mesh.pp.rank
         costs = (
             cost
             for n in plan.placement.stages_of_rank(position)
             for cost, _ in plan.stage_costs.layer_costs(plan.layer_ranges[n])
         )
-        assert sum(moved) == plan.num_microbatches * sum(cost.host_bytes for cost in costs) and bool(moved) == (
-            OFFLOAD in flags
-        )
+        assert sum(copied) == plan.num_microbatches * sum(cost.host_bytes for cost in costs)
+        assert bool(copied) == (OFFLOAD in flags)
         error = (
             0.025
             if plan.sharding_policy.unshard_by_chunk
@@ -180,10 +179,10 @@ def test_planned_memory_equals_live_memory(world: int, flags: str) -> None:
             if plan.sharding_policy.reduce_every_pass
             else 0.003
         )
-        assert rank_memory(plan)[position].peak == pytest.approx(done.peak, rel=error)
+        assert rank_memory(plan)[position].peak == pytest.approx(dry_run.peak, rel=error)
         plain = plan.split_backward is None and "recompute" not in flags  # else a backward allocates a part of it
         if plain and not plan.sharding_policy.reduce_every_pass:  # else some units are unsharded, too
-            assert done.in_flight == pytest.approx(plan.activation_bytes[position], rel=0.03)
+            assert dry_run.in_flight == pytest.approx(plan.activation_bytes[position], rel=0.03)
 
 
 @pytest.mark.parametrize("world,flags", rows_of("whole_matrices"))
@@ -222,19 +221,19 @@ def test_dry_runs_of_all_ranks_match() -> None:
     )
     ranks = [dry_run_rank(plan, sources, rank) for rank in range(8)]
     mirrored = {"send to": "receive from", "receive from": "send to"}
-    for rank, done in enumerate(ranks):
-        for call, times in done.calls.items():
+    for rank, dry_run in enumerate(ranks):
+        for call, times in dry_run.calls.items():
             if call.peer >= 0:
                 assert ranks[call.peer].calls[replace(call, op=mirrored[call.op], peer=rank)] == times, (rank, call)
             else:
-                counts = [ranks[peer].calls[call] for peer in done.mesh.axis(call.axis).ranks]
+                counts = [ranks[peer].calls[call] for peer in dry_run.mesh.axis(call.axis).ranks]
                 assert counts == [times] * call.ranks, (rank, call)
 
 
 def test_missing_collective_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = mlp.column_parallel_linear
+    original = mlp.column_parallel_linear
     monkeypatch.setattr(
-        mlp, "column_parallel_linear", lambda x, weights, tp, later: real(x, weights, Axis("tp"), later)
+        mlp, "column_parallel_linear", lambda x, weights, tp, later: original(x, weights, Axis("tp"), later)
     )
     plan, sources = plan_and_sources(f"{TP} --global-batch-size 8", 4)
     message = r"^rank 3 \(dp 1, tp 1\) cannot take a step .*RuntimeError.*megalite/models/gpt"
@@ -266,8 +265,8 @@ try:
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 finally:
     print(most() - before, file=sys.stderr)"""
-    done = programs.python("-c", code, *flags, timeout=240)
-    return done.returncode, done.stdout, done.stderr
+    result = programs.python("-c", code, *flags, timeout=240)
+    return result.returncode, result.stdout, result.stderr
 
 
 ELSEWHERE = "--data-path /nowhere/tokens --tokenizer-type GPT2BPETokenizer"

@@ -56,7 +56,8 @@ def test_moe_layer_dispatches_even_rows(ep: int, etp: int) -> None:
     )
     assert split.flops == alone.flops
     rows, _ = balanced_routing(S, E, K, ep)
-    there, back, gradients = (2 * peers * rows * (D + more) for more in (4 * K, 0, 2 * K))  # fp32 in bf16 is two
+    # an fp32 number takes two bf16 elements
+    there, back, gradients = (2 * peers * rows * (D + more) for more in (4 * K, 0, 2 * K))
     calls = Counter((e.phase, f"{e.axis} {e.op}", e.num_bytes) for e in split.trace if isinstance(e, CommStart))
     expected = [("F", there), ("F", back), ("B", back), ("B", there), ("B", gradients)]
     expected_calls = Counter(

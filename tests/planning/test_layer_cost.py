@@ -60,10 +60,10 @@ def test_replicated_kv_heads_are_computed_on_each_rank() -> None:
     """The formula for one rank has a quarter of the single group that each of four ranks computes."""
     model = model_of(f"{LLAMA} {GROUPS} 1")
     D, K, tokens = 512, 64, 2 * 256
-    more = 2 * D * 2 * K * (1 - 1 / 4) * tokens
+    extra_flops = 2 * D * 2 * K * (1 - 1 / 4) * tokens
     projections, mlp, scores = (n * tokens / 4 for n in layer_parts(model, 256))
     cost = layers_cost(layer_kinds(model)[:1], setting(4))
-    assert cost.flops[0] == pytest.approx(projections + mlp + scores + more)
+    assert cost.flops[0] == pytest.approx(projections + mlp + scores + extra_flops)
 
 
 @pytest.mark.parametrize("modules", [(), ("core_attn",), ("mlp",), ("layernorm", "mlp")])
@@ -72,8 +72,8 @@ def test_recompute_saves_memory_and_doubles_the_forward(modules: tuple[str, ...]
     kind, tokens = layer_kinds(model)[0], 2 * 256
     plain, selective = layers_cost((kind,), setting(2)), layers_cost((kind,), setting(2, recompute=modules))
     _, mlp, scores = (n * tokens / 2 for n in layer_parts(model, 256))
-    more = scores * ("core_attn" in modules) + mlp * ("mlp" in modules)
-    assert selective.flops == (plain.flops[0], pytest.approx(plain.flops[1] + more), plain.flops[2])
+    extra_flops = scores * ("core_attn" in modules) + mlp * ("mlp" in modules)
+    assert selective.flops == (plain.flops[0], pytest.approx(plain.flops[1] + extra_flops), plain.flops[2])
     assert selective.saved_bytes == pytest.approx(layer_saved(model, 2, 2, modules) * tokens, rel=4e-3)
     full = layers_cost((kind,), setting(2), True)
     assert full.saved_bytes == 256 // 2 * 2 * 512 * 2  # the input alone
@@ -85,11 +85,11 @@ def test_recompute_saves_memory_and_doubles_the_forward(modules: tuple[str, ...]
 def test_layer_costs_are_additive(name: str, tp: int) -> None:
     """Neighbouring layers share storages; a forgotten reference would count one too many in each."""
     kind = layer_kinds(model_of(KINDS[name]))[0]
-    one, *more = (layers_cost((kind,) * n, setting(tp, split=True)) for n in (1, 2, 3))
-    for n, cost in enumerate(more, 2):
-        assert cost.flops == pytest.approx([n * f for f in one.flops])
-        assert cost.saved_bytes == n * one.saved_bytes
-        assert cost.wgrad_bytes == n * one.wgrad_bytes
+    single, *several = (layers_cost((kind,) * n, setting(tp, split=True)) for n in (1, 2, 3))
+    for n, cost in enumerate(several, 2):
+        assert cost.flops == pytest.approx([n * f for f in single.flops])
+        assert cost.saved_bytes == n * single.saved_bytes
+        assert cost.wgrad_bytes == n * single.wgrad_bytes
 
 
 def test_layer_collectives_equal_a_counted_run() -> None:
@@ -139,8 +139,8 @@ for flags in KINDS.values():
     layers_cost(layer_kinds(model_of(flags))[:1], setting(2, True))
 head_cost(model_of(flags), setting(2), 1000, 1024, 0.0)
 assert "torch._dynamo" not in sys.modules and "triton" not in sys.modules"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
 
 
 def test_first_cost_with_recompute_equals_later_ones() -> None:
@@ -152,8 +152,8 @@ gc.disable()
 kinds = layer_kinds(model_of(KINDS["llama"]))[:1]
 first, second = (layers_cost(kinds * n, setting(2), full_recompute=True) for n in (1, 2))
 assert first.saved_bytes == second.saved_bytes  # the input of the first layer"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
 
 
 def test_launches_are_counted_with_recompute() -> None:

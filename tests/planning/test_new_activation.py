@@ -48,9 +48,11 @@ print(json.dumps([trained, planned, figures]))"""
 
 def run_in_copy(argv: list[str], directory: Path) -> str:
     env = {**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *argv], cwd=directory, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    result = subprocess.run(
+        [sys.executable, *argv], cwd=directory, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
 
 
 @pytest.mark.nightly(guards=GUARDED)

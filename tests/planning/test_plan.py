@@ -16,7 +16,7 @@ from typing import Any
 import documents
 import programs
 import pytest
-from programs import python as typed
+from programs import python as run_python
 from toml_tables import MESSAGES
 from train_cases import config_from
 
@@ -333,8 +333,8 @@ def test_plan_keeps_options_of_file_and_command_line(tmp_path: Path, capsys: pyt
 def test_plan_output_on_a_full_disk_is_one_line() -> None:
     command = [sys.executable, str(ROOT / "tools" / "plan.py"), "--preset", "llama3-8b", *BATCH, "--tp", "2"]
     with open("/dev/full", "w") as full:
-        done = programs.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
+        result = programs.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+        assert result.returncode == 1 and result.stderr.count("\n") == 1 and "No space left on device" in result.stderr
         assert programs.run(command, stdout=full, stderr=full, timeout=100).returncode == 1
 
 
@@ -360,5 +360,5 @@ def test_plan_command_keeps_preset_values(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_plan_command_runs(tmp_path: Path) -> None:
-    done = typed("tools/plan.py", "--help", cwd=tmp_path)
-    assert done.returncode == 0 and "--num-gpus" in done.stdout and "python tools/plan.py sizes" in done.stdout
+    result = run_python("tools/plan.py", "--help", cwd=tmp_path)
+    assert result.returncode == 0 and "--num-gpus" in result.stdout and "python tools/plan.py sizes" in result.stdout

@@ -123,11 +123,11 @@ def test_planned_rank_memory_equals_allocations(which: str) -> None:
         layouts = [flags for n, flags in LAYOUT_SETS[which] if n == world]
         for flags, *ranks in zip(layouts, *run_ranks(world, measure_all, layouts, timeout=270), strict=True):
             planned = rank_memory(make_plan(flags, world))
-            for position, state, most in ranks:
+            for position, state, peak_bytes in ranks:
                 memory = planned[position]
                 assert state == memory.weights + memory.gradients + memory.optimizer, flags
                 peak = memory.activations + memory.transient
-                assert peak == pytest.approx(most, rel=ACTIVATIONS_ERROR), (flags, position)
+                assert peak == pytest.approx(peak_bytes, rel=ACTIVATIONS_ERROR), (flags, position)
 
 
 @pytest.mark.parametrize("more", ["", "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"])

@@ -293,6 +293,6 @@ def test_step_of_mixed_layer_kinds_is_additive() -> None:
     half = dict(matmul=0.5, attention=(0.5, 0.5), attention_half=(0.0, 0.0))
     step = predict_step(plan, fast(1), dataclasses.replace(default_profile("h100"), **free, **half))
     scores = [4 * D * (window * S - window**2 / 2) for window in (64, 64, S)]
-    layers = sum(3 * 2 * S * (4 * D * D + 2 * D * F) + (1 + 2 * 1.25) * one for one in scores)
+    layers = sum(3 * 2 * S * (4 * D * D + 2 * D * F) + (1 + 2 * 1.25) * layer_scores for layer_scores in scores)
     assert step.parts["compute"] == pytest.approx(8 * 2 * layers / (0.5 * 989.4e12), rel=1e-6)
     check_sum(step)
