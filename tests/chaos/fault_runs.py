@@ -1,4 +1,4 @@
-"""`drill`: a whole run on ranks of the fork server (half a second to start), with a fault on demand, and how it ended."""
+"""`drill` runs a job on ranks of the fork server (half a second to start), with a fault on demand."""
 
 import json
 import os
@@ -26,73 +26,81 @@ Before = Callable[[Path, int], None]
 
 @dataclass(frozen=True)
 class End:
-    """`code`: the launcher's. `within_s`: from the fault to the end of the last rank. `told`: by the launcher. `said`: by
-    each rank, also where only its own log has it. `ends`: exit code of each rank that left by itself."""
+    """The end of a run.
+
+    Attributes:
+        code: exit code of the launcher.
+        within_s: seconds from the fault to the end of the last rank.
+        causes: the cause of each end of the ranks, as the launcher reports it.
+        said: the output of each rank, with its own log.
+        exit_codes: of the ranks that exited by themselves.
+        status: status.json.
+    """
 
     code: int
     within_s: float
-    told: list[str]
+    causes: list[str]
     said: list[str]
-    ends: dict[int, int]
+    exit_codes: dict[int, int]
     status: dict[str, Any]
 
 
 def _rank(ranks: RankInfo, base: str, flags: Sequence[str], fault: str, before: Before | None) -> int:
     from train_cases import pretrain
 
-    folder = Path(base)
-    sys.stdout = sys.stderr = open(folder / f"rank-{ranks.rank}.txt", "w", buffering=1)  # noqa: SIM115
-    real_exit, real_strike = os._exit, faults._inject
+    base_dir = Path(base)
+    sys.stdout = sys.stderr = open(base_dir / f"rank-{ranks.rank}.txt", "w", buffering=1)  # noqa: SIM115
+    real_exit, real_inject = os._exit, faults._inject
 
-    def leave(code: int) -> None:
-        (folder / f"end-{ranks.rank}").write_text(str(code))
+    def record_exit(code: int) -> None:
+        (base_dir / f"end-{ranks.rank}").write_text(str(code))
         real_exit(code)
 
-    def strike(*args: Any) -> None:
-        (folder / "struck").write_text(str(time.time()))
-        real_strike(*args)
+    def record_and_inject(*args: Any) -> None:
+        (base_dir / "struck").write_text(str(time.time()))
+        real_inject(*args)
 
-    os._exit, faults._inject = leave, strike  # type: ignore[assignment]
-    faults.inject_fault.__init__({faults.FAULT_VARIABLE: fault})  # type: ignore[misc]  # the fork server's environment is an older one
+    os._exit, faults._inject = record_exit, record_and_inject  # type: ignore[assignment]
+    faults.inject_fault.__init__({faults.FAULT_VARIABLE: fault})  # type: ignore[misc]  # the fork server has an older environment
     if before is not None:
-        before(folder, ranks.rank)
+        before(base_dir, ranks.rank)
     stop = StopSignalHandler()
     stop.install()
     code = pretrain(cli.parse_config_or_exit([*FLAGS, *flags], PRESETS).config, ranks, stop=stop)
-    (folder / f"end-{ranks.rank}").write_text(str(int(code)))
+    (base_dir / f"end-{ranks.rank}").write_text(str(int(code)))
     return int(code)
 
 
-def said(base: Path, rank: int) -> str:
+def output_of(base: Path, rank: int) -> str:
     log = base / f"run/ranks/rank-{rank:05d}.log"
     return (base / f"rank-{rank}.txt").read_text() + (log.read_text() if log.exists() else "")
 
 
 def drill(base: Path, world: int, flags: Sequence[str], fault: str = "", before: Before | None = None) -> End:
-    """Run in `base`/run until it ends. `before`: called on each rank with `base` and the rank; of a module."""
+    """Run in `base`/run until the end. `before`, a function of a module, is called on each rank with `base` and the rank."""
     base.mkdir(parents=True, exist_ok=True)
-    for left in (*base.glob("end-*"), *base.glob("struck")):
-        left.unlink()
-    told, folder = list[str](), base / "run"
+    for leftover in (*base.glob("end-*"), *base.glob("struck")):
+        leftover.unlink()
+    causes, run_dir = list[str](), base / "run"
     data = [] if "--data-path" in flags else ["--mock-data"]
-    flags = ["--save", str(folder), "--load", str(folder), *data, *flags]
-    args, restarts = (
+    flags = ["--save", str(run_dir), "--load", str(run_dir), *data, *flags]
+    args, policy = (
         (str(base), flags, fault, before),
         RestartPolicy(cli.parse_config_or_exit([*FLAGS, *flags], PRESETS).config),
     )
 
-    def ended(end: local_ranks.LaunchResult) -> bool | None:
-        told.append(end.cause)
-        return restarts(end)
+    def on_exit(end: local_ranks.LaunchResult) -> bool | None:
+        causes.append(end.cause)
+        return policy(end)
 
-    code = local_ranks.launch_local(world, _rank, args, threads=1, grace_s=20, timeout_s=90, on_exit=ended)
-    over, struck = time.time(), base / "struck"
-    status = folder / "status.json"
+    code = local_ranks.launch_local(world, _rank, args, threads=1, grace_s=20, timeout_s=90, on_exit=on_exit)
+    end_s, fault_file = time.time(), base / "struck"
+    status = run_dir / "status.json"
     return End(
         code=code,
-        within_s=over - float(struck.read_text()) if struck.exists() else 0.0,
-        told=told,
-        said=[said(base, rank) for rank in range(world)],
-        ends={int(p.name[4:]): int(p.read_text()) for p in base.glob("end-*")},
+        within_s=end_s - float(fault_file.read_text()) if fault_file.exists() else 0.0,
+        causes=causes,
+        said=[output_of(base, rank) for rank in range(world)],
+        exit_codes={int(p.name[4:]): int(p.read_text()) for p in base.glob("end-*")},
         status=json.loads(status.read_text()) if status.exists() else {},
     )

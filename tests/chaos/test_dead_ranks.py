@@ -1,6 +1,8 @@
-"""A rank that dies, raises or leaves, wherever it is, ends the others within seconds, and is named (P1, P10). While a
-checkpoint is saved, and where one disk is full: nothing is committed, and the run that is started again is, bit for
-bit, the one that was never stopped."""
+"""A rank that dies, raises or exits at any point ends the others within seconds, and is named (P1, P10).
+
+A save that is interrupted, or fails on a full disk, commits nothing. The restarted run is bit for bit equal to a run
+without the fault.
+"""
 
 import os
 import signal
@@ -30,20 +32,20 @@ FAULTS = {
 }
 
 
-def _dies_before_it_lists(base: Path, rank: int) -> None:
-    put = LocalStorage.write_text
+def _kill_before_listing(base: Path, rank: int) -> None:
+    write_text = LocalStorage.write_text
 
-    def faulty(self: Any, path: Path, *args: Any, **options: Any) -> None:
+    def kill_or_write(self: Any, path: Path, *args: Any, **options: Any) -> None:
         if (path.parent.name, path.name) == (".iter_0000004.part", "rank-00001.json"):
             os.kill(os.getpid(), signal.SIGKILL)
-        put(self, path, *args, **options)
+        write_text(self, path, *args, **options)
 
-    LocalStorage.write_text = faulty  # type: ignore[method-assign]
+    LocalStorage.write_text = kill_or_write  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> manifests.Manifest:
-    """The last checkpoint of a run that nothing happened to."""
+    """Return the manifest of the last checkpoint of a run without a fault."""
     base = tmp_path_factory.mktemp("unbroken")
     assert (end := drill(base, 2, FLAGS)).code == 0, end
     return manifests.load_manifest(base / "run/iter_0000006")
@@ -54,33 +56,33 @@ def test_failed_save_commits_nothing_and_the_run_resumes(
     name: str, tmp_path: Path, unbroken: manifests.Manifest
 ) -> None:
     flags = [*FLAGS, "--async-save" if "background" in name else "--no-async-save"]
-    folder = tmp_path / "run"
-    how = {"before": _dies_before_it_lists} if name == UNLISTED else {"fault": FAULTS[name]}
-    end = drill(tmp_path, 2, flags, **how)
+    run_dir = tmp_path / "run"
+    options = {"before": _kill_before_listing} if name == UNLISTED else {"fault": FAULTS[name]}
+    end = drill(tmp_path, 2, flags, **options)
     victim = int(FAULTS[name].split(":")[1])
-    other, said = 1 - victim, end.said[1 - victim]
-    assert end.ends[other] == 1 and end.within_s < 25, end  # by itself, not by the launcher
+    survivor, output = 1 - victim, end.said[1 - victim]
+    assert end.exit_codes[survivor] == 1 and end.within_s < 25, end  # it exits by itself, not through the launcher
     if "killed" in name:
-        assert end.code == 128 + signal.SIGKILL and f"rank {other}" in said and "step" in said
-        assert "onnection" in said, said  # the reason, of the other side
+        assert end.code == 128 + signal.SIGKILL and f"rank {survivor}" in output and "step" in output
+        assert "onnection" in output, output  # the reason, as the survivor sees it
     else:
         assert end.code == 1 and "rank 1" in end.said[1] and "File too large" in end.said[1], end
         assert "Traceback" not in "".join(end.said) and "rank 1" in end.status["reason"]
-        assert not list(folder.glob(".iter_*"))
-    assert storage.steps_in(folder) == [2]
-    found = checkpoint_loads.newest(folder, ALONE)
-    assert found is not None and found[1].state["progress"]["step"] == 2
-    assert (again := drill(tmp_path, 2, flags)).code == 0, again
-    last = manifests.load_manifest(folder / "iter_0000006")
-    assert last.files == unbroken.files  # the hashes of weights, moments and all else
+        assert not list(run_dir.glob(".iter_*"))
+    assert storage.steps_in(run_dir) == [2]
+    newest = checkpoint_loads.newest(run_dir, ALONE)
+    assert newest is not None and newest[1].state["progress"]["step"] == 2
+    assert (restarted := drill(tmp_path, 2, flags)).code == 0, restarted
+    last = manifests.load_manifest(run_dir / "iter_0000006")
+    assert last.files == unbroken.files  # the hashes of weights, moments and everything else
     assert {**last.state, "config": ""} == {**unbroken.state, "config": ""}
-    assert not list(folder.glob(".iter_*"))
+    assert not list(run_dir.glob(".iter_*"))
 
 
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 EVERYWHERE = [*LAYOUT, *FLAGS, "--eval-interval", "3", "--eval-iters", "1"]
 SECONDS = 12.0  # under two on an idle machine; tests share it
-# where, on which rank, in which step; all four ranks have their turn
+# fault point, rank, step; each of the four ranks has a turn
 PLACES = {
     "start": "init:1:0",
     "data": "data.get:2:3",
@@ -93,22 +95,22 @@ PLACES = {
 QUICK = ("message", "update", "evaluation")
 
 
-@pytest.mark.parametrize("where", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.nightly) for n in PLACES])
-def test_killed_rank_ends_the_others_soon(where: str, tmp_path: Path) -> None:
-    place = PLACES[where]
-    victim = int(place.split(":")[1])
-    end = drill(tmp_path, 4, EVERYWHERE, f"{place}:kill")
+@pytest.mark.parametrize("point", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.nightly) for n in PLACES])
+def test_killed_rank_ends_the_others_soon(point: str, tmp_path: Path) -> None:
+    location = PLACES[point]
+    victim = int(location.split(":")[1])
+    end = drill(tmp_path, 4, EVERYWHERE, f"{location}:kill")
     assert end.code == 128 + 9 and end.within_s < SECONDS, end
-    assert end.told == [f"rank {victim} ended by signal SIGKILL"]
-    codes = {1, 3} if where == "start" else {1}  # 3: who had not met all others yet
-    others = {*range(4)} - {victim}  # which end before the launcher ends them
-    assert end.ends.keys() == others and {*end.ends.values()} <= codes, end
+    assert end.causes == [f"rank {victim} ended by signal SIGKILL"]
+    codes = {1, 3} if point == "start" else {1}  # 3: a rank before the rendezvous
+    others = {*range(4)} - {victim}  # they exit before the launcher ends them
+    assert end.exit_codes.keys() == others and {*end.exit_codes.values()} <= codes, end
     for rank, text in enumerate(end.said):
         assert "Traceback" not in text, text
-        if rank != victim and where != "start":
+        if rank != victim and point != "start":
             assert f"rank {rank}" in text and "step" in text and "lost another rank (" in text, text
-    if where != "start":  # no status yet
-        assert end.status["outcome"] == "crash" and end.status["reason"].startswith(end.told[0]), end.status
+    if point != "start":  # no status yet
+        assert end.status["outcome"] == "crash" and end.status["reason"].startswith(end.causes[0]), end.status
 
 
 @pytest.mark.parametrize("kind", ["raise", "exit0"])

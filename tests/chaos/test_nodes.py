@@ -1,6 +1,6 @@
-"""Two nodes, a cable between them and torchrun on each: what a user sees when one is lost, comes back, or cannot be reached.
+"""Two nodes with torchrun: one is lost and returns, or cannot be reached.
 
-Tensor parallelism is inside a node, data or pipeline parallelism across. Runs share a folder, as on a cluster.
+Tensor parallelism is inside a node, data or pipeline parallelism across. Runs share a directory, as on a cluster.
 """
 
 import json
@@ -26,75 +26,75 @@ FLAGS = [*SMALL, *"--device cpu --lr-decay-style constant --train-iters 100000 -
 def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
     try:
         nodes = two_nodes(tmp_path)
-        with nodes as made:
-            yield made
-    except Unpermitted as why:
-        pytest.skip(f"no namespaces here: {why}")
+        with nodes as pair_of_nodes:
+            yield pair_of_nodes
+    except Unpermitted as error:
+        pytest.skip(f"no namespaces here: {error}")
 
 
-def torchrun(node: Node, folder: Path, *flags: str, nodes: str = "2") -> programs.Talk:
-    """As examples/launch/torchrun.sh does it, with shorter waits."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"]
-    words += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29500", "--rdzv-id", "run"]
-    words += ["--rdzv-conf", QUICK, str(ROOT / "pretrain_gpt.py"), *FLAGS, "--tp", "2", *flags]
-    words += ["--save", str(folder), "--load", str(folder), "--save-interval", "4"]
-    words += ["--distributed-timeout-seconds-after-init", str(TIMEOUT_S)]
-    return node.start(words, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+def torchrun(node: Node, run_dir: Path, *flags: str, nodes: str = "2") -> programs.Talk:
+    """Start torchrun as examples/launch/torchrun.sh does, with shorter waits."""
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"]
+    argv += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29500", "--rdzv-id", "run"]
+    argv += ["--rdzv-conf", QUICK, str(ROOT / "pretrain_gpt.py"), *FLAGS, "--tp", "2", *flags]
+    argv += ["--save", str(run_dir), "--load", str(run_dir), "--save-interval", "4"]
+    argv += ["--distributed-timeout-seconds-after-init", str(TIMEOUT_S)]
+    return node.start(argv, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
-def ended(folder: Path, *runs: programs.Talk) -> dict[str, Any]:
-    """The status after a stop that was asked for."""
-    (folder / "stop").touch()
+def stop_and_read_status(run_dir: Path, *runs: programs.Talk) -> dict[str, Any]:
+    """Stop the run and return its status."""
+    (run_dir / "stop").touch()
     for run in runs:
         run.end(60)
-    status = json.loads((folder / "status.json").read_text())
+    status = json.loads((run_dir / "status.json").read_text())
     assert status["outcome"] == "requeue", runs[0].said
     return status
 
 
-def check_losses(folder: Path, steps: int) -> None:
-    """Against an undisturbed run of one rank: every step once, of the same samples."""
-    alone = folder.with_name("alone")
-    words = [*FLAGS, "--run-dir", str(alone), "--exit-interval", str(steps)]
-    programs.python("pretrain_gpt.py", *words, timeout=200, ok=True)
-    assert logged(alone, "step") == logged(folder, "step") == list(range(1, steps + 1))
-    # rounding, of as many steps as fit in; other samples: 1e-2
-    assert logged(folder) == pytest.approx(logged(alone), rel=1e-3)
+def check_losses(run_dir: Path, steps: int) -> None:
+    """Compare with an undisturbed run of one rank: every step once, with the same samples."""
+    single_dir = run_dir.with_name("alone")
+    flags = [*FLAGS, "--run-dir", str(single_dir), "--exit-interval", str(steps)]
+    programs.python("pretrain_gpt.py", *flags, timeout=200, ok=True)
+    assert logged(single_dir, "step") == logged(run_dir, "step") == list(range(1, steps + 1))
+    # the rounding of all these steps; other samples would differ by 1e-2
+    assert logged(run_dir) == pytest.approx(logged(single_dir), rel=1e-3)
 
 
 def test_node_is_lost_and_returns(tmp_path: Path, pair: tuple[Node, Node]) -> None:
-    """dp is 2, then 1, then 2 again; a step has 8 samples throughout, of the same order."""
+    """Train with dp 2, 1 and 2. A step has 8 samples throughout, in the same order."""
     a, b = pair
-    folder = tmp_path / "run"
-    run, _ = (torchrun(node, folder, nodes="1:2") for node in pair)
-    at = run.until("step     7/")
+    run_dir = tmp_path / "run"
+    run, _ = (torchrun(node, run_dir, nodes="1:2") for node in pair)
+    number = run.until("step     7/")
     b.kill()
-    at = run.until("dp 1 x cp 1 x tp 2 = 2 ranks", after=at)
-    assert any("lost another rank" in line for line in run.lines[:at]) and "Traceback" not in run.said
-    run.until("4 micro-batches", after=at)
-    at = run.until("resumed from", after=at)
+    number = run.until("dp 1 x cp 1 x tp 2 = 2 ranks", after=number)
+    assert any("lost another rank" in line for line in run.lines[:number]) and "Traceback" not in run.said
+    run.until("4 micro-batches", after=number)
+    number = run.until("resumed from", after=number)
     b.boot()
-    back = torchrun(b, folder, nodes="1:2")
-    at = run.until("requeue: SIGTERM", after=at)  # torchrun starts its ranks anew; none of the steps is lost
-    at = run.until("dp 2 x cp 1 x tp 2 = 4 ranks", after=at)
-    at = run.until("resumed from", after=at)
-    run.until("  loss ", after=at + 3)
-    check_losses(folder, ended(folder, run, back)["step"])
+    rejoined = torchrun(b, run_dir, nodes="1:2")
+    number = run.until("requeue: SIGTERM", after=number)  # torchrun restarts its ranks; no step is lost
+    number = run.until("dp 2 x cp 1 x tp 2 = 4 ranks", after=number)
+    number = run.until("resumed from", after=number)
+    run.until("  loss ", after=number + 3)
+    check_losses(run_dir, stop_and_read_status(run_dir, run, rejoined)["step"])
 
 
 def test_cable_is_pulled_and_reconnected(tmp_path: Path, pair: tuple[Node, Node]) -> None:
-    """The pipeline is across the nodes. Then the link becomes slow, which changes nothing but the time."""
+    """Run a pipeline across the nodes. Later the link is slow, which changes only the time."""
     a, b = pair
-    folder = tmp_path / "run"
-    run, other = (torchrun(node, folder, "--pp", "2") for node in pair)
-    at = run.until("step     7/")
-    begin = time.monotonic()
+    run_dir = tmp_path / "run"
+    run, second = (torchrun(node, run_dir, "--pp", "2") for node in pair)
+    number = run.until("step     7/")
+    start_s = time.monotonic()
     b.cable("down")
-    at = run.until("outcome ", after=at, timeout_s=TIMEOUT_S + 20)  # of the ranks on the first node
-    took, crash = time.monotonic() - begin, json.loads((folder / "status.json").read_text())
-    assert took < TIMEOUT_S + 10 and crash["outcome"] in ("crash", "hang"), crash
+    number = run.until("outcome ", after=number, timeout_s=TIMEOUT_S + 20)  # from the ranks on the first node
+    seconds, crash = time.monotonic() - start_s, json.loads((run_dir / "status.json").read_text())
+    assert seconds < TIMEOUT_S + 10 and crash["outcome"] in ("crash", "hang"), crash
     b.cable("up")
-    at = run.until("resumed from", after=at)
+    number = run.until("resumed from", after=number)
     b.slow_down()
-    at = run.until("  loss ", after=at + 3)
-    check_losses(folder, ended(folder, run, other)["step"])
+    number = run.until("  loss ", after=number + 3)
+    check_losses(run_dir, stop_and_read_status(run_dir, run, second)["step"])

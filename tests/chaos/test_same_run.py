@@ -1,5 +1,7 @@
-"""C12 and I7: killed and started again, a run is the same run; on other numbers of ranks it still reads every sample
-once, in the same order."""
+"""A run that is killed and restarted is the same run (C12, I7).
+
+With other numbers of ranks it still reads every sample once, in the same order.
+"""
 
 import json
 import os
@@ -17,58 +19,58 @@ from train_cases import logged
 
 from megalite.optim.param_gather import ParamGatherer
 
-SAMPLES, BATCH = 240, 8  # of an epoch
-READ = "--split 1,0,0 --eval-iters 0 --save-interval 2 --global-batch-size 8 --micro-batch-size 2".split()
+SAMPLES, BATCH = 240, 8  # SAMPLES in an epoch
+DATA_FLAGS = "--split 1,0,0 --eval-iters 0 --save-interval 2 --global-batch-size 8 --micro-batch-size 2".split()
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """More than an epoch of SAMPLES samples of 16 tokens and a label."""
-    rng, left, documents = np.random.default_rng(1), SAMPLES * 16 + 1, list[list[int]]()
-    while left:
-        documents.append(rng.integers(0, 93, min(left, int(rng.integers(5, 40)))).tolist())
-        left -= len(documents[-1])
+    """Return a source of SAMPLES samples of 16 tokens and a label per epoch."""
+    rng, remaining, documents = np.random.default_rng(1), SAMPLES * 16 + 1, list[list[int]]()
+    while remaining:
+        documents.append(rng.integers(0, 93, min(remaining, int(rng.integers(5, 40)))).tolist())
+        remaining -= len(documents[-1])
     return str(write(tmp_path_factory.mktemp("data") / "a", documents))
 
 
-def _note_what_is_read(base: Path, rank: int) -> None:
-    """Into a file per rank: step, sample ids and tokens of what each step trains on."""
+def _record_samples(base: Path, rank: int) -> None:
+    """Write step, sample ids and tokens of each training step to a file per rank."""
     from megalite.training import train_step as module
 
-    file, train_step = open(base / f"read-{rank}.jsonl", "a", buffering=1), module.train_step  # noqa: SIM115
+    log, train_step = open(base / f"read-{rank}.jsonl", "a", buffering=1), module.train_step  # noqa: SIM115
 
-    def noted(run, *args, **options):  # type: ignore[no-untyped-def]
+    def recorded_step(run, *args, **options):  # type: ignore[no-untyped-def]
         hosts, _ = run.train_loader.get(run.progress.consumed_samples, BATCH)
         batches = list(hosts)
-        rows = [(int(i), one.tokens_SB[:, b].tolist()) for one in batches for b, i in enumerate(one.sample_ids_B)]
+        rows = [(int(i), batch.tokens_SB[:, b].tolist()) for batch in batches for b, i in enumerate(batch.sample_ids_B)]
         result = train_step(run, *args, **options)
-        file.write(json.dumps([run.progress.step, rows]) + "\n")
+        log.write(json.dumps([run.progress.step, rows]) + "\n")
         return result
 
-    module.train_step = noted  # type: ignore[assignment]
+    module.train_step = recorded_step  # type: ignore[assignment]
 
 
-def read(base: Path) -> dict[int, list[tuple[int, list[int]]]]:
-    """By step: what the last attempt that took it has read on all ranks, in order of the ids."""
-    found: dict[int, dict[int, list[int]]] = {}
-    for folder in sorted({path.parent for path in base.glob("*/read-*.jsonl")}):
-        of_folder: dict[int, dict[int, list[int]]] = {}
-        for path in folder.glob("read-*.jsonl"):
+def read_samples(base: Path) -> dict[int, list[tuple[int, list[int]]]]:
+    """Return step -> the samples of all ranks in the last attempt of that step, in order of their ids."""
+    steps: dict[int, dict[int, list[int]]] = {}
+    for directory in sorted({path.parent for path in base.glob("*/read-*.jsonl")}):
+        steps_of_attempt: dict[int, dict[int, list[int]]] = {}
+        for path in directory.glob("read-*.jsonl"):
             for line in path.read_text().splitlines():
                 step, rows = json.loads(line)
                 for i, tokens in rows:
-                    assert i not in of_folder.setdefault(step, {}), f"sample {i} twice in step {step}"
-                    of_folder[step][i] = tokens
-        found |= of_folder
-    return {step: sorted(rows.items()) for step, rows in sorted(found.items())}
+                    assert i not in steps_of_attempt.setdefault(step, {}), f"sample {i} twice in step {step}"
+                    steps_of_attempt[step][i] = tokens
+        steps |= steps_of_attempt
+    return {step: sorted(rows.items()) for step, rows in sorted(steps.items())}
 
 
 @pytest.mark.nightly
 def test_samples_come_once_in_order_over_kills_and_other_world_sizes(data: str, tmp_path: Path) -> None:
-    """An epoch and two steps of the next one: dp 2 -> 4 -> 1 -> 2, with a kill -9 of a rank in each but the last."""
+    """Train an epoch and two steps with dp 2 -> 4 -> 1 -> 2, with a kill -9 of a rank in each attempt but the last."""
     steps = SAMPLES // BATCH + 2
-    flags = [*READ, "--data-path", data, "--train-iters", str(steps), "--run-dir", str(tmp_path / "logs")]
-    straight = drill(tmp_path / "s/a", 2, [*flags, "--run-dir", str(tmp_path / "s")], before=_note_what_is_read)
+    flags = [*DATA_FLAGS, "--data-path", data, "--train-iters", str(steps), "--run-dir", str(tmp_path / "logs")]
+    straight = drill(tmp_path / "s/a", 2, [*flags, "--run-dir", str(tmp_path / "s")], before=_record_samples)
     assert straight.code == 0, straight.said
     shared = [*flags, "--save", str(tmp_path / "k/run"), "--load", str(tmp_path / "k/run")]
     for name, world, fault in (
@@ -77,28 +79,28 @@ def test_samples_come_once_in_order_over_kills_and_other_world_sizes(data: str, 
         ("c", 1, "data.get:0:28:kill"),
         ("d", 2, ""),
     ):
-        end = drill(tmp_path / "k" / name, world, shared, fault, before=_note_what_is_read)
+        end = drill(tmp_path / "k" / name, world, shared, fault, before=_record_samples)
         assert end.code == (137 if fault else 0), end.said
-    want, got = read(tmp_path / "s"), read(tmp_path / "k")
-    assert got == want and list(want) == list(range(1, steps + 1))
-    assert [i for rows in want.values() for i, _ in rows] == list(range(steps * BATCH))
-    assert len({tuple(tokens) for rows in list(want.values())[: SAMPLES // BATCH] for _, tokens in rows}) == SAMPLES
+    expected, actual = read_samples(tmp_path / "s"), read_samples(tmp_path / "k")
+    assert actual == expected and list(expected) == list(range(1, steps + 1))
+    assert [i for rows in expected.values() for i, _ in rows] == list(range(steps * BATCH))
+    assert len({tuple(tokens) for rows in list(expected.values())[: SAMPLES // BATCH] for _, tokens in rows}) == SAMPLES
     a, b = logged(tmp_path / "s"), logged(tmp_path / "logs")
     assert len(a) == steps and b == pytest.approx(a, rel=1e-4)
 
 
-def _die_with_weights_whole(base: Path, rank: int) -> None:
-    """Rank 1 is killed in its fourth step, between the gather of a layer and its end."""
-    leave, left = ParamGatherer._reshard_unit, list[Any]()
+def _die_with_unsharded_weights(base: Path, rank: int) -> None:
+    """Kill rank 1 in its fourth step, between the unshard of a layer and its reshard."""
+    reshard, units = ParamGatherer._reshard_unit, list[Any]()
 
-    def counted(self: ParamGatherer, unit: Any) -> None:
-        left.append(unit)
-        if rank == 1 and len(left) == 40:  # 12 in each step: 2 micro-batches of 6 units
+    def reshard_or_die(self: ParamGatherer, unit: Any) -> None:
+        units.append(unit)
+        if rank == 1 and len(units) == 40:  # 12 in each step: 2 micro-batches of 6 units
             (base / "struck").write_text("0")
             os.kill(os.getpid(), signal.SIGKILL)
-        leave(self, unit)
+        reshard(self, unit)
 
-    ParamGatherer._reshard_unit = counted  # type: ignore[method-assign]
+    ParamGatherer._reshard_unit = reshard_or_die  # type: ignore[method-assign]
 
 
 GATHERS = pytest.mark.nightly(
@@ -116,15 +118,15 @@ EXPERTS = """--num-experts 8 --disable-bias-linear --moe-router-score-function s
 @GATHERS
 @pytest.mark.parametrize("name", TABLES["killed"])
 def test_killed_run_resumes_in_another_layout(name: str, data: str, tmp_path: Path) -> None:
-    """With a kill -9 in each but the last, of ZeRO-3 between gather and free: one process's losses and experts' counts."""
-    flags = [*READ, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
+    """Compare with one process, after a kill -9 in each layout but the last; in ZeRO-3 while weights are unsharded."""
+    flags = [*DATA_FLAGS, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
     flags += EXPERTS.split() * (name == "another ep")
     straight = drill(tmp_path / "s/a", 1, [*flags, "--run-dir", str(tmp_path / "s")])
     assert straight.code == 0, straight.said
     logs, run = tmp_path / "logs", str(tmp_path / "k/run")
     shared = [*flags, "--run-dir", str(logs), "--save", run, "--load", run]
     for number, (world, layout, fault, step) in enumerate(TABLES["killed"][name]):
-        before = _die_with_weights_whole if not number and not fault else None
+        before = _die_with_unsharded_weights if not number and not fault else None
         end = drill(tmp_path / "k" / str(number), world, [*shared, *spelt(layout).split()], fault, before=before)
         assert end.code == (137 if fault or before else 0), end.said
         assert not step or f"iter_{step:07d}" in " ".join(end.said), end.said
@@ -138,6 +140,6 @@ def test_killed_run_resumes_in_another_layout(name: str, data: str, tmp_path: Pa
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_run_with_random_faults_is_the_same_run(tmp_path: Path) -> None:
-    """A minute of them; half an hour: `python tests/chaos/soak.py 30 FOLDER`."""
+    """Inject faults for a minute. `python tests/chaos/soak.py 30 DIR` does it for half an hour."""
     table = soak(tmp_path / "out", seed=1, steps=240, number=len(KINDS))
     assert all(f"| {kind} |" in table for kind in KINDS) and "bit for bit the same" in table
