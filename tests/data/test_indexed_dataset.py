@@ -176,20 +176,20 @@ def test_consistent_but_wrong_index_entries_are_detected(tmp_path: Path, monkeyp
     good = (tmp_path / "a.idx").read_bytes()
     monkeypatch.setattr("megalite.data.files.indexed_dataset.MAX_FULL_CHECK", 10_000)
 
-    def shifted(start: int, first: int, last: int, by: int) -> IndexedDataset:
+    def shifted(start: int, first: int, last: int, shift: int) -> IndexedDataset:
         raw = bytearray(good)
         column = np.frombuffer(raw, "<i8", last - first, start + 8 * first)
-        column += by
+        column += shift
         (tmp_path / "a.idx").write_bytes(raw)
         return IndexedDataset(prefix)
 
     pointers, ends = 34 + 4 * n, 34 + 12 * n
-    for by in (1 << 40, -(1 << 40)):
+    for shift in (1 << 40, -(1 << 40)):
         with pytest.raises(DataError, match=r"a.idx: pointers\[\d+\] is -?\d+, outside the 80000 bytes"):
-            shifted(pointers, 5000, 15_000, by)
+            shifted(pointers, 5000, 15_000, shift)
         with pytest.raises(DataError, match=r"a.idx: document_indices\[\d+\] is -?\d+, outside 0..20000"):
-            shifted(ends, 5000, 15_000, by)
-        between = shifted(pointers, 5040, 5080, by)  # opening checks none of these entries
+            shifted(ends, 5000, 15_000, shift)
+        between = shifted(pointers, 5040, 5080, shift)  # opening checks none of these entries
         with pytest.raises(
             DataError, match=r"a.idx: pointers\[5050\] is -?\d+, not the position of 2 tokens of uint16"
         ):

@@ -257,12 +257,12 @@ def test_ledger_of_version_1_resumes(files: tuple[str, str, str], monkeypatch: p
                 era["sources"] = [{**share, "weight": share["weight"] / 2} for share in era["sources"] for _ in "ab"]
         return {**saved, "version": 1}
 
-    same, notes = reopened(version_1_ledger(["0.3", a, "0.7", b], 57), ["0.3", a, "0.7", b], 4)
-    assert notes == [] and len(same.eras) == 1
+    unchanged, notes = reopened(version_1_ledger(["0.3", a, "0.7", b], 57), ["0.3", a, "0.7", b], 4)
+    assert notes == [] and len(unchanged.eras) == 1
     monkeypatch.setattr("megalite.data.datasets.blended_dataset.MAX_PERIOD", 20)
     paths = ["123457", a, "1000003", b]
-    same, notes = reopened(version_1_ledger(paths, 20), paths, 4)
-    assert notes == [] and len(same.eras) == 1
+    unchanged, notes = reopened(version_1_ledger(paths, 20), paths, 4)
+    assert notes == [] and len(unchanged.eras) == 1
     reordered, notes = reopened(version_1_ledger(paths, 57), paths, 4)
     assert [note.partition(":")[0] for note in notes] == ["this version mixes the blend in another order"]
     first, rest = reordered.blend.order.samples_per_source(20), reordered.blend.order.samples_per_source(17)

@@ -76,12 +76,12 @@ def test_every_format_reads_from_any_position(tmp_path: Path, monkeypatch, name:
     blocks = texts_from(tmp_path / name)
     assert [text for _, block_texts in blocks for text in block_texts] == texts
     assert len(blocks) > 10
-    done = 0
+    num_read = 0
     for position, block_texts in blocks:
-        done += len(block_texts)
-        assert position.line == done + 1
+        num_read += len(block_texts)
+        assert position.line == num_read + 1
         rest = [text for _, more_texts in texts_from(tmp_path / name, position) for text in more_texts]
-        assert rest == texts[done:]
+        assert rest == texts[num_read:]
 
 
 def test_changed_content_after_an_interruption_is_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def kernels(gpu: str, *names: str, exclude: tuple[str, ...] = ()) -> list[int]:
         exclude: Kernels that are left out if no name is given.
     """
     percentages = RESULTS["kernels"][gpu]
-    values = [value for name in names or percentages.keys() - {*exclude} for value in percentages[name]]
+    values = [percent for name in names or percentages.keys() - {*exclude} for percent in percentages[name]]
     return [round(min(values)), round(max(values))]
 
 

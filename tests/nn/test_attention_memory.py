@@ -49,11 +49,16 @@ def test_attention_saves_no_scores(style: str, monkeypatch: pytest.MonkeyPatch) 
 
     set_kernel_options("auto", "auto")  # an earlier test of this process may have set others
     assert quadratic("") == 0
-    softmax, keep, dropped, hidden = 4, 1, 2, 1  # bytes: fp32, bool, bf16; one causal mask for all heads and samples
+    softmax, keep_mask, dropped, hidden = (
+        4,
+        1,
+        2,
+        1,
+    )  # bytes: fp32, bool, bf16; one causal mask for all heads and samples
     kernel_option.cache_clear()
     monkeypatch.setenv("MEGALITE_ATTENTION", "torch")
     try:
-        assert quadratic("") == b * heads * (softmax + keep + dropped) + hidden
+        assert quadratic("") == b * heads * (softmax + keep_mask + dropped) + hidden
         assert quadratic("--recompute-granularity selective") == 0
     finally:
         kernel_option.cache_clear()

@@ -190,7 +190,7 @@ def test_unreferenced_main_grad_is_freed() -> None:
 
 @pytest.mark.gpu
 def test_head_needs_less_than_a_gib_on_a_gpu() -> None:
-    """With 16 thousand tokens, a vocabulary of 128 thousand and hidden size 4096, logits alone would be 4 GiB."""
+    """Logits alone would be 4 GiB: 16 thousand tokens, a vocabulary of 128 thousand, hidden size 4096."""
     mesh, tokens, vocab, hidden = Mesh.single_process("cuda"), 16384, 128256, 4096
     module = torch.nn.ParameterList([ParamFactory(mesh, torch.bfloat16, seed=1)(ParamSpec("head", (vocab, hidden)))])
     buffer = ParamAndGradBuffer([module], mesh)

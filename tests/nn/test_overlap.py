@@ -68,10 +68,10 @@ def _events(buffered: bool) -> tuple[list[str], list[str], list[str]]:
     names = {(N, D): "dx", **{(rows, D): "dW" for rows in (*ROWS, 18)}, (D, 12): "dW", (N, 12): "dx", (N, 18): "logits"}
 
     x_sBD = torch.randn(S // 2, B, D, requires_grad=True)
-    one, two = linear.column_parallel_linear(x_sBD, list(model)[:2], mesh.tp)
+    first_output, second_output = linear.column_parallel_linear(x_sBD, list(model)[:2], mesh.tp)
     y_sBD = linear.row_parallel_linear(torch.randn(S, B, 12, requires_grad=True), down, mesh.tp)
     backward_events = []
-    for output in (one.sum() + two.sum(), y_sBD.sum()):
+    for output in (first_output.sum() + second_output.sum(), y_sBD.sum()):
         events.clear()
         with Matmuls(events, names):
             output.backward()

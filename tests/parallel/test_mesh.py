@@ -75,7 +75,7 @@ def test_rank_coordinates_equal_the_formulas(shape: tuple[int, dict[str, Any]]) 
 @settings(max_examples=40)
 @given(shapes())
 def test_axis_ranks_differ_only_in_that_axis(shape: tuple[int, dict[str, Any]]) -> None:
-    """In each view, the ranks of an axis have the same coordinates on all others, and are ordered by their own."""
+    """The ranks of an axis have equal coordinates on all other axes of its view, and are ordered by their own."""
     world, sizes = shape
     meshes = list(_meshes(world, sizes))
     for view in (DENSE, EXPERT, WIDE, EXPERT_WIDE, ("pp", "dp_cp", "tp")):
@@ -110,7 +110,7 @@ def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "same"),
+    ("sizes", "shared_groups"),
     [
         (
             dict(tp=2, cp=2, ep=2, etp=2),
@@ -124,10 +124,10 @@ def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, 
     ],
     ids=["experts as tp x cp", "over tp and dp, two instances", "no shards"],
 )
-def test_equal_ranks_share_one_group(sizes: dict[str, Any], same: dict[str, str]) -> None:
+def test_equal_ranks_share_one_group(sizes: dict[str, Any], shared_groups: dict[str, str]) -> None:
     for ranks, sums, names in run_ranks(8, _sums, sizes):
         assert ranks and sums == {name: float(sum(2**r for r in members)) for name, members in ranks.items()}
-        assert {name: names[name] for name in same} == same
+        assert {name: names[name] for name in shared_groups} == shared_groups
         # equal ranks share one group, except the pipeline's messages and its ends, which have their own
         for name in ranks.keys() - {"pp_grad", "tied_embedding"}:
             assert all(
