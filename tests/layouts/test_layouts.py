@@ -1,8 +1,8 @@
 """The specification of parallelism: one table of layouts, and every one trains exactly as one process does.
 
-Per step: loss and gradient norm. At the end: every weight, gathered from the pieces that the ranks own. In float64
-to a relative 1e-10, where no mistake can hide behind rounding; in fp32 to 1e-5 for pp and dp and 1e-4 for tp; bf16
-within BF16 of its own one-process twin.
+The tests compare the loss and the gradient norm of each step and, at the end, every weight, gathered from the pieces
+that the ranks own. The bound is a relative 1e-10 in float64, where no mistake can hide behind rounding, and in fp32 1e-5
+for pp and dp and 1e-4 for tp. bf16 stays within BF16 of its own one-process twin.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Trained:
 
 
 def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], list[tuple]]:
-    """On one rank: train, then the pieces of the weights that this rank owns."""
+    """Train on this rank; return the losses, the gradient norms and the pieces of the weights that it owns."""
     run = run_from(f"{COMMON} {flags}", dtype=None if dtype is None else getattr(torch, dtype))
     results = [train_step(run) for _ in range(STEPS)]
     run.buffer.wait_param_sync()
@@ -61,7 +61,7 @@ def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], lis
 
 def _assemble(parts: list[tuple]) -> Trained:
     weights = whole_of(piece for _, _, pieces in parts for piece in pieces)
-    return Trained(parts[0][0], parts[0][1], {name: whole.numpy() for name, whole in weights.items()})
+    return Trained(parts[0][0], parts[0][1], {name: values.numpy() for name, values in weights.items()})
 
 
 def _both(flags: str) -> list[tuple]:
@@ -69,54 +69,60 @@ def _both(flags: str) -> list[tuple]:
 
 
 def _in_triton(flags: str) -> list[tuple]:
-    """With the Triton kernels, interpreted; on a rank of its own process that has not chosen its kernels yet."""
+    """Train with interpreted Triton kernels, on a rank in a process of its own that has not chosen its kernels yet."""
     os.environ.update(TRITON_INTERPRET="1", MEGALITE_KERNELS="triton")
     assert runs_triton("cpu")
     return _both(flags)
 
 
 @functools.cache
-def trained(world: int, flags: str) -> dict[str | None, list[tuple]]:
-    """What every rank returned, in fp64 and in fp32, from one start of the ranks."""
+def train_ranks(world: int, flags: str) -> dict[str | None, list[tuple]]:
+    """Return the results of every rank, in fp64 and in fp32, from one start of the ranks."""
     ranks = run_ranks(world, _both, flags) if world > 1 else [_both(flags)]
     return {dtype: [rank[i] for rank in ranks] for i, dtype in enumerate(DTYPES)}
 
 
 @functools.cache
-def alone(flags: str, dtype: str | None) -> Trained:
+def train_alone(flags: str, dtype: str | None) -> Trained:
     return _assemble([_parts(flags, dtype)])
 
 
 def _twin(item: Row) -> str:
-    """The flags of the one-process run: the model and what changes the batch or the update, not the layout."""
-    words, kept = item.layout.split(), []
+    """Return the flags of the one-process run: the model and what changes the batch or the update, not the layout."""
+    layout_argv, twin_argv = item.layout.split(), []
     for flag in ("--global-batch-size", "--optimizer"):
-        if flag in words:
-            kept += [flag, words[words.index(flag) + 1]]
-    return f"{item.model} {' '.join(kept)}"
+        if flag in layout_argv:
+            twin_argv += [flag, layout_argv[layout_argv.index(flag) + 1]]
+    return f"{item.model} {' '.join(twin_argv)}"
 
 
-def _far(a: np.ndarray, b: np.ndarray) -> float:
+def _relative_error(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
 
 
 def _compare(item: Row, dtype: str | None, bound: float, weights_bound: float) -> None:
-    words = f"{item.model} {item.layout}"
-    parts = trained(item.world, words)[dtype] if "bf16" not in words else run_ranks(item.world, _parts, words, dtype)
-    _same(item, parts, dtype, bound, weights_bound)
+    run_flags = f"{item.model} {item.layout}"
+    parts = (
+        train_ranks(item.world, run_flags)[dtype]
+        if "bf16" not in run_flags
+        else run_ranks(item.world, _parts, run_flags, dtype)
+    )
+    _assert_equals_twin(item, parts, dtype, bound, weights_bound)
 
 
-def _same(item: Row, parts: list[tuple], dtype: str | None, bound: float, weights_bound: float) -> None:
-    """What the ranks of a layout returned equals the one-process twin."""
-    got, want = _assemble(parts), alone(_twin(item), dtype)
+def _assert_equals_twin(item: Row, parts: list[tuple], dtype: str | None, bound: float, weights_bound: float) -> None:
+    """Assert that the results of the ranks of a layout equal the one-process twin."""
+    actual, expected = _assemble(parts), train_alone(_twin(item), dtype)
     for losses, norms, _ in parts:
-        assert (losses, norms) == (got.losses, got.grad_norms), "ranks disagree"
-    np.testing.assert_allclose(got.losses, want.losses, rtol=bound, err_msg=f"{item.name}: loss")
-    np.testing.assert_allclose(got.grad_norms, want.grad_norms, rtol=bound, err_msg=f"{item.name}: grad norm")
-    assert got.weights.keys() == want.weights.keys()
-    worst = max(want.weights, key=lambda n: _far(got.weights[n], want.weights[n]))
-    assert _far(got.weights[worst], want.weights[worst]) <= weights_bound, f"{item.name}: {worst} differs most"
-    assert want.losses[0] != want.losses[-1]
+        assert (losses, norms) == (actual.losses, actual.grad_norms), "ranks disagree"
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=bound, err_msg=f"{item.name}: loss")
+    np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=bound, err_msg=f"{item.name}: grad norm")
+    assert actual.weights.keys() == expected.weights.keys()
+    worst = max(expected.weights, key=lambda n: _relative_error(actual.weights[n], expected.weights[n]))
+    assert _relative_error(actual.weights[worst], expected.weights[worst]) <= weights_bound, (
+        f"{item.name}: {worst} differs most"
+    )
+    assert expected.losses[0] != expected.losses[-1]
 
 
 @pytest.mark.parametrize("item", rarely(ROWS, COVER, NAME))
@@ -135,39 +141,46 @@ def test_bf16_layout_stays_close_to_one_process(item: Row) -> None:
 
 
 def test_bf16_moments_round_equally_under_every_layout() -> None:
-    """In fp64 only: what is rounded at random magnifies the rounding of fp32."""
+    """This runs in fp64 only, because stochastic rounding magnifies the rounding of fp32."""
     model = LLAMA + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     _compare(Row(8, model, flags("tp2 pp2"), "llama bf16 moments"), "float64", FP64, 1e-9)
-    assert alone(model + " ", "float64").losses[-1] != alone(LLAMA + " ", "float64").losses[-1]
+    assert train_alone(model + " ", "float64").losses[-1] != train_alone(LLAMA + " ", "float64").losses[-1]
 
 
 @pytest.mark.parametrize("item", table("offloaded"), ids=NAME)
 def test_optimizer_offload_changes_no_bit(item: Row) -> None:
-    words = f"{item.model} {item.layout} --ddp-bucket-size 500"
-    places = [place for place in map(flags, TABLES["places"].values()) if PARAMETERS not in place or ZERO3 in words]
-    kept, *others = (_bits(run_ranks(item.world, _parts, f"{words} {more}", None)) for more in ("", *places))
-    assert others == [kept] * len(places)
+    run_flags = f"{item.model} {item.layout} --ddp-bucket-size 500"
+    placements = [
+        placement
+        for placement in map(flags, TABLES["places"].values())
+        if PARAMETERS not in placement or ZERO3 in run_flags
+    ]
+    resident, *offloaded = (
+        _bits(run_ranks(item.world, _parts, f"{run_flags} {offload_flags}", None))
+        for offload_flags in ("", *placements)
+    )
+    assert offloaded == [resident] * len(placements)
 
 
 def _bits(ranks: list[tuple]) -> list[tuple[str, list[bytes]]]:
-    """NaN is equal to itself."""
+    """Return the results as bits, in which NaN is equal to itself."""
     return [(f"{losses} {norms}", [data.numpy().tobytes() for *_, data in pieces]) for losses, norms, pieces in ranks]
 
 
 def test_split_backward_with_a_scaled_loss() -> None:
-    """In fp64 only: weights that are fp16 differ by their rounding."""
+    """This runs in fp64 only, because fp16 weights differ by their rounding."""
     item = Row(2, GPT, flags("SPLIT --fp16 --initial-loss-scale 1024 pp2"), "gpt split pp2, scaled loss")
     _compare(item, "float64", FP64, 1e-9)
 
 
-WHOLE = [
+FULL_TENSOR = [
     replace(item, name=f"{name} {item.name}", model=f"{item.model} {rule}")
     for name, rule in TABLES["rules"].items()
     for item in table("whole")
 ]
 
 
-WHOLE_OFTEN = {  # matrices that ranks cut, that some ranks have copies of, and that no rank holds
+OFTEN_FULL_TENSOR = {  # matrices that ranks cut, that some ranks have copies of, and that no rank holds
     "muon tp2 dp2, a matrix cut by both",
     "muon tp4 groups 2 replicated",
     "muon ZeRO-3 hybrid 2x2 once more",
@@ -177,18 +190,21 @@ WHOLE_OFTEN = {  # matrices that ranks cut, that some ranks have copies of, and 
 
 
 @pytest.mark.parametrize(
-    "item", rarely(WHOLE, [row for row in WHOLE if row.name in WHOLE_OFTEN], NAME, guards=("megalite/optim",))
+    "item",
+    rarely(
+        FULL_TENSOR, [row for row in FULL_TENSOR if row.name in OFTEN_FULL_TENSOR], NAME, guards=("megalite/optim",)
+    ),
 )
 def test_full_tensor_optimizers_equal_one_process(item: Row) -> None:
-    """In fp64 only: Newton-Schulz magnifies the rounding of small singular values."""
+    """This runs in fp64 only, because Newton-Schulz magnifies the rounding of small singular values."""
     ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
-    _same(item, ranks, "float64", FP64, 1e-9)
+    _assert_equals_twin(item, ranks, "float64", FP64, 1e-9)
 
 
 @pytest.mark.parametrize("item", rarely(EXCHANGED, OFTEN, NAME, guards=("megalite/nn", "megalite/kernels")))
 def test_context_parallel_equals_one_process(item: Row) -> None:
     ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
-    _same(item, ranks, "float64", FP64, 1e-9)
+    _assert_equals_twin(item, ranks, "float64", FP64, 1e-9)
 
 
 INTERPRETED, MOVED = table("interpreted"), table("moved")
@@ -201,23 +217,30 @@ def test_triton_kernels_train_like_torch(item: Row) -> None:
     ranks = run_ranks(item.world, _in_triton, f"{item.model} {item.layout}", timeout=110)
     for i, dtype in enumerate(DTYPES):
         bounds = (1e-10, 1e-9) if dtype == "float64" else (1e-4, 1e-4)
-        _same(item, [rank[i] for rank in ranks], dtype, *bounds)
+        _assert_equals_twin(item, [rank[i] for rank in ranks], dtype, *bounds)
 
 
 @pytest.mark.parametrize("item", rarely(MOVED, MOVED[:4], NAME, guards=("megalite/nn/activation_offload.py",)))
 def test_activation_offload_changes_no_bit(item: Row) -> None:
-    words, more = f"{item.model} {item.layout}", "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1"
-    kept, moved = (_bits(run_ranks(item.world, _parts, f"{words} {some}", None)) for some in ("", more))
-    assert moved == kept
+    run_flags, offload_flags = (
+        f"{item.model} {item.layout}",
+        "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1",
+    )
+    resident, offloaded = (
+        _bits(run_ranks(item.world, _parts, f"{run_flags} {extra_flags}", None)) for extra_flags in ("", offload_flags)
+    )
+    assert offloaded == resident
 
 
 def test_document_boundaries_change_the_result() -> None:
-    """The rows with documents say nothing unless there are some."""
-    assert alone(GPT + BORDERS + " ", "float64").losses[0] != alone(GPT + " ", "float64").losses[0]
-    only = [alone(GPT + f" --{flag} ", "float64").losses[0] for flag in BORDERS.replace("--", "").split()]
-    assert len({*only, alone(GPT + " ", "float64").losses[0]}) == 4
+    """The rows with documents prove nothing unless the data has document boundaries."""
+    assert train_alone(GPT + BORDERS + " ", "float64").losses[0] != train_alone(GPT + " ", "float64").losses[0]
+    single_flag_losses = [
+        train_alone(GPT + f" --{flag} ", "float64").losses[0] for flag in BORDERS.replace("--", "").split()
+    ]
+    assert len({*single_flag_losses, train_alone(GPT + " ", "float64").losses[0]}) == 4
 
 
 def test_z_loss_changes_weights_but_not_the_reported_loss() -> None:
-    with_it, without = alone(f"{LLAMA} {ZLOSS}", "float64"), alone(LLAMA + " ", "float64")
-    assert with_it.losses[0] == without.losses[0] and with_it.losses[1] != without.losses[1]
+    with_z_loss, without_z_loss = train_alone(f"{LLAMA} {ZLOSS}", "float64"), train_alone(LLAMA + " ", "float64")
+    assert with_z_loss.losses[0] == without_z_loss.losses[0] and with_z_loss.losses[1] != without_z_loss.losses[1]

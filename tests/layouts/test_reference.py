@@ -1,6 +1,8 @@
-"""A run against the definition: loss, gradient norm and learning rate of every step, and at the end every weight, equal
-those of a plain torch model with torch's own optimizers (tests/support/reference_model.py), in fp64 to a relative 1e-10. Each
-row names an option twice, as a flag and as a fact; `OTHERWISE` shows that the definition without it gives other losses.
+"""A run compared with a reference model in plain torch, in fp64 to a relative 1e-10.
+
+Loss, gradient norm and learning rate of every step, and every weight at the end, equal those of the reference with
+torch's own optimizers (tests/support/reference_model.py). Each row names an option twice, as a flag and as a fact;
+`CHANGED_FACTS` shows that the reference without the fact gives other losses.
 """
 
 import functools
@@ -48,7 +50,7 @@ PLAIN = Training(rates=(LR,) * STEPS, eps=1e-3)
 
 @dataclass(frozen=True)
 class Row:
-    """One run: its flags, and the same said to the definition."""
+    """The flags of one run, and the same options for the reference."""
 
     name: str
     flags: str
@@ -71,13 +73,13 @@ def yarn(name: str, flags: str, **facts: Any) -> Row:
 
 
 def update(name: str, flags: str, rate: Callable[[int], float] = lambda step: LR, **facts: Any) -> Row:
-    """A row about the update; `rate` is that after `step` steps, 0 .. STEPS - 1."""
+    """Return a row about the update; `rate` is the learning rate after `step` steps, 0 .. STEPS - 1."""
     rates = tuple(map(rate, range(STEPS)))
     return Row(name, flags, GPT, replace(PLAIN, rates=rates, **facts))
 
 
 def wsd(style: str, height: Callable[[float], float]) -> Row:
-    """One step of warm-up, at rate 0, one at the peak, and the first two of three steps of decay."""
+    """Return a row with one step of warm-up at rate 0, one at the peak, and the first two of three steps of decay."""
     flags = f"""--lr-decay-style WSD --lr-wsd-decay-style {style} --lr-wsd-decay-iters 3 --lr-decay-iters 4
      --lr-warmup-iters 1 --min-lr 1e-3"""
     return update(f"WSD {style}", flags, lambda step: LR * step if step <= 1 else 1e-3 + 9e-3 * height((step - 1) / 3))
@@ -186,7 +188,7 @@ BY_NAME = {row.name: row for row in ROWS}
 
 @dataclass
 class Outcome:
-    """What the run did, and what it began with."""
+    """The results of a run, and its initial weights and batches."""
 
     initial: Weights
     batches: list[Tensor]
@@ -200,12 +202,12 @@ def build(flags: str) -> Run:
 
 
 def weights_of(run: Run) -> Weights:
-    """Views of all weights, with the rows that pad the vocabulary."""
+    """Return views of all weights, with the rows that pad the vocabulary."""
     return {spec.name: parameter.data for stage in run.pipeline.stages for spec, parameter in params_with_specs(stage)}
 
 
 def perturb_(weights: Weights) -> None:
-    """Norms and biases begin as constants, which hide much: a scale of 1 may be missing, a bias of 0 misplaced."""
+    """Change norms and biases, whose initial constants hide errors: a missing scale of 1, a misplaced bias of 0."""
     generator = torch.Generator().manual_seed(1)
     for name, value in sorted(weights.items()):
         if not is_matrix(name):
@@ -213,7 +215,7 @@ def perturb_(weights: Weights) -> None:
 
 
 @functools.cache
-def ran(flags: str) -> Outcome:
+def train_run(flags: str) -> Outcome:
     run = build(flags)
     perturb_(weights_of(run))
     initial = {name: value.clone() for name, value in weights_of(run).items()}
@@ -228,38 +230,45 @@ SITES = {"embedding": 0, "attention": 1, "after_attention": 2, "after_mlp": 3}
 
 
 def drop(step: int, dropout: tuple[float, float], site: str, layer: int, x: Tensor) -> Tensor:
-    """Dropout of step 1 .. STEPS. Like the initial weights, which elements to drop is the run's own choice: a hash of
-    seed, step, layer, site, number of the sample and place (kernels/dropout.py)."""
+    """Apply the dropout of step 1 .. STEPS.
+
+    The run itself chooses the elements to drop, like the initial weights, by a hash of seed, step, layer, site, number
+    of the sample and position (kernels/dropout.py).
+    """
     p = dropout[site == "attention"]
     if p == 0:
         return x
-    places = [torch.arange(size) for size in x.shape]
-    places[0] += (step - 1) * BATCH
-    axes = [place.view(-1, *[1] * (x.dim() - 1 - i)) for i, place in enumerate(places)]
+    positions = [torch.arange(size) for size in x.shape]
+    positions[0] += (step - 1) * BATCH
+    axes = [position.view(-1, *[1] * (x.dim() - 1 - i)) for i, position in enumerate(positions)]
     return x * keep_mask(fold_in(SEED, step, layer, SITES[site]), p, *axes) / (1 - p)
 
 
 @functools.cache
-def defined(row: Row) -> Trained:
-    outcome = ran(row.flags)
+def train_reference(row: Row) -> Trained:
+    outcome = train_run(row.flags)
     drops = [functools.partial(drop, step, row.dropout) for step in range(1, STEPS + 1)]
     return reference.train(outcome.initial, outcome.batches, row.model, row.training, row.documents, drops)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_run_equals_the_reference_model(row: Row) -> None:
-    got, want = ran(row.flags), defined(row)
-    assert {name: tuple(w.shape) for name, w in got.initial.items()} == reference.shapes(row.model)
-    np.testing.assert_allclose(got.trained.losses, want.losses, rtol=1e-10)
-    np.testing.assert_allclose(got.trained.grad_norms, want.grad_norms, rtol=1e-10)
-    np.testing.assert_allclose(got.logged[:-1], row.training.rates[1:], rtol=1e-12)  # the log tells the next one
-    far = {n: float((got.trained.weights[n] - w).abs().max() / w.abs().max()) for n, w in want.weights.items()}
-    worst = max(far, key=far.__getitem__)
-    assert far[worst] <= 1e-9, f"{worst} differs by {far[worst]:.1e}"
+    actual, expected = train_run(row.flags), train_reference(row)
+    assert {name: tuple(w.shape) for name, w in actual.initial.items()} == reference.shapes(row.model)
+    np.testing.assert_allclose(actual.trained.losses, expected.losses, rtol=1e-10)
+    np.testing.assert_allclose(actual.trained.grad_norms, expected.grad_norms, rtol=1e-10)
+    np.testing.assert_allclose(
+        actual.logged[:-1], row.training.rates[1:], rtol=1e-12
+    )  # the log has the rate of the next step
+    errors = {
+        n: float((actual.trained.weights[n] - w).abs().max() / w.abs().max()) for n, w in expected.weights.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    assert errors[worst] <= 1e-9, f"{worst} differs by {errors[worst]:.1e}"
 
 
-# (row, fact, another value): a fact that a row is there for must change what the definition gives
-OTHERWISE: list[tuple[str, str, Any]] = [
+# (row, fact, another value): a fact that a row tests must change the losses of the reference
+CHANGED_FACTS: list[tuple[str, str, Any]] = [
     *[("gpt", "model.eps", 1e-6), ("gpt", "model.activation", "squared_relu"), ("gpt", "model.bias", "qkv")],
     *[("gpt", "model.bias", "none"), ("gpt", "model.learned_positions", False), ("gpt", "model.vocab_size", 24)],
     ("llama", "model.rotary", None),
@@ -308,35 +317,35 @@ OTHERWISE: list[tuple[str, str, Any]] = [
 ]
 
 
-def otherwise(of: Any, fact: str, value: Any) -> Any:
-    """A row, or a part of it, with another value at a path like model.rotary.base."""
+def with_fact(row_part: Any, fact: str, value: Any) -> Any:
+    """Return a row, or a part of it, with another value at a path like model.rotary.base."""
     name, _, rest = fact.partition(".")
-    return replace(of, **{name: otherwise(getattr(of, name), rest, value) if rest else value})
+    return replace(row_part, **{name: with_fact(getattr(row_part, name), rest, value) if rest else value})
 
 
-@pytest.mark.parametrize("name,fact,value", OTHERWISE, ids=str)
+@pytest.mark.parametrize("name,fact,value", CHANGED_FACTS, ids=str)
 def test_every_reference_fact_changes_the_losses(name: str, fact: str, value: Any) -> None:
     row = BY_NAME[name]
-    was, now = defined(row).losses, defined(otherwise(row, fact, value)).losses
-    assert max(abs(a - b) / a for a, b in zip(was, now, strict=True)) > 1e-6
+    losses, changed_losses = train_reference(row).losses, train_reference(with_fact(row, fact, value)).losses
+    assert max(abs(a - b) / a for a, b in zip(losses, changed_losses, strict=True)) > 1e-6
 
 
 def test_reference_rows_cover_their_options() -> None:
-    """Clipping bites in some steps and leaves others; tokens that count differ from micro-batch to micro-batch."""
-    norms = np.array(ran(BY_NAME["clip"].flags).trained.grad_norms)
+    """Some steps are clipped and others are not; the number of tokens in the loss differs between micro-batches."""
+    norms = np.array(train_run(BY_NAME["clip"].flags).trained.grad_norms)
     assert (norms > 1.9).any() and (norms < 1.9).any()
-    ends = [[int((half[:, :-1] == EOD).sum()) for half in tokens.split(2)] for tokens in ran("").batches]
+    ends = [[int((half[:, :-1] == EOD).sum()) for half in tokens.split(2)] for tokens in train_run("").batches]
     assert any(a != b for a, b in ends) and max(map(max, ends)) >= 4
 
 
 @pytest.mark.parametrize("factor", [None, 8.0])
 def test_rotary_tables_have_the_angle_of_each_position(factor: float | None) -> None:
-    """Attention sees only differences of angles, so a run cannot tell where they begin."""
+    """Attention uses only differences of angles, so a run does not show where they start."""
     x_SBHK = torch.randn(9, 2, 3, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     tables = rope_tables(9, 8, 500000.0, None if factor is None else RopeScaling(factor=factor), dtype=torch.float64)
     rotary = Rotary(500000.0, 0.8, factor)
-    want = reference.rotate(x_SBHK.transpose(0, 1), torch.arange(9).expand(2, 9), rotary).transpose(0, 1)
-    torch.testing.assert_close(apply_rope(x_SBHK, *tables), want, rtol=1e-12, atol=1e-12)
+    expected = reference.rotate(x_SBHK.transpose(0, 1), torch.arange(9).expand(2, 9), rotary).transpose(0, 1)
+    torch.testing.assert_close(apply_rope(x_SBHK, *tables), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "documents gpt"])
@@ -345,8 +354,8 @@ def test_evaluation_has_no_dropout(name: str) -> None:
     run = build(f"{row.flags} --hidden-dropout 0.3 --attention-dropout 0.3")
     loss = evaluate(run, run.train_loader, 1)
     tokens = torch.from_numpy(run.train_loader.batches.dataset.samples(np.arange(BATCH)))
-    want = reference.loss_of(weights_of(run), tokens, row.model, row.documents)
-    assert loss == pytest.approx(want.item(), rel=1e-10)
+    expected = reference.loss_of(weights_of(run), tokens, row.model, row.documents)
+    assert loss == pytest.approx(expected.item(), rel=1e-10)
 
 
 STD = 0.05
@@ -356,13 +365,13 @@ WIDE = f"""--num-layers 3 --hidden-size 128 --num-attention-heads 4 --vocab-size
 
 @pytest.mark.parametrize("style", ["", f"{QWEN_FLAGS} --add-qkv-bias", "--apply-layernorm-1p --qk-layernorm"])
 def test_initial_weights_distribution(style: str) -> None:
-    """N(0, std^2); what ends a residual branch: std / sqrt(2 layers) (GPT-2); norms 1 and biases 0."""
+    """Weights are N(0, std^2), with std / sqrt(2 layers) at the end of a residual branch (GPT-2); norms 1, biases 0."""
     run = build(f"{WIDE} {style}")
     rows = []
     for name, weight in weights_of(run).items():
         if not is_matrix(name):
-            one = name.endswith("norm.weight") and "1p" not in style
-            assert (weight == (1.0 if one else 0.0)).all(), name
+            is_scale = name.endswith("norm.weight") and "1p" not in style
+            assert (weight == (1.0 if is_scale else 0.0)).all(), name
             continue
         std = STD / math.sqrt(2 * 3) if name.endswith(("attention.out", "mlp.down")) else STD
         n = weight.numel()
@@ -371,6 +380,6 @@ def test_initial_weights_distribution(style: str) -> None:
         beyond = (weight.abs() > 2 * std).double().mean()
         assert abs(beyond - 0.0455) < 5 * math.sqrt(0.0455 / n), name
         rows.append((weight.T if name.endswith("mlp.down") else weight).reshape(-1, 128) / std)
-    drawn = torch.cat(rows)  # no two rows alike: every tensor and every block of one is drawn by itself
+    drawn = torch.cat(rows)  # no two rows are similar: every tensor and every block of a tensor is drawn separately
     nearest = (torch.nn.functional.normalize(drawn) @ torch.nn.functional.normalize(drawn).T).fill_diagonal_(0)
     assert nearest.abs().max() < 0.75

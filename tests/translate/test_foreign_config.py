@@ -1,4 +1,4 @@
-"""A configuration of others costs little, whatever is in it: a file that is too large, deep or not there is one error."""
+"""Reading another trainer's configuration is cheap: a file that is too large, too deep or missing is one error."""
 
 import json
 import os
@@ -64,15 +64,15 @@ def problem_of(path: str | Path) -> str:
 @pytest.mark.parametrize("name", COSTLY)
 def test_expensive_files_are_one_error(name: str, tmp_path: Path) -> None:
     """Without limits these take minutes, or do not end; the slowest takes a second."""
-    text, said = COSTLY[name]
+    text, message = COSTLY[name]
     (tmp_path / name).write_text(text)
-    assert said in problem_of(tmp_path / name)
+    assert message in problem_of(tmp_path / name)
 
 
 def test_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path, said in [("pipe", "a pipe, a device"), (".", "Is a directory"), ("nothing", "No such file")]:
-        assert said in problem_of(tmp_path / path)
+    for path, message in [("pipe", "a pipe, a device"), (".", "Is a directory"), ("nothing", "No such file")]:
+        assert message in problem_of(tmp_path / path)
     assert "a pipe, a device" in problem_of("/dev/zero")
 
 
@@ -100,7 +100,7 @@ TREES = st.recursive(
 @given(tree=TREES)
 def test_random_yaml_round_trips_or_is_one_error(tree: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     text = yaml.safe_dump(tree)
-    read_or_refused(text, "x.yaml", yaml.safe_load, tmp_path_factory)
+    assert_read_or_refused(text, "x.yaml", yaml.safe_load, tmp_path_factory)
 
 
 @settings(deadline=None, max_examples=200)
@@ -109,21 +109,21 @@ def test_random_yaml_round_trips_or_is_one_error(tree: Any, tmp_path_factory: py
     ending=st.sampled_from(["yaml", "toml", "json"]),
 )
 def test_random_text_is_read_or_one_error(text: str, ending: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    read_or_refused(text, f"x.{ending}", None, tmp_path_factory)
+    assert_read_or_refused(text, f"x.{ending}", None, tmp_path_factory)
 
 
-def read_or_refused(
+def assert_read_or_refused(
     text: str, name: str, reader: Callable[[str], Any] | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / name
     path.write_text(text, encoding="utf-8", newline="")
     try:
-        read = read_mapping(str(path))
+        mapping = read_mapping(str(path))
     except ConfigError as error:
         (problem,) = error.problems
         assert len(problem.splitlines()) == 1
     else:
-        assert isinstance(read, dict) and (reader is None or repr(read) == repr(reader(text)))
+        assert isinstance(mapping, dict) and (reader is None or repr(mapping) == repr(reader(text)))
 
 
 def test_extra_named_in_an_error_has_the_package() -> None:

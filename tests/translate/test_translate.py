@@ -27,7 +27,7 @@ from tools.translate import main
 
 HERE = Path(__file__).parent
 PAGE = documents.ROOT / "docs/from_other_trainers.md"
-SECTIONS = {  # of the page -> the tables that their keys are of
+SECTIONS = {  # a section of the page -> the tables that its keys are in
     "DeepSpeed": "deepspeed",
     "Accelerate and FSDP": "accelerate",
     "torchtitan": "torchtitan",
@@ -42,7 +42,7 @@ REST = {
     "micro_batch_size": 2,
     "lr": 0.01,
 }
-REST |= {"train_iters": 4}  # what a file lacks
+REST |= {"train_iters": 4}  # options that a file may lack
 CASES: dict[str, dict[str, Any]] = tomllib.loads((HERE / "cases.toml").read_text("utf-8"))
 
 
@@ -51,15 +51,15 @@ def test_translated_file_plans_a_run(name: str, tmp_path: Path, capsys, monkeypa
     case, ranks = CASES[name], CASES[name]["ranks"]
     assert main([str(HERE / name), "--gpus", str(ranks)]) == case["code"]
     text = capsys.readouterr().out
-    read = tomllib.loads(text)
-    values = {"preset": read.pop("preset", None)} | {
-        key: value for part in read.values() for key, value in part.items()
+    tables = tomllib.loads(text)
+    values = {"preset": tables.pop("preset", None)} | {
+        key: value for table in tables.values() for key, value in table.items()
     }
-    assert case["sets"].items() <= values.items() and case["said"] in text
+    assert case["sets"].items() <= values.items() and case["comment"] in text
     missing = set(re.findall(r"^#   (\w+)(?:=0)? is not set", text, re.MULTILINE))
-    words = [f"--{key.replace('_', '-')}={value}" for key, value in REST.items() if key in missing]
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in REST.items() if key in missing]
     (tmp_path / "run.toml").write_text(text)
-    config = config_from(["--config", str(tmp_path / "run.toml"), *words, "--mock-data", "--vocab-size=128"])
+    config = config_from(["--config", str(tmp_path / "run.toml"), *flags, "--mock-data", "--vocab-size=128"])
     data = replace(config.data, tokenizer_type=None, tokenizer_model=None, vocab_file=None, merge_file=None)
     monkeypatch.chdir(tmp_path)
     plan = replace(config, data=data, train=replace(config.train, dry_run=True))
@@ -70,9 +70,9 @@ def test_translated_file_plans_a_run(name: str, tmp_path: Path, capsys, monkeypa
 
 def example_of_page() -> dict[str, str]:
     (_, source), (_, typed), (_, target) = documents.fences(PAGE)
-    translate_words, train_words = (command.words for command in documents.commands_of(typed, PAGE.name))
-    _, _, file, *flags = translate_words
-    return dict(file=file, flags=" ".join(flags), train=" ".join(train_words[2:]), text=source, writes=target)
+    translate_argv, train_argv = (command.words for command in documents.commands_of(typed, PAGE.name))
+    _, _, file, *flags = translate_argv
+    return dict(file=file, flags=" ".join(flags), train=" ".join(train_argv[2:]), text=source, writes=target)
 
 
 EXAMPLES: dict[str, dict[str, str]] = tomllib.loads((HERE / "examples.toml").read_text("utf-8"))
@@ -84,9 +84,9 @@ def test_translated_example_equals_the_documented_file(name: str, tmp_path: Path
     monkeypatch.chdir(tmp_path)
     Path(example["file"]).write_text(example["text"])
     assert main([example["file"], *example["flags"].split()]) == 0
-    text, shown = capsys.readouterr().out, tomllib.loads(example["writes"])
+    text, expected = capsys.readouterr().out, tomllib.loads(example["writes"])
     written = tomllib.loads(text)
-    assert {section: written[section] for section in shown} == shown
+    assert {section: written[section] for section in expected} == expected
     Path("run.toml").write_text(text)
     config = config_from(example["train"].split())
     assert pretrain(config, RankInfo(world_size=config.parallel.nproc, local_world_size=8)) == 0
@@ -101,14 +101,17 @@ def test_every_documented_key_has_a_row(title: str) -> None:
     table = "".join(path.read_text("utf-8") for path in tables)
     flags = {flag[2:].replace("-", "_") for flag in known_flags()}
     others = flags | {"model", "train", "ds_report", "deepspeed"}
-    others |= {"json", "toml", "yaml"}  # heads of the tables
+    others |= {"json", "toml", "yaml"}  # column titles of the tables
     assert len(keys) > 5 and [key for key in sorted(keys - others) if not re.search(rf"\b{key}\b", table)] == []
 
 
 def test_every_external_key_has_a_row() -> None:
     listed = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
     keys = [
-        (name, SourceKey(k, at, k, "x")) for name, of in listed.items() for at, ks in of.items() for k in ks.split()
+        (name, SourceKey(key_name, section, key_name, "x"))
+        for name, sections in listed.items()
+        for section, names in sections.items()
+        for key_name in names.split()
     ]
     assert len(keys) > 1400 and [key for name, key in keys if SourceConfig(name, {}).row(key) is None] == []
     assert SourceConfig("deepspeed", {}).row(SourceKey("staeg", "zero_optimization", "staeg", 2)) is None
@@ -116,9 +119,9 @@ def test_every_external_key_has_a_row() -> None:
 
 def test_rows_name_existing_options() -> None:
     flags = {flag for f in FIELDS.values() for flag, _ in flags_of(f)} | known_flags().keys() | {"--preset"}
-    sections = [of for name in FORMATS for at, of in load_format(name).items() if at not in TABLES]
-    rows = [row for of in sections for row in of.values()]
-    for row in [text for one in rows for text in (one.values() if isinstance(one, dict) else [one])]:
+    sections = [section for name in FORMATS for key, section in load_format(name).items() if key not in TABLES]
+    rows = [row for section in sections for row in section.values()]
+    for row in [text for entry in rows for text in (entry.values() if isinstance(entry, dict) else [entry])]:
         assert re.fullmatch(r"[+>~] .+|[=!]\S* .+", row), row
         assert {*re.findall(r"(?<![\w-])--[a-z][\w-]*", row)} <= flags, row
         for option, equals, value in (word.partition("=") for word in row[2:].split() * (row[0] == "+")):
@@ -129,56 +132,64 @@ LISTED: dict[str, dict[str, str]] = tomllib.loads((HERE / "keys.toml").read_text
 
 
 def rows_of(name: str) -> set[tuple[str, str]]:
-    """(section, key) of each row of a table, and of each key that is answered as Megatron-LM's flag."""
+    """Return (section, key) of each row of a table, and of each key that is translated as a Megatron-LM flag."""
     table = load_format(name)
-    rows = {(at, key) for at, rows in table.items() if at not in TABLES for key in rows}
-    return rows | {(at, key) for at, keys in LISTED.get(name, {}).items() for key in keys.split()}
+    rows = {(section, key) for section, rows in table.items() if section not in TABLES for key in rows}
+    return rows | {(section, key) for section, keys in LISTED.get(name, {}).items() for key in keys.split()}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_always_true_verdicts_need_no_flag(name: str) -> None:
-    """Whatever value a key has: that a flag would set it means that it is not set."""
+    """For any value of a key, a verdict that names a flag to set is not "built in"."""
     file = SourceConfig(name, {})
-    for at, key in sorted(rows_of(name)):
-        row = file.table.get(at, {}).get(key, {})
+    for section, key in sorted(rows_of(name)):
+        row = file.table.get(section, {}).get(key, {})
         values = [True, "on", 7] + [value for value in (row if isinstance(row, dict) else {}) if value != "*"]
         for value in values:
-            verdict = translate_key(file, SourceKey(f"{at}.{key}", at, key, value), Translation(name, ValueStore()), [])
+            verdict = translate_key(
+                file, SourceKey(f"{section}.{key}", section, key, value), Translation(name, ValueStore()), []
+            )
             names_a_flag = re.search(r"(?<![\w-])--[a-z]", verdict.text)
-            assert verdict.kind != BUILT_IN or not names_a_flag, (name, at, key, value, verdict.text)
+            assert verdict.kind != BUILT_IN or not names_a_flag, (name, section, key, value, verdict.text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_unlisted_value_is_never_ignored(name: str) -> None:
-    """Neither one that is filled in later, nor another spelling of true."""
+    """This holds for a value that is filled in later and for another spelling of true."""
     file = SourceConfig(name, {})
     tables = [
-        (at, key, row) for at, key in sorted(rows_of(name)) if isinstance(row := file.table.get(at, {}).get(key), dict)
+        (section, key, row)
+        for section, key in sorted(rows_of(name))
+        if isinstance(row := file.table.get(section, {}).get(key), dict)
     ]
     assert len(tables) > 10
-    for at, key, row in tables:
-        asks = any(one[0] != "=" for one in row.values())
-        for value in [one for one in ("auto", "???", "${x.y}", "maybe") if one not in row] if asks else []:
-            verdict = translate_key(file, SourceKey(f"{at}.{key}", at, key, value), Translation(name, ValueStore()), [])
+    for section, key, row in tables:
+        has_effect = any(item[0] != "=" for item in row.values())
+        for value in [item for item in ("auto", "???", "${x.y}", "maybe") if item not in row] if has_effect else []:
+            verdict = translate_key(
+                file, SourceKey(f"{section}.{key}", section, key, value), Translation(name, ValueStore()), []
+            )
             assert verdict.kind == NO_EQUIVALENT or (value == "maybe" and verdict.text != NOOP_VERDICT[2:]), (
-                at,
+                section,
                 key,
                 value,
                 verdict,
             )
-        for value in [one for one in (1, "yes", "ON") if str(one).lower() not in row] if "true" in row else []:
+        for value in [item for item in (1, "yes", "ON") if str(item).lower() not in row] if "true" in row else []:
             as_true, as_is = (
-                translate_key(file, SourceKey(f"{at}.{key}", at, key, one), Translation(name, ValueStore()), [])
-                for one in (True, value)
+                translate_key(
+                    file, SourceKey(f"{section}.{key}", section, key, item), Translation(name, ValueStore()), []
+                )
+                for item in (True, value)
             )
             assert (as_is.kind, as_is.text, as_is.values) == (as_true.kind, as_true.text, as_true.values), (
-                at,
+                section,
                 key,
                 value,
             )
 
 
-ASKED: dict[str, tuple[dict[str, Any], str]] = {
+VERDICTS: dict[str, tuple[dict[str, Any], str]] = {
     "bf16 by a number": ({"train_batch_size": 8, "bf16": {"enabled": 1}}, "bf16 = true"),
     "shared experts by a number": (
         {"model": {"model_config": {"moe_config": {"enable_shared_expert": 1, "num_experts": 4}}}},
@@ -302,12 +313,12 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", VERDICTS)
 def test_translation_verdict(name: str, tmp_path: Path) -> None:
-    tree, said = ASKED[name]
+    tree, message = VERDICTS[name]
     (tmp_path / "x.json").write_text(json.dumps(tree))
     text, _ = translate(str(tmp_path / "x.json"), None if "num_processes" in tree else 8, PRESETS)
-    assert said in text, text
+    assert message in text, text
     tomllib.loads(text)
 
 
@@ -323,13 +334,13 @@ def test_keys_with_equal_messages_are_one_line(tmp_path: Path) -> None:
 FAULTS: list[dict[str, Any]] = tomllib.loads((HERE / "wrong.toml").read_text("utf-8"))["faults"]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=itemgetter("said"))
+@pytest.mark.parametrize("fault", FAULTS, ids=itemgetter("message"))
 def test_contradictory_keys_are_one_error(fault: dict[str, Any], tmp_path: Path) -> None:
     keys = json.loads((HERE / "zero2.json").read_text("utf-8")) | fault.get("keys", {})
     (tmp_path / "ds").write_text(fault.get("text", json.dumps(keys)))
     with pytest.raises(ConfigError) as error:
         translate(str(tmp_path / "ds"), fault["gpus"] or None, PRESETS)
-    assert len(error.value.problems) == 1 and fault["said"] in error.value.problems[0]
+    assert len(error.value.problems) == 1 and fault["message"] in error.value.problems[0]
 
 
 def test_misspelled_and_secret_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +348,12 @@ def test_misspelled_and_secret_values(tmp_path: Path, monkeypatch: pytest.Monkey
     keys = {"train_batch_size": 8, "zero_optimization": {"staeg": 2}, "bf16": {"enabled": True}, "a\n[model]\nlr": 1}
     keys |= {"comet": {"enabled": True, "api_key": "TOP"}, "gradient_clipping": "much", "steps_per_print": "${x}"}
     file.write_text(json.dumps(keys))
-    text, whole = translate(str(file), 8, PRESETS)
-    assert not whole and "zero_optimization.staeg = 2: unknown here; did you mean stage?" in text and "TOP" not in text
+    text, is_complete = translate(str(file), 8, PRESETS)
+    assert (
+        not is_complete
+        and "zero_optimization.staeg = 2: unknown here; did you mean stage?" in text
+        and "TOP" not in text
+    )
     assert tomllib.loads(text)["train"] == {"micro_batch_size": 1, "global_batch_size": 8}
     assert "lr" not in tomllib.loads(text)["optim"], "a key is data, whatever is in its name"
     assert 'gradient_clipping = "much": "much" is not a number; write one' in text

@@ -19,10 +19,10 @@ from megalite.models.families import PRESETS
 
 HERE = Path(__file__).parent
 LISTED: dict[str, dict[str, str]] = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
-PLACES = {
+KEYS = {
     name: sorted(
-        {(at, key) for at, rows in load_format(name).items() if at not in TABLES for key in rows if key != "*"}
-        | {(at, key) for at, keys in LISTED.get(name, {}).items() for key in keys.split()}
+        {(part, key) for part, rows in load_format(name).items() if part not in TABLES for key in rows if key != "*"}
+        | {(part, key) for part, keys in LISTED.get(name, {}).items() for key in keys.split()}
         | {tuple(old.rpartition(".")[::2]) for old in load_format(name)["renamed"]}
     )
     for name in FORMATS
@@ -99,13 +99,13 @@ NAMES = st.sampled_from(
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
-    """Values that rows of the trainer list, too."""
-    rows = [row for at, rows in load_format(name).items() if at not in TABLES for row in rows.values()]
+    """Return a strategy of values, including those that rows of the trainer list."""
+    rows = [row for section, rows in load_format(name).items() if section not in TABLES for row in rows.values()]
     listed = {value for row in rows if isinstance(row, dict) for value in row}
     return VALUES | st.sampled_from(sorted(listed))
 
 
-def placed(tree: dict[str, Any], section: str, key: str, value: Any) -> None:
+def set_key(tree: dict[str, Any], section: str, key: str, value: Any) -> None:
     for part in section.split(".") if section not in ("top", "") else []:
         inner = tree.get(part)
         if not isinstance(inner, dict):
@@ -117,10 +117,10 @@ def placed(tree: dict[str, Any], section: str, key: str, value: Any) -> None:
 @st.composite
 def trees(draw: Any, name: str) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for section, key in draw(st.lists(st.sampled_from(PLACES[name]), max_size=12)):
-        placed(tree, section, key, draw(values_of(name)))
-    for section, _ in draw(st.lists(st.sampled_from(PLACES[name]), max_size=3)):
-        placed(tree, section, draw(NAMES), draw(VALUES | st.dictionaries(NAMES, VALUES, max_size=2)))
+    for section, key in draw(st.lists(st.sampled_from(KEYS[name]), max_size=12)):
+        set_key(tree, section, key, draw(values_of(name)))
+    for section, _ in draw(st.lists(st.sampled_from(KEYS[name]), max_size=3)):
+        set_key(tree, section, draw(NAMES), draw(VALUES | st.dictionaries(NAMES, VALUES, max_size=2)))
     return tree
 
 
@@ -151,26 +151,26 @@ def test_random_key_values_give_a_file_or_an_error(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_value_of_each_key_gives_a_file_or_an_error(name: str, tmp_path: Path) -> None:
-    """Each key alone, with a value by turns; all pairs are too many."""
-    for number, (section, key) in enumerate(PLACES[name]):
+    """Each key is alone in a file, with one value in turn; all pairs would be too many."""
+    for number, (section, key) in enumerate(KEYS[name]):
         tree: dict[str, Any] = {}
-        placed(tree, section, key, ODD[number % len(ODD)])
+        set_key(tree, section, key, ODD[number % len(ODD)])
         check(tree, (None, 8)[number % 2], tmp_path / "x.yaml")
 
 
 def test_many_unknown_keys_are_a_few_lines(tmp_path: Path) -> None:
     unknown = {f"gradient_accumulation_step_{i}": i for i in range(MAX_VALUES // 2)}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"train_batch_size": 8, **unknown}))
-    text, whole = translate(str(tmp_path / "x.yaml"), 8, PRESETS)
-    assert not whole and len(text.splitlines()) < MAX_VALUES // 4
+    text, is_complete = translate(str(tmp_path / "x.yaml"), 8, PRESETS)
+    assert not is_complete and len(text.splitlines()) < MAX_VALUES // 4
 
 
 def test_unknown_section_is_reported(tmp_path: Path) -> None:
     for section in ("nothing", "model.nothing", "zero_optimization.x.y.z", "settings", "defaults", "cases", "renamed"):
         tree: dict[str, Any] = {"train_batch_size": 8}
-        placed(tree, section, "enabled", True)
-        placed(tree, section, "x", 1)
+        set_key(tree, section, "enabled", True)
+        set_key(tree, section, "x", 1)
         check(tree, 8, tmp_path / "x.yaml")
-        text, whole = translate(str(tmp_path / "x.yaml"), 8, PRESETS)
+        text, is_complete = translate(str(tmp_path / "x.yaml"), 8, PRESETS)
         assert f"{section}.x = 1: unknown here" in text or f", {section}.x = 1: unknown" in text
-        assert not whole
+        assert not is_complete

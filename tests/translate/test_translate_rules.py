@@ -1,4 +1,4 @@
-"""What several keys of other trainers give together, against what those trainers do with them."""
+"""Options that several keys of other trainers set together, compared with what those trainers do."""
 
 import itertools
 import math
@@ -20,32 +20,32 @@ Tree = dict[str, Any]
 
 
 @pytest.fixture
-def translated(tmp_path: Path):
+def translate_tree(tmp_path: Path):
     def run(tree: Tree, gpus: int | None = None) -> tuple[Tree, str, bool]:
-        """(option -> value, the text, whether every key has an equivalent)"""
+        """Return (option -> value, the text, whether every key has an equivalent)."""
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-        text, whole = translate(str(tmp_path / "x.yaml"), gpus, PRESETS)
-        read = tomllib.loads(text)
-        read.pop("preset", None)
-        return {name: value for part in read.values() for name, value in part.items()}, text, whole
+        text, is_complete = translate(str(tmp_path / "x.yaml"), gpus, PRESETS)
+        tables = tomllib.loads(text)
+        tables.pop("preset", None)
+        return {name: value for table in tables.values() for name, value in table.items()}, text, is_complete
 
     return run
 
 
-def problems_of(translated: Any, tree: Tree, gpus: int | None = None) -> list[str]:
+def problems_of(translate_tree: Any, tree: Tree, gpus: int | None = None) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        translated(tree, gpus)
+        translate_tree(tree, gpus)
     assert all(len(problem.splitlines()) == 1 for problem in error.value.problems)
     return list(error.value.problems)
 
 
 def shard_of(values: Tree, world: int) -> tuple[int, int]:
-    """(ranks that share out the weights, sets of them) of a translation."""
+    """Return (ranks that the weights are sharded over, copies of the weights) of a translation."""
     parallel = build(values | {"num_layers": 8}).parallel
-    sharing = world // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
+    dp_size = world // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     assert parallel.effective_zero_stage in (0, 3)
     copies = parallel.num_distributed_optimizer_instances
-    return (sharing // copies, copies) if parallel.effective_zero_stage == 3 else (1, sharing)
+    return (dp_size // copies, copies) if parallel.effective_zero_stage == 3 else (1, dp_size)
 
 
 DEGREES = [
@@ -56,38 +56,40 @@ DEGREES = [
 
 @pytest.mark.parametrize(("replicate", "shard", "cp", "tp", "pp"), DEGREES)
 def test_torchtitan_shards_over_dp_shard_and_cp(
-    translated: Any, replicate: int, shard: int, cp: int, tp: int, pp: int
+    translate_tree: Any, replicate: int, shard: int, cp: int, tp: int, pp: int
 ) -> None:
     world = replicate * max(shard, 3 if shard == -1 else 1) * cp * tp * pp
-    left = world // (replicate * cp * tp * pp) if shard == -1 else shard
+    dp_shard = world // (replicate * cp * tp * pp) if shard == -1 else shard
     sizes = {"data_parallel_replicate_degree": replicate, "data_parallel_shard_degree": shard}
     sizes |= {"context_parallel_degree": cp, "tensor_parallel_degree": tp, "pipeline_parallel_degree": pp}
     tree = {"parallelism": sizes, "training": {"local_batch_size": 8}, "model": {"name": "llama3", "flavor": "8B"}}
-    values, text, _ = translated(tree, world)
-    assert shard_of(values, world) == ((left * cp, replicate) if left * cp > 1 else (1, replicate))
-    assert values["global_batch_size"] == 8 * replicate * left
+    values, text, _ = translate_tree(tree, world)
+    assert shard_of(values, world) == ((dp_shard * cp, replicate) if dp_shard * cp > 1 else (1, replicate))
+    assert values["global_batch_size"] == 8 * replicate * dp_shard
     assert values["micro_batch_size"] == (8 if pp == 1 else 1), "a pipeline cuts a local batch into ones"
-    given = text.partition("to be given or corrected")[2]
-    assert "divide" not in given and "multiple" not in given
+    corrections = text.partition("to be given or corrected")[2]
+    assert "divide" not in corrections and "multiple" not in corrections
 
 
 @pytest.mark.parametrize(("replicate", "shard", "cp", "tp"), list(itertools.product((1, 2), (1, 2, 4), (1, 2), (1, 2))))
-def test_accelerate_shards_over_dp_shard_and_cp(translated: Any, replicate: int, shard: int, cp: int, tp: int) -> None:
+def test_accelerate_shards_over_dp_shard_and_cp(
+    translate_tree: Any, replicate: int, shard: int, cp: int, tp: int
+) -> None:
     world = replicate * shard * cp * tp
     sizes = {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp}
     tree = {"distributed_type": "FSDP", "num_processes": world, "fsdp_config": {"fsdp_version": 2}}
     tree["parallelism_config"] = {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
-    values, _, whole = translated(tree)
+    values, _, is_complete = translate_tree(tree)
     expected = (shard * cp, replicate) if shard * cp > 1 else (1, replicate)
     assert shard_of(values, world) == expected if world > 1 else values["zero_stage"] == 3
-    assert whole
+    assert is_complete
 
 
-def test_fsdp_2_with_only_cp_is_zero_3(translated: Any) -> None:
-    """The case of the issue: 135.7 GiB a rank in place of 68.4 for Llama 3 8B."""
+def test_fsdp_2_with_only_cp_is_zero_3(translate_tree: Any) -> None:
+    """The case of the issue needed 135.7 GiB per rank instead of 68.4 for Llama 3 8B."""
     sizes = {"parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 2}
     tree = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "parallelism_config": sizes}
-    values, _, _ = translated(tree | {"num_processes": 2})
+    values, _, _ = translate_tree(tree | {"num_processes": 2})
     assert (values["zero_stage"], values["context_parallel_size"]) == (3, 2)
 
 
@@ -160,61 +162,67 @@ ACCELERATE: dict[str, tuple[Tree, Tree]] = {
 
 
 @pytest.mark.parametrize("name", ACCELERATE)
-def test_accelerate_model_placement(name: str, translated: Any) -> None:
+def test_accelerate_model_placement(name: str, translate_tree: Any) -> None:
     tree, expected = ACCELERATE[name]
-    values, _, _ = translated(tree | {"num_processes": 4})
+    values, _, _ = translate_tree(tree | {"num_processes": 4})
     assert {option: values.get(option) for option in expected} == expected
 
 
-def test_data_parallelism_of_each_trainer(translated: Any) -> None:
+def test_data_parallelism_of_each_trainer(translate_tree: Any) -> None:
     for stage in (0, 1, 2, 3):
-        assert translated({"zero_optimization": {"stage": stage}, "train_batch_size": 8}, 8)[0]["zero_stage"] == stage
-    assert translated({"train_batch_size": 8}, 8)[0]["zero_stage"] == 0, "DeepSpeed's default"
-    assert translated({"zero_optimization": True, "train_batch_size": 8}, 8)[0]["zero_stage"] == 1, "its old spelling"
+        assert (
+            translate_tree({"zero_optimization": {"stage": stage}, "train_batch_size": 8}, 8)[0]["zero_stage"] == stage
+        )
+    assert translate_tree({"train_batch_size": 8}, 8)[0]["zero_stage"] == 0, "DeepSpeed's default"
+    assert translate_tree({"zero_optimization": True, "train_batch_size": 8}, 8)[0]["zero_stage"] == 1, (
+        "its old spelling"
+    )
     groups = {"stage": 3, "mics_shard_size": 4}
-    values, _, _ = translated({"zero_optimization": groups, "train_batch_size": 16}, 16)
+    values, _, _ = translate_tree({"zero_optimization": groups, "train_batch_size": 16}, 16)
     assert shard_of(values, 16) == (4, 4)
-    values, text, _ = translated({"zero_optimization": groups | {"stage": 2}, "train_batch_size": 16}, 16)
+    values, text, _ = translate_tree({"zero_optimization": groups | {"stage": 2}, "train_batch_size": 16}, 16)
     assert "num_distributed_optimizer_instances" not in values and "DeepSpeed reads it only at stage 3" in text
     optim = {"model": {"micro_batch_size": 1, "optim": {"name": "fused_adam"}}, "trainer": {"devices": 8}}
-    assert translated(optim)[0]["zero_stage"] == 0
+    assert translate_tree(optim)[0]["zero_stage"] == 0
     for name in ("distributed_fused_adam", "mcore_distributed_optim"):
         optim["model"]["optim"]["name"] = name
-        assert translated(optim)[0]["zero_stage"] == 1
-    assert "zero_stage = 1" in problems_of(translated, {"model": optim["model"] | {"fsdp": True}})[0]
+        assert translate_tree(optim)[0]["zero_stage"] == 1
+    assert "zero_stage = 1" in problems_of(translate_tree, {"model": optim["model"] | {"fsdp": True}})[0]
     fsdp = {"micro_batch_size": 1, "optim": {"name": "fused_adam"}, "fsdp": True}
     for strategy, stage in (("full", 3), ("grad", 2)):
-        assert translated({"model": fsdp | {"fsdp_sharding_strategy": strategy}})[0]["zero_stage"] == stage
-    assert "NeMo supports only full and grad" in translated({"model": fsdp | {"fsdp_sharding_strategy": "hybrid"}})[1]
+        assert translate_tree({"model": fsdp | {"fsdp_sharding_strategy": strategy}})[0]["zero_stage"] == stage
+    assert (
+        "NeMo supports only full and grad" in translate_tree({"model": fsdp | {"fsdp_sharding_strategy": "hybrid"}})[1]
+    )
     off = {"fsdp": False, "fsdp_sharding_strategy": "full", "fsdp_grad_reduce_dtype": "bf16"}
-    values, _, _ = translated({"model": fsdp | off})
+    values, _, _ = translate_tree({"model": fsdp | off})
     assert values["zero_stage"] == 0 and "grad_reduce_in_bf16" not in values
 
 
-def test_deepspeed_derives_the_micro_batch_size(translated: Any) -> None:
-    assert translated({"train_batch_size": 64}, 8)[0]["micro_batch_size"] == 8
+def test_deepspeed_derives_the_micro_batch_size(translate_tree: Any) -> None:
+    assert translate_tree({"train_batch_size": 64}, 8)[0]["micro_batch_size"] == 8
     for tree in ({"train": {"global_batch_size": 64}}, {"model": {"global_batch_size": 64, "encoder_seq_length": 8}}):
         for gpus in (None, 8):
-            values, text, _ = translated(tree, gpus)
+            values, text, _ = translate_tree(tree, gpus)
             assert "micro_batch_size" not in values and "micro_batch_size=0 is not set" in text
 
 
-def test_megatron_bridge_distributed_optimizer(translated: Any) -> None:
+def test_megatron_bridge_distributed_optimizer(translate_tree: Any) -> None:
     both = {"ddp": {"use_distributed_optimizer": True}, "optimizer": {"use_distributed_optimizer": False}}
-    values, _, whole = translated(both | {"train": {"micro_batch_size": 1}})
-    assert values["use_distributed_optimizer"] is True and whole, "either is enough there"
+    values, _, is_complete = translate_tree(both | {"train": {"micro_batch_size": 1}})
+    assert values["use_distributed_optimizer"] is True and is_complete, "either is enough there"
     neither = {"ddp": {"use_distributed_optimizer": False}, "optimizer": {"use_distributed_optimizer": False}}
-    assert translated(neither | {"train": {"micro_batch_size": 1}})[0]["use_distributed_optimizer"] is False
+    assert translate_tree(neither | {"train": {"micro_batch_size": 1}})[0]["use_distributed_optimizer"] is False
     ddp = {
         "use_megatron_fsdp": True,
         "data_parallel_sharding_strategy": "optim_grads",
         "num_distributed_optimizer_instances": 2,
     }
-    values, _, _ = translated({"ddp": ddp, "train": {"micro_batch_size": 1}})
+    values, _, _ = translate_tree({"ddp": ddp, "train": {"micro_batch_size": 1}})
     assert build(values).parallel.effective_zero_stage == 2 and values["num_distributed_optimizer_instances"] == 2
-    values, _, _ = translated({"dist": {"use_megatron_fsdp": True}, "train": {"micro_batch_size": 1}})
+    values, _, _ = translate_tree({"dist": {"use_megatron_fsdp": True}, "train": {"micro_batch_size": 1}})
     assert build(values).parallel.effective_zero_stage == 0, "its default strategy shards nothing"
-    values, _, _ = translated({"dist": {"use_torch_fsdp2": True}, "ddp": {"use_distributed_optimizer": False}})
+    values, _, _ = translate_tree({"dist": {"use_torch_fsdp2": True}, "ddp": {"use_distributed_optimizer": False}})
     assert build(values).parallel.effective_zero_stage == 3
 
 
@@ -295,10 +303,10 @@ DISAGREE: dict[str, tuple[Tree, int | None, str]] = {
 
 
 @pytest.mark.parametrize("name", DISAGREE)
-def test_contradictory_sizes_are_an_error(name: str, translated: Any) -> None:
-    tree, gpus, said = DISAGREE[name]
-    (problem,) = problems_of(translated, tree, gpus)
-    assert said in problem
+def test_contradictory_sizes_are_an_error(name: str, translate_tree: Any) -> None:
+    tree, gpus, message = DISAGREE[name]
+    (problem,) = problems_of(translate_tree, tree, gpus)
+    assert message in problem
 
 
 CONFLICTS: dict[str, tuple[Tree, list[str]]] = {
@@ -333,32 +341,32 @@ CONFLICTS: dict[str, tuple[Tree, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", CONFLICTS)
-def test_two_values_of_one_option_are_a_conflict(name: str, translated: Any) -> None:
-    tree, said = CONFLICTS[name]
-    problems = problems_of(translated, tree, 8)
-    assert all(any(text in problem for problem in problems) for text in said), problems
+def test_two_values_of_one_option_are_a_conflict(name: str, translate_tree: Any) -> None:
+    tree, messages = CONFLICTS[name]
+    problems = problems_of(translate_tree, tree, 8)
+    assert all(any(text in problem for problem in problems) for text in messages), problems
 
 
-def test_overriding_keys_override(translated: Any) -> None:
+def test_overriding_keys_override(translate_tree: Any) -> None:
     params = {"total_num_steps": 100, "warmup_num_steps": 10, "warmup_type": "linear", "warmup_max_lr": 1e-4}
     tree = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, "train_batch_size": 8}
     scheduler = {"type": "WarmupDecayLR", "params": params}
-    values, text, whole = translated(tree | {"scheduler": scheduler}, 8)
-    assert values["lr"] == 1e-4 and whole
+    values, text, is_complete = translate_tree(tree | {"scheduler": scheduler}, 8)
+    assert values["lr"] == 1e-4 and is_complete
     assert "optimizer.params.lr = 0.0003: scheduler.params.warmup_max_lr overrides it: lr = 0.0001" in text
     del params["warmup_max_lr"]
-    values, text, _ = translated(tree | {"scheduler": scheduler}, 8)
+    values, text, _ = translate_tree(tree | {"scheduler": scheduler}, 8)
     assert values["lr"] == 1e-3 and "scheduler.params.warmup_max_lr (default) = 0.001: lr = 0.001" in text
-    values, _, _ = translated(tree | {"scheduler": {"type": "WarmupLR", "params": params}}, 8)
+    values, _, _ = translate_tree(tree | {"scheduler": {"type": "WarmupLR", "params": params}}, 8)
     assert values["lr"] == 3e-4 and values["lr_decay_style"] == "constant" and "lr_decay_iters" not in values
     bridge = {"model": {"bf16": False, "fp16": True}, "mixed_precision": "bf16_mixed", "train": {"micro_batch_size": 1}}
-    values, _, whole = translated(bridge)
-    assert (values["bf16"], values["fp16"]) == (True, False) and whole
+    values, _, is_complete = translate_tree(bridge)
+    assert (values["bf16"], values["fp16"]) == (True, False) and is_complete
     dirs = {"explicit_log_dir": "a", "exp_dir": "b", "create_wandb_logger": False}
-    assert translated({"exp_manager": dirs})[0]["run_dir"] == "a"
+    assert translate_tree({"exp_manager": dirs})[0]["run_dir"] == "a"
 
 
-def test_old_torchtitan_names_equal_new_ones(translated: Any) -> None:
+def test_old_torchtitan_names_equal_new_ones(translate_tree: Any) -> None:
     old: Tree = {
         "training": {
             "batch_size": 2, "seed": 7, "compile": True, "deterministic": True, "warmup_steps": 3, "steps": 100,
@@ -379,105 +387,115 @@ def test_old_torchtitan_names_equal_new_ones(translated: Any) -> None:
         "lr_scheduler": {"min_lr_factor": 0.25, "warmup_steps": 3},
         "checkpoint": {"enable": True, "interval": 9},
     }  # fmt: skip
-    values, _, whole = translated(old, 8)
-    assert values == translated(new, 8)[0] and whole
+    values, _, is_complete = translate_tree(old, 8)
+    assert values == translate_tree(new, 8)[0] and is_complete
     assert values["save_interval"] == 9 and values["seed"] == 7 and values["min_lr"] == 2e-4 and values["compile"]
 
 
-def test_seed_applies_to_weights_and_data(translated: Any) -> None:
-    """Two seeds are no contradiction there; here the second has no equivalent."""
+def test_seed_applies_to_weights_and_data(translate_tree: Any) -> None:
+    """Nanotron accepts two seeds; here the second has no equivalent."""
     stage = {"name": "main", "start_training_step": 1, "data": {"seed": 7}}
     tree = {"general": {"project": "p", "seed": 3}, "tokens": {"train_steps": 9}, "data_stages": [stage]}
-    values, text, whole = translated(tree)
-    assert values["seed"] == 3 and not whole
+    values, text, is_complete = translate_tree(tree)
+    assert values["seed"] == 3 and not is_complete
     assert (
         "data_stages[0].data.seed = 7: there is one seed for weights, dropout and data" in text.partition("no equiv")[2]
     )
     tree["general"].pop("seed")
-    values, text, _ = translated(tree)
+    values, text, _ = translate_tree(tree)
     assert values["seed"] == 42 and "general.seed (default) = 42: seed = 42" in text
     same = {"rng": {"seed": 5}, "dataset": {"random_seed": 5}, "train": {"micro_batch_size": 1}}
-    values, _, whole = translated(same)
-    assert values["seed"] == 5 and whole
+    values, _, is_complete = translate_tree(same)
+    assert values["seed"] == 5 and is_complete
 
 
 def rates_of(values: Tree, length: int) -> list[float]:
-    """The rate of each update of a run of `length` steps, of one sample each."""
-    given = {"train_iters": length, "micro_batch_size": 1} | values
-    config = build(given | {"global_batch_size": 1})
+    """Return the rate of each update of a run of `length` steps with one sample each."""
+    options = {"train_iters": length, "micro_batch_size": 1} | values
+    config = build(options | {"global_batch_size": 1})
     schedule = build_schedules(cast(Any, SimpleNamespace(config=config, batch_size=1))).lr
     return [schedule.at(step) for step in range(length)]
 
 
-def torchtitan_rate(n: int, lr: float, total: int, warmup: int, ratio: float | None, style: str, least: float) -> float:
+def torchtitan_rate(
+    n: int, lr: float, total: int, warmup: int, ratio: float | None, style: str, min_factor: float
+) -> float:
     decay = round(total * ratio) if ratio is not None else total - warmup
     decay = min(decay, total - warmup)
     if n < warmup:
         return lr * (n + 1) / warmup
     if n <= total - decay:
         return lr
-    done = (n - (total - decay)) / decay
-    height = {"linear": 1 - done, "sqrt": 1 - math.sqrt(done), "cosine": 0.5 * (1 + math.cos(math.pi * done))}[style]
-    return lr * (least + (1 - least) * height)
+    progress = (n - (total - decay)) / decay
+    height = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[style]
+    return lr * (min_factor + (1 - min_factor) * height)
 
 
 @pytest.mark.parametrize("style", ["linear", "sqrt", "cosine"])
 @pytest.mark.parametrize("ratio", [None, 0.25, 1.0])
 @pytest.mark.parametrize("key", ["min_lr_factor", "lr_min"])
-def test_torchtitan_schedule(style: str, ratio: float | None, key: str, translated: Any) -> None:
+def test_torchtitan_schedule(style: str, ratio: float | None, key: str, translate_tree: Any) -> None:
     scheduler = {"warmup_steps": 10, "decay_type": style, key: 0.1} | ({"decay_ratio": ratio} if ratio else {})
     tree = {"optimizer": {"lr": 1e-3}, "lr_scheduler": scheduler, "training": {"steps": 100}}
-    values, _, _ = translated(tree, 8)
+    values, _, _ = translate_tree(tree, 8)
     reference = [torchtitan_rate(n, 1e-3, 100, 10, ratio, style, 0.1) for n in range(100)]
-    ours = rates_of(values, 100)
-    assert ours[10:] == pytest.approx(reference[10:], rel=1e-9)
-    assert ours[1:10] == pytest.approx(reference[:9], rel=1e-9), "its warm-up is a step ahead"
+    rates = rates_of(values, 100)
+    assert rates[10:] == pytest.approx(reference[10:], rel=1e-9)
+    assert rates[1:10] == pytest.approx(reference[:9], rel=1e-9), "its warm-up is a step ahead"
 
 
-def nanotron_rate(n: int, lr: float, least: float, warmup: int, start: int, steps: int, style: str) -> float:
+def nanotron_rate(n: int, lr: float, min_lr: float, warmup: int, start: int, steps: int, style: str) -> float:
     if n <= warmup:
         return lr * n / max(warmup, 1)
     if n < start:
         return lr
     if n >= start + steps:
-        return least
-    done = (n - start) / steps
-    height = {"linear": 1 - done, "1-sqrt": 1 - math.sqrt(done), "cosine": 0.5 * (1 + math.cos(math.pi * done))}[style]
-    return least + (lr - least) * height
+        return min_lr
+    progress = (n - start) / steps
+    height = {
+        "linear": 1 - progress,
+        "1-sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[style]
+    return min_lr + (lr - min_lr) * height
 
 
 @pytest.mark.parametrize("style", ["linear", "1-sqrt", "cosine"])
 @pytest.mark.parametrize(("start", "steps"), [(None, None), (60, 40), (60, 20), (60, None), (None, 50)])
-@pytest.mark.parametrize("least", [1e-4, None])
+@pytest.mark.parametrize("min_lr", [1e-4, None])
 def test_nanotron_schedule(
-    style: str, start: int | None, steps: int | None, least: float | None, translated: Any
+    style: str, start: int | None, steps: int | None, min_lr: float | None, translate_tree: Any
 ) -> None:
-    given = {"learning_rate": 1e-3, "lr_warmup_steps": 10, "lr_warmup_style": "linear", "lr_decay_style": style}
-    given |= {"lr_decay_starting_step": start, "lr_decay_steps": steps, "min_decay_lr": least}
-    tree = {"optimizer": {"learning_rate_scheduler": given}, "tokens": {"train_steps": 100}}
-    values, _, _ = translated(tree)
-    least, start, steps = (1e-3 if least is None else least), start or 10, steps or 90  # its defaults
-    reference = [nanotron_rate(n, 1e-3, least, 10, start, steps, style) for n in range(100)]
+    scheduler = {"learning_rate": 1e-3, "lr_warmup_steps": 10, "lr_warmup_style": "linear", "lr_decay_style": style}
+    scheduler |= {"lr_decay_starting_step": start, "lr_decay_steps": steps, "min_decay_lr": min_lr}
+    tree = {"optimizer": {"learning_rate_scheduler": scheduler}, "tokens": {"train_steps": 100}}
+    values, _, _ = translate_tree(tree)
+    min_lr, start, steps = (1e-3 if min_lr is None else min_lr), start or 10, steps or 90  # its defaults
+    reference = [nanotron_rate(n, 1e-3, min_lr, 10, start, steps, style) for n in range(100)]
     assert rates_of(values, 100) == pytest.approx(reference, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize("constant", [0, 20])
-def test_nemo_schedule(constant: int, translated: Any) -> None:
+def test_nemo_schedule(constant: int, translate_tree: Any) -> None:
     scheduler = {"name": "CosineAnnealing", "warmup_steps": 10, "constant_steps": constant, "min_lr": 1e-4}
     tree = {"model": {"optim": {"lr": 1e-3, "sched": scheduler}}, "trainer": {"max_steps": 100}}
-    values, _, _ = translated(tree)
+    values, _, _ = translate_tree(tree)
     decay = 100 - constant - 10
     reference = [1e-3 * (n / 10 if constant else (n + 1) / 11) for n in range(11)]
     reference += [1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * min(1, (n - 10) / decay))) for n in range(11, 100)]
-    ours = rates_of(values, 100)
-    assert ours[:10] + ours[11:] == pytest.approx(reference[:10] + reference[11:], rel=1e-9)
+    rates = rates_of(values, 100)
+    assert rates[:10] + rates[11:] == pytest.approx(reference[:10] + reference[11:], rel=1e-9)
     del tree["model"]["optim"]["sched"]
-    assert rates_of(translated(tree)[0], 100) == [1e-3] * 100
+    assert rates_of(translate_tree(tree)[0], 100) == [1e-3] * 100
 
 
-def test_deepspeed_schedules(translated: Any) -> None:
+def test_deepspeed_schedules(translate_tree: Any) -> None:
     tree: Tree = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
-    assert rates_of(translated(tree, 8)[0], 100) == [1e-3] * 100, "without a scheduler the rate stays"
+    assert rates_of(translate_tree(tree, 8)[0], 100) == [1e-3] * 100, "without a scheduler the rate stays"
     params = {"warmup_num_steps": 10, "warmup_type": "linear", "warmup_min_lr": 1e-4, "warmup_max_lr": 1e-3}
     up = [1e-4 + 9e-4 * n / 10 for n in range(10)]
     for name, down in {
@@ -485,31 +503,31 @@ def test_deepspeed_schedules(translated: Any) -> None:
         "WarmupDecayLR": [1e-3 * (100 - n) / 90 for n in range(10, 100)],
     }.items():
         scheduler = {"type": name, "params": params | ({"total_num_steps": 100} if name == "WarmupDecayLR" else {})}
-        values, _, _ = translated(tree | {"scheduler": scheduler}, 8)
+        values, _, _ = translate_tree(tree | {"scheduler": scheduler}, 8)
         assert rates_of(values, 100) == pytest.approx(up + down, rel=1e-9)
     params = {"warmup_num_steps": 10, "warmup_type": "linear", "total_num_steps": 100}
-    values, text, _ = translated(tree | {"scheduler": {"type": "WarmupCosineLR", "params": params}}, 8)
+    values, text, _ = translate_tree(tree | {"scheduler": {"type": "WarmupCosineLR", "params": params}}, 8)
     assert "scheduler.params.cos_min_ratio (default) = 0.0001: min_lr = 1e-07" in text
     cosine = [1e-7 + (1e-3 - 1e-7) * 0.5 * (1 + math.cos(math.pi * (n - 9) / 90)) for n in range(10, 100)]
     assert rates_of(values, 101)[11:] == pytest.approx(cosine, rel=1e-6), "its decay is a step ahead"
-    values, text, whole = translated(tree | {"scheduler": {"type": "WarmupLR"}}, 8)
-    assert not whole and 'warmup_type (default) = "log": the warmup is linear' in text
+    values, text, is_complete = translate_tree(tree | {"scheduler": {"type": "WarmupLR"}}, 8)
+    assert not is_complete and 'warmup_type (default) = "log": the warmup is linear' in text
 
 
-def test_relative_rate_without_a_base_has_no_equivalent(translated: Any) -> None:
+def test_relative_rate_without_a_base_has_no_equivalent(translate_tree: Any) -> None:
     scheduler = {
         "type": "WarmupCosineLR",
         "params": {"total_num_steps": 9, "warmup_type": "linear", "cos_min_ratio": 0.1},
     }
-    values, text, whole = translated({"train_batch_size": 8, "scheduler": scheduler}, 8)
-    assert not whole and "min_lr" not in values
+    values, text, is_complete = translate_tree({"train_batch_size": 8, "scheduler": scheduler}, 8)
+    assert not is_complete and "min_lr" not in values
     assert (
         "cos_min_ratio = 0.1: it is a fraction of the learning rate, which the file does not have; give --min-lr"
         in text
     )
-    given = {"learning_rate": 1e-3, "lr_decay_style": "1-sqrt", "lr_decay_starting_step": 5}
-    _, text, whole = translated({"optimizer": {"learning_rate_scheduler": given}})
-    assert not whole and "lr_decay_starting_step = 5: the file does not contain the number of steps" in text
+    nanotron_scheduler = {"learning_rate": 1e-3, "lr_decay_style": "1-sqrt", "lr_decay_starting_step": 5}
+    _, text, is_complete = translate_tree({"optimizer": {"learning_rate_scheduler": nanotron_scheduler}})
+    assert not is_complete and "lr_decay_starting_step = 5: the file does not contain the number of steps" in text
 
 
 DEFAULTS = [
@@ -519,23 +537,23 @@ DEFAULTS = [
 ]
 
 
-def merged(one: Any, other: Any) -> Any:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return other
-    return one | {key: merged(one[key], value) if key in one else value for key, value in other.items()}
+def merge(base: Any, changes: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(changes, dict):
+        return changes
+    return base | {key: merge(base[key], value) if key in base else value for key, value in changes.items()}
 
 
 @pytest.mark.parametrize(("name", "number", "case"), DEFAULTS, ids=[f"{name}-{number}" for name, number, _ in DEFAULTS])
-def test_missing_key_has_the_other_trainers_default(name: str, number: int, case: Tree, translated: Any) -> None:
-    """One after the other, so that no default hides behind another, and all together."""
+def test_missing_key_has_the_other_trainers_default(name: str, number: int, case: Tree, translate_tree: Any) -> None:
+    """The defaults are set one at a time, so that none hides behind another, and then all together."""
     base = case["base"]
     explicit = {key: value for key, value in case.items() if key != "base"}
     gpus = None if name in ("accelerate", "nanotron", "nemo") else 8
-    expected = build(apply_megatron_defaults(translated(base, gpus)[0]))
+    expected = build(apply_megatron_defaults(translate_tree(base, gpus)[0]))
     leaves = list(leaves_of(explicit))
     assert len(leaves) > 1
     for tree in [*leaves, explicit]:
-        assert build(apply_megatron_defaults(translated(merged(base, tree), gpus)[0])) == expected, tree
+        assert build(apply_megatron_defaults(translate_tree(merge(base, tree), gpus)[0])) == expected, tree
 
 
 def leaves_of(tree: Tree) -> Iterator[Tree]:
