@@ -93,7 +93,7 @@ def signals_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment_as_it_was() -> Iterator[None]:
-    """Restore the environment: torch.compile sets a variable, and programs with a changed environment are not forked."""
+    """Restore the environment: torch.compile sets a variable, and programs with a changed one are not forked."""
     with programs.environment_kept():
         yield
 

@@ -1,4 +1,4 @@
-"""Every kind of tokenizer: ids, end of document, fingerprint, one clear error for unusable files, and the fast engine."""
+"""Every kind of tokenizer: ids, end of document, fingerprint, one error for unusable files, and the fast engine."""
 
 import base64
 import json
@@ -230,7 +230,7 @@ def test_unusable_tokenizer_is_one_error(kind: str, options: dict, reason: str, 
         build_tokenizer(kind, **options)
 
 
-HOSTILE: dict[str, dict[str, object]] = {  # changes of a tokenizer.json: the first panics when read, the others when used
+HOSTILE: dict[str, dict[str, object]] = {  # changes of a tokenizer.json: the first panics when read, others when used
     "a table that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAgAAAAAA="}},
     "a special token that is none": {"post_processor": {"type": "TemplateProcessing", "pair": [], "special_tokens": {},
                                                         "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}]}},
@@ -243,7 +243,7 @@ HOSTILE: dict[str, dict[str, object]] = {  # changes of a tokenizer.json: the fi
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_panic_in_a_library_is_one_error(directory: Path, tmp_path: Path, name: str, capfd) -> None:
-    """The library's Rust code raises a BaseException that no `except Exception` catches, here or in a worker process."""
+    """Rust code of the library raises a BaseException that no `except Exception` catches, here or in a worker."""
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(json.loads((directory / "hf" / "tokenizer.json").read_text()) | HOSTILE[name]))
     with pytest.raises(DataError, match=r"tokenizer.json"):

@@ -132,7 +132,7 @@ OTHER_FLAGS = """fresh commit record capture-range build-arg rm gpus shm-size ul
 
 
 def existing_flags(patch: pytest.MonkeyPatch) -> set[str]:
-    """Return the flags of the trainer, the Megatron-LM flags that it answers, and those of tools, torchrun and tests."""
+    """Return the flags of trainer, tools, torchrun and tests, and the Megatron-LM flags that the trainer answers."""
     from torch.distributed.run import get_args_parser
 
     flags = (

@@ -1,4 +1,4 @@
-"""The commands of the guides, run in an empty directory in the order of the page, with fewer steps but no other change."""
+"""The commands of the guides, run in an empty directory in the order of the page, unchanged except for fewer steps."""
 
 import json
 import os

@@ -55,8 +55,8 @@ def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float]
     """Run one training step per case on this rank.
 
     Returns:
-        For each case: the loss of the step and of an evaluation after it, and the owned pieces of the weights, which the
-        step has moved by the gradient.
+        For each case: the loss of the step and of an evaluation after it, and the owned pieces of the weights, which
+        the step has moved by the gradient.
     """
     config = config_from(f"{COMMON} {SGD} {flags}")
     results = []

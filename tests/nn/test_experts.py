@@ -271,7 +271,7 @@ def _check_all_sharded_experts(cases: list[Case]) -> None:
 def test_padded_auxiliary_losses_equal_transformers(kind: str, function: str) -> None:
     """Losses and gradients equal those of transformers with an attention_mask: sums over tokens that are not padding.
 
-    transformers has no such loss of sigmoids. Its function gets their logarithms, whose softmax is each sigmoid's share.
+    transformers has no such loss of sigmoids. Its function gets their logarithms, whose softmax is the sigmoids' share.
     """
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -380,7 +380,7 @@ def test_global_loss_uses_the_tokens_of_the_step(sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("topk", [1, 2, 8])
 def test_moe_layer_saves_only_the_first_matmuls_rows(topk: int) -> None:
-    """Bytes per token in bf16: x 2 D; per assignment the two products 4 F, probability 4, expert and position 8 each."""
+    """Bytes per token in bf16: x 2 D; per assignment two products 4 F, probability 4, expert and position 8 each."""
     hidden_size, expert_size, tokens = 64, 96, 128
     layer = MoELayer(
         ParamFactory(Mesh.single_process(), torch.bfloat16, seed=3),

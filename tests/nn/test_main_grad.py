@@ -107,7 +107,7 @@ def test_main_grad_in_bf16_is_as_exact_as_autograd(flags: str) -> None:
 
 
 class Writes(TorchDispatchMode):
-    """A recorder of the number of elements of newly allocated results, and of the operations that wrote to `watched`."""
+    """A recorder of the sizes of newly allocated results, and of the operations that wrote to `watched`."""
 
     def __init__(self, watched: list[Tensor]):
         super().__init__()

@@ -99,7 +99,7 @@ def test_axis_ranks_differ_only_in_that_axis(shape: tuple[int, dict[str, Any]]) 
 
 
 def _sums(sizes: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, float], dict[str, str]]:
-    """Return for each axis: its ranks, the sum of 2^rank over its group, and the name of the axis that has the group."""
+    """Return for each axis: its ranks, the sum of 2^rank over its group, and the axis that has the group."""
     mesh = build_mesh(device=CPU, **sizes)
     names = sorted({*DENSE, *EXPERT, *WIDE, *EXPERT_WIDE, "dp_cp", "ep_etp", "tied_embedding", "pp_grad"})
     shared = {name: mesh.axis(name) for name in names if mesh.axis(name).size > 1}

@@ -42,7 +42,7 @@ def _value(seed: int, rank: int, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def _count_wrong_elements(seeds: range) -> int:
-    """Run collectives of random kinds and sizes, and wait for them in any order; return the number of wrong elements."""
+    """Run random collectives of any size, wait for them in any order, and return the number of wrong elements."""
     wrong, memory = 0, _open(192)
     rank, size = memory.rank, memory.size
     for seed in seeds:
