@@ -47,19 +47,19 @@ def test_save_killed_at_any_time_leaves_a_complete_checkpoint(tmp_path: Path, ba
             checkpoint_saver.save(step, pieces(float(step)), {"step": step})
         checkpoint_saver.close()
 
-    status, seen = -1, []
+    status, loaded_steps = -1, []
     while status != 0:
-        directory = tmp_path / str(len(seen))
+        directory = tmp_path / str(len(loaded_steps))
         save_steps(directory, 1)
-        status = in_child(dies_at(len(seen), save_two))
+        status = in_child(dies_at(len(loaded_steps), save_two))
         assert status in (0, -signal.SIGKILL)
         newest, targets = checkpoint_loads.newest(directory, ALONE), pieces(0.0)
         checkpoint_loads.fill(*newest, targets, ALONE, exact=True)
-        seen.append(newest[1].state["step"])
-        assert all((target.data == seen[-1]).all() for target in targets)
+        loaded_steps.append(newest[1].state["step"])
+        assert all((target.data == loaded_steps[-1]).all() for target in targets)
         CheckpointSaver(directory, ALONE, 0).close()
         assert not list(directory.glob(".iter_*"))
-    assert seen == sorted(seen) and set(seen) == {1, 2, 3} and len(seen) > 20
+    assert loaded_steps == sorted(loaded_steps) and set(loaded_steps) == {1, 2, 3} and len(loaded_steps) > 20
 
 
 # ---- damaged

@@ -1,4 +1,4 @@
-"""How a run starts from a checkpoint: exactly, without the optimizer, from its weights alone; and what is refused."""
+"""Starting a run from a checkpoint: exactly, without the optimizer, from its weights alone; and what is refused."""
 
 import functools
 import json
@@ -145,9 +145,9 @@ def test_weights_only_checkpoint_reports_its_missing_state(tmp_path: Path) -> No
     assert same(weights(resumed), weights(run)) and resumed.progress.step == 1
 
 
-@pytest.mark.parametrize("what", sorted(MESSAGES["resumes"]))
-def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], what: str) -> None:
-    flags, remedy, *texts = MESSAGES["resumes"][what]
+@pytest.mark.parametrize("case", sorted(MESSAGES["resumes"]))
+def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], case: str) -> None:
+    flags, remedy, *texts = MESSAGES["resumes"][case]
     run, config = built("--load", str(saved[0]), *flags.split())
     before = weights(run)
     with pytest.raises(SetupError) as error:
@@ -377,7 +377,7 @@ def thirds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_validation_runs_after_checkpoint_options_are_read(
     thirds: Path, flags: str, code: int, notes: list[str], message: str
 ) -> None:
-    """A tp that no placeholder for a size allows, and options of experts, are checked for the checkpoint's model."""
+    """Options are checked against the checkpoint's model, also a tp that no placeholder for a size would allow."""
     argv = [*WITHOUT_MODEL, "--train-iters", "6", "--dry-run", "--global-batch-size", "24", *flags.split()]
     argv += [] if "--nproc" in flags else ["--nproc", "12"]
     result = programs.python("pretrain_gpt.py", *argv, cwd=thirds)

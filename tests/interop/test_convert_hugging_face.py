@@ -156,7 +156,9 @@ TP = ("--target-tensor-parallel-size",)
 
 
 def with_llamas(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: more if name.startswith("gpt") else {**CASES["llama"], **more} for name, more in rows.items()}
+    return {
+        name: options if name.startswith("gpt") else {**CASES["llama"], **options} for name, options in rows.items()
+    }
 
 
 FAMILY_OPTIONS, MEGATRONS = with_llamas(CASES["ours"]), with_llamas(CASES["megatron"])

@@ -450,10 +450,10 @@ ODD += [{"window_size": size} for size in ((7,), 7, "7,0")]
 ODD += [{"window_size": (a, 0), "window_attn_skip_freq": skip} for a, skip in ((0, 2), (7, [1]), (7, "x"))]
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_unsupported_layer_patterns_are_refused(odd: dict[str, Any]) -> None:
+@pytest.mark.parametrize("layer_args", ODD)
+def test_unsupported_layer_patterns_are_refused(layer_args: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="no_rope_freq=|window_"):
-        read_args(argparse.Namespace(**Case().args, **ROPE, **odd), "")
+        read_args(argparse.Namespace(**Case().args, **ROPE, **layer_args), "")
 
 
 ALL, NONE = (128,) * L, (None,) * L

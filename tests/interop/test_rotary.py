@@ -296,8 +296,8 @@ def test_rope_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     written |= {"rope_scaling": {"type": "yarn", "factor": 4.0, "rope_theta": 100.0}, **length}
     path.write_text(json.dumps(written))
     assert tool("--from-hf", tmp_path / "model", "--save", tmp_path / "ours", "--check-bits") == 0
-    want = transformers_logits(load_transformers(tmp_path / "model"))
-    torch.testing.assert_close(megalite_logits(tmp_path / "ours"), want, rtol=0, atol=1e-4)
+    expected = transformers_logits(load_transformers(tmp_path / "model"))
+    torch.testing.assert_close(megalite_logits(tmp_path / "ours"), expected, rtol=0, atol=1e-4)
 
 
 GPT_OSS: Json = {

@@ -52,8 +52,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     make("llama", base / "hugging_face", num_hidden_layers=4)
     megatron.write(base / "megatron", Case(groups=2, llama=True, tied=False))
     first_step(f"{SHAPE} --init-method-std 0.2 --save {base / 'megalite'}")
-    more = {"megalite": "--finetune", "megatron": "--vocab-size 50"}
-    return lambda name: f"--load {base / name} {more.get(name, '')}"
+    extra_flags = {"megalite": "--finetune", "megatron": "--vocab-size 50"}
+    return lambda name: f"--load {base / name} {extra_flags.get(name, '')}"
 
 
 SPLIT = "--tp 2 --ep 2 --expert-tensor-parallel-size 2"

@@ -276,7 +276,7 @@ def _update(flags: str) -> tuple[list, list]:
 
 
 def _matrices(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that other programs store separately: gate, up and down of each expert; keys; values."""
+    """Return what other programs store separately: gate, up and down of each expert with their biases; keys; values."""
     lead = name.endswith((".kv", ".kv_bias", ".gate_up", ".gate_up_bias")) + (".experts." in name)
     return list(tensor.flatten(0, lead - 1)) if lead else [tensor]
 
