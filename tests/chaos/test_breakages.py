@@ -22,7 +22,10 @@ def test_test_of_a_breakage_exists(test: str) -> None:
 @pytest.mark.timeout(TIMEOUT_S + 10)
 @pytest.mark.parametrize(
     "breakage",
-    [pytest.param(one, marks=pytest.mark.nightly(guards=(one.file,)), id=one.name) for one in BREAKAGES.values()],
+    [
+        pytest.param(breakage, marks=pytest.mark.nightly(guards=(breakage.file,)), id=breakage.name)
+        for breakage in BREAKAGES.values()
+    ],
 )
 def test_breakage_fails_its_test(breakage: Breakage) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "--timeout", str(TIMEOUT_S - 10), breakage.test]

@@ -47,12 +47,15 @@ def wrong_fields(mistake: Mistake, report: dict[str, Any]) -> list[str]:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "mistake",
-    [pytest.param(one, marks=pytest.mark.nightly(guards=(one.file,)), id=one.name) for one in MISTAKES.values()],
+    [
+        pytest.param(mistake, marks=pytest.mark.nightly(guards=(mistake.file,)), id=mistake.name)
+        for mistake in MISTAKES.values()
+    ],
 )
 def test_verify_locates_a_mistake(mistake: Mistake, tmp_path: Path) -> None:
     plugin, report = tmp_path / "plugin.py", tmp_path / "report.json"
     plugin.write_text(PLUGIN.format(paths=PATHS, name=mistake.name), "utf-8")
     flags = [*mistake.flags.split(), "--plugin", str(plugin), "--steps", "2", "--json", str(report)]
-    done = programs.python("tools/verify.py", *flags, timeout=120)
-    assert done.returncode == 1 and report.is_file(), done.stdout + done.stderr
-    assert not wrong_fields(mistake, json.loads(report.read_text("utf-8"))), done.stdout
+    result = programs.python("tools/verify.py", *flags, timeout=120)
+    assert result.returncode == 1 and report.is_file(), result.stdout + result.stderr
+    assert not wrong_fields(mistake, json.loads(report.read_text("utf-8"))), result.stdout

@@ -1,4 +1,4 @@
-"""Generated text: transformers' greedy text for every family, the same under every layout, and what is drawn."""
+"""Generated text: greedy text equals transformers' for every family and under every layout; random sampling."""
 
 import json
 import math
@@ -42,74 +42,77 @@ from tools.generate import format_completion
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = Sampling()
 PROMPTS = [[5, 17, 60], [11], [40, 41, 42, 43, 44, 3, 9], [7, 90, 8, 6]]
-NEW = 12
+NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
-    """(model of transformers, the directory it is saved in with a tokenizer of as many tokens as it has rows)."""
+    """Return a function from a family to (model of transformers, its directory, which also has a tokenizer)."""
     return collection(tmp_path_factory.mktemp("hf"), tokenizer=True)
 
 
-def their_text(model: Any, prompt: list[int], most: int, stops: list[int] | int = 2) -> list[int]:
+def transformers_text(model: Any, prompt: list[int], max_new: int, stops: list[int] | int = 2) -> list[int]:
     ids = torch.tensor([prompt])
-    how = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=most, pad_token_id=0)
+    options = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new, pad_token_id=0)
     with torch.no_grad():
-        return model.generate(ids, eos_token_id=stops, **how)[0].tolist()
+        return model.generate(ids, eos_token_id=stops, **options)[0].tolist()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_generation_equals_transformers(models, name: str) -> None:
-    theirs, folder = models(name)
-    found = generate_tokens(load_model(folder, Mesh.single_process()), PROMPTS, NEW, GREEDY)
-    assert [text.ids for text in found] == [their_text(theirs, prompt, NEW) for prompt in PROMPTS]
-    assert [text.prompt_length for text in found] == [len(prompt) for prompt in PROMPTS]
-    assert len({tuple(text.ids[text.prompt_length :]) for text in found}) > 1
+    reference, model_dir = models(name)
+    texts = generate_tokens(load_model(model_dir, Mesh.single_process()), PROMPTS, NEW_TOKENS, GREEDY)
+    assert [text.ids for text in texts] == [transformers_text(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert [text.prompt_length for text in texts] == [len(prompt) for prompt in PROMPTS]
+    assert len({tuple(text.ids[text.prompt_length :]) for text in texts}) > 1
 
 
 def test_generation_stops_at_end_of_document(models, tmp_path: Path) -> None:
-    theirs, folder = models("llama")
-    model = load_model(folder, Mesh.single_process())
-    plain = [text.ids for text in generate_tokens(model, PROMPTS, NEW, GREEDY)]
-    stops = [plain[0][5], plain[2][9]]  # ids that come up on the way
+    reference, model_dir = models("llama")
+    model = load_model(model_dir, Mesh.single_process())
+    plain = [text.ids for text in generate_tokens(model, PROMPTS, NEW_TOKENS, GREEDY)]
+    stops = [plain[0][5], plain[2][9]]  # ids in the generated text
     for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+        (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
     model = load_model(tmp_path, Mesh.single_process())
     assert model.stop_ids == {2, *stops}
-    found = generate_tokens(model, PROMPTS, NEW, GREEDY)
-    assert [text.ids for text in found] == [their_text(theirs, prompt, NEW, [2, *stops]) for prompt in PROMPTS]
-    assert found[0].finish_reason == "eod" and len(found[0].ids) <= 6
-    assert {text.finish_reason == "eod" for text in found} == {text.ids[-1] in model.stop_ids for text in found}
+    texts = generate_tokens(model, PROMPTS, NEW_TOKENS, GREEDY)
+    assert [text.ids for text in texts] == [
+        transformers_text(reference, prompt, NEW_TOKENS, [2, *stops]) for prompt in PROMPTS
+    ]
+    assert texts[0].finish_reason == "eod" and len(texts[0].ids) <= 6
+    assert {text.finish_reason == "eod" for text in texts} == {text.ids[-1] in model.stop_ids for text in texts}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "2"}))
     with pytest.raises(CheckpointError, match="eos_token_id='2' is neither a token id"):
         stop_ids(tmp_path)
 
 
 def test_generation_stops_at_the_last_position(models) -> None:
-    theirs, folder = models("gpt2")
-    model = load_model(folder, Mesh.single_process())
-    long = [1 + i % 90 for i in range(S - 3)]
-    (found, short) = generate_tokens(model, [long, [5]], 10, GREEDY)
-    assert len(found.ids) == S and found.finish_reason == "length" and len(short.ids) <= 11
-    with torch.no_grad():  # the last token from the last position but one
-        assert found.ids[-1] == int(theirs(torch.tensor([found.ids[:-1]])).logits[0, -1].argmax())
+    reference, model_dir = models("gpt2")
+    model = load_model(model_dir, Mesh.single_process())
+    long_prompt = [1 + i % 90 for i in range(S - 3)]
+    (filled, short_text) = generate_tokens(model, [long_prompt, [5]], 10, GREEDY)
+    assert len(filled.ids) == S and filled.finish_reason == "length" and len(short_text.ids) <= 11
+    with torch.no_grad():  # the last token comes from the last position but one
+        assert filled.ids[-1] == int(reference(torch.tensor([filled.ids[:-1]])).logits[0, -1].argmax())
     for prompt in ([], [1] * S):
         with pytest.raises(SetupError, match=f"prompt 0 has {len(prompt)} tokens, the model 48 positions"):
             generate_tokens(model, [prompt], 1, GREEDY)
 
 
 # ---- layouts
-HOT = Sampling(temperature=1.3, top_k=60, top_p=0.95, seed=7)
+RANDOM = Sampling(temperature=1.3, top_k=60, top_p=0.95, seed=7)
 
 
-def _texts(folder: str, tp: int, pp: int) -> list[list[list[int]]]:
-    model = load_model(folder, build_mesh(tp=tp, pp=pp, device=torch.device("cpu")))
-    return [[t.ids for t in generate_tokens(model, PROMPTS, NEW, sampling)] for sampling in (GREEDY, HOT)]
+def _generate_ids(model_dir: str, tp: int, pp: int) -> list[list[list[int]]]:
+    model = load_model(model_dir, build_mesh(tp=tp, pp=pp, device=torch.device("cpu")))
+    return [[t.ids for t in generate_tokens(model, PROMPTS, NEW_TOKENS, sampling)] for sampling in (GREEDY, RANDOM)]
 
 
 LAYOUTS = [(2, 2), (2, 1), (1, 2), (4, 1)]
-CASES = [(name, *at) for name in ("llama", "gpt2", "qwen2", "gpt_neox") for at in LAYOUTS]  # qwen2: one group of heads
+# qwen2 has one group of heads
+CASES = [(name, *layout) for name in ("llama", "gpt2", "qwen2", "gpt_neox") for layout in LAYOUTS]
 CASES += [("qwen2 window", 2, 2)]
 OFTEN = [case for case in CASES if case[1:] == (2, 2) or case[0] == "llama"]
 
@@ -117,22 +120,22 @@ OFTEN = [case for case in CASES if case[1:] == (2, 2) or case[0] == "llama"]
 @pytest.mark.parametrize("case", rarely(CASES, OFTEN, str, guards=("megalite/generate",)))
 def test_generation_is_equal_on_all_ranks_and_layouts(models, case: tuple[str, int, int]) -> None:
     name, tp, pp = case
-    _, folder = models(name)
-    alone = _texts(str(folder), 1, 1)
-    assert alone[0] != alone[1]
-    for texts in run_ranks(tp * pp, _texts, str(folder), tp, pp):
-        assert texts == alone
+    _, model_dir = models(name)
+    expected = _generate_ids(str(model_dir), 1, 1)
+    assert expected[0] != expected[1]
+    for texts in run_ranks(tp * pp, _generate_ids, str(model_dir), tp, pp):
+        assert texts == expected
 
 
 def test_generation_refuses_an_impossible_layout(models) -> None:
     with pytest.raises(AssertionError, match="SetupError: tensor_model_parallel_size=3 does not divide num_attention"):
-        run_ranks(3, _texts, str(models("llama")[1]), 3, 1)
+        run_ranks(3, _generate_ids, str(models("llama")[1]), 3, 1)
 
 
 def test_generation_from_a_checkpoint_equals_its_hugging_face_source(models, tmp_path: Path) -> None:
-    _, folder = models("qwen3")
-    assert convert_checkpoint.main(["--from-hf", str(folder), "--save", str(tmp_path)]) == 0
-    assert _texts(str(tmp_path), 1, 1) == _texts(str(folder), 1, 1)
+    _, model_dir = models("qwen3")
+    assert convert_checkpoint.main(["--from-hf", str(model_dir), "--save", str(tmp_path)]) == 0
+    assert _generate_ids(str(tmp_path), 1, 1) == _generate_ids(str(model_dir), 1, 1)
 
 
 # ---- the cache
@@ -142,29 +145,29 @@ def test_generation_from_a_checkpoint_equals_its_hugging_face_source(models, tmp
     *(st.none() | st.integers(1, 10), st.data()),
 )
 def test_cached_attention_equals_attention(sizes: tuple, repeat: int, window: int | None, data: st.DataObject) -> None:
-    """A few queries per sample, at a place of its own; what lies behind them, or before the window, does not matter."""
+    """Query a few positions of each sample. Keys behind them, or before the window, do not matter."""
     B, G, T = sizes
     torch.manual_seed(0)
     q = torch.randn(T, B, G * repeat, 4, dtype=torch.float64)
     k, v = torch.randn(2, T, B, G, 4, dtype=torch.float64)
-    want = attention(q, k, v, scale=0.3, window=window)
+    expected = attention(q, k, v, scale=0.3, window=window)
     S_new = data.draw(st.integers(1, T))
-    begins = [data.draw(st.integers(0, T - S_new)) for _ in range(B)]
-    places = torch.tensor(begins) + torch.arange(S_new).unsqueeze(1)
+    starts = [data.draw(st.integers(0, T - S_new)) for _ in range(B)]
+    positions = torch.tensor(starts) + torch.arange(S_new).unsqueeze(1)
     samples = torch.arange(B)
-    for b, begin in enumerate(begins):
-        k[begin + S_new :, b] = v[begin + S_new :, b] = 1e6
+    for b, start in enumerate(starts):
+        k[start + S_new :, b] = v[start + S_new :, b] = 1e6
         if window is not None:
-            before = max(0, begin - window + 1)
-            k[:before, b] = v[:before, b] = 1e6
-    got = cached_attention(q[places, samples], k, v, places, scale=0.3, window=window)
-    torch.testing.assert_close(got, want[places, samples], rtol=1e-12, atol=1e-12)
+            window_start = max(0, start - window + 1)
+            k[:window_start, b] = v[:window_start, b] = 1e6
+    actual = cached_attention(q[positions, samples], k, v, positions, scale=0.3, window=window)
+    torch.testing.assert_close(actual, expected[positions, samples], rtol=1e-12, atol=1e-12)
 
 
-def stage_of_line(flags: str) -> Stage:
-    line = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
+def stage_of(flags: str) -> Stage:
+    common_flags = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
      --train-iters 1 --mock-data --vocab-size {V} --init-method-std 0.3"""
-    config = config_from(f"{line} {flags}")
+    config = config_from(f"{common_flags} {flags}")
     return make_run_plan(config, 1, V).build_stages(Mesh.single_process(), torch.float64)[0].eval()
 
 
@@ -177,27 +180,29 @@ def stage_of_line(flags: str) -> Stage:
     ],
 )
 def test_cached_logits_equal_full_logits(models, name: str) -> None:
-    own = name.startswith("--")
-    stage = stage_of_line(name) if own else load_model(models(name)[1], Mesh.single_process(), torch.float64).stage
+    if name.startswith("--"):
+        stage = stage_of(name)
+    else:
+        stage = load_model(models(name)[1], Mesh.single_process(), torch.float64).stage
     tokens_SB = torch.randint(0, V, (20, 3), generator=torch.Generator().manual_seed(3))
     zero = torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():
-        want = stage(None, Batch(tokens_SB, None, None, zero, 0))
-        cache, got, begins = KVCache(24), [], torch.tensor([3, 9, 5])
+        expected = stage(None, Batch(tokens_SB, None, None, zero, 0))
+        cache, actual, starts = KVCache(24), [], torch.tensor([3, 9, 5])
         for i in range(11):
-            places = torch.arange(12)[:, None].expand(-1, 3) if i == 0 else (begins + i)[None]
-            cache.set_positions(places, places.device)
-            chosen = begins if i == 0 else zero
-            new = tokens_SB[places, torch.arange(3)]
+            positions = torch.arange(12)[:, None].expand(-1, 3) if i == 0 else (starts + i)[None]
+            cache.set_positions(positions, positions.device)
+            last_tokens = starts if i == 0 else zero
+            new_tokens_SB = tokens_SB[positions, torch.arange(3)]
             with cache.installed_in(stage):
-                x = stage.forward_hidden(None, Batch(new, None, None, zero, 0, places))
-            got.append(last_token_logits(stage.head, x, chosen))
-        assert torch.equal(stage(None, Batch(tokens_SB, None, None, zero, 0)), want)  # nothing stays behind
-    for i, logits_BV in enumerate(got):
-        torch.testing.assert_close(logits_BV, want[begins + i, torch.arange(3)], rtol=1e-9, atol=1e-9)
+                x = stage.forward_hidden(None, Batch(new_tokens_SB, None, None, zero, 0, positions))
+            actual.append(last_token_logits(stage.head, x, last_tokens))
+        assert torch.equal(stage(None, Batch(tokens_SB, None, None, zero, 0)), expected)  # no cache is left installed
+    for i, logits_BV in enumerate(actual):
+        torch.testing.assert_close(logits_BV, expected[starts + i, torch.arange(3)], rtol=1e-9, atol=1e-9)
 
 
-# ---- drawing
+# ---- sampling
 @settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.floats(0.1, 3.0), st.integers(0, 40), st.floats(0.05, 1.0))
 def test_sampling_filter_equals_transformers(
@@ -208,70 +213,70 @@ def test_sampling_filter_equals_transformers(
     logits = 3 * torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     p, order = sampling_probs(logits, Sampling(temperature, top_k, top_p))
     ids: Any = None
-    want = TemperatureLogitsWarper(temperature)(ids, logits)
-    want = TopKLogitsWarper(min(top_k, size))(ids, want) if top_k else want
-    want = TopPLogitsWarper(top_p)(ids, want) if top_p < 1 else want
-    torch.testing.assert_close(torch.zeros_like(p).scatter(-1, order, p), want.softmax(-1), rtol=1e-9, atol=1e-12)
+    expected = TemperatureLogitsWarper(temperature)(ids, logits)
+    expected = TopKLogitsWarper(min(top_k, size))(ids, expected) if top_k else expected
+    expected = TopPLogitsWarper(top_p)(ids, expected) if top_p < 1 else expected
+    torch.testing.assert_close(torch.zeros_like(p).scatter(-1, order, p), expected.softmax(-1), rtol=1e-9, atol=1e-12)
     drawn = sample(logits, Sampling(temperature, top_k, top_p, seed), [(0, 1), (1, 1)])
-    assert (want.gather(-1, drawn[:, None]) > float("-inf")).all()
+    assert (expected.gather(-1, drawn[:, None]) > float("-inf")).all()
 
 
 def test_sampling_follows_the_distribution_and_coordinates() -> None:
     p = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     n = 20_000
-    places = [(i % 40, i // 40) for i in range(n)]
-    counts = torch.bincount(sample(p.log().expand(n, -1), Sampling(1.0, seed=3), places), minlength=5)
+    coordinates = [(i % 40, i // 40) for i in range(n)]
+    counts = torch.bincount(sample(p.log().expand(n, -1), Sampling(1.0, seed=3), coordinates), minlength=5)
     chi2 = float(((counts - n * p) ** 2 / (n * p)).sum())
-    assert chi2 < 18.5  # 4 degrees of freedom: passed by 99.9 %
+    assert chi2 < 18.5  # 4 degrees of freedom: 99.9 % of samples pass
     drawn = torch.tensor([[uniform_at(3, prompt, position) for position in range(200)] for prompt in range(100)])
     rows = torch.corrcoef(drawn)[~torch.eye(100, dtype=torch.bool)]
-    assert rows.abs().max() < 5.5 / math.sqrt(200)  # prompts know nothing of each other
+    assert rows.abs().max() < 5.5 / math.sqrt(200)  # prompts are independent
     assert abs(float((drawn[:, 1:] * drawn[:, :-1]).mean()) - 0.25) < 0.01
     assert len({uniform_at(seed, 0, 0) for seed in range(1000)}) > 995
 
 
 def test_sampling_is_independent_of_the_batch(models) -> None:
     model = load_model(models("llama")[1], Mesh.single_process())
-    together = generate_tokens(model, PROMPTS, NEW, HOT)
+    batched = generate_tokens(model, PROMPTS, NEW_TOKENS, RANDOM)
     for number, prompt in enumerate(PROMPTS):
-        assert generate_tokens(model, [prompt], NEW, HOT, number)[0].ids == together[number].ids
-    assert generate_tokens(model, [PROMPTS[0]], NEW, HOT, 9)[0].ids != together[0].ids  # another prompt number
+        assert generate_tokens(model, [prompt], NEW_TOKENS, RANDOM, number)[0].ids == batched[number].ids
+    assert generate_tokens(model, [PROMPTS[0]], NEW_TOKENS, RANDOM, 9)[0].ids != batched[0].ids  # another prompt number
 
 
 # ---- the tool
 def tool(*flags: str, ok: bool = True) -> str:
-    done = programs.python("tools/generate.py", *flags)
-    assert (done.returncode == 0) == ok and "Traceback" not in done.stderr, done.stdout + done.stderr
-    return done.stdout if ok else done.stderr
+    result = programs.python("tools/generate.py", *flags)
+    assert (result.returncode == 0) == ok and "Traceback" not in result.stderr, result.stdout + result.stderr
+    return result.stdout if ok else result.stderr
 
 
 def test_generate_command_on_one_and_four_processes(models, tmp_path: Path) -> None:
-    theirs, folder = models("llama")
+    reference, model_dir = models("llama")
     (tmp_path / "some.jsonl").write_text('"w20 of the"\n{"text": "in w33 . was"}\n')
-    flags = ["--load", str(folder), "--prompt", "the w10", "--prompts-file", str(tmp_path / "some.jsonl")]
+    flags = ["--load", str(model_dir), "--prompt", "the w10", "--prompts-file", str(tmp_path / "some.jsonl")]
     flags += ["--max-new-tokens", "5", "--temperature", "0", "--batch-size", "2", "--device", "cpu"]
     rows = [json.loads(line) for line in tool(*flags, "--json").splitlines()]
     assert [row["prompt"] for row in rows] == ["the w10", "w20 of the", "in w33 . was"]
     assert rows[0]["ids"][:2] == [3, 18] and [row["number"] for row in rows] == [0, 1, 2]
     for row in rows:
-        begin = len(row["ids"]) - len(row["new_ids"])
-        assert row["ids"] == their_text(theirs, row["ids"][:begin], 5) and row["step"] == 0
+        prompt_length = len(row["ids"]) - len(row["new_ids"])
+        assert row["ids"] == transformers_text(reference, row["ids"][:prompt_length], 5) and row["step"] == 0
         assert row["stop"] == ("eod" if row["ids"][-1] == 2 else "length") and row["text"]
-    four = ["--nproc", "4", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    assert [json.loads(line) for line in tool(*flags, "--json", *four).splitlines()] == rows
+    layout_flags = ["--nproc", "4", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    assert [json.loads(line) for line in tool(*flags, "--json", *layout_flags).splitlines()] == rows
     plain = tool(*flags).splitlines()
     assert [line.startswith("[step 0] ") for line in plain] == [True] * 3 and rows[1]["text"] in plain[1]
 
 
 def test_generate_command_after_context_parallel_training(tmp_path: Path) -> None:
-    said = []
+    outputs = []
     for cp in ("1", "2"):
         flags = f"--tokenizer-type NullTokenizer --device cpu --train-iters 2 --nproc {cp} --context-parallel-size {cp}"
-        done = programs.python("pretrain_gpt.py", *SMALL, *flags.split(), "--save", str(tmp_path / cp))
-        assert done.returncode == 0, done.stderr
-        words = ["--prompt", "5 17 60", "--max-new-tokens", "5", "--temperature", "0", "--device", "cpu"]
-        said.append(tool("--load", str(tmp_path / cp), *words))
-    assert said[0] == said[1] and "5 17 60" in said[0]
+        result = programs.python("pretrain_gpt.py", *SMALL, *flags.split(), "--save", str(tmp_path / cp))
+        assert result.returncode == 0, result.stderr
+        generate_flags = ["--prompt", "5 17 60", "--max-new-tokens", "5", "--temperature", "0", "--device", "cpu"]
+        outputs.append(tool("--load", str(tmp_path / cp), *generate_flags))
+    assert outputs[0] == outputs[1] and "5 17 60" in outputs[0]
 
 
 def test_generated_text_is_escaped_on_a_terminal() -> None:
@@ -281,14 +286,14 @@ def test_generated_text_is_escaped_on_a_terminal() -> None:
 
 
 def test_bad_prompts_and_models_are_one_line(models, tmp_path: Path) -> None:
-    _, folder = models("gpt2")
+    _, model_dir = models("gpt2")
     (tmp_path / "a.jsonl").write_text('"x"\n7\n')
-    words = ["--load", str(folder), "--prompts-file", str(tmp_path / "a.jsonl")]
-    assert "line 2: neither a string nor an object" in tool(*words, ok=False)
-    long = tool("--load", str(folder), "--prompt", " ".join(["the"] * S), "--device", "cpu", ok=False)
-    assert long == f"generate.py: prompt 0 has {S} tokens, the model {S} positions; shorten it\n"
+    flags = ["--load", str(model_dir), "--prompts-file", str(tmp_path / "a.jsonl")]
+    assert "line 2: neither a string nor an object" in tool(*flags, ok=False)
+    message = tool("--load", str(model_dir), "--prompt", " ".join(["the"] * S), "--device", "cpu", ok=False)
+    assert message == f"generate.py: prompt 0 has {S} tokens, the model {S} positions; shorten it\n"
     for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((folder / name).read_bytes())
+        (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     assert "has no tokenizer that fits" in tool("--load", str(tmp_path), ok=False)
 
 

@@ -1,4 +1,4 @@
-"""--compile: the same training with compiled functions in the blocks, under every layout, with no more memory."""
+"""--compile: compiled blocks train like eager ones, under every layout, and need no more memory."""
 
 import os
 import shutil
@@ -37,13 +37,13 @@ QWEN = LLAMA + " --add-qkv-bias --qk-layernorm"
 NEOX = f"{GPT} --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual"
 SELECTIVE = " --recompute-granularity selective"
 FULL = " --recompute-granularity full --recompute-method uniform"
-PARTS = f"{SELECTIVE} --recompute-modules core_attn layernorm mlp"
-PAIRS = f"{NEOX} --rotary-interleaved --no-rope-freq 3"
+MODULES = f"{SELECTIVE} --recompute-modules core_attn layernorm mlp"
+INTERLEAVED = f"{NEOX} --rotary-interleaved --no-rope-freq 3"
 MODELS = (DROP + BORDERS + FULL, LLAMA + SELECTIVE)
 
 
-class Counting:
-    """A backend that runs what it is given as it is, and counts the graphs."""
+class CountingBackend:
+    """A backend that runs graphs eagerly and counts them."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -55,86 +55,89 @@ class Counting:
 
 def build(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> tuple[Run, Config]:
     config = config_from(f"{COMMON} {flags}")
-    torch.compiler.reset()  # what another test compiled
+    torch.compiler.reset()  # forget the code that other tests compiled
     return run_from(config, dtype=dtype, compile_backend=backend), config
 
 
-def figures(run: Run) -> list[float]:
-    """Loss and gradient norm of each step."""
+def losses_and_norms(run: Run) -> list[float]:
+    """Return loss and gradient norm of each step."""
     return [x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)]
 
 
 def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> list[float]:
-    return figures(build(flags, dtype, backend)[0])
+    return losses_and_norms(build(flags, dtype, backend)[0])
 
 
 RARELY = pytest.mark.nightly(guards=("megalite/models/torch_compile.py", "megalite/models/gpt.py"))
 OFTEN = [LLAMA + BORDERS + SELECTIVE]
-SELDOM = [DROP + FULL, DROP + BORDERS, QWEN, NEOX, DROP + SELECTIVE, PAIRS + PARTS]
+SELDOM = [DROP + FULL, DROP + BORDERS, QWEN, NEOX, DROP + SELECTIVE, INTERLEAVED + MODULES]
 
 
 @pytest.mark.parametrize("flags", [*OFTEN, *(pytest.param(flags, marks=RARELY) for flags in SELDOM)])
 def test_compiled_functions_equal_eager_and_are_few(flags: str) -> None:
-    """Layers and steps, whose numbers are coordinates of dropout, share what is compiled; warm-up has compiled it."""
-    count = Counting()
-    run, config = build(flags + " --compile", backend=count)
+    """Share the compiled code between layers and steps, whose numbers key dropout. The warm-up compiles all of it."""
+    backend = CountingBackend()
+    run, config = build(flags + " --compile", backend=backend)
     compile_warmup(run, config)
-    graphs = count.graphs
+    graphs = backend.graphs
     assert 3 <= graphs <= 7
-    got = figures(run)
-    assert count.graphs == graphs
-    without = Counting()
-    assert got == pytest.approx(trained(flags, backend=without), rel=1e-12, abs=0) and without.graphs == 0
+    actual = losses_and_norms(run)
+    assert backend.graphs == graphs
+    eager_backend = CountingBackend()
+    assert actual == pytest.approx(trained(flags, backend=eager_backend), rel=1e-12, abs=0)
+    assert eager_backend.graphs == 0
 
 
-def _both(layouts: tuple[str, ...]) -> list[list[float]]:
+def _train_models(layouts: tuple[str, ...]) -> list[list[float]]:
     return [trained(f"{model} --num-layers 2 {layout}") for model, layout in zip(MODELS, layouts, strict=True)]
 
 
 @pytest.mark.parametrize("axes", [("tensor-model", "pipeline-model"), ("context",) * 2], ids=["tp and pp", "cp"])
 def test_compiled_layout_equals_one_process(axes: tuple[str, str]) -> None:
-    want = _both(("", ""))
+    expected = _train_models(("", ""))
     layouts = tuple(f"--compile --{axis}-parallel-size 2" for axis in axes)
-    for got in run_ranks(2, _both, layouts):
-        for one, model in zip(got, want, strict=True):
-            assert one == pytest.approx(model, rel=1e-10, abs=0)
+    for actual in run_ranks(2, _train_models, layouts):
+        for values, expected_values in zip(actual, expected, strict=True):
+            assert values == pytest.approx(expected_values, rel=1e-10, abs=0)
 
 
-def _warmed(flags: str) -> list[float]:
-    """Loss and gradient norm of each step behind a warm-up; a checkpoint may come between."""
+def _train_after_warmup(flags: str) -> list[float]:
+    """Return loss and gradient norm of each step after a warm-up and a load of a checkpoint."""
     run, config = build(flags)
     compile_warmup(run, config)
     for main in run.optimizer.main:
         main.mul_(1.01)
     run.optimizer.sync_after_load()
-    return figures(run)
+    return losses_and_norms(run)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_compile_warmup_leaves_no_unsharded_weights(stage: int) -> None:
-    want = run_ranks(2, _warmed, f"{LLAMA} --num-layers 2")
-    for hold in ("layer", "chunk")[: stage - 1]:
-        got = run_ranks(
-            2, _warmed, f"{LLAMA} --num-layers 2 --compile --zero-stage {stage} --reshard-after-forward {hold}"
-        )
-        for one, other in zip(got, want, strict=True):
-            assert one == pytest.approx(other, rel=1e-12, abs=0)
+    expected = run_ranks(2, _train_after_warmup, f"{LLAMA} --num-layers 2")
+    for unit in ("layer", "chunk")[: stage - 1]:
+        flags = f"{LLAMA} --num-layers 2 --compile --zero-stage {stage} --reshard-after-forward {unit}"
+        actual = run_ranks(2, _train_after_warmup, flags)
+        for values, expected_values in zip(actual, expected, strict=True):
+            assert values == pytest.approx(expected_values, rel=1e-12, abs=0)
 
 
-def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
-    """Of a pipeline rank: loss and gradient norm of each step; graphs after warm-up, and after the steps; how many
-    weight gradients each W computes."""
-    count, waited, compute = Counting(), list[int](), WeightGradStore.compute_all
+def _train_deferred(flags: str) -> tuple[list[float], list[int], list[int]]:
+    """Train on a pipeline rank after a warm-up.
 
-    def counted(later: WeightGradStore) -> None:
-        waited.append(len(list(later.main_grads)))
-        compute(later)
+    Returns: loss and gradient norm of each step; the number of graphs after the warm-up and after the steps; the number
+        of weight gradients that each W computes.
+    """
+    backend, deferred, compute_all = CountingBackend(), list[int](), WeightGradStore.compute_all
 
-    run, config = build(flags, backend=count)
+    def count_and_compute(store: WeightGradStore) -> None:
+        deferred.append(len(list(store.main_grads)))
+        compute_all(store)
+
+    run, config = build(flags, backend=backend)
     compile_warmup(run, config)
-    graphs = count.graphs
-    with mock.patch.object(WeightGradStore, "compute_all", counted):
-        return figures(run), [graphs, count.graphs], waited
+    graphs = backend.graphs
+    with mock.patch.object(WeightGradStore, "compute_all", count_and_compute):
+        return losses_and_norms(run), [graphs, backend.graphs], deferred
 
 
 @pytest.mark.parametrize(
@@ -145,53 +148,58 @@ def _waiting(flags: str) -> tuple[list[float], list[int], list[int]]:
     ],
 )
 def test_compiled_blocks_defer_weight_gradients(flags: str) -> None:
-    """No step compiles anything, and a W has all to do that it has without."""
-    whole = f"{flags} --pipeline-model-parallel-size 2"
-    want = run_ranks(2, _waiting, whole)
-    eager, compiled = (run_ranks(2, _waiting, f"{whole} --split-backward{also}") for also in ("", " --compile"))
+    """Compile nothing in the steps, and defer the same weight gradients as eager blocks."""
+    pipeline_flags = f"{flags} --pipeline-model-parallel-size 2"
+    expected = run_ranks(2, _train_deferred, pipeline_flags)
+    eager = run_ranks(2, _train_deferred, f"{pipeline_flags} --split-backward")
+    compiled = run_ranks(2, _train_deferred, f"{pipeline_flags} --split-backward --compile")
     chunks = 2 if "virtual" in flags else 1
-    # five matrices of each of the two layers of a rank, in its chunks, for each of the four micro-batches of a step
-    each = [5 * 2 // chunks] * (STEPS * 4 * chunks)
-    for (loss, _, none), (_, _, waited), (got, graphs, also) in zip(want, eager, compiled, strict=True):
-        assert none == [] and waited == also == each
+    # a rank has two layers of five matrices, split over its chunks; a step has four micro-batches
+    expected_deferred = [5 * 2 // chunks] * (STEPS * 4 * chunks)
+    for (values, _, none), (_, _, deferred), (actual, graphs, also_deferred) in zip(
+        expected, eager, compiled, strict=True
+    ):
+        assert none == [] and deferred == also_deferred == expected_deferred
         assert 3 <= graphs[0] == graphs[1]
-        assert got == pytest.approx(loss, rel=1e-10, abs=0)
+        assert actual == pytest.approx(values, rel=1e-10, abs=0)
 
 
 @RARELY
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compiled_run_equals_eager_and_compiles_before_its_first_step(tmp_path: Path) -> None:
-    told, losses = "", list[list[float]]()
-    for number, also in enumerate(("", "--compile --split-backward")):
-        line = f"{COMMON} {DROP} --nproc 2 --pipeline-model-parallel-size 2 --train-iters 4 --log-interval 1 {also}"
-        folder, env = tmp_path / str(number), os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"}
-        how: dict[str, Any] = dict(capture_output=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
-        words = [*line.split(), "--run-dir", str(folder)]
-        told = programs.python("pretrain_gpt.py", *words, env=env, ok=True, **how).stdout
-        losses.append([x for of in ("train/loss", "train/grad_norm") for x in logged(folder, of)])
+    output, losses = "", list[list[float]]()
+    for number, extra in enumerate(("", "--compile --split-backward")):
+        flags = f"{COMMON} {DROP} --nproc 2 --pipeline-model-parallel-size 2 --train-iters 4 --log-interval 1 {extra}"
+        run_dir, env = tmp_path / str(number), os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"}
+        options: dict[str, Any] = dict(
+            capture_output=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280
+        )
+        argv = [*flags.split(), "--run-dir", str(run_dir)]
+        output = programs.python("pretrain_gpt.py", *argv, env=env, ok=True, **options).stdout
+        losses.append([x for metric in ("train/loss", "train/grad_norm") for x in logged(run_dir, metric)])
     assert len(losses[0]) == 2 * 4 and losses[1] == pytest.approx(losses[0], rel=1e-5, abs=0)
-    before, _, after = told.partition("compiled in ")
-    # forward and backward of the activation are two functions that have one wrapper of torch's
-    assert after and "Recompiling function" in before and "ecompil" not in after and "raph break" not in told
+    before, _, after = output.partition("compiled in ")
+    # forward and backward of the activation share one wrapper of torch
+    assert after and "Recompiling function" in before and "ecompil" not in after and "raph break" not in output
 
 
 def saved_bytes(flags: str, dtype: torch.dtype) -> int:
-    """Of what a stage keeps for backward, weights aside."""
-    run, _ = build(flags, dtype, "aot_eager_decomp_partition")  # splits forward from backward as inductor does
+    """Return the bytes that a stage saves for backward, without its weights."""
+    run, _ = build(flags, dtype, "aot_eager_decomp_partition")  # partitions forward and backward as inductor does
     stage = run.pipeline.stages[0]
     ids_SB = torch.zeros(16, 2, dtype=torch.int64)
     batch = Batch(ids_SB, ids_SB, None, torch.arange(2), step=1)
-    stage(None, batch)  # hooks must not be there while it is traced
+    stage(None, batch)  # trace without the hooks
     weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
+        saved[x.untyped_storage().data_ptr()] = x
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         stage(None, batch)
-    return sum(x.untyped_storage().nbytes() for at, x in kept.items() if at not in weights)
+    return sum(x.untyped_storage().nbytes() for pointer, x in saved.items() if pointer not in weights)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=RARELY), torch.bfloat16])
@@ -208,11 +216,12 @@ def test_compiled_blocks_save_no_more_for_backward(flags: str, dtype: torch.dtyp
 def test_inductor_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config, cpu_vec_isa
 
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [])  # to find them takes 8 s; scalar code will do
+    # finding them takes 8 s, and scalar code is enough
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [])
     monkeypatch.setattr(config, "pattern_matcher", False)  # 1 s
     flags = GPT + " --num-layers 1"
-    want = trained(flags, torch.float32)
-    assert trained(flags + " --compile", torch.float32, "inductor") == pytest.approx(want, rel=1e-5)
+    expected = trained(flags, torch.float32)
+    assert trained(flags + " --compile", torch.float32, "inductor") == pytest.approx(expected, rel=1e-5)
 
 
 def test_compile_failure_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -224,13 +233,13 @@ def test_compile_failure_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
         SetupError, match=r"^compile=True needs a C\+\+ compiler, and .*g\+\+ is not installed; install"
     ):
         check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
-    if sys.platform == "linux":  # where inductor does not look for it
+    if sys.platform == "linux":  # inductor does not look for clang++
         (tmp_path / "clang++").symlink_to(sys.executable)
         with pytest.raises(CompileError, match=r"g\+\+ is not installed; install"):
             check_compile("cpu")
-    # one that does not start, and one that tells its version, but has lost its headers
-    lost = '[ "$1" = --version ] && exit 0\necho "fatal error: cmath: no such file" >&2\nexit 1'
-    for name, script in (("broken", "exit 3"), ("halved", lost)):
+    # one compiler does not start, another one prints its version but has no headers
+    headerless = '[ "$1" = --version ] && exit 0\necho "fatal error: cmath: no such file" >&2\nexit 1'
+    for name, script in (("broken", "exit 3"), ("halved", headerless)):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     for name, text in (

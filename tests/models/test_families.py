@@ -19,16 +19,16 @@ from megalite.planning.run_plan import RunPlan, make_run_plan
 PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
 
 
-def arranged(name: str) -> RunPlan:
+def plan_of(name: str) -> RunPlan:
     config = config_from(f"--preset {name} --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data")
     return make_run_plan(config, 1, config.data.vocab_size or 50257)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_equal_the_published_ones(name: str) -> None:
-    """Of the model, and of those that a token meets, which of a dense one are all."""
-    made = arranged(name)
-    assert [made.num_parameters, made.num_active_parameters] == (PUBLISHED[name] * 2)[:2]
+    """Compare all parameters, and the active ones of a token, which are all of them in a dense model."""
+    plan = plan_of(name)
+    assert [plan.num_parameters, plan.num_active_parameters] == (PUBLISHED[name] * 2)[:2]
 
 
 def test_tiny_moe_has_the_flops_of_tiny() -> None:
@@ -38,18 +38,18 @@ def test_tiny_moe_has_the_flops_of_tiny() -> None:
 
 
 def test_gpt3_has_175_billion_parameters() -> None:
-    assert round(arranged("gpt3-175b").num_parameters / 1e9) == 175
+    assert round(plan_of("gpt3-175b").num_parameters / 1e9) == 175
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_partition_the_parameters(tied: bool) -> None:
     model = build({**PRESETS["tiny"], "untie_embeddings_and_output_weights": not tied}).model
-    whole, halves = model_specs(model, 100), (range(3), range(3, 8))
+    full, halves = model_specs(model, 100), (range(3), range(3, 8))
     first, last = (model_specs(model, 100, stages=halves, stage_index=number) for number in (0, 1))
-    assert {**first, **last} == whole
-    assert first.keys() & last.keys() == ({"embedding.word"} if tied else set())  # the last stage's head is it
+    assert {**first, **last} == full
+    assert first.keys() & last.keys() == ({"embedding.word"} if tied else set())  # it is the head of the last stage
     padded = model_specs(model, 100, padded_vocab_size=128)["embedding.word"]
-    assert (padded.shape[0], padded.stored_shape) == (128, whole["embedding.word"].shape)
+    assert (padded.shape[0], padded.stored_shape) == (128, full["embedding.word"].shape)
 
 
 def test_starred_family_rule_is_two_rules() -> None:
@@ -64,13 +64,13 @@ def test_starred_family_rule_is_two_rules() -> None:
 WINDOW = {"window_size": (1023, 0)}
 
 
-@pytest.mark.parametrize("seen", [{}, WINDOW, {**WINDOW, "window_attn_skip_freq": "2"}], ids=str)
+@pytest.mark.parametrize("window", [{}, WINDOW, {**WINDOW, "window_attn_skip_freq": "2"}], ids=str)
 @pytest.mark.parametrize("length", [100, 1024, 8192])
-def test_model_flops_equal_the_literature(length: int, seen: dict[str, Any]) -> None:
-    """Of Llama-3-8B, three times the forward's; in a window what is seen."""
-    model = build({**PRESETS["llama3-8b"], **seen}).model
-    want = 3 * (32 * layer_flops(model, length) + head_flops(model, 128256))
-    assert flops_per_token(replace(model, seq_length=length), 128256) == pytest.approx(want, rel=1e-12)
+def test_model_flops_equal_the_literature(length: int, window: dict[str, Any]) -> None:
+    """Compare Llama-3-8B with three times the formulas of a forward; windows count only visible keys."""
+    model = build({**PRESETS["llama3-8b"], **window}).model
+    expected = 3 * (32 * layer_flops(model, length) + head_flops(model, 128256))
+    assert flops_per_token(replace(model, seq_length=length), 128256) == pytest.approx(expected, rel=1e-12)
 
 
 def test_window_keys_are_counted() -> None:

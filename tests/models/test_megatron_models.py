@@ -1,4 +1,4 @@
-"""Megatron-LM's command line -> the tensors it makes of it, against ours."""
+"""The tensors of a model equal those that Megatron-LM creates for the same command line."""
 
 import tomllib
 from dataclasses import replace
@@ -21,8 +21,8 @@ LINES = tomllib.loads(Path(__file__).with_name("megatron_lines.toml").read_text(
 @pytest.mark.parametrize("flags", LINES)
 def test_tensor_shapes_equal_megatrons(flags: str) -> None:
     model = config_from(f"{LINE} {flags}").model
-    made = model_specs(model, padded_vocab_size(V, model.make_vocab_size_divisible_by, 1))
-    assert {name: spec.shape for name, spec in made.items()} == shapes(replace(GPT, **LINES[flags]))
+    specs = model_specs(model, padded_vocab_size(V, model.make_vocab_size_divisible_by, 1))
+    assert {name: spec.shape for name, spec in specs.items()} == shapes(replace(GPT, **LINES[flags]))
 
 
 def test_embeddings_have_their_own_initial_deviation() -> None:
