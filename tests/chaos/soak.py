@@ -62,21 +62,21 @@ class Fault:
     step: int
     victim: int  # a rank
     delay_s: float  # within the step
-    all: bool  # also the other ranks and the launcher, as if the node died
+    whole_node: bool  # also the other ranks and the launcher, as if the node died
     code: int | None = None
     outcome: str = ""
-    struck: int = 0  # the last step logged
-    resumed: int = 0  # the first one after
+    last_step: int = 0  # the last step logged
+    resumed_step: int = 0  # the first one after
     back_s: float = 0.0  # from the end of the run to that step
     ended_s: float = 0.0  # from the fault to the end of the run
 
     @property
     def lost(self) -> int:
-        return self.struck - self.resumed + 1
+        return self.last_step - self.resumed_step + 1
 
     def row(self) -> str:
-        who = "all" if self.all else f"rank {self.victim}"
-        cells = (self.kind, who, self.struck, f"{self.code} {self.outcome}", self.lost)
+        target = "all" if self.whole_node else f"rank {self.victim}"
+        cells = (self.kind, target, self.last_step, f"{self.code} {self.outcome}", self.lost)
         return f"| {' | '.join(map(str, cells))} | {self.ended_s:.1f} | {self.back_s:.1f} |"
 
 
@@ -149,14 +149,14 @@ def flip_bit(save_dir: Path, rng: random.Random) -> None:
     flip(file, rng.randrange(4 * size, 8 * size))
 
 
-def strike(fault: Fault, attempt: Attempt, save_dir: Path, rng: random.Random) -> None:
+def inject(fault: Fault, attempt: Attempt, save_dir: Path, rng: random.Random) -> None:
     """Inject a fault from outside. The program injects the faults of POINTS itself."""
     time.sleep(fault.delay_s)
     ranks = attempt.ranks()
     pid = ranks[fault.victim % len(ranks)] if ranks else attempt.process.pid
     with suppress(ProcessLookupError):
         match fault.kind:
-            case "kill" if fault.all:
+            case "kill" if fault.whole_node:
                 os.killpg(attempt.process.pid, signal.SIGKILL)
             case "kill" | "corrupt":
                 os.kill(pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ def disturbed(args: list[str], faults: list[Fault], steps: int, out: Path, rng: 
     """Run through all faults to the last step, and return the number of trained steps and the seconds."""
     run_dir, once_dir, log = out / "disturbed", out / "struck", out / "disturbed.log"
     once_dir.mkdir()
-    env, remaining, trained, begin_s = environment(faults, once_dir), list(faults), 0, time.monotonic()
+    env, remaining, num_trained, begin_s = environment(faults, once_dir), list(faults), 0, time.monotonic()
     last: Fault | None = None
     while True:
         with started(args, env, log) as attempt:
@@ -187,28 +187,28 @@ def disturbed(args: list[str], faults: list[Fault], steps: int, out: Path, rng: 
             fault = None
             while remaining and fault is None and attempt.until(remaining[0].step):
                 fault, struck_s = remaining.pop(0), time.monotonic()
-                strike(fault, attempt, run_dir, rng)
+                inject(fault, attempt, run_dir, rng)
                 if fault.kind == "nan" and attempt.until(fault.step + 3):  # the step was recomputed
-                    fault.code, fault.outcome, fault.struck, fault.resumed = 0, "goes on", fault.step, fault.step + 1
+                    fault.code, fault.outcome = 0, "goes on"
+                    fault.last_step, fault.resumed_step = fault.step, fault.step + 1
                     fault = None
             attempt.until(None)
             code, ended_s = attempt.end(PATIENCE_S), time.monotonic()
         if not attempt.steps:
             raise RuntimeError(f"a start without a step, exit code {code}: see {log}")
-        trained += len(attempt.steps)
+        num_trained += len(attempt.steps)
         if last is not None:
-            last.resumed, last.back_s = attempt.steps[0], attempt.first_s
+            last.resumed_step, last.back_s = attempt.steps[0], attempt.first_s
         if attempt.steps[-1] == steps and code == 75:
-            return trained, time.monotonic() - begin_s
+            return num_trained, time.monotonic() - begin_s
         if fault is None:
             raise RuntimeError(f"ended at step {attempt.steps[-1]} with exit code {code} and no fault: see {log}")
-        fault.code, fault.struck, fault.ended_s = code, attempt.steps[-1], ended_s - struck_s
+        fault.code, fault.last_step, fault.ended_s = code, attempt.steps[-1], ended_s - struck_s
         with suppress(OSError, ValueError):
             fault.outcome = json.loads((run_dir / "status.json").read_text())["outcome"]
         last = fault
-        print(
-            f"{time.monotonic() - begin_s:6.0f} s  step {fault.struck:6d} of {steps}  {fault.kind}: {code}", flush=True
-        )
+        seconds = time.monotonic() - begin_s
+        print(f"{seconds:6.0f} s  step {fault.last_step:6d} of {steps}  {fault.kind}: {code}", flush=True)
 
 
 def undisturbed(args: list[str], out: Path) -> int:
@@ -251,7 +251,7 @@ def differences(out: Path, steps: int) -> list[str]:
 def soak(
     out: Path, seed: int, minutes: float | None = None, steps: int | None = None, number: int | None = None
 ) -> str:
-    """Run both and return the table. Either `minutes`, or `steps` and the `number` of faults are given.
+    """Run without and with faults, and return the table. Give `minutes`, or `steps` and the `number` of faults.
 
     Raises:
         RuntimeError: there are problems; the message is the table.
@@ -268,21 +268,21 @@ def soak(
     if number is None:  # each costs about ten seconds, and at most twice the interval of saves
         number = min(max(round((minutes or 0) * 60 * 0.5 / 10), len(KINDS)), int(steps * 0.1 / INTERVAL))
     faults = draw_faults(rng, number, steps)
-    trained, took_s = disturbed([*run["disturbed"], "--exit-interval", str(steps)], faults, steps, out, rng)
-    problems, struck = differences(out, steps), [f for f in faults if f.code is not None]
-    goodput = steps / trained
+    num_trained, took_s = disturbed([*run["disturbed"], "--exit-interval", str(steps)], faults, steps, out, rng)
+    problems, injected = differences(out, steps), [f for f in faults if f.code is not None]
+    goodput = steps / num_trained
     if goodput < GOODPUT:
         problems.append(f"only {goodput:.1%} of the steps that were trained were of use")
-    if len(struck) < len(faults):
-        problems.append(f"{len(faults) - len(struck)} faults came too late to strike")
+    if len(injected) < len(faults):
+        problems.append(f"{len(faults) - len(injected)} faults came too late to strike")
     table = "\n".join(
         [
-            f"seed {seed}: {steps:,} steps, {len(struck)} faults, {trained:,} steps trained: goodput {goodput:.1%}; "
+            f"seed {seed}: {steps:,} steps, {len(injected)} faults, {num_trained:,} steps trained: goodput {goodput:.1%}; "
             f"{took_s / 60:.1f} minutes, undisturbed {straight_s / 60:.1f}",
             "",
             "| fault | of | after step | exit code, outcome | steps lost | until its end, s | until the next step, s |",
             "|---|---|---|---|---|---|---|",
-            *(f.row() for f in struck),
+            *(f.row() for f in injected),
             "",
             "; ".join(problems)
             or "Losses, gradient norms, weights, moments and the data's ledger: bit for bit the same.",

@@ -44,7 +44,7 @@ def _kill_before_listing(base: Path, rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> manifests.Manifest:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> manifests.Manifest:
     """Return the manifest of the last checkpoint of a run without a fault."""
     base = tmp_path_factory.mktemp("unbroken")
     assert (end := drill(base, 2, FLAGS)).code == 0, end
@@ -53,7 +53,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> manifests.Manifest:
 
 @pytest.mark.parametrize("name", rarely([*FAULTS], [*FAULTS][:2], str, guards=("megalite/checkpoint/manager",)))
 def test_failed_save_commits_nothing_and_the_run_resumes(
-    name: str, tmp_path: Path, unbroken: manifests.Manifest
+    name: str, tmp_path: Path, expected: manifests.Manifest
 ) -> None:
     flags = [*FLAGS, "--async-save" if "background" in name else "--no-async-save"]
     run_dir = tmp_path / "run"
@@ -74,8 +74,8 @@ def test_failed_save_commits_nothing_and_the_run_resumes(
     assert newest is not None and newest[1].state["progress"]["step"] == 2
     assert (restarted := drill(tmp_path, 2, flags)).code == 0, restarted
     last = manifests.load_manifest(run_dir / "iter_0000006")
-    assert last.files == unbroken.files  # the hashes of weights, moments and everything else
-    assert {**last.state, "config": ""} == {**unbroken.state, "config": ""}
+    assert last.files == expected.files  # the hashes of weights, moments and everything else
+    assert {**last.state, "config": ""} == {**expected.state, "config": ""}
     assert not list(run_dir.glob(".iter_*"))
 
 
@@ -102,7 +102,7 @@ def test_killed_rank_ends_the_others_soon(point: str, tmp_path: Path) -> None:
     end = drill(tmp_path, 4, EVERYWHERE, f"{location}:kill")
     assert end.code == 128 + 9 and end.within_s < SECONDS, end
     assert end.causes == [f"rank {victim} ended by signal SIGKILL"]
-    codes = {1, 3} if point == "start" else {1}  # 3: a rank before the rendezvous
+    codes = {1, 3} if point == "start" else {1}  # 3: a rank that is still in the rendezvous
     others = {*range(4)} - {victim}  # they exit before the launcher ends them
     assert end.exit_codes.keys() == others and {*end.exit_codes.values()} <= codes, end
     for rank, text in enumerate(end.said):

@@ -64,7 +64,7 @@ def losses_and_norms(run: Run) -> list[float]:
     return [x for r in (train_step(run) for _ in range(STEPS)) for x in (r.loss, r.grad_norm)]
 
 
-def trained(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> list[float]:
+def train(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager") -> list[float]:
     return losses_and_norms(build(flags, dtype, backend)[0])
 
 
@@ -84,12 +84,12 @@ def test_compiled_functions_equal_eager_and_are_few(flags: str) -> None:
     actual = losses_and_norms(run)
     assert backend.graphs == graphs
     eager_backend = CountingBackend()
-    assert actual == pytest.approx(trained(flags, backend=eager_backend), rel=1e-12, abs=0)
+    assert actual == pytest.approx(train(flags, backend=eager_backend), rel=1e-12, abs=0)
     assert eager_backend.graphs == 0
 
 
 def _train_models(layouts: tuple[str, ...]) -> list[list[float]]:
-    return [trained(f"{model} --num-layers 2 {layout}") for model, layout in zip(MODELS, layouts, strict=True)]
+    return [train(f"{model} --num-layers 2 {layout}") for model, layout in zip(MODELS, layouts, strict=True)]
 
 
 @pytest.mark.parametrize("axes", [("tensor-model", "pipeline-model"), ("context",) * 2], ids=["tp and pp", "cp"])
@@ -220,8 +220,8 @@ def test_inductor_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [])
     monkeypatch.setattr(config, "pattern_matcher", False)  # 1 s
     flags = GPT + " --num-layers 1"
-    expected = trained(flags, torch.float32)
-    assert trained(flags + " --compile", torch.float32, "inductor") == pytest.approx(expected, rel=1e-5)
+    expected = train(flags, torch.float32)
+    assert train(flags + " --compile", torch.float32, "inductor") == pytest.approx(expected, rel=1e-5)
 
 
 def test_compile_failure_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

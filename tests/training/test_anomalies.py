@@ -101,8 +101,8 @@ def _train_with_faults(flags: str, *faults: str) -> list[Any]:
 
 @pytest.mark.parametrize("flags", ["", "--zero-stage 2 --global-batch-size 8", "--zero-stage 3"])
 def test_transient_error_is_distinguished_from_bad_data(flags: str) -> None:
-    expected, clean, weights = zip(*run_ranks(2, _train_with_faults, flags), strict=True)
-    assert not any(any(anomalies) for anomalies in clean)
+    expected, expected_anomalies, weights = zip(*run_ranks(2, _train_with_faults, flags), strict=True)
+    assert not any(any(anomalies) for anomalies in expected_anomalies)
     faults = ("step.after_reduce:1:2:nan", "step.after_reduce:0:3:inf")
     for rank, (actual, anomalies, actual_weights) in enumerate(run_ranks(2, _train_with_faults, flags, *faults)):
         assert actual == expected[rank] and torch.equal(actual_weights, weights[rank])
@@ -169,14 +169,14 @@ def test_spike_is_far_above_previous_steps() -> None:
 
 
 def test_damaged_spike_state_is_refused() -> None:
-    for bad in ({}, *({"rollbacks": 0, "quiet": 0, "seen": seen} for seen in ({"loss": [math.nan]}, []))):
+    for state in ({}, *({"rollbacks": 0, "quiet": 0, "seen": history} for history in ({"loss": [math.nan]}, []))):
         with pytest.raises((KeyError, ValueError, AttributeError)):
-            SpikeDetector().from_json(bad)
+            SpikeDetector().from_json(state)
 
 
 # ---- complete runs, on text with one batch of noise
 STEPS, POISONED = 13, 10  # the samples of this step
-WATCHED = "--check-for-spiky-loss --check-for-large-grads --spike-window 16".split()
+SPIKE_FLAGS = "--check-for-spiky-loss --check-for-large-grads --spike-window 16".split()
 
 
 def write_text(prefix: Path, noisy: set[int]) -> None:
@@ -222,7 +222,7 @@ def test_spike_rollback_skips_its_samples(tmp_path: Path, texts: dict[str, list[
     """Compare with a run that is stopped by hand and resumed with --iterations-to-skip."""
     flags = [*texts["once"], "--save-interval", "8"]
     automatic, by_hand = tmp_path / "one", tmp_path / "hand"
-    assert train(*flags, *WATCHED, "--spike-action", "rollback", "--save", str(automatic)) == ExitCode.DONE
+    assert train(*flags, *SPIKE_FLAGS, "--spike-action", "rollback", "--save", str(automatic)) == ExitCode.DONE
     spike, rollback = events(automatic)
     assert (spike["event"], rollback["event"], spike["step"], rollback["step"]) == ("spike", "rollback", 10, 10)
     assert spike["samples"] == [72, 79] and rollback["samples"] == [64, 79] and rollback["checkpoint"] == 8
@@ -254,7 +254,7 @@ def test_rerun_divides_by_all_tokens() -> None:
 @pytest.mark.parametrize("layout", [TP2, f"{PP2} --split-backward"])
 def test_rollback_is_collective(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
     flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()
-    pretrain(*texts["once"], *WATCHED, *flags, "--save", str(tmp_path), ok=True)
+    pretrain(*texts["once"], *SPIKE_FLAGS, *flags, "--save", str(tmp_path), ok=True)
     spike, rollback = events(tmp_path)
     assert (spike["samples"], rollback["samples"]) == ([72, 79], [64, 79])
     assert "recomputed, it is the same" in spike["text"]
@@ -262,8 +262,8 @@ def test_rollback_is_collective(tmp_path: Path, texts: dict[str, list[str]], lay
 
 def test_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]]) -> None:
     run_dirs = [tmp_path / name for name in ("skip", "hand", "log")]
-    skip, hand = [*WATCHED, "--spike-action", "skip"], ["--iterations-to-skip", "10"]
-    flag_lists = [skip, hand, [*WATCHED, "--rerun-mode", "disabled"]]
+    skip, hand = [*SPIKE_FLAGS, "--spike-action", "skip"], ["--iterations-to-skip", "10"]
+    flag_lists = [skip, hand, [*SPIKE_FLAGS, "--rerun-mode", "disabled"]]
     for run_dir, flags in zip(run_dirs, flag_lists, strict=True):
         assert train(*texts["once"], "--train-iters", "11", *flags, "--save", str(run_dir)) == ExitCode.DONE
     [skipped], [logged] = events(run_dirs[0]), events(run_dirs[2])
@@ -275,7 +275,7 @@ def test_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]])
 
 
 def test_run_with_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]) -> None:
-    flags = [*texts["on"], *WATCHED, "--save", str(tmp_path), "--save-interval", "8", "--rerun-mode", "disabled"]
+    flags = [*texts["on"], *SPIKE_FLAGS, "--save", str(tmp_path), "--save-interval", "8", "--rerun-mode", "disabled"]
     flags += ["--spike-threshold", "3"]
     assert train(*flags, "--spike-action", "rollback") == ExitCode.BAD_RESULT
     assert [e["event"] for e in events(tmp_path)] == ["spike", "rollback"] * 3 + ["spike"]

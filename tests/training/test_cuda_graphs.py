@@ -42,7 +42,7 @@ def build(flags: str, dtype: torch.dtype, tapes: list[Tape]) -> Run:
     return run_from(f"{COMMON} {flags}", dtype=dtype, graphs=tape if "--cuda-graph-impl" in flags else None)
 
 
-def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[float, ...]], Tensor, list[int]]:
+def train(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[float, ...]], Tensor, list[int]]:
     """Return (loss, gradient norm, z-loss) of each step, the weights, and the number of replays of each tape."""
     tapes: list[Tape] = []
     run = build(flags, dtype, tapes)
@@ -63,26 +63,26 @@ def trained(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[
     ],
 )
 def test_replays_equal_eager_micro_batches(flags: str, dtype: torch.dtype) -> None:
-    losses, weights, eager_replays = trained(flags, dtype)
+    losses, weights, eager_replays = train(flags, dtype)
     assert eager_replays == [] and losses[0] != losses[1]
-    graphed_losses, graphed_weights, replays = trained(f"{flags} {GRAPHED}", dtype)
+    graphed_losses, graphed_weights, replays = train(f"{flags} {GRAPHED}", dtype)
     assert graphed_losses == losses and torch.equal(graphed_weights, weights)
     assert sum(replays) == STEPS * 4 - len(replays)  # the first micro-batch of each shape ran eagerly
 
 
 def test_growing_batch_records_no_new_graph() -> None:
     flags = f"{LLAMA} --rampup-batch-size 2 2 6"
-    losses, weights, _ = trained(flags)
-    graphed_losses, graphed_weights, replays = trained(f"{flags} {GRAPHED}")
+    losses, weights, _ = train(flags)
+    graphed_losses, graphed_weights, replays = train(f"{flags} {GRAPHED}")
     assert graphed_losses == losses and torch.equal(graphed_weights, weights) and replays == [1 + 2 + 4 - 1]
 
 
 def test_data_parallel_ranks_replay_the_middle_micro_batches() -> None:
     """Compare with one process. The first micro-batch gathers weights and the last one reduces gradients: both are eager."""
     flags = f"{LLAMA} --global-batch-size 16 --ddp-bucket-size 2000"
-    (losses, weights, _), *_ = run_ranks(2, trained, flags, torch.float64)
-    single_losses, _, _ = trained(f"{flags} {GRAPHED}", torch.float64)
-    for graphed_losses, graphed_weights, replays in run_ranks(2, trained, f"{flags} {GRAPHED}", torch.float64):
+    (losses, weights, _), *_ = run_ranks(2, train, flags, torch.float64)
+    single_losses, _, _ = train(f"{flags} {GRAPHED}", torch.float64)
+    for graphed_losses, graphed_weights, replays in run_ranks(2, train, f"{flags} {GRAPHED}", torch.float64):
         assert graphed_losses == losses and torch.equal(graphed_weights, weights)
         assert replays == [STEPS * 2 - 1]
         for actual, expected in zip(graphed_losses, single_losses, strict=True):

@@ -53,8 +53,8 @@ def test_changed_blend_continues_with_unread_data(files: tuple[str, str], tmp_pa
     steps = ["--train-iters", "8"]
     first = pretrain(*FLAGS, *TP2_PP2, *save, *steps, "--data-path", 1, a, 1, b, "--exit-interval", "5")
     assert first.returncode == 75, first.stderr
-    changed = ["--seq-length", "8", "--data-path", 3, b, 1, a]
-    second = pretrain(*FLAGS, "--nproc", "2", *save, *steps, *changed, ok=True)
+    changed_flags = ["--seq-length", "8", "--data-path", 3, b, 1, a]
+    second = pretrain(*FLAGS, "--nproc", "2", *save, *steps, *changed_flags, ok=True)
     assert "note: the blend changed: from sample 40 on" in second.stdout
     lines = data_usage(tmp_path / "run", capsys)
     usage = {line.split()[0]: line.split()[1:] for line in lines[2:4]}
@@ -62,9 +62,9 @@ def test_changed_blend_continues_with_unread_data(files: tuple[str, str], tmp_pa
     assert 0 < int(usage[a][1]) < 40
     assert status_of(tmp_path / "run")["tokens"] == 368 + 464
     assert lines[-1] == f"samples 40 to 64: 8 tokens each, 0.7500 {b}, 0.2500 {a}"
-    other = ["--seed", "5", "--train-iters", "9", "--lr-decay-iters", "8"]
-    other_seed = pretrain(*FLAGS, *save, *steps, *changed, *other)
-    assert other_seed.returncode == 3 and "data so far came in the order of seed 1234" in other_seed.stderr
+    seed_flags = ["--seed", "5", "--train-iters", "9", "--lr-decay-iters", "8"]
+    third = pretrain(*FLAGS, *save, *steps, *changed_flags, *seed_flags)
+    assert third.returncode == 3 and "data so far came in the order of seed 1234" in third.stderr
 
 
 def test_validation_sets_have_names_and_losses(files: tuple[str, str], tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_source_given_twice_is_one_source(files: tuple[str, str], tmp_path: Path
             assert [source.name for source in blend.datasets] in ([a, b], [a])
         assert sources.notes[0].startswith(note) and sources.notes[1].startswith(f"valid set: {note}")
         assert sources.notes[2].startswith(("test set: ", "no test set: "))
-    one = train(tmp_path / "one", *FLAGS, "--train-iters", "2", "--data-path", 0.7, a, 0.3, b)
-    two = train(tmp_path / "two", *FLAGS, "--train-iters", "2", "--data-path", *twice)
-    assert one == two
+    expected = train(tmp_path / "one", *FLAGS, "--train-iters", "2", "--data-path", 0.7, a, 0.3, b)
+    actual = train(tmp_path / "two", *FLAGS, "--train-iters", "2", "--data-path", *twice)
+    assert expected == actual
 
 
 def test_unread_sources_are_named(files: tuple[str, str]) -> None:
@@ -175,18 +175,18 @@ def test_packed_documents_under_layouts_and_resume(files: tuple[str, str], tmp_p
     a, b = files
     flags = [*FLAGS, *PACKED, "--data-path", a, b, "--split", "1,0,0", "--train-iters", "6", "--save-interval", "50"]
     flags += ["--seq-length", "64", "--max-position-embeddings", "64"]
-    one = pretrain(*flags, "--save", tmp_path / "one", ok=True)
-    assert "packed into" in one.stdout and "documents cut" in one.stdout
-    four = [*flags, "--save", tmp_path / "four", "--load", tmp_path / "four"]
-    half = pretrain(*four, *TP2_PP2, "--exit-interval", "3")
-    assert half.returncode == 75, half.stderr
-    pretrain(*four, "--nproc", "2", ok=True)
+    single = pretrain(*flags, "--save", tmp_path / "one", ok=True)
+    assert "packed into" in single.stdout and "documents cut" in single.stdout
+    resumed_flags = [*flags, "--save", tmp_path / "four", "--load", tmp_path / "four"]
+    first_half = pretrain(*resumed_flags, *TP2_PP2, "--exit-interval", "3")
+    assert first_half.returncode == 75, first_half.stderr
+    pretrain(*resumed_flags, "--nproc", "2", ok=True)
     assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     usages = [data_usage(tmp_path / name, capsys)[2:4] for name in ("one", "four")]
     assert usages[0] == usages[1] and len(usages[0]) == 2
-    plain = [f for f in four if f not in PACKED]
-    switched = pretrain(*plain, "--train-iters", "8", "--lr-decay-iters", "6")
-    assert switched.returncode == 3 and "document_packing was changed since the checkpoint" in switched.stderr
+    unpacked_flags = [f for f in resumed_flags if f not in PACKED]
+    unpacked = pretrain(*unpacked_flags, "--train-iters", "8", "--lr-decay-iters", "6")
+    assert unpacked.returncode == 3 and "document_packing was changed since the checkpoint" in unpacked.stderr
 
 
 def test_fim_run(tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_fim_run(tmp_path: Path) -> None:
     pretrain(*fim, *TP2_PP2, "--run-dir", tmp_path / "tp", ok=True)
     assert losses(tmp_path / "tp") == pytest.approx(expected, rel=1e-4)
     assert expected != train(tmp_path / "plain", *flags)
-    wrong = config_from([*map(str, flags), "--fim-data", "--fim-pad-token", "<nope>"])
+    config = config_from([*map(str, flags), "--fim-data", "--fim-pad-token", "<nope>"])
     with pytest.raises(DataError, match="fim_pad_token='<nope>' is not a token"):
-        build_datasets(wrong.data, 16, 2, 8)
+        build_datasets(config.data, 16, 2, 8)
 
 
 def test_ledger_of_mock_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

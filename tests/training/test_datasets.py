@@ -75,8 +75,8 @@ def test_fim_with_gpt2_files_uses_the_unknown_token(data_dir: Path) -> None:
     assert evaluated.notes[-1].startswith("fim_data rearranges only the training data; Megatron-LM")
     with pytest.raises(DataError, match="fim_middle_token and fim_prefix_token are both id 65"):
         read(data_dir, *fim, "--fim-prefix-token", "a", "--fim-middle-token", "a")
-    _, named = read(data_dir, "--fim-data", "--fim-eod-token", "!", "--split", "1,0,0")
-    assert named.train.fim.eod == 1 and named.eod == 0  # type: ignore[attr-defined]
+    _, with_eod = read(data_dir, "--fim-data", "--fim-eod-token", "!", "--split", "1,0,0")
+    assert with_eod.train.fim.eod == 1 and with_eod.eod == 0  # type: ignore[attr-defined]
 
 
 def test_fewer_embedding_rows_than_tokens_are_refused(data_dir: Path) -> None:

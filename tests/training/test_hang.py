@@ -50,7 +50,7 @@ WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
 
 
 @pytest.mark.parametrize(
-    ("third", "late", "texts"),
+    ("third", "late_ranks", "texts"),
     [
         (view(1, "data/b.py:2"), [1], ["rank 1 in step 5", "data/b.py:2", "data stall", "rank 0 in", "all-gather 12"]),
         (view(1, "training/train_step.py:2", phase="batch-generator"), [1], ["data stall"]),
@@ -70,9 +70,9 @@ WAITS = [view(0, "optim/a.py:1", GATHER), view(2, "optim/a.py:1", GATHER)]
     ],
     ids=["data", "batch", "checkpoint", "elsewhere", "sizes", "order", "deadlock"],
 )
-def test_late_rank_and_cause_are_named(third: RankState, late: list[int], texts: list[str]) -> None:
+def test_late_rank_and_cause_are_named(third: RankState, late_ranks: list[int], texts: list[str]) -> None:
     verdict = diagnose({v.rank: v for v in [*WAITS, third]}, {})
-    assert verdict.late_ranks == late and all(text in verdict.reason for text in texts), verdict
+    assert verdict.late_ranks == late_ranks and all(text in verdict.reason for text in texts), verdict
 
 
 def test_silent_rank_is_named_first() -> None:
@@ -264,7 +264,7 @@ def test_frozen_rank_is_named_and_the_outcome_is_hang(tmp_path: Path) -> None:
     assert "File" in text and text.count("Thread 0x") >= 2
     entries = json.loads((tmp_path / "hang" / "rank-001.json").read_text())["entries"]
     assert any("all_reduce" in entry["profiling_name"] for entry in entries)
-    [event] = [row for row in rows(tmp_path / "events.jsonl") if row["event"] == "hang"]  # of a single rank
+    [event] = [row for row in rows(tmp_path / "events.jsonl") if row["event"] == "hang"]  # a single rank reports it
     assert (event["step"], event["late_ranks"], event["reason"]) == (6, [0], status["reason"])
 
 

@@ -30,9 +30,9 @@ from megalite.training.monitoring.health import (
 )
 
 
-def row(pp: int = 0, **known: float) -> dict[str, float]:
-    own = dict(data=0.001, forward=0.1, backward=0.2, graph=0.0, optimizer=0.01, other=0.01)
-    return {**dict.fromkeys(HEALTH, math.nan), "step_s": 0.5, "queued_s": 0.0, **own, "pp": float(pp), **known}
+def row(pp: int = 0, **values: float) -> dict[str, float]:
+    phases = dict(data=0.001, forward=0.1, backward=0.2, graph=0.0, optimizer=0.01, other=0.01)
+    return {**dict.fromkeys(HEALTH, math.nan), "step_s": 0.5, "queued_s": 0.0, **phases, "pp": float(pp), **values}
 
 
 # ---- slow ranks
@@ -79,16 +79,16 @@ def test_thousands_of_ranks_are_compared_at_once() -> None:
 
 
 def test_slow_rank_is_named_once_after_several_lines(tmp_path: Path) -> None:
-    monitor, slow, fine = monitor_of(tmp_path), [row(), row(forward=0.4)], [row(), row()]
-    assert problems_of(monitor, slow, fine, slow, slow, fine) == [[]] * 5
+    monitor, slow, healthy = monitor_of(tmp_path), [row(), row(forward=0.4)], [row(), row()]
+    assert problems_of(monitor, slow, healthy, slow, slow, healthy) == [[]] * 5
     assert (
         problems_of(monitor, *[slow] * (LINES_IN_A_ROW + 3))
         == [[]] * (LINES_IN_A_ROW - 1) + [[("straggler", 1)]] + [[]] * 3
     )
-    assert problems_of(monitor, fine, *[slow] * LINES_IN_A_ROW)[-1] == [("straggler", 1)]  # it had recovered
-    early = monitor_of(tmp_path)
-    early._timed_steps = deque(list(early._timed_steps)[:3])
-    assert problems_of(early, *[slow] * 9) == [[]] * 9
+    assert problems_of(monitor, healthy, *[slow] * LINES_IN_A_ROW)[-1] == [("straggler", 1)]  # it had recovered
+    early_monitor = monitor_of(tmp_path)
+    early_monitor._timed_steps = deque(list(early_monitor._timed_steps)[:3])
+    assert problems_of(early_monitor, *[slow] * 9) == [[]] * 9
 
 
 def test_unhealthy_gpu_is_named(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ def test_unhealthy_gpu_is_named(tmp_path: Path) -> None:
     # errors from before the run are not reported
     ecc = [[row(ecc_errors=float(n)), row(ecc_errors=3.0)] for n in (7, 7, 8, 9, 9)]
     assert problems_of(monitor, *ecc) == [[], [], [("ecc", 0)], [("ecc", 0)], []]
-    low = [row(throttled=float(0x40 + 0x8)), row(throttled=0.0)]
-    assert problems_of(monitor, *[low] * LINES_IN_A_ROW) == [[]] * (LINES_IN_A_ROW - 1) + [[("throttled", 0)]]
+    throttled = [row(throttled=float(0x40 + 0x8)), row(throttled=0.0)]
+    assert problems_of(monitor, *[throttled] * LINES_IN_A_ROW) == [[]] * (LINES_IN_A_ROW - 1) + [[("throttled", 0)]]
     assert problems_of(monitor_of(tmp_path), hot) == [[]]  # no limit was given
-    late = monitor_of(tmp_path, max_step_time_s=0.4).new_problems([row(), row(forward=0.15)])
-    assert [(problem.event, problem.rank) for problem in late] == [("step-time", 1)]
+    problems = monitor_of(tmp_path, max_step_time_s=0.4).new_problems([row(), row(forward=0.15)])
+    assert [(problem.event, problem.rank) for problem in problems] == [("step-time", 1)]
 
 
 class Nvml(types.ModuleType):
@@ -157,7 +157,7 @@ def train(run_dir: Path, steps: int, *flags: str, fault: str = "") -> tuple[int,
 
 
 def test_too_slow_step_ends_the_run(tmp_path: Path) -> None:
-    """All ranks act at the same step, after a save."""
+    """End all ranks at the same step, after a save."""
     flags = ["--max-step-time-s", "1e-6", "--health-action", "exit", "--save", str(tmp_path / "save")]
     code, events = train(tmp_path, 50, *flags, "--log-interval", "2", "--log-straggler")
     assert code == ExitCode.RERUN

@@ -127,11 +127,11 @@ MODEL += "--untie-embeddings-and-output-weights"
 
 def test_contradictory_options_are_named_together(models) -> None:
     _, model_dir = models("llama")
-    right = origin.complete_config(parse(model_dir, *MODEL.split()))
-    assert right.model.num_layers == 4 and right.data.tokenizer_type is None
-    wrong = f"{MODEL} --num-layers 6 --squared-relu --norm-epsilon 1e-5 --vocab-size 95 --ckpt-step 3"
+    config = origin.complete_config(parse(model_dir, *MODEL.split()))
+    assert config.model.num_layers == 4 and config.data.tokenizer_type is None
+    wrong_flags = f"{MODEL} --num-layers 6 --squared-relu --norm-epsilon 1e-5 --vocab-size 95 --ckpt-step 3"
     with pytest.raises(SetupError) as error:
-        origin.complete_config(parse(model_dir, *wrong.split()))
+        origin.complete_config(parse(model_dir, *wrong_flags.split()))
     lines = str(error.value).splitlines()
     assert len(lines) == 5 and sum("--use-checkpoint-args" in line for line in lines) == 3
     for text in (
@@ -145,10 +145,10 @@ def test_contradictory_options_are_named_together(models) -> None:
         assert text in str(error.value)
     with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; drop the option"):
         taken(model_dir, "--num-layers", "6")
-    learned = [models("gpt2")[1], *"--num-layers 4 --hidden-size 32 --num-attention-heads 4".split()]
-    assert origin.complete_config(parse(*learned, "--max-position-embeddings", str(S)))
+    gpt2_args = [models("gpt2")[1], *"--num-layers 4 --hidden-size 32 --num-attention-heads 4".split()]
+    assert origin.complete_config(parse(*gpt2_args, "--max-position-embeddings", str(S)))
     with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
-        origin.complete_config(parse(*learned))
+        origin.complete_config(parse(*gpt2_args))
 
 
 def test_tokenizer_next_to_the_model_is_the_default(models, tmp_path: Path) -> None:
@@ -162,14 +162,14 @@ def test_tokenizer_next_to_the_model_is_the_default(models, tmp_path: Path) -> N
     assert null_data.tokenizer_type == "NullTokenizer" and null_data.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):
         taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V + 1))
-    other = copied(model_dir, tmp_path / "other")
-    with_tokenizer(other, V + 7)
-    assert taken(other).data.tokenizer_type is None  # more tokens than rows
+    other_dir = copied(model_dir, tmp_path / "other")
+    with_tokenizer(other_dir, V + 7)
+    assert taken(other_dir).data.tokenizer_type is None  # more tokens than rows
     with pytest.raises(SetupError, match="vocab_size: 100 here, 93 in"):
-        taken(model_dir, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other))
-    nothing = parse(tmp_path, *"--num-layers 1 --hidden-size 8 --num-attention-heads 2".split())
+        taken(model_dir, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other_dir))
+    config_without_vocabulary = parse(tmp_path, *"--num-layers 1 --hidden-size 8 --num-attention-heads 2".split())
     with pytest.raises(SetupError, match="vocab_size is not set"):
-        preflight(origin.complete_config(nothing), RankInfo())
+        preflight(origin.complete_config(config_without_vocabulary), RankInfo())
 
 
 def test_restart_uses_the_checkpoint_not_the_model(models, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_restart_uses_the_checkpoint_not_the_model(models, tmp_path: Path) -> No
 
 
 # ---- a directory that one rank cannot read
-BROKEN = "layers.3.mlp.down_proj.weight"  # in the last layer: rank 1 reads it, rank 0 does not
+BROKEN_WEIGHT = "layers.3.mlp.down_proj.weight"  # in the last layer: rank 1 reads it, rank 0 does not
 Failure = tuple[bool, str]  # (whether the error is another rank's, its text)
 
 
@@ -211,7 +211,7 @@ def _starts(base: str) -> list[Failure]:
     failures, real_read = [], hf_files._read
 
     def read(handle: Any, name: str, path: Path) -> torch.Tensor:
-        if rank == 1 and name.endswith(BROKEN):
+        if rank == 1 and name.endswith(BROKEN_WEIGHT):
             raise CheckpointError(f"{path}: {name} cannot be read (Input/output error)")
         return real_read(handle, name, path)
 
@@ -223,8 +223,9 @@ def _starts(base: str) -> list[Failure]:
     if rank == 1:
         (model_dir / "model.safetensors").write_bytes((model_dir / "model.safetensors").read_bytes()[:-1])
     failures.append(_fails(lambda: origin.load_external_model(run, config)))
-    other = config if rank == 0 else replace(config, checkpoint=replace(config.checkpoint, load=f"{base}/nothing"))
-    failures.append(_fails(lambda: origin.load_external_model(run, other)))
+    without_model = replace(config, checkpoint=replace(config.checkpoint, load=f"{base}/nothing"))
+    other_config = config if rank == 0 else without_model
+    failures.append(_fails(lambda: origin.load_external_model(run, other_config)))
     return failures
 
 
@@ -232,7 +233,7 @@ def test_unreadable_model_on_one_rank_ends_all(models, tmp_path: Path) -> None:
     for rank in (0, 1):
         with_tokenizer(copied(models("llama")[1], tmp_path / f"rank{rank}"), V)
     first, second = run_ranks(2, _starts, str(tmp_path))
-    expected = [*[f"{BROKEN} cannot be read"] * 2, "not a complete safetensors file", "rank 0 sees it"]
+    expected = [*[f"{BROKEN_WEIGHT} cannot be read"] * 2, "not a complete safetensors file", "rank 0 sees it"]
     for other_rank, broken_rank, text in zip(first, second, expected, strict=True):
         assert other_rank[0] and "rank 1 failed while reading the weights of" in other_rank[1]
         assert not broken_rank[0] and "rank 1" in broken_rank[1] and text in broken_rank[1]

@@ -24,7 +24,7 @@ MISMATCHES = toml_tables.read("training/cases")["rates"]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a checkpoint of step 2 of 6, with one skipped step."""
     save_dir = tmp_path_factory.mktemp("saved")
     run, config = built("--save", str(save_dir))
@@ -38,9 +38,9 @@ def resume(load_dir: Path, *flags: str) -> Run:
 
 
 @pytest.mark.parametrize("flags,lines", MISMATCHES.items())
-def test_resume_with_other_rates_is_refused(saved: Path, flags: str, lines: list[str]) -> None:
+def test_resume_with_other_rates_is_refused(checkpoint_dir: Path, flags: str, lines: list[str]) -> None:
     with pytest.raises(SetupError) as error:
-        resume(saved, *flags.split())
+        resume(checkpoint_dir, *flags.split())
     for line in lines:
         assert f"{line} the checkpoint" in str(error.value)
     assert "--override-opt-param-scheduler uses the options" in str(error.value)
@@ -71,22 +71,24 @@ def test_base_batch_size_is_reported(capsys: pytest.CaptureFixture[str]) -> None
         assert ("0.0025 at a batch of 4, so 0.01 at one of 16" in output) == ("at a batch of" in output) == is_reported
 
 
-def test_longer_run_keeps_its_decay(saved: Path) -> None:
-    run = resume(saved, "--train-iters", "9", "--lr-decay-iters", "6")
+def test_longer_run_keeps_its_decay(checkpoint_dir: Path) -> None:
+    run = resume(checkpoint_dir, "--train-iters", "9", "--lr-decay-iters", "6")
     assert run.last_step == 9 and run.progress.step == 2 and run.schedules.lr.decay == 48
 
 
-def test_rates_from_flags_or_checkpoint(saved: Path) -> None:
+def test_rates_from_flags_or_checkpoint(checkpoint_dir: Path) -> None:
     flags = ("--lr", "0.02", "--train-iters", "9", "--weight-decay", "0.3", "--lr-decay-style", "cosine")
     flags += ("--decoupled-lr", "0.1")
-    from_flags = resume(saved, *flags, "--override-opt-param-scheduler")
+    from_flags = resume(checkpoint_dir, *flags, "--override-opt-param-scheduler")
     lr = from_flags.schedules.lr
     assert (lr.peak, lr.style, lr.decay) == (0.02, "cosine", 72)
     assert from_flags.schedules.weight_decay.at(0) == 0.3 and from_flags.schedules.decoupled is not None
     # as in Megatron-LM, the samples of the schedules restart at all consumed samples
     assert (from_flags.progress.consumed_samples, from_flags.progress.skipped_samples) == (16, 0)
-    from_checkpoint = resume(saved, *flags[:-2], "--use-checkpoint-opt-param-scheduler")
-    assert from_checkpoint.schedules == resume(saved).schedules and from_checkpoint.progress.skipped_samples == 8
+    from_checkpoint = resume(checkpoint_dir, *flags[:-2], "--use-checkpoint-opt-param-scheduler")
+    assert (
+        from_checkpoint.schedules == resume(checkpoint_dir).schedules and from_checkpoint.progress.skipped_samples == 8
+    )
 
 
 def test_decoupled_rate_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -101,11 +103,11 @@ def test_decoupled_rate_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim"])
-def test_rates_are_free_without_the_optimizer_state(saved: Path, flag: str) -> None:
-    assert resume(saved, flag, "--lr", "0.5").schedules.lr.peak == 0.5
+def test_rates_are_free_without_the_optimizer_state(checkpoint_dir: Path, flag: str) -> None:
+    assert resume(checkpoint_dir, flag, "--lr", "0.5").schedules.lr.peak == 0.5
 
 
-def test_checkpoint_without_rates_resumes(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_without_rates_resumes(checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Load a checkpoint from before 2026-11-22, whose state has no rates."""
     load_manifest = manifests.load_manifest
 
@@ -114,7 +116,7 @@ def test_checkpoint_without_rates_resumes(saved: Path, monkeypatch: pytest.Monke
         return manifest._replace(state={name: value for name, value in manifest.state.items() if name != "rates"})
 
     monkeypatch.setattr(manifests, "load_manifest", load_without_rates)
-    run, _, notes = started("--load", str(saved), "--lr", "0.5")
+    run, _, notes = started("--load", str(checkpoint_dir), "--lr", "0.5")
     assert run.schedules.lr.peak == 0.5 and "has no learning rate" in notes[0]
 
 

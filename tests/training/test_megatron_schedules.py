@@ -40,19 +40,19 @@ def rates_of(config: Config, dp: int = 1) -> OptimSchedules:
     return build_schedules(make_run_plan(config, dp, 20))
 
 
-def rate(s: LrSchedule, seen: float) -> float:
-    """Return the rate of an update that follows updates of `seen` samples."""
-    if seen <= s.warm_up and s.warm_up > 0:
-        fraction = seen / s.warm_up
+def rate(s: LrSchedule, num_samples: float) -> float:
+    """Return the rate of an update that follows updates of `num_samples` samples."""
+    if num_samples <= s.warm_up and s.warm_up > 0:
+        fraction = num_samples / s.warm_up
         return (1 - fraction) * s.warm_up_init + fraction * s.peak
     if s.style == "constant":
         return s.peak
-    if seen > s.decay:
+    if num_samples > s.decay:
         return s.minimum
     if s.style == "inverse-square-root":
-        return max(s.minimum, s.peak / math.sqrt(max(seen, 1) / max(s.warm_up, 1)))
+        return max(s.minimum, s.peak / math.sqrt(max(num_samples, 1) / max(s.warm_up, 1)))
     start = s.decay - s.wsd if s.style == "WSD" else s.warm_up
-    progress = 0.0 if seen <= start else (seen - start) / (s.decay - start)
+    progress = 0.0 if num_samples <= start else (num_samples - start) / (s.decay - start)
     remaining = {
         "linear": 1 - progress,
         "cosine": math.cos(progress * math.pi / 2) ** 2,
@@ -62,8 +62,8 @@ def rate(s: LrSchedule, seen: float) -> float:
     return remaining * s.peak + (1 - remaining) * s.minimum
 
 
-def weight_decay(d: WeightDecaySchedule, seen: float) -> float:
-    progress = 1.0 if d.style == "constant" else min(seen / d.samples, 1.0)
+def weight_decay(d: WeightDecaySchedule, num_samples: float) -> float:
+    progress = 1.0 if d.style == "constant" else min(num_samples / d.samples, 1.0)
     growth = math.sin(progress * math.pi / 2) ** 2 if d.style == "cosine" else progress
     return (1 - growth) * d.start + growth * d.end
 
@@ -86,9 +86,9 @@ def test_curves_use_the_samples_before_an_update(
     wd = WeightDecaySchedule(0.1 if growth == "constant" else 0.01, 0.1, growth, growth_samples)
     consumed, skipped = 0, 0
     for size, updates in steps:
-        seen = consumed - skipped
-        assert lr.at(seen) == pytest.approx(rate(lr, seen), rel=1e-11)
-        assert wd.at(seen) == pytest.approx(weight_decay(wd, seen), rel=1e-11)
+        num_samples = consumed - skipped
+        assert lr.at(num_samples) == pytest.approx(rate(lr, num_samples), rel=1e-11)
+        assert wd.at(num_samples) == pytest.approx(weight_decay(wd, num_samples), rel=1e-11)
         consumed += size
         skipped += 0 if updates else size
 
@@ -178,7 +178,7 @@ def test_batch_schedules_equal_megatrons() -> None:
 
 
 def test_iterations_with_a_batch_schedule_count_micro_batches() -> None:
-    """Use the micro-batches as global batch size, as Megatron-LM does, and say so in a note."""
+    """Count micro_batch_size x dp samples per iteration, as Megatron-LM does, and suggest --train-samples in a note."""
     config = parse_schedule("0:8 1K:16", "--train-iters 100 --lr-warmup-iters 10")
     lr = rates_of(config, dp=2).lr
     assert (lr.warm_up, lr.decay) == (10 * 4 * 2, 100 * 4 * 2)

@@ -74,7 +74,7 @@ def test_tp_across_nodes_is_a_warning(nproc: int, capsys: pytest.CaptureFixture[
 
 
 def test_long_steps_are_extrapolated() -> None:
-    """Count the calls of plans: they do not grow with the micro-batches. test_run_plan.py checks the values."""
+    """Count the function calls of a plan: they do not grow with the micro-batches. test_run_plan.py checks the values."""
     _, calls_100_000, calls_1_000_000 = (  # the first call fills the caches
         calls(
             lambda size=size: (

@@ -305,12 +305,12 @@ def test_disk_with_room_again_gets_complete_lines(tmp_path: Path) -> None:
     assert json.loads(first)["step"] == 100 and len(torn) == 20 and json.loads(last)["step"] == 300
 
 
-@pytest.mark.parametrize("where", ["under a file", "closed"])
-def test_failed_writes_never_raise(tmp_path: Path, where: str, capsys) -> None:
+@pytest.mark.parametrize("cause", ["under a file", "closed"])
+def test_failed_writes_never_raise(tmp_path: Path, cause: str, capsys) -> None:
     (tmp_path / "file").touch()
-    run_dir = tmp_path / ("file/run" if where == "under a file" else "run")
+    run_dir = tmp_path / ("file/run" if cause == "under a file" else "run")
     report = MetricsLogger(run_dir, SPEED, board(run_dir / "tb"))
-    if where == "closed":
+    if cause == "closed":
         report.log_train(METRICS)
         report._log.file.close()
         report._rows.file.close()
@@ -330,9 +330,9 @@ def test_run_resumes_with_a_full_console(tmp_path: Path) -> None:
     """Print to a full console before the metrics logger exists, and from other ranks: neither ends the run."""
     flags = [*SMALL, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", tmp_path, "--nproc", "2"]
     flags += ["--load", tmp_path, "--tensor-model-parallel-size", "2", "--log-style", "megatron"]
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w") as full_device:
         for steps in ("1", "2"):
-            streams = {"stdout": full, "stderr": full, "capture_output": False}
+            streams = {"stdout": full_device, "stderr": full_device, "capture_output": False}
             assert pretrain(*flags, "--train-iters", steps, **streams).returncode == 0
     assert status_of(tmp_path)["step"] == 2 and "iteration        2/ " in (tmp_path / "log.txt").read_text()
 
@@ -369,8 +369,8 @@ def test_log_line_length() -> None:
     # gloo's errors begin with a path in brackets, which rich would take for the end of a tag
     reason = "lost another rank ([/third_party/pair.cc:553] closed by peer [127.0.0.1]:40934), run[1] :smile:"
     assert reason in table({"outcome": reason})
-    long = "and so on " * 30
-    assert table({"outcome": long + "end", "data": "x\ny"}) == f"outcome  {long}end\ndata     x\n         y"
+    sentences = "and so on " * 30
+    assert table({"outcome": sentences + "end", "data": "x\ny"}) == f"outcome  {sentences}end\ndata     x\n         y"
     assert aligned_table([("run", "s"), ("a", "10"), ("b", "1")]) == "run   s\na    10\nb     1"
 
 

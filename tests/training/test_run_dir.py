@@ -137,7 +137,7 @@ def test_refused_restart_is_not_a_crash(tmp_path: Path) -> None:
 
 
 def test_early_end_reports_the_existing_steps(tmp_path: Path) -> None:
-    """Report the steps of the run that is resumed: the own step is still 0."""
+    """Report the steps of the run that is resumed, as the new process has not trained yet."""
     config = config_of("--save", tmp_path, "--load", tmp_path)
     write_rows_until(tmp_path, 5)
     write_status(tmp_path, "running", config)

@@ -90,7 +90,7 @@ def phases_of(flags: str, slow_phase: str, late_s: float) -> dict[str, float]:
 @pytest.mark.parametrize("slow_phase", ["optimizer", "checkpoint", "evaluation", "forward"])
 def test_slow_phase_is_visible(slow_phase: str) -> None:
     late_s = 0.05
-    expected_s = 6 * late_s * (2 if slow_phase == "forward" else 1)  # of two micro-batches
+    expected_s = 6 * late_s * (2 if slow_phase == "forward" else 1)  # two micro-batches
     assert phases_of("", slow_phase, late_s)[slow_phase] >= expected_s
 
 
@@ -146,8 +146,8 @@ def test_repeated_step_counts_once_in_the_report(tmp_path: Path) -> None:
     assert productive_seconds(metrics) == 1 + 4 + 10
 
 
-def job_event(at: float, event: str, step: int, **facts: Any) -> dict[str, Any]:
-    return {"event": event, "step": step, "at": at, **facts}
+def job_event(timestamp: float, event: str, step: int, **facts: Any) -> dict[str, Any]:
+    return {"event": event, "step": step, "at": timestamp, **facts}
 
 
 def test_crash_time_is_lost_and_queue_time_is_not(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_profile_names_actions_and_collectives(tmp_path: Path) -> None:
     assert pretrain(*SMALL, *flags.split(), "2", "--profile-ranks", "0", "--run-dir", tmp_path).returncode == 0
     events = json.loads(gzip.decompress((tmp_path / "trace/rank-000.json.gz").read_bytes()))["traceEvents"]
     names = {e["name"] for e in events if e.get("cat") == "user_annotation"}
-    assert {"F0.0", "SF0.0", "RB0.0", "wait for RB0.0", "B0.0"} <= names  # of the pipeline
+    assert {"F0.0", "SF0.0", "RB0.0", "wait for RB0.0", "B0.0"} <= names  # pipeline actions
     assert {"all-gather dp", "reduce-scatter dp", "all-reduce tied_embedding", "all-reduce world"} <= names
     assert {"wait for data", "gradient norm", "optimizer"} <= names
 

@@ -139,7 +139,7 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 
 
 def test_late_signal_is_the_reported_reason(tmp_path: Path) -> None:
-    """Lose another rank to the signal before the own handler runs, as a rank in a collective may."""
+    """Lose another rank to the signal before the rank's own handler runs, as can happen in a collective."""
     argv = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALITE_FAULT": "step.begin:0:3:raise"}
     result = programs.run(argv, capture_output=True, text=True, env=env, timeout=120)

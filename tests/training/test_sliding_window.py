@@ -31,7 +31,7 @@ PATHS = {
 }
 
 
-def trained(flags: str, dtype: torch.dtype | None = torch.float64, change: Callable[[Any], None] = id) -> list[float]:
+def train(flags: str, dtype: torch.dtype | None = torch.float64, change: Callable[[Any], None] = id) -> list[float]:
     """Return loss and gradient norm of each step, after a call of `change` on each attention."""
     torch.compiler.reset()
     run = run_from(f"{COMMON} {flags}", dtype=dtype, compile_backend="eager")
@@ -46,31 +46,31 @@ def trained(flags: str, dtype: torch.dtype | None = torch.float64, change: Calla
 def by_definition(flags: str) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megalite.nn.attention.attention", attention_reference)
-        return trained(flags)
+        return train(flags)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_window_trains_like_the_definition(path: str) -> None:
     flags = PATHS[path]
     expected = by_definition(flags.replace("--compile", "") + WINDOW)
-    assert trained(flags + WINDOW) == pytest.approx(expected, rel=1e-10, abs=0)
-    assert expected[0] != trained(flags)[0]
+    assert train(flags + WINDOW) == pytest.approx(expected, rel=1e-10, abs=0)
+    assert expected[0] != train(flags)[0]
 
 
 def test_window_pattern_selects_the_layers() -> None:
     windows: list[int | None] = []
-    trained(WINDOW, change=lambda module: windows.append(module.window))
+    train(WINDOW, change=lambda module: windows.append(module.window))
     assert windows == [5, None, 5]
-    patterned = trained(WINDOW)
-    assert len({patterned[0], trained(" --window-size 4,0")[0], trained("")[0]}) == 3
+    patterned = train(WINDOW)
+    assert len({patterned[0], train(" --window-size 4,0")[0], train("")[0]}) == 3
 
 
 @pytest.mark.parametrize("path", ["plain", "documents", "dropout"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_full_length_window_is_bit_equal_to_none(path: str, dtype: torch.dtype | None) -> None:
     flags = PATHS[path] + (" --bf16" if dtype is torch.bfloat16 else "")
-    assert trained(f"{flags} --window-size {S - 1},0", dtype) == trained(flags, dtype)
-    assert trained(f"{flags} --window-size {S - 2},0", dtype) != trained(flags, dtype)
+    assert train(f"{flags} --window-size {S - 1},0", dtype) == train(flags, dtype)
+    assert train(f"{flags} --window-size {S - 2},0", dtype) != train(flags, dtype)
 
 
 def qkv(length: int, dtype: torch.dtype) -> list[Tensor]:

@@ -100,7 +100,7 @@ def test_torchrun_failure_is_reported_once_with_its_cause(tmp_path: Path, monkey
 
 @RARELY
 def test_torchrun_without_signal_forwarding_is_a_warning(tmp_path: Path, monkeypatch) -> None:
-    """The ranks that it leaves behind save and stop."""
+    """Check that the ranks left behind by torchrun save and stop."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     with torchrun(tmp_path, steps=100_000) as process:
         lines = shown(process, "step     3/")

@@ -177,7 +177,7 @@ def test_all_ranks_skip_a_non_finite_step(flags: str) -> None:
     assert [samples for *_, samples in first] == [size * (i + 1) for i in range(6)]  # skipped samples are not repeated
 
 
-class Masked(Batches):
+class MaskedBatches(Batches):
     """Batches in which no label of the samples in `hides` counts."""
 
     hides: set[int]
@@ -194,7 +194,7 @@ def _steps_without_labels(flags: str, hides: set[int]) -> tuple[list[Any], bool]
     Returns: (skipped, labels, loss, gradient norm) of each step; whether exactly the steps without labels changed nothing.
     """
     run = build(flags)
-    run.train_loader.batches.__class__, run.train_loader.batches.hides = Masked, hides  # type: ignore[attr-defined]
+    run.train_loader.batches.__class__, run.train_loader.batches.hides = MaskedBatches, hides  # type: ignore[attr-defined]
     results: list[Any] = []
     unchanged = True
     for _ in range(4):
