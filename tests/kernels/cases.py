@@ -1,8 +1,8 @@
-"""The shared harness of the Triton kernels: one table of operations, and how far each is from its definition.
+"""The shared harness of the Triton kernels: one table of operations, and the error of each against its definition.
 
-`measure` runs an operation and its torch twin in one dtype and the twin in fp64, forward and backward; in Triton's
-interpreter, and on a card where there is one. What the operation allocates is NaN between guards, so an element that no
-program wrote, a write and a read beyond the end are seen; in fp32 a second run with zeros in place of NaN must agree.
+`measure` runs an operation and its torch twin in one dtype, and the twin in fp64, forward and backward, in Triton's
+interpreter or on a GPU. Memory that the operation allocates is filled with NaN between guards, which reveals elements
+that no program wrote, and reads and writes out of bounds. In fp32 a second run with zeros instead of NaN must agree.
 """
 
 import functools
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels import gated_matmul as gated
 from megalite.kernels import grouped_matmul as grouped
-from megalite.kernels import permute as route
+from megalite.kernels import permute
 from megalite.kernels.activation import Activation, get_activation
 from megalite.kernels.activations.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from megalite.kernels.attention import Documents, attention, attention_reference
@@ -37,17 +37,19 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Op:
-    """`run` and `twin` take the tensors of a case and return one tensor or several. Of the inputs, those in floating
-    point are cast and get gradients; the others (labels, sample numbers) are passed as they are."""
+    """An operation and its twin, which take the tensors of a case and return one tensor or several.
+
+    Floating-point inputs are cast and get gradients; the others (labels, sample ids) are passed unchanged.
+    """
 
     run: Callable[..., Any]
     twin: Callable[..., Any]
     cases: tuple[Make, ...]
-    fp32_units: int = 4  # of the last place of the largest value, which any fp32 result may be away
+    fp32_units: int = 4  # permitted error of any fp32 result, in units in the last place of the largest value
     half_units: int = 1  # the same in half precision
-    card_units: int = 4  # at least these in fp32 on a card, where another's kernel may compute it
-    card_floor: float = 0.0  # how far a card may be off in fp32 where the true result is 0
-    cancels: float = 0.0  # in fp32 terms this many times the gradient from above may cancel in a result
+    gpu_units: int = 4  # minimum for fp32 on a GPU, where a third-party kernel may compute it
+    gpu_floor: float = 0.0  # permitted fp32 error on a GPU where the true result is 0
+    cancels: float = 0.0  # fp32 terms of this many times the output gradient may cancel in a result
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -55,12 +57,12 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def normals(*shapes: tuple[int, ...]) -> Make:
-    """One case: normal inputs of these shapes."""
+    """Return a case of normal inputs of these shapes."""
     return lambda: [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
 
 
 class _Activated(torch.autograd.Function):
-    """An activation as nn/linear.py uses it, y = a * v: backward's own `a` is then the gradient of v."""
+    """An activation in y = a * v, as in nn/linear.py; the `a` that backward returns is then the gradient of v."""
 
     @staticmethod
     def forward(ctx: Any, pair: tuple[Callable[..., Any], ...], u: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
@@ -75,21 +77,21 @@ class _Activated(torch.autograd.Function):
         return None, du, dy * a, *dbias
 
 
-def activated(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Callable[..., Any]:
+def activation_fn(forward: Callable[..., Tensor], backward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda u, v, *bias: _Activated.apply((forward, backward), u, v, *bias)
 
 
 def gelu_twin(tanh: bool) -> Callable[..., Any]:
     pair = (bias_gelu_forward_reference, bias_gelu_backward_reference)
-    return activated(*(functools.partial(fn, tanh=tanh) for fn in pair))
+    return activation_fn(*(functools.partial(fn, tanh=tanh) for fn in pair))
 
 
 def activation_run(name: str) -> Callable[..., Any]:
-    return activated(get_activation(name).forward, get_activation(name).backward)
+    return activation_fn(get_activation(name).forward, get_activation(name).backward)
 
 
-def beyond(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Of inputs of which many are clamped."""
+def scaled_inputs(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Scale the inputs so that many are clamped."""
     return lambda u, v: run(8 * u, v)
 
 
@@ -97,13 +99,15 @@ def apply_rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rope.apply(x, cos, sin, rotate_reference)  # type: ignore[return-value]
 
 
-def roped(fn: Callable[..., Tensor], scaling: RopeScaling | None = None, part: float = 1.0) -> Callable[..., Tensor]:
-    """The tables that models/gpt.py makes, for the first `part` of a head's channels; with `positions_SB`, per sample."""
+def rope_fn(
+    fn: Callable[..., Tensor], scaling: RopeScaling | None = None, fraction: float = 1.0
+) -> Callable[..., Tensor]:
+    """Return `fn` with the tables of models/gpt.py, for the first `fraction` of a head's channels, also per sample."""
 
     def run(x_SBHK: Tensor, positions_SB: Tensor | None = None) -> Tensor:
-        wide = torch.float64 if x_SBHK.dtype == torch.float64 else torch.float32
-        rotary = int(x_SBHK.shape[-1] * part)
-        tables = rope_tables(x_SBHK.shape[0], rotary, 1e4, scaling, device=x_SBHK.device, dtype=wide)
+        wide_dtype = torch.float64 if x_SBHK.dtype == torch.float64 else torch.float32
+        rotary = int(x_SBHK.shape[-1] * fraction)
+        tables = rope_tables(x_SBHK.shape[0], rotary, 1e4, scaling, device=x_SBHK.device, dtype=wide_dtype)
         if positions_SB is not None:
             tables = (tables[0][positions_SB], tables[1][positions_SB])
         return fn(x_SBHK, *tables)
@@ -111,24 +115,24 @@ def roped(fn: Callable[..., Tensor], scaling: RopeScaling | None = None, part: f
     return run
 
 
-def positioned(x_SBHK: tuple[int, ...]) -> Make:
+def inputs_with_positions(x_SBHK: tuple[int, ...]) -> Make:
     S, B = x_SBHK[:2]
     return lambda: [normal(*x_SBHK), torch.randint(S, (S, B), generator=torch.Generator().manual_seed(1))]
 
 
-def numbered(*shapes: tuple[int, ...]) -> Make:
-    """Normal inputs [s, B, D] and B sample numbers, some of them beyond 32 bits."""
+def inputs_with_sample_ids(*shapes: tuple[int, ...]) -> Make:
+    """Return a case of normal inputs [s, B, D] and B sample ids, some of them above 32 bits."""
     return lambda: [*normals(*shapes)(), torch.arange(shapes[0][1]) * 2**31 + 5]
 
 
 def two_ranges(x_sBD: Tensor) -> Tensor:
-    """Positions as a rank of context parallelism has them."""
+    """Return the positions of a rank with context parallelism."""
     s = x_sBD.shape[0]
     return torch.arange(s, device=x_sBD.device) + torch.where(torch.arange(s, device=x_sBD.device) < s // 2, 3, 2**33)
 
 
 class _Sliced(torch.autograd.Function):
-    """Cross entropy of logits_NV in two slices, as two tp ranks have them, with a z-loss; `halves`: stats, gradient."""
+    """Cross entropy with z-loss of logits_NV in two slices, as on two tp ranks; `halves` are stats and gradient."""
 
     @staticmethod
     def forward(
@@ -150,11 +154,11 @@ class _Sliced(torch.autograd.Function):
         return None, torch.cat(grads, 1), None, None, None
 
 
-def sliced(*halves: Callable[..., Tensor], padding: int, z_loss: float = 0.0) -> Callable[..., Tensor]:
+def sliced_cross_entropy(*halves: Callable[..., Tensor], padding: int, z_loss: float = 0.0) -> Callable[..., Tensor]:
     return lambda logits, labels: _Sliced.apply(halves, logits, labels, logits.shape[1] - padding, z_loss)
 
 
-def labelled(rows: int, columns: int, vocab: int) -> Make:
+def logits_and_labels(rows: int, columns: int, vocab: int) -> Make:
     def make() -> list[Tensor]:
         g = torch.Generator().manual_seed(1)
         return [3 * normal(rows, columns), torch.randint(vocab, (rows,), generator=g)]
@@ -162,12 +166,12 @@ def labelled(rows: int, columns: int, vocab: int) -> Make:
     return make
 
 
-def attended(fn: Callable[..., Tensor], window: int | None = None, dropout_p: float = 0.0) -> Callable[..., Tensor]:
-    """`fn` on q, k, v and, where given, the starts of documents and a sink."""
+def attention_fn(fn: Callable[..., Tensor], window: int | None = None, dropout_p: float = 0.0) -> Callable[..., Tensor]:
+    """Return `fn` as a function of q, k, v and, optionally, the starts of documents and a sink."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-        document_start_BS = next((x for x in more if not x.dtype.is_floating_point), None)
-        sink_H = next((x for x in more if x.dtype.is_floating_point), None)
+    def run(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
+        document_start_BS = next((x for x in extra if not x.dtype.is_floating_point), None)
+        sink_H = next((x for x in extra if x.dtype.is_floating_point), None)
         documents = None if document_start_BS is None else Documents(spans_of(document_start_BS), document_start_BS)
         drop = None
         if dropout_p:
@@ -183,25 +187,27 @@ def attention_definition(
     document_start_BS: Tensor | None = None, drop: AttentionDropout | None = None, sink_H: Tensor | None = None,
     q_start: int = 0, k_start: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Of queries from position `q_start` on and keys from `k_start` on, with scores in memory: nothing here is shared with
-    what is tested but the dropout mask."""
+    """Compute attention of queries from position `q_start` to keys from `k_start`, with scores in memory.
+
+    It shares nothing with the tested code except the dropout mask.
+    """
     i = torch.arange(q_start, q_start + q.shape[0]).view(1, 1, -1, 1)
     j = torch.arange(k_start, k_start + k.shape[0]).view(1, 1, 1, -1)
     low = torch.zeros_like(i) if window is None else (i - window + 1).clamp(min=0)
     if document_start_BS is not None:
         low = torch.maximum(low, document_start_BS[:, None, :, None])
-    seen = (low <= j) & (j <= i)
-    every = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
-    scores = (every[0] @ every[1].mT * scale).masked_fill(~seen, -math.inf)
-    some = seen.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
-    largest = torch.where(some, scores.amax(-1, keepdim=True), 0.0)
-    e = torch.where(seen, (scores - largest).exp(), 0.0)
-    more = 0.0 if sink_H is None else (sink_H.view(-1, 1, 1) - largest).exp()
-    p = e / torch.where(some, e.sum(-1, keepdim=True) + more, 1.0)
+    visible = (low <= j) & (j <= i)
+    q_k_v = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
+    scores = (q_k_v[0] @ q_k_v[1].mT * scale).masked_fill(~visible, -math.inf)
+    has_visible = visible.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
+    max_score = torch.where(has_visible, scores.amax(-1, keepdim=True), 0.0)
+    exp_scores = torch.where(visible, (scores - max_score).exp(), 0.0)
+    sink = 0.0 if sink_H is None else (sink_H.view(-1, 1, 1) - max_score).exp()
+    p = exp_scores / torch.where(has_visible, exp_scores.sum(-1, keepdim=True) + sink, 1.0)
     if drop is not None:
         heads = torch.arange(q.shape[2]).view(-1, 1, 1) + drop.head_offset
         p = p * keep_mask(drop.key, drop.p, drop.sample_ids_B.view(-1, 1, 1, 1), heads, i, j) / (1 - drop.p)
-    return (p @ every[2]).permute(2, 0, 1, 3)
+    return (p @ q_k_v[2]).permute(2, 0, 1, 3)
 
 
 def spans_of(document_start_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
@@ -210,26 +216,31 @@ def spans_of(document_start_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple((b, *span) for b in range(len(rows)) for span in zip(rows[b], ends[b], strict=True))
 
 
-def heads(
-    S: int, B: int, H: int, G: int, K: int, document: int | None = None, sunk: bool = False, value: int | None = None
+def attention_inputs(
+    S: int, B: int, H: int, G: int, K: int, document: int | None = None, sink: bool = False, value: int | None = None
 ) -> Make:
-    """q, k, v, the latter of `value` channels, or K; with `document`, documents of about that length, different in each
-    sample; with `sunk` a sink."""
+    """Return a case of q, k and v, whose width is `value` or K, and optionally documents and a sink.
+
+    Documents have about `document` tokens, and differ between samples.
+    """
 
     def make() -> list[Tensor]:
-        given = normals((S, B, H, K), (S, B, G, K), (S, B, G, value or K))()
+        inputs = normals((S, B, H, K), (S, B, G, K), (S, B, G, value or K))()
         if document is not None:
             starts = torch.arange(S)[None] + torch.arange(B)[:, None] * (document // 2)
             shifted_starts = starts // document * document - torch.arange(B)[:, None] * (document // 2)
-            given.append(shifted_starts.clamp(min=0))
-        return given + [normal(H, seed=3)] * sunk
+            inputs.append(shifted_starts.clamp(min=0))
+        return inputs + [normal(H, seed=3)] * sink
 
     return make
 
 
 class _Grouped(torch.autograd.Function):
-    """A matmul of experts, differentiated by the functions that are tested: the gradient of the weights twice, into
-    what was never written and into that, by index and not. `pair`: the matmul, the gradient."""
+    """A matmul of experts, differentiated by the tested functions; `pair` is the matmul and the weight gradient.
+
+    The weight gradient is computed twice, first into uninitialized memory and then added to that, with and without an
+    index.
+    """
 
     @staticmethod
     def forward(ctx: Any, pair: tuple[Callable[..., Any], ...], x: Tensor, w: Tensor, *index: Tensor) -> Tensor:
@@ -243,51 +254,54 @@ class _Grouped(torch.autograd.Function):
         dx = ctx.pair[0](dy, w.transpose(1, 2), offsets)
         if rows:
             dx = x.new_zeros(x.shape, dtype=torch.float64).index_add_(0, rows[0], dx.double()).to(x.dtype)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        dw = torch.empty(len(w), *w.shape[:0:-1], dtype=wide, device=w.device).transpose(1, 2)
+        wide_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dw = torch.empty(len(w), *w.shape[:0:-1], dtype=wide_dtype, device=w.device).transpose(1, 2)
         ctx.pair[1](dw, dy, x, offsets, *rows, overwrite=True)
-        backwards = torch.arange(len(dy), device=dy.device).flip(0)
-        ctx.pair[1](dw, dy.flip(0), x, offsets, *rows, dy_rows=backwards, overwrite=False)
+        reversed_rows = torch.arange(len(dy), device=dy.device).flip(0)
+        ctx.pair[1](dw, dy.flip(0), x, offsets, *rows, dy_rows=reversed_rows, overwrite=False)
         return None, dx, (dw / 2).to(w.dtype), *(None for _ in ctx.saved_tensors[2:])
 
 
-def grouping(fn: Callable[..., Tensor], grad_fn: Callable[..., None]) -> Callable[..., Tensor]:
-    return lambda *given: _Grouped.apply((fn, grad_fn), *given)
+def grouped_matmul_fn(fn: Callable[..., Tensor], grad_fn: Callable[..., None]) -> Callable[..., Tensor]:
+    return lambda *args: _Grouped.apply((fn, grad_fn), *args)
 
 
-def groups(sizes: tuple[int, ...], F: int, D: int, rows: int | None = None, none: int = 0) -> Make:
-    """x, w, offsets of groups of these sizes, and with `rows` of x what to read of them; `none` rows are of no group."""
+def grouped_inputs(sizes: tuple[int, ...], F: int, D: int, rows: int | None = None, num_unassigned: int = 0) -> Make:
+    """Return a case of x, w, offsets and, with `rows` of x, an index into them; some rows belong to no group."""
 
     def make() -> list[Tensor]:
-        M, offsets = sum(sizes) + none, torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        given = [normal(rows or M, D), normal(len(sizes), F, D, seed=1), offsets]
-        return given + ([torch.randint(rows, (M,), generator=torch.Generator().manual_seed(2))] if rows else [])
+        M = sum(sizes) + num_unassigned
+        offsets = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        inputs = [normal(rows or M, D), normal(len(sizes), F, D, seed=1), offsets]
+        return inputs + ([torch.randint(rows, (M,), generator=torch.Generator().manual_seed(2))] if rows else [])
 
     return make
 
 
 class _Gated(torch.autograd.Function):
-    """Experts from rows of x to sums for each row, by `pair`, up and down of kernels/gated_matmul.py; the rest is plain.
-    What up returns is a result, too."""
+    """Experts from rows of x to a sum for each row, by `pair`, up and down of kernels/gated_matmul.py.
+
+    The other operations are references. The outputs of up are results, too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, pair: tuple[Callable[..., Any], ...], activation: Activation, *given: Tensor) -> Any:
+    def forward(ctx: Any, pair: tuple[Callable[..., Any], ...], activation: Activation, *args: Tensor) -> Any:
         ctx.pair, ctx.activation = pair, activation
-        x, w, down, p_M, offsets, rows, *bias = given
+        x, w, down, p_M, offsets, rows, *bias = args
         u, a = pair[0](x, w, offsets, rows, p_M, activation, *bias)
-        ctx.save_for_backward(u, *given)
+        ctx.save_for_backward(u, *args)
         y_MD = grouped.grouped_matmul_reference(a.double(), down.double(), offsets)
         return u, a, x.new_zeros(x.shape, dtype=torch.float64).index_add_(0, rows, y_MD)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, __: Tensor, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         u, x, w, down, p_M, offsets, rows, *bias = ctx.saved_tensors
-        dy = laid_out(dy.to(x.dtype), "gapped")
+        dy = with_layout(dy.to(x.dtype), "gapped")
         a, du, dp = ctx.pair[1](dy, down, offsets, rows, u, p_M, ctx.activation)
         dw, ddown = (t.new_empty(t.shape, dtype=torch.float64) for t in (w, down))
-        plain = grouped.grouped_weight_grad_reference_
-        plain(dw, du.double(), x.double(), offsets, rows, overwrite=True)
-        plain(ddown, dy.double(), a.double(), offsets, dy_rows=rows, overwrite=True)
+        weight_grad = grouped.grouped_weight_grad_reference_
+        weight_grad(dw, du.double(), x.double(), offsets, rows, overwrite=True)
+        weight_grad(ddown, dy.double(), a.double(), offsets, dy_rows=rows, overwrite=True)
         dx_MD = grouped.grouped_matmul_reference(du, w.transpose(1, 2), offsets)
         dx = x.new_zeros(x.shape, dtype=torch.float64).index_add_(0, rows, dx_MD.double())
         dbias = [t.new_zeros(t.shape) for t in bias]
@@ -295,33 +309,40 @@ class _Gated(torch.autograd.Function):
         return None, None, *grads, None, None, *dbias
 
 
-def gating(name: str, *cases: Make) -> Op:
-    activation, plain = get_activation(name), {"matmul": grouped.grouped_matmul_reference}
+def gated_matmul_op(name: str, *cases: Make) -> Op:
+    activation, options = get_activation(name), {"matmul": grouped.grouped_matmul_reference}
     clamped = name.startswith("clamped")
-    forms = (functools.partial(f, clamped=clamped) for f in (swiglu_forward_reference, swiglu_backward_reference))
-    twin, apart = (
-        Activation(*forms, width=2),
-        tuple(functools.partial(f, **plain) for f in (gated.up_unfused, gated.down_unfused)),
+    reference_fns = (
+        functools.partial(f, clamped=clamped) for f in (swiglu_forward_reference, swiglu_backward_reference)
+    )
+    twin, unfused = (
+        Activation(*reference_fns, width=2),
+        tuple(functools.partial(f, **options) for f in (gated.up_unfused, gated.down_unfused)),
     )
     fused = (gated.up_matmul, gated.down_gradients)
     return Op(
-        lambda *given: _Gated.apply(fused, activation, *given), lambda *given: _Gated.apply(apart, twin, *given), cases
+        lambda *args: _Gated.apply(fused, activation, *args), lambda *args: _Gated.apply(unfused, twin, *args), cases
     )
 
 
-def choices(sizes: tuple[int, ...], F: int, D: int, rows: int, none: int = 0, bias: bool = False) -> Make:
-    """x, w, down, probabilities, offsets of groups of these sizes, what to read of `rows` rows, and a bias, which takes
-    some columns well beyond the limits: near one, the gradient is there or not by the last bit."""
+def gated_inputs(
+    sizes: tuple[int, ...], F: int, D: int, rows: int, num_unassigned: int = 0, bias: bool = False
+) -> Make:
+    """Return a case of x, w, down, probabilities, offsets, an index into `rows` rows, and optionally a bias.
+
+    The bias moves some columns well beyond the clamping limits: close to a limit, the last bit decides whether there is
+    a gradient.
+    """
 
     def make() -> list[Tensor]:
-        M, E = sum(sizes) + none, len(sizes)
+        M, E = sum(sizes) + num_unassigned, len(sizes)
         offsets = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        given = [normal(rows, D), normal(E, 2 * F, D, seed=1), normal(E, D, F, seed=2), normal(M, seed=3).sigmoid()]
-        given += [offsets, torch.randint(rows, (M,), generator=torch.Generator().manual_seed(4))]
+        inputs = [normal(rows, D), normal(E, 2 * F, D, seed=1), normal(E, D, F, seed=2), normal(M, seed=3).sigmoid()]
+        inputs += [offsets, torch.randint(rows, (M,), generator=torch.Generator().manual_seed(4))]
         if bias:
-            given[1] *= D**-0.5
-            given.append(20 * normal(E, 2 * F, seed=5).round().clamp(-1, 1))
-        return given
+            inputs[1] *= D**-0.5
+            inputs.append(20 * normal(E, 2 * F, seed=5).round().clamp(-1, 1))
+        return inputs
 
     return make
 
@@ -334,17 +355,18 @@ class _Combined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        dy, here = dout.new_zeros(ctx.shape), ctx.slots >= 0
-        dy[ctx.slots[here]] = dout.repeat_interleave(ctx.slots.shape[1], 0).view(*ctx.slots.shape, -1)[here]
+        dy, is_assigned = dout.new_zeros(ctx.shape), ctx.slots >= 0
+        dout_NKD = dout.repeat_interleave(ctx.slots.shape[1], 0).view(*ctx.slots.shape, -1)
+        dy[ctx.slots[is_assigned]] = dout_NKD[is_assigned]
         return None, dy, None
 
 
-def chosen(N: int, K: int, D: int, left_out: int) -> Make:
-    """Rows, and a place for each of N K choices but some."""
+def combine_inputs(N: int, K: int, D: int, num_dropped: int) -> Make:
+    """Return a case of rows and the slots of N K assignments, except those that are dropped."""
 
     def make() -> list[Tensor]:
-        places = torch.randperm(N * K, generator=torch.Generator().manual_seed(3))
-        return [normal(N * K - left_out, D), places.where(places < N * K - left_out, -1).view(N, K)]
+        slots = torch.randperm(N * K, generator=torch.Generator().manual_seed(3))
+        return [normal(N * K - num_dropped, D), slots.where(slots < N * K - num_dropped, -1).view(N, K)]
 
     return make
 
@@ -357,116 +379,154 @@ FEEDS = ((1, 1), (4, 3, 7), (7, 2, 100), (3, 2, 2050))  # the last one more than
 STREAMS = ((1, 1, 1), (3, 2, 7), (2, 3, 1100))  # [s, B, D]
 
 
-def normalising(added: bool, bias: bool, **more: Any) -> Op:
-    """`added`: after a residual add."""
+def norm_op(with_residual: bool, bias: bool, **tolerances: Any) -> Op:
+    """Return the operation of a norm, optionally after a residual add."""
 
-    def twin(*given: Any) -> Any:
-        if not added:
-            return norm_reference(*given)
-        h = given[0] + given[1]
-        return h, norm_reference(h, *given[2:])
+    def twin(*args: Any) -> Any:
+        if not with_residual:
+            return norm_reference(*args)
+        h = args[0] + args[1]
+        return h, norm_reference(h, *args[2:])
 
-    no_bias, fn = [] if bias else [None], add_norm if added else norm
-    cases = tuple(normals(*[s] * (1 + added), *[s[-1:]] * (1 + bias)) for s in WIDTHS)
-    return Op(lambda *given: fn(*given, *no_bias, 1e-5), lambda *given: twin(*given, *no_bias, 1e-5), cases, **more)
-
-
-def attending(*cases: Make, half_units: int = 1, card_units: int = 4, **how: Any) -> Op:
-    """In fp32 dp - delta is rounded as dp is, and that is larger than the gradient."""
-    more = dict(fp32_units=16, half_units=half_units, card_units=card_units)
-    return Op(attended(attention, **how), attended(attention_reference, **how), cases, **more)
+    no_bias, fn = [] if bias else [None], add_norm if with_residual else norm
+    cases = tuple(normals(*[s] * (1 + with_residual), *[s[-1:]] * (1 + bias)) for s in WIDTHS)
+    return Op(lambda *args: fn(*args, *no_bias, 1e-5), lambda *args: twin(*args, *no_bias, 1e-5), cases, **tolerances)
 
 
-def entropy(*cases: Make, **how: Any) -> Op:
-    """In fp32 p - 1 cancels where the label is likely."""
+def attention_op(*cases: Make, half_units: int = 1, gpu_units: int = 4, **options: Any) -> Op:
+    """Return an attention operation. In fp32, dp - delta has the rounding error of dp, which exceeds the gradient."""
+    tolerances = dict(fp32_units=16, half_units=half_units, gpu_units=gpu_units)
+    return Op(attention_fn(attention, **options), attention_fn(attention_reference, **options), cases, **tolerances)
+
+
+def cross_entropy_op(*cases: Make, **options: Any) -> Op:
+    """Return a cross entropy operation. In fp32, p - 1 cancels where the label is likely."""
     halves = (shard_stats, shard_grad_), (shard_stats_reference, shard_grad_reference_)
-    return Op(*(sliced(*pair, **how) for pair in halves), cases, cancels=1.0)
+    return Op(*(sliced_cross_entropy(*pair, **options) for pair in halves), cases, cancels=1.0)
 
 
 OPS: dict[str, Op] = {
-    "rms_norm": normalising(added=False, bias=False),
-    "add_rms_norm": normalising(added=True, bias=False),
-    # of one column: dy w - dy w, one of them fused into a sum, times 1 / sqrt(eps) = 316
-    "layer_norm": normalising(added=False, bias=True, card_floor=4e-5),
-    "add_layer_norm": normalising(added=True, bias=True),
-    "rope": Op(roped(apply_rope), roped(apply_rope_reference), tuple(normals(s) for s in HEADS)),
+    "rms_norm": norm_op(with_residual=False, bias=False),
+    "add_rms_norm": norm_op(with_residual=True, bias=False),
+    # with one column: dy w - dy w, one of them fused into a sum, times 1 / sqrt(eps) = 316
+    "layer_norm": norm_op(with_residual=False, bias=True, gpu_floor=4e-5),
+    "add_layer_norm": norm_op(with_residual=True, bias=True),
+    "rope": Op(rope_fn(apply_rope), rope_fn(apply_rope_reference), tuple(normals(s) for s in HEADS)),
     "rope partial, Llama-3": Op(
-        roped(apply_rope, RopeScaling(), 0.25),
-        roped(apply_rope_reference, RopeScaling(), 0.25),
+        rope_fn(apply_rope, RopeScaling(), 0.25),
+        rope_fn(apply_rope_reference, RopeScaling(), 0.25),
         tuple(normals(s) for s in HEADS if s[-1] >= 8),
     ),
-    "rope by sample": Op(roped(apply_rope), roped(apply_rope_reference), tuple(positioned(s) for s in HEADS)),
-    "swiglu": Op(activation_run("swiglu"), activated(*SWIGLU), tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS)),
+    "rope by sample": Op(
+        rope_fn(apply_rope), rope_fn(apply_rope_reference), tuple(inputs_with_positions(s) for s in HEADS)
+    ),
+    "swiglu": Op(
+        activation_run("swiglu"), activation_fn(*SWIGLU), tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS)
+    ),
     "clamped_swiglu": Op(
-        beyond(activation_run("clamped_swiglu")),
-        beyond(activated(*(functools.partial(fn, clamped=True) for fn in SWIGLU))),
+        scaled_inputs(activation_run("clamped_swiglu")),
+        scaled_inputs(activation_fn(*(functools.partial(fn, clamped=True) for fn in SWIGLU))),
         tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
     ),
     "gelu": Op(activation_run("gelu"), gelu_twin(True), tuple(normals(s, s) for s in FEEDS)),
     "gelu_erf": Op(activation_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s) for s in FEEDS)),
     "bias_gelu": Op(activation_run("gelu"), gelu_twin(True), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
     "bias_gelu_erf": Op(activation_run("gelu_erf"), gelu_twin(False), tuple(normals(s, s, s[-1:]) for s in FEEDS)),
-    "attention": attending(
-        *(heads(2, 1, 1, 1, 4), heads(37, 2, 4, 2, 20), heads(150, 1, 2, 1, 96), heads(261, 1, 1, 1, 128)),
-        card_units=64,  # torch's own kernel, on an H100 and two positions: 32
+    "attention": attention_op(
+        *(
+            attention_inputs(2, 1, 1, 1, 4),
+            attention_inputs(37, 2, 4, 2, 20),
+            attention_inputs(150, 1, 2, 1, 96),
+            attention_inputs(261, 1, 1, 1, 128),
+        ),
+        gpu_units=64,  # torch's own kernel needs 32 on an H100 for two positions
     ),
-    "attention in a window": attending(heads(290, 1, 2, 2, 64), heads(9, 2, 3, 1, 8), window=50),
-    "attention by document": attending(heads(300, 2, 2, 1, 64, 80), heads(20, 3, 2, 2, 16, 3)),
-    "attention by document in a window": attending(heads(300, 2, 1, 1, 64, 130), window=70),
-    "attention with a sink": attending(heads(9, 2, 3, 1, 8, sunk=True), heads(150, 1, 4, 2, 64, 40, sunk=True)),
-    # in half precision delta takes o as it was rounded; the twin is exact where one key is left
-    "attention, values of another width": attending(
-        *(heads(150, 1, 1, 1, 192, value=128), heads(70, 2, 2, 1, 20, 30, True, 72), heads(40, 1, 2, 2, 96, value=8)),
+    "attention in a window": attention_op(
+        attention_inputs(290, 1, 2, 2, 64), attention_inputs(9, 2, 3, 1, 8), window=50
+    ),
+    "attention by document": attention_op(attention_inputs(300, 2, 2, 1, 64, 80), attention_inputs(20, 3, 2, 2, 16, 3)),
+    "attention by document in a window": attention_op(attention_inputs(300, 2, 1, 1, 64, 130), window=70),
+    "attention with a sink": attention_op(
+        attention_inputs(9, 2, 3, 1, 8, sink=True), attention_inputs(150, 1, 4, 2, 64, 40, sink=True)
+    ),
+    # in half precision, delta uses the rounded o; the twin is exact where only one key is visible
+    "attention, values of another width": attention_op(
+        *(
+            attention_inputs(150, 1, 1, 1, 192, value=128),
+            attention_inputs(70, 2, 2, 1, 20, 30, True, 72),
+            attention_inputs(40, 1, 2, 2, 96, value=8),
+        ),
         half_units=3,
     ),
-    "attention, wide heads": attending(heads(150, 1, 2, 1, 256), heads(90, 2, 1, 1, 200, 40), window=130),
-    "attention with dropout": attending(
-        *(heads(2, 1, 1, 1, 4), heads(150, 2, 4, 2, 24), heads(261, 1, 1, 1, 128)), half_units=3, dropout_p=0.25
+    "attention, wide heads": attention_op(
+        attention_inputs(150, 1, 2, 1, 256), attention_inputs(90, 2, 1, 1, 200, 40), window=130
     ),
-    "attention with dropout, by document in a window": attending(
-        *(heads(200, 2, 2, 1, 64, 90), heads(90, 2, 2, 1, 160, 50, value=100)), half_units=3, window=70, dropout_p=0.7
+    "attention with dropout": attention_op(
+        *(attention_inputs(2, 1, 1, 1, 4), attention_inputs(150, 2, 4, 2, 24), attention_inputs(261, 1, 1, 1, 128)),
+        half_units=3,
+        dropout_p=0.25,
     ),
-    "cross_entropy": entropy(labelled(1, 2, 2), labelled(5, 37, 37), labelled(3, 9001, 9001), padding=0),
-    "cross_entropy with padding": entropy(labelled(4, 8, 2), labelled(2, 100, 94), padding=6),
-    "cross_entropy with z-loss": entropy(
-        *(labelled(4, 8, 2), labelled(5, 100, 94), labelled(2, 9001, 8995)), padding=6, z_loss=0.05
+    "attention with dropout, by document in a window": attention_op(
+        *(attention_inputs(200, 2, 2, 1, 64, 90), attention_inputs(90, 2, 2, 1, 160, 50, value=100)),
+        half_units=3,
+        window=70,
+        dropout_p=0.7,
+    ),
+    "cross_entropy": cross_entropy_op(
+        logits_and_labels(1, 2, 2), logits_and_labels(5, 37, 37), logits_and_labels(3, 9001, 9001), padding=0
+    ),
+    "cross_entropy with padding": cross_entropy_op(
+        logits_and_labels(4, 8, 2), logits_and_labels(2, 100, 94), padding=6
+    ),
+    "cross_entropy with z-loss": cross_entropy_op(
+        *(logits_and_labels(4, 8, 2), logits_and_labels(5, 100, 94), logits_and_labels(2, 9001, 8995)),
+        padding=6,
+        z_loss=0.05,
     ),
     "dropout": Op(
         lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x)),
         lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x), torch.zeros_like(x), impl=dropout_reference),
-        tuple(numbered(s) for s in STREAMS),
+        tuple(inputs_with_sample_ids(s) for s in STREAMS),
     ),
     "dropout_add": Op(
         lambda x, a, ids: dropout(x, 0.1, KEY, ids, 2**20, a),
         lambda x, a, ids: dropout(x, 0.1, KEY, ids, 2**20, a, impl=dropout_reference),
-        tuple(numbered(s, s) for s in STREAMS),
+        tuple(inputs_with_sample_ids(s, s) for s in STREAMS),
     ),
     "grouped_matmul": Op(
-        grouping(grouped.grouped_matmul, grouped.grouped_weight_grad_),
-        grouping(grouped.grouped_matmul_reference, grouped.grouped_weight_grad_reference_),
+        grouped_matmul_fn(grouped.grouped_matmul, grouped.grouped_weight_grad_),
+        grouped_matmul_fn(grouped.grouped_matmul_reference, grouped.grouped_weight_grad_reference_),
         (
-            *(groups((1,), 1, 1), groups((3,), 5, 7, rows=2), groups((0, 5, 0, 70, 0), 37, 70, none=3)),
-            *(groups((130, 0, 1), 256, 64, rows=20, none=70), groups((0, 530, 2), 70, 8), groups((0, 0), 4, 4, none=9)),
+            *(
+                grouped_inputs((1,), 1, 1),
+                grouped_inputs((3,), 5, 7, rows=2),
+                grouped_inputs((0, 5, 0, 70, 0), 37, 70, num_unassigned=3),
+            ),
+            *(
+                grouped_inputs((130, 0, 1), 256, 64, rows=20, num_unassigned=70),
+                grouped_inputs((0, 530, 2), 70, 8),
+                grouped_inputs((0, 0), 4, 4, num_unassigned=9),
+            ),
         ),
     ),
-    "gated_matmul": gating(
-        *("swiglu", choices((1,), 1, 1, 1), choices((0, 5, 0, 70, 0), 37, 70, 9, none=3)),
-        *(choices((130, 0, 1), 256, 64, 20, none=70), choices((0, 0), 4, 4, 2, none=9)),
+    "gated_matmul": gated_matmul_op(
+        *("swiglu", gated_inputs((1,), 1, 1, 1), gated_inputs((0, 5, 0, 70, 0), 37, 70, 9, num_unassigned=3)),
+        *(gated_inputs((130, 0, 1), 256, 64, 20, num_unassigned=70), gated_inputs((0, 0), 4, 4, 2, num_unassigned=9)),
     ),
-    "gated_matmul with limits and a bias": gating(
-        *("clamped_swiglu", choices((3,), 5, 7, 2, bias=True), choices((0, 5, 140, 0), 70, 40, 9, bias=True))
+    "gated_matmul with limits and a bias": gated_matmul_op(
+        *("clamped_swiglu", gated_inputs((3,), 5, 7, 2, bias=True), gated_inputs((0, 5, 140, 0), 70, 40, 9, bias=True))
     ),
     "combine": Op(
-        lambda y, slots: _Combined.apply(route.unpermute, y, slots),
-        lambda y, slots: _Combined.apply(route.unpermute_reference, y, slots),
-        (chosen(1, 1, 1, 0), chosen(7, 3, 100, 5), chosen(3, 2, 1050, 0)),
+        lambda y, slots: _Combined.apply(permute.unpermute, y, slots),
+        lambda y, slots: _Combined.apply(permute.unpermute_reference, y, slots),
+        (combine_inputs(1, 1, 1, 0), combine_inputs(7, 3, 100, 5), combine_inputs(3, 2, 1050, 0)),
     ),
 }
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one tensor: the largest error of the operation and of its twin against fp64, and the largest true value."""
+    """The maximum errors of an operation and its twin against fp64 for one tensor, and the maximum true value."""
 
     name: str
     error: float
@@ -479,8 +539,10 @@ class Result:
 
     @property
     def bound(self) -> float:
-        """Twice the twin's own error, or twice one rounding of the result where the twin happens to be exact. In fp32,
-        where kernel and twin compute alike but in another order, at least `fp32_units` in the last place."""
+        """The bound of the error: twice the twin's own, or twice one rounding of the result if the twin is exact.
+
+        In fp32, where kernel and twin differ only in order, it is at least `fp32_units` in the last place.
+        """
         eps = torch.finfo(DTYPES[self.dtype]).eps
         if self.dtype == "float64":
             return 1e-10 * max(self.scale, 1.0)
@@ -489,13 +551,13 @@ class Result:
 
 
 class Guarded(TorchDispatchMode):
-    """Tensors made by `empty` are full of `fresh` (-77 for integers) and lie between guards that `check` looks at."""
+    """A mode that fills tensors from `empty` with `fill` (-77 for integers), between guards that `check` compares."""
 
     WIDTH = 64
 
-    def __init__(self, fresh: float) -> None:
+    def __init__(self, fill: float) -> None:
         super().__init__()
-        self.fresh = fresh
+        self.fill = fill
         self.flats: list[tuple[Tensor, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -505,25 +567,25 @@ class Guarded(TorchDispatchMode):
             return out
         flat = torch.full((out.numel() + 2 * self.WIDTH,), poison(out.dtype), dtype=out.dtype, device=out.device)
         if flat.is_floating_point():
-            flat[self.WIDTH : -self.WIDTH] = self.fresh
+            flat[self.WIDTH : -self.WIDTH] = self.fill
         self.flats.append((flat, out.numel()))
         return flat[self.WIDTH : -self.WIDTH].as_strided(out.shape, out.stride(), self.WIDTH)
 
     def check(self) -> None:
         for flat, n in self.flats:
             for guard in (flat[: self.WIDTH], flat[self.WIDTH + n :]):
-                same = guard.isnan().all() if guard.is_floating_point() else (guard == poison(guard.dtype)).all()
-                assert bool(same), f"a kernel wrote outside of a tensor of {n} elements"
+                is_intact = guard.isnan().all() if guard.is_floating_point() else (guard == poison(guard.dtype)).all()
+                assert bool(is_intact), f"a kernel wrote outside of a tensor of {n} elements"
 
 
 def poison(dtype: torch.dtype) -> float:
     return float("nan") if dtype.is_floating_point else -77
 
 
-def laid_out(x: Tensor, layout: str) -> Tensor:
-    """`x` with other strides, its values between NaNs (-77 for integers)."""
+def with_layout(x: Tensor, layout: str) -> Tensor:
+    """Return `x` with other strides, its values between NaNs (-77 for integers)."""
     if layout == "transposed" and x.dim() > 2:  # [b, a, ...] in memory
-        base = laid_out(x.transpose(0, 1), "contiguous")
+        base = with_layout(x.transpose(0, 1), "contiguous")
         return base.transpose(0, 1)
     gap = 3 if layout == "gapped" and x.dim() > 1 else 0
     width = x.shape[-1] + gap
@@ -536,80 +598,86 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 def results(
     fn: Callable[..., Any], inputs: list[Tensor], layout: str | None = None, seed: int = 90
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of `fn` with a fixed gradient from above, laid out as the inputs are."""
+    """Return outputs and gradients of `fn` for fixed output gradients, which have the layout of the inputs."""
     leaves = [x.detach().clone().requires_grad_() if x.is_floating_point() else x for x in inputs]
-    given = leaves if layout is None else [laid_out_leaf(x, layout) for x in leaves]
-    made = fn(*given)
-    outputs = list(made) if isinstance(made, tuple) else [made]
-    above = [normal(*y.shape, seed=seed + i).to(y.device, y.dtype) for i, y in enumerate(outputs)]
+    args = leaves if layout is None else [leaf_with_layout(x, layout) for x in leaves]
+    result = fn(*args)
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    grad_outputs = [normal(*y.shape, seed=seed + i).to(y.device, y.dtype) for i, y in enumerate(outputs)]
     if layout is not None:
-        above = [laid_out(dy, layout) for dy in above]
-    wanted = [x for x in leaves if x.is_floating_point()]
-    grads = torch.autograd.grad(outputs, wanted, above)
-    named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
-    return named | {f"gradient {i}": g for i, g in enumerate(grads)}
+        grad_outputs = [with_layout(dy, layout) for dy in grad_outputs]
+    grad_inputs = [x for x in leaves if x.is_floating_point()]
+    grads = torch.autograd.grad(outputs, grad_inputs, grad_outputs)
+    tensors = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    return tensors | {f"gradient {i}": g for i, g in enumerate(grads)}
 
 
-class _LaidOut(torch.autograd.Function):
+class _WithLayout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: str) -> Tensor:
-        return laid_out(x, layout)
+        return with_layout(x, layout)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return dx, None
 
 
-def laid_out_leaf(x: Tensor, layout: str) -> Tensor:
+def leaf_with_layout(x: Tensor, layout: str) -> Tensor:
     if not x.is_floating_point():
-        return laid_out(x, "contiguous")
-    return _LaidOut.apply(x, layout)  # type: ignore[return-value]
+        return with_layout(x, "contiguous")
+    return _WithLayout.apply(x, layout)  # type: ignore[return-value]
 
 
 @contextmanager
-def guarded(fresh: float = math.nan) -> Iterator[None]:
-    with Guarded(fresh) as mode:
+def guarded(fill: float = math.nan) -> Iterator[None]:
+    with Guarded(fill) as mode:
         yield
     mode.check()
 
 
 def measure(name: str, case: int, dtype: str, layout: str, device: str = "cpu") -> list[Result]:
-    """Run one case here, in this process; Triton must be what the dispatcher takes on `device`."""
+    """Run one case in this process; the dispatcher must select Triton on `device`."""
     from megalite.kernels.dispatch import runs_triton
 
-    assert runs_triton(device), "the dispatcher does not take Triton here, so this would compare torch with torch"
+    assert runs_triton(device), "the dispatcher does not select Triton here, so this would compare torch with torch"
     op = OPS[name]
     exact = [x.to(device) for x in op.cases[case]()]
     inputs = [x.to(DTYPES[dtype]) if x.is_floating_point() else x for x in exact]
-    same = [x.double() if x.is_floating_point() else x for x in inputs]  # the true result is that of rounded inputs
+    # the true result is computed from the rounded inputs
+    rounded = [x.double() if x.is_floating_point() else x for x in inputs]
 
-    def run_in(fresh: float) -> list[dict[str, Tensor]]:
-        with guarded(fresh):
+    def run_in(fill: float) -> list[dict[str, Tensor]]:
+        with guarded(fill):
             return [results(op.run, inputs, layout), results(op.twin, inputs, None)]
 
-    got, twin = run_in(math.nan)
-    if dtype == "float32" and device == "cpu":  # in one dtype, as it takes as long again
-        for filled, zeroed in zip((got, twin), run_in(0.0), strict=True):
-            assert all(torch.equal(filled[key], zeroed[key]) for key in got), "read before it was written"
-    want = results(op.twin, same, None)
-    largest_above = normal(*want["output 0"].shape, seed=90).abs().max().item()
+    actual, twin = run_in(math.nan)
+    if dtype == "float32" and device == "cpu":  # in one dtype only, because it doubles the time
+        for with_nan, with_zeros in zip((actual, twin), run_in(0.0), strict=True):
+            assert all(torch.equal(with_nan[key], with_zeros[key]) for key in actual), "read before it was written"
+    expected = results(op.twin, rounded, None)
+    max_grad_output = normal(*expected["output 0"].shape, seed=90).abs().max().item()
     rows = []
-    for key, true in want.items():
-        assert got[key].dtype == twin[key].dtype and got[key].shape == true.shape, key
-        error, twin_error = ((x[key].double() - true).abs().nan_to_num(float("inf")).max().item() for x in (got, twin))
-        units = op.fp32_units if device == "cpu" else max(op.fp32_units, op.card_units)
-        floor = 0.0 if device == "cpu" or dtype != "float32" else op.card_floor
+    for key, true in expected.items():
+        assert actual[key].dtype == twin[key].dtype and actual[key].shape == true.shape, key
+        error, twin_error = (
+            (x[key].double() - true).abs().nan_to_num(float("inf")).max().item() for x in (actual, twin)
+        )
+        units = op.fp32_units if device == "cpu" else max(op.fp32_units, op.gpu_units)
+        floor = 0.0 if device == "cpu" or dtype != "float32" else op.gpu_floor
         scale = true.abs().max().item()
         if dtype == "float32":
-            scale = max(scale, op.cancels * largest_above)
+            scale = max(scale, op.cancels * max_grad_output)
         rows.append(Result(key, error, twin_error, scale, dtype, units, op.half_units, floor))
     return rows
 
 
-def behave_as_a_card() -> None:
-    """Triton's interpreter cuts fp32 off to bf16 (3.9), which doubles the error of every result; a card rounds to the
-    nearest, ties to even. It loads zeros where the mask is off and no `other` is given; a card leaves any value there,
-    so here it is NaN."""
+def emulate_gpu() -> None:
+    """Make Triton's interpreter round and load like a GPU.
+
+    The interpreter (3.9) truncates fp32 to bf16, which doubles the error of every result; a GPU rounds to nearest, ties
+    to even. The interpreter loads zeros where the mask is off and `other` is missing; on a GPU the value is undefined,
+    so here it is NaN.
+    """
     assert os.environ["TRITON_INTERPRET"] == "1"
     torch.set_num_threads(1)
     import numpy as np
@@ -619,21 +687,21 @@ def behave_as_a_card() -> None:
 
     convert = interpreter._convert_float
 
-    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+    def convert_to_nearest(data: Any, source: Any, target: Any, mode: Any) -> Any:
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(data, source, target, mode)
         bits = np.ascontiguousarray(data).view(np.uint32)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
 
-    interpreter._convert_float = rounded
+    interpreter._convert_float = convert_to_nearest
     semantic: Any = TritonSemantic
     load = semantic.load
 
-    def undefined(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
+    def load_undefined(self: Any, pointers: Any, mask: Any, other: Any, *options: Any) -> Any:
         if mask is not None and other is None:
-            floating = pointers.dtype.scalar.element_ty.is_floating()
-            other = self.to_tensor(math.nan if floating else -77)
+            is_floating = pointers.dtype.scalar.element_ty.is_floating()
+            other = self.to_tensor(math.nan if is_floating else -77)
         return load(self, pointers, mask, other, *options)
 
-    semantic.load = undefined
+    semantic.load = load_undefined

@@ -1,6 +1,8 @@
-"""Compile every kernel for a card that is not here: launches are recorded, and each becomes machine code for any card.
-What the interpreter accepts may still not build, or need more registers or shared memory than a card has. No driver is
-needed, only what comes with Triton, whose own cache keeps what was compiled."""
+"""A compiler of kernels for GPUs that are not present: launches are recorded, and compiled for any GPU.
+
+A kernel that the interpreter accepts may not compile, or may need more registers or shared memory than a GPU has. This
+needs no driver, only Triton, whose own cache stores the compiled kernels.
+"""
 
 import functools
 import os
@@ -17,16 +19,16 @@ from torch import Tensor
 
 from megalite.kernels import dispatch
 
-BARGAIN = 32  # bytes that the assembler spills by its own choice, so that one more block is resident
+MAX_VOLUNTARY_SPILL = 32  # bytes that the assembler may spill by choice, so that another block is resident
 
 
 @dataclass(frozen=True)
-class Card:
-    """What one block may have on a compute capability (CUDA C++ programming guide, technical specifications)."""
+class GpuLimits:
+    """The limits of a block on a compute capability (CUDA C++ programming guide, technical specifications)."""
 
     capability: int  # 90 is 9.0
     shared: int  # bytes of shared memory, opted in
-    registers: int = 65536  # of the register file, in which all threads of a block must fit
+    registers: int = 65536  # in the register file, which all threads of a block share
     threads: int = 1024
 
     @property
@@ -35,14 +37,15 @@ class Card:
 
 
 # 8.6 and 8.9 (RTX 3090, RTX 4090, L40) have the code of 8.0 and the shared memory of 12.0
-CARDS = {c.capability: c for c in (Card(80, 163 << 10), Card(89, 99 << 10), Card(90, 227 << 10), Card(100, 227 << 10),
-                                   Card(120, 99 << 10))}  # fmt: skip
+GPUS = {
+    capability: GpuLimits(capability, shared_kib << 10)
+    for capability, shared_kib in ((80, 163), (89, 99), (90, 227), (100, 227), (120, 99))
+}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as Triton's launcher sees it: the function, the types of its arguments, its constants, its options,
-    and the arguments themselves with the grid."""
+    """One launch as Triton's launcher sees it: the function, types, constants, options, arguments and grid."""
 
     jitted: Any
     types: dict[str, str]
@@ -58,142 +61,145 @@ class Launch:
 
     @property
     def key(self) -> str:
-        """Of its machine code."""
+        """The key of its machine code."""
         return f"{self.name} {self.types} {self.constants} {sorted(self.aligned)} {self.options}"
 
     @property
     def block_n(self) -> int:
-        """The columns of its tile; 0 if it has none."""
+        """The columns of its tile, or 0 without a tile."""
         return self.constants.get("BLOCK_N", 0)
 
 
 @dataclass(frozen=True)
 class Built:
-    """One kernel's machine code for one card, and what a block of it takes."""
+    """One kernel's machine code for one GPU, and the resources of a block."""
 
     launch: Launch
-    card: Card
+    gpu: GpuLimits
     registers: int  # per thread
-    stack: int  # bytes per thread: the kernels have no local arrays, so it is what registers were spilled to
+    stack: int  # bytes per thread; all of it is spilled registers, because the kernels have no local arrays
     shared: int  # bytes per block
-    warps: int  # per block, with those that Triton adds for itself
+    warps: int  # per block, including those that Triton adds
     ptx: str
     cubin: bytes
 
     def problems(self) -> list[str]:
-        """Why a card of this kind would refuse the launch, or run it slowly. Registers are given out in units of 8."""
-        threads, each = 32 * self.warps, -(-self.registers // 8) * 8
-        found = []
-        if self.shared > self.card.shared:
-            found.append(f"{self.shared} bytes of shared memory, the card has {self.card.shared}")
-        if threads > self.card.threads or threads * each > self.card.registers:
-            found.append(f"{threads} threads of {each} registers do not fit")
-        if self.stack > (0 if self.full else BARGAIN):
-            found.append(f"{self.stack} bytes per thread spilled at {self.registers} registers")
-        return [f"{self.launch.name} {tile_of(self.launch)} on {self.card.name}: {text}" for text in found]
+        """Return why such a GPU would refuse the launch or run it slowly. Registers are allocated in units of 8."""
+        threads, rounded_registers = 32 * self.warps, -(-self.registers // 8) * 8
+        texts = []
+        if self.shared > self.gpu.shared:
+            texts.append(f"{self.shared} bytes of shared memory, the GPU has {self.gpu.shared}")
+        if threads > self.gpu.threads or threads * rounded_registers > self.gpu.registers:
+            texts.append(f"{threads} threads of {rounded_registers} registers do not fit")
+        if self.stack > (0 if self.uses_all_registers else MAX_VOLUNTARY_SPILL):
+            texts.append(f"{self.stack} bytes per thread spilled at {self.registers} registers")
+        return [f"{self.launch.name} {tile_of(self.launch)} on {self.gpu.name}: {text}" for text in texts]
 
     @property
-    def full(self) -> bool:
-        """Whether a thread has all the registers that it can have."""
-        most = min(255, self.card.registers // (32 * self.warps) // 8 * 8)
-        return self.registers > most - 8
+    def uses_all_registers(self) -> bool:
+        """Whether a thread uses all registers available to it."""
+        max_registers = min(255, self.gpu.registers // (32 * self.warps) // 8 * 8)
+        return self.registers > max_registers - 8
 
 
 def tile_of(launch: Launch) -> str:
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_SIZE", "BLOCK_D", "BLOCK_DV")
     names += ("HAS_RESIDUAL", "THRESHOLD", "HAS_DOCUMENTS", "HAS_SINK")
-    first = next((t.lstrip("*") for t in launch.types.values() if t.startswith("*")), "")
+    dtype = next((t.lstrip("*") for t in launch.types.values() if t.startswith("*")), "")
     tile = ", ".join(f"{k.lower()} {launch.constants[k]}" for k in names if k in launch.constants)
-    return f"[{first}, {tile}, {', '.join(f'{k[4:]} {v}' for k, v in launch.options.items())}]"
+    return f"[{dtype}, {tile}, {', '.join(f'{k[4:]} {v}' for k, v in launch.options.items())}]"
 
 
 def signature(
     jitted: Any, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any], dict]:
-    """Types, constants and alignment of one launch, as Triton's own launcher takes them from the arguments."""
+    """Return types, constants and alignment of one launch, as Triton's launcher derives them from the arguments."""
     from triton.runtime.jit import mangle_type
 
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
-    named = dict(zip((p.name for p in jitted.params), args, strict=False)) | {
+    values = dict(zip((p.name for p in jitted.params), args, strict=False)) | {
         k: v for k, v in options.items() if k in {p.name for p in jitted.params}
     }
     for i, param in enumerate(jitted.params):
-        value = named[param.name]
+        value = values[param.name]
         if param.is_constexpr or value is None:
             types[param.name], constants[param.name] = "constexpr", value
         elif not param.do_not_specialize and isinstance(value, int) and value == 1:
             types[param.name], constants[param.name] = "constexpr", 1
         else:
             types[param.name] = mangle_type(value)
-            sixteen = isinstance(value, Tensor) or (
+            is_aligned = isinstance(value, Tensor) or (
                 not param.do_not_specialize and isinstance(value, int) and value % 16 == 0
             )
-            if sixteen:
+            if is_aligned:
                 aligned[(i,)] = [["tt.divisibility", 16]]
     return types, constants, aligned
 
 
-def recorded(run: Callable[[], Any], capability: int = 90) -> list[Launch]:
-    """Run `run` as on a card of this capability with every launch recorded in place of executed (nothing is written):
-    each kind of machine code once."""
-    made: dict[str, Launch] = {}
+def record_launches(run: Callable[[], Any], capability: int = 90) -> list[Launch]:
+    """Call `run` as if on a GPU of this capability, and return its launches, which are not executed.
 
-    def note(jitted: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    Launches with the same machine code are returned once.
+    """
+    launches: dict[str, Launch] = {}
+
+    def record(jitted: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
-            chosen = {k: v for k, v in options.items() if k in ("num_warps", "num_stages")}
-            new = Launch(jitted, *signature(jitted, args, options), chosen, args, tuple(grid))
-            made.setdefault(new.key, new)
+            launch_options = {k: v for k, v in options.items() if k in ("num_warps", "num_stages")}
+            new = Launch(jitted, *signature(jitted, args, options), launch_options, args, tuple(grid))
+            launches.setdefault(new.key, new)
 
         return launch
 
     with (
         mock.patch.object(dispatch, "sm_major", lambda device: capability // 10),
-        mock.patch.object(dispatch.Kernel, "__getitem__", lambda self, grid: note(self.compiled(), grid)),
+        mock.patch.object(dispatch.Kernel, "__getitem__", lambda self, grid: record(self.compiled(), grid)),
         mock.patch.object(dispatch, "runs_triton", lambda device_type: True),
     ):
         run()
-    return list(made.values())
+    return list(launches.values())
 
 
 def build(launch: Launch, capability: int) -> Built:
-    """Machine code for a card of this compute capability. Raises what Triton's compiler does."""
+    """Compile a launch for a GPU of this compute capability; errors of Triton's compiler propagate."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    made = triton.compile(
+    compiled = triton.compile(
         ASTSource(launch.jitted, launch.types, launch.constants, launch.aligned),
         target=GPUTarget("cuda", capability, 32),
         options=launch.options,
     )
-    cubin = made.asm["cubin"]
-    told = disassembled("cuobjdump", cubin, "-res-usage")
-    used = re.search(r"REG:(\d+) STACK:(\d+)", told)
-    assert used, told
-    meta = made.metadata
+    cubin = compiled.asm["cubin"]
+    output = disassemble("cuobjdump", cubin, "-res-usage")
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", output)
+    assert usage, output
+    metadata = compiled.metadata
     return Built(
-        *(launch, CARDS[capability], int(used[1]), int(used[2]), meta.shared), *(meta.num_warps, made.asm["ptx"], cubin)
+        *(launch, GPUS[capability], int(usage[1]), int(usage[2]), metadata.shared),
+        *(metadata.num_warps, compiled.asm["ptx"], cubin),
     )
 
 
-def disassembled(tool: str, cubin: bytes, *options: str) -> str:
-    """What a tool of Triton's own says of machine code."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
+def disassemble(tool: str, cubin: bytes, *options: str) -> str:
+    """Return the output of one of Triton's tools for machine code."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "kernel.cubin"
         file.write_bytes(cubin)
-        words = [str(tools() / tool), *options, str(file)]
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout
+        argv = [str(tools_dir() / tool), *options, str(file)]
+        return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 @functools.cache
-def tools() -> Path:
+def tools_dir() -> Path:
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept from one run to the next, of this user alone."""
+def cache_dir() -> Path:
+    """Return the directory that stores this user's compiled kernels between runs."""
     return Path(tempfile.gettempdir()) / f"megalite-kernels-{os.getuid()}"

@@ -29,7 +29,7 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class Work:
-    """One call, forward and backward where it has both; `size` is what tables go by: columns, or channels of a head."""
+    """One call, with backward if it has one; `size` is the key of the tile tables: columns, or channels of a head."""
 
     op: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Work:
 
     @property
     def kind(self) -> str:
-        """The operation, and whether its tiles are those of wide heads."""
+        """The operation, with " wide" if it uses the tiles of wide heads."""
         return self.op + " wide" * (self.op == "attention" and self.size > 128)
 
     @property
@@ -46,17 +46,17 @@ class Work:
         return f"{self.op} {self.size} {str(self.dtype).removeprefix('torch.')}"
 
 
-def of(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+def zeros(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def backward(*made: Tensor) -> None:
-    torch.autograd.backward(made, [torch.zeros_like(y) for y in made])
+def backward(*outputs: Tensor) -> None:
+    torch.autograd.backward(outputs, [torch.zeros_like(y) for y in outputs])
 
 
 def norms(width: int, dtype: torch.dtype) -> Iterator[Work]:
     def run(bias: bool) -> None:
-        x, a, w, b = of(dtype, (ROWS, width), (ROWS, width), (width,), (width,))
+        x, a, w, b = zeros(dtype, (ROWS, width), (ROWS, width), (width,), (width,))
         backward(norm(x, w, b if bias else None, 1e-5))
         backward(*add_norm(x, a, w, b if bias else None, 1e-5))
 
@@ -66,47 +66,49 @@ def norms(width: int, dtype: torch.dtype) -> Iterator[Work]:
 
 def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
     def gated() -> None:
-        u, da = of(dtype, (ROWS, 2 * width), (ROWS, width))
+        u, da = zeros(dtype, (ROWS, 2 * width), (ROWS, width))
         for clamped in (False, True):
             swiglu.forward(u, clamped=clamped)
             swiglu.backward(u, da, clamped=clamped)
 
     def gelu() -> None:
-        u, da, b = of(dtype, (ROWS, width), (ROWS, width), (width,))
+        u, da, b = zeros(dtype, (ROWS, width), (ROWS, width), (width,))
         for tanh, bias in itertools.product((True, False), ((), (b,))):
             bias_gelu.forward(u, *bias, tanh=tanh)
             bias_gelu.backward(u, da, *bias, tanh=tanh)
 
-    def drops() -> None:
-        x, a = of(dtype, (ROWS, 2, width), (ROWS, 2, width))
+    def dropout_run() -> None:
+        x, a = zeros(dtype, (ROWS, 2, width), (ROWS, 2, width))
         ids = torch.arange(2)
         backward(dropout(x, 0.1, 7, ids, torch.arange(ROWS)))
         backward(dropout(x, 0.1, 7, ids, 0, a))
 
     yield Work("swiglu", dtype, width, gated)
     yield Work("bias_gelu", dtype, width, gelu)
-    yield Work("dropout", dtype, width, drops)
+    yield Work("dropout", dtype, width, dropout_run)
 
 
 def rope(head_size: int, dtype: torch.dtype) -> Work:
     def run() -> None:
         for rotary in (head_size, head_size // 4):
-            (x,) = of(dtype, (ROWS, 2, 8, head_size))
+            (x,) = zeros(dtype, (ROWS, 2, 8, head_size))
             backward(apply_rope(x, *rope_tables(ROWS, rotary, 1e4)))
 
     return Work("rope", dtype, head_size, run)
 
 
 def attention(head_size: int, dtype: torch.dtype, value: int | None = None) -> Work:
-    """As many queries as make whole tiles; each of dropout, documents and a sink on and off. `value`: channels of values,
-    where they have others than keys."""
+    """Return attention over complete tiles, with each of dropout, documents and a sink on and off.
+
+    Values have `value` channels, or as many as keys.
+    """
 
     def run() -> None:
-        for p, documents, sunk in ((0.0, False, False), (0.0, False, True), (0.0, True, False), (0.1, True, True)):
-            q, k, v = of(dtype, *((256, 2, *x) for x in ((4, head_size), (2, head_size), (2, value or head_size))))
+        for p, documents, has_sink in ((0.0, False, False), (0.0, False, True), (0.0, True, False), (0.1, True, True)):
+            q, k, v = zeros(dtype, *((256, 2, *x) for x in ((4, head_size), (2, head_size), (2, value or head_size))))
             document_start_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
             drop = AttentionDropout(p, 0, ids_B) if p else None
-            sink_H = torch.zeros(4, dtype=dtype) if sunk else None
+            sink_H = torch.zeros(4, dtype=dtype) if has_sink else None
             document_start_BS = document_start_BS if documents else None
             backward(flash_attention(q, k, v, scale=0.1, document_start_BS=document_start_BS, drop=drop, sink_H=sink_H))
 
@@ -114,7 +116,7 @@ def attention(head_size: int, dtype: torch.dtype, value: int | None = None) -> W
 
 
 def experts(width: int, dtype: torch.dtype) -> Work:
-    """Rows by index and in place, weights as they are and transposed, a first gradient and one that is added."""
+    """Return grouped matmuls: rows by index and in place, weights transposed or not, gradients written and added."""
 
     def run() -> None:
         E, M, D = 8, 256, 2048
@@ -122,35 +124,35 @@ def experts(width: int, dtype: torch.dtype) -> Work:
         x, w = torch.zeros(ROWS, D, dtype=dtype), torch.zeros(E, width, D, dtype=dtype)
         dy = grouped_matmul(x, w, offsets, rows)
         grouped_matmul(dy, w.transpose(1, 2), offsets)
-        for begin in (True, False):
-            grouped_weight_grad_(torch.zeros(E, width, D), dy, x, offsets, rows, overwrite=begin)
+        for overwrite in (True, False):
+            grouped_weight_grad_(torch.zeros(E, width, D), dy, x, offsets, rows, overwrite=overwrite)
 
     return Work("grouped_matmul", dtype, width, run)
 
 
 def gated(width: int, dtype: torch.dtype) -> Work:
-    """Experts' matmuls with SwiGLU in their epilogue, plain and with limits and a bias."""
+    """Return experts' matmuls with SwiGLU in the epilogue, without and with limits and a bias."""
 
     def run() -> None:
         E, M, D = 8, 256, 2048
         offsets, rows, p = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(M, dtype=torch.int64), torch.zeros(M)
         for activation, *bias in ((swiglu.ACTIVATION,), (clamped_swiglu.ACTIVATION, (E, 2 * width))):
-            x, w, down, *b = of(dtype, (ROWS, D), (E, 2 * width, D), (E, D, width), *bias)
+            x, w, down, *b = zeros(dtype, (ROWS, D), (E, 2 * width, D), (E, D, width), *bias)
             u, _ = up_matmul(x, w, offsets, rows, p, activation, *b)
             down_gradients(x, down, offsets, rows, u, p, activation)
 
     return Work("gated_matmul", dtype, width, run)
 
 
-def combined(width: int, dtype: torch.dtype) -> Work:
+def permute(width: int, dtype: torch.dtype) -> Work:
     y, slots = torch.zeros(8 * ROWS, width, dtype=dtype), torch.zeros(ROWS, 8, dtype=torch.int64)
     return Work("permute", dtype, width, lambda: unpermute(y, slots))
 
 
 def loss(columns: int, dtype: torch.dtype) -> Work:
     def run() -> None:
-        labels, above = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
-        stats_and_grad_(torch.zeros(ROWS, columns, dtype=dtype), labels, above, columns - 16)
+        labels, grad = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
+        stats_and_grad_(torch.zeros(ROWS, columns, dtype=dtype), labels, grad, columns - 16)
 
     return Work("cross_entropy", dtype, columns, run)
 
@@ -166,14 +168,14 @@ def updates(moments: torch.dtype) -> Work:
     return Work("adamw", moments, 1 << 16, run)
 
 
-def every() -> Iterator[Work]:
+def all_work() -> Iterator[Work]:
     for dtype in DTYPES:
         for width in WIDTHS:
             yield from norms(width, dtype)
         for width in (96, 4096):  # several rows in a tile, and several tiles in a row
             yield from activations(width, dtype)
-            yield combined(width, dtype)
-        for width in (768, 1408):  # tiles divide it, and not
+            yield permute(width, dtype)
+        for width in (768, 1408):  # a multiple of the tile width, and not one
             yield experts(width, dtype)
             yield gated(width, dtype)
         for head_size in (64, 128):

@@ -1,5 +1,8 @@
-"""Attention of some queries to some keys, each at its own positions: query i sees keys low(i) <= j <= i, and parts of a
-sequence, each with the keys that it sees, are the whole; forward and backward."""
+"""Attention of some queries to some keys at any positions, forward and backward.
+
+Query i sees keys low(i) <= j <= i. The results of the parts of a sequence, each with the keys that it sees, equal that
+of the full sequence.
+"""
 
 import contextlib
 import functools
@@ -29,14 +32,14 @@ Call = Callable[..., Any]
 
 
 def _tensors(
-    queries: int, keys: int, sunk: bool = False, value: int = K, dtype: torch.dtype = torch.float64
+    queries: int, keys: int, has_sink: bool = False, value: int = K, dtype: torch.dtype = torch.float64
 ) -> list[Tensor]:
-    """q, k, v of `value` channels, the gradient of o, and a sink."""
+    """Return q, k, v of `value` channels, the gradient of o, and optionally a sink."""
     generator = torch.Generator().manual_seed(queries * 101 + keys)
     shapes = ((queries, B, G * PER_GROUP, K), (keys, B, G, K), (keys, B, G, value), (queries, B, G * PER_GROUP, value))
-    made = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
     sink_H = torch.linspace(-1, 2, G * PER_GROUP, dtype=torch.float64)
-    return [x.to(dtype) for x in (*made, sink_H)[: 4 + sunk]]
+    return [x.to(dtype) for x in (*tensors, sink_H)[: 4 + has_sink]]
 
 
 def _drop(p: float) -> AttentionDropout | None:
@@ -44,36 +47,36 @@ def _drop(p: float) -> AttentionDropout | None:
 
 
 def _results(run: Call, tensors: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """o, dq, dk, dv; of tensors with a fifth, a sink, its gradient too."""
+    """Return o, dq, dk, dv and, if the fifth tensor is a sink, its gradient."""
     leaves = [x.detach().requires_grad_() for x in (*tensors[:3], *tensors[4:])]
     sink = dict(sink_H=leaves[3]) if leaves[3:] else {}
     o = run(*leaves[:3], scale=SCALE, **sink, **options)
     return [o.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
 
 
-def _close(got: Sequence[Tensor], want: Sequence[Tensor], bound: float) -> None:
-    for name, a, b in zip(("o", "dq", "dk", "dv", "dsink")[: len(want)], got, want, strict=True):
+def _close(actual: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> None:
+    for name, a, b in zip(("o", "dq", "dk", "dv", "dsink")[: len(expected)], actual, expected, strict=True):
         torch.testing.assert_close(
             a.double(), b.double(), rtol=bound, atol=bound, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
-# queries, keys, first positions, window, probability of dropout, whether there are documents and a sink, values' width
+# queries, keys, first positions, window, dropout probability, has documents, has a sink, width of values
 TRITON = [
     (40, 40, 0, 0, None, 0.0, False, True, K),
     (40, 70, 30, 0, None, 0.3, True, False, 5),  # a chunk of queries and all keys up to its end
-    (33, 20, 64, 7, None, 0.0, True, False, K),  # keys long before
+    (33, 20, 64, 7, None, 0.0, True, False, K),  # keys far before the queries
     (20, 33, 7, 20, None, 0.3, False, True, 70),  # some queries before all keys
-    (5, 9, 0, 40, None, 0.0, False, False, K),  # all of them
-    (70, 20, 0, 40, None, 0.0, False, False, K),  # keys that the last blocks of queries alone see
+    (5, 9, 0, 40, None, 0.0, False, False, K),  # all queries before all keys
+    (70, 20, 0, 40, None, 0.0, False, False, K),  # only the last blocks of queries see keys
     (70, 35, 20, 0, 25, 0.0, False, True, K),  # a window that ends within the keys
     (35, 70, 40, 3, 9, 0.3, True, True, 5),
-    (17, 6, 90, 10, 8, 0.0, False, False, K),  # one that begins behind them
+    (17, 6, 90, 10, 8, 0.0, False, False, K),  # a window that starts after all keys
 ]
 
 
 def _first(queries: int, q_start: int) -> Tensor:
-    """Documents of other lengths in each sample, the first of which begin before the queries."""
+    """Return the starts of documents, whose lengths differ between samples; the first start before the queries."""
     i = torch.arange(q_start, q_start + queries)
     return torch.stack([i // 11 * 11, i // 17 * 17])
 
@@ -90,18 +93,18 @@ def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
 
 @pytest.mark.parametrize("case", rarely(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
 def test_attention_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
-    want = _results(attention_definition, _tensors(*case[:2], *case[-2:]), **_options(case))
-    _close(interpreter(in_triton, case), want, 2e-5)
+    expected = _results(attention_definition, _tensors(*case[:2], *case[-2:]), **_options(case))
+    _close(interpreter(in_triton, case), expected, 2e-5)
 
 
-FORCED = ("auto", "torch", "blocked")  # with dropout, torch is the explicit scores
+FORCED_BACKENDS = ("auto", "torch", "blocked")  # with dropout, torch computes explicit scores
 
 
 def _documents(length: int, lengths: Sequence[int]) -> Documents:
-    """Of these lengths again and again, in the second sample backwards."""
+    """Return documents that repeat these lengths; the second sample has them in reverse."""
     spans: list[tuple[int, int, int]] = []
-    for row, some in enumerate((lengths, lengths[::-1])):
-        start, sizes = 0, itertools.cycle(some)
+    for row, row_lengths in enumerate((lengths, lengths[::-1])):
+        start, sizes = 0, itertools.cycle(row_lengths)
         while start < length:
             spans.append((row, start, min(length, start + next(sizes))))
             start = spans[-1][2]
@@ -116,7 +119,7 @@ def _part_of(documents: Documents | None, start: int, end: int) -> Documents | N
 
 
 @contextlib.contextmanager
-def _forced(name: str) -> Iterator[None]:
+def _force_backend(name: str) -> Iterator[None]:
     dispatch.set_kernel_options("auto", name)
     try:
         yield
@@ -124,64 +127,66 @@ def _forced(name: str) -> Iterator[None]:
         dispatch.set_kernel_options("auto", "auto")
 
 
-places = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60))
+positions = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 60), st.integers(0, 60))
 lengths = st.none() | st.lists(st.sampled_from([1, 2, 7, 11, 23]), min_size=1, max_size=5)
-# window, probability of dropout, lengths of documents, the forced kernel and how many queries a block of it has
-asked = st.tuples(
+# window, dropout probability, document lengths, forced backend, queries per block
+option_strategy = st.tuples(
     *(st.none() | st.integers(1, 70), st.sampled_from([0.0, 0.3]), lengths),
-    *(st.sampled_from(FORCED), st.sampled_from([1, 3, 8, 64])),
+    *(st.sampled_from(FORCED_BACKENDS), st.sampled_from([1, 3, 8, 64])),
 )
-Asked = tuple[int | None, float, list[int] | None, str, int]
+Options = tuple[int | None, float, list[int] | None, str, int]
 
 
 @settings(max_examples=300)
-@given(places, asked, st.booleans(), st.sampled_from([K, 5]))
+@given(positions, option_strategy, st.booleans(), st.sampled_from([K, 5]))
 def test_attention_accepts_queries_and_keys_at_any_positions(
-    where: tuple[int, int, int, int], asked: Asked, sunk: bool, value: int
+    position_values: tuple[int, int, int, int], option_values: Options, has_sink: bool, value: int
 ) -> None:
-    (queries, keys, q_start, k_start), (window, p, some, forced, rows) = where, asked
-    documents = some and _part_of(_documents(max(q_start + queries, k_start + keys), some), q_start, q_start + queries)
+    (queries, keys, q_start, k_start), (window, p, document_lengths, backend, rows) = position_values, option_values
+    documents = document_lengths and _part_of(
+        _documents(max(q_start + queries, k_start + keys), document_lengths), q_start, q_start + queries
+    )
     options = dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start)
-    tensors = _tensors(queries, keys, sunk, value)
-    with _forced(forced), pytest.MonkeyPatch.context() as patch:
+    tensors = _tensors(queries, keys, has_sink, value)
+    with _force_backend(backend), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_QUERIES", rows)
         patch.setattr(module, "WINDOW_BLOCK_QUERIES", (min(rows, 7), rows))
-        got = _results(attention, tensors, documents=documents or None, **options)
+        actual = _results(attention, tensors, documents=documents or None, **options)
     document_start_BS = documents.document_start_BS if documents else None
-    _close(got, _results(attention_definition, tensors, document_start_BS=document_start_BS, **options), 1e-12)
+    _close(actual, _results(attention_definition, tensors, document_start_BS=document_start_BS, **options), 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 5, 200])
 def test_attention_flops_of_parts_sum_to_the_whole(window: int | None) -> None:
-    """Of the launches that a plan sees."""
+    """Count the FLOPs of the launches that a plan sees."""
 
-    class Summed:
+    class FlopCounter:
         device_type, flops = "cuda", 0.0
 
         def on_launch(self, kernel: dispatch.Kernel, args: tuple[Any, ...]) -> None:
             assert kernel.flops is not None
             self.flops += kernel.flops(*args)
 
-    def of(*cuts: int, value: int = 64) -> float:
+    def flops_of_parts(*cuts: int, value: int = 64) -> float:
         q = torch.empty(cuts[-1], 2, 4, 64, device="meta", dtype=torch.bfloat16)
         v = q[..., :value]
-        with dispatch.observe_launches(told := Summed()):
+        with dispatch.observe_launches(counter := FlopCounter()):
             for a, b in itertools.pairwise(cuts):
                 attention(q[a:b], q[:b], v[:b], scale=1.0, window=window, q_start=a)
-        return told.flops
+        return counter.flops
 
-    assert of(0, 7, 8, 100) == of(0, 100) > 0
-    assert of(0, 100, value=16) == of(0, 100) * (64 + 16) / (64 + 64)
+    assert flops_of_parts(0, 7, 8, 100) == flops_of_parts(0, 100) > 0
+    assert flops_of_parts(0, 100, value=16) == flops_of_parts(0, 100) * (64 + 16) / (64 + 64)
 
 
 def test_windowed_attention_work_is_linear_in_length() -> None:
-    """Counted: elements of scores that the blocks make."""
+    """Count the elements of scores in the blocks."""
 
     def scores(length: int, window: int | None) -> int:
         blocks = module._AttentionBlocks(
             torch.empty(1, 1, length, 4), length, None, 1, module.AttentionParams(1.0, window)
         )
-        return sum((here.stop - here.start) * (keys.stop - keys.start) for _, here, keys in blocks)
+        return sum((queries.stop - queries.start) * (keys.stop - keys.start) for _, queries, keys in blocks)
 
     assert scores(8192, 512) < 8192 * (512 + 128) and scores(8192, 16) < 8192 * (16 + 64)
     assert scores(8192, None) == scores(8192, 8192) == scores(8192, 10**9) > 8192**2 / 2
@@ -195,15 +200,15 @@ def test_attention_saves_only_its_inputs() -> None:
     assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in (q, k, v)]
 
 
-# ---- what --apply-query-key-layer-scaling and --attention-softmax-in-fp32 are for in Megatron-LM, which stores scores in
-# the dtype of q and k, holds without them: here no score has to fit into fp16
+# ---- Megatron-LM, which stores scores in the dtype of q and k, needs --apply-query-key-layer-scaling and
+# --attention-softmax-in-fp32 for these properties; here no score has to fit into fp16
 S, H, WIDTH = 24, 2, 64
 WINDOW = 9
 LARGEST = torch.finfo(torch.float16).max
 
 
 def inputs(size: float, dtype: torch.dtype) -> list[Tensor]:
-    """q, k, v; every score is near size^2 sqrt(WIDTH), and those of one query differ by some units."""
+    """Return q, k, v with every score near size^2 sqrt(WIDTH); the scores of one query differ by a few units."""
     generator = torch.Generator().manual_seed(0)
     common = size * torch.randn(WIDTH, generator=generator).sign()
     q, k, v = (torch.randn(S, B, H, WIDTH, generator=generator) for _ in range(3))
@@ -211,8 +216,8 @@ def inputs(size: float, dtype: torch.dtype) -> list[Tensor]:
 
 
 def hidden(path: str = "plain") -> Tensor:
-    later = torch.ones(S, S).triu(1).bool()
-    return later | torch.ones(S, S).tril(-WINDOW).bool() if path == "window" else later
+    future = torch.ones(S, S).triu(1).bool()
+    return future | torch.ones(S, S).tril(-WINDOW).bool() if path == "window" else future
 
 
 def definition(*qkv: Tensor, path: str = "plain") -> Tensor:
@@ -233,12 +238,12 @@ PATHS: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_attention_scores_above_the_fp16_maximum(dtype: torch.dtype, path: str) -> None:
-    given = [x.requires_grad_() for x in inputs(180.0, dtype)]
-    doubles = [x.detach().double() for x in given]
+    leaves = [x.requires_grad_() for x in inputs(180.0, dtype)]
+    doubles = [x.detach().double() for x in leaves]
     assert float((doubles[0][-1, 0, 0] @ doubles[1][-1, 0, 0]) / math.sqrt(WIDTH)) > 2 * LARGEST
-    o = PATHS[path](*given, scale=1 / math.sqrt(WIDTH))
+    o = PATHS[path](*leaves, scale=1 / math.sqrt(WIDTH))
     o.float().square().sum().backward()
-    assert all(x.isfinite().all() for x in (o, *(x.grad for x in given)) if x is not None)
+    assert all(x.isfinite().all() for x in (o, *(x.grad for x in leaves)) if x is not None)
     if dtype != torch.bfloat16 or path == "generation":  # a score of 260,000 is known to 0.016 in fp32, to 1000 in bf16
         torch.testing.assert_close(o.double(), definition(*doubles, path=path), rtol=0, atol=0.1)
 
@@ -246,11 +251,11 @@ def test_attention_scores_above_the_fp16_maximum(dtype: torch.dtype, path: str) 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_rounding_equals_a_softmax_in_fp32(dtype: torch.dtype, path: str) -> None:
-    """Scores as of a model that trains, up to 40: stored in half precision, softmax in fp32, weights in half."""
+    """Compare with scores up to 40, as in training, in half precision, a softmax in fp32 and weights in half."""
     q, k, v = inputs(2.0, dtype)
-    want = definition(q.double(), k.double(), v.double(), path=path)
-    stored = torch.matmul(q.permute(1, 2, 0, 3), k.permute(1, 2, 3, 0)).float() / math.sqrt(WIDTH)
-    weights = stored.masked_fill(hidden(path), -math.inf).softmax(-1).to(dtype)
-    theirs = (weights @ v.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
-    got = PATHS[path](q, k, v, scale=1 / math.sqrt(WIDTH))
-    assert (got - want).square().mean() <= 1.5 * (theirs - want).square().mean()
+    expected = definition(q.double(), k.double(), v.double(), path=path)
+    scores = torch.matmul(q.permute(1, 2, 0, 3), k.permute(1, 2, 3, 0)).float() / math.sqrt(WIDTH)
+    weights = scores.masked_fill(hidden(path), -math.inf).softmax(-1).to(dtype)
+    softmax_result = (weights @ v.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
+    actual = PATHS[path](q, k, v, scale=1 / math.sqrt(WIDTH))
+    assert (actual - expected).square().mean() <= 1.5 * (softmax_result - expected).square().mean()

@@ -1,4 +1,4 @@
-"""tools/bench/kernels.py without a card: what it would measure runs, its bytes are true, and it says that it cannot."""
+"""tools/bench/kernels.py without a GPU: its cases run, their stated bytes are correct, and it refuses to measure."""
 
 import json
 from collections.abc import Callable
@@ -14,23 +14,23 @@ from tools.bench.kernel_cases import CASES
 
 
 def agree_with_peers() -> int:
-    """How many cases do. Bytes: what goes in and comes out, where the tensors are the formula's."""
+    """Compare each case with its peers, and the bytes of its tensors with its formula; return the number of cases."""
     compared = 0
     size = ProblemSizes(24, 128, torch.bfloat16, torch.device("cpu"), vocab_size=300, sequence=24, numel=3000)
     for case in CASES:
-        wanted = ["megalite", "torch", "triton"]
-        ran = {peer: prepare()() for peer, prepare in select_peers(case, size, wanted)}
-        assert set(wanted[: 2 if case.torch_fn else 1]) <= set(ran), case.name
-        # of cross entropy's backward ours returns p - 1 of logits that another call has overwritten
+        peers = ["megalite", "torch", "triton"]
+        outputs = {peer: prepare()() for peer, prepare in select_peers(case, size, peers)}
+        assert set(peers[: 2 if case.torch_fn else 1]) <= set(outputs), case.name
+        # megalite's backward of cross entropy returns p - 1 of logits that another call has overwritten
         if case.op == "dropout_add" or (case.op == "cross_entropy" and case.direction != "forward"):
             continue
-        flat = [list(x) if isinstance(x, tuple) else [x] for x in ran.values()]
-        for other in flat[1:]:
-            for a, b in zip(flat[0], other, strict=True):
+        tensors = [list(x) if isinstance(x, tuple) else [x] for x in outputs.values()]
+        for other in tensors[1:]:
+            for a, b in zip(tensors[0], other, strict=True):
                 torch.testing.assert_close(a.float(), b.view_as(a).float(), rtol=0.05, atol=0.1)
         if case.axis == "hidden_size" and (case.direction == "forward" or case.explicit_backward):
-            moved = sum(t.nbytes for t in (*case.make_inputs(size), *flat[0]) if t.dtype == torch.bfloat16)
-            assert abs(moved / case.work.bytes(size) - 1) < 0.05, (case.name, moved, case.work.bytes(size))
+            num_bytes = sum(t.nbytes for t in (*case.make_inputs(size), *tensors[0]) if t.dtype == torch.bfloat16)
+            assert abs(num_bytes / case.work.bytes(size) - 1) < 0.05, (case.name, num_bytes, case.work.bytes(size))
         compared += 1
     return compared
 
@@ -46,23 +46,23 @@ def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sweep_times_other_tiles(interpreter: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "sweep.json"
-    words = "--device cpu --sweep --tiles 2 --repeats 1 --only attention,grad_norm"
-    assert interpreter(kernels.main, [*words.split(), "--json", str(file)]) == 0
-    made = json.loads(file.read_text())
-    assert made["complete"] and made["interpreted"] and not made["errors"]
+    flags = "--device cpu --sweep --tiles 2 --repeats 1 --only attention,grad_norm"
+    assert interpreter(kernels.main, [*flags.split(), "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["complete"] and report["interpreted"] and not report["errors"]
     by_kernel: dict[str, list[dict]] = {}
-    for row in made["rows"]:
+    for row in report["rows"]:
         by_kernel.setdefault(row["kernel"], []).append(row)
-    assert len(by_kernel) == 3  # of attention both halves
+    assert len(by_kernel) == 3  # both directions of attention
     for table, other in by_kernel.values():
         assert table["table"] and not other["table"] and table["tile"] != other["tile"]
         assert table["tile"].keys() == other["tile"].keys()
         assert all(name.islower() for name in table["tile"])  # every kernel has the same names for the same sizes
-    assert {one["kernel"] for one in made["best"]} == set(by_kernel)
+    assert {row["kernel"] for row in report["best"]} == set(by_kernel)
 
 
 @pytest.mark.parametrize(
-    "words,text",
+    "flags,text",
     [
         ("", "torch sees no CUDA device"),
         ("--only swiglu,nothing", "--only nothing is unknown; there are adamw"),
@@ -72,9 +72,9 @@ def test_sweep_times_other_tiles(interpreter: Callable[..., Any], tmp_path: Path
     ],
 )
 def test_unmeasurable_kernel_is_one_line(
-    words: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert kernels.main(words.split()) == 2
-    told = capsys.readouterr().err
-    assert text in told and len(told.splitlines()) == 1
+    assert kernels.main(flags.split()) == 2
+    stderr = capsys.readouterr().err
+    assert text in stderr and len(stderr.splitlines()) == 1

@@ -1,5 +1,7 @@
-"""Every kernel builds for the cards that there are, in 16-byte accesses and, at usual sizes, within registers and
-shared memory. No card is needed: Triton's compiler and assembler run on any machine."""
+"""Every kernel compiles for every GPU, with 16-byte accesses and, at usual sizes, within registers and shared memory.
+
+This needs no GPU: Triton's compiler and assembler run on any machine.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cases import OPS, results
-from compiling import CARDS, Launch, build, cache_folder, recorded
-from launches import WIDTHS, Work, activations, attention, combined, every, experts, gated, norms
+from compiling import GPUS, Launch, build, cache_dir, record_launches
+from launches import WIDTHS, Work, activations, all_work, attention, experts, gated, norms, permute
 from machine_code import code_of
 from pairwise import cover, rarely
 
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def kept_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_folder()))
+def compile_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_dir()))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     dispatch.set_kernel_options("auto", "auto")  # a run of another test in this process may have chosen
 
@@ -34,9 +36,12 @@ WIDEST_IN_REGISTERS = 8192
 
 
 def known_spill(launch: Launch) -> bool:
-    """A norm's program holds a whole row; beyond 8192 columns no number of warps gives each thread few enough.
-    Attention's tiles for 9.0 are those that were fastest on such a card, spilling or not (docs/experiments.md). Its
-    forward with dropout spills 16 bytes on 12.0, beside the hash of every score."""
+    """Return whether a launch is known to spill registers.
+
+    A norm's program holds a complete row, which above 8192 columns exceeds the registers of any number of warps.
+    Attention's tiles for 9.0 were the fastest on such a GPU, spilling or not (docs/experiments.md). Its forward with
+    dropout spills 16 bytes on 12.0, because it hashes every score.
+    """
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
         table = flash_attention.FORWARD_TILES if launch.name.endswith("forward") else flash_attention.BACKWARD_KV_TILES
         tile = [launch.constants["BLOCK_M"], launch.block_n]
@@ -47,74 +52,88 @@ def known_spill(launch: Launch) -> bool:
 
 
 def problems(work: Work, capability: int) -> list[str]:
-    made = [build(launch, capability) for launch in recorded(work.run, capability)]
-    return [text for one in made for text in one.problems() if "spilled" not in text or not known_spill(one.launch)]
+    builds = [build(launch, capability) for launch in record_launches(work.run, capability)]
+    return [
+        text for built in builds for text in built.problems() if "spilled" not in text or not known_spill(built.launch)
+    ]
 
 
-# with each commit of attention all that it can do at once, and with a sink; and what has changed
-WHOLE = ("attention with dropout, by document in a window", "attention with a sink")
-BUILT = [name for name in OPS if not name.startswith("attention") or name in WHOLE]
+# with each commit: attention with all features at once, attention with a sink, and changed kernels
+COMPLETE = ("attention with dropout, by document in a window", "attention with a sink")
+BUILT = [name for name in OPS if not name.startswith("attention") or name in COMPLETE]
 
 
 @pytest.mark.parametrize("name", rarely(list(OPS), BUILT, str, guards=("megalite/kernels",)))
 def test_every_kernel_builds(name: str) -> None:
     inputs = [x.bfloat16() if x.is_floating_point() else x for x in OPS[name].cases[-1]()]
-    launches = recorded(lambda: results(OPS[name].run, inputs, "contiguous"))
+    launches = record_launches(lambda: results(OPS[name].run, inputs, "contiguous"))
     assert launches and all(build(launch, 90).cubin for launch in launches)
 
 
-@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize("capability", GPUS)
 def test_norms_fit_every_gpu(capability: int) -> None:
     assert [text for work in norms(4096, torch.bfloat16) for text in problems(work, capability)] == []
 
 
 def test_norms_activations_and_experts_use_16_byte_accesses() -> None:
-    made = (*norms(4096, torch.bfloat16), *activations(4096, torch.bfloat16))
-    for work in (*made, *(of(768, torch.bfloat16) for of in (experts, gated)), combined(4096, torch.bfloat16)):
-        for launch in recorded(work.run):
+    works = (*norms(4096, torch.bfloat16), *activations(4096, torch.bfloat16))
+    for work in (
+        *works,
+        *(make_work(768, torch.bfloat16) for make_work in (experts, gated)),
+        permute(4096, torch.bfloat16),
+    ):
+        for launch in record_launches(work.run):
             widths = code_of(build(launch, 90)).narrow
-            # one number per row is what a norm keeps, a dropped row's sample its number, and a column of a gradient;
-            # an expert's offsets, the numbers and probabilities of its rows, biases from the cache (of 128 elements of
-            # u, a and du that a thread writes, narrow stores would be 64), and of each of 8 choices its place
-            few = {"norms": 2, "row_sum": 1, "dropout": 2, "grouped_matmul": 8, "gated_matmul": 48, "permute": 8}.get(
-                launch.name.split(".")[0], 0
-            )
-            assert sum(widths.values()) <= few, f"{launch.name}: {dict(widths)}"
+            # permitted: a norm's statistics per row, a sample id per row for dropout, a column of a gradient; an
+            # expert's offsets, row indices, probabilities and biases (narrow stores of the 128 elements of u, a and du
+            # that a thread writes would be 64 accesses); and the slot of each of 8 assignments
+            max_narrow = {
+                "norms": 2,
+                "row_sum": 1,
+                "dropout": 2,
+                "grouped_matmul": 8,
+                "gated_matmul": 48,
+                "permute": 8,
+            }.get(launch.name.split(".")[0], 0)
+            assert sum(widths.values()) <= max_narrow, f"{launch.name}: {dict(widths)}"
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_attention_fits_and_uses_the_tensor_cores(head_size: int) -> None:
     work = attention(head_size, torch.bfloat16)
     assert problems(work, 90) == []
-    assert all("wgmma" in build(launch, 90).ptx for launch in recorded(work.run))
+    assert all("wgmma" in build(launch, 90).ptx for launch in record_launches(work.run))
 
 
-def on_cards() -> list[Any]:
-    """Each work on each card; with each commit each kernel once on each card, and once in fp32 and in bf16, whose code is
-    as large as fp16's; and what changed."""
-    rows = [(work, capability) for work in every() for capability in CARDS]
-    # 8.9 has the tiles of 8.0 and the shared memory of 12.0; 10.0 has tiles of its own for attention alone
-    apart = [row for row in rows if row[1] != 89 and (row[1] != 100 or row[0].op == "attention")]
-    apart = [row for row in apart if row[0].dtype != torch.float16]
-    often = cover(apart, lambda row: {"op": row[0].kind, "dtype": str(row[0].dtype), "card": row[1]})
-    folder = "megalite/kernels"
+def work_on_gpus() -> list[Any]:
+    """Return each work on each GPU.
 
-    def of(row: tuple[Work, int]) -> Any:
+    With each commit run each kernel once on each GPU, and once in fp32 and in bf16, whose code is as large as that of
+    fp16, and changed kernels.
+    """
+    rows = [(work, capability) for work in all_work() for capability in GPUS]
+    # 8.9 has the tiles of 8.0 and the shared memory of 12.0; 10.0 has its own tiles only for attention
+    distinct = [row for row in rows if row[1] != 89 and (row[1] != 100 or row[0].op == "attention")]
+    distinct = [row for row in distinct if row[0].dtype != torch.float16]
+    often = cover(distinct, lambda row: {"op": row[0].kind, "dtype": str(row[0].dtype), "card": row[1]})
+    directory = "megalite/kernels"
+
+    def param(row: tuple[Work, int]) -> Any:
         file = "norms" if row[0].op.endswith("norm") else row[0].op
         file = {"attention": "flash_attention", "swiglu": "activations/swiglu"}.get(file, file)
-        mark = pytest.mark.nightly(guards=(f"{folder}/{file}.py",))
+        mark = pytest.mark.nightly(guards=(f"{directory}/{file}.py",))
         return pytest.param(*row, id=f"{row[0].name}-{row[1]}", marks=() if row in often else mark)
 
-    return [of(row) for row in rows]
+    return [param(row) for row in rows]
 
 
-@pytest.mark.parametrize("work,capability", on_cards())
+@pytest.mark.parametrize("work,capability", work_on_gpus())
 def test_every_tile_fits_every_gpu(work: Work, capability: int) -> None:
     assert problems(work, capability) == []
 
 
 def test_tile_tables_have_every_width() -> None:
-    assert max(WIDTHS) == 32768 and {work.size for work in every() if work.op == "layer_norm"} == set(WIDTHS)
+    assert max(WIDTHS) == 32768 and {work.size for work in all_work() if work.op == "layer_norm"} == set(WIDTHS)
 
 
 @pytest.mark.parametrize("width", [768, 1408])
@@ -122,31 +141,33 @@ def test_experts_fit_and_use_the_tensor_cores(width: int) -> None:
     for work in (experts(width, torch.bfloat16), gated(width, torch.bfloat16)):
         assert problems(work, 90) == [] and problems(work, 100) == []
         for capability, unit in ((90, "wgmma"), (100, "tcgen05")):
-            assert all(unit in build(launch, capability).ptx for launch in recorded(work.run, capability))
+            assert all(unit in build(launch, capability).ptx for launch in record_launches(work.run, capability))
 
 
-# --- planted: what the checks must find
+# --- planted defects that the checks must report
 
 
-def planted(launch: Launch, **changed: int) -> Launch:
-    options = {k: changed.pop(k, v) for k, v in launch.options.items()}
-    return dataclasses.replace(launch, constants=launch.constants | changed, options=options)
+def planted(launch: Launch, **changes: int) -> Launch:
+    options = {k: changes.pop(k, v) for k, v in launch.options.items()}
+    return dataclasses.replace(launch, constants=launch.constants | changes, options=options)
 
 
 def test_spilling_tile_is_detected() -> None:
-    """The row in a quarter of the warps."""
+    """Compile the kernel with a quarter of the warps."""
     (work, _) = norms(8192, torch.bfloat16)
-    launch = next(one for one in recorded(work.run) if one.name == "norms.backward")
-    made = build(planted(launch, num_warps=2), 90)
-    assert any("spilled" in text for text in made.problems())
+    launch = next(launch for launch in record_launches(work.run) if launch.name == "norms.backward")
+    built = build(planted(launch, num_warps=2), 90)
+    assert any("spilled" in text for text in built.problems())
 
 
 def test_tile_over_the_shared_memory_of_one_gpu_is_detected() -> None:
-    """What H100 has room for, cards for desks have not."""
-    launch = next(one for one in recorded(attention(128, torch.bfloat16).run) if one.name.endswith("forward"))
-    made = build(planted(launch, num_stages=4), 120)
-    assert any("bytes of shared memory, the card has 101376" in text for text in made.problems())
-    assert not any("shared" in text for text in dataclasses.replace(made, card=CARDS[90]).problems())
+    """A tile that fits on an H100 does not fit on a workstation GPU."""
+    launch = next(
+        launch for launch in record_launches(attention(128, torch.bfloat16).run) if launch.name.endswith("forward")
+    )
+    built = build(planted(launch, num_stages=4), 120)
+    assert any("bytes of shared memory, the GPU has 101376" in text for text in built.problems())
+    assert not any("shared" in text for text in dataclasses.replace(built, gpu=GPUS[90]).problems())
 
 
 @kernel
@@ -160,7 +181,7 @@ def test_kernel_without_wide_accesses_is_detected() -> None:
     x = torch.zeros(4096, dtype=torch.bfloat16)
 
     def run(step: int) -> dict[int, int]:
-        (launch,) = recorded(lambda: _copy[(4,)](x, x, 4096, step, 1024, num_warps=4))
+        (launch,) = record_launches(lambda: _copy[(4,)](x, x, 4096, step, 1024, num_warps=4))
         return dict(code_of(build(launch, 90)).narrow)
 
     assert run(1) == {} and set(run(2)) == {2}
@@ -168,8 +189,8 @@ def test_kernel_without_wide_accesses_is_detected() -> None:
 
 def test_tiles_are_chosen_by_compute_capability() -> None:
     tiles = {}
-    for capability in CARDS:
-        launch = recorded(attention(128, torch.bfloat16).run, capability)[0]
+    for capability in GPUS:
+        launch = record_launches(attention(128, torch.bfloat16).run, capability)[0]
         tiles[capability] = [launch.constants["BLOCK_M"], launch.constants["BLOCK_N"]]
     table = {unit: tile[:2] for unit, tile in flash_attention.FORWARD_TILES.items()}
     assert tiles == {80: table["mma"], 89: table["mma"], 90: table["wgmma"], 100: table["tcgen05"], 120: table["mma"]}

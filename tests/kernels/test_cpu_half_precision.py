@@ -1,6 +1,7 @@
-"""Half precision on a CPU without instructions for it: products are made in fp32 and rounded once.
+"""Half precision on a CPU without instructions for it: matmuls are computed in fp32 and rounded once.
 
-Such a CPU is any, once oneDNN may not use newer instructions; here dispatch.py's answer is set."""
+Any CPU behaves so if oneDNN may not use newer instructions; here the result of dispatch.py is replaced.
+"""
 
 import os
 import subprocess
@@ -28,14 +29,14 @@ from megalite.nn.micro_batch import Batch
 from megalite.training.train_step import train_step
 
 HALVES = [torch.bfloat16, torch.float16]
-ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # twice what one rounding may miss
+ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # twice the maximum error of one rounding
 
 
 @contextmanager
-def instructions(there: bool) -> Iterator[None]:
-    """Inside, this CPU has instructions for half precision, or none."""
+def instructions(is_present: bool) -> Iterator[None]:
+    """Pretend that this CPU has instructions for half precision, or that it lacks them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "cpu_multiplies", lambda dtype: there)
+        patch.setattr(dispatch, "cpu_multiplies", lambda dtype: is_present)
         yield
 
 
@@ -43,15 +44,15 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rounded_once(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """`want` in fp64: at most the rounding of the result, and of the sums in fp32."""
-    assert got.dtype == dtype
-    error = (got.double() - want).abs()
-    assert bool((error <= ULP[dtype] * want.abs() + 1e-5 * want.abs().max()).all()), float(error.max())
+def assert_rounded_once(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Assert that the error against fp64 is at most one rounding of the result, plus that of the sums in fp32."""
+    assert actual.dtype == dtype
+    error = (actual.double() - expected).abs()
+    assert bool((error <= ULP[dtype] * expected.abs() + 1e-5 * expected.abs().max()).all()), float(error.max())
 
 
-# ---- who decides
-CAPABILITIES = [  # torch's words for the CPU, oneDNN's limit; what is multiplied in fp32
+# ---- selection of the precision
+CAPABILITIES = [  # torch's capabilities of the CPU, oneDNN's limit, the dtypes that are multiplied in fp32
     ({"architecture": "x86_64", "avx2": True}, "", HALVES),
     ({"architecture": "x86_64", "avx512_f": True, "avx512_vnni": True}, "", HALVES),
     ({"architecture": "x86_64", "avx512_bf16": True}, "", [torch.float16]),
@@ -65,20 +66,20 @@ CAPABILITIES = [  # torch's words for the CPU, oneDNN's limit; what is multiplie
 ]
 
 
-@pytest.mark.parametrize(("known", "limit", "wide"), CAPABILITIES)
+@pytest.mark.parametrize(("capabilities", "limit", "upcast"), CAPABILITIES)
 def test_cpu_matmul_precision_follows_cpu_and_onednn_limit(
-    known: dict[str, Any], limit: str, wide: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+    capabilities: dict[str, Any], limit: str, upcast: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     decide = dispatch.cpu_multiplies.__wrapped__
     monkeypatch.setattr(dispatch, "cpu_multiplies", decide)
-    assert upcast_dtypes("cpu") == wide and upcast_dtypes("cuda") == []
+    assert upcast_dtypes("cpu") == upcast and upcast_dtypes("cuda") == []
     for dtype in HALVES:
         x = torch.zeros(2, 2, dtype=dtype)
-        assert upcasts(x) == (dtype in wide) and not upcasts(x, FEW_ROWS)
+        assert upcasts(x) == (dtype in upcast) and not upcasts(x, FEW_ROWS)
         assert not upcasts(x.to("meta"))
     assert not upcasts(torch.zeros(2)) and not upcasts(torch.zeros(2, dtype=torch.float64))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # torch's own loops
@@ -86,13 +87,15 @@ def test_cpu_matmul_precision_follows_cpu_and_onednn_limit(
 
 
 def test_limited_onednn_multiplies_in_fp32() -> None:
-    code = "from megalite.kernels.dispatch import upcast_dtypes; print(*upcast_dtypes('cpu'))"
+    program = "from megalite.kernels.dispatch import upcast_dtypes; print(*upcast_dtypes('cpu'))"
     variables = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    told = subprocess.run([sys.executable, "-P", "-c", code], env=variables, capture_output=True, text=True, cwd=ROOT)
-    assert told.stdout.split() == ["torch.bfloat16", "torch.float16"], told.stderr
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", program], env=variables, capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.stdout.split() == ["torch.bfloat16", "torch.float16"], result.stderr
 
 
-# ---- products, each against fp64 and against the CPU's own
+# ---- matmuls, each against fp64 and against the CPU's own
 @pytest.fixture(params=[False, True], ids=["one block", "many blocks"])
 def sizes_of_blocks(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
@@ -102,20 +105,20 @@ def sizes_of_blocks(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(matmul, "BLOCK_K", 20)
 
 
-Product = Callable[[dict[str, Tensor], torch.dtype], Tensor]
+Matmul = Callable[[dict[str, Tensor], torch.dtype], Tensor]
 
 
 def _add(t: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     return mm_(t["y"].clone(), t["x"], t["w"].T, add=True)
 
 
-def _weight_grad(begin: bool, own: bool) -> Product:
-    def product(t: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-        grad = t["g"].to(dtype if own else torch.promote_types(dtype, torch.float32)).clone()
-        accumulate_weight_grad_(grad, t["y"], t["x"], overwrite=begin)
+def _weight_grad(overwrite: bool, own_dtype: bool) -> Matmul:
+    def matmul_fn(t: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+        grad = t["g"].to(dtype if own_dtype else torch.promote_types(dtype, torch.float32)).clone()
+        accumulate_weight_grad_(grad, t["y"], t["x"], overwrite=overwrite)
         return grad
 
-    return product
+    return matmul_fn
 
 
 OFFSETS, ROWS = torch.tensor([0, 3, 3, 20, 30]), (torch.arange(30) * 7) % 33
@@ -131,7 +134,7 @@ def _experts_grad(t: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     return grad
 
 
-PRODUCTS: dict[str, Product] = {
+MATMULS: dict[str, Matmul] = {
     "linear": lambda t, _: matmul.matmul(t["x"].view(3, 11, 48), t["w"].T),
     "input's gradient": lambda t, _: matmul.matmul(t["y"], t["w"]),
     "added": _add,
@@ -146,27 +149,27 @@ PRODUCTS: dict[str, Product] = {
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", MATMULS)
 def test_matmuls_round_once(name: str, dtype: torch.dtype, sizes_of_blocks: None) -> None:
     shapes = {"x": (33, 48), "w": (29, 48), "y": (33, 29), "g": (29, 48), "e": (4, 29, 48)}
-    given = {key: draw(*shape, seed=i).to(dtype) for i, (key, shape) in enumerate(shapes.items())}
-    exact = PRODUCTS[name]({key: x.double() for key, x in given.items()}, torch.float64)
+    tensors = {key: draw(*shape, seed=i).to(dtype) for i, (key, shape) in enumerate(shapes.items())}
+    exact = MATMULS[name]({key: x.double() for key, x in tensors.items()}, torch.float64)
     with instructions(False):
-        got = PRODUCTS[name](given, dtype)
+        actual = MATMULS[name](tensors, dtype)
     with instructions(True):
-        native = PRODUCTS[name](given, dtype)
-    assert got.dtype == native.dtype
-    if got.dtype == dtype:
-        rounded_once(got, exact, dtype)
-    else:  # a gradient that is kept in fp32 is not rounded at all
-        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.double(), native.double(), rtol=2 * ULP[dtype], atol=2 * ULP[dtype] * 8)
+        native = MATMULS[name](tensors, dtype)
+    assert actual.dtype == native.dtype
+    if actual.dtype == dtype:
+        assert_rounded_once(actual, exact, dtype)
+    else:  # a gradient in fp32 is not rounded at all
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual.double(), native.double(), rtol=2 * ULP[dtype], atol=2 * ULP[dtype] * 8)
 
 
 def test_weight_grad_without_tokens_is_zero() -> None:
-    grad, nothing = torch.full((3, 4), 7.0), torch.zeros(0, 4, dtype=torch.bfloat16)
+    grad, empty = torch.full((3, 4), 7.0), torch.zeros(0, 4, dtype=torch.bfloat16)
     with instructions(False):
-        accumulate_weight_grad_(grad, nothing[:, :3], nothing, overwrite=True)
+        accumulate_weight_grad_(grad, empty[:, :3], empty, overwrite=True)
     assert not grad.any()
 
 
@@ -174,11 +177,11 @@ def test_weight_grad_without_tokens_is_zero() -> None:
 def test_newton_schulz_in_bf16_is_as_exact_as_in_hardware(shape: tuple[int, ...]) -> None:
     x, steps = draw(*shape).bfloat16(), coefficients("quintic", 5)
     exact, errors = newton_schulz(x.double(), steps), []
-    for there in (True, False):
-        with instructions(there):
-            got = newton_schulz(x, steps)
-        assert got.dtype == torch.bfloat16
-        errors.append(float((got.double() - exact).norm() / exact.norm()))
+    for is_present in (True, False):
+        with instructions(is_present):
+            actual = newton_schulz(x, steps)
+        assert actual.dtype == torch.bfloat16
+        errors.append(float((actual.double() - exact).norm() / exact.norm()))
     assert errors[1] <= 2**-8 and errors[1] <= errors[0] <= 0.05
 
 
@@ -195,35 +198,35 @@ KINDS = {
 def test_blocked_attention_and_gradients_equal_fp64(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = KINDS.get("with dropout" if kind == "explicit" else kind, {})
+    options = KINDS.get("with dropout" if kind == "explicit" else kind, {})
     if kind in ("torch", "explicit"):
         monkeypatch.setattr("megalite.kernels.attention.forced_backend", lambda: "torch")
     q, k, v, do = (draw(24, 2, heads, 16, seed=i).to(dtype) for i, heads in enumerate((4, 2, 2, 4)))
 
     def run(fn: Callable[..., Tensor], *qkv: Tensor) -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_() for x in qkv]
-        o = fn(*leaves, scale=0.25, **given)
+        o = fn(*leaves, scale=0.25, **options)
         return [o, *torch.autograd.grad(o, leaves, do.to(o.dtype))]
 
     exact = run(attention_reference, q.double(), k.double(), v.double())
     with instructions(False):
-        got = run(attention, q, k, v)
-    for one, want in zip(got, exact, strict=True):
-        assert one.dtype == dtype
-        torch.testing.assert_close(one.double(), want, rtol=2 * ULP[dtype], atol=2 * ULP[dtype])
+        actual = run(attention, q, k, v)
+    for tensor, expected in zip(actual, exact, strict=True):
+        assert tensor.dtype == dtype
+        torch.testing.assert_close(tensor.double(), expected, rtol=2 * ULP[dtype], atol=2 * ULP[dtype])
 
 
 @pytest.mark.parametrize("sink", [None, draw(4, seed=9).bfloat16()], ids=["plain", "sinks"])
 def test_cached_attention_equals_fp64(sink: Tensor | None) -> None:
     q, k, v = (draw(n, 2, heads, 16, seed=n).bfloat16() for n, heads in ((3, 4), (24, 2), (25, 2)))
-    v, places = v[:24], torch.tensor([[7, 20], [8, 21], [9, 22]])
-    wide = None if sink is None else sink.double()
-    exact = cached_attention(q.double(), k.double(), v.double(), places, scale=0.25, sink_H=wide)
+    v, positions = v[:24], torch.tensor([[7, 20], [8, 21], [9, 22]])
+    sink64 = None if sink is None else sink.double()
+    exact = cached_attention(q.double(), k.double(), v.double(), positions, scale=0.25, sink_H=sink64)
     with instructions(False):
-        rounded_once(cached_attention(q, k, v, places, scale=0.25, sink_H=sink), exact, torch.bfloat16)
+        assert_rounded_once(cached_attention(q, k, v, positions, scale=0.25, sink_H=sink), exact, torch.bfloat16)
 
 
-# ---- whole models
+# ---- complete models
 LINE = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
  --micro-batch-size 2 --global-batch-size 4 --train-iters 1 --lr 0.01 --lr-decay-style constant --mock-data
  --tokenizer-type NullTokenizer --vocab-size 90 --eval-iters 0 --init-method-std 0.2"""
@@ -250,21 +253,21 @@ OPERANDS = {
 FUSED = "_scaled_dot_product"
 
 
-class Products(TorchDispatchMode):
-    """The products that are given to torch: (name, dtype, rows and columns, the smaller of both)."""
+class MatmulRecorder(TorchDispatchMode):
+    """A recorder of torch's matmuls as (name, dtype, minimum of rows and columns)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = list[tuple[str, torch.dtype, int]]()
-        self.largest = 0  # elements of a tensor that was made in fp32
+        self.calls = list[tuple[str, torch.dtype, int]]()
+        self.largest = 0  # maximum number of elements of an fp32 result
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._overloadpacket.__name__
         if name in OPERANDS:
             a, b = args[OPERANDS[name] : OPERANDS[name] + 2]
-            self.seen.append((name, a.dtype, min(a.shape[-2], b.shape[-1])))
+            self.calls.append((name, a.dtype, min(a.shape[-2], b.shape[-1])))
         elif name.startswith(FUSED):
-            self.seen.append((name, args[0].dtype if "backward" not in name else args[1].dtype, args[0].shape[-2]))
+            self.calls.append((name, args[0].dtype if "backward" not in name else args[1].dtype, args[0].shape[-2]))
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dtype == torch.float32:
             self.largest = max(self.largest, result.numel())
@@ -272,14 +275,14 @@ class Products(TorchDispatchMode):
 
 
 def test_conversions_are_at_most_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the weight."""
+    """The weight is much larger than a block."""
     monkeypatch.setattr(matmul, "LEFT_BYTES", 4 * 5000)
     monkeypatch.setattr(matmul, "RIGHT_BYTES", 4 * 48 * 70)
     for depth in (48, 20):
         monkeypatch.setattr(matmul, "BLOCK_K", depth)
-        with instructions(False), Products() as products:
+        with instructions(False), MatmulRecorder() as recorder:
             matmul.matmul(draw(64, 48).bfloat16(), draw(48, 500).bfloat16())
-        assert 0 < products.largest <= 5000
+        assert 0 < recorder.largest <= 5000
 
 
 @pytest.mark.parametrize(
@@ -287,56 +290,56 @@ def test_conversions_are_at_most_a_block(monkeypatch: pytest.MonkeyPatch) -> Non
     [(model, "--bf16") for model in MODELS] + [(model, "--fp16 --loss-scale 16") for model in ("llama", "gpt-oss")],
 )
 def test_step_has_no_half_precision_matmul(model: str, precision: str) -> None:
-    """But for those with a vector. And the losses are those of a CPU that has the instructions."""
+    """Only products with few rows are in half precision; losses equal those of a CPU with the instructions."""
     losses = []
-    for there in (False, True):
-        with instructions(there):
+    for is_present in (False, True):
+        with instructions(is_present):
             run = run_from(f"{MODELS[model]} {precision}")
-            with Products() as products:
+            with MatmulRecorder() as recorder:
                 losses.append((train_step(run).loss, train_step(run).loss))
-        half = {one for one in products.seen if one[1] in HALVES and one[2] > FEW_ROWS}
-        assert there or not half, half
-        assert not there or half and len(products.seen) > 10
+        in_half = {call for call in recorder.calls if call[1] in HALVES and call[2] > FEW_ROWS}
+        assert is_present or not in_half, in_half
+        assert not is_present or in_half and len(recorder.calls) > 10
     assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt-oss"])
 def test_generation_has_no_half_precision_matmul(model: str) -> None:
     stage, zero = stage_from(MODELS[model] + " --bf16", torch.bfloat16), torch.zeros(3, dtype=torch.int64)
-    cache, places = KVCache(16), torch.arange(6)[:, None].expand(-1, 3)
-    with torch.no_grad(), instructions(False), Products() as products, cache.installed_in(stage):
-        for at in (places, places[:1] + 6):
-            cache.set_positions(at, at.device)
-            x = stage.forward_hidden(None, Batch(torch.ones_like(at), None, None, zero, 0, at))
+    cache, positions = KVCache(16), torch.arange(6)[:, None].expand(-1, 3)
+    with torch.no_grad(), instructions(False), MatmulRecorder() as recorder, cache.installed_in(stage):
+        for step_positions in (positions, positions[:1] + 6):
+            cache.set_positions(step_positions, step_positions.device)
+            x = stage.forward_hidden(None, Batch(torch.ones_like(step_positions), None, None, zero, 0, step_positions))
             assert stage.head is not None and last_token_logits(stage.head, x, zero).dtype == torch.bfloat16
-    assert len(products.seen) > 10
-    assert not {one for one in products.seen if one[1] in HALVES and one[2] > FEW_ROWS}
+    assert len(recorder.calls) > 10
+    assert not {call for call in recorder.calls if call[1] in HALVES and call[2] > FEW_ROWS}
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "experts", "gpt-oss", "torch's attention"])
 def test_backward_saves_as_much_as_with_hardware_bf16(model: str) -> None:
-    kept = []
-    for there in (False, True):
-        with instructions(there):
+    saved_bytes = []
+    for is_present in (False, True):
+        with instructions(is_present):
             stage, saved = stage_from(MODELS[model] + " --bf16", torch.bfloat16), dict[int, Tensor]()
             tokens = torch.randint(0, 90, (16, 2), generator=torch.Generator().manual_seed(1))
 
-            def keep(x: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
+            def save(x: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
                 saved[x.untyped_storage().data_ptr()] = x
                 return x
 
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
                 stage(None, Batch(tokens, tokens, None, torch.arange(2), 1))
-            kept.append(sum(x.untyped_storage().nbytes() for x in saved.values()))
-    assert 0 < kept[0] <= kept[1]
+            saved_bytes.append(sum(x.untyped_storage().nbytes() for x in saved.values()))
+    assert 0 < saved_bytes[0] <= saved_bytes[1]
 
 
 def test_run_reports_fp32_matmuls(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    said = "computed in fp32: this CPU has no instructions for it"
-    for there in (False, True):
-        flags = f"--bf16 --peak-tflops 1e-9 --log-interval 1 --run-dir {tmp_path / str(there)}"
-        with instructions(there):
+    message = "computed in fp32: this CPU has no instructions for it"
+    for is_present in (False, True):
+        flags = f"--bf16 --peak-tflops 1e-9 --log-interval 1 --run-dir {tmp_path / str(is_present)}"
+        with instructions(is_present):
             assert pretrain(config_from(f"{PLAIN} {flags}")) == 0
-        shown = capsys.readouterr().out
-        assert shown.count(f"bf16, {said}") == (not there)
-        assert "is above the peak of 1e-09: --peak-tflops is too low for this device" in shown
+        output = capsys.readouterr().out
+        assert output.count(f"bf16, {message}") == (not is_present)
+        assert "is above the peak of 1e-09: --peak-tflops is too low for this device" in output

@@ -1,4 +1,4 @@
-"""Which kernels run: by the variable, the device, the dtype and the shape; and what the plan says of it."""
+"""The selection of kernels by variable, device, dtype and shape, and its description in the plan."""
 
 import os
 import re
@@ -14,26 +14,26 @@ from megalite.common.optional_packages import MissingPackageError
 from megalite.kernels import attention, dispatch
 from megalite.kernels.dispatch import KernelError, describe_kernels, runs_triton, tile_for, use_triton
 
-FOLDER = Path(dispatch.__file__).parent
+KERNELS_DIR = Path(dispatch.__file__).parent
 Q = torch.zeros(4, 1, 2, 8)
 CACHED = (dispatch.kernel_option, dispatch.triton_installed, dispatch.triton_interpreted, dispatch.runs_triton)
 
 
-def forget() -> None:
+def clear_caches() -> None:
     dispatch.set_kernel_options("auto", "auto")  # a run of another test in this process may have chosen
     for fn in CACHED:
         fn.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that has not read its environment yet, before and after."""
+def unread_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Provide a process that has not read its environment yet, and restore it afterwards."""
     for name in ("MEGALITE_KERNELS", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
-    forget()
+    clear_caches()
     yield
     monkeypatch.undo()
-    forget()
+    clear_caches()
 
 
 def test_auto_is_triton_on_gpu_and_torch_on_cpu() -> None:
@@ -67,8 +67,10 @@ def test_unsupported_shapes_and_dtypes_use_torch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernel_plan_names_existing_kernels() -> None:
-    frame = {"dispatch", "row_sum", "flash_blocks", "activation", "__init__"}
-    kernels = {p.stem for p in FOLDER.rglob("*.py") if re.search(r"^@kernel", p.read_text(), re.M)} - frame
+    support_modules = {"dispatch", "row_sum", "flash_blocks", "activation", "__init__"}
+    kernels = {
+        p.stem for p in KERNELS_DIR.rglob("*.py") if re.search(r"^@kernel", p.read_text(), re.M)
+    } - support_modules
     assert kernels == set(dispatch.TRITON_KERNELS)
     line = describe_kernels("cuda")
     assert line.startswith("triton: ") and all(name in line for name in dispatch.TRITON_KERNELS)
@@ -80,17 +82,17 @@ RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 
 
 
 @pytest.mark.parametrize(
-    "variables,code,says",
+    "variables,code,text",
     [
         ({"MEGALITE_KERNELS": "triton", "TRITON_INTERPRET": "1"}, 0, "triton's interpreter: norms"),
         ({}, 0, "torch (kernels=auto) attention blocked, for dropout"),
         ({"MEGALITE_KERNELS": "triton"}, 2, "pretrain_gpt.py: MEGALITE_KERNELS=triton on CPU needs TRITON_INTERPRET=1"),
     ],
 )
-def test_run_reports_its_kernels(variables: dict[str, str], code: int, says: str, tmp_path: Path) -> None:
-    done = programs.python("pretrain_gpt.py", *RUN.split(), cwd=tmp_path, env=os.environ | variables)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert says in re.sub(r"\s+", " ", done.stdout + done.stderr)
+def test_run_reports_its_kernels(variables: dict[str, str], code: int, text: str, tmp_path: Path) -> None:
+    result = programs.python("pretrain_gpt.py", *RUN.split(), cwd=tmp_path, env=os.environ | variables)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert text in re.sub(r"\s+", " ", result.stdout + result.stderr)
 
 
 def test_kernel_variable_overrides_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,20 +111,29 @@ def test_kernel_variable_overrides_the_option(monkeypatch: pytest.MonkeyPatch) -
         dispatch.set_kernel_options("auto", "auto")
 
 
-@pytest.mark.parametrize("more", ["--nproc 2 --global-batch-size 2", "--dry-run"])
-def test_bad_kernel_variables_are_refused_together(more: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more_flags", ["--nproc 2 --global-batch-size 2", "--dry-run"])
+def test_bad_kernel_variables_are_refused_together(more_flags: str, tmp_path: Path) -> None:
     wrong = {"MEGALITE_SHARED_MEMORY": "no", "MEGALITE_KERNELS": "fast", "MEGALITE_ATTENTION": "magic"}
-    words = [sys.executable, "-X", "importtime", str(programs.ROOT / "pretrain_gpt.py"), *RUN.split(), *more.split()]
-    done = programs.run(words, cwd=tmp_path, env=os.environ | wrong, capture_output=True, text=True, timeout=100)
-    said = [line for line in done.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
-    assert done.returncode == 2 and len(said) == 3 and not re.search(r"\| +torch$", done.stderr, re.M)
-    assert all(sum(f"{name}={value} is unknown; use" in line for line in said) == 1 for name, value in wrong.items())
+    argv = [
+        sys.executable,
+        "-X",
+        "importtime",
+        str(programs.ROOT / "pretrain_gpt.py"),
+        *RUN.split(),
+        *more_flags.split(),
+    ]
+    result = programs.run(argv, cwd=tmp_path, env=os.environ | wrong, capture_output=True, text=True, timeout=100)
+    messages = [line for line in result.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
+    assert result.returncode == 2 and len(messages) == 3 and not re.search(r"\| +torch$", result.stderr, re.M)
+    assert all(
+        sum(f"{name}={value} is unknown; use" in line for line in messages) == 1 for name, value in wrong.items()
+    )
 
 
 def test_attention_kernel_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_ATTENTION", "magic")
-    told = "MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
-    with pytest.raises(KernelError, match=told):
+    message = "MEGALITE_ATTENTION=magic is unknown; use auto, cudnn, flash, triton, blocked or"
+    with pytest.raises(KernelError, match=message):
         attention.select_backend(Q, Q, has_documents=False)
     monkeypatch.setenv("MEGALITE_ATTENTION", "flash")
     assert attention.select_backend(Q, Q, has_documents=False) == "flash"
@@ -152,7 +163,7 @@ def test_cpu_attention_is_chosen_by_dtype_mask_and_window() -> None:
 @pytest.mark.parametrize(
     "batch,head,value,dtype,fits",
     [
-        *((1365, 8, 8, torch.bfloat16, True), (1366, 8, 8, torch.bfloat16, False)),  # programs of a grid
+        *((1365, 8, 8, torch.bfloat16, True), (1366, 8, 8, torch.bfloat16, False)),  # limit of programs in a grid
         *((1, 256, 256, torch.bfloat16, True), (1, 192, 257, torch.float16, False), (1, 257, 8, torch.float16, False)),
         *((1, 128, 64, torch.float32, True), (1, 64, 129, torch.float32, False), (1, 8, 8, torch.float64, False)),
     ],
@@ -163,7 +174,7 @@ def test_triton_attention_supported_shapes(
     monkeypatch.setenv("MEGALITE_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q, v = (torch.empty(1, dtype=dtype).expand(1, batch, 48, size) for size in (head, value))
-    for how in (dict(window=True), dict(dropout=True), dict(has_documents=True, window=True)):
-        assert attention.select_backend(q, v, **({"has_documents": False} | how)) == (
+    for options in (dict(window=True), dict(dropout=True), dict(has_documents=True, window=True)):
+        assert attention.select_backend(q, v, **({"has_documents": False} | options)) == (
             "triton" if fits else "blocked"
-        ), how
+        ), options

@@ -1,5 +1,4 @@
-"""Every kernel against its definition: gradients in fp64, bf16 no worse than twice the plain torch version's own error,
-what is saved, and masks that depend on coordinates alone."""
+"""Every kernel against its definition: gradients in fp64, the error in bf16, saved tensors, and dropout masks."""
 
 import functools
 import math
@@ -89,7 +88,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[t
         [[(3, 2, 5), (4, 5), (2, 3, 5)]],
     ),
 }
-of = functools.partial(results, seed=99)
+results_of = functools.partial(results, seed=99)
 ROWS = [(name, i) for name, case in CASES.items() for i in range(len(case[2]))]
 
 
@@ -97,34 +96,34 @@ ROWS = [(name, i) for name, case in CASES.items() for i in range(len(case[2]))]
 def test_kernel_equals_its_definition_in_fp64(name: str, i: int) -> None:
     op, reference, shapes = CASES[name]
     inputs = normals(*shapes[i])()
-    torch.testing.assert_close(of(op, inputs), of(reference, inputs), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(results_of(op, inputs), results_of(reference, inputs), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name,i", ROWS)
 def test_kernel_bf16_error_is_at_most_twice_plain_torch(name: str, i: int) -> None:
     op, reference, shapes = CASES[name]
     inputs = [x.bfloat16() for x in normals(*shapes[i])()]
-    exact = of(reference, [x.double() for x in inputs])
-    got, plain = of(op, inputs), of(reference, inputs)
-    for key, want in exact.items():
-        assert got[key].dtype == torch.bfloat16
-        floor = 2.0**-8 * want.abs().max()  # one rounding of the result
-        errors = ((x[key].double() - want).abs().max() for x in (got, plain))
+    exact = results_of(reference, [x.double() for x in inputs])
+    actual, plain = results_of(op, inputs), results_of(reference, inputs)
+    for key, expected in exact.items():
+        assert actual[key].dtype == torch.bfloat16
+        floor = 2.0**-8 * expected.abs().max()  # one rounding of the result
+        errors = ((x[key].double() - expected).abs().max() for x in (actual, plain))
         assert next(errors) <= 2 * max(next(errors), floor)
 
 
 def test_dropout_depends_only_on_coordinates() -> None:
     key, p = fold_in(1, 2, 3, 4), 0.25
     x, ids = torch.ones(8, 3, 16, dtype=torch.float64), torch.tensor([5, 70, 2**33])
-    whole = dropout(x, p, key, ids)
-    assert torch.equal(dropout(x[4:], p, key, ids, 4), whole[4:])  # another tp rank's positions
-    two = torch.tensor([0, 1, 6, 7])  # those of a rank of context parallelism
-    assert torch.equal(dropout(x[two], p, key, ids, two), whole[two])
+    full = dropout(x, p, key, ids)
+    assert torch.equal(dropout(x[4:], p, key, ids, 4), full[4:])  # another tp rank's positions
+    positions = torch.tensor([0, 1, 6, 7])  # the positions of a rank with context parallelism
+    assert torch.equal(dropout(x[positions], p, key, ids, positions), full[positions])
     compiled = torch.compile(dropout_reference, backend="aot_eager", fullgraph=True, dynamic=False)
-    assert torch.equal(compiled(x[two], None, p, torch.tensor(key), ids, two), whole[two])
-    assert torch.equal(dropout(x[:, 1:2], p, key, ids[1:2]), whole[:, 1:2])  # another micro-batch
-    assert not torch.equal(dropout(x, p, fold_in(1, 2, 3, 5), ids), whole)
-    assert set(whole.unique().tolist()) == {0.0, 1 / 0.75}
+    assert torch.equal(compiled(x[positions], None, p, torch.tensor(key), ids, positions), full[positions])
+    assert torch.equal(dropout(x[:, 1:2], p, key, ids[1:2]), full[:, 1:2])  # another micro-batch
+    assert not torch.equal(dropout(x, p, fold_in(1, 2, 3, 5), ids), full)
+    assert set(full.unique().tolist()) == {0.0, 1 / 0.75}
 
 
 def test_dropout_has_its_probability_and_no_pattern() -> None:
@@ -151,32 +150,34 @@ def test_dropout_backward_uses_the_same_mask_and_saves_nothing() -> None:
 
 @pytest.mark.parametrize("name", REGISTRIES["activation"])
 def test_activation_backward_equals_autograd(name: str) -> None:
-    """Of every file of kernels/activations/: backward's gradients and its `a` against differences in fp64."""
+    """Compare backward's gradients and `a` of every file in kernels/activations/ with differences in fp64."""
     activation = get_activation(name)
     u, v, bias = normal(2, 3, 4 * activation.width), normal(2, 3, 4, seed=1), normal(4 * activation.width, seed=2)
     assert activation.forward(u).shape == v.shape
-    for added in [(), (bias,)][: 1 + activation.takes_bias]:
-        assert torch.autograd.gradcheck(activation_run(name), [x.requires_grad_() for x in (u, v, *added)])
+    for biases in [(), (bias,)][: 1 + activation.takes_bias]:
+        assert torch.autograd.gradcheck(activation_run(name), [x.requires_grad_() for x in (u, v, *biases)])
     half = [x.detach().bfloat16() for x in (u, v)]
     assert [x.dtype for x in (activation.forward(half[0]), *activation.backward(*half))] == [torch.bfloat16] * 3
 
 
 def test_unaligned_rows_are_detected() -> None:
-    """What a card's fused attention faults at, or reads wrongly."""
-    whole = torch.zeros(4, 2, 3, 16, dtype=torch.bfloat16)
+    """Unaligned rows make a GPU's fused attention fault or read wrong values."""
+    aligned = torch.zeros(4, 2, 3, 16, dtype=torch.bfloat16)
     assert (
-        is_16_byte_aligned(whole) and is_16_byte_aligned(whole.transpose(0, 1)) and is_16_byte_aligned(whole[..., 8:])
+        is_16_byte_aligned(aligned)
+        and is_16_byte_aligned(aligned.transpose(0, 1))
+        and is_16_byte_aligned(aligned[..., 8:])
     )
-    assert not is_16_byte_aligned(whole[..., 1:9]) and not is_16_byte_aligned(whole.transpose(2, 3))
+    assert not is_16_byte_aligned(aligned[..., 1:9]) and not is_16_byte_aligned(aligned.transpose(2, 3))
     assert not is_16_byte_aligned(torch.zeros(4, 2, 3, 19, dtype=torch.bfloat16)[..., :16])
 
 
 def test_gradient_has_the_strides_of_its_kernel() -> None:
-    wanted = torch.empty(2, 3, 4, 16).transpose(0, 2).stride()
+    strides = torch.empty(2, 3, 4, 16).transpose(0, 2).stride()
     other = torch.randn(4, 3, 2, 16)
-    made = aligned_for_kernel(other, wanted)
-    assert made.stride() == wanted and torch.equal(made, other)
-    assert aligned_for_kernel(made, wanted) is made and aligned_for_kernel(other) is other
+    converted = aligned_for_kernel(other, strides)
+    assert converted.stride() == strides and torch.equal(converted, other)
+    assert aligned_for_kernel(converted, strides) is converted and aligned_for_kernel(other) is other
     assert is_16_byte_aligned(aligned_for_kernel(torch.randn(4, 3, 2, 19)[..., :16]))
-    one = torch.randn(4, 3, 1, 16)  # along one element a stride says nothing
-    assert aligned_for_kernel(one, (48, 16, 777, 1)) is one
+    single = torch.randn(4, 3, 1, 16)  # the stride of a dimension of size 1 does not matter
+    assert aligned_for_kernel(single, (48, 16, 777, 1)) is single

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
-from megalite.kernels import cross_entropy as halves
+from megalite.kernels import cross_entropy
 from megalite.kernels.cross_entropy import chunk_tokens
 from megalite.nn.loss import linear_cross_entropy
 from megalite.parallel.mesh import Mesh, build_mesh
@@ -35,7 +35,7 @@ def grads_of(loss: Tensor, x: Tensor, w: Tensor) -> Result:
 
 
 def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int, z_loss: float = 0.0) -> Result:
-    """From logits in memory."""
+    """Compute loss and gradients from full logits."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     count = torch.ones(labels.shape) if mask is None else mask
     logits = (x @ w.T)[..., :vocab].flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
@@ -45,16 +45,16 @@ def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab:
     return grads_of(loss, x, w)
 
 
-def in_chunks(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int, **how: Any) -> Result:
+def in_chunks(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int, **options: Any) -> Result:
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    return grads_of(linear_cross_entropy(x, w, labels, mask, TP, vocab, **how), x, w)
+    return grads_of(linear_cross_entropy(x, w, labels, mask, TP, vocab, **options), x, w)
 
 
-def small(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int) -> None:
-    """Chunks of about `tokens`, and blocks of `rows` inside them."""
-    monkeypatch.setattr(halves, "MIN_CHUNK_TOKENS", tokens)
-    monkeypatch.setattr(halves, "CHUNK_BYTES", {"cpu": 1})
-    monkeypatch.setattr(halves, "BLOCK_BYTES", {"cpu": 4 * rows * columns})
+def set_small_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int) -> None:
+    """Set chunks of about `tokens`, and blocks of `rows` inside them."""
+    monkeypatch.setattr(cross_entropy, "MIN_CHUNK_TOKENS", tokens)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(cross_entropy, "BLOCK_BYTES", {"cpu": 4 * rows * columns})
 
 
 @pytest.mark.parametrize("sizes", [(7, 3, 5, 16, 11), (4, 1, 8, 8, 8), (1, 1, 3, 5, 2), (33, 2, 6, 64, 61)])
@@ -65,16 +65,16 @@ def test_linear_cross_entropy_equals_the_definition(
     sizes: Any, masked: bool, tokens: int, z_loss: float, promised: Any, monkeypatch
 ) -> None:
     s, b, d, padded, vocab = sizes
-    small(monkeypatch, tokens, 2, vocab)
+    set_small_chunks(monkeypatch, tokens, 2, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
-    m = mask if masked else None
-    got = in_chunks(x, w, labels, m, vocab, z_loss=z_loss, loss_grad=promised)
-    want = definition(x, w, labels, m, vocab, z_loss)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    assert not got[2][vocab:].any()
+    optional_mask = mask if masked else None
+    actual = in_chunks(x, w, labels, optional_mask, vocab, z_loss=z_loss, loss_grad=promised)
+    expected = definition(x, w, labels, optional_mask, vocab, z_loss)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert not actual[2][vocab:].any()
     with torch.no_grad():
-        loss = linear_cross_entropy(x, w, labels, m, TP, vocab, z_loss=z_loss)
-    torch.testing.assert_close(loss, want[0], rtol=1e-12, atol=1e-12)
+        loss = linear_cross_entropy(x, w, labels, optional_mask, TP, vocab, z_loss=z_loss)
+    torch.testing.assert_close(loss, expected[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -84,30 +84,30 @@ def test_linear_cross_entropy_error_is_at_most_twice_plain_torch(
     dtype: torch.dtype, promised: float | None, z_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s, b, d, padded, vocab = 37, 2, 24, 128, 121
-    small(monkeypatch, 20, 3, vocab)
+    set_small_chunks(monkeypatch, 20, 3, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
     exact = definition(x.double(), w.double(), labels, mask, vocab, z_loss)
     chunked = in_chunks(x, w, labels, mask, vocab, z_loss=z_loss, loss_grad=promised)
-    for got, plain, want in zip(chunked, definition(x, w, labels, mask, vocab, z_loss), exact, strict=True):
-        assert got.dtype == plain.dtype
-        floor = torch.finfo(got.dtype).eps * want.abs().max()
-        assert (got.double() - want).abs().max() <= 2 * max((plain.double() - want).abs().max(), floor)
+    for actual, plain, expected in zip(chunked, definition(x, w, labels, mask, vocab, z_loss), exact, strict=True):
+        assert actual.dtype == plain.dtype
+        floor = torch.finfo(actual.dtype).eps * expected.abs().max()
+        assert (actual.double() - expected).abs().max() <= 2 * max((plain.double() - expected).abs().max(), floor)
 
 
 def test_linear_cross_entropy_with_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    small(monkeypatch, 5, 2, 11)
+    set_small_chunks(monkeypatch, 5, 2, 11)
     x, w, labels, mask = inputs(6, 4, 5, 16, 11, torch.float64)
-    other = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, w, labels, mask)]
-    got, want = in_chunks(*other, 11), definition(x, w, labels, mask, 11)
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, w, labels, mask)]
+    actual, expected = in_chunks(*strided, 11), definition(x, w, labels, mask, 11)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_linear_cross_entropy_writes_every_element(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that was never written is NaN here."""
+    """Fill uninitialized memory with NaN, which must not appear in the results."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
-        small(monkeypatch, 5, 2, 11)
+        set_small_chunks(monkeypatch, 5, 2, 11)
         assert torch.empty(3).isnan().all()
         x, w, labels, mask = inputs(7, 3, 5, 16, 11, torch.bfloat16)
         assert all(t.isfinite().all() for t in in_chunks(x, w, labels, mask, 11))
@@ -128,16 +128,16 @@ def test_linear_cross_entropy_refuses_a_second_backward() -> None:
 @given(st.integers(1, 10**5), st.integers(1, 2 * 10**5), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_chunks_are_even_and_bounded(tokens: int, columns: int, dtype: torch.dtype) -> None:
     size = chunk_tokens(tokens, columns, dtype, torch.device("cpu"))
-    bound = max(halves.MIN_CHUNK_TOKENS, halves.CHUNK_BYTES["cpu"] // (columns * dtype.itemsize))
+    bound = max(cross_entropy.MIN_CHUNK_TOKENS, cross_entropy.CHUNK_BYTES["cpu"] // (columns * dtype.itemsize))
     assert 1 <= size <= min(tokens, bound)
     count = -(-tokens // size)
     assert count == -(-tokens // bound) and tokens > (count - 1) * size
 
 
 def test_full_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing kept for backward, and no result of an operation, has tokens x vocabulary elements."""
+    """No saved tensor and no result of an operation has tokens x vocabulary elements."""
     s, b, d, vocab = 64, 4, 8, 512
-    small(monkeypatch, 32, 4, vocab)
+    set_small_chunks(monkeypatch, 32, 4, vocab)
     largest = 0
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -165,7 +165,7 @@ def test_loss_and_z_loss_share_one_gradient() -> None:
 def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> Result:
     s, b, d, padded, vocab = sizes
     mesh = build_mesh(tp=tp, pp=1, device=torch.device("cpu"))
-    halves.MIN_CHUNK_TOKENS, halves.CHUNK_BYTES = 5, {"cpu": 1}
+    cross_entropy.MIN_CHUNK_TOKENS, cross_entropy.CHUNK_BYTES = 5, {"cpu": 1}
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     x, w = (t.chunk(tp)[mesh.tp.rank].clone().requires_grad_() for t in (x, w))
     loss, dx, dw = grads_of(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), x, w)
@@ -176,20 +176,20 @@ def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> Result:
 
 @pytest.mark.parametrize("tp,padded,vocab,z_loss", [(2, 16, 11, 0.0), (2, 16, 7, 0.03), (4, 32, 15, 0.03)])
 def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int, z_loss: float) -> None:
-    """Also where the last ranks have nothing but padding."""
+    """Equal the definition on several ranks, even if the last ones have only padding."""
     sizes = (8, 3, 5, padded, vocab)
-    want = definition(*inputs(*sizes, torch.float64), vocab, z_loss)
+    expected = definition(*inputs(*sizes, torch.float64), vocab, z_loss)
     parts = run_ranks(tp, _on_ranks, tp, sizes, z_loss)
     assert all(torch.equal(loss, parts[0][0]) for loss, _, _ in parts)
-    got = parts[0][0], *(torch.cat([part[i] for part in parts]) for i in (1, 2))
-    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    actual = parts[0][0], *(torch.cat([part[i] for part in parts]) for i in (1, 2))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_impossible_label_has_its_exact_loss_in_half_precision() -> None:
-    """Where the label's probability underflows, the loss cannot come from its logarithm."""
+    """If the label's probability underflows, the loss must not be computed from its logarithm."""
     logits = torch.tensor([[0.0, 3.0, -100.0], [200.0, 1.0, 0.5], [1.0, 1.0, 1.0]], dtype=torch.bfloat16)
-    labels, want = torch.tensor([2, 1, 0]), logits.double().logsumexp(1)
+    labels, expected = torch.tensor([2, 1, 0]), logits.double().logsumexp(1)
     gradient = logits.double().softmax(1) - torch.nn.functional.one_hot(labels, 3)
-    stats = halves.stats_and_grad_(logits, labels, torch.ones(3), 3)
-    torch.testing.assert_close(stats[0].double(), want, rtol=1e-6, atol=1e-6)
+    stats = cross_entropy.stats_and_grad_(logits, labels, torch.ones(3), 3)
+    torch.testing.assert_close(stats[0].double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(logits.double(), gradient, rtol=0, atol=4e-3)

@@ -1,5 +1,7 @@
-"""Every Triton kernel against its torch twin: fp64 to 1e-10, and in other dtypes at most twice the twin's own error. On
-CPU the kernels run in Triton's interpreter, in one process of its own per test session."""
+"""Every Triton kernel against its torch twin: fp64 to 1e-10, and in other dtypes at most twice the twin's own error.
+
+On a CPU the kernels run in Triton's interpreter, in one separate process per test session.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from cases import DTYPES, LAYOUTS, OPS, measure, results
 from megalite.kernels.cross_entropy import BLOCK_N, shard_stats, shard_stats_reference
 
 ROWS = [(name, i, dtype) for name, op in OPS.items() for i in range(len(op.cases)) for dtype in DTYPES]
-# with each commit without fp16, which rounds as bf16 does, unless a kernel has changed
+# with each commit without fp16, which rounds like bf16, unless a kernel has changed
 RARELY = pytest.mark.nightly(guards=("megalite/kernels",))
 OFTEN = [pytest.param(*row, marks=RARELY if row[2] == "float16" else ()) for row in ROWS]
 Call = Callable[..., Any]
 
 
 def layout_of(name: str, case: int, dtype: str) -> str:
-    """Each operation sees every layout in some case of every dtype; all of them in fp64."""
+    """Return a layout, such that each operation has every layout in some case of every dtype."""
     return LAYOUTS[(case + list(DTYPES).index(dtype)) % len(LAYOUTS)]
 
 
@@ -36,7 +38,7 @@ def test_triton_kernel_equals_its_reference(interpreter: Call, name: str, case: 
 
 
 def stats_of_infinite_logits(dtype: str, device: str) -> list[torch.Tensor]:
-    """Of rows whose first turn of the kernel, and whose last, sees nothing but -inf, and of one with a NaN."""
+    """Return the statistics of rows with only -inf in the first or the last block of columns, and of one with NaN."""
     logits = torch.randn(3, 2 * BLOCK_N + 100, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     logits[0, : BLOCK_N + 5] = logits[1, BLOCK_N:] = -torch.inf
     logits[2, 7] = torch.nan
@@ -47,9 +49,9 @@ def stats_of_infinite_logits(dtype: str, device: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_minus_infinity_logits_have_no_probability(interpreter: Call, dtype: str) -> None:
-    got, want = interpreter(stats_of_infinite_logits, dtype, "cpu")
-    assert want[0, :2].isfinite().all() and want[0, 2].isnan()
-    torch.testing.assert_close(got, want, equal_nan=True)
+    actual, expected = interpreter(stats_of_infinite_logits, dtype, "cpu")
+    assert expected[0, :2].isfinite().all() and expected[0, 2].isnan()
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Gradients added where they are kept: values against fp64, one rounding, strided inputs, blocks that do not divide."""
+"""Accumulated weight gradients: values against fp64, one rounding, strided inputs, blocks of any size."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from megalite.kernels.weight_grad import accumulate_embedding_grad_, accumulate_
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def kept(*shape: int, begin: bool, dtype: torch.dtype) -> torch.Tensor:
-    """A sum so far, or what must not be read."""
+def existing_grad(*shape: int, begin: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return a gradient to add to, or NaN if it must be overwritten without being read."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return torch.full(shape, torch.nan, dtype=wide) if begin else normal(*shape, seed=9).to(wide)
 
@@ -28,12 +28,12 @@ def test_weight_grad_outer_product(
     dy, x = (normal(n, size, seed=size).to(dtype) for size in (f, d))
     if transposed:
         dy, x = (t.T.contiguous().T for t in (dy, x))
-    grad = kept(f, d, begin=begin, dtype=dtype)
+    grad = existing_grad(f, d, begin=begin, dtype=dtype)
     product = dy.double().T @ x.double()
-    want = product if begin else product + grad.double()
+    expected = product if begin else product + grad.double()
     accumulate_weight_grad_(grad, dy, x, overwrite=begin)
     eps = torch.finfo(dtype).eps  # the product's only rounding; sums of 7 terms are within a few of fp32's
-    torch.testing.assert_close(grad.double(), want, rtol=0, atol=float(eps * product.abs().max() * 4))
+    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=float(eps * product.abs().max() * 4))
 
 
 @pytest.mark.gpu
@@ -42,14 +42,14 @@ def test_weight_grad_needs_no_extra_gpu_memory(dtype: torch.dtype) -> None:
     n, f, d = 512, 4096, 2048
     dy, x = (normal(n, size, seed=size).to("cuda", dtype) for size in (f, d))
     grad = torch.full((f, d), torch.nan, device="cuda")
-    accumulate_weight_grad_(grad, dy, x, overwrite=True)  # also makes cuBLAS take its workspace
+    accumulate_weight_grad_(grad, dy, x, overwrite=True)  # also lets cuBLAS allocate its workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     accumulate_weight_grad_(grad, dy, x, overwrite=False)
     assert torch.cuda.max_memory_allocated() - before < f * d  # bytes
-    want = 2 * (dy.double().T @ x.double())
+    expected = 2 * (dy.double().T @ x.double())
     # inputs of half precision are exact and their sums are fp32's: far below one rounding of a product in bf16
-    torch.testing.assert_close(grad.double(), want, rtol=0, atol=float(want.abs().max()) * 1e-5)
+    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=float(expected.abs().max()) * 1e-5)
 
 
 @pytest.mark.gpu
@@ -64,5 +64,5 @@ def test_weight_grad_is_deterministic_on_a_gpu() -> None:
         accumulate_embedding_grad_(grad, index, dx, overwrite=False)
         sums.append(grad)
     assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
-    want = 2 * torch.zeros(v, d, dtype=torch.float64, device="cuda").index_add_(0, index, dx.double())
-    torch.testing.assert_close(sums[0].double(), want, rtol=1e-4, atol=1e-2)
+    expected = 2 * torch.zeros(v, d, dtype=torch.float64, device="cuda").index_add_(0, index, dx.double())
+    torch.testing.assert_close(sums[0].double(), expected, rtol=1e-4, atol=1e-2)

@@ -1,6 +1,8 @@
-"""Bytes that a kernel moves, counted element by element while Triton's interpreter runs it: of each tensor of a launch
-how many bytes were asked for, and how many of them are different ones. What is asked for twice comes from the cache at
-best."""
+"""The bytes that a kernel moves, counted for each element while Triton's interpreter runs it.
+
+For each tensor of a launch it counts the requested bytes, and how many of them are distinct. Bytes that are requested
+again come from the cache at best.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,34 +19,36 @@ from megalite.kernels import dispatch
 
 @dataclass
 class Traffic:
-    """Of one tensor of one launch, in bytes: asked for, and different ones."""
+    """The requested and the distinct bytes of one tensor of a launch."""
 
     kernel: str
     tensor: str
-    asked: int = 0
-    once: int = 0
+    requested: int = 0
+    distinct: int = 0
 
 
 @dataclass
 class _Launch:
     kernel: str
-    tensors: dict[str, tuple[int, int]]  # first byte and the one after the last
+    tensors: dict[str, tuple[int, int]]  # first byte, and one past the last
     loads: list[tuple[np.ndarray, int]] = field(default_factory=list)  # addresses, bytes of each
     stores: list[tuple[np.ndarray, int]] = field(default_factory=list)
 
     def traffic(self) -> list[Traffic]:
-        found = {name: Traffic(self.kernel, name) for name in self.tensors}
-        for noted in (self.loads, self.stores):
-            for width in {width for _, width in noted}:
-                at = np.concatenate([addresses for addresses, w in noted if w == width])
-                left = np.ones(len(at), dtype=bool)
+        traffic_by_tensor = {name: Traffic(self.kernel, name) for name in self.tensors}
+        for accesses in (self.loads, self.stores):
+            for width in {width for _, width in accesses}:
+                all_addresses = np.concatenate([addresses for addresses, w in accesses if w == width])
+                unassigned = np.ones(len(all_addresses), dtype=bool)
                 for name, (first, end) in self.tensors.items():
-                    here = left & (at >= first) & (at < end)  # the first of several names of one tensor has it
-                    left &= ~here
-                    found[name].asked += int(here.sum()) * width
-                    found[name].once += len(np.unique(at[here])) * width
-                assert not left.any(), f"{self.kernel}: {int(left.sum())} accesses outside of its tensors"
-        return [one for one in found.values() if one.asked]
+                    in_tensor = (
+                        unassigned & (all_addresses >= first) & (all_addresses < end)
+                    )  # the first of several names of a tensor gets it
+                    unassigned &= ~in_tensor
+                    traffic_by_tensor[name].requested += int(in_tensor.sum()) * width
+                    traffic_by_tensor[name].distinct += len(np.unique(all_addresses[in_tensor])) * width
+                assert not unassigned.any(), f"{self.kernel}: {int(unassigned.sum())} accesses outside of its tensors"
+        return [traffic for traffic in traffic_by_tensor.values() if traffic.requested]
 
 
 def extent(x: Tensor) -> tuple[int, int]:
@@ -53,11 +57,11 @@ def extent(x: Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def watched(launches: list[_Launch]) -> Iterator[None]:
-    """Launches within are noted; Triton must be the interpreter."""
+def record_accesses(launches: list[_Launch]) -> Iterator[None]:
+    """Record the launches inside, with their accesses; Triton must run in its interpreter."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    plain = dispatch.Kernel.__getitem__
+    original = dispatch.Kernel.__getitem__
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def launch(self: dispatch.Kernel, grid: Any) -> Callable[..., None]:
@@ -65,42 +69,45 @@ def watched(launches: list[_Launch]) -> Iterator[None]:
             names = self.fn.__code__.co_varnames
             tensors = {name: extent(x) for name, x in zip(names, args, strict=False) if isinstance(x, Tensor)}
             launches.append(_Launch(f"{self.fn.__module__.rsplit('.', 1)[-1]}{self.fn.__name__}", tensors))
-            plain(self, grid)(*args, **options)
+            original(self, grid)(*args, **options)
 
         return run
 
-    def noted(pointers: Any, mask: Any) -> tuple[np.ndarray, int]:
-        at, here = np.broadcast_arrays(pointers.data, mask.data)
-        return at[here].astype(np.int64).ravel(), pointers.get_element_ty().primitive_bitwidth // 8
+    def active_addresses(pointers: Any, mask: Any) -> tuple[np.ndarray, int]:
+        addresses, active = np.broadcast_arrays(pointers.data, mask.data)
+        return addresses[active].astype(np.int64).ravel(), pointers.get_element_ty().primitive_bitwidth // 8
 
-    def loads(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
-        launches[-1].loads.append(noted(pointers, mask))
-        return load(self, pointers, mask, *more)
+    def record_load(self: Any, pointers: Any, mask: Any, *options: Any) -> Any:
+        launches[-1].loads.append(active_addresses(pointers, mask))
+        return load(self, pointers, mask, *options)
 
-    def stores(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-        launches[-1].stores.append(noted(pointers, mask))
-        return store(self, pointers, value, mask, *more)
+    def record_store(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+        launches[-1].stores.append(active_addresses(pointers, mask))
+        return store(self, pointers, value, mask, *options)
 
-    masked = {"create_masked_load": loads, "create_masked_store": stores}
-    with mock.patch.object(dispatch.Kernel, "__getitem__", launch), mock.patch.multiple(InterpreterBuilder, **masked):
+    recorders = {"create_masked_load": record_load, "create_masked_store": record_store}
+    with (
+        mock.patch.object(dispatch.Kernel, "__getitem__", launch),
+        mock.patch.multiple(InterpreterBuilder, **recorders),
+    ):
         yield
 
 
 def observe(run: Callable[[], Any]) -> list[list[Traffic]]:
-    """One list per launch, in order."""
+    """Return the traffic of each launch, in order."""
     launches: list[_Launch] = []
-    with watched(launches):
+    with record_accesses(launches):
         run()
     return [launch.traffic() for launch in launches]
 
 
-def of_case(name: str, size: dict[str, int]) -> list[list[Traffic]]:
-    """A case of tools/bench/kernels.py by name, at these sizes in bf16."""
-    return observe(prepared(name, size)[1]())
+def case_traffic(name: str, size: dict[str, int]) -> list[list[Traffic]]:
+    """Return the traffic of a case of tools/bench/kernels.py at these sizes in bf16."""
+    return observe(prepare_case(name, size)[1]())
 
 
-def prepared(name: str, size: dict[str, int]) -> tuple[Any, Callable[[], Callable[[], Any]]]:
-    """The case's sizes, and what makes its inputs and a call of the work."""
+def prepare_case(name: str, size: dict[str, int]) -> tuple[Any, Callable[[], Callable[[], Any]]]:
+    """Return a case with its sizes, and a function that creates the inputs and returns a call of the work."""
     from tools.bench.kernel_case import ProblemSizes, select_peers
     from tools.bench.kernel_cases import CASES
 
