@@ -14,13 +14,13 @@ from megalite.kernels.weight_grad import accumulate_embedding_grad_
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.sampled_from(DTYPES), st.booleans())
-def test_row_kernels_accept_any_rows(index: list[int], dtype: torch.dtype, begin: bool) -> None:
+def test_row_kernels_accept_any_rows(index: list[int], dtype: torch.dtype, overwrite: bool) -> None:
     dx = normal(len(index), 3, seed=1).to(dtype)
-    grad = existing_grad(6, 3, begin=begin, dtype=dtype)
-    expected = torch.zeros(6, 3, dtype=torch.float64) if begin else grad.double()
+    grad = existing_grad(6, 3, overwrite=overwrite, dtype=dtype)
+    expected = torch.zeros(6, 3, dtype=torch.float64) if overwrite else grad.double()
     for i, row in zip(index, dx, strict=True):
         expected[i] += row.double()
-    accumulate_embedding_grad_(grad, torch.tensor(index), dx, overwrite=begin)
+    accumulate_embedding_grad_(grad, torch.tensor(index), dx, overwrite=overwrite)
     torch.testing.assert_close(grad.double(), expected, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-5)
 
 

@@ -88,10 +88,10 @@ def test_linear_cross_entropy_error_is_at_most_twice_plain_torch(
     x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
     exact = definition(x.double(), w.double(), labels, mask, vocab, z_loss)
     chunked = in_chunks(x, w, labels, mask, vocab, z_loss=z_loss, loss_grad=promised)
-    for actual, plain, expected in zip(chunked, definition(x, w, labels, mask, vocab, z_loss), exact, strict=True):
-        assert actual.dtype == plain.dtype
+    for actual, reference, expected in zip(chunked, definition(x, w, labels, mask, vocab, z_loss), exact, strict=True):
+        assert actual.dtype == reference.dtype
         floor = torch.finfo(actual.dtype).eps * expected.abs().max()
-        assert (actual.double() - expected).abs().max() <= 2 * max((plain.double() - expected).abs().max(), floor)
+        assert (actual.double() - expected).abs().max() <= 2 * max((reference.double() - expected).abs().max(), floor)
 
 
 def test_linear_cross_entropy_with_strides(monkeypatch: pytest.MonkeyPatch) -> None:

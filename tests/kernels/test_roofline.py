@@ -140,5 +140,7 @@ def test_division_instead_of_rsqrt_is_detected(monkeypatch: pytest.MonkeyPatch) 
 
 def test_three_stages_prefetch_rows_during_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies to shared memory need instructions, which count for a table with stages."""
-    one, three = (max_instructions("rms_norm backward", monkeypatch, NUM_STAGES=stages) for stages in (1, 3))
-    assert one <= MAX_INSTRUCTIONS["rms_norm"][1] < three
+    one_stage, three_stages = (
+        max_instructions("rms_norm backward", monkeypatch, NUM_STAGES=stages) for stages in (1, 3)
+    )
+    assert one_stage <= MAX_INSTRUCTIONS["rms_norm"][1] < three_stages

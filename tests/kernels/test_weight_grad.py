@@ -10,28 +10,28 @@ from megalite.kernels.weight_grad import accumulate_embedding_grad_, accumulate_
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def existing_grad(*shape: int, begin: bool, dtype: torch.dtype) -> torch.Tensor:
+def existing_grad(*shape: int, overwrite: bool, dtype: torch.dtype) -> torch.Tensor:
     """Return a gradient to add to, or NaN if it must be overwritten without being read."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.full(shape, torch.nan, dtype=wide) if begin else normal(*shape, seed=9).to(wide)
+    return torch.full(shape, torch.nan, dtype=wide) if overwrite else normal(*shape, seed=9).to(wide)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("begin", [True, False])
+@pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("block_bytes", [1, 100, 2 << 20])
 def test_weight_grad_outer_product(
-    dtype: torch.dtype, begin: bool, transposed: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, overwrite: bool, transposed: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_grad, "BLOCK_BYTES", block_bytes)
     n, f, d = 7, 13, 5
     dy, x = (normal(n, size, seed=size).to(dtype) for size in (f, d))
     if transposed:
         dy, x = (t.T.contiguous().T for t in (dy, x))
-    grad = existing_grad(f, d, begin=begin, dtype=dtype)
+    grad = existing_grad(f, d, overwrite=overwrite, dtype=dtype)
     product = dy.double().T @ x.double()
-    expected = product if begin else product + grad.double()
-    accumulate_weight_grad_(grad, dy, x, overwrite=begin)
+    expected = product if overwrite else product + grad.double()
+    accumulate_weight_grad_(grad, dy, x, overwrite=overwrite)
     eps = torch.finfo(dtype).eps  # the product's only rounding; sums of 7 terms are within a few of fp32's
     torch.testing.assert_close(grad.double(), expected, rtol=0, atol=float(eps * product.abs().max() * 4))
 

@@ -56,7 +56,7 @@ class Intervals(Generic[T]):
 
     def __init__(self, make: Callable[[], T], clone: Callable[[T], T]):
         self._make, self._clone = make, clone
-        self._starts: list[int] = []  # of ranges that do not overlap, in order
+        self._starts: list[int] = []  # starts of ranges that do not overlap, in order
         self._stops: list[int] = []
         self._values: list[T] = []
 

@@ -96,7 +96,7 @@ class HostRead(Fact):
 
     kind: str
     where: str
-    phase: str = ""  # what the trainer was doing: "forward", "backward", ""
+    phase: str = ""  # the phase of the step: "forward", "backward", ""
 
 
 @dataclass(frozen=True)
