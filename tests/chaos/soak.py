@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]  # as in pytest's configuration
 
 import programs  # noqa: E402
-from checkpoint_loads import flip  # noqa: E402
+from checkpoint_loads import invert_bit  # noqa: E402
 from token_files import write  # noqa: E402
 from train_cases import logged  # noqa: E402
 
@@ -146,7 +146,7 @@ def flip_bit(save_dir: Path, rng: random.Random) -> None:
     newest = max(p for p in save_dir.glob("iter_*") if (p / "COMPLETE").is_file())
     file = rng.choice(sorted(newest.glob("*.safetensors")))
     size = file.stat().st_size
-    flip(file, rng.randrange(4 * size, 8 * size))
+    invert_bit(file, rng.randrange(4 * size, 8 * size))
 
 
 def inject(fault: Fault, attempt: Attempt, save_dir: Path, rng: random.Random) -> None:

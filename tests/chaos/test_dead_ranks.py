@@ -11,7 +11,7 @@ from typing import Any
 
 import checkpoint_loads
 import pytest
-from checkpoint_loads import ALONE
+from checkpoint_loads import SINGLE_PROCESS
 from fault_runs import drill
 from pairwise import rarely
 
@@ -70,7 +70,7 @@ def test_failed_save_commits_nothing_and_the_run_resumes(
         assert "Traceback" not in "".join(end.said) and "rank 1" in end.status["reason"]
         assert not list(run_dir.glob(".iter_*"))
     assert storage.steps_in(run_dir) == [2]
-    newest = checkpoint_loads.newest(run_dir, ALONE)
+    newest = checkpoint_loads.load_newest(run_dir, SINGLE_PROCESS)
     assert newest is not None and newest[1].state["progress"]["step"] == 2
     assert (restarted := drill(tmp_path, 2, flags)).code == 0, restarted
     last = manifests.load_manifest(run_dir / "iter_0000006")

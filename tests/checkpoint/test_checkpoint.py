@@ -7,7 +7,7 @@ import checkpoint_loads
 import numpy as np
 import pytest
 import torch
-from checkpoint_loads import ALONE, whole_piece
+from checkpoint_loads import SINGLE_PROCESS, full_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +96,7 @@ def test_load_under_another_layout(tmp_path_factory, shape, saved, other, data) 
         for rank in cut(values.to(dtype), "w", dim, *other):
             for fill in (
                 lambda pieces: reader.CheckpointReader(final, manifest).fill(pieces),
-                lambda pieces: loader.load_newest(directory, ALONE, lambda *_: loader.LoadPlan(pieces)),
+                lambda pieces: loader.load_newest(directory, SINGLE_PROCESS, lambda *_: loader.LoadPlan(pieces)),
             ):
                 target = replace(rank[0], data=torch.full_like(rank[0].data, torch.nan))
                 fill([target])
@@ -105,10 +105,10 @@ def test_load_under_another_layout(tmp_path_factory, shape, saved, other, data) 
 
 def test_load_lists_all_mismatches_before_changing_anything(tmp_path: Path) -> None:
     checkpoint_dir = saver.save(
-        tmp_path, 1, [whole_piece(torch.ones(4, 2), "a"), whole_piece(torch.ones(3), "b")], {}, ALONE
+        tmp_path, 1, [full_shard(torch.ones(4, 2), "a"), full_shard(torch.ones(3), "b")], {}, SINGLE_PROCESS
     )
-    pieces = [whole_piece(torch.zeros(4, 2), "a"), whole_piece(torch.zeros(5), "b"), whole_piece(torch.zeros(1), "c")]
+    pieces = [full_shard(torch.zeros(4, 2), "a"), full_shard(torch.zeros(5), "b"), full_shard(torch.zeros(1), "c")]
     with pytest.raises(CheckpointError) as error:
-        checkpoint_loads.fill(checkpoint_dir, manifests.load_manifest(checkpoint_dir), pieces, ALONE)
+        checkpoint_loads.load_shards(checkpoint_dir, manifests.load_manifest(checkpoint_dir), pieces, SINGLE_PROCESS)
     assert "b: shape (5,) here, (3,) in" in str(error.value) and "c: shape (1,) here, not in" in str(error.value)
     assert all(not p.data.any() for p in pieces)

@@ -7,7 +7,7 @@ import checkpoint_loads
 import programs
 import pytest
 import torch
-from checkpoint_loads import ALONE, flip, whole_piece
+from checkpoint_loads import SINGLE_PROCESS, full_shard, invert_bit
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest
@@ -27,10 +27,10 @@ def make(directory: Path, step: int, scale: float = 1.0, bf16: bool = False, cha
         values = scale * torch.randn(shape)
         values.view(-1)[:change] += 0.25
         if bf16 and name.startswith("model/"):
-            pieces.append(whole_piece(values, name.replace("model", "optimizer.main")))
+            pieces.append(full_shard(values, name.replace("model", "optimizer.main")))
             values = values.bfloat16()
-        pieces.append(whole_piece(values, name))
-    return saver.save(directory, step, pieces, STATE, ALONE)
+        pieces.append(full_shard(values, name))
+    return saver.save(directory, step, pieces, STATE, SINGLE_PROCESS)
 
 
 def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_inspect_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "iter_0000004: step 3, 1,234 tokens" in out and "29 elements of float32" in out
     assert "model/b" in out and "num_layers = 2" in out
     assert tool.main(["verify", str(tmp_path / "iter_0000003")]) == 0
-    flip(tmp_path / "iter_0000003" / "rank-00000.safetensors")
+    invert_bit(tmp_path / "iter_0000003" / "rank-00000.safetensors")
     assert tool.main(["verify", str(tmp_path)]) == 0  # the newest is intact
     capsys.readouterr()
     assert tool.main(["verify", str(tmp_path), "--all"]) == 1
@@ -69,7 +69,7 @@ def test_inspect_reports_skipped_checkpoints(tmp_path: Path, capsys: pytest.Capt
         output = capsys.readouterr().err
         assert output.count(f"skipping {new}: {new}/") == 1, (command, output)
     assert (
-        loader.load_newest(run, ALONE, lambda directory, manifest: loader.LoadPlan([])) is not None
+        loader.load_newest(run, SINGLE_PROCESS, lambda directory, manifest: loader.LoadPlan([])) is not None
     )  # as a run and generate do
     output = capsys.readouterr()
     assert f"skipping {new}: {new}/" in output.err and not output.out  # generate --json prints objects to stdout
@@ -97,7 +97,7 @@ def test_diff_detects_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """Bits are compared: 0 and -0 are equal numbers, and a NaN is not even equal to itself."""
 
     def save(name: str, values: list[float]) -> Path:
-        return saver.save(tmp_path / name, 1, [whole_piece(torch.tensor(values), "model/a")], STATE, ALONE)
+        return saver.save(tmp_path / name, 1, [full_shard(torch.tensor(values), "model/a")], STATE, SINGLE_PROCESS)
 
     a = save("a", [1.0, 0.0, float("nan")])
     assert tool.main(["diff", str(a), str(save("same", [1.0, 0.0, float("nan")]))]) == 0
@@ -109,7 +109,7 @@ def test_diff_detects_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_commands_verify_the_files_that_they_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tools open a checkpoint without hashing it all; a damaged block is detected when a value in it is read."""
     a, b = make(tmp_path / "a", 1), make(tmp_path / "b", 1)
-    flip(b / "rank-00000.safetensors")
+    invert_bit(b / "rank-00000.safetensors")
     for argv in (["diff", a, b], ["reshard", b, tmp_path / "c"], ["average", tmp_path / "c", a, b]):
         assert tool.main([str(arg) for arg in argv]) == 3
         assert "its content changed after it was written" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_commands_verify_the_files_that_they_read(tmp_path: Path, capsys: pytest
 def test_reshard_keeps_every_value(tmp_path: Path, files: int) -> None:
     a = make(tmp_path / "a", 5)
     assert tool.main(["reshard", str(a), str(tmp_path / "b"), "--files", str(files)]) == 0
-    newest = checkpoint_loads.newest(tmp_path / "b", ALONE)  # verified
+    newest = checkpoint_loads.load_newest(tmp_path / "b", SINGLE_PROCESS)  # verified
     assert newest is not None and len(newest[1].files) == files and newest[1].state == STATE
     assert tool.main(["diff", str(a), str(newest[0])]) == 0
     assert tool.main(["reshard", str(a), str(tmp_path / "w" / "iter_0000009"), "--weights"]) == 0
@@ -141,7 +141,7 @@ def test_average_uses_the_main_weights(tmp_path: Path, bf16: bool) -> None:
         actual = mean.read(name)
         assert actual.dtype == (torch.bfloat16 if bf16 and name.startswith("model/") else torch.float32)
         torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=1e-6, atol=0)
-    other = saver.save(tmp_path / "d", 1, [whole_piece(torch.ones(1), "model/z")], {}, ALONE)
+    other = saver.save(tmp_path / "d", 1, [full_shard(torch.ones(1), "model/z")], {}, SINGLE_PROCESS)
     assert tool.main(["average", str(tmp_path / "m2"), str(sources[0]), str(other)]) == 3
     assert not list((tmp_path / "m2").glob("*iter_*"))
 
@@ -174,7 +174,7 @@ def test_output_hides_url_secrets_and_escapes_control_characters(tmp_path: Path,
         output = capsys.readouterr().err
         assert "in its URL" in output and "hunter2" not in output
     state = {"config": "title = '\x1b]0;mine\x07'\n", "data": {"\x1b[2J": 1}}
-    checkpoint_dir = saver.save(tmp_path, 1, [whole_piece(torch.zeros(2), "model/\x1b[2Ja")], state, ALONE)
+    checkpoint_dir = saver.save(tmp_path, 1, [full_shard(torch.zeros(2), "model/\x1b[2Ja")], state, SINGLE_PROCESS)
     other = make(tmp_path / "other", 1)
     for command in (
         ["inspect", "--tensors", str(checkpoint_dir)],

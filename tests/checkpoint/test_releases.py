@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_loads import reseal
+from checkpoint_loads import replace_manifest
 from make_fixtures import CASES, FIXTURES, hashes, write_tokens
 from train_cases import config_from, run_from
 
@@ -105,7 +105,7 @@ def test_wrong_types_in_run_state_are_refused(tmp_path: Path, monkeypatch: pytes
     assert {"progress", "updates", "loss_scaler", "rates", "config", "vocab_size"} == state.keys()
     for path in entry_paths(state):
         for wrong in WRONG:
-            reseal(checkpoint_dir, {**good, "state": replaced(good["state"], path, wrong)})
+            replace_manifest(checkpoint_dir, {**good, "state": replaced(good["state"], path, wrong)})
             num_tried += 1
             try:
                 resume(run, str(checkpoint_dir.parent), config, LoadOptions())
@@ -135,7 +135,7 @@ def test_wrong_types_in_ledger_and_tokenizer_are_refused(tmp_path: Path, monkeyp
     state = {name: good["state"][name] for name in ("data", "tokenizer")}
     for n, path in enumerate(entry_paths(state)):
         for wrong in WRONG[n % 6 :: 6]:
-            reseal(checkpoint_dir, {**good, "state": replaced(good["state"], path, wrong)})
+            replace_manifest(checkpoint_dir, {**good, "state": replaced(good["state"], path, wrong)})
             try:
                 resume(run, str(checkpoint_dir.parent), config, LoadOptions())
             except (CheckpointError, DataError):
@@ -151,7 +151,7 @@ def test_unknown_dtypes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = snapshot(run)
     for name in (min(good["tensors"]), max(good["tensors"])):
         for wrong in [*WRONG, "float99", "__class__", "float64", "int8", "bool"]:
-            reseal(checkpoint_dir, replaced(good, ("tensors", name, "dtype"), wrong))
+            replace_manifest(checkpoint_dir, replaced(good, ("tensors", name, "dtype"), wrong))
             with pytest.raises(CheckpointError):
                 resume(run, str(checkpoint_dir.parent), config, LoadOptions())
             assert snapshot(run) == before

@@ -16,7 +16,7 @@ import fsspec
 import programs
 import pytest
 import torch
-from checkpoint_loads import ALONE, BACKGROUND, filled, save_steps
+from checkpoint_loads import BACKGROUND, SINGLE_PROCESS, constant_shards, save_steps
 from fsspec.implementations.memory import MemoryFileSystem
 from train_cases import SMALL
 
@@ -70,7 +70,7 @@ def on_s3(request: pytest.FixtureRequest) -> str:
 
 
 SIZES = {"columns": 1 << 12, "count": 2}
-pieces, save_small = functools.partial(filled, **SIZES), functools.partial(save_steps, **SIZES)
+pieces, save_small = functools.partial(constant_shards, **SIZES), functools.partial(save_steps, **SIZES)
 
 
 def files(url: str) -> dict[str, int]:
@@ -89,12 +89,12 @@ def change(url: str, content: bytes | None) -> None:
 
 def load_value(url: str) -> float:
     """Return the value of the newest checkpoint, verified and loaded into other boxes than it was saved in."""
-    newest = checkpoint_loads.newest(url, ALONE)
+    newest = checkpoint_loads.load_newest(url, SINGLE_PROCESS)
     targets = []
     for n in range(2):
         box = Box((1, 3), (3, 1 << 12))
         targets.append(TensorShard(f"model/{n}", (4, 1 << 12), box, range(5, box.numel), torch.zeros(box.numel - 5)))
-    checkpoint_loads.fill(*newest, targets, ALONE, exact=True)
+    checkpoint_loads.load_shards(*newest, targets, SINGLE_PROCESS, exact=True)
     value = float(targets[0].data[0])
     assert all((target.data == value).all() for target in targets)
     return value
@@ -108,8 +108,10 @@ def test_remote_save_and_load(base: str, background: bool, monkeypatch: pytest.M
         object_store.RemoteStorage, "write_text", lambda s, p, t, **k: (order.append(p.name), put(s, p, t))[1]
     )
     monkeypatch.setattr(object_store.RemoteStorage, "open_new", lambda s, p: (order.append(p.name), create(s, p))[1])
-    assert checkpoint_loads.newest(base, ALONE) is None
-    checkpoint_saver = CheckpointSaver(base, ALONE, 1 << 60, background=background)  # no store reports its free space
+    assert checkpoint_loads.load_newest(base, SINGLE_PROCESS) is None
+    checkpoint_saver = CheckpointSaver(
+        base, SINGLE_PROCESS, 1 << 60, background=background
+    )  # no store reports its free space
     for step in (1, 2):
         order.clear()
         checkpoint_saver.save(step, pieces(float(step)), {"step": step})
@@ -117,7 +119,7 @@ def test_remote_save_and_load(base: str, background: bool, monkeypatch: pytest.M
         names = ["rank-00000.safetensors", "rank-00000.json", "manifest.json", "COMPLETE", storage.TRACKER]
         assert order == names  # COMPLETE, which makes the checkpoint exist, follows all that it needs
     targets = pieces(0.0)
-    newest = loader.load_newest(base, ALONE, lambda *_: loader.LoadPlan(targets, exact_dtype=True))
+    newest = loader.load_newest(base, SINGLE_PROCESS, lambda *_: loader.LoadPlan(targets, exact_dtype=True))
     assert newest is not None and all((target.data == 2.0).all() for target in targets)
     assert load_value(base) == 2.0 and storage.steps_in(base) == [1, 2]
     checkpoint_saver.close()
@@ -125,10 +127,10 @@ def test_remote_save_and_load(base: str, background: bool, monkeypatch: pytest.M
     assert sorted(files(base)) == sorted(
         [storage.TRACKER, *(f"iter_000000{n}/{f}" for n in (1, 2) for f in file_names)]
     )
-    assert checkpoint_loads.newest(base, ALONE, step=1)[1].state == {"step": 1}  # type: ignore[index]
+    assert checkpoint_loads.load_newest(base, SINGLE_PROCESS, step=1)[1].state == {"step": 1}  # type: ignore[index]
     with pytest.raises(CheckpointError, match="holds no checkpoint of step 3"):
-        checkpoint_loads.newest(base, ALONE, step=3)
-    checkpoint_saver = CheckpointSaver(base + "/", ALONE, 0)
+        checkpoint_loads.load_newest(base, SINGLE_PROCESS, step=3)
+    checkpoint_saver = CheckpointSaver(base + "/", SINGLE_PROCESS, 0)
     checkpoint_saver.save(2, pieces(5.0), {})  # the same step again
     checkpoint_saver.close()
     assert load_value(base) == 5.0
@@ -156,7 +158,7 @@ def test_remote_damage_falls_back_to_the_previous_checkpoint(base: str, damage: 
     for step in (1, 2):
         change(f"{base}/iter_000000{step}/COMPLETE", None)
     with pytest.raises(CheckpointError, match="no checkpoint in it is valid"):  # and it does not start from scratch
-        checkpoint_loads.newest(base, ALONE)
+        checkpoint_loads.load_newest(base, SINGLE_PROCESS)
 
 
 def test_remote_retention_and_cleanup(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +183,7 @@ def test_remote_retention_and_cleanup(base: str, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(KeyboardInterrupt):
             retention.RetentionPolicy(remote_path, 2).prune()
     assert "COMPLETE" not in files(f"{base}/iter_0000004")  # deleted first, so this is no checkpoint any more
-    checkpoint_saver = CheckpointSaver(base, ALONE, 0)
+    checkpoint_saver = CheckpointSaver(base, SINGLE_PROCESS, 0)
     assert "iter_0000004" in checkpoint_saver.pop_messages()[0]
     checkpoint_saver.close()
     assert storage.steps_in(base) == [1, 5, 6, 7, 8]  # directories of others stay
@@ -218,9 +220,9 @@ def test_remote_checkpoint_in_use_is_not_deleted(base: str, monkeypatch: pytest.
 
 
 def test_later_run_takes_over_and_the_earlier_ends(base: str) -> None:
-    first_saver = CheckpointSaver(base, ALONE, 0, keep_last=2)
+    first_saver = CheckpointSaver(base, SINGLE_PROCESS, 0, keep_last=2)
     first_saver.save(1, pieces(1.0), {})
-    second_saver = CheckpointSaver(base, ALONE, 0)
+    second_saver = CheckpointSaver(base, SINGLE_PROCESS, 0)
     with pytest.raises(CheckpointError, match=f"taken over by process {os.getpid()} on .* this run stops saving"):
         first_saver.save(2, pieces(2.0), {})
     assert storage.steps_in(base) == [1]
@@ -235,12 +237,12 @@ def test_later_run_takes_over_and_the_earlier_ends(base: str) -> None:
 
 
 def test_takeover_between_files_and_commit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint_saver = CheckpointSaver(base, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(base, SINGLE_PROCESS, 0, background=True)
     real = manifests.write_rank_file
 
     def write_and_take_over(*args: Any) -> None:
         real(*args)
-        CheckpointSaver(base, ALONE, 0)
+        CheckpointSaver(base, SINGLE_PROCESS, 0)
 
     monkeypatch.setattr(manifests, "write_rank_file", write_and_take_over)
     checkpoint_saver.save(1, pieces(1.0), {})
@@ -254,14 +256,16 @@ def test_upload_that_fails_half_way_is_aborted(base: str, monkeypatch: pytest.Mo
     values = torch.randn(3 << 20)  # 12 MiB: two parts, since 4 MiB are handed over at a time
     box = Box((0,), (len(values),))
     piece = TensorShard("model/w", box.stop, box, range(len(values)), values)
-    checkpoint_dir = saver.save(base, 1, [piece], {}, ALONE)
+    checkpoint_dir = saver.save(base, 1, [piece], {}, SINGLE_PROCESS)
     name = next(iter(manifests.load_manifest(checkpoint_dir).files))
     if base.startswith("s3"):
         assert (checkpoint_dir / name).files.info((checkpoint_dir / name).path)["ETag"].strip('"').endswith("-2")
     reloaded = TensorShard(piece.name, piece.shape, box, piece.span, torch.zeros_like(values))
     monkeypatch.setattr(object_store, "READ_BYTES", 1 << 20)
     reader.verify_checkpoint(checkpoint_dir, manifests.load_manifest(checkpoint_dir))
-    checkpoint_loads.fill(checkpoint_dir, manifests.load_manifest(checkpoint_dir), [reloaded], ALONE, exact=True)
+    checkpoint_loads.load_shards(
+        checkpoint_dir, manifests.load_manifest(checkpoint_dir), [reloaded], SINGLE_PROCESS, exact=True
+    )
     assert torch.equal(reloaded.data, values)
 
     def failing_blocks(size: int = 6 << 20) -> Iterator[torch.Tensor]:
@@ -282,7 +286,7 @@ def test_checkpoint_tool_accepts_urls(base: str, tmp_path: Path, capsys: pytest.
     from test_checkpoint_tool import tool
 
     for step in (1, 2):
-        saver.save(base, step, pieces(float(step)), {"progress": {"step": step}}, ALONE)
+        saver.save(base, step, pieces(float(step)), {"progress": {"step": step}}, SINGLE_PROCESS)
     assert tool.main(["inspect", base]) == 0 and "iter_0000002: step 2" in capsys.readouterr().out
     assert tool.main(["verify", base, "--all"]) == 0
     assert tool.main(["reshard", base, str(tmp_path), "--files", "2"]) == 0
@@ -303,8 +307,8 @@ def test_invalid_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "file://relative": "not absolute: give file:///directory",
     }.items():
         with pytest.raises(CheckpointError, match=text):
-            CheckpointSaver(url, ALONE, 0)
-    CheckpointSaver(f"file://{tmp_path}/local", ALONE, 0).close()
+            CheckpointSaver(url, SINGLE_PROCESS, 0)
+    CheckpointSaver(f"file://{tmp_path}/local", SINGLE_PROCESS, 0).close()
     save_small(f"file://{tmp_path}/local", 1)
     assert (tmp_path / "local" / "iter_0000001" / "COMPLETE").is_file() and load_value(f"{tmp_path}/local") == 1.0
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
@@ -315,7 +319,7 @@ def test_invalid_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_missing_bucket_is_refused(on_s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     with pytest.raises(CheckpointError, match="save='s3://nobodys/x' cannot be written .*check its name"):
-        CheckpointSaver("s3://nobodys/x", ALONE, 0)
+        CheckpointSaver("s3://nobodys/x", SINGLE_PROCESS, 0)
     assert not fsspec.filesystem("s3").exists("nobodys")  # and is not created
     monkeypatch.setattr(object_store, "ATTEMPTS", 1)
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
@@ -323,7 +327,7 @@ def test_missing_bucket_is_refused(on_s3: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
     type(fsspec.filesystem("s3")).clear_instance_cache()  # a client reads the environment once
     with pytest.raises(CheckpointError, match="looking for checkpoints in s3://runs/x: .*listing it"):
-        checkpoint_loads.newest("s3://runs/x", ALONE)  # never taken for an empty directory
+        checkpoint_loads.load_newest("s3://runs/x", SINGLE_PROCESS)  # never taken for an empty directory
     type(fsspec.filesystem("s3")).clear_instance_cache()
 
 
@@ -365,14 +369,14 @@ def test_intermittent_store_failures_are_retried(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(object_store, "FIRST_WAIT_S", 0.0)
     url = f"unsteady://runs/{uuid.uuid4().hex}"
     monkeypatch.setattr(Unsteady, "bad", 2)
-    checkpoint_saver = CheckpointSaver(url, ALONE, 0)
+    checkpoint_saver = CheckpointSaver(url, SINGLE_PROCESS, 0)
     checkpoint_saver.save(1, pieces(1.0), {})
     assert load_value(url) == 1.0
     monkeypatch.setattr(Unsteady, "bad", 10**9)
     with pytest.raises(CheckpointError, match=r"unsteady://runs/.*ConnectionError: reset by peer"):
         checkpoint_saver.save(2, pieces(2.0), {})
     with pytest.raises(CheckpointError, match="ConnectionError: reset by peer"):
-        checkpoint_loads.newest(url, ALONE)
+        checkpoint_loads.load_newest(url, SINGLE_PROCESS)
     monkeypatch.setattr(Unsteady, "bad", 0)
     assert load_value(url) == 1.0
     checkpoint_saver.save(3, pieces(3.0), {})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from chaos.fault_runs import drill
-from checkpoint_loads import ALONE, BACKGROUND, filled, save_steps
+from checkpoint_loads import BACKGROUND, SINGLE_PROCESS, constant_shards, save_steps
 from token_files import full
 from train_cases import config_from, pretrain, run_from
 
@@ -24,12 +24,12 @@ from megalite.launch.rank_info import RankInfo
 from megalite.training.checkpointing.initial_state import load_initial_state
 
 SIZES = {"rows": 1, "columns": 8, "count": 1}
-pieces, save_small = functools.partial(filled, **SIZES), functools.partial(save_steps, **SIZES)
+pieces, save_small = functools.partial(constant_shards, **SIZES), functools.partial(save_steps, **SIZES)
 
 
 def value_of(directory: str | Path, step: int | None = None) -> float:
     target = pieces(0.0)
-    assert loader.load_newest(directory, ALONE, lambda *_: loader.LoadPlan(target), step)
+    assert loader.load_newest(directory, SINGLE_PROCESS, lambda *_: loader.LoadPlan(target), step)
     return float(target[0].data[0])
 
 
@@ -59,7 +59,7 @@ ABANDONED = ["abandoned-iter_0000003-left-at-0000002", "abandoned-iter_0000004-l
 @BACKGROUND
 def test_first_save_renames_superseded_checkpoints(tmp_path: Path, background: bool) -> None:
     save_small(tmp_path, 1, 2, 3, 4)
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, keep_last=2, background=background)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, keep_last=2, background=background)
     note = checkpoint_saver.set_start_step(2)
     assert note is not None and "iter_0000003, iter_0000004" in note and "abandoned-" in note
     assert storage.steps_in(tmp_path) == [1, 2, 3, 4]  # until another one is saved
@@ -81,7 +81,7 @@ def test_first_save_renames_superseded_checkpoints(tmp_path: Path, background: b
 def test_second_rollback_to_the_same_step(tmp_path: Path) -> None:
     save_small(tmp_path, 2, 4)
     for n in range(3):
-        checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0)
+        checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0)
         checkpoint_saver.set_start_step(2)
         checkpoint_saver.save(4, pieces(40.0 + n), {})
         checkpoint_saver.close()
@@ -92,7 +92,7 @@ def test_second_rollback_to_the_same_step(tmp_path: Path) -> None:
 
 def test_failed_first_save_renames_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_small(tmp_path, 1, 2, 3)
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0)
     checkpoint_saver.set_start_step(1)
 
     for broken in ("publish", "open_new"):
@@ -117,7 +117,7 @@ def test_superseded_checkpoint_that_cannot_be_renamed_is_not_loaded(tmp_path, mo
     final_dir = tmp_path / "kept"
     save_small(final_dir, 1, 2, 3, 9)
     save_dir = tmp_path / "fast" if local else final_dir
-    checkpoint_saver = CheckpointSaver(save_dir, ALONE, 0, keep_last=2, upload_to=final_dir if local else None)
+    checkpoint_saver = CheckpointSaver(save_dir, SINGLE_PROCESS, 0, keep_last=2, upload_to=final_dir if local else None)
     checkpoint_saver.set_start_step(2)
     real, calls = branch.finish_renames, list[int]()
 
@@ -145,7 +145,7 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
         file = tmp_path / f"iter_000000{step}" / "rank-00000.safetensors"
         file.write_bytes(bytes(file.stat().st_size))
     assert value_of(tmp_path) == 2.0
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, keep_last=2)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, keep_last=2)
     assert checkpoint_saver.set_start_step(2, damaged=True) is None
     checkpoint_saver.save(3, pieces(30.0), {})
     assert storage.steps_in(tmp_path) == [2, 3] and value_of(tmp_path) == 30.0
@@ -158,7 +158,7 @@ def test_rollback_with_links_and_read_only_directories(tmp_path: Path) -> None:
     save_small(run_dir, 1, 2)
     (run_dir / "iter_0000003").symlink_to(Path("..") / "archive" / "iter_0000003")
     (run_dir / "iter_0000002").chmod(0o555)
-    checkpoint_saver = CheckpointSaver(run_dir, ALONE, 0)
+    checkpoint_saver = CheckpointSaver(run_dir, SINGLE_PROCESS, 0)
     checkpoint_saver.set_start_step(1)
     checkpoint_saver.save(4, pieces(40.0), {})
     checkpoint_saver.close()
@@ -171,12 +171,12 @@ def test_rollback_with_links_and_read_only_directories(tmp_path: Path) -> None:
 def test_rollback_in_a_remote_store_is_refused(tmp_path: Path) -> None:
     url = f"memory://runs/{uuid.uuid4().hex}"
     save_small(url, 1, 2, 3)
-    checkpoint_saver = CheckpointSaver(url, ALONE, 0)
+    checkpoint_saver = CheckpointSaver(url, SINGLE_PROCESS, 0)
     with pytest.raises(CheckpointError, match=r"iter_0000002, iter_0000003, later than .* give another"):
         checkpoint_saver.set_start_step(1)
     checkpoint_saver.close()
     assert storage.steps_in(url) == [1, 2, 3]
-    checkpoint_saver = CheckpointSaver(url, ALONE, 0, keep_last=2)
+    checkpoint_saver = CheckpointSaver(url, SINGLE_PROCESS, 0, keep_last=2)
     assert checkpoint_saver.set_start_step(1, damaged=True) is None
     for step in (4, 5):
         checkpoint_saver.save(step, pieces(float(step)), {})
@@ -184,13 +184,13 @@ def test_rollback_in_a_remote_store_is_refused(tmp_path: Path) -> None:
     checkpoint_saver.save(3, pieces(30.0), {})  # saved again: it counts now, though not among the newest two
     checkpoint_saver.close()
     assert storage.steps_in(url) == [2, 3, 4, 5]
-    local = CheckpointSaver(tmp_path, ALONE, 0, upload_to=url)
+    local = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, upload_to=url)
     with pytest.raises(CheckpointError, match="renamed at a URL"):
         local.set_start_step(1)
     local.close()
     new_url = f"memory://runs/{uuid.uuid4().hex}"
     save_small(tmp_path, 1, 2)
-    local = CheckpointSaver(tmp_path, ALONE, 0, upload_to=new_url)
+    local = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, upload_to=new_url)
     note = local.set_start_step(1)  # the later checkpoint was never uploaded
     assert note is not None and "iter_0000002" in note
     local.save(3, pieces(3.0), {})
@@ -203,9 +203,9 @@ def test_failed_start_uploads_and_deletes_nothing(tmp_path: Path) -> None:
     fast, final_dir = tmp_path / "fast", tmp_path / "kept"
     save_small(final_dir, 1, 2)
     save_small(fast, 3)
-    CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=final_dir).close()
+    CheckpointSaver(fast, SINGLE_PROCESS, 0, keep_last=2, upload_to=final_dir).close()
     assert storage.steps_in(final_dir) == [1, 2] and storage.steps_in(fast) == [3]
-    checkpoint_saver = CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=final_dir)
+    checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, keep_last=2, upload_to=final_dir)
     checkpoint_saver.set_start_step(3)  # the previous run was killed before it could upload
     checkpoint_saver.close()
     assert storage.steps_in(final_dir) == [2, 3]
@@ -220,7 +220,7 @@ def test_rollback_renames_local_and_uploaded_checkpoints_together(tmp_path: Path
     uploaded: list[int] = []
     real = Uploader._upload
     monkeypatch.setattr(Uploader, "_upload", lambda self, step, *a: (uploaded.append(step), real(self, step, *a))[1])
-    checkpoint_saver = CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=final_dir)
+    checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, keep_last=2, upload_to=final_dir)
     checkpoint_saver.set_start_step(1)
     if killed:
         with monkeypatch.context() as patch:
@@ -229,7 +229,7 @@ def test_rollback_renames_local_and_uploaded_checkpoints_together(tmp_path: Path
                 checkpoint_saver.save(2, pieces(20.0), {})
         checkpoint_saver._lock.close()
         checkpoint_saver._uploader._lock.close()
-        checkpoint_saver = CheckpointSaver(fast, ALONE, 0, keep_last=2, upload_to=final_dir)
+        checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, keep_last=2, upload_to=final_dir)
         checkpoint_saver.set_start_step(2)
     else:
         checkpoint_saver.save(2, pieces(20.0), {})
@@ -255,7 +255,7 @@ def test_kill_at_any_rename_leaves_one_complete_branch(tmp_path: Path, monkeypat
         for name, directory in places.items():
             save_small(directory, *(int(step[-1]) for step in old[name]))
         final_dir, target = places["kept"], [*places.values()][-1]
-        checkpoint_saver = CheckpointSaver(target, ALONE, 0, upload_to=final_dir if fast else None)
+        checkpoint_saver = CheckpointSaver(target, SINGLE_PROCESS, 0, upload_to=final_dir if fast else None)
         checkpoint_saver.set_start_step(1)
         with monkeypatch.context() as patch:
             die_at_rename(patch, len(outcomes))
@@ -265,7 +265,7 @@ def test_kill_at_any_rename_leaves_one_complete_branch(tmp_path: Path, monkeypat
             except KeyboardInterrupt:
                 pass
         checkpoint_saver.close()
-        CheckpointSaver(target, ALONE, 0, upload_to=final_dir if fast else None).close()  # the next start
+        CheckpointSaver(target, SINGLE_PROCESS, 0, upload_to=final_dir if fast else None).close()  # the next start
         outcomes.append({name: names(directory) for name, directory in places.items()})
         assert outcomes[-1] in (old, new), len(outcomes)
         assert value_of(target, 2) == (20.0 if outcomes[-1] == new else 2.0)

@@ -13,8 +13,8 @@ import checkpoint_loads
 import programs
 import pytest
 import torch
-from checkpoint_loads import ALONE, BACKGROUND, whole_piece
-from checkpoint_loads import row as shard
+from checkpoint_loads import BACKGROUND, SINGLE_PROCESS, full_shard
+from checkpoint_loads import row_shard as shard
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -37,20 +37,20 @@ from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import TensorShard
 
 CPU = torch.device("cpu")
-MATRIX = whole_piece(torch.zeros(2, 8))
+MATRIX = full_shard(torch.zeros(2, 8))
 
 
 def load(directory: Path, like: TensorShard) -> torch.Tensor:
     target = TensorShard(like.name, like.shape, like.box, like.span, torch.zeros_like(like.data))
     manifest = manifests.load_manifest(directory)
     reader.verify_checkpoint(directory, manifest)
-    checkpoint_loads.fill(directory, manifest, [target], ALONE, exact=True)
+    checkpoint_loads.load_shards(directory, manifest, [target], SINGLE_PROCESS, exact=True)
     return target.data.view(like.box.shape)
 
 
 def save_and_wait(checkpoint_saver: CheckpointSaver, step: int) -> None:
     """Save a checkpoint and wait until it is complete."""
-    checkpoint_saver.save(step, [whole_piece(torch.ones(2))], {})
+    checkpoint_saver.save(step, [full_shard(torch.ones(2))], {})
     checkpoint_saver.wait()
 
 
@@ -59,7 +59,7 @@ def save_and_wait(checkpoint_saver: CheckpointSaver, step: int) -> None:
 def test_streamed_file_is_valid_safetensors(tmp_path: Path, block: int) -> None:
     values = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(4).view(2, 2)}
     values |= {"d": torch.tensor([True, False, True]), "e": torch.tensor(2.5, dtype=torch.float64)}
-    rows, ordered = tensor_file.plan_write([whole_piece(v, name) for name, v in values.items()])
+    rows, ordered = tensor_file.plan_write([full_shard(v, name) for name, v in values.items()])
     checksum = tensor_file.write_safetensors(tmp_path / "x.safetensors", rows, (p.data for p in ordered), block)
     actual = load_file(tmp_path / "x.safetensors")
     assert {row.name: row.key for row in rows}.keys() == values.keys()
@@ -79,11 +79,11 @@ def peak_mib() -> float:
 
 
 def test_save_needs_no_second_copy_of_the_state(tmp_path: Path) -> None:
-    state = [whole_piece(torch.randn(16, 1 << 20), f"model/{i}") for i in range(2)]  # 128 MiB
-    saver.save(tmp_path, 1, [whole_piece(torch.ones(3))], {}, ALONE)  # does the late imports
+    state = [full_shard(torch.randn(16, 1 << 20), f"model/{i}") for i in range(2)]  # 128 MiB
+    saver.save(tmp_path, 1, [full_shard(torch.ones(3))], {}, SINGLE_PROCESS)  # does the late imports
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from now
     before = peak_mib()
-    saver.save(tmp_path, 2, state, {}, ALONE)
+    saver.save(tmp_path, 2, state, {}, SINGLE_PROCESS)
     assert peak_mib() - before <= 0.1 * 128
     shutil.rmtree(tmp_path)
 
@@ -99,7 +99,7 @@ def test_save_order_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"rename {Path(b).name}"), real_replace(a, b)))
-    saver.save(tmp_path, 1, [whole_piece(torch.ones(2))], {}, ALONE)
+    saver.save(tmp_path, 1, [full_shard(torch.ones(2))], {}, SINGLE_PROCESS)
     files = ["sync rank-00000.safetensors", *(f"rename {x}" for x in ("rank-00000.json", "manifest.json", "COMPLETE"))]
     files += ["sync manifest.json", "sync COMPLETE", "sync .iter_0000001.part", "rename iter_0000001"]
     assert events == [*files, f"sync {tmp_path.name}", f"rename {storage.TRACKER}"]
@@ -108,19 +108,19 @@ def test_save_order_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
 @BACKGROUND
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
 def test_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch, call: str, background: bool) -> None:
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 8, background=background)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 8, background=background)
     save_and_wait(checkpoint_saver, 1)
 
     with monkeypatch.context() as patch:
         patch.setattr(file_system if call == "open" else os, call, full, raising=False)
         with pytest.raises(CheckpointError, match="No space left"):
             save_and_wait(checkpoint_saver, 2)
-    newest = checkpoint_loads.newest(tmp_path, ALONE)
+    newest = checkpoint_loads.load_newest(tmp_path, SINGLE_PROCESS)
     assert newest is not None and newest[0].name == "iter_0000001"
     assert not list(tmp_path.glob(".iter_*"))
     save_and_wait(checkpoint_saver, 3)  # and the next one works again
     checkpoint_saver.close()
-    assert checkpoint_loads.newest(tmp_path, ALONE)[0].name == "iter_0000003"  # type: ignore[index]
+    assert checkpoint_loads.load_newest(tmp_path, SINGLE_PROCESS)[0].name == "iter_0000003"  # type: ignore[index]
 
 
 @BACKGROUND
@@ -128,7 +128,7 @@ def test_unrelated_files_do_not_end_a_run(tmp_path: Path, background: bool, caps
     """A tracker file that cannot be written, and then a directory that is deleted: it is created and locked again."""
     save_dir = tmp_path / "save"
     (save_dir / storage.TRACKER / "inside").mkdir(parents=True)
-    checkpoint_saver = CheckpointSaver(save_dir, ALONE, 0, background=background)
+    checkpoint_saver = CheckpointSaver(save_dir, SINGLE_PROCESS, 0, background=background)
     save_and_wait(checkpoint_saver, 1)
     stderr = capsys.readouterr().err
     assert f"WARNING: {save_dir / storage.TRACKER}: Is a directory; it does not name step 1, whose checkpoint" in stderr
@@ -140,12 +140,12 @@ def test_unrelated_files_do_not_end_a_run(tmp_path: Path, background: bool, caps
     )
     assert (save_dir / storage.TRACKER).read_text() == "2\n" and storage.steps_in(save_dir) == [2]
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} "):
-        CheckpointSaver(save_dir, ALONE, 0)
+        CheckpointSaver(save_dir, SINGLE_PROCESS, 0)
     shutil.rmtree(save_dir)
     save_dir.mkdir()
-    other_saver = CheckpointSaver(save_dir, ALONE, 0)  # it takes the lock first
+    other_saver = CheckpointSaver(save_dir, SINGLE_PROCESS, 0)  # it takes the lock first
     with pytest.raises(CheckpointError, match="in use by process"):
-        checkpoint_saver.save(3, [whole_piece(torch.ones(2))], {})
+        checkpoint_saver.save(3, [full_shard(torch.ones(2))], {})
     checkpoint_saver.close()
     other_saver.close()
 
@@ -153,7 +153,7 @@ def test_unrelated_files_do_not_end_a_run(tmp_path: Path, background: bool, caps
 @BACKGROUND
 def test_error_without_text_shows_type_and_location(tmp_path: Path, monkeypatch, background: bool) -> None:
     monkeypatch.setattr(manifests, "write_rank_file", lambda *_: bytearray(1 << 62))
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=background)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=background)
     with pytest.raises(CheckpointError, match=r"failed while .*: MemoryError in test_saver.py:\d+$"):
         save_and_wait(checkpoint_saver, 1)
     checkpoint_saver.close()
@@ -170,7 +170,7 @@ def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
         checkpoint_saver.save(2, [shard(mesh, 2.0, 100_000)], {})
         checkpoint_saver.wait()
     limit_files(resource.RLIM_INFINITY)
-    newest = checkpoint_loads.newest(directory, mesh)
+    newest = checkpoint_loads.load_newest(directory, mesh)
     checkpoint_saver.close()
     return str(error.value), newest is not None and newest[0].name == "iter_0000001"
 
@@ -192,15 +192,15 @@ def test_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match=f"in use by process {process.pid} on"):
-            CheckpointSaver(tmp_path, ALONE, 0)
+            CheckpointSaver(tmp_path, SINGLE_PROCESS, 0)
     finally:
         process.kill()
         process.wait()
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0)  # a killed run leaves no stale lock
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0)  # a killed run leaves no stale lock
     with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()}"):
-        CheckpointSaver(tmp_path, ALONE, 0)
+        CheckpointSaver(tmp_path, SINGLE_PROCESS, 0)
     checkpoint_saver.close()
-    CheckpointSaver(tmp_path, ALONE, 0).close()
+    CheckpointSaver(tmp_path, SINGLE_PROCESS, 0).close()
 
 
 def _two_directories(base: str) -> str:
@@ -219,21 +219,21 @@ def test_unwritable_directory_is_refused_at_startup(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nothing")):
         with pytest.raises(CheckpointError, match="cannot be written"):
-            CheckpointSaver(path, ALONE, 0)
+            CheckpointSaver(path, SINGLE_PROCESS, 0)
     with pytest.raises(CheckpointError, match=r"GiB left, a checkpoint needs 1,073,741,824.0 GiB: "):
-        CheckpointSaver(tmp_path, ALONE, 1 << 60)
+        CheckpointSaver(tmp_path, SINGLE_PROCESS, 1 << 60)
     unusual_dir = tmp_path / "päth with späces ☃"
-    checkpoint_saver = CheckpointSaver(unusual_dir, ALONE, 0)
-    checkpoint_saver.save(1, [whole_piece(torch.ones(2))], {})
+    checkpoint_saver = CheckpointSaver(unusual_dir, SINGLE_PROCESS, 0)
+    checkpoint_saver.save(1, [full_shard(torch.ones(2))], {})
     checkpoint_saver.close()
-    assert checkpoint_loads.newest(unusual_dir, ALONE)[0].name == "iter_0000001"  # type: ignore[index]
+    assert checkpoint_loads.load_newest(unusual_dir, SINGLE_PROCESS)[0].name == "iter_0000001"  # type: ignore[index]
     assert sorted(p.name for p in unusual_dir.iterdir()) == [storage.LOCK_FILE, "iter_0000001", storage.TRACKER]
 
 
 def test_leftovers_of_unfinished_saves_are_removed(tmp_path: Path) -> None:
     for name in (".iter_0000003.part", ".iter_0000001.old", ".mine", "iter_0000002"):
         (tmp_path / name).mkdir()
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0)
     checkpoint_saver.close()
     assert ".iter_0000003.part" in checkpoint_saver.pop_messages()[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == [storage.LOCK_FILE, ".mine", "iter_0000002"]
@@ -263,26 +263,26 @@ def test_interrupted_deletion_leaves_no_checkpoint(tmp_path: Path, monkeypatch: 
         patch.setattr(shutil, "rmtree", lambda *a, **k: None)
         retention.RetentionPolicy(tmp_path, 1).prune()
     assert storage.steps_in(tmp_path) == [2] and (tmp_path / ".iter_0000001.old").is_dir()
-    CheckpointSaver(tmp_path, ALONE, 0).close()
+    CheckpointSaver(tmp_path, SINGLE_PROCESS, 0).close()
     assert not (tmp_path / ".iter_0000001.old").exists()
 
 
 def test_retention_keeps_the_newest_checkpoint(tmp_path: Path) -> None:
     """After a rollback the newest checkpoint does not have the highest step."""
     checkpoint_loads.save_steps(tmp_path, 10, 20, 30)
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, keep_last=1)
-    checkpoint_saver.save(15, [whole_piece(torch.ones(2))], {})
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, keep_last=1)
+    checkpoint_saver.save(15, [full_shard(torch.ones(2))], {})
     checkpoint_saver.close()
     assert storage.steps_in(tmp_path) == [15, 30]
     assert retention.RetentionPolicy(tmp_path, 1).prune() == [15]  # and the only valid one stays for ever
     os.truncate(tmp_path / "iter_0000030" / "rank-00000.safetensors", 8)
-    saver.save(tmp_path, 12, [whole_piece(torch.ones(2))], {}, ALONE)
+    saver.save(tmp_path, 12, [full_shard(torch.ones(2))], {}, SINGLE_PROCESS)
     assert retention.RetentionPolicy(tmp_path, 1).prune() == []
 
 
 def test_kill_while_replacing_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two renames neither the old checkpoint nor the new one is in place; the next start restores the old one."""
-    saver.save(tmp_path, 1, [whole_piece(torch.ones(2))], {}, ALONE)
+    saver.save(tmp_path, 1, [full_shard(torch.ones(2))], {}, SINGLE_PROCESS)
     real = os.replace
 
     def replace_until_killed(a: Path, b: Path) -> None:
@@ -292,10 +292,10 @@ def test_kill_while_replacing_the_same_step(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", replace_until_killed)
-        saver.save(tmp_path, 1, [whole_piece(torch.zeros(2))], {}, ALONE)
+        saver.save(tmp_path, 1, [full_shard(torch.zeros(2))], {}, SINGLE_PROCESS)
     assert storage.steps_in(tmp_path) == []
-    CheckpointSaver(tmp_path, ALONE, 0).close()
-    assert load(tmp_path / "iter_0000001", whole_piece(torch.zeros(2))).tolist() == [1.0, 1.0]
+    CheckpointSaver(tmp_path, SINGLE_PROCESS, 0).close()
+    assert load(tmp_path / "iter_0000001", full_shard(torch.zeros(2))).tolist() == [1.0, 1.0]
     assert not list(tmp_path.glob(".iter_*"))
 
 
@@ -303,7 +303,7 @@ def test_kill_while_replacing_the_same_step(tmp_path: Path, monkeypatch: pytest.
 def test_save_interval_in_time_is_kept_at_any_pace(paces: list[float], interval: float) -> None:
     """At a steady pace the interval is kept to half a step, at a cyclic one to two cycles."""
     now, last, saves = [0.0], 0.0, []
-    timer = SaveTimer(interval, ALONE, 0, lambda: now[0])
+    timer = SaveTimer(interval, SINGLE_PROCESS, 0, lambda: now[0])
     for step in range(1, 200):
         pace = paces[step % len(paces)]
         now[0] += pace
@@ -319,7 +319,7 @@ def test_save_interval_in_time_is_kept_at_any_pace(paces: list[float], interval:
 
 def test_save_timer_communicates_rarely() -> None:
     now, num_decisions = [0.0], 0
-    timer = SaveTimer(1000.0, ALONE, 0, lambda: now[0])
+    timer = SaveTimer(1000.0, SINGLE_PROCESS, 0, lambda: now[0])
     for step in range(1, 2001):
         now[0] = step * 1.0
         num_decisions += step >= timer._next_decision
@@ -337,7 +337,7 @@ def test_only_the_update_waits_for_staging(tmp_path: Path, monkeypatch: pytest.M
         return real(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(background_save.HostStager, "_parts", slow)
-    checkpoint_saver, piece = CheckpointSaver(tmp_path, ALONE, 0, background=True), whole_piece(torch.ones(4))
+    checkpoint_saver, piece = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=True), full_shard(torch.ones(4))
     checkpoint_saver.before_update()  # nothing to wait for
     state = {"n": [1]}
     checkpoint_saver.save(1, [piece], state)  # returns, although nothing can be copied yet
@@ -356,10 +356,10 @@ def test_only_the_update_waits_for_staging(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_failed_staging_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=True)
     with monkeypatch.context() as patch:
         patch.setattr(tensor_file, "plan_write", no_memory)
-        checkpoint_saver.save(1, [whole_piece(torch.ones(4))], {})
+        checkpoint_saver.save(1, [full_shard(torch.ones(4))], {})
         checkpoint_saver.before_update()
         with pytest.raises(CheckpointError, match="out of memory"):
             checkpoint_saver.wait()
@@ -380,11 +380,11 @@ def test_only_one_save_is_in_flight_and_close_waits_for_it(tmp_path: Path, monke
         num_writing[0] -= 1
 
     monkeypatch.setattr(manifests, "write_rank_file", slow)
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
-    checkpoint_saver.save(1, [whole_piece(torch.ones(2))], {})  # returns, although nothing can be written yet
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=True)
+    checkpoint_saver.save(1, [full_shard(torch.ones(2))], {})  # returns, although nothing can be written yet
     assert not (tmp_path / "iter_0000001").exists()
     threading.Timer(0.2, gate.set).start()
-    checkpoint_saver.save(2, [whole_piece(torch.ones(2))], {})  # waits for the first
+    checkpoint_saver.save(2, [full_shard(torch.ones(2))], {})  # waits for the first
     assert (tmp_path / "iter_0000001" / "COMPLETE").is_file()
     checkpoint_saver.close()
     assert (tmp_path / "iter_0000002" / "COMPLETE").is_file() and max_writing[0] == 1
@@ -398,7 +398,7 @@ def test_without_staging_memory_the_update_waits_for_the_file(tmp_path: Path, mo
     monkeypatch.setattr(background_save.HostStager, "_parts", no_memory)
     gate, real = threading.Event(), manifests.write_rank_file
     monkeypatch.setattr(manifests, "write_rank_file", lambda *a: (gate.wait(10), real(*a)))
-    checkpoint_saver, piece = CheckpointSaver(tmp_path, ALONE, 0, background=True), whole_piece(torch.ones(4))
+    checkpoint_saver, piece = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=True), full_shard(torch.ones(4))
     checkpoint_saver.save(1, [piece], {})
     threading.Timer(0.2, gate.set).start()
     checkpoint_saver.before_update()
@@ -415,10 +415,10 @@ def test_without_a_thread_the_save_is_synchronous(tmp_path: Path, monkeypatch: p
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=True)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        checkpoint_saver.save(1, [whole_piece(torch.ones(4))], {})
+        checkpoint_saver.save(1, [full_shard(torch.ones(4))], {})
     assert storage.steps_in(tmp_path) == [1]
     checkpoint_saver.wait()
     checkpoint_saver.close()
@@ -427,11 +427,11 @@ def test_without_a_thread_the_save_is_synchronous(tmp_path: Path, monkeypatch: p
 def test_blocked_time_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = manifests.write_rank_file
     monkeypatch.setattr(manifests, "write_rank_file", lambda *a: (time.sleep(0.1), real(*a)))
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=True)
     for step in (1, 2):
-        checkpoint_saver.save(step, [whole_piece(torch.ones(4))], {})
+        checkpoint_saver.save(step, [full_shard(torch.ones(4))], {})
     assert checkpoint_saver.blocked_s > 0.07
-    checkpoint_saver.save(3, [whole_piece(torch.ones(4))], {}, last=True)
+    checkpoint_saver.save(3, [full_shard(torch.ones(4))], {}, last=True)
     assert checkpoint_saver.blocked_s > 0.17
     first, second, third = [line for line in checkpoint_saver.pop_messages() if not line.startswith("scheduled")]
     assert "for the previous save" not in first
@@ -442,13 +442,13 @@ def test_blocked_time_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_failed_background_save_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
-    checkpoint_saver.save(1, [whole_piece(torch.ones(2))], {})
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=True)
+    checkpoint_saver.save(1, [full_shard(torch.ones(2))], {})
     assert checkpoint_saver.close() is None
-    checkpoint_saver = CheckpointSaver(tmp_path, ALONE, 0, background=True)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, background=True)
     with monkeypatch.context() as patch:
         patch.setattr(manifests, "write_rank_file", no_memory)
-        checkpoint_saver.save(2, [whole_piece(torch.ones(2))], {})
+        checkpoint_saver.save(2, [full_shard(torch.ones(2))], {})
         message = checkpoint_saver.close()
     assert (
         message is not None

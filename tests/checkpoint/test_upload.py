@@ -9,7 +9,7 @@ from typing import Any
 import checkpoint_loads
 import programs
 import pytest
-from checkpoint_loads import ALONE, BACKGROUND, filled, flip, save_steps
+from checkpoint_loads import BACKGROUND, SINGLE_PROCESS, constant_shards, invert_bit, save_steps
 from train_cases import SMALL
 
 from megalite.checkpoint.manager import saver, uploader
@@ -19,13 +19,13 @@ from megalite.checkpoint.storage import remote_storage as object_store
 from megalite.checkpoint.storage import storage as storage
 from megalite.checkpoint.storage.location import CheckpointError
 
-pieces = functools.partial(filled, rows=1, columns=1 << 12, count=1)
+pieces = functools.partial(constant_shards, rows=1, columns=1 << 12, count=1)
 
 
 def load_value(url: str, **kwargs: Any) -> tuple[str, float]:
-    newest = checkpoint_loads.newest(url, ALONE, **kwargs)
+    newest = checkpoint_loads.load_newest(url, SINGLE_PROCESS, **kwargs)
     targets = pieces(0.0)
-    checkpoint_loads.fill(*newest, targets, ALONE, exact=True)
+    checkpoint_loads.load_shards(*newest, targets, SINGLE_PROCESS, exact=True)
     assert len(set(targets[0].data.tolist())) == 1
     return str(newest[0]), float(targets[0].data[0])
 
@@ -54,7 +54,7 @@ def set_broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @BACKGROUND
 def test_upload_and_retention(upload_to: str, tmp_path: Path, background: bool) -> None:
     fast = tmp_path / "fast"
-    checkpoint_saver = CheckpointSaver(fast, ALONE, 0, background=background, upload_to=upload_to)
+    checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, background=background, upload_to=upload_to)
     for step in (1, 2, 3):
         checkpoint_saver.save(step, pieces(float(step)), {"step": step})
     checkpoint_saver.wait()
@@ -65,9 +65,9 @@ def test_upload_and_retention(upload_to: str, tmp_path: Path, background: bool) 
         3
     ]  # the newest stays, for a quick start
     assert load_value(upload_to) == (f"{upload_to}/iter_0000003", 3.0)
-    assert load_value(upload_to, first=fast) == (f"{fast}/iter_0000003", 3.0)
-    assert load_value(upload_to, first=fast, step=2) == (f"{upload_to}/iter_0000002", 2.0)
-    checkpoint_saver = CheckpointSaver(fast, ALONE, 0, keep_last=1, retain_interval=2, upload_to=upload_to)
+    assert load_value(upload_to, preferred=fast) == (f"{fast}/iter_0000003", 3.0)
+    assert load_value(upload_to, preferred=fast, step=2) == (f"{upload_to}/iter_0000002", 2.0)
+    checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, keep_last=1, retain_interval=2, upload_to=upload_to)
     checkpoint_saver.save(4, pieces(4.0), {})
     checkpoint_saver.save(5, pieces(5.0), {})
     checkpoint_saver.close()
@@ -76,7 +76,7 @@ def test_upload_and_retention(upload_to: str, tmp_path: Path, background: bool) 
 
 def test_failed_upload_is_reported_and_retried(upload_to: str, tmp_path: Path, set_broken: Any) -> None:
     fast = tmp_path / "fast"
-    checkpoint_saver = CheckpointSaver(fast, ALONE, 0, upload_to=upload_to)
+    checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, upload_to=upload_to)
     set_broken(True)
     for step in (1, 2):
         checkpoint_saver.save(step, pieces(float(step)), {})
@@ -84,17 +84,17 @@ def test_failed_upload_is_reported_and_retried(upload_to: str, tmp_path: Path, s
     assert storage.steps_in(fast) == [1, 2]  # nothing is deleted before its upload
     lines = [line for line in checkpoint_saver.pop_messages() if "the network is down" in line]
     assert lines and lines[-1].endswith("; the next run sends them")
-    assert checkpoint_loads.newest(upload_to, ALONE) is None
-    assert load_value(upload_to, first=fast) == (f"{fast}/iter_0000002", 2.0)
+    assert checkpoint_loads.load_newest(upload_to, SINGLE_PROCESS) is None
+    assert load_value(upload_to, preferred=fast) == (f"{fast}/iter_0000002", 2.0)
     set_broken(False)
-    checkpoint_saver = CheckpointSaver(fast, ALONE, 0, upload_to=upload_to)
+    checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, upload_to=upload_to)
     checkpoint_saver.set_start_step(2)
     checkpoint_saver.close()
     assert storage.steps_in(upload_to) == [1, 2] and storage.steps_in(fast) == [2] and load_value(upload_to)[1] == 2.0
 
 
 def test_training_continues_when_an_upload_fails(upload_to: str, tmp_path: Path, set_broken: Any) -> None:
-    checkpoint_saver = CheckpointSaver(tmp_path / "fast", ALONE, 0, upload_to=upload_to)
+    checkpoint_saver = CheckpointSaver(tmp_path / "fast", SINGLE_PROCESS, 0, upload_to=upload_to)
     set_broken(True)
     checkpoint_saver.save(1, pieces(1.0), {})
     messages: list[str] = []
@@ -118,7 +118,7 @@ def test_upload_skips_checkpoints_that_would_be_deleted(
     monkeypatch.setattr(
         uploader.Uploader, "_upload", lambda self, step, *a: (uploaded.append(step), real(self, step, *a))[1]
     )
-    checkpoint_saver = CheckpointSaver(fast, ALONE, 0, keep_last=2, retain_interval=2, upload_to=upload_to)
+    checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, keep_last=2, retain_interval=2, upload_to=upload_to)
     checkpoint_saver.set_start_step(5)
     checkpoint_saver.close()
     messages = checkpoint_saver.pop_messages()
@@ -129,24 +129,24 @@ def test_upload_skips_checkpoints_that_would_be_deleted(
 
 def test_upload_refuses_a_checkpoint_changed_on_disk(upload_to: str, tmp_path: Path) -> None:
     fast = tmp_path / "fast"
-    checkpoint_dir = saver.save(fast, 1, pieces(1.0), {}, ALONE)
-    flip(checkpoint_dir / "rank-00000.safetensors")
-    checkpoint_saver = CheckpointSaver(fast, ALONE, 0, upload_to=upload_to)
+    checkpoint_dir = saver.save(fast, 1, pieces(1.0), {}, SINGLE_PROCESS)
+    invert_bit(checkpoint_dir / "rank-00000.safetensors")
+    checkpoint_saver = CheckpointSaver(fast, SINGLE_PROCESS, 0, upload_to=upload_to)
     checkpoint_saver.set_start_step(1)
     checkpoint_saver.close()
     line = checkpoint_saver.pop_messages()[-1]
     assert "rank-00000.safetensors: its content changed after it was written" in line
-    assert checkpoint_loads.newest(upload_to, ALONE) is None and storage.steps_in(fast) == [1]
+    assert checkpoint_loads.load_newest(upload_to, SINGLE_PROCESS) is None and storage.steps_in(fast) == [1]
 
 
 def test_upload_target_is_checked_at_startup(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        CheckpointSaver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path / "file")
-    CheckpointSaver(tmp_path / "fast", ALONE, 0).close()  # the lock was released
+        CheckpointSaver(tmp_path / "fast", SINGLE_PROCESS, 0, upload_to=tmp_path / "file")
+    CheckpointSaver(tmp_path / "fast", SINGLE_PROCESS, 0).close()  # the lock was released
     holder = saver.storage_of(tmp_path).lock(tmp_path)
     with pytest.raises(CheckpointError, match="in use by process"):
-        CheckpointSaver(tmp_path / "fast", ALONE, 0, upload_to=tmp_path)
+        CheckpointSaver(tmp_path / "fast", SINGLE_PROCESS, 0, upload_to=tmp_path)
     holder.close()
 
 

@@ -128,7 +128,7 @@ def test_cache_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytes
 
 def flip(path: Path) -> None:
     """Flip one bit of one document's number or position."""
-    checkpoint_loads.flip(path, 8 * 31_003)
+    checkpoint_loads.invert_bit(path, 8 * 31_003)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

@@ -160,7 +160,7 @@ def test_blocks_of_one_batch_are_fetched_together(tmp_path: Path) -> None:
 
 
 DAMAGE = {
-    "flipped bit": lambda path: checkpoint_loads.flip(path, 8 * 100),
+    "flipped bit": lambda path: checkpoint_loads.invert_bit(path, 8 * 100),
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "empty": lambda path: os.truncate(path, 0),
@@ -189,7 +189,7 @@ def test_damaged_cache_is_fetched_again(tmp_path: Path, caplog: Any, name: str, 
 
 def test_damaged_source_is_refused(tmp_path: Path) -> None:
     url = write(tmp_path / "a")
-    checkpoint_loads.flip(tmp_path / "a.idx", 8 * ((tmp_path / "a.idx").stat().st_size // 2))
+    checkpoint_loads.invert_bit(tmp_path / "a.idx", 8 * ((tmp_path / "a.idx").stat().st_size // 2))
     for _ in range(2):
         with pytest.raises(DataError, match=r"flaky://.*a.idx: (lengths|pointers|document_indices)\["):
             IndexedDataset(url, cache_path=tmp_path / "c")

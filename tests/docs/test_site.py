@@ -131,10 +131,10 @@ SEARCHES = {
 @pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
 @pytest.mark.parametrize("query", SEARCHES)
 def test_site_search_finds_tasks_first(query: str, site: Path, tmp_path: Path) -> None:
-    browser.need_browser()
+    browser.require_browser()
     links = "[...page.querySelectorAll('.md-search-result__item > a')].map(a => a.getAttribute('href'))"
     script = f"const links = page ? {links} : []; return links.length ? links : null;"
-    results = browser.ask(site, f"/index.html?q={query.replace(' ', '+')}", 1400, script, tmp_path)
+    results = browser.evaluate_script(site, f"/index.html?q={query.replace(' ', '+')}", 1400, script, tmp_path)
     pages = [Path(link.partition("?")[0].partition("#")[0]).stem for link in results]
     assert pages[0] == SEARCHES[query], pages
     first = next((i for i, page in enumerate(pages) if page in LOWER), len(pages))
@@ -143,7 +143,7 @@ def test_site_search_finds_tasks_first(query: str, site: Path, tmp_path: Path) -
 
 @pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
 def test_flag_table_is_readable_on_a_phone(site: Path, tmp_path: Path) -> None:
-    browser.need_browser()
+    browser.require_browser()
     script = f"""{LOADED}
     const root = page.documentElement, cells = [...page.querySelectorAll('td:first-child')];
     return {{wider: root.scrollWidth - root.clientWidth, cells: cells.length,
@@ -152,26 +152,28 @@ def test_flag_table_is_readable_on_a_phone(site: Path, tmp_path: Path) -> None:
              heads: [...page.querySelector('tbody tr').children].map(cell => getComputedStyle(cell, '::before').content)}};"""
     pages = (("flags", 250, ['"type: "', '"default: "']), ("megatron_flags", 900, ['"flags: "']))
     for page, min_cells, heads in pages:
-        sizes = browser.ask(site, f"/{page}.html", 390, script, tmp_path)
+        sizes = browser.evaluate_script(site, f"/{page}.html", 390, script, tmp_path)
         assert sizes["wider"] <= 0 and sizes["cells"] > min_cells
         assert sizes["narrowest"] > 300 and sizes["tallest"] < 130  # the first column was once 60 wide and 290 high
         assert sizes["heads"][1:-1] == heads
     for page in ("logging", "launch", "environment", "planning"):
         script = f"""{LOADED} const codes = [...page.querySelectorAll('td code')];
         return codes.map(code => [code.textContent, code.getClientRects().length]);"""
-        broken = [text for text, lines in browser.ask(site, f"/{page}.html", 390, script, tmp_path) if lines > 4]
+        broken = [
+            text for text, lines in browser.evaluate_script(site, f"/{page}.html", 390, script, tmp_path) if lines > 4
+        ]
         assert not broken, page  # broken into syllables
 
 
 @pytest.mark.nightly(guards=("docs", "mkdocs.yml"))
 def test_code_blocks_are_not_cut_off(site: Path, tmp_path: Path) -> None:
     """Lines of 120 characters fit at 1,400 pixels."""
-    browser.need_browser()
+    browser.require_browser()
     script = f"""{LOADED} const blocks = [...page.querySelectorAll('pre > code')];
     return blocks.map(block => [block.textContent.trim().split('\\n')[0], block.scrollWidth - block.clientWidth,
                                 Math.max(...block.textContent.split('\\n').map(line => line.length))]);"""
     for page in ("planning", "plugins", "launch"):
-        blocks = browser.ask(site, f"/{page}.html", 1400, script, tmp_path)
+        blocks = browser.evaluate_script(site, f"/{page}.html", 1400, script, tmp_path)
         assert blocks and not [(text, beyond) for text, beyond, columns in blocks if beyond > 0 and columns <= 120]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_loads import whole_piece
+from checkpoint_loads import full_shard
 from hugging_face_cases import CASES, GPT2, MODELS, SHAPE, S, V, copied, make, with_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,7 +141,7 @@ def test_main_weights_and_offset_norms(tmp_path: Path) -> None:
     pieces = []
     for name, spec in model_specs(ModelConfig(**options), 7).items():
         main = torch.randn(spec.shape)
-        pieces += [whole_piece(main.bfloat16(), f"model/{name}"), whole_piece(main, f"optimizer.main/{name}")]
+        pieces += [full_shard(main.bfloat16(), f"model/{name}"), full_shard(main, f"optimizer.main/{name}")]
     text = "\n".join(f"{key} = {str(value).lower()}" for key, value in {**options, "vocab_size": 7}.items())
     saver.save(tmp_path / "ours", 1, pieces, {"config": text}, Mesh.single_process())
     for dtype, kind in (("float32", "optimizer.main"), ("bfloat16", "model")):
@@ -173,7 +173,7 @@ def save_run(directory: Path, options: dict[str, Any], one_plus: bool, bf16: boo
     for name, spec in model_specs(model, 9).items():
         data = 0.3 * torch.randn(spec.shape, generator=generator)
         data += 1 - one_plus if name.endswith("norm.weight") else 0
-        pieces.append(whole_piece(data.bfloat16() if bf16 else data, f"model/{name}"))
+        pieces.append(full_shard(data.bfloat16() if bf16 else data, f"model/{name}"))
     state = {"config": dump_config(build(values)), "vocab_size": 9, "progress": Progress().to_json()}
     saver.save(directory, 1, pieces, state, Mesh.single_process())
     return model

@@ -16,7 +16,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from checkpoint_loads import reseal
+from checkpoint_loads import replace_manifest
 from hugging_face_cases import with_tokenizer
 from make_fixtures import CASES, FIXTURES, write_tokens
 from safetensors import safe_open
@@ -229,7 +229,7 @@ def test_impossible_configuration_is_refused(name: str, target: str, tmp_path: P
     else:
         assert old in data["state"]["config"]
         data["state"]["config"] = data["state"]["config"].replace(old, new)
-    reseal(checkpoint_dir, data)
+    replace_manifest(checkpoint_dir, data)
     assert convert.main(["--load", str(tmp_path / "run"), target, str(tmp_path / "out")]) == 3
     error = capsys.readouterr().err
     assert "convert_checkpoint.py: " in error, error

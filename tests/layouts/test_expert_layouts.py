@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_loads import reseal
+from checkpoint_loads import replace_manifest
 from full_tensors import owned, whole_of
 from layout_cases import BF16, COMMON, FP64, NAME, Row, flags, table
 from pairwise import rarely
@@ -261,7 +261,7 @@ def test_checkpoint_without_an_expert_or_bias_is_refused_by_name(tmp_path: Path,
         del parts[0]
     else:
         del manifest["tensors"][name]
-    reseal(path.parent, manifest)
+    replace_manifest(path.parent, manifest)
     with pytest.raises((CheckpointError, SetupError), match=name.partition("/")[2]):
         _load_train_save(f"{DEEPSEEK} --load {tmp_path}", 1)
 

@@ -23,7 +23,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or ""
 LAYOUT_SCRIPT = Path(__file__).with_suffix(".js").read_text("utf-8")
 
 
-def need_browser() -> None:
+def require_browser() -> None:
     """Skip the test if there is no browser. In CI a missing browser is a failure."""
     if not BROWSER:
         assert not os.environ.get("CI"), "CI has no chromium; .ci/run installs it"
@@ -39,10 +39,10 @@ def _chromium(directory: Path, *args: str) -> tuple[str, str]:
     return result.stdout, "\n".join(line for line in result.stderr.splitlines() if "CONSOLE" in line)
 
 
-def look(page: Path, width: int, directory: Path) -> dict[str, Any]:
+def measure_layout(page: Path, width: int, directory: Path) -> dict[str, Any]:
     """Return the layout of the page at a width, measured in a frame because a window is at least 500 wide."""
     frame = html.escape(page.read_text("utf-8"))
-    holder = directory / f"look-{width}.html"
+    holder = directory / f"layout-{width}.html"
     iframe = f'<iframe id="page" width="{width}" height="900" style="border:0" srcdoc="{frame}"></iframe>'
     holder.write_text(
         f'<!doctype html><meta charset="utf-8">{iframe}<pre id="result"></pre><script>{LAYOUT_SCRIPT}</script>'
@@ -66,7 +66,7 @@ HOLDER = """<!doctype html><meta charset="utf-8">
 </script>"""
 
 
-def ask(site: Path, page: str, width: int, script: str, directory: Path) -> Any:
+def evaluate_script(site: Path, page: str, width: int, script: str, directory: Path) -> Any:
     """Evaluate a JavaScript function body in a page of a site, in a frame of that width, until it is not null.
 
     The site is served from this process. The browser stays open until the image /wait has loaded.
@@ -98,7 +98,7 @@ def ask(site: Path, page: str, width: int, script: str, directory: Path) -> Any:
     return json.loads(html.unescape(dom.rpartition('<pre id="result">')[2].partition("</pre>")[0] or "null"))
 
 
-def photograph(page: Path, directory: Path, *, dark: bool = False, size: tuple[int, int] = (1000, 800)) -> Any:
+def take_screenshot(page: Path, directory: Path, *, dark: bool = False, size: tuple[int, int] = (1000, 800)) -> Any:
     """Return a screenshot as an array [height, width, channels] of values from 0 to 1."""
     from matplotlib.image import imread
 
@@ -113,5 +113,5 @@ def photograph(page: Path, directory: Path, *, dark: bool = False, size: tuple[i
 if __name__ == "__main__":
     _, page, target = sys.argv
     with tempfile.TemporaryDirectory() as temporary_dir:
-        photograph(Path(page).resolve(), Path(temporary_dir), size=(1000, 2740))
+        take_screenshot(Path(page).resolve(), Path(temporary_dir), size=(1000, 2740))
         shutil.copy(Path(temporary_dir) / "shot.png", target)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import FrameType
 
 
-def calls(work: Callable[[], object]) -> int:
+def count_calls(work: Callable[[], object]) -> int:
     """Return the number of functions, including C functions, that `work` calls in this thread."""
     count = 0
 

@@ -14,12 +14,12 @@ from megalite.checkpoint.storage.location import Location, step_from_name
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, TensorShard
 
-ALONE = Mesh.single_process()
+SINGLE_PROCESS = Mesh.single_process()
 Checkpoint = tuple[Location, Manifest]
 
 
-def newest(
-    directory: str | Location, mesh: Mesh, step: int | None = None, *, first: str | Location | None = None
+def load_newest(
+    directory: str | Location, mesh: Mesh, step: int | None = None, *, preferred: str | Location | None = None
 ) -> Checkpoint | None:
     """Load the newest checkpoint that can be loaded completely, and return it. Collective."""
 
@@ -31,10 +31,12 @@ def newest(
         ]
         return loader.LoadPlan(pieces, True)
 
-    return loader.load_newest(directory, mesh, plan_all_tensors, step, preferred=first)
+    return loader.load_newest(directory, mesh, plan_all_tensors, step, preferred=preferred)
 
 
-def fill(location: Location, manifest: Manifest, pieces: list[TensorShard], mesh: Mesh, *, exact: bool = False) -> None:
+def load_shards(
+    location: Location, manifest: Manifest, pieces: list[TensorShard], mesh: Mesh, *, exact: bool = False
+) -> None:
     """Load the shards from this checkpoint only. Collective."""
     checkpoint = loader.load_newest(
         location.parent, mesh, lambda *_: loader.LoadPlan(pieces, exact), step_from_name(location.name)
@@ -47,17 +49,17 @@ def fill(location: Location, manifest: Manifest, pieces: list[TensorShard], mesh
 BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 
 
-def whole_piece(values: torch.Tensor, name: str = "model/w") -> TensorShard:
+def full_shard(values: torch.Tensor, name: str = "model/w") -> TensorShard:
     box = full_box(tuple(values.shape))
     return TensorShard(name, tuple(values.shape), box, range(values.numel()), values.reshape(-1).clone())
 
 
-def filled(value: float, rows: int = 4, columns: int = 1 << 14, count: int = 3) -> list[TensorShard]:
+def constant_shards(value: float, rows: int = 4, columns: int = 1 << 14, count: int = 3) -> list[TensorShard]:
     """Return the shards of `count` matrices whose elements are all `value`."""
-    return [whole_piece(torch.full((rows, columns), value), f"model/{n}") for n in range(count)]
+    return [full_shard(torch.full((rows, columns), value), f"model/{n}") for n in range(count)]
 
 
-def row(mesh: Mesh, value: float, columns: int = 8) -> TensorShard:
+def row_shard(mesh: Mesh, value: float, columns: int = 8) -> TensorShard:
     """Return this rank's row of a matrix with one row per rank, filled with `value`."""
     rank, world = mesh.world.rank, mesh.world.size
     box = Box((rank, 0), (rank + 1, columns))
@@ -67,17 +69,17 @@ def row(mesh: Mesh, value: float, columns: int = 8) -> TensorShard:
 def save_steps(directory: str | Location | Path, *steps: int, **sizes: int) -> None:
     """Save a checkpoint of each step, with tensors filled with the step's number."""
     for step in steps:
-        saver.save(directory, step, filled(float(step), **sizes), {"step": step}, ALONE)
+        saver.save(directory, step, constant_shards(float(step), **sizes), {"step": step}, SINGLE_PROCESS)
 
 
-def flip(file: Path, bit: int = -1) -> None:
+def invert_bit(file: Path, bit: int = -1) -> None:
     """Invert a bit of a file, counted modulo the size of the file."""
     content = bytearray(file.read_bytes())
     content[bit // 8 % len(content)] ^= 1 << bit % 8
     file.write_bytes(content)
 
 
-def reseal(directory: Path, manifest: object) -> None:
+def replace_manifest(directory: Path, manifest: object) -> None:
     """Replace the manifest of a checkpoint, and update its checksum."""
     (directory / "manifest.json").write_text(manifest if isinstance(manifest, str) else json.dumps(manifest))
     (directory / "COMPLETE").write_text(sha256((directory / "manifest.json").read_bytes()).hexdigest())

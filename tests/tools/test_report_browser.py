@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import look, need_browser, photograph
+from browser import measure_layout, require_browser, take_screenshot
 from report_cases import write_run
 from train_cases import SMALL, TP2_PP2
 
@@ -28,7 +28,7 @@ def report(*args: str | Path) -> None:
 
 
 def check_page(page: Path, directory: Path) -> dict[int, dict]:
-    views = {width: look(page, width, directory) for width in (375, 1000)}
+    views = {width: measure_layout(page, width, directory) for width in (375, 1000)}
     for width, view in views.items():
         faults = {name: view[name] for name in ("clipped", "overlap", "small", "console") if view[name]}
         assert view["overflow"] <= 0 and view["scripts"] == 0 and not faults, (width, view["overflow"], faults)
@@ -36,7 +36,7 @@ def check_page(page: Path, directory: Path) -> dict[int, dict]:
 
 
 def test_page_of_a_run_of_four_ranks(tmp_path: Path) -> None:
-    need_browser()
+    require_browser()
     run, flags = tmp_path / "mine", [*SMALL, *TP2_PP2, "--train-iters", "12", "--profile-pipeline", "4"]
     argv = [sys.executable, "pretrain_gpt.py", *flags, "--run-dir", str(run)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=110, cwd=ROOT)
@@ -58,7 +58,7 @@ def test_page_of_a_run_of_four_ranks(tmp_path: Path) -> None:
 
 
 def test_page_of_runs_with_hostile_texts(tmp_path: Path) -> None:
-    need_browser()
+    require_browser()
     name = HOSTILE.replace("/", "\\")
     first = write_run(tmp_path / name, data=HOSTILE, hosts=[HOSTILE] * 30, command=[HOSTILE, "--lr", HOSTILE])
     second = write_run(tmp_path / "a quite long name of a run that somebody gave it to know it by", shift=0.5)
@@ -69,10 +69,10 @@ def test_page_of_runs_with_hostile_texts(tmp_path: Path) -> None:
 
 
 def test_page_in_light_and_dark(tmp_path: Path) -> None:
-    need_browser()
+    require_browser()
     page = write_run(tmp_path / "run") / "report/index.html"
     report(tmp_path / "run")
-    light, dark = (photograph(page, tmp_path, dark=dark) for dark in (False, True))
+    light, dark = (take_screenshot(page, tmp_path, dark=dark) for dark in (False, True))
     assert light[..., :3].mean() > 0.85 and dark[..., :3].mean() < 0.25
     assert light[2, 2, :3].min() > 0.9 and dark[2, 2, :3].max() < 0.15
     for picture in (light, dark):  # both have a blue curve

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from call_counts import calls
+from call_counts import count_calls
 from train_cases import SMALL, config_from
 
 import pretrain_gpt
@@ -76,7 +76,7 @@ def test_tp_across_nodes_is_a_warning(nproc: int, capsys: pytest.CaptureFixture[
 def test_long_steps_are_extrapolated() -> None:
     """Count the function calls of a plan: they do not grow with the micro-batches. test_run_plan.py checks the values."""
     _, calls_100_000, calls_1_000_000 = (  # the first call fills the caches
-        calls(
+        count_calls(
             lambda size=size: (
                 make_run_plan(config_of(f"{PP} 4 --num-layers 8 --global-batch-size {size}"), 4, 93).bubble
             )
