@@ -49,11 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seconds = presubmit[item.nodeid]
             if seconds > durations.MAX_PRESUBMIT_S:
                 item.add_marker("slow")
-                if durations.guards_a_change(durations.guarded_by_slow_test(item.nodeid)):
+                if durations.any_changed(durations.paths_guarded_by(item.nodeid)):
                     guards.append((item.nodeid, seconds))
-        if (mark := item.get_closest_marker("nightly")) and durations.guards_a_change(mark.kwargs.get("guards", ())):
-            guards.append((item.nodeid, means.get(item.nodeid.split("::")[0], durations.MEAN_NIGHTLY_S)))
-    guarded = set(durations.fitting(durations.MAX_GUARDED_S, guards))
+        if (mark := item.get_closest_marker("nightly")) and durations.any_changed(mark.kwargs.get("guards", ())):
+            guards.append((item.nodeid, means.get(item.nodeid.split("::")[0], durations.DEFAULT_NIGHTLY_S)))
+    guarded = set(durations.select_within_budget(durations.MAX_GUARDED_S, guards))
     for item in items:
         if item.nodeid in guarded:
             item.add_marker("guarded")

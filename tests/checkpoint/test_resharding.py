@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import toml_tables
 import torch
-from full_tensors import Owned, whole_of
+from full_tensors import OwnedShard, assemble
 from pairwise import rarely
 from ranks import run_ranks
 from train_cases import SMALL, config_from, run_from
@@ -69,7 +69,7 @@ def _train_and_save(base: str, layouts: list[Layout]) -> list[list[float]]:
 
 def _load_and_continue(
     base: str, sources: list[Layout], layouts: list[Layout]
-) -> list[list[tuple[list[float], list[Owned]]]]:
+) -> list[list[tuple[list[float], list[OwnedShard]]]]:
     """Return, per layout and source, the losses of the next steps and the shards that this rank owned before them."""
     result = []
     for layout in layouts:
@@ -129,7 +129,7 @@ def test_resume_under_any_other_layout(tmp_path: Path, set_name: str) -> None:
                 label, row = f"saved by {source.name}, loaded by {target.name}", ranks[0][t][n][0]
                 expected, actual = (
                     read_full_tensors(tmp_path / source.name),
-                    whole_of(piece for rank in ranks for piece in rank[t][n][1]),
+                    assemble(piece for rank in ranks for piece in rank[t][n][1]),
                 )
                 assert expected.keys() == actual.keys(), label
                 for name in expected:

@@ -767,11 +767,11 @@ def test_plugins_page_family_converts(tmp_path: Path) -> None:
 @pytest.mark.nightly(guards=("docs/plugins.md", "examples/plugins", "megalite/config/plugins.py"))
 def test_plugins_page_commands(tmp_path: Path) -> None:
     """Every command of the page runs in an empty directory."""
-    example = next(text for language, text in documents.fences(ROOT / "docs/plugins.md") if language == "python")
+    example = next(text for language, text in documents.fenced_blocks(ROOT / "docs/plugins.md") if language == "python")
     assert (EXAMPLES / "lr_schedule.py").read_text("utf-8").endswith(f'"""\n\n{example}')
-    commands = [command for command in documents.commands() if command.place.startswith("plugins.md: megalite")]
-    assert {command.words[1] for command in commands} == {"plugin", "train", "verify", "plan", "plot"}
+    commands = [command for command in documents.all_commands() if command.location.startswith("plugins.md: megalite")]
+    assert {command.argv[1] for command in commands} == {"plugin", "train", "verify", "plan", "plot"}
     for command in commands:
-        short = ["--num-layers", "2", "--device", "cpu"] * (command.words[1] in ("train", "verify"))
-        result = programs.python("-m", "megalite", *command.words[1:], *short, cwd=tmp_path, timeout=300)
-        assert result.returncode == 0, f"{command.place}\n{result.stdout}{result.stderr}"
+        short = ["--num-layers", "2", "--device", "cpu"] * (command.argv[1] in ("train", "verify"))
+        result = programs.python("-m", "megalite", *command.argv[1:], *short, cwd=tmp_path, timeout=300)
+        assert result.returncode == 0, f"{command.location}\n{result.stdout}{result.stderr}"

@@ -51,7 +51,7 @@ def environment(**variables: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Copy the clone, since a build leaves files in its directory."""
-    return documents.copy_parts((*CLONE, "pretrain_gpt.py"), tmp_path_factory.mktemp("clone"))
+    return documents.copy_paths((*CLONE, "pretrain_gpt.py"), tmp_path_factory.mktemp("clone"))
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def indented_lines(text: str) -> str:
 def test_installed_plugin_example_trains(kind: str, run: Run, tmp_path: Path) -> None:
     """The commands that `megalite plugin KIND` prints run without changes, and their runs train."""
     output = run(f"megalite plugin {kind} --out mine.py")
-    commands = [[*command.words] for command in documents.commands_of(indented_lines(output), "")]
+    commands = [[*command.argv] for command in documents.commands_of(indented_lines(output), "")]
     assert commands and any(argv[:2] == ["megalite", "train"] for argv in commands), output
     for argv in commands:
         flags = "--num-layers 2 --train-iters 3 --device cpu".split() if argv[1] == "train" else []

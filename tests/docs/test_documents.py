@@ -9,7 +9,7 @@ import documents
 import pytest
 import torch_range
 import yaml
-from documents import ROOT, Command, commands, parsed_by, start
+from documents import ROOT, Command, all_commands, run_script, stop_in_parser
 from train_cases import config_from, pretrain
 
 from megalite import __main__ as COMMAND
@@ -21,7 +21,7 @@ from megalite.config.validation import find_problems
 from megalite.interop.name_mapping import FAMILIES
 from megalite.launch.rank_info import RankInfo
 
-COMMANDS = commands()
+COMMANDS = all_commands()
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
  --micro-batch-size 2 --global-batch-size 2048 --train-iters 4 --lr 1e-3 --vocab-size 100 --mock-data""".split()
 STANDS_FOR = {"FLAGS": SMALL, "...": SMALL}  # placeholders of the documents for the flags of a run
@@ -35,7 +35,7 @@ def split_launcher(command: Command) -> tuple[str, list[str], int]:
     Returns:
         The script, its arguments, and the number of processes.
     """
-    program, *args = command.words
+    program, *args = command.argv
     world = 1
     if program in ("bash", "sbatch"):  # a script of examples/launch: SCRIPT DIR FLAGS, on two nodes
         assert documents.is_script(args[0])
@@ -61,9 +61,9 @@ def split_launcher(command: Command) -> tuple[str, list[str], int]:
     return script, [expanded for arg in args for expanded in STANDS_FOR.get(arg, [arg])], world
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=[c.place for c in COMMANDS])
+@pytest.mark.parametrize("command", COMMANDS, ids=[c.location for c in COMMANDS])
 def test_every_command_parses(command: Command, tmp_path: Path, monkeypatch, capsys) -> None:
-    program, *rest = command.words
+    program, *rest = command.argv
     if program == "pip":
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         bracketed = [names for arg in rest for names in re.findall(r"\[(.*)\]", arg)]
@@ -77,23 +77,23 @@ def test_every_command_parses(command: Command, tmp_path: Path, monkeypatch, cap
         files = [arg for arg in rest if arg.endswith((".py", ".sh"))]
         assert files and all(documents.is_script(file) for file in files)
         return
-    if re.match(r"from_(?!hugging|megatron)", command.place):
+    if re.match(r"from_(?!hugging|megatron)", command.location):
         return  # tests/translate/test_translate.py runs it
-    if command.place.startswith("plugins.md: megalite "):
+    if command.location.startswith("plugins.md: megalite "):
         return  # tests/config/test_plugins.py: test_plugins_page_commands runs it
     script, args, world = split_launcher(command)
     if script.startswith("tests/") or "--help" in args:
-        assert script != "pretrain_gpt.py" or start(script, args, monkeypatch) == 0
+        assert script != "pretrain_gpt.py" or run_script(script, args, monkeypatch) == 0
         return
     if "make_parser(__doc__" not in (ROOT / script).read_text() and script != "pretrain_gpt.py":
         assert args == []
         return
     if script != "pretrain_gpt.py":
-        parsed_by(script, args, monkeypatch)
+        stop_in_parser(script, args, monkeypatch)
         return
     run_toml = tmp_path / "run.toml"  # the first TOML block of the document, if it has one
-    page = ROOT / "docs" / command.place.partition(":")[0]
-    tomls = [text for language, text in documents.fences(page) if language == "toml"] if page.is_file() else []
+    page = ROOT / "docs" / command.location.partition(":")[0]
+    tomls = [text for language, text in documents.fenced_blocks(page) if language == "toml"] if page.is_file() else []
     run_toml.write_text(tomls[0] if tomls else "bf16 = true\n")
     args = [str(run_toml) if arg == "run.toml" else arg for arg in args]
     config = config_from([str(ROOT / arg) if arg.startswith("examples/") else arg for arg in args])
@@ -107,25 +107,28 @@ def test_every_command_parses(command: Command, tmp_path: Path, monkeypatch, cap
     assert "layers per stage" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("span", documents.installed_commands())
+@pytest.mark.parametrize("span", documents.megalite_commands())
 def test_every_mentioned_command_exists(span: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, *args = span.split()
     name = next((candidate for candidate in (" ".join(args[:2]), args[0]) if candidate in COMMAND.COMMANDS), None)
     if name is None:
         assert len(args) == 1 and any(known.startswith(f"{args[0]} ") for known in COMMAND.COMMANDS), span
     elif "--help" in args:
-        assert start(split_launcher(Command(span, tuple(span.split())))[0], args[len(name.split()) :], monkeypatch) == 0
+        assert (
+            run_script(split_launcher(Command(span, tuple(span.split())))[0], args[len(name.split()) :], monkeypatch)
+            == 0
+        )
     elif rest := args[len(name.split()) :]:
         script, _, _ = split_launcher(Command(span, tuple(span.split())))
-        parsed_by(script, rest, monkeypatch)
+        stop_in_parser(script, rest, monkeypatch)
 
 
 def test_commands_are_found_in_readme_and_docs() -> None:
-    counts = {name: sum(c.place.startswith(name + ":") for c in COMMANDS) for name in ("README.md", "conversion.md")}
+    counts = {name: sum(c.location.startswith(name + ":") for c in COMMANDS) for name in ("README.md", "conversion.md")}
     assert counts["README.md"] >= 15 and counts["conversion.md"] >= 4
 
 
-NAMED = list(documents.named(ROOT))
+NAMED = list(documents.checked_documents(ROOT))
 # flags of the tests, nsys, docker and sky, sbatch and srun, lm_eval, mkdocs, docs/document_flags.py
 OTHER_FLAGS = """fresh commit record capture-range build-arg rm gpus shm-size ulimit user network ipc entrypoint env
  ntasks ntasks-per-node signal model model_args tasks strict megatron"""
@@ -144,10 +147,10 @@ def existing_flags(patch: pytest.MonkeyPatch) -> set[str]:
     flags |= {f"--{flag_name}" for flag_name in OTHER_FLAGS.split()}
     for script_path in sorted((ROOT / "tools").rglob("*.py")):
         if "make_parser(__doc__" in script_path.read_text():
-            with documents.stopped(patch, read=False) as inner_patch:
+            with documents.parsers_stopped(patch, parse=False) as inner_patch:
                 try:
-                    start(str(script_path.relative_to(ROOT)), [], inner_patch)
-                except documents.Parsed as parsed:
+                    run_script(str(script_path.relative_to(ROOT)), [], inner_patch)
+                except documents.ParserStopped as parsed:
                     flags |= documents.flags_of(parsed.parser)
     return flags
 
@@ -172,9 +175,9 @@ def test_documents_list_the_existing_families() -> None:
 def test_document_checks_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "python tools/generate.py --load x \\\n  --promt y > z  # why\n"
     (command,) = documents.commands_of(text, "a.md")
-    assert command.words == ("python", "tools/generate.py", "--load", "x", "--promt", "y")
+    assert command.argv == ("python", "tools/generate.py", "--load", "x", "--promt", "y")
     with pytest.raises(AssertionError):
-        parsed_by(command.words[1], list(command.words[2:]), monkeypatch)
+        stop_in_parser(command.argv[1], list(command.argv[2:]), monkeypatch)
     assert "--promt" not in existing_flags(monkeypatch)
 
 

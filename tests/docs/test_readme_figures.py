@@ -70,7 +70,7 @@ def run(name: str, *keys: str) -> list[float]:
 
 
 def path_lines() -> int:
-    return round(sum(style_rules.path_of_a_step(ROOT).values()), -2)
+    return round(sum(style_rules.step_files(ROOT).values()), -2)
 
 
 LAYER_NORM = ("layer_norm backward", "add_layer_norm backward")
@@ -149,7 +149,7 @@ CLAIMS: dict[str, Callable[[], list[float]]] = {
 
 def parts() -> list[str]:
     """Return the paragraphs and table rows of the pages, without fenced blocks."""
-    text = documents.FENCE.sub("", "\n\n".join(page.read_text("utf-8") for page in PAGES))
+    text = documents.FENCED_BLOCK.sub("", "\n\n".join(page.read_text("utf-8") for page in PAGES))
     blocks = (block.splitlines() for block in re.split(r"\n\s*\n", text))
     rows = (lines if lines and lines[0].startswith("|") else [" ".join(lines)] for lines in blocks)
     return [part for lines in rows for part in lines if part.strip()]

@@ -29,7 +29,7 @@ def copy_sources(directory: Path) -> Path:
     """Copy the files that a build reads to `directory`, and add packages that cannot be imported."""
     tests = ("tests/chaos/README.md", "tests/simulated_gpu/simulator/README.md", "tests/layouts/test_layouts.py")
     tests += ("tests/nn/test_attention_memory.py", "tests/planning/test_layer_cost.py")  # which pages link to
-    documents.copy_parts((*PARTS, *tests, "examples/python.ipynb", "examples/recipes"), directory)
+    documents.copy_paths((*PARTS, *tests, "examples/python.ipynb", "examples/recipes"), directory)
     for name in HEAVY:
         (directory / "heavy" / name).mkdir(parents=True)
         (directory / "heavy" / name / "__init__.py").write_text("raise SystemExit('imported')\n")
@@ -219,7 +219,7 @@ def contains_in_order(text: str, message: str) -> bool:
 def messages() -> list[str]:
     page = (ROOT / "docs/troubleshooting.md").read_text("utf-8").partition("## Messages of other programs")[0]
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
-    return [span for row in rows for span in documents.SPAN.findall(row)]
+    return [span for row in rows for span in documents.CODE_SPAN.findall(row)]
 
 
 @pytest.mark.parametrize("message", messages())
@@ -254,12 +254,12 @@ def variables_in_code() -> set[str]:
 def test_environment_page_lists_every_variable() -> None:
     page = (ROOT / "docs/environment.md").read_text("utf-8")
     listed = {
-        name for name in documents.SPAN.findall(page) if re.fullmatch(r"[A-Z][A-Za-z0-9]*(_[A-Za-z0-9]+)*_?", name)
+        name for name in documents.CODE_SPAN.findall(page) if re.fullmatch(r"[A-Z][A-Za-z0-9]*(_[A-Za-z0-9]+)*_?", name)
     }
     # variables that only libraries read
     passed_on = {"NCCL_DEBUG", "NCCL_IB_DISABLE", "AWS_PROFILE", "FSSPEC_S3_ENDPOINT_URL", "NO_COLOR", "TERM"}
     assert passed_on <= listed
-    families = {name.removesuffix("...") for name in documents.SPAN.findall(page) if name.endswith("...")}
+    families = {name.removesuffix("...") for name in documents.CODE_SPAN.findall(page) if name.endswith("...")}
     assert {family.removesuffix("_") for family in families} >= {"NCCL", "CUDA", "GLOO", "TORCH", "NVIDIA_TF32", "OMP"}
     in_code = {name for name in variables_in_code() if name not in families}
     assert listed - passed_on <= in_code <= listed

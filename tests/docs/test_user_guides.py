@@ -30,8 +30,8 @@ class Shell:
         self.directory, self.shorter = directory, shorter
 
     def type(self, command: documents.Command, code: int = 0) -> str:
-        line = " ".join(command.words)
-        program, *args = command.words
+        line = " ".join(command.argv)
+        program, *args = command.argv
         args += [flag for part, flags in self.shorter.items() if part in line for flag in flags.split()]
         if program == "python":
             return self.python(str(ROOT / args[0]), *args[1:], code=code)
@@ -48,13 +48,13 @@ class Shell:
 
 def blocks(page: str, language: str) -> list[str]:
     path = ROOT / ("" if page == "README.md" else "docs") / page
-    return [block for kind, block in documents.fences(path) if kind == language]
+    return [block for kind, block in documents.fenced_blocks(path) if kind == language]
 
 
 def page_commands(page: str) -> list[documents.Command]:
     """Return the commands of a page's blocks, in order, without the installation."""
     commands = [command for block in blocks(page, "bash") for command in documents.commands_of(block, page)]
-    return [command for command in commands if command.words[0] != "pip"]
+    return [command for command in commands if command.argv[0] != "pip"]
 
 
 def write_text_files(directory: Path, num_words: int) -> None:
@@ -104,17 +104,17 @@ def test_tutorial(tmp_path: Path) -> None:
     (config,) = blocks("tutorial.md", "toml")
     (tmp_path / "run.toml").write_text(config)
     for command in page_commands("tutorial.md"):
-        is_stopped = "--exit-interval" in command.words
+        is_stopped = "--exit-interval" in command.argv
         output = shell.type(command, code=REQUEUE if is_stopped else 0)
-        if "convert" in command.words:
+        if "convert" in command.argv:
             assert "all bits equal" in output and "likeliest token the same in 100.00%" in output
-        if "generate" in command.words:
+        if "generate" in command.argv:
             assert output.startswith("[step 8] def __init__(self")
-        if "verify" in command.words:
+        if "verify" in command.argv:
             assert output.count("all as they were written") == 2
-        if "--dry-run" in command.words:
+        if "--dry-run" in command.argv:
             assert not (tmp_path / "runs").exists() and "layers per stage" in output
-        elif "--pipeline-model-parallel-size" in command.words:
+        elif "--pipeline-model-parallel-size" in command.argv:
             assert "resumed from runs/first/iter_0000004 at step 4" in output
     assert json.loads((tmp_path / "runs/first/status.json").read_text())["outcome"] == "done"
     assert (tmp_path / "loss.png").stat().st_size > 5000
@@ -134,14 +134,14 @@ def test_guide_from_hugging_face(tmp_path: Path) -> None:
     shell = Shell(tmp_path, SHORTER["hugging_face"])
     write_text_files(tmp_path / "text", 2_000)
     save_random_qwen(tmp_path / "models/Qwen3-8B")
-    outputs = {" ".join(command.words[:4]): shell.type(command) for command in page_commands("from_hugging_face.md")}
+    outputs = {" ".join(command.argv[:4]): shell.type(command) for command in page_commands("from_hugging_face.md")}
     assert sum("all bits equal" in output for output in outputs.values()) == 2
     for directory in ("models/Qwen3-8B-mine", "models/Qwen3-8B-step"):
         assert AutoModelForCausalLM.from_pretrained(tmp_path / directory).config.num_hidden_layers == 2
     # the same command resumes, as the page says, and has nothing left to do
-    (train,) = [command for command in page_commands("from_hugging_face.md") if command.words[1] == "train"]
-    args = [arg for arg in train.words if arg not in ("--export-hf", "models/Qwen3-8B-mine")]
-    resumed_output = shell.type(documents.Command(train.place, tuple(args)))
+    (train,) = [command for command in page_commands("from_hugging_face.md") if command.argv[1] == "train"]
+    args = [arg for arg in train.argv if arg not in ("--export-hf", "models/Qwen3-8B-mine")]
+    resumed_output = shell.type(documents.Command(train.location, tuple(args)))
     assert "iter_0000002" in resumed_output and "start from scratch" not in resumed_output
 
 

@@ -72,8 +72,11 @@ def test_help_equals_the_programs_help(name: str, monkeypatch: pytest.MonkeyPatc
     """It has all flags, the name that was typed, and examples that work without a clone."""
     text = help_text(name.split(), monkeypatch, capsys)
     assert text.startswith(f"usage: megalite {name} ") and not re.search(r"(python|torchrun .*) \S+\.py", text), text
-    with documents.stopped(monkeypatch, read=False) as context, pytest.raises(documents.Parsed) as parsed:
-        documents.start(MODULES[name].replace(".", "/") + ".py", [], context)
+    with (
+        documents.parsers_stopped(monkeypatch, parse=False) as context,
+        pytest.raises(documents.ParserStopped) as parsed,
+    ):
+        documents.run_script(MODULES[name].replace(".", "/") + ".py", [], context)
     flags = re.findall(r"(?<![\w-])--?[\w-]+", text)
     for action in parsed.value.parser._actions:
         if action.help != argparse.SUPPRESS:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import test_convert_megatron_dist as megatron
 import torch
-from full_tensors import owned, whole_of
+from full_tensors import assemble, owned_shards
 from hugging_face_cases import make
 from ranks import run_ranks
 from test_convert_megatron import Case
@@ -38,7 +38,7 @@ def first_step(flags: str) -> tuple[float, list[Any], list[str]]:
     """Return (first loss, pieces of the weights before it, notes) of a run in fp64 on this rank, which may save."""
     run = run_from(config := origin.complete_config(config_from(f"{BASE} {flags}")), dtype=torch.float64)
     saver, notes = open_saver(run, config), load_initial_state(run, config)[1]
-    pieces, loss = owned(run.optimizer, "model/"), train_step(run).loss
+    pieces, loss = owned_shards(run.optimizer, "model/"), train_step(run).loss
     if saver is not None:
         save(run, saver, dump_config(config))
         saver.close()
@@ -73,7 +73,7 @@ def test_upcycling_first_loss_equals_the_dense_model(dense: Callable[[str], str]
     assert loss == pytest.approx(expected, rel=FP64) and any("a copy of its layer's" in note for note in notes)
     ranks = run_ranks(4, first_step, f"{flags} {layout}")
     assert [rank[0] for rank in ranks] == pytest.approx([expected] * 4, rel=FP64)
-    weights, dense_weights = whole_of(piece for rank in ranks for piece in rank[1]), whole_of(pieces)
+    weights, dense_weights = assemble(piece for rank in ranks for piece in rank[1]), assemble(pieces)
     routers = [weights.pop(f"model/layers.{n}.mlp.router") for n in (1, 2)]
     assert all(values.std() > 0.01 for values in routers)  # freshly initialized
     for name, values in weights.items():
@@ -86,7 +86,7 @@ def test_upcycling_is_not_repeated_at_a_resume(dense: Callable[[str], str], tmp_
     flags = f"{ARGS} {EXPERTS} {UPCYCLE} --load {tmp_path} --save {tmp_path} {source}"
     assert "a copy of its layer's" in " ".join(first_step(flags)[2])
     _, pieces, notes = first_step(flags)
-    trained = [values for name, values in whole_of(pieces).items() if ".experts." in name]
+    trained = [values for name, values in assemble(pieces).items() if ".experts." in name]
     assert notes == [] and len(trained) == 4 and not any(values[0].equal(values[1]) for values in trained)
     with pytest.raises(SetupError, match="moe_use_upcycling, but .* has num_experts=4; drop the flag"):
         first_step(f"{SHAPE} {EXPERTS} {UPCYCLE} --pretrained-checkpoint {tmp_path}")

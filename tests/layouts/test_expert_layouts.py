@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_loads import replace_manifest
-from full_tensors import owned, whole_of
+from full_tensors import assemble, owned_shards
 from layout_cases import BF16, COMMON, FP64, NAME, Row, flags, table
 from pairwise import rarely
 from ranks import run_ranks
@@ -63,7 +63,7 @@ def _train(flags: str, evaluates: bool = False, common: str = COMMON) -> tuple:
         if router.expert_bias is not None
     }
     numbers = [(r.loss, r.grad_norm, *(r.moe_metrics[name] or 0 for name in LOSS_NAMES)) for r in results]
-    return numbers, owned(run.optimizer, "model/"), counts, losses, biases
+    return numbers, owned_shards(run.optimizer, "model/"), counts, losses, biases
 
 
 @cache
@@ -72,7 +72,7 @@ def train_alone(flags: str, common: str = COMMON) -> tuple:
 
 
 def _weights(ranks: list[tuple]) -> dict[str, np.ndarray]:
-    return {name: values.numpy() for name, values in whole_of(piece for rank in ranks for piece in rank[1]).items()}
+    return {name: values.numpy() for name, values in assemble(piece for rank in ranks for piece in rank[1]).items()}
 
 
 @pytest.mark.parametrize("model", [QWEN, DEEPSEEK], ids=["qwen", "deepseek"])
@@ -185,7 +185,7 @@ def _weights_after_a_step(argv: str) -> dict[str, np.ndarray]:
     run = run_from(argv, dtype=torch.float64)
     train_step(run)
     run.buffer.wait_param_sync()
-    return _weights([((), owned(run.optimizer, "model/"))])
+    return _weights([((), owned_shards(run.optimizer, "model/"))])
 
 
 SGD = "--optimizer sgd --sgd-momentum 0 --lr 1 --weight-decay 0 --clip-grad 0"
@@ -269,10 +269,10 @@ def test_checkpoint_without_an_expert_or_bias_is_refused_by_name(tmp_path: Path,
 def _update(flags: str) -> tuple[list, list]:
     """Train one step on this rank; return the weights that it owns before and after."""
     run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
-    before = owned(run.optimizer, "model/")
+    before = owned_shards(run.optimizer, "model/")
     train_step(run)
     run.buffer.wait_param_sync()
-    return before, owned(run.optimizer, "model/")
+    return before, owned_shards(run.optimizer, "model/")
 
 
 def _matrices(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -306,7 +306,7 @@ def _muon(w: torch.Tensor, g: torch.Tensor, decay: float) -> torch.Tensor:
 def _gradients(model: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return the initial value and the gradient of every weight: SGD with a rate of 1 subtracts the gradient."""
     flags = "--optimizer sgd --sgd-momentum 0 --lr 1 --weight-decay 0 --clip-grad 0 --make-vocab-size-divisible-by 1"
-    before, after = map(whole_of, _update(f"{model} {flags}"))
+    before, after = map(assemble, _update(f"{model} {flags}"))
     return {name: (initial, initial - after[name]) for name, initial in before.items()}
 
 
@@ -320,7 +320,7 @@ def test_each_expert_matrix_is_updated_separately(model: str, rule: Any, layout:
     run_flags = f"{flags(model)} --clip-grad 0 --make-vocab-size-divisible-by 1 --lars-trust-coefficient 0.1"
     run_flags += f" --adam-eps 1e-3 --muon-coefficient-type simple --optimizer {rule.__name__[1:]}"
     ranks = run_ranks(4, _update, f"{run_flags} {flags(layout)}") if layout else [_update(run_flags)]
-    actual = whole_of(piece for _, after in ranks for piece in after)
+    actual = assemble(piece for _, after in ranks for piece in after)
     assert actual.keys() == _gradients(flags(model)).keys()
     for name, (initial, gradient) in _gradients(flags(model)).items():
         decay = 0.0 if any(word in name for word in ("bias", "norm", "sink")) else 0.1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from full_tensors import owned, whole_of
+from full_tensors import assemble, owned_shards
 from layout_cases import (
     BF16,
     COMMON,
@@ -56,11 +56,11 @@ def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], lis
     results = [train_step(run) for _ in range(STEPS)]
     run.buffer.wait_param_sync()
     run.close()
-    return [r.loss for r in results], [r.grad_norm for r in results], owned(run.optimizer, "model/")
+    return [r.loss for r in results], [r.grad_norm for r in results], owned_shards(run.optimizer, "model/")
 
 
 def _assemble(parts: list[tuple]) -> Trained:
-    weights = whole_of(piece for _, _, pieces in parts for piece in pieces)
+    weights = assemble(piece for _, _, pieces in parts for piece in pieces)
     return Trained(parts[0][0], parts[0][1], {name: values.numpy() for name, values in weights.items()})
 
 

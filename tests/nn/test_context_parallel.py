@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from full_tensors import owned, whole_of
+from full_tensors import assemble, owned_shards
 from layout_cases import BORDERS, COMMON, GPT
 from ranks import run_ranks
 from train_cases import config_from, run_from
@@ -72,7 +72,7 @@ def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float]
         run.train_loader.get = lambda consumed, size, hosts=hosts: (hosts, 0.0)  # type: ignore[method-assign]
         losses = train_step(run).loss, evaluate(run, run.train_loader, 1)
         run.buffer.wait_param_sync()
-        results.append((losses, owned(run.optimizer, "model/")))
+        results.append((losses, owned_shards(run.optimizer, "model/")))
         run.close()
     return results
 
@@ -89,7 +89,7 @@ def test_context_parallel_with_labels_and_documents_at_any_position(flags: str) 
     expected = _updated(flags, cases)
     results = run_ranks(2, _updated, f"{flags} --cp 2", cases, timeout=200)
     for case, (losses, pieces) in enumerate(expected):
-        single_process, sharded = whole_of(pieces), whole_of(piece for rank in results for piece in rank[case][1])
+        single_process, sharded = assemble(pieces), assemble(piece for rank in results for piece in rank[case][1])
         assert all(rank[case][0] == pytest.approx(losses, rel=1e-10) for rank in results)
         for name, weight in single_process.items():
             torch.testing.assert_close(sharded[name], weight, rtol=1e-10, atol=1e-12, msg=f"case {case}: {name}")

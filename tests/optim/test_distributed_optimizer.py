@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from full_tensors import Owned, owned, part_of, whole_of
+from full_tensors import OwnedShard, assemble, box_view, owned_shards
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -108,7 +108,7 @@ def _values(seed: int) -> dict[str, Tensor]:
 
 
 def _local(full: Tensor, spec: ParamSpec, mesh: Mesh) -> Tensor:
-    return part_of(full, spec.box(mesh.sizes, mesh.coordinates))
+    return box_view(full, spec.box(mesh.sizes, mesh.coordinates))
 
 
 def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> DistributedOptimizer:
@@ -147,7 +147,7 @@ def _step(optimizer: DistributedOptimizer, step: int) -> float:
     return norm_sq
 
 
-def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[Owned], dict[str, np.ndarray]]:
+def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[OwnedShard], dict[str, np.ndarray]]:
     """Return squared norms, the owned pieces, and this rank's full weights as the modules see them."""
     optimizer = _optimizer(case, rule, dtype)
     norms = [_step(optimizer, step) for step in range(STEPS)]
@@ -157,7 +157,7 @@ def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[O
         for slot in bucket.slots:
             spec = layout.entries[slot.entry].spec
             weights[spec.name] = optimizer.buffer.weights.param_view(slot).double().numpy()
-    return norms, owned(optimizer), weights
+    return norms, owned_shards(optimizer), weights
 
 
 def _runs(case: Case, rule: str, dtype: torch.dtype) -> list[Any]:
@@ -167,7 +167,7 @@ def _runs(case: Case, rule: str, dtype: torch.dtype) -> list[Any]:
 def _assemble(runs: list[Any], prefix: str) -> dict[str, np.ndarray]:
     """Return the full tensors, assembled from the pieces that the ranks own."""
     pieces = [piece for _, owned_pieces, _ in runs for piece in owned_pieces if piece[0].startswith(prefix + "/")]
-    return {name.removeprefix(prefix + "/"): full.numpy() for name, full in whole_of(pieces).items()}
+    return {name.removeprefix(prefix + "/"): full.numpy() for name, full in assemble(pieces).items()}
 
 
 def _paper_reference(rule: str, main: torch.dtype) -> dict[str, dict[str, np.ndarray]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from full_tensors import Owned, owned, part_of, whole_of
+from full_tensors import OwnedShard, assemble, box_view, owned_shards
 from hypothesis import given, settings
 from parallel.test_mesh import shapes
 from ranks import run_ranks
@@ -81,7 +81,7 @@ def _fill(optimizer: DistributedOptimizer, share: bool) -> None:
             p.data.zero_()  # it belongs to a stage between the ends
             buffer.main_grads[spec.name].accumulator()[0].zero_()
             continue
-        part = part_of(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
+        part = box_view(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
         axes = (
             [MESH_VIEWS[spec.mesh_view][0], *spec.partial_grad_axes, *["tied_embedding"] * spec.tied] if share else []
         )
@@ -97,7 +97,7 @@ ELEMENTS = sum(int(np.prod(spec.shape)) for spec in SPECS)
 @given(shapes(24, E))
 def test_owned_elements_cover_the_model(shape: tuple[int, dict[str, Any]]) -> None:
     world, sizes = shape
-    grads, weights, count, pieces = 0.0, 0.0, 0.0, list[Owned]()
+    grads, weights, count, pieces = 0.0, 0.0, 0.0, list[OwnedShard]()
     for rank in range(world):
         optimizer = _optimizer(abstract_mesh(world, rank, **sizes))
         _fill(optimizer, share=False)
@@ -107,9 +107,9 @@ def test_owned_elements_cover_the_model(shape: tuple[int, dict[str, Any]]) -> No
             grad = optimizer.buffer.grads.owned(bucket)
             grad.copy_((grad != 0).double())
         count += float(optimizer.local_norm_sq())
-        pieces += owned(optimizer, "model/")
+        pieces += owned_shards(optimizer, "model/")
     assert (count, grads, weights) == pytest.approx((ELEMENTS, TOTAL, TOTAL), rel=1e-12)
-    saved = whole_of(pieces)
+    saved = assemble(pieces)
     assert all(torch.equal(saved[f"model/{spec.name}"], _full(spec)) for spec in SPECS)
 
 
@@ -127,7 +127,7 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     errors = {}
     for p in buffer.parameters:
         spec = p.spec  # type: ignore[attr-defined]
-        part = part_of(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
+        part = box_view(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
         errors[spec.name] = float((p.detach() - part / 2).abs().max())
     return norm, errors
 
@@ -160,7 +160,7 @@ def test_two_sharded_dims_are_initialized_equally_under_every_layout(sizes: dict
     for rank in range(world := sizes.get("ep", 1) * sizes.get("etp", 1)):
         mesh = abstract_mesh(world, rank, **{"ep": 1, **sizes})
         part = initialize_(torch.empty(spec.local_shape(mesh.sizes)), spec, mesh, seed=7)
-        assert torch.equal(part, part_of(full, spec.box(mesh.sizes, mesh.coordinates)))
+        assert torch.equal(part, box_view(full, spec.box(mesh.sizes, mesh.coordinates)))
 
 
 def test_rank_initializes_only_its_experts(monkeypatch: pytest.MonkeyPatch) -> None:

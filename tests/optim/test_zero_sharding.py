@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from full_tensors import Owned, owned, whole_of
+from full_tensors import OwnedShard, assemble, owned_shards
 from ranks import run_ranks
 from torch import Tensor
 from train_cases import config_from, run_from
@@ -161,16 +161,16 @@ def test_only_shards_are_reduced_across_replicas(outer: str, across: float) -> N
         assert across_replicas == expected
 
 
-def _weights(flags: str, steps: int = 3) -> tuple[list[float], list[Owned]]:
+def _weights(flags: str, steps: int = 3) -> tuple[list[float], list[OwnedShard]]:
     """Return the losses of the steps, and the pieces of weights and states that this rank saves."""
     run = _run(flags)
     losses = [train_step(run).loss for _ in range(steps)]
     run.buffer.wait_param_sync()
-    return losses, owned(run.optimizer)
+    return losses, owned_shards(run.optimizer)
 
 
-def _full_state(ranks: list[tuple[list[float], list[Owned]]]) -> tuple[list[float], dict[str, Tensor]]:
-    return ranks[0][0], whole_of(piece for _, pieces in ranks for piece in pieces)
+def _full_state(ranks: list[tuple[list[float], list[OwnedShard]]]) -> tuple[list[float], dict[str, Tensor]]:
+    return ranks[0][0], assemble(piece for _, pieces in ranks for piece in pieces)
 
 
 def test_zero_stages_are_bit_equal() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from formulas import head_flops, layer_parts, layer_saved, layer_waiting
+from formulas import head_flops, layer_flops_by_part, layer_saved_bytes, layer_wgrad_bytes
 from train_cases import config_from
 
 from megalite.config.options import ModelConfig
@@ -46,14 +46,14 @@ def test_layer_flops_and_bytes_equal_the_literature(name: str, tp: int) -> None:
     model = model_of(KINDS[name])
     tokens, (kind, *_) = 2 * model.seq_length, layer_kinds(model)
     plain, split = layers_cost((kind,), setting(tp)), layers_cost((kind,), setting(tp, split=True))
-    projections, mlp, scores = (n * tokens / tp for n in layer_parts(model, model.seq_length))
+    projections, mlp, scores = (n * tokens / tp for n in layer_flops_by_part(model, model.seq_length))
     expected = (projections + mlp + scores, projections + mlp + 2 * scores, projections + mlp)
     assert plain.flops == split.flops == pytest.approx(expected, rel=1e-9)
-    assert plain.saved_bytes == pytest.approx(layer_saved(model, 2, tp) * tokens, rel=2e-3)
+    assert plain.saved_bytes == pytest.approx(layer_saved_bytes(model, 2, tp) * tokens, rel=2e-3)
     assert split.saved_bytes == plain.saved_bytes and plain.wgrad_bytes == 0
     # with squared ReLU on one rank the deferred weight gradients also hold a result of the reference
     tolerance = 0.1 if name.startswith("squared") and tp == 1 else 2e-3
-    assert split.wgrad_bytes == pytest.approx(layer_waiting(model, 2, tp) * tokens, rel=tolerance)
+    assert split.wgrad_bytes == pytest.approx(layer_wgrad_bytes(model, 2, tp) * tokens, rel=tolerance)
 
 
 def test_replicated_kv_heads_are_computed_on_each_rank() -> None:
@@ -61,7 +61,7 @@ def test_replicated_kv_heads_are_computed_on_each_rank() -> None:
     model = model_of(f"{LLAMA} {GROUPS} 1")
     D, K, tokens = 512, 64, 2 * 256
     extra_flops = 2 * D * 2 * K * (1 - 1 / 4) * tokens
-    projections, mlp, scores = (n * tokens / 4 for n in layer_parts(model, 256))
+    projections, mlp, scores = (n * tokens / 4 for n in layer_flops_by_part(model, 256))
     cost = layers_cost(layer_kinds(model)[:1], setting(4))
     assert cost.flops[0] == pytest.approx(projections + mlp + scores + extra_flops)
 
@@ -71,10 +71,10 @@ def test_recompute_saves_memory_and_doubles_the_forward(modules: tuple[str, ...]
     model = model_of(KINDS["llama"])
     kind, tokens = layer_kinds(model)[0], 2 * 256
     plain, selective = layers_cost((kind,), setting(2)), layers_cost((kind,), setting(2, recompute=modules))
-    _, mlp, scores = (n * tokens / 2 for n in layer_parts(model, 256))
+    _, mlp, scores = (n * tokens / 2 for n in layer_flops_by_part(model, 256))
     extra_flops = scores * ("core_attn" in modules) + mlp * ("mlp" in modules)
     assert selective.flops == (plain.flops[0], pytest.approx(plain.flops[1] + extra_flops), plain.flops[2])
-    assert selective.saved_bytes == pytest.approx(layer_saved(model, 2, 2, modules) * tokens, rel=4e-3)
+    assert selective.saved_bytes == pytest.approx(layer_saved_bytes(model, 2, 2, modules) * tokens, rel=4e-3)
     full = layers_cost((kind,), setting(2), True)
     assert full.saved_bytes == 256 // 2 * 2 * 512 * 2  # the input alone
     assert full.flops[1] == pytest.approx(plain.flops[0] + plain.flops[1])

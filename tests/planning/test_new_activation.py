@@ -58,8 +58,8 @@ def run_in_copy(argv: list[str], directory: Path) -> str:
 @pytest.mark.nightly(guards=GUARDED)
 @pytest.mark.timeout(500)
 def test_new_activation_is_one_file(tmp_path: Path) -> None:
-    copy = documents.copy_parts(("megalite", "tools", "pretrain_gpt.py"), tmp_path)
-    (example,) = [text for language, text in documents.fences(PAGE) if language == "python" and "mish" in text]
+    copy = documents.copy_paths(("megalite", "tools", "pretrain_gpt.py"), tmp_path)
+    (example,) = [text for language, text in documents.fenced_blocks(PAGE) if language == "python" and "mish" in text]
     (copy / "megalite/kernels/activations/mish.py").write_text(example)
 
     trained, planned, figures = json.loads(run_in_copy(["-c", PRICED, *SHAPE.split()], copy).splitlines()[-1])

@@ -307,7 +307,7 @@ def test_plan_with_sizes_and_tokens(capsys: pytest.CaptureFixture[str]) -> None:
 def test_plan_refuses_invalid_questions(
     flags: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert documents.start("tools/plan.py", flags.split(), monkeypatch) == 2
+    assert documents.run_script("tools/plan.py", flags.split(), monkeypatch) == 2
     captured = capsys.readouterr()
     assert message in captured.err and "Traceback" not in captured.err and not captured.out
 

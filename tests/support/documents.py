@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 UNCHECKED_DOCUMENTS = {"style.md"}  # its examples are names that the code need not have
 PLACEHOLDERS = {"run.toml", "FILE.toml", "FILE.py", "train_config.toml"}  # files of the reader
 PLACEHOLDERS |= {"report.md", "run_config.toml"}  # files that a program writes
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCED_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND_START = re.compile(r"([A-Z]+=\S+ )*(python|bash|torchrun|srun|sbatch|kubectl|sky) [^`]*\.(py|sh|yaml)\b")
-SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+CODE_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
 def documents_of(root: Path) -> list[Path]:
@@ -39,42 +39,42 @@ class Command:
     """A command of a document.
 
     Attributes:
-        place: the document and the beginning of the command.
-        words: the command's arguments, without redirections, pipes and variables that a shell interprets.
+        location: the document and the beginning of the command.
+        argv: the command's arguments, without redirections, pipes and variables that a shell interprets.
     """
 
-    place: str
-    words: tuple[str, ...]
+    location: str
+    argv: tuple[str, ...]
 
 
-def fences(path: Path) -> Iterator[tuple[str, str]]:
+def fenced_blocks(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (language, text) of each fenced block."""
-    yield from FENCE.findall(path.read_text(encoding="utf-8"))
+    yield from FENCED_BLOCK.findall(path.read_text(encoding="utf-8"))
 
 
 def code_spans(path: Path) -> list[str]:
     """Return the texts between single backquotes, outside of fenced blocks."""
-    return SPAN.findall(FENCE.sub("", path.read_text(encoding="utf-8")))
+    return CODE_SPAN.findall(FENCED_BLOCK.sub("", path.read_text(encoding="utf-8")))
 
 
-def commands_of(text: str, place: str) -> Iterator[Command]:
+def commands_of(text: str, location: str) -> Iterator[Command]:
     for line in text.replace("\\\n", " ").splitlines():
         argv = shlex.split(line, comments=True)
         argv = argv[: next((i for i, arg in enumerate(argv) if arg in (">", "|", "&&")), len(argv))]
         while argv and re.match(r"[A-Z_]+=", argv[0]):  # a variable of this command
             argv.pop(0)
         if argv:
-            yield Command(f"{place}: {' '.join(argv)[:60]}", tuple(argv))
+            yield Command(f"{location}: {' '.join(argv)[:60]}", tuple(argv))
 
 
-def commands() -> list[Command]:
+def all_commands() -> list[Command]:
     """Return the commands of all documents.
 
     They are the lines of bash blocks, the lines after a $ in other blocks, and complete commands between backquotes.
     """
     result: list[Command] = []
     for path in DOCUMENTS:
-        for language, text in fences(path):
+        for language, text in fenced_blocks(path):
             is_shell = language in ("bash", "sh")
             lines = text if is_shell else "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
             result += commands_of(lines, path.name)
@@ -84,9 +84,11 @@ def commands() -> list[Command]:
     return result
 
 
-def installed_commands() -> list[str]:
+def megalite_commands() -> list[str]:
     """Return the texts between backquotes that start with `megalite COMMAND`."""
-    mentions = {span for path in named(ROOT) for span in code_spans(path) if re.match(r"megalite [a-z]", span)}
+    mentions = {
+        span for path in checked_documents(ROOT) for span in code_spans(path) if re.match(r"megalite [a-z]", span)
+    }
     return sorted(span for span in mentions if not re.search(r"\.\.\.|completion", span))
 
 
@@ -96,7 +98,7 @@ def is_script(name: str) -> bool:
     return path.is_file() and (path.suffix != ".sh" or subprocess.run(["bash", "-n", path], timeout=30).returncode == 0)
 
 
-class Parsed(Exception):
+class ParserStopped(Exception):
     """A program's own parser has accepted its arguments.
 
     The exception stops the program at this point, and carries the parser and the values.
@@ -107,19 +109,19 @@ class Parsed(Exception):
         self.parser, self.values = parser, values
 
 
-def parsed_by(script: str, args: list[str], patch: pytest.MonkeyPatch) -> Parsed:
+def stop_in_parser(script: str, args: list[str], patch: pytest.MonkeyPatch) -> ParserStopped:
     """Run a script of this repository until its parser has read `args`, and return the parser and the values."""
-    with stopped(patch) as inner_patch:
+    with parsers_stopped(patch) as inner_patch:
         try:
-            start(script, args, inner_patch)
-        except Parsed as parsed:
-            return parsed
+            run_script(script, args, inner_patch)
+        except ParserStopped as stop:
+            return stop
     raise AssertionError(f"{script} reads no flags")
 
 
 @contextmanager
-def stopped(patch: pytest.MonkeyPatch, read: bool = True) -> Iterator[pytest.MonkeyPatch]:
-    """Make the first parser that a program calls raise Parsed, after it has read the arguments if `read`."""
+def parsers_stopped(patch: pytest.MonkeyPatch, parse: bool = True) -> Iterator[pytest.MonkeyPatch]:
+    """Make the first parser that a program calls raise ParserStopped, after it has parsed the arguments if `parse`."""
     parse_known_args, is_nested = argparse.ArgumentParser.parse_known_args, False
 
     def stop(
@@ -129,10 +131,10 @@ def stopped(patch: pytest.MonkeyPatch, read: bool = True) -> Iterator[pytest.Mon
         if is_nested:  # the parser of a command, which its main parser calls
             return parse_known_args(self, args, namespace)
         is_nested = True
-        values, unknown = parse_known_args(self, args, namespace) if read else (argparse.Namespace(), [])
+        values, unknown = parse_known_args(self, args, namespace) if parse else (argparse.Namespace(), [])
         if unknown and reject_unknown:
             self.error(f"unrecognized arguments: {unknown}")
-        raise Parsed(self, values)
+        raise ParserStopped(self, values)
 
     with patch.context() as inner_patch:
         inner_patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
@@ -140,7 +142,7 @@ def stopped(patch: pytest.MonkeyPatch, read: bool = True) -> Iterator[pytest.Mon
         yield inner_patch
 
 
-def start(script: str, args: list[str], patch: pytest.MonkeyPatch) -> int:
+def run_script(script: str, args: list[str], patch: pytest.MonkeyPatch) -> int:
     """Run `python SCRIPT ARGS` in this process, and return its exit code."""
     main = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
     with patch.context() as inner_patch:
@@ -167,7 +169,7 @@ LINK_LINE = re.compile(r"\s*([-*]\s+)?!?(\[[^]]*\]\([^)]*\)|<?https?://\S+>?)\.?
 def long_lines(root: Path) -> Iterator[str]:
     """Yield lines of prose wider than 120 columns. Tables, fenced blocks and a link alone on its line may be wider."""
     for path in documents_of(root):
-        text = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), path.read_text(encoding="utf-8"))
+        text = FENCED_BLOCK.sub(lambda fence: "\n" * fence[0].count("\n"), path.read_text(encoding="utf-8"))
         for number, line in enumerate(text.splitlines(), 1):
             may_be_wider = line.lstrip().startswith("|") or LINK_LINE.fullmatch(line)
             if len(line) > COLUMNS and not may_be_wider:
@@ -177,7 +179,7 @@ def long_lines(root: Path) -> Iterator[str]:
 # ---- names in the documents: each rule yields a line per name of something that does not exist
 
 
-def named(root: Path) -> Iterator[Path]:
+def checked_documents(root: Path) -> Iterator[Path]:
     """Yield the documents whose names must exist."""
     yield from (path for path in documents_of(root) if path.name not in UNCHECKED_DOCUMENTS)
 
@@ -190,9 +192,9 @@ def find_file(root: Path, name: str) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def lost_files(root: Path) -> Iterator[str]:
+def missing_files(root: Path) -> Iterator[str]:
     """Yield links, and files between backquotes, that do not exist."""
-    for path in named(root):
+    for path in checked_documents(root):
         links = [link for link in re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8")) if "://" not in link]
         broken = [link for link in links if not (path.parent / link).exists()]
         yield from (f"{path.name}: links to {link}, which does not exist" for link in broken)
@@ -201,14 +203,14 @@ def lost_files(root: Path) -> Iterator[str]:
         yield from (f"{path.name}: names {name}, which does not exist" for name in missing)
 
 
-def lost_names(root: Path) -> Iterator[str]:
+def undefined_names(root: Path) -> Iterator[str]:
     """Yield names between backquotes, with an underscore or a capital in their middle, that the code does not contain."""
     sources = [*root.glob("*.py"), root / "pyproject.toml"]
     sources += [p for directory in ("megalite", "tools", "tests", "examples") for p in (root / directory).rglob("*.py")]
     sources += [*(root / "examples").rglob("*.yaml"), *(root / "megalite").rglob("*.toml")]
     texts = [p.read_text(encoding="utf-8") for p in sources if p.is_file() and p.name not in ("test_documents.py",)]
     identifiers = {identifier for text in texts for identifier in re.findall(r"\w+", text)}
-    for path in named(root):
+    for path in checked_documents(root):
         expressions = [s for s in code_spans(path) if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", s)]
         names = {part for s in expressions for part in s.partition("(")[0].split(".")}
         names = {n for n in names if re.search(r"[a-z]_[a-z]|[a-z][A-Z]|^[A-Z][a-z]+[A-Z]", n)}
@@ -231,10 +233,10 @@ class Place:
 PLACE = re.compile(r"([\w/]+\.py): ([A-Za-z_][\w.]*)")
 
 
-def chains(text: str) -> list[list[Place]]:
+def call_trees(text: str) -> list[list[Place]]:
     """Return the call trees of a document: fenced blocks whose lines are `file: name`, indented under their caller."""
     trees = []
-    for _, block in FENCE.findall(text):
+    for _, block in FENCED_BLOCK.findall(text):
         places, open_calls = [], list[tuple[int, Place]]()
         for line in block.splitlines():
             if match := PLACE.match(line.lstrip()):
@@ -275,12 +277,12 @@ def _defined_names(node: ast.AST) -> set[str]:
     return names | {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def lost_places(root: Path) -> Iterator[str]:
+def undefined_places(root: Path) -> Iterator[str]:
     """Yield `file.py: name` without such a name in the file, and calls in a tree that the caller's code does not contain."""
-    for path in named(root):
+    for path in checked_documents(root):
         text = path.read_text(encoding="utf-8")
         inline = [Place(*match.groups()) for span in code_spans(path) for match in PLACE.finditer(span)]
-        for place in [*inline, *(place for tree in chains(text) for place in tree)]:
+        for place in [*inline, *(place for tree in call_trees(text) for place in tree)]:
             if source_of(root, place) is None:
                 yield f"{path.name}: {place.file} does not hold {place.name}"
             elif place.caller is not None:
@@ -307,7 +309,7 @@ def _attributes_of(root: Path, caller: Place, cls: str) -> list[str]:
     ]
 
 
-def copy_parts(names: Iterable[str], directory: Path) -> Path:
+def copy_paths(names: Iterable[str], directory: Path) -> Path:
     """Copy these files and directories of the repository to `directory`, where a test may build or change them."""
     for name in names:
         target = directory / name

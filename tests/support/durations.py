@@ -18,10 +18,10 @@ ROOT = LIST.parent.parent
 QUICK, PRESUBMIT, NIGHTLY = "quick", "presubmit", "nightly"
 MAX_QUICK_S = 1.0  # longer tests are presubmit tests
 MAX_PRESUBMIT_S = 2.5  # longer tests without a marker are slow: a presubmit run has them only if they guard a change
-MEAN_NIGHTLY_S = 40.0  # assumed for nightly tests without a record
+DEFAULT_NIGHTLY_S = 40.0  # assumed for nightly tests without a record
 MAX_GUARDED_S = 150.0  # of nightly and slow tests that a presubmit run adds, because they guard a changed file
 # What the slow tests of a directory guard, besides their own file; the others guard the package of the same name.
-GUARDED_BY = {
+GUARDED_PATHS = {
     "chaos": ("megalite/training", "megalite/launch"),
     "checkpoint": ("megalite/checkpoint", "megalite/training/checkpointing"),
     "distribution": ("pyproject.toml", "Dockerfile", "megalite/__main__.py", "megalite/commands.toml"),
@@ -43,7 +43,7 @@ class Line:
     group: str
     seconds: float
     name: str
-    tests: int = 1
+    num_tests: int = 1
 
     @property
     def file(self) -> str:
@@ -51,7 +51,7 @@ class Line:
 
 
 @functools.cache
-def read() -> tuple[Line, ...]:
+def read_lines() -> tuple[Line, ...]:
     rows = (line.split(" ", 3) for line in LIST.read_text("utf-8").splitlines())
     return tuple(Line(group, float(seconds), name, int(tests)) for group, seconds, tests, name in rows)
 
@@ -82,29 +82,29 @@ def record(seconds_of: Mapping[str, float], nightly: Iterable[str], groups: set[
     """Replace the lines of these tests' files in the groups that ran."""
     new = [line for line in lines_of(seconds_of, nightly) if line.group != NIGHTLY or NIGHTLY in groups]
     files, names = {line.file for line in new}, {(line.group, line.name) for line in new}
-    old = [line for line in read() if line.file not in files or line.group not in groups]
+    old = [line for line in read_lines() if line.file not in files or line.group not in groups]
     lines = new + [line for line in old if (line.group, line.name) not in names and (ROOT / line.file).is_file()]
     lines.sort(key=lambda line: (line.name, line.group))
-    text = (f"{line.group} {line.seconds:.2f} {line.tests} {line.name}\n" for line in lines)
+    text = (f"{line.group} {line.seconds:.2f} {line.num_tests} {line.name}\n" for line in lines)
     LIST.write_text("".join(text), "utf-8")
-    read.cache_clear()
+    read_lines.cache_clear()
 
 
 def presubmit_seconds() -> dict[str, float]:
     """Return the duration of each presubmit test."""
-    return {line.name: line.seconds for line in read() if line.group == PRESUBMIT}
+    return {line.name: line.seconds for line in read_lines() if line.group == PRESUBMIT}
 
 
-def guarded_by_slow_test(test: str) -> tuple[str, ...]:
+def paths_guarded_by(test: str) -> tuple[str, ...]:
     """Return the files and directories whose change makes a slow test part of a presubmit run."""
     file = test.split("::")[0]
     area = file.split("/")[1]
-    return (file, *GUARDED_BY.get(area, (f"megalite/{area}",)))
+    return (file, *GUARDED_PATHS.get(area, (f"megalite/{area}",)))
 
 
 def mean_nightly_seconds() -> dict[str, float]:
     """Return the mean duration of a nightly test, by file."""
-    return {line.name: line.seconds / line.tests for line in read() if line.group == NIGHTLY}
+    return {line.name: line.seconds / line.num_tests for line in read_lines() if line.group == NIGHTLY}
 
 
 @functools.cache
@@ -128,14 +128,14 @@ def changed_files() -> frozenset[str]:
     return frozenset(git("diff", "--name-only", base).splitlines() if base else ())
 
 
-def guards_a_change(files: Iterable[str]) -> bool:
+def any_changed(files: Iterable[str]) -> bool:
     """Return True if one of the files, or a file below one of the directories, changed."""
     for file in files:
         assert (ROOT / file).exists(), f"a test guards {file}, which does not exist"
     return any(f"{changed}/".startswith(f"{file}/") for file in files for changed in changed_files())
 
 
-def fitting(budget_s: float, items: Iterable[tuple[str, float]]) -> Iterable[str]:
+def select_within_budget(budget_s: float, items: Iterable[tuple[str, float]]) -> Iterable[str]:
     """Yield the tests of (test, seconds) that fit the budget: those whose own file changed first, then in order."""
     for test, seconds in sorted(items, key=lambda item: item[0].split("::")[0] not in changed_files()):
         if seconds <= budget_s:

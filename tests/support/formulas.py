@@ -28,7 +28,7 @@ from megalite.kernels.activation import get_activation
 STAT_BYTES = 4  # a statistic of a row, in fp32
 
 
-def layer_saved(model: ModelConfig, size: int, tp: int = 1, recompute_modules: tuple[str, ...] = ()) -> float:
+def layer_saved_bytes(model: ModelConfig, size: int, tp: int = 1, recompute_modules: tuple[str, ...] = ()) -> float:
     """Return the bytes that one layer saves for its backward, per token and tp rank.
 
     The backward of a fully recomputed layer has the same bytes.
@@ -51,7 +51,7 @@ def layer_saved(model: ModelConfig, size: int, tp: int = 1, recompute_modules: t
     return elements * size + stats * STAT_BYTES
 
 
-def layer_waiting(model: ModelConfig, size: int, tp: int = 1) -> float:
+def layer_wgrad_bytes(model: ModelConfig, size: int, tp: int = 1) -> float:
     """Return the bytes of one layer that are kept for its weights' gradients, per token and tp rank."""
     m = model
     D, q, F = m.hidden_size, m.num_attention_heads * m.head_size / tp, m.ffn_size / tp
@@ -70,10 +70,10 @@ def mean_keys(model: ModelConfig, seq_length: int) -> float:
 
 def layer_flops(model: ModelConfig, seq_length: int) -> float:
     """Return the forward FLOPs per token of one layer, or the mean of all layers if only some have a window."""
-    return sum(layer_parts(model, seq_length))
+    return sum(layer_flops_by_part(model, seq_length))
 
 
-def layer_parts(model: ModelConfig, seq_length: int) -> tuple[float, float, float]:
+def layer_flops_by_part(model: ModelConfig, seq_length: int) -> tuple[float, float, float]:
     """Return the forward FLOPs per token of the attention projections, the feed-forward block and the scores."""
     m = model
     D, F = m.hidden_size, m.ffn_size

@@ -9,20 +9,20 @@ from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.parallel.spec import Box
 
 # name, shape, box, span and data of a TensorShard (parallel/spec.py)
-Owned = tuple[str, tuple[int, ...], Box, range, Tensor]
+OwnedShard = tuple[str, tuple[int, ...], Box, range, Tensor]
 
 
-def part_of(full: Tensor, box: Box) -> Tensor:
+def box_view(full: Tensor, box: Box) -> Tensor:
     return full[tuple(map(slice, box.start, box.stop))]
 
 
-def owned(optimizer: DistributedOptimizer, prefix: str = "") -> list[Owned]:
+def owned_shards(optimizer: DistributedOptimizer, prefix: str = "") -> list[OwnedShard]:
     """Return copies in fp64 of the shards that this rank owns, of tensors whose names start with `prefix`."""
     shards = (shard for shard in optimizer.checkpoint_shards() if shard.is_owner)
     return [(s.name, s.shape, s.box, s.span, s.data.double().clone()) for s in shards if s.name.startswith(prefix)]
 
 
-def whole_of(shards: Iterable[Owned]) -> dict[str, Tensor]:
+def assemble(shards: Iterable[OwnedShard]) -> dict[str, Tensor]:
     """Return the full tensors by name, and check that every element is owned once."""
     boxes: dict[tuple[str, tuple[int, ...], Box], Tensor] = {}
     tensors: dict[str, Tensor] = {}
@@ -32,7 +32,7 @@ def whole_of(shards: Iterable[Owned]) -> dict[str, Tensor]:
         flat[span.start : span.stop] = values
     for (name, shape, box), flat in boxes.items():
         full = tensors.setdefault(name, torch.full(shape, torch.nan, dtype=flat.dtype))
-        part_of(full, box).copy_(flat.view(box.shape))
+        box_view(full, box).copy_(flat.view(box.shape))
     for name, full in tensors.items():
         assert not full.isnan().any(), f"{name}: some elements are owned by nobody"
     return tensors

@@ -84,7 +84,7 @@ def _for_type_checkers(tree: ast.Module) -> set[ast.AST]:
     return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
 
 
-def circles(root: Path) -> Iterator[str]:
+def import_cycles(root: Path) -> Iterator[str]:
     """Yield import cycles, including tools, and imports that do not point to a lower layer."""
     edges = import_graph(root, *CODE, annotations=True)
     try:
@@ -113,7 +113,7 @@ def environment_readers(root: Path) -> Iterator[str]:
 STORAGE_WRITE = re.compile(r"(self|self\._there|(self\.)?\w*storage|storage_of\(.*\))\.write_text")
 
 
-def links_followed(root: Path) -> Iterator[str]:
+def writes_through_links(root: Path) -> Iterator[str]:
     """Yield writes that could follow a planted link.
 
     These are writes without an opener of common/safe_open.py, unless they create a file (mode "x").
@@ -139,7 +139,7 @@ STREAM_NAMES |= set("graph CUDAGraph graph_pool_handle make_graphed_callables".s
 STREAM_METHODS = {"record_stream", "wait_stream", "wait_event", "record_event"}  # methods of tensors and streams
 
 
-def streams_elsewhere(root: Path) -> Iterator[str]:
+def stray_streams(root: Path) -> Iterator[str]:
     """Yield uses of CUDA streams outside of parallel/streams.py, which is the only file to review and to simulate."""
     for path, tree in sources(root, "megalite", "pretrain_gpt.py"):
         for node in ast.walk(tree) if path != STREAMS else ():
@@ -178,7 +178,7 @@ def _names_parameter(node: ast.expr, with_name: bool) -> bool:
     return any(NAME_PARTS & set(re.split("[./]", text.strip("_["))) and (with_name or "." in text) for text in texts)
 
 
-def facts_by_name(root: Path) -> Iterator[str]:
+def decisions_by_name(root: Path) -> Iterator[str]:
     """Yield code that decides something about a parameter by its name or a part of it."""
     for path, tree in sources(root, "megalite", "tools", "pretrain_gpt.py"):
         package = path.split("/")[1] if "/" in path else path
@@ -219,7 +219,7 @@ LETTER = r"(?:[A-Za-z0-9]{1,2}|\.\.\.)"
 SHAPE = re.compile(rf"\[({LETTER}(?:[ ,*/+-]+{LETTER})*)\]")  # in a docstring or comment
 
 
-def shapes(root: Path) -> Iterator[str]:
+def shape_letters(root: Path) -> Iterator[str]:
     """Yield axes that docs/shapes.md does not define, and tensors that are given a name with other axes."""
     known = letters(root)
     for path, tree in sources(root, *(f"megalite/{package}" for package in ("kernels", "nn", "models", "generate"))):
@@ -264,10 +264,10 @@ def _renamed(node: ast.AST) -> Iterator[str]:
 CORE = ("parallel", "kernels", "nn", "models", "pipeline", "optim")
 
 
-def path_of_a_step(root: Path) -> dict[str, int]:
+def step_files(root: Path) -> dict[str, int]:
     """Return file -> number of lines, for the files of a step in docs/architecture.md and their imports in the core."""
     page = root / "docs/architecture.md"
-    places = documents.chains(page.read_text(encoding="utf-8"))[0] if page.is_file() else []
+    places = documents.call_trees(page.read_text(encoding="utf-8"))[0] if page.is_file() else []
     edges, modules = import_graph(root), set[str]()
     todo = [f"megalite/{place.file}".removesuffix(".py").replace("/", ".") for place in places if "/" in place.file]
     while todo:
@@ -293,14 +293,14 @@ def registered_modules(name: str, root: Path) -> Iterator[str]:
 
 
 RULES = (
-    *(circles, environment_readers, links_followed, streams_elsewhere, facts_by_name, shapes),
-    *(documents.lost_files, documents.lost_names, documents.lost_places, documents.long_lines),
+    *(import_cycles, environment_readers, writes_through_links, stray_streams, decisions_by_name, shape_letters),
+    *(documents.missing_files, documents.undefined_names, documents.undefined_places, documents.long_lines),
 )
 
 
 def main(argv: list[str]) -> int:
     if argv == ["path"]:
-        num_lines = path_of_a_step(ROOT)
+        num_lines = step_files(ROOT)
         for file, lines in num_lines.items():
             print(f"{lines:6,d}  {file}")
         print(f"{sum(num_lines.values()):6,d}  lines in {len(num_lines)} files")

@@ -63,7 +63,7 @@ def test_benchmark_lists_make_every_combination() -> None:
 def test_benchmark_refuses_impossible_measurements(flags: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(contender, "measure", None)  # must not be reached
     monkeypatch.setattr("torch.cuda.is_available", lambda: "--memory-gib" in flags and "cuda" in flags)
-    assert documents.start("tools/benchmark.py", [*TINY, *flags.split()], monkeypatch) == 2
+    assert documents.run_script("tools/benchmark.py", [*TINY, *flags.split()], monkeypatch) == 2
     assert MESSAGES["benchmark"][flags] in capsys.readouterr().err
 
 

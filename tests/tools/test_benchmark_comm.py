@@ -47,7 +47,7 @@ def test_links_are_classified_by_rank_location() -> None:
 
 @pytest.mark.parametrize("flags", MESSAGES["collectives"])
 def test_benchmark_comm_refuses_impossible_measurements(flags: str, monkeypatch, capsys) -> None:
-    assert documents.start("tools/benchmark_comm.py", flags.split(), monkeypatch) == 2
+    assert documents.run_script("tools/benchmark_comm.py", flags.split(), monkeypatch) == 2
     assert MESSAGES["collectives"][flags] in capsys.readouterr().err
 
 

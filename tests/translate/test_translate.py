@@ -69,8 +69,8 @@ def test_translated_file_plans_a_run(name: str, tmp_path: Path, capsys, monkeypa
 
 
 def example_of_page() -> dict[str, str]:
-    (_, source), (_, typed), (_, target) = documents.fences(PAGE)
-    translate_argv, train_argv = (command.words for command in documents.commands_of(typed, PAGE.name))
+    (_, source), (_, typed), (_, target) = documents.fenced_blocks(PAGE)
+    translate_argv, train_argv = (command.argv for command in documents.commands_of(typed, PAGE.name))
     _, _, file, *flags = translate_argv
     return dict(file=file, flags=" ".join(flags), train=" ".join(train_argv[2:]), text=source, writes=target)
 
