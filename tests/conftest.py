@@ -13,7 +13,7 @@ import train_cases
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE"):  # users do not set them; their output is buffered
     os.environ.pop(name, None)
-programs.environment()
+programs.initial_environment()
 # a shell's background jobs and nohup ignore these signals, and the programs that tests start would inherit that
 for number, default in (
     (signal.SIGINT, signal.default_int_handler),
@@ -94,7 +94,7 @@ def signals_as_they_were() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def environment_as_it_was() -> Iterator[None]:
     """Restore the environment: torch.compile sets a variable, and programs with a changed one are not forked."""
-    with programs.environment_kept():
+    with programs.environment_restored():
         yield
 
 

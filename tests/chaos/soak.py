@@ -92,7 +92,7 @@ def draw_faults(rng: random.Random, number: int, steps: int) -> list[Fault]:
     return faults
 
 
-class Attempt(programs.Talk):
+class Attempt(programs.ProgramOutput):
     """One start of the program. Each of its lines must come within PATIENCE_S."""
 
     def __init__(self, args: Sequence[str], env: dict[str, str]):
@@ -101,7 +101,7 @@ class Attempt(programs.Talk):
         self.begin, self.steps, self._seen = time.monotonic(), list[int](), 0
         self.first_s = 0.0
 
-    def until(self, step: int | None) -> bool:  # type: ignore[override]
+    def wait_for_step(self, step: int | None) -> bool:
         """Wait for the line of `step`, or with None for the end, and return whether the line has come."""
         last_line_s = time.monotonic()
         while True:
@@ -138,7 +138,7 @@ def started(args: Sequence[str], env: dict[str, str], log: Path) -> Iterator[Att
         with suppress(ProcessLookupError):
             os.killpg(attempt.process.pid, signal.SIGKILL)
         with log.open("a", encoding="utf-8") as file:
-            file.write(attempt.said)
+            file.write(attempt.output)
 
 
 def flip_bit(save_dir: Path, rng: random.Random) -> None:
@@ -165,7 +165,7 @@ def inject(fault: Fault, attempt: Attempt, save_dir: Path, rng: random.Random) -
             case "freeze":
                 os.kill(pid, signal.SIGSTOP)
     if fault.kind == "corrupt":
-        attempt.until(None)
+        attempt.wait_for_step(None)
         flip_bit(save_dir, rng)
 
 
@@ -185,15 +185,15 @@ def disturbed(args: list[str], faults: list[Fault], steps: int, out: Path, rng: 
         with started(args, env, log) as attempt:
             struck_s = time.monotonic()
             fault = None
-            while remaining and fault is None and attempt.until(remaining[0].step):
+            while remaining and fault is None and attempt.wait_for_step(remaining[0].step):
                 fault, struck_s = remaining.pop(0), time.monotonic()
                 inject(fault, attempt, run_dir, rng)
-                if fault.kind == "nan" and attempt.until(fault.step + 3):  # the step was recomputed
+                if fault.kind == "nan" and attempt.wait_for_step(fault.step + 3):  # the step was recomputed
                     fault.code, fault.outcome = 0, "goes on"
                     fault.last_step, fault.resumed_step = fault.step, fault.step + 1
                     fault = None
-            attempt.until(None)
-            code, ended_s = attempt.end(PATIENCE_S), time.monotonic()
+            attempt.wait_for_step(None)
+            code, ended_s = attempt.wait(PATIENCE_S), time.monotonic()
         if not attempt.steps:
             raise RuntimeError(f"a start without a step, exit code {code}: see {log}")
         num_trained += len(attempt.steps)
@@ -214,8 +214,8 @@ def disturbed(args: list[str], faults: list[Fault], steps: int, out: Path, rng: 
 def undisturbed(args: list[str], out: Path) -> int:
     """Run without faults and return the number of steps."""
     with started(args, environment([], out), out / "undisturbed.log") as attempt:
-        attempt.until(None)
-        code = attempt.end(PATIENCE_S)
+        attempt.wait_for_step(None)
+        code = attempt.wait(PATIENCE_S)
     if code != 75 or attempt.steps[:1] != [1]:
         raise RuntimeError(f"the undisturbed run ended with exit code {code}: see {out / 'undisturbed.log'}")
     return attempt.steps[-1]

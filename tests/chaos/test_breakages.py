@@ -31,7 +31,7 @@ def test_breakage_fails_its_test(breakage: Breakage) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", "--timeout", str(TIMEOUT_S - 10), breakage.test]
     paths = os.pathsep.join(map(str, (CHAOS / "startup", CHAOS, CHAOS.parent / "support", ROOT)))
     env = {**os.environ, "PYTHONPATH": paths, "MEGALITE_BREAKAGE": breakage.name}
-    with programs.group(command, env=env) as process:
+    with programs.program_session(command, env=env) as process:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == pytest.ExitCode.TESTS_FAILED, output
     for other_reason in ("sitecustomize", "ImportError", "TypeError"):  # the last: the original has other parameters

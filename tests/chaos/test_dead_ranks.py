@@ -13,7 +13,7 @@ import checkpoint_loads
 import pytest
 from checkpoint_loads import SINGLE_PROCESS
 from fault_runs import drill
-from pairwise import rarely
+from pairwise import nightly_except
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.storage import storage as storage
@@ -51,7 +51,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> manifests.Manifest:
     return manifests.load_manifest(base / "run/iter_0000006")
 
 
-@pytest.mark.parametrize("name", rarely([*FAULTS], [*FAULTS][:2], str, guards=("megalite/checkpoint/manager",)))
+@pytest.mark.parametrize("name", nightly_except([*FAULTS], [*FAULTS][:2], str, guards=("megalite/checkpoint/manager",)))
 def test_failed_save_commits_nothing_and_the_run_resumes(
     name: str, tmp_path: Path, expected: manifests.Manifest
 ) -> None:

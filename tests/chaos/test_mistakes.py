@@ -56,6 +56,6 @@ def test_verify_locates_a_mistake(mistake: Mistake, tmp_path: Path) -> None:
     plugin, report = tmp_path / "plugin.py", tmp_path / "report.json"
     plugin.write_text(PLUGIN.format(paths=PATHS, name=mistake.name), "utf-8")
     flags = [*mistake.flags.split(), "--plugin", str(plugin), "--steps", "2", "--json", str(report)]
-    result = programs.python("tools/verify.py", *flags, timeout=120)
+    result = programs.run_python("tools/verify.py", *flags, timeout=120)
     assert result.returncode == 1 and report.is_file(), result.stdout + result.stderr
     assert not wrong_fields(mistake, json.loads(report.read_text("utf-8"))), result.stdout

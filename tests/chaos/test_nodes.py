@@ -12,7 +12,7 @@ from typing import Any
 
 import programs
 import pytest
-from network_namespaces import ROOT, Node, Unpermitted, two_nodes
+from network_namespaces import ROOT, NamespaceError, Node, two_nodes
 from train_cases import SMALL, logged
 
 GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py")
@@ -28,11 +28,11 @@ def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
         nodes = two_nodes(tmp_path)
         with nodes as pair_of_nodes:
             yield pair_of_nodes
-    except Unpermitted as error:
+    except NamespaceError as error:
         pytest.skip(f"no namespaces here: {error}")
 
 
-def torchrun(node: Node, run_dir: Path, *flags: str, nodes: str = "2") -> programs.Talk:
+def torchrun(node: Node, run_dir: Path, *flags: str, nodes: str = "2") -> programs.ProgramOutput:
     """Start torchrun as examples/launch/torchrun.sh does, with shorter waits."""
     argv = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "2"]
     argv += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node-a:29500", "--rdzv-id", "run"]
@@ -42,13 +42,13 @@ def torchrun(node: Node, run_dir: Path, *flags: str, nodes: str = "2") -> progra
     return node.start(argv, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
-def stop_and_read_status(run_dir: Path, *runs: programs.Talk) -> dict[str, Any]:
+def stop_and_read_status(run_dir: Path, *runs: programs.ProgramOutput) -> dict[str, Any]:
     """Stop the run and return its status."""
     (run_dir / "stop").touch()
     for run in runs:
-        run.end(60)
+        run.wait(60)
     status = json.loads((run_dir / "status.json").read_text())
-    assert status["outcome"] == "requeue", runs[0].said
+    assert status["outcome"] == "requeue", runs[0].output
     return status
 
 
@@ -56,7 +56,7 @@ def check_losses(run_dir: Path, steps: int) -> None:
     """Compare with an undisturbed run of one rank: every step once, with the same samples."""
     single_dir = run_dir.with_name("alone")
     flags = [*FLAGS, "--run-dir", str(single_dir), "--exit-interval", str(steps)]
-    programs.python("pretrain_gpt.py", *flags, timeout=200, ok=True)
+    programs.run_python("pretrain_gpt.py", *flags, timeout=200, check=True)
     assert logged(single_dir, "step") == logged(run_dir, "step") == list(range(1, steps + 1))
     # the rounding of all these steps; other samples would differ by 1e-2
     assert logged(run_dir) == pytest.approx(logged(single_dir), rel=1e-3)
@@ -67,18 +67,18 @@ def test_node_is_lost_and_returns(tmp_path: Path, pair: tuple[Node, Node]) -> No
     a, b = pair
     run_dir = tmp_path / "run"
     run, _ = (torchrun(node, run_dir, nodes="1:2") for node in pair)
-    number = run.until("step     7/")
+    number = run.wait_for_line("step     7/")
     b.kill()
-    number = run.until("dp 1 x cp 1 x tp 2 = 2 ranks", after=number)
-    assert any("lost another rank" in line for line in run.lines[:number]) and "Traceback" not in run.said
-    run.until("4 micro-batches", after=number)
-    number = run.until("resumed from", after=number)
+    number = run.wait_for_line("dp 1 x cp 1 x tp 2 = 2 ranks", from_line=number)
+    assert any("lost another rank" in line for line in run.lines[:number]) and "Traceback" not in run.output
+    run.wait_for_line("4 micro-batches", from_line=number)
+    number = run.wait_for_line("resumed from", from_line=number)
     b.boot()
     rejoined = torchrun(b, run_dir, nodes="1:2")
-    number = run.until("requeue: SIGTERM", after=number)  # torchrun restarts its ranks; no step is lost
-    number = run.until("dp 2 x cp 1 x tp 2 = 4 ranks", after=number)
-    number = run.until("resumed from", after=number)
-    run.until("  loss ", after=number + 3)
+    number = run.wait_for_line("requeue: SIGTERM", from_line=number)  # torchrun restarts its ranks; no step is lost
+    number = run.wait_for_line("dp 2 x cp 1 x tp 2 = 4 ranks", from_line=number)
+    number = run.wait_for_line("resumed from", from_line=number)
+    run.wait_for_line("  loss ", from_line=number + 3)
     check_losses(run_dir, stop_and_read_status(run_dir, run, rejoined)["step"])
 
 
@@ -87,14 +87,16 @@ def test_cable_is_pulled_and_reconnected(tmp_path: Path, pair: tuple[Node, Node]
     a, b = pair
     run_dir = tmp_path / "run"
     run, second = (torchrun(node, run_dir, "--pp", "2") for node in pair)
-    number = run.until("step     7/")
+    number = run.wait_for_line("step     7/")
     start_s = time.monotonic()
-    b.cable("down")
-    number = run.until("outcome ", after=number, timeout_s=TIMEOUT_S + 20)  # from the ranks on the first node
+    b.set_cable("down")
+    number = run.wait_for_line(
+        "outcome ", from_line=number, timeout_s=TIMEOUT_S + 20
+    )  # from the ranks on the first node
     seconds, crash = time.monotonic() - start_s, json.loads((run_dir / "status.json").read_text())
     assert seconds < TIMEOUT_S + 10 and crash["outcome"] in ("crash", "hang"), crash
-    b.cable("up")
-    number = run.until("resumed from", after=number)
+    b.set_cable("up")
+    number = run.wait_for_line("resumed from", from_line=number)
     b.slow_down()
-    number = run.until("  loss ", after=number + 3)
+    number = run.wait_for_line("  loss ", from_line=number + 3)
     check_losses(run_dir, stop_and_read_status(run_dir, run, second)["step"])

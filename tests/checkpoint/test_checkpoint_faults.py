@@ -16,7 +16,7 @@ import torch
 from checkpoint_loads import BACKGROUND, SINGLE_PROCESS, invert_bit, replace_manifest, row_shard, save_steps
 from checkpoint_loads import constant_shards as pieces
 from data.test_preprocess_resume import dies_at, in_child
-from pairwise import rarely
+from pairwise import nightly_except
 from ranks import run_ranks
 
 from megalite.checkpoint.format import manifest as manifests
@@ -286,7 +286,7 @@ def test_manifest_bombs_are_refused(tmp_path: Path) -> None:
             manifests.load_manifest(checkpoint_dir)
 
 
-@pytest.mark.parametrize("dims", rarely([1, 2, 3], [2], str, guards=("megalite/checkpoint/format",)))
+@pytest.mark.parametrize("dims", nightly_except([1, 2, 3], [2], str, guards=("megalite/checkpoint/format",)))
 def test_many_boxes_are_checked_quickly(tmp_path: Path, dims: int) -> None:
     """There are 90,000 boxes of one element, side by side in one row; comparing pairs of them would take minutes."""
     checkpoint_dir = saver.save(tmp_path, 1, pieces(1.0, rows=1)[:1], {}, SINGLE_PROCESS)

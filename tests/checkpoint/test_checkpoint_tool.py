@@ -165,7 +165,7 @@ def test_usage_errors_and_missing_checkpoints(tmp_path: Path, capsys: pytest.Cap
         with pytest.raises(SystemExit) as stop:
             tool.main(bad)
         assert stop.value.code == 2
-    assert "reshard" in programs.python("tools/checkpoint.py", "--help").stdout
+    assert "reshard" in programs.run_python("tools/checkpoint.py", "--help").stdout
 
 
 def test_output_hides_url_secrets_and_escapes_control_characters(tmp_path: Path, capsys) -> None:

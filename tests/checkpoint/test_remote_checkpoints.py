@@ -391,7 +391,7 @@ def test_program_saves_to_a_store_and_resumes(on_s3: str, tmp_path: Path) -> Non
     flags = [*SMALL, "--save", on_s3, "--load", on_s3, "--save-interval", "2", "--keep-last", "1", "--nproc", "2"]
     for train_iters in ("3", "5"):
         more_flags = ["--lr-decay-style", "constant", "--train-iters", train_iters]
-        result = programs.python("pretrain_gpt.py", *flags, *more_flags, cwd=tmp_path, ok=True)
+        result = programs.run_python("pretrain_gpt.py", *flags, *more_flags, cwd=tmp_path, check=True)
     assert f"resumed from {on_s3}/iter_0000003 at step 3" in result.stdout
     assert storage.steps_in(on_s3) == [5]
     (run_dir,) = (tmp_path / "runs").iterdir()  # logs are appended to, so they stay here

@@ -13,7 +13,7 @@ import pytest
 import toml_tables
 import torch
 from full_tensors import OwnedShard, assemble
-from pairwise import rarely
+from pairwise import nightly_except
 from ranks import run_ranks
 from train_cases import SMALL, config_from, run_from
 
@@ -104,7 +104,9 @@ SETS |= {"some fp32": [FP32[i] for i in (0, 4, 5, 7, 8)], "some ZeRO": [ZERO[i] 
 OFTEN = [name for name in SETS if name not in ("fp32", "ZeRO")]
 
 
-@pytest.mark.parametrize("set_name", rarely([*SETS], OFTEN, str, guards=("megalite/checkpoint", "megalite/optim")))
+@pytest.mark.parametrize(
+    "set_name", nightly_except([*SETS], OFTEN, str, guards=("megalite/checkpoint", "megalite/optim"))
+)
 def test_resume_under_any_other_layout(tmp_path: Path, set_name: str) -> None:
     layouts = SETS[set_name]
     uninterrupted: dict[str, list[float]] = {}

@@ -191,7 +191,7 @@ def test_resume_in_another_precision_keeps_the_main_weights(before: str, after: 
 
 def test_program_refuses_once_with_the_usage_exit_code(saved: tuple[Path, dict], tmp_path: Path) -> None:
     argv = [*SMALL, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
-    result = programs.python("pretrain_gpt.py", *argv, "--nproc", "2", "--pipeline-model-parallel-size", "2")
+    result = programs.run_python("pretrain_gpt.py", *argv, "--nproc", "2", "--pipeline-model-parallel-size", "2")
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
     assert len(lines) == 4 and sum("num_layers: 6 here" in line for line in lines) == 1, result.stderr
@@ -380,7 +380,7 @@ def test_validation_runs_after_checkpoint_options_are_read(
     """Options are checked against the checkpoint's model, also a tp that no placeholder for a size would allow."""
     argv = [*WITHOUT_MODEL, "--train-iters", "6", "--dry-run", "--global-batch-size", "24", *flags.split()]
     argv += [] if "--nproc" in flags else ["--nproc", "12"]
-    result = programs.python("pretrain_gpt.py", *argv, cwd=thirds)
+    result = programs.run_python("pretrain_gpt.py", *argv, cwd=thirds)
     assert result.returncode == code and message in result.stdout + result.stderr, result.stdout + result.stderr
     lines = [line for line in result.stderr.splitlines() if "no effect" in line or "needs" in line]
     assert len(lines) == len(notes) and all(note in line for note, line in zip(notes, lines, strict=True)), (

@@ -162,7 +162,7 @@ def run(run_dir: Path, train_iters: int, *options: str) -> str:
         str(train_iters),
         *options,
     ]
-    result = programs.python("pretrain_gpt.py", *SMALL, *flags, "--lr-decay-style", "constant", ok=True)
+    result = programs.run_python("pretrain_gpt.py", *SMALL, *flags, "--lr-decay-style", "constant", check=True)
     return result.stdout
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import programs
 import pytest
-from pairwise import rarely
+from pairwise import nightly_except
 
 from megalite.common import console
 
@@ -86,7 +86,7 @@ def start_run(*flags: str, **options: str) -> Terminal:
     return Terminal(python("pretrain_gpt.py", *RUN, *flags), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("nproc", rarely(["1", "2"], ["2"], str, guards=GUARDS))
+@pytest.mark.parametrize("nproc", nightly_except(["1", "2"], ["2"], str, guards=GUARDS))
 def test_run_on_a_terminal_shows_a_status_bar(nproc: str, tmp_path: Path) -> None:
     run = start_run("--train-iters", "60", "--eval-iters", "3", "--nproc", nproc, "--run-dir", str(tmp_path))
     assert run.end() == 0, run.raw
@@ -111,7 +111,7 @@ def test_log_line_is_cut_on_the_terminal_and_complete_in_the_log(tmp_path: Path)
     assert all(line.startswith(short[:60]) for line, short in zip(logged, shown, strict=True))
 
 
-@pytest.mark.parametrize("saves", rarely([True, False], [True], str, guards=GUARDS))
+@pytest.mark.parametrize("saves", nightly_except([True, False], [True], str, guards=GUARDS))
 def test_ctrl_c_leaves_a_clean_terminal_line(saves: bool, tmp_path: Path) -> None:
     flags = ["--save", str(tmp_path), "--save-interval", "50000"] if saves else ["--run-dir", str(tmp_path)]
     run = start_run("--train-iters", "100000", *flags)
@@ -125,7 +125,7 @@ def test_ctrl_c_leaves_a_clean_terminal_line(saves: bool, tmp_path: Path) -> Non
 
 def test_tools_show_progress(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "some words"}\n' * 2000)
-    programs.python("pretrain_gpt.py", *RUN, "--train-iters", "1", "--save", str(tmp_path / "s"), ok=True)
+    programs.run_python("pretrain_gpt.py", *RUN, "--train-iters", "1", "--save", str(tmp_path / "s"), check=True)
     text = "--input t.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1"
     prefix = "mine_text_document"
     tokenizing = r"tokenizing t.jsonl \S+ [\d.]+/100 % .*documents/s"
@@ -147,7 +147,7 @@ def test_tools_show_progress(tmp_path: Path) -> None:
 PLAIN = [{"NO_COLOR": "1"}, {"TERM": "dumb"}]
 
 
-@pytest.mark.parametrize("variables", rarely(PLAIN, PLAIN[1:], str, guards=GUARDS))
+@pytest.mark.parametrize("variables", nightly_except(PLAIN, PLAIN[1:], str, guards=GUARDS))
 def test_dumb_terminal_gets_plain_lines(variables: dict[str, str], tmp_path: Path) -> None:
     run = start_run("--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path), **variables)
     assert run.end() == 0 and "\x1b" not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
@@ -157,7 +157,7 @@ def test_torchrun_and_pipes_get_plain_lines(tmp_path: Path) -> None:
     flags = [*RUN, "--train-iters", "3", "--eval-iters", "1", "--run-dir", str(tmp_path)]
     run = Terminal(python("-m", "torch.distributed.run", "--standalone", "pretrain_gpt.py", *flags))
     assert run.end() == 0 and console.ERASE not in run.raw and len(LOGGED.findall(run.raw.replace("\r", ""))) == 3
-    result = programs.python("pretrain_gpt.py", *flags, env={**os.environ, "TERM": "xterm"})
+    result = programs.run_python("pretrain_gpt.py", *flags, env={**os.environ, "TERM": "xterm"})
     assert (
         "\x1b" not in result.stdout + result.stderr
         and "\r" not in result.stdout
@@ -183,7 +183,7 @@ print("end")
 """
 
 
-@pytest.mark.parametrize("columns", rarely([160, 60, 0], [60], str, guards=GUARDS))
+@pytest.mark.parametrize("columns", nightly_except([160, 60, 0], [60], str, guards=GUARDS))
 def test_bar_fits_the_terminal_and_lines_scroll_above_it(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # set by a shell in a wider window; the terminal's own size counts
     run = Terminal(python("-c", WORK), columns=columns)
@@ -198,7 +198,7 @@ def test_bar_fits_the_terminal_and_lines_scroll_above_it(columns: int, monkeypat
 
 
 def test_bar_without_a_terminal_writes_nothing() -> None:
-    result = programs.python("-c", WORK)
+    result = programs.run_python("-c", WORK)
     assert (result.stdout, result.stderr) == ("a line\n" * 3 + "end\n", "a complaint\n")
 
 

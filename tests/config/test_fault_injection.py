@@ -66,7 +66,7 @@ def test_malformed_fault_is_a_problem_and_a_valid_one_a_warning(tmp_path: Path) 
         ({FAULT_VARIABLE: "rubbish"}, "POINT:RANK:STEP:KIND"),
         ({FAULT_ONCE_VARIABLE: "/nowhere"}, "is not a directory"),
     ):
-        result = programs.python("pretrain_gpt.py", *flags, "--frob", env={**os.environ, **variables}, cwd=tmp_path)
+        result = programs.run_python("pretrain_gpt.py", *flags, "--frob", env={**os.environ, **variables}, cwd=tmp_path)
         lines = result.stderr.splitlines()
         assert result.returncode == 2 and all(line.startswith("pretrain_gpt.py: ") for line in lines), result.stderr
         assert any(message in line for line in lines) and any("--frob" in line for line in lines)

@@ -38,7 +38,7 @@ STEPS = "--train-iters 3 --lr-decay-iters 6".split()
 
 
 def run_program(directory: Path, *args: str, program: str = "pretrain_gpt.py", code: int = 0) -> str:
-    result = programs.python(program, *args, cwd=directory)
+    result = programs.run_python(program, *args, cwd=directory)
     assert result.returncode == code, result.stdout + result.stderr
     return result.stdout + result.stderr
 
@@ -459,7 +459,7 @@ megalite.register("callback", "called", Called())
 
 def run_failing_program(directory: Path, *args: str, program: str = "pretrain_gpt.py") -> str:
     """Run a command that user code ends, and return its output. It must fail at once, without waiting for a timeout."""
-    result = programs.python(program, *args, cwd=directory)
+    result = programs.run_python(program, *args, cwd=directory)
     assert result.returncode not in (0, 120) and len(result.stdout + result.stderr) < 40_000, result.stderr[-4000:]
     return result.stdout + result.stderr
 
@@ -773,5 +773,5 @@ def test_plugins_page_commands(tmp_path: Path) -> None:
     assert {command.argv[1] for command in commands} == {"plugin", "train", "verify", "plan", "plot"}
     for command in commands:
         short = ["--num-layers", "2", "--device", "cpu"] * (command.argv[1] in ("train", "verify"))
-        result = programs.python("-m", "megalite", *command.argv[1:], *short, cwd=tmp_path, timeout=300)
+        result = programs.run_python("-m", "megalite", *command.argv[1:], *short, cwd=tmp_path, timeout=300)
         assert result.returncode == 0, f"{command.location}\n{result.stdout}{result.stderr}"

@@ -64,7 +64,7 @@ def test_command_refuses_pipes_devices_and_huge_files(reader: str, kind: str, tm
     line, name, code = READERS[reader]
     path = tmp_path / name
     make_file(kind, path)
-    result = programs.python(*line.format(file=path, directory=tmp_path).split(), cwd=tmp_path, timeout=60)
+    result = programs.run_python(*line.format(file=path, directory=tmp_path).split(), cwd=tmp_path, timeout=60)
     assert "Traceback" not in result.stderr, result.stderr
     if (reader, kind) == ("logs", "huge"):  # a log may be that long
         assert result.returncode == 0 and "bytes in its middle are left out" in result.stderr

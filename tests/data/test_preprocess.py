@@ -284,7 +284,7 @@ def test_standard_input_mixed_files_and_progress(tmp_path: Path, typed: Typed) -
     options = f"--output-prefix {tmp_path}/o --tokenizer-type ByteTokenizer --workers 2 --log-interval 1".split()
     lines = '{"text": "a"}\n{"text": "c"}'
     args = ["--input", "-", str(tmp_path / "b.txt"), *options, "--partitions", "4"]
-    result = programs.python("tools/preprocess_data.py", *args, input=lines, ok=True)
+    result = programs.run_python("tools/preprocess_data.py", *args, input=lines, check=True)
     assert "note: --partitions changes nothing" in result.stderr
     assert "2 documents, 2 tokens: " in result.stderr and "MB/s" in result.stderr
     data = IndexedDataset(tmp_path / "o_text_document")

@@ -101,7 +101,7 @@ def test_torch_and_triton_have_every_name_that_is_used() -> None:
 
 def python(*argv: str, **options: bool) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONWARNINGS": "always", "OMP_NUM_THREADS": "1"}
-    return programs.python(*argv, timeout=110, env=env, **options)
+    return programs.run_python(*argv, timeout=110, env=env, **options)
 
 
 def test_imports_raise_no_deprecation_warning() -> None:
@@ -116,7 +116,7 @@ def test_imports_raise_no_deprecation_warning() -> None:
 
 def test_run_raises_no_deprecation_warning(tmp_path: Path) -> None:
     flags = [*SMALL, *TP2_PP2, "--train-iters", "2", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save"]
-    done = python("pretrain_gpt.py", *flags, ok=True)
+    done = python("pretrain_gpt.py", *flags, check=True)
     assert not [line for line in done.stderr.splitlines() if DEPRECATION.search(line)]
 
 

@@ -227,14 +227,16 @@ def test_api_notebook_and_page(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples/python.ipynb").read_text("utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] for cell in code)
-    output = programs.python("-c", "\n".join("".join(cell["source"]) for cell in code), cwd=tmp_path, ok=True).stdout
+    output = programs.run_python(
+        "-c", "\n".join("".join(cell["source"]) for cell in code), cwd=tmp_path, check=True
+    ).stdout
     assert "step    20/20" in output and "torch.Size([6, 1, 257])" in output and "did you mean" in output
     assert (tmp_path / "models/notebook/config.json").is_file()
     fences = documents.fenced_blocks(
         ROOT / "docs/python.md"
     )  # those that import from modules: tests/docs/test_user_guides.py
     page = "\n".join(text for kind, text in fences if kind == "python" and not text.startswith("from megalite."))
-    output = programs.python("-c", page, cwd=tmp_path, ok=True, timeout=250).stdout
+    output = programs.run_python("-c", page, cwd=tmp_path, check=True, timeout=250).stdout
     assert "step    20/20" in output and "torch.Size([6, 1, 257])" in output and "\nTrue " in output
 
 

@@ -108,7 +108,7 @@ def test_exit_codes_equal_the_programs(line: str, tmp_path: Path) -> None:
     name = next((n for n in MODULES if line.startswith(n + " ")), None)
     if name is not None:
         argv = line.format(tmp_path).split()[len(name.split()) :]
-        assert programs.python(MODULES[name].replace(".", "/") + ".py", *argv).returncode == code
+        assert programs.run_python(MODULES[name].replace(".", "/") + ".py", *argv).returncode == code
 
 
 READS = {  # arguments with which each command reads a missing run, model or data set
@@ -132,7 +132,7 @@ def test_missing_input_is_exit_code_3(name: str, tmp_path: Path) -> None:
     argv = READS[name].replace("{}", str(tmp_path / "none")).split()
     for done, prefix in (
         (megalite(*name.split(), *argv), f"megalite {name}: "),
-        (programs.python(file := MODULES[name].replace(".", "/") + ".py", *argv), f"{Path(file).name}: "),
+        (programs.run_python(file := MODULES[name].replace(".", "/") + ".py", *argv), f"{Path(file).name}: "),
     ):
         messages = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
         assert done.returncode == 3 and messages[0].startswith(prefix) and "Traceback" not in done.stderr, done
@@ -156,7 +156,7 @@ def test_messages_name_the_command_as_typed(tmp_path: Path, monkeypatch: pytest.
 
 def test_ctrl_c_prints_no_traceback() -> None:
     stop = "import signal, sys; import megalite.__main__ as m; m.run = lambda argv: signal.raise_signal(signal.SIGINT)"
-    done = programs.python("-c", f"{stop}; m.main()")
+    done = programs.run_python("-c", f"{stop}; m.main()")
     assert (done.returncode, done.stderr) == (130, "")
 
 

@@ -30,6 +30,6 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 
 def test_optimizer_step_is_five_calls_below_main(tmp_path: Path) -> None:
     argv = [*SMALL, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
-    done = programs.python("-c", STACK, *argv, ok=True)
+    done = programs.run_python("-c", STACK, *argv, check=True)
     calls = {tuple(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("CALLS")}
     assert calls == {("main", "TrainCommand.launch", "train", "train_step", "_update", "DistributedOptimizer.step")}

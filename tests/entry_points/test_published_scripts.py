@@ -10,7 +10,7 @@ from pathlib import Path
 import programs
 import pytest
 import toml_tables
-from pairwise import rarely
+from pairwise import nightly_except
 from token_files import byte_level_bpe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def preprocess_docs(directory: Path, paths: dict[str, str], *kind: str) -> str:
     (directory / "text.jsonl").write_text("".join(json.dumps({"text": part}) + "\n" for part in parts))
     gpt2 = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", paths["$VOCAB"], "--merge-file", paths["$MERGES"])
     files = ("--input", str(directory / "text.jsonl"), "--output-prefix", str(directory / "docs"), "--append-eod")
-    programs.python("tools/preprocess_data.py", *files, *(kind or gpt2), ok=True)
+    programs.run_python("tools/preprocess_data.py", *files, *(kind or gpt2), check=True)
     return str(directory / "docs_text_document")
 
 
@@ -62,7 +62,7 @@ def _losses(log: str) -> list[float]:
     return [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+) \|", log)]
 
 
-@pytest.mark.parametrize("name", rarely(sorted(LINES), sorted(LINES)[:1], str, guards=("megalite/config",)))
+@pytest.mark.parametrize("name", nightly_except(sorted(LINES), sorted(LINES)[:1], str, guards=("megalite/config",)))
 @pytest.mark.timeout(240)
 def test_published_script_trains_and_resumes(name: str, tmp_path: Path) -> None:
     paths = byte_level_vocabulary(tmp_path)
@@ -72,7 +72,7 @@ def test_published_script_trains_and_resumes(name: str, tmp_path: Path) -> None:
     paths |= {"$LOGS": str(tmp_path / "logs"), "$CACHE": str(tmp_path / "cache")}
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     start = ["-m", "torch.distributed.run", "--nproc_per_node", "4", "--standalone", "pretrain_gpt.py"]
-    run = programs.python(*start, *argv_of(name, paths), timeout=200, env=env, ok=True)
+    run = programs.run_python(*start, *argv_of(name, paths), timeout=200, env=env, check=True)
     losses = _losses(run.stdout)
     assert len(losses) == 6 and all(math.isfinite(x) for x in losses), run.stdout
     assert len(re.findall(r"elapsed time per iteration \(ms\): [0-9.]+ \|", run.stdout)) == 6

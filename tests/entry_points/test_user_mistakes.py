@@ -32,9 +32,9 @@ if importlib.util.find_spec("wandb") is None:
 
 
 def run_program(
-    line: str, directory: Path, program: str = "pretrain_gpt.py", ok: bool = False
+    line: str, directory: Path, program: str = "pretrain_gpt.py", check: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    return programs.python(program, *line.split(), cwd=directory, ok=ok)
+    return programs.run_python(program, *line.split(), cwd=directory, check=check)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def newcomer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "words/tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "t.jsonl").write_text('{"text": "the quick brown fox jumps over a lazy dog, and so on"}\n' * 50)
     line = "--input t.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --append-eod --workers 1"
-    run_program(line, directory, "tools/preprocess_data.py", ok=True)
-    run_program(f"{FREE} --save kept --save-interval 4", directory, ok=True)
+    run_program(line, directory, "tools/preprocess_data.py", check=True)
+    run_program(f"{FREE} --save kept --save-interval 4", directory, check=True)
     return directory
 
 
@@ -74,7 +74,7 @@ def test_odd_environment_gives_no_traceback(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 120)
     long.mkdir()
     env = {**os.environ, "TMPDIR": str(long), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    done = programs.python("pretrain_gpt.py", *FREE.split(), *"--nproc 2 --save s".split(), cwd=tmp_path, env=env)
+    done = programs.run_python("pretrain_gpt.py", *FREE.split(), *"--nproc 2 --save s".split(), cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stderr.startswith("note: save=s without"), done.stderr
     assert len(done.stderr.splitlines()) == 1 and not [*long.iterdir()], done.stderr
 

@@ -9,10 +9,10 @@ from typing import Any
 import programs
 import pytest
 import torch
-from hugging_face_cases import MODELS, S, V, collection
+from hugging_face_cases import MODELS, SEQ_LENGTH, VOCAB_SIZE, model_cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import rarely
+from pairwise import nightly_except
 from ranks import run_ranks
 from train_cases import SMALL, config_from
 
@@ -48,7 +48,7 @@ NEW_TOKENS = 12
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """Return a function from a family to (model of transformers, its directory, which also has a tokenizer)."""
-    return collection(tmp_path_factory.mktemp("hf"), tokenizer=True)
+    return model_cache(tmp_path_factory.mktemp("hf"), with_tokenizer=True)
 
 
 def transformers_text(model: Any, prompt: list[int], max_new: int, stops: list[int] | int = 2) -> list[int]:
@@ -91,12 +91,12 @@ def test_generation_stops_at_end_of_document(models, tmp_path: Path) -> None:
 def test_generation_stops_at_the_last_position(models) -> None:
     reference, model_dir = models("gpt2")
     model = load_model(model_dir, Mesh.single_process())
-    long_prompt = [1 + i % 90 for i in range(S - 3)]
+    long_prompt = [1 + i % 90 for i in range(SEQ_LENGTH - 3)]
     (filled, short_text) = generate_tokens(model, [long_prompt, [5]], 10, GREEDY)
-    assert len(filled.ids) == S and filled.finish_reason == "length" and len(short_text.ids) <= 11
+    assert len(filled.ids) == SEQ_LENGTH and filled.finish_reason == "length" and len(short_text.ids) <= 11
     with torch.no_grad():  # the last token comes from the last position but one
         assert filled.ids[-1] == int(reference(torch.tensor([filled.ids[:-1]])).logits[0, -1].argmax())
-    for prompt in ([], [1] * S):
+    for prompt in ([], [1] * SEQ_LENGTH):
         with pytest.raises(SetupError, match=f"prompt 0 has {len(prompt)} tokens, the model 48 positions"):
             generate_tokens(model, [prompt], 1, GREEDY)
 
@@ -117,7 +117,7 @@ CASES += [("qwen2 window", 2, 2)]
 OFTEN = [case for case in CASES if case[1:] == (2, 2) or case[0] == "llama"]
 
 
-@pytest.mark.parametrize("case", rarely(CASES, OFTEN, str, guards=("megalite/generate",)))
+@pytest.mark.parametrize("case", nightly_except(CASES, OFTEN, str, guards=("megalite/generate",)))
 def test_generation_is_equal_on_all_ranks_and_layouts(models, case: tuple[str, int, int]) -> None:
     name, tp, pp = case
     _, model_dir = models(name)
@@ -165,10 +165,10 @@ def test_cached_attention_equals_attention(sizes: tuple, repeat: int, window: in
 
 
 def stage_of(flags: str) -> Stage:
-    common_flags = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {S} --micro-batch-size 1 --lr 1
-     --train-iters 1 --mock-data --vocab-size {V} --init-method-std 0.3"""
+    common_flags = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ_LENGTH} --micro-batch-size 1 --lr 1
+     --train-iters 1 --mock-data --vocab-size {VOCAB_SIZE} --init-method-std 0.3"""
     config = config_from(f"{common_flags} {flags}")
-    return make_run_plan(config, 1, V).build_stages(Mesh.single_process(), torch.float64)[0].eval()
+    return make_run_plan(config, 1, VOCAB_SIZE).build_stages(Mesh.single_process(), torch.float64)[0].eval()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_cached_logits_equal_full_logits(models, name: str) -> None:
         stage = stage_of(name)
     else:
         stage = load_model(models(name)[1], Mesh.single_process(), torch.float64).stage
-    tokens_SB = torch.randint(0, V, (20, 3), generator=torch.Generator().manual_seed(3))
+    tokens_SB = torch.randint(0, VOCAB_SIZE, (20, 3), generator=torch.Generator().manual_seed(3))
     zero = torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():
         expected = stage(None, Batch(tokens_SB, None, None, zero, 0))
@@ -245,7 +245,7 @@ def test_sampling_is_independent_of_the_batch(models) -> None:
 
 # ---- the tool
 def tool(*flags: str, ok: bool = True) -> str:
-    result = programs.python("tools/generate.py", *flags)
+    result = programs.run_python("tools/generate.py", *flags)
     assert (result.returncode == 0) == ok and "Traceback" not in result.stderr, result.stdout + result.stderr
     return result.stdout if ok else result.stderr
 
@@ -272,7 +272,7 @@ def test_generate_command_after_context_parallel_training(tmp_path: Path) -> Non
     outputs = []
     for cp in ("1", "2"):
         flags = f"--tokenizer-type NullTokenizer --device cpu --train-iters 2 --nproc {cp} --context-parallel-size {cp}"
-        result = programs.python("pretrain_gpt.py", *SMALL, *flags.split(), "--save", str(tmp_path / cp))
+        result = programs.run_python("pretrain_gpt.py", *SMALL, *flags.split(), "--save", str(tmp_path / cp))
         assert result.returncode == 0, result.stderr
         generate_flags = ["--prompt", "5 17 60", "--max-new-tokens", "5", "--temperature", "0", "--device", "cpu"]
         outputs.append(tool("--load", str(tmp_path / cp), *generate_flags))
@@ -290,8 +290,8 @@ def test_bad_prompts_and_models_are_one_line(models, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('"x"\n7\n')
     flags = ["--load", str(model_dir), "--prompts-file", str(tmp_path / "a.jsonl")]
     assert "line 2: neither a string nor an object" in tool(*flags, ok=False)
-    message = tool("--load", str(model_dir), "--prompt", " ".join(["the"] * S), "--device", "cpu", ok=False)
-    assert message == f"generate.py: prompt 0 has {S} tokens, the model {S} positions; shorten it\n"
+    message = tool("--load", str(model_dir), "--prompt", " ".join(["the"] * SEQ_LENGTH), "--device", "cpu", ok=False)
+    assert message == f"generate.py: prompt 0 has {SEQ_LENGTH} tokens, the model {SEQ_LENGTH} positions; shorten it\n"
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     assert "has no tokenizer that fits" in tool("--load", str(tmp_path), ok=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hugging_face_cases import CASES, SHAPE, copied
+from hugging_face_cases import CASES, SHAPE, copy_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -54,7 +54,7 @@ def test_stacked_experts_equal_separate_experts(models, name: str, tmp_path: Pat
     ],
 )  # fmt: skip
 def test_missing_or_extra_expert_is_named(models, change: Callable, reason: str, tmp_path: Path) -> None:
-    hf_dir = copied(models("qwen2_moe")[1], tmp_path / "hf")
+    hf_dir = copy_model(models("qwen2_moe")[1], tmp_path / "hf")
     tensors = load_file(hf_dir / "model.safetensors")
     change(tensors)
     save_file(tensors, hf_dir / "model.safetensors")

@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_loads import full_shard
-from hugging_face_cases import CASES, GPT2, MODELS, SHAPE, S, V, copied, make, with_tokenizer
+from hugging_face_cases import (
+    CASES,
+    GPT2,
+    MODELS,
+    SEQ_LENGTH,
+    SHAPE,
+    VOCAB_SIZE,
+    copy_model,
+    create_model,
+    write_tokenizer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -44,12 +54,12 @@ TOLERANCE = 2e-5  # of logits of size 1 to 6 in fp32; measured 5e-6
 
 
 def tokens_BS() -> Tensor:
-    return torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(5))
+    return torch.randint(0, VOCAB_SIZE, (2, SEQ_LENGTH), generator=torch.Generator().manual_seed(5))
 
 
 def megalite_logits(directory: Path) -> Tensor:
     source = open_checkpoint(directory)
-    return conversion.megalite_logits(source, convert_checkpoint.saved_model(source), tokens_BS(), V)
+    return conversion.megalite_logits(source, convert_checkpoint.saved_model(source), tokens_BS(), VOCAB_SIZE)
 
 
 @torch.no_grad()
@@ -65,7 +75,7 @@ def load_transformers(model_dir: Path) -> Any:
 
 def compare_files(model_dir: Path, checkpoint_dir: Path) -> Verdict:
     source = open_model(model_dir)
-    return compare(source.tensors, ExportSource(open_checkpoint(checkpoint_dir)), model_specs(source.model, V))
+    return compare(source.tensors, ExportSource(open_checkpoint(checkpoint_dir)), model_specs(source.model, VOCAB_SIZE))
 
 
 def read_tensors(model_dir: Path) -> dict[str, Tensor]:
@@ -116,7 +126,7 @@ def test_half_precision_in_many_files(models, tmp_path: Path) -> None:
     hf_model = open_model(hf_dir)
     state = convert_checkpoint.start_state(hf_model.options, hf_model.dtype, {})
     write_initial_checkpoint(
-        tmp_path / "ours", hf_model.tensors, model_specs(hf_model.model, V), state, file_bytes=20_000
+        tmp_path / "ours", hf_model.tensors, model_specs(hf_model.model, VOCAB_SIZE), state, file_bytes=20_000
     )
     source = open_checkpoint(tmp_path / "ours")
     assert len(source.manifest.files) > 2
@@ -241,14 +251,14 @@ def test_offset_norms_round_trip_through_megatron(kind: str, one_plus: bool, tp:
 
 
 def test_tokenizer_is_converted_with_the_model(models, tmp_path: Path, capsys) -> None:
-    hf_dir = copied(models("mistral")[1], tmp_path / "model")
-    with_tokenizer(hf_dir, V - 20)  # fewer tokens than rows, as in Qwen
+    hf_dir = copy_model(models("mistral")[1], tmp_path / "model")
+    write_tokenizer(hf_dir, VOCAB_SIZE - 20)  # fewer tokens than rows, as in Qwen
     assert tool("--from-hf", hf_dir, "--save", tmp_path / "ours", "--check") == 0
     assert re.search("logits of 27 positions of a text .* likeliest token the same in 100.00%", capsys.readouterr().out)
     data = saved_config(tmp_path / "ours").data
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(hf_dir))
     model = load_model(tmp_path / "ours", Mesh.single_process())  # as generate.py does
-    assert (model.tokenizer.vocab_size, model.tokenizer.eod, model.step) == (V - 20, 2, 0)
+    assert (model.tokenizer.vocab_size, model.tokenizer.eod, model.step) == (VOCAB_SIZE - 20, 2, 0)
     assert model.stage.embedding is not None and model.stage.embedding.word.shape[0] == 128
     export_dir = tmp_path / "back"
     assert tool("--load", tmp_path / "ours", "--to-hf", export_dir, "--check") == 0
@@ -258,8 +268,8 @@ def test_tokenizer_is_converted_with_the_model(models, tmp_path: Path, capsys) -
     for name in expected_files - {"config.json", "model.safetensors"}:
         assert (export_dir / name).read_bytes() == (hf_dir / name).read_bytes()
     written = json.loads((export_dir / "config.json").read_text())
-    assert (written["model_type"], written["vocab_size"], written["eos_token_id"]) == ("mistral", V, 2)
-    with_tokenizer(hf_dir, V + 1)
+    assert (written["model_type"], written["vocab_size"], written["eos_token_id"]) == ("mistral", VOCAB_SIZE, 2)
+    write_tokenizer(hf_dir, VOCAB_SIZE + 1)
     assert tool("--from-hf", hf_dir, "--save", tmp_path / "more") == 0
     assert "94 tokens, but 93 rows" in capsys.readouterr().err
     assert saved_config(tmp_path / "more").data.tokenizer_type is None
@@ -307,7 +317,7 @@ for argv in (["--from-hf", big, "--save", out_dir + "/c"], ["--load", out_dir + 
 
 
 def test_conversion_needs_one_layer_of_memory_and_no_transformers(models, tmp_path: Path) -> None:
-    hf_model = make("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
+    hf_model = create_model("llama", tmp_path / "big", hidden_size=256, intermediate_size=1024, num_hidden_layers=32)
     total = sum(p.numel() * 4 for p in hf_model.parameters()) / 2**20
     largest = max(p.numel() * 4 for p in hf_model.parameters()) / 2**20
     layer = sum(p.numel() * 8 for p in hf_model.model.layers[0].parameters()) / 2**20
@@ -325,9 +335,9 @@ def test_conversion_needs_one_layer_of_memory_and_no_transformers(models, tmp_pa
 def test_old_tensor_names_and_computed_buffers(models, tmp_path: Path) -> None:
     """The first GPT-2 files have no prefix, and contain the causal mask."""
     _, hf_dir = models("gpt2")
-    old_dir = copied(hf_dir, tmp_path / "old")
+    old_dir = copy_model(hf_dir, tmp_path / "old")
     tensors = {name.removeprefix("transformer."): values for name, values in read_tensors(hf_dir).items()}
-    masks = {f"h.{n}.attn.bias": torch.ones(1, 1, S, S) for n in range(2)}
+    masks = {f"h.{n}.attn.bias": torch.ones(1, 1, SEQ_LENGTH, SEQ_LENGTH) for n in range(2)}
     head = {"lm_head.weight": tensors["wte.weight"].clone()}  # stored although it is tied
     save_file(tensors | masks | head, old_dir / "model.safetensors")
     assert tool("--from-hf", old_dir, "--save", tmp_path / "ours") == 0
@@ -341,7 +351,7 @@ def test_old_tensor_names_and_computed_buffers(models, tmp_path: Path) -> None:
 def test_check_detects_one_bit(models, tmp_path: Path, capsys) -> None:
     _, hf_dir = models("llama")
     tool("--from-hf", hf_dir, "--save", tmp_path / "ours")
-    changed_dir = copied(hf_dir, tmp_path / "changed")
+    changed_dir = copy_model(hf_dir, tmp_path / "changed")
     tensors = read_tensors(hf_dir)
     bits = tensors["model.layers.1.self_attn.v_proj.weight"].view(torch.int32)
     bits[3, 7] ^= 1
@@ -388,7 +398,7 @@ def test_layer_windows_equal_transformers(bits: list[bool], window: int) -> None
         options |= {"window_size": (window - 1, 0), "window_attn_skip_freq": format_layer_pattern(bits)}
     model = build(options).model
     assert choose_family(model, None, None) == "qwen2"
-    written = write_config(model, "qwen2", V, "float32", {})
+    written = write_config(model, "qwen2", VOCAB_SIZE, "float32", {})
     hf_config = Qwen2Config(**written)
     assert [kind == "sliding_attention" for kind in hf_config.layer_types] == bits
     assert hf_config.sliding_window == (window if any(bits) else None)
@@ -516,7 +526,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("attack", HOSTILE)
 def test_hostile_directories_are_refused_without_output(models, attack: str, tmp_path: Path, capsys) -> None:
     _, good = models("llama")
-    model_dir = copied(good, tmp_path / "hf")
+    model_dir = copy_model(good, tmp_path / "hf")
     change, reason = HOSTILE[attack]
     change(model_dir)
     capsys.readouterr()  # discard what creating the model printed
@@ -574,7 +584,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str | None]] = {  # a directory
 @pytest.mark.parametrize("case", FILES)
 def test_weight_files_are_chosen_like_transformers(models, case: str, tmp_path: Path, capsys) -> None:
     change, reason = FILES[case]
-    model_dir = copied(models("llama")[1], tmp_path / "hf")
+    model_dir = copy_model(models("llama")[1], tmp_path / "hf")
     change(model_dir)
     code = tool("--from-hf", model_dir, "--save", tmp_path / "ours", "--check-bits")
     if reason is not None:
@@ -598,7 +608,7 @@ SOUND = {  # models of transformers that megalite does not have -> the message
 @pytest.mark.parametrize("case", SOUND)
 def test_unsupported_model_is_not_called_damaged(case: str, tmp_path: Path, capsys) -> None:
     name, changes, reason = SOUND[case]
-    make(name, tmp_path / "hf", **changes)
+    create_model(name, tmp_path / "hf", **changes)
     capsys.readouterr()
     assert tool("--from-hf", tmp_path / "hf", "--save", tmp_path / "ours") == 3
     error = capsys.readouterr().err

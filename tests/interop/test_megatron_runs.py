@@ -6,7 +6,7 @@ import programs
 import pytest
 import test_convert_megatron_dist as dist_format
 from make_fixtures import FIXTURES
-from pairwise import rarely
+from pairwise import nightly_except
 from ranks import run_ranks
 from test_convert_megatron import Case, V, tool, write
 from train_cases import config_from, run_from
@@ -56,7 +56,7 @@ MODELS = {"gpt": GPT, "llama": LLAMA}
 KINDS = {f"{kind}-{name}": (kind, case) for kind in FORMATS for name, case in MODELS.items()}
 
 
-@pytest.mark.parametrize("name", rarely([*KINDS], ["torch-gpt", "torch_dist-llama"], str, guards=GUARDS))
+@pytest.mark.parametrize("name", nightly_except([*KINDS], ["torch-gpt", "torch_dist-llama"], str, guards=GUARDS))
 def test_first_loss_equals_the_converted_checkpoint(name: str, tmp_path: Path) -> None:
     kind, case = KINDS[name]
     source_dir, converted_dir = write_checkpoint(tmp_path / "theirs", kind, case), tmp_path / "ours"
@@ -143,13 +143,13 @@ def tokenizer_name(flags: list[str]) -> str:
     return flags[-1] if flags else "none"
 
 
-@pytest.mark.parametrize("tokenizer", rarely([[], NULL, BYTES], [BYTES], tokenizer_name, guards=GUARDS))
+@pytest.mark.parametrize("tokenizer", nightly_except([[], NULL, BYTES], [BYTES], tokenizer_name, guards=GUARDS))
 def test_vocabulary_round_trips(tokenizer: list[str], tmp_path: Path) -> None:
     flags = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1"
     flags += f" --train-iters 1 --lr 1 --mock-data --eval-iters 0 --device cpu --log-interval 1 --save {tmp_path}/run"
     size = [] if "ByteTokenizer" in tokenizer else ["--vocab-size", "101"]
     true_size = {0: 101, 2: 101 if size else 257}[len(tokenizer)]
-    programs.python("pretrain_gpt.py", *flags.split(), *size, *tokenizer, ok=True)
+    programs.run_python("pretrain_gpt.py", *flags.split(), *size, *tokenizer, check=True)
     tp = ["--target-tensor-parallel-size", "2"]
     assert tool("--load", tmp_path / "run", "--to-megatron", tmp_path / "there", *tp, "--check") == 0
     assert tool("--from-megatron", tmp_path / "there", "--save", tmp_path / "again", "--check") == 0

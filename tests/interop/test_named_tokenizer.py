@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import test_convert_megatron as megatron_cases
 import torch
-from hugging_face_cases import with_tokenizer
+from hugging_face_cases import write_tokenizer
 from test_convert_hugging_face import MEGATRONS, save_run
 from train_cases import config_from
 
@@ -74,7 +74,7 @@ def test_tokenizer_path_of_a_checkpoint_is_announced(way: str, kind: str, tmp_pa
 
 def test_tokenizer_inside_the_checkpoint_is_not_announced(tmp_path: Path, capsys) -> None:
     (tokenizer_dir := tmp_path / "run" / "tokenizer").mkdir(parents=True)
-    with_tokenizer(tokenizer_dir, 9)
+    write_tokenizer(tokenizer_dir, 9)
     run = save_checkpoint(tmp_path / "run", "HuggingFaceTokenizer", tokenizer_dir)
     assert run_generate(run) == 0
     assert "note:" not in capsys.readouterr().err

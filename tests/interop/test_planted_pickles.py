@@ -17,7 +17,7 @@ import programs
 import pytest
 import torch
 from checkpoint_loads import replace_manifest
-from hugging_face_cases import with_tokenizer
+from hugging_face_cases import write_tokenizer
 from make_fixtures import CASES, FIXTURES, write_tokens
 from safetensors import safe_open
 from test_convert_megatron import Calls
@@ -116,7 +116,7 @@ def test_pickle_next_to_checkpoints_is_not_loaded(tmp_path: Path) -> None:
     save_flags = ["--save", str(run_dir), "--load", str(run_dir), "--save-interval", "2"]
 
     def program(train_iters: int) -> tuple[int, str]:
-        result = programs.python(
+        result = programs.run_python(
             "pretrain_gpt.py", *shape.split(), "--train-iters", str(train_iters), *save_flags, cwd=tmp_path
         )
         return result.returncode, result.stdout + result.stderr
@@ -146,7 +146,7 @@ def test_pickle_in_any_file_of_an_external_model_is_not_loaded(
     tmp_path: Path, ran: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub("config.json")(tmp_path / "model")
-    with_tokenizer(tmp_path / "model", 20)
+    write_tokenizer(tmp_path / "model", 20)
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
         index = {"weight_map": dict.fromkeys(file.keys(), "model.safetensors")}
     (tmp_path / "model" / INDEX).write_text(json.dumps(index))
@@ -181,7 +181,7 @@ def test_text_to_text_unpickles_nothing(tmp_path: Path, ran: list[str], monkeypa
     flags = "--input text.jsonl --output-prefix mine --tokenizer-type ByteTokenizer --workers 1 --append-eod"
     assert preprocess.main(flags.split()) == 0
     hub("config.json")(tmp_path / "model")
-    with_tokenizer(tmp_path / "model", 20)
+    write_tokenizer(tmp_path / "model", 20)
     assert convert.main(["--from-hf", "model", "--save", "begin", "--check-bits"]) == 0
     assert generate.load_model("begin", Mesh.single_process()).step == 0
     assert checkpoint.main(["verify", "begin"]) == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_cases import MODELS, S, copied, make
+from hugging_face_cases import MODELS, SEQ_LENGTH, copy_model, create_model
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_convert_hugging_face import load_transformers, megalite_logits, save_run, transformers_logits
@@ -63,7 +63,7 @@ def transformers_angles(config: Json) -> tuple[Tensor, Tensor]:
     hf_config = transformers.AutoConfig.for_model(**copy.deepcopy(config))
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     (rotary,) = (cls for name, cls in vars(module).items() if name.endswith("RotaryEmbedding"))
-    cos, sin = rotary(hf_config)(torch.zeros(1, dtype=torch.float32), torch.arange(S)[None])
+    cos, sin = rotary(hf_config)(torch.zeros(1, dtype=torch.float32), torch.arange(SEQ_LENGTH)[None])
     half = cos.shape[-1] if family == "gpt_oss" else cos.shape[-1] // 2
     return cos[0, :, :half], sin[0, :, :half]
 
@@ -289,7 +289,7 @@ def test_random_rope_keys_equal_transformers_or_are_refused(family: str, changes
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gpt_oss"])
 def test_rope_logits_equal_transformers(family: str, tmp_path: Path) -> None:
     """The model is as a user has it: written by transformers, with YaRN put into its config.json by hand."""
-    make(family, tmp_path / "model", rope_parameters=DEFAULT)
+    create_model(family, tmp_path / "model", rope_parameters=DEFAULT)
     path = tmp_path / "model" / "config.json"
     written = json.loads(path.read_text())
     length = {"original_max_position_embeddings": 16}  # at the top, where transformers looks first
@@ -375,7 +375,7 @@ def test_independent_import_angles_equal_transformers(family: str, case: str) ->
     config = {**PLAIN[family], **READ[case]}
     waves = second_config.waves(copy.deepcopy(config))
     assert waves is not None
-    for actual, expected in zip(waves.tables(S), transformers_angles(config), strict=True):
+    for actual, expected in zip(waves.tables(SEQ_LENGTH), transformers_angles(config), strict=True):
         torch.testing.assert_close(actual, expected.double(), rtol=0, atol=1e-5)
 
 
@@ -398,7 +398,7 @@ WRONG = {  # a rule of the importer -> (wrong rule, the model that shows it, its
 def test_check_detects_a_misread_config(models, rule: str, tmp_path: Path, monkeypatch, capsys) -> None:
     """Check --check-bits without transformers: its second reader does not share the rule."""
     wrong, name, changes = WRONG[rule]
-    hf_dir = copied(models(name)[1], tmp_path / "hf")
+    hf_dir = copy_model(models(name)[1], tmp_path / "hf")
     config = json.loads((hf_dir / "config.json").read_text())
     (hf_dir / "config.json").write_text(json.dumps({**without(config, "rope_parameters"), **changes}))
     assert tool("--from-hf", hf_dir, "--save", tmp_path / "right", "--check-bits") == 0

@@ -12,7 +12,7 @@ import pytest
 import test_convert_megatron_dist as megatron
 import torch
 from full_tensors import assemble, owned_shards
-from hugging_face_cases import make
+from hugging_face_cases import create_model
 from ranks import run_ranks
 from test_convert_megatron import Case
 from train_cases import config_from, run_from
@@ -49,7 +49,7 @@ def first_step(flags: str) -> tuple[float, list[Any], list[str]]:
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """Return a function: the program that wrote a dense model -> flags that start from this model."""
     base = tmp_path_factory.mktemp("dense")
-    make("llama", base / "hugging_face", num_hidden_layers=4)
+    create_model("llama", base / "hugging_face", num_hidden_layers=4)
     megatron.write(base / "megatron", Case(groups=2, llama=True, tied=False))
     first_step(f"{SHAPE} --init-method-std 0.2 --save {base / 'megalite'}")
     extra_flags = {"megalite": "--finetune", "megatron": "--vocab-size 50"}

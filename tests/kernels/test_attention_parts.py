@@ -16,7 +16,7 @@ import torch
 from cases import attention_definition
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pairwise import rarely
+from pairwise import nightly_except
 from torch import Tensor
 
 from megalite.kernels import blocked_attention as module
@@ -91,7 +91,7 @@ def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
     return _results(flash_attention, _tensors(*case[:2], *case[-2:], dtype=torch.float32), **_options(case))
 
 
-@pytest.mark.parametrize("case", rarely(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
+@pytest.mark.parametrize("case", nightly_except(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
 def test_attention_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
     expected = _results(attention_definition, _tensors(*case[:2], *case[-2:]), **_options(case))
     _close(interpreter(in_triton, case), expected, 2e-5)

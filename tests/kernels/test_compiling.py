@@ -14,7 +14,7 @@ from cases import OPS, results
 from compiling import GPUS, Launch, build, cache_dir, record_launches
 from launches import WIDTHS, Work, activations, all_work, attention, experts, gated, norms, permute
 from machine_code import code_of
-from pairwise import cover, rarely
+from pairwise import cover, nightly_except
 
 from megalite.kernels import dispatch, flash_attention
 from megalite.kernels.dispatch import kernel
@@ -63,7 +63,7 @@ COMPLETE = ("attention with dropout, by document in a window", "attention with a
 BUILT = [name for name in OPS if not name.startswith("attention") or name in COMPLETE]
 
 
-@pytest.mark.parametrize("name", rarely(list(OPS), BUILT, str, guards=("megalite/kernels",)))
+@pytest.mark.parametrize("name", nightly_except(list(OPS), BUILT, str, guards=("megalite/kernels",)))
 def test_every_kernel_builds(name: str) -> None:
     inputs = [x.bfloat16() if x.is_floating_point() else x for x in OPS[name].cases[-1]()]
     launches = record_launches(lambda: results(OPS[name].run, inputs, "contiguous"))

@@ -90,7 +90,7 @@ RUN = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 4 
     ],
 )
 def test_run_reports_its_kernels(variables: dict[str, str], code: int, text: str, tmp_path: Path) -> None:
-    result = programs.python("pretrain_gpt.py", *RUN.split(), cwd=tmp_path, env=os.environ | variables)
+    result = programs.run_python("pretrain_gpt.py", *RUN.split(), cwd=tmp_path, env=os.environ | variables)
     assert result.returncode == code, result.stdout + result.stderr
     assert text in re.sub(r"\s+", " ", result.stdout + result.stderr)
 

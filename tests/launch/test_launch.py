@@ -160,7 +160,7 @@ def clean() -> dict[str, str]:
 )
 def test_nproc_that_contradicts_the_launcher_is_refused(program: str, size: str, tmp_path: Path) -> None:
     run_dir_args = ("--run-dir", str(tmp_path / "r")) if program == "pretrain_gpt.py" else ()
-    result = programs.python(
+    result = programs.run_python(
         program, *PROGRAMS[program], *run_dir_args, "--nproc", "3", env=clean() | SIZES[size], timeout=60
     )
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
@@ -207,7 +207,7 @@ def test_stale_variables_are_named_within_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_nproc_0_is_refused(program: str, number: str, tmp_path: Path) -> None:
     run_dir_args = ("--run-dir", str(tmp_path / "r")) if program == "pretrain_gpt.py" else ()
-    result = programs.python(program, *PROGRAMS[program], *run_dir_args, "--nproc", number, env=clean(), timeout=60)
+    result = programs.run_python(program, *PROGRAMS[program], *run_dir_args, "--nproc", number, env=clean(), timeout=60)
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     assert re.search(rf"nproc=?.*{number}.*(give 1 or more|is not a number above 0)", result.stderr)
     assert not (tmp_path / "r").exists()
@@ -216,7 +216,7 @@ def test_nproc_0_is_refused(program: str, number: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("env", [{"RANK": "0", "WORLD_SIZE": "1"}, slurm(0, 4, SLURM_STEP_NUM_TASKS="1")])
 def test_single_process_launcher_leaves_the_number_to_nproc(env: dict[str, str], tmp_path: Path) -> None:
     flags = [*PROGRAMS["pretrain_gpt.py"], "--run-dir", str(tmp_path), "--nproc", "2"]
-    result = programs.python("pretrain_gpt.py", *flags, env=clean() | env, timeout=100)
+    result = programs.run_python("pretrain_gpt.py", *flags, env=clean() | env, timeout=100)
     assert result.returncode == 0 and "= 2 ranks" in result.stdout, result.stderr
 
 
@@ -227,7 +227,7 @@ def test_leftover_torchrun_variables_are_ignored(tmp_path: Path) -> None:
     """
     stale_env = dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_MAX_RESTARTS="3", TORCHELASTIC_USE_AGENT_STORE="True")
     flags = [*SMALL, "--train-iters", "3", "--device", "cpu", "--save", str(tmp_path), "--exit-interval", "2"]
-    result = programs.python("pretrain_gpt.py", *flags, env=clean() | stale_env, timeout=100)
+    result = programs.run_python("pretrain_gpt.py", *flags, env=clean() | stale_env, timeout=100)
     assert result.returncode == 75, result.stderr
 
 
@@ -245,7 +245,7 @@ def test_two_mpirun_processes_are_one_training(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=100)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert "dp 2 x cp 1 x tp 1 = 2 ranks" in outputs[0] and outputs[1] == ""
-    programs.run([*argv, str(tmp_path / "local"), "--nproc", "2"], env=clean(), ok=True, timeout=100)
+    programs.run([*argv, str(tmp_path / "local"), "--nproc", "2"], env=clean(), check=True, timeout=100)
     mpi_losses, local_losses = (
         [json.loads(line)["train/loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()[:2]]
         for name in ("mpi", "local")

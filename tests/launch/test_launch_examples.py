@@ -52,7 +52,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 def start_script(name: str, *args: str, env: dict[str, str]) -> AbstractContextManager[subprocess.Popen[str]]:
-    return programs.group(["bash", f"examples/launch/{name}", *args], env=env)
+    return programs.program_session(["bash", f"examples/launch/{name}", *args], env=env)
 
 
 def calls_of(env: dict[str, str], command: str) -> list[str]:

@@ -17,8 +17,8 @@ import pytest
 import torch
 from checkpoint_loads import replace_manifest
 from full_tensors import assemble, owned_shards
-from layout_cases import BF16, COMMON, FP64, NAME, Row, flags, table
-from pairwise import rarely
+from layout_cases import BF16_TOLERANCE, COMMON, FP64_TOLERANCE, Row, expand, read_rows, row_name
+from pairwise import nightly_except
 from ranks import run_ranks
 from token_files import write
 from train_cases import BORDERS, config_from, run_from
@@ -33,9 +33,9 @@ from megalite.training.train_step import train_step
 from megalite.training.trainer import evaluate
 
 STEPS = 3
-MIXTRAL, QWEN, DEEPSEEK, EP2, EP4 = map(flags, "MIXTRAL QWEN_MOE DEEPSEEK ep2 ep4".split())
-ROWS = table("experts")
-PADDED = table("padded")
+MIXTRAL, QWEN, DEEPSEEK, EP2, EP4 = map(expand, "MIXTRAL QWEN_MOE DEEPSEEK ep2 ep4".split())
+ROWS = read_rows("experts")
+PADDED = read_rows("padded")
 FIRST = ("oss tp2", "olmoe 1p", "sinkhorn", "mixtral ep2", "deepseek tp2", "qwen tp2 dp2", "deepseek cp2")
 OFTEN_PADDED = [r for r in PADDED if r.name.startswith(("mixtral tp2 cp2", "qwen pp4", "qwen dp2", "sinkhorn"))]
 OFTEN = [r for r in ROWS if r.name.startswith((*FIRST, "deepseek split"))]
@@ -86,18 +86,20 @@ def test_experts_in_half_precision_train_like_one_process(precision: str) -> Non
     flags = f"{MIXTRAL} {precision} --train-iters 5 --global-batch-size 8"
     reference_losses = _load_train_save(flags, 5)[2]
     for *_, losses in run_ranks(4, _load_train_save, f"{flags} {EP2} --tp 2", 5):
-        assert losses == pytest.approx(reference_losses, rel=BF16) and losses[-1] < losses[0] - 0.1
+        assert losses == pytest.approx(reference_losses, rel=BF16_TOLERANCE) and losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize("item", rarely(ROWS, OFTEN, NAME, guards=("megalite/nn", "megalite/kernels")))
+@pytest.mark.parametrize("item", nightly_except(ROWS, OFTEN, row_name, guards=("megalite/nn", "megalite/kernels")))
 def test_experts_train_like_one_process(item: Row) -> None:
     ranks = run_ranks(item.world, _train, f"{item.model} {item.layout}")
     layout_argv = item.layout.split()
     micro = "--micro-batch-size 1" * ("--micro-batch-size" in layout_argv)
     numbers, pieces, counts, losses, biases = train_alone(f"{item.model} {micro}")
     for results, _, *others in ranks:
-        np.testing.assert_allclose(results, numbers, rtol=FP64, err_msg=f"{item.name}: loss, gradient norm, metrics")
-        np.testing.assert_allclose(others[1], losses, rtol=FP64, err_msg=item.name)
+        np.testing.assert_allclose(
+            results, numbers, rtol=FP64_TOLERANCE, err_msg=f"{item.name}: loss, gradient norm, metrics"
+        )
+        np.testing.assert_allclose(others[1], losses, rtol=FP64_TOLERANCE, err_msg=item.name)
         assert others[0] == counts and others[2].items() <= biases.items(), item.name
     assert {name for rank in ranks for name in rank[4]} == biases.keys()
     actual, expected = _weights(ranks), _weights([(numbers, pieces)])
@@ -129,12 +131,12 @@ def test_padding_changes_nothing(tmp_path: Path, model: str) -> None:
     """Documents of 16 tokens are one sample each: without padding, and with 4 or 14 tokens of it."""
     rng = np.random.default_rng(3)
     prefix = write(tmp_path / "a", [[*rng.integers(0, 93, 15), 93] for _ in range(60)])
-    model_flags = f"{flags(model)} --attention-dropout 0"
+    model_flags = f"{expand(model)} --attention-dropout 0"
     numbers, pieces, counts, losses, biases = _train(model_flags, common=_on_token_files(prefix, 16))
     for seq_length in (20, 30):
         padded = _train(model_flags, common=_on_token_files(prefix, seq_length))
-        np.testing.assert_allclose(padded[0], numbers, rtol=FP64)
-        np.testing.assert_allclose(padded[3], losses, rtol=FP64)
+        np.testing.assert_allclose(padded[0], numbers, rtol=FP64_TOLERANCE)
+        np.testing.assert_allclose(padded[3], losses, rtol=FP64_TOLERANCE)
         assert padded[2] == counts and padded[4] == biases
         actual, expected = _weights([padded]), _weights([(numbers, pieces)])
         for name, values in expected.items():
@@ -143,14 +145,18 @@ def test_padding_changes_nothing(tmp_path: Path, model: str) -> None:
     assert all(sum(layer) == 16 * 16 * topk for step in counts for layer in step)
 
 
-@pytest.mark.parametrize("item", rarely(PADDED, OFTEN_PADDED, NAME, guards=("megalite/nn", "megalite/training")))
+@pytest.mark.parametrize(
+    "item", nightly_except(PADDED, OFTEN_PADDED, row_name, guards=("megalite/nn", "megalite/training"))
+)
 def test_padded_documents_train_like_one_process(packed: str, item: Row) -> None:
     ranks = run_ranks(item.world, _train, f"{item.model} {item.layout}", False, packed)
     micro = "--micro-batch-size 1" * ("--micro-batch-size" in item.layout.split())
     numbers, pieces, counts, losses, biases = train_alone(f"{item.model} {micro}", packed)
     for results, _, *others in ranks:
-        np.testing.assert_allclose(results, numbers, rtol=FP64, err_msg=f"{item.name}: loss, gradient norm, metrics")
-        np.testing.assert_allclose(others[1], losses, rtol=FP64, err_msg=item.name)
+        np.testing.assert_allclose(
+            results, numbers, rtol=FP64_TOLERANCE, err_msg=f"{item.name}: loss, gradient norm, metrics"
+        )
+        np.testing.assert_allclose(others[1], losses, rtol=FP64_TOLERANCE, err_msg=item.name)
         assert others[0] == counts and others[2].items() <= biases.items(), item.name
     actual, expected = _weights(ranks), _weights([(numbers, pieces)])
     for name, values in expected.items():
@@ -165,16 +171,16 @@ def _token_counts(flags: str, common: str) -> tuple[list[int], list[int]]:
 
 
 def test_expert_token_counts_exclude_padding(packed: str) -> None:
-    model_flags = flags("MIXTRAL")
+    model_flags = expand("MIXTRAL")
     run = run_from(f"{packed} {model_flags}", dtype=torch.float64)
     layout = run.ledger.blend.piece_lengths(np.arange(32)) if run.ledger else None
     assert layout is not None
     inputs = [min(int(pieces.sum()), 24) for pieces in layout]
     assert sum(inputs) < 32 * 24
     expected = [sum(inputs[:16]), sum(inputs)], [sum(inputs[:16]), sum(inputs[16:])]
-    assert all(rank == expected for rank in run_ranks(4, _token_counts, f"{model_flags} {flags('tp2 pp2')}", packed))
+    assert all(rank == expected for rank in run_ranks(4, _token_counts, f"{model_flags} {expand('tp2 pp2')}", packed))
     assert _token_counts(model_flags, packed) == expected
-    dense_flags = flags("LLAMA")
+    dense_flags = expand("LLAMA")
     assert _token_counts(dense_flags, packed) == expected
     train_step(run)
     assert run.expert_balancer.counts_LE.sum(1).tolist() == [2 * expected[0][0]] * 4
@@ -199,7 +205,7 @@ def test_router_loss_gradients_are_independent_of_the_number_of_labels(tmp_path:
     data = f"--data-path {prefix} --split 1,0,0"
     loss = "--moe-z-loss-coeff" if kind == "z_loss" else f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff"
     common = (
-        f"{COMMON.replace('--mock-data', '')} {flags('LLAMA')} --num-experts 4 --moe-ffn-hidden-size 24 {SGD} {data}"
+        f"{COMMON.replace('--mock-data', '')} {expand('LLAMA')} --num-experts 4 --moe-ffn-hidden-size 24 {SGD} {data}"
     )
 
     def gradient(mask_flags: str) -> dict[str, np.ndarray]:
@@ -317,12 +323,12 @@ def _gradients(model: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     + [("QWEN_MOE", _muon, layout) for layout in ("", "ep2 ZERO2 tp2")],
 )
 def test_each_expert_matrix_is_updated_separately(model: str, rule: Any, layout: str) -> None:
-    run_flags = f"{flags(model)} --clip-grad 0 --make-vocab-size-divisible-by 1 --lars-trust-coefficient 0.1"
+    run_flags = f"{expand(model)} --clip-grad 0 --make-vocab-size-divisible-by 1 --lars-trust-coefficient 0.1"
     run_flags += f" --adam-eps 1e-3 --muon-coefficient-type simple --optimizer {rule.__name__[1:]}"
-    ranks = run_ranks(4, _update, f"{run_flags} {flags(layout)}") if layout else [_update(run_flags)]
+    ranks = run_ranks(4, _update, f"{run_flags} {expand(layout)}") if layout else [_update(run_flags)]
     actual = assemble(piece for _, after in ranks for piece in after)
-    assert actual.keys() == _gradients(flags(model)).keys()
-    for name, (initial, gradient) in _gradients(flags(model)).items():
+    assert actual.keys() == _gradients(expand(model)).keys()
+    for name, (initial, gradient) in _gradients(expand(model)).items():
         decay = 0.0 if any(word in name for word in ("bias", "norm", "sink")) else 0.1
         parts = [_matrices(name, x) for x in (initial, gradient, actual[name])]
         if rule is _muon and (decay == 0 or parts[0][0].dim() != 2 or name.endswith((".word", "/head"))):

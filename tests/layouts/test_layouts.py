@@ -14,25 +14,25 @@ import pytest
 import torch
 from full_tensors import assemble, owned_shards
 from layout_cases import (
-    BF16,
+    BF16_TOLERANCE,
     COMMON,
-    COVER,
-    EXCHANGED,
-    FP64,
+    COVERING_ROWS,
+    CP_ROWS,
+    FP64_TOLERANCE,
     GPT,
     LLAMA,
-    NAME,
-    OFTEN,
     PARAMETERS,
+    PRESUBMIT_CP_ROWS,
     ROWS,
     TABLES,
     ZERO3,
     ZLOSS,
     Row,
-    flags,
-    table,
+    expand,
+    read_rows,
+    row_name,
 )
-from pairwise import rarely
+from pairwise import nightly_except
 from ranks import run_ranks
 from train_cases import BORDERS, run_from
 
@@ -125,34 +125,34 @@ def _assert_equals_twin(item: Row, parts: list[tuple], dtype: str | None, bound:
     assert expected.losses[0] != expected.losses[-1]
 
 
-@pytest.mark.parametrize("item", rarely(ROWS, COVER, NAME))
+@pytest.mark.parametrize("item", nightly_except(ROWS, COVERING_ROWS, row_name))
 def test_layout_equals_one_process_in_fp64(item: Row) -> None:
-    _compare(item, "float64", FP64, 1e-9)
+    _compare(item, "float64", FP64_TOLERANCE, 1e-9)
 
 
-@pytest.mark.parametrize("item", rarely(ROWS, COVER, NAME))
+@pytest.mark.parametrize("item", nightly_except(ROWS, COVERING_ROWS, row_name))
 def test_layout_equals_one_process_in_fp32(item: Row) -> None:
     _compare(item, None, 1e-4 if item.has_tp else 1e-5, 1e-4)
 
 
-@pytest.mark.parametrize("item", table("bf16"), ids=NAME)
+@pytest.mark.parametrize("item", read_rows("bf16"), ids=row_name)
 def test_bf16_layout_stays_close_to_one_process(item: Row) -> None:
-    _compare(item, None, BF16, 0.1)
+    _compare(item, None, BF16_TOLERANCE, 0.1)
 
 
 def test_bf16_moments_round_equally_under_every_layout() -> None:
     """This runs in fp64 only, because stochastic rounding magnifies the rounding of fp32."""
     model = LLAMA + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-    _compare(Row(8, model, flags("tp2 pp2"), "llama bf16 moments"), "float64", FP64, 1e-9)
+    _compare(Row(8, model, expand("tp2 pp2"), "llama bf16 moments"), "float64", FP64_TOLERANCE, 1e-9)
     assert train_alone(model + " ", "float64").losses[-1] != train_alone(LLAMA + " ", "float64").losses[-1]
 
 
-@pytest.mark.parametrize("item", table("offloaded"), ids=NAME)
+@pytest.mark.parametrize("item", read_rows("offloaded"), ids=row_name)
 def test_optimizer_offload_changes_no_bit(item: Row) -> None:
     run_flags = f"{item.model} {item.layout} --ddp-bucket-size 500"
     placements = [
         placement
-        for placement in map(flags, TABLES["places"].values())
+        for placement in map(expand, TABLES["places"].values())
         if PARAMETERS not in placement or ZERO3 in run_flags
     ]
     resident, *offloaded = (
@@ -169,14 +169,14 @@ def _bits(ranks: list[tuple]) -> list[tuple[str, list[bytes]]]:
 
 def test_split_backward_with_a_scaled_loss() -> None:
     """This runs in fp64 only, because fp16 weights differ by their rounding."""
-    item = Row(2, GPT, flags("SPLIT --fp16 --initial-loss-scale 1024 pp2"), "gpt split pp2, scaled loss")
-    _compare(item, "float64", FP64, 1e-9)
+    item = Row(2, GPT, expand("SPLIT --fp16 --initial-loss-scale 1024 pp2"), "gpt split pp2, scaled loss")
+    _compare(item, "float64", FP64_TOLERANCE, 1e-9)
 
 
 FULL_TENSOR = [
     replace(item, name=f"{name} {item.name}", model=f"{item.model} {rule}")
     for name, rule in TABLES["rules"].items()
-    for item in table("whole")
+    for item in read_rows("whole")
 ]
 
 
@@ -191,27 +191,32 @@ OFTEN_FULL_TENSOR = {  # matrices that ranks cut, that some ranks have copies of
 
 @pytest.mark.parametrize(
     "item",
-    rarely(
-        FULL_TENSOR, [row for row in FULL_TENSOR if row.name in OFTEN_FULL_TENSOR], NAME, guards=("megalite/optim",)
+    nightly_except(
+        FULL_TENSOR, [row for row in FULL_TENSOR if row.name in OFTEN_FULL_TENSOR], row_name, guards=("megalite/optim",)
     ),
 )
 def test_full_tensor_optimizers_equal_one_process(item: Row) -> None:
     """This runs in fp64 only, because Newton-Schulz magnifies the rounding of small singular values."""
     ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
-    _assert_equals_twin(item, ranks, "float64", FP64, 1e-9)
-
-
-@pytest.mark.parametrize("item", rarely(EXCHANGED, OFTEN, NAME, guards=("megalite/nn", "megalite/kernels")))
-def test_context_parallel_equals_one_process(item: Row) -> None:
-    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
-    _assert_equals_twin(item, ranks, "float64", FP64, 1e-9)
-
-
-INTERPRETED, MOVED = table("interpreted"), table("moved")
+    _assert_equals_twin(item, ranks, "float64", FP64_TOLERANCE, 1e-9)
 
 
 @pytest.mark.parametrize(
-    "item", rarely(INTERPRETED, INTERPRETED[2:3], NAME, guards=("megalite/kernels", "megalite/nn/context_parallel.py"))
+    "item", nightly_except(CP_ROWS, PRESUBMIT_CP_ROWS, row_name, guards=("megalite/nn", "megalite/kernels"))
+)
+def test_context_parallel_equals_one_process(item: Row) -> None:
+    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
+    _assert_equals_twin(item, ranks, "float64", FP64_TOLERANCE, 1e-9)
+
+
+INTERPRETED, MOVED = read_rows("interpreted"), read_rows("moved")
+
+
+@pytest.mark.parametrize(
+    "item",
+    nightly_except(
+        INTERPRETED, INTERPRETED[2:3], row_name, guards=("megalite/kernels", "megalite/nn/context_parallel.py")
+    ),
 )
 def test_triton_kernels_train_like_torch(item: Row) -> None:
     ranks = run_ranks(item.world, _in_triton, f"{item.model} {item.layout}", timeout=110)
@@ -220,7 +225,9 @@ def test_triton_kernels_train_like_torch(item: Row) -> None:
         _assert_equals_twin(item, [rank[i] for rank in ranks], dtype, *bounds)
 
 
-@pytest.mark.parametrize("item", rarely(MOVED, MOVED[:4], NAME, guards=("megalite/nn/activation_offload.py",)))
+@pytest.mark.parametrize(
+    "item", nightly_except(MOVED, MOVED[:4], row_name, guards=("megalite/nn/activation_offload.py",))
+)
 def test_activation_offload_changes_no_bit(item: Row) -> None:
     run_flags, offload_flags = (
         f"{item.model} {item.layout}",

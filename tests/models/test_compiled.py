@@ -175,7 +175,7 @@ def test_compiled_run_equals_eager_and_compiles_before_its_first_step(tmp_path: 
             capture_output=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280
         )
         argv = [*flags.split(), "--run-dir", str(run_dir)]
-        output = programs.python("pretrain_gpt.py", *argv, env=env, ok=True, **options).stdout
+        output = programs.run_python("pretrain_gpt.py", *argv, env=env, check=True, **options).stdout
         losses.append([x for metric in ("train/loss", "train/grad_norm") for x in logged(run_dir, metric)])
     assert len(losses[0]) == 2 * 4 and losses[1] == pytest.approx(losses[0], rel=1e-5, abs=0)
     before, _, after = output.partition("compiled in ")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hugging_face_cases import make
+from hugging_face_cases import create_model
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,7 +92,7 @@ def _train_both(directory: str, stage: int) -> tuple[list[float], list[float], C
 @pytest.mark.parametrize(("stage", "max_ratio"), [(2, 0.54), (3, 1.01)])
 def test_losses_equal_fsdp2_without_more_bytes(tmp_path: Path, stage: int, max_ratio: float) -> None:
     """Bytes are at most `max_ratio` of FSDP2's; stage 2 gathers weights once a step. Padding is 0.4 % of the bytes."""
-    make("llama", tmp_path, num_hidden_layers=4)
+    create_model("llama", tmp_path, num_hidden_layers=4)
     for losses, fsdp2_losses, bytes_by_op, fsdp2_bytes in run_ranks(2, _train_both, str(tmp_path), stage):
         assert losses == pytest.approx(fsdp2_losses, rel=2e-6) and losses[-1] < losses[0] - 0.1
         assert bytes_by_op["reduce-scatter"] <= 1.01 * fsdp2_bytes["reduce-scatter"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks, wait_for
+from ranks import run_ranks, wait_for_file
 
 from megalite.common.fault_injection import FaultInjector
 from megalite.launch.rank_info import LaunchError
@@ -175,7 +175,7 @@ def timeout_message(done_path: str) -> str:
     mesh = _mesh(tp=1, pp=2)
     mesh.set_timeout(datetime.timedelta(seconds=1))
     if mesh.pp.rank == 1:
-        wait_for(Path(done_path))
+        wait_for_file(Path(done_path))
         return ""
     with pytest.raises(RuntimeError) as excinfo:
         comm.start_p2p(torch.zeros(4), mesh.pp, 1, RECEIVE).wait()

@@ -17,7 +17,7 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, wait_for
+from ranks import run_ranks, wait_for_file
 from torch import Tensor
 from train_cases import SMALL
 
@@ -163,7 +163,7 @@ def _kill_last_rank(path: Path, forks: bool) -> None:
                 time.sleep(0.01)
         os._exit(0)
     if memory.rank:
-        wait_for(path)
+        wait_for_file(path)
         return
     with pytest.raises(RuntimeError) as excinfo:
         memory.start_all_gather(torch.zeros(4 * memory.size), torch.zeros(4)).wait()
@@ -253,7 +253,7 @@ def test_run_without_shared_memory_reports_it(tmp_path: Path) -> None:
     )
     argv = [*SMALL, *"--nproc 2 --tensor-model-parallel-size 2 --train-iters 1 --device cpu".split()]
     for flags, count in ((["--plugin", "mine.py"], 2), (["--plugin", "mine.py", "--no-shared-memory"], 0), ([], 0)):
-        result = programs.python("pretrain_gpt.py", *argv, *flags, cwd=tmp_path, ok=True)
+        result = programs.run_python("pretrain_gpt.py", *argv, *flags, cwd=tmp_path, check=True)
         notes = [line for line in result.stdout.splitlines() + result.stderr.splitlines() if "through gloo" in line]
         assert len(notes) == count and all("Not a directory: ranks of one machine" in line for line in notes), notes
     log = (tmp_path / "runs/last/log.txt").read_text()
@@ -370,7 +370,7 @@ def _timeout_seconds(path: str) -> float:
     mesh = build_mesh(tp=2, pp=1, device=torch.device("cpu"), timeout=limit)
     start = time.monotonic()
     if mesh.tp.rank == 1:
-        wait_for(Path(path))
+        wait_for_file(Path(path))
         return 0.0
     with pytest.raises(RuntimeError) as excinfo:
         mesh.tp.custom_backend.start_all_gather(torch.zeros(8), torch.zeros(4)).wait()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pairwise import rarely
+from pairwise import nightly_except
 
 from megalite.config.registry import REGISTRIES
 from megalite.pipeline.schedule import (
@@ -87,7 +87,7 @@ def rendezvous(rows: list[list[Action]]) -> None:
     assert position == [len(row) for row in rows], "deadlock"
 
 
-@pytest.mark.parametrize("pp", rarely(range(1, 9), range(1, 7), str, guards=GUARDS))
+@pytest.mark.parametrize("pp", nightly_except(range(1, 9), range(1, 7), str, guards=GUARDS))
 def test_bubble_and_activations_equal_the_papers(pp: int) -> None:
     for vpp in range(1, 5):
         if pp == 1 and vpp > 1:
@@ -199,7 +199,7 @@ def padded_rows(pp: int, vpp: int, m: int) -> list[list[Action]]:
 TWOS = list(itertools.product(range(2, 7), range(2, 5)))
 
 
-@pytest.mark.parametrize("shape", rarely(TWOS, COMPARED, str, guards=GUARDS))
+@pytest.mark.parametrize("shape", nightly_except(TWOS, COMPARED, str, guards=GUARDS))
 def test_idle_time_is_at_most_torchs(shape: tuple[int, int]) -> None:
     (pp, vpp), compared = shape, 0
     for m in range(1, 4 * pp + 1):

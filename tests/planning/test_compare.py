@@ -25,7 +25,7 @@ FLAGS = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "mine"
-    programs.python("pretrain_gpt.py", *FLAGS.split(), "--run-dir", str(run_dir), timeout=120, ok=True)
+    programs.run_python("pretrain_gpt.py", *FLAGS.split(), "--run-dir", str(run_dir), timeout=120, check=True)
     return run_dir
 
 

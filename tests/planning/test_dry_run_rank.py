@@ -12,7 +12,7 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
-from pairwise import spelled
+from pairwise import expand_abbreviations
 from ranks import run_ranks
 from train_cases import config_from, run_from
 
@@ -34,7 +34,7 @@ MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
  --micro-batch-size {B} --train-iters 3 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
  --attention-dropout 0 --ddp-bucket-size 9000 --device cpu"""
 TABLES = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
-WORDS = spelled(TABLES["words"])
+WORDS = expand_abbreviations(TABLES["words"])
 TP, PP, ZERO, EXPERTS = (WORDS[name] for name in ("TP", "PP", "ZERO", "EXPERTS"))
 MeasuredStep = tuple[Counter[CollectiveCall], dict[str, int]]
 
@@ -265,7 +265,7 @@ try:
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 finally:
     print(most() - before, file=sys.stderr)"""
-    result = programs.python("-c", code, *flags, timeout=240)
+    result = programs.run_python("-c", code, *flags, timeout=240)
     return result.returncode, result.stdout, result.stderr
 
 

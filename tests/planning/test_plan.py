@@ -16,7 +16,7 @@ from typing import Any
 import documents
 import programs
 import pytest
-from programs import python as run_python
+from programs import run_python
 from toml_tables import MESSAGES
 from train_cases import config_from
 

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from pairwise import rarely, spelled
+from pairwise import expand_abbreviations, nightly_except
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,7 +31,7 @@ from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.train_step import train_step
 
 TABLES = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
-WORDS = spelled(TABLES["words"])
+WORDS = expand_abbreviations(TABLES["words"])
 LAYOUTS = [(world, flags.format_map(WORDS)) for world, flags in TABLES["whole_runs"]["layouts"]]
 
 
@@ -116,7 +116,9 @@ def measure_all(cases: list[str]) -> list[tuple[int, int, int]]:
 LAYOUT_SETS = {"some": LAYOUTS[4::5], "all": LAYOUTS}
 
 
-@pytest.mark.parametrize("which", rarely([*LAYOUT_SETS], ["some"], str, guards=("megalite/planning", "megalite/optim")))
+@pytest.mark.parametrize(
+    "which", nightly_except([*LAYOUT_SETS], ["some"], str, guards=("megalite/planning", "megalite/optim"))
+)
 def test_planned_rank_memory_equals_allocations(which: str) -> None:
     """On every rank the model state is exact to the byte, and all else within 2 %."""
     for world in sorted({world for world, _ in LAYOUT_SETS[which]}):

@@ -40,8 +40,8 @@ def test_torch_is_preloaded_unless_the_interpreter_has_options() -> None:
     code = "import sys; print('torch' in sys.modules, 'triton' in sys.modules)"
 
     def stdout_of(*flags: str, **variables: str) -> str:
-        env = {**programs.environment(), **variables}  # whatever other tests have set here
-        return programs.run([sys.executable, *flags, "-c", code], env=env, **PIPES, ok=True, timeout=60).stdout
+        env = {**programs.initial_environment(), **variables}  # whatever other tests have set here
+        return programs.run([sys.executable, *flags, "-c", code], env=env, **PIPES, check=True, timeout=60).stdout
 
     assert stdout_of() == stdout_of(MEGALITE_A="1") == "True False\n"
     assert stdout_of("-X", "dev") == stdout_of(PYTHONWARNINGS="error") == stdout_of(TORCH_LOGS="") == "False False\n"
@@ -51,7 +51,7 @@ def test_torch_is_preloaded_unless_the_interpreter_has_options() -> None:
 def test_new_session_owns_its_terminal(variables: dict[str, str]) -> None:
     controller, terminal = os.openpty()
     code = "import os; print(os.tcgetpgrp(0) == os.getpgrp() == os.getsid(0))"
-    env = {**programs.environment(), **variables}
+    env = {**programs.initial_environment(), **variables}
     with programs.Popen(
         [sys.executable, "-c", code], stdin=terminal, env=env, start_new_session=True, **PIPES
     ) as process:
@@ -61,13 +61,13 @@ def test_new_session_owns_its_terminal(variables: dict[str, str]) -> None:
 
 
 def test_leftover_variable_does_not_slow_later_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {*os.environ, *programs.environment()}:  # a fixture that lasts longer may have set some
+    for name in {*os.environ, *programs.initial_environment()}:  # a fixture that lasts longer may have set some
         if name.startswith(programs.READ_AT_START):
             monkeypatch.delenv(name, raising=False)
-    for name, value in programs.environment().items():
+    for name, value in programs.initial_environment().items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    with programs.environment_kept():  # as around every test
+    with programs.environment_restored():  # as around every test
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = "x"  # torch.compile sets it
         assert not programs._can_be_forked([sys.executable, "-c", ""], None, None)
     assert dict(os.environ) == before and programs._can_be_forked([sys.executable, "-c", ""], None, None)

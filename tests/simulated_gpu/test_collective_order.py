@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layout_cases import COVER, EXCHANGED, GPT, LLAMA, NAME, ROWS, Row, table
-from pairwise import rarely
+from layout_cases import COVERING_ROWS, CP_ROWS, GPT, LLAMA, ROWS, Row, read_rows, row_name
+from pairwise import nightly_except
 
 from megalite.optim.param_gather import ParamGatherer
 from megalite.pipeline import runtime
@@ -23,7 +23,7 @@ from simulated_gpu.simulator.clocks import races
 from simulated_gpu.simulator.queues import Traces, eager, stuck
 from simulated_gpu.simulator.trace import Comm
 
-OPTION_ROWS = table("cards")
+OPTION_ROWS = read_rows("cards")
 SEVERAL = [item for item in ROWS if item.world > 1]
 CONTEXT = "llama tp2 cp2, documents, a2a"  # with each commit
 
@@ -34,7 +34,7 @@ def flags_of(item: Row) -> str:
 
 
 def rows_named(*names: str) -> list[Row]:
-    rows = [item for item in ROWS + EXCHANGED if item.name in names]
+    rows = [item for item in ROWS + CP_ROWS if item.name in names]
     assert len(rows) == len(names)
     return rows
 
@@ -53,7 +53,8 @@ def _assert_no_races(traces: Traces) -> None:
 
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize(
-    "item", rarely([*COMPLETE, *SEVERAL[::4], *EXCHANGED[::8], *OPTION_ROWS], COMPLETE + OPTION_ROWS[:1], NAME)
+    "item",
+    nightly_except([*COMPLETE, *SEVERAL[::4], *CP_ROWS[::8], *OPTION_ROWS], COMPLETE + OPTION_ROWS[:1], row_name),
 )
 def test_run_on_gpus_is_in_order(item: Row, tmp_path: Path) -> None:
     """GPU runs reduce-scatter gradients and activations, and write checkpoints in the background."""
@@ -63,7 +64,7 @@ def test_run_on_gpus_is_in_order(item: Row, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("item", rarely(SEVERAL + EXCHANGED, COVER + rows_named(CONTEXT), NAME))
+@pytest.mark.parametrize("item", nightly_except(SEVERAL + CP_ROWS, COVERING_ROWS + rows_named(CONTEXT), row_name))
 def test_steps_on_gpus_are_in_order_in_every_layout(item: Row) -> None:
     traces = runs.traced(item.world, runs.steps, flags_of(item))
     kinds = {fact.kind for facts in traces.values() for fact in facts if isinstance(fact, Comm)}

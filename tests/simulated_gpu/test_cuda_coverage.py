@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pairwise import rarely
+from pairwise import nightly_except
 from ranks import run_ranks
 from train_cases import SMALL, config_from, pretrain, run_from
 
@@ -352,7 +352,7 @@ def run_traced(name: str, directory: str) -> set[Mention]:
     return tracer.visited()
 
 
-@pytest.mark.parametrize("name", rarely([*CASES], [case.__name__ for case in WITH_EACH_COMMIT], str))
+@pytest.mark.parametrize("name", nightly_except([*CASES], [case.__name__ for case in WITH_EACH_COMMIT], str))
 def test_cuda_branches_on_a_simulated_gpu(name: str, tmp_path: Path) -> None:
     run_ranks(WORLD.get(name, 1), run_case, name, str(tmp_path), timeout=110)
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pairwise import rarely
+from pairwise import nightly_except
 from ranks import run_ranks
 from train_cases import config_from, run_from
 
@@ -129,7 +129,7 @@ def _concerns(race: Race, removed: RemovedWait) -> bool:
 
 
 @pytest.mark.timeout(400)  # for a busy machine
-@pytest.mark.parametrize("name", rarely([*LAYOUTS], [*OFTEN], str))
+@pytest.mark.parametrize("name", nightly_except([*LAYOUTS], [*OFTEN], str))
 def test_removing_any_wait_gives_a_race(name: str, tmp_path: Path) -> None:
     layout, more_flags = LAYOUTS[name]
     first = name == next(other for other, (flags, _) in LAYOUTS.items() if flags == layout)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from pairwise import rarely
+from pairwise import nightly_except
 from train_cases import config_from, logged, pretrain
 
 from megalite.generate.generation import Sampling, generate_tokens, load_model
@@ -77,7 +77,7 @@ def test_host_synchronizations_equal_the_documents(name: str, tmp_path: Path) ->
     assert not [wait for wait in waits_of(gpu.trace) if wait.phase]
 
 
-@pytest.mark.parametrize("background", rarely(["on", "off"], ["on"], str, guards=("megalite/checkpoint",)))
+@pytest.mark.parametrize("background", nightly_except(["on", "off"], ["on"], str, guards=("megalite/checkpoint",)))
 def test_checkpoint_from_a_gpu_equals_a_cpus(background: str, tmp_path: Path) -> None:
     flags = f"{LLAMA} --save-interval 1 --async-save {background}"
     gpu = train(tmp_path / "gpu", f"{flags} --save {tmp_path}/gpu")

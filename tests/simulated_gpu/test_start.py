@@ -106,7 +106,7 @@ def test_torch_accepts_the_variables(tool: Path, tmp_path: Path) -> None:
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore());"
         "dist.all_reduce(torch.zeros(1)); dist.destroy_process_group()"  # a recorder that is still running aborts the process at its end
     )
-    result = programs.python("-c", program)
+    result = programs.run_python("-c", program)
     assert result.returncode == 0 and result.stdout.strip() == "expandable_segments:True"
     assert "deprecated" not in result.stderr
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pairwise import rarely
+from pairwise import nightly_except
 from ranks import run_ranks
 from torch import Tensor
 from train_cases import run_from
@@ -82,7 +82,7 @@ def compare_with_cpu(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[fl
     return gpu_steps, cpu_steps, [str(mixed) for mixed in gpu.mixed], waits
 
 
-@pytest.mark.parametrize("name", rarely([*OFTEN, *RARELY], [*OFTEN], str))
+@pytest.mark.parametrize("name", nightly_except([*OFTEN, *RARELY], [*OFTEN], str))
 def test_each_rank_synchronizes_once_per_step_under_every_layout(name: str) -> None:
     world, flags = (OFTEN | RARELY)[name]
     for gpu_steps, cpu_steps, mixed, waits in run_ranks(

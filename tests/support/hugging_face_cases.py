@@ -10,7 +10,7 @@ import torch
 
 CASES = toml_tables.read("support/hugging_face_cases")
 SHAPE, GPT2 = CASES["shape"], CASES["gpt2"]
-V, S = SHAPE["vocab_size"], SHAPE["max_position_embeddings"]
+VOCAB_SIZE, SEQ_LENGTH = SHAPE["vocab_size"], SHAPE["max_position_embeddings"]
 # name -> (class of the configuration, its values); the name begins with the model type
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     name: (cls, {**(GPT2 if cls == "GPT2Config" else SHAPE), **values})
@@ -19,7 +19,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 MODELS["mistral"][1]["sliding_window"] = None  # TOML has no null
 
 
-def make(name: str, directory: Path, **changes: Any) -> Any:
+def create_model(name: str, directory: Path, **changes: Any) -> Any:
     """Create the model of that name, with changes of its configuration, and save it in `directory`."""
     import transformers
 
@@ -37,14 +37,14 @@ def make(name: str, directory: Path, **changes: Any) -> Any:
     return model
 
 
-def copied(directory: Path, target: Path) -> Path:
+def copy_model(directory: Path, target: Path) -> Path:
     target.mkdir()
     for name in ("config.json", "model.safetensors"):
         (target / name).write_bytes((directory / name).read_bytes())
     return target
 
 
-def with_tokenizer(directory: Path, vocab_size: int) -> None:
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
     """Write a word-level tokenizer of `vocab_size` tokens next to the model, with the other files that a model usually has."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -58,20 +58,26 @@ def with_tokenizer(directory: Path, vocab_size: int) -> None:
     (directory / "modeling_evil.py").write_text("raise SystemExit")
 
 
-def collection(base: Path, tokenizer: bool = False, layers: int | None = None) -> Callable[[str], tuple[Any, Path]]:
+def model_cache(
+    base: Path, with_tokenizer: bool = False, num_layers: int | None = None
+) -> Callable[[str], tuple[Any, Path]]:
     """Return a cached function: name -> (transformers model, its directory below `base`).
 
-    With `tokenizer`, the directory has a tokenizer with as many tokens as the model has rows.
+    With `with_tokenizer`, the directory has a tokenizer with as many tokens as the model has rows.
     """
     models: dict[str, tuple[Any, Path]] = {}
 
     def get(name: str) -> tuple[Any, Path]:
         if name not in models:
             directory = base / name.replace(" ", "_") / "model"
-            changes = {} if layers is None else {"n_layer" if name.startswith("gpt2") else "num_hidden_layers": layers}
-            models[name] = make(name, directory, **changes), directory
-            if tokenizer:
-                with_tokenizer(directory, V)
+            changes = (
+                {}
+                if num_layers is None
+                else {"n_layer" if name.startswith("gpt2") else "num_hidden_layers": num_layers}
+            )
+            models[name] = create_model(name, directory, **changes), directory
+            if with_tokenizer:
+                write_tokenizer(directory, VOCAB_SIZE)
         return models[name]
 
     return get

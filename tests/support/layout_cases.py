@@ -8,15 +8,15 @@ import toml_tables
 from pairwise import cover
 from train_cases import BORDERS
 
-FP64 = 1e-10  # relative bound on losses and gradient norms
-BF16 = 0.02  # relative bound on loss and gradient norm; measured 5e-4 and 6e-3
+FP64_TOLERANCE = 1e-10  # relative bound on losses and gradient norms
+BF16_TOLERANCE = 0.02  # relative bound on loss and gradient norm; measured 5e-4 and 6e-3
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank")
 TABLES = toml_tables.read("layouts/layouts")
-flags = toml_tables.spelt({**TABLES["words"], "BORDERS": BORDERS})
+expand = toml_tables.spelt({**TABLES["words"], "BORDERS": BORDERS})
 
-COMMON, GPT, LLAMA, DROP, ZLOSS = map(flags, ("COMMON", "GPT", "LLAMA", "DROP", "ZLOSS"))
-SPLIT, ZERO2, ZERO3, OFFLOAD, PARAMETERS, HALF = map(flags, "SPLIT ZERO2 ZERO3 OFFLOAD PARAMETERS HALF".split())
+COMMON, GPT, LLAMA, DROP, ZLOSS = map(expand, ("COMMON", "GPT", "LLAMA", "DROP", "ZLOSS"))
+SPLIT, ZERO2, ZERO3, OFFLOAD, PARAMETERS, HALF = map(expand, "SPLIT ZERO2 ZERO3 OFFLOAD PARAMETERS HALF".split())
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Row:
     name: str
 
     @property
-    def words(self) -> list[str]:
+    def args(self) -> list[str]:
         return f"{self.model} {self.layout}".split()
 
     def value(self, flag: str, default: str) -> str:
-        return self.words[self.words.index(flag) + 1] if flag in self.words else default
+        return self.args[self.args.index(flag) + 1] if flag in self.args else default
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -46,35 +46,35 @@ class Row:
         return self.sizes[0] > 1
 
 
-def table(name: str) -> list[Row]:
-    return [Row(world, flags(model), flags(layout), row) for row, (world, model, layout) in TABLES[name].items()]
+def read_rows(name: str) -> list[Row]:
+    return [Row(world, expand(model), expand(layout), row) for row, (world, model, layout) in TABLES[name].items()]
 
 
-ROWS = table("rows")
+ROWS = read_rows("rows")
 
 
 def features(item: Row) -> dict[str, Hashable]:
     """Return the features of a layout. Every pair of features should be tested together."""
     tp, pp, dp, vpp = (size > 1 for size in item.sizes)
     return {
-        **{"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "split": SPLIT in item.words},
+        **{"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "split": SPLIT in item.args},
         "schedule": item.value("--pipeline-schedule", "1f1b"),
-        "ties": "--untie-embeddings-and-output-weights" not in item.words,
-        "documents": "--reset-attention-mask" in item.words,
+        "ties": "--untie-embeddings-and-output-weights" not in item.args,
+        "documents": "--reset-attention-mask" in item.args,
         "recompute": item.value("--recompute-granularity", "none"),
         "zero": item.value("--zero-stage", "1"),
     }
 
 
-COVER = cover(ROWS, features)
-NAME = attrgetter("name")
-EXCHANGED = [
+COVERING_ROWS = cover(ROWS, features)
+row_name = attrgetter("name")
+CP_ROWS = [
     replace(item, name=f"{item.name}, {comm_type}", layout=f"{item.layout} {flag}")
-    for comm_type, flag in (("allgather", ""), ("a2a", flags("A2A")))
-    for item in table("both_ways")
-] + table("context")
-OFTEN = [
+    for comm_type, flag in (("allgather", ""), ("a2a", expand("A2A")))
+    for item in read_rows("both_ways")
+] + read_rows("context")
+PRESUBMIT_CP_ROWS = [
     row
-    for row in EXCHANGED
+    for row in CP_ROWS
     if row.name.startswith(("gpt pp2", "llama cp4, w", "three", "gpt cp2 dp2 Z", "llama cp2 rec"))
 ]

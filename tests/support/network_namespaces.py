@@ -2,7 +2,7 @@
 
     with two_nodes(directory) as (a, b):
         process = a.start([...])
-        a.cable("down")
+        a.set_cable("down")
         b.kill()
         b.boot()
 
@@ -17,14 +17,14 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from programs import Talk
+from programs import ProgramOutput
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = "127.0.0.1 localhost\n10.77.0.1 node-a\n10.77.0.2 node-b\n"
 INTERFACE = "wire0"
 
 
-class Unpermitted(Exception):
+class NamespaceError(Exception):
     """The machine cannot create or configure namespaces. The text is the error message of the command that failed."""
 
 
@@ -32,9 +32,9 @@ def _run_command(argv: Sequence[str]) -> None:
     try:
         result = subprocess.run(argv, capture_output=True, text=True, timeout=20)
     except FileNotFoundError as error:
-        raise Unpermitted(str(error)) from None
+        raise NamespaceError(str(error)) from None
     if result.returncode:
-        raise Unpermitted(f"{' '.join(argv)}: {result.stderr.strip()}")
+        raise NamespaceError(f"{' '.join(argv)}: {result.stderr.strip()}")
 
 
 class Machine:
@@ -55,9 +55,9 @@ class Machine:
         try:
             self._outer = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True)
         except FileNotFoundError as error:
-            raise Unpermitted(str(error)) from None
+            raise NamespaceError(str(error)) from None
         if self._outer.stdout.readline() != "on\n":
-            raise Unpermitted(self._outer.stderr.read().strip())
+            raise NamespaceError(self._outer.stderr.read().strip())
 
     def pid(self) -> str:
         """Return the id, outside of the namespace, of its first process: the last of a chain of only children."""
@@ -87,7 +87,7 @@ class Machine:
 class Node(Machine):
     def __init__(self, name: str, address: str, hosts: Path, switch: Machine):
         super().__init__(name, hosts, switch)
-        self.address, self.switch, self.started = address, switch, list[Talk]()
+        self.address, self.switch, self.programs = address, switch, list[ProgramOutput]()
 
     def boot(self) -> None:
         """Start the node, with its cable connected."""
@@ -97,7 +97,7 @@ class Node(Machine):
         self.ip("address", "add", f"{self.address}/24", "dev", INTERFACE)
         self.ip("link", "set", INTERFACE, "up")
 
-    def cable(self, state: str) -> None:
+    def set_cable(self, state: str) -> None:
         """Set the cable's state: up or down."""
         self.switch.ip("link", "set", self.name, state)
 
@@ -108,19 +108,21 @@ class Node(Machine):
         if not any(
             subprocess.run([*tc, *option], capture_output=True, timeout=20).returncode == 0 for option in options
         ):
-            raise Unpermitted("tc has neither netem nor tbf")
+            raise NamespaceError("tc has neither netem nor tbf")
 
-    def start(self, argv: Sequence[str], **variables: str) -> Talk:
+    def start(self, argv: Sequence[str], **variables: str) -> ProgramOutput:
         env, pipe, out = {**os.environ, "OMP_NUM_THREADS": "1", **variables}, subprocess.PIPE, subprocess.STDOUT
-        self.started.append(
-            Talk(subprocess.Popen([*self.command_prefix(), *argv], stdout=pipe, stderr=out, text=True, env=env))
+        self.programs.append(
+            ProgramOutput(
+                subprocess.Popen([*self.command_prefix(), *argv], stdout=pipe, stderr=out, text=True, env=env)
+            )
         )
-        return self.started[-1]
+        return self.programs[-1]
 
     def kill(self) -> None:
         super().kill()
-        for program in self.started:
-            program.end(10)
+        for program in self.programs:
+            program.wait(10)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def cover(rows: Sequence[Any], features: Callable[[Any], dict[str, Hashable]]) -
     return [rows[i] for i in sorted(indices)]
 
 
-def spelled(abbreviations: dict[str, str]) -> dict[str, str]:
+def expand_abbreviations(abbreviations: dict[str, str]) -> dict[str, str]:
     """Expand a table of abbreviations of flags. Each may contain earlier ones in braces."""
     expanded = dict[str, str]()
     for name, text in abbreviations.items():
@@ -33,7 +33,9 @@ def spelled(abbreviations: dict[str, str]) -> dict[str, str]:
     return expanded
 
 
-def rarely(rows: Sequence[Any], presubmit_rows: Sequence[Any], name: Callable[[Any], str], **guards: Any) -> list[Any]:
+def nightly_except(
+    rows: Sequence[Any], presubmit_rows: Sequence[Any], name: Callable[[Any], str], **guards: Any
+) -> list[Any]:
     """Return `rows` as parameters of a test. Those in `presubmit_rows` run before each commit, the others nightly."""
     mark = pytest.mark.nightly(**guards)
     return [pytest.param(row, id=name(row), marks=() if row in presubmit_rows else mark) for row in rows]

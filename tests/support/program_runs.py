@@ -14,13 +14,13 @@ import programs
 ROOT = programs.ROOT
 
 
-def pretrain(*flags: object, fault: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+def run_pretrain(*flags: object, fault: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
     """Run pretrain_gpt.py to its end. `fault` is the value of MEGALITE_FAULT."""
     env = {**os.environ, **options.pop("env", {}), **({"MEGALITE_FAULT": fault} if fault else {})}
-    return programs.python("pretrain_gpt.py", *map(str, flags), env=env, **{"timeout": 120, **options})
+    return programs.run_python("pretrain_gpt.py", *map(str, flags), env=env, **{"timeout": 120, **options})
 
 
-def shown(process: subprocess.Popen[str], text: str) -> list[str]:
+def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
     """Read standard output up to the first line that contains `text`, and return the lines."""
     lines = []
     for line in process.stdout:
@@ -31,37 +31,37 @@ def shown(process: subprocess.Popen[str], text: str) -> list[str]:
 
 
 @contextmanager
-def running(*flags: object, until: str = "step     3/", **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a run, wait until it has printed `until`, and kill it at the end of the block."""
+def running_program(*flags: object, ready_text: str = "step     3/", **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a run, wait until it has printed `ready_text`, and kill it at the end of the block."""
     argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, flags)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = programs.Popen(argv, text=True, cwd=ROOT, **pipes | options)
     try:
-        shown(process, until)
+        read_until(process, ready_text)
         yield process
     finally:
         process.kill()
         process.communicate()
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
+def load_json_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def status_of(run_dir: Path) -> dict[str, Any]:
+def load_status(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "status.json").read_text())
 
 
-def losses(run_dir: Path, metric: str = "train/loss") -> dict[int, float]:
+def load_losses(run_dir: Path, metric: str = "train/loss") -> dict[int, float]:
     """Return the logged values of a metric by step."""
-    return {row["step"]: row[metric] for row in rows(run_dir / "metrics.jsonl") if metric in row}
+    return {row["step"]: row[metric] for row in load_json_lines(run_dir / "metrics.jsonl") if metric in row}
 
 
-def children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -69,8 +69,8 @@ def alive(pid: int) -> bool:
 
 
 def rank_pids(run_dir: Path) -> tuple[int, int, int]:
-    """Return the process ids metric the fork server, rank 0 and rank 1."""
-    first = status_of(run_dir)["pid"]
+    """Return the process ids of the fork server, rank 0 and rank 1."""
+    first = load_status(run_dir)["pid"]
     server = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
-    [other] = {*children(server)} - {first}
+    [other] = {*children_of(server)} - {first}
     return server, first, other

@@ -80,10 +80,10 @@ class Popen(subprocess.Popen[Any]):
 
 
 def run(
-    argv: Sequence[str], *, capture_output: bool = False, ok: bool = False, timeout: float | None = None,
+    argv: Sequence[str], *, capture_output: bool = False, check: bool = False, timeout: float | None = None,
     input: str | bytes | None = None, **options: Any,
 ) -> subprocess.CompletedProcess[Any]:  # fmt: skip
-    """Run a program like subprocess.run. With `ok`, its exit code must be 0."""
+    """Run a program like subprocess.run. With `check`, its exit code must be 0."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if input is not None:
@@ -94,12 +94,12 @@ def run(
         except BaseException:  # the timeout, among others
             process.kill()
             raise
-    assert process.returncode == 0 or not ok, f"{process.returncode}\n{out}{err}"
+    assert process.returncode == 0 or not check, f"{process.returncode}\n{out}{err}"
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 @contextlib.contextmanager
-def group(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+def program_session(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a program in its own session, with one pipe for all output. Kill the session at the end of the block."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
     process = subprocess.Popen(argv, start_new_session=True, **pipes | options)
@@ -111,7 +111,7 @@ def group(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]
         process.wait()
 
 
-class Talk:
+class ProgramOutput:
     """A program and the lines of its output, which a thread reads."""
 
     def __init__(self, process: subprocess.Popen[str]):
@@ -124,32 +124,32 @@ class Talk:
             self.lines.append(line)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return "".join(self.lines)
 
-    def until(self, text: str, timeout_s: float = 90, after: int = 0) -> int:
-        """Wait for a line that contains `text`, from number `after` on, and return the line's number."""
+    def wait_for_line(self, text: str, timeout_s: float = 90, from_line: int = 0) -> int:
+        """Wait for a line that contains `text`, from number `from_line` on, and return the line's number."""
         end = time.monotonic() + timeout_s
         while True:
             is_over = time.monotonic() > end or not self._reader.is_alive()
-            for number, line in enumerate(self.lines[after:], after):
+            for number, line in enumerate(self.lines[from_line:], from_line):
                 if text in line:
                     return number
-            assert not is_over, f"no {text!r} within {timeout_s} s in:\n{self.said}"
+            assert not is_over, f"no {text!r} within {timeout_s} s in:\n{self.output}"
             time.sleep(0.02)
 
-    def end(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float) -> int:
         """Wait for the end, and return the exit code."""
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"still running after {timeout_s} s:\n{self.said}") from None
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output}") from None
         self._reader.join(5)
         return code
 
 
-def python(*args: str, **options: Any) -> subprocess.CompletedProcess[Any]:
+def run_python(*args: str, **options: Any) -> subprocess.CompletedProcess[Any]:
     """Run `python tools/x.py ARGS`, `-m` or `-c` in the repository, unless `cwd` is another directory."""
     script = args[0] if args[0].startswith("-") else str(ROOT / args[0])
     defaults: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
@@ -167,7 +167,7 @@ def _can_be_forked(argv: Sequence[str], cwd: str | os.PathLike[str] | None, env:
         return False
     if not argv[1].startswith("-") and not Path(cwd or ".", argv[1]).resolve().is_relative_to(ROOT):
         return False  # it may import another megalite
-    variables, initial = os.environ if env is None else env, environment()
+    variables, initial = os.environ if env is None else env, initial_environment()
     changed = {name for name in {*variables, *initial} if variables.get(name) != initial.get(name)}
     if variables.get("PYTHONPATH") == str(ROOT):  # sys.path has it anyway
         changed.discard("PYTHONPATH")
@@ -181,13 +181,13 @@ def _send_request(request: bytes, fds: list[int]) -> None:
 
 
 @functools.cache
-def environment() -> dict[str, str]:
+def initial_environment() -> dict[str, str]:
     """Return the environment of the process that programs are forked from: the one at the first call."""
     return dict(os.environ)
 
 
 @contextlib.contextmanager
-def environment_kept() -> Iterator[None]:
+def environment_restored() -> Iterator[None]:
     """Restore, after the block, the variables that make `Popen` start an interpreter.
 
     Other variables may belong to longer-lived fixtures.
@@ -209,7 +209,7 @@ def _server() -> socket.socket:
     near, far = socket.socketpair()
     argv = [sys.executable, __file__, str(far.fileno())]
     subprocess.Popen(
-        argv, pass_fds=[far.fileno()], cwd=ROOT, env=environment(), start_new_session=True,
+        argv, pass_fds=[far.fileno()], cwd=ROOT, env=initial_environment(), start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     far.close()

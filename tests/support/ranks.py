@@ -48,7 +48,7 @@ def _run(
         raise SystemExit(1) from None
 
 
-def wait_for(path: Path) -> None:
+def wait_for_file(path: Path) -> None:
     """Wait until another rank has created the file, since a rank that ends early is noticed at once."""
     while not path.exists():
         time.sleep(0.01)

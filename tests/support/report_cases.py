@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-STAGES = [[0, 5], [5, 9], [9, 13], [13, 13]]  # the last stage has only the head
+STAGE_LAYERS = [[0, 5], [5, 9], [9, 13], [13, 13]]  # the last stage has only the head
 MESH_SIZES = {"world": 8, "pp": 4, "dp": 1, "cp": 1, "tp": 2}
 
 
@@ -12,7 +12,12 @@ def run_info(**overrides: Any) -> dict[str, Any]:
     """Return the facts of a run that its start event contains."""
     stage_memory = {"weights": 3 << 28, "gradients": 6 << 28, "optimizer": 9 << 28, "activations": 2 << 28}
     info = dict(
-        mesh=MESH_SIZES, dp_outermost=False, layers=STAGES, memory=[stage_memory] * 4, parameters=7_000_000, steps=1000
+        mesh=MESH_SIZES,
+        dp_outermost=False,
+        layers=STAGE_LAYERS,
+        memory=[stage_memory] * 4,
+        parameters=7_000_000,
+        steps=1000,
     )
     info["command"] = ["pretrain_gpt.py", "--preset", "tiny", "--lr", "1e-3"]
     info["data"] = "0.7000 of web: 900 documents\n0.3000 of code: 100 documents"
@@ -32,11 +37,11 @@ def timeline() -> dict[str, Any]:
     return {"schedule": "1f1b", "pp": 4, "vpp": 1, "microbatches": 6, "ranks": ranks}
 
 
-def rows(steps: int, every: int = 1, shift: float = 0.0) -> list[dict[str, Any]]:
+def metric_rows(steps: int, every: int = 1, loss_shift: float = 0.0) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl of a run, with validation losses in every 100th."""
     result: list[dict[str, Any]] = []
     for step in range(every, steps + 1, every):
-        loss = 2.0 + 8.0 / (1 + step / 20) + 0.02 * (step * 7919 % 13) + shift
+        loss = 2.0 + 8.0 / (1 + step / 20) + 0.02 * (step * 7919 % 13) + loss_shift
         position = {"step": step, "tokens": 512 * step}
         training = {"train/loss": loss, "train/lr": 1e-3, "train/grad_norm": 100 / step, "train/skipped": 0}
         speed = {"perf/tokens_per_s_per_gpu": 1000.0, "perf/mfu": 0.41, "perf/step_s": 0.5, "perf/steps": every}
@@ -46,7 +51,7 @@ def rows(steps: int, every: int = 1, shift: float = 0.0) -> list[dict[str, Any]]
     return result
 
 
-def write_run(run_dir: Path, steps: int = 1000, shift: float = 0.0, **overrides: Any) -> Path:
+def write_run(run_dir: Path, steps: int = 1000, loss_shift: float = 0.0, **overrides: Any) -> Path:
     """Write a run directory, with these values instead of those of `run_info`."""
     run_dir.mkdir(parents=True)
     info = run_info(**overrides)
@@ -64,7 +69,9 @@ def write_run(run_dir: Path, steps: int = 1000, shift: float = 0.0, **overrides:
     ]
     status = {"outcome": "done", "reason": "reached the last step", "step": steps, "tokens": 512 * steps}
     status |= {"host": "node-a", "time": "2026-11-22T10:00:00+00:00"}
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(steps, shift=shift)))
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in metric_rows(steps, loss_shift=loss_shift))
+    )
     (run_dir / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in events))
     for name, value in (("status", status), ("report", report), ("timeline", timeline())):
         (run_dir / f"{name}.json").write_text(json.dumps(value))

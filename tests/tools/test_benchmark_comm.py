@@ -54,7 +54,7 @@ def test_benchmark_comm_refuses_impossible_measurements(flags: str, monkeypatch,
 def test_two_ranks_measure_every_collective(tmp_path: Path) -> None:
     files = [str(tmp_path / "found.json"), str(tmp_path / "found.csv")]
     sizes = ["--min-bytes", "1024", "--max-bytes", "20000", "--factor", "16", "--times", "2"]
-    done = programs.python(*TOOL, "--nproc", "2", *sizes, "--json", files[0], "--csv", files[1], ok=True)
+    done = programs.run_python(*TOOL, "--nproc", "2", *sizes, "--json", files[0], "--csv", files[1], check=True)
     results = json.loads(Path(files[0]).read_text())
     assert results["complete"] and results["ranks"] == 2 and len(results["hosts"]) == 2
     kinds = [(row["axis"], row["kind"], row["bytes"]) for row in results["rows"]]
@@ -69,7 +69,7 @@ def test_two_ranks_measure_every_collective(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_groups_are_measured_together_and_alone() -> None:
     sizes = ["--min-bytes", "1024", "--max-bytes", "1024", "--times", "2", "--kinds", "all_reduce", "--alone"]
-    done = programs.python(*TOOL, "--nproc", "4", *sizes, "--tensor-model-parallel-size", "2", ok=True)
+    done = programs.run_python(*TOOL, "--nproc", "4", *sizes, "--tensor-model-parallel-size", "2", check=True)
     lines = [line.split()[:4] for line in done.stdout.splitlines()[1:] if line]
     axes = [(axis, ranks, groups) for axis, ranks in (("tp", "2"), ("dp", "2")) for groups in ("all", "one")]
     assert lines == [[*fields, "all_reduce"] for fields in (*axes, ("world", "4", "all"))]

@@ -21,7 +21,7 @@ from tools import check_cluster
 
 def check(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     argv = ("tools/check_cluster.py", "--device", "cpu", *flags)
-    return programs.python(*argv, env=os.environ | variables, timeout=200)
+    return programs.run_python(*argv, env=os.environ | variables, timeout=200)
 
 
 def test_healthy_ranks_exit_with_0_and_a_flipped_bit_with_1(tmp_path: Path) -> None:

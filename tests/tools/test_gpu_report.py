@@ -43,7 +43,7 @@ def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     argv = ["--out", str(tmp_path / "out"), "--cpu", "--only", *KINDS]
-    programs.python("tools/gpu_report.py", *argv, env=env, timeout=400, ok=True)
+    programs.run_python("tools/gpu_report.py", *argv, env=env, timeout=400, check=True)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     page = (tmp_path / "out" / "report.md").read_text()
     states = {part["name"]: part["status"] for part in report["parts"]}

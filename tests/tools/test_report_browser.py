@@ -61,7 +61,7 @@ def test_page_of_runs_with_hostile_texts(tmp_path: Path) -> None:
     require_browser()
     name = HOSTILE.replace("/", "\\")
     first = write_run(tmp_path / name, data=HOSTILE, hosts=[HOSTILE] * 30, command=[HOSTILE, "--lr", HOSTILE])
-    second = write_run(tmp_path / "a quite long name of a run that somebody gave it to know it by", shift=0.5)
+    second = write_run(tmp_path / "a quite long name of a run that somebody gave it to know it by", loss_shift=0.5)
     report(first, second, "--out", tmp_path / "page")
     for view in check_page(tmp_path / "page/index.html", tmp_path).values():
         assert "Agreement" in view["titles"] and "Comparison" in view["titles"]

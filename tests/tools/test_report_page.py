@@ -12,7 +12,7 @@ from typing import Any
 
 import programs
 import pytest
-from report_cases import STAGES, rows, write_run
+from report_cases import STAGE_LAYERS, metric_rows, write_run
 
 from megalite.models.families import PRESETS
 from megalite.parallel.mesh import abstract_mesh
@@ -169,7 +169,7 @@ def test_layout_picture_names_ranks_and_layers(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", 5), "run")
     texts = texts_of(shares.layout(run))
     assert {"ranks 0-1", "ranks 6-7", "E", "H", "0-4", "5-8", "9-12"} <= {*texts}
-    assert [*STAGES[-1]] == [13, 13] and texts.count("H") == 1
+    assert [*STAGE_LAYERS[-1]] == [13, 13] and texts.count("H") == 1
     assert "pp 4 × dp 1 × cp 1 × tp 2 = 8 ranks" in shares.layout(run).caption  # type: ignore[union-attr]
 
 
@@ -338,6 +338,6 @@ def test_damaged_section_leaves_the_others(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_long_run_has_a_small_page(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", 10)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(100_000)))
-    done = programs.python("tools/report.py", str(run_dir))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in metric_rows(100_000)))
+    done = programs.run_python("tools/report.py", str(run_dir))
     assert done.returncode == 0 and (run_dir / "report/index.html").stat().st_size < 1_000_000

@@ -43,7 +43,7 @@ vocab_size = 64
 
 
 def run_program(program: str, *argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return programs.python(program, *argv, **options)
+    return programs.run_python(program, *argv, **options)
 
 
 def write_run(directory: Path, outcome: str = "done", step: int = 4, **status: Any) -> Path:
@@ -259,7 +259,7 @@ def test_impossible_sweep_starts_nothing(flags: str, message: str, tmp_path: Pat
 def test_sweep_resumes_where_it_stopped(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML + "[checkpoint]\nsave_interval = 2\nsave = 'shared'\n")
     line = ("run.toml", "--lr", "1e-3,3e-3", "--eval-iters", "0", "--runs-dir", "out")
-    done = run_program("tools/sweep.py", *line, cwd=tmp_path, ok=True)
+    done = run_program("tools/sweep.py", *line, cwd=tmp_path, check=True)
     directories = [tmp_path / "out" / name for name in ("lr=1e-3", "lr=3e-3")]
     assert all((directory / "iter_0000004/COMPLETE").is_file() for directory in directories)
     assert not (tmp_path / "shared").exists()

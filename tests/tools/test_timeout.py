@@ -8,7 +8,7 @@ from pathlib import Path
 
 import programs
 import pytest
-from program_runs import alive
+from program_runs import is_alive
 
 from tools.bench import timeout as limited
 
@@ -38,9 +38,9 @@ import time; time.sleep(0.3)
 
 def has_ended(pid: int, within_s: float = 0) -> bool:
     deadline = time.monotonic() + within_s
-    while alive(pid) and time.monotonic() < deadline:
+    while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not alive(pid)
+    return not is_alive(pid)
 
 
 def run(directory: Path, code: str, seconds: float = 30, **variables: str) -> tuple[str, list[str]]:

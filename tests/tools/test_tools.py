@@ -26,7 +26,7 @@ def test_bad_input_is_one_line(tmp_path: Path, line: str, text: str) -> None:
         (tmp_path / name / "timeline.json").write_text(json.dumps(timeline))
     (tmp_path / "file").write_text("")
     argv = line.format(*[tmp_path] * line.count("{}")).split()
-    done = programs.python(f"tools/{argv[0]}", *argv[1:])
+    done = programs.run_python(f"tools/{argv[0]}", *argv[1:])
     assert done.returncode not in (0, -9) and text in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 

@@ -15,7 +15,7 @@ import numpy as np
 import programs
 import pytest
 import toml_tables
-from pairwise import rarely
+from pairwise import nightly_except
 from train_cases import config_from
 
 from megalite.config.options import Config
@@ -350,7 +350,7 @@ def test_losses_are_verified_independently() -> None:
 
 def verify(flags: str, *more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return programs.python("tools/verify.py", *flags.split(), *more, timeout=170, env=environment)
+    return programs.run_python("tools/verify.py", *flags.split(), *more, timeout=170, env=environment)
 
 
 BAD: dict[str, list[str]] = toml_tables.MESSAGES["verify"]
@@ -369,7 +369,7 @@ HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "name",
-    rarely(
+    nightly_except(
         [*HEALTHY], ["gpt", "qwen", "ZeRO-3", "cp", "experts"], str, guards=("tools/verify.py", "tools/verification")
     ),
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from program_runs import losses, pretrain, rows, status_of
+from program_runs import load_json_lines, load_losses, load_status, run_pretrain
 from ranks import run_ranks
 from test_train_step import BATCH, build
 from token_files import write
@@ -209,7 +209,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     """Return the events of anomalous steps."""
     return [
         row
-        for row in rows(run_dir / "events.jsonl")
+        for row in load_json_lines(run_dir / "events.jsonl")
         if row["event"] in ("spike", "rollback", "transient-error", "non-finite")
     ]
 
@@ -235,7 +235,7 @@ def test_spike_rollback_skips_its_samples(tmp_path: Path, texts: dict[str, list[
     assert train(*flags, "--save", str(by_hand), "--exit-interval", "8") == ExitCode.REQUEUE
     skip = ["--iterations-to-skip", "9", "10"]
     assert train(*flags, "--save", str(by_hand), "--load", str(by_hand), *skip) == ExitCode.DONE
-    actual, expected = losses(automatic), losses(by_hand)
+    actual, expected = load_losses(automatic), load_losses(by_hand)
     assert [actual[step] for step in (11, 12, 13)] == [expected[step] for step in (11, 12, 13)]
     assert manifest(automatic, 13)["files"] == manifest(by_hand, 13)["files"]  # sha256 of weights and optimizer
 
@@ -254,7 +254,7 @@ def test_rerun_divides_by_all_tokens() -> None:
 @pytest.mark.parametrize("layout", [TP2, f"{PP2} --split-backward"])
 def test_rollback_is_collective(tmp_path: Path, texts: dict[str, list[str]], layout: str) -> None:
     flags = f"--nproc 2 {layout} --save-interval 8 --spike-action rollback".split()
-    pretrain(*texts["once"], *SPIKE_FLAGS, *flags, "--save", str(tmp_path), ok=True)
+    run_pretrain(*texts["once"], *SPIKE_FLAGS, *flags, "--save", str(tmp_path), check=True)
     spike, rollback = events(tmp_path)
     assert (spike["samples"], rollback["samples"]) == ([72, 79], [64, 79])
     assert "recomputed, it is the same" in spike["text"]
@@ -271,7 +271,7 @@ def test_spike_is_logged_or_skipped(tmp_path: Path, texts: dict[str, list[str]])
     assert "deviations above" in logged["text"] and "computed again" not in logged["text"]
     skip_manifest, hand_manifest, log_manifest = (manifest(run_dir, 11) for run_dir in run_dirs)
     assert skip_manifest["files"] == hand_manifest["files"] != log_manifest["files"]
-    assert losses(run_dirs[2])[10] > 3 and losses(run_dirs[0])[10] is None
+    assert load_losses(run_dirs[2])[10] > 3 and load_losses(run_dirs[0])[10] is None
 
 
 def test_run_with_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]) -> None:
@@ -279,7 +279,7 @@ def test_run_with_only_spikes_ends(tmp_path: Path, texts: dict[str, list[str]]) 
     flags += ["--spike-threshold", "3"]
     assert train(*flags, "--spike-action", "rollback") == ExitCode.BAD_RESULT
     assert [e["event"] for e in events(tmp_path)] == ["spike", "rollback"] * 3 + ["spike"]
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 13)
     assert status["reason"] == "step 13: another spike, after 3 rollbacks in a row"
 
@@ -289,7 +289,7 @@ def test_number_of_skipped_steps_is_bounded(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(step_module, "inject_fault", fault)
     flags = f"--train-iters 9 {SKIP} --max-skipped-steps 3 --rerun-mode disabled --run-dir {tmp_path}".split()
     assert train(*SMALL, *flags) == ExitCode.BAD_RESULT  # two in a row were not too many
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 6)
     assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learned; step 6: loss ")
 
@@ -298,7 +298,7 @@ def test_repeated_transient_errors_end_the_run(tmp_path: Path, monkeypatch) -> N
     fault = FaultInjector({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (2, 3, 5))})
     monkeypatch.setattr(step_module, "inject_fault", fault)
     assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == ExitCode.RERUN
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (status["outcome"], status["step"]) == ("rerun", 5)
     assert status["reason"] == "3 steps were right only when recomputed, the last on ranks [0]"
     assert [e["event"] for e in events(tmp_path)] == ["transient-error"] * 3

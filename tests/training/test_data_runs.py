@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train_cases
-from program_runs import losses, pretrain, rows, status_of
+from program_runs import load_json_lines, load_losses, load_status, run_pretrain
 from token_files import write
 from train_cases import SMALL, TP2_PP2, config_from
 
@@ -30,7 +30,7 @@ def data_usage(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]
 def train(run_dir: Path, *flags: object) -> dict[int, float]:
     """Train on one rank in this process and return the losses."""
     assert train_cases.pretrain(config_from([*map(str, flags), "--run-dir", str(run_dir)])) == 0
-    return losses(run_dir)
+    return load_losses(run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -51,27 +51,27 @@ def test_changed_blend_continues_with_unread_data(files: tuple[str, str], tmp_pa
     a, b = files
     save = ["--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", "50", "--split", "1,0,0"]
     steps = ["--train-iters", "8"]
-    first = pretrain(*FLAGS, *TP2_PP2, *save, *steps, "--data-path", 1, a, 1, b, "--exit-interval", "5")
+    first = run_pretrain(*FLAGS, *TP2_PP2, *save, *steps, "--data-path", 1, a, 1, b, "--exit-interval", "5")
     assert first.returncode == 75, first.stderr
     changed_flags = ["--seq-length", "8", "--data-path", 3, b, 1, a]
-    second = pretrain(*FLAGS, "--nproc", "2", *save, *steps, *changed_flags, ok=True)
+    second = run_pretrain(*FLAGS, "--nproc", "2", *save, *steps, *changed_flags, check=True)
     assert "note: the blend changed: from sample 40 on" in second.stdout
     lines = data_usage(tmp_path / "run", capsys)
     usage = {line.split()[0]: line.split()[1:] for line in lines[2:4]}
     assert usage == {a: ["368", usage[a][1], "0.123"], b: ["464", usage[b][1], "0.155"]}  # 20 * 16 + 6 * 8, 18 * 8
     assert 0 < int(usage[a][1]) < 40
-    assert status_of(tmp_path / "run")["tokens"] == 368 + 464
+    assert load_status(tmp_path / "run")["tokens"] == 368 + 464
     assert lines[-1] == f"samples 40 to 64: 8 tokens each, 0.7500 {b}, 0.2500 {a}"
     seed_flags = ["--seed", "5", "--train-iters", "9", "--lr-decay-iters", "8"]
-    third = pretrain(*FLAGS, *save, *steps, *changed_flags, *seed_flags)
+    third = run_pretrain(*FLAGS, *save, *steps, *changed_flags, *seed_flags)
     assert third.returncode == 3 and "data so far came in the order of seed 1234" in third.stderr
 
 
 def test_validation_sets_have_names_and_losses(files: tuple[str, str], tmp_path: Path) -> None:
     a, b = files
     flags = ["--train-data-path", a, "--valid-data-path", f"a={a}", "b=", b, "--run-dir", tmp_path]
-    pretrain(*FLAGS, *TP2_PP2, *flags, "--train-iters", "4", "--eval-interval", "2", ok=True)
-    metrics = rows(tmp_path / "metrics.jsonl")
+    run_pretrain(*FLAGS, *TP2_PP2, *flags, "--train-iters", "4", "--eval-interval", "2", check=True)
+    metrics = load_json_lines(tmp_path / "metrics.jsonl")
     sets = [{k for k in row if k.startswith("val/")} for row in metrics if any(k.startswith("val/") for k in row)]
     assert sets == [{"val/a/loss", "val/a/ppl"}, {"val/b/loss", "val/b/ppl", "val/b/bpb"}] * 2
     last = {k: v for row in metrics for k, v in row.items()}
@@ -117,10 +117,10 @@ def test_source_given_twice_is_one_source(files: tuple[str, str], tmp_path: Path
 def test_unread_sources_are_named(files: tuple[str, str]) -> None:
     a, b = files
     argv = [*FLAGS, "--train-iters", "4", "--dry-run", "--data-path", "0.999", a, "0.001", b]
-    output = pretrain(*argv, "--eval-iters", "2", ok=True).stdout
+    output = run_pretrain(*argv, "--eval-iters", "2", check=True).stdout
     assert f"WARNING: none of the 32 samples comes from {b}: its weight is worth 0.032 of one" in output
     assert re.search(rf"validation +WARNING: none of the 16 samples comes from {b}", output)
-    assert "WARNING" not in pretrain(*argv, "--train-iters", "1000", "--eval-iters", "0", ok=True).stdout
+    assert "WARNING" not in run_pretrain(*argv, "--train-iters", "1000", "--eval-iters", "0", check=True).stdout
 
 
 def test_bad_validation_sets_are_refused(files: tuple[str, str]) -> None:
@@ -147,24 +147,24 @@ def only_ends(tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_run_without_counted_labels_ends(only_ends: str, tmp_path: Path, layout: list[str], iters: int) -> None:
     flags = [*FLAGS, *layout, "--split", "1,0,0", "--data-path", only_ends, "--eod-mask-loss", "--run-dir", tmp_path]
-    run = pretrain(*flags, "--eval-iters", "0", "--train-iters", iters)
+    run = run_pretrain(*flags, "--eval-iters", "0", "--train-iters", iters)
     assert run.returncode == 17, run.stderr
     last = min(iters, 3)
     text = f"step {last}: none of its 128 labels counts: --eod-mask-loss masks the label after each end of a document"
     assert text in run.stderr and f"({last} such step{'s' * (last > 1)} in a row)" in run.stderr
     assert run.stdout.count("WARNING: step") == last - 1
-    assert status_of(tmp_path)["outcome"] == "bad-result"
+    assert load_status(tmp_path)["outcome"] == "bad-result"
     if last > 1:  # the steps before the last one were logged
-        assert {row["train/loss"] for row in rows(tmp_path / "metrics.jsonl")} == {None}
+        assert {row["train/loss"] for row in load_json_lines(tmp_path / "metrics.jsonl")} == {None}
 
 
 def test_evaluation_without_counted_labels_has_no_loss(files: tuple[str, str], only_ends: str, tmp_path: Path) -> None:
     flags = [*FLAGS, "--train-data-path", files[0], "--valid-data-path", "a=", files[0], "ends=", only_ends]
-    run = pretrain(
-        *flags, "--eod-mask-loss", "--train-iters", "2", "--eval-interval", "1", "--run-dir", tmp_path, ok=True
+    run = run_pretrain(
+        *flags, "--eod-mask-loss", "--train-iters", "2", "--eval-interval", "1", "--run-dir", tmp_path, check=True
     )
     assert run.stdout.count("no label of the set ends counts, so it has no loss: --eod-mask-loss masks") == 2
-    names = {name for row in rows(tmp_path / "metrics.jsonl") for name in row if name.startswith("val/")}
+    names = {name for row in load_json_lines(tmp_path / "metrics.jsonl") for name in row if name.startswith("val/")}
     assert names == {"val/a/loss", "val/a/ppl"}
 
 
@@ -175,17 +175,17 @@ def test_packed_documents_under_layouts_and_resume(files: tuple[str, str], tmp_p
     a, b = files
     flags = [*FLAGS, *PACKED, "--data-path", a, b, "--split", "1,0,0", "--train-iters", "6", "--save-interval", "50"]
     flags += ["--seq-length", "64", "--max-position-embeddings", "64"]
-    single = pretrain(*flags, "--save", tmp_path / "one", ok=True)
+    single = run_pretrain(*flags, "--save", tmp_path / "one", check=True)
     assert "packed into" in single.stdout and "documents cut" in single.stdout
     resumed_flags = [*flags, "--save", tmp_path / "four", "--load", tmp_path / "four"]
-    first_half = pretrain(*resumed_flags, *TP2_PP2, "--exit-interval", "3")
+    first_half = run_pretrain(*resumed_flags, *TP2_PP2, "--exit-interval", "3")
     assert first_half.returncode == 75, first_half.stderr
-    pretrain(*resumed_flags, "--nproc", "2", ok=True)
-    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    run_pretrain(*resumed_flags, "--nproc", "2", check=True)
+    assert load_losses(tmp_path / "four") == pytest.approx(load_losses(tmp_path / "one"), rel=1e-4)
     usages = [data_usage(tmp_path / name, capsys)[2:4] for name in ("one", "four")]
     assert usages[0] == usages[1] and len(usages[0]) == 2
     unpacked_flags = [f for f in resumed_flags if f not in PACKED]
-    unpacked = pretrain(*unpacked_flags, "--train-iters", "8", "--lr-decay-iters", "6")
+    unpacked = run_pretrain(*unpacked_flags, "--train-iters", "8", "--lr-decay-iters", "6")
     assert unpacked.returncode == 3 and "document_packing was changed since the checkpoint" in unpacked.stderr
 
 
@@ -204,8 +204,8 @@ def test_fim_run(tmp_path: Path) -> None:
     flags = [*plain, *tokenizer, "--data-path", tmp_path / "d_text_document", "--split", "9,1,0", "--train-iters", "3"]
     fim = [*flags, "--fim-data", "--fim-rate", "1"]
     expected = train(tmp_path / "fim", *fim)
-    pretrain(*fim, *TP2_PP2, "--run-dir", tmp_path / "tp", ok=True)
-    assert losses(tmp_path / "tp") == pytest.approx(expected, rel=1e-4)
+    run_pretrain(*fim, *TP2_PP2, "--run-dir", tmp_path / "tp", check=True)
+    assert load_losses(tmp_path / "tp") == pytest.approx(expected, rel=1e-4)
     assert expected != train(tmp_path / "plain", *flags)
     config = config_from([*map(str, flags), "--fim-data", "--fim-pad-token", "<nope>"])
     with pytest.raises(DataError, match="fim_pad_token='<nope>' is not a token"):

@@ -16,8 +16,8 @@ import programs
 import pytest
 import toml_tables
 import torch
-from pairwise import rarely
-from program_runs import ROOT, rows, running, status_of
+from pairwise import nightly_except
+from program_runs import ROOT, load_json_lines, load_status, running_program
 from ranks import run_ranks
 from train_cases import SMALL, config_from, run_from
 
@@ -248,7 +248,7 @@ def run_to_end(
     command += ["--distributed-timeout-seconds-after-init", str(limit_s)]
     env = {**os.environ, "MEGALITE_FAULT": fault, "TORCH_FR_BUFFER_SIZE": "100"}
     result = programs.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
-    return result.returncode, result.stderr, status_of(run_dir)
+    return result.returncode, result.stderr, load_status(run_dir)
 
 
 FROZEN = r"rank {} no longer answers \(process \d+: stopped by a signal\); rank {} in step 6"
@@ -264,7 +264,9 @@ def test_frozen_rank_is_named_and_the_outcome_is_hang(tmp_path: Path) -> None:
     assert "File" in text and text.count("Thread 0x") >= 2
     entries = json.loads((tmp_path / "hang" / "rank-001.json").read_text())["entries"]
     assert any("all_reduce" in entry["profiling_name"] for entry in entries)
-    [event] = [row for row in rows(tmp_path / "events.jsonl") if row["event"] == "hang"]  # a single rank reports it
+    [event] = [
+        row for row in load_json_lines(tmp_path / "events.jsonl") if row["event"] == "hang"
+    ]  # a single rank reports it
     assert (event["step"], event["late_ranks"], event["reason"]) == (6, [0], status["reason"])
 
 
@@ -294,7 +296,7 @@ HANGS = toml_tables.read("training/cases")["hangs"]
 
 
 @pytest.mark.parametrize(
-    "name", rarely(HANGS, ["at the first collective"], str, guards=("megalite/training/monitoring",))
+    "name", nightly_except(HANGS, ["at the first collective"], str, guards=("megalite/training/monitoring",))
 )
 def test_hanging_rank_is_named_with_its_location(name: str, tmp_path: Path) -> None:
     flags, fault, step, reason = HANGS[name]
@@ -309,19 +311,19 @@ def test_hanging_rank_is_named_with_its_location(name: str, tmp_path: Path) -> N
         assert len(list((tmp_path / "hang").glob("rank-*.txt"))) == 4
 
 
-def run_and_abort(run_dir: Path, fault: str, until: str) -> tuple[int, dict[str, Any]]:
-    """Return exit code and status of a run whose rank 0 gets SIGABRT once the run has printed `until`.
+def run_and_abort(run_dir: Path, fault: str, ready_text: str) -> tuple[int, dict[str, Any]]:
+    """Return exit code and status of a run whose rank 0 gets SIGABRT once the run has printed `ready_text`.
 
     NCCL's watchdog sends it to a rank that waits too long. Python cannot handle it.
     """
     argv = [*SMALL, *"--train-iters 100000 --nproc 2 --device cpu --distributed-timeout-seconds-after-init 10".split()]
     env = {**os.environ, "MEGALITE_FAULT": fault}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with running(*argv, "--run-dir", run_dir, until=until, env=env, **pipes) as process:
+    with running_program(*argv, "--run-dir", run_dir, ready_text=ready_text, env=env, **pipes) as process:
         time.sleep(0.5)  # until the files are written, too
-        os.kill(status_of(run_dir)["pid"], signal.SIGABRT)
+        os.kill(load_status(run_dir)["pid"], signal.SIGABRT)
         process.communicate(timeout=60)
-    return process.returncode, status_of(run_dir)
+    return process.returncode, load_status(run_dir)
 
 
 SIGABRT = "rank 0 ended by signal SIGABRT"
@@ -333,8 +335,8 @@ ABORTS = {  # after a reported hang it is that hang; after the step resumed it i
 
 @pytest.mark.parametrize("outcome", ABORTS)
 def test_abort_keeps_the_reported_reason(tmp_path: Path, outcome: str) -> None:
-    fault, until, code, reason = ABORTS[outcome]
-    exit_code, status = run_and_abort(tmp_path, fault, until)
+    fault, ready_text, code, reason = ABORTS[outcome]
+    exit_code, status = run_and_abort(tmp_path, fault, ready_text)
     assert (exit_code, status["outcome"]) == (code, outcome) and re.match(reason, status["reason"]), status
 
 

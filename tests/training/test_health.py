@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_runs import pretrain, rows, status_of
+from program_runs import load_json_lines, load_status, run_pretrain
 from train_cases import SMALL
 
 from megalite.common.exit_codes import ExitCode
@@ -151,9 +151,9 @@ def test_straggler_line_names_the_requested_number_of_ranks() -> None:
 def train(run_dir: Path, steps: int, *flags: str, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
     """Return the exit code and the events of a run of two ranks."""
     argv = [*SMALL, "--train-iters", steps, "--device", "cpu", "--nproc", 2, "--run-dir", run_dir, "--eval-iters", 0]
-    result = pretrain(*argv, *flags, fault=fault, timeout=400)
+    result = run_pretrain(*argv, *flags, fault=fault, timeout=400)
     assert "Traceback" not in result.stderr, result.stderr
-    return result.returncode, rows(run_dir / "events.jsonl")
+    return result.returncode, load_json_lines(run_dir / "events.jsonl")
 
 
 def test_too_slow_step_ends_the_run(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_too_slow_step_ends_the_run(tmp_path: Path) -> None:
     flags = ["--max-step-time-s", "1e-6", "--health-action", "exit", "--save", str(tmp_path / "save")]
     code, events = train(tmp_path, 50, *flags, "--log-interval", "2", "--log-straggler")
     assert code == ExitCode.RERUN
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert status["outcome"] == "rerun" and status["step"] == 1 and " on " in status["reason"]
     assert (tmp_path / "save" / "iter_0000001" / "COMPLETE").exists()
     [event_row] = [event for event in events if event["event"] == "step-time"]
@@ -179,7 +179,7 @@ def test_slow_rank_is_named_within_ten_steps(tmp_path: Path) -> None:
     if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
         pytest.skip("the machine is too busy to say which of two ranks is slow")
     assert code == 0 and not stragglers
-    step_seconds = [metrics["perf/step_s"] for metrics in rows(tmp_path / "clean" / "metrics.jsonl")]
+    step_seconds = [metrics["perf/step_s"] for metrics in load_json_lines(tmp_path / "clean" / "metrics.jsonl")]
     sleep = max(0.05, 3 * statistics.median(step_seconds))  # 50 ms where steps are short; more on a busy machine
     for point, phase in (("step.begin", "other"), ("step.after_forward_backward", "other"), ("data.get", "data")):
         run_dir = tmp_path / point

@@ -10,8 +10,8 @@ from typing import Any
 import programs
 import pytest
 import torch
-from hugging_face_cases import S, V, collection, copied, with_tokenizer
-from pairwise import rarely
+from hugging_face_cases import SEQ_LENGTH, VOCAB_SIZE, copy_model, model_cache, write_tokenizer
+from pairwise import nightly_except
 from ranks import run_ranks
 from safetensors.torch import load_file
 from token_files import byte_level_bpe, limit_files
@@ -55,7 +55,7 @@ EXPERTS += [EXPERTS[0] + " --expert-tensor-parallel-size 2"]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """Return a function from a family to (model of transformers, its directory); models have four layers."""
-    return collection(tmp_path_factory.mktemp("hf"), layers=4)
+    return model_cache(tmp_path_factory.mktemp("hf"), num_layers=4)
 
 
 def parse(model_dir: Path | str, *flags: str, base: str = BASE) -> Config:
@@ -97,7 +97,7 @@ def test_first_loss_equals_transformers_under_every_layout(models, name: str) ->
     loss, tokens = first_step(str(model_dir), "")
     with torch.no_grad():
         expected = float(model(ids := torch.cat(tokens), labels=ids).loss)
-    assert expected > 1.05 * torch.tensor(float(V)).log()  # random weights would give less
+    assert expected > 1.05 * torch.tensor(float(VOCAB_SIZE)).log()  # random weights would give less
     assert loss == pytest.approx(expected, rel=2e-6)
     layouts = [flags for flags in LAYOUTS.values() if name == "llama" or flags == LAYOUTS["tp2 pp2"]]
     layouts += EXPERTS if name == "qwen3_moe" else ["--tensor-model-parallel-size 4"]
@@ -113,9 +113,9 @@ def test_half_precision_run_keeps_exact_main_weights(models) -> None:
     assert loaded is not None and "llama in float32" in loaded[1][0]
     shards = {e.name: e.data for e in run.optimizer.checkpoint_shards()}
     word = model.model.embed_tokens.weight.detach()
-    main = shards["optimizer.main/embedding.word"].view(V, -1)
+    main = shards["optimizer.main/embedding.word"].view(VOCAB_SIZE, -1)
     assert torch.equal(main, word)
-    assert torch.equal(shards["model/embedding.word"].view(V, -1), word.bfloat16())
+    assert torch.equal(shards["model/embedding.word"].view(VOCAB_SIZE, -1), word.bfloat16())
 
 
 # ---- options
@@ -146,24 +146,24 @@ def test_contradictory_options_are_named_together(models) -> None:
     with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; drop the option"):
         taken(model_dir, "--num-layers", "6")
     gpt2_args = [models("gpt2")[1], *"--num-layers 4 --hidden-size 32 --num-attention-heads 4".split()]
-    assert origin.complete_config(parse(*gpt2_args, "--max-position-embeddings", str(S)))
+    assert origin.complete_config(parse(*gpt2_args, "--max-position-embeddings", str(SEQ_LENGTH)))
     with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
         origin.complete_config(parse(*gpt2_args))
 
 
 def test_tokenizer_next_to_the_model_is_the_default(models, tmp_path: Path) -> None:
-    model_dir = copied(models("llama")[1], tmp_path / "model")
-    assert (config := taken(model_dir)).data.tokenizer_type is None and config.data.vocab_size == V
-    with_tokenizer(model_dir, V - 20)
+    model_dir = copy_model(models("llama")[1], tmp_path / "model")
+    assert (config := taken(model_dir)).data.tokenizer_type is None and config.data.vocab_size == VOCAB_SIZE
+    write_tokenizer(model_dir, VOCAB_SIZE - 20)
     data = taken(model_dir, "--reset-position-ids").data  # needs the id of the end of a document
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(model_dir))
-    assert preflight(taken(model_dir), RankInfo())[1].vocab_size == data.vocab_size == V
-    null_data = taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V)).data
+    assert preflight(taken(model_dir), RankInfo())[1].vocab_size == data.vocab_size == VOCAB_SIZE
+    null_data = taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)).data
     assert null_data.tokenizer_type == "NullTokenizer" and null_data.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):
-        taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(V + 1))
-    other_dir = copied(model_dir, tmp_path / "other")
-    with_tokenizer(other_dir, V + 7)
+        taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE + 1))
+    other_dir = copy_model(model_dir, tmp_path / "other")
+    write_tokenizer(other_dir, VOCAB_SIZE + 7)
     assert taken(other_dir).data.tokenizer_type is None  # more tokens than rows
     with pytest.raises(SetupError, match="vocab_size: 100 here, 93 in"):
         taken(model_dir, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other_dir))
@@ -231,7 +231,7 @@ def _starts(base: str) -> list[Failure]:
 
 def test_unreadable_model_on_one_rank_ends_all(models, tmp_path: Path) -> None:
     for rank in (0, 1):
-        with_tokenizer(copied(models("llama")[1], tmp_path / f"rank{rank}"), V)
+        write_tokenizer(copy_model(models("llama")[1], tmp_path / f"rank{rank}"), VOCAB_SIZE)
     first, second = run_ranks(2, _starts, str(tmp_path))
     expected = [*[f"{BROKEN_WEIGHT} cannot be read"] * 2, "not a complete safetensors file", "rank 0 sees it"]
     for other_rank, broken_rank, text in zip(first, second, expected, strict=True):
@@ -241,22 +241,22 @@ def test_unreadable_model_on_one_rank_ends_all(models, tmp_path: Path) -> None:
 
 # ---- --export-hf
 def program(*flags: str, **options: bool) -> subprocess.CompletedProcess[str]:
-    return programs.python("pretrain_gpt.py", *BASE.split(), *flags, **options)
+    return programs.run_python("pretrain_gpt.py", *BASE.split(), *flags, **options)
 
 
 LAUNCHES = ["one process", "tp2 pp2, saving"]
 
 
-@pytest.mark.parametrize("launch", rarely(LAUNCHES, LAUNCHES[1:], str, guards=("megalite/interop",)))
+@pytest.mark.parametrize("launch", nightly_except(LAUNCHES, LAUNCHES[1:], str, guards=("megalite/interop",)))
 def test_run_from_a_model_directory_to_another(models, launch: str, tmp_path: Path) -> None:
     """Train with a learning rate of zero: the exported weights are those loaded, bit for bit."""
-    model_dir = copied(models("llama")[1], tmp_path / "model")
-    with_tokenizer(model_dir, V - 20)
+    model_dir = copy_model(models("llama")[1], tmp_path / "model")
+    write_tokenizer(model_dir, VOCAB_SIZE - 20)
     flags = ["--load", str(model_dir), "--use-checkpoint-args", "--lr", "0", "--run-dir", str(tmp_path / "run")]
     flags += ["--export-hf", str(tmp_path / "out"), "--log-interval", "1"]
     if launch != "one process":
         flags += [*LAYOUTS["tp2 pp2"].split(), "--nproc", "4", "--save", str(tmp_path / "run"), "--save-interval", "1"]
-    result = program(*flags, ok=True)
+    result = program(*flags, check=True)
     assert f"starts from {model_dir} at step 0" in result.stdout and "weights of llama in float32" in result.stdout
     assert f"exported to {tmp_path / 'out'}: llama" in result.stdout
     a, b = load_file(model_dir / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
@@ -286,24 +286,24 @@ def test_failed_export_leaves_nothing(saves: bool, tmp_path: Path) -> None:
     flags = [*BASE.split(), *shape.split(), "--run-dir", str(tmp_path / "run")]
     if saves:  # the run below is then complete, and only exports
         flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--save-interval", "2"]
-        programs.python("pretrain_gpt.py", *flags, ok=True)
+        programs.run_python("pretrain_gpt.py", *flags, check=True)
     else:
         flags += ["--tensor-model-parallel-size", "2", "--nproc", "2"]
     flags += ["--export-hf", str(tmp_path / "out")]
-    result = programs.python("pretrain_gpt.py", *flags, preexec_fn=limit_files)
+    result = programs.run_python("pretrain_gpt.py", *flags, preexec_fn=limit_files)
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"{tmp_path}/{'' if saves else '.'}out" in result.stderr and "File too large" in result.stderr, result.stderr
     assert "Traceback" not in result.stderr and "exported" not in result.stdout, result.stdout + result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["outcome"] == "crash"
     if saves:
-        result = programs.python("pretrain_gpt.py", *flags)
+        result = programs.run_python("pretrain_gpt.py", *flags)
         assert result.returncode == 0 and f"exported to {tmp_path / 'out'}: " in result.stdout, (
             result.stdout + result.stderr
         )
 
 
-@pytest.mark.parametrize("kind", rarely(["json", "sentencepiece"], ["json"], str, guards=("megalite/interop",)))
+@pytest.mark.parametrize("kind", nightly_except(["json", "sentencepiece"], ["json"], str, guards=("megalite/interop",)))
 def test_export_includes_a_renamed_tokenizer(kind: str, tmp_path: Path) -> None:
     """Export the tokenizer so that transformers finds it, without the files next to it."""
     import transformers
@@ -318,7 +318,7 @@ def test_export_includes_a_renamed_tokenizer(kind: str, tmp_path: Path) -> None:
         flags = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "mine.model")]
     shape = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --mock-data --max-position-embeddings 16".split()
     run = ["--run-dir", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--save-interval", "2"]
-    program(*flags, *shape, *run, "--export-hf", str(tmp_path / "out"), ok=True)
+    program(*flags, *shape, *run, "--export-hf", str(tmp_path / "out"), check=True)
     assert convert_checkpoint.main(["--load", str(tmp_path / "run"), "--to-hf", str(tmp_path / "tool")]) == 0
     text, own_tokenizer = "the river  rose", build_tokenizer(flags[1], flags[3])
     for directory in (tmp_path / "out", tmp_path / "tool"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import toml_tables
 import torch
-from program_runs import rows
+from program_runs import load_json_lines
 from ranks import run_ranks
 from test_run_start import built, save_step, started, weights
 from train_cases import SMALL, config_from, pretrain, run_from, train
@@ -135,13 +135,15 @@ def test_skip_train_evaluates_the_loaded_weights(tmp_path: Path) -> None:
     assert pretrain(config, RankInfo()) is ExitCode.DONE
     checkpoints = sorted(save_dir.glob("iter_*"))
     expected = [
-        row for row in rows(save_dir / "metrics.jsonl") if any("valid" in name or "test" in name for name in row)
+        row
+        for row in load_json_lines(save_dir / "metrics.jsonl")
+        if any("valid" in name or "test" in name for name in row)
     ]
     argv = [flag for i, flag in enumerate(flags) if "--lr" not in flags[max(i - 1, 0) : i + 1]]
     argv += ["--load", str(save_dir), "--save", str(save_dir), "--run-dir", str(tmp_path / "logs"), "--skip-train"]
     assert pretrain(config_from(argv), RankInfo()) is ExitCode.DONE
     assert sorted(save_dir.glob("iter_*")) == checkpoints
-    actual = rows(tmp_path / "logs/metrics.jsonl")
+    actual = load_json_lines(tmp_path / "logs/metrics.jsonl")
     assert actual and actual == expected
 
 

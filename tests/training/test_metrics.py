@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from program_runs import pretrain, status_of
+from program_runs import load_status, run_pretrain
 from train_cases import SMALL, config_from
 from train_cases import pretrain as pretrain_here
 
@@ -333,8 +333,8 @@ def test_run_resumes_with_a_full_console(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full_device:
         for steps in ("1", "2"):
             streams = {"stdout": full_device, "stderr": full_device, "capture_output": False}
-            assert pretrain(*flags, "--train-iters", steps, **streams).returncode == 0
-    assert status_of(tmp_path)["step"] == 2 and "iteration        2/ " in (tmp_path / "log.txt").read_text()
+            assert run_pretrain(*flags, "--train-iters", steps, **streams).returncode == 0
+    assert load_status(tmp_path)["step"] == 2 and "iteration        2/ " in (tmp_path / "log.txt").read_text()
 
 
 def test_summary_has_last_losses_and_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

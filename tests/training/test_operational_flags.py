@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program_runs import pretrain, rows, status_of
+from program_runs import load_json_lines, load_status, run_pretrain
 from test_metrics import events
 from train_cases import SMALL
 from train_cases import pretrain as pretrain_here
@@ -41,7 +41,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run of two ranks with all these flags that stops at step 5 of 8."""
     run_dir = tmp_path_factory.mktemp("run")
     flags = [*LOG_FLAGS.split(), *PROFILE_FLAGS.split(), *TENSORBOARD_FLAGS.split(), "--save", str(run_dir)]
-    result = pretrain(*SMALL, "--train-iters", "8", "--nproc", "2", *flags, "--tensorboard-dir", str(run_dir / "board"))
+    result = run_pretrain(
+        *SMALL, "--train-iters", "8", "--nproc", "2", *flags, "--tensorboard-dir", str(run_dir / "board")
+    )
     assert result.returncode == ExitCode.REQUEUE and "WARNING" not in result.stderr, result.stderr
     return run_dir
 
@@ -95,7 +97,7 @@ def test_log_flags(run_dir: Path, plain_dir: Path) -> None:
             assert not re.search(pattern, plain_text), pattern
     low, high = map(float, re.findall(r"    forward-backward \.+: \((.+), (.+)\)", text)[0])
     assert 0 < low <= high
-    status = status_of(run_dir)
+    status = load_status(run_dir)
     assert (status["outcome"], status["step"], status["reason"]) == ("requeue", 5, "exit_interval=5")
     progress = [line.split("\t") for line in (run_dir / "progress.txt").read_text().splitlines()]
     assert [row[3:5] for row in progress] == [["Starting job"], ["Saved checkpoint", "Iteration: 5"]]
@@ -146,7 +148,7 @@ def test_timer_flags(tmp_path: Path, option: str, pattern: str, monkeypatch) -> 
     assert run_command(*SMALL, *flags.split(), "--timing-log-option", option, *wandb_flags.split()) == ExitCode.DONE
     assert re.search(pattern, (tmp_path / "log.txt").read_text())
     [init_options, *logged, end] = calls
-    written = rows(tmp_path / "metrics.jsonl")
+    written = load_json_lines(tmp_path / "metrics.jsonl")
     assert logged == [{name: value for name, value in row.items() if value is not None} for row in written] != written
     assert [row["step"] for row in logged] == [1, 2, 2, 2]  # validation and test
     assert init_options.pop("config")["train"]["train_iters"] == 2 and end == "finished"
@@ -201,7 +203,7 @@ def test_exit_duration_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(metrics.MetricsLogger, "close", record_and_close)
     assert run_command(*SMALL, *flags, *queue, "--disable-log-loss-scale-to-tensorboard") == ExitCode.REQUEUE
     assert sizes == [7]
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (status["outcome"], status["reason"]) == ("requeue", "exit_duration_in_mins")
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
     board = events(tmp_path / "board")
@@ -211,8 +213,8 @@ def test_exit_duration_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_replica_mismatch_stops_the_run(tmp_path: Path) -> None:
     """Stop before the next update although no check of all hashes is due before step 8."""
     flags = f"--nproc 2 --train-iters 8 --run-dir {tmp_path} --check-weight-hash-across-dp-replicas-interval 8"
-    result = pretrain(*SMALL, *flags.split(), fault="step.after_update:1:2:bitflip")
-    status = status_of(tmp_path)
+    result = run_pretrain(*SMALL, *flags.split(), fault="step.after_update:1:2:bitflip")
+    status = load_status(tmp_path)
     assert (result.returncode, status["outcome"], status["step"]) == (ExitCode.BAD_RESULT, "bad-result", 2), (
         result.stderr
     )
@@ -226,7 +228,7 @@ def test_missing_rank_is_reported_after_the_timeout(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     rank_variables = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     flags = ["--train-iters", "2", "--run-dir", str(tmp_path), "--distributed-timeout-minutes", "0.05"]
-    result = pretrain(*SMALL, *flags, env={**rank_variables, "MASTER_PORT": str(port)})
+    result = run_pretrain(*SMALL, *flags, env={**rank_variables, "MASTER_PORT": str(port)})
     assert result.returncode == ExitCode.PREFLIGHT and "only ranks 0 of 2 joined within 3 s" in result.stderr, (
         result.stderr
     )
@@ -235,8 +237,8 @@ def test_missing_rank_is_reported_after_the_timeout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("flags", "code"), [((), ExitCode.INTERRUPTED), (("--exit-signal-handler",), ExitCode.DONE)])
 def test_exit_signal_handler_waits_for_the_step(tmp_path: Path, flags: tuple, code: ExitCode) -> None:
     fault = "step.after_reduce:1:3:term"
-    result = pretrain(*SMALL, "--nproc", "2", "--train-iters", "9", "--run-dir", tmp_path, *flags, fault=fault)
-    status = status_of(tmp_path)
+    result = run_pretrain(*SMALL, "--nproc", "2", "--train-iters", "9", "--run-dir", tmp_path, *flags, fault=fault)
+    status = load_status(tmp_path)
     assert (result.returncode, status["outcome"]) == (code, code.outcome), result.stderr
     if flags:
         assert status["step"] in (3, 4) and status["reason"].endswith("; nothing was saved")

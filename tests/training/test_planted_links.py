@@ -11,7 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from program_runs import ROOT, pretrain
+from program_runs import ROOT, run_pretrain
 from train_cases import SMALL
 
 from megalite.checkpoint.storage.local_storage import DirectoryLock, LocalStorage
@@ -47,7 +47,7 @@ def run_with_hook(run_dir: Path, tmp_path: Path) -> tuple[int, str]:
         "OPENED": str(tmp_path / f"{run_dir.name}.opened"),
     }
     env["MEGALITE_FAULT"] = "step.begin:0:3:raise"
-    result = pretrain(*argv, env=env)
+    result = run_pretrain(*argv, env=env)
     return result.returncode, result.stdout + result.stderr
 
 
@@ -139,10 +139,12 @@ def test_links_in_place_of_checkpoints_are_replaced(tmp_path: Path, nproc: str) 
     (tmp_path / "plants.py").write_text(PLANTS)
     model = "--train-iters 4 --disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope"
     argv = [*SMALL, *model.split(), "--nproc", nproc]
-    result = pretrain(*argv, *"--save run --save-interval 1 --plugin plants.py --export-hf hf".split(), cwd=tmp_path)
+    result = run_pretrain(
+        *argv, *"--save run --save-interval 1 --plugin plants.py --export-hf hf".split(), cwd=tmp_path
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     (tmp_path / ".without.weights").symlink_to(target_dir)  # the temporary weights of a run that saves nothing
-    result = pretrain(*argv, "--export-hf", "without", cwd=tmp_path)
+    result = run_pretrain(*argv, "--export-hf", "without", cwd=tmp_path)
     assert result.returncode == 0 and (tmp_path / "without/config.json").is_file(), result.stdout + result.stderr
     for step in (1, 2, 3, 4):
         checkpoint_dir = tmp_path / f"run/iter_000000{step}"

@@ -10,7 +10,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from program_runs import ROOT, status_of
+from program_runs import ROOT, load_status
 from ranks import run_ranks
 from train_cases import SMALL
 
@@ -100,7 +100,7 @@ def test_other_option_on_a_node_ends_the_run(tmp_path: Path) -> None:
     for code, text in _run_two_nodes(tmp_path, "--lr 0.02 --hidden-dropout 0"):
         assert code == 3 and "Traceback" not in text
         assert "options differs: 'lr=0.01' on" in text and "'hidden_dropout=0.0, lr=0.02' on" in text
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert status["outcome"] == "preflight" and "options differs" in status["reason"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import programs
 import pytest
-from program_runs import losses, pretrain, rank_pids, rows, running, shown, status_of
+from program_runs import load_json_lines, load_losses, load_status, rank_pids, read_until, run_pretrain, running_program
 from test_run_dir import config_of, make_checkpoint
 from train_cases import SMALL, config_from
 
@@ -29,26 +29,26 @@ BASE = [*SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
 def test_restart_after_a_killed_rank_resumes_from_the_last_save(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = f"--nproc 2 --train-iters 100000 --save-interval 50 --keep-last 2 --max-restarts 1 --run-dir {run_dir}"
-    with running(*BASE, *flags.split(), "--save", tmp_path / "a", until="step    51/") as process:
+    with running_program(*BASE, *flags.split(), "--save", tmp_path / "a", ready_text="step    51/") as process:
         before = (run_dir / "metrics.jsonl").read_bytes()
-        second = pretrain(*BASE, "--run-dir", run_dir, "--save", tmp_path / "b", "--train-iters", "2")
+        second = run_pretrain(*BASE, "--run-dir", run_dir, "--save", tmp_path / "b", "--train-iters", "2")
         assert second.returncode == ExitCode.PREFLIGHT and not (tmp_path / "b").exists()
         in_use = rf"run_dir='{run_dir}' is in use by process {process.pid} on \S+ since 20\S+: stop that run, or give "
         assert re.search(rf"^pretrain_gpt.py: {in_use}another --run-dir\n\Z", second.stderr, re.M), second.stderr
         assert (run_dir / "metrics.jsonl").read_bytes().startswith(before)
         os.kill(rank_pids(run_dir)[2], signal.SIGKILL)
-        shown(process, "note: the run was restarted")
-        shown(process, "/100000  loss")
+        read_until(process, "note: the run was restarted")
+        read_until(process, "/100000  loss")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=100)
     assert process.returncode == ExitCode.REQUEUE, err
     assert "rank 1 ended by signal SIGKILL: restarting all ranks (1 of 1 within an hour)" in err
     assert "Traceback" not in err
-    status = status_of(run_dir)
-    assert status["outcome"] == "requeue" and [*losses(run_dir)] == [*range(1, status["step"] + 1)]
-    [event] = [row for row in rows(run_dir / "events.jsonl") if row["event"] == "restart"]
+    status = load_status(run_dir)
+    assert status["outcome"] == "requeue" and [*load_losses(run_dir)] == [*range(1, status["step"] + 1)]
+    [event] = [row for row in load_json_lines(run_dir / "events.jsonl") if row["event"] == "restart"]
     assert event["cause"] == "rank 1 ended by signal SIGKILL" and event["code"] == 137
-    logs = programs.python("tools/logs.py", str(run_dir)).stdout.splitlines()
+    logs = programs.run_python("tools/logs.py", str(run_dir)).stdout.splitlines()
     assert re.fullmatch(r"failure 1: \S+ \S+  rank 1 ended by signal SIGKILL", logs[0]), logs
     assert logs[1] == f"the end: requeue at step {status['step']}: SIGTERM"
     assert any("rank 0 | " in line and "lost another rank" in line for line in logs[2:])
@@ -58,7 +58,7 @@ def test_restart_after_a_killed_rank_resumes_from_the_last_save(tmp_path: Path) 
 def test_crash_message_names_rank_place_and_resume_command(tmp_path: Path, victim: int) -> None:
     fault = {"MEGALITE_FAULT": f"step.after_forward_backward:{victim}:6:kill"}
     flags = ["--nproc", "2", "--pp", "2", "--train-iters", "9", "--save", tmp_path, "--save-interval", "3"]
-    result = pretrain(*BASE, *flags, env={**os.environ, **fault})
+    result = run_pretrain(*BASE, *flags, env={**os.environ, **fault})
     output, killed = f"{result.stdout}\n{result.stderr}", f"rank {victim} ended by signal SIGKILL"
     resume_command = f"the same command with --load {tmp_path}"
     assert result.returncode == 137, output
@@ -75,12 +75,12 @@ def test_crash_message_names_rank_place_and_resume_command(tmp_path: Path, victi
     else:
         message = f"{killed} at step 5; checkpoint: {tmp_path}/iter_0000003; to resume: {resume_command}"
         assert f"pretrain_gpt.py: {message}" in result.stderr
-    assert status_of(tmp_path)["reason"].startswith(killed)
-    logs = programs.python("tools/logs.py", str(tmp_path)).stdout.splitlines()
+    assert load_status(tmp_path)["reason"].startswith(killed)
+    logs = programs.run_python("tools/logs.py", str(tmp_path)).stdout.splitlines()
     assert re.fullmatch(rf"failure 1: \S+ \S+  {killed}", logs[0]), logs
     assert logs[1].startswith(f"the end: crash at step 5: {killed}"), logs
     assert not [line for line in logs if re.search(r"[{}\[\]]|\d{10}\.", line) or len(line) > 400], logs
-    assert programs.python("tools/logs.py", str(tmp_path), "--short").stdout.splitlines()[0] == logs[0]
+    assert programs.run_python("tools/logs.py", str(tmp_path), "--short").stdout.splitlines()[0] == logs[0]
 
 
 @pytest.mark.nightly
@@ -88,17 +88,17 @@ def test_crash_message_names_rank_place_and_resume_command(tmp_path: Path, victi
 def test_run_killed_at_any_fault_point_is_the_same_run(tmp_path: Path) -> None:
     """Start from another run's weights and kill rank 1, rank 0 and the fork server, one restart each."""
     other, straight, killed = (tmp_path / name for name in ("other", "straight", "killed"))
-    assert pretrain(*BASE, "--train-iters", "3", "--save", other).returncode == 0
+    assert run_pretrain(*BASE, "--train-iters", "3", "--save", other).returncode == 0
     argv = [*BASE, *f"--load {other} --finetune --nproc 2 --train-iters 24 --save-interval 5".split()]
-    assert pretrain(*argv, "--save", straight).returncode == 0
-    with running(*argv, "--save", killed, "--max-restarts", "3", until="step     1/") as process:
+    assert run_pretrain(*argv, "--save", straight).returncode == 0
+    with running_program(*argv, "--save", killed, "--max-restarts", "3", ready_text="step     1/") as process:
         for number, step in enumerate((6, 12, 18)):
-            shown(process, f"step    {step:2d}/24")
+            read_until(process, f"step    {step:2d}/24")
             os.kill(rank_pids(killed)[2 - number], signal.SIGKILL)
         _, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
-    assert losses(killed) == losses(straight) and len(losses(killed)) == 24
-    assert [row["count"] for row in rows(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
+    assert load_losses(killed) == load_losses(straight) and len(load_losses(killed)) == 24
+    assert [row["count"] for row in load_json_lines(killed / "events.jsonl") if row["event"] == "restart"] == [1, 2, 3]
 
 
 def _rank(ranks: RankInfo, config: Config) -> int:
@@ -115,11 +115,11 @@ def test_restarts_without_a_valid_checkpoint_end(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)
     for nproc in (1, 2):
         assert launch_local(nproc, _rank, (four,), timeout_s=100, on_exit=RestartPolicy(four)) == ExitCode.PREFLIGHT
-        status = status_of(tmp_path)
+        status = load_status(tmp_path)
         assert status["outcome"] == "preflight" and "no checkpoint in it is valid" in status["reason"]
     logs = [line for file in (tmp_path / "ranks").iterdir() for line in file.read_text().splitlines()]
     assert sum("no checkpoint in it is valid" in line for line in logs) == 2 and "Traceback" not in "".join(logs)
-    assert not {"restart", "restarts-exhausted"} & {row["event"] for row in rows(tmp_path / "events.jsonl")}
+    assert not {"restart", "restarts-exhausted"} & {row["event"] for row in load_json_lines(tmp_path / "events.jsonl")}
 
 
 def policy(save_dir: Path, max_restarts: int) -> RestartPolicy:
@@ -140,7 +140,7 @@ def test_restart_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert decide(LaunchResult(70, "hangs", ())) is True and decide(KILLED) is None  # the third within an hour
     now[0] += 3601
     assert decide(KILLED) is True  # an hour later; the fruitless restart still counts
-    events = rows(tmp_path / "events.jsonl")
+    events = load_json_lines(tmp_path / "events.jsonl")
     assert [row["event"] for row in events] == ["restart", "restart", "restarts-exhausted", "restart"]
     assert "as many as --max-restarts allows" in events[2]["reason"]
     assert policy(tmp_path, 0)(KILLED) is None
@@ -162,7 +162,7 @@ def test_restarts_without_progress_end(tmp_path: Path) -> None:
     assert [decide(KILLED), decide(KILLED)] == [False, False]
     make_checkpoint(tmp_path, 5)
     assert [decide(KILLED) for _ in range(4)] == [True, True, True, None]
-    assert "without a new checkpoint" in rows(tmp_path / "events.jsonl")[-1]["reason"]
+    assert "without a new checkpoint" in load_json_lines(tmp_path / "events.jsonl")[-1]["reason"]
 
 
 def test_refused_restart_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,8 @@ def test_refused_restart_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         waits.append(clock[0] - start_s)
     assert waits == [15, 30, 60, 120, 240, 480, 900, 900]
     assert (
-        decide(refused) is None and "9 restarts in a row were refused" in rows(tmp_path / "events.jsonl")[-1]["reason"]
+        decide(refused) is None
+        and "9 restarts in a row were refused" in load_json_lines(tmp_path / "events.jsonl")[-1]["reason"]
     )
     clock[0] += 3600
     stop_signals.append(signal.SIGTERM)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from program_runs import pretrain, status_of
+from program_runs import load_status, run_pretrain
 from train_cases import SMALL, config_from
 
 from megalite.common.exit_codes import ExitCode
@@ -243,11 +243,11 @@ REFUSED = {  # flags for which a start of a finished run is refused, and the exi
 def test_refused_start_keeps_the_status_of_a_finished_run(tmp_path: Path, nproc: str) -> None:
     argv = [flag for flag in SMALL if flag != "--mock-data"]
     argv += f"--device cpu --nproc {nproc} --train-iters 2 --save {tmp_path} --load {tmp_path}".split()
-    assert pretrain(*argv, "--mock-data").returncode == 0
+    assert run_pretrain(*argv, "--mock-data").returncode == 0
     finished_status = (tmp_path / "status.json").read_bytes()
-    assert status_of(tmp_path)["outcome"] == "done"
+    assert load_status(tmp_path)["outcome"] == "done"
     for case, (extra_flags, code) in REFUSED.items():
-        refused = pretrain(*argv, *extra_flags.split(), "--train-iters", "4")
+        refused = run_pretrain(*argv, *extra_flags.split(), "--train-iters", "4")
         assert refused.returncode == code, f"{case}: {refused.stderr}"
         assert (tmp_path / "status.json").read_bytes() == finished_status, case
 
@@ -256,9 +256,9 @@ def test_dry_run_refuses_an_unwritable_save(tmp_path: Path) -> None:
     argv = [*SMALL, "--device", "cpu", "--train-iters", "2", "--dry-run"]
     for option in ("--save", "--save-local"):
         save_flags = ["--save", tmp_path / "kept"] if option == "--save-local" else []
-        refused = pretrain(*argv, *save_flags, option, "/dev/null/mine")
+        refused = run_pretrain(*argv, *save_flags, option, "/dev/null/mine")
         assert refused.returncode == 3 and "Traceback" not in refused.stderr
         assert "save='/dev/null/mine' cannot be written (Not a directory): give --save a" in refused.stderr
-    remote = pretrain(*argv, "--save", "/dev/null/mine", "--dry-run-rank", "0")
+    remote = run_pretrain(*argv, "--save", "/dev/null/mine", "--dry-run-rank", "0")
     assert remote.returncode == 0 and "WARNING: on this machine save='/dev/null/mine' cannot" in remote.stderr
-    assert pretrain(*argv, "--save", tmp_path / "new/mine").returncode == 0 and not [*tmp_path.iterdir()]
+    assert run_pretrain(*argv, "--save", tmp_path / "new/mine").returncode == 0 and not [*tmp_path.iterdir()]

@@ -13,7 +13,7 @@ import pytest
 import toml_tables
 import torch
 import torch.distributed as dist
-from program_runs import pretrain
+from program_runs import run_pretrain
 from ranks import run_ranks
 from test_train_step import build
 from train_cases import SMALL, config_from
@@ -178,7 +178,7 @@ def test_job_without_a_start_is_not_counted(tmp_path: Path) -> None:
     rows(tmp_path / "events.jsonl", job_event(560, "ended", 50, outcome="requeue"))
     assert read_history(tmp_path, 600.0) is None
     rows(tmp_path / "events.jsonl", {"event": "started", "at": {}}, job_event(3, "ended", 1))
-    result = programs.python("tools/report.py", str(tmp_path))
+    result = programs.run_python("tools/report.py", str(tmp_path))
     assert result.returncode == 3 and "give a run directory" in result.stderr and "Traceback" not in result.stderr
 
 
@@ -288,7 +288,7 @@ def test_profile_names_actions_and_collectives(tmp_path: Path) -> None:
     flags = (
         "--nproc 4 --pp 2 --train-iters 3 --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end"
     )
-    assert pretrain(*SMALL, *flags.split(), "2", "--profile-ranks", "0", "--run-dir", tmp_path).returncode == 0
+    assert run_pretrain(*SMALL, *flags.split(), "2", "--profile-ranks", "0", "--run-dir", tmp_path).returncode == 0
     events = json.loads(gzip.decompress((tmp_path / "trace/rank-000.json.gz").read_bytes()))["traceEvents"]
     names = {e["name"] for e in events if e.get("cat") == "user_annotation"}
     assert {"F0.0", "SF0.0", "RB0.0", "wait for RB0.0", "B0.0"} <= names  # pipeline actions
@@ -304,10 +304,10 @@ LONG = [*SMALL, "--train-iters", "12", "--save-interval", "4"]
 def test_report_of_a_restarted_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ["--save", str(run_dir), "--load", str(run_dir), "--price-per-gpu-hour", "3.5"]
-    assert pretrain(*LONG, *flags, fault="data.get:0:8:kill").returncode == -9
+    assert run_pretrain(*LONG, *flags, fault="data.get:0:8:kill").returncode == -9
     assert not (run_dir / "report.json").exists()
     slow = "data.get:*:9:sleep=3,ckpt.before_commit:0:12:sleep=2"
-    second = pretrain(*LONG, *flags, "--nproc", "2", "--pipeline-model-parallel-size", "2", fault=slow, ok=True)
+    second = run_pretrain(*LONG, *flags, "--nproc", "2", "--pipeline-model-parallel-size", "2", fault=slow, check=True)
     report = json.loads((run_dir / "report.json").read_text())
     seconds, run = report["seconds"], report["run"]
     assert sum(report["percent"].values()) == pytest.approx(100, abs=0.1)
@@ -321,7 +321,7 @@ def test_report_of_a_restarted_run(tmp_path: Path) -> None:
     assert run["cost"] == pytest.approx(2 * run["wall_s"] / 3600 * 3.5)
     for line in ("time breakdown", "goodput", "bottleneck", "cost", "report "):
         assert f"\n{line}" in second.stdout
-    result = programs.python("tools/report.py", str(run_dir))
+    result = programs.run_python("tools/report.py", str(run_dir))
     assert result.returncode == 0 and "bottleneck" in result.stdout and "in 2 processes" in result.stdout, result.stderr
 
 
@@ -330,12 +330,12 @@ def test_split_backward_is_advised_against_a_bubble(tmp_path: Path) -> None:
     bubbles = []
     for name, extra_flags in (("whole", []), ("split", ["--split-backward"])):
         flags = ["--run-dir", str(tmp_path / name), "--nproc", "2", "--pipeline-model-parallel-size", "2"]
-        result = pretrain(
-            *LONG, *flags, "--train-iters", "10", *extra_flags, fault="pipeline.message:0:*:sleep=0.2", ok=True
+        result = run_pretrain(
+            *LONG, *flags, "--train-iters", "10", *extra_flags, fault="pipeline.message:0:*:sleep=0.2", check=True
         )
         report = json.loads((tmp_path / name / "report.json").read_text())
         assert report["bottleneck"] == "bubble", report["percent"]
-        output = programs.python("tools/report.py", str(tmp_path / name)).stdout
+        output = programs.run_python("tools/report.py", str(tmp_path / name)).stdout
         pattern = r"\((\S+)% as planned with 4 micro-batches over 2 stages, \S+ with twice .*?\)(?:, (\S+)% with --split-backward)?"
         match = re.search(pattern, " ".join(output.split()))
         assert match is not None and f"bubble {match[1]}%" in result.stdout, result.stdout  # as planned

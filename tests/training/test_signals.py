@@ -11,8 +11,8 @@ from typing import Any
 
 import programs
 import pytest
-from pairwise import rarely
-from program_runs import ROOT, children, losses, pretrain, rows, running, status_of
+from pairwise import nightly_except
+from program_runs import ROOT, children_of, load_json_lines, load_losses, load_status, run_pretrain, running_program
 from train_cases import SMALL, TP2_PP2, signalled
 
 GUARDS = ("megalite/training/job/stop_signals.py", "megalite/launch/local_launcher.py", "pretrain_gpt.py")
@@ -32,12 +32,12 @@ OFTEN = ["SIGTERM-two", "SIGXCPU-two", "SIGHUP-one process", "SIGTERM-ZeRO-3", "
 OFTEN += ["--exit-signal SIGUSR2"]
 
 
-@pytest.mark.parametrize("name", rarely([*STOPS], OFTEN, str, guards=GUARDS))
+@pytest.mark.parametrize("name", nightly_except([*STOPS], OFTEN, str, guards=GUARDS))
 def test_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
     number, layout, options = STOPS[name]
     flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
     code, out, err = signalled(*flags, number=getattr(signal, number), **options)
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (code, status["outcome"]) == (75, "requeue") and number in status["reason"], err
     assert status["step"] == 1 if "after" in options else status["step"] >= 4
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
@@ -59,7 +59,7 @@ def test_ctrl_c_during_the_torch_import_ends_at_once(tmp_path: Path, layout: lis
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
     try:
         assert any("without --save-interval" in line for line in process.stderr)  # the last message before the import
-        while layout and len(children(process.pid)) < 2:
+        while layout and len(children_of(process.pid)) < 2:
             assert process.poll() is None
             time.sleep(0.01)
         os.killpg(process.pid, number)
@@ -75,7 +75,7 @@ def test_signal_interrupts_evaluation_and_resume_is_equal(tmp_path: Path) -> Non
 
     def run(run_dir: Path, *flags: str, fault: str = "") -> tuple[int, str]:
         argv = [*SMALL, "--nproc", "2", "--train-iters", "6", *flags, "--save", run_dir, "--run-dir", run_dir]
-        result = pretrain(*argv, fault=fault)
+        result = run_pretrain(*argv, fault=fault)
         return result.returncode, result.stdout + result.stderr
 
     stopped, straight = tmp_path / "broken", tmp_path / "whole"
@@ -83,15 +83,17 @@ def test_signal_interrupts_evaluation_and_resume_is_equal(tmp_path: Path) -> Non
     code, text = run(stopped, *flags, fault="eval.begin:1:3:term")
     assert code == 75 and "note: eval_iters=1000000: 3,000,000 batches are evaluated for 6 steps" in text, text
     assert re.search(r"stopping \(.*\): the evaluation of step 3 ends after \d+ of 1000000 batches, without", text)
-    status, metrics = status_of(stopped), (stopped / "metrics.jsonl").read_text()
+    status, metrics = load_status(stopped), (stopped / "metrics.jsonl").read_text()
     assert (status["outcome"], status["step"]) == ("requeue", 3) and "val/" not in metrics
     # all steps are trained, only the evaluation is left
     code, text = run(stopped, *flags, "--load", str(stopped), fault="eval.begin:0:6:term")
-    assert (code, status_of(stopped)["step"]) == (75, 6) and "val/" not in (stopped / "metrics.jsonl").read_text(), text
+    assert (code, load_status(stopped)["step"]) == (75, 6) and "val/" not in (stopped / "metrics.jsonl").read_text(), (
+        text
+    )
     code, text = run(stopped, "--load", str(stopped))
-    assert (code, status_of(stopped)["outcome"]) == (0, "done"), text
+    assert (code, load_status(stopped)["outcome"]) == (0, "done"), text
     assert "val/" in (stopped / "metrics.jsonl").read_text()
-    assert run(straight)[0] == 0 and losses(stopped) == losses(straight) and len(losses(straight)) == 6
+    assert run(straight)[0] == 0 and load_losses(stopped) == load_losses(straight) and len(load_losses(straight)) == 6
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_signal_interrupts_evaluation_and_resume_is_equal(tmp_path: Path) -> Non
 def test_signal_during_evaluation_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:
     """Signal a single rank."""
     flags = "--nproc 2 --train-iters 8 --eval-interval 4 --save-interval 4 --save".split()
-    result, status = pretrain(*SMALL, *flags, tmp_path, fault=fault), status_of(tmp_path)
+    result, status = run_pretrain(*SMALL, *flags, tmp_path, fault=fault), load_status(tmp_path)
     outcome = "requeue" if code else "done"
     assert (result.returncode, status["outcome"], status["step"]) == (code, outcome, step), result.stderr
     complete_names = {path.parent.name for path in tmp_path.glob("iter_*/COMPLETE")}
@@ -120,7 +122,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     flags = [*LONG, *TWO, "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=signal.SIGINT, after="step     2/", again_s=1.0)
     assert code == 130 and "Traceback" not in err, err
-    assert status_of(tmp_path)["outcome"] == "interrupted" and not list(tmp_path.glob("iter_*"))
+    assert load_status(tmp_path)["outcome"] == "interrupted" and not list(tmp_path.glob("iter_*"))
 
 
 LOST_FIRST = """
@@ -143,7 +145,7 @@ def test_late_signal_is_the_reported_reason(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", LOST_FIRST, *LONG, "--run-dir", str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MEGALITE_FAULT": "step.begin:0:3:raise"}
     result = programs.run(argv, capture_output=True, text=True, env=env, timeout=120)
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (result.returncode, status["outcome"], status["reason"]) == (130, "interrupted", "SIGTERM"), result.stderr
     assert status["step"] == 2 and "pretrain_gpt.py: interrupted at step 2; checkpoint: none" in result.stderr
     assert re.search(r"^outcome +interrupted: SIGTERM", result.stdout, re.MULTILINE), result.stdout
@@ -152,7 +154,7 @@ def test_late_signal_is_the_reported_reason(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "layout"), [("SIGTERM", TWO), ("SIGINT", [])], ids=["two", "one process"])
 def test_signal_without_saving_stops_at_once(tmp_path: Path, name: str, layout: list[str]) -> None:
     code, out, err = signalled(*LONG, *layout, "--run-dir", str(tmp_path), number=getattr(signal, name))
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
     assert f"at step {status['step']}; checkpoint: none, because --save is not set; to resume: from step 1" in line
@@ -160,10 +162,10 @@ def test_signal_without_saving_stops_at_once(tmp_path: Path, name: str, layout: 
 
 
 def test_stop_file_stops_a_run(tmp_path: Path) -> None:
-    with running(*LONG, "--nproc", "2", "--save", tmp_path, "--save-interval", "50000") as process:
+    with running_program(*LONG, "--nproc", "2", "--save", tmp_path, "--save-interval", "50000") as process:
         (tmp_path / "stop").touch()
         process.communicate(timeout=60)
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (process.returncode, status["outcome"], status["reason"]) == (75, "requeue", str(tmp_path / "stop"))
     assert not (tmp_path / "stop").exists() and (tmp_path / f"iter_{status['step']:07d}/COMPLETE").is_file()
 
@@ -171,6 +173,8 @@ def test_stop_file_stops_a_run(tmp_path: Path) -> None:
 def test_sigquit_ends_a_run_at_once(tmp_path: Path) -> None:
     flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
     code, _, err = signalled(*flags, number=signal.SIGQUIT)
-    status = status_of(tmp_path)
+    status = load_status(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", "SIGQUIT"), err
-    assert status["step"] >= rows(tmp_path / "metrics.jsonl")[-1]["step"] >= 4 and status["checkpoint"] is None
+    assert (
+        status["step"] >= load_json_lines(tmp_path / "metrics.jsonl")[-1]["step"] >= 4 and status["checkpoint"] is None
+    )

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import programs
 import pytest
-from pairwise import rarely
-from program_runs import ROOT, alive, children, losses, pretrain, running, status_of
+from pairwise import nightly_except
+from program_runs import ROOT, children_of, is_alive, load_losses, load_status, run_pretrain, running_program
 from token_files import write
 from train_cases import SMALL, TP2_PP2
 
@@ -28,17 +28,17 @@ LAYOUTS = {"one process": [], "tp2 pp2": TP2_PP2, "tp2 pp2 split": [*TP2_PP2, "-
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_resumed_run_is_bit_equal(tmp_path: Path, layout: list[str]) -> None:
     flags = [*SMALL, *layout, "--train-iters", "8", "--save-interval", "3", "--hidden-dropout", "0.1"]
-    pretrain(*flags, "--save", tmp_path / "a", ok=True)
+    run_pretrain(*flags, "--save", tmp_path / "a", check=True)
     flags += ["--save", str(tmp_path / "b"), "--load", str(tmp_path / "b")]
-    first = pretrain(*flags, "--exit-interval", "5")
-    assert first.returncode == 75 and status_of(tmp_path / "b")["outcome"] == "requeue", first.stderr
-    second = pretrain(*flags)
+    first = run_pretrain(*flags, "--exit-interval", "5")
+    assert first.returncode == 75 and load_status(tmp_path / "b")["outcome"] == "requeue", first.stderr
+    second = run_pretrain(*flags)
     assert second.returncode == 0 and "resumed from" in second.stdout, second.stderr
-    assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "a")) == 8
+    assert load_losses(tmp_path / "a") == load_losses(tmp_path / "b") and len(load_losses(tmp_path / "a")) == 8
     one, two = (json.loads((tmp_path / n / "iter_0000008/manifest.json").read_text()) for n in "ab")
     assert one["files"] == two["files"]  # sha256 of weights and optimizer
     expected = {"outcome": "done", "step": 8, "tokens": 8 * 8 * 16, "checkpoint": str(tmp_path / "b"), "rank": 0}
-    assert (expected | {"reason": "reached the last step"}).items() <= status_of(tmp_path / "b").items()
+    assert (expected | {"reason": "reached the last step"}).items() <= load_status(tmp_path / "b").items()
 
 
 # a thread of the process group still needs the interpreter while it shuts down, at least on the rank that is first: on the
@@ -66,16 +66,16 @@ BUSY_RUNS = {
 GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py")
 
 
-@pytest.mark.parametrize("name", rarely([*BUSY_RUNS], ["train"], str, guards=GUARDS))
+@pytest.mark.parametrize("name", nightly_except([*BUSY_RUNS], ["train"], str, guards=GUARDS))
 def test_torchrun_starts_training(tmp_path: Path, name: str) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     flags = [*BUSY_RUNS[name], *(["--run-dir", str(tmp_path)] if name == "train" else [])]
     argv += [str(tmp_path / "busy.py"), *flags]
-    result = programs.run(argv, capture_output=True, text=True, timeout=200, cwd=ROOT, ok=True)
+    result = programs.run(argv, capture_output=True, text=True, timeout=200, cwd=ROOT, check=True)
     assert result.stdout.count("closed") == 2
     if name == "train":
-        assert sorted(losses(tmp_path)) == [1, 2]
+        assert sorted(load_losses(tmp_path)) == [1, 2]
 
 
 def test_every_launched_program_ends_its_ranks() -> None:
@@ -94,7 +94,7 @@ def test_ids_outside_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
     write(tmp_path / "d", [[1, 2, 3, 200, 4] * 20] * 20)
     small = [f for f in SMALL if f != "--mock-data"]
     data = ["--data-path", tmp_path / "d", "--split", "1,0,0"]
-    result = pretrain(*small, *TP2_PP2, *data, "--train-iters", "2", "--run-dir", tmp_path / "r")
+    result = run_pretrain(*small, *TP2_PP2, *data, "--train-iters", "2", "--run-dir", tmp_path / "r")
     assert result.returncode == 3, result.stderr
     assert "token id 200" in result.stderr and "document" in result.stderr
 
@@ -103,15 +103,15 @@ def test_killed_launcher_ends_its_ranks_and_frees_the_directory(tmp_path: Path) 
     """Also check that the next launcher removes its temporary files."""
     flags = [*SMALL, "--nproc", "2", "--train-iters", "100000", "--save", tmp_path, "--save-interval", "50000"]
     short_dir = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # a socket's path must be short
-    with running(*flags, env={**os.environ, "TMPDIR": str(short_dir)}) as process:
-        child_pids = children(process.pid)
-        ranks = [*child_pids, *(rank for server in child_pids for rank in children(server))]
+    with running_program(*flags, env={**os.environ, "TMPDIR": str(short_dir)}) as process:
+        child_pids = children_of(process.pid)
+        ranks = [*child_pids, *(rank for server in child_pids for rank in children_of(server))]
         with pytest.raises(CheckpointError, match="is in use by process"):
             DirectoryLock(tmp_path)
         process.kill()  # the launcher alone: no process is left to stop the ranks
         start_s = time.monotonic()
         assert len(ranks) >= 2
-        while any(alive(pid) for pid in ranks):
+        while any(is_alive(pid) for pid in ranks):
             assert time.monotonic() - start_s < 60
             time.sleep(0.02)
         DirectoryLock(tmp_path).close()
@@ -150,8 +150,8 @@ def listeners(pid: int) -> Iterator[str]:
 
 def test_local_ranks_listen_only_on_loopback(tmp_path: Path) -> None:
     flags = ["--train-iters", "100000", "--run-dir", tmp_path, "--nproc", "2", "--device", "cpu", "--pp", "2"]
-    with running(*SMALL, *flags) as process:
-        child_pids = children(process.pid)
-        pids = [process.pid, *child_pids, *(rank for server in child_pids for rank in children(server))]
+    with running_program(*SMALL, *flags) as process:
+        child_pids = children_of(process.pid)
+        pids = [process.pid, *child_pids, *(rank for server in child_pids for rank in children_of(server))]
         addresses = [ipaddress.ip_address(a) for pid in pids for a in listeners(pid)]
     assert len(addresses) >= 2 and all(ip.is_loopback for ip in addresses), addresses
