@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.common import fault_injection as faults
 from megalite.config import cli
@@ -19,7 +19,7 @@ from megalite.models.families import PRESETS
 from megalite.training.job.restarts import RestartPolicy
 from megalite.training.job.stop_signals import StopSignalHandler
 
-FLAGS = [word for word in SMALL if word != "--mock-data"]
+FLAGS = [word for word in SMALL_RUN if word != "--mock-data"]
 FLAGS += "--device cpu --hidden-dropout 0.1 --lr-decay-style constant".split()
 Before = Callable[[Path, int], None]
 
@@ -32,7 +32,7 @@ class End:
         code: exit code of the launcher.
         within_s: seconds from the fault to the end of the last rank.
         causes: the cause of each end of the ranks, as the launcher reports it.
-        said: the output of each rank, with its own log.
+        outputs: the output of each rank, with its own log.
         exit_codes: of the ranks that exited by themselves.
         status: status.json.
     """
@@ -40,7 +40,7 @@ class End:
     code: int
     within_s: float
     causes: list[str]
-    said: list[str]
+    outputs: list[str]
     exit_codes: dict[int, int]
     status: dict[str, Any]
 
@@ -66,7 +66,7 @@ def _rank(ranks: RankInfo, base: str, flags: Sequence[str], fault: str, before: 
         before(base_dir, ranks.rank)
     stop = StopSignalHandler()
     stop.install()
-    code = pretrain(cli.parse_config_or_exit([*FLAGS, *flags], PRESETS).config, ranks, stop=stop)
+    code = pretrain(cli.parse_config_or_exit([*FLAGS, *flags], PRESETS).config, ranks, signals=stop)
     (base_dir / f"end-{ranks.rank}").write_text(str(int(code)))
     return int(code)
 
@@ -100,7 +100,7 @@ def drill(base: Path, world: int, flags: Sequence[str], fault: str = "", before:
         code=code,
         within_s=end_s - float(fault_file.read_text()) if fault_file.exists() else 0.0,
         causes=causes,
-        said=[output_of(base, rank) for rank in range(world)],
+        outputs=[output_of(base, rank) for rank in range(world)],
         exit_codes={int(p.name[4:]): int(p.read_text()) for p in base.glob("end-*")},
         status=json.loads(status.read_text()) if status.exists() else {},
     )

@@ -38,8 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]  # as in pytest's config
 
 import programs  # noqa: E402
 from checkpoint_loads import invert_bit  # noqa: E402
-from token_files import write  # noqa: E402
-from train_cases import logged  # noqa: E402
+from token_files import write_documents  # noqa: E402
+from train_cases import read_metric  # noqa: E402
 
 RANKS, INTERVAL, KEEP, FROZEN_S = 2, 5, 4, 8
 KINDS = ("kill", "term", "corrupt", "full", "freeze", "nan")
@@ -225,13 +225,13 @@ def make_data(prefix: Path) -> None:
     """Write documents with a pattern that can be learned."""
     rng = np.random.default_rng(3)
     rows = ((rng.integers(0, 93), rng.integers(1, 5), rng.integers(5, 60)) for _ in range(2000))
-    write(prefix, [((first + stride * np.arange(length)) % 93).tolist() for first, stride, length in rows])
+    write_documents(prefix, [((first + stride * np.arange(length)) % 93).tolist() for first, stride, length in rows])
 
 
 def differences(out: Path, steps: int) -> list[str]:
     """Return the differences between the two runs, in their logs and in their last checkpoints."""
     names, kinds = ("undisturbed", "disturbed"), ("step", "train/loss", "train/grad_norm")
-    rows = {name: list(zip(*(logged(out / name, kind) for kind in kinds), strict=True)) for name in names}
+    rows = {name: list(zip(*(read_metric(out / name, kind) for kind in kinds), strict=True)) for name in names}
     last = {name: json.loads((out / name / f"iter_{steps:07d}/manifest.json").read_text("utf-8")) for name in names}
     for manifest in last.values():
         manifest["state"].pop("config")

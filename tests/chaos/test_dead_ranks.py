@@ -60,14 +60,14 @@ def test_failed_save_commits_nothing_and_the_run_resumes(
     options = {"before": _kill_before_listing} if name == UNLISTED else {"fault": FAULTS[name]}
     end = drill(tmp_path, 2, flags, **options)
     victim = int(FAULTS[name].split(":")[1])
-    survivor, output = 1 - victim, end.said[1 - victim]
+    survivor, output = 1 - victim, end.outputs[1 - victim]
     assert end.exit_codes[survivor] == 1 and end.within_s < 25, end  # it exits by itself, not through the launcher
     if "killed" in name:
         assert end.code == 128 + signal.SIGKILL and f"rank {survivor}" in output and "step" in output
         assert "onnection" in output, output  # the reason, as the survivor sees it
     else:
-        assert end.code == 1 and "rank 1" in end.said[1] and "File too large" in end.said[1], end
-        assert "Traceback" not in "".join(end.said) and "rank 1" in end.status["reason"]
+        assert end.code == 1 and "rank 1" in end.outputs[1] and "File too large" in end.outputs[1], end
+        assert "Traceback" not in "".join(end.outputs) and "rank 1" in end.status["reason"]
         assert not list(run_dir.glob(".iter_*"))
     assert storage.steps_in(run_dir) == [2]
     newest = checkpoint_loads.load_newest(run_dir, SINGLE_PROCESS)
@@ -105,7 +105,7 @@ def test_killed_rank_ends_the_others_soon(point: str, tmp_path: Path) -> None:
     codes = {1, 3} if point == "start" else {1}  # 3: a rank that is still in the rendezvous
     others = {*range(4)} - {victim}  # they exit before the launcher ends them
     assert end.exit_codes.keys() == others and {*end.exit_codes.values()} <= codes, end
-    for rank, text in enumerate(end.said):
+    for rank, text in enumerate(end.outputs):
         assert "Traceback" not in text, text
         if rank != victim and point != "start":
             assert f"rank {rank}" in text and "step" in text and "lost another rank (" in text, text
@@ -117,6 +117,6 @@ def test_killed_rank_ends_the_others_soon(point: str, tmp_path: Path) -> None:
 def test_failing_rank_ends_the_others_soon(kind: str, tmp_path: Path) -> None:
     end = drill(tmp_path, 2, FLAGS, f"step.begin:1:3:{kind}")
     assert end.code == 1 and end.within_s < SECONDS, end
-    assert "lost another rank (" in end.said[0] and "Traceback" not in end.said[0]
-    assert ("Traceback" in end.said[1]) == (kind == "raise"), end.said[1]
+    assert "lost another rank (" in end.outputs[0] and "Traceback" not in end.outputs[0]
+    assert ("Traceback" in end.outputs[1]) == (kind == "raise"), end.outputs[1]
     assert end.status["outcome"] == "crash" and "rank 1" in end.status["reason"], end

@@ -13,13 +13,13 @@ from typing import Any
 import programs
 import pytest
 from network_namespaces import ROOT, NamespaceError, Node, two_nodes
-from train_cases import SMALL, logged
+from train_cases import SMALL_RUN, read_metric
 
 GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py")
 pytestmark = [pytest.mark.nightly(guards=GUARDS), pytest.mark.timeout(400)]
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 TIMEOUT_S = 5
-FLAGS = [*SMALL, *"--device cpu --lr-decay-style constant --train-iters 100000 --hidden-dropout 0.1".split()]
+FLAGS = [*SMALL_RUN, *"--device cpu --lr-decay-style constant --train-iters 100000 --hidden-dropout 0.1".split()]
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def check_losses(run_dir: Path, steps: int) -> None:
     single_dir = run_dir.with_name("alone")
     flags = [*FLAGS, "--run-dir", str(single_dir), "--exit-interval", str(steps)]
     programs.run_python("pretrain_gpt.py", *flags, timeout=200, check=True)
-    assert logged(single_dir, "step") == logged(run_dir, "step") == list(range(1, steps + 1))
+    assert read_metric(single_dir, "step") == read_metric(run_dir, "step") == list(range(1, steps + 1))
     # the rounding of all these steps; other samples would differ by 1e-2
-    assert logged(run_dir) == pytest.approx(logged(single_dir), rel=1e-3)
+    assert read_metric(run_dir) == pytest.approx(read_metric(single_dir), rel=1e-3)
 
 
 def test_node_is_lost_and_returns(tmp_path: Path, pair: tuple[Node, Node]) -> None:

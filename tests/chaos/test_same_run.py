@@ -14,8 +14,8 @@ import pytest
 import toml_tables
 from fault_runs import drill
 from soak import KINDS, soak
-from token_files import write
-from train_cases import logged
+from token_files import write_documents
+from train_cases import read_metric
 
 from megalite.optim.param_gather import ParamGatherer
 
@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     while remaining:
         documents.append(rng.integers(0, 93, min(remaining, int(rng.integers(5, 40)))).tolist())
         remaining -= len(documents[-1])
-    return str(write(tmp_path_factory.mktemp("data") / "a", documents))
+    return str(write_documents(tmp_path_factory.mktemp("data") / "a", documents))
 
 
 def _record_samples(base: Path, rank: int) -> None:
@@ -71,7 +71,7 @@ def test_samples_come_once_in_order_over_kills_and_other_world_sizes(data: str, 
     steps = SAMPLES // BATCH + 2
     flags = [*DATA_FLAGS, "--data-path", data, "--train-iters", str(steps), "--run-dir", str(tmp_path / "logs")]
     straight = drill(tmp_path / "s/a", 2, [*flags, "--run-dir", str(tmp_path / "s")], before=_record_samples)
-    assert straight.code == 0, straight.said
+    assert straight.code == 0, straight.outputs
     shared = [*flags, "--save", str(tmp_path / "k/run"), "--load", str(tmp_path / "k/run")]
     for name, world, fault in (
         ("a", 2, "step.after_update:1:9:kill"),
@@ -80,12 +80,12 @@ def test_samples_come_once_in_order_over_kills_and_other_world_sizes(data: str, 
         ("d", 2, ""),
     ):
         end = drill(tmp_path / "k" / name, world, shared, fault, before=_record_samples)
-        assert end.code == (137 if fault else 0), end.said
+        assert end.code == (137 if fault else 0), end.outputs
     expected, actual = read_samples(tmp_path / "s"), read_samples(tmp_path / "k")
     assert actual == expected and list(expected) == list(range(1, steps + 1))
     assert [i for rows in expected.values() for i, _ in rows] == list(range(steps * BATCH))
     assert len({tuple(tokens) for rows in list(expected.values())[: SAMPLES // BATCH] for _, tokens in rows}) == SAMPLES
-    a, b = logged(tmp_path / "s"), logged(tmp_path / "logs")
+    a, b = read_metric(tmp_path / "s"), read_metric(tmp_path / "logs")
     assert len(a) == steps and b == pytest.approx(a, rel=1e-4)
 
 
@@ -109,8 +109,8 @@ GATHERS = pytest.mark.nightly(
 )
 
 
-TABLES = toml_tables.read("layouts/layouts")
-spelt = toml_tables.spelt(TABLES["words"])
+TABLES = toml_tables.read_table("layouts/layouts")
+expand = toml_tables.expander(TABLES["abbreviations"])
 EXPERTS = """--num-experts 8 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias
  --moe-aux-loss-coeff 0.01"""
 
@@ -122,19 +122,19 @@ def test_killed_run_resumes_in_another_layout(name: str, data: str, tmp_path: Pa
     flags = [*DATA_FLAGS, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
     flags += EXPERTS.split() * (name == "another ep")
     straight = drill(tmp_path / "s/a", 1, [*flags, "--run-dir", str(tmp_path / "s")])
-    assert straight.code == 0, straight.said
+    assert straight.code == 0, straight.outputs
     logs, run = tmp_path / "logs", str(tmp_path / "k/run")
     shared = [*flags, "--run-dir", str(logs), "--save", run, "--load", run]
     for number, (world, layout, fault, step) in enumerate(TABLES["killed"][name]):
         before = _die_with_unsharded_weights if not number and not fault else None
-        end = drill(tmp_path / "k" / str(number), world, [*shared, *spelt(layout).split()], fault, before=before)
-        assert end.code == (137 if fault or before else 0), end.said
-        assert not step or f"iter_{step:07d}" in " ".join(end.said), end.said
-    assert logged(logs)[-2:] == pytest.approx(logged(tmp_path / "s")[-2:], rel=1e-4)
-    assert logged(logs) == pytest.approx(logged(tmp_path / "s"), rel=1e-4)
+        end = drill(tmp_path / "k" / str(number), world, [*shared, *expand(layout).split()], fault, before=before)
+        assert end.code == (137 if fault or before else 0), end.outputs
+        assert not step or f"iter_{step:07d}" in " ".join(end.outputs), end.outputs
+    assert read_metric(logs)[-2:] == pytest.approx(read_metric(tmp_path / "s")[-2:], rel=1e-4)
+    assert read_metric(logs) == pytest.approx(read_metric(tmp_path / "s"), rel=1e-4)
     if name == "another ep":
-        counts = logged(logs, "moe/load")
-        assert counts == logged(tmp_path / "s", "moe/load") and len(counts) == 8
+        counts = read_metric(logs, "moe/load")
+        assert counts == read_metric(tmp_path / "s", "moe/load") and len(counts) == 8
 
 
 @pytest.mark.nightly

@@ -18,7 +18,7 @@ import pytest
 import torch
 from checkpoint_loads import BACKGROUND, SINGLE_PROCESS, constant_shards, save_steps
 from fsspec.implementations.memory import MemoryFileSystem
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.checkpoint import offline
 from megalite.checkpoint.format import manifest as manifests
@@ -388,7 +388,7 @@ def test_intermittent_store_failures_are_retried(monkeypatch: pytest.MonkeyPatch
 
 
 def test_program_saves_to_a_store_and_resumes(on_s3: str, tmp_path: Path) -> None:
-    flags = [*SMALL, "--save", on_s3, "--load", on_s3, "--save-interval", "2", "--keep-last", "1", "--nproc", "2"]
+    flags = [*SMALL_RUN, "--save", on_s3, "--load", on_s3, "--save-interval", "2", "--keep-last", "1", "--nproc", "2"]
     for train_iters in ("3", "5"):
         more_flags = ["--lr-decay-style", "constant", "--train-iters", train_iters]
         result = programs.run_python("pretrain_gpt.py", *flags, *more_flags, cwd=tmp_path, check=True)

@@ -15,7 +15,7 @@ import torch
 from full_tensors import OwnedShard, assemble
 from pairwise import nightly_except
 from ranks import run_ranks
-from train_cases import SMALL, config_from, run_from
+from train_cases import SMALL_RUN, config_from, run_from
 
 from megalite.checkpoint.offline import open_checkpoint
 from megalite.config.config_file import dump_config
@@ -24,8 +24,8 @@ from megalite.training.checkpointing.resume import LoadOptions, resume
 from megalite.training.checkpointing.save import open_saver, save, shards_to_save
 from megalite.training.train_step import train_step
 
-TABLES = toml_tables.read("layouts/layouts")
-expand = toml_tables.spelt(TABLES["words"])
+TABLES = toml_tables.read_table("layouts/layouts")
+expand = toml_tables.expander(TABLES["abbreviations"])
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ MORE = "--global-batch-size 4 --train-iters 4 --lr-decay-style constant --seed 7
 
 
 def config_of(layout: Layout, *flags: str) -> Config:
-    return config_from([*SMALL, *MORE, *layout.flags.split(), *flags])
+    return config_from([*SMALL_RUN, *MORE, *layout.flags.split(), *flags])
 
 
 def _train_and_save(base: str, layouts: list[Layout]) -> list[list[float]]:

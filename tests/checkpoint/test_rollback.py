@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chaos.fault_runs import drill
 from checkpoint_loads import BACKGROUND, SINGLE_PROCESS, constant_shards, save_steps
-from token_files import full
+from token_files import raise_disk_full
 from train_cases import config_from, pretrain, run_from
 
 from megalite.checkpoint.manager import loader
@@ -97,12 +97,12 @@ def test_failed_first_save_renames_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     for broken in ("publish", "open_new"):
         with monkeypatch.context() as patch:
-            patch.setattr(storage.LocalStorage, broken, full)
+            patch.setattr(storage.LocalStorage, broken, raise_disk_full)
             with pytest.raises(CheckpointError, match="No space left"):
                 checkpoint_saver.save(2, pieces(20.0), {})
         assert storage.steps_in(tmp_path) == [1, 2, 3] and value_of(tmp_path) == 3.0
     with monkeypatch.context() as patch:
-        patch.setattr(branch.os, "replace", full)
+        patch.setattr(branch.os, "replace", raise_disk_full)
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoint_saver.save(2, pieces(20.0), {})
     assert not list(tmp_path.glob(".iter_*"))
@@ -355,7 +355,7 @@ def test_rollback_on_two_ranks_repeats_until_it_has_saved(run: Path) -> None:
     for fault, code, steps in (("step.begin:*:5:kill", 137, [4, 6, 7]), ("", 75, [4, 5]), ("", 0, [5, 6, 8])):
         result = drill(run.parent / "two", 2, flags_of(run, f"{BACK} --exit-interval 5"), fault)
         assert result.code == code and storage.steps_in(run) == steps, result
-        assert f"at step {5 if code == 0 else 4}" in result.said[0]
+        assert f"at step {5 if code == 0 else 4}" in result.outputs[0]
 
 
 def test_damaged_newest_checkpoint_of_the_same_command(run: Path) -> None:

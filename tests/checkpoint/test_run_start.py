@@ -16,7 +16,7 @@ import pytest
 import torch
 from token_files import byte_level_bpe
 from toml_tables import MESSAGES
-from train_cases import SMALL, config_from, kept, pretrain, run_from, same, train
+from train_cases import SMALL_RUN, config_from, copy_state, is_equal, pretrain, run_from, train
 
 import megalite
 from megalite.checkpoint import offline
@@ -39,14 +39,14 @@ from megalite.training.state import InvalidResultError, Run
 from megalite.training.train_step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = Mesh.single_process()
+SINGLE_PROCESS = Mesh.single_process()
 
 
 def parse(*flags: str, base: list[str] | None = None) -> Config:
-    return config_from([*(base or SMALL), "--train-iters", "6", *flags])
+    return config_from([*(base or SMALL_RUN), "--train-iters", "6", *flags])
 
 
-def built(*flags: str) -> tuple[Run, Config]:
+def make_run(*flags: str) -> tuple[Run, Config]:
     config = parse(*flags)
     return run_from(config), config
 
@@ -59,21 +59,21 @@ def save_step(run: Run, config: Config, **options: bool) -> None:
     saver.close()
 
 
-def started(*flags: str) -> tuple[Run, Any, list[str]]:
+def start_run(*flags: str) -> tuple[Run, Any, list[str]]:
     """Return a run that has loaded what its flags name, the location that it loaded, and its notes."""
-    run, config = built(*flags)
+    run, config = make_run(*flags)
     return run, *load_initial_state(run, config)
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    return kept(run, "model/")
+    return copy_state(run, "model/")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, torch.Tensor]]]:
     """Save steps 1, 2 and 3 of one run; return the directory and the weights after each step."""
     save_dir = tmp_path_factory.mktemp("saved")
-    run, config = built("--save", str(save_dir), "--save-interval", "1")
+    run, config = make_run("--save", str(save_dir), "--save-interval", "1")
     weights_after = {}
     for step in (1, 2, 3):
         save_step(run, config)
@@ -83,11 +83,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dic
 
 def test_ckpt_step_selects_the_checkpoint(saved: tuple[Path, dict]) -> None:
     save_dir, weights_after = saved
-    run, location, notes = started("--load", str(save_dir), "--ckpt-step", "2")
+    run, location, notes = start_run("--load", str(save_dir), "--ckpt-step", "2")
     assert location is not None and location.name == "iter_0000002" and run.progress.step == 2 and notes == []
-    assert same(weights(run), weights_after[2]) and run.progress.consumed_samples == 16
+    assert is_equal(weights(run), weights_after[2]) and run.progress.consumed_samples == 16
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
-        started("--load", str(save_dir), "--ckpt-step", "7")
+        start_run("--load", str(save_dir), "--ckpt-step", "7")
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
@@ -95,15 +95,15 @@ def test_load_without_optimizer_and_weights_only(saved: tuple[Path, dict], preci
     save_dir, weights_after = saved
     cast = (lambda t: t.bfloat16()) if precision else (lambda t: t)
     expected = {name: cast(values) for name, values in weights_after[3].items()}
-    run, _, notes = started("--load", str(save_dir), "--no-load-optim", *precision)
-    assert run.progress.step == 3 and run.optimizer.num_updates == 0 and same(weights(run), expected)
-    assert not any(t.any() for t in kept(run, "optimizer.exp_avg").values()) and "start at zero" in notes[0]
-    run, _, notes = started("--load", str(save_dir), "--finetune", *precision)
-    assert run.progress.step == run.progress.consumed_samples == run.optimizer.num_updates == 0 and same(
+    run, _, notes = start_run("--load", str(save_dir), "--no-load-optim", *precision)
+    assert run.progress.step == 3 and run.optimizer.num_updates == 0 and is_equal(weights(run), expected)
+    assert not any(t.any() for t in copy_state(run, "optimizer.exp_avg").values()) and "start at zero" in notes[0]
+    run, _, notes = start_run("--load", str(save_dir), "--finetune", *precision)
+    assert run.progress.step == run.progress.consumed_samples == run.optimizer.num_updates == 0 and is_equal(
         weights(run), expected
     )
     if precision:  # the main weights are copies of the weights
-        assert same(_main(run, True), {name: weight.float() for name, weight in _main(run, False).items()})
+        assert is_equal(_main(run, True), {name: weight.float() for name, weight in _main(run, False).items()})
     assert "start from scratch" in notes[0]
     assert train_step(run).loss > 0
 
@@ -112,43 +112,43 @@ def test_misspelled_load_suggests_similar_directories(saved: tuple[Path, dict], 
     (tmp_path / "run-seven").symlink_to(saved[0])
     (tmp_path / "run-even").mkdir()  # similar, but empty
     wrong = str(tmp_path / "run-sevn")
-    _, location, notes = started("--load", wrong)
+    _, location, notes = start_run("--load", wrong)
     message = f"load={wrong!r} holds no checkpoint, but {tmp_path}/run-seven does"
     assert location is None
     assert notes == [f"{message}: the run starts from scratch; --exit-on-missing-checkpoint stops it"]
     with pytest.raises(SetupError, match="run-seven does; drop --exit-on-missing"):
-        started("--load", wrong, "--exit-on-missing-checkpoint")
-    _, _, notes = started("--load", str(tmp_path / "other"))
+        start_run("--load", wrong, "--exit-on-missing-checkpoint")
+    _, _, notes = start_run("--load", str(tmp_path / "other"))
     assert "holds no checkpoint and does not exist: the run starts" in notes[0]
 
 
 def test_pretrained_checkpoint_needs_an_empty_load(saved: tuple[Path, dict], tmp_path: Path) -> None:
     save_dir, weights_after = saved
-    run, location, _ = started("--load", str(tmp_path), "--pretrained-checkpoint", str(save_dir))
-    assert location is not None and run.progress.step == 0 and same(weights(run), weights_after[3])
-    run, *_ = started("--load", str(save_dir), "--pretrained-checkpoint", "/no/such")  # is not read
+    run, location, _ = start_run("--load", str(tmp_path), "--pretrained-checkpoint", str(save_dir))
+    assert location is not None and run.progress.step == 0 and is_equal(weights(run), weights_after[3])
+    run, *_ = start_run("--load", str(save_dir), "--pretrained-checkpoint", "/no/such")  # is not read
     assert run.progress.step == 3
     with pytest.raises(SetupError, match="pretrained_checkpoint=.* holds no checkpoint"):
-        started("--pretrained-checkpoint", str(tmp_path))
+        start_run("--pretrained-checkpoint", str(tmp_path))
 
 
 def test_weights_only_checkpoint_reports_its_missing_state(tmp_path: Path) -> None:
-    run, config = built("--save", str(tmp_path), "--save-interval", "1", "--no-save-optim", "--bf16")
+    run, config = make_run("--save", str(tmp_path), "--save-interval", "1", "--no-save-optim", "--bf16")
     save_step(run, config, optimizer=not config.checkpoint.no_save_optim)
     assert {name.partition("/")[0] for name in offline.open_checkpoint(tmp_path).manifest.tensors} == {"model"}
     load = ["--load", str(tmp_path), "--bf16"]
     with pytest.raises(SetupError, match="holds no optimizer state: add --no-load-optim"):
-        started(*load)
+        start_run(*load)
     with pytest.raises(SetupError, match="(?s)activation: 'squared_relu' here.*holds no optimizer state"):
-        started(*load, "--squared-relu")  # both are reported
-    resumed, *_ = started(*load, "--no-load-optim")
-    assert same(weights(resumed), weights(run)) and resumed.progress.step == 1
+        start_run(*load, "--squared-relu")  # both are reported
+    resumed, *_ = start_run(*load, "--no-load-optim")
+    assert is_equal(weights(resumed), weights(run)) and resumed.progress.step == 1
 
 
 @pytest.mark.parametrize("case", sorted(MESSAGES["resumes"]))
 def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], case: str) -> None:
     flags, remedy, *texts = MESSAGES["resumes"][case]
-    run, config = built("--load", str(saved[0]), *flags.split())
+    run, config = make_run("--load", str(saved[0]), *flags.split())
     before = weights(run)
     with pytest.raises(SetupError) as error:
         load_initial_state(run, config)
@@ -156,7 +156,7 @@ def test_resume_mismatch_message_is_short(saved: tuple[Path, dict], case: str) -
     assert len(lines) <= 8 and remedy in lines[-1], lines
     for text in texts:
         assert text in str(error.value), str(error.value)
-    assert same(weights(run), before) and run.progress.step == 0
+    assert is_equal(weights(run), before) and run.progress.step == 0
 
 
 @pytest.mark.parametrize("run_flags,checkpoint_flags,line", MESSAGES["models"]["rows"])
@@ -170,7 +170,7 @@ def test_changed_weight_semantics_is_a_mismatch(run_flags: str, checkpoint_flags
 def _main(run: Run, half: bool) -> dict[str, torch.Tensor]:
     """Return the main weights by the parameter's name: the weights themselves unless those are in `half` precision."""
     kind = "optimizer.main/" if half else "model/"
-    return {name.removeprefix(kind): data for name, data in kept(run, kind).items()}
+    return {name.removeprefix(kind): data for name, data in copy_state(run, kind).items()}
 
 
 PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
@@ -178,19 +178,19 @@ PRECISIONS = {"fp32": [], "bf16": ["--bf16"], "fp16": ["--fp16"]}
 
 @pytest.mark.parametrize("before,after", [(a, b) for a in PRECISIONS for b in PRECISIONS if a != b])
 def test_resume_in_another_precision_keeps_the_main_weights(before: str, after: str, tmp_path: Path) -> None:
-    run, config = built("--save", str(tmp_path), "--save-interval", "1", *PRECISIONS[before])
+    run, config = make_run("--save", str(tmp_path), "--save-interval", "1", *PRECISIONS[before])
     save_step(run, config)
-    main, moments = _main(run, before != "fp32"), kept(run, "optimizer.exp_avg_sq/")
-    run, _, notes = started("--load", str(tmp_path), *PRECISIONS[after])
-    assert same(_main(run, after != "fp32"), main) and same(kept(run, "optimizer.exp_avg_sq/"), moments)
+    main, moments = _main(run, before != "fp32"), copy_state(run, "optimizer.exp_avg_sq/")
+    run, _, notes = start_run("--load", str(tmp_path), *PRECISIONS[after])
+    assert is_equal(_main(run, after != "fp32"), main) and is_equal(copy_state(run, "optimizer.exp_avg_sq/"), moments)
     half = {name: data.to(run.buffer.weights.dtype) for name, data in main.items()}
-    assert same(_main(run, False), half) and run.progress.step == 1
+    assert is_equal(_main(run, False), half) and run.progress.step == 1
     assert any("the main weights continue bit for bit" in note for note in notes)
     assert run.loss_scaler.dynamic == (after == "fp16") and math.isfinite(train_step(run).loss)
 
 
 def test_program_refuses_once_with_the_usage_exit_code(saved: tuple[Path, dict], tmp_path: Path) -> None:
-    argv = [*SMALL, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
+    argv = [*SMALL_RUN, "--train-iters", "6", "--load", str(saved[0]), "--num-layers", "6", "--run-dir", str(tmp_path)]
     result = programs.run_python("pretrain_gpt.py", *argv, "--nproc", "2", "--pipeline-model-parallel-size", "2")
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("pretrain_gpt.py: ")]
@@ -199,7 +199,7 @@ def test_program_refuses_once_with_the_usage_exit_code(saved: tuple[Path, dict],
 
 def test_options_that_may_change_at_a_resume(saved: tuple[Path, dict]) -> None:
     flags = "--hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1 --ffn-hidden-size 128 --num-query-groups 4"
-    run, *_ = started("--load", str(saved[0]), *flags.split(), "--group-query-attention", "--kv-channels", "8")
+    run, *_ = start_run("--load", str(saved[0]), *flags.split(), "--group-query-attention", "--kv-channels", "8")
     assert run.progress.step == 3
 
 
@@ -215,7 +215,7 @@ def test_use_checkpoint_args(saved: tuple[Path, dict], tmp_path: Path) -> None:
     assert completed.model == parse().model
     run = run_from(completed)
     load_initial_state(run, completed)
-    assert same(weights(run), weights_after[3])
+    assert is_equal(weights(run), weights_after[3])
     changed = apply_checkpoint_args(parse("--load", str(save_dir), "--hidden-dropout", "0.3", base=WITHOUT_MODEL))
     assert changed.model.hidden_dropout == 0.3 and changed.model.num_layers == 4
     wrong = parse("--load", str(save_dir), "--num-layers", "8", "--swiglu", base=WITHOUT_MODEL)
@@ -356,7 +356,7 @@ def thirds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base_dir = tmp_path_factory.mktemp("thirds")
     for name, options in (("dense", ""), ("experts", EXPERTS)):
         flags = f"{THIRDS} {options} --save {base_dir / name} --save-interval 1"
-        save_step(*built(*flags.split()))
+        save_step(*make_run(*flags.split()))
     return base_dir
 
 
@@ -390,7 +390,7 @@ def test_validation_runs_after_checkpoint_options_are_read(
 
 # ---- the loop
 def test_save_by_time_and_by_steps(tmp_path: Path) -> None:
-    run, config = built("--save", str(tmp_path), "--save-interval-mins", "1e-9", "--save-retain-interval", "4")
+    run, config = make_run("--save", str(tmp_path), "--save-interval-mins", "1e-9", "--save-retain-interval", "4")
     saver = open_saver(run, config)
     saved_steps: list[int] = []
     assert saver is not None and saver.keep_last == 1
@@ -464,7 +464,7 @@ def test_save_and_load_are_logged(style: str, tmp_path: Path, monkeypatch: pytes
     for line in STYLES[style]:
         assert re.search(line.replace("{}", run_dir), output, re.MULTILINE), output
     monkeypatch.setattr(console, "ProgressBar", functools.partial(console.ProgressBar, every_s=0))
-    started("--load", run_dir, "--lr-decay-iters", "9")
+    start_run("--load", run_dir, "--lr-decay-iters", "9")
     assert re.search(rf"loading {run_dir}/iter_0000003: [\d.e-]+ of [\d.e-]+ GiB that this", capsys.readouterr().out)
 
 
@@ -473,9 +473,9 @@ def test_other_tokenizer_fingerprint_is_refused(tmp_path: Path) -> None:
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer_path, "--vocab-size", "400"]
     flags += ["--load", run_dir, "--save", run_dir, "--save-interval", "1"]
     byte_level_bpe(["the same words, again and again"], 280).save(tokenizer_path)
-    save_step(*built(*flags))
+    save_step(*make_run(*flags))
     byte_level_bpe(["other words here: nothing repeats"], 280).save(tokenizer_path)
     with pytest.raises(SetupError, match=r"tokenizer: .* here, .* in the checkpoint\nits tokenizer"):
-        started(*flags)
+        start_run(*flags)
     with pytest.raises(SetupError, match="restore the tokenizer that it was trained with"):
-        load_model(tmp_path / "run", ALONE)
+        load_model(tmp_path / "run", SINGLE_PROCESS)

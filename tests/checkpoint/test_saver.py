@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import load_file
-from token_files import full, limit_files
+from token_files import limit_file_size, raise_disk_full
 
 from megalite.checkpoint.format import manifest as manifests
 from megalite.checkpoint.format import reader
@@ -112,7 +112,7 @@ def test_failed_save_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch, 
     save_and_wait(checkpoint_saver, 1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(file_system if call == "open" else os, call, full, raising=False)
+        patch.setattr(file_system if call == "open" else os, call, raise_disk_full, raising=False)
         with pytest.raises(CheckpointError, match="No space left"):
             save_and_wait(checkpoint_saver, 2)
     newest = checkpoint_loads.load_newest(tmp_path, SINGLE_PROCESS)
@@ -165,11 +165,11 @@ def _disk_full_on_rank_1(directory: str, background: bool) -> tuple[str, bool]:
     checkpoint_saver.save(1, [shard(mesh, 1.0)], {})
     checkpoint_saver.wait()
     if mesh.world.rank == 1:
-        limit_files(4096)
+        limit_file_size(4096)
     with pytest.raises(CheckpointError) as error:
         checkpoint_saver.save(2, [shard(mesh, 2.0, 100_000)], {})
         checkpoint_saver.wait()
-    limit_files(resource.RLIM_INFINITY)
+    limit_file_size(resource.RLIM_INFINITY)
     newest = checkpoint_loads.load_newest(directory, mesh)
     checkpoint_saver.close()
     return str(error.value), newest is not None and newest[0].name == "iter_0000001"
@@ -463,8 +463,8 @@ def _silent_failure(directory: str) -> str:
     mesh = build_mesh(tp=1, pp=1, device=CPU)
     checkpoint_saver = CheckpointSaver(directory, mesh, 0, background=True)
     if mesh.world.rank == 1:
-        manifests.write_rank_file = lambda *_: (time.sleep(0.3), full())  # type: ignore[assignment]
-        file_system.LocalStorage.write_text = full  # type: ignore[method-assign, assignment]
+        manifests.write_rank_file = lambda *_: (time.sleep(0.3), raise_disk_full())  # type: ignore[assignment]
+        file_system.LocalStorage.write_text = raise_disk_full  # type: ignore[method-assign, assignment]
     checkpoint_saver.save(1, [shard(mesh, 1.0)], {})
     with pytest.raises(CheckpointError) as error:
         checkpoint_saver.wait()

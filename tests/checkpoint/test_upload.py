@@ -10,7 +10,7 @@ import checkpoint_loads
 import programs
 import pytest
 from checkpoint_loads import BACKGROUND, SINGLE_PROCESS, constant_shards, invert_bit, save_steps
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.checkpoint.manager import saver, uploader
 from megalite.checkpoint.manager.saver import CheckpointSaver
@@ -162,7 +162,7 @@ def run(run_dir: Path, train_iters: int, *options: str) -> str:
         str(train_iters),
         *options,
     ]
-    result = programs.run_python("pretrain_gpt.py", *SMALL, *flags, "--lr-decay-style", "constant", check=True)
+    result = programs.run_python("pretrain_gpt.py", *SMALL_RUN, *flags, "--lr-decay-style", "constant", check=True)
     return result.stdout
 
 

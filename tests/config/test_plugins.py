@@ -15,7 +15,7 @@ import pytest
 import torch
 from documents import ROOT
 from safetensors import safe_open
-from train_cases import SMALL, config_from
+from train_cases import SMALL_RUN, config_from
 
 import megalite
 from megalite.config import plugins
@@ -33,7 +33,7 @@ from megalite.planning.run_plan import make_run_plan
 from megalite.training.callbacks import PluginMetrics
 
 EXAMPLES = ROOT / "examples/plugins"
-LINE = [*SMALL, "--device", "cpu"]
+LINE = [*SMALL_RUN, "--device", "cpu"]
 STEPS = "--train-iters 3 --lr-decay-iters 6".split()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from token_files import numbered
+from token_files import write_numbered
 
 from megalite.data.datasets import blended_dataset as blends
 from megalite.data.datasets.base_dataset import Dataset
@@ -163,7 +163,7 @@ def test_mock_data_is_learnable_noisy_and_within_the_vocabulary() -> None:
 
 # ---- blends of files
 def write(prefix: Path, documents: int, first: int = 0) -> str:
-    numbered(prefix, [10] * documents, first)
+    write_numbered(prefix, [10] * documents, first)
     return str(prefix)
 
 

@@ -12,7 +12,7 @@ import pytest
 from data.conftest import Typed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import documents_of, full_disk
+from token_files import full_disk, read_documents
 
 from megalite.common.console import ProgressBar
 from megalite.data.errors import DataError
@@ -57,7 +57,7 @@ def test_merge_keeps_order_and_joins_the_sidecars(tmp_path: Path, typed: Typed) 
     write(tmp_path / "last", [[7, 8, 9]], NULL)
     code, out, _ = typed(merge_datasets, "--input", parts, tmp_path / "last", "--output-prefix", tmp_path / "out/all")
     assert (code, out) == (0, f"{tmp_path / 'out/all'}: 5 documents, 7 tokens of 3 inputs\n")
-    assert documents_of(IndexedDataset(tmp_path / "out/all")) == [[1, 2], [3], [5], [], [7, 8, 9]]
+    assert read_documents(IndexedDataset(tmp_path / "out/all")) == [[1, 2], [3], [5], [], [7, 8, 9]]
     info = read_sidecar(tmp_path / "out/all")
     assert info == make_info(NULL, 5, 7, ["a_text_document.jsonl", "b_text_document.jsonl", "last.jsonl"])
     at_once = write(tmp_path / "at_once", [[1, 2], [3], [5], [], [7, 8, 9]])
@@ -85,7 +85,7 @@ def test_merge_keeps_all_documents(
             assert last - first == 1 or (end - begin <= tokens and last - first <= documents)
         count, tokens, _ = merge(prefixes, str(directory / "out"))
     expected = [document for file in files for document in file]
-    assert documents_of(IndexedDataset(directory / "out")) == expected
+    assert read_documents(IndexedDataset(directory / "out")) == expected
     assert (count, tokens) == (len(expected), sum(map(len, expected)))
 
 

@@ -17,7 +17,7 @@ import checkpoint_loads
 import numpy as np
 import programs
 import pytest
-from token_files import full, numbered
+from token_files import raise_disk_full, write_numbered
 
 from megalite.data.datasets import epoch_order as cache
 from megalite.data.datasets.epoch_order import EpochOrder, build_epoch, load_or_build
@@ -113,7 +113,7 @@ def test_unwritable_cache_directory(tmp_path: Path, monkeypatch, caplog: pytest.
     assert load_or_build(tmp_path, "b", 5000, once()).starts[-1] == LENGTHS.sum()
     assert "Read-only file system); building the index in memory" in caplog.text
     monkeypatch.undo()
-    monkeypatch.setattr(cache.os, "fchmod", full)  # a full disk
+    monkeypatch.setattr(cache.os, "fchmod", raise_disk_full)  # a full disk
     assert load_or_build(tmp_path / "c", "a", 5000, once()).starts[-1] == LENGTHS.sum()
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["a.lock"]
 
@@ -166,7 +166,7 @@ def test_damaged_files_are_rebuilt_with_a_warning(tmp_path: Path, caplog: pytest
 
 def test_order_of_other_data_is_detected_on_use(tmp_path: Path) -> None:
     """The file has been renamed. No sample is made of other tokens than the intended ones."""
-    data = numbered(tmp_path / "a", LENGTHS.tolist())
+    data = write_numbered(tmp_path / "a", LENGTHS.tolist())
     dataset(data, tmp_path / "cache").samples(np.arange(20))
     (path,) = (tmp_path / "cache").glob("*.epoch")
     store(path, build_epoch(LENGTHS[::-1].copy(), 8))
@@ -179,7 +179,7 @@ def dataset(data: IndexedDataset, directory: Path | None, seed: int = 1) -> GPTD
 
 
 def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, directory = numbered(tmp_path / "a", [10] * 50), tmp_path / "cache"
+    data, directory = write_numbered(tmp_path / "a", [10] * 50), tmp_path / "cache"
     expected = dataset(data, None).samples(np.arange(150))  # over two epoch boundaries
     assert np.array_equal(dataset(data, directory).samples(np.arange(150)), expected)
     assert len(list(directory.glob("*.epoch"))) == 3
@@ -188,11 +188,11 @@ def test_cache_gives_the_same_samples_and_is_used(tmp_path: Path, monkeypatch: p
 
 
 def test_other_data_seed_or_split_uses_other_files(tmp_path: Path) -> None:
-    data, directory = numbered(tmp_path / "a", [10] * 50), tmp_path / "cache"
+    data, directory = write_numbered(tmp_path / "a", [10] * 50), tmp_path / "cache"
     seen: set[str] = set()
     for step in range(4):
         if step == 2:
-            data = numbered(tmp_path / "a", [10] * 51)  # the same name, other documents
+            data = write_numbered(tmp_path / "a", [10] * 51)  # the same name, other documents
         dataset(data, directory, seed=2 if step == 1 else 1).samples(np.array([0]))[0]
         if step == 3:
             # the lengths of the first data again

@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from token_files import byte_level_bpe, write
+from token_files import byte_level_bpe, write_documents
 
 from megalite.data.datasets.batches import Batches
 from megalite.data.datasets.blended_dataset import BlendedDataset
@@ -226,7 +226,7 @@ def test_fim_fills_a_shorter_sample(codecs: Codecs) -> None:
 @pytest.fixture
 def plain(tmp_path: Path) -> GPTDataset:
     texts = [[*range(10 + 20 * d, 10 + 20 * d + d % 13), EOD] for d in range(40)]
-    return GPTDataset(IndexedDataset(write(tmp_path / "a", texts, np.int32)), range(40), 32, 1)
+    return GPTDataset(IndexedDataset(write_documents(tmp_path / "a", texts, np.int32)), range(40), 32, 1)
 
 
 def test_fim_samples_are_pure_and_keep_their_length(plain: GPTDataset) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import token_files
 import toml_tables
-from token_files import documents_of, full, mutated
+from token_files import mutate, raise_disk_full, read_documents
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
@@ -25,7 +25,7 @@ DOCUMENTS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
 
 
 def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: type[np.generic] = np.uint16) -> Path:
-    return token_files.write(prefix, documents, dtype)
+    return token_files.write_documents(prefix, documents, dtype)
 
 
 def golden_index() -> bytes:
@@ -41,12 +41,12 @@ def test_files_equal_the_format_byte_for_byte(tmp_path: Path) -> None:
     assert (tmp_path / "a.bin").read_bytes() == struct.pack("<8H", *range(5, 13))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
     data = IndexedDataset(prefix)
-    assert documents_of(data) == DOCUMENTS
+    assert read_documents(data) == DOCUMENTS
     assert np.shares_memory(data.document(3), data.tokens)  # a view, not a copy
     (tmp_path / "a.idx").write_bytes(golden_index() + bytes(4))  # with modes
     assert len(IndexedDataset(prefix)) == 4
     wide = IndexedDataset(write(tmp_path / "wide", DOCUMENTS, np.int64))
-    assert documents_of(wide) == DOCUMENTS and (wide.num_tokens, wide.dtype) == (8, np.int64)
+    assert read_documents(wide) == DOCUMENTS and (wide.num_tokens, wide.dtype) == (8, np.int64)
 
 
 def patched(offset: int, format_string: str, value: int) -> bytes:
@@ -55,7 +55,7 @@ def patched(offset: int, format_string: str, value: int) -> bytes:
     return bytes(raw)
 
 
-TABLES = toml_tables.read("data/indexed")
+TABLES = toml_tables.read_table("data/indexed")
 POINTERS, ENDS = 34 + 16, 34 + 16 + 32
 BAD_INDEX = {
     "empty": (b"", "magic"),
@@ -97,7 +97,7 @@ def use_everything(data: IndexedDataset) -> list[list[int]]:
 
     Every returned position lies in the file, or the access raises DataError.
     """
-    documents = documents_of(data)
+    documents = read_documents(data)
     starts, counts = data.spans(np.arange(len(data)))
     assert (counts >= 0).all() and (starts >= 0).all() and (starts + counts <= data.num_tokens).all()
     tokens = np.empty(int(counts.sum()), data.dtype)
@@ -124,7 +124,7 @@ def test_mutated_files_never_give_wrong_tokens(tmp_path: Path, monkeypatch, full
     good, index = (tmp_path / "a.idx").read_bytes(), tmp_path / "a.idx"
     at_open = on_use = 0
     for turn in range(1000):
-        index.write_bytes(mutated(good, rng))
+        index.write_bytes(mutate(good, rng))
         try:
             data = IndexedDataset(tmp_path / "a", mmap_bin_files=turn % 2 == 0)
         except DataError as error:
@@ -344,13 +344,13 @@ def test_writer_refuses_ids_that_would_wrap(tmp_path: Path, value: int, dtype: t
 
 def test_failed_write_leaves_nothing_or_the_earlier_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = write(tmp_path / "a")
-    monkeypatch.setattr("megalite.data.files.indexed_dataset.os.fsync", full)
+    monkeypatch.setattr("megalite.data.files.indexed_dataset.os.fsync", raise_disk_full)
     for name in ("a", "b"):
         with pytest.raises(OSError, match="No space"), IndexedWriter(tmp_path / name, np.uint16) as writer:
             writer.add([1, 2, 3])
             writer.finish({"documents": 1})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
-    assert documents_of(IndexedDataset(prefix)) == DOCUMENTS
+    assert read_documents(IndexedDataset(prefix)) == DOCUMENTS
 
 
 def test_second_writer_of_a_prefix_is_refused(tmp_path: Path) -> None:

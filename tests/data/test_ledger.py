@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from token_files import numbered
+from token_files import write_numbered
 
 from megalite.config.options import DataConfig
 from megalite.data.datasets.blended_dataset import build_blend
@@ -25,7 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     for i, tokens in enumerate((600, 960, 300)):
         cuts = np.sort(rng.choice(tokens, 20, replace=False))
         lengths = np.diff(np.concatenate([[0], cuts, [tokens]])).tolist()
-        prefixes.append(numbered(directory / "abc"[i], lengths, 1000 * i).prefix)
+        prefixes.append(write_numbered(directory / "abc"[i], lengths, 1000 * i).prefix)
     return prefixes[0], prefixes[1], prefixes[2]
 
 
@@ -219,7 +219,7 @@ def test_packed_documents_come_once_per_epoch_and_are_counted_once(
 def test_sources_with_equal_digests_are_refused(tmp_path: Path) -> None:
     """The documents have equal lengths and beginnings, like a copy in which one token was replaced."""
     lengths = [5000, 5000, 5000]
-    numbered(tmp_path / "a", lengths)
+    write_numbered(tmp_path / "a", lengths)
     content = bytearray((tmp_path / "a.bin").read_bytes())
     (tmp_path / "b.idx").write_bytes((tmp_path / "a.idx").read_bytes())
     content[4 * 4900 : 4 * 4904] = bytes(16)  # beyond the bytes that the digest reads

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import numbered
+from token_files import write_numbered
 
 from megalite.data.datasets.batches import DocumentBoundaries
 from megalite.data.datasets.epoch_order import build_epoch
@@ -79,7 +79,7 @@ def test_packing_counts_every_label_once_per_epoch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, seed: int, first: int
 ) -> None:
     lengths = [*lengths, 2]
-    data = numbered(tmp_path_factory.mktemp("p") / "a", lengths)
+    data = write_numbered(tmp_path_factory.mktemp("p") / "a", lengths)
     documents = range(min(first, len(lengths) - 1), len(lengths))
     dataset = PackedDataset(data, documents, seq_length, seed, PAD)
     bins = dataset.plan.num_bins
@@ -104,7 +104,7 @@ def test_packing_counts_every_label_once_per_epoch(
 
 
 def test_packing_epochs_differ_and_are_pure(tmp_path: Path) -> None:
-    data = numbered(tmp_path / "a", np.random.default_rng(0).integers(1, 30, 400).tolist())
+    data = write_numbered(tmp_path / "a", np.random.default_rng(0).integers(1, 30, 400).tolist())
     dataset = PackedDataset(data, range(400), 64, 5, PAD)
     bins = dataset.plan.num_bins
     index = np.arange(2 * bins)
@@ -124,14 +124,14 @@ def test_packing_epochs_differ_and_are_pure(tmp_path: Path) -> None:
 
 def test_packed_samples_never_change(tmp_path: Path) -> None:
     """A run resumed with another version needs the same order, so these numbers are part of the format."""
-    dataset = PackedDataset(numbered(tmp_path / "a", [3, 9, 0, 4, 2, 6, 1]), range(7), 9, 1234, 99)
+    dataset = PackedDataset(write_numbered(tmp_path / "a", [3, 9, 0, 4, 2, 6, 1]), range(7), 9, 1234, 99)
     bins = ([*range(3, 12), 24], [0, 1, 2, 16, 17, *[99] * 5], [*range(18, 24), *range(12, 16)], [24, *range(3, 12)])
     expected = [bins[n] for n in (0, 1, 2, 2, 3, 1)]
     assert [row.tolist() for row in dataset.samples(np.arange(6))] == expected
 
 
 def test_describe_reports_padding_and_cuts(tmp_path: Path) -> None:
-    data = numbered(tmp_path / "a", [5, 5, 12])  # pieces 5, 5, 10, 3 in samples of 10
+    data = write_numbered(tmp_path / "a", [5, 5, 12])  # pieces 5, 5, 10, 3 in samples of 10
     text = PackedDataset(data, range(3), 9, 1, PAD).describe(6)
     packed = "packed into 3 samples, 23.33 % padding, 1 documents cut (end to end: about 2)"
     assert text == f"{data.prefix}: 3 documents, 22 tokens, 2.00 epochs; {packed}"
@@ -152,7 +152,7 @@ def test_cuts_of_plain_concatenation_match_the_formula() -> None:
 
 
 def test_packing_refuses_too_little_data(tmp_path: Path) -> None:
-    data = numbered(tmp_path / "a", [1, 0, 1, 5])
+    data = write_numbered(tmp_path / "a", [1, 0, 1, 5])
     for documents in (range(0), range(3)):
         with pytest.raises(DataError, match="no document of two tokens or more among"):
             PackedDataset(data, documents, 4, 1, PAD)

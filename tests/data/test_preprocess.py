@@ -8,7 +8,7 @@ from typing import Any
 import programs
 import pytest
 from data.conftest import Typed
-from token_files import documents_of, full_disk
+from token_files import full_disk, read_documents
 
 from megalite.data.errors import DataError
 from megalite.data.files.indexed_dataset import IndexedDataset
@@ -38,7 +38,7 @@ def test_preprocess_writes_documents_and_sidecar(tmp_path: Path, typed: Typed) -
     code, out, _ = typed(preprocess_data, *paths, *options.split())
     assert code == 0 and "3 documents, 11 tokens (uint16)" in out
     expected = [[*map(ord, text), 256] for text in ("abc", "d", "xy\nz")]  # the empty document is skipped
-    assert documents_of(IndexedDataset(tmp_path / "out/my_text_document")) == expected
+    assert read_documents(IndexedDataset(tmp_path / "out/my_text_document")) == expected
     tokenizer = build_tokenizer("ByteTokenizer")
     counts = dict(version=1, documents=3, tokens=11, records=4, empty=1, bad={}, append_eod=True)
     counts |= dict(bytes=8, source_bytes=74)
@@ -319,7 +319,7 @@ def test_template_with_end_of_text_adds_one_end(tmp_path: Path, typed: Typed) ->
         ]
         code, _, stderr = typed(preprocess_data, *input_args, *output_args)
         assert code == 0 and ("ends each text with the end of a document already" in stderr) == (name == "both")
-        documents[name] = documents_of(IndexedDataset(tmp_path / f"out-{name}_text_document"))
+        documents[name] = read_documents(IndexedDataset(tmp_path / f"out-{name}_text_document"))
     assert documents["none"] == [[2, 3, 0], [3, 0]]
     assert documents["both"] == [[1, 2, 3, 0], [1, 3, 0]]
     assert documents["begin"] == [[0, 2, 3, 0], [0, 3, 0]]

@@ -20,7 +20,7 @@ import token_files
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from token_files import documents_of as documents
+from token_files import read_documents as documents
 
 from megalite.config.options import DataConfig
 from megalite.data.datasets.blended_dataset import build_blend
@@ -87,7 +87,7 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
 
 def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: type[np.generic] = np.uint16) -> str:
-    return f"flaky://{token_files.write(prefix, documents, dtype)}"
+    return f"flaky://{token_files.write_documents(prefix, documents, dtype)}"
 
 
 def cached_blocks(directory: Path) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from token_files import numbered
+from token_files import write_numbered
 
 from megalite.data.datasets.base_dataset import Dataset
 from megalite.data.datasets.data_path import split_fractions
@@ -48,7 +48,7 @@ def epoch_stream(data: IndexedDataset, documents: range, key_lengths: NDArray[np
 def test_every_token_is_used_once_per_epoch(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, seed: int, first: int
 ) -> None:
-    data = numbered(tmp_path_factory.mktemp("s") / "a", lengths)
+    data = write_numbered(tmp_path_factory.mktemp("s") / "a", lengths)
     documents = range(min(first, len(lengths) - 1), len(lengths))
     tokens = sum(lengths[documents.start :])
     assume(tokens >= seq_length + 1)
@@ -66,7 +66,7 @@ def test_every_token_is_used_once_per_epoch(
 
 def test_samples_are_windows_of_the_token_stream(tmp_path: Path) -> None:
     lengths, seq_length = [3, 0, 11, 1, 7, 0, 5], 4
-    data = numbered(tmp_path / "a", lengths)
+    data = write_numbered(tmp_path / "a", lengths)
     dataset = GPTDataset(data, range(len(lengths)), seq_length, 9)
     counts = [first_sample(e, sum(lengths), seq_length) for e in range(4)]
     keys, lengths_array = [fold(fold(9, "train"), "documents", e) for e in range(4)], np.array(lengths, np.int32)
@@ -85,7 +85,7 @@ KINDS: dict[str, Callable[[IndexedDataset, int], Dataset]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_are_pure_and_where_names_each_document(tmp_path: Path, kind: str) -> None:
-    data = numbered(tmp_path / "a", [4, 0, 23, 6, 1, 30, 3])
+    data = write_numbered(tmp_path / "a", [4, 0, 23, 6, 1, 30, 3])
     dataset, index = KINDS[kind](data, 3), np.arange(30)  # epochs of 7 and 9 samples
     samples = dataset.samples(index)
     assert not np.array_equal(samples, KINDS[kind](data, 4).samples(index))
@@ -105,8 +105,8 @@ def test_samples_are_pure_and_where_names_each_document(tmp_path: Path, kind: st
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
     for lengths in ([], [0, 0], [3], [2, 2]):
         with pytest.raises(DataError, match="tokens in .* documents, fewer than one sample of seq_length 4"):
-            GPTDataset(numbered(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
-    dataset = GPTDataset(numbered(tmp_path / "a", [5]), range(1), 4, 1)
+            GPTDataset(write_numbered(tmp_path / "a", lengths), range(len(lengths)), 4, 1)
+    dataset = GPTDataset(write_numbered(tmp_path / "a", [5]), range(1), 4, 1)
     assert dataset.samples(np.array([0])).tolist() == [[0, 1, 2, 3, 4]]
 
 

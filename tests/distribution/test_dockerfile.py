@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch_range
 from packaging.requirements import Requirement
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = [*SMALL, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--device", "cpu"]
+RUN = [*SMALL_RUN, "--train-iters", "2", "--tensor-model-parallel-size", "2", "--device", "cpu"]
 TEXT, IGNORED = ((ROOT / name).read_text() for name in ("Dockerfile", ".dockerignore"))
 
 
@@ -61,7 +61,7 @@ def is_sent(path: str) -> bool:
 
 
 def test_base_image_has_the_lowest_torch_of_the_range() -> None:
-    lowest = re.escape(torch_range.floor((ROOT / "pyproject.toml").read_text()))
+    lowest = re.escape(torch_range.lowest_version((ROOT / "pyproject.toml").read_text()))
     assert re.search(rf'BASE="?pytorch/pytorch:{lowest}\.\d+-cuda\d+\.\d+-cudnn\d+-devel', TEXT)
 
 

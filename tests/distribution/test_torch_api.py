@@ -17,7 +17,7 @@ from types import ModuleType
 import programs
 import torch
 import torch.distributed as dist
-from train_cases import SMALL, TP2_PP2
+from train_cases import SMALL_RUN, TP2_PP2
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for directory in ("megalite", "tools") for path in sorted((ROOT / directory).rglob("*.py"))]
@@ -115,7 +115,7 @@ def test_imports_raise_no_deprecation_warning() -> None:
 
 
 def test_run_raises_no_deprecation_warning(tmp_path: Path) -> None:
-    flags = [*SMALL, *TP2_PP2, "--train-iters", "2", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save"]
+    flags = [*SMALL_RUN, *TP2_PP2, "--train-iters", "2", "--run-dir", f"{tmp_path}/run", "--save", f"{tmp_path}/save"]
     done = python("pretrain_gpt.py", *flags, check=True)
     assert not [line for line in done.stderr.splitlines() if DEPRECATION.search(line)]
 

@@ -20,25 +20,25 @@ Available versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.11.0, 2.10.0, 
 SERVED = ["2.11.0", "2.13.0", "2.14.0", "2.14.1", "2.15.0"]
 OLD = tr.Row("2026-11-01", "2.11.0+cu130", "3.6.0", "3.12.1", "CUDA 13.0, no GPU", "quick", "9", "1", "0", "1:05")
 NEW = dataclasses.replace(OLD, torch="2.15.0+cu132", date="2026-11-02")
-PAGE = f"before\n{tr.BEGIN}{tr.END}after\n"
+PAGE = f"before\n{tr.TABLE_BEGIN}{tr.TABLE_END}after\n"
 
 
 def test_range_is_read_from_pyproject_and_releases_are_sorted() -> None:
-    assert tr.key(tr.floor((tr.ROOT / "pyproject.toml").read_text())) >= (2, 11)
+    assert tr.version_key(tr.lowest_version((tr.ROOT / "pyproject.toml").read_text())) >= (2, 11)
     with pytest.raises(ValueError):
-        tr.floor('[project]\ndependencies = ["torch"]\n')
+        tr.lowest_version('[project]\ndependencies = ["torch"]\n')
     assert tr.releases(INDEX, "2.11") == SERVED
     assert tr.releases("ERROR: No matching distribution found for torch", "2.11") == []
 
 
 def test_row_replaces_an_older_row_of_the_same_version() -> None:
-    page = tr.with_row(tr.with_row(PAGE, OLD), NEW)
+    page = tr.add_row(tr.add_row(PAGE, OLD), NEW)
     rerun = dataclasses.replace(OLD, date="2026-12-01", failed="0")
     all_tests = dataclasses.replace(OLD, tests="all")
-    page = tr.with_row(tr.with_row(page, rerun), all_tests)
+    page = tr.add_row(tr.add_row(page, rerun), all_tests)
     assert tr.read_rows(page) == [NEW, rerun, all_tests]
-    assert page.startswith("before\n") and page.endswith(tr.END + "after\n")
-    assert tr.with_row(page, rerun) == page
+    assert page.startswith("before\n") and page.endswith(tr.TABLE_END + "after\n")
+    assert tr.add_row(page, rerun) == page
     rows = tr.read_rows(tr.PAGE.read_text())
     assert rows and all(int(row.passed) and row.failed.isdigit() for row in rows)
 

@@ -143,7 +143,7 @@ def existing_flags(patch: pytest.MonkeyPatch) -> set[str]:
         | known_flags().keys()
         | {"--preset", "--config"}
     )
-    flags |= documents.flags_of(get_args_parser()) | documents.flags_of(torch_range.parser())
+    flags |= documents.flags_of(get_args_parser()) | documents.flags_of(torch_range.make_parser())
     flags |= {f"--{flag_name}" for flag_name in OTHER_FLAGS.split()}
     for script_path in sorted((ROOT / "tools").rglob("*.py")):
         if "make_parser(__doc__" in script_path.read_text():

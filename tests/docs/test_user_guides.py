@@ -15,7 +15,7 @@ from token_files import byte_level_bpe
 
 pytestmark = pytest.mark.timeout(900)
 REQUEUE = 75
-SHORTER = toml_tables.read("docs/user_guides")
+SHORTER = toml_tables.read_table("docs/user_guides")
 
 
 class Shell:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import programs
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 # Trains in one process and prints the functions between `main` and `DistributedOptimizer.step`. A generator or a
 # context manager counts like any function, if it is on the stack.
@@ -29,7 +29,7 @@ sys.exit(pretrain_gpt.main(sys.argv[1:]))
 
 
 def test_optimizer_step_is_five_calls_below_main(tmp_path: Path) -> None:
-    argv = [*SMALL, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
+    argv = [*SMALL_RUN, "--train-iters", "2", "--eval-iters", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
     done = programs.run_python("-c", STACK, *argv, check=True)
     calls = {tuple(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("CALLS")}
     assert calls == {("main", "TrainCommand.launch", "train", "train_step", "_update", "DistributedOptimizer.step")}

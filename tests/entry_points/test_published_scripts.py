@@ -14,7 +14,7 @@ from pairwise import nightly_except
 from token_files import byte_level_bpe
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLES = toml_tables.read("entry_points/published_scripts")
+TABLES = toml_tables.read_table("entry_points/published_scripts")
 LINES, SMALLER = TABLES["lines"], TABLES["smaller"]
 
 

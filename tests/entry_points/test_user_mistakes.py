@@ -23,7 +23,7 @@ GOOD, DATA = f"{FREE} --dry-run", f"{MODEL} --vocab-size 256 --dry-run"
 PAIR = "--data-path mine_text_document"
 JSON = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 PLACEHOLDERS = {"model": MODEL, "free": FREE, "good": GOOD, "data": DATA, "pair": PAIR, "json": JSON}
-MISTAKES = toml_tables.read("entry_points/user_mistakes")
+MISTAKES = toml_tables.read_table("entry_points/user_mistakes")
 if torch.cuda.is_available():
     del MISTAKES["no GPU"]
 if importlib.util.find_spec("wandb") is None:

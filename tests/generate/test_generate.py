@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import nightly_except
 from ranks import run_ranks
-from train_cases import SMALL, config_from
+from train_cases import SMALL_RUN, config_from
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.manager import saver
@@ -272,7 +272,7 @@ def test_generate_command_after_context_parallel_training(tmp_path: Path) -> Non
     outputs = []
     for cp in ("1", "2"):
         flags = f"--tokenizer-type NullTokenizer --device cpu --train-iters 2 --nproc {cp} --context-parallel-size {cp}"
-        result = programs.run_python("pretrain_gpt.py", *SMALL, *flags.split(), "--save", str(tmp_path / cp))
+        result = programs.run_python("pretrain_gpt.py", *SMALL_RUN, *flags.split(), "--save", str(tmp_path / cp))
         assert result.returncode == 0, result.stderr
         generate_flags = ["--prompt", "5 17 60", "--max-new-tokens", "5", "--temperature", "0", "--device", "cpu"]
         outputs.append(tool("--load", str(tmp_path / cp), *generate_flags))

@@ -10,7 +10,7 @@ import test_convert_megatron as megatron_files
 import test_convert_megatron_dist as dist_files
 import torch
 from safetensors.torch import save_file
-from token_files import mutated
+from token_files import mutate
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.interop.huggingface import model_files as hugging_face
@@ -73,7 +73,7 @@ def test_mutated_files_are_read_or_refused(target: str, tmp_path: Path) -> None:
     assert all(tensor.read().shape == tensor.mapping.shape for tensor in read())
     num_refused = 0
     for seed in range(ROUNDS):
-        path.write_bytes(mutated(content, random.Random(seed)))
+        path.write_bytes(mutate(content, random.Random(seed)))
         try:
             for tensor in read():
                 assert tensor.read().shape == tensor.mapping.shape

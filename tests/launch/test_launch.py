@@ -11,7 +11,7 @@ from typing import Any
 
 import programs
 import pytest
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.launch.rank_info import LaunchError, RankInfo, read_environment
 
@@ -141,7 +141,7 @@ SIZES = {  # the variable that says that there are two processes -> the environm
     "SLURM_STEP_NUM_TASKS": slurm(0, 4, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="2"),
 }
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "pretrain_gpt.py": (*SMALL, "--train-iters", "1", "--device", "cpu"),
+    "pretrain_gpt.py": (*SMALL_RUN, "--train-iters", "1", "--device", "cpu"),
     "tools/check_cluster.py": ("--device", "cpu"),
     "tools/benchmark_comm.py": ("--device", "cpu"),
     "tools/generate.py": ("--load", "none", "--device", "cpu"),
@@ -226,7 +226,7 @@ def test_leftover_torchrun_variables_are_ignored(tmp_path: Path) -> None:
     Under a torchrun with restarts it would end with 0, and torchrun's own store would be at MASTER_ADDR.
     """
     stale_env = dict(TORCHELASTIC_RUN_ID="x", TORCHELASTIC_MAX_RESTARTS="3", TORCHELASTIC_USE_AGENT_STORE="True")
-    flags = [*SMALL, "--train-iters", "3", "--device", "cpu", "--save", str(tmp_path), "--exit-interval", "2"]
+    flags = [*SMALL_RUN, "--train-iters", "3", "--device", "cpu", "--save", str(tmp_path), "--exit-interval", "2"]
     result = programs.run_python("pretrain_gpt.py", *flags, env=clean() | stale_env, timeout=100)
     assert result.returncode == 75, result.stderr
 
@@ -236,7 +236,7 @@ def test_two_mpirun_processes_are_one_training(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    flags = [*SMALL, "--train-iters", "2", "--device", "cpu", "--hidden-dropout", "0"]
+    flags = [*SMALL_RUN, "--train-iters", "2", "--device", "cpu", "--hidden-dropout", "0"]
     argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--save"]
     started = []
     for rank in range(2):

@@ -23,7 +23,7 @@ import programs
 import pytest
 import yaml
 from test_remote_checkpoints import s3_server  # noqa: F401 (a fixture)
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.config.cli import parse_args
 
@@ -161,7 +161,7 @@ def wait_for_step(run_dir: Path, step: int, job: subprocess.Popen[str]) -> int:
 def test_slurm_job_exit_codes(tmp_path: Path, cluster: dict[str, str], case: str) -> None:
     """The status is the one that the program wrote."""
     run_dir = tmp_path / "run"
-    flags = [*SMALL, "--device", "cpu", "--save-interval", "2", "--train-iters", "2" if case == "done" else "99999"]
+    flags = [*SMALL_RUN, "--device", "cpu", "--save-interval", "2", "--train-iters", "2" if case == "done" else "99999"]
     if case == "no data":
         flags = [flag for flag in flags if flag != "--mock-data"] + ["--data-path", str(tmp_path / "nothing")]
         run_dir.mkdir()
@@ -314,7 +314,7 @@ def test_skypilot_example_starts(tmp_path: Path, cluster: dict[str, str]) -> Non
 @pytest.mark.usefixtures("s3_server")
 def test_skypilot_resumes_from_the_bucket_on_new_nodes(tmp_path: Path, cluster: dict[str, str]) -> None:
     command, sky_env = skypilot(tmp_path)
-    flags = shlex.join([*SMALL, "--device", "cpu", "--lr-decay-iters", "4"])
+    flags = shlex.join([*SMALL_RUN, "--device", "cpu", "--lr-decay-iters", "4"])
     bucket = "s3://runs/skypilot"
     for steps, message in (("2", "starts from scratch"), ("4", "at step 2")):
         run = command.replace("--config run.toml", f"{flags} --train-iters {steps}")

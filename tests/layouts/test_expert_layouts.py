@@ -20,8 +20,8 @@ from full_tensors import assemble, owned_shards
 from layout_cases import BF16_TOLERANCE, COMMON, FP64_TOLERANCE, Row, expand, read_rows, row_name
 from pairwise import nightly_except
 from ranks import run_ranks
-from token_files import write
-from train_cases import BORDERS, config_from, run_from
+from token_files import write_documents
+from train_cases import DOCUMENT_FLAGS, config_from, run_from
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.config_file import dump_config
@@ -116,7 +116,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return COMMON on packed documents of 3 to 24 tokens, several in a sample of 24, which end with token 93."""
     rng = np.random.default_rng(5)
     documents = [[*rng.integers(0, 93, length - 1), 93] for length in rng.integers(3, 25, 300)]
-    return _on_token_files(write(tmp_path_factory.mktemp("packed") / "a", documents), 24) + BORDERS
+    return _on_token_files(write_documents(tmp_path_factory.mktemp("packed") / "a", documents), 24) + DOCUMENT_FLAGS
 
 
 def _on_token_files(prefix: Path, seq_length: int) -> str:
@@ -130,7 +130,7 @@ def _on_token_files(prefix: Path, seq_length: int) -> str:
 def test_padding_changes_nothing(tmp_path: Path, model: str) -> None:
     """Documents of 16 tokens are one sample each: without padding, and with 4 or 14 tokens of it."""
     rng = np.random.default_rng(3)
-    prefix = write(tmp_path / "a", [[*rng.integers(0, 93, 15), 93] for _ in range(60)])
+    prefix = write_documents(tmp_path / "a", [[*rng.integers(0, 93, 15), 93] for _ in range(60)])
     model_flags = f"{expand(model)} --attention-dropout 0"
     numbers, pieces, counts, losses, biases = _train(model_flags, common=_on_token_files(prefix, 16))
     for seq_length in (20, 30):
@@ -201,7 +201,7 @@ SGD = "--optimizer sgd --sgd-momentum 0 --lr 1 --weight-decay 0 --clip-grad 0"
 def test_router_loss_gradients_are_independent_of_the_number_of_labels(tmp_path: Path, kind: str) -> None:
     """Three of four tokens end a document, so that with --eod-mask-loss a quarter of the labels counts."""
     rng = np.random.default_rng(3)
-    prefix = write(tmp_path / "a", [[93] if i % 4 else [int(rng.integers(0, 93))] for i in range(900)])
+    prefix = write_documents(tmp_path / "a", [[93] if i % 4 else [int(rng.integers(0, 93))] for i in range(900)])
     data = f"--data-path {prefix} --split 1,0,0"
     loss = "--moe-z-loss-coeff" if kind == "z_loss" else f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff"
     common = (

@@ -34,7 +34,7 @@ from layout_cases import (
 )
 from pairwise import nightly_except
 from ranks import run_ranks
-from train_cases import BORDERS, run_from
+from train_cases import DOCUMENT_FLAGS, run_from
 
 from megalite.kernels.dispatch import runs_triton
 from megalite.training.train_step import train_step
@@ -241,9 +241,9 @@ def test_activation_offload_changes_no_bit(item: Row) -> None:
 
 def test_document_boundaries_change_the_result() -> None:
     """The rows with documents prove nothing unless the data has document boundaries."""
-    assert train_alone(GPT + BORDERS + " ", "float64").losses[0] != train_alone(GPT + " ", "float64").losses[0]
+    assert train_alone(GPT + DOCUMENT_FLAGS + " ", "float64").losses[0] != train_alone(GPT + " ", "float64").losses[0]
     single_flag_losses = [
-        train_alone(GPT + f" --{flag} ", "float64").losses[0] for flag in BORDERS.replace("--", "").split()
+        train_alone(GPT + f" --{flag} ", "float64").losses[0] for flag in DOCUMENT_FLAGS.replace("--", "").split()
     ]
     assert len({*single_flag_losses, train_alone(GPT + " ", "float64").losses[0]}) == 4
 

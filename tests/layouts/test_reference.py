@@ -17,7 +17,7 @@ import reference_model as reference
 import torch
 from reference_model import Documents, Model, Rotary, Trained, Training, Weights, Yarn, is_matrix
 from torch import Tensor
-from train_cases import BORDERS, run_from
+from train_cases import DOCUMENT_FLAGS, run_from
 
 from megalite.kernels.dropout import fold_in, keep_mask
 from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
@@ -132,8 +132,8 @@ ROWS = [
     Row("RMSNorm weights less one", f"{QWEN_FLAGS} --apply-layernorm-1p", replace(QWEN, one_plus=True)),
     gpt("norm epsilon LayerNorm", "--norm-epsilon 1e-2", eps=1e-2),
     Row("norm epsilon q/k", f"{QWEN_FLAGS} --norm-epsilon 1e-2", replace(QWEN, eps=1e-2)),
-    Row("documents gpt", BORDERS, GPT, documents=Documents(EOD, True, True, True)),
-    Row("documents llama", f"{LLAMA_FLAGS} {BORDERS}", LLAMA, documents=Documents(EOD, True, True, True)),
+    Row("documents gpt", DOCUMENT_FLAGS, GPT, documents=Documents(EOD, True, True, True)),
+    Row("documents llama", f"{LLAMA_FLAGS} {DOCUMENT_FLAGS}", LLAMA, documents=Documents(EOD, True, True, True)),
     Row("documents: loss", "--eod-mask-loss", GPT, documents=Documents(EOD, mask_loss=True)),
     Row("documents: positions", f"{LLAMA_FLAGS} --reset-position-ids", LLAMA, documents=POSITIONS),
     Row("documents: attention", "--reset-attention-mask", GPT, documents=ATTENTION),

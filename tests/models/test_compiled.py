@@ -14,7 +14,7 @@ import pytest
 import torch
 from layout_cases import DROP, GPT, LLAMA
 from ranks import run_ranks
-from train_cases import BORDERS, config_from, logged, run_from
+from train_cases import DOCUMENT_FLAGS, config_from, read_metric, run_from
 
 from megalite.config.options import Config
 from megalite.kernels import dispatch
@@ -39,7 +39,7 @@ SELECTIVE = " --recompute-granularity selective"
 FULL = " --recompute-granularity full --recompute-method uniform"
 MODULES = f"{SELECTIVE} --recompute-modules core_attn layernorm mlp"
 INTERLEAVED = f"{NEOX} --rotary-interleaved --no-rope-freq 3"
-MODELS = (DROP + BORDERS + FULL, LLAMA + SELECTIVE)
+MODELS = (DROP + DOCUMENT_FLAGS + FULL, LLAMA + SELECTIVE)
 
 
 class CountingBackend:
@@ -69,8 +69,8 @@ def train(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager"
 
 
 RARELY = pytest.mark.nightly(guards=("megalite/models/torch_compile.py", "megalite/models/gpt.py"))
-OFTEN = [LLAMA + BORDERS + SELECTIVE]
-SELDOM = [DROP + FULL, DROP + BORDERS, QWEN, NEOX, DROP + SELECTIVE, INTERLEAVED + MODULES]
+OFTEN = [LLAMA + DOCUMENT_FLAGS + SELECTIVE]
+SELDOM = [DROP + FULL, DROP + DOCUMENT_FLAGS, QWEN, NEOX, DROP + SELECTIVE, INTERLEAVED + MODULES]
 
 
 @pytest.mark.parametrize("flags", [*OFTEN, *(pytest.param(flags, marks=RARELY) for flags in SELDOM)])
@@ -176,7 +176,7 @@ def test_compiled_run_equals_eager_and_compiles_before_its_first_step(tmp_path: 
         )
         argv = [*flags.split(), "--run-dir", str(run_dir)]
         output = programs.run_python("pretrain_gpt.py", *argv, env=env, check=True, **options).stdout
-        losses.append([x for metric in ("train/loss", "train/grad_norm") for x in logged(run_dir, metric)])
+        losses.append([x for metric in ("train/loss", "train/grad_norm") for x in read_metric(run_dir, metric)])
     assert len(losses[0]) == 2 * 4 and losses[1] == pytest.approx(losses[0], rel=1e-5, abs=0)
     before, _, after = output.partition("compiled in ")
     # forward and backward of the activation share one wrapper of torch

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from full_tensors import assemble, owned_shards
-from layout_cases import BORDERS, COMMON, GPT
+from layout_cases import COMMON, GPT
 from ranks import run_ranks
-from train_cases import config_from, run_from
+from train_cases import DOCUMENT_FLAGS, config_from, run_from
 
 from megalite.config import cli
 from megalite.config.validation import find_problems
@@ -77,7 +77,9 @@ def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float]
     return results
 
 
-@pytest.mark.parametrize("flags", [GPT + BORDERS, GPT + BORDERS + " --cp-comm-type a2a"], ids=["allgather", "a2a"])
+@pytest.mark.parametrize(
+    "flags", [GPT + DOCUMENT_FLAGS, GPT + DOCUMENT_FLAGS + " --cp-comm-type a2a"], ids=["allgather", "a2a"]
+)
 def test_context_parallel_with_labels_and_documents_at_any_position(flags: str) -> None:
     """Every gradient equals that of one process. In Megatron-LM#7498 a rank without a label lost its gradient."""
     one_document, masks = [[T]] * B, list(MASKS.values())

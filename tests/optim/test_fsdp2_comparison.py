@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from training.test_hugging_face_runs import CPU, begun, taken, tokens_of
+from training.test_hugging_face_runs import CPU, hugging_face_config, start_from_model, tokens_of
 
 from megalite.training.batch import to_device
 from megalite.training.dry_run import record_collectives
@@ -62,7 +62,7 @@ def _train_both(directory: str, stage: int) -> tuple[list[float], list[float], C
 
     Both reduce once for each micro-batch.
     """
-    run = begun(taken(Path(directory), f"--zero-stage={stage}", base=BASE))
+    run = start_from_model(hugging_face_config(Path(directory), f"--zero-stage={stage}", base=BASE))
     model, optimizer = _sharded(directory)
     losses, fsdp2_losses, bytes_by_op = list[float](), list[float](), Counter[str]()
     for step in range(STEPS):

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout_cases import COMMON, GPT, HALF, LLAMA, OFFLOAD, PARAMETERS, ZERO2, ZERO3
 from ranks import run_ranks
-from simulated_gpu.runs import on_card
+from simulated_gpu.runs import on_gpu
 from simulated_gpu.simulator import nccl
 from simulated_gpu.simulator.trace import Fact, HostAccess, Launch
 from train_cases import config_from, run_from
@@ -155,7 +155,7 @@ def test_loaded_state_reaches_the_host(flags: str) -> None:
 
 def _traced(flags: str) -> tuple[list[Fact], int, int]:
     """Return the facts of one step on a simulated GPU, the offloaded elements of this rank, and all it owns."""
-    with on_card(dist.get_rank()) as gpu:
+    with on_gpu(dist.get_rank()) as gpu:
         run = run_from(f"{COMMON} {flags} --kernels torch --attention-kernel torch", device=gpu.device)
         train_step(run)
         start = len(gpu.trace)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, wait_for_file
 from torch import Tensor
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.config.env_overrides import env_override
 from megalite.parallel.cpu import shared_memory
@@ -251,7 +251,7 @@ def test_run_without_shared_memory_reports_it(tmp_path: Path) -> None:
         "from pathlib import Path\nfrom megalite.parallel.cpu import shared_memory\n"
         "shared_memory.SHM_DIR = Path('/proc/self/status')\n"
     )
-    argv = [*SMALL, *"--nproc 2 --tensor-model-parallel-size 2 --train-iters 1 --device cpu".split()]
+    argv = [*SMALL_RUN, *"--nproc 2 --tensor-model-parallel-size 2 --train-iters 1 --device cpu".split()]
     for flags, count in ((["--plugin", "mine.py"], 2), (["--plugin", "mine.py", "--no-shared-memory"], 0), ([], 0)):
         result = programs.run_python("pretrain_gpt.py", *argv, *flags, cwd=tmp_path, check=True)
         notes = [line for line in result.stdout.splitlines() + result.stderr.splitlines() if "through gloo" in line]

@@ -34,8 +34,8 @@ MODEL = f"""--num-layers {L} --hidden-size {D} --num-attention-heads 4 --seq-len
  --micro-batch-size {B} --train-iters 3 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
  --attention-dropout 0 --ddp-bucket-size 9000 --device cpu"""
 TABLES = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
-WORDS = expand_abbreviations(TABLES["words"])
-TP, PP, ZERO, EXPERTS = (WORDS[name] for name in ("TP", "PP", "ZERO", "EXPERTS"))
+FLAGS = expand_abbreviations(TABLES["abbreviations"])
+TP, PP, ZERO, EXPERTS = (FLAGS[name] for name in ("TP", "PP", "ZERO", "EXPERTS"))
 MeasuredStep = tuple[Counter[CollectiveCall], dict[str, int]]
 
 
@@ -91,7 +91,7 @@ def rows_of(table: str) -> list[Any]:
     """Return a table's rows: "often" runs with each commit, "seldom" with changes of the guarded files."""
     mark = pytest.mark.nightly(guards=("megalite/planning", "megalite/training/dry_run.py", "megalite/optim"))
     rows = [(row, marks) for name, marks in (("often", ()), ("seldom", mark)) for row in TABLES[table][name]]
-    return [pytest.param(world, flags.format_map(WORDS), marks=marks) for (world, flags), marks in rows]
+    return [pytest.param(world, flags.format_map(FLAGS), marks=marks) for (world, flags), marks in rows]
 
 
 @pytest.mark.parametrize("world,flags", rows_of("as_rank"))

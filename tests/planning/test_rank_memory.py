@@ -31,8 +31,8 @@ from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.train_step import train_step
 
 TABLES = tomllib.loads(Path(__file__).with_name("rank_memory.toml").read_text("utf-8"))
-WORDS = expand_abbreviations(TABLES["words"])
-LAYOUTS = [(world, flags.format_map(WORDS)) for world, flags in TABLES["whole_runs"]["layouts"]]
+FLAGS = expand_abbreviations(TABLES["abbreviations"])
+LAYOUTS = [(world, flags.format_map(FLAGS)) for world, flags in TABLES["whole_runs"]["layouts"]]
 
 
 def make_plan(flags: str, world: int) -> RunPlan:
@@ -134,7 +134,7 @@ def test_planned_rank_memory_equals_allocations(which: str) -> None:
 
 @pytest.mark.parametrize("more", ["", "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"])
 def test_planned_stage_memory_equals_a_run_of_the_stage(more: str) -> None:
-    flags = f"{WORDS['llama']} --global-batch-size 16 --pp 2 {more} --zero-stage"
+    flags = f"{FLAGS['llama']} --global-batch-size 16 --pp 2 {more} --zero-stage"
     states = state_by_zero_stage(make_plan(f"{flags} 1", 8))
     sizes = [model_state.total for model_state in states]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4

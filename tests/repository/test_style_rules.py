@@ -16,7 +16,7 @@ def test_repository_follows_the_rule(rule: Rule) -> None:
 
 
 SHAPES = "| `S` | sequence |\n| `B` | micro-batch |\n| `D` | width |\n"
-FAULTS: dict[str, dict[str, str]] = toml_tables.read("repository/style_violations")
+FAULTS: dict[str, dict[str, str]] = toml_tables.read_table("repository/style_violations")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -37,7 +37,7 @@ Run = Callable[..., None]
 
 
 @contextlib.contextmanager
-def on_card(rank: int) -> Iterator[SimulatedGpu]:
+def on_gpu(rank: int) -> Iterator[SimulatedGpu]:
     """Simulate the rank's GPU, and record its NCCL operations in the same trace, if it has an `nccl.join` group."""
     with simulated(index=rank) as gpu:
         nccl.use(gpu)
@@ -60,7 +60,7 @@ def broken(world: int, run: Run, *args: Any, timeout: float = 100) -> tuple[dict
 
 def _traced(run: Run, args: tuple[Any, ...]) -> list[Fact]:
     os.environ["MEGALITE_SHARED_MEMORY"] = "off"
-    with on_card(dist.get_rank()) as gpu:
+    with on_gpu(dist.get_rank()) as gpu:
         run(gpu.device, *args)
         return gpu.trace
 

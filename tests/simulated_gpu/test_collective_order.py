@@ -23,7 +23,7 @@ from simulated_gpu.simulator.clocks import races
 from simulated_gpu.simulator.queues import Traces, eager, stuck
 from simulated_gpu.simulator.trace import Comm
 
-OPTION_ROWS = read_rows("cards")
+OPTION_ROWS = read_rows("simulated_gpus")
 SEVERAL = [item for item in ROWS if item.world > 1]
 CONTEXT = "llama tp2 cp2, documents, a2a"  # with each commit
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from pairwise import nightly_except
 from ranks import run_ranks
-from train_cases import SMALL, config_from, pretrain, run_from
+from train_cases import SMALL_RUN, config_from, pretrain, run_from
 
 from examples import quickstart
 from megalite.config.validation import find_problems
@@ -38,14 +38,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_ELSEWHERE = ("tools/bench/gpu_report_", "tools/bench/kernels.py")
 LLAMA = f"{UNGROUPED} --group-query-attention --num-query-groups 2"
 ON_GPU = "--device cuda --kernels torch --hidden-dropout 0 --attention-dropout 0 --log-interval 1 --num-layers 1 --global-batch-size 4"
-FLAGS = [*SMALL, *f"{ON_GPU} --train-iters 9 {LLAMA}".split()]
+FLAGS = [*SMALL_RUN, *f"{ON_GPU} --train-iters 9 {LLAMA}".split()]
 NAME = "NVIDIA H100 80GB HBM3"
 RANK, INDEX = 0, 1  # INDEX of the GPU, which is not CUDA's default one
 
 
 def run(flags: str, directory: Path) -> str:
     """Run training to its end as a rank does, and return its output."""
-    config = config_from([*SMALL, *f"{ON_GPU} {flags} --run-dir {directory}".split()])
+    config = config_from([*SMALL_RUN, *f"{ON_GPU} {flags} --run-dir {directory}".split()])
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         assert pretrain(config, RankInfo(RANK, 1, INDEX, INDEX + 1)) == 0, output.getvalue()
@@ -132,7 +132,7 @@ def two_ranks(gpu: SimulatedGpu, directory: Path) -> None:
     """Train on two ranks, with weights gathered and gradients reduced."""
     from megalite.training.train_step import train_step
 
-    run = run_from([*SMALL, *f"{ON_GPU} --train-iters 2 --ddp-bucket-size 2000".split()], device=gpu.device)
+    run = run_from([*SMALL_RUN, *f"{ON_GPU} --train-iters 2 --ddp-bucket-size 2000".split()], device=gpu.device)
     for _ in range(2):
         train_step(run)
 

@@ -32,7 +32,7 @@ from megalite.training.state import InvalidResultError, Run
 from megalite.training.train_step import train_step
 from megalite.training.trainer import evaluate
 from simulated_gpu.removed_waits import RemovedWait, intercept_waits, sites, without
-from simulated_gpu.runs import on_card
+from simulated_gpu.runs import on_gpu
 from simulated_gpu.simulator import nccl
 from simulated_gpu.simulator.clocks import Race, races
 from simulated_gpu.simulator.device import SimulatedGpu
@@ -76,7 +76,7 @@ def save_during_steps(run: Run, save_dir: Path, times: int = 2) -> None:
 
 def _train(flags: str, keys: list[str], save_dir: Path) -> tuple[list[str], dict[str, list[str]]]:
     """Return one rank's races in an ordinary run, and those without each wait, for which it runs another step."""
-    with intercept_waits(), on_card(dist.get_rank()) as gpu:
+    with intercept_waits(), on_gpu(dist.get_rank()) as gpu:
         run = build(flags, gpu.device)
         train_step(run)
         save_during_steps(run, save_dir)
@@ -153,7 +153,7 @@ def _race_without_upload_wait(fault: str) -> set[tuple[str, str, str]]:
             return start_all_gather_into(*args)
 
     gather_patch = mock.patch.object(param_gather, "start_all_gather_into", early_gather)
-    with intercept_waits(), on_card(dist.get_rank()) as gpu:
+    with intercept_waits(), on_gpu(dist.get_rank()) as gpu:
         run = build(f"{ZERO} {OFFLOAD} --param-cpu-offload", gpu.device)
         with gather_patch if fault == "gather" else without(sites()[fault]):
             train_step(run)
@@ -189,7 +189,7 @@ SAVES = "checkpoint/manager/async_save.py HostStager."
 
 @contextlib.contextmanager
 def one_rank(flags: str) -> Iterator[tuple[SimulatedGpu, Run]]:
-    with intercept_waits(), on_card(0) as gpu:
+    with intercept_waits(), on_gpu(0) as gpu:
         run = build(flags, gpu.device)
         train_step(run)
         try:
@@ -284,7 +284,7 @@ def test_offload_races_without_waiting_for_copies(key: str, flags: str, early: s
 @pytest.mark.parametrize("key", ["", *(key for key, scenario in BETWEEN_STREAMS.items() if scenario == "copy")])
 def test_copy_before_the_update_races(key: str) -> None:
     """Test the copy alone, because the host happens to wait for the device during a complete save."""
-    with intercept_waits(), on_card(0) as gpu, without(sites()[key]) if key else contextlib.nullcontext():
+    with intercept_waits(), on_gpu(0) as gpu, without(sites()[key]) if key else contextlib.nullcontext():
         state, stager = torch.zeros(64, device=gpu.device), HostStager(gpu.device)
         for _ in range(2):
             state.add_(1)

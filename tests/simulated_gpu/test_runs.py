@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import pytest
 from pairwise import nightly_except
-from train_cases import config_from, logged, pretrain
+from train_cases import config_from, pretrain, read_metric
 
 from megalite.generate.generation import Sampling, generate_tokens, load_model
 from megalite.launch.rank_info import RankInfo
@@ -95,7 +95,7 @@ def test_checkpoint_from_a_gpu_equals_a_cpus(background: str, tmp_path: Path) ->
     resumed_flags = f"{flags} --train-iters 3 --lr-decay-iters 2"
     for name, device in (("gpu", "cuda"), ("cpu", "cpu")):
         train(tmp_path / name, f"{resumed_flags} --save {tmp_path}/{name} --load {tmp_path}/{name}", device=device)
-    gpu_log, cpu_log = (logged(tmp_path / name / "run") for name in ("gpu", "cpu"))
+    gpu_log, cpu_log = (read_metric(tmp_path / name / "run") for name in ("gpu", "cpu"))
     assert gpu_log == cpu_log and len(cpu_log) == 3
 
 

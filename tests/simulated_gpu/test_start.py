@@ -8,7 +8,7 @@ from pathlib import Path
 import programs
 import pytest
 import torch
-from train_cases import SMALL, config_from, pretrain
+from train_cases import SMALL_RUN, config_from, pretrain
 
 from megalite.common.exit_codes import ExitCode
 from megalite.config.options import Config
@@ -22,7 +22,7 @@ from tools import generate
 
 
 def config_of(flags: str = "") -> Config:
-    return config_from([*SMALL, "--train-iters", "1", "--device", "cuda", "--kernels", "torch", *flags.split()])
+    return config_from([*SMALL_RUN, "--train-iters", "1", "--device", "cuda", "--kernels", "torch", *flags.split()])
 
 
 @pytest.fixture

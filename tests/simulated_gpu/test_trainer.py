@@ -76,7 +76,7 @@ def test_gpu_step_synchronizes_once_and_equals_a_cpu(name: str) -> None:
 def compare_with_cpu(flags: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], list[str], list[str]]:
     """Return this rank's results on a simulated GPU and on a CPU, mixed operations, and the host's waits in steps."""
     cpu_steps = steps_of(run_from(f"{COMMON} {flags} --no-shared-memory"))
-    with runs.on_card(dist.get_rank()) as gpu:
+    with runs.on_gpu(dist.get_rank()) as gpu:
         gpu_steps = steps_of(run_from(f"{COMMON} {flags}", device=gpu.device))
     waits = [str(wait) for wait in waits_of(gpu.trace) if "step" in wait.within]
     return gpu_steps, cpu_steps, [str(mixed) for mixed in gpu.mixed], waits

@@ -8,7 +8,7 @@ from typing import Any
 import toml_tables
 import torch
 
-CASES = toml_tables.read("support/hugging_face_cases")
+CASES = toml_tables.read_table("support/hugging_face_cases")
 SHAPE, GPT2 = CASES["shape"], CASES["gpt2"]
 VOCAB_SIZE, SEQ_LENGTH = SHAPE["vocab_size"], SHAPE["max_position_embeddings"]
 # name -> (class of the configuration, its values); the name begins with the model type

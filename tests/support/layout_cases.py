@@ -6,14 +6,14 @@ from operator import attrgetter
 
 import toml_tables
 from pairwise import cover
-from train_cases import BORDERS
+from train_cases import DOCUMENT_FLAGS
 
 FP64_TOLERANCE = 1e-10  # relative bound on losses and gradient norms
 BF16_TOLERANCE = 0.02  # relative bound on loss and gradient norm; measured 5e-4 and 6e-3
 
 SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank")
-TABLES = toml_tables.read("layouts/layouts")
-expand = toml_tables.spelt({**TABLES["words"], "BORDERS": BORDERS})
+TABLES = toml_tables.read_table("layouts/layouts")
+expand = toml_tables.expander({**TABLES["abbreviations"], "BORDERS": DOCUMENT_FLAGS})
 
 COMMON, GPT, LLAMA, DROP, ZLOSS = map(expand, ("COMMON", "GPT", "LLAMA", "DROP", "ZLOSS"))
 SPLIT, ZERO2, ZERO3, OFFLOAD, PARAMETERS, HALF = map(expand, "SPLIT ZERO2 ZERO3 OFFLOAD PARAMETERS HALF".split())
@@ -71,7 +71,7 @@ row_name = attrgetter("name")
 CP_ROWS = [
     replace(item, name=f"{item.name}, {comm_type}", layout=f"{item.layout} {flag}")
     for comm_type, flag in (("allgather", ""), ("a2a", expand("A2A")))
-    for item in read_rows("both_ways")
+    for item in read_rows("cp_comm_types")
 ] + read_rows("context")
 PRESUBMIT_CP_ROWS = [
     row

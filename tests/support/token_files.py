@@ -15,7 +15,7 @@ from megalite.data.files.indexed_dataset import IndexedDataset
 from tools.preprocess.indexed_writer import IndexedWriter
 
 
-def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: type[np.generic] = np.uint16) -> Path:
+def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: type[np.generic] = np.uint16) -> Path:
     """Write the .bin and .idx files of these documents, and return their prefix."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedWriter(prefix, dtype) as writer:
@@ -25,7 +25,7 @@ def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: type[np.gener
     return prefix
 
 
-def numbered(prefix: Path, lengths: Sequence[int], first: int = 0) -> IndexedDataset:
+def write_numbered(prefix: Path, lengths: Sequence[int], first: int = 0) -> IndexedDataset:
     """Write documents of these lengths whose tokens are numbered `first`, `first` + 1, ..."""
     with IndexedWriter(prefix, np.int32) as writer:
         writer.add_many(first + np.arange(sum(lengths)), np.array(lengths, np.int64))
@@ -33,11 +33,11 @@ def numbered(prefix: Path, lengths: Sequence[int], first: int = 0) -> IndexedDat
     return IndexedDataset(prefix)
 
 
-def documents_of(data: IndexedDataset) -> list[list[int]]:
+def read_documents(data: IndexedDataset) -> list[list[int]]:
     return [data.document(i).tolist() for i in range(len(data))]
 
 
-def mutated(content: bytes, rng: random.Random) -> bytes:
+def mutate(content: bytes, rng: random.Random) -> bytes:
     """Change, remove or insert a few bytes or an 8-byte number, or rarely cut off the end.
 
     Half of the positions are near the start.
@@ -74,7 +74,7 @@ def byte_level_bpe(texts: Iterable[str], size: int, special: Sequence[str] = ("<
     return bpe
 
 
-def full(*_: object, **__: object) -> None:
+def raise_disk_full(*_: object, **__: object) -> None:
     """Raise "No space left on device". It replaces a function that writes."""
     raise OSError(28, "No space left on device")
 
@@ -82,14 +82,14 @@ def full(*_: object, **__: object) -> None:
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
     """Simulate a full disk in this process."""
-    limit_files()
+    limit_file_size()
     try:
         yield
     finally:
-        limit_files(resource.RLIM_INFINITY)
+        limit_file_size(resource.RLIM_INFINITY)
 
 
-def limit_files(size: int = 65536) -> None:
+def limit_file_size(size: int = 65536) -> None:
     """Limit the size of all files that this process writes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

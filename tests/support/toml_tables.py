@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 
-def read(name: str) -> dict[str, Any]:
+def read_table(name: str) -> dict[str, Any]:
     """Return the table tests/NAME.toml."""
     return tomllib.loads((Path(__file__).parents[1] / f"{name}.toml").read_text("utf-8"))
 
 
-MESSAGES = read("support/expected_messages")
+MESSAGES = read_table("support/expected_messages")
 
 
-def spelt(abbreviations: Mapping[str, str]) -> Callable[[str], str]:
+def expander(abbreviations: Mapping[str, str]) -> Callable[[str], str]:
     """Return a function that expands the abbreviations of a line into flags, recursively."""
 
     def flags(line: str) -> str:

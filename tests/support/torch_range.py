@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "testing.md"
-BEGIN, END = "<!-- rows -->\n", "<!-- end of rows -->\n"
+TABLE_BEGIN, TABLE_END = "<!-- rows -->\n", "<!-- end of rows -->\n"
 DISK_BYTES = 12 << 30
 LIMIT_S = 4 * 3600
 MARKS = "not presubmit and not nightly"  # like tests/run.sh
@@ -74,12 +74,12 @@ class Row:
 # ---- pure: versions and rows
 
 
-def key(version: str) -> tuple[int, ...]:
+def version_key(version: str) -> tuple[int, ...]:
     """Return the sort key of a release: 2.9.1 < 2.11.0."""
     return tuple(int(part) for part in version.split("+")[0].split("."))
 
 
-def floor(pyproject: str) -> str:
+def lowest_version(pyproject: str) -> str:
     """Return the lowest torch of the range."""
     (version,) = re.findall(r'"torch>=([\d.]+)"', json.dumps(tomllib.loads(pyproject)["project"]["dependencies"]))
     return version
@@ -92,7 +92,7 @@ def releases(listing: str, lowest: str) -> list[str]:
     """
     line = next((line for line in listing.splitlines() if line.startswith("Available versions:")), ":")
     versions = [v for v in line.partition(":")[2].replace(",", " ").split() if re.fullmatch(r"\d+(\.\d+)+", v)]
-    return sorted((v for v in versions if key(v) >= key(lowest)), key=key)
+    return sorted((v for v in versions if version_key(v) >= version_key(lowest)), key=version_key)
 
 
 def choose(which: str, served: list[str]) -> str:
@@ -107,7 +107,7 @@ def choose(which: str, served: list[str]) -> str:
 def turn(rows: list[Row], served: list[str]) -> str:
     """Return the end of the range whose newest row is older, or that has no row."""
     newest = {v: max((r.date for r in rows if r.torch.split("+")[0] == v), default="") for v in (served[0], served[-1])}
-    return min(newest, key=lambda v: (newest[v], key(v)))
+    return min(newest, key=lambda v: (newest[v], version_key(v)))
 
 
 def pins(constraints: str, version: str) -> str:
@@ -117,26 +117,26 @@ def pins(constraints: str, version: str) -> str:
     refuses that. Triton 3.7 does not do it.
     """
     lines = [line for line in constraints.splitlines() if not re.match(r"(torch|triton)\b", line)]
-    if key(version) < (2, 12):
+    if version_key(version) < (2, 12):
         lines = ["numpy<2.4" if line.startswith("numpy==") else line for line in lines]
     return "".join(f"{line}\n" for line in lines)
 
 
 def read_rows(page: str) -> list[Row]:
     """Return the rows of the table between the markers."""
-    table = page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    table = page.partition(TABLE_BEGIN)[2].partition(TABLE_END)[0].splitlines()[2:]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in table]
 
 
-def with_row(page: str, row: Row) -> str:
+def add_row(page: str, row: Row) -> str:
     """Return the page with `row` in its table, which replaces an older row of the same kind. The newest torch is first."""
     rows = [row, *(old for old in read_rows(page) if old.identity != row.identity)]
-    rows.sort(key=lambda r: (key(r.torch), r.date), reverse=True)
+    rows.sort(key=lambda r: (version_key(r.torch), r.date), reverse=True)
     names = [field.name for field in fields(Row)]
     lines = [names, ["---"] * len(names), *(astuple(r) for r in rows)]
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    before, _, rest = page.partition(BEGIN)
-    return before + BEGIN + table + END + rest.partition(END)[2]
+    before, _, rest = page.partition(TABLE_BEGIN)
+    return before + TABLE_BEGIN + table + TABLE_END + rest.partition(TABLE_END)[2]
 
 
 def counts(report: str) -> tuple[int, int, int]:
@@ -159,7 +159,9 @@ def build(directory: Path, which: str, python: str) -> Path:
     subprocess.run([python, "-m", "venv", str(directory / "env")], check=True)
     (directory / "constraints.txt").touch()
     pip(directory, "install", "--quiet", "--upgrade", "pip")  # older ones try a hundred versions of botocore
-    served = releases(pip(directory, "index", "versions", "torch"), floor((ROOT / "pyproject.toml").read_text()))
+    served = releases(
+        pip(directory, "index", "versions", "torch"), lowest_version((ROOT / "pyproject.toml").read_text())
+    )
     version = choose(which or turn(read_rows(PAGE.read_text()), served or [""]), served)
     (directory / "constraints.txt").write_text(pins((ROOT / "constraints.txt").read_text(), version))
     print(f"torch {version} of {', '.join(served)}: installing into {directory}", flush=True)
@@ -202,7 +204,7 @@ def run_tests(python: Path, directory: Path, quick: bool) -> Row:
     return Row(datetime.date.today().isoformat(), *versions, tests, passed, failed, skipped, f"{minutes}:{seconds:02d}")
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog=".ci/range", description=(__doc__ or "").split("\n")[0])
     result.add_argument("which", nargs="?", default="", help="lowest, highest or a version; default: by turns")
     result.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
@@ -211,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the directory, too
     with tempfile.TemporaryDirectory(prefix="torch-range-") as name:
         try:
@@ -220,7 +222,7 @@ def main(argv: list[str]) -> int:
             print(f".ci/range: {error}", file=sys.stderr)
             return 3
         row = run_tests(python, Path(name), args.quick)
-    PAGE.write_text(with_row(PAGE.read_text(), row))
+    PAGE.write_text(add_row(PAGE.read_text(), row))
     print(f"torch {row.torch}: {row.passed} passed, {row.failed} failed, {row.skipped} skipped")
     return int(row.failed != "0" or row.passed == "0")
 

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from megalite.training.state import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = (
+SMALL_RUN = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 0.01 --mock-data --vocab-size 93 --make-vocab-size-divisible-by 8 "
     "--eval-iters 1 --log-interval 1"
 ).split()
-BORDERS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # between documents
+DOCUMENT_FLAGS = " --reset-position-ids --reset-attention-mask --eod-mask-loss"  # between documents
 TP2_PP2 = "--nproc 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
 
 
@@ -87,7 +87,7 @@ def close_runs() -> None:
         OPEN_RUNS.pop().close()
 
 
-def kept(run: Run, kind: str = "") -> dict[str, Tensor]:
+def copy_state(run: Run, kind: str = "") -> dict[str, Tensor]:
     """Return copies of what an update changes, by name: weights, main weights, moments and the number of updates.
 
     With `kind`, only the tensors whose names start with it.
@@ -99,13 +99,16 @@ def kept(run: Run, kind: str = "") -> dict[str, Tensor]:
     return {name: data for name, data in state.items() if name.startswith(kind)}
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def is_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Return True if all tensors have equal elements. A NaN is unequal to itself."""
     return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
 
 
 def pretrain(
-    config: Config, ranks: RankInfo | None = None, warnings: Sequence[str] = (), stop: StopSignalHandler | None = None
+    config: Config,
+    ranks: RankInfo | None = None,
+    warnings: Sequence[str] = (),
+    signals: StopSignalHandler | None = None,
 ) -> int:
     """Run the program on one rank from a parsed command line, and return its exit code."""
     import pretrain_gpt
@@ -115,7 +118,7 @@ def pretrain(
 
     with mock.patch("megalite.training.job.job.keep_freed_heap"):  # it would change the process of the tests
         return pretrain_gpt.train(
-            ranks or RankInfo(), TrainCommand(config, warnings, signals=stop or StopSignalHandler())
+            ranks or RankInfo(), TrainCommand(config, warnings, signals=signals or StopSignalHandler())
         )
 
 
@@ -143,7 +146,7 @@ def train(run: Run, config: Config, run_dir: Path, saver: CheckpointSaver | None
         monitors.watchdog.close()
 
 
-def logged(run_dir: Path, metric: str = "train/loss") -> list[Any]:
+def read_metric(run_dir: Path, metric: str = "train/loss") -> list[Any]:
     """Return the values of a metric of all steps that a run has logged."""
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text("utf-8").splitlines())
     return [row[metric] for row in rows if "train/loss" in row]
@@ -155,35 +158,39 @@ def blocks_or_handles(pid: int, signal_number: int) -> bool:
     return any(int(mask, 16) >> (signal_number - 1) & 1 for mask in masks)
 
 
-def signalled(
-    *flags: str, number: int, after: str = "step     5/", again_s: float | None = None, alone: bool = False
+def run_with_signal(
+    *flags: str,
+    signal_number: int,
+    after_text: str = "step     5/",
+    repeat_after_s: float | None = None,
+    only_launcher: bool = False,
 ) -> tuple[int, str, str]:
     """Send a signal to a run, and return its exit code, stdout and stderr.
 
     Args:
-        number: The signal. Like terminals, timeout, scancel and systemd, it is sent to the process group.
-        after: The output after which it is sent. With "", it is sent as soon as the run handles SIGTERM, while it imports
-            torch.
-        again_s: Send the signal a second time, this much later.
-        alone: Send it only to the launcher.
+        signal_number: The signal. Like terminals, timeout, scancel and systemd, it is sent to the process group.
+        after_text: The output after which it is sent. With "", it is sent as soon as the run handles SIGTERM, while it
+            imports torch.
+        repeat_after_s: Send the signal a second time, this much later.
+        only_launcher: Send it only to the launcher.
     """
     argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags]
     pipe = subprocess.PIPE
-    start = programs.Popen if after else subprocess.Popen  # a forked program has imported torch from the start
+    start = programs.Popen if after_text else subprocess.Popen  # a forked program has imported torch from the start
     process = start(argv, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, start_new_session=True)
     lines = []
     try:
-        for line in process.stdout if after else []:
+        for line in process.stdout if after_text else []:
             lines.append(line)
-            if after in line:
+            if after_text in line:
                 break
-        while not after and not blocks_or_handles(process.pid, signal.SIGTERM):
+        while not after_text and not blocks_or_handles(process.pid, signal.SIGTERM):
             assert process.poll() is None
             time.sleep(0.01)
-        os.kill(process.pid, number) if alone else os.killpg(process.pid, number)
-        if again_s is not None:
-            time.sleep(again_s)
-            os.killpg(process.pid, number)
+        os.kill(process.pid, signal_number) if only_launcher else os.killpg(process.pid, signal_number)
+        if repeat_after_s is not None:
+            time.sleep(repeat_after_s)
+            os.killpg(process.pid, signal_number)
         out, err = process.communicate(timeout=60)
         return process.returncode, "".join(lines) + out, err
     finally:

@@ -67,7 +67,7 @@ FAULT_MESSAGES = {
 
 def run_report(directory: Path, faults: str = "", *only: str, code: int = 1) -> tuple[dict[str, Any], str]:
     (directory / "sitecustomize.py").write_text(everywhere.TEXT + faults)
-    environment = {**os.environ, "PYTHONPATH": str(directory), everywhere.CARDS: "2", "PYTEST_ADDOPTS": ADDOPTS}
+    environment = {**os.environ, "PYTHONPATH": str(directory), everywhere.NUM_GPUS: "2", "PYTEST_ADDOPTS": ADDOPTS}
     command = [sys.executable, str(ROOT / "tools" / "gpu_report.py"), "--tiny", "--seconds", "3000"]
     command += ["--only", *only] if only else []
     done = subprocess.run([*command, "--out", str(directory / "out")], capture_output=True, text=True, env=environment)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from browser import measure_layout, require_browser, take_screenshot
 from report_cases import write_run
-from train_cases import SMALL, TP2_PP2
+from train_cases import SMALL_RUN, TP2_PP2
 
 from tools.plots import bars as shares
 from tools.plots.run_data import read_run
@@ -37,7 +37,7 @@ def check_page(page: Path, directory: Path) -> dict[int, dict]:
 
 def test_page_of_a_run_of_four_ranks(tmp_path: Path) -> None:
     require_browser()
-    run, flags = tmp_path / "mine", [*SMALL, *TP2_PP2, "--train-iters", "12", "--profile-pipeline", "4"]
+    run, flags = tmp_path / "mine", [*SMALL_RUN, *TP2_PP2, "--train-iters", "12", "--profile-pipeline", "4"]
     argv = [sys.executable, "pretrain_gpt.py", *flags, "--run-dir", str(run)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=110, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -32,9 +32,9 @@ from tools.verification.shrink import ShrunkConfig, kv_group_check, shrink, sing
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """--micro-batch-size 2 --global-batch-size 1024 --train-iters 1000 --lr 3e-4 --mock-data
  --tokenizer-type NullTokenizer --lr-warmup-iters 10 --lr-decay-style cosine --clip-grad 0.7"""
-CASES = toml_tables.read("tools/verify")
-spelt = toml_tables.spelt(CASES["words"])
-GPT = spelt("GPT")
+CASES = toml_tables.read_table("tools/verify")
+expand = toml_tables.expander(CASES["abbreviations"])
+GPT = expand("GPT")
 
 
 def shrink_flags(flags: str, max_ranks: int = 8, keep_sizes: bool = False) -> tuple[Config, ShrunkConfig]:
@@ -93,7 +93,7 @@ def test_shrink_keeps_groups_and_layer_patterns() -> None:
 
 @pytest.mark.parametrize("flags,second,groups", CASES["groups"])
 def test_second_config_covers_groups_that_the_first_hides(flags: str, second: int, groups: int) -> None:
-    config, first = shrink_flags(spelt(flags))
+    config, first = shrink_flags(expand(flags))
     check = kv_group_check(config, first, 8)
     assert (check and check.layout) == (Layout(second) if second else None)
     if check is not None:
@@ -112,7 +112,7 @@ def test_too_few_ranks_for_groups_are_reported() -> None:
 
 @pytest.mark.parametrize("flags,counts", CASES["stages"])
 def test_shrink_keeps_uneven_stages(flags: str, counts: list[int]) -> None:
-    _, shrunk = shrink_flags(spelt(f"GPT {flags}"))
+    _, shrunk = shrink_flags(expand(f"GPT {flags}"))
     assert explicit_stage_layers(shrunk.config.model.num_layers, shrunk.config.parallel) == counts
 
 
@@ -291,7 +291,7 @@ def test_experts_are_sharded_over_the_ranks_of_a_stage() -> None:
 
 @pytest.mark.parametrize("flags,layout,edp,routing", CASES["experts"])
 def test_shrink_keeps_routing_and_expert_layout(flags: str, layout: str, edp: int, routing: list[int]) -> None:
-    config, shrunk = shrink_flags(spelt(flags))
+    config, shrunk = shrink_flags(expand(flags))
     m = shrunk.config.model
     sizes = (m.num_experts, m.moe_router_topk, m.moe_router_num_groups, m.moe_router_group_topk)
     assert (str(shrunk.layout), shrunk.layout.edp, sizes[: len(routing)]) == (layout, edp, tuple(routing))
@@ -363,7 +363,7 @@ def test_bad_command_line_is_refused_at_once(flags: str, capsys: pytest.CaptureF
     assert all(part in stderr for part in BAD[flags]) and "Traceback" not in stderr
 
 
-HEALTHY = {name: spelt(flags) for name, flags in CASES["healthy"].items()}
+HEALTHY = {name: expand(flags) for name, flags in CASES["healthy"].items()}
 
 
 @pytest.mark.timeout(180)

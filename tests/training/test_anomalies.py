@@ -15,9 +15,8 @@ import torch.distributed as dist
 from program_runs import load_json_lines, load_losses, load_status, run_pretrain
 from ranks import run_ranks
 from test_train_step import BATCH, build
-from token_files import write
-from train_cases import SMALL, config_from, kept
-from train_cases import pretrain as pretrain_here
+from token_files import write_documents
+from train_cases import SMALL_RUN, config_from, copy_state, pretrain
 
 from megalite.common.exit_codes import ExitCode
 from megalite.common.fault_injection import FaultInjector
@@ -51,10 +50,10 @@ def _nan_message(flags: str, direction: str, bad_rank: int) -> str:
     elif dist.get_rank() == bad_rank:
         block = run.pipeline.stages[0].blocks[1]  # type: ignore[index]
         block.register_full_backward_hook(lambda module, grads, grad: (grads[0] * math.nan, *grads[1:]))
-    before = kept(run)
+    before = copy_state(run)
     with pytest.raises(InvalidResultError) as error:
         train_step(run)
-    pairs = zip(kept(run).values(), before.values(), strict=True)
+    pairs = zip(copy_state(run).values(), before.values(), strict=True)
     assert run.progress.step == 1 and all(torch.equal(a, b) or a.isnan().any() for a, b in pairs)
     return str(error.value)
 
@@ -182,7 +181,7 @@ SPIKE_FLAGS = "--check-for-spiky-loss --check-for-large-grads --spike-window 16"
 def write_text(prefix: Path, noisy: set[int]) -> None:
     """Write documents of one sample each, identical except for those in `noisy`."""
     noise, count = np.random.default_rng(0), 8 * (STEPS + 2)
-    write(prefix, [noise.integers(10, 93, 16).tolist() if n in noisy else [5] * 16 for n in range(count)])
+    write_documents(prefix, [noise.integers(10, 93, 16).tolist() if n in noisy else [5] * 16 for n in range(count)])
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +193,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     for name, end in (("once", POISONED), ("on", STEPS + 1)):
         locations = [order.locate(i, 0) for i in range(8 * (POISONED - 1), 8 * end)]
         write_text(directory / name, {int(location.split()[2].rstrip(",")) for location in locations})
-        flags = [flag for flag in SMALL if flag != "--mock-data"]
+        flags = [flag for flag in SMALL_RUN if flag != "--mock-data"]
         data_flags = f"--split 1,0,0 --eval-iters 0 --seed 5 --lr-decay-style constant --lr 0.02 --train-iters {STEPS}"
         flags_of[name] = [*flags, "--data-path", str(directory / name), *data_flags.split()]
     return flags_of
@@ -202,7 +201,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def train(*flags: str) -> int:
     """Train on one rank in this process."""
-    return pretrain_here(config_from(list(flags)), RankInfo())
+    return pretrain(config_from(list(flags)), RankInfo())
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
@@ -288,7 +287,7 @@ def test_number_of_skipped_steps_is_bounded(tmp_path: Path, monkeypatch: pytest.
     fault = FaultInjector({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (1, 2, 4, 5, 6))})
     monkeypatch.setattr(step_module, "inject_fault", fault)
     flags = f"--train-iters 9 {SKIP} --max-skipped-steps 3 --rerun-mode disabled --run-dir {tmp_path}".split()
-    assert train(*SMALL, *flags) == ExitCode.BAD_RESULT  # two in a row were not too many
+    assert train(*SMALL_RUN, *flags) == ExitCode.BAD_RESULT  # two in a row were not too many
     status = load_status(tmp_path)
     assert (status["outcome"], status["step"]) == ("bad-result", 6)
     assert status["reason"].startswith("max_skipped_steps=3 in a row: nothing is learned; step 6: loss ")
@@ -297,7 +296,7 @@ def test_number_of_skipped_steps_is_bounded(tmp_path: Path, monkeypatch: pytest.
 def test_repeated_transient_errors_end_the_run(tmp_path: Path, monkeypatch) -> None:
     fault = FaultInjector({"MEGALITE_FAULT": ",".join(f"step.after_reduce:0:{n}:nan" for n in (2, 3, 5))})
     monkeypatch.setattr(step_module, "inject_fault", fault)
-    assert train(*SMALL, "--train-iters", "9", "--save", str(tmp_path)) == ExitCode.RERUN
+    assert train(*SMALL_RUN, "--train-iters", "9", "--save", str(tmp_path)) == ExitCode.RERUN
     status = load_status(tmp_path)
     assert (status["outcome"], status["step"]) == ("rerun", 5)
     assert status["reason"] == "3 steps were right only when recomputed, the last on ranks [0]"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import train_cases
 from program_runs import load_json_lines, load_losses, load_status, run_pretrain
-from token_files import write
-from train_cases import SMALL, TP2_PP2, config_from
+from token_files import write_documents
+from train_cases import SMALL_RUN, TP2_PP2, config_from
 
 from megalite.data.errors import DataError
 from megalite.data.tokenizers.build_tokenizer import build_tokenizer
@@ -18,7 +18,7 @@ from tools import checkpoint, preprocess_data, train_tokenizer
 from tools.preprocess.indexed_writer import IndexedWriter
 from tools.preprocess.tokenize_run import make_info
 
-FLAGS = [f for f in SMALL if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]
+FLAGS = [f for f in SMALL_RUN if f != "--mock-data"] + ["--tokenizer-type", "NullTokenizer", "--vocab-size", "94"]
 
 
 def data_usage(directory: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -139,7 +139,7 @@ def test_bad_validation_sets_are_refused(files: tuple[str, str]) -> None:
 @pytest.fixture(scope="module")
 def only_ends(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a source whose documents consist only of their end token."""
-    return str(write(tmp_path_factory.mktemp("ends") / "e", [[93]] * 600))
+    return str(write_documents(tmp_path_factory.mktemp("ends") / "e", [[93]] * 600))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_fim_run(tmp_path: Path) -> None:
     tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tmp_path / "spm.model"]
     tool_flags = ["--input", tmp_path / "t.jsonl", "--output-prefix", tmp_path / "d", "--append-eod", "--workers", "1"]
     assert preprocess_data.main([*map(str, tool_flags), *map(str, tokenizer)]) == 0
-    plain = [f for f in SMALL if f not in ("--mock-data", "--vocab-size", "93")]
+    plain = [f for f in SMALL_RUN if f not in ("--mock-data", "--vocab-size", "93")]
     flags = [*plain, *tokenizer, "--data-path", tmp_path / "d_text_document", "--split", "9,1,0", "--train-iters", "3"]
     fim = [*flags, "--fim-data", "--fim-rate", "1"]
     expected = train(tmp_path / "fim", *fim)
@@ -214,5 +214,5 @@ def test_fim_run(tmp_path: Path) -> None:
 
 def test_ledger_of_mock_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoint.main(["data-usage", str(tmp_path)]) == 3 and "no checkpoint" in capsys.readouterr().err
-    train(tmp_path, *SMALL, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1")
+    train(tmp_path, *SMALL_RUN, "--train-iters", "1", "--save", tmp_path, "--save-interval", "1")
     assert any("generated data" in line for line in data_usage(tmp_path / "iter_0000001", capsys))

@@ -19,7 +19,7 @@ import torch
 from pairwise import nightly_except
 from program_runs import ROOT, load_json_lines, load_status, running_program
 from ranks import run_ranks
-from train_cases import SMALL, config_from, run_from
+from train_cases import SMALL_RUN, config_from, run_from
 
 from megalite.common.exit_codes import ExitCode
 from megalite.parallel import comm
@@ -144,7 +144,7 @@ def test_mismatched_message_is_refused(elements: int, dtype: Any, mark: int) -> 
 
 def _extra_collective(directory: str) -> tuple[bool, str]:
     """Run an extra collective on rank 0, of the size of the next one."""
-    run = run_from([*SMALL, "--train-iters", "3"])
+    run = run_from([*SMALL_RUN, "--train-iters", "3"])
     train_step(run)
     run.buffer.wait_param_sync()
     before, dp = torch.cat(run.buffer.weights.tensors), run.mesh.dp
@@ -211,7 +211,7 @@ def test_store_is_polled_within_its_capacity(tmp_path: Path, size: int, monkeypa
 def test_status_is_running_until_the_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Update the status whatever the main thread does."""
     monkeypatch.setattr(hang, "HEARTBEAT_S", 0.02)
-    config = config_from([*SMALL, "--train-iters", "3", "--eval-iters", "9"])
+    config = config_from([*SMALL_RUN, "--train-iters", "3", "--eval-iters", "9"])
     run, file = run_from(config), tmp_path / "status.json"
     run.last_step = 3
     assert long_evaluation_note(run, config.train)[0].startswith("eval_iters=9: 18 batches are evaluated for 3 steps")
@@ -243,7 +243,7 @@ def run_to_end(
     run_dir: Path, *flags: str, fault: str = "", launcher: tuple[str, ...] = (), limit_s: int = 3
 ) -> Outcome:
     """Return exit code, stderr and status of a run of up to 30 steps with a time-out of `limit_s`."""
-    flags = (*SMALL, "--train-iters", "30", *flags, "--run-dir", str(run_dir), "--device", "cpu")
+    flags = (*SMALL_RUN, "--train-iters", "30", *flags, "--run-dir", str(run_dir), "--device", "cpu")
     command = [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *flags]
     command += ["--distributed-timeout-seconds-after-init", str(limit_s)]
     env = {**os.environ, "MEGALITE_FAULT": fault, "TORCH_FR_BUFFER_SIZE": "100"}
@@ -292,7 +292,7 @@ def test_timeout_holds_with_torch_collective_checks(
     assert status["reason"].startswith(f"rank {rank} ended by signal SIGKILL")
 
 
-HANGS = toml_tables.read("training/cases")["hangs"]
+HANGS = toml_tables.read_table("training/cases")["hangs"]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,10 @@ def run_and_abort(run_dir: Path, fault: str, ready_text: str) -> tuple[int, dict
 
     NCCL's watchdog sends it to a rank that waits too long. Python cannot handle it.
     """
-    argv = [*SMALL, *"--train-iters 100000 --nproc 2 --device cpu --distributed-timeout-seconds-after-init 10".split()]
+    argv = [
+        *SMALL_RUN,
+        *"--train-iters 100000 --nproc 2 --device cpu --distributed-timeout-seconds-after-init 10".split(),
+    ]
     env = {**os.environ, "MEGALITE_FAULT": fault}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with running_program(*argv, "--run-dir", run_dir, ready_text=ready_text, env=env, **pipes) as process:

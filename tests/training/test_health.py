@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from program_runs import load_json_lines, load_status, run_pretrain
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.common.exit_codes import ExitCode
 from megalite.config.options import OperationsConfig
@@ -150,7 +150,19 @@ def test_straggler_line_names_the_requested_number_of_ranks() -> None:
 # ---- whole runs
 def train(run_dir: Path, steps: int, *flags: str, fault: str = "") -> tuple[int, list[dict[str, Any]]]:
     """Return the exit code and the events of a run of two ranks."""
-    argv = [*SMALL, "--train-iters", steps, "--device", "cpu", "--nproc", 2, "--run-dir", run_dir, "--eval-iters", 0]
+    argv = [
+        *SMALL_RUN,
+        "--train-iters",
+        steps,
+        "--device",
+        "cpu",
+        "--nproc",
+        2,
+        "--run-dir",
+        run_dir,
+        "--eval-iters",
+        0,
+    ]
     result = run_pretrain(*argv, *flags, fault=fault, timeout=400)
     assert "Traceback" not in result.stderr, result.stderr
     return result.returncode, load_json_lines(run_dir / "events.jsonl")

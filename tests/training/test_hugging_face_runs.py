@@ -14,7 +14,7 @@ from hugging_face_cases import SEQ_LENGTH, VOCAB_SIZE, copy_model, model_cache, 
 from pairwise import nightly_except
 from ranks import run_ranks
 from safetensors.torch import load_file
-from token_files import byte_level_bpe, limit_files
+from token_files import byte_level_bpe, limit_file_size
 from train_cases import config_from, run_from
 
 import pretrain_gpt
@@ -62,11 +62,11 @@ def parse(model_dir: Path | str, *flags: str, base: str = BASE) -> Config:
     return config_from([*base.split(), "--load", str(model_dir), *flags])
 
 
-def taken(model_dir: Path, *flags: str, base: str = BASE) -> Config:
+def hugging_face_config(model_dir: Path, *flags: str, base: str = BASE) -> Config:
     return origin.complete_config(parse(model_dir, "--use-checkpoint-args", *flags, base=base))
 
 
-def begun(config: Config) -> Run:
+def start_from_model(config: Config) -> Run:
     run = run_from(config)
     assert origin.load_external_model(run, config) is not None
     return run
@@ -82,7 +82,7 @@ def tokens_of(batches: list[Batch]) -> list[torch.Tensor]:
 
 def first_step(model_dir: str, flags: str) -> tuple[float, list[torch.Tensor]]:
     """Return this rank's loss and tokens [B, S + 1] of the first step of a run that starts from a model."""
-    run = begun(taken(Path(model_dir), *flags.split()))
+    run = start_from_model(hugging_face_config(Path(model_dir), *flags.split()))
     tokens = tokens_of(batches_of(run, 0, 1))
     return train_step(run).loss, tokens
 
@@ -107,7 +107,7 @@ def test_first_loss_equals_transformers_under_every_layout(models, name: str) ->
 
 def test_half_precision_run_keeps_exact_main_weights(models) -> None:
     model, model_dir = models("llama")
-    config = taken(model_dir, "--bf16")
+    config = hugging_face_config(model_dir, "--bf16")
     run = run_from(config)
     loaded = origin.load_external_model(run, config)
     assert loaded is not None and "llama in float32" in loaded[1][0]
@@ -144,7 +144,7 @@ def test_contradictory_options_are_named_together(models) -> None:
     ):
         assert text in str(error.value)
     with pytest.raises(SetupError, match="num_layers=6, but 4 in .*; drop the option"):
-        taken(model_dir, "--num-layers", "6")
+        hugging_face_config(model_dir, "--num-layers", "6")
     gpt2_args = [models("gpt2")[1], *"--num-layers 4 --hidden-size 32 --num-attention-heads 4".split()]
     assert origin.complete_config(parse(*gpt2_args, "--max-position-embeddings", str(SEQ_LENGTH)))
     with pytest.raises(SetupError, match="max_position_embeddings: 16 here, 48 in"):
@@ -153,20 +153,24 @@ def test_contradictory_options_are_named_together(models) -> None:
 
 def test_tokenizer_next_to_the_model_is_the_default(models, tmp_path: Path) -> None:
     model_dir = copy_model(models("llama")[1], tmp_path / "model")
-    assert (config := taken(model_dir)).data.tokenizer_type is None and config.data.vocab_size == VOCAB_SIZE
+    assert (
+        config := hugging_face_config(model_dir)
+    ).data.tokenizer_type is None and config.data.vocab_size == VOCAB_SIZE
     write_tokenizer(model_dir, VOCAB_SIZE - 20)
-    data = taken(model_dir, "--reset-position-ids").data  # needs the id of the end of a document
+    data = hugging_face_config(model_dir, "--reset-position-ids").data  # needs the id of the end of a document
     assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", str(model_dir))
-    assert preflight(taken(model_dir), RankInfo())[1].vocab_size == data.vocab_size == VOCAB_SIZE
-    null_data = taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)).data
+    assert preflight(hugging_face_config(model_dir), RankInfo())[1].vocab_size == data.vocab_size == VOCAB_SIZE
+    null_data = hugging_face_config(
+        model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE)
+    ).data
     assert null_data.tokenizer_type == "NullTokenizer" and null_data.tokenizer_model is None
     with pytest.raises(SetupError, match="vocab_size: 94 here, 93 in"):
-        taken(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE + 1))
+        hugging_face_config(model_dir, "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE + 1))
     other_dir = copy_model(model_dir, tmp_path / "other")
     write_tokenizer(other_dir, VOCAB_SIZE + 7)
-    assert taken(other_dir).data.tokenizer_type is None  # more tokens than rows
+    assert hugging_face_config(other_dir).data.tokenizer_type is None  # more tokens than rows
     with pytest.raises(SetupError, match="vocab_size: 100 here, 93 in"):
-        taken(model_dir, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other_dir))
+        hugging_face_config(model_dir, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(other_dir))
     config_without_vocabulary = parse(tmp_path, *"--num-layers 1 --hidden-size 8 --num-attention-heads 2".split())
     with pytest.raises(SetupError, match="vocab_size is not set"):
         preflight(origin.complete_config(config_without_vocabulary), RankInfo())
@@ -175,7 +179,7 @@ def test_tokenizer_next_to_the_model_is_the_default(models, tmp_path: Path) -> N
 def test_restart_uses_the_checkpoint_not_the_model(models, tmp_path: Path) -> None:
     _, model_dir = models("qwen2")
     restart_flags = ("--pretrained-checkpoint", str(model_dir), "--save", str(tmp_path / "run"), "--save-interval", "1")
-    config = taken(tmp_path / "run", *restart_flags)
+    config = hugging_face_config(tmp_path / "run", *restart_flags)
     run = run_from(config)
     saver = open_saver(run, config)
     assert saver is not None and origin.load_external_model(run, config) is not None
@@ -206,7 +210,7 @@ def _starts(base: str) -> list[Failure]:
 
     rank = dist.get_rank()
     model_dir = Path(base) / f"rank{rank}"  # nodes may have copies of their own
-    config = taken(model_dir, "--pipeline-model-parallel-size", "2")
+    config = hugging_face_config(model_dir, "--pipeline-model-parallel-size", "2")
     run = run_from(config, ranks=RankInfo(rank, 2))
     failures, real_read = [], hf_files._read
 
@@ -290,7 +294,7 @@ def test_failed_export_leaves_nothing(saves: bool, tmp_path: Path) -> None:
     else:
         flags += ["--tensor-model-parallel-size", "2", "--nproc", "2"]
     flags += ["--export-hf", str(tmp_path / "out")]
-    result = programs.run_python("pretrain_gpt.py", *flags, preexec_fn=limit_files)
+    result = programs.run_python("pretrain_gpt.py", *flags, preexec_fn=limit_file_size)
     assert result.returncode == 1, result.stdout + result.stderr
     assert f"{tmp_path}/{'' if saves else '.'}out" in result.stderr and "File too large" in result.stderr, result.stderr
     assert "Traceback" not in result.stderr and "exported" not in result.stdout, result.stdout + result.stderr
@@ -337,8 +341,8 @@ def test_plan_of_a_run_from_a_model_directory(models, capsys: pytest.CaptureFixt
 
 
 def _exported(model_dir: str, target: str, flags: str) -> str | None:
-    config = taken(Path(model_dir), "--export-hf", target, *flags.split())
-    run = begun(config)
+    config = hugging_face_config(Path(model_dir), "--export-hf", target, *flags.split())
+    run = start_from_model(config)
     train_step(run)
     run.buffer.wait_param_sync()
     return export(run, config, 2)
@@ -352,7 +356,7 @@ def test_export_works_without_checkpoints(models, layout: str, tmp_path: Path) -
     lines = run_ranks(4, _exported, str(model_dir), str(tmp_path / layout), LAYOUTS[layout])
     assert lines[0] is not None and lines[1:] == [None] * 3
     assert [p.name for p in tmp_path.iterdir()] == [layout]
-    run = begun(taken(model_dir))
+    run = start_from_model(hugging_face_config(model_dir))
     train_step(run)
     batches = batches_of(run, 4, 2)
     expected = float(run.pipeline.evaluate(batches))
@@ -368,8 +372,8 @@ def _save_at_stages(stages: list[int], model_dir: str, target: str) -> None:
     """Train a step from a directory and save a checkpoint, at each ZeRO stage, with tp 2 and dp 2."""
     for stage in stages:
         flags = f"{LAYOUTS['tp2 dp2']} --zero-stage {stage} --save {target}/{stage} --save-interval 1"
-        config = taken(Path(model_dir), *flags.split())
-        run = begun(config)
+        config = hugging_face_config(Path(model_dir), *flags.split())
+        run = start_from_model(config)
         train_step(run)
         saver = open_saver(run, config)
         assert saver is not None

@@ -8,8 +8,8 @@ import toml_tables
 import torch
 from program_runs import load_json_lines
 from ranks import run_ranks
-from test_run_start import built, save_step, started, weights
-from train_cases import SMALL, config_from, pretrain, run_from, train
+from test_run_start import make_run, save_step, start_run, weights
+from train_cases import SMALL_RUN, config_from, pretrain, run_from, train
 
 import pretrain_gpt
 from megalite.checkpoint.format import manifest as manifests
@@ -20,21 +20,21 @@ from megalite.training.state import Run
 from megalite.training.train_step import train_step
 from megalite.training.trainer import evaluate
 
-MISMATCHES = toml_tables.read("training/cases")["rates"]
+MISMATCHES = toml_tables.read_table("training/cases")["rates"]
 
 
 @pytest.fixture(scope="module")
 def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a checkpoint of step 2 of 6, with one skipped step."""
     save_dir = tmp_path_factory.mktemp("saved")
-    run, config = built("--save", str(save_dir))
+    run, config = make_run("--save", str(save_dir))
     run.progress.advance(8, tokens=128, skipped=True)
     save_step(run, config)
     return save_dir
 
 
 def resume(load_dir: Path, *flags: str) -> Run:
-    return started("--load", str(load_dir), *flags)[0]
+    return start_run("--load", str(load_dir), *flags)[0]
 
 
 @pytest.mark.parametrize("flags,lines", MISMATCHES.items())
@@ -54,8 +54,8 @@ CURVE = "--lr-decay-style cosine --lr-warmup-iters 2"
 def test_base_batch_size_scales_the_rates(batch: str) -> None:
     base_rates = "--lr 0.004 --min-lr 0.001 --lr-warmup-init 0.0004 --decoupled-lr 0.002 --lr-base-batch-size 4"
     scaled_rates = "--lr 0.016 --min-lr 0.004 --lr-warmup-init 0.0016 --decoupled-lr 0.008"
-    scaled, _ = built(*f"{base_rates} {batch} {CURVE}".split())
-    expected, _ = built(*f"{scaled_rates} {batch} {CURVE}".split())
+    scaled, _ = make_run(*f"{base_rates} {batch} {CURVE}".split())
+    expected, _ = make_run(*f"{scaled_rates} {batch} {CURVE}".split())
     for n in range(0, 97, 8):
         assert scaled.schedules.lr.at(n) == pytest.approx(expected.schedules.lr.at(n), rel=1e-12)
         assert scaled.schedules.decoupled and expected.schedules.decoupled
@@ -65,7 +65,7 @@ def test_base_batch_size_scales_the_rates(batch: str) -> None:
 
 def test_base_batch_size_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, is_reported in (("--lr 0.0025 --lr-base-batch-size 4", True), ("--lr 0.01", False)):
-        argv = [*SMALL, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu --dry-run".split()]
+        argv = [*SMALL_RUN, *"--global-batch-size 16 --train-iters 3 --nproc 2 --device cpu --dry-run".split()]
         assert pretrain_gpt.main([*argv, *flags.split()]) == ExitCode.DONE
         output = " ".join(capsys.readouterr().out.split())
         assert ("0.0025 at a batch of 4, so 0.01 at one of 16" in output) == ("at a batch of" in output) == is_reported
@@ -93,7 +93,7 @@ def test_rates_from_flags_or_checkpoint(checkpoint_dir: Path) -> None:
 
 def test_decoupled_rate_of_the_checkpoint_is_kept(tmp_path: Path) -> None:
     """Require the flag: buckets are laid out before a checkpoint is read, and none would follow the rate without it."""
-    save_step(*built("--save", str(tmp_path), "--decoupled-lr", "0.03"))
+    save_step(*make_run("--save", str(tmp_path), "--decoupled-lr", "0.03"))
     message = r"decoupled_lr=0\.03 in the checkpoint, but none here; add --decoupled-lr 0\.03"
     with pytest.raises(SetupError, match=message):
         resume(tmp_path, "--use-checkpoint-opt-param-scheduler")
@@ -116,12 +116,12 @@ def test_checkpoint_without_rates_resumes(checkpoint_dir: Path, monkeypatch: pyt
         return manifest._replace(state={name: value for name, value in manifest.state.items() if name != "rates"})
 
     monkeypatch.setattr(manifests, "load_manifest", load_without_rates)
-    run, _, notes = started("--load", str(checkpoint_dir), "--lr", "0.5")
+    run, _, notes = start_run("--load", str(checkpoint_dir), "--lr", "0.5")
     assert run.schedules.lr.peak == 0.5 and "has no learning rate" in notes[0]
 
 
 def test_first_update_without_warmup_uses_the_peak_rate() -> None:
-    run, _ = built("--train-iters", "1", "--lr", "1e-5", "--weight-decay", "0", "--adam-eps", "1e-30")
+    run, _ = make_run("--train-iters", "1", "--lr", "1e-5", "--weight-decay", "0", "--adam-eps", "1e-30")
     before = weights(run)
     assert train_step(run).lr == 0.0  # the rate of the next update
     max_change = max(float((after - before[name]).abs().max()) for name, after in weights(run).items())
@@ -130,7 +130,7 @@ def test_first_update_without_warmup_uses_the_peak_rate() -> None:
 
 def test_skip_train_evaluates_the_loaded_weights(tmp_path: Path) -> None:
     """Evaluate without optimizer state and learning rate, and save nothing."""
-    save_dir, flags = tmp_path / "saved", [*SMALL, "--train-iters", "3", "--eval-iters", "2"]
+    save_dir, flags = tmp_path / "saved", [*SMALL_RUN, "--train-iters", "3", "--eval-iters", "2"]
     config = config_from([*flags, "--save", str(save_dir)])
     assert pretrain(config, RankInfo()) is ExitCode.DONE
     checkpoints = sorted(save_dir.glob("iter_*"))
@@ -148,9 +148,9 @@ def test_skip_train_evaluates_the_loaded_weights(tmp_path: Path) -> None:
 
 
 def test_evaluation_batch_size(tmp_path: Path) -> None:
-    run, _ = built("--eval-iters", "2")
+    run, _ = make_run("--eval-iters", "2")
     expected = evaluate(run, run.valid_loaders[0].data, 2)  # 2 x 8 samples
-    run, config = built("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
+    run, config = make_run("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
     shapes, original = [], run.pipeline.evaluate
     run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), original(batches))[1]  # type: ignore[method-assign]
     assert evaluate(run, run.valid_loaders[0].data, 4) == pytest.approx(expected, rel=1e-6)
@@ -161,8 +161,15 @@ def test_evaluation_batch_size(tmp_path: Path) -> None:
 
 
 def test_batch_size_schedule_trains_and_resumes() -> None:
-    index = SMALL.index("--global-batch-size")
-    argv = [*SMALL[:index], *SMALL[index + 2 :], "--train-samples", "20", "--step-batch-size-schedule", "0:4 128:8"]
+    index = SMALL_RUN.index("--global-batch-size")
+    argv = [
+        *SMALL_RUN[:index],
+        *SMALL_RUN[index + 2 :],
+        "--train-samples",
+        "20",
+        "--step-batch-size-schedule",
+        "0:4 128:8",
+    ]
     run = run_from(argv)
     sizes = [train_step(run).batch_size for _ in range(run.last_step)]
     assert sizes == [4, 4, 8, 8]  # 128 tokens are 8 samples; the last batch goes beyond the 20
@@ -172,12 +179,12 @@ def test_batch_size_schedule_trains_and_resumes() -> None:
 
 def test_run_without_evaluation() -> None:
     for count in ("0", "-1"):
-        run, _ = built("--eval-iters", count)
+        run, _ = make_run("--eval-iters", count)
         assert not run.valid_loaders and not run.test_loaders
 
 
 def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
-    run = run_from([*SMALL, "--train-iters", "6", "--bf16", *extra.split()])
+    run = run_from([*SMALL_RUN, "--train-iters", "6", "--bf16", *extra.split()])
     losses = [train_step(run).loss for _ in range(3)]
     run.buffer.wait_param_sync()
     return losses, {"weights": torch.cat(run.buffer.weights.tensors).view(torch.uint8).numpy().tobytes()}

@@ -21,8 +21,8 @@ from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.setup import build_schedules
 
-EXPECTED = toml_tables.read("training/megatron_schedules")
-spelt = toml_tables.spelt(EXPECTED["words"])
+EXPECTED = toml_tables.read_table("training/megatron_schedules")
+expand = toml_tables.expander(EXPECTED["abbreviations"])
 MODEL = """--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 16 --micro-batch-size 4 --mock-data
  --vocab-size 20"""
 
@@ -100,14 +100,14 @@ def test_warmup_as_long_as_the_decay() -> None:
     assert [no_last_phase.at(n) for n in (1, 10, 11)] == [1.0, 1.0, 0.1]
 
 
-RUN = spelt("RUN")
+RUN = expand("RUN")
 # indices of updates, from 0; the run has 20 steps, and may be resumed beyond them
 UPDATES = (0, 1, 4, 7, 13, 17, 20, 23)
 
 
 @pytest.mark.parametrize("expected", EXPECTED["rates"].values(), ids=EXPECTED["rates"])
 def test_learning_rates_equal_megatrons(expected: dict[str, Any]) -> None:
-    lr = rates_of(parse(spelt(expected["flags"]))).lr
+    lr = rates_of(parse(expand(expected["flags"]))).lr
     samples_before = lambda step: 8 * (step - sum(s < step for s in expected.get("skipped", ())))  # noqa: E731
     for steps, name in ((UPDATES, "updates"), ((1, 5, 20), "logged")):
         assert [lr.at(samples_before(step)) for step in steps] == pytest.approx(expected[name], rel=1e-12)

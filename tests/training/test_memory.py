@@ -8,7 +8,7 @@ import time
 
 import pytest
 from call_counts import count_calls
-from train_cases import SMALL, config_from
+from train_cases import SMALL_RUN, config_from
 
 import pretrain_gpt
 from megalite.config.options import Config
@@ -27,7 +27,7 @@ VPP = "--num-virtual-stages-per-pipeline-rank"
 
 
 def config_of(flags: str) -> Config:
-    return config_from([*SMALL, "--train-iters", "1", *flags.split()])
+    return config_from([*SMALL_RUN, "--train-iters", "1", *flags.split()])
 
 
 def preset(flags: str) -> Config:
@@ -87,7 +87,7 @@ def test_long_steps_are_extrapolated() -> None:
 
 
 def test_number_of_local_ranks_is_limited(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*SMALL, "--train-iters", "1", "--nproc", "80000", "--global-batch-size", "160000"]
+    argv = [*SMALL_RUN, "--train-iters", "1", "--nproc", "80000", "--global-batch-size", "160000"]
     with pytest.raises(SystemExit, match="2"):
         pretrain_gpt.main(argv)
     assert "nproc=80000 is more than 8 x" in capsys.readouterr().err

@@ -19,8 +19,7 @@ from typing import Any, cast
 
 import pytest
 from program_runs import load_status, run_pretrain
-from train_cases import SMALL, config_from
-from train_cases import pretrain as pretrain_here
+from train_cases import SMALL_RUN, config_from, pretrain
 
 from megalite.config.options import Config, LogConfig, iter_options
 from megalite.training.datasets import NamedDataset
@@ -328,7 +327,7 @@ def raise_closed(*args: Any) -> None:
 
 def test_run_resumes_with_a_full_console(tmp_path: Path) -> None:
     """Print to a full console before the metrics logger exists, and from other ranks: neither ends the run."""
-    flags = [*SMALL, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", tmp_path, "--nproc", "2"]
+    flags = [*SMALL_RUN, "--eval-iters", "0", "--lr-decay-style", "constant", "--save", tmp_path, "--nproc", "2"]
     flags += ["--load", tmp_path, "--tensor-model-parallel-size", "2", "--log-style", "megatron"]
     with open("/dev/full", "w") as full_device:
         for steps in ("1", "2"):
@@ -379,7 +378,7 @@ def test_moe_metrics_are_in_every_log(tmp_path: Path) -> None:
     model = " --num-experts 4 --moe-layer-freq [0,1,0,0] --swiglu --disable-bias-linear --moe-per-layer-logging"
     losses = " --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
     output_flags = f" --run-dir {tmp_path / 'run'} --tensorboard-dir {tmp_path / 'board'} --train-iters 3"
-    assert pretrain_here(config_from(" ".join(SMALL) + model + losses + output_flags)) == 0
+    assert pretrain(config_from(" ".join(SMALL_RUN) + model + losses + output_flags)) == 0
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     row = next(row for row in rows if row["step"] == 3)
     assert sum(row["moe/load"]) == pytest.approx(4) and max(row["moe/load"]) == pytest.approx(row["moe/imbalance"])
@@ -407,7 +406,7 @@ def test_run_with_unwritable_files_trains(tmp_path: Path) -> None:
         (tmp_path / name / "inside").mkdir(parents=True)
     (tmp_path / "board").touch()
     flags = ["--train-iters", "3", "--run-dir", str(tmp_path), "--tensorboard-dir", str(tmp_path / "board")]
-    argv = [sys.executable, "pretrain_gpt.py", *SMALL, *flags, "--profile-pipeline", "2"]
+    argv = [sys.executable, "pretrain_gpt.py", *SMALL_RUN, *flags, "--profile-pipeline", "2"]
     closed = ["sh", "-c", 'exec "$@" >&-', "sh"]
     result = subprocess.run([*closed, *argv], stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT)
     stderr = result.stderr
@@ -430,7 +429,7 @@ def test_run_files_do_not_contain_the_environment(tmp_path: Path, monkeypatch, c
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     save = ["--save", str(tmp_path), "--log-style", "megatron", "--log-progress", "--train-iters", "3"]
-    assert pretrain_here(config_from([*SMALL, *save, "--tensorboard-dir", str(tmp_path / "board")])) == 0
+    assert pretrain(config_from([*SMALL_RUN, *save, "--tensorboard-dir", str(tmp_path / "board")])) == 0
     assert "hunter2" not in "".join(capfd.readouterr())
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     expected = {"log.txt", "metrics.jsonl", "run_config.toml", "status.json", "manifest.json", "progress.txt"}
@@ -444,7 +443,7 @@ def test_events_never_block_or_raise(tmp_path: Path, capsys: pytest.CaptureFixtu
     event_log = EventLog(tmp_path)
     for _ in range(3):
         event_log.add("something")
-    finalize_status(tmp_path, config_from([*SMALL, "--train-iters", "1"]), 1, "rank 1 died", 0.0)
+    finalize_status(tmp_path, config_from([*SMALL_RUN, "--train-iters", "1"]), 1, "rank 1 died", 0.0)
     assert capsys.readouterr().err.count(f"WARNING: {tmp_path / 'events.jsonl'}: ") == 1
     (tmp_path / "events.jsonl").unlink()
     (tmp_path / "events.jsonl").symlink_to("/dev/full")

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from program_runs import load_json_lines, load_status, run_pretrain
 from test_metrics import events
-from train_cases import SMALL
-from train_cases import pretrain as pretrain_here
+from train_cases import SMALL_RUN, pretrain
 
 from megalite.common.exit_codes import ExitCode
 from megalite.config import cli
@@ -42,7 +41,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("run")
     flags = [*LOG_FLAGS.split(), *PROFILE_FLAGS.split(), *TENSORBOARD_FLAGS.split(), "--save", str(run_dir)]
     result = run_pretrain(
-        *SMALL, "--train-iters", "8", "--nproc", "2", *flags, "--tensorboard-dir", str(run_dir / "board")
+        *SMALL_RUN, "--train-iters", "8", "--nproc", "2", *flags, "--tensorboard-dir", str(run_dir / "board")
     )
     assert result.returncode == ExitCode.REQUEUE and "WARNING" not in result.stderr, result.stderr
     return run_dir
@@ -53,14 +52,14 @@ def plain_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run without these flags, in Megatron-LM's style."""
     run_dir = tmp_path_factory.mktemp("plain")
     flags = ["--train-iters", "6", "--save", str(run_dir), "--log-style", "megatron", "--eval-interval", "2"]
-    assert run_command(*SMALL, *flags, "--tensorboard-dir", str(run_dir / "board")) == ExitCode.DONE
+    assert run_command(*SMALL_RUN, *flags, "--tensorboard-dir", str(run_dir / "board")) == ExitCode.DONE
     return run_dir
 
 
 def run_command(*argv: str) -> int:
     """Run the command line on one rank in this process and return the exit code."""
     parsed = cli.parse_config(list(argv), PRESETS)
-    return pretrain_here(parsed.config, RankInfo(), parsed.warnings)
+    return pretrain(parsed.config, RankInfo(), parsed.warnings)
 
 
 def test_log_flags(run_dir: Path, plain_dir: Path) -> None:
@@ -145,7 +144,7 @@ def test_timer_flags(tmp_path: Path, option: str, pattern: str, monkeypatch) -> 
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     flags = f"--train-iters 2 --run-dir {tmp_path} --log-style megatron --peak-tflops 1e-9 --timing-log-level 1"
     wandb_flags = "--wandb-project p --wandb-exp-name n --wandb-entity team --wandb-save-dir there"
-    assert run_command(*SMALL, *flags.split(), "--timing-log-option", option, *wandb_flags.split()) == ExitCode.DONE
+    assert run_command(*SMALL_RUN, *flags.split(), "--timing-log-option", option, *wandb_flags.split()) == ExitCode.DONE
     assert re.search(pattern, (tmp_path / "log.txt").read_text())
     [init_options, *logged, end] = calls
     written = load_json_lines(tmp_path / "metrics.jsonl")
@@ -176,7 +175,7 @@ def gc_generations(*flags: str) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Trainer, "steps", steps_with_gc_callback)
-        assert run_command(*SMALL, "--train-iters", "6", "--eval-interval", "4", *flags) == ExitCode.DONE
+        assert run_command(*SMALL_RUN, "--train-iters", "6", "--eval-interval", "4", *flags) == ExitCode.DONE
     return generations
 
 
@@ -201,7 +200,7 @@ def test_exit_duration_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         close(self)
 
     monkeypatch.setattr(metrics.MetricsLogger, "close", record_and_close)
-    assert run_command(*SMALL, *flags, *queue, "--disable-log-loss-scale-to-tensorboard") == ExitCode.REQUEUE
+    assert run_command(*SMALL_RUN, *flags, *queue, "--disable-log-loss-scale-to-tensorboard") == ExitCode.REQUEUE
     assert sizes == [7]
     status = load_status(tmp_path)
     assert (status["outcome"], status["reason"]) == ("requeue", "exit_duration_in_mins")
@@ -213,7 +212,7 @@ def test_exit_duration_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_replica_mismatch_stops_the_run(tmp_path: Path) -> None:
     """Stop before the next update although no check of all hashes is due before step 8."""
     flags = f"--nproc 2 --train-iters 8 --run-dir {tmp_path} --check-weight-hash-across-dp-replicas-interval 8"
-    result = run_pretrain(*SMALL, *flags.split(), fault="step.after_update:1:2:bitflip")
+    result = run_pretrain(*SMALL_RUN, *flags.split(), fault="step.after_update:1:2:bitflip")
     status = load_status(tmp_path)
     assert (result.returncode, status["outcome"], status["step"]) == (ExitCode.BAD_RESULT, "bad-result", 2), (
         result.stderr
@@ -228,7 +227,7 @@ def test_missing_rank_is_reported_after_the_timeout(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     rank_variables = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     flags = ["--train-iters", "2", "--run-dir", str(tmp_path), "--distributed-timeout-minutes", "0.05"]
-    result = run_pretrain(*SMALL, *flags, env={**rank_variables, "MASTER_PORT": str(port)})
+    result = run_pretrain(*SMALL_RUN, *flags, env={**rank_variables, "MASTER_PORT": str(port)})
     assert result.returncode == ExitCode.PREFLIGHT and "only ranks 0 of 2 joined within 3 s" in result.stderr, (
         result.stderr
     )
@@ -237,7 +236,7 @@ def test_missing_rank_is_reported_after_the_timeout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("flags", "code"), [((), ExitCode.INTERRUPTED), (("--exit-signal-handler",), ExitCode.DONE)])
 def test_exit_signal_handler_waits_for_the_step(tmp_path: Path, flags: tuple, code: ExitCode) -> None:
     fault = "step.after_reduce:1:3:term"
-    result = run_pretrain(*SMALL, "--nproc", "2", "--train-iters", "9", "--run-dir", tmp_path, *flags, fault=fault)
+    result = run_pretrain(*SMALL_RUN, "--nproc", "2", "--train-iters", "9", "--run-dir", tmp_path, *flags, fault=fault)
     status = load_status(tmp_path)
     assert (result.returncode, status["outcome"]) == (code, code.outcome), result.stderr
     if flags:

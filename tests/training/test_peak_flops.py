@@ -10,7 +10,7 @@ from megalite.planning import cluster
 from megalite.planning.cluster import DTYPE_NAMES, PEAKS, REPETITIONS, find_peak, lookup_peak, measure_cpu_peak
 from megalite.training.job import preflight
 
-CASES = toml_tables.read("training/cases")
+CASES = toml_tables.read_table("training/cases")
 
 
 def test_peak_comes_from_the_gpu_or_the_flag() -> None:

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from program_runs import ROOT, run_pretrain
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.checkpoint.storage.local_storage import DirectoryLock, LocalStorage
 from megalite.checkpoint.storage.location import CheckpointError
@@ -39,7 +39,7 @@ def run_with_hook(run_dir: Path, tmp_path: Path) -> tuple[int, str]:
     """Run with saves, all logs and an error at the end, after which the log of the rank stays."""
     (tmp_path / "hook").mkdir(exist_ok=True)
     (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
-    argv = [*SMALL, "--train-iters", "4", "--save", str(run_dir), "--save-interval", "1", "--log-progress"]
+    argv = [*SMALL_RUN, "--train-iters", "4", "--save", str(run_dir), "--save-interval", "1", "--log-progress"]
     argv += ["--profile", "--profile-step-start", "1", "--profile-step-end", "2"]
     env = {
         **os.environ,
@@ -138,7 +138,7 @@ def test_links_in_place_of_checkpoints_are_replaced(tmp_path: Path, nproc: str) 
         path.write_text("of somebody\n")
     (tmp_path / "plants.py").write_text(PLANTS)
     model = "--train-iters 4 --disable-bias-linear --swiglu --normalization RMSNorm --position-embedding-type rope"
-    argv = [*SMALL, *model.split(), "--nproc", nproc]
+    argv = [*SMALL_RUN, *model.split(), "--nproc", nproc]
     result = run_pretrain(
         *argv, *"--save run --save-interval 1 --plugin plants.py --export-hf hf".split(), cwd=tmp_path
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from program_runs import ROOT, load_status
 from ranks import run_ranks
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 from megalite.launch.rank_info import LaunchError
 from megalite.parallel.mesh import world_axis
@@ -77,7 +77,7 @@ def _start_node(rank: int, port: int, run_dir: Path, *flags: str, **variables: s
     """Start one of two nodes, as a launcher does."""
     rank_variables = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     env = {**os.environ, **rank_variables, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", **variables}
-    argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", "2", "--run-dir", str(run_dir)]
+    argv = [sys.executable, str(ROOT / "pretrain_gpt.py"), *SMALL_RUN, "--train-iters", "2", "--run-dir", str(run_dir)]
     pipe = subprocess.PIPE
     return programs.Popen([*argv, "--device", "cpu", *flags], env=env, text=True, stdout=pipe, stderr=pipe, cwd=ROOT)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_train_step import build
 from torch import Tensor
-from train_cases import SMALL, config_from, pretrain, run_from
+from train_cases import SMALL_RUN, config_from, pretrain, run_from
 
 from megalite.common.exit_codes import ExitCode
 from megalite.config import cli
@@ -31,11 +31,11 @@ from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import InvalidResultError
 from megalite.training.train_step import parameter_norm, train_step
 
-CASES = toml_tables.read("training/cases")
+CASES = toml_tables.read_table("training/cases")
 
 
 def read(*flags: str) -> Config:
-    return config_from([*SMALL, "--train-iters", "6", *flags])
+    return config_from([*SMALL_RUN, "--train-iters", "6", *flags])
 
 
 # ---- style and interval of the log
@@ -51,7 +51,7 @@ def test_log_style_follows_the_command_line(flags: str) -> None:
 
 
 def test_default_log_interval() -> None:
-    config = config_from([*SMALL[:-2], "--train-iters", "9"])
+    config = config_from([*SMALL_RUN[:-2], "--train-iters", "9"])
     assert config.log.log_interval is None
     assert [effective_log_interval(config, n) for n in (1, 99, 100, 2500, 10**6)] == [1, 1, 2, 50, 100]
     assert effective_log_interval(read(), 10**6) == 1  # set on the command line
@@ -62,10 +62,10 @@ def test_default_log_interval() -> None:
 def test_disabled_protections_are_named() -> None:
     options = ["--error-injection-rate 7", "--gpu-sniff-test-interval 5", "--inprocess-restart", "--enable-ft-package"]
     for flags in [*options, "--log-energy", "--run-workload-inspector-server", "--otel-enabled"]:
-        parsed = cli.parse_config([*SMALL, "--train-iters", "6", *flags.split()], PRESETS)
+        parsed = cli.parse_config([*SMALL_RUN, "--train-iters", "6", *flags.split()], PRESETS)
         flag, [line] = flags.split()[0], parsed.warnings
         assert line.startswith(f"{flag}: ") and not any(flag in note for note in parsed.notes)
-    assert cli.parse_config([*SMALL, "--train-iters", "6", "--error-injection-rate", "0"], PRESETS).warnings == []
+    assert cli.parse_config([*SMALL_RUN, "--train-iters", "6", "--error-injection-rate", "0"], PRESETS).warnings == []
 
 
 # ---- norms and counts
@@ -129,7 +129,7 @@ def collectives(flags: str) -> list[tuple[int, ...]]:
         return steps(*args, **kwargs)
 
     module.Trainer.steps = spied_steps  # type: ignore[method-assign]
-    argv = [*SMALL, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
+    argv = [*SMALL_RUN, "--train-iters", "4", "--eval-iters", "0", "--log-interval", "2", "--log-style", "megalite"]
     config = config_from([*argv, *flags.split()])
     ranks = RankInfo(dist.get_rank(), dist.get_world_size())
     module.process_group = lambda *_, **__: nullcontext(torch.device("cpu"))  # type: ignore[assignment]  # it exists already

@@ -12,7 +12,7 @@ import programs
 import pytest
 from program_runs import load_json_lines, load_losses, load_status, rank_pids, read_until, run_pretrain, running_program
 from test_run_dir import config_of, make_checkpoint
-from train_cases import SMALL, config_from
+from train_cases import SMALL_RUN, config_from
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.common.exit_codes import ExitCode
@@ -22,7 +22,7 @@ from megalite.launch.rank_info import RankInfo
 from megalite.training.job import restarts
 from megalite.training.job.restarts import RestartPolicy, lock_run_dir
 
-BASE = [*SMALL, "--device", "cpu", "--hidden-dropout", "0.1"]
+BASE = [*SMALL_RUN, "--device", "cpu", "--hidden-dropout", "0.1"]
 
 
 @pytest.mark.timeout(500)
@@ -109,7 +109,7 @@ def _rank(ranks: RankInfo, config: Config) -> int:
 
 def test_restarts_without_a_valid_checkpoint_end(tmp_path: Path) -> None:
     flags = f"--save {tmp_path} --load {tmp_path} --lr-decay-iters 2 --device cpu --max-restarts 3 --train-iters"
-    two, four = (config_from([*SMALL, *flags.split(), *extra]) for extra in (["4", "--exit-interval", "2"], ["4"]))
+    two, four = (config_from([*SMALL_RUN, *flags.split(), *extra]) for extra in (["4", "--exit-interval", "2"], ["4"]))
     assert launch_local(1, _rank, (two,), timeout_s=100) == ExitCode.REQUEUE
     for file in (tmp_path / "iter_0000002").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)

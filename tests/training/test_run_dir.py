@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from program_runs import load_status, run_pretrain
-from train_cases import SMALL, config_from
+from train_cases import SMALL_RUN, config_from
 
 from megalite.common.exit_codes import ExitCode
 from megalite.common.safe_open import write_atomically
@@ -28,7 +28,7 @@ def test_exit_codes_and_outcomes_equal_the_documents() -> None:
 
 
 def config_of(*flags: str | Path) -> Config:
-    return config_from([*SMALL, "--train-iters", "9", *map(str, flags)])
+    return config_from([*SMALL_RUN, "--train-iters", "9", *map(str, flags)])
 
 
 def make_checkpoint(save_dir: Path, step: int) -> None:
@@ -241,7 +241,7 @@ REFUSED = {  # flags for which a start of a finished run is refused, and the exi
 
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_refused_start_keeps_the_status_of_a_finished_run(tmp_path: Path, nproc: str) -> None:
-    argv = [flag for flag in SMALL if flag != "--mock-data"]
+    argv = [flag for flag in SMALL_RUN if flag != "--mock-data"]
     argv += f"--device cpu --nproc {nproc} --train-iters 2 --save {tmp_path} --load {tmp_path}".split()
     assert run_pretrain(*argv, "--mock-data").returncode == 0
     finished_status = (tmp_path / "status.json").read_bytes()
@@ -253,7 +253,7 @@ def test_refused_start_keeps_the_status_of_a_finished_run(tmp_path: Path, nproc:
 
 
 def test_dry_run_refuses_an_unwritable_save(tmp_path: Path) -> None:
-    argv = [*SMALL, "--device", "cpu", "--train-iters", "2", "--dry-run"]
+    argv = [*SMALL_RUN, "--device", "cpu", "--train-iters", "2", "--dry-run"]
     for option in ("--save", "--save-local"):
         save_flags = ["--save", tmp_path / "kept"] if option == "--save-local" else []
         refused = run_pretrain(*argv, *save_flags, option, "/dev/null/mine")

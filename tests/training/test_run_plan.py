@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from train_cases import SMALL, config_from, pretrain
+from train_cases import SMALL_RUN, config_from, pretrain
 
 import pretrain_gpt
 from megalite.common.exit_codes import ExitCode
@@ -58,7 +58,7 @@ def count_calls() -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("flags", ["", "--dry-run"])
 def test_startup_validates_and_plans_once(tmp_path: Path, flags: str) -> None:
-    argv = [*SMALL, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
+    argv = [*SMALL_RUN, "--train-iters", "2", "--eval-iters", "1", "--run-dir", str(tmp_path), *flags.split()]
     config = config_from(argv)
     with count_calls() as calls:
         assert pretrain(config, RankInfo()) == ExitCode.DONE
@@ -67,12 +67,12 @@ def test_startup_validates_and_plans_once(tmp_path: Path, flags: str) -> None:
 
 def test_command_line_is_validated_before_and_after_reading_files() -> None:
     with count_calls() as calls:
-        assert pretrain_gpt.main([*SMALL, "--train-iters", "2", "--dry-run"]) == ExitCode.DONE
+        assert pretrain_gpt.main([*SMALL_RUN, "--train-iters", "2", "--dry-run"]) == ExitCode.DONE
     assert calls["check"] == 2 and calls["plan"] == 1
 
 
 def test_plan_is_lazy() -> None:
-    plan = make_run_plan(config_from([*SMALL, "--train-iters", "2"]), 1, 93)
+    plan = make_run_plan(config_from([*SMALL_RUN, "--train-iters", "2"]), 1, 93)
     assert {"model_states", "bubble", "activation_bytes", "peak_in_flight"}.isdisjoint(vars(plan))
     assert plan.bubble == 0.0 and "bubble" in vars(plan) and "model_states" not in vars(plan)
 
@@ -106,7 +106,7 @@ def test_plan_is_lazy() -> None:
     ],
 )
 def test_dry_run_prints_hybrid_sharding_replicas(flags: str, line: str, mark: str, capsys) -> None:
-    argv = [*SMALL, "--train-iters", "2", "--global-batch-size", "16", "--nproc", "8", "--dry-run", *flags.split()]
+    argv = [*SMALL_RUN, "--train-iters", "2", "--global-batch-size", "16", "--nproc", "8", "--dry-run", *flags.split()]
     assert pretrain_gpt.main(argv) == ExitCode.DONE
     text = capsys.readouterr().out
     assert re.search(r"^ZeRO {2,}(.*\n)", text, re.MULTILINE)[1] == line
@@ -170,7 +170,7 @@ def test_long_step_summary_equals_the_full_step(flags: str) -> None:
     The number of deferred weight gradients grows up to its limit, and in GPipe the slowest forward and the slowest
     backward of any rank count.
     """
-    plan = make_run_plan(config_from([*SMALL, "--train-iters", "1", *flags.split()]), int(flags.split()[6]), 5000)
+    plan = make_run_plan(config_from([*SMALL_RUN, "--train-iters", "1", *flags.split()]), int(flags.split()[6]), 5000)
     p = plan.config.parallel
     rows = build_schedule(p.pipeline_schedule, plan.pp, plan.num_microbatches, plan.vpp, None, plan.split_backward)
     assert plan.actions(plan.split_backward, plan.reported_groups)[0] < plan.num_microbatches
@@ -186,7 +186,7 @@ def test_layer_cost_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds.CostRecorder, "measure", lambda self, *args: [recorders.append(self), measure(self, *args)][1]
     )
     flags = f"--num-layers 100 {LONG_STEPS} 3 --train-iters 1 --ffn-hidden-size 72"
-    assert len(make_run_plan(config_from([*SMALL, *flags.split()]), 3, 5000).layer_ranges) == 3
+    assert len(make_run_plan(config_from([*SMALL_RUN, *flags.split()]), 3, 5000).layer_ranges) == 3
     assert len(recorders) == 2  # and the head
 
 
@@ -194,7 +194,7 @@ def test_leading_window_layers_are_balanced() -> None:
     """Give more layers to the first stages, whose layers see 64 of 4,096 keys and compute less."""
     flags = "--num-layers 32 --pp 4 --seq-length 4096 --max-position-embeddings 4096 --train-iters 1 --hidden-size 64"
     flags += " --global-batch-size 64 --micro-batch-size 1 --window-size 63,0 --window-attn-skip-freq [1]*16+[0]*16"
-    plan = make_run_plan(config_from([*SMALL, *flags.split()]), 4, 64)
+    plan = make_run_plan(config_from([*SMALL_RUN, *flags.split()]), 4, 64)
     first, last = layer_kinds(plan.config.model)[0], layer_kinds(plan.config.model)[-1]
     narrow, wide = (layers_cost((kind,), plan.stage_costs.setting).flops[0] for kind in (first, last))
     assert narrow < 0.5 * wide

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from program_runs import run_pretrain
 from ranks import run_ranks
 from test_train_step import build
-from train_cases import SMALL, config_from
+from train_cases import SMALL_RUN, config_from
 
 from megalite.parallel import phase_timer
 from megalite.parallel.phase_timer import NULL_CONTEXT
@@ -182,12 +182,14 @@ def test_job_without_a_start_is_not_counted(tmp_path: Path) -> None:
     assert result.returncode == 3 and "give a run directory" in result.stderr and "Traceback" not in result.stderr
 
 
-ADVICE = toml_tables.read("training/cases")["advice"]
+ADVICE = toml_tables.read_table("training/cases")["advice"]
 
 
 def planned(*flags: str, world: int = 4) -> RunPlan:
     base_flags = (
-        SMALL if "--mock-data" in flags else [flag for flag in SMALL if flag != "--mock-data"] + ["--data-path", "x"]
+        SMALL_RUN
+        if "--mock-data" in flags
+        else [flag for flag in SMALL_RUN if flag != "--mock-data"] + ["--data-path", "x"]
     )
     return make_run_plan(
         config_from([*base_flags, *(flag for flag in flags if flag != "--mock-data"), "--train-iters", "9"]), world, 93
@@ -288,7 +290,7 @@ def test_profile_names_actions_and_collectives(tmp_path: Path) -> None:
     flags = (
         "--nproc 4 --pp 2 --train-iters 3 --profile --use-pytorch-profiler --profile-step-start 1 --profile-step-end"
     )
-    assert run_pretrain(*SMALL, *flags.split(), "2", "--profile-ranks", "0", "--run-dir", tmp_path).returncode == 0
+    assert run_pretrain(*SMALL_RUN, *flags.split(), "2", "--profile-ranks", "0", "--run-dir", tmp_path).returncode == 0
     events = json.loads(gzip.decompress((tmp_path / "trace/rank-000.json.gz").read_bytes()))["traceEvents"]
     names = {e["name"] for e in events if e.get("cat") == "user_annotation"}
     assert {"F0.0", "SF0.0", "RB0.0", "wait for RB0.0", "B0.0"} <= names  # pipeline actions
@@ -297,7 +299,7 @@ def test_profile_names_actions_and_collectives(tmp_path: Path) -> None:
 
 
 # ---- a whole run
-LONG = [*SMALL, "--train-iters", "12", "--save-interval", "4"]
+LONG = [*SMALL_RUN, "--train-iters", "12", "--save-interval", "4"]
 
 
 @pytest.mark.nightly

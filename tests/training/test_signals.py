@@ -13,11 +13,11 @@ import programs
 import pytest
 from pairwise import nightly_except
 from program_runs import ROOT, children_of, load_json_lines, load_losses, load_status, run_pretrain, running_program
-from train_cases import SMALL, TP2_PP2, signalled
+from train_cases import SMALL_RUN, TP2_PP2, run_with_signal
 
 GUARDS = ("megalite/training/job/stop_signals.py", "megalite/launch/local_launcher.py", "pretrain_gpt.py")
 RARELY = pytest.mark.nightly(guards=GUARDS)
-LONG = [*SMALL, "--train-iters", "100000"]
+LONG = [*SMALL_RUN, "--train-iters", "100000"]
 
 
 TWO = ["--nproc", "2"]
@@ -25,8 +25,11 @@ STOPS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     **{f"{name}-two": (name, TWO, {}) for name in ("SIGTERM", "SIGINT", "SIGXCPU", "SIGUSR1", "SIGHUP")},
     **{f"{name}-one process": (name, [], {}) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT", "SIGXCPU")},
     "SIGTERM-ZeRO-3": ("SIGTERM", [*TWO, "--zero-stage", "3"], {}),
-    **{f"{name} before the first step": (name, TWO, {"after": ""}) for name in ("SIGTERM", "SIGUSR1")},
-    **{f"--exit-signal {n}": (n, [*TP2_PP2, "--exit-signal", n], {"alone": True}) for n in ("SIGUSR1", "SIGUSR2")},
+    **{f"{name} before the first step": (name, TWO, {"after_text": ""}) for name in ("SIGTERM", "SIGUSR1")},
+    **{
+        f"--exit-signal {n}": (n, [*TP2_PP2, "--exit-signal", n], {"only_launcher": True})
+        for n in ("SIGUSR1", "SIGUSR2")
+    },
 }
 OFTEN = ["SIGTERM-two", "SIGXCPU-two", "SIGHUP-one process", "SIGTERM-ZeRO-3", "SIGTERM before the first step"]
 OFTEN += ["--exit-signal SIGUSR2"]
@@ -36,10 +39,10 @@ OFTEN += ["--exit-signal SIGUSR2"]
 def test_signal_saves_and_stops(tmp_path: Path, name: str) -> None:
     number, layout, options = STOPS[name]
     flags = [*LONG, *layout, "--save", str(tmp_path), "--save-interval", "50000"]
-    code, out, err = signalled(*flags, number=getattr(signal, number), **options)
+    code, out, err = run_with_signal(*flags, signal_number=getattr(signal, number), **options)
     status = load_status(tmp_path)
     assert (code, status["outcome"]) == (75, "requeue") and number in status["reason"], err
-    assert status["step"] == 1 if "after" in options else status["step"] >= 4
+    assert status["step"] == 1 if "after_text" in options else status["step"] >= 4
     assert (tmp_path / f"iter_{status['step']:07d}" / "COMPLETE").is_file()
     assert f"to resume the same command with --load {tmp_path}" in " ".join(out.split())
     assert "Traceback" not in err and status["time"] >= status["started"]
@@ -74,7 +77,7 @@ def test_signal_interrupts_evaluation_and_resume_is_equal(tmp_path: Path) -> Non
     """Signal a single rank during an evaluation that would take hours."""
 
     def run(run_dir: Path, *flags: str, fault: str = "") -> tuple[int, str]:
-        argv = [*SMALL, "--nproc", "2", "--train-iters", "6", *flags, "--save", run_dir, "--run-dir", run_dir]
+        argv = [*SMALL_RUN, "--nproc", "2", "--train-iters", "6", *flags, "--save", run_dir, "--run-dir", run_dir]
         result = run_pretrain(*argv, fault=fault)
         return result.returncode, result.stdout + result.stderr
 
@@ -108,7 +111,7 @@ def test_signal_interrupts_evaluation_and_resume_is_equal(tmp_path: Path) -> Non
 def test_signal_during_evaluation_saves_or_ends(tmp_path: Path, fault: str, code: int, step: int) -> None:
     """Signal a single rank."""
     flags = "--nproc 2 --train-iters 8 --eval-interval 4 --save-interval 4 --save".split()
-    result, status = run_pretrain(*SMALL, *flags, tmp_path, fault=fault), load_status(tmp_path)
+    result, status = run_pretrain(*SMALL_RUN, *flags, tmp_path, fault=fault), load_status(tmp_path)
     outcome = "requeue" if code else "done"
     assert (result.returncode, status["outcome"], status["step"]) == (code, outcome, step), result.stderr
     complete_names = {path.parent.name for path in tmp_path.glob("iter_*/COMPLETE")}
@@ -120,7 +123,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Interrupt again while the first signal waits for a step that takes too long."""
     monkeypatch.setenv("MEGALITE_FAULT", "step.begin:*:3:sleep=90")
     flags = [*LONG, *TWO, "--save", str(tmp_path), "--save-interval", "50000"]
-    code, _, err = signalled(*flags, number=signal.SIGINT, after="step     2/", again_s=1.0)
+    code, _, err = run_with_signal(*flags, signal_number=signal.SIGINT, after_text="step     2/", repeat_after_s=1.0)
     assert code == 130 and "Traceback" not in err, err
     assert load_status(tmp_path)["outcome"] == "interrupted" and not list(tmp_path.glob("iter_*"))
 
@@ -153,7 +156,7 @@ def test_late_signal_is_the_reported_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), [("SIGTERM", TWO), ("SIGINT", [])], ids=["two", "one process"])
 def test_signal_without_saving_stops_at_once(tmp_path: Path, name: str, layout: list[str]) -> None:
-    code, out, err = signalled(*LONG, *layout, "--run-dir", str(tmp_path), number=getattr(signal, name))
+    code, out, err = run_with_signal(*LONG, *layout, "--run-dir", str(tmp_path), signal_number=getattr(signal, name))
     status = load_status(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", name), err
     [line] = [line for line in err.splitlines() if line.startswith("pretrain_gpt.py: interrupted")]
@@ -172,7 +175,7 @@ def test_stop_file_stops_a_run(tmp_path: Path) -> None:
 
 def test_sigquit_ends_a_run_at_once(tmp_path: Path) -> None:
     flags = [*LONG, "--nproc", "2", "--save", str(tmp_path), "--save-interval", "50000"]
-    code, _, err = signalled(*flags, number=signal.SIGQUIT)
+    code, _, err = run_with_signal(*flags, signal_number=signal.SIGQUIT)
     status = load_status(tmp_path)
     assert (code, status["outcome"], status["reason"]) == (130, "interrupted", "SIGQUIT"), err
     assert (

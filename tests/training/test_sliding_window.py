@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from train_cases import BORDERS, run_from
+from train_cases import DOCUMENT_FLAGS, run_from
 
 from megalite.kernels.attention import attention, attention_reference
 from megalite.kernels.dispatch import kernel_option
@@ -22,12 +22,12 @@ WINDOW = " --window-size 4,0 --window-attn-skip-freq 2"
 DROP = " --attention-dropout 0.2"
 PATHS = {
     "plain": "",
-    "documents": BORDERS,
+    "documents": DOCUMENT_FLAGS,
     "dropout": DROP,
-    "dropout, documents": DROP + BORDERS,
+    "dropout, documents": DROP + DOCUMENT_FLAGS,
     "selective recompute": " --recompute-granularity selective",
     "full recompute": DROP + " --recompute-granularity full --recompute-method uniform",
-    "compiled": DROP + BORDERS + " --compile",
+    "compiled": DROP + DOCUMENT_FLAGS + " --compile",
 }
 
 

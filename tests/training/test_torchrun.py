@@ -14,7 +14,7 @@ import programs
 import pytest
 from pairwise import nightly_except
 from program_runs import ROOT, children_of, is_alive, load_losses, load_status, read_until
-from train_cases import SMALL
+from train_cases import SMALL_RUN
 
 STEPS = 40
 GUARDS = ("megalite/launch/process_group.py", "megalite/launch/rank_info.py", "megalite/training/job/restarts.py")
@@ -23,7 +23,7 @@ RARELY = pytest.mark.nightly(guards=GUARDS)
 
 def torchrun(run_dir: Path, *torchrun_flags: str, steps: int = STEPS) -> AbstractContextManager[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *torchrun_flags]
-    command += [str(ROOT / "pretrain_gpt.py"), *SMALL, "--train-iters", str(steps), "--device", "cpu"]
+    command += [str(ROOT / "pretrain_gpt.py"), *SMALL_RUN, "--train-iters", str(steps), "--device", "cpu"]
     command += ["--save", str(run_dir), "--load", str(run_dir), "--save-interval", "5", "--hidden-dropout", "0.1"]
     return programs.program_session(command)
 

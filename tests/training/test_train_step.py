@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
-from train_cases import kept, run_from, same
+from train_cases import copy_state, is_equal, run_from
 
 from megalite.common import fault_injection as faults
 from megalite.data.datasets.batches import Batches, MicroBatch
@@ -51,10 +51,10 @@ def test_fp16_equals_fp32_at_any_scale(scale: int, clip: float) -> None:
 
 def test_overflow_steps_change_nothing_until_the_scale_fits() -> None:
     run = build("--fp16 --initial-loss-scale 67108864 --hysteresis 1")
-    initial, skipped = kept(run), 0
+    initial, skipped = copy_state(run), 0
     while (result := train_step(run)).skipped:
         skipped += 1
-        assert same(kept(run), initial)
+        assert is_equal(copy_state(run), initial)
         assert run.loss_scaler.scale == 2.0 ** (26 - skipped)
         assert run.progress.skipped_steps == skipped and run.progress.consumed_samples == skipped * BATCH
         assert result.lr == 0.0  # the rate of the first update, which is still to come
@@ -66,7 +66,7 @@ def test_overflow_steps_change_nothing_until_the_scale_fits() -> None:
     for _ in range(skipped):
         twin.progress.advance(BATCH, tokens=0, skipped=True)
     assert train_step(twin).loss == result.loss
-    assert same(kept(run), kept(twin))
+    assert is_equal(copy_state(run), copy_state(twin))
 
 
 def _overflows_on_the_way(layout: str) -> None:
@@ -74,17 +74,17 @@ def _overflows_on_the_way(layout: str) -> None:
     for _ in range(2):
         train_step(run)
         train_step(twin)
-    before = kept(run)
+    before = copy_state(run)
     run.loss_scaler.scale = 2.0**60
     assert train_step(run).skipped
-    assert same(kept(run), before) and run.loss_scaler.scale == 2.0**60  # the first of two lives
+    assert is_equal(copy_state(run), before) and run.loss_scaler.scale == 2.0**60  # the first of two lives
     run.loss_scaler.scale = 1024.0
     twin.progress.advance(BATCH, tokens=0, skipped=True)
     for _ in range(2):
         a, b = train_step(run), train_step(twin)
         assert (a.loss, a.grad_norm, a.lr) == (b.loss, b.grad_norm, b.lr)
     assert a.lr == LR * 4 / WARM_UP
-    assert same(kept(run), kept(twin))
+    assert is_equal(copy_state(run), copy_state(twin))
 
 
 def test_overflow_step_is_equal_to_skipping_its_samples() -> None:
@@ -118,10 +118,10 @@ def _one_rank_overflows(flags: str) -> list[Any]:
     run.buffer.finish_grad_sync = finish_and_overflow  # type: ignore[method-assign]
     for step in range(3):
         run.buffer.wait_param_sync()
-        before = kept(run)
+        before = copy_state(run)
         result = train_step(run, want_stop=step == 2 and run.mesh.world.is_last)
         run.buffer.wait_param_sync()
-        steps.append((result.loss, result.lr, result.skipped, result.stop, same(kept(run), before)))
+        steps.append((result.loss, result.lr, result.skipped, result.stop, is_equal(copy_state(run), before)))
     return steps
 
 
@@ -155,10 +155,10 @@ def _each_rank_in_turn(flags: str) -> list[StepOutcome]:
     for step in range(1, world + 3):
         inject_from_now_on(step - 2 if 1 < step < world + 2 else None, kinds[step % 2])
         run.buffer.wait_param_sync()
-        before = kept(run)
+        before = copy_state(run)
         result = train_step(run)
         run.buffer.wait_param_sync()
-        outcomes.append((result.skipped, same(kept(run), before), result.lr, run.progress.consumed_samples))
+        outcomes.append((result.skipped, is_equal(copy_state(run), before), result.lr, run.progress.consumed_samples))
     return outcomes
 
 
@@ -198,10 +198,10 @@ def _steps_without_labels(flags: str, hides: set[int]) -> tuple[list[Any], bool]
     results: list[Any] = []
     unchanged = True
     for _ in range(4):
-        before = kept(run)
+        before = copy_state(run)
         result = train_step(run)
         results.append((result.skipped, result.labels, result.loss, result.grad_norm))
-        unchanged &= same(kept(run), before) if result.labels == 0 else not same(kept(run), before)
+        unchanged &= is_equal(copy_state(run), before) if result.labels == 0 else not is_equal(copy_state(run), before)
     return results, unchanged
 
 

@@ -15,8 +15,8 @@ import programs
 import pytest
 from pairwise import nightly_except
 from program_runs import ROOT, children_of, is_alive, load_losses, load_status, run_pretrain, running_program
-from token_files import write
-from train_cases import SMALL, TP2_PP2
+from token_files import write_documents
+from train_cases import SMALL_RUN, TP2_PP2
 
 from megalite.checkpoint.storage.local_storage import DirectoryLock
 from megalite.checkpoint.storage.location import CheckpointError
@@ -27,7 +27,7 @@ LAYOUTS = {"one process": [], "tp2 pp2": TP2_PP2, "tp2 pp2 split": [*TP2_PP2, "-
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_resumed_run_is_bit_equal(tmp_path: Path, layout: list[str]) -> None:
-    flags = [*SMALL, *layout, "--train-iters", "8", "--save-interval", "3", "--hidden-dropout", "0.1"]
+    flags = [*SMALL_RUN, *layout, "--train-iters", "8", "--save-interval", "3", "--hidden-dropout", "0.1"]
     run_pretrain(*flags, "--save", tmp_path / "a", check=True)
     flags += ["--save", str(tmp_path / "b"), "--load", str(tmp_path / "b")]
     first = run_pretrain(*flags, "--exit-interval", "5")
@@ -57,7 +57,7 @@ sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 BUSY_RUNS = {
-    "train": ["pretrain_gpt.py", *SMALL, "--train-iters", "2", "--tensor-model-parallel-size", "2"],
+    "train": ["pretrain_gpt.py", *SMALL_RUN, "--train-iters", "2", "--tensor-model-parallel-size", "2"],
     "check": ["tools/check_cluster.py", "--device", "cpu", "--sizes", "64", "--times", "1"],
     "comm": ["tools/benchmark_comm.py", "--device", "cpu", "--min-bytes", "64", "--max-bytes", "64", "--times", "1"],
 }
@@ -91,8 +91,8 @@ def test_every_launched_program_ends_its_ranks() -> None:
 
 
 def test_ids_outside_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
-    write(tmp_path / "d", [[1, 2, 3, 200, 4] * 20] * 20)
-    small = [f for f in SMALL if f != "--mock-data"]
+    write_documents(tmp_path / "d", [[1, 2, 3, 200, 4] * 20] * 20)
+    small = [f for f in SMALL_RUN if f != "--mock-data"]
     data = ["--data-path", tmp_path / "d", "--split", "1,0,0"]
     result = run_pretrain(*small, *TP2_PP2, *data, "--train-iters", "2", "--run-dir", tmp_path / "r")
     assert result.returncode == 3, result.stderr
@@ -101,7 +101,7 @@ def test_ids_outside_the_vocabulary_stop_every_rank(tmp_path: Path) -> None:
 
 def test_killed_launcher_ends_its_ranks_and_frees_the_directory(tmp_path: Path) -> None:
     """Also check that the next launcher removes its temporary files."""
-    flags = [*SMALL, "--nproc", "2", "--train-iters", "100000", "--save", tmp_path, "--save-interval", "50000"]
+    flags = [*SMALL_RUN, "--nproc", "2", "--train-iters", "100000", "--save", tmp_path, "--save-interval", "50000"]
     short_dir = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # a socket's path must be short
     with running_program(*flags, env={**os.environ, "TMPDIR": str(short_dir)}) as process:
         child_pids = children_of(process.pid)
@@ -150,7 +150,7 @@ def listeners(pid: int) -> Iterator[str]:
 
 def test_local_ranks_listen_only_on_loopback(tmp_path: Path) -> None:
     flags = ["--train-iters", "100000", "--run-dir", tmp_path, "--nproc", "2", "--device", "cpu", "--pp", "2"]
-    with running_program(*SMALL, *flags) as process:
+    with running_program(*SMALL_RUN, *flags) as process:
         child_pids = children_of(process.pid)
         pids = [process.pid, *child_pids, *(rank for server in child_pids for rank in children_of(server))]
         addresses = [ipaddress.ip_address(a) for pid in pids for a in listeners(pid)]

@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 INTERPRETED = ("tools/bench/kernels.py",)
-CARDS = "SIMULATED_CARDS"
+NUM_GPUS = "SIMULATED_GPUS"
 _simulations: list[Any] = []
 TEXT = f"""
 import sys
@@ -48,7 +48,7 @@ def simulate_gpu() -> None:
     from simulated_gpu.simulator import nccl
     from simulated_gpu.simulator.device import simulated
 
-    simulation = simulated(num_gpus=int(os.environ.get(CARDS, "1")))
+    simulation = simulated(num_gpus=int(os.environ.get(NUM_GPUS, "1")))
     _simulations.append(simulation)  # lasts as long as the process
     gpu = simulation.__enter__()
     original = dist.init_process_group
