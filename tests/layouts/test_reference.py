@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import reference_model as reference
 import torch
-from reference_model import Documents, Model, Rotary, Trained, Training, Weights, Yarn, is_matrix
+from reference_model import Documents, Model, Rotary, Training, TrainResult, Weights, Yarn, is_matrix
 from torch import Tensor
 from train_cases import DOCUMENT_FLAGS, run_from
 
@@ -33,19 +33,29 @@ COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-lengt
  --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --adam-eps 1e-3"""
 EOD = 20  # NullTokenizer's last id
 
-GPT = Model(layers=2, width=32, heads=4, head_size=8, groups=4, ffn=128, vocab_size=21, padded=24, positions=20)
+GPT = Model(
+    num_layers=2,
+    width=32,
+    num_heads=4,
+    head_size=8,
+    num_kv_groups=4,
+    ffn=128,
+    vocab_size=21,
+    padded_vocab_size=24,
+    max_positions=20,
+)
 LLAMA_FLAGS = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
 LLAMA = replace(
-    *(GPT,), norm="RMSNorm", activation="swiglu", ffn=64, bias="none", groups=2, rotary=Rotary(), learned_positions=False,
-    tied=False,
+    *(GPT,), norm="RMSNorm", activation="swiglu", ffn=64, bias="none", num_kv_groups=2, rotary=Rotary(),
+    learned_positions=False, tie_embeddings=False,
 )  # fmt: skip
 QWEN_FLAGS = f"{LLAMA_FLAGS} --add-qkv-bias --qk-layernorm"
 QWEN = replace(LLAMA, bias="qkv", qk_norm=True)
 YARN_FLAGS = f"""{LLAMA_FLAGS.replace("type rope", "type yarn")} --rotary-base 100 --rotary-scaling-factor 4
  --yarn-original-max-position-embeddings 10 --yarn-beta-fast 1 --yarn-beta-slow 0.08"""
-YARN = Yarn(factor=4.0, length=10, fast=1.0, slow=0.08)
-PLAIN = Training(rates=(LR,) * STEPS, eps=1e-3)
+YARN = Yarn(factor=4.0, original_max_positions=10, beta_fast=1.0, beta_slow=0.08)
+PLAIN = Training(learning_rates=(LR,) * STEPS, eps=1e-3)
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ def yarn(name: str, flags: str, **facts: Any) -> Row:
 def update(name: str, flags: str, rate: Callable[[int], float] = lambda step: LR, **facts: Any) -> Row:
     """Return a row about the update; `rate` is the learning rate after `step` steps, 0 .. STEPS - 1."""
     rates = tuple(map(rate, range(STEPS)))
-    return Row(name, flags, GPT, replace(PLAIN, rates=rates, **facts))
+    return Row(name, flags, GPT, replace(PLAIN, learning_rates=rates, **facts))
 
 
 def wsd(style: str, height: Callable[[float], float]) -> Row:
@@ -93,8 +103,8 @@ DROPPED = "--hidden-dropout 0.3 --attention-dropout 0.2 --reset-attention-mask"
 GROWING = "--start-weight-decay 1 --end-weight-decay 5 --weight-decay-incr-style linear"
 APART = "--decoupled-lr 0.03 --decoupled-min-lr 0.02 --lr-decay-style linear"
 RATES_APART: dict[str, Any] = {
-    "rates": tuple(LR * (1 - step / STEPS) for step in range(STEPS)),
-    "vocabulary_rates": tuple(0.03 - 0.01 * step / STEPS for step in range(STEPS)),
+    "learning_rates": tuple(LR * (1 - step / STEPS) for step in range(STEPS)),
+    "vocab_learning_rates": tuple(0.03 - 0.01 * step / STEPS for step in range(STEPS)),
 }
 QK_DECAY = "--weight-decay 5 --apply-wd-to-qk-layernorm"
 
@@ -103,8 +113,8 @@ ROWS = [
     Row("gpt", "", GPT),
     Row("llama", LLAMA_FLAGS, LLAMA),
     Row("qwen", QWEN_FLAGS, QWEN),
-    llama("llama one group", "--num-query-groups 1", groups=1),
-    gpt("gpt squared relu untied", f"--squared-relu {UNTIED}", activation="squared_relu", tied=False),
+    llama("llama one group", "--num-query-groups 1", num_kv_groups=1),
+    gpt("gpt squared relu untied", f"--squared-relu {UNTIED}", activation="squared_relu", tie_embeddings=False),
     gpt("gpt swiglu with biases", "--swiglu --ffn-hidden-size 24", activation="swiglu", ffn=24),
     gpt("gpt no positions RMSNorm", NO_POSITIONS, learned_positions=False, norm="RMSNorm"),
     gpt("gpt q/k norm", "--qk-layernorm", qk_norm=True),
@@ -114,22 +124,26 @@ ROWS = [
     llama("rotary base", BASE, rotary=Rotary(base=500000.0)),
     llama("rotary percent", "--rotary-percent 0.5", rotary=Rotary(fraction=0.5)),
     # wavelengths 6, 167, 4443 and 118k tokens: kept, kept, between, stretched
-    llama("rotary scaling", f"{BASE} {SCALING}", rotary=Rotary(500000.0, factor=8.0)),
-    llama("rotary scaling by 32", f"{BASE} {SCALING} --rope-scaling-factor 32", rotary=Rotary(500000.0, factor=32.0)),
+    llama("rotary scaling", f"{BASE} {SCALING}", rotary=Rotary(500000.0, scaling_factor=8.0)),
+    llama(
+        "rotary scaling by 32",
+        f"{BASE} {SCALING} --rope-scaling-factor 32",
+        rotary=Rotary(500000.0, scaling_factor=32.0),
+    ),
     gpt("no bias: exact gelu", "--disable-bias-linear", bias="none", activation="gelu_erf"),
     gpt("no fusion: exact gelu", "--no-bias-gelu-fusion", activation="gelu_erf"),
     gpt("openai gelu", "--disable-bias-linear --openai-gelu", bias="none"),
     gpt("named gelu", "--disable-bias-linear --activation gelu", bias="none"),
     llama("interpolated positions", "--rotary-seq-len-interpolation-factor 4", rotary=Rotary(interpolation=4.0)),
-    llama("interleaved", INTERLEAVED, rotary=Rotary(fraction=0.5, neighbors=True)),
-    llama("every second layer without", "--no-rope-freq 2", rotary=Rotary(without=(1,))),
-    llama("the first layer without", "--no-rope-freq [1,0]", rotary=Rotary(without=(0,))),
+    llama("interleaved", INTERLEAVED, rotary=Rotary(fraction=0.5, interleaved=True)),
+    llama("every second layer without", "--no-rope-freq 2", rotary=Rotary(layers_without_rope=(1,))),
+    llama("the first layer without", "--no-rope-freq [1,0]", rotary=Rotary(layers_without_rope=(0,))),
     # channels make 1.6, 0.5, 0.16 and 0.05 turns in 10 tokens: kept, between, between and stretched; ends 0.4 and 2.6
-    yarn("yarn", "--no-yarn-correction-range-round-to-int", rounded=False),
+    yarn("yarn", "--no-yarn-correction-range-round-to-int", truncate=False),
     yarn("yarn, whole channels", ""),
-    yarn("yarn with both magnitudes", "--mscale 0.7 --mscale-all-dim 0.4", more=0.7, less=0.4),
-    gpt("norm weights less one", "--apply-layernorm-1p --qk-layernorm", one_plus=True, qk_norm=True),
-    Row("RMSNorm weights less one", f"{QWEN_FLAGS} --apply-layernorm-1p", replace(QWEN, one_plus=True)),
+    yarn("yarn with both magnitudes", "--mscale 0.7 --mscale-all-dim 0.4", mscale=0.7, mscale_all_dim=0.4),
+    gpt("norm weights less one", "--apply-layernorm-1p --qk-layernorm", zero_centered_gamma=True, qk_norm=True),
+    Row("RMSNorm weights less one", f"{QWEN_FLAGS} --apply-layernorm-1p", replace(QWEN, zero_centered_gamma=True)),
     gpt("norm epsilon LayerNorm", "--norm-epsilon 1e-2", eps=1e-2),
     Row("norm epsilon q/k", f"{QWEN_FLAGS} --norm-epsilon 1e-2", replace(QWEN, eps=1e-2)),
     Row("documents gpt", DOCUMENT_FLAGS, GPT, documents=Documents(EOD, True, True, True)),
@@ -139,8 +153,8 @@ ROWS = [
     Row("documents: attention", "--reset-attention-mask", GPT, documents=ATTENTION),
     Row("dropout gpt", "--hidden-dropout 0.2 --attention-dropout 0.3", GPT, dropout=(0.2, 0.3)),
     Row("dropout llama documents", f"{LLAMA_FLAGS} {DROPPED}", LLAMA, documents=ATTENTION, dropout=(0.3, 0.2)),
-    update("decay", "--weight-decay 5 --clip-grad 0", weight_decay=5.0, clip=0.0),
-    update("clip", "--weight-decay 0 --clip-grad 1.9", weight_decay=0.0, clip=1.9),
+    update("decay", "--weight-decay 5 --clip-grad 0", weight_decay=5.0, max_grad_norm=0.0),
+    update("clip", "--weight-decay 0 --clip-grad 1.9", weight_decay=0.0, max_grad_norm=1.9),
     update("betas", "--adam-beta1 0.7 --adam-beta2 0.9", betas=(0.7, 0.9)),
     update("adam eps", "--adam-eps 0.05", eps=0.05),
     update("sgd", "--optimizer sgd --sgd-momentum 0.8 --weight-decay 0.3", momentum=0.8, weight_decay=0.3),
@@ -169,9 +183,16 @@ ROWS = [
         "--lr-decay-style inverse-square-root --lr-warmup-iters 2",
         lambda step: LR * step / 2 if step <= 2 else LR * math.sqrt(2 / step),
     ),
-    Row("growing weight decay", GROWING, GPT, replace(PLAIN, decays=tuple(1 + 4 * s / STEPS for s in range(STEPS)))),
+    Row(
+        "growing weight decay",
+        GROWING,
+        GPT,
+        replace(PLAIN, weight_decays=tuple(1 + 4 * s / STEPS for s in range(STEPS))),
+    ),
     Row("a rate of embedding and head", f"{LLAMA_FLAGS} {APART}", LLAMA, replace(PLAIN, **RATES_APART)),
-    Row("a rate of the tied embedding", "--decoupled-lr 0.03", GPT, replace(PLAIN, vocabulary_rates=(0.03,) * STEPS)),
+    Row(
+        "a rate of the tied embedding", "--decoupled-lr 0.03", GPT, replace(PLAIN, vocab_learning_rates=(0.03,) * STEPS)
+    ),
     Row(
         "norms of query and key decay",
         f"{QWEN_FLAGS} {QK_DECAY}",
@@ -192,7 +213,7 @@ class Outcome:
 
     initial: Weights
     batches: list[Tensor]
-    trained: Trained
+    trained: TrainResult
     logged: list[float]
 
 
@@ -222,7 +243,7 @@ def train_run(flags: str) -> Outcome:
     dataset = run.train_loader.batches.dataset
     batches = [torch.from_numpy(dataset.samples(np.arange(s * BATCH, (s + 1) * BATCH))) for s in range(STEPS)]
     results = [train_step(run) for _ in range(STEPS)]
-    trained = Trained([r.loss for r in results], [r.grad_norm for r in results], weights_of(run))
+    trained = TrainResult([r.loss for r in results], [r.grad_norm for r in results], weights_of(run))
     return Outcome(initial, batches, trained, [r.lr for r in results])
 
 
@@ -245,7 +266,7 @@ def drop(step: int, dropout: tuple[float, float], site: str, layer: int, x: Tens
 
 
 @functools.cache
-def train_reference(row: Row) -> Trained:
+def train_reference(row: Row) -> TrainResult:
     outcome = train_run(row.flags)
     drops = [functools.partial(drop, step, row.dropout) for step in range(1, STEPS + 1)]
     return reference.train(outcome.initial, outcome.batches, row.model, row.training, row.documents, drops)
@@ -258,7 +279,7 @@ def test_run_equals_the_reference_model(row: Row) -> None:
     np.testing.assert_allclose(actual.trained.losses, expected.losses, rtol=1e-10)
     np.testing.assert_allclose(actual.trained.grad_norms, expected.grad_norms, rtol=1e-10)
     np.testing.assert_allclose(
-        actual.logged[:-1], row.training.rates[1:], rtol=1e-12
+        actual.logged[:-1], row.training.learning_rates[1:], rtol=1e-12
     )  # the log has the rate of the next step
     errors = {
         n: float((actual.trained.weights[n] - w).abs().max() / w.abs().max()) for n, w in expected.weights.items()
@@ -279,19 +300,22 @@ CHANGED_FACTS: list[tuple[str, str, Any]] = [
     ("openai gelu", "model.activation", "gelu_erf"),
     ("named gelu", "model.activation", "gelu_erf"),
     ("interpolated positions", "model.rotary.interpolation", 1.0),
-    ("interleaved", "model.rotary.neighbors", False),
-    ("every second layer without", "model.rotary.without", ()),
-    ("the first layer without", "model.rotary.without", (1,)),
-    *[("yarn", f"model.rotary.yarn.{name}", value) for name, value in (("factor", 2.0), ("length", 20), ("slow", 0.2))],
-    *[("yarn", "model.rotary.yarn.fast", 1.5), ("yarn, whole channels", "model.rotary.yarn.rounded", False)],
-    ("yarn with both magnitudes", "model.rotary.yarn.more", 1.0),
-    ("yarn with both magnitudes", "model.rotary.yarn.less", 0.0),
+    ("interleaved", "model.rotary.interleaved", False),
+    ("every second layer without", "model.rotary.layers_without_rope", ()),
+    ("the first layer without", "model.rotary.layers_without_rope", (1,)),
+    *[
+        ("yarn", f"model.rotary.yarn.{name}", value)
+        for name, value in (("factor", 2.0), ("original_max_positions", 20), ("beta_slow", 0.2))
+    ],
+    *[("yarn", "model.rotary.yarn.beta_fast", 1.5), ("yarn, whole channels", "model.rotary.yarn.truncate", False)],
+    ("yarn with both magnitudes", "model.rotary.yarn.mscale", 1.0),
+    ("yarn with both magnitudes", "model.rotary.yarn.mscale_all_dim", 0.0),
     ("rotary base", "model.rotary", Rotary()),
     ("rotary percent", "model.rotary", Rotary()),
     ("rotary scaling", "model.rotary", Rotary(500000.0)),
-    ("rotary scaling by 32", "model.rotary", Rotary(500000.0, factor=8.0)),
-    ("norm weights less one", "model.one_plus", False),
-    ("RMSNorm weights less one", "model.one_plus", False),
+    ("rotary scaling by 32", "model.rotary", Rotary(500000.0, scaling_factor=8.0)),
+    ("norm weights less one", "model.zero_centered_gamma", False),
+    ("RMSNorm weights less one", "model.zero_centered_gamma", False),
     ("norm epsilon LayerNorm", "model.eps", 1e-5),
     ("norm epsilon q/k", "model.eps", 1e-5),
     *[("documents gpt", f"documents.{fact}", False) for fact in ("mask_loss", "reset_positions", "reset_attention")],
@@ -302,18 +326,22 @@ CHANGED_FACTS: list[tuple[str, str, Any]] = [
     ("documents: attention", "documents.reset_attention", False),
     *[("dropout gpt", "dropout", rates) for rates in ((0.0, 0.3), (0.2, 0.0), (0.3, 0.2))],
     ("dropout llama documents", "documents.reset_attention", False),
-    *[("gpt", "training.weight_decay", 0.0), ("gpt", "training.clip", 0.0), ("gpt", "training.eps", 1e-8)],
+    *[("gpt", "training.weight_decay", 0.0), ("gpt", "training.max_grad_norm", 0.0), ("gpt", "training.eps", 1e-8)],
     ("decay", "training.weight_decay", 0.01),
-    ("clip", "training.clip", 0.0),
+    ("clip", "training.max_grad_norm", 0.0),
     *[("betas", "training.betas", betas) for betas in ((0.9, 0.9), (0.7, 0.999))],
     ("adam eps", "training.eps", 1e-3),
     *[("sgd", "training.momentum", momentum) for momentum in (0.9, None)],
     ("sgd", "training.weight_decay", 0.0),
-    ("growing weight decay", "training.decays", (1.0,) * STEPS),
-    ("a rate of embedding and head", "training.vocabulary_rates", None),
-    ("a rate of the tied embedding", "training.vocabulary_rates", None),
+    ("growing weight decay", "training.weight_decays", (1.0,) * STEPS),
+    ("a rate of embedding and head", "training.vocab_learning_rates", None),
+    ("a rate of the tied embedding", "training.vocab_learning_rates", None),
     ("norms of query and key decay", "training.qk_norms_decay", False),
-    *[(row.name, "training.rates", PLAIN.rates) for row in ROWS if row.training.rates != PLAIN.rates],
+    *[
+        (row.name, "training.learning_rates", PLAIN.learning_rates)
+        for row in ROWS
+        if row.training.learning_rates != PLAIN.learning_rates
+    ],
 ]
 
 

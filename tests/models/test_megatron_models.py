@@ -14,7 +14,17 @@ from megalite.models.specs import model_specs
 D, H, L, S, V = 48, 6, 3, 20, 100
 LINE = f"""--num-layers {L} --hidden-size {D} --num-attention-heads {H} --seq-length {S} --max-position-embeddings {S}
  --micro-batch-size 1 --train-iters 2 --lr 1e-3 --mock-data --vocab-size {V}"""
-GPT = Model(layers=L, width=D, heads=H, head_size=D // H, groups=H, ffn=4 * D, vocab_size=V, padded=128, positions=S)
+GPT = Model(
+    num_layers=L,
+    width=D,
+    num_heads=H,
+    head_size=D // H,
+    num_kv_groups=H,
+    ffn=4 * D,
+    vocab_size=V,
+    padded_vocab_size=128,
+    max_positions=S,
+)
 LINES = tomllib.loads(Path(__file__).with_name("megatron_lines.toml").read_text("utf-8"))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 Weights = dict[str, Tensor]
 # (site, layer, x) -> x after dropout. The sites are embedding (layer -1), attention (x is its weights [B, H, S, T]), and
 # after_attention and after_mlp, where a block's output is added to the residual stream.
-Drop = Callable[[str, int, Tensor], Tensor]
+DropoutFn = Callable[[str, int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,28 @@ class Yarn:
 
     Attributes:
         factor: s.
-        length: L.
-        fast: beta.
-        slow: alpha.
-        rounded: both ends of the ramp are integer channels, as in the authors' program.
-        more: m of the numerator 0.1 m ln s + 1 of the magnitude.
-        less: m of its denominator.
+        original_max_positions: L.
+        beta_fast: beta.
+        beta_slow: alpha.
+        truncate: both ends of the ramp are integer channels, as in the authors' program.
+        mscale: m of the numerator 0.1 m ln s + 1 of the magnitude.
+        mscale_all_dim: m of its denominator.
     """
 
     factor: float
-    length: int
-    fast: float = 32.0
-    slow: float = 1.0
-    rounded: bool = True
-    more: float = 1.0
-    less: float = 0.0
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
 
-    def speed(self, j: int, R: int, base: float) -> float:
-        ramp = [R / 2 * math.log(self.length / (turns * 2 * math.pi), base) for turns in (self.fast, self.slow)]
-        if self.rounded:
+    def frequency(self, j: int, R: int, base: float) -> float:
+        ramp = [
+            R / 2 * math.log(self.original_max_positions / (turns * 2 * math.pi), base)
+            for turns in (self.beta_fast, self.beta_slow)
+        ]
+        if self.truncate:
             ramp = [math.floor(ramp[0]), math.ceil(ramp[1])]
         first, last = max(ramp[0], 0), min(ramp[1], R - 1)
         if first == last:
@@ -58,7 +61,7 @@ class Yarn:
     def magnitude(self) -> float:
         if self.factor <= 1:
             return 1.0
-        return (0.1 * self.more * math.log(self.factor) + 1) / (0.1 * self.less * math.log(self.factor) + 1)
+        return (0.1 * self.mscale * math.log(self.factor) + 1) / (0.1 * self.mscale_all_dim * math.log(self.factor) + 1)
 
 
 @dataclass(frozen=True)
@@ -66,20 +69,20 @@ class Rotary:
     """Rotary positions (arXiv:2104.09864): channel pair j of R = fraction * K turns by position * base^(-2j/R).
 
     Attributes:
-        factor: the stretch of Llama 3.1 (arXiv:2407.21783) of a model that was trained on 8192 positions.
+        scaling_factor: the stretch of Llama 3.1 (arXiv:2407.21783) of a model that was trained on 8192 positions.
         yarn: a scaling that replaces this stretch.
         interpolation: the divisor of the positions (arXiv:2306.15595).
-        neighbors: a pair is 2j and 2j + 1, otherwise j and j + R/2.
-        without: the layers without rotary positions.
+        interleaved: a pair is 2j and 2j + 1, otherwise j and j + R/2.
+        layers_without_rope: the layers without rotary positions.
     """
 
     base: float = 10000.0
     fraction: float = 1.0
-    factor: float | None = None
+    scaling_factor: float | None = None
     yarn: Yarn | None = None
     interpolation: float = 1.0
-    neighbors: bool = False
-    without: tuple[int, ...] = ()
+    interleaved: bool = False
+    layers_without_rope: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,30 +91,30 @@ class Model:
 
     Attributes:
         vocab_size: the size of the vocabulary without padding.
-        padded: the size of the vocabulary in the tensors.
+        padded_vocab_size: the size of the vocabulary in the tensors.
         bias: the linear layers that have a bias: "all", "qkv" or "none".
         sink: the sink of each head's softmax: "vanilla" is none, "learnable" a parameter, "off-by-one" a logit of 0.
     """
 
-    layers: int
+    num_layers: int
     width: int
-    heads: int
+    num_heads: int
     head_size: int
-    groups: int
+    num_kv_groups: int
     ffn: int
     vocab_size: int
-    padded: int
-    positions: int
+    padded_vocab_size: int
+    max_positions: int
     norm: str = "LayerNorm"
     eps: float = 1e-5
-    one_plus: bool = False
+    zero_centered_gamma: bool = False
     activation: str = "gelu"
     bias: str = "all"
     qk_norm: bool = False
     sink: str = "vanilla"
     rotary: Rotary | None = None
     learned_positions: bool = True
-    tied: bool = True
+    tie_embeddings: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,27 +132,27 @@ class Training:
     """The optimizer and its schedule.
 
     Attributes:
-        rates: the learning rate of each step.
-        vocabulary_rates: the learning rate of embedding and head in each step, if it is a different one.
-        decays: the weight decay of each step, instead of `weight_decay`.
+        learning_rates: the learning rate of each step.
+        vocab_learning_rates: the learning rate of embedding and head in each step, if it is a different one.
+        weight_decays: the weight decay of each step, instead of `weight_decay`.
         qk_norms_decay: True if the norms of query and key have weight decay, too.
-        clip: the maximum gradient norm; 0 does not clip.
+        max_grad_norm: the maximum gradient norm; 0 does not clip.
         momentum: the momentum of SGD; None for AdamW.
     """
 
-    rates: tuple[float, ...]
-    vocabulary_rates: tuple[float, ...] | None = None
+    learning_rates: tuple[float, ...]
+    vocab_learning_rates: tuple[float, ...] | None = None
     weight_decay: float = 0.01
-    decays: tuple[float, ...] | None = None
+    weight_decays: tuple[float, ...] | None = None
     qk_norms_decay: bool = False
-    clip: float = 1.0
+    max_grad_norm: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float | None = None
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainResult:
     losses: list[float]
     grad_norms: list[float]
     weights: Weights
@@ -159,8 +162,8 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by name."""
     gated = m.activation == "swiglu"
     lead = (2, m.ffn) if gated else (m.ffn,)
-    up, q, kv = "gate_up" if gated else "up", m.heads * m.head_size, m.groups * m.head_size
-    parameters: dict[str, tuple[int, ...]] = {"embedding.word": (m.padded, m.width)}
+    up, q, kv = "gate_up" if gated else "up", m.num_heads * m.head_size, m.num_kv_groups * m.head_size
+    parameters: dict[str, tuple[int, ...]] = {"embedding.word": (m.padded_vocab_size, m.width)}
 
     def norm(name: str, size: int) -> None:
         parameters[f"{name}.weight"] = (size,)
@@ -168,8 +171,8 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
             parameters[f"{name}.bias"] = (size,)
 
     if m.learned_positions:
-        parameters["embedding.position"] = (m.positions, m.width)
-    for i in range(m.layers):
+        parameters["embedding.position"] = (m.max_positions, m.width)
+    for i in range(m.num_layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
         norm(f"{a}.norm", m.width)
         norm(f"{f}.norm", m.width)
@@ -180,13 +183,13 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         if m.bias == "all":
             parameters |= {f"{a}.out_bias": (m.width,), f"{f}.{up}_bias": lead, f"{f}.down_bias": (m.width,)}
         if m.sink == "learnable":
-            parameters[f"{a}.sink"] = (m.heads,)
+            parameters[f"{a}.sink"] = (m.num_heads,)
         if m.qk_norm:
             norm(f"{a}.q_norm", m.head_size)
             norm(f"{a}.k_norm", m.head_size)
     norm("final_norm", m.width)
-    if not m.tied:
-        parameters["head"] = (m.padded, m.width)
+    if not m.tie_embeddings:
+        parameters["head"] = (m.padded_vocab_size, m.width)
     return parameters
 
 
@@ -196,7 +199,7 @@ def is_matrix(name: str) -> bool:
 
 
 def normalize(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
-    weight = w[f"{name}.weight"] + (1 if m.one_plus else 0)
+    weight = w[f"{name}.weight"] + (1 if m.zero_centered_gamma else 0)
     if m.norm == "LayerNorm":
         x = x - x.mean(-1, keepdim=True)
     x = x / (x.pow(2).mean(-1, keepdim=True) + m.eps).sqrt()
@@ -206,17 +209,18 @@ def normalize(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
 def rotate(x_BSHK: Tensor, positions_BS: Tensor, rotary: Rotary) -> Tensor:
     """Multiply each pair of channels, as a complex number, by exp(i * angle)."""
     R = int(x_BSHK.shape[-1] * rotary.fraction)
-    speeds = []
+    frequencies = []
     for j in range(R // 2):
-        speed = rotary.base ** (-2 * j / R)
-        if rotary.factor is not None:
-            turns = 8192 * speed / (2 * math.pi)  # within the original context; a pair with 4 or more is not stretched
+        frequency = rotary.base ** (-2 * j / R)
+        if rotary.scaling_factor is not None:
+            # within the original context; a pair with 4 or more turns is not stretched
+            turns = 8192 * frequency / (2 * math.pi)
             smooth = min(max((turns - 1) / (4 - 1), 0.0), 1.0)
-            speed *= smooth + (1 - smooth) / rotary.factor
-        speeds.append(speed if rotary.yarn is None else rotary.yarn.speed(j, R, rotary.base))
-    angles = positions_BS[..., None].double() / rotary.interpolation * torch.tensor(speeds, dtype=torch.float64)
+            frequency *= smooth + (1 - smooth) / rotary.scaling_factor
+        frequencies.append(frequency if rotary.yarn is None else rotary.yarn.frequency(j, R, rotary.base))
+    angles = positions_BS[..., None].double() / rotary.interpolation * torch.tensor(frequencies, dtype=torch.float64)
     rotation = torch.exp(1j * angles)[:, :, None] * (1 if rotary.yarn is None else rotary.yarn.magnitude)
-    if rotary.neighbors:
+    if rotary.interleaved:
         rotated = torch.complex(x_BSHK[..., 0:R:2], x_BSHK[..., 1:R:2]) * rotation
         return torch.cat([torch.view_as_real(rotated).flatten(-2), x_BSHK[..., R:]], -1)
     rotated = torch.complex(x_BSHK[..., : R // 2], x_BSHK[..., R // 2 : R]) * rotation
@@ -239,7 +243,9 @@ def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
     return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
 
 
-def attend(w: Weights, layer: int, x: Tensor, position_BS: Tensor, visible_BST: Tensor, m: Model, drop: Drop) -> Tensor:
+def attend(
+    w: Weights, layer: int, x: Tensor, position_BS: Tensor, visible_BST: Tensor, m: Model, dropout: DropoutFn
+) -> Tensor:
     name = f"layers.{layer}.attention"
     q, k, v = x @ w[f"{name}.q"].T, x @ w[f"{name}.kv"][0].T, x @ w[f"{name}.kv"][1].T
     if m.bias != "none":
@@ -248,24 +254,26 @@ def attend(w: Weights, layer: int, x: Tensor, position_BS: Tensor, visible_BST: 
     q, k, v = (t.unflatten(-1, (-1, m.head_size)) for t in (q, k, v))
     if m.qk_norm:
         q, k = normalize(w, f"{name}.q_norm", q, m), normalize(w, f"{name}.k_norm", k, m)
-    if m.rotary is not None and layer not in m.rotary.without:
+    if m.rotary is not None and layer not in m.rotary.layers_without_rope:
         q, k = rotate(q, position_BS, m.rotary), rotate(k, position_BS, m.rotary)
-    group_of = [h * m.groups // m.heads for h in range(m.heads)]  # consecutive heads share a group
+    group_of = [h * m.num_kv_groups // m.num_heads for h in range(m.num_heads)]  # consecutive heads share a group
     scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) / math.sqrt(m.head_size)
     e_BHST = scores_BHST.masked_fill(~visible_BST[:, None], -math.inf).exp()
     total = e_BHST.sum(-1, keepdim=True)
     if m.sink != "vanilla":
         total = total + (w[f"{name}.sink"].exp().view(-1, 1, 1) if m.sink == "learnable" else 1)
-    weights_BHST = drop("attention", layer, e_BHST / total)
+    weights_BHST = dropout("attention", layer, e_BHST / total)
     y = torch.einsum("bhst,bthk->bshk", weights_BHST, v[:, :, group_of]).flatten(2) @ w[f"{name}.out"].T
     return y + w[f"{name}.out_bias"] if m.bias == "all" else y
 
 
-def no_drop(site: str, layer: int, x: Tensor) -> Tensor:
+def no_dropout(site: str, layer: int, x: Tensor) -> Tensor:
     return x
 
 
-def logits(w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None, drop: Drop = no_drop) -> Tensor:
+def logits(
+    w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None, dropout: DropoutFn = no_dropout
+) -> Tensor:
     """Return the logits over the vocabulary without padding, [B, S, vocab_size]."""
     S = tokens_BS.shape[1]
     position_BS = torch.arange(S).expand_as(tokens_BS)
@@ -281,24 +289,24 @@ def logits(w: Weights, tokens_BS: Tensor, m: Model, documents: Documents | None,
     x = w["embedding.word"][tokens_BS]
     if m.learned_positions:
         x = x + w["embedding.position"][position_BS]
-    x = drop("embedding", -1, x)
-    for i in range(m.layers):
+    x = dropout("embedding", -1, x)
+    for i in range(m.num_layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
-        y = attend(w, i, normalize(w, f"{a}.norm", x, m), position_BS, visible_BST, m, drop)
-        x = x + drop("after_attention", i, y)
+        y = attend(w, i, normalize(w, f"{a}.norm", x, m), position_BS, visible_BST, m, dropout)
+        x = x + dropout("after_attention", i, y)
         y = activate(w, f, normalize(w, f"{f}.norm", x, m), m) @ w[f"{f}.down"].T
         y = y + w[f"{f}.down_bias"] if m.bias == "all" else y
-        x = x + drop("after_mlp", i, y)
-    head = w["embedding.word"] if m.tied else w["head"]
+        x = x + dropout("after_mlp", i, y)
+    head = w["embedding.word"] if m.tie_embeddings else w["head"]
     return normalize(w, "final_norm", x, m) @ head[: m.vocab_size].T
 
 
 def loss_of(
-    w: Weights, tokens_BT: Tensor, m: Model, documents: Documents | None = None, drop: Drop = no_drop
+    w: Weights, tokens_BT: Tensor, m: Model, documents: Documents | None = None, dropout: DropoutFn = no_dropout
 ) -> Tensor:
     """Return the mean loss in nats over the tokens that are not masked. tokens_BT has S + 1 columns."""
     inputs, labels = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    losses = F.cross_entropy(logits(w, inputs, m, documents, drop).flatten(0, 1), labels.flatten(), reduction="none")
+    losses = F.cross_entropy(logits(w, inputs, m, documents, dropout).flatten(0, 1), labels.flatten(), reduction="none")
     if documents is None or not documents.mask_loss:
         return losses.mean()
     return losses[inputs.flatten() != documents.eod].mean()
@@ -310,31 +318,31 @@ def train(
     m: Model,
     training: Training,
     documents: Documents | None = None,
-    drops: Sequence[Drop] | None = None,
-) -> Trained:
-    """Run one step per batch [B, S + 1], with its element of `drops`, if any. `initial` is not modified."""
+    dropouts: Sequence[DropoutFn] | None = None,
+) -> TrainResult:
+    """Run one step per batch [B, S + 1], with its element of `dropouts`, if any. `initial` is not modified."""
     w = {name: value.clone().requires_grad_() for name, value in initial.items()}
     groups = [{"params": [value], "name": name} for name, value in w.items()]
-    decays = training.decays or (training.weight_decay,) * len(batches)
+    decays = training.weight_decays or (training.weight_decay,) * len(batches)
     if training.momentum is None:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=training.betas, eps=training.eps)
     else:
         optimizer = torch.optim.SGD(groups, momentum=training.momentum)
     losses, grad_norms = [], []
-    drops = drops or [no_drop] * len(batches)
-    vocabulary_rates = training.vocabulary_rates or training.rates
-    steps = zip(batches, training.rates, vocabulary_rates, decays, drops, strict=True)
-    for tokens, rate, vocabulary_rate, decay, drop in steps:
+    dropouts = dropouts or [no_dropout] * len(batches)
+    vocab_learning_rates = training.vocab_learning_rates or training.learning_rates
+    steps = zip(batches, training.learning_rates, vocab_learning_rates, decays, dropouts, strict=True)
+    for tokens, rate, vocab_learning_rate, decay, dropout in steps:
         for group in optimizer.param_groups:
             name = group["name"]
             has_decay = is_matrix(name) or (training.qk_norms_decay and (".q_norm." in name or ".k_norm." in name))
-            group["lr"] = vocabulary_rate if name in ("embedding.word", "head") else rate
+            group["lr"] = vocab_learning_rate if name in ("embedding.word", "head") else rate
             group["weight_decay"] = decay if has_decay else 0.0
         optimizer.zero_grad()
-        loss = loss_of(w, tokens, m, documents, drop)
+        loss = loss_of(w, tokens, m, documents, dropout)
         loss.backward()
-        limit = training.clip or math.inf
+        limit = training.max_grad_norm or math.inf
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(w.values(), limit)))
         losses.append(loss.item())
         optimizer.step()
-    return Trained(losses, grad_norms, {name: value.detach() for name, value in w.items()})
+    return TrainResult(losses, grad_norms, {name: value.detach() for name, value in w.items()})
