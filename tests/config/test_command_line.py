@@ -79,7 +79,7 @@ def test_dp_sets_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None
     assert pretrain_gpt.main([*argv, "--dry-run"]) == 0 and "dp 4" in capsys.readouterr().out
 
 
-SUGGESTIONS: dict[str, str] = MESSAGES["meant"]
+SUGGESTIONS: dict[str, str] = MESSAGES["suggestions"]
 
 
 @pytest.mark.parametrize("flag", SUGGESTIONS)
@@ -96,7 +96,7 @@ def test_flags_of_other_programs_are_recognized(flag: str) -> None:
 
 @settings(max_examples=200)
 @given(
-    st.lists(st.sampled_from([*MESSAGES["faults"].items()]), min_size=1, max_size=8, unique=True),
+    st.lists(st.sampled_from([*MESSAGES["argument_errors"].items()]), min_size=1, max_size=8, unique=True),
     st.randoms(use_true_random=False),
 )
 def test_all_problems_are_listed_at_once(faults: list[tuple[str, str]], order: random.Random) -> None:

@@ -90,12 +90,12 @@ def test_silently_accepted_megatron_values_are_noted(flags: str, notes: list[str
     assert cli.read([*GOOD.split(), *flags.split()], PRESETS)[1] == notes
 
 
-@pytest.mark.parametrize("flags,means", MESSAGES["means"].items())
-def test_defaults_equal_megatrons(flags: str, means: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags,expected", MESSAGES["derived_values"].items())
+def test_defaults_equal_megatrons(flags: str, expected: dict, tmp_path: Path) -> None:
     """The run's TOML file gives the same configuration."""
     config, _ = cli.read([*GOOD.split(), *flags.split()], PRESETS)
-    actual = {name: getattr(config.model, name) for name in means}
-    assert {name: list(value) if isinstance(value, tuple) else value for name, value in actual.items()} == means
+    actual = {name: getattr(config.model, name) for name in expected}
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in actual.items()} == expected
     path = tmp_path / "run.toml"
     path.write_text(dump_config(config))
     assert cli.read(["--config", str(path)], PRESETS)[0] == config

@@ -41,7 +41,7 @@ def test_unspecified_stages_are_balanced_by_flops() -> None:
     assert counts(7, 2, f"{batch} {CHUNKS} 2")[-1] == counts(8, 2, f"{batch} {CHUNKS} 2")[-1] == 0
 
 
-@pytest.mark.parametrize("layers,pp,flags,message", STAGES["refused"])
+@pytest.mark.parametrize("layers,pp,flags,message", STAGES["errors"])
 def test_layers_that_do_not_fit_give_a_remedy(layers: int, pp: int, flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         counts(layers, pp, flags)

@@ -176,14 +176,16 @@ def test_shell_completion(tmp_path: Path) -> None:
         f"COMP_WORDS=(megalite {line.strip()}{' ' if line.endswith(' ') or not line else ''}"
         f"{chr(34) * 2 if line.endswith(' ') or not line else ''}); "
         'COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _megalite; echo "${COMPREPLY[*]}"\n'
-        for line in MESSAGES["completed"]
+        for line in MESSAGES["completions"]
     )
     (tmp_path / "megalite").write_text(f'#!/bin/sh\nexec {sys.executable} -m megalite "$@"\n')
     (tmp_path / "megalite").chmod(0o755)
     bash = shutil.which("bash")
     done = programs.run([bash, "-eu", "-c", f"PATH={tmp_path}:$PATH\n{script}\n{tries}"], cwd=ROOT, **PIPES)
     assert done.returncode == 0 and done.stderr == ""
-    for (line, (present, absent)), output in zip(MESSAGES["completed"].items(), done.stdout.splitlines(), strict=True):
+    for (line, (present, absent)), output in zip(
+        MESSAGES["completions"].items(), done.stdout.splitlines(), strict=True
+    ):
         completions = set(output.split())
         assert set(present.split()) <= completions and not set(absent.split()) & completions, (line, output)
 

@@ -171,7 +171,7 @@ def with_llamas(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-FAMILY_OPTIONS, MEGATRONS = with_llamas(CASES["ours"]), with_llamas(CASES["megatron"])
+FAMILY_OPTIONS, MEGATRONS = with_llamas(CASES["options"]), with_llamas(CASES["megatron"])
 
 
 def save_run(directory: Path, options: dict[str, Any], one_plus: bool, bf16: bool = False) -> ModelConfig:
@@ -371,13 +371,13 @@ QWEN: dict[str, Any] = {
     **{"hidden_dropout": 0.0, "add_qkv_bias": True},
 }
 EXPERTS = CASES["experts"]
-REFUSED = CASES["refused"] | {  # values that TOML lacks: None, and a missing key
+REFUSED = CASES["errors"] | {  # values that TOML lacks: None, and a missing key
     "model_type=None": {"model_type": None},
     "max_window_layers=None": {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": None},
     "hidden_size is missing": {"hidden_size": ...},
 }
 REFUSED = {reason: {**CONFIG, **GPT2, **changes} for reason, changes in REFUSED.items()}
-REFUSED |= {reason: {**SHAPE, **EXPERTS["shape"], **changes} for reason, changes in EXPERTS["refused"].items()}
+REFUSED |= {reason: {**SHAPE, **EXPERTS["shape"], **changes} for reason, changes in EXPERTS["errors"].items()}
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -427,14 +427,16 @@ def test_missing_window_keys_have_transformers_defaults() -> None:
 PLAIN = {name: value for name, value in QWEN.items() if name != "add_qkv_bias"}
 
 
-EXPORT = [(PLAIN | options, family, line) for options, family, line in CASES["export"]["refused"]]
-EXPORT += [(EXPERTS["ours"] | o, name, f"family={name} cannot express.*{line}") for o, name, line in EXPERTS["export"]]
+EXPORT = [(PLAIN | options, family, line) for options, family, line in CASES["export"]["errors"]]
+EXPORT += [
+    (EXPERTS["options"] | o, name, f"family={name} cannot express.*{line}") for o, name, line in EXPERTS["export"]
+]
 
 
 @pytest.mark.parametrize("options,family,line", EXPORT)
 def test_export_refuses_features_that_a_family_lacks(options: dict, family: str, line: str) -> None:
     assert choose_family(build(PLAIN).model, "llama", None) == "llama"
-    assert choose_family(build(EXPERTS["ours"]).model, None, None) == "mixtral"
+    assert choose_family(build(EXPERTS["options"]).model, None, None) == "mixtral"
     assert choose_family(build(PLAIN | {"window_size": (7, 0)}).model, None, None) == "mistral"
     with pytest.raises(CheckpointError, match=f"(?s){line}"):
         choose_family(build(options).model, family or None, None)

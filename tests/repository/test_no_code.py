@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for directory in ("megalite", "tools", "examples") for path in sorted((ROOT / directory).rglob("*.py"))]
 SOURCES += [ROOT / "pretrain_gpt.py", ROOT / "setup.py"]
 UNSAFE, BUILTINS, CALLS, METHODS = (
-    set(MESSAGES["unsafe"][kind]) for kind in ("modules", "builtins", "calls", "methods")
+    set(MESSAGES["unsafe_calls"][kind]) for kind in ("modules", "builtins", "calls", "methods")
 )
 
-ALLOWED = {(path, use) for path, use in MESSAGES["unsafe"]["allowed"]}
+ALLOWED = {(path, use) for path, use in MESSAGES["unsafe_calls"]["allowed"]}
 
 
 def dotted(node: ast.expr) -> str:
@@ -87,7 +87,7 @@ def unsafe_uses(text: str) -> Iterator[str]:
             yield f"{name}(**)"
 
 
-BAD: dict[str, str] = MESSAGES["code"]
+BAD: dict[str, str] = MESSAGES["unsafe_lines"]
 GOOD = """import torch, re, subprocess
 import numpy as np
 torch.load(x, weights_only=True)

@@ -80,7 +80,7 @@ def test_weak_and_strong_scaling_batch_sizes() -> None:
 # ---- outcomes
 
 
-@pytest.mark.parametrize("kind,stderr,status", MESSAGES["ends"])
+@pytest.mark.parametrize("kind,stderr,status", MESSAGES["failures"])
 def test_every_outcome_of_a_run_is_a_row(kind: str, stderr: str, status: str) -> None:
     row = BenchResult({}, "megalite", [], 1)
     row.record({"error": "x", "stderr": stderr, "status": status}, 7.0)

@@ -30,8 +30,14 @@ def report(*args: str | Path) -> None:
 def check_page(page: Path, directory: Path) -> dict[int, dict]:
     views = {width: measure_layout(page, width, directory) for width in (375, 1000)}
     for width, view in views.items():
-        faults = {name: view[name] for name in ("clipped", "overlap", "small", "console") if view[name]}
-        assert view["overflow"] <= 0 and view["scripts"] == 0 and not faults, (width, view["overflow"], faults)
+        faults = {
+            name: view[name] for name in ("clipped_texts", "overlapping_texts", "small_texts", "console") if view[name]
+        }
+        assert view["overflow_px"] <= 0 and view["num_scripts"] == 0 and not faults, (
+            width,
+            view["overflow_px"],
+            faults,
+        )
     return views
 
 
@@ -50,7 +56,7 @@ def test_page_of_a_run_of_four_ranks(tmp_path: Path) -> None:
     assert shares.stage_layers(run_data)[0][0] == 0 and shares.stage_layers(run_data)[-1][1] == 4
     report(run)
     for view in check_page(run / "report/index.html", tmp_path).values():
-        assert set(view["titles"]) == ONE_RUN and view["headline"] == "mine: done" and view["pictures"] == 6
+        assert set(view["titles"]) == ONE_RUN and view["headline"] == "mine: done" and view["num_pictures"] == 6
     assert {path.name for path in (run / "report").iterdir()} == {
         "index.html",
         *(f"{name}.png" for name in ("loss", "steps", "time", "timeline", "layout", "memory")),
