@@ -41,7 +41,7 @@ from megalite.training.train_step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARDS = pytest.mark.nightly(guards=("megalite/optim", "megalite/parallel/streams.py"))
-UP, DOWN = "copy to the card", "copy to the host"
+UP, DOWN = "copy to the GPU", "copy to the host"
 STORE = "megalite/optim/optimizer_offload.py"
 
 

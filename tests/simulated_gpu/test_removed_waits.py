@@ -168,8 +168,8 @@ def _race_without_upload_wait(fault: str) -> set[tuple[str, str, str]]:
 
 # what is removed from the upload -> the early fact, and the name and file of the late one
 UPLOAD_RACES = {
-    "parallel/streams.py on_side_stream: wait_event(after)": ("", "copy to the card", "megalite/optim/param_gather.py"),
-    "gather": ("copy to the card", "mm", "megalite/kernels/matmul.py"),
+    "parallel/streams.py on_side_stream: wait_event(after)": ("", "copy to the GPU", "megalite/optim/param_gather.py"),
+    "gather": ("copy to the GPU", "mm", "megalite/kernels/matmul.py"),
 }
 
 
@@ -260,10 +260,10 @@ OPTIMIZER, ACTIVATIONS = (
 # removed wait, flags, the early fact, the file of the late one
 OFFLOAD_RACES = [
     (f"{OPTIMIZER}copy_event.synchronize()", OFFLOAD, COPY, "megalite/kernels/adamw.py"),
-    (f"{OPTIMIZER}wait_event(last_upload)", OFFLOAD, "copy to the card", "megalite/nn/"),
-    (f"{OPTIMIZER}wait_event(last_upload)", f"{OFFLOAD} --no-bf16", "copy to the card", "megalite/nn/"),
+    (f"{OPTIMIZER}wait_event(last_upload)", OFFLOAD, "copy to the GPU", "megalite/nn/"),
+    (f"{OPTIMIZER}wait_event(last_upload)", f"{OFFLOAD} --no-bf16", "copy to the GPU", "megalite/nn/"),
     (f"{ACTIVATIONS}free_device_copies: wait_event(self.copy_event)", MOVED, COPY, "megalite/"),
-    (f"{ACTIVATIONS}unpack: wait_event(self.copy_event)", MOVED, "copy to the card", "megalite/"),
+    (f"{ACTIVATIONS}unpack: wait_event(self.copy_event)", MOVED, "copy to the GPU", "megalite/"),
 ]
 
 

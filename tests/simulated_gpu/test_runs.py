@@ -110,7 +110,7 @@ def test_generation_on_a_gpu_equals_a_cpu(tmp_path: Path) -> None:
     waits = Counter(str(wait) for wait in waits_of(gpu.trace)[before:])
     assert not gpu.mixed
     # for each token: cache position, position, token and requested index go to the GPU; logits and the choice come back
-    kinds = {"copy to the card": 4 * num_new, "copy to the host": num_new, "tolist": num_new}
+    kinds = {"copy to the GPU": 4 * num_new, "copy to the host": num_new, "tolist": num_new}
     assert waits == {f"{kind} megalite/generate/generation.py": count for kind, count in kinds.items()}
 
 

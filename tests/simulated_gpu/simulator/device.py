@@ -239,11 +239,11 @@ class SimulatedGpu:
             self.record_mixed(
                 f"copy of {source_side} to {result_side}, non_blocking, and the host's memory is not pinned"
             )
-        self.launch("copy to the host" if source_side == "gpu" else "copy to the card", [source], [result])
+        self.launch("copy to the host" if source_side == "gpu" else "copy to the GPU", [source], [result])
         if wait and source_side == "gpu":
             self.host_waits("copy to the host", "copy to the host", writes=self.memory.spans([result]))
         elif wait:
-            self.host_waits("copy to the card", "copy to the card", reads=self.memory.spans([source]))
+            self.host_waits("copy to the GPU", "copy to the GPU", reads=self.memory.spans([source]))
 
 
 class _Operations(Dispatch):
