@@ -127,7 +127,7 @@ class Node(Machine):
 
 @contextlib.contextmanager
 def two_nodes(directory: Path) -> Iterator[tuple[Node, Node]]:
-    """Start two nodes, and kill them at the end of the block. Raises Unpermitted."""
+    """Start two nodes, and kill them at the end of the block. Raises NamespaceError."""
     (hosts := directory / "hosts").write_text(HOSTS)
     switch = Machine("switch", hosts)
     nodes = [Node(name, address, hosts, switch) for name, address in (("node-a", "10.77.0.1"), ("node-b", "10.77.0.2"))]
