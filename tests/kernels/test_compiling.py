@@ -115,7 +115,7 @@ def work_on_gpus() -> list[Any]:
     # 8.9 has the tiles of 8.0 and the shared memory of 12.0; 10.0 has its own tiles only for attention
     distinct = [row for row in rows if row[1] != 89 and (row[1] != 100 or row[0].op == "attention")]
     distinct = [row for row in distinct if row[0].dtype != torch.float16]
-    often = cover(distinct, lambda row: {"op": row[0].kind, "dtype": str(row[0].dtype), "card": row[1]})
+    often = cover(distinct, lambda row: {"op": row[0].kind, "dtype": str(row[0].dtype), "gpu": row[1]})
     directory = "megalite/kernels"
 
     def param(row: tuple[Work, int]) -> Any:

@@ -303,7 +303,7 @@ def planned(gpu: SimulatedGpu, directory: Path) -> None:
     measured = json.loads((directory / "rank00000.json").read_text())
     assert measured["kind"] == "h100" and "H100" in measured["device"]
     assert all(time > 0 for time in measured["blocks"]["layer"][:2])
-    run_info = {"device": "cuda", "machine": {"card": torch.cuda.get_device_name(INDEX)}}
+    run_info = {"device": "cuda", "machine": {"gpu": torch.cuda.get_device_name(INDEX)}}
     run_data = RunData(directory, "run", events=[{"event": "started", "run_info": run_info}])
     assert cluster_of_run(run_data, SimpleNamespace(world=1)).device.name == "h100"  # type: ignore[arg-type]
     assert shrink(config, 2, 1).config.parallel.device == "cuda"

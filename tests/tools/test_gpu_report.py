@@ -280,7 +280,7 @@ def test_important_parts_get_their_time(num_gpus: int) -> None:
 
 def test_tests_after_a_gpu_fault_run_in_a_new_process(tmp_path: Path, monkeypatch) -> None:
     """A process computes nothing more after such a fault: in one report, 4 faults made 100 tests fail."""
-    tests, fault = tmp_path / "test_card.py", "raise RuntimeError('CUDA error: misaligned address')"
+    tests, fault = tmp_path / "test_gpu.py", "raise RuntimeError('CUDA error: misaligned address')"
     bodies = "".join(f"def test_{name}(): {body}\n" for name, body in (("a", "pass"), ("b", fault), ("c", "pass")))
     tests.write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{bodies}")
     file = tmp_path / "share0.jsonl"
