@@ -228,7 +228,7 @@ def _check_sharded_experts(
     inputs = torch.randn(2, length, 4 * micro, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def run_layer(mesh: Mesh, inputs: Tensor) -> tuple[MoELayer, list[Tensor]]:
-        experts = MoELayer(ParamFactory(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
+        experts = MoELayer(ParamFactory(mesh, torch.float64, seed=3), "e", routing.model(expert_size=F + 1), 0, False)
         experts.router.expert_bias = torch.tensor(biases) if biases else None
         results = []
         for x, dy in inputs.split(micro, 2):
@@ -352,7 +352,7 @@ def _check_global_aux_loss(sizes: dict[str, int]) -> None:
     """Compare with Megatron-LM's definition: f counts the tokens of all ranks' micro-batches up to this one."""
     routing = Routing(8, 2, coefficients={"global_aux_loss": 0.1})
     mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
-    layer = MoELayer(ParamFactory(mesh, torch.float64, seed=3), "e", routing.model(wide=F + 1), 0, False)
+    layer = MoELayer(ParamFactory(mesh, torch.float64, seed=3), "e", routing.model(expert_size=F + 1), 0, False)
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         x_MRSBD = torch.randn(3, mesh.dp.size, 8, B, D, dtype=torch.float64, generator=generator)
