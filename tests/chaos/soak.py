@@ -9,7 +9,7 @@ and then. The same command restarts it until it has all its steps, as a schedule
     term      SIGTERM to one rank: it saves and ends with the outcome requeue
     corrupt   kill -9, then one bit of the newest checkpoint is flipped
     full      a rank's files are limited to 4 kB from a step on: its next save fails
-    freeze    SIGSTOP of a rank: the others give up after the time-out
+    freeze    SIGSTOP of a rank: the others give up after the timeout
     nan       a reduced gradient of one rank is NaN, once
 
 It writes soak.md, a table with a row per fault, to the directory. The exit code is 0 if the last checkpoint has the same

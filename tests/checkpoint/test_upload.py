@@ -98,7 +98,7 @@ def test_training_continues_when_an_upload_fails(upload_to: str, tmp_path: Path,
     set_broken(True)
     checkpoint_saver.save(1, pieces(1.0), {})
     messages: list[str] = []
-    while not any("the next save tries again" in line for line in messages):  # the test's time-out ends this
+    while not any("the next save tries again" in line for line in messages):  # the test's timeout ends this
         messages += checkpoint_saver.pop_messages()
     set_broken(False)
     checkpoint_saver.save(2, pieces(2.0), {})

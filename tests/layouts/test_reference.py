@@ -89,7 +89,7 @@ def update(name: str, flags: str, rate: Callable[[int], float] = lambda step: LR
 
 
 def wsd(style: str, height: Callable[[float], float]) -> Row:
-    """Return a row with one step of warm-up at rate 0, one at the peak, and the first two of three steps of decay."""
+    """Return a row with one step of warmup at rate 0, one at the peak, and the first two of three steps of decay."""
     flags = f"""--lr-decay-style WSD --lr-wsd-decay-style {style} --lr-wsd-decay-iters 3 --lr-decay-iters 4
      --lr-warmup-iters 1 --min-lr 1e-3"""
     return update(f"WSD {style}", flags, lambda step: LR * step if step <= 1 else 1e-3 + 9e-3 * height((step - 1) / 3))
@@ -174,7 +174,7 @@ ROWS = [
         lambda step: LR * (step / 2 if step <= 2 else 1 - (step - 2) / (STEPS - 2)),
     ),
     update(
-        "warm-up, cosine",
+        "warmup, cosine",
         "--lr-decay-style cosine --lr-warmup-iters 2 --lr-warmup-init 2e-3 --min-lr 1e-3 --lr-decay-iters 6",
         lambda step: 2e-3 + 4e-3 * step if step <= 2 else 1e-3 + 4.5e-3 * (1 + math.cos(math.pi * (step - 2) / 4)),
     ),

@@ -75,7 +75,7 @@ SELDOM = [DROP + FULL, DROP + DOCUMENT_FLAGS, QWEN, NEOX, DROP + SELECTIVE, INTE
 
 @pytest.mark.parametrize("flags", [*OFTEN, *(pytest.param(flags, marks=RARELY) for flags in SELDOM)])
 def test_compiled_functions_equal_eager_and_are_few(flags: str) -> None:
-    """Share the compiled code between layers and steps, whose numbers key dropout. The warm-up compiles all of it."""
+    """Share the compiled code between layers and steps, whose numbers key dropout. The warmup compiles all of it."""
     backend = CountingBackend()
     run, config = build(flags + " --compile", backend=backend)
     compile_warmup(run, config)
@@ -102,7 +102,7 @@ def test_compiled_layout_equals_one_process(axes: tuple[str, str]) -> None:
 
 
 def _train_after_warmup(flags: str) -> list[float]:
-    """Return loss and gradient norm of each step after a warm-up and a load of a checkpoint."""
+    """Return loss and gradient norm of each step after a warmup and a load of a checkpoint."""
     run, config = build(flags)
     compile_warmup(run, config)
     for main in run.optimizer.main:
@@ -122,9 +122,9 @@ def test_compile_warmup_leaves_no_unsharded_weights(stage: int) -> None:
 
 
 def _train_deferred(flags: str) -> tuple[list[float], list[int], list[int]]:
-    """Train on a pipeline rank after a warm-up.
+    """Train on a pipeline rank after a warmup.
 
-    Returns: loss and gradient norm of each step; the number of graphs after the warm-up and after the steps; the number
+    Returns: loss and gradient norm of each step; the number of graphs after the warmup and after the steps; the number
         of weight gradients that each W computes.
     """
     backend, deferred, compute_all = CountingBackend(), list[int](), WeightGradStore.compute_all

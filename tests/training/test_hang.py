@@ -205,7 +205,7 @@ def test_store_is_polled_within_its_capacity(tmp_path: Path, size: int, monkeypa
     watchdog = Watchdog(replace(mesh, world=world), tmp_path, Timers(), 600.0)
     watchdog._closing.set()
     assert size / (watchdog.pace * hang.POLL_S) <= 2048 and (size > 1024 or watchdog.pace == 1)
-    assert 0.8 * 600 + 2 * watchdog.pace * (hang.POLL_S + hang.ANSWER_S) < 600  # reported before the group's time-out
+    assert 0.8 * 600 + 2 * watchdog.pace * (hang.POLL_S + hang.ANSWER_S) < 600  # reported before the group's timeout
 
 
 def test_status_is_running_until_the_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ Outcome = tuple[int, str, dict[str, Any]]
 def run_to_end(
     run_dir: Path, *flags: str, fault: str = "", launcher: tuple[str, ...] = (), limit_s: int = 3
 ) -> Outcome:
-    """Return exit code, stderr and status of a run of up to 30 steps with a time-out of `limit_s`."""
+    """Return exit code, stderr and status of a run of up to 30 steps with a timeout of `limit_s`."""
     flags = (*SMALL_RUN, "--train-iters", "30", *flags, "--run-dir", str(run_dir), "--device", "cpu")
     command = [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *flags]
     command += ["--distributed-timeout-seconds-after-init", str(limit_s)]

@@ -171,7 +171,7 @@ def test_all_ranks_skip_a_non_finite_step(flags: str) -> None:
     first, *others = run_ranks(4, _each_rank_in_turn, flags)
     assert all(other == first for other in others)
     assert [outcome[:2] for outcome in first] == [(False, False), *[(True, True)] * 4, (False, False)]
-    # the warm-up does not count skipped steps
+    # the warmup does not count skipped steps
     assert [lr for *_, lr, _ in first] == [first[0][2]] * 5 + [2 * first[0][2]]
     size = first[0][3]
     assert [samples for *_, samples in first] == [size * (i + 1) for i in range(6)]  # skipped samples are not repeated

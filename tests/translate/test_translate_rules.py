@@ -445,7 +445,7 @@ def test_torchtitan_schedule(style: str, ratio: float | None, key: str, translat
     reference = [torchtitan_rate(n, 1e-3, 100, 10, ratio, style, 0.1) for n in range(100)]
     rates = rates_of(values, 100)
     assert rates[10:] == pytest.approx(reference[10:], rel=1e-9)
-    assert rates[1:10] == pytest.approx(reference[:9], rel=1e-9), "its warm-up is a step ahead"
+    assert rates[1:10] == pytest.approx(reference[:9], rel=1e-9), "its warmup is a step ahead"
 
 
 def nanotron_rate(n: int, lr: float, min_lr: float, warmup: int, start: int, steps: int, style: str) -> float:

@@ -240,7 +240,7 @@ def _environment(run: RunData) -> Iterator[str]:
     rows = []
     for name, value in facts.items():
         if value and name != "environment":
-            rows.append([f"<th>{escape('GPU' if name == 'card' else name)}</th>", escape(value)])
+            rows.append([f"<th>{escape('GPU' if name == 'gpu' else name)}</th>", escape(value)])
     if rows:
         yield _table(rows)
     if variables := str(machine.get("environment") or ""):
