@@ -87,5 +87,6 @@ def build_plugin_dataset(
         return None
     missing = [method for method in ("__len__", "__getitem__") if not hasattr(samples, method)]
     if missing:
-        raise DataError(f"dataset={name!r} returns a {type(samples).__name__} that lacks {' and '.join(missing)}; add it")
+        lacks = " and ".join(missing)
+        raise DataError(f"dataset={name!r} returns a {type(samples).__name__} that lacks {lacks}; add it")
     return MapDataset(name, samples, seq_length, seed, split)
