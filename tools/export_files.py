@@ -186,7 +186,7 @@ def write_args(
     They also have the true vocabulary size, for which Megatron-LM has no argument. Raises CheckpointError if
     Megatron-LM does not have such a model.
     """
-    if any(model.moe_layers):
+    if model.has_experts:
         raise CheckpointError(f"num_experts={model.num_experts}: experts are not written for Megatron-LM, only read")
     for option in ("parallel_residual", "qk_layernorm_over_heads"):
         if getattr(model, option):

@@ -52,7 +52,7 @@ def prepare_configs(args: argparse.Namespace, run_argv: list[str]) -> list[Shrun
     if config.checkpoint.use_checkpoint_args:
         raise ConfigError(["use_checkpoint_args takes the sizes from a checkpoint; give them as flags, or --config"])
     uses_compile = config.train.compile
-    if any(config.model.moe_layers) and args.dtype == "bfloat16":
+    if config.model.has_experts and args.dtype == "bfloat16":
         options = f"dtype=bfloat16 with num_experts={config.model.num_experts}"
         reason = "a token between two experts goes by rounding to another one than in one process"
         raise ConfigError([f"{options}: {reason}; give float64 or float32"])

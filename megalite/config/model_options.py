@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
+from megalite.config.layer_spec import LayerSpec
 from megalite.config.option import execution, model, training
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pattern
 from megalite.config.registry import REGISTRIES
@@ -305,8 +307,30 @@ class ModelConfig:
         bits = (True,) * self.num_layers if pattern is None else parse_layer_pattern(pattern, self.num_layers)
         return tuple(window if bit else None for bit in bits)
 
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers, in order. Raises ValueError if an option has a bit for each layer and does not fit."""
+        cp_comm_types = tuple("allgather" if kind == "p2p" else kind for kind in self.cp_comm_type)
+        if len(cp_comm_types) == 1:
+            cp_comm_types *= self.num_layers
+        return tuple(
+            LayerSpec("attention", "moe" if has_experts else "mlp", window, use_rope, cp_comm_type)
+            for has_experts, window, use_rope, cp_comm_type in zip(
+                self.moe_layers, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
+            )
+        )
+
     @property
-    def layer_cp_comm(self) -> tuple[str, ...]:
-        """The communication of each layer's attention over cp: allgather, also for p2p, or a2a."""
-        kinds = tuple("allgather" if kind == "p2p" else kind for kind in self.cp_comm_type)
-        return kinds * self.num_layers if len(kinds) == 1 else kinds
+    def has_experts(self) -> bool:
+        """True if any layer has experts."""
+        return any(layer.has_experts for layer in self.layers)
+
+    @property
+    def uses_rope(self) -> bool:
+        """True if any layer has rotary positions."""
+        return any(layer.use_rope for layer in self.layers)
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The attention window of each layer; None: no window."""
+        return tuple(layer.window for layer in self.layers)

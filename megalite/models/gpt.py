@@ -2,8 +2,8 @@
 
     tokens_SB -> Embedding -> Block * layers -> LMHead -> loss      a Stage is a range of this line
 
-    Block:  x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))      mlp: MLP or MoELayer
-    or, with a parallel residual:  x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
+    Block:  x = x + dropout(mixer(norm(x)));  x = x + dropout(mlp(norm(x)))      models/layers.py has the parts
+    or, with a parallel residual:  x = x + dropout(mixer(norm(x))) + dropout(mlp(norm'(x)))
 
 A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last stage). It does not know the schedule.
 """
@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
 from megalite.kernels.dropout import dropout, fold_in
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
-from megalite.nn.attention import Attention
+from megalite.models.layers import MIXERS, MLPS
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.linear import column_parallel_linear
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.micro_batch import RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, Batch
-from megalite.nn.mlp import MLP
-from megalite.nn.moe import MoELayer
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import ParamFactory, RunUnit, call_unit, shapes
 from megalite.nn.recompute import checkpoint_without_output, recompute
@@ -77,27 +76,37 @@ def rope_scaling(model: ModelConfig) -> Scaling:
 
 
 class Block(nn.Module):
-    """A transformer layer. `recomputed`: the parts that are recomputed in backward (RecomputeConfig)."""
+    """A layer: a mixer and an MLP, each after a norm and with a residual.
 
-    def __init__(self, make_param: ParamFactory, model: ModelConfig, layer: int, recomputed: tuple[str, ...] = ()):
+    layer       number of the layer in the model
+    spec        its parts
+    recomputed  the parts that are recomputed in backward (RecomputeConfig)
+    """
+
+    def __init__(
+        self,
+        make_param: ParamFactory,
+        model: ModelConfig,
+        layer: int,
+        spec: LayerSpec,
+        recomputed: tuple[str, ...] = (),
+    ):
         super().__init__()
         make_param = make_param.for_unit(f"layers.{layer}")
         self.layer = layer
+        self.spec = spec
         self.seed = make_param.seed
         self.dropout_p = model.hidden_dropout
         self.tp = make_param.mesh.tp
         self.parallel_residual = model.parallel_residual
         self.recompute_norms = "layernorm" in recomputed
-        self.recompute_mlp = ("moe" if model.moe_layers[layer] else "mlp") in recomputed
+        self.recompute_mlp = spec.mlp in recomputed
         self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/torch_compile.py)
+        args = (model, layer, spec, recomputed)
         self.attention_norm = Norm(make_param, f"layers.{layer}.attention.norm", model.hidden_size, model)
-        self.attention = Attention(make_param, f"layers.{layer}.attention", model, layer, "core_attn" in recomputed)
+        self.attention = MIXERS[spec.mixer](make_param, f"layers.{layer}.attention", *args)
         self.mlp_norm = Norm(make_param, f"layers.{layer}.mlp.norm", model.hidden_size, model)
-        name = f"layers.{layer}.mlp"
-        if model.moe_layers[layer]:
-            self.mlp = MoELayer(make_param, name, model, layer, "shared_experts" in recomputed)
-        else:
-            self.mlp = MLP(make_param, name, model, model.ffn_size, bias=model.add_bias_linear)
+        self.mlp = MLPS[spec.mlp](make_param, f"layers.{layer}.mlp", *args)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         """Return x_sBD after this layer."""
@@ -109,12 +118,7 @@ class Block(nn.Module):
             n_sBD = self.mlp_norm(x_sBD if self.parallel_residual else h_sBD)
         else:
             h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
-        return self._dropout_add(self._run_mlp(n_sBD, batch), h_sBD, RNG_SITE_HIDDEN_2, batch)
-
-    def _run_mlp(self, n_sBD: Tensor, batch: Batch) -> Tensor:
-        if isinstance(self.mlp, MoELayer):
-            return self.mlp(n_sBD, batch)
-        return self.mlp(n_sBD, batch.wgrad_store)
+        return self._dropout_add(self.mlp(n_sBD, batch), h_sBD, RNG_SITE_HIDDEN_2, batch)
 
     def _forward_with_recompute(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         """Return the same as `forward`; norms or the MLP save only their inputs for backward."""
@@ -127,11 +131,11 @@ class Block(nn.Module):
         h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
         m_sBD = x_sBD if self.parallel_residual else h_sBD
         if self.recompute_mlp and self.recompute_norms:
-            y_sBD = recompute(lambda m_sBD: self._run_mlp(self.mlp_norm(m_sBD), batch), m_sBD)
+            y_sBD = recompute(lambda m_sBD: self.mlp(self.mlp_norm(m_sBD), batch), m_sBD)
         elif self.recompute_mlp:
-            y_sBD = recompute(self._run_mlp, self.mlp_norm(m_sBD), batch)
+            y_sBD = recompute(self.mlp, self.mlp_norm(m_sBD), batch)
         else:
-            y_sBD = checkpoint_without_output(lambda: self.mlp_norm(m_sBD), lambda n_sBD: self._run_mlp(n_sBD, batch))
+            y_sBD = checkpoint_without_output(lambda: self.mlp_norm(m_sBD), lambda n_sBD: self.mlp(n_sBD, batch))
         return self._dropout_add(y_sBD, h_sBD, RNG_SITE_HIDDEN_2, batch)
 
     def _dropout_active(self) -> bool:
@@ -189,6 +193,7 @@ class Stage(nn.Module):
     padded_vocab_size  rows of embedding and head
     recompute          the activations to recompute
     z_loss             coefficient of the z-loss
+    layers             the layers of all stages; default: the model's
     """
 
     def __init__(
@@ -202,6 +207,7 @@ class Stage(nn.Module):
         padded_vocab_size: int,
         recompute: RecomputeConfig | None = None,
         z_loss: float = 0.0,
+        layers: Sequence[LayerSpec] | None = None,
     ):
         super().__init__()
         self.recompute = recompute or RecomputeConfig()
@@ -209,6 +215,7 @@ class Stage(nn.Module):
         # or an ActivationOffload (nn/activation_offload.py)
         self.offload: Callable[..., RunUnit] = lambda run_unit, *_: run_unit
         mesh = make_param.mesh
+        layers = model.layers if layers is None else layers
         tied = not model.untie_embeddings_and_output_weights
         sizes = (padded_vocab_size, vocab_size, model.hidden_size)
         std = model.init_method_std
@@ -216,7 +223,8 @@ class Stage(nn.Module):
         tied_weight = vocab_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
         self.embedding = Embedding(make_param, tied_weight, model) if stage_index == 0 else None
         self.blocks = nn.ModuleList(
-            Block(make_param, model, layer, self.recompute.selective_modules) for layer in layer_ranges[stage_index]
+            Block(make_param, model, layer, layers[layer], self.recompute.selective_modules)
+            for layer in layer_ranges[stage_index]
         )
         self.head = None
         if stage_index == len(layer_ranges) - 1:
@@ -224,7 +232,7 @@ class Stage(nn.Module):
             shared = self.embedding.word if tied and self.embedding is not None else None
             self.head = LMHead(make_param, model, spec, shared, z_loss)
         self.rope: tuple[Tensor, Tensor] | None = None
-        if any(model.rope_layers) and not make_param.meta:
+        if any(layer.use_rope for layer in layers) and not make_param.meta:
             self.rope = rope_tables(
                 model.max_positions,
                 int(model.head_size * model.rotary_percent),

@@ -29,11 +29,9 @@ from megalite.common.environment import getenv
 from megalite.common.optional_packages import MissingPackageError, missing_package_message
 from megalite.kernels.dispatch import describe_option, kernel_option, triton_installed
 from megalite.kernels.dropout import dropout, dropout_reference
-from megalite.models.gpt import Block, Stage
+from megalite.models.gpt import Stage
 from megalite.nn.attention import rotate_qk
-from megalite.nn.mlp import MLP
-from megalite.nn.moe import MoELayer
-from megalite.nn.norm import Norm, QKNormAllHeads, normalize
+from megalite.nn.norm import normalize
 
 Backend = str | Callable[..., Any]
 # shown in the plan
@@ -69,7 +67,10 @@ def check_compile(device_type: str) -> None:
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
-    """Make the blocks of `stages` use compiled functions, which are compiled when first used (job/startup.py)."""
+    """Make the blocks of `stages` use compiled functions, which are compiled when first used (job/startup.py).
+
+    A module gets each compiled function of which it has an attribute of that name.
+    """
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
@@ -80,18 +81,14 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
         key_tensor = torch.full((), key, dtype=torch.int64, device=x.device)  # an int would be a constant of the graph
         return dropout(x, p, key_tensor, *coordinates, impl=drop)
 
-    blocks = [block for stage in stages for block in stage.blocks if isinstance(block, Block)]
-    if not blocks:
-        return
-    eager = blocks[0].mlp.activation
-    activation = replace(
-        eager, forward=compiled(eager.forward), backward=compiled(eager.backward), swiglu_constants=None
-    )
-    for block in blocks:
-        block.dropout = compiled_dropout
-        block.attention.rotate_qk = rotation
-        for module in block.modules():
-            if isinstance(module, Norm | QKNormAllHeads):
-                module.normalize = norm
-            elif isinstance(module, MLP | MoELayer):
-                module.activation = activation
+    modules: list[Any] = [module for stage in stages for block in stage.blocks for module in block.modules()]
+    functions: dict[str, Any] = {"normalize": norm, "rotate_qk": rotation, "dropout": compiled_dropout}
+    eager = next((module.activation for module in modules if hasattr(module, "activation")), None)
+    if eager is not None:
+        functions["activation"] = replace(
+            eager, forward=compiled(eager.forward), backward=compiled(eager.backward), swiglu_constants=None
+        )
+    for module in modules:
+        for name, function in functions.items():
+            if hasattr(module, name):
+                setattr(module, name, function)

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
 from megalite.kernels.attention import attention
 from megalite.kernels.blocked_attention import AttentionDropout
@@ -42,7 +43,9 @@ class Attention(nn.Module):
     recompute_core  recompute scores and softmax in backward
     """
 
-    def __init__(self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int, recompute_core: bool):
+    def __init__(
+        self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recompute_core: bool
+    ):
         super().__init__()
         tp = make_param.mesh.tp
         self.cp = make_param.mesh.cp
@@ -51,9 +54,9 @@ class Attention(nn.Module):
         self.layer = layer
         self.seed = make_param.seed
         self.recompute_core = recompute_core
-        self.window = model.layer_windows[layer]
-        self.use_rope = model.rope_layers[layer]
-        self.cp_comm_type = model.layer_cp_comm[layer]
+        self.window = spec.window
+        self.use_rope = spec.use_rope
+        self.cp_comm_type = spec.cp_comm_type
         self.rotate_qk = rotate_qk  # or compiled (models/torch_compile.py)
         self.core_attention: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/)
         D, H, G, K = model.hidden_size, model.num_attention_heads, model.num_kv_groups, model.head_size

@@ -194,7 +194,7 @@ class MoELayer(nn.Module):
         if self.shared_expert is None:
             return None
         if self.recompute_shared and self.training:
-            y_sBD = recompute(self.shared_expert, x_sBD, batch.wgrad_store)
+            y_sBD = recompute(self.shared_expert, x_sBD, batch)
         else:
-            y_sBD = self.shared_expert(x_sBD, batch.wgrad_store)
+            y_sBD = self.shared_expert(x_sBD, batch)
         return y_sBD if self.shared_gate is None else y_sBD * (x_sBD @ self.shared_gate)[..., None].sigmoid()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
 from megalite.models.gpt import Block, LMHead, RecomputeConfig
 from megalite.nn.activation_offload import ActivationOffload
@@ -24,29 +25,35 @@ from megalite.planning.layer_cost import CostRecorder, LayerCost
 from megalite.planning.meta_mode import META
 
 T = TypeVar("T")
-# the configuration of a model with only this layer; layers are of the same kind if these are equal
-LayerKind = ModelConfig
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What decides the shapes and the costs of a layer besides the setting of its rank.
+
+    Attributes:
+        model: The configuration of the model, without the options of single layers and their number.
+        spec: The layer's spec.
+    """
+
+    model: ModelConfig
+    spec: LayerSpec
 
 
 @functools.lru_cache(maxsize=64)
 def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
     """Return the kind of every layer; layers of the same kind share one object."""
-
-    @functools.cache
-    def kind_of(window: int | None, use_rope: bool, cp_comm: str, has_experts: bool) -> LayerKind:
-        return replace(
-            model,
-            num_layers=1,
-            window_size=None if window is None else (window - 1, 0),
-            window_attn_skip_freq=None,
-            position_embedding_type=model.position_embedding_type if use_rope else "none",
-            no_rope_freq=None,
-            num_experts=model.num_experts if has_experts else None,
-            moe_layer_freq="1",
-            cp_comm_type=(cp_comm,),
-        )
-
-    return tuple(map(kind_of, model.layer_windows, model.rope_layers, model.layer_cp_comm, model.moe_layers))
+    same_for_all = replace(
+        model,
+        num_layers=1,
+        window_size=None,
+        window_attn_skip_freq=None,
+        no_rope_freq=None,
+        moe_layer_freq="1",
+        cp_comm_type=("allgather",),
+    )
+    kinds = {spec: LayerKind(same_for_all, spec) for spec in model.layers}
+    return tuple(kinds[spec] for spec in model.layers)
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ class LayerSetting:
 @functools.lru_cache(maxsize=64)
 def single_document_sharding(model: ModelConfig, cp: int) -> SequenceSharding | None:
     """Return the sharding over cp of samples with one document; it depends on the windows of all layers."""
-    return shard_sequence(model.seq_length, cp, model.layer_windows) if cp > 1 else None
+    return shard_sequence(model.seq_length, cp, model.attention_windows) if cp > 1 else None
 
 
 def layers_cost(
@@ -133,8 +140,11 @@ def _layers_cost(
         from torch import _dynamo  # noqa: F401
     recorder = CostRecorder()
     first = kinds[0]
-    make_param = setting.param_factory(recorder, first.layer_windows[0])
-    blocks = [recorder.exclude_params(Block(make_param, kind, 0, setting.recompute_modules)) for kind in kinds]
+    make_param = setting.param_factory(recorder, first.spec.window)
+    blocks = [
+        recorder.exclude_params(Block(make_param, kind.model, 0, kind.spec, setting.recompute_modules))
+        for kind in kinds
+    ]
     wgrad_store = WeightGradStore() if setting.split_backward else None
     batch = _batch_of_layers(first, setting, wgrad_store, full_recompute)
     has_offload = offload_min_numel is not None
@@ -155,11 +165,11 @@ def _layers_cost(
         return recompute(run, x) if full_recompute else run(x)
 
     with recorder:
-        cost = recorder.measure(forward, [setting.hidden_states(first)], torch.empty_like, wgrad_store)
+        cost = recorder.measure(forward, [setting.hidden_states(first.model)], torch.empty_like, wgrad_store)
     if not has_offload:
         return cost
     without_offload = layers_cost(kinds, setting)
-    clone_bytes = setting.hidden_states(first).nbytes
+    clone_bytes = setting.hidden_states(first.model).nbytes
     return replace(
         without_offload,
         offloaded_bytes=without_offload.saved_bytes - cost.saved_bytes + clone_bytes,
@@ -171,10 +181,10 @@ def _batch_of_layers(
     kind: LayerKind, setting: LayerSetting, wgrad_store: WeightGradStore | None, full_recompute: bool
 ) -> Batch:
     """Return the micro-batch that layers get from their stage."""
-    token_ids = setting.token_ids(kind)
+    token_ids = setting.token_ids(kind.model)
     rope = None
-    if any(kind.rope_layers):
-        rope_shape = len(token_ids), int(kind.head_size * kind.rotary_percent) // 2
+    if kind.spec.use_rope:
+        rope_shape = len(token_ids), int(kind.model.head_size * kind.model.rotary_percent) // 2
         rope = torch.empty(rope_shape, device=META), torch.empty(rope_shape, device=META)
     return Batch(
         tokens_SB=token_ids,

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from megalite.config.layer_spec import LayerSpec
 from megalite.config.option_parsers import parse_batch_schedule
 from megalite.config.options import Config, padded_vocab_size
 from megalite.config.pipeline_layout import explicit_stage_layers
@@ -93,7 +94,7 @@ class RunPlan:
 
     @cached_property
     def has_experts(self) -> bool:
-        return any(self.config.model.moe_layers)
+        return self.config.model.has_experts
 
     @property
     def ep(self) -> int:
@@ -319,7 +320,14 @@ class RunPlan:
         stages = self.placement.stages_of_rank(mesh.pp.rank)
         return [self.build_stage(make_param, self.layer_ranges, index) for index in stages]
 
-    def build_stage(self, make_param: ParamFactory, layer_ranges: Sequence[range], stage_index: int) -> Stage:
+    def build_stage(
+        self,
+        make_param: ParamFactory,
+        layer_ranges: Sequence[range],
+        stage_index: int,
+        layers: Sequence[LayerSpec] | None = None,
+    ) -> Stage:
+        """Return a stage of the model, or of one that consists of `layers`."""
         return Stage(
             make_param,
             self.config.model,
@@ -329,6 +337,7 @@ class RunPlan:
             padded_vocab_size=self.padded_vocab,
             recompute=self.recompute,
             z_loss=self.config.train.z_loss_coeff,
+            layers=layers,
         )
 
     def bytes_per_element(self, matrix: bool = True) -> tuple[int, int, int]:
@@ -375,7 +384,7 @@ class RunPlan:
                 return 0.0
             return sum(element_bytes(spec) * p.numel() for spec, p in params_with_specs(module))
 
-        layers = self.stage_costs.per_layer(lambda kind: [bytes_of(Block(make_param, kind, 0))])
+        layers = self.stage_costs.per_layer(lambda kind: [bytes_of(Block(make_param, kind.model, 0, kind.spec))])
         return ModuleStateBytes(PrefixSums(layers), bytes_of(first.embedding), bytes_of(last.head))
 
     @cached_property
@@ -384,7 +393,7 @@ class RunPlan:
         make_param = ParamFactory(self.mesh_at(0), self.dtype, 0, meta=True)
 
         def numel_by_view(kind: LayerKind) -> tuple[int, ...]:
-            params = list(params_with_specs(Block(make_param, kind, 0)))
+            params = list(params_with_specs(Block(make_param, kind.model, 0, kind.spec)))
             return tuple(sum(p.numel() for spec, p in params if spec.mesh_view == view) for view in MESH_VIEWS)
 
         return tuple(self.stage_costs.per_layer(numel_by_view))

@@ -242,8 +242,8 @@ def host_batch_options(config: Config, mesh: Mesh) -> dict[str, Any]:
         positions=config.data.reset_position_ids,
         documents=config.data.reset_attention_mask,
         cp=mesh.cp,
-        windows=config.model.layer_windows,
-        padding=any(config.model.moe_layers),
+        windows=config.model.attention_windows,
+        padding=config.model.has_experts,
     )
 
 

@@ -132,7 +132,7 @@ class AblationRun:
             activation = replace(activation, swiglu_constants=None)
         for stage in run.pipeline.stages:
             for block in stage.blocks:
-                block.attention.window = model.layer_windows[block.layer]
+                block.attention.window = model.layers[block.layer].window
                 block.mlp.activation = activation
         run.train_loader, run.progress = variant.data, variant.progress
         CHUNK_BYTES[self.device.type] = variant.chunk_bytes
@@ -144,12 +144,12 @@ class AblationRun:
             variant.config.train.micro_batch_size,
         )
         q = torch.empty(2, 1, 2, model.head_size, dtype=run.pipeline.dtype, device=self.device)
-        has_window = model.layer_windows[0] is not None
+        has_window = model.layers[0].window is not None
         attention_kernel = select_backend(q, q, has_documents=has_documents, window=has_window)
         variant.properties = (
             attention_kernel,
             str(variant.blas),
-            model.layer_windows,
+            model.attention_windows,
             has_documents,
             micro_batch_size,
             variant.chunk_bytes,

@@ -112,7 +112,7 @@ def transformers_has(config: Any) -> bool:
     """Return True if the model is a Llama or a Mixtral of a given vocabulary."""
     model = config.model
     is_llama = (model.activation, model.normalization, model.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
-    same_layers = all(model.moe_layers) or not model.num_experts
+    same_layers = len({layer.mlp for layer in model.layers}) == 1
     other_router = model.moe_shared_expert_intermediate_size or model.moe_router_score_function == "sigmoid"
     has_vocab_size = config.data.vocab_size is not None
     return is_llama and same_layers and not other_router and not model.add_bias_linear and has_vocab_size

@@ -190,13 +190,11 @@ class _Calibrator:
         config = self.plan.config
         set_kernel_options(config.parallel.kernels, config.parallel.attention_kernel)
         make_param = ParamFactory(self.mesh, self.plan.dtype, config.train.seed)
-        layers = [range(0), range(self.num_layers), range(self.num_layers, self.num_layers)]
-        one_kind = dataclasses.replace(layer_kinds(config.model)[0], num_layers=self.num_layers)
-        stages = []
-        for index, model in enumerate((config.model, one_kind, config.model)):
-            untied = dataclasses.replace(model, untie_embeddings_and_output_weights=True)  # tying needs both ends
-            plan = dataclasses.replace(self.plan, config=dataclasses.replace(config, model=untied))
-            stages.append(plan.build_stage(make_param, layers, index))
+        layer_ranges = [range(0), range(self.num_layers), range(self.num_layers, self.num_layers)]
+        layers = config.model.layers[:1] * self.num_layers
+        untied = dataclasses.replace(config.model, untie_embeddings_and_output_weights=True)  # tying needs both ends
+        plan = dataclasses.replace(self.plan, config=dataclasses.replace(config, model=untied))
+        stages = [plan.build_stage(make_param, layer_ranges, index, layers) for index in range(3)]
         buffer = ParamAndGradBuffer(stages, self.mesh)
         return stages, buffer, DistributedOptimizer(buffer, *build_update_rules(config))
 
@@ -260,7 +258,8 @@ class _Calibrator:
             return forward_end - start, self.synced_time() - forward_end
 
         forward_s, backward_s = self.medians_s(timed_attention)
-        kind = dataclasses.replace(layer_kinds(model)[0], window_size=None)
+        kind = layer_kinds(model)[0]
+        kind = dataclasses.replace(kind, spec=dataclasses.replace(kind.spec, window=None))
         setting = dataclasses.replace(plan.stage_costs.setting, tp=1, split_backward=False, recompute_modules=())
         cost = layers_cost((kind,), setting)
         attention_flops = sum(event.flops for event in cost.of_phase("F") if isinstance(event, AttentionKernel))

@@ -157,7 +157,7 @@ def _min_matrix_numel(costs: StageCosts, views: tuple[str, ...]) -> int:
     def matrix_numel(kind: LayerKind) -> int:
         if not views:
             return 0
-        params = params_with_specs(Block(make_param, kind, 0))
+        params = params_with_specs(Block(make_param, kind.model, 0, kind.spec))
         return sum(param.numel() for spec, param in params if spec.is_2d and spec.mesh_view in views)
 
     return min(costs.per_layer(matrix_numel))

@@ -33,7 +33,6 @@ from megalite.config.options import Config
 from megalite.launch.local_launcher import FORWARDED_SIGNALS
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
-from megalite.nn.moe import MoELayer
 from megalite.optim.layout import ParamSlot
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.spec import Constant
@@ -104,7 +103,7 @@ class _RankRecorder:
         self.tensors: list[tuple[RecordedTensor, Array]] = []
         self.recorded: set[tuple[float, str, int]] = set()  # (step, name, sample)
         self.names = _param_names(run)
-        self.router_names = [f"{name}.mlp.router" for name, block in _blocks(run) if isinstance(block.mlp, MoELayer)]
+        self.router_names = [f"{name}.mlp.router" for name, block in _blocks(run) if block.spec.has_experts]
         for chunk, stage in enumerate(run.pipeline.stages):
             self._add_hooks(chunk, stage)
         run.before_update = self.before_update

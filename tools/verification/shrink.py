@@ -380,12 +380,12 @@ def _shrink_model(config: Config, requested: Layout, layout: Layout, stages: _St
         window_size=window_size,
         window_attn_skip_freq=_shrink_pattern(model.window_attn_skip_freq, model.num_layers, stages.layers),
         no_rope_freq=_shrink_pattern(model.no_rope_freq, model.num_layers, stages.layers),
-        cp_comm_type=tuple(model.layer_cp_comm[i] for i in stages.layers) if cp > 1 else ("allgather",),
+        cp_comm_type=tuple(model.layers[i].cp_comm_type for i in stages.layers) if cp > 1 else ("allgather",),
         yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
         init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
     if model.num_experts:
-        moe_layers = str([int(is_moe) for is_moe in model.moe_layers])
+        moe_layers = str([int(layer.has_experts) for layer in model.layers])
         changes["moe_layer_freq"] = _shrink_pattern(moe_layers, model.num_layers, stages.layers)
         changes["moe_ffn_hidden_size"] = width(model.expert_ffn_size, layout.etp)
         if model.moe_shared_expert_intermediate_size is not None:

@@ -148,7 +148,7 @@ def format_result(result: VerifyResult, dtype: str) -> str:
         f"{model.num_kv_groups} groups, feed-forward {model.ffn_size}, {model.seq_length} tokens, batch "
         f"{train_config.global_batch_size} in micro-batches of {train_config.micro_batch_size}",
     ]
-    if any(model.moe_layers):
+    if model.has_experts:
         lines.append(
             f"{model.moe_router_topk} of {model.num_experts} experts for each token, {model.expert_ffn_size} wide"
         )

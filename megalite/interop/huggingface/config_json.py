@@ -172,15 +172,19 @@ def _functional_options(model: ModelConfig) -> Json:
         for name, spec in option_specs.items()
         if spec.resume == MODEL
     }
-    effects |= {"window_size": model.layer_windows, "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear}
-    uses_rope = any(model.rope_layers)
-    effects |= dict.fromkeys(STRETCH, rope_scaling(model) if uses_rope else None)
-    irrelevant = {
-        name for name in effects if option_specs[name].acts_through or (name.startswith("rotary_") and not uses_rope)
+    effects |= {
+        "window_size": model.attention_windows,
+        "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear,
     }
-    if all(model.moe_layers):
+    effects |= dict.fromkeys(STRETCH, rope_scaling(model) if model.uses_rope else None)
+    irrelevant = {
+        name
+        for name in effects
+        if option_specs[name].acts_through or (name.startswith("rotary_") and not model.uses_rope)
+    }
+    if not model.has_dense_ffn:
         irrelevant.add("ffn_hidden_size")
-    if not any(model.moe_layers):
+    if not model.has_experts:
         effects |= dict.fromkeys(name for name in effects if name == "num_experts" or name.startswith("moe_"))
     return {name: effect for name, effect in effects.items() if name not in irrelevant | {"apply_layernorm_1p"}}
 
@@ -220,7 +224,7 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
         config["rope_scaling"] = write_scaling(model, family)
     config |= _write_window(model, family)
     if family.sparse_layers:
-        dense = [n for n, has_experts in enumerate(model.moe_layers) if not has_experts]
+        dense = [n for n, layer in enumerate(model.layers) if not layer.has_experts]
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
         config["norm_topk_prob"] = not model.moe_router_pre_softmax
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
@@ -264,7 +268,7 @@ def _write_window(model: ModelConfig, family: ModelFamily) -> Json:
     """Return the keys of the sliding windows."""
     if not family.window_layout:
         return {}
-    windows = model.layer_windows
+    windows = model.attention_windows
     window = max((window for window in windows if window is not None), default=None)
     if family.window_layout == "all":
         return {"sliding_window": window}

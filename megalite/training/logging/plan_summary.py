@@ -38,7 +38,7 @@ def format_plan(
         device_type: None in a dry run.
     """
     config, model, batch_sizes = plan.config, plan.config.model, plan.batch_sizes
-    windows = [window for window in model.layer_windows if window is not None]
+    windows = [window for window in model.attention_windows if window is not None]
     batch = f"{batch_sizes.final}"
     if len(batch_sizes.milestones) > 1:
         batch = f"{batch_sizes.at(0)} to {batch_sizes.final}"
@@ -82,14 +82,15 @@ def format_plan(
     if (matrices := plan.model_states[plan.fullest_rank].muon) is not None:
         rows["full matrices"] = f"{matrices}, per step"
     if plan.cp > 1:
-        num_a2a = model.layer_cp_comm.count("a2a")
+        num_a2a = sum(layer.cp_comm_type == "a2a" for layer in model.layers)
         rows["context"] = (
             f"{model.seq_length // plan.cp:,} tokens of each sample per cp rank; "
             f"attention gathers keys and values in {model.num_layers - num_a2a} layers, exchanges heads in {num_a2a}"
         )
     if plan.has_experts:
+        num_moe_layers = sum(layer.has_experts for layer in model.layers)
         rows["experts"] = (
-            f"{model.num_experts:,} in {sum(model.moe_layers)} of {model.num_layers} layers, "
+            f"{model.num_experts:,} in {num_moe_layers} of {model.num_layers} layers, "
             f"{model.moe_router_topk} per token; ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_at(0).edp.size}"
         )
     if windows:

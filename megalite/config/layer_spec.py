@@ -1,0 +1,28 @@
+"""The layers of a model as data: what models, planner, checkpoints and converters know about a single layer."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: a mixer, which exchanges values between the tokens of a sample, and an MLP.
+
+    Layers with equal specs have equal shapes and costs.
+
+    Attributes:
+        mixer: The name of the mixer in models/layers.py: MIXERS.
+        mlp: The name of the MLP in models/layers.py: MLPS.
+        window: The number of keys that a query attends to, including its own; None: all earlier ones.
+        use_rope: Queries and keys are rotated by their positions.
+        cp_comm_type: The communication of attention over cp: "allgather" (keys and values) or "a2a" (heads).
+    """
+
+    mixer: str
+    mlp: str
+    window: int | None
+    use_rope: bool
+    cp_comm_type: str
+
+    @property
+    def has_experts(self) -> bool:
+        return self.mlp == "moe"
