@@ -188,6 +188,11 @@ def write_args(
     """
     if model.has_experts:
         raise CheckpointError(f"num_experts={model.num_experts}: experts are not written for Megatron-LM, only read")
+    if model.layer_parts != ("attention", "mlp") * model.num_numbered_layers:
+        raise CheckpointError(
+            f"hybrid_layer_pattern={model.hybrid_layer_pattern!r} is not attention and MLP in turn; keep megalite's "
+            "own checkpoint"
+        )
     for option in ("parallel_residual", "qk_layernorm_over_heads"):
         if getattr(model, option):
             raise CheckpointError(f"{option}=True is not in Megatron-LM; export to Hugging Face instead")

@@ -5,23 +5,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: a mixer, which exchanges values between the tokens of a sample, and an MLP.
+    """One layer: a mixer, which exchanges values between the tokens of a sample, an MLP, or one after the other.
 
     Layers with equal specs have equal shapes and costs.
 
     Attributes:
-        mixer: The name of the mixer in models/layers.py: MIXERS.
-        mlp: The name of the MLP in models/layers.py: MLPS.
+        mixer: The name of the mixer in models/layers.py: MIXERS; None: the layer has none.
+        mlp: The name of the MLP in models/layers.py: MLPS; None: the layer has none.
         window: The number of keys that a query attends to, including its own; None: all earlier ones.
         use_rope: Queries and keys are rotated by their positions.
         cp_comm_type: The communication of attention over cp: "allgather" (keys and values) or "a2a" (heads).
     """
 
-    mixer: str
-    mlp: str
-    window: int | None
-    use_rope: bool
-    cp_comm_type: str
+    mixer: str | None
+    mlp: str | None
+    window: int | None = None
+    use_rope: bool = False
+    cp_comm_type: str = "allgather"
 
     @property
     def has_experts(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megalite.config.hybrid_pattern import PatternLayer, num_parts, parse_hybrid_pattern, without_borders
 from megalite.config.layer_spec import LayerSpec
 from megalite.config.option import execution, model, training
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pattern
@@ -27,8 +28,18 @@ class ModelConfig:
         required=True,
         placeholder=2,
         maximum=MAX_LAYERS,
+        effective_property="num_numbered_layers",
         aliases=("--encoder-num-layers",),
-        help="number of transformer layers",
+        help="number of transformer layers; default with --hybrid-layer-pattern: those of the pattern",
+    )
+    hybrid_layer_pattern: str | None = model(
+        None,
+        effective_property="layer_parts",
+        aliases=("--hybrid-override-pattern",),
+        help=(
+            "layers as a letter for each part: * attention, - MLP, E experts, | a pipeline border; an attention and "
+            "the MLP or experts after it are one layer, as in *-*E"
+        ),
     )
     hidden_size: int = model(0, required=True, placeholder=64, help="model width D")
     ffn_hidden_size: int | None = model(
@@ -245,7 +256,9 @@ class ModelConfig:
     @property
     def output_init_std(self) -> float:
         """The standard deviation of the initial weights of projections that are added to the hidden states."""
-        return self.init_method_std / math.sqrt(2.0 * self.num_layers)
+        pattern = self.hybrid_layer_pattern
+        num_outputs = 2 * self.num_layers if pattern is None else num_parts(pattern)
+        return self.init_method_std / math.sqrt(float(num_outputs))
 
     @property
     def ffn_size(self) -> int:
@@ -257,6 +270,8 @@ class ModelConfig:
     @property
     def moe_layers(self) -> tuple[bool, ...]:
         """True for each layer with experts, in the order of the layers."""
+        if self.hybrid_layer_pattern is not None:
+            return tuple(layer.mlp == "moe" for layer in self._pattern_layers)
         if not self.num_experts:
             return (False,) * self.num_layers
         if self.moe_layer_freq.strip().isdigit() and (period := int(self.moe_layer_freq)) > 0:
@@ -267,6 +282,8 @@ class ModelConfig:
     def has_dense_ffn(self) -> bool:
         """True if any layer has no experts, or if `moe_layer_freq` is invalid, which the validation reports."""
         try:
+            if self.hybrid_layer_pattern is not None:
+                return any(layer.mlp == "mlp" for layer in self._pattern_layers)
             return not all(self.moe_layers)
         except ValueError:
             return True
@@ -308,17 +325,59 @@ class ModelConfig:
         return tuple(window if bit else None for bit in bits)
 
     @cached_property
+    def pattern_stages(self) -> tuple[tuple[PatternLayer, ...], ...]:
+        """The layers of each stage of the pattern, () without one. Raises ValueError if it is invalid."""
+        return () if self.hybrid_layer_pattern is None else parse_hybrid_pattern(self.hybrid_layer_pattern)
+
+    def for_any_pipeline(self) -> ModelConfig:
+        """Return the same model without the pipeline borders of its pattern."""
+        if len(self.pattern_stages) < 2:
+            return self
+        text = without_borders(self.hybrid_layer_pattern or "")
+        return replace(self, hybrid_layer_pattern=text, num_layers=self.num_numbered_layers)
+
+    @property
+    def _pattern_layers(self) -> list[PatternLayer]:
+        return [layer for stage in self.pattern_stages for layer in stage]
+
+    @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers, in order. Raises ValueError if an option has a bit for each layer and does not fit."""
+        """The layers, in order; the halves of a layer that a pipeline border splits are two.
+
+        Raises:
+            ValueError: if the pattern, or an option with a bit for each layer, is invalid.
+        """
         cp_comm_types = tuple("allgather" if kind == "p2p" else kind for kind in self.cp_comm_type)
         if len(cp_comm_types) == 1:
             cp_comm_types *= self.num_layers
+        parts: list[tuple[str | None, str | None]] = [
+            ("attention", "moe" if has_experts else "mlp") for has_experts in self.moe_layers
+        ]
+        if self.hybrid_layer_pattern is not None:
+            parts = [(layer.mixer, layer.mlp) for layer in self._pattern_layers]
         return tuple(
-            LayerSpec("attention", "moe" if has_experts else "mlp", window, use_rope, cp_comm_type)
-            for has_experts, window, use_rope, cp_comm_type in zip(
-                self.moe_layers, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
+            LayerSpec(None, mlp) if mixer is None else LayerSpec(mixer, mlp, window, use_rope, cp_comm_type)
+            for (mixer, mlp), window, use_rope, cp_comm_type in zip(
+                parts, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
             )
         )
+
+    @cached_property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """The number of each layer in the names of its parameters; the halves of a split layer have the same."""
+        if self.hybrid_layer_pattern is None:
+            return tuple(range(self.num_layers))
+        return tuple(layer.number for layer in self._pattern_layers)
+
+    @property
+    def num_numbered_layers(self) -> int:
+        """The number of layers, a layer that a pipeline border splits counted once."""
+        return self.num_layers if self.hybrid_layer_pattern is None else self._pattern_layers[-1].number + 1
+
+    @property
+    def layer_parts(self) -> tuple[str, ...]:
+        """The names of the mixers and MLPs, in order, without pipeline borders."""
+        return tuple(part for layer in self.layers for part in (layer.mixer, layer.mlp) if part is not None)
 
     @property
     def has_experts(self) -> bool:
@@ -332,5 +391,5 @@ class ModelConfig:
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
-        """The attention window of each layer; None: no window."""
-        return tuple(layer.window for layer in self.layers)
+        """The attention window of each layer with a mixer; None: no window."""
+        return tuple(layer.window for layer in self.layers if layer.mixer is not None)

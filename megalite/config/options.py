@@ -5,11 +5,13 @@ declared with it, in model_options.py and run_options.py. The package `validatio
 reads and writes files. Nothing here imports torch, so that a bad command line is rejected before anything is started.
 """
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
+from megalite.config.hybrid_pattern import num_parts, parse_hybrid_pattern
 from megalite.config.model_options import ModelConfig
 from megalite.config.option import EXECUTION, MODEL, TRAINING, convert_value, mask_url_secrets, option_spec
 from megalite.config.run_options import (
@@ -163,6 +165,8 @@ def apply_preset(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
     tokenizer_type = {**values, **_implied_options(values)}.get("tokenizer_type")
     has_tokenizer = tokenizer_type not in (None, "NullTokenizer")
     merged = {name: value for name, value in preset.items() if name != "vocab_size" or not has_tokenizer}
+    if values.get("hybrid_layer_pattern") is not None:
+        merged.pop("num_layers", None)
     return {**merged, **values}
 
 
@@ -204,10 +208,15 @@ def gelu_variant(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True,
 def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a command line or file, with Megatron-LM's rules for missing ones.
 
-    These are the form of gelu, and one query group with --group-query-attention. With --use-checkpoint-args nothing is
-    added, because the options of a checkpoint are complete.
+    These are the form of gelu, one query group with --group-query-attention, and the number of layers of a pattern,
+    whose parts Megatron-LM counts as layers. With --use-checkpoint-args nothing else is added, because the options of a
+    checkpoint are complete.
     """
     values = dict(values)
+    pattern = values.get("hybrid_layer_pattern")
+    if isinstance(pattern, str) and values.get("num_layers") in (None, num_parts(pattern)):
+        with contextlib.suppress(ValueError):  # the validation reports an invalid pattern
+            values["num_layers"] = sum(map(len, parse_hybrid_pattern(pattern)))
     if values.get("use_checkpoint_args"):
         return values
     if "activation" not in values:

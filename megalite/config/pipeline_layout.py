@@ -9,10 +9,11 @@ Source: megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
 
 import re
 
-from megalite.config.options import ParallelConfig
+from megalite.config.options import ModelConfig, ParallelConfig
 
 STAGE_OPTIONS = (  # all options that affect the number of layers of a stage
     "num_layers",
+    "hybrid_layer_pattern",
     "pipeline_model_parallel_size",
     "pipeline_model_parallel_layout",
     "num_layers_per_virtual_pipeline_stage",
@@ -25,20 +26,24 @@ STAGE_OPTIONS = (  # all options that affect the number of layers of a stage
 MAX_LAYOUT_CHARS = 100_000  # of a layout string after its repeats are expanded
 
 
-def explicit_stage_layers(num_layers: int, parallel: ParallelConfig) -> list[int] | None:
+def explicit_stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[int] | None:
     """Return the number of layers of every stage, in the order of the model.
 
     None means that no option sets it; planning/partition.py then balances the layers over
     pp x num_virtual_stages_per_pipeline_rank stages.
 
     Args:
-        num_layers: layers of the model.
+        model: the model, whose layer pattern may have pipeline borders.
         parallel: options without the contradictions that validation/parallel.py reports.
 
     Raises:
         ValueError: if the layers cannot be split in this way, with the values, the rule and a remedy.
     """
+    num_layers = model.num_layers
     pp = parallel.pipeline_model_parallel_size
+    if len(model.pattern_stages) > 1:
+        _check_num_stages(f"hybrid_layer_pattern={model.hybrid_layer_pattern!r}", len(model.pattern_stages), pp)
+        return [len(stage) for stage in model.pattern_stages]
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     embedding = parallel.account_for_embedding_in_pipeline_split
@@ -129,10 +134,15 @@ def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
         raise ValueError(f"{where} must start with its only E and end with its only L")
     if flat.count("t") != num_layers:
         raise ValueError(f"{where} holds {flat.count('t')} layers, num_layers={num_layers}; make them equal")
-    if len(stages) > 1 and pp == 1:
-        raise ValueError(f"{where} has {len(stages)} stages; drop it or raise pipeline_model_parallel_size above 1")
     if any(stage == "" for stage in stages):
         raise ValueError(f"{where} has an empty stage; give each a layer, E or L")
-    if len(stages) % pp:
-        raise ValueError(f"{where} has {len(stages)} stages, not a multiple of pipeline_model_parallel_size={pp}")
+    _check_num_stages(where, len(stages), pp)
     return [stage.count("t") for stage in stages]
+
+
+def _check_num_stages(option: str, num_stages: int, pp: int) -> None:
+    """Raise ValueError if an option (with its value) describes stages that `pp` pipeline ranks cannot hold."""
+    if num_stages > 1 and pp == 1:
+        raise ValueError(f"{option} has {num_stages} stages; drop it or raise pipeline_model_parallel_size above 1")
+    if num_stages % pp:
+        raise ValueError(f"{option} has {num_stages} stages, not a multiple of pipeline_model_parallel_size={pp}")

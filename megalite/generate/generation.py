@@ -36,7 +36,7 @@ from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.kernels.dropout import fold_in
 from megalite.kernels.matmul import matmul
-from megalite.models.gpt import Block, LMHead, Stage
+from megalite.models.gpt import LMHead, Stage
 from megalite.models.specs import model_specs
 from megalite.nn.micro_batch import Batch
 from megalite.nn.parameter import model_shards
@@ -164,14 +164,15 @@ class KVCache:
     @contextlib.contextmanager
     def installed_in(self, stage: Stage) -> Iterator[None]:
         """Make the layers of `stage` attend to this cache within the context."""
-        layers = [block for block in stage.blocks if isinstance(block, Block)]
-        for block in layers:
-            block.attention.core_attention = partial(self.attend, block.layer)
+        blocks: Any = stage.blocks
+        mixers = [(block.layer, block.mixer) for block in blocks if block.mixer is not None]
+        for layer, mixer in mixers:
+            mixer.core_attention = partial(self.attend, layer)
         try:
             yield
         finally:
-            for block in layers:
-                block.attention.core_attention = attention
+            for _, mixer in mixers:
+                mixer.core_attention = attention
 
     def attend(
         self,

@@ -2,7 +2,7 @@
 
     tokens_SB -> Embedding -> Block * layers -> LMHead -> loss      a Stage is a range of this line
 
-    Block:  x = x + dropout(mixer(norm(x)));  x = x + dropout(mlp(norm(x)))      models/layers.py has the parts
+    Block:  x = x + dropout(mixer(norm(x)));  x = x + dropout(mlp(norm(x)))      parts in models/layers.py, or only one
     or, with a parallel residual:  x = x + dropout(mixer(norm(x))) + dropout(mlp(norm'(x)))
 
 A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last stage). It does not know the schedule.
@@ -11,6 +11,7 @@ A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last sta
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def rope_scaling(model: ModelConfig) -> Scaling:
 
 
 class Block(nn.Module):
-    """A layer: a mixer and an MLP, each after a norm and with a residual.
+    """A layer: a mixer and an MLP, each after a norm and with a residual, or only one of the two.
 
     layer       number of the layer in the model
     spec        its parts
@@ -92,7 +93,9 @@ class Block(nn.Module):
         recomputed: tuple[str, ...] = (),
     ):
         super().__init__()
-        make_param = make_param.for_unit(f"layers.{layer}")
+        # the halves of a layer that a pipeline border splits are units of their own
+        is_half = spec.mixer is None or spec.mlp is None
+        make_param = make_param.for_unit(f"layers.{layer}.{spec.mixer or 'mlp'}" if is_half else f"layers.{layer}")
         self.layer = layer
         self.spec = spec
         self.seed = make_param.seed
@@ -102,40 +105,47 @@ class Block(nn.Module):
         self.recompute_norms = "layernorm" in recomputed
         self.recompute_mlp = spec.mlp in recomputed
         self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/torch_compile.py)
-        args = (model, layer, spec, recomputed)
-        self.attention_norm = Norm(make_param, f"layers.{layer}.attention.norm", model.hidden_size, model)
-        self.attention = MIXERS[spec.mixer](make_param, f"layers.{layer}.attention", *args)
-        self.mlp_norm = Norm(make_param, f"layers.{layer}.mlp.norm", model.hidden_size, model)
-        self.mlp = MLPS[spec.mlp](make_param, f"layers.{layer}.mlp", *args)
+        self.mixer_norm = self.mixer = self.mlp_norm = self.mlp = None
+        if spec.mixer is not None:
+            name = f"layers.{layer}.{spec.mixer}"
+            self.mixer_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
+            self.mixer = MIXERS[spec.mixer](make_param, name, model, layer, spec, recomputed)
+        if spec.mlp is not None:
+            name = f"layers.{layer}.mlp"
+            self.mlp_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
+            self.mlp = MLPS[spec.mlp](make_param, name, model, layer, spec, recomputed)
 
     def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
         """Return x_sBD after this layer."""
-        if self.training and (self.recompute_norms or self.recompute_mlp):
-            return self._forward_with_recompute(x_sBD, batch)
-        a_sBD = self.attention(self.attention_norm(x_sBD), batch)
-        if self.parallel_residual or self._dropout_active():
-            h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
-            n_sBD = self.mlp_norm(x_sBD if self.parallel_residual else h_sBD)
+        if self.mixer is None or self.mixer_norm is None:
+            return self._add_mlp(x_sBD, x_sBD, batch)
+        if self.recompute_norms and self.training:
+            a_sBD = checkpoint_without_output(partial(self.mixer_norm, x_sBD), partial(self.mixer, batch=batch))
         else:
-            h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)
+            a_sBD = self.mixer(self.mixer_norm(x_sBD), batch)
+        if self.mlp is None or self.mlp_norm is None:
+            return self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
+        recomputes_norm_or_mlp = self.training and (self.recompute_norms or self.recompute_mlp)
+        if self.parallel_residual or self._dropout_active() or recomputes_norm_or_mlp:
+            h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
+            return self._add_mlp(x_sBD if self.parallel_residual else h_sBD, h_sBD, batch)
+        h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)  # one kernel for addition and norm
         return self._dropout_add(self.mlp(n_sBD, batch), h_sBD, RNG_SITE_HIDDEN_2, batch)
 
-    def _forward_with_recompute(self, x_sBD: Tensor, batch: Batch) -> Tensor:
-        """Return the same as `forward`; norms or the MLP save only their inputs for backward."""
-        if self.recompute_norms:
-            a_sBD = checkpoint_without_output(
-                lambda: self.attention_norm(x_sBD), lambda n_sBD: self.attention(n_sBD, batch)
-            )
+    def _add_mlp(self, m_sBD: Tensor, h_sBD: Tensor, batch: Batch) -> Tensor:
+        """Return h_sBD + dropout(mlp(norm(m_sBD))); norm or MLP may save only their inputs for backward."""
+        norm, mlp = self.mlp_norm, self.mlp
+        assert norm is not None and mlp is not None
+        recompute_norm = self.recompute_norms and self.training
+        recompute_mlp = self.recompute_mlp and self.training
+        if recompute_norm and recompute_mlp:
+            y_sBD = recompute(lambda m_sBD: mlp(norm(m_sBD), batch), m_sBD)
+        elif recompute_norm:
+            y_sBD = checkpoint_without_output(partial(norm, m_sBD), partial(mlp, batch=batch))
+        elif recompute_mlp:
+            y_sBD = recompute(mlp, norm(m_sBD), batch)
         else:
-            a_sBD = self.attention(self.attention_norm(x_sBD), batch)
-        h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
-        m_sBD = x_sBD if self.parallel_residual else h_sBD
-        if self.recompute_mlp and self.recompute_norms:
-            y_sBD = recompute(lambda m_sBD: self.mlp(self.mlp_norm(m_sBD), batch), m_sBD)
-        elif self.recompute_mlp:
-            y_sBD = recompute(self.mlp, self.mlp_norm(m_sBD), batch)
-        else:
-            y_sBD = checkpoint_without_output(lambda: self.mlp_norm(m_sBD), lambda n_sBD: self.mlp(n_sBD, batch))
+            y_sBD = mlp(norm(m_sBD), batch)
         return self._dropout_add(y_sBD, h_sBD, RNG_SITE_HIDDEN_2, batch)
 
     def _dropout_active(self) -> bool:
@@ -215,6 +225,7 @@ class Stage(nn.Module):
         # or an ActivationOffload (nn/activation_offload.py)
         self.offload: Callable[..., RunUnit] = lambda run_unit, *_: run_unit
         mesh = make_param.mesh
+        numbers = model.layer_numbers if layers is None else range(len(layers))
         layers = model.layers if layers is None else layers
         tied = not model.untie_embeddings_and_output_weights
         sizes = (padded_vocab_size, vocab_size, model.hidden_size)
@@ -223,7 +234,7 @@ class Stage(nn.Module):
         tied_weight = vocab_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
         self.embedding = Embedding(make_param, tied_weight, model) if stage_index == 0 else None
         self.blocks = nn.ModuleList(
-            Block(make_param, model, layer, layers[layer], self.recompute.selective_modules)
+            Block(make_param, model, numbers[layer], layers[layer], self.recompute.selective_modules)
             for layer in layer_ranges[stage_index]
         )
         self.head = None

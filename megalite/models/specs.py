@@ -29,8 +29,9 @@ def model_specs(
 
 def checkpoint_specs(model: ModelConfig, vocab_size: int, padded_vocab_size: int | None = None) -> dict[str, ParamSpec]:
     """Return name -> spec of everything that a checkpoint stores of a model: parameters and router biases."""
-    has_bias = model.moe_router_enable_expert_bias
-    layers = [number for number, layer in enumerate(model.layers) if layer.has_experts and has_bias]
+    layers = []
+    if model.moe_router_enable_expert_bias:
+        layers = [n for n, layer in zip(model.layer_numbers, model.layers, strict=True) if layer.has_experts]
     biases = [ParamSpec(f"layers.{n}.mlp.router.bias", (model.num_experts or 0,), is_parameter=False) for n in layers]
     return {
         **model_specs(model, vocab_size, padded_vocab_size=padded_vocab_size),

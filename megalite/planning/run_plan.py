@@ -264,7 +264,7 @@ class RunPlan:
 
     @cached_property
     def _given_split(self) -> list[int] | None:
-        return explicit_stage_layers(self.config.model.num_layers, self.config.parallel)
+        return explicit_stage_layers(self.config.model, self.config.parallel)
 
     def _time_and_memory(self, layers_per_stage: Sequence[int]) -> tuple[float, float]:
         """Return (time of a step, bytes of the fullest rank: layers, embedding, head and activations in flight)."""

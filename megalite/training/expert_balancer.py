@@ -39,7 +39,7 @@ class ExpertLoadBalancer:
         self.mesh = mesh
         self.rate = model.moe_router_bias_update_rate
         self.has_losses = model.has_experts and bool(model.aux_loss_coeffs or model.moe_z_loss_coeff)
-        self.layers = [number for number, layer in enumerate(model.layers) if layer.has_experts]
+        self.layers = [n for n, layer in zip(model.layer_numbers, model.layers, strict=True) if layer.has_experts]
         self.counts_LE = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.int64)
         self.losses_L4 = torch.zeros(len(self.layers), len(AUX_LOSSES), dtype=torch.float64)
 

@@ -136,14 +136,14 @@ def apply_layout(layout: Layout, config: Config) -> Config:
     }
     if layout.recompute != (config.train.recompute_granularity or "none"):
         options.update(RECOMPUTE_OPTIONS[layout.recompute])
-    return replace_options(config, **options)
+    return replace(replace_options(config, **options), model=config.model.for_any_pipeline())
 
 
 def layout_of(config: Config) -> Layout:
     """Return the layout of a configuration."""
     parallel, train = config.parallel, config.train
     pp = parallel.pipeline_model_parallel_size
-    stages = explicit_stage_layers(config.model.num_layers, parallel)
+    stages = explicit_stage_layers(config.model, parallel)
     vpp = parallel.num_virtual_stages_per_pipeline_rank or 1
     if stages is not None:
         vpp = len(stages) // pp

@@ -44,6 +44,7 @@ from megalite.training.trainer import evaluate
 from tools.verification.reference_sharding import Layout, RankCoordinates, expected_slices, is_expert_param
 
 Array = NDArray[Any]
+Parts = list[tuple[bool, bool]]  # (has a mixer, has an MLP) of each layer
 ATTENTION = ".attention"
 ATTENTION_ADDED = ".attention_added"  # hidden states between the two halves of a block
 ENDS_IN_TP_SUM = (ATTENTION, ".mlp")  # suffixes of modules whose output is summed over tp
@@ -83,13 +84,13 @@ class Recording:
         parameters: names in the order of use.
         vocabulary: names of the parameters with a row per token id.
         tensors: (description, data) in the order of recording.
-        layers_per_chunk: number of layers of each chunk.
+        parts_per_chunk: for each layer of each chunk, whether it has a mixer and whether it has an MLP.
     """
 
     parameters: list[str]
     vocabulary: list[str]
     tensors: list[tuple[RecordedTensor, Array]]
-    layers_per_chunk: tuple[int, ...] = ()
+    parts_per_chunk: tuple[Parts, ...] = ()
 
 
 class _RankRecorder:
@@ -172,8 +173,8 @@ class _RankRecorder:
 
     def _add_hooks(self, chunk: int, stage: Any) -> None:
         stage.register_forward_pre_hook(self._start_forward)
-        for name, module in _recorded_modules(chunk, stage):
-            module.register_forward_hook(self._output_hook(name))
+        for name, module, is_norm in _recorded_modules(chunk, stage):
+            module.register_forward_hook(self._output_hook(name, is_norm))
         stage.register_forward_hook(self._end_forward)
 
     def _start_forward(self, stage: Any, args: tuple[Any, ...]) -> None:
@@ -196,11 +197,11 @@ class _RankRecorder:
             self._add_once("loss", MICROBATCH, all_reduce_(loss, self.run.mesh.cp))
         self.sample = None
 
-    def _output_hook(self, name: str) -> Callable[..., None]:
+    def _output_hook(self, name: str, is_norm: bool) -> Callable[..., None]:
         def hook(_module: Any, args: tuple[Any, ...], y: Any) -> None:
             if self.sample is None:
                 return
-            if name.endswith(ATTENTION_ADDED):  # of mlp_norm: its input, or the sum that a fused kernel returns
+            if is_norm:  # of mlp_norm: its input, or the sum that a fused kernel returns
                 y = y[0] if isinstance(y, tuple) else args[0]
             self._add_once("forward", name, y)
 
@@ -262,8 +263,10 @@ def record_rank(ranks: RankInfo, config: Config, dtype: str, steps: int, directo
         run.close()
         stages: list[Any] = run.pipeline.stages
         parameters, vocabulary = _in_order_of_use(run, recorder.names)
-        layers_per_chunk = tuple(len(stage.blocks) for stage in stages)
-        recording = Recording(parameters, vocabulary, recorder.tensors, layers_per_chunk)
+        parts_per_chunk = tuple(
+            [(block.mixer is not None, block.mlp is not None) for block in stage.blocks] for stage in stages
+        )
+        recording = Recording(parameters, vocabulary, recorder.tensors, parts_per_chunk)
         write(Path(directory) / f"rank-{ranks.rank:05d}.npz", recording)
 
 
@@ -272,7 +275,7 @@ def write(path: Path, recording: Recording) -> None:
     index = {
         "parameters": recording.parameters,
         "vocabulary": recording.vocabulary,
-        "layers_per_chunk": recording.layers_per_chunk,
+        "parts_per_chunk": recording.parts_per_chunk,
         "tensors": [dataclasses.asdict(tensor) for tensor, _ in recording.tensors],
     }
     arrays: dict[str, Any] = {str(i): data for i, (_, data) in enumerate(recording.tensors)}
@@ -282,25 +285,28 @@ def write(path: Path, recording: Recording) -> None:
 def read_all(directory: Path, layout: Layout) -> list[Recording]:
     """Read the recordings of all ranks, in order, and number the layers from the first stage to the last."""
     recordings = [_read(path) for path in sorted(directory.glob("rank-*.npz"))]
-    num_layers: dict[tuple[int, int], int] = {}  # of (chunk, pp rank)
+    parts: dict[tuple[int, int], Parts] = {}  # of (chunk, pp rank)
     for rank, recording in enumerate(recordings):
-        for chunk, count in enumerate(recording.layers_per_chunk):
-            num_layers[chunk, layout.coordinates(rank).pp] = count
-    first_layer: dict[tuple[int, int], int] = {}
-    total = 0
-    for stage in sorted(num_layers):  # chunk 0 of all pipeline ranks, chunk 1 of all of them, ...
-        first_layer[stage] = total
-        total += num_layers[stage]
-    return [_number_layers(one, layout.coordinates(rank).pp, first_layer) for rank, one in enumerate(recordings)]
+        for chunk, parts_of_chunk in enumerate(recording.parts_per_chunk):
+            parts[chunk, layout.coordinates(rank).pp] = parts_of_chunk
+    numbers: dict[tuple[int, int], list[int]] = {}
+    number = -1
+    ends_in_mixer = False
+    for stage in sorted(parts):  # chunk 0 of all pipeline ranks, chunk 1 of all of them, ...
+        numbers[stage] = []
+        for has_mixer, has_mlp in parts[stage]:
+            if has_mixer or not ends_in_mixer:  # otherwise it is the other half of the layer before it
+                number += 1
+            ends_in_mixer = not has_mlp
+            numbers[stage].append(number)
+    return [_number_layers(one, layout.coordinates(rank).pp, numbers) for rank, one in enumerate(recordings)]
 
 
-def _number_layers(recording: Recording, pp_rank: int, first_layer: dict[tuple[int, int], int]) -> Recording:
+def _number_layers(recording: Recording, pp_rank: int, numbers: dict[tuple[int, int], list[int]]) -> Recording:
     """Replace CHUNK:INDEX by the number of the layer in all names of a recording."""
 
     def renamed(name: str) -> str:
-        return re.sub(
-            r"(\d+):(\d+)", lambda match: str(first_layer[int(match[1]), pp_rank] + int(match[2])), name, count=1
-        )
+        return re.sub(r"(\d+):(\d+)", lambda match: str(numbers[int(match[1]), pp_rank][int(match[2])]), name, count=1)
 
     tensors = [(dataclasses.replace(tensor, name=renamed(tensor.name)), data) for tensor, data in recording.tensors]
     return dataclasses.replace(
@@ -318,7 +324,7 @@ def _read(path: Path) -> Recording:
         for i, fields in enumerate(index["tensors"]):
             tensor = RecordedTensor(**{**fields, "shape": tuple(fields["shape"])})
             tensors.append((tensor, file[str(i)]))
-        return Recording(index["parameters"], index["vocabulary"], tensors, tuple(index["layers_per_chunk"]))
+        return Recording(index["parameters"], index["vocabulary"], tensors, tuple(index["parts_per_chunk"]))
 
 
 def _perturb_constants(run: Run) -> None:
@@ -356,19 +362,28 @@ def _layer_name(chunk: int, index: int) -> str:
     return f"layers.{chunk}:{index}"
 
 
-def _recorded_modules(chunk: int, stage: Any) -> list[tuple[str, Any]]:
-    """Return (name, module) of the modules whose outputs are compared, in the order of computation."""
+def _recorded_modules(chunk: int, stage: Any) -> list[tuple[str, Any, bool]]:
+    """Return (name, module, is_norm) of the modules whose outputs are compared, in the order of computation.
+
+    Of a norm (`is_norm`) the input is compared. The output of a block without an MLP has the name of the hidden states
+    between the halves of a block, because a pipeline border may be there.
+    """
     modules = []
     if stage.embedding is not None:
-        modules.append(("embedding", stage.embedding))
+        modules.append(("embedding", stage.embedding, False))
     for index, block in enumerate(stage.blocks):
         name = _layer_name(chunk, index)
-        modules.append((f"{name}{ATTENTION}", block.attention))
-        modules.append((f"{name}{ATTENTION_ADDED}", block.mlp_norm))
-        modules.append((f"{name}.mlp", block.mlp))
-        modules.append((name, block))
+        if block.mixer is not None:
+            modules.append((f"{name}{ATTENTION}", block.mixer, False))
+        if block.mlp is None:
+            modules.append((f"{name}{ATTENTION_ADDED}", block, False))
+            continue
+        if block.mixer is not None:
+            modules.append((f"{name}{ATTENTION_ADDED}", block.mlp_norm, True))
+        modules.append((f"{name}.mlp", block.mlp, False))
+        modules.append((name, block, False))
     if stage.head is not None:
-        modules.append((FINAL_NORM, stage.head.norm))
+        modules.append((FINAL_NORM, stage.head.norm, False))
     return modules
 
 

@@ -20,9 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
+from megalite.config.hybrid_pattern import BORDER, parse_hybrid_pattern
 from megalite.config.option import EXECUTION, option_spec
 from megalite.config.option_parsers import parse_layer_pattern
 from megalite.config.options import (
@@ -269,7 +270,7 @@ def single_process_config(config: Config) -> Config:
     sections["parallel"] = replace(
         sections["parallel"], nproc=1, device=config.parallel.device, kernels="torch", attention_kernel="torch"
     )
-    sections["model"] = replace(sections["model"], make_vocab_size_divisible_by=1)
+    sections["model"] = replace(sections["model"].for_any_pipeline(), make_vocab_size_divisible_by=1)
     return Config(**sections)
 
 
@@ -307,6 +308,10 @@ class _Stages:
     layers: list[int]
     num_chunks: int
 
+    def borders_in_pattern(self, model: ModelConfig) -> bool:
+        """Return True if the layer pattern of the small run has the borders of the stages."""
+        return model.hybrid_layer_pattern is not None and 0 not in (self.layers_per_stage or [0])
+
 
 def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages:
     """Keep the first, the last and some other pipeline ranks, and the same of their chunks.
@@ -315,7 +320,7 @@ def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages
     they had none.
     """
     num_layers = config.model.num_layers
-    stage_layers = explicit_stage_layers(num_layers, config.parallel)
+    stage_layers = explicit_stage_layers(config.model, config.parallel)
     all_chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
     if stage_layers:
         all_chunks = len(stage_layers) // requested.pp
@@ -384,14 +389,33 @@ def _shrink_model(config: Config, requested: Layout, layout: Layout, stages: _St
         yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
         init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
+    if model.hybrid_layer_pattern is not None:
+        changes |= _shrink_hybrid_pattern(model, stages, layout.pp)
     if model.num_experts:
         moe_layers = str([int(layer.has_experts) for layer in model.layers])
-        changes["moe_layer_freq"] = _shrink_pattern(moe_layers, model.num_layers, stages.layers)
+        if model.hybrid_layer_pattern is None:
+            changes["moe_layer_freq"] = _shrink_pattern(moe_layers, model.num_layers, stages.layers)
         changes["moe_ffn_hidden_size"] = width(model.expert_ffn_size, layout.etp)
         if model.moe_shared_expert_intermediate_size is not None:
             changes["moe_shared_expert_intermediate_size"] = width(model.moe_shared_expert_intermediate_size, tp)
         changes |= _shrink_experts(model, requested, layout)
     return replace(model, **changes)
+
+
+def _shrink_hybrid_pattern(model: ModelConfig, stages: _Stages, pp: int) -> dict[str, Any]:
+    """Return the options of a pattern of the layers that are kept, in which each kind of layer occurs."""
+    layers = [layer for stage in model.pattern_stages for layer in stage]
+    kept = [layers[index].letters for index in stages.layers]
+    for kind in dict.fromkeys(layer.letters for layer in layers):
+        repeated = [index for index, letters in enumerate(kept) if kept.count(letters) > 1]
+        if kind not in kept and repeated:
+            kept[repeated[-1]] = kind
+    counts = [len(kept)]
+    if stages.layers_per_stage is not None and pp > 1 and stages.borders_in_pattern(model):
+        counts = stages.layers_per_stage
+    letters = iter(kept)
+    pattern = BORDER.join("".join(islice(letters, count)) for count in counts)
+    return {"hybrid_layer_pattern": pattern, "num_layers": sum(map(len, parse_hybrid_pattern(pattern)))}
 
 
 def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[int, int]:
@@ -474,6 +498,7 @@ def _shrink_parallel(config: Config, requested: Layout, layout: Layout, stages: 
     pipeline_layout = None
     if stages.layers_per_stage is not None and pp > 1:
         num_chunks = None
+    if stages.layers_per_stage is not None and pp > 1 and not stages.borders_in_pattern(config.model):
         pipeline_layout = "E" + "|".join("t" * count for count in stages.layers_per_stage) + "L"
     microbatch_group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     if microbatch_group is not None:

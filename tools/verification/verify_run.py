@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.common.console import ProgressBar
 from megalite.config.options import Config
+from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.launch.local_launcher import TIMEOUT_EXIT_CODE, LaunchResult, launch_local
 from megalite.training.logging.log_format import aligned_table
 from tools.plots.curves import verification_plot
@@ -188,9 +189,9 @@ def _format_worst(result: VerifyResult) -> str:
 def _num_chunks(shrunk: ShrunkConfig) -> str:
     parallel = shrunk.config.parallel
     num_chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
-    if parallel.pipeline_model_parallel_layout:
-        num_stages = parallel.pipeline_model_parallel_layout.count("|") + 1
-        num_chunks = num_stages // parallel.pipeline_model_parallel_size
+    stages = explicit_stage_layers(shrunk.config.model, parallel)
+    if stages is not None:
+        num_chunks = len(stages) // parallel.pipeline_model_parallel_size
     return f", {num_chunks} chunks" if num_chunks > 1 else ""
 
 

@@ -108,5 +108,7 @@ def _range_problems(config: Config) -> Iterator[tuple[str, Problem]]:
                 yield f.name, Problem(f"{f.name}=0 is not set; give {flag_name(f.name)}{or_preset}", [f.name])
         elif reason := spec.range_error(value):
             yield f.name, Problem(f"{f.name}={value or 0} {reason}", [f.name])
+    if problem := model.hybrid_pattern_error(config):
+        yield "hybrid_layer_pattern", problem
     if config.optim.lr is None and not config.train.skip_train:
         yield "lr", Problem("lr is not set; give --lr", ["lr"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megalite.config.hybrid_pattern import num_parts
 from megalite.config.option import flag_name
 from megalite.config.options import Config
 from megalite.config.problems import (
@@ -11,6 +12,7 @@ from megalite.config.problems import (
     join_or,
     nearest_multiples,
     options_set,
+    requires,
     shown,
     value_of,
 )
@@ -106,12 +108,61 @@ def tensor_parallel_size_problems(config: Config) -> Iterator[Problem]:
             yield does_not_divide("tensor_model_parallel_size", tp, name, size, remedy)
 
 
+def hybrid_pattern_error(config: Config) -> Problem | None:
+    """Return the problem that makes the layers of a pattern unknown, or None."""
+    model = config.model
+    if model.hybrid_layer_pattern is None:
+        return None
+    pattern = f"hybrid_layer_pattern={model.hybrid_layer_pattern!r}"
+    try:
+        num_layers = sum(map(len, model.pattern_stages))
+    except ValueError as error:
+        return Problem(f"{pattern} {error}", options=("hybrid_layer_pattern",))
+    if model.num_layers in (0, num_layers):
+        return None
+    letters = num_parts(model.hybrid_layer_pattern)
+    also_letters = f", or {letters} letters" if letters != num_layers else ""
+    return Problem(
+        f"num_layers={model.num_layers} disagrees with {pattern}, which has {num_layers} layers{also_letters}; drop "
+        "--num-layers",
+        options=("num_layers", "hybrid_layer_pattern"),
+    )
+
+
 def model_problems(config: Config) -> Iterator[Problem]:
+    yield from _hybrid_model_problems(config)
     yield from _head_size_problems(config)
     yield from _list_value_problems(config)
     yield from _pattern_problems(config)
     yield from _window_problems(config)
     yield from _balancing_loss_problems(config)
+
+
+def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
+    """Yield the contradictions between a layer pattern and other options."""
+    model = config.model
+    if model.hybrid_layer_pattern is None:
+        return
+    pattern = f"hybrid_layer_pattern={model.hybrid_layer_pattern!r}"
+    for name in options_set(config, "moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
+        yield Problem(
+            f"{shown(config, name)} is for models without hybrid_layer_pattern, which names the parts of each layer; "
+            "drop it",
+            options=(name, "hybrid_layer_pattern"),
+        )
+    if model.has_experts and not model.num_experts:
+        yield requires(f"{pattern} with E", "num_experts")
+    if model.num_experts and not model.has_experts:
+        yield Problem(
+            f"num_experts={model.num_experts} needs a layer with experts, but {pattern} has no E; drop it",
+            options=("num_experts", "hybrid_layer_pattern"),
+        )
+    if model.parallel_residual and any(layer.mixer is None or layer.mlp is None for layer in model.layers):
+        yield Problem(
+            f"parallel_residual=True adds a mixer and an MLP to the same input, but {pattern} has layers with only one "
+            "of them; drop it",
+            options=("parallel_residual", "hybrid_layer_pattern"),
+        )
 
 
 def _head_size_problems(config: Config) -> Iterator[Problem]:
@@ -151,6 +202,8 @@ def _pattern_problems(config: Config) -> Iterator[Problem]:
     has_window = (
         model.window_attn_skip_freq is not None and model.window_size is not None and model.window_size[0] != -1
     )
+    if model.hybrid_layer_pattern is not None:
+        return
     for name, per_layer, needs_a_layer, condition, cause in (
         ("no_rope_freq", "rope_layers", False, "with rotary positions", "position_embedding_type"),
         ("moe_layer_freq", "moe_layers", bool(model.num_experts), "with experts", "num_experts"),

@@ -63,6 +63,14 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
             "pipeline_model_parallel_layout already sets all stages' layers; drop the other flags",
             options=("pipeline_model_parallel_layout", *uneven, *accounted, *virtual),
         )
+    splits = ("pipeline_model_parallel_layout", *uneven, *accounted, *virtual)
+    given = [*options_set(config, *splits)]
+    if given and len(config.model.pattern_stages) > 1:
+        yield Problem(
+            f"hybrid_layer_pattern={config.model.hybrid_layer_pattern!r} already sets all stages' layers by |; drop "
+            f"{', '.join(given)}",
+            options=("hybrid_layer_pattern", *splits),
+        )
     even = (*accounted, "num_layers_per_virtual_pipeline_stage")
     if any(options_set(config, *uneven)) and any(options_set(config, *even)):
         yield Problem(
@@ -115,7 +123,7 @@ def layout_problems(config: Config) -> Iterator[Problem]:
     model, parallel = config.model, config.parallel
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     try:
-        stages = explicit_stage_layers(model.num_layers, parallel)
+        stages = explicit_stage_layers(model, parallel)
     except ValueError as error:
         yield Problem(str(error), options=STAGE_OPTIONS)
         return

@@ -214,6 +214,7 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
     values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}
     values |= {"max_position_embeddings": model.max_positions, "moe_ffn_hidden_size": model.expert_ffn_size}
+    values["num_layers"] = model.num_numbered_layers
     values["num_experts"] = model.num_experts or None
     config |= {key.split()[0]: values[option] for option, key in family.keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.derived_keys.items()}

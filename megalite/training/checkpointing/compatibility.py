@@ -34,7 +34,7 @@ def checkpoint_config(manifest: Manifest, directory: Location) -> Config:
         # Old checkpoints do not count the end-of-document token.
         if data.tokenizer_type == "NullTokenizer" and data.vocab_size is not None and rows == data.vocab_size + 1:
             config = replace(config, data=replace(data, vocab_size=rows))
-        return config
+        return replace(config, model=config.model.for_any_pipeline())
     except (KeyError, ConfigError, OverflowError) as error:
         if missing_plugins := missing_plugins_message(manifest.state.get("plugins")):
             raise CheckpointError(f"{directory} {missing_plugins}") from None
@@ -136,10 +136,11 @@ def apply_model(config: Config, saved: ModelConfig, source: str) -> Config:
     if starts_dense:
         local_names.update(EXPERT_OPTIONS)
     values = {name: getattr(config.model, name) for name in sorted(local_names)}
+    local_model = config.model.for_any_pipeline()
     compared = {
-        name: value
-        for name, value in values.items()
-        if value != getattr(saved, name) and not (starts_dense and name in EXPERT_OPTIONS)
+        name: getattr(local_model, name)
+        for name in values
+        if getattr(local_model, name) != getattr(saved, name) and not (starts_dense and name in EXPERT_OPTIONS)
     }
     contradictions = [name for name, value in compared.items() if _contradicts({name: value}, config, saved)]
     # Some options contradict only together, such as a number of groups and its switch.

@@ -29,7 +29,9 @@ def model_to_read(config: Config, saved: ModelConfig, source: str) -> ModelConfi
         return config.model
     if saved.num_experts:
         raise SetupError(f"moe_use_upcycling, but {source} has num_experts={saved.num_experts}; drop the flag")
-    return replace(config.model, **{name: getattr(saved, name) for name in EXPERT_OPTIONS})
+    dense = replace(config.model, **{name: getattr(saved, name) for name in EXPERT_OPTIONS})
+    pattern = dense.hybrid_layer_pattern
+    return dense if pattern is None else replace(dense, hybrid_layer_pattern=pattern.replace("E", "-"))
 
 
 def upcycling_hint(model: ModelConfig, saved: ModelConfig) -> list[str]:

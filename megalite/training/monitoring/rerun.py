@@ -222,7 +222,8 @@ def _searched_modules(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         yield "embedding", stage.embedding
     for block in stage.blocks:
         for name, module in block.named_children():
-            yield f"layers.{block.layer}.{name.replace('_', '.')}", module
+            part = name.replace("mixer", str(block.spec.mixer)).replace("_", ".")
+            yield f"layers.{block.layer}.{part}", module
         yield f"layers.{block.layer}", block
     if stage.head is not None:
         yield "head", stage.head
