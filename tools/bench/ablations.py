@@ -132,7 +132,7 @@ class AblationRun:
             activation = replace(activation, swiglu_constants=None)
         for stage in run.pipeline.stages:
             for block in stage.blocks:
-                block.attention.window = model.layers[block.layer].window
+                block.mixer.window = model.layers[block.layer].window
                 block.mlp.activation = activation
         run.train_loader, run.progress = variant.data, variant.progress
         CHUNK_BYTES[self.device.type] = variant.chunk_bytes
