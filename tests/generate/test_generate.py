@@ -177,6 +177,7 @@ def stage_of(flags: str) -> Stage:
         *("llama", "llama yarn", "llama linear", "gpt2", "qwen2 window"),
         "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5 --no-rope-freq 2 --softmax-type learnable",
         "--position-embedding-type yarn --rotary-scaling-factor 4 --no-rope-freq [1,0,0] --window-size 5,0",
+        "--position-embedding-type rope --hybrid-layer-pattern **-E --num-experts 4 --window-size 5,0",
     ],
 )
 def test_cached_logits_equal_full_logits(models, name: str) -> None:

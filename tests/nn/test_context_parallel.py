@@ -180,5 +180,5 @@ def test_recompute_gathers_once_more() -> None:
 
 def test_p2p_is_accepted_as_allgather_with_a_note() -> None:
     config, notes = cli.read([*COMMON.split(), *"--cp 2 --cp-comm-type p2p".split()], PRESETS)
-    assert config.model.layer_cp_comm == ("allgather",) * 4 and not find_problems(config, 4)
+    assert [layer.cp_comm_type for layer in config.model.layers] == ["allgather"] * 4 and not find_problems(config, 4)
     assert any(note.startswith("cp_comm_type=p2p is replaced by allgather") for note in notes)

@@ -73,9 +73,9 @@ def test_side_has_the_properties_of_its_flags() -> None:
         assert cross_entropy.CHUNK_BYTES["cpu"] == 3 << 20 and packed.properties != plain.properties
         windowed = ablation_run.variant(VariantOptions("--window-size {quarter},0"))
         ablation_run.activate(windowed)
-        assert {block.attention.window for stage in run.pipeline.stages for block in stage.blocks} == {8}
+        assert {block.mixer.window for stage in run.pipeline.stages for block in stage.blocks} == {8}
         ablation_run.activate(plain)
-        assert {block.attention.window for stage in run.pipeline.stages for block in stage.blocks} == {None}
+        assert {block.mixer.window for stage in run.pipeline.stages for block in stage.blocks} == {None}
         assert plain.flops > windowed.flops > packed.flops > 0.5 * plain.flops
         for side in (plain, packed, windowed):
             side.data.close()

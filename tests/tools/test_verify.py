@@ -113,7 +113,7 @@ def test_too_few_ranks_for_groups_are_reported() -> None:
 @pytest.mark.parametrize("flags,counts", CASES["stages"])
 def test_shrink_keeps_uneven_stages(flags: str, counts: list[int]) -> None:
     _, shrunk = shrink_flags(expand(f"GPT {flags}"))
-    assert explicit_stage_layers(shrunk.config.model.num_layers, shrunk.config.parallel) == counts
+    assert explicit_stage_layers(shrunk.config.model, shrunk.config.parallel) == counts
 
 
 @pytest.mark.parametrize("batch,pp,number", [(64, 4, 8), (6, 4, 3), (20, 4, 5), (64, 1, 3), (2, 1, 1)])

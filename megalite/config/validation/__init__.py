@@ -61,7 +61,7 @@ def find_problems(
     ]
     if world_size is not None:
         problems += world_problems(config, world_size)
-    return [*out_of_range.values(), *(problem for problem in problems if not problem.mentions(unreadable))]
+    return [*dict.fromkeys(out_of_range.values()), *(problem for problem in problems if not problem.mentions(unreadable))]
 
 
 def find_ineffective(config: Config, *, is_complete: bool = False) -> list[Problem]:
@@ -108,7 +108,7 @@ def _range_problems(config: Config) -> Iterator[tuple[str, Problem]]:
                 yield f.name, Problem(f"{f.name}=0 is not set; give {flag_name(f.name)}{or_preset}", [f.name])
         elif reason := spec.range_error(value):
             yield f.name, Problem(f"{f.name}={value or 0} {reason}", [f.name])
-    if problem := model.hybrid_pattern_error(config):
-        yield "hybrid_layer_pattern", problem
+    if problem := model.hybrid_pattern_error(config):  # then the number of layers is unknown, too
+        yield from (("hybrid_layer_pattern", problem), ("num_layers", problem))
     if config.optim.lr is None and not config.train.skip_train:
         yield "lr", Problem("lr is not set; give --lr", ["lr"])

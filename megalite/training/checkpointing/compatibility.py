@@ -28,14 +28,15 @@ def checkpoint_config(manifest: Manifest, directory: Location) -> Config:
     """Return the configuration of the run that wrote the checkpoint; raises CheckpointError if it cannot be read."""
     try:
         config = build(parse_config_text(str(manifest.state["config"]), str(directory)))
+        config = replace(config, model=config.model.for_any_pipeline())
         if problems := find_problems(replace(build(PLACEHOLDER_OPTIONS), model=config.model)):
             raise ConfigError(problems)
         data, rows = config.data, manifest.state.get("vocab_size")
         # Old checkpoints do not count the end-of-document token.
         if data.tokenizer_type == "NullTokenizer" and data.vocab_size is not None and rows == data.vocab_size + 1:
             config = replace(config, data=replace(data, vocab_size=rows))
-        return replace(config, model=config.model.for_any_pipeline())
-    except (KeyError, ConfigError, OverflowError) as error:
+        return config
+    except (KeyError, ValueError, OverflowError) as error:  # a ConfigError is a ValueError
         if missing_plugins := missing_plugins_message(manifest.state.get("plugins")):
             raise CheckpointError(f"{directory} {missing_plugins}") from None
         reason = f"its configuration cannot be read ({error}); use another checkpoint"

@@ -1,0 +1,221 @@
+"""Models from a hybrid layer pattern: equal to --num-layers where they are the same model, and to one process."""
+
+import functools
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from full_tensors import assemble, owned_shards
+from layout_cases import COMMON, FP64_TOLERANCE, LLAMA, expand
+from pairwise import nightly_except
+from ranks import run_ranks
+from train_cases import config_from, run_from
+
+from megalite.config import cli
+from megalite.config.config_file import dump_config
+from megalite.config.hybrid_pattern import BORDER, num_parts, parse_hybrid_pattern, without_borders
+from megalite.config.options import ConfigError
+from megalite.models.families import PRESETS
+from megalite.training.checkpointing.resume import LoadOptions, resume
+from megalite.training.checkpointing.save import open_saver, save
+from megalite.training.setup import SetupError
+from megalite.training.train_step import train_step
+
+STEPS = 3
+TRAINING = COMMON.replace("--num-layers 4", "")
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1"
+
+
+def _model(pattern: str) -> str:
+    """Return the flags of a model."""
+    experts = EXPERTS if "E" in pattern else ""
+    return f"{LLAMA} {experts} --hybrid-layer-pattern {pattern}"
+
+
+def _train(flags: str) -> tuple[list[float], list[float], list[tuple]]:
+    """Train on this rank; return the losses, the gradient norms and the pieces of the weights that it owns."""
+    run = run_from(f"{TRAINING} {flags}", dtype=torch.float64)
+    results = [train_step(run) for _ in range(STEPS)]
+    run.buffer.wait_param_sync()
+    run.close()
+    return [r.loss for r in results], [r.grad_norm for r in results], owned_shards(run.optimizer, "model/")
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, np.ndarray]
+
+
+@functools.cache
+def _trained(world: int, flags: str) -> Trained:
+    ranks = run_ranks(world, _train, flags) if world > 1 else [_train(flags)]
+    for losses, grad_norms, _ in ranks:
+        assert (losses, grad_norms) == ranks[0][:2], "ranks disagree"
+    weights = assemble(piece for _, _, pieces in ranks for piece in pieces)
+    return Trained(ranks[0][0], ranks[0][1], {name: values.numpy() for name, values in weights.items()})
+
+
+@pytest.mark.parametrize("world,layout", [(1, ""), (2, "tp2"), (2, "pp2"), (4, "pp2 vpp2 ZERO3"), (2, "CORE ZERO2")])
+@pytest.mark.parametrize("letter", ["-", "E"])
+def test_uniform_pattern_is_num_layers_bit_for_bit(world: int, layout: str, letter: str) -> None:
+    layout = expand(layout)
+    pattern = _trained(world, f"{_model(f'*{letter}' * 4)} {layout}")
+    plain = _trained(world, f"{LLAMA} {EXPERTS if letter == 'E' else ''} --num-layers 4 {layout}")
+    assert pattern.losses == plain.losses and pattern.grad_norms == plain.grad_norms
+    assert pattern.weights.keys() == plain.weights.keys()
+    assert all(np.array_equal(pattern.weights[name], plain.weights[name]) for name in plain.weights)
+
+
+@dataclass(frozen=True)
+class RandomCase:
+    """A random pattern under a layout."""
+
+    pattern: str
+    world: int
+    layout: str
+
+    def __str__(self) -> str:
+        return f"{self.pattern} {self.layout}"
+
+
+# (ranks, layout, number of stages): every kind of parallelism, sharding and recomputation
+LAYOUTS = [
+    (2, "tp2", 1),
+    (2, "pp2", 2),
+    (2, "cp2", 1),
+    (4, "pp2 vpp2", 4),
+    (2, "ZERO2", 1),
+    (4, "ZERO3 tp2", 1),
+    (4, "ZERO3 pp2", 2),
+    (2, "pp2 SPLIT", 2),
+    (4, "tp2 pp2 PARTS core_attn layernorm mlp moe", 2),
+    (2, "pp2 FULL uniform", 2),
+    (2, "ep2", 1),
+    (4, "ep2 pp2", 2),
+]
+
+
+def _random_case(seed: int) -> RandomCase:
+    rng = random.Random(seed)
+    world, layout, num_stages = LAYOUTS[seed % len(LAYOUTS)]
+    letters = [rng.choice("**--E") for _ in range(rng.randint(5, 8))]
+    if "*" not in letters:
+        letters[rng.randrange(len(letters))] = "*"
+    if "ep" in layout and "E" not in letters:
+        letters[rng.randrange(1, len(letters))] = "E"
+    for position in sorted(rng.sample(range(1, len(letters)), num_stages - 1), reverse=True):
+        letters.insert(position, BORDER)
+    return RandomCase("".join(letters), world, layout)
+
+
+CASES = [_random_case(seed) for seed in range(30)]
+
+
+@pytest.mark.parametrize("case", nightly_except(CASES, CASES[:4], str))
+def test_random_pattern_equals_one_process(case: RandomCase) -> None:
+    actual = _trained(case.world, f"{_model(case.pattern)} {expand(case.layout)}")
+    expected = _trained(1, _model(without_borders(case.pattern)))
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=FP64_TOLERANCE)
+    np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=FP64_TOLERANCE)
+    assert actual.weights.keys() == expected.weights.keys()
+    for name, values in expected.weights.items():
+        distance = np.abs(actual.weights[name] - values).max() / max(np.abs(values).max(), 1e-30)
+        assert distance <= 1e-9, name
+    assert expected.losses[0] != expected.losses[-1]
+
+
+def test_borders_between_mixer_and_mlp_occur() -> None:
+    splits_layer = [case for case in CASES if re.search(r"\*\|[-E]", case.pattern)]
+    assert len(splits_layer) >= 3
+
+
+def _train_and_save(directory: str, flags: str) -> list[float]:
+    """Train two steps, save, and return the losses of two more."""
+    config = config_from(f"{TRAINING} {flags} --save {directory} --save-interval 2")
+    run = run_from(config)
+    saver = open_saver(run, config)
+    for _ in range(2):
+        train_step(run)
+    save(run, saver, dump_config(config))
+    saver.wait()
+    saver.close()
+    return [train_step(run).loss for _ in range(2)]
+
+
+def _resume(directory: str, flags: str) -> list[float]:
+    config = config_from(f"{TRAINING} {flags}")
+    run = run_from(config)
+    assert resume(run, directory, config, LoadOptions()) is not None
+    return [train_step(run).loss for _ in range(2)]
+
+
+def test_checkpoint_resumes_under_other_borders_and_layouts(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    saved, *_ = run_ranks(2, _train_and_save, directory, f"{_model('*|-*-')} {expand('pp2')}")
+    for world, flags in (
+        (2, f"{_model('*-*-')} {expand('tp2')}"),
+        (2, f"{_model('*-*|-')} {expand('pp2')}"),
+        (1, f"{LLAMA} --num-layers 2"),
+    ):
+        losses, *_ = run_ranks(world, _resume, directory, flags) if world > 1 else [_resume(directory, flags)]
+        np.testing.assert_allclose(losses, saved, rtol=1e-4)
+
+
+def test_checkpoint_of_another_pattern_is_refused_by_name(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    _train_and_save(directory, _model("**--"))
+    with pytest.raises(SetupError, match=r"hybrid_layer_pattern: '\*-\*-' here, '\*\*--' in the checkpoint"):
+        _resume(directory, _model("*-*-"))
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ("--hybrid-layer-pattern *-x", "hybrid_layer_pattern='*-x' has 'x' at position 2; use * (attention), - (MLP), "),
+        ("--hybrid-layer-pattern M-*-", "hybrid_layer_pattern='M-*-' has M, a Mamba layer, which is not supported"),
+        ("--hybrid-layer-pattern *-/*-", "hybrid_layer_pattern='*-/*-' has /, multi-token prediction, which is not"),
+        ("--hybrid-layer-pattern *-||*-", "hybrid_layer_pattern='*-||*-' is empty or has a stage without layers"),
+        ("--hybrid-layer-pattern *-*- --num-layers 3", "num_layers=3 disagrees with hybrid_layer_pattern='*-*-', which "
+         "has 2 layers, or 4 letters; drop --num-layers"),
+        ("--hybrid-layer-pattern *-|*-", "hybrid_layer_pattern='*-|*-' has 2 stages; drop it or raise"),
+        ("--hybrid-layer-pattern *-|*|- --pipeline-model-parallel-size 2", "has 3 stages, not a multiple of pipeline_"),
+        ("--hybrid-layer-pattern *-*E", "hybrid_layer_pattern='*-*E' with E needs --num-experts"),
+        ("--hybrid-layer-pattern *-*- --num-experts 4", "num_experts=4 needs a layer with experts, but hybrid_layer_"),
+        ("--hybrid-layer-pattern *-- --parallel-residual", "parallel_residual=True adds a mixer and an MLP to the same"),
+        ("--hybrid-layer-pattern *-*- --no-rope-freq 2", "no_rope_freq=2 is for models without hybrid_layer_pattern"),
+        ("--hybrid-layer-pattern *-|*- --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+         "hybrid_layer_pattern='*-|*-' already sets all stages' layers by |; drop decoder_first_pipeline_num_layers"),
+    ],
+)  # fmt: skip
+def test_bad_pattern_is_one_clear_problem(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cli.read(f"{TRAINING} {LLAMA} {flags}".split(), PRESETS)
+    (problem,) = error.value.problems
+    assert message in problem
+
+
+def test_megatron_hybrid_command_line_starts_as_it_is() -> None:
+    flags = """--hybrid-override-pattern *-*E --num-layers 4 --is-hybrid-model --num-experts 4
+     --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"""
+    config, _ = cli.read(f"{TRAINING} {LLAMA} {flags}".split(), PRESETS)
+    assert config.model.num_layers == 2  # Megatron-LM counts four
+    assert [layer.mlp for layer in config.model.layers] == ["mlp", "moe"]
+
+
+def test_pattern_replaces_the_layers_of_a_preset() -> None:
+    config, _ = cli.read(
+        "--preset tiny --hybrid-layer-pattern **- --mock-data --lr 1 --train-iters 1 --micro-batch-size 1".split(),
+        PRESETS,
+    )
+    assert config.model.num_layers == 2 and config.model.layer_numbers == (0, 1)
+
+
+def test_number_of_parts_does_not_count_borders() -> None:
+    assert num_parts("*-|*E") == 4
+    assert [len(stage) for stage in parse_hybrid_pattern("*-*|E")] == [2, 1]
