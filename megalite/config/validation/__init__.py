@@ -61,7 +61,8 @@ def find_problems(
     ]
     if world_size is not None:
         problems += world_problems(config, world_size)
-    return [*dict.fromkeys(out_of_range.values()), *(problem for problem in problems if not problem.mentions(unreadable))]
+    readable = [problem for problem in problems if not problem.mentions(unreadable)]
+    return [*dict.fromkeys(out_of_range.values()), *readable]
 
 
 def find_ineffective(config: Config, *, is_complete: bool = False) -> list[Problem]:
