@@ -91,6 +91,16 @@ class ModelConfig:
         aliases=("--use-te-activation-func=true",),
         help="use the tanh form of gelu, unless --activation names one",
     )
+    quick_geglu: bool = model(
+        False,
+        acts_through="activation",
+        help=(
+            "Megatron-LM's name of the activation clamped_swiglu, with --glu-linear-offset 1 and "
+            "--activation-func-clamp-value 7"
+        ),
+    )
+    glu_linear_offset: float = model(0.0, acts_through="activation", help="see --quick-geglu")
+    activation_func_clamp_value: float | None = model(None, acts_through="activation", help="see --quick-geglu")
     parallel_residual: bool = model(
         False, help="compute attention and feed-forward in parallel from the same input, as GPT-NeoX does"
     )
@@ -105,6 +115,14 @@ class ModelConfig:
         acts_through="position_embedding_type",
         aliases=("--no-position-embedding=false",),
         help="learned position embeddings",
+    )
+    enable_gpt_oss: bool = model(
+        False,
+        acts_through="position_embedding_type",
+        help=(
+            "yarn positions with Megatron-LM's values for GPT-OSS: factor 32, original context 131072, limits that are "
+            "not rounded"
+        ),
     )
     rotary_base: float = model(10000.0, exclusive_min=0, help="base of the rotary wavelengths")
     rotary_percent: float = model(1.0, help="fraction of each head's channels that rotary embeddings rotate")
@@ -347,7 +365,7 @@ class ModelConfig:
         Raises:
             ValueError: if the pattern, or an option with a bit for each layer, is invalid.
         """
-        cp_comm_types = tuple("allgather" if kind == "p2p" else kind for kind in self.cp_comm_type)
+        cp_comm_types = tuple("a2a" if kind == "a2a" else "allgather" for kind in self.cp_comm_type)
         if len(cp_comm_types) == 1:
             cp_comm_types *= self.num_layers
         parts: list[tuple[str | None, str | None]] = [

@@ -200,6 +200,19 @@ def build(values: Mapping[str, Any]) -> Config:
     return Config(**sections, explicit=frozenset(typed))
 
 
+# the positions that --enable-gpt-oss of Megatron-LM sets
+GPT_OSS_POSITIONS: Mapping[str, Any] = {
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 131072,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": False,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+
+
 def gelu_variant(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True, openai_gelu: bool = False) -> str:
     """Return Megatron-LM's gelu: the tanh form if its fused bias and gelu kernel is used, otherwise the exact one."""
     return "gelu" if openai_gelu or (add_bias_linear and bias_gelu_fusion) else "gelu_erf"
@@ -208,17 +221,21 @@ def gelu_variant(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True,
 def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a command line or file, with Megatron-LM's rules for missing ones.
 
-    These are the form of gelu, one query group with --group-query-attention, and the number of layers of a pattern,
-    whose parts Megatron-LM counts as layers. With --use-checkpoint-args nothing else is added, because the options of a
-    checkpoint are complete.
+    These are the form of gelu, the activation and positions of GPT-OSS's flags, one query group with
+    --group-query-attention, and the number of layers of a pattern, whose parts Megatron-LM counts as layers. With
+    --use-checkpoint-args nothing else is added, because the options of a checkpoint are complete.
     """
     values = dict(values)
     pattern = values.get("hybrid_layer_pattern")
     if isinstance(pattern, str) and values.get("num_layers") in (None, num_parts(pattern)):
         with contextlib.suppress(ValueError):  # the validation reports an invalid pattern
             values["num_layers"] = sum(map(len, parse_hybrid_pattern(pattern)))
+    if values.get("enable_gpt_oss"):
+        values = {**GPT_OSS_POSITIONS, **values}
     if values.get("use_checkpoint_args"):
         return values
+    if values.get("quick_geglu"):
+        values.setdefault("activation", "clamped_swiglu")
     if "activation" not in values:
         names = ("add_bias_linear", "bias_gelu_fusion", "openai_gelu")
         values["activation"] = gelu_variant(**{name: values[name] for name in names if name in values})

@@ -36,9 +36,11 @@ def position_notes(config: Config) -> Iterator[Problem]:
 
 def context_parallel_notes(config: Config) -> Iterator[Problem]:
     cp = config.parallel.context_parallel_size
-    if cp > 1 and any("p2p" in kind for kind in config.model.cp_comm_type):
+    replaced = [kind for kind in ("p2p", "a2a+p2p") if kind in config.model.cp_comm_type]
+    if cp > 1 and replaced:
+        same_bytes = ", which moves the same bytes" if replaced == ["p2p"] else "; a2a moves fewer bytes"
         yield Problem(
-            "cp_comm_type=p2p is replaced by allgather, which moves the same bytes",
+            f"cp_comm_type={' and '.join(replaced)} is replaced by allgather{same_bytes}",
             options=("cp_comm_type", "context_parallel_size"),
         )
     if cp == 1 and is_set(config, "cp_comm_type"):

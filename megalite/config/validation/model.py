@@ -19,7 +19,7 @@ from megalite.config.problems import (
 
 # option -> (values that an error message suggests, other values that Megatron-LM and megalite accept)
 LIST_VALUES = {
-    "cp_comm_type": (("allgather", "a2a"), ("p2p",)),
+    "cp_comm_type": (("allgather", "a2a"), ("p2p", "a2a+p2p")),
     "moe_router_load_balancing_type": (("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), ()),
     "recompute_modules": (("core_attn", "layernorm", "mlp"), ("moe", "shared_experts")),
 }
@@ -129,7 +129,27 @@ def hybrid_pattern_error(config: Config) -> Problem | None:
     )
 
 
+def _clamped_swiglu_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of Megatron-LM's flags for the activation of GPT-OSS, which go together."""
+    model = config.model
+    names = ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value")
+    if not any(options_set(config, *names)):
+        return
+    if (model.quick_geglu, model.glu_linear_offset, model.activation_func_clamp_value) != (True, 1.0, 7.0):
+        yield Problem(
+            f"{', '.join(shown(config, name) for name in names)}: only clamped_swiglu is available; give --quick-geglu "
+            "--glu-linear-offset 1.0 --activation-func-clamp-value 7.0, or none of them",
+            options=names,
+        )
+    elif model.activation != "clamped_swiglu":
+        yield Problem(
+            f"activation={model.activation} with quick_geglu=True, which is clamped_swiglu; give one",
+            options=("activation", *names),
+        )
+
+
 def model_problems(config: Config) -> Iterator[Problem]:
+    yield from _clamped_swiglu_problems(config)
     yield from _hybrid_model_problems(config)
     yield from _head_size_problems(config)
     yield from _list_value_problems(config)

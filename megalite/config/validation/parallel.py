@@ -37,7 +37,7 @@ def context_parallel_problems(config: Config) -> Iterator[Problem]:
             f"{nearest_multiples(seq_length, unit)}",
             options=("context_parallel_size", "seq_length", "tensor_model_parallel_size"),
         )
-    uses_all_to_all = any("a2a" in kind for kind in model.cp_comm_type)
+    uses_all_to_all = "a2a" in model.cp_comm_type
     if uses_all_to_all and heads % (cp * tp):
         yield Problem(
             f"cp_comm_type=a2a: num_attention_heads={heads} / tp {tp} is not a multiple of cp {cp}; use allgather",
