@@ -10,15 +10,19 @@ An attention and the MLP or experts after it are one layer, as in models without
 itself. A border does not change the model: the halves of a layer that it separates have the same number.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-MIXER_LETTERS = {"*": "attention"}
+from megalite.config.registry import REGISTRIES
+
+ATTENTION_LETTER = "*"
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
 MAX_LAYERS = 100_000
-_HINT = "use * (attention), - (MLP), E (experts) and | (pipeline border)"
+_HINT = "use * (attention), - (MLP), E (experts), | (pipeline border) or a letter of a --plugin"
 _REFUSED = {
     "/": "multi-token prediction",
     "M": "a Mamba layer",
@@ -51,14 +55,33 @@ class PatternLayer:
     @property
     def letters(self) -> str:
         """The letters of its parts."""
-        return _letter(MIXER_LETTERS, self.mixer) + _letter(MLP_LETTERS, self.mlp)
+        return _letter(mixer_letters(), self.mixer) + _letter(MLP_LETTERS, self.mlp)
 
 
-def _letter(letters: dict[str, str], part: str | None) -> str:
+def _letter(letters: Mapping[str, str], part: str | None) -> str:
     return next((letter for letter, name in letters.items() if name == part), "")
 
 
-@cache
+def mixer_letters() -> dict[str, str]:
+    """Return the name of the mixer for each letter: attention, and the mixers of plugins."""
+    plugin_mixers = REGISTRIES["mixer"].plugin_components
+    return {ATTENTION_LETTER: "attention", **{mixer.letter: name for name, mixer in plugin_mixers.items()}}
+
+
+def find_mixer_error(mixer: Any) -> str:
+    """Return what is wrong with the letter or the name of a plugin's mixer, which is registered, or ""."""
+    letter = mixer.letter
+    same_letter = [name for name, other in REGISTRIES["mixer"].plugin_components.items() if other.letter == letter]
+    if not isinstance(letter, str) or not re.fullmatch("[A-Za-z]", letter) or letter in MLP_LETTERS:
+        return f"has letter={letter!r}; give a letter of A-Z or a-z other than {', '.join(MLP_LETTERS)}"
+    if len(same_letter) > 1:
+        return f"has letter={letter!r}, as {same_letter[0]} has; give another letter"
+    names = [name for name, other in REGISTRIES["mixer"].plugin_components.items() if other is mixer]
+    if not all(re.fullmatch(r"[a-z]\w*", name) and name != "mlp" for name in names):
+        return "is a part of parameters' names; use lower-case letters, digits and _, and not mlp"
+    return ""
+
+
 def parse_hybrid_pattern(text: str) -> tuple[tuple[PatternLayer, ...], ...]:
     """Return the layers of each stage of a pattern; without borders there is one stage.
 
@@ -68,12 +91,18 @@ def parse_hybrid_pattern(text: str) -> tuple[tuple[PatternLayer, ...], ...]:
     >>> [[layer.number for layer in stage] for stage in parse_hybrid_pattern("*-*|-E")]
     [[0, 1], [1, 2]]
     """
+    return _parse(text, tuple(mixer_letters().items()))
+
+
+@cache
+def _parse(text: str, mixers: tuple[tuple[str, str], ...]) -> tuple[tuple[PatternLayer, ...], ...]:
+    mixer_of = dict(mixers)
     if len(text) > 2 * MAX_LAYERS:
         raise ValueError(f"has {len(text)} letters; use at most {2 * MAX_LAYERS}")
     for position, letter in enumerate(text):
-        if letter in _REFUSED:
+        if letter in _REFUSED and letter not in mixer_of:
             raise ValueError(f"has {letter}, {_REFUSED[letter]}, which is not supported; {_HINT}")
-        if letter not in MIXER_LETTERS and letter not in MLP_LETTERS and letter != BORDER:
+        if letter not in mixer_of and letter not in MLP_LETTERS and letter != BORDER:
             raise ValueError(f"has {letter!r} at position {position}; {_HINT}")
     stages: list[tuple[PatternLayer, ...]] = []
     number = -1
@@ -83,15 +112,15 @@ def parse_hybrid_pattern(text: str) -> tuple[tuple[PatternLayer, ...], ...]:
             raise ValueError("is empty or has a stage without layers; give each stage a letter")
         layers: list[PatternLayer] = []
         for letter in segment:
-            if letter in MIXER_LETTERS:
+            if letter in mixer_of:
                 number += 1
-                layers.append(PatternLayer(MIXER_LETTERS[letter], None, number))
+                layers.append(PatternLayer(mixer_of[letter], None, number))
             elif last_is_mixer and layers:
                 layers[-1] = PatternLayer(layers[-1].mixer, MLP_LETTERS[letter], number)
             else:
                 number += not last_is_mixer
                 layers.append(PatternLayer(None, MLP_LETTERS[letter], number))
-            last_is_mixer = letter in MIXER_LETTERS
+            last_is_mixer = letter in mixer_of
         stages.append(tuple(layers))
     return tuple(stages)
 
@@ -104,8 +133,3 @@ def num_parts(text: str) -> int:
 def without_borders(text: str) -> str:
     """Return the pattern of the same model, for any pipeline."""
     return text.replace(BORDER, "")
-
-
-def format_stages(stages: Sequence[Sequence[PatternLayer]]) -> str:
-    """Return the pattern of these stages."""
-    return BORDER.join("".join(layer.letters for layer in stage) for stage in stages)

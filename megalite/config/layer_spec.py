@@ -10,7 +10,7 @@ class LayerSpec:
     Layers with equal specs have equal shapes and costs.
 
     Attributes:
-        mixer: The name of the mixer in models/layers.py: MIXERS; None: the layer has none.
+        mixer: The name of the mixer: "attention", or one of a plugin; None: the layer has none.
         mlp: The name of the MLP in models/layers.py: MLPS; None: the layer has none.
         window: The number of keys that a query attends to, including its own; None: all earlier ones.
         use_rope: Queries and keys are rotated by their positions.

@@ -227,9 +227,11 @@ def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = dict(values)
     pattern = values.get("hybrid_layer_pattern")
-    if isinstance(pattern, str) and values.get("num_layers") in (None, num_parts(pattern)):
+    if isinstance(pattern, str):
         with contextlib.suppress(ValueError):  # the validation reports an invalid pattern
-            values["num_layers"] = sum(map(len, parse_hybrid_pattern(pattern)))
+            stages = parse_hybrid_pattern(pattern)
+            if values.get("num_layers") in (None, num_parts(pattern), stages[-1][-1].number + 1):
+                values["num_layers"] = sum(map(len, stages))  # a layer that a border splits is two
     if values.get("enable_gpt_oss"):
         values = {**GPT_OSS_POSITIONS, **values}
     if values.get("use_checkpoint_args"):

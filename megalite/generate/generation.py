@@ -7,10 +7,8 @@ Each rank keeps the keys and values of its layers and heads. The stages work one
 depends on the previous one: pipeline parallelism is for models that do not fit otherwise.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -139,7 +137,7 @@ def sample(logits_BV: Tensor, sampling: Sampling, coordinates: Sequence[tuple[in
 
 
 class KVCache:
-    """The keys and values of earlier positions, so that each is computed once.
+    """The keys and values of earlier positions, so that each is computed once, and the states of other mixers.
 
     `length` is T, the number of positions per sample. The first forward pass has the prompts, padded at the end to one
     length. Each later one has a few tokens, at positions that differ between samples. Call `set_positions` before each.
@@ -151,7 +149,7 @@ class KVCache:
 
     def __init__(self, length: int):
         self.length = length
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.states: dict[int, Any] = {}
 
     def set_positions(self, cache_positions_SB: Tensor, device: torch.device) -> None:
         """Set the positions [S, B] of the tokens in the next forward pass.
@@ -160,19 +158,6 @@ class KVCache:
         """
         self.min_position = int(cache_positions_SB.min())
         self.positions_SB = cache_positions_SB.to(device)
-
-    @contextlib.contextmanager
-    def installed_in(self, stage: Stage) -> Iterator[None]:
-        """Make the layers of `stage` attend to this cache within the context."""
-        blocks: Any = stage.blocks
-        mixers = [(block.layer, block.mixer) for block in blocks if block.mixer is not None]
-        for layer, mixer in mixers:
-            mixer.core_attention = partial(self.attend, layer)
-        try:
-            yield
-        finally:
-            for _, mixer in mixers:
-                mixer.core_attention = attention
 
     def attend(
         self,
@@ -191,11 +176,11 @@ class KVCache:
         A query sees the keys up to its own position, or the last `window` of these. Other arguments of
         kernels/attention.py are only for training.
         """
-        is_first_pass = layer not in self._layers
+        is_first_pass = layer not in self.states
         if is_first_pass:
             cache_shape = (self.length, *k_SBgK.shape[1:])
-            self._layers[layer] = (k_SBgK.new_zeros(cache_shape), v_SBgK.new_zeros(cache_shape))
-        k_TBgK, v_TBgK = self._layers[layer]
+            self.states[layer] = (k_SBgK.new_zeros(cache_shape), v_SBgK.new_zeros(cache_shape))
+        k_TBgK, v_TBgK = self.states[layer]
         samples_B = torch.arange(k_SBgK.shape[1], device=k_SBgK.device)
         k_TBgK[self.positions_SB, samples_B] = k_SBgK
         v_TBgK[self.positions_SB, samples_B] = v_SBgK
@@ -470,14 +455,13 @@ def _next_logits(
     tokens_SB, last_index_B = tokens_SB.to(mesh.device), last_index_B.to(mesh.device)
     # padding may be beyond the last position
     positions_SB = cache.positions_SB.clamp(max=model.model_config.max_positions - 1)
-    batch = Batch(tokens_SB, None, None, torch.zeros_like(last_index_B), 0, positions_SB)
+    batch = Batch(tokens_SB, None, None, torch.zeros_like(last_index_B), 0, positions_SB, cache=cache)
     x_sBD = None
     if not mesh.pp.is_first:
         dtype = next(model.stage.parameters()).dtype
         x_sBD = torch.empty(S // mesh.tp.size, B, model.model_config.hidden_size, dtype=dtype, device=mesh.device)
         dist.recv(x_sBD, mesh.pp.ranks[mesh.pp.rank - 1], group=mesh.pp.group)
-    with cache.installed_in(model.stage):
-        x_sBD = model.stage.forward_hidden(x_sBD, batch)
+    x_sBD = model.stage.forward_hidden(x_sBD, batch)
     if model.stage.head is None:
         dist.send(x_sBD.contiguous(), mesh.pp.ranks[mesh.pp.rank + 1], group=mesh.pp.group)
         return None

@@ -1,7 +1,16 @@
 """The parts that layers are built from, by the names that LayerSpec has for them.
 
-A part is built by `build(make_param, name, model, layer, spec, recomputed)` and called with (x_sBD, batch). Its output
-has the shape of x_sBD and is added to the residual.
+A part is a module. It is created by (make_param, name, model, layer, spec, recomputed) and called with (x_sBD, batch);
+its output y_sBD is added to the residual:
+
+    make_param  creates its parameters on this rank from ParamSpecs (nn/parameter.py)
+    name        the prefix of their names: "layers.3.attention"
+    model       the configuration of the model
+    layer       the number of the layer
+    spec        the layer's LayerSpec
+    recomputed  the parts whose activations backward recomputes (models/gpt.py: RecomputeConfig)
+
+Mixers are a registry, which plugins extend; docs/plugins.md has the interface.
 """
 
 from collections.abc import Callable
@@ -10,12 +19,12 @@ from torch import nn
 
 from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
+from megalite.config.registry import REGISTRIES
 from megalite.nn.attention import Attention
 from megalite.nn.mlp import MLP
 from megalite.nn.moe import MoELayer
 from megalite.nn.parameter import ParamFactory
 
-# (parameters, prefix of their names, model, number of the layer, its spec, what backward recomputes) -> the part
 BuildPart = Callable[[ParamFactory, str, ModelConfig, int, LayerSpec, tuple[str, ...]], nn.Module]
 
 
@@ -40,5 +49,9 @@ def build_moe(
     return MoELayer(make_param, name, model, layer, "shared_experts" in recomputed)
 
 
-MIXERS: dict[str, BuildPart] = {"attention": build_attention}
 MLPS: dict[str, BuildPart] = {"mlp": build_mlp, "moe": build_moe}
+
+
+def mixer_builder(name: str) -> BuildPart:
+    """Return the function or class that creates a mixer, built in or of a plugin."""
+    return REGISTRIES["mixer"].get(name)

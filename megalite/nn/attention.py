@@ -58,7 +58,6 @@ class Attention(nn.Module):
         self.use_rope = spec.use_rope
         self.cp_comm_type = spec.cp_comm_type
         self.rotate_qk = rotate_qk  # or compiled (models/torch_compile.py)
-        self.core_attention: Callable[..., Tensor] = attention  # or one with a cache of keys and values (generate/)
         D, H, G, K = model.hidden_size, model.num_attention_heads, model.num_kv_groups, model.head_size
         std = model.init_method_std
         qk_weight_decay = model.no_weight_decay_cond_type is not None
@@ -139,13 +138,12 @@ class Attention(nn.Module):
 
     def _select_core_attention(self, batch: Batch) -> Callable[..., Tensor]:
         """Return attention over full samples; with cp, one that exchanges this rank's part with others."""
+        if batch.cache is not None:
+            return partial(batch.cache.attend, self.layer)
         if batch.cp_sharding is None:
-            return self.core_attention
+            return attention
         context_parallel = ContextParallelAttention(
-            self.core_attention,
-            self.cp,
-            batch.cp_sharding,
-            batch.in_full_recompute or (self.recompute_core and self.training),
+            attention, self.cp, batch.cp_sharding, batch.in_full_recompute or (self.recompute_core and self.training)
         )
         if self.cp_comm_type == "a2a":
             return context_parallel.all_to_all_attention

@@ -1,6 +1,7 @@
 """A micro-batch as the layers get it, and the sites of random numbers."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -11,6 +12,23 @@ from megalite.parallel.mesh import Axis
 
 # where random numbers are drawn; a coordinate of their hash
 RNG_SITE_EMBEDDING, RNG_SITE_ATTENTION, RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, RNG_SITE_ROUTER = range(5)
+
+
+class MixerCache(Protocol):
+    """What mixers keep of earlier positions in generation (generate/generation.py: KVCache).
+
+    length        number of positions per sample
+    positions_SB  position of each token of this pass
+    states        the state of each layer whose mixer is not attention; the mixer sets and updates it
+    """
+
+    length: int
+    positions_SB: Tensor
+    states: dict[int, Any]
+
+    def attend(self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, **kwargs: Any) -> Tensor:
+        """Add keys and values to those of the layer, and return the attention over all of them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class Batch:
     cp_positions_S  the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
     rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
     in_full_recompute  the layers are recomputed in backward as a whole
+    cache         what mixers keep of earlier positions in generation; None: the samples are complete
     """
 
     tokens_SB: Tensor
@@ -52,6 +71,7 @@ class Batch:
     padding_SB: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
     in_full_recompute: bool = False
+    cache: MixerCache | None = None
 
     def token_positions(self, tp: Axis, s: int) -> int | Tensor:
         """Return the positions of the s tokens of a tp rank: the first one if they are consecutive, otherwise each."""

@@ -119,6 +119,44 @@ def test_lr_schedule_plugin(tmp_path: Path) -> None:
     assert "add --plugin lr_schedule.py" in output
 
 
+def test_mixer_plugin_has_the_same_losses_under_every_layout(tmp_path: Path) -> None:
+    args = ["--plugin", str(EXAMPLES / "mixer.py"), *LINE, *STEPS]
+    run_program(tmp_path, *args, "--hybrid-layer-pattern", "S-*-SS", "--save", "alone")
+    layouts = {
+        "tp": ("S-*-SS", "--nproc 2 --tp 2 --recompute-granularity full --recompute-method uniform"),
+        "pp": ("S|-*-SS", "--nproc 2 --pp 2 --split-backward"),
+        "dp": ("S-*-SS", "--nproc 2 --zero-stage 3"),
+    }
+    for name, (pattern, layout) in layouts.items():
+        run_program(tmp_path, *args, "--hybrid-layer-pattern", pattern, *layout.split(), "--save", name)
+        assert read_losses(tmp_path / name) == pytest.approx(read_losses(tmp_path / "alone"), rel=1e-5)
+    saved = json.loads((tmp_path / "pp/iter_0000003/manifest.json").read_text("utf-8"))["tensors"]
+    assert "model/layers.2.short_convolution.kernel" in saved
+    resume_flags = ["--train-iters", "4", "--lr-decay-iters", "6", "--load", "pp", "--save", "on"]
+    output = run_program(tmp_path, *args[: -len(STEPS)], *resume_flags, "--hybrid-layer-pattern", "S-*-SS")
+    assert "resumed from pp/iter_0000003" in output
+    flags = ["--hybrid-layer-pattern", "S-*-SS", "--context-parallel-size", "2", "--nproc", "2"]
+    output = run_program(tmp_path, *args, *flags, code=2)
+    assert "context_parallel_size=2: mixer 'short_convolution' of hybrid_layer_pattern='S-*-SS' does not " in output
+
+
+@pytest.mark.parametrize(
+    "name,letter,message",
+    [
+        ("mine", "E", "has letter='E'; give a letter of A-Z or a-z other than -, E"),
+        ("mine", "SS", "has letter='SS'; give a letter of A-Z or a-z other than -, E"),
+        ("mlp", "S", "is a part of parameters' names; use lower-case letters, digits and _, and not mlp"),
+    ],
+)
+def test_mixer_plugin_with_a_bad_letter_or_name_is_refused(
+    name: str, letter: str, message: str, tmp_path: Path
+) -> None:
+    text = f"class M:\n    letter = {letter!r}\n    def __init__(self, a, b, c, d, e, f): ...\n"
+    file = write_plugin(tmp_path, f"{text}megalite.register('mixer', {name!r}, M)")
+    with pytest.raises(ConfigError, match=re.escape(f"mixer={name!r} {message}")):
+        plugins.load_plugins([str(tmp_path / file)])
+
+
 def test_optimizer_plugin_works_at_every_zero_stage(tmp_path: Path) -> None:
     args = ["--plugin", str(EXAMPLES / "optimizer.py"), "--optimizer", "lion", *LINE, *STEPS, "--lr", "1e-3"]
     run_program(tmp_path, *args, "--save", "alone")

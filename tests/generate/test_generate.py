@@ -178,6 +178,7 @@ def stage_of(flags: str) -> Stage:
         "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5 --no-rope-freq 2 --softmax-type learnable",
         "--position-embedding-type yarn --rotary-scaling-factor 4 --no-rope-freq [1,0,0] --window-size 5,0",
         "--position-embedding-type rope --hybrid-layer-pattern **-E --num-experts 4 --window-size 5,0",
+        "--plugin examples/plugins/mixer.py --position-embedding-type rope --hybrid-layer-pattern S-*-S-",
     ],
 )
 def test_cached_logits_equal_full_logits(models, name: str) -> None:
@@ -195,8 +196,7 @@ def test_cached_logits_equal_full_logits(models, name: str) -> None:
             cache.set_positions(positions, positions.device)
             last_tokens = starts if i == 0 else zero
             new_tokens_SB = tokens_SB[positions, torch.arange(3)]
-            with cache.installed_in(stage):
-                x = stage.forward_hidden(None, Batch(new_tokens_SB, None, None, zero, 0, positions))
+            x = stage.forward_hidden(None, Batch(new_tokens_SB, None, None, zero, 0, positions, cache=cache))
             actual.append(last_token_logits(stage.head, x, last_tokens))
         assert torch.equal(stage(None, Batch(tokens_SB, None, None, zero, 0)), expected)  # no cache is left installed
     for i, logits_BV in enumerate(actual):

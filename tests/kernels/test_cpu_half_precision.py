@@ -307,10 +307,11 @@ def test_step_has_no_half_precision_matmul(model: str, precision: str) -> None:
 def test_generation_has_no_half_precision_matmul(model: str) -> None:
     stage, zero = stage_from(MODELS[model] + " --bf16", torch.bfloat16), torch.zeros(3, dtype=torch.int64)
     cache, positions = KVCache(16), torch.arange(6)[:, None].expand(-1, 3)
-    with torch.no_grad(), instructions(False), MatmulRecorder() as recorder, cache.installed_in(stage):
+    with torch.no_grad(), instructions(False), MatmulRecorder() as recorder:
         for step_positions in (positions, positions[:1] + 6):
             cache.set_positions(step_positions, step_positions.device)
-            x = stage.forward_hidden(None, Batch(torch.ones_like(step_positions), None, None, zero, 0, step_positions))
+            tokens_SB = torch.ones_like(step_positions)
+            x = stage.forward_hidden(None, Batch(tokens_SB, None, None, zero, 0, step_positions, cache=cache))
             assert stage.head is not None and last_token_logits(stage.head, x, zero).dtype == torch.bfloat16
     assert len(recorder.calls) > 10
     assert not {call for call in recorder.calls if call[1] in HALVES and call[2] > FEW_ROWS}

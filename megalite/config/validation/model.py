@@ -16,6 +16,7 @@ from megalite.config.problems import (
     shown,
     value_of,
 )
+from megalite.config.registry import REGISTRIES
 
 # option -> (values that an error message suggests, other values that Megatron-LM and megalite accept)
 LIST_VALUES = {
@@ -121,10 +122,10 @@ def hybrid_pattern_error(config: Config) -> Problem | None:
     if model.num_layers in (0, num_layers):
         return None
     letters = num_parts(model.hybrid_layer_pattern)
-    also_letters = f", or {letters} letters" if letters != num_layers else ""
+    also_letters = f", or {letters} letters" if letters != model.num_numbered_layers else ""
     return Problem(
-        f"num_layers={model.num_layers} disagrees with {pattern}, which has {num_layers} layers{also_letters}; drop "
-        "--num-layers",
+        f"num_layers={model.num_layers} disagrees with {pattern}, which has {model.num_numbered_layers} layers"
+        f"{also_letters}; drop --num-layers",
         options=("num_layers", "hybrid_layer_pattern"),
     )
 
@@ -177,6 +178,14 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
             f"num_experts={model.num_experts} needs a layer with experts, but {pattern} has no E; drop it",
             options=("num_experts", "hybrid_layer_pattern"),
         )
+    if config.parallel.context_parallel_size > 1:
+        for name in sorted({layer.mixer for layer in model.layers if layer.mixer not in (None, "attention")}):
+            if not getattr(REGISTRIES["mixer"].get(name), "supports_context_parallel", False):
+                yield Problem(
+                    f"context_parallel_size={config.parallel.context_parallel_size}: mixer {name!r} of {pattern} does "
+                    "not support it; use tensor parallelism",
+                    options=("context_parallel_size", "hybrid_layer_pattern"),
+                )
     if model.parallel_residual and any(layer.mixer is None or layer.mlp is None for layer in model.layers):
         yield Problem(
             f"parallel_residual=True adds a mixer and an MLP to the same input, but {pattern} has layers with only one "
