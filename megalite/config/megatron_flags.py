@@ -57,7 +57,8 @@ def requests_feature(flag: MegatronFlag, values: Iterable[str]) -> bool:
         except ValueError:
             return value.lower()
 
-    requested = [normalized(value.strip("'\"")) for value in values]
+    # a list may be one value, as in '[a b]'
+    requested = [normalized(item) for value in values for item in value.strip("'\"[]").split()]
     noop_values = {normalized(value) for value in flag.noop_values}
     return not requested or not noop_values.issuperset(requested)
 
