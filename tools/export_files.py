@@ -25,6 +25,7 @@ from megalite.checkpoint.offline import TensorProducer, write_checkpoint
 from megalite.checkpoint.storage.location import Location, checkpoint_dir
 from megalite.checkpoint.storage.storage import steps_in
 from megalite.common.console import ProgressBar
+from megalite.config.hybrid_pattern import shown_pattern
 from megalite.config.option_parsers import parse_layer_pattern
 from megalite.config.options import ModelConfig
 from megalite.interop.megatron.torch_format import ACTIVATION_FLAGS, FILES, FUSED, MEGATRON, SHARED_OPTIONS, TRACKER
@@ -188,9 +189,9 @@ def write_args(
     """
     if model.has_experts:
         raise CheckpointError(f"num_experts={model.num_experts}: experts are not written for Megatron-LM, only read")
-    if model.layer_parts != ("attention", "mlp") * model.num_numbered_layers:
+    if model.layer_parts != ("attention", "mlp") * model.num_layers:
         raise CheckpointError(
-            f"hybrid_layer_pattern={model.hybrid_layer_pattern!r} is not attention and MLP in turn; keep megalite's "
+            f"{shown_pattern(model.hybrid_layer_pattern or '')} is not attention and MLP in turn; keep megalite's "
             "own checkpoint"
         )
     for option in ("parallel_residual", "qk_layernorm_over_heads"):

@@ -22,6 +22,7 @@ ATTENTION_LETTER = "*"
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
 MAX_LAYERS = 100_000
+MAX_SHOWN = 80  # characters of a pattern that a message shows
 _HINT = "use * (attention), - (MLP), E (experts), | (pipeline border) or a letter of a --plugin"
 _REFUSED = {
     "/": "multi-token prediction",
@@ -98,7 +99,7 @@ def parse_hybrid_pattern(text: str) -> tuple[tuple[PatternLayer, ...], ...]:
 def _parse(text: str, mixers: tuple[tuple[str, str], ...]) -> tuple[tuple[PatternLayer, ...], ...]:
     mixer_of = dict(mixers)
     if len(text) > 2 * MAX_LAYERS:
-        raise ValueError(f"has {len(text)} letters; use at most {2 * MAX_LAYERS}")
+        raise ValueError(f"has {len(text):,} letters; use at most {2 * MAX_LAYERS:,}")
     for position, letter in enumerate(text):
         if letter in _REFUSED and letter not in mixer_of:
             raise ValueError(f"has {letter}, {_REFUSED[letter]}, which is not supported; {_HINT}")
@@ -123,6 +124,21 @@ def _parse(text: str, mixers: tuple[tuple[str, str], ...]) -> tuple[tuple[Patter
             last_is_mixer = letter in mixer_of
         stages.append(tuple(layers))
     return tuple(stages)
+
+
+def num_pattern_layers(text: str) -> int:
+    """Return the number of layers of a pattern; borders do not change it. Raises ValueError if it is invalid.
+
+    >>> num_pattern_layers("*-*|-E")
+    3
+    """
+    return parse_hybrid_pattern(text)[-1][-1].number + 1
+
+
+def shown_pattern(text: str) -> str:
+    """Return the option and its pattern for a message, a long one shortened."""
+    shortened = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}...{text[-MAX_SHOWN // 2 :]}"
+    return f"hybrid_layer_pattern={shortened!r}"
 
 
 def num_parts(text: str) -> int:

@@ -23,6 +23,15 @@ class LayerSpec:
     use_rope: bool = False
     cp_comm_type: str = "allgather"
 
+    def unit_name(self, number: int) -> str:
+        """Return the name of the unit of weights that layer `number` is; the halves of a layer are units of their own.
+
+        A unit is gathered, used and freed as a whole with sharded weights.
+        """
+        if self.mixer is not None and self.mlp is not None:
+            return f"layers.{number}"
+        return f"layers.{number}.{self.mixer or self.mlp}"
+
     @property
     def has_experts(self) -> bool:
         return self.mlp == "moe"

@@ -6,7 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megalite.config.hybrid_pattern import PatternLayer, num_parts, parse_hybrid_pattern, without_borders
+from megalite.config.hybrid_pattern import (
+    PatternLayer,
+    num_parts,
+    num_pattern_layers,
+    parse_hybrid_pattern,
+    without_borders,
+)
 from megalite.config.layer_spec import LayerSpec
 from megalite.config.option import execution, model, training
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pattern
@@ -28,7 +34,6 @@ class ModelConfig:
         required=True,
         placeholder=2,
         maximum=MAX_LAYERS,
-        effective_property="num_numbered_layers",
         aliases=("--encoder-num-layers",),
         help="number of transformer layers; default with --hybrid-layer-pattern: those of the pattern",
     )
@@ -289,7 +294,8 @@ class ModelConfig:
     def moe_layers(self) -> tuple[bool, ...]:
         """True for each layer with experts, in the order of the layers."""
         if self.hybrid_layer_pattern is not None:
-            return tuple(layer.mlp == "moe" for layer in self._pattern_layers)
+            moe_layers = {layer.number for layer in self._pattern_layers if layer.mlp == "moe"}
+            return tuple(number in moe_layers for number in range(self.num_layers))
         if not self.num_experts:
             return (False,) * self.num_layers
         if self.moe_layer_freq.strip().isdigit() and (period := int(self.moe_layer_freq)) > 0:
@@ -351,8 +357,7 @@ class ModelConfig:
         """Return the same model without the pipeline borders of its pattern."""
         if len(self.pattern_stages) < 2:
             return self
-        text = without_borders(self.hybrid_layer_pattern or "")
-        return replace(self, hybrid_layer_pattern=text, num_layers=self.num_numbered_layers)
+        return replace(self, hybrid_layer_pattern=without_borders(self.hybrid_layer_pattern or ""))
 
     @property
     def _pattern_layers(self) -> list[PatternLayer]:
@@ -360,24 +365,29 @@ class ModelConfig:
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers, in order; the halves of a layer that a pipeline border splits are two.
+        """The layers, in order. With a pattern whose borders split a layer, its halves are two, so there are more.
 
         Raises:
-            ValueError: if the pattern, or an option with a bit for each layer, is invalid.
+            ValueError: if the pattern, or an option with a value for each layer, is invalid.
         """
         cp_comm_types = tuple("a2a" if kind == "a2a" else "allgather" for kind in self.cp_comm_type)
         if len(cp_comm_types) == 1:
             cp_comm_types *= self.num_layers
-        parts: list[tuple[str | None, str | None]] = [
-            ("attention", "moe" if has_experts else "mlp") for has_experts in self.moe_layers
-        ]
-        if self.hybrid_layer_pattern is not None:
-            parts = [(layer.mixer, layer.mlp) for layer in self._pattern_layers]
-        return tuple(
-            LayerSpec(None, mlp) if mixer is None else LayerSpec(mixer, mlp, window, use_rope, cp_comm_type)
-            for (mixer, mlp), window, use_rope, cp_comm_type in zip(
-                parts, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
+        full_layers = [
+            LayerSpec("attention", "moe" if has_experts else "mlp", window, use_rope, cp_comm_type)
+            for has_experts, window, use_rope, cp_comm_type in zip(
+                self.moe_layers, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
             )
+        ]
+        if self.hybrid_layer_pattern is None:
+            return tuple(full_layers)
+        if (num_layers := num_pattern_layers(self.hybrid_layer_pattern)) != self.num_layers:
+            raise ValueError(f"has {num_layers} layers, num_layers={self.num_layers}")
+        return tuple(
+            LayerSpec(None, part.mlp)
+            if part.mixer is None
+            else replace(full_layers[part.number], mixer=part.mixer, mlp=part.mlp)
+            for part in self._pattern_layers
         )
 
     @cached_property
@@ -388,11 +398,6 @@ class ModelConfig:
         return tuple(layer.number for layer in self._pattern_layers)
 
     @property
-    def num_numbered_layers(self) -> int:
-        """The number of layers, a layer that a pipeline border splits counted once."""
-        return self.num_layers if self.hybrid_layer_pattern is None else self._pattern_layers[-1].number + 1
-
-    @property
     def layer_parts(self) -> tuple[str, ...]:
         """The names of the mixers and MLPs, in order, without pipeline borders."""
         return tuple(part for layer in self.layers for part in (layer.mixer, layer.mlp) if part is not None)
@@ -400,7 +405,7 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """True if any layer has experts."""
-        return any(layer.has_experts for layer in self.layers)
+        return any(self.moe_layers)
 
     @property
     def uses_rope(self) -> bool:

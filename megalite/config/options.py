@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from megalite.config.hybrid_pattern import num_parts, parse_hybrid_pattern
+from megalite.config.hybrid_pattern import num_parts, num_pattern_layers
 from megalite.config.model_options import ModelConfig
 from megalite.config.option import EXECUTION, MODEL, TRAINING, convert_value, mask_url_secrets, option_spec
 from megalite.config.run_options import (
@@ -229,9 +229,9 @@ def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     pattern = values.get("hybrid_layer_pattern")
     if isinstance(pattern, str):
         with contextlib.suppress(ValueError):  # the validation reports an invalid pattern
-            stages = parse_hybrid_pattern(pattern)
-            if values.get("num_layers") in (None, num_parts(pattern), stages[-1][-1].number + 1):
-                values["num_layers"] = sum(map(len, stages))  # a layer that a border splits is two
+            num_layers = num_pattern_layers(pattern)
+            if values.get("num_layers") in (None, 0, num_parts(pattern)):
+                values["num_layers"] = num_layers
     if values.get("enable_gpt_oss"):
         values = {**GPT_OSS_POSITIONS, **values}
     if values.get("use_checkpoint_args"):

@@ -9,6 +9,7 @@ Source: megatron/core/transformer/transformer_block.py, get_num_layers_to_build.
 
 import re
 
+from megalite.config.hybrid_pattern import shown_pattern
 from megalite.config.options import ModelConfig, ParallelConfig
 
 STAGE_OPTIONS = (  # all options that affect the number of layers of a stage
@@ -42,7 +43,7 @@ def explicit_stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[
     num_layers = model.num_layers
     pp = parallel.pipeline_model_parallel_size
     if len(model.pattern_stages) > 1:
-        _check_num_stages(f"hybrid_layer_pattern={model.hybrid_layer_pattern!r}", len(model.pattern_stages), pp)
+        _check_num_stages(shown_pattern(model.hybrid_layer_pattern or ""), len(model.pattern_stages), pp)
         return [len(stage) for stage in model.pattern_stages]
     chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks = parallel.num_virtual_stages_per_pipeline_rank

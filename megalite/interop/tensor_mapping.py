@@ -380,9 +380,11 @@ def raise_problems(problems: Sequence[str], title: str) -> None:
 def build_model_config(options: dict[str, Any], source: str) -> ModelConfig:
     """Return the ModelConfig of options from a file. Raises CheckpointError for values that no model can have."""
     try:
-        model = build({name: value for name, value in options.items() if name != "vocab_size"}).model
+        model = build({name: value for name, value in options.items() if name != "vocab_size"}).model.for_any_pipeline()
     except ConfigError as error:
         raise CheckpointError(f"{source}: {'; '.join(error.problems)}; it is damaged") from None
+    except ValueError as error:
+        raise CheckpointError(f"{source}: hybrid_layer_pattern {error}; it is damaged") from None
     values = {option.name: getattr(model, option.name) for option in fields(model)}
     out_of_range = [f"{name}={value}" for name, value in values.items() if isinstance(value, int) and value >= 1 << 31]
     if model.num_layers > MAX_LAYERS or model.num_layers * (model.num_experts or 1) > MAX_EXPERTS:

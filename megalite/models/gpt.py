@@ -93,9 +93,7 @@ class Block(nn.Module):
         recomputed: tuple[str, ...] = (),
     ):
         super().__init__()
-        # the halves of a layer that a pipeline border splits are units of their own
-        is_half = spec.mixer is None or spec.mlp is None
-        make_param = make_param.for_unit(f"layers.{layer}.{spec.mixer or 'mlp'}" if is_half else f"layers.{layer}")
+        make_param = make_param.for_unit(spec.unit_name(layer))
         self.layer = layer
         self.spec = spec
         self.seed = make_param.seed

@@ -22,7 +22,7 @@ def model_specs(
     """
     make_param = ParamFactory(Mesh.single_process(), torch.float32, seed=0, meta=True)
     rows = padded_vocab_size or vocab_size
-    layer_ranges = [range(model.num_layers)] if stages is None else stages
+    layer_ranges = [range(len(model.layers))] if stages is None else stages
     stage = Stage(make_param, model, layer_ranges, stage_index, vocab_size=vocab_size, padded_vocab_size=rows)
     return {spec.name: spec for spec, _ in params_with_specs(stage)}
 

@@ -128,6 +128,8 @@ def assign_chunks(work: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...
 
 def imbalance(work: Sequence[int], seq_chunks_by_rank: Sequence[Sequence[int]]) -> float:
     """Return the largest work of a rank divided by the mean; 1 if all are equal."""
+    if not sum(work):  # no layer has attention
+        return 1.0
     max_work = max(sum(work[chunk] for chunk in chunks) for chunks in seq_chunks_by_rank)
     return max_work * len(seq_chunks_by_rank) / sum(work)
 

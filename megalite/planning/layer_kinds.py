@@ -46,6 +46,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
     same_for_all = replace(
         model,
         num_layers=1,
+        hybrid_layer_pattern=None,
         window_size=None,
         window_attn_skip_freq=None,
         no_rope_freq=None,
@@ -140,13 +141,14 @@ def _layers_cost(
         from torch import _dynamo  # noqa: F401
     recorder = CostRecorder()
     first = kinds[0]
-    make_param = setting.param_factory(recorder, first.spec.window)
+    mixers = [kind.spec for kind in kinds if kind.spec.mixer is not None]
+    make_param = setting.param_factory(recorder, mixers[0].window if mixers else None)
     blocks = [
         recorder.exclude_params(Block(make_param, kind.model, 0, kind.spec, setting.recompute_modules))
         for kind in kinds
     ]
     wgrad_store = WeightGradStore() if setting.split_backward else None
-    batch = _batch_of_layers(first, setting, wgrad_store, full_recompute)
+    batch = _batch_of_layers(kinds, setting, wgrad_store, full_recompute)
     has_offload = offload_min_numel is not None
     offload = ActivationOffload(1 if has_offload else 0, offload_min_numel or 0, META)
 
@@ -178,13 +180,14 @@ def _layers_cost(
 
 
 def _batch_of_layers(
-    kind: LayerKind, setting: LayerSetting, wgrad_store: WeightGradStore | None, full_recompute: bool
+    kinds: Sequence[LayerKind], setting: LayerSetting, wgrad_store: WeightGradStore | None, full_recompute: bool
 ) -> Batch:
     """Return the micro-batch that layers get from their stage."""
-    token_ids = setting.token_ids(kind.model)
+    model = kinds[0].model
+    token_ids = setting.token_ids(model)
     rope = None
-    if kind.spec.use_rope:
-        rope_shape = len(token_ids), int(kind.model.head_size * kind.model.rotary_percent) // 2
+    if any(kind.spec.use_rope for kind in kinds):
+        rope_shape = len(token_ids), int(model.head_size * model.rotary_percent) // 2
         rope = torch.empty(rope_shape, device=META), torch.empty(rope_shape, device=META)
     return Batch(
         tokens_SB=token_ids,

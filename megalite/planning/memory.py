@@ -225,12 +225,13 @@ class _MemorySimulator:
         self._update_peak(0)
 
     def _parts_of(self, stage: int) -> list[_Part]:
-        costs = self.plan.stage_costs
+        costs, model = self.plan.stage_costs, self.plan.config.model
         parts = []
         if stage == 0:
             parts.append(_Part(costs.embedding, ("embedding",)))
         for cost, layers in costs.layer_costs(self.plan.layer_ranges[stage]):
-            parts.append(_Part(cost, tuple(f"layers.{layer}" for layer in layers)))
+            units = tuple(model.layers[index].unit_name(model.layer_numbers[index]) for index in layers)
+            parts.append(_Part(cost, units))
         if stage == self.last_stage:
             parts.append(_Part(costs.head, ("head",)))
         return parts

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.registry import REGISTRIES
-from megalite.models.gpt import Block, Stage
+from megalite.models.gpt import Stage
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 
@@ -54,8 +54,6 @@ class PluginMetrics:
                     self._register_hooks(block)
 
     def _register_hooks(self, block: Any) -> None:
-        assert isinstance(block, Block)
-
         def enter_layer(module: torch.nn.Module, _: Any) -> None:
             _current.metrics = self if module.training else None  # evaluations are not logged
             _current.layer = block.layer

@@ -1,12 +1,14 @@
 """Models from a hybrid layer pattern: equal to --num-layers where they are the same model, and to one process."""
 
 import functools
+import json
 import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 import torch
 from full_tensors import assemble, owned_shards
@@ -19,6 +21,7 @@ from megalite.config import cli
 from megalite.config.config_file import dump_config
 from megalite.config.hybrid_pattern import BORDER, num_parts, parse_hybrid_pattern, without_borders
 from megalite.config.options import ConfigError
+from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 from megalite.training.checkpointing.resume import LoadOptions, resume
 from megalite.training.checkpointing.save import open_saver, save
@@ -89,7 +92,7 @@ LAYOUTS = [
     (2, "tp2", 1),
     (2, "pp2", 2),
     (2, "cp2", 1),
-    (4, "pp2 vpp2", 4),
+    (4, "pp2", 4),
     (2, "ZERO2", 1),
     (4, "ZERO3 tp2", 1),
     (4, "ZERO3 pp2", 2),
@@ -182,7 +185,7 @@ def test_checkpoint_of_another_pattern_is_refused_by_name(tmp_path: Path) -> Non
         ("--hybrid-layer-pattern *-/*-", "hybrid_layer_pattern='*-/*-' has /, multi-token prediction, which is not"),
         ("--hybrid-layer-pattern *-||*-", "hybrid_layer_pattern='*-||*-' is empty or has a stage without layers"),
         ("--hybrid-layer-pattern *-*- --num-layers 3", "num_layers=3 disagrees with hybrid_layer_pattern='*-*-', which "
-         "has 2 layers, or 4 letters; drop --num-layers"),
+         "has 2 layers, or 4 letters; drop it"),
         ("--hybrid-layer-pattern *-|*-", "hybrid_layer_pattern='*-|*-' has 2 stages; drop it or raise"),
         ("--hybrid-layer-pattern *-|*|- --pipeline-model-parallel-size 2", "has 3 stages, not a multiple of pipeline_"),
         ("--hybrid-layer-pattern *-*E", "hybrid_layer_pattern='*-*E' with E needs --num-experts"),
@@ -214,6 +217,47 @@ def test_pattern_replaces_the_layers_of_a_preset() -> None:
         PRESETS,
     )
     assert config.model.num_layers == 2 and config.model.layer_numbers == (0, 1)
+
+
+def test_model_without_attention_trains_under_context_parallelism() -> None:
+    model = f"{_model('--')} --position-embedding-type none"
+    actual = _trained(2, f"{model} {expand('cp2')}")
+    np.testing.assert_allclose(actual.losses, _trained(1, model).losses, rtol=FP64_TOLERANCE)
+
+
+def test_communication_of_each_layer_does_not_depend_on_borders(tmp_path: Path) -> None:
+    flags = f"{expand('pp2 cp2')} --cp-comm-type a2a allgather"
+    saved, *_ = run_ranks(4, _train_and_save, str(tmp_path), f"{_model('*|-*-')} {flags}")
+    losses, *_ = run_ranks(4, _resume, str(tmp_path), f"{_model('*-|*-')} {flags}")
+    np.testing.assert_allclose(losses, saved, rtol=1e-4)
+    assert find_problems(config_from(f"{TRAINING} {_model('*|-*-')} {flags}"), 4) == []
+
+
+@pytest.mark.parametrize("flags", ["--cp-comm-type a2a a2a a2a", "--no-rope-freq [1,0,1]"])
+def test_list_for_another_number_of_layers_is_one_clear_problem(flags: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        cli.read(f"{TRAINING} {LLAMA} --hybrid-layer-pattern *-*- {flags}".split(), PRESETS)
+    assert len(error.value.problems) == 1
+
+
+def test_checkpoint_with_borders_converts_to_hugging_face(tmp_path: Path) -> None:
+    run_ranks(2, _train_and_save, str(tmp_path / "saved"), f"{_model('*-|*-')} {expand('pp2')}")
+    _train_and_save(str(tmp_path / "one-part"), _model("**--"))
+    convert = ["tools/convert_checkpoint.py", "--to-hf", str(tmp_path / "llama"), "--load"]
+    result = programs.run_python(*convert, str(tmp_path / "saved"))
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "llama/config.json").read_text("utf-8"))["num_hidden_layers"] == 2
+    result = programs.run_python(*convert, str(tmp_path / "one-part"), "--family", "llama")
+    assert result.returncode and "hybrid_layer_pattern='**--' is not attention and MLP in turn" in result.stderr
+
+
+def test_search_plans_a_pattern_and_refuses_borders() -> None:
+    sizes = "--hidden-size 64 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --global-batch-size 8"
+    plan = ["tools/plan.py", *sizes.split(), "--num-gpus", "4"]
+    result = programs.run_python(*plan, "--hybrid-layer-pattern=*-**-")
+    assert result.returncode == 0 and "the best:" in result.stdout, result.stderr
+    result = programs.run_python(*plan, "--hybrid-layer-pattern=*-|**-")
+    assert result.returncode == 2 and "hybrid_layer_pattern with |: only valid for one layout" in result.stderr
 
 
 def test_number_of_parts_does_not_count_borders() -> None:

@@ -126,7 +126,7 @@ def test_equal_layers_are_one_kind() -> None:
     model = model_of(f"{KINDS['llama']} --num-layers 6 --window-size 31,0 --window-attn-skip-freq [1,1,0]*2")
     kinds = layer_kinds(model)
     assert len(kinds) == 6 and len(set(kinds)) == 2 and kinds[0] == kinds[1] == kinds[3] != kinds[2]
-    assert {kind.layer_windows for kind in kinds} == {(32,), (None,)}
+    assert {kind.spec.window for kind in kinds} == {32, None}
     assert layer_kinds(replace(model, seq_length=128))[0] != kinds[0]
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,12 @@ import numpy as np
 import programs
 import pytest
 import toml_tables
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pairwise import nightly_except
 from train_cases import config_from
 
+from megalite.config.hybrid_pattern import BORDER
 from megalite.config.options import Config
 from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.config.validation import find_problems
@@ -43,6 +47,25 @@ def shrink_flags(flags: str, max_ranks: int = 8, keep_sizes: bool = False) -> tu
 
 
 # ---- shrunk runs
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from("**--E"), min_size=8, max_size=30), st.sampled_from([1, 2, 4]), st.data())
+def test_shrunk_pattern_keeps_letters_and_a_border_inside_a_layer(letters: list[str], pp: int, data: Any) -> None:
+    positions = st.lists(st.integers(1, len(letters) - 1), min_size=pp - 1, max_size=pp - 1, unique=True)
+    for position in sorted(data.draw(positions), reverse=True):
+        letters.insert(position, BORDER)
+    pattern = "".join(letters)
+    experts = "--num-experts 4 --moe-ffn-hidden-size 24" if "E" in pattern else ""
+    sizes = GPT.replace("--num-layers 24", "")
+    config, shrunk = shrink_flags(f"{sizes} --hybrid-layer-pattern={pattern} --pp {pp} --dp 1 {experts}")
+    assert find_problems(shrunk.config, shrunk.layout.world_size) == []
+    assert find_problems(single_process_config(shrunk.config), 1) == []
+    small = shrunk.config.model.hybrid_layer_pattern or ""
+    assert set(pattern) - {BORDER} <= set(small)
+    if shrunk.layout.pp > 1 and re.search(r"\*\|[-E]", pattern):
+        assert re.search(r"\*\|[-E]", small)
+    assert len(shrunk.config.model.layers) <= max(12, len(config.model.layers))
 
 
 AXES = [(8, 16, 32), (1, 1, 8), (4, 1, 2), (1, 2, 1), (2, 4, 1), (1, 8, 2), (1, 1, 1)]

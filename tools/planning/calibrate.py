@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalite.config.options import Config
+from megalite.config.layer_spec import LayerSpec
+from megalite.config.options import Config, ModelConfig
 from megalite.data.datasets.batches import MicroBatch
 from megalite.kernels.attention import attention
 from megalite.kernels.dispatch import set_kernel_options
@@ -63,12 +64,25 @@ class CalibrationError(RuntimeError):
     """A rank could not measure."""
 
 
+def measured_layer(model: ModelConfig) -> LayerSpec:
+    """Return the layer that is measured: the first with attention and an MLP.
+
+    Raises:
+        CalibrationError: if there is none.
+    """
+    for layer in model.layers:
+        if layer.mixer == "attention" and layer.mlp is not None:
+            return layer
+    raise CalibrationError("no layer of the pattern has attention and an MLP, which are measured together")
+
+
 def calibrate(config: Config, vocab_size: int, ranks: int = 2, seconds: float = 20.0) -> DeviceProfile:
     """Measure this device for models with the shapes of `config` and without tp.
 
     Raises:
         CalibrationError: if a rank could not measure.
     """
+    measured_layer(config.model)
     with tempfile.TemporaryDirectory(prefix="calibrate-") as result_dir:
         task = {"config": config, "vocab_size": vocab_size, "seconds": seconds, "result_dir": result_dir}
         if exit_code := launch_local(ranks, measure, (task,)):
@@ -123,9 +137,11 @@ class _Calibrator:
         single_rank = dataclasses.replace(
             config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1
         )
-        self.plan: RunPlan = RunPlan(dataclasses.replace(config, parallel=single_rank), 1, task["vocab_size"])
+        config = dataclasses.replace(config, parallel=single_rank, model=config.model.for_any_pipeline())
+        self.plan: RunPlan = RunPlan(config, 1, task["vocab_size"])
         self.mesh = dataclasses.replace(Mesh.single_process(), device=device)
         self.ranks, self.device = ranks, device
+        self.kind = layer_kinds(config.model)[config.model.layers.index(measured_layer(config.model))]
         self.num_layers = min(MAX_LAYERS, config.model.num_layers)
         self.section_s = task["seconds"] / NUM_SECTIONS
         self.section_end = 0.0
@@ -157,7 +173,7 @@ class _Calibrator:
             "collective": collective,
             "device": device,
             "kind": self.device_kind,
-            "shape": calibration_key(self.plan),
+            "shape": calibration_key(self.plan, self.kind),
             **self.peak_fractions(head_forward_s=blocks["head"][0]),
         }
 
@@ -191,7 +207,7 @@ class _Calibrator:
         set_kernel_options(config.parallel.kernels, config.parallel.attention_kernel)
         make_param = ParamFactory(self.mesh, self.plan.dtype, config.train.seed)
         layer_ranges = [range(0), range(self.num_layers), range(self.num_layers, self.num_layers)]
-        layers = config.model.layers[:1] * self.num_layers
+        layers = [self.kind.spec] * self.num_layers
         untied = dataclasses.replace(config.model, untie_embeddings_and_output_weights=True)  # tying needs both ends
         plan = dataclasses.replace(self.plan, config=dataclasses.replace(config, model=untied))
         stages = [plan.build_stage(make_param, layer_ranges, index, layers) for index in range(3)]
@@ -258,8 +274,7 @@ class _Calibrator:
             return forward_end - start, self.synced_time() - forward_end
 
         forward_s, backward_s = self.medians_s(timed_attention)
-        kind = layer_kinds(model)[0]
-        kind = dataclasses.replace(kind, spec=dataclasses.replace(kind.spec, window=None))
+        kind = dataclasses.replace(self.kind, spec=dataclasses.replace(self.kind.spec, window=None))
         setting = dataclasses.replace(plan.stage_costs.setting, tp=1, split_backward=False, recompute_modules=())
         cost = layers_cost((kind,), setting)
         attention_flops = sum(event.flops for event in cost.of_phase("F") if isinstance(event, AttentionKernel))

@@ -14,6 +14,7 @@ from megalite.checkpoint.storage.location import CheckpointError
 from megalite.common.text_file import TextFileError
 from megalite.config import cli
 from megalite.config.config_file import read_config_file
+from megalite.config.hybrid_pattern import BORDER
 from megalite.config.option import flag_name, flags_of, to_argv
 from megalite.config.options import Config, ConfigError, DataConfig, build, iter_options
 from megalite.config.pipeline_layout import STAGE_OPTIONS
@@ -29,7 +30,12 @@ from megalite.training.datasets import open_tokenizer, true_vocab_size
 # if one of these is set, only that layout is planned
 SINGLE_LAYOUT_OPTIONS = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
 # describe the stages of one layout, so a search cannot keep them
-ONE_LAYOUT_ONLY = {*STAGE_OPTIONS} - {*SINGLE_LAYOUT_OPTIONS, "num_layers", "num_virtual_stages_per_pipeline_rank"}
+ONE_LAYOUT_ONLY = {*STAGE_OPTIONS} - {
+    *SINGLE_LAYOUT_OPTIONS,
+    "num_layers",
+    "hybrid_layer_pattern",
+    "num_virtual_stages_per_pipeline_rank",
+}
 ZERO_OPTIONS = {"use_distributed_optimizer", "zero_stage", "use_megatron_fsdp", "data_parallel_sharding_strategy"}
 # the search chooses these unless the command line sets them
 LAYOUT_OPTIONS = {
@@ -90,6 +96,8 @@ def read_request(args: argparse.Namespace, argv: Sequence[str]) -> Request:
         option_names = _set_options(argv)
         fixed = frozenset(option_names & LAYOUT_OPTIONS)
         stage_options = fixed & ONE_LAYOUT_ONLY
+        if _has_pipeline_borders(argv):
+            stage_options |= {"hybrid_layer_pattern with |"}
         if stage_options and not fixed & SINGLE_LAYOUT_OPTIONS:
             names = ", ".join(sorted(stage_options))
             raise ConfigError([f"{names}: only valid for one layout; name tp and pp, too, or leave it to the search"])
@@ -141,6 +149,14 @@ def _set_options(argv: Sequence[str]) -> set[str]:
         rule = "takes the model from a checkpoint, which a plan does not read"
         raise ConfigError([f"use_checkpoint_args {rule}; give its flags, --config FILE or --hf DIR"])
     return {*values, *PRESETS.get(str(values.get("preset")), ())}
+
+
+def _has_pipeline_borders(argv: Sequence[str]) -> bool:
+    """Return True if the layer pattern of the command line, or of its --config file, has pipeline borders."""
+    values = cli.parse_args(argv).values
+    if values.get("config"):
+        values = {**read_config_file(str(values["config"])), **values}
+    return BORDER in str(values.get("hybrid_layer_pattern", ""))
 
 
 def _precision_flags(args: argparse.Namespace, option_names: set[str]) -> list[str]:

@@ -374,7 +374,7 @@ def _recorded_modules(chunk: int, stage: Any) -> list[tuple[str, Any, bool]]:
     for index, block in enumerate(stage.blocks):
         name = _layer_name(chunk, index)
         if block.mixer is not None:
-            modules.append((f"{name}{ATTENTION}", block.mixer, False))
+            modules.append((f"{name}.{block.spec.mixer}", block.mixer, False))
         if block.mlp is None:
             modules.append((f"{name}{ATTENTION_ADDED}", block, False))
             continue

@@ -18,12 +18,13 @@ step is computed has its default, kernels are torch's, and the vocabulary has no
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice, product
+from itertools import cycle, islice, product
 from typing import Any
 
-from megalite.config.hybrid_pattern import BORDER, parse_hybrid_pattern
+from megalite.config.hybrid_pattern import BORDER, num_pattern_layers, parse_hybrid_pattern
 from megalite.config.option import EXECUTION, option_spec
 from megalite.config.option_parsers import parse_layer_pattern
 from megalite.config.options import (
@@ -302,15 +303,13 @@ class _Stages:
         layers_per_stage: number of layers of every stage; None if the options of the run do not state them.
         layers: numbers of the layers of the run that are kept.
         num_chunks: chunks per pipeline rank.
+        pattern: the layer pattern, with borders if the stages are stated; None if the run has none.
     """
 
     layers_per_stage: list[int] | None
     layers: list[int]
     num_chunks: int
-
-    def borders_in_pattern(self, model: ModelConfig) -> bool:
-        """Return True if the layer pattern of the small run has the borders of the stages."""
-        return model.hybrid_layer_pattern is not None and 0 not in (self.layers_per_stage or [0])
+    pattern: str | None = None
 
 
 def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages:
@@ -319,6 +318,8 @@ def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages
     The stages with most layers have 2 layers, or 1 if there are more than 4 stages. The others have 1 layer, or none if
     they had none.
     """
+    if config.model.hybrid_layer_pattern is not None:
+        return _shrink_pattern_stages(config, requested, layout)
     num_layers = config.model.num_layers
     stage_layers = explicit_stage_layers(config.model, config.parallel)
     all_chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -345,6 +346,54 @@ def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages
     if sum(counts) > num_layers:
         counts = kept_stages
     return _Stages(counts, _spread(num_layers, sum(counts)), num_chunks)
+
+
+def _shrink_pattern_stages(config: Config, requested: Layout, layout: Layout) -> _Stages:
+    """Keep some layers of a pattern, among them each of its letters, and a border that splits a layer if it has one."""
+    model = config.model
+    layers = [layer.letters for stage in model.pattern_stages for layer in stage]
+    stage_layers = explicit_stage_layers(model, config.parallel)
+    all_chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    if stage_layers:
+        all_chunks = len(stage_layers) // requested.pp
+    num_chunks = min(all_chunks, 2)
+    num_stages = num_chunks * layout.pp
+    max_layers = 2 if num_stages <= 4 else 1
+    if stage_layers is None or layout.pp == 1:
+        pattern = _shrink_letters(layers, max_layers * num_stages + (num_stages > 1))
+        return _Stages(None, [*range(num_pattern_layers(pattern))], num_chunks, pattern)
+    letters_per_stage = []
+    for count in stage_layers:
+        letters_per_stage.append(layers[:count] or layers[:1])
+        layers = layers[count:] or layers
+    pp_ranks, chunks = _spread(requested.pp, layout.pp), _spread(all_chunks, num_chunks)
+    kept = [letters_per_stage[chunk * requested.pp + rank] for chunk in chunks for rank in pp_ranks]
+    stages = ["".join(letters[:max_layers]) for letters in kept]
+    split = re.search(r"([^-E|])\|([-E])", model.hybrid_layer_pattern or "")
+    if split is not None and not re.search(r"[^-E|]\|[-E]", BORDER.join(stages)):
+        stages[0] += split[1]
+        stages[1] = split[2] + stages[1]
+    for letter in _missing_letters(model.hybrid_layer_pattern or "", "".join(stages)):
+        stages[-1] += letter
+    pattern = BORDER.join(stages)
+    counts = [len(stage) for stage in parse_hybrid_pattern(pattern)]
+    return _Stages(counts, [*range(num_pattern_layers(pattern))], num_chunks, pattern)
+
+
+def _shrink_letters(layers: Sequence[str], min_layers: int) -> str:
+    """Return a pattern without borders that has each kind of layer and, unless `layers` are fewer, `min_layers`."""
+    pattern = "".join(dict.fromkeys(layers))
+    for letters in [*layers] * min_layers:
+        if num_pattern_layers(pattern) >= min(min_layers, len(layers)):
+            break
+        pattern += letters
+    for letter in _missing_letters("".join(layers), pattern):
+        pattern += letter
+    return pattern
+
+
+def _missing_letters(pattern: str, small: str) -> list[str]:
+    return [letter for letter in dict.fromkeys(pattern) if letter not in (*small, BORDER)]
 
 
 def _spread(total: int, count: int) -> list[int]:
@@ -385,12 +434,12 @@ def _shrink_model(config: Config, requested: Layout, layout: Layout, stages: _St
         window_size=window_size,
         window_attn_skip_freq=_shrink_pattern(model.window_attn_skip_freq, model.num_layers, stages.layers),
         no_rope_freq=_shrink_pattern(model.no_rope_freq, model.num_layers, stages.layers),
-        cp_comm_type=tuple(model.layers[i].cp_comm_type for i in stages.layers) if cp > 1 else ("allgather",),
+        cp_comm_type=_shrink_comm_types(model, stages) if cp > 1 else ("allgather",),
         yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
         init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
-    if model.hybrid_layer_pattern is not None:
-        changes |= _shrink_hybrid_pattern(model, stages, layout.pp)
+    if stages.pattern is not None:
+        changes["hybrid_layer_pattern"] = stages.pattern
     if model.num_experts:
         moe_layers = str([int(layer.has_experts) for layer in model.layers])
         if model.hybrid_layer_pattern is None:
@@ -402,20 +451,12 @@ def _shrink_model(config: Config, requested: Layout, layout: Layout, stages: _St
     return replace(model, **changes)
 
 
-def _shrink_hybrid_pattern(model: ModelConfig, stages: _Stages, pp: int) -> dict[str, Any]:
-    """Return the options of a pattern of the layers that are kept, in which each kind of layer occurs."""
-    layers = [layer for stage in model.pattern_stages for layer in stage]
-    kept = [layers[index].letters for index in stages.layers]
-    for kind in dict.fromkeys(layer.letters for layer in layers):
-        repeated = [index for index, letters in enumerate(kept) if kept.count(letters) > 1]
-        if kind not in kept and repeated:
-            kept[repeated[-1]] = kind
-    counts = [len(kept)]
-    if stages.layers_per_stage is not None and pp > 1 and stages.borders_in_pattern(model):
-        counts = stages.layers_per_stage
-    letters = iter(kept)
-    pattern = BORDER.join("".join(islice(letters, count)) for count in counts)
-    return {"hybrid_layer_pattern": pattern, "num_layers": sum(map(len, parse_hybrid_pattern(pattern)))}
+def _shrink_comm_types(model: ModelConfig, stages: _Stages) -> tuple[str, ...]:
+    """Return the communication over cp of each layer of the small run, in which each kind of the run occurs."""
+    if stages.pattern is None:
+        return tuple(model.layers[i].cp_comm_type for i in stages.layers)
+    kinds = dict.fromkeys(layer.cp_comm_type for layer in model.layers if layer.mixer is not None)
+    return tuple(islice(cycle(kinds or ("allgather",)), len(stages.layers)))
 
 
 def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[int, int]:
@@ -498,7 +539,7 @@ def _shrink_parallel(config: Config, requested: Layout, layout: Layout, stages: 
     pipeline_layout = None
     if stages.layers_per_stage is not None and pp > 1:
         num_chunks = None
-    if stages.layers_per_stage is not None and pp > 1 and not stages.borders_in_pattern(config.model):
+    if stages.layers_per_stage is not None and pp > 1 and stages.pattern is None:
         pipeline_layout = "E" + "|".join("t" * count for count in stages.layers_per_stage) + "L"
     microbatch_group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     if microbatch_group is not None:

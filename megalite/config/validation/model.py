@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.hybrid_pattern import num_parts
+from megalite.config.hybrid_pattern import num_parts, num_pattern_layers, shown_pattern
 from megalite.config.option import flag_name
 from megalite.config.options import Config
 from megalite.config.problems import (
@@ -114,18 +114,17 @@ def hybrid_pattern_error(config: Config) -> Problem | None:
     model = config.model
     if model.hybrid_layer_pattern is None:
         return None
-    pattern = f"hybrid_layer_pattern={model.hybrid_layer_pattern!r}"
+    pattern = shown_pattern(model.hybrid_layer_pattern)
     try:
-        num_layers = sum(map(len, model.pattern_stages))
+        num_layers = num_pattern_layers(model.hybrid_layer_pattern)
     except ValueError as error:
         return Problem(f"{pattern} {error}", options=("hybrid_layer_pattern",))
     if model.num_layers in (0, num_layers):
         return None
     letters = num_parts(model.hybrid_layer_pattern)
-    also_letters = f", or {letters} letters" if letters != model.num_numbered_layers else ""
+    also_letters = f", or {letters} letters" if letters != num_layers else ""
     return Problem(
-        f"num_layers={model.num_layers} disagrees with {pattern}, which has {model.num_numbered_layers} layers"
-        f"{also_letters}; drop --num-layers",
+        f"num_layers={model.num_layers} disagrees with {pattern}, which has {num_layers} layers{also_letters}; drop it",
         options=("num_layers", "hybrid_layer_pattern"),
     )
 
@@ -164,13 +163,14 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
     model = config.model
     if model.hybrid_layer_pattern is None:
         return
-    pattern = f"hybrid_layer_pattern={model.hybrid_layer_pattern!r}"
+    pattern = shown_pattern(model.hybrid_layer_pattern)
     for name in options_set(config, "moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
         yield Problem(
             f"{shown(config, name)} is for models without hybrid_layer_pattern, which names the parts of each layer; "
             "drop it",
             options=(name, "hybrid_layer_pattern"),
         )
+    parts = [part for stage in model.pattern_stages for part in stage]
     if model.has_experts and not model.num_experts:
         yield requires(f"{pattern} with E", "num_experts")
     if model.num_experts and not model.has_experts:
@@ -179,14 +179,14 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
             options=("num_experts", "hybrid_layer_pattern"),
         )
     if config.parallel.context_parallel_size > 1:
-        for name in sorted({layer.mixer for layer in model.layers if layer.mixer not in (None, "attention")}):
+        for name in sorted({part.mixer for part in parts if part.mixer not in (None, "attention")}):
             if not getattr(REGISTRIES["mixer"].get(name), "supports_context_parallel", False):
                 yield Problem(
                     f"context_parallel_size={config.parallel.context_parallel_size}: mixer {name!r} of {pattern} does "
                     "not support it; use tensor parallelism",
                     options=("context_parallel_size", "hybrid_layer_pattern"),
                 )
-    if model.parallel_residual and any(layer.mixer is None or layer.mlp is None for layer in model.layers):
+    if model.parallel_residual and any(part.mixer is None or part.mlp is None for part in parts):
         yield Problem(
             f"parallel_residual=True adds a mixer and an MLP to the same input, but {pattern} has layers with only one "
             "of them; drop it",

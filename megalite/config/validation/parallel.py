@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megalite.config.hybrid_pattern import shown_pattern
 from megalite.config.options import Config
 from megalite.config.pipeline_layout import STAGE_OPTIONS, explicit_stage_layers
 from megalite.config.problems import Problem, nearest_multiples, options_set, requires, shown
@@ -67,7 +68,7 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
     given = [*options_set(config, *splits)]
     if given and len(config.model.pattern_stages) > 1:
         yield Problem(
-            f"hybrid_layer_pattern={config.model.hybrid_layer_pattern!r} already sets all stages' layers by |; drop "
+            f"{shown_pattern(config.model.hybrid_layer_pattern or '')} already sets all stages' layers by |; drop "
             f"{', '.join(given)}",
             options=("hybrid_layer_pattern", *splits),
         )

@@ -19,6 +19,7 @@ from typing import Any
 
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.common.tables import load_table
+from megalite.config.hybrid_pattern import shown_pattern
 from megalite.config.option import MODEL, option_spec
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern
 from megalite.config.options import ModelConfig, build
@@ -152,6 +153,9 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
         if effect == external.get(option, effect):
             continue
         value, reread_value = getattr(model, option), getattr(reread, option)
+        if option == "hybrid_layer_pattern" and value is not None:
+            lines.append(f"{shown_pattern(value)} is not attention and MLP in turn")
+            continue
         if value != reread_value:
             if isinstance(effect, int):
                 value, reread_value = effect, external[option]
@@ -214,7 +218,6 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
     values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}
     values |= {"max_position_embeddings": model.max_positions, "moe_ffn_hidden_size": model.expert_ffn_size}
-    values["num_layers"] = model.num_numbered_layers
     values["num_experts"] = model.num_experts or None
     config |= {key.split()[0]: values[option] for option, key in family.keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.derived_keys.items()}

@@ -138,7 +138,7 @@ def _tensors(
     handles = _files(directory)
     stored = [name for handle in handles.values() for name in handle.keys()]  # noqa: SIM118
     possible_names = {prefix + name for name in stored for prefix in ("", naming.prefix)}
-    specs, layers = model_specs(model, vocab_size), range(model.num_numbered_layers)
+    specs, layers = model_specs(model, vocab_size), range(model.num_layers)
     mappings = tensor_mapping.build_mappings(naming, specs, model.num_kv_groups, layers, stored_names=possible_names)
     expected = {mapping.external_name for mapping in mappings}
     title = f"{directory} does not fit its config.json"
@@ -234,7 +234,7 @@ def write_model(
     """
     specs = model_specs(model, vocab_size)
     all_mappings = tensor_mapping.build_mappings(
-        FAMILIES.get(family), specs, model.num_kv_groups, range(model.num_numbered_layers)
+        FAMILIES.get(family), specs, model.num_kv_groups, range(model.num_layers)
     )
     mappings = [mapping for mapping in all_mappings if not mapping.is_duplicate]
     rows = min(source.checkpoint.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.is_vocab)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +17,12 @@ from megalite.common.fault_injection import FAULT_VARIABLE
 from megalite.common.safe_open import write_atomically
 from megalite.config import env_overrides
 from megalite.config.config_file import dump_config, non_default_options
+from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import Config, TrainConfig, effective_log_style
 from megalite.data.datasets.batches import MicroBatch
 from megalite.launch.process_group import CUDA_VARIABLES
 from megalite.launch.rank_info import RankInfo
-from megalite.models.gpt import Block, Stage
+from megalite.models.gpt import Stage
 from megalite.parallel.comm import all_reduce_
 from megalite.planning.cluster import find_peak
 from megalite.planning.layer_kinds import flops_per_token
@@ -118,9 +120,9 @@ def long_evaluation_note(run: Run, train: TrainConfig) -> list[str]:
 
 
 def compile_warmup(run: Run, config: Config) -> float:
-    """Compile by running a block's forward and backward on a micro-batch of the run's shape; returns the seconds.
+    """Compile by running forward and backward of each kind of block on a micro-batch of the run; returns the seconds.
 
-    All blocks share the compiled code (models/torch_compile.py), and the gradients are dropped. Collective over tp and,
+    Blocks share the compiled code (models/torch_compile.py), and the gradients are dropped. Collective over tp and,
     if weights are resharded, over data parallelism; a rank without blocks does nothing, and neither do its peers. Code
     that only evaluations need is compiled at the first evaluation.
     """
@@ -132,20 +134,25 @@ def compile_warmup(run: Run, config: Config) -> float:
     ]
     if not stages:
         return 0.0
-    chunk, stage = stages[0]
     data = config.data
     B, S = config.train.micro_batch_size, run.seq_length
     zeros = np.zeros((B, S + 1), dtype=np.int64)
     document_start = np.zeros((B, S), np.int32) if data.reset_position_ids or data.reset_attention_mask else None
     micro = MicroBatch(zeros, np.arange(B, dtype=np.int64), None, document_start)
     host_batch = to_host_batch(micro, pin=False, **host_batch_options(config, run.mesh))
-    batch = stage.with_rope(to_device(host_batch, run.mesh.device, step=1))
-    block = stage.blocks[0]
-    assert isinstance(block, Block)
+    device_batch = to_device(host_batch, run.mesh.device, step=1)
     shape = (len(host_batch.tokens_SB) // run.mesh.tp.size, B, run.pipeline.hidden_size)
     x_sBD = torch.zeros(shape, dtype=run.pipeline.dtype, device=run.mesh.device, requires_grad=True)
-    with environment.safe_path():  # inductor starts `python -c` to find out which vector instructions work
-        y_sBD = stage.run_unit(block, x_sBD, batch)
-        torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
-    run.buffer.reshard(chunk)  # explicitly, because no gradient of a parameter has triggered it
+    compiled = set[LayerSpec]()
+    for chunk, stage in stages:
+        batch = stage.with_rope(device_batch)
+        blocks: Any = stage.blocks
+        for block in blocks:
+            if block.spec in compiled:
+                continue
+            compiled.add(block.spec)
+            with environment.safe_path():  # inductor starts `python -c` to find out which vector instructions work
+                y_sBD = stage.run_unit(block, x_sBD, batch)
+                torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
+        run.buffer.reshard(chunk)  # explicitly, because no gradient of a parameter has triggered it
     return time.perf_counter() - start
