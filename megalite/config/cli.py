@@ -124,6 +124,13 @@ class _ArgumentParser:
             values.append(self.remaining.popleft())
         return values
 
+    def _next_is_known_flag(self) -> bool:
+        """Return True if the next argument is a flag of an option or of Megatron-LM, or if there is none."""
+        if not self.remaining:
+            return True
+        flag = self.remaining[0].partition("=")[0].replace("_", "-")
+        return flag in ("--preset", "--config", "-h", "--help", *self.option_flags, *self.megatron_flags)
+
     def _parse_flag(self, arg: str) -> str:
         """Parse a flag with its values; return the option that it sets to a text, or ""."""
         head, equals, value = arg.partition("=")
@@ -185,6 +192,8 @@ class _ArgumentParser:
         """Parse a flag with a value or several; return `name` if it becomes a text, else ""."""
         is_list = kind in LIST_TYPES
         values = inline_values if inline_values is not None else self._take_values(None if is_list else 1)
+        if not values and spec is not None and spec.may_look_like_flag and not self._next_is_known_flag():
+            values = [self.remaining.popleft()]
         if spec is not None and spec.bare_value is not None:
             switch_value = _BOOLS.get(values[0].lower()) if values else True
             if switch_value is not None:

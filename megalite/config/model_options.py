@@ -40,6 +40,7 @@ class ModelConfig:
     hybrid_layer_pattern: str | None = model(
         None,
         effective_property="layer_parts",
+        may_look_like_flag=True,
         aliases=("--hybrid-override-pattern",),
         help=(
             "layers as a letter for each part: * attention, - MLP, E experts, | a pipeline border; an attention and "

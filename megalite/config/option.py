@@ -67,6 +67,7 @@ class OptionSpec:
                         effective values are equal
     acts_through        another option; this one has an effect only through its value, so two runs may differ in this
                         one if they agree in the other
+    may_look_like_flag  a value may start with - and a letter; the next argument is one unless it is a known flag
     accumulates         the values of a repeated flag and of a file are concatenated
     """
 
@@ -83,6 +84,7 @@ class OptionSpec:
     placeholder: float | None = None
     effective_property: str | None = None
     acts_through: str | None = None
+    may_look_like_flag: bool = False
     accumulates: bool = False
 
     def range_error(self, value: object) -> str | None:

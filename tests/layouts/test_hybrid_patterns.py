@@ -211,6 +211,15 @@ def test_megatron_hybrid_command_line_starts_as_it_is() -> None:
     assert [layer.mlp for layer in config.model.layers] == ["mlp", "moe"]
 
 
+@pytest.mark.parametrize("pattern", ["-E*", "--*-", "-", "E"])
+def test_pattern_may_look_like_a_flag(pattern: str) -> None:
+    flags = f"{TRAINING} {LLAMA} {EXPERTS} --hybrid-layer-pattern {pattern} --seed 5"
+    parsed = cli.parse_args(flags.split())
+    assert parsed.values["hybrid_layer_pattern"] == pattern and parsed.values["seed"] == "5" and not parsed.problems
+    parsed = cli.parse_args("--hybrid-layer-pattern --seed 5".split())
+    assert parsed.problems and parsed.values == {"seed": "5"}
+
+
 def test_pattern_replaces_the_layers_of_a_preset() -> None:
     config, _ = cli.read(
         "--preset tiny --hybrid-layer-pattern **- --mock-data --lr 1 --train-iters 1 --micro-batch-size 1".split(),
