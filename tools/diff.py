@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.console import escape_control_chars
 from megalite.config.config_file import read_config_file
+from megalite.config.hybrid_pattern import BORDER
 from megalite.config.option import EXECUTION, MODEL, TRAINING, option_spec
 from megalite.config.options import Config, ConfigError, apply_megatron_defaults, apply_preset, build, iter_options
 from megalite.models.families import PRESETS
@@ -52,9 +53,11 @@ def differences(a: Config, b: Config) -> list[dict[str, Any]]:
         if value_a == value_b:
             continue
         effective = spec.effective_property
-        if effective and str(getattr(section_a, effective)) == str(getattr(section_b, effective)):
-            continue
         changes = CHANGES.get(spec.resume, "neither")
+        if effective and str(getattr(section_a, effective)) == str(getattr(section_b, effective)):
+            if field.name != "hybrid_layer_pattern" or BORDER not in f"{value_a}{value_b}":
+                continue
+            changes = CHANGES.get(EXECUTION, "neither")  # only the pipeline borders differ
         rows.append({"option": field.name, "a": value_a, "b": value_b, "changes": changes})
     return sorted(rows, key=lambda row: ORDER.index(row["changes"]))
 
