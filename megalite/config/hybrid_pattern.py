@@ -21,6 +21,7 @@ from megalite.config.registry import REGISTRIES
 ATTENTION_LETTER = "*"
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
+RESERVED_NAMES = ("mlp",)  # prefixes of other parameters
 MAX_LAYERS = 100_000
 MAX_SHOWN = 80  # characters of a pattern that a message shows
 _HINT = "use * (attention), - (MLP), E (experts), | (pipeline border) or a letter of a --plugin"
@@ -78,7 +79,7 @@ def find_mixer_error(mixer: Any) -> str:
     if len(same_letter) > 1:
         return f"has letter={letter!r}, as {same_letter[0]} has; give another letter"
     names = [name for name, other in REGISTRIES["mixer"].plugin_components.items() if other is mixer]
-    if not all(re.fullmatch(r"[a-z]\w*", name) and name != "mlp" for name in names):
+    if not all(re.fullmatch(r"[a-z]\w*", name) and name not in RESERVED_NAMES for name in names):
         return "is a part of parameters' names; use lower-case letters, digits and _, and not mlp"
     return ""
 

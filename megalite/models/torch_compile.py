@@ -69,7 +69,7 @@ def check_compile(device_type: str) -> None:
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
     """Make the blocks of `stages` use compiled functions, which are compiled when first used (job/startup.py).
 
-    A module gets each compiled function of which it has an attribute of that name.
+    A module gets each compiled function that it has an attribute for, by name.
     """
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:

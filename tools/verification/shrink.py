@@ -367,8 +367,8 @@ def _shrink_pattern_stages(config: Config, requested: Layout, layout: Layout) ->
         letters_per_stage.append(layers[:count] or layers[:1])
         layers = layers[count:] or layers
     pp_ranks, chunks = _spread(requested.pp, layout.pp), _spread(all_chunks, num_chunks)
-    kept = [letters_per_stage[chunk * requested.pp + rank] for chunk in chunks for rank in pp_ranks]
-    stages = ["".join(letters[:max_layers]) for letters in kept]
+    kept_stages = [letters_per_stage[chunk * requested.pp + rank] for chunk in chunks for rank in pp_ranks]
+    stages = ["".join(letters[:max_layers]) for letters in kept_stages]
     split = re.search(r"([^-E|])\|([-E])", model.hybrid_layer_pattern or "")
     if split is not None and not re.search(r"[^-E|]\|[-E]", BORDER.join(stages)):
         stages[0] += split[1]

@@ -65,11 +65,11 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
             options=("pipeline_model_parallel_layout", *uneven, *accounted, *virtual),
         )
     splits = ("pipeline_model_parallel_layout", *uneven, *accounted, *virtual)
-    given = [*options_set(config, *splits)]
-    if given and len(config.model.pattern_stages) > 1:
+    set_options = [*options_set(config, *splits)]
+    if set_options and len(config.model.pattern_stages) > 1:
         yield Problem(
             f"{shown_pattern(config.model.hybrid_layer_pattern or '')} already sets all stages' layers by |; drop "
-            f"{', '.join(given)}",
+            f"{', '.join(set_options)}",
             options=("hybrid_layer_pattern", *splits),
         )
     even = (*accounted, "num_layers_per_virtual_pipeline_stage")
