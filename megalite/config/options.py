@@ -232,10 +232,10 @@ def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
             num_layers = num_pattern_layers(pattern)
             if values.get("num_layers") in (None, 0, num_parts(pattern)):
                 values["num_layers"] = num_layers
-    if values.get("enable_gpt_oss"):
-        values = {**GPT_OSS_POSITIONS, **values}
     if values.get("use_checkpoint_args"):
         return values
+    if values.get("enable_gpt_oss"):
+        values = {**GPT_OSS_POSITIONS, **values}
     if values.get("quick_geglu"):
         values.setdefault("activation", "clamped_swiglu")
     if "activation" not in values:

@@ -23,6 +23,7 @@ from megalite.config.hybrid_pattern import BORDER, num_parts, parse_hybrid_patte
 from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
+from megalite.training.checkpointing.compatibility import apply_checkpoint_args
 from megalite.training.checkpointing.resume import LoadOptions, resume
 from megalite.training.checkpointing.save import open_saver, save
 from megalite.training.setup import SetupError
@@ -175,6 +176,18 @@ def test_checkpoint_of_another_pattern_is_refused_by_name(tmp_path: Path) -> Non
     _train_and_save(directory, _model("**--"))
     with pytest.raises(SetupError, match=r"hybrid_layer_pattern: '\*-\*-' here, '\*\*--' in the checkpoint"):
         _resume(directory, _model("*-*-"))
+
+
+def test_use_checkpoint_args_takes_the_pattern_without_its_borders(tmp_path: Path) -> None:
+    directory = str(tmp_path)
+    run_ranks(2, _train_and_save, directory, f"{_model('*|-*E')} {expand('pp2')}")
+    flags = f"--use-checkpoint-args --load {directory} --micro-batch-size 2 --train-iters 4 --lr 0.01 --mock-data"
+    config = apply_checkpoint_args(config_from(flags))
+    assert config.model.hybrid_layer_pattern == "*-*E" and config.model.num_experts == 4
+    config = apply_checkpoint_args(config_from(f"{flags} --hybrid-layer-pattern *-*|E --pp 2"))
+    assert config.model.hybrid_layer_pattern == "*-*|E"
+    with pytest.raises(SetupError, match=r"hybrid_layer_pattern='\*\*-E', but '\*-\*E' in .*; drop the option"):
+        apply_checkpoint_args(config_from(f"{flags} --hybrid-layer-pattern **-E"))
 
 
 @pytest.mark.parametrize(

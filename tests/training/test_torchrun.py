@@ -93,7 +93,9 @@ def test_torchrun_failure_is_reported_once_with_its_cause(tmp_path: Path, monkey
     monkeypatch.setenv("MEGALITE_FAULT", "step.after_forward_backward:1:3:raise")
     with torchrun(tmp_path) as process:
         out = process.communicate(timeout=200)[0]
-    assert process.returncode == 1 and out.count("megalite.common.fault_injection.InjectedFault: requested by") == 1, out
+    assert process.returncode == 1 and out.count("megalite.common.fault_injection.InjectedFault: requested by") == 1, (
+        out
+    )
     _, _, table = out.partition("Root Cause")
     assert "rank      : 1" in table and "traceback : InjectedFault: requested by MEGALITE_FAULT" in table
     status = load_status(tmp_path)
