@@ -324,17 +324,29 @@ def test_shrink_keeps_routing_and_expert_layout(flags: str, layout: str, edp: in
     assert set(m.moe_layers) == set(config.model.moe_layers) and m.expert_ffn_size < 64
 
 
-def test_layers_are_numbered_by_pipeline_position(tmp_path: Path) -> None:
+FULL, MIXER, MLP = (True, True), (True, False), (False, True)  # a layer, and its halves on two stages
+
+
+@pytest.mark.parametrize(
+    "parts,expected",
+    [
+        ((([FULL] * 2, [FULL]), ([], [FULL] * 3)), ([0, 1, 2], [3, 4, 5])),
+        ((([FULL] * 2, [MIXER]), ([], [MLP, FULL, FULL])), ([0, 1, 2], [2, 3, 4])),
+        ((([MLP, MIXER], [MIXER]), ([MIXER], [MLP])), ([0, 1, 3], [2, 3])),
+    ],
+)
+def test_layers_are_numbered_by_pipeline_position(parts: Any, expected: Any, tmp_path: Path) -> None:
+    """Two chunks on each of two pipeline ranks."""
     layout = Layout(pp=2, dp=2)
     for rank in range(layout.world_size):
-        counts = ((2, 1), (0, 3))[layout.coordinates(rank).pp]  # two chunks each: stages of 2, 0, 1 and 3 layers
-        names = [f"layers.{chunk}:{i}.mlp.up" for chunk, count in enumerate(counts) for i in range(count)]
+        chunks = parts[layout.coordinates(rank).pp]
+        names = [f"layers.{chunk}:{i}.mlp.up" for chunk, layers in enumerate(chunks) for i in range(len(layers))]
         items = [(RecordedTensor(0, "weight", name, -1, (1,), 0), np.zeros(1)) for name in names]
-        write(tmp_path / f"rank-{rank:05d}.npz", Recording([*names, "head"], ["head"], items, counts))
-    layers = [
+        write(tmp_path / f"rank-{rank:05d}.npz", Recording([*names, "head"], ["head"], items, chunks))
+    numbers = [
         [int(name.split(".")[1]) for name in recording.parameters[:-1]] for recording in read_all(tmp_path, layout)
     ]
-    assert layers == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    assert numbers == [expected[0], expected[0], expected[1], expected[1]]
 
 
 # ---- the loss by its definition
