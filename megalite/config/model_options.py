@@ -37,16 +37,6 @@ class ModelConfig:
         aliases=("--encoder-num-layers",),
         help="number of transformer layers; default with --hybrid-layer-pattern: those of the pattern",
     )
-    hybrid_layer_pattern: str | None = model(
-        None,
-        effective_property="layer_parts",
-        may_look_like_flag=True,
-        aliases=("--hybrid-override-pattern",),
-        help=(
-            "layers as a letter for each part: * attention, - MLP, E experts, | a pipeline border; an attention and "
-            "the MLP or experts after it are one layer, as in *-*E"
-        ),
-    )
     hidden_size: int = model(0, required=True, placeholder=64, help="model width D")
     ffn_hidden_size: int | None = model(
         None,
@@ -208,6 +198,16 @@ class ModelConfig:
         help=(
             "communication of context-parallel attention: allgather (keys and values) or a2a (heads); one value, or "
             "one for each layer"
+        ),
+    )
+    hybrid_layer_pattern: str | None = model(
+        None,
+        effective_property="layer_parts",
+        may_look_like_flag=True,
+        aliases=("--hybrid-override-pattern",),
+        help=(
+            "layers as a letter for each part: * attention, - MLP, E experts, | a pipeline border; an attention and "
+            "the MLP or experts after it are one layer, as in *-*E"
         ),
     )
     num_experts: int | None = model(

@@ -33,6 +33,7 @@ OTHER: dict[str, Any] = {
     "window_attn_skip_freq": "2",
     "window_size": (7, 0),
     "moe_layer_freq": "2",
+    "hybrid_layer_pattern": "**--*-",
 }
 # these act through other options, which are compared instead
 THROUGH = {f.name for _, f in iter_options() if option_spec(f).acts_through is not None}

@@ -106,11 +106,12 @@ def _cp_collectives(
     flags: str, cp: int, tp: int = 1, recompute_modules: tuple[str, ...] = (), **options: Any
 ) -> tuple[Counter, Any]:
     """Return the number of collectives over cp in a layer by (phase, name, bytes), and the cost of the layer."""
-    (kind,) = layer_kinds(config_from(f"{S8} {flags}").model)
+    model = config_from(f"{S8} {flags}").model
+    (kind,) = layer_kinds(model)
     cost = layers_cost(
         (kind,),
         LayerSetting(
-            tp, B, torch.bfloat16, recompute_modules=recompute_modules, cp_sharding=single_document_sharding(kind, cp)
+            tp, B, torch.bfloat16, recompute_modules=recompute_modules, cp_sharding=single_document_sharding(model, cp)
         ),
         **options,
     )
