@@ -192,7 +192,7 @@ def _watch(processes: list[Any], grace_s: float, timeout_s: float | None, shared
                 if code not in EXPLAINED_EXITS:
                     print_err(f"{end.cause}; ending the others")
                 deadline = time.monotonic() + (ORDERLY_STOP_S if code in ORDERLY_STOPS else grace_s)
-        alive = [p for p in alive if p.is_alive()]
+        alive = [p for p in alive if p not in dead]  # one that died since then is still to be examined
     return failure
 
 

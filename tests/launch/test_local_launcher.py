@@ -10,12 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megalite.checkpoint.storage.location import CheckpointError, OtherRankError
 from megalite.common.console import print_err
+from megalite.launch import local_launcher
 from megalite.launch.local_launcher import LaunchResult, launch_local
 from megalite.launch.rank_info import FIRST_FAILURE, HANG_REPORT, RankInfo
 from megalite.training.logging.rank_log import (
@@ -139,6 +143,24 @@ def test_rank_that_ended_early_is_named(tmp_path: Path) -> None:
     assert launch_local(2, _die, (str(tmp_path), "early"), timeout_s=60, on_exit=results.append) == 1
     assert re.fullmatch("rank [01] ended with exit code 0 before its work was done", results[0].cause)
     assert not (tmp_path / "ranks/rank-00000.log").read_text()
+
+
+def _end_or_die(ranks: RankInfo) -> None:
+    if ranks.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_rank_that_dies_while_another_ends_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher hears of rank 0's normal end first, and rank 1 has been killed before it looks again."""
+    wait = connection.wait
+
+    def wait_for_all(sentinels: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        for sentinel in sentinels:
+            assert wait([sentinel], 30.0)
+        return [sentinels[0]]
+
+    monkeypatch.setattr(local_launcher.connection, "wait", wait_for_all)
+    assert launch_local(2, _end_or_die, threads=1) == 128 + signal.SIGKILL
 
 
 def test_only_leftovers_of_dead_launchers_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
