@@ -54,12 +54,20 @@ def differences(a: Config, b: Config) -> list[dict[str, Any]]:
             continue
         effective = spec.effective_property
         changes = CHANGES.get(spec.resume, "neither")
-        if effective and str(getattr(section_a, effective)) == str(getattr(section_b, effective)):
+        if effective and _same_effect(section_a, section_b, effective, field.name):
             if field.name != "hybrid_layer_pattern" or BORDER not in f"{value_a}{value_b}":
                 continue
             changes = CHANGES.get(EXECUTION, "neither")  # only the pipeline borders differ
         rows.append({"option": field.name, "a": value_a, "b": value_b, "changes": changes})
     return sorted(rows, key=lambda row: ORDER.index(row["changes"]))
+
+
+def _same_effect(section_a: Any, section_b: Any, effective: str, name: str) -> bool:
+    """Return True if the effective values are equal. Raises ConfigError if an option cannot be read."""
+    try:
+        return str(getattr(section_a, effective)) == str(getattr(section_b, effective))
+    except ValueError as error:  # for example a layer pattern with the letter of a plugin that is not given
+        raise ConfigError([f"{name} {error}"]) from None
 
 
 def _format_value(value: Any) -> str:

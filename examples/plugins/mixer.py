@@ -1,9 +1,9 @@
 """A mixer: a causal convolution over the last four tokens of each channel, in place of attention.
 
-megalite train --plugin examples/plugins/mixer.py --hybrid-layer-pattern S-S-*-S- --preset tiny --vocab-size 300 \
+megalite train --plugin examples/plugins/mixer.py --hybrid-layer-pattern 'S-S-*-S-' --preset tiny --vocab-size 300 \
   --mock-data --train-iters 20 --eval-iters 2 --micro-batch-size 2 --global-batch-size 8 --save runs/short
 
-S is the letter of this mixer in the pattern. It does not separate documents: do not give --reset-attention-mask.
+S is the letter of this mixer in the pattern. It does not separate documents, so --reset-attention-mask is refused.
 """
 
 from typing import Any

@@ -21,7 +21,7 @@ from megalite.config.registry import REGISTRIES
 ATTENTION_LETTER = "*"
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
-RESERVED_NAMES = ("mlp",)  # prefixes of other parameters
+RESERVED_NAMES = ("mlp", "moe")  # prefixes of other parameters
 MAX_LAYERS = 100_000
 MAX_SHOWN = 80  # characters of a pattern that a message shows
 _HINT = "use * (attention), - (MLP), E (experts), | (pipeline border) or a letter of a --plugin"
@@ -67,20 +67,27 @@ def _letter(letters: Mapping[str, str], part: str | None) -> str:
 def mixer_letters() -> dict[str, str]:
     """Return the name of the mixer for each letter: attention, and the mixers of plugins."""
     plugin_mixers = REGISTRIES["mixer"].plugin_components
-    return {ATTENTION_LETTER: "attention", **{mixer.letter: name for name, mixer in plugin_mixers.items()}}
+    letters = {ATTENTION_LETTER: "attention"}
+    for name, mixer in plugin_mixers.items():
+        if mixer.letter in letters:
+            both = f"{letters[mixer.letter]} and {name}"
+            raise ValueError(f"is ambiguous: mixers {both} have letter {mixer.letter}; give one of their plugins")
+        letters[mixer.letter] = name
+    return letters
 
 
 def find_mixer_error(mixer: Any) -> str:
     """Return what is wrong with the letter or the name of a plugin's mixer, which is registered, or ""."""
     letter = mixer.letter
-    same_letter = [name for name, other in REGISTRIES["mixer"].plugin_components.items() if other.letter == letter]
+    plugin_mixers = REGISTRIES["mixer"].plugin_components.items()
+    same_letter = [name for name, other in plugin_mixers if other.letter == letter and other is not mixer]
     if not isinstance(letter, str) or not re.fullmatch("[A-Za-z]", letter) or letter in MLP_LETTERS:
         return f"has letter={letter!r}; give a letter of A-Z or a-z other than {', '.join(MLP_LETTERS)}"
-    if len(same_letter) > 1:
+    if same_letter:
         return f"has letter={letter!r}, as {same_letter[0]} has; give another letter"
-    names = [name for name, other in REGISTRIES["mixer"].plugin_components.items() if other is mixer]
-    if not all(re.fullmatch(r"[a-z]\w*", name) and name not in RESERVED_NAMES for name in names):
-        return "is a part of parameters' names; use lower-case letters, digits and _, and not mlp"
+    names = [name for name, other in plugin_mixers if other is mixer]
+    if not all(re.fullmatch(r"[a-z][a-z0-9_]*", name) and name not in RESERVED_NAMES for name in names):
+        return "is a part of parameters' names; use lower-case letters, digits and _, and not mlp or moe"
     return ""
 
 

@@ -415,5 +415,5 @@ class ModelConfig:
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
-        """The attention window of each layer with a mixer; None: no window."""
-        return tuple(layer.window for layer in self.layers if layer.mixer is not None)
+        """The window of each layer with attention; None: no window."""
+        return tuple(layer.window for layer in self.layers if layer.mixer == "attention")

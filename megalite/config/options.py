@@ -154,6 +154,19 @@ def convert_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return converted, wrong
 
 
+# the positions that --enable-gpt-oss of Megatron-LM sets
+GPT_OSS_POSITIONS: Mapping[str, Any] = {
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 131072,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": False,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+
+
 def apply_preset(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return option -> value: `values`, and those of the preset for all other options.
 
@@ -165,8 +178,14 @@ def apply_preset(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
     tokenizer_type = {**values, **_implied_options(values)}.get("tokenizer_type")
     has_tokenizer = tokenizer_type not in (None, "NullTokenizer")
     merged = {name: value for name, value in preset.items() if name != "vocab_size" or not has_tokenizer}
-    if values.get("hybrid_layer_pattern") is not None:
-        merged.pop("num_layers", None)
+    replaced = {
+        "hybrid_layer_pattern": ("num_layers",),
+        "quick_geglu": ("activation",),
+        "enable_gpt_oss": tuple(GPT_OSS_POSITIONS),
+    }
+    for name in replaced:
+        if values.get(name):
+            merged = {option: value for option, value in merged.items() if option not in replaced[name]}
     return {**merged, **values}
 
 
@@ -198,19 +217,6 @@ def build(values: Mapping[str, Any]) -> Config:
         for section, cls in SECTIONS.items()
     }
     return Config(**sections, explicit=frozenset(typed))
-
-
-# the positions that --enable-gpt-oss of Megatron-LM sets
-GPT_OSS_POSITIONS: Mapping[str, Any] = {
-    "position_embedding_type": "yarn",
-    "rotary_scaling_factor": 32.0,
-    "yarn_original_max_position_embeddings": 131072,
-    "yarn_beta_fast": 32.0,
-    "yarn_beta_slow": 1.0,
-    "yarn_correction_range_round_to_int": False,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-}
 
 
 def gelu_variant(*, add_bias_linear: bool = True, bias_gelu_fusion: bool = True, openai_gelu: bool = False) -> str:

@@ -151,13 +151,15 @@ class KVCache:
         self.length = length
         self.states: dict[int, Any] = {}
 
-    def set_positions(self, cache_positions_SB: Tensor, device: torch.device) -> None:
-        """Set the positions [S, B] of the tokens in the next forward pass.
+    def set_positions(self, cache_positions_SB: Tensor, device: torch.device, num_new_B: Tensor | None = None) -> None:
+        """Set the positions [S, B] of the tokens in the next forward pass, and how many of them are no padding.
 
-        They must be on the CPU, so that nothing waits for a GPU.
+        They must be on the CPU, so that nothing waits for a GPU. By default there is no padding.
         """
+        length, samples = cache_positions_SB.shape
         self.min_position = int(cache_positions_SB.min())
         self.positions_SB = cache_positions_SB.to(device)
+        self.num_new_B = (torch.full((samples,), length) if num_new_B is None else num_new_B).to(device)
 
     def attend(
         self,
@@ -408,7 +410,9 @@ def generate_tokens(
         tokens_SB = torch.tensor([text + [0] * (padded_length - len(text)) for text in new_tokens]).T
         cache_positions_SB = torch.tensor(num_cached) + torch.arange(padded_length).unsqueeze(1)
         last_index_B = torch.tensor([len(text) - 1 for text in new_tokens])
-        logits_BV = _next_logits(model, cache, tokens_SB, cache_positions_SB, last_index_B)
+        num_new_B = torch.tensor([len(text) if b in active else 0 for b, text in enumerate(new_tokens)])
+        cache.set_positions(cache_positions_SB, model.mesh.device, num_new_B)
+        logits_BV = _next_logits(model, cache, tokens_SB, last_index_B)
         new_B = torch.zeros(len(texts), dtype=torch.int64, device=model.mesh.device)
         if logits_BV is not None:
             new_B.copy_(sample(logits_BV, sampling, [(first + b, len(text)) for b, text in enumerate(texts)]))
@@ -443,15 +447,12 @@ def generate_batches(
         yield from generate_tokens(model, ids[first : first + size], max_new_tokens, sampling, first)
 
 
-def _next_logits(
-    model: TextGenerator, cache: KVCache, tokens_SB: Tensor, cache_positions_SB: Tensor, last_index_B: Tensor
-) -> Tensor | None:
+def _next_logits(model: TextGenerator, cache: KVCache, tokens_SB: Tensor, last_index_B: Tensor) -> Tensor | None:
     """Return the logits [B, V] of the last tokens, in fp32 on the CPU.
 
     Returns None on ranks that do not have the last stage.
     """
     mesh, (S, B) = model.mesh, tokens_SB.shape
-    cache.set_positions(cache_positions_SB, mesh.device)
     tokens_SB, last_index_B = tokens_SB.to(mesh.device), last_index_B.to(mesh.device)
     # padding may be beyond the last position
     positions_SB = cache.positions_SB.clamp(max=model.model_config.max_positions - 1)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from torch import nn
 
 from megalite.config.layer_spec import LayerSpec
-from megalite.config.options import ModelConfig
+from megalite.config.options import ConfigError, ModelConfig
 from megalite.config.registry import REGISTRIES
 from megalite.nn.attention import Attention
 from megalite.nn.mlp import MLP
@@ -52,6 +52,33 @@ def build_moe(
 MLPS: dict[str, BuildPart] = {"mlp": build_mlp, "moe": build_moe}
 
 
-def mixer_builder(name: str) -> BuildPart:
-    """Return the function or class that creates a mixer, built in or of a plugin."""
-    return REGISTRIES["mixer"].get(name)
+def build_mixer(
+    make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recomputed: tuple[str, ...]
+) -> nn.Module:
+    """Return the mixer of a layer, built in or of a plugin.
+
+    Raises:
+        ConfigError: if a plugin's mixer has parameters that a checkpoint could not hold.
+    """
+    assert spec.mixer is not None
+    mixer = REGISTRIES["mixer"].get(spec.mixer)(make_param, name, model, layer, spec, recomputed)
+    if spec.mixer in REGISTRIES["mixer"].plugin_components:
+        _check_parameters(mixer, name, spec.mixer)
+    return mixer
+
+
+def _check_parameters(mixer: nn.Module, prefix: str, name: str) -> None:
+    """Raise ConfigError unless each parameter has a spec with a name of its own below `prefix`."""
+    names = []
+    for attribute, parameter in mixer.named_parameters():
+        spec = getattr(parameter, "spec", None)
+        if spec is None:
+            problem = f"has parameter {attribute}, which make_param did not create; use make_param(ParamSpec(...))"
+            raise ConfigError([f"mixer={name!r} {problem}"])
+        names.append(spec.name)
+    for parameter_name in names:
+        if not parameter_name.startswith(f"{prefix}.") or parameter_name.startswith(f"{prefix}.norm."):
+            rule = "is not NAME.something, or is NAME.norm, which the norm before the mixer has"
+            raise ConfigError([f"mixer={name!r}: parameter {parameter_name!r} {rule}; NAME is the argument `name`"])
+        if names.count(parameter_name) > 1:
+            raise ConfigError([f"mixer={name!r} has two parameters {parameter_name!r}; give each a name of its own"])

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megalite.common.environment import getenv
 from megalite.common.optional_packages import MissingPackageError, missing_package_message
+from megalite.kernels.activation import Activation
 from megalite.kernels.dispatch import describe_option, kernel_option, triton_installed
 from megalite.kernels.dropout import dropout, dropout_reference
 from megalite.models.gpt import Stage
@@ -69,7 +70,7 @@ def check_compile(device_type: str) -> None:
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:
     """Make the blocks of `stages` use compiled functions, which are compiled when first used (job/startup.py).
 
-    A module gets each compiled function that it has an attribute for, by name.
+    A compiled function replaces the one that a module has as an attribute; other attributes of that name stay.
     """
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,13 +83,19 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
         return dropout(x, p, key_tensor, *coordinates, impl=drop)
 
     modules: list[Any] = [module for stage in stages for block in stage.blocks for module in block.modules()]
-    functions: dict[str, Any] = {"normalize": norm, "rotate_qk": rotation, "dropout": compiled_dropout}
-    eager = next((module.activation for module in modules if hasattr(module, "activation")), None)
-    if eager is not None:
-        functions["activation"] = replace(
+    activations = [a for module in modules if isinstance(a := getattr(module, "activation", None), Activation)]
+    replacements = [
+        ("normalize", normalize, norm),
+        ("rotate_qk", rotate_qk, rotation),
+        ("dropout", dropout, compiled_dropout),
+    ]
+    if activations:
+        eager = activations[0]
+        activation = replace(
             eager, forward=compiled(eager.forward), backward=compiled(eager.backward), swiglu_constants=None
         )
+        replacements.append(("activation", eager, activation))
     for module in modules:
-        for name, function in functions.items():
-            if hasattr(module, name):
-                setattr(module, name, function)
+        for name, function, compiled_function in replacements:
+            if getattr(module, name, None) is function:
+                setattr(module, name, compiled_function)

@@ -19,11 +19,13 @@ class MixerCache(Protocol):
 
     length        number of positions per sample
     positions_SB  position of each token of this pass
+    num_new_B     number of tokens of each sample in this pass; those after them are padding, to be overwritten later
     states        the state of each layer whose mixer is not attention; the mixer sets and updates it
     """
 
     length: int
     positions_SB: Tensor
+    num_new_B: Tensor
     states: dict[int, Any]
 
     def attend(self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, **kwargs: Any) -> Tensor:

@@ -73,7 +73,7 @@ def test_line_of_gpt_oss_starts_as_it_is_and_is_the_published_model() -> None:
         ),
         (
             "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --swiglu",
-            "activation=swiglu with quick_geglu=True, which is clamped_swiglu; give one",
+            "activation=swiglu with quick_geglu=True, which is clamped_swiglu; drop one",
         ),
     ],
 )
@@ -81,6 +81,14 @@ def test_other_quick_geglu_is_refused(flags: str, message: str) -> None:
     small = "--num-layers 1 --ffn-hidden-size 32 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1"
     with pytest.raises(ConfigError, match="^" + message):
         cli.read(f"{small} {flags} {TRAINING}".split(), PRESETS)
+
+
+def test_flags_of_gpt_oss_win_over_a_preset() -> None:
+    flags = "--preset tiny --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 --enable-gpt-oss"
+    config, _ = cli.read(f"{flags} --micro-batch-size 1 {TRAINING}".split(), PRESETS)
+    assert config.model.activation == "clamped_swiglu" and config.model.position_embedding_type == "yarn"
+    with pytest.raises(ConfigError, match="position_embedding_type=rope with enable_gpt_oss=True, which sets yarn; dr"):
+        cli.read(f"{flags} --position-embedding-type rope --micro-batch-size 1 {TRAINING}".split(), PRESETS)
 
 
 def test_hierarchical_context_parallelism_runs_as_allgather() -> None:

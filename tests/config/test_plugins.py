@@ -145,7 +145,7 @@ def test_mixer_plugin_has_the_same_losses_under_every_layout(tmp_path: Path) -> 
     [
         ("mine", "E", "has letter='E'; give a letter of A-Z or a-z other than -, E"),
         ("mine", "SS", "has letter='SS'; give a letter of A-Z or a-z other than -, E"),
-        ("mlp", "S", "is a part of parameters' names; use lower-case letters, digits and _, and not mlp"),
+        ("mlp", "S", "is a part of parameters' names; use lower-case letters, digits and _, and not mlp or moe"),
     ],
 )
 def test_mixer_plugin_with_a_bad_letter_or_name_is_refused(
@@ -155,6 +155,107 @@ def test_mixer_plugin_with_a_bad_letter_or_name_is_refused(
     file = write_plugin(tmp_path, f"{text}megalite.register('mixer', {name!r}, M)")
     with pytest.raises(ConfigError, match=re.escape(f"mixer={name!r} {message}")):
         plugins.load_plugins([str(tmp_path / file)])
+
+
+NORM_MIXER = """
+from torch import nn
+from megalite.parallel.spec import ParamSpec
+
+class M(nn.Module):
+    letter = "Q"
+    normalize = False
+
+    def __init__(self, make_param, name, model, layer, spec, recomputed):
+        super().__init__()
+        self.w = {parameter}
+        self.activation = self.dropout = len
+
+    def forward(self, x, batch):
+        assert self.normalize is False and self.activation is self.dropout is len
+        return x * self.w
+
+megalite.register("mixer", "mine", M)
+"""
+
+
+@pytest.mark.parametrize(
+    "parameter,message",
+    [
+        ("make_param(ParamSpec(f'{name}.norm.weight', (model.hidden_size,)))", "is NAME.norm, which the norm before"),
+        ("make_param(ParamSpec('w', (model.hidden_size,)))", "mixer='mine': parameter 'w' is not NAME.something"),
+        ("nn.Parameter(__import__('torch').ones(1))", "has parameter w, which make_param did not create; use make_par"),
+        ("make_param(ParamSpec(f'{name}.w', (model.hidden_size,), partial_grad_axes=('tp',)))", ""),
+    ],
+)
+def test_parameters_of_a_mixer_fit_a_checkpoint(parameter: str, message: str, tmp_path: Path) -> None:
+    """`--compile` also leaves the mixer's own attributes alone."""
+    write_plugin(tmp_path, NORM_MIXER.replace("{parameter}", parameter))
+    flags = [*LINE, *STEPS, "--plugin", "mine.py", "--hybrid-layer-pattern", "Q-*-", "--save", "run"]
+    flags[flags.index("--num-layers") + 1] = "2"
+    output = run_program(tmp_path, *flags, code=2 if message else 0)
+    assert message in output and "Traceback" not in output
+    if not message:
+        compiled = run_program(tmp_path, *flags[:-2], "--compile", "--save", "compiled")
+        assert read_losses(tmp_path / "compiled") == pytest.approx(read_losses(tmp_path / "run"), rel=1e-4), compiled
+
+
+RECURRENT_MIXER = """
+import torch
+from torch import nn
+from megalite.parallel.spec import ParamSpec
+
+class R(nn.Module):
+    letter = "R"
+
+    def __init__(self, make_param, name, model, layer, spec, recomputed):
+        super().__init__()
+        self.layer = layer
+        self.w = make_param(ParamSpec(f"{name}.w", (model.hidden_size,), partial_grad_axes=("tp",)))
+
+    def forward(self, x, batch):
+        cache, (S, B, D) = batch.cache, x.shape
+        h = x.new_zeros(B, D) if cache is None else cache.states.get(self.layer, x.new_zeros(B, D))
+        outputs = []
+        for t in range(S):
+            new = 0.5 * h + x[t]
+            outputs.append(new)
+            h = new if cache is None else torch.where((t < cache.num_new_B)[:, None], new, h)
+        if cache is not None:
+            cache.states[self.layer] = h
+        return torch.stack(outputs) * (1 + self.w)
+
+megalite.register("mixer", "recurrent", R)
+"""
+
+
+def test_recurrent_mixer_generates_the_same_text_alone_and_in_a_batch(tmp_path: Path) -> None:
+    write_plugin(tmp_path, RECURRENT_MIXER)
+    sizes = "--num-layers 3 --hybrid-layer-pattern R-*-R --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+    train = f"--plugin mine.py {sizes} --init-method-std 0.3 --micro-batch-size 2 --train-iters 2 --lr 1e-2 --mock-data"
+    run_program(tmp_path, *train.split(), "--tokenizer-type", "ByteTokenizer", "--eval-iters", "0", "--save", "run")
+    generate = ["--load", "run", "--plugin", "mine.py", "--temperature", "0", "--max-new-tokens", "8"]
+
+    def completions(*prompts: str) -> list[str]:
+        flags = [flag for prompt in prompts for flag in ("--prompt", prompt)]
+        output = run_program(tmp_path, *generate, *flags, "--json", program="tools/generate.py")
+        return [json.loads(line)["text"] for line in output.splitlines() if line.startswith("{")]
+
+    assert completions("ab", "a much longer one") == [*completions("ab"), *completions("a much longer one")]
+
+
+def test_mixer_does_not_see_documents_or_ambiguous_letters(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        text = NORM_MIXER.replace("{parameter}", "None").replace('"mine"', f'"mine_{name}"')
+        write_plugin(tmp_path, text, f"{name}.py")
+    flags = [*LINE, *STEPS, "--hybrid-layer-pattern", "Q-*-", "--reset-attention-mask"]
+    flags[flags.index("--num-layers") + 1] = "2"
+    with pytest.raises(
+        ConfigError, match="reset_attention_mask=True: mixer 'mine_a' of .* does not separate documents"
+    ):
+        config_from([*flags, "--plugin", str(tmp_path / "a.py")])
+    plugins.load_plugins([str(tmp_path / "b.py")])
+    with pytest.raises(ConfigError, match="letter"):
+        config_from([*flags, "--plugin", str(tmp_path / "a.py"), "--plugin", str(tmp_path / "b.py")])
 
 
 def test_optimizer_plugin_works_at_every_zero_stage(tmp_path: Path) -> None:

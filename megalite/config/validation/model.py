@@ -29,6 +29,11 @@ LIST_VALUES = {
 def position_problems(config: Config) -> Iterator[Problem]:
     model = config.model
     kind = model.position_embedding_type
+    if model.enable_gpt_oss and kind != "yarn":
+        yield Problem(
+            f"position_embedding_type={kind} with enable_gpt_oss=True, which sets yarn; drop one",
+            options=("position_embedding_type", "enable_gpt_oss"),
+        )
     if model.max_positions < model.seq_length:
         yield Problem(
             f"max_position_embeddings={model.max_position_embeddings} is below seq_length={model.seq_length}; "
@@ -143,7 +148,7 @@ def _clamped_swiglu_problems(config: Config) -> Iterator[Problem]:
         )
     elif model.activation != "clamped_swiglu":
         yield Problem(
-            f"activation={model.activation} with quick_geglu=True, which is clamped_swiglu; give one",
+            f"activation={model.activation} with quick_geglu=True, which is clamped_swiglu; drop one",
             options=("activation", *names),
         )
 
@@ -178,8 +183,16 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
             f"num_experts={model.num_experts} needs a layer with experts, but {pattern} has no E; drop it",
             options=("num_experts", "hybrid_layer_pattern"),
         )
+    plugin_mixers = sorted({part.mixer for part in parts if part.mixer not in (None, "attention")})
+    if config.data.reset_attention_mask:
+        for name in plugin_mixers:
+            if not getattr(REGISTRIES["mixer"].get(name), "supports_documents", False):
+                yield Problem(
+                    f"reset_attention_mask=True: mixer {name!r} of {pattern} does not separate documents; drop it",
+                    options=("reset_attention_mask", "hybrid_layer_pattern"),
+                )
     if config.parallel.context_parallel_size > 1:
-        for name in sorted({part.mixer for part in parts if part.mixer not in (None, "attention")}):
+        for name in plugin_mixers:
             if not getattr(REGISTRIES["mixer"].get(name), "supports_context_parallel", False):
                 yield Problem(
                     f"context_parallel_size={config.parallel.context_parallel_size}: mixer {name!r} of {pattern} does "

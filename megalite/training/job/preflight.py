@@ -46,7 +46,9 @@ def preflight(config: Config, ranks: RankInfo) -> tuple[RunPlan, DatasetBundle]:
     try:
         data = without_data_files(config.data) if train.dry_run_rank is not None else config.data
         sources = build_datasets(data, config.model.seq_length, train.seed, train.eval_iters)
-        return make_run_plan(config, ranks.world_size, sources.vocab_size), sources
+        plan = make_run_plan(config, ranks.world_size, sources.vocab_size)
+        _ = plan.numel_by_layer  # builds a layer of each kind, and so checks the mixers of plugins
+        return plan, sources
     except DataError:
         raise
     except ValueError as error:

@@ -82,11 +82,12 @@ def format_plan(
     if (matrices := plan.model_states[plan.fullest_rank].muon) is not None:
         rows["full matrices"] = f"{matrices}, per step"
     if plan.cp > 1:
-        num_mixers = sum(layer.mixer is not None for layer in model.layers)
-        num_a2a = sum(layer.cp_comm_type == "a2a" for layer in model.layers)
+        attention_layers = [layer for layer in model.layers if layer.mixer == "attention"]
+        num_a2a = sum(layer.cp_comm_type == "a2a" for layer in attention_layers)
+        num_gathering = len(attention_layers) - num_a2a
         rows["context"] = (
             f"{model.seq_length // plan.cp:,} tokens of each sample per cp rank; "
-            f"attention gathers keys and values in {num_mixers - num_a2a} layers, exchanges heads in {num_a2a}"
+            f"attention gathers keys and values in {num_gathering} layers, exchanges heads in {num_a2a}"
         )
     if plan.has_experts:
         num_moe_layers = sum(layer.has_experts for layer in model.layers)
