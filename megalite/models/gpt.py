@@ -21,7 +21,7 @@ from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
 from megalite.kernels.dropout import dropout, fold_in
 from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
-from megalite.models.layers import MLPS, build_mixer
+from megalite.models.layers import MLPS, build_mixer, check_mixer
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.linear import column_parallel_linear
 from megalite.nn.loss import linear_cross_entropy
@@ -108,6 +108,7 @@ class Block(nn.Module):
             name = f"layers.{layer}.{spec.mixer}"
             self.mixer_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
             self.mixer = build_mixer(make_param, name, model, layer, spec, recomputed)
+            check_mixer(self.mixer, self.mixer_norm, name, spec.mixer)
         if spec.mlp is not None:
             name = f"layers.{layer}.mlp"
             self.mlp_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)

@@ -23,7 +23,7 @@ from megalite.config.registry import REGISTRIES
 from megalite.nn.attention import Attention
 from megalite.nn.mlp import MLP
 from megalite.nn.moe import MoELayer
-from megalite.nn.parameter import ParamFactory
+from megalite.nn.parameter import ParamFactory, spec_of
 
 BuildPart = Callable[[ParamFactory, str, ModelConfig, int, LayerSpec, tuple[str, ...]], nn.Module]
 
@@ -55,30 +55,27 @@ MLPS: dict[str, BuildPart] = {"mlp": build_mlp, "moe": build_moe}
 def build_mixer(
     make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recomputed: tuple[str, ...]
 ) -> nn.Module:
-    """Return the mixer of a layer, built in or of a plugin.
+    """Return the mixer of a layer, built in or of a plugin."""
+    assert spec.mixer is not None
+    return REGISTRIES["mixer"].get(spec.mixer)(make_param, name, model, layer, spec, recomputed)
+
+
+def check_mixer(mixer: nn.Module, norm: nn.Module, prefix: str, name: str) -> None:
+    """Check the parameters of mixer `name`, which a plugin may have brought, and of the norm before it.
 
     Raises:
-        ConfigError: if a plugin's mixer has parameters that a checkpoint could not hold.
+        ConfigError: unless each has a spec with a name of its own below `prefix`, so that a checkpoint can hold it.
     """
-    assert spec.mixer is not None
-    mixer = REGISTRIES["mixer"].get(spec.mixer)(make_param, name, model, layer, spec, recomputed)
-    if spec.mixer in REGISTRIES["mixer"].plugin_components:
-        _check_parameters(mixer, name, spec.mixer)
-    return mixer
-
-
-def _check_parameters(mixer: nn.Module, prefix: str, name: str) -> None:
-    """Raise ConfigError unless each parameter has a spec with a name of its own below `prefix`."""
-    names = []
+    used_names = {spec_of(parameter).name for parameter in norm.parameters()}
     for attribute, parameter in mixer.named_parameters():
         spec = getattr(parameter, "spec", None)
         if spec is None:
             problem = f"has parameter {attribute}, which make_param did not create; use make_param(ParamSpec(...))"
             raise ConfigError([f"mixer={name!r} {problem}"])
-        names.append(spec.name)
-    for parameter_name in names:
-        if not parameter_name.startswith(f"{prefix}.") or parameter_name.startswith(f"{prefix}.norm."):
-            rule = "is not NAME.something, or is NAME.norm, which the norm before the mixer has"
-            raise ConfigError([f"mixer={name!r}: parameter {parameter_name!r} {rule}; NAME is the argument `name`"])
-        if names.count(parameter_name) > 1:
-            raise ConfigError([f"mixer={name!r} has two parameters {parameter_name!r}; give each a name of its own"])
+        if spec.name.removeprefix(f"{prefix}.") == spec.name:
+            rule = "is not NAME.something, where NAME is the argument `name`"
+            raise ConfigError([f"mixer={name!r}: parameter {spec.name!r} {rule}; rename it"])
+        if spec.name in used_names:
+            rule = "is the name of another one, of the mixer or of the norm before it"
+            raise ConfigError([f"mixer={name!r}: parameter {spec.name!r} {rule}; rename it"])
+        used_names.add(spec.name)

@@ -181,7 +181,10 @@ megalite.register("mixer", "mine", M)
 @pytest.mark.parametrize(
     "parameter,message",
     [
-        ("make_param(ParamSpec(f'{name}.norm.weight', (model.hidden_size,)))", "is NAME.norm, which the norm before"),
+        (
+            "make_param(ParamSpec(f'{name}.norm.weight', (model.hidden_size,)))",
+            "is the name of another one, of the mixer or",
+        ),
         ("make_param(ParamSpec('w', (model.hidden_size,)))", "mixer='mine': parameter 'w' is not NAME.something"),
         ("nn.Parameter(__import__('torch').ones(1))", "has parameter w, which make_param did not create; use make_par"),
         ("make_param(ParamSpec(f'{name}.w', (model.hidden_size,), partial_grad_axes=('tp',)))", ""),
