@@ -198,7 +198,7 @@ def test_installed_plugin_example_trains(kind: str, run: Run, tmp_path: Path) ->
     assert commands and any(argv[:2] == ["megalite", "train"] for argv in commands), output
     for argv in commands:
         flags = "--num-layers 2 --train-iters 3 --device cpu".split() if argv[1] == "train" else []
-        if "--use-checkpoint-args" in argv:
+        if "--use-checkpoint-args" in argv or "--hybrid-layer-pattern" in argv:
             flags = flags[2:]
         run(" ".join([*argv, *flags]))
     (run_dir,) = {argv[argv.index("--save") + 1] for argv in commands if "mine.py" in argv and "--save" in argv}
