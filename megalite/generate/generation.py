@@ -159,7 +159,12 @@ class KVCache:
         length, samples = cache_positions_SB.shape
         self.min_position = int(cache_positions_SB.min())
         self.positions_SB = cache_positions_SB.to(device)
-        self.num_new_B = (torch.full((samples,), length) if num_new_B is None else num_new_B).to(device)
+        self._num_new_B = torch.full((samples,), length) if num_new_B is None else num_new_B
+
+    @property
+    def num_new_B(self) -> Tensor:
+        """The number of tokens of each sample in this pass; copied to the device only for the mixers that ask."""
+        return self._num_new_B.to(self.positions_SB.device)
 
     def attend(
         self,

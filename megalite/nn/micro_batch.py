@@ -25,8 +25,10 @@ class MixerCache(Protocol):
 
     length: int
     positions_SB: Tensor
-    num_new_B: Tensor
     states: dict[int, Any]
+
+    @property
+    def num_new_B(self) -> Tensor: ...
 
     def attend(self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, **kwargs: Any) -> Tensor:
         """Add keys and values to those of the layer, and return the attention over all of them."""
