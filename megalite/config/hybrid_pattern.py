@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN
 from megalite.config.registry import REGISTRIES
 
 ATTENTION_LETTER = "*"
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
-RESERVED_NAMES = ("mlp", "moe")  # prefixes of other parameters
-MAX_LAYERS = 100_000
 MAX_SHOWN = 80  # characters of a pattern that a message shows
 _HINT = "use * (attention), - (MLP), E (experts), | (pipeline border) or a letter of a --plugin"
 _REFUSED = {
@@ -86,7 +85,7 @@ def find_mixer_error(mixer: Any) -> str:
     if same_letter:
         return f"has letter={letter!r}, as {same_letter[0]} has; give another letter"
     names = [name for name, other in plugin_mixers if other is mixer]
-    if not all(re.fullmatch(r"[a-z][a-z0-9_]*", name) and name not in RESERVED_NAMES for name in names):
+    if not all(re.fullmatch(r"[a-z][a-z0-9_]*", name) and name not in MLP_LETTERS.values() for name in names):
         return "is a part of parameters' names; use lower-case letters, digits and _, and not mlp or moe"
     return ""
 
@@ -106,8 +105,8 @@ def parse_hybrid_pattern(text: str) -> tuple[tuple[PatternLayer, ...], ...]:
 @cache
 def _parse(text: str, mixers: tuple[tuple[str, str], ...]) -> tuple[tuple[PatternLayer, ...], ...]:
     mixer_of = dict(mixers)
-    if len(text) > 2 * MAX_LAYERS:
-        raise ValueError(f"has {len(text):,} letters; use at most {2 * MAX_LAYERS:,}")
+    if len(text) > 2 * MAX_LAYERS_IN_PATTERN:
+        raise ValueError(f"has {len(text):,} letters; use at most {2 * MAX_LAYERS_IN_PATTERN:,}")
     for position, letter in enumerate(text):
         if letter in _REFUSED and letter not in mixer_of:
             raise ValueError(f"has {letter}, {_REFUSED[letter]}, which is not supported; {_HINT}")
@@ -151,7 +150,7 @@ def shown_pattern(text: str) -> str:
 
 def num_parts(text: str) -> int:
     """Return the number of mixers and MLPs of a pattern, which Megatron-LM counts as layers."""
-    return len(text.replace(BORDER, ""))
+    return len(without_borders(text))
 
 
 def without_borders(text: str) -> str:

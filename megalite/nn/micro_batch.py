@@ -15,7 +15,7 @@ RNG_SITE_EMBEDDING, RNG_SITE_ATTENTION, RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, RN
 
 
 class MixerCache(Protocol):
-    """What mixers keep of earlier positions in generation (generate/generation.py: KVCache).
+    """The state of mixers at earlier positions in generation (generate/generation.py: KVCache).
 
     length        number of positions per sample
     positions_SB  position of each token of this pass

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What decides the shapes and the costs of a layer besides the setting of its rank.
+    """The properties of a layer that decide its shapes and costs, besides the setting of its rank.
 
     Attributes:
         model: The configuration of the model, without the options of single layers and their number.

@@ -1,4 +1,4 @@
-"""How .ci/range reads the range and the index's answer and writes its table, and what tools/venv.sh prints.
+""".ci/range reads the range and the index's answer and writes its table; tools/venv.sh prints what it installs.
 
 The run of .ci/range itself needs gigabytes.
 """

@@ -97,7 +97,7 @@ class Built:
 
     @property
     def uses_all_registers(self) -> bool:
-        """Whether a thread uses all registers available to it."""
+        """True if a thread uses all registers available to it."""
         max_registers = min(255, self.gpu.registers // (32 * self.warps) // 8 * 8)
         return self.registers > max_registers - 8
 

@@ -1,4 +1,4 @@
-"""What a run reports besides the loss, equal under any layout: norms, counts, timers, profiles, replica checks."""
+"""Reports of a run besides the loss are equal under any layout: norms, counts, timers, profiles, replica checks."""
 
 import json
 import os

@@ -318,8 +318,6 @@ def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages
     The stages with most layers have 2 layers, or 1 if there are more than 4 stages. The others have 1 layer, or none if
     they had none.
     """
-    if config.model.hybrid_layer_pattern is not None:
-        return _shrink_pattern_stages(config, requested, layout)
     num_layers = config.model.num_layers
     stage_layers = explicit_stage_layers(config.model, config.parallel)
     all_chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -328,6 +326,13 @@ def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages
     num_chunks = min(all_chunks, 2)
     num_stages = num_chunks * layout.pp
     max_layers = 2 if num_stages <= 4 else 1
+    has_pattern = config.model.hybrid_layer_pattern is not None
+    if has_pattern and (stage_layers is None or layout.pp == 1):
+        min_layers = max_layers * num_stages
+        if num_stages > 1:
+            min_layers += 1
+        pattern = _shrink_letters(_letters_of_layers(config.model), min_layers)
+        return _Stages(None, [*range(num_pattern_layers(pattern))], num_chunks, pattern)
     if stage_layers is None:
         is_uneven = num_layers % (all_chunks * requested.pp) > 0
         count = max_layers * num_stages
@@ -335,7 +340,12 @@ def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages
             count += 1
         return _Stages(None, _spread(num_layers, min(num_layers, count)), num_chunks)
     pp_ranks, chunks = _spread(requested.pp, layout.pp), _spread(all_chunks, num_chunks)
-    kept_stages = [stage_layers[chunk * requested.pp + rank] for chunk in chunks for rank in pp_ranks]
+    indices = [chunk * requested.pp + rank for chunk in chunks for rank in pp_ranks]
+    if has_pattern:
+        pattern = _shrink_pattern_stages(config.model, stage_layers, indices, max_layers)
+        counts = [len(stage) for stage in parse_hybrid_pattern(pattern)]
+        return _Stages(counts, [*range(num_pattern_layers(pattern))], num_chunks, pattern)
+    kept_stages = [stage_layers[index] for index in indices]
     largest = max(kept_stages)
     counts = []
     for count in kept_stages:
@@ -348,36 +358,35 @@ def _shrink_stages(config: Config, requested: Layout, layout: Layout) -> _Stages
     return _Stages(counts, _spread(num_layers, sum(counts)), num_chunks)
 
 
-def _shrink_pattern_stages(config: Config, requested: Layout, layout: Layout) -> _Stages:
-    """Keep some layers of a pattern, among them each of its letters, and a border that splits a layer if it has one."""
-    model = config.model
-    layers = [layer.letters for stage in model.pattern_stages for layer in stage]
-    stage_layers = explicit_stage_layers(model, config.parallel)
-    all_chunks = config.parallel.num_virtual_stages_per_pipeline_rank or 1
-    if stage_layers:
-        all_chunks = len(stage_layers) // requested.pp
-    num_chunks = min(all_chunks, 2)
-    num_stages = num_chunks * layout.pp
-    max_layers = 2 if num_stages <= 4 else 1
-    if stage_layers is None or layout.pp == 1:
-        pattern = _shrink_letters(layers, max_layers * num_stages + (num_stages > 1))
-        return _Stages(None, [*range(num_pattern_layers(pattern))], num_chunks, pattern)
+def _letters_of_layers(model: ModelConfig) -> list[str]:
+    return [layer.letters for stage in model.pattern_stages for layer in stage]
+
+
+def _shrink_pattern_stages(
+    model: ModelConfig, stage_layers: Sequence[int], indices: Sequence[int], max_layers: int
+) -> str:
+    """Return a pattern of the first layers of some stages, with borders.
+
+    It has each letter of the run's pattern, and a border that splits a layer if the run's has one.
+
+    Args:
+        stage_layers: number of layers of every stage of the run.
+        indices: the stages that are kept.
+        max_layers: maximum number of layers that are kept of a stage, before others are added.
+    """
+    layers = _letters_of_layers(model)
     letters_per_stage = []
     for count in stage_layers:
         letters_per_stage.append(layers[:count] or layers[:1])
         layers = layers[count:] or layers
-    pp_ranks, chunks = _spread(requested.pp, layout.pp), _spread(all_chunks, num_chunks)
-    kept_stages = [letters_per_stage[chunk * requested.pp + rank] for chunk in chunks for rank in pp_ranks]
-    stages = ["".join(letters[:max_layers]) for letters in kept_stages]
+    stages = ["".join(letters_per_stage[index][:max_layers]) for index in indices]
     split = re.search(r"([^-E|])\|([-E])", model.hybrid_layer_pattern or "")
     if split is not None and not re.search(r"[^-E|]\|[-E]", BORDER.join(stages)):
         stages[0] += split[1]
         stages[1] = split[2] + stages[1]
     for letter in _missing_letters(model.hybrid_layer_pattern or "", "".join(stages)):
         stages[-1] += letter
-    pattern = BORDER.join(stages)
-    counts = [len(stage) for stage in parse_hybrid_pattern(pattern)]
-    return _Stages(counts, [*range(num_pattern_layers(pattern))], num_chunks, pattern)
+    return BORDER.join(stages)
 
 
 def _shrink_letters(layers: Sequence[str], min_layers: int) -> str:
