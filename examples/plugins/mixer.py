@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import megalite
 from megalite.nn.linear import column_parallel_linear, row_parallel_linear
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext, MixerCache
 from megalite.parallel.spec import Normal, ParamSpec
 
 WIDTH = 4
@@ -42,21 +42,20 @@ class ShortConvolution(nn.Module):
             ParamSpec(f"{name}.down", (D, D), shards=((1, "tp"),), init=Normal(model.output_init_std))
         )
 
-    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return y_sBD."""
-        (u_SBf,) = column_parallel_linear(x_sBD, [self.up], self.tp, batch.wgrad_store)
+        (u_SBf,) = column_parallel_linear(x_sBD, [self.up], self.tp, ctx.wgrad_store)
         S = len(u_SBf)
-        if batch.cache is None:
+        if ctx.cache is None:
             earlier = F.pad(u_SBf, (0, 0, 0, 0, WIDTH - 1, 0))  # rows 0 .. WIDTH - 2 are before the first token
             taps = [earlier[i : i + S] for i in range(WIDTH)]
         else:
-            taps = self._cached_taps(u_SBf, batch)
+            taps = self._cached_taps(u_SBf, ctx.cache)
         y_SBf = sum(self.kernel[i] * tap for i, tap in enumerate(taps))
-        return row_parallel_linear(y_SBf, self.down, self.tp, wgrad_store=batch.wgrad_store)
+        return row_parallel_linear(y_SBf, self.down, self.tp, wgrad_store=ctx.wgrad_store)
 
-    def _cached_taps(self, u_SBf: Tensor, batch: Batch) -> list[Tensor]:
+    def _cached_taps(self, u_SBf: Tensor, cache: MixerCache) -> list[Tensor]:
         """Store the inputs of new tokens, and return the inputs WIDTH - 1 .. 0 positions before each of them."""
-        cache = batch.cache
         _, B, f = u_SBf.shape
         state = cache.states.get(self.layer)
         if state is None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megalite.config.rope_spec import RopeSpec
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -13,14 +15,14 @@ class LayerSpec:
         mixer: The name of the mixer: "attention", or one of a plugin; None: the layer has none.
         mlp: The name of the MLP in models/layers.py: MLPS; None: the layer has none.
         window: The number of keys that a query attends to, including its own; None: all earlier ones.
-        use_rope: Queries and keys are rotated by their positions.
+        rope: The rotary positions of queries and keys; None: they are not rotated.
         cp_comm_type: The communication of attention over cp: "allgather" (keys and values) or "a2a" (heads).
     """
 
     mixer: str | None
     mlp: str | None
     window: int | None = None
-    use_rope: bool = False
+    rope: RopeSpec | None = None
     cp_comm_type: str = "allgather"
 
     def unit_name(self, number: int) -> str:

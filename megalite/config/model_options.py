@@ -17,6 +17,7 @@ from megalite.config.layer_spec import LayerSpec
 from megalite.config.option import execution, model, training
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pattern
 from megalite.config.registry import REGISTRIES
+from megalite.config.rope_spec import RopeScaling, RopeSpec, Scaling, Yarn
 
 MAX_DROPOUT = (1, "drops everything; use less than 1")
 MAX_LAYERS = (
@@ -374,9 +375,10 @@ class ModelConfig:
         cp_comm_types = tuple("a2a" if kind == "a2a" else "allgather" for kind in self.cp_comm_type)
         if len(cp_comm_types) == 1:
             cp_comm_types *= self.num_layers
+        rope = self._rope if any(self.rope_layers) else None
         full_layers = [
-            LayerSpec("attention", "moe" if has_experts else "mlp", window, use_rope, cp_comm_type)
-            for has_experts, window, use_rope, cp_comm_type in zip(
+            LayerSpec("attention", "moe" if has_experts else "mlp", window, rope if has_rope else None, cp_comm_type)
+            for has_experts, window, has_rope, cp_comm_type in zip(
                 self.moe_layers, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
             )
         ]
@@ -411,7 +413,31 @@ class ModelConfig:
     @property
     def uses_rope(self) -> bool:
         """True if any layer has rotary positions."""
-        return any(layer.use_rope for layer in self.layers)
+        return any(layer.rope is not None for layer in self.layers)
+
+    @property
+    def rope_scaling(self) -> Scaling:
+        """The rule that stretches the rotary wavelengths, or None."""
+        if self.position_embedding_type == "yarn":
+            return Yarn(
+                self.rotary_scaling_factor,
+                self.yarn_original_max_position_embeddings,
+                self.yarn_beta_fast,
+                self.yarn_beta_slow,
+                self.yarn_correction_range_round_to_int,
+                self.mscale,
+                self.mscale_all_dim,
+            )
+        return RopeScaling(factor=self.rope_scaling_factor) if self.use_rope_scaling else None
+
+    @property
+    def _rope(self) -> RopeSpec:
+        return RopeSpec(
+            int(self.head_size * self.rotary_percent),
+            self.rotary_base,
+            self.rotary_seq_len_interpolation_factor,
+            self.rope_scaling,
+        )
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:

@@ -36,7 +36,7 @@ from megalite.kernels.dropout import fold_in
 from megalite.kernels.matmul import matmul
 from megalite.models.gpt import LMHead, Stage
 from megalite.models.specs import model_specs
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import model_shards
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
@@ -256,7 +256,8 @@ class TextGenerator:
         is_invalid = not is_integer or len(shape) != 2 or shape[0] > max_positions or not ids_SB.numel()
         if is_invalid or ids_SB.min() < 0 or ids_SB.max() >= vocab_size:
             raise ConfigError([f"tokens {shape} of {str(dtype).removeprefix('torch.')} are not {expected}"])
-        return self.stage(None, Batch(ids_SB, None, None, torch.zeros_like(ids_SB[0]), 0))[..., :vocab_size].float()
+        batch = Batch(ids_SB, None, None, sample_ids_B=torch.zeros_like(ids_SB[0]))
+        return self.stage(None, batch, ForwardContext())[..., :vocab_size].float()
 
     @no_exit()
     def generate(
@@ -461,13 +462,13 @@ def _next_logits(model: TextGenerator, cache: KVCache, tokens_SB: Tensor, last_i
     tokens_SB, last_index_B = tokens_SB.to(mesh.device), last_index_B.to(mesh.device)
     # padding may be beyond the last position
     positions_SB = cache.positions_SB.clamp(max=model.model_config.max_positions - 1)
-    batch = Batch(tokens_SB, None, None, torch.zeros_like(last_index_B), 0, positions_SB, cache=cache)
+    batch = Batch(tokens_SB, None, None, torch.zeros_like(last_index_B), positions_SB)
     x_sBD = None
     if not mesh.pp.is_first:
         dtype = next(model.stage.parameters()).dtype
         x_sBD = torch.empty(S // mesh.tp.size, B, model.model_config.hidden_size, dtype=dtype, device=mesh.device)
         dist.recv(x_sBD, mesh.pp.ranks[mesh.pp.rank - 1], group=mesh.pp.group)
-    x_sBD = model.stage.forward_hidden(x_sBD, batch)
+    x_sBD = model.stage.forward_hidden(x_sBD, batch, ForwardContext(cache=cache))
     if model.stage.head is None:
         dist.send(x_sBD.contiguous(), mesh.pp.ranks[mesh.pp.rank + 1], group=mesh.pp.group)
         return None

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.config.rope_spec import RopeScaling, RopeSpec, Yarn
 from megalite.kernels.dispatch import TileConfig, ceil_div, kernel, power_of_two, use_triton
 
 if TYPE_CHECKING:
@@ -31,44 +31,6 @@ if TYPE_CHECKING:
 # Columns are pairs of channels: a program rotates tokens x heads x R / 2 pairs, about this many, so that the heads of a
 # token share its angles.
 TILE = TileConfig(1, 1024, 4)
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """The parameters of Llama-3 frequency scaling; lengths are in tokens."""
-
-    factor: float = 8.0
-    low_factor: float = 1.0
-    high_factor: float = 4.0
-    original_length: int = 8192
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """The parameters of YaRN (arXiv:2309.00071, sec. 3.2 to 3.4).
-
-    A channel that makes more than `beta_fast` turns in `original_length` tokens keeps its wavelength, and a channel
-    that makes fewer than `beta_slow` turns is stretched by `factor`. Between these two channels the blend is linear in
-    the channel's number; with `round_bounds` the numbers of the two channels are rounded outwards. Queries and keys are
-    multiplied by (1 + 0.1 mscale log factor) / (1 + 0.1 mscale_all_dim log factor).
-    """
-
-    factor: float = 1.0
-    original_length: int = 4096
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    round_bounds: bool = True
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-
-    @property
-    def magnitude(self) -> float:
-        """Return the factor of the tables."""
-        log = math.log(max(self.factor, 1.0))
-        return (1 + 0.1 * self.mscale * log) / (1 + 0.1 * self.mscale_all_dim * log)
-
-
-Scaling = RopeScaling | Yarn | None
 
 
 def _llama3_scaling(inverse: Tensor, scaling: RopeScaling) -> Tensor:
@@ -98,34 +60,18 @@ def _yarn(inverse: Tensor, rotary_dim: int, base: float, yarn: Yarn) -> Tensor:
 
 
 def rope_tables(
-    seq_length: int,
-    rotary_dim: int,
-    base: float,
-    scaling: Scaling = None,
-    *,
-    interpolation: float = 1.0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    seq_length: int, rope: RopeSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each [S, rotary_dim / 2]; angles are computed in fp64.
-
-    Args:
-        seq_length: S, the number of positions.
-        rotary_dim: R, the number of rotated channels.
-        base: the base of the wavelengths (theta).
-        scaling: a rule that stretches the wavelengths, or None.
-        interpolation: the divisor of the positions (arXiv:2306.15595).
-        device: the device of the tables.
-        dtype: the dtype of the tables.
-    """
-    inverse = base ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    """Return cos and sin, each [S, R / 2], for the positions 0 .. seq_length - 1; angles are computed in fp64."""
+    inverse = rope.base ** -(torch.arange(0, rope.dim, 2, dtype=torch.float64) / rope.dim)
     magnitude = 1.0
+    scaling = rope.scaling
     if isinstance(scaling, RopeScaling):
         inverse = _llama3_scaling(inverse, scaling)
     elif scaling is not None:
-        inverse = _yarn(inverse, rotary_dim, base, scaling)
+        inverse = _yarn(inverse, rope.dim, rope.base, scaling)
         magnitude = scaling.magnitude
-    angles = torch.outer(torch.arange(seq_length, dtype=torch.float64) / interpolation, inverse)
+    angles = torch.outer(torch.arange(seq_length, dtype=torch.float64) / rope.interpolation, inverse)
     return (angles.cos() * magnitude).to(device, dtype), (angles.sin() * magnitude).to(device, dtype)
 
 

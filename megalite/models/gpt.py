@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
+from megalite.config.rope_spec import RopeSpec
 from megalite.kernels.dropout import dropout, fold_in
-from megalite.kernels.rope import RopeScaling, Scaling, Yarn, rope_tables
+from megalite.kernels.rope import rope_tables
 from megalite.models.layers import MLPS, build_mixer, check_mixer
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.linear import column_parallel_linear
 from megalite.nn.loss import linear_cross_entropy
-from megalite.nn.micro_batch import RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, Batch
+from megalite.nn.micro_batch import RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, Batch, ForwardContext
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import ParamFactory, RunUnit, call_unit, shapes
 from megalite.nn.recompute import checkpoint_without_output, recompute
@@ -59,21 +60,6 @@ class RecomputeConfig:
         if self.method == "uniform":
             return [(slice(i, i + n), True) for i in range(0, layers, n)]
         return [(slice(i, i + 1), i < n) for i in range(layers)]
-
-
-def rope_scaling(model: ModelConfig) -> Scaling:
-    """Return the scaling of the model's rotary wavelengths, or None."""
-    if model.position_embedding_type == "yarn":
-        return Yarn(
-            model.rotary_scaling_factor,
-            model.yarn_original_max_position_embeddings,
-            model.yarn_beta_fast,
-            model.yarn_beta_slow,
-            model.yarn_correction_range_round_to_int,
-            model.mscale,
-            model.mscale_all_dim,
-        )
-    return RopeScaling(factor=model.rope_scaling_factor) if model.use_rope_scaling else None
 
 
 class Block(nn.Module):
@@ -114,46 +100,47 @@ class Block(nn.Module):
             self.mlp_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
             self.mlp = MLPS[spec.mlp](make_param, name, model, layer, spec, recomputed)
 
-    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return x_sBD after this layer."""
         if self.mixer is None or self.mixer_norm is None:
-            return self._add_mlp(x_sBD, x_sBD, batch)
+            return self._add_mlp(x_sBD, x_sBD, batch, ctx)
         if self.recompute_norms and self.training:
-            a_sBD = checkpoint_without_output(partial(self.mixer_norm, x_sBD), partial(self.mixer, batch=batch))
+            mixer = partial(self.mixer, batch=batch, ctx=ctx)
+            a_sBD = checkpoint_without_output(partial(self.mixer_norm, x_sBD), mixer)
         else:
-            a_sBD = self.mixer(self.mixer_norm(x_sBD), batch)
+            a_sBD = self.mixer(self.mixer_norm(x_sBD), batch, ctx)
         if self.mlp is None or self.mlp_norm is None:
-            return self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
+            return self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch, ctx)
         recomputes_norm_or_mlp = self.training and (self.recompute_norms or self.recompute_mlp)
         if self.parallel_residual or self._dropout_active() or recomputes_norm_or_mlp:
-            h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch)
-            return self._add_mlp(x_sBD if self.parallel_residual else h_sBD, h_sBD, batch)
+            h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch, ctx)
+            return self._add_mlp(x_sBD if self.parallel_residual else h_sBD, h_sBD, batch, ctx)
         h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)  # one kernel for addition and norm
-        return self._dropout_add(self.mlp(n_sBD, batch), h_sBD, RNG_SITE_HIDDEN_2, batch)
+        return self._dropout_add(self.mlp(n_sBD, batch, ctx), h_sBD, RNG_SITE_HIDDEN_2, batch, ctx)
 
-    def _add_mlp(self, m_sBD: Tensor, h_sBD: Tensor, batch: Batch) -> Tensor:
+    def _add_mlp(self, m_sBD: Tensor, h_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return h_sBD + dropout(mlp(norm(m_sBD))); norm or MLP may save only their inputs for backward."""
         norm, mlp = self.mlp_norm, self.mlp
         assert norm is not None and mlp is not None
         recompute_norm = self.recompute_norms and self.training
         recompute_mlp = self.recompute_mlp and self.training
         if recompute_norm and recompute_mlp:
-            y_sBD = recompute(lambda m_sBD: mlp(norm(m_sBD), batch), m_sBD)
+            y_sBD = recompute(lambda m_sBD: mlp(norm(m_sBD), batch, ctx), m_sBD)
         elif recompute_norm:
-            y_sBD = checkpoint_without_output(partial(norm, m_sBD), partial(mlp, batch=batch))
+            y_sBD = checkpoint_without_output(partial(norm, m_sBD), partial(mlp, batch=batch, ctx=ctx))
         elif recompute_mlp:
-            y_sBD = recompute(mlp, norm(m_sBD), batch)
+            y_sBD = recompute(mlp, norm(m_sBD), batch, ctx)
         else:
-            y_sBD = mlp(norm(m_sBD), batch)
-        return self._dropout_add(y_sBD, h_sBD, RNG_SITE_HIDDEN_2, batch)
+            y_sBD = mlp(norm(m_sBD), batch, ctx)
+        return self._dropout_add(y_sBD, h_sBD, RNG_SITE_HIDDEN_2, batch, ctx)
 
     def _dropout_active(self) -> bool:
         return bool(self.dropout_p and self.training)
 
-    def _dropout_add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, batch: Batch) -> Tensor:
+    def _dropout_add(self, y_sBD: Tensor, x_sBD: Tensor, site: int, batch: Batch, ctx: ForwardContext) -> Tensor:
         if not self._dropout_active():
             return x_sBD + y_sBD
-        key = fold_in(self.seed, batch.step, self.layer, site)
+        key = fold_in(self.seed, ctx.step, self.layer, site)
         first = batch.token_positions(self.tp, x_sBD.shape[0])
         return self.dropout(y_sBD, self.dropout_p, key, batch.sample_ids_B, first, x_sBD)
 
@@ -184,13 +171,13 @@ class LMHead(nn.Module):
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return the summed loss ([2] with a z-loss), or logits_SBv without labels."""
         h_sBD = self.norm(x_sBD)
         if batch.labels_SB is None:
             return column_parallel_linear(h_sBD, [self.weight], self.tp)[0]
         args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
-        return linear_cross_entropy(h_sBD, self.weight, *args, z_loss=self.z_loss, loss_grad=batch.loss_grad)
+        return linear_cross_entropy(h_sBD, self.weight, *args, z_loss=self.z_loss, loss_grad=ctx.loss_grad)
 
 
 class Stage(nn.Module):
@@ -241,22 +228,18 @@ class Stage(nn.Module):
             spec = tied_weight if tied else vocab_spec("head", *sizes, std, tied=False)
             shared = self.embedding.word if tied and self.embedding is not None else None
             self.head = LMHead(make_param, model, spec, shared, z_loss)
-        self.rope: tuple[Tensor, Tensor] | None = None
-        if any(layer.use_rope for layer in layers) and not make_param.meta:
-            self.rope = rope_tables(
-                model.max_positions,
-                int(model.head_size * model.rotary_percent),
-                model.rotary_base,
-                rope_scaling(model),
-                interpolation=model.rotary_seq_len_interpolation_factor,
-                device=mesh.device,
-                dtype=torch.float64 if make_param.dtype == torch.float64 else torch.float32,
-            )
+        self.rope_tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        if not make_param.meta:
+            dtype = torch.float64 if make_param.dtype == torch.float64 else torch.float32
+            ropes = dict.fromkeys(layers[layer].rope for layer in layer_ranges[stage_index])
+            self.rope_tables = {
+                rope: rope_tables(model.max_positions, rope, mesh.device, dtype) for rope in ropes if rope is not None
+            }
 
-    def forward(self, input_sBD: Tensor | None, batch: Batch) -> Tensor:
+    def forward(self, input_sBD: Tensor | None, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""
-        x_sBD = self.forward_hidden(input_sBD, batch)
-        return x_sBD if self.head is None else self.run_unit(self.head, x_sBD, batch)
+        x_sBD = self.forward_hidden(input_sBD, batch, ctx)
+        return x_sBD if self.head is None else self.run_unit(self.head, x_sBD, batch, ctx)
 
     @property
     def units(self) -> dict[nn.Module, bool]:
@@ -272,40 +255,38 @@ class Stage(nn.Module):
             units[self.head] = False
         return units
 
-    def forward_hidden(self, input_sBD: Tensor | None, batch: Batch) -> Tensor:
+    def forward_hidden(self, input_sBD: Tensor | None, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return x_sBD after the layers of this stage, before the head."""
         if self.embedding is not None:
-            x_sBD = self.run_unit(self.embedding, batch)
+            x_sBD = self.run_unit(self.embedding, batch, ctx)
         else:
             assert input_sBD is not None, "only the first stage starts from tokens"
             x_sBD = input_sBD
-        batch = self.with_rope(batch)
+        ctx = replace(ctx, rope=self.rope_of(batch))
         blocks = list(self.blocks)
-        run_unit = self.offload(self.run_unit, len(blocks), [x_sBD, *(batch.rope or ())])
+        run_unit = self.offload(self.run_unit, len(blocks), [x_sBD, *itertools.chain(*ctx.rope.values())])
         for group, recomputed in self.recompute.layer_groups(len(blocks)):
             calls = itertools.count()
             recomputed = recomputed and self.training
-            group_batch = replace(batch, in_full_recompute=recomputed)
+            group_ctx = replace(ctx, in_full_recompute=recomputed)
 
             def run(
                 x_sBD: Tensor,
                 blocks: list[nn.Module] = blocks[group],
-                batch: Batch = group_batch,
+                ctx: ForwardContext = group_ctx,
                 calls: Iterator[int] = calls,
             ) -> Tensor:
                 recomputing = next(calls) > 0  # the second call is in backward
                 for block in blocks:
-                    x_sBD = run_unit(block, x_sBD, batch, recomputing=recomputing)
+                    x_sBD = run_unit(block, x_sBD, batch, ctx, recomputing=recomputing)
                 return x_sBD
 
             x_sBD = recompute(run, x_sBD) if recomputed else run(x_sBD)
         return x_sBD
 
-    def with_rope(self, batch: Batch) -> Batch:
-        """Return the batch with the rotary angles of its positions."""
-        if self.rope is None:
-            return batch
+    def rope_of(self, batch: Batch) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
+        """Return cos and sin of the batch's positions, for each kind of rotary positions of this stage."""
         positions: Any = batch.positions_SB
         if positions is None:
             positions = slice(batch.tokens_SB.shape[0]) if batch.cp_positions_S is None else batch.cp_positions_S
-        return replace(batch, rope=(self.rope[0][positions], self.rope[1][positions]))
+        return {rope: (cos[positions], sin[positions]) for rope, (cos, sin) in self.rope_tables.items()}

@@ -1,7 +1,7 @@
 """The parts that layers are built from, by the names that LayerSpec has for them.
 
-A part is a module. It is created by (make_param, name, model, layer, spec, recomputed) and called with (x_sBD, batch);
-its output y_sBD is added to the residual:
+A part is a module. It is created by (make_param, name, model, layer, spec, recomputed) and called with (x_sBD, batch,
+ctx); its output y_sBD is added to the residual:
 
     make_param  creates its parameters on this rank from ParamSpecs (nn/parameter.py)
     name        the prefix of their names: "layers.3.attention"

@@ -21,7 +21,7 @@ from megalite.kernels.dropout import fold_in
 from megalite.kernels.rope import apply_rope, interleaved_to_half
 from megalite.nn.context_parallel import ContextParallelAttention
 from megalite.nn.linear import add_bias, column_parallel_linear, row_parallel_linear
-from megalite.nn.micro_batch import RNG_SITE_ATTENTION, Batch
+from megalite.nn.micro_batch import RNG_SITE_ATTENTION, Batch, ForwardContext
 from megalite.nn.norm import Norm, QKNormAllHeads
 from megalite.nn.parameter import ParamFactory, shapes
 from megalite.nn.recompute import recompute
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.seed = make_param.seed
         self.recompute_core = recompute_core
         self.window = spec.window
-        self.use_rope = spec.use_rope
+        self.rope = spec.rope
         self.cp_comm_type = spec.cp_comm_type
         self.rotate_qk = rotate_qk  # or compiled (models/torch_compile.py)
         D, H, G, K = model.hidden_size, model.num_attention_heads, model.num_kv_groups, model.head_size
@@ -96,7 +96,7 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return y_sBD, the output of the layer before the residual is added."""
         K = self.model.head_size
         kv = self.kv
@@ -106,7 +106,7 @@ class Attention(nn.Module):
             rows = slice(self.kv_group * K, (self.kv_group + 1) * K)
             kv = kv[:, rows]
             kv_bias = None if kv_bias is None else kv_bias[:, rows]
-        q, kv_out = column_parallel_linear(x_sBD, [self.q, kv], self.tp, batch.wgrad_store)
+        q, kv_out = column_parallel_linear(x_sBD, [self.q, kv], self.tp, ctx.wgrad_store)
         q_SBhK = add_bias(q, self.q_bias).unflatten(-1, (-1, K))
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
         if self.qk_norm is not None:
@@ -114,14 +114,13 @@ class Attention(nn.Module):
             q_SBhK, k_SBgK = (x.unflatten(-1, (-1, K)) for x in normed)
         elif self.q_norm is not None and self.k_norm is not None:
             q_SBhK, k_SBgK = self.q_norm(q_SBhK), self.k_norm(k_SBgK)
-        if batch.rope is not None and self.use_rope:
+        if self.rope is not None:
             if self.model.rotary_interleaved:
-                size = 2 * batch.rope[0].shape[-1]
-                q_SBhK, k_SBgK = interleaved_to_half(q_SBhK, size), interleaved_to_half(k_SBgK, size)
-            q_SBhK, k_SBgK = self.rotate_qk(q_SBhK, k_SBgK, *batch.rope)
+                q_SBhK, k_SBgK = (interleaved_to_half(x, self.rope.dim) for x in (q_SBhK, k_SBgK))
+            q_SBhK, k_SBgK = self.rotate_qk(q_SBhK, k_SBgK, *ctx.rope[self.rope])
         dropout = None
         if self.model.attention_dropout and self.training:
-            key = fold_in(self.seed, batch.step, self.layer, RNG_SITE_ATTENTION)
+            key = fold_in(self.seed, ctx.step, self.layer, RNG_SITE_ATTENTION)
             dropout = AttentionDropout(
                 self.model.attention_dropout, key, batch.sample_ids_B, self.tp.shard_start(q_SBhK.shape[2])
             )
@@ -130,20 +129,20 @@ class Attention(nn.Module):
         if self.model.softmax_type == "off-by-one":
             sink = q_SBhK.new_zeros(q_SBhK.shape[2])
         core_kwargs = dict(scale=scale, drop=dropout, documents=batch.documents, window=self.window, sink_H=sink)
-        core = partial(self._select_core_attention(batch), **core_kwargs)
+        core = partial(self._select_core_attention(batch, ctx), **core_kwargs)
         qkv = (q_SBhK, k_SBgK, v_SBgK)
         o_SBhK = recompute(core, *qkv) if self.recompute_core and self.training else core(*qkv)
-        y_sBD = row_parallel_linear(o_SBhK.flatten(-2), self.out, self.tp, wgrad_store=batch.wgrad_store)
+        y_sBD = row_parallel_linear(o_SBhK.flatten(-2), self.out, self.tp, wgrad_store=ctx.wgrad_store)
         return add_bias(y_sBD, self.out_bias)
 
-    def _select_core_attention(self, batch: Batch) -> Callable[..., Tensor]:
+    def _select_core_attention(self, batch: Batch, ctx: ForwardContext) -> Callable[..., Tensor]:
         """Return attention over full samples; with cp, one that exchanges this rank's part with others."""
-        if batch.cache is not None:
-            return partial(batch.cache.attend, self.layer)
+        if ctx.cache is not None:
+            return partial(ctx.cache.attend, self.layer)
         if batch.cp_sharding is None:
             return attention
         context_parallel = ContextParallelAttention(
-            attention, self.cp, batch.cp_sharding, batch.in_full_recompute or (self.recompute_core and self.training)
+            attention, self.cp, batch.cp_sharding, ctx.in_full_recompute or (self.recompute_core and self.training)
         )
         if self.cp_comm_type == "a2a":
             return context_parallel.all_to_all_attention

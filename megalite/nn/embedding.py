@@ -13,7 +13,7 @@ from torch.autograd import Function
 from megalite.config.options import ModelConfig
 from megalite.kernels.dropout import dropout, fold_in
 from megalite.kernels.weight_grad import accumulate_embedding_grad_
-from megalite.nn.micro_batch import RNG_SITE_EMBEDDING, Batch
+from megalite.nn.micro_batch import RNG_SITE_EMBEDDING, Batch, ForwardContext
 from megalite.nn.parameter import MainGrad, ParamFactory, main_grad_of, shapes
 from megalite.parallel.comm import reduce_scatter_sequence
 from megalite.parallel.spec import Normal, ParamSpec
@@ -74,7 +74,7 @@ class Embedding(nn.Module):
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return x_sBD. Without `positions_SB`, the learned positions are those in the sample."""
         tp, rows, tokens_SB = self.tp, self.word.shape[0], batch.tokens_SB
         if tp.size == 1:
@@ -93,7 +93,7 @@ class Embedding(nn.Module):
             else:
                 x_sBD = x_sBD + embedding_lookup(positions_SB[shard], self.position)
         if self.dropout_p and self.training:
-            key = fold_in(self.seed, batch.step, -1, RNG_SITE_EMBEDDING)
+            key = fold_in(self.seed, ctx.step, -1, RNG_SITE_EMBEDDING)
             positions = batch.token_positions(tp, x_sBD.shape[0])
             x_sBD = dropout(x_sBD, self.dropout_p, key, batch.sample_ids_B, positions)
         return x_sBD

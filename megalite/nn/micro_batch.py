@@ -1,10 +1,12 @@
-"""A micro-batch as the layers get it, and the sites of random numbers."""
+"""What the layers get in a forward pass: a micro-batch and a context; and the sites of random numbers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from megalite.config.rope_spec import RopeSpec
 from megalite.kernels.attention import Documents
 from megalite.nn.sequence_sharding import SequenceSharding
 from megalite.nn.wgrad_store import WeightGradStore
@@ -20,7 +22,7 @@ class MixerCache(Protocol):
     length        number of positions per sample
     positions_SB  position of each token of this pass
     num_new_B     number of tokens of each sample in this pass; those after them are padding, to be overwritten later
-    states        the state of each layer whose mixer is not attention; the mixer sets and updates it
+    states        what mixers keep, by layer; a mixer sets and updates the state of its layer
     """
 
     length: int
@@ -37,46 +39,56 @@ class MixerCache(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: this rank's S tokens of each of its B samples. A Stage adds rope and in_full_recompute.
+    """The data of one micro-batch: this rank's S tokens of each of its B samples.
 
     labels_SB     None: the last stage returns logits_SBv
     mask_SB       1 where a token counts; None: all count
-    sample_ids_B  global sample numbers, and step, the training step: coordinates of dropout
+    sample_ids_B  global sample numbers: coordinates of dropout
     positions_SB  position of each token; None: 0 .. S - 1
     documents     documents of the full samples, which limit attention (kernels/attention.py); None: a sample is one
+    cp_sharding   sharding of the samples over cp; None: they are not sharded
+    cp_positions_S  the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
     num_targets   number of labels that count, if the loader has counted them
     num_unpadded  number of tokens that are not padding
     padding_SB    True for padding, which routers do not count; None: there is no padding
-    loss_grad     the gradient that the loss will get in backward (nn/loss.py); None: unknown
-    token_weight  counted labels per unpadded token in the step: gradients are divided by the number of labels, but the
-                  losses of routers are means over unpadded tokens
-    wgrad_store   deferred weight gradients (nn/wgrad_store.py); None: none are deferred
-    cp_sharding   sharding of the samples over cp; None: they are not sharded
-    cp_positions_S  the position in its sample of each of the rank's S tokens; None: 0 .. S - 1
-    rope          cos and sin, [S, K / 2] or [S, B, K / 2]; None: no rotary positions
-    in_full_recompute  the layers are recomputed in backward as a whole
-    cache         what mixers keep of earlier positions in generation; None: the samples are complete
     """
 
     tokens_SB: Tensor
     labels_SB: Tensor | None
     mask_SB: Tensor | None
     sample_ids_B: Tensor
-    step: int
     positions_SB: Tensor | None = None
     documents: Documents | None = None
-    loss_grad: float | Tensor | None = None
-    token_weight: float | Tensor = 1.0
-    wgrad_store: WeightGradStore | None = None
     cp_sharding: SequenceSharding | None = None
     cp_positions_S: Tensor | None = None
     num_targets: int = 0
     num_unpadded: int = 0
     padding_SB: Tensor | None = None
-    rope: tuple[Tensor, Tensor] | None = None
-    in_full_recompute: bool = False
-    cache: MixerCache | None = None
 
     def token_positions(self, tp: Axis, s: int) -> int | Tensor:
         """Return the positions of the s tokens of a tp rank: the first one if they are consecutive, otherwise each."""
         return tp.shard_start(s) if self.cp_positions_S is None else self.cp_positions_S[tp.shard_slice(s)]
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """What a forward pass knows besides its data. The pipeline adds wgrad_store, a Stage rope and in_full_recompute.
+
+    step          number of the training step: a coordinate of dropout
+    loss_grad     the gradient that the loss will get in backward (nn/loss.py); None: there is no backward, or it is
+                  unknown
+    token_weight  counted labels per unpadded token in the step: gradients are divided by the number of labels, but the
+                  losses of layers are means over unpadded tokens
+    wgrad_store   deferred weight gradients (nn/wgrad_store.py); None: none are deferred
+    rope          cos and sin of the tokens' positions, [S, R / 2] or [S, B, R / 2]
+    in_full_recompute  the layers are recomputed in backward as a whole
+    cache         what mixers keep of earlier positions in generation; None: the samples are complete
+    """
+
+    step: int = 0
+    loss_grad: float | Tensor | None = None
+    token_weight: float | Tensor = 1.0
+    wgrad_store: WeightGradStore | None = None
+    rope: Mapping[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    in_full_recompute: bool = False
+    cache: MixerCache | None = None

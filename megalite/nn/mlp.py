@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalite.config.options import ModelConfig
 from megalite.kernels.activation import get_activation
 from megalite.nn.linear import add_bias, column_parallel_linear, row_parallel_linear
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, shapes
 from megalite.parallel.spec import Constant, Normal, ParamSpec
 
@@ -48,8 +48,8 @@ class MLP(nn.Module):
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return y_sBD, the output of the block before the residual is added."""
-        (u_SBf,) = column_parallel_linear(x_sBD, [self.up], self.tp, batch.wgrad_store)
-        y_sBD = row_parallel_linear(u_SBf, self.down, self.tp, self.activation, self.up_bias, batch.wgrad_store)
+        (u_SBf,) = column_parallel_linear(x_sBD, [self.up], self.tp, ctx.wgrad_store)
+        y_sBD = row_parallel_linear(u_SBf, self.down, self.tp, self.activation, self.up_bias, ctx.wgrad_store)
         return add_bias(y_sBD, self.down_bias)

@@ -24,7 +24,7 @@ from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.gated_matmul import down_gradients, up_matmul
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.permute import expert_of_rows, inverse_permutation, sort_by_expert, unpermute
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.mlp import MLP
 from megalite.nn.parameter import MainGrad, ParamFactory, main_grad_of, shapes
 from megalite.nn.recompute import recompute
@@ -175,26 +175,26 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return y_sBD, the output of the layer before the residual is added."""
-        probs_NK, ids_NK = self.router(x_sBD, batch)
-        compute = partial(_ExpertMLP.apply, self.up, self.down, self.activation, batch.wgrad_store)
+        probs_NK, ids_NK = self.router(x_sBD, batch, ctx)
+        compute = partial(_ExpertMLP.apply, self.up, self.down, self.activation, ctx.wgrad_store)
         biases = (self.etp.shard_start(self.biases[1].shape[1]) if self.biases else 0, *self.biases)
         if self.ep_etp.size == 1:
             y_sBD = compute(x_sBD, probs_NK, ids_NK, None, *biases)
-            shared_sBD = self._run_shared_expert(x_sBD, batch)
+            shared_sBD = self._run_shared_expert(x_sBD, batch, ctx)
         else:
             dispatched = start_dispatch(x_sBD, probs_NK, ids_NK, self.num_local_experts, self.etp.size, self.ep_etp)
-            shared_sBD = self._run_shared_expert(x_sBD, batch)
+            shared_sBD = self._run_shared_expert(x_sBD, batch, ctx)
             y_sBD = combine_tokens(compute(*dispatched.receive(x_sBD, probs_NK), *biases), dispatched).view_as(x_sBD)
         return y_sBD if shared_sBD is None else y_sBD + shared_sBD
 
-    def _run_shared_expert(self, x_sBD: Tensor, batch: Batch) -> Tensor | None:
+    def _run_shared_expert(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor | None:
         """Return the output of the shared expert; None if there is none."""
         if self.shared_expert is None:
             return None
         if self.recompute_shared and self.training:
-            y_sBD = recompute(self.shared_expert, x_sBD, batch)
+            y_sBD = recompute(self.shared_expert, x_sBD, batch, ctx)
         else:
-            y_sBD = self.shared_expert(x_sBD, batch)
+            y_sBD = self.shared_expert(x_sBD, batch, ctx)
         return y_sBD if self.shared_gate is None else y_sBD * (x_sBD @ self.shared_gate)[..., None].sigmoid()

@@ -8,8 +8,9 @@
 Every tp and cp rank routes its own tokens. The lower expert wins a tie, on every device. With groups (arXiv:2412.19437,
 sec. 2.1.2) only experts of a token's best groups can be selected.
 
-Auxiliary losses are weighted by the loss's weight times labels per token (Batch.token_weight), so that they are means
-over tokens for any number of labels and any layout. Padding is routed, but is not part of any count, loss or balance.
+Auxiliary losses are weighted by the loss's weight times labels per token (ForwardContext.token_weight), so that they
+are means over tokens for any number of labels and any layout. Padding is routed, but is not part of any count, loss or
+balance.
 With f_i the assignments of expert i over their mean, and P the softmax, or the sigmoid over its sum, of each token n:
     aux_loss          sum_n sum_i f_i P_ni      f: of a micro-batch, over all ranks of tp and cp       arXiv:2101.03961
     seq_aux_loss      the same                  f: of each sample                                      arXiv:2412.19437
@@ -30,7 +31,7 @@ from megalite.config.options import ModelConfig
 from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.dropout import fold_in, hash_coordinates
 from megalite.kernels.weight_grad import accumulate_weight_grad_
-from megalite.nn.micro_batch import RNG_SITE_ROUTER, Batch
+from megalite.nn.micro_batch import RNG_SITE_ROUTER, Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, main_grad_of, shapes
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import Box, Constant, Normal, ParamSpec, TensorShard
@@ -66,17 +67,25 @@ def _softmax_backward(P: Tensor, dP: Tensor) -> Tensor:
 class _RouterFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_sBD: Tensor, weight: Tensor, logit_bias: Tensor | None, router: "Router", batch: Batch
+        ctx: Any,
+        x_sBD: Tensor,
+        weight: Tensor,
+        logit_bias: Tensor | None,
+        router: "Router",
+        batch: Batch,
+        forward_ctx: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
         ctx.router = router
         ctx.main_grad = main_grad_of(weight)
-        ctx.loss_weight = None if batch.loss_grad is None else batch.loss_grad * batch.token_weight
+        ctx.loss_weight = None
+        if forward_ctx.loss_grad is not None:
+            ctx.loss_weight = forward_ctx.loss_grad * forward_ctx.token_weight
         ctx.padding_N1 = padding_N1 = router.padding(x_sBD, batch)
         logits_NE = router.logits(x_sBD, weight)
         force_balance = router.model.moe_router_force_load_balancing
         scores_NE = router.scores(logits_NE)
         if force_balance:
-            ids_NK = router.select_experts(router.random_scores(x_sBD, batch), None)
+            ids_NK = router.select_experts(router.random_scores(x_sBD, batch, forward_ctx.step), None)
         elif router.sinkhorn and router.training:
             ids_NK = router.select_experts(router.sinkhorn_scores(logits_NE, padding_N1), router.expert_bias)
         else:
@@ -103,7 +112,7 @@ class _RouterFunction(Function):
             x_ND = x_sBD.flatten(0, 1).to(grad.dtype)
             accumulate_weight_grad_(grad, dlogits_NE.to(grad.dtype), x_ND, overwrite=overwrite)
             dweight = None
-        return dx_sBD, dweight, dbias, None, None
+        return dx_sBD, dweight, dbias, None, None, None
 
 
 class Router(nn.Module):
@@ -155,12 +164,12 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Return probs_NK in fp32 or fp64, and ids_NK, of this rank's N = s * B tokens.
 
-        If batch.loss_grad is None, there are no auxiliary losses.
+        If ctx.loss_grad is None, there are no auxiliary losses.
         """
-        return _RouterFunction.apply(x_sBD, self.weight, self.logit_bias, self, batch)  # type: ignore[return-value]
+        return _RouterFunction.apply(x_sBD, self.weight, self.logit_bias, self, batch, ctx)  # type: ignore[return-value]
 
     def buffer_shards(self) -> list[TensorShard]:
         """Return the bias, which every rank has in full, as a shard of a checkpoint: a view that loading may write."""
@@ -221,14 +230,14 @@ class Router(nn.Module):
             return zeros.scatter_(1, ids_NK, _softmax_backward(selected.softmax(-1), dselected))
         return _softmax_backward(scores_NE, zeros.scatter_(1, ids_NK, dselected))
 
-    def random_scores(self, x_sBD: Tensor, batch: Batch) -> Tensor:
+    def random_scores(self, x_sBD: Tensor, batch: Batch, step: int) -> Tensor:
         """Return a random number for each token and expert, [N, E], a function of the token's position in the run."""
         s, device = x_sBD.shape[0], x_sBD.device
         positions = batch.token_positions(self.tp, s)
         if not isinstance(positions, Tensor):
             positions = torch.arange(positions, positions + s, device=device)
         experts = torch.arange(self.num_experts, device=device)
-        key = fold_in(self.seed, batch.step, self.layer, RNG_SITE_ROUTER)
+        key = fold_in(self.seed, step, self.layer, RNG_SITE_ROUTER)
         return hash_coordinates(key, positions[:, None, None], batch.sample_ids_B[:, None], experts).flatten(0, 1)
 
     def padding(self, x_sBD: Tensor, batch: Batch) -> Tensor | None:

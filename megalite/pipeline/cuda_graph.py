@@ -9,7 +9,8 @@ wait for Python.
 With dp > 1, weights are all-gathered during the first micro-batch and gradients are reduced during the last one.
 
 A graph repeats kernels with the same arguments, so values that change between micro-batches are in tensors with a fixed
-address: a static batch, into which each batch is copied, and loss_grad (it depends on batch size and loss scale).
+address: a static batch and a static context, into which those of each micro-batch are copied. Numbers of the context
+that change (loss_grad depends on batch size and loss scale) become tensors.
 Graphs always accumulate gradients and never overwrite them, so gradients are zeroed first. A replay runs no Python, so
 no hook of a parameter reports its gradient to the buffer. The first micro-batch of a shape runs eagerly, since
 compiling a kernel or loading a library cannot be captured; the second one is captured. The graph keeps the memory of a
@@ -23,15 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.parallel.streams import CudaGraph, Stream, on_stream
 from megalite.pipeline.runtime import InFlight, Pipeline
 
 
 @dataclasses.dataclass(frozen=True)
 class CapturedMicroBatch:
-    """A captured graph of one micro-batch: its replay reads `static_batch` and writes `losses`."""
+    """A captured graph of one micro-batch: its replay reads the tensors of `batch` and `ctx`, and writes `losses`."""
 
-    static_batch: Any
+    batch: Batch
+    ctx: ForwardContext
     losses: Tensor
     graph: CudaGraph
 
@@ -65,55 +68,54 @@ class CudaGraphPipeline(Pipeline):
         self.eager_first_and_last = eager_first_and_last
         self.stream = stream
         self.enabled = True  # if False, or if a timeline is recorded, steps are eager
-        self._loss_grad = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        # By the signature of the batch. None: the signature has occurred once.
+        # By the signature of batch and context. None: the signature has occurred once.
         self._captured: dict[tuple[Any, ...], CapturedMicroBatch | None] = {}
 
-    def step(self, batches: Sequence[Any], loss_grad: float, more_microbatches: bool = False) -> Tensor:
+    def step(self, batches: Sequence[Batch], ctx: ForwardContext, more_microbatches: bool = False) -> Tensor:
         """Run forward and backward of all micro-batches, as Pipeline.step does."""
         inner = batches[1:-1] if self.eager_first_and_last else batches
         with on_stream(self.stream):
             if not inner or not self.enabled or self.timeline is not None:
-                return super().step(batches, loss_grad, more_microbatches)
+                return super().step(batches, ctx, more_microbatches)
             total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
             if self.eager_first_and_last:
-                total += super().step(batches[:1], loss_grad, more_microbatches=True)
+                total += super().step(batches[:1], ctx, more_microbatches=True)
             self.zero_unwritten_grads()
-            self._loss_grad.fill_(loss_grad)
             for batch in inner:
-                losses = self._replay(batch, loss_grad)
+                losses = self._replay(batch, ctx)
                 total[: len(losses)] += losses
             if self.eager_first_and_last:
-                total += super().step(batches[-1:], loss_grad, more_microbatches)
+                total += super().step(batches[-1:], ctx, more_microbatches)
             return total
 
-    def _replay(self, batch: Any, loss_grad: float) -> Tensor:
+    def _replay(self, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Run one micro-batch: eagerly the first time that its signature occurs, then as a graph. Return its losses."""
-        signature = tuple(_signature(name, value) for name, value in vars(batch).items())
+        signature = _signature(batch) + _signature(ctx)
         if signature not in self._captured:
             self._captured[signature] = None
-            return super().step([batch], loss_grad, more_microbatches=True)
+            return super().step([batch], ctx, more_microbatches=True)
         captured = self._captured[signature]
         if captured is None:
-            captured = self._captured[signature] = self._capture(batch)
-        for name, value in vars(batch).items():
-            if isinstance(value, Tensor):
-                getattr(captured.static_batch, name).copy_(value)
+            captured = self._captured[signature] = self._capture(batch, ctx)
+        _fill_tensors(captured.batch, batch)
+        _fill_tensors(captured.ctx, ctx)
         with self.mesh.phase_timer.span("graph", "replay"):
             captured.graph.replay()
         return captured.losses
 
-    def _capture(self, batch: Any) -> CapturedMicroBatch:
-        """Capture a micro-batch like `batch`."""
-        tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        static_batch = dataclasses.replace(batch, **tensors)
+    def _capture(self, batch: Batch, ctx: ForwardContext) -> CapturedMicroBatch:
+        """Capture a micro-batch with the shapes of `batch` and the options of `ctx`."""
+        static_batch = dataclasses.replace(batch, **_cloned_tensors(batch))
+        assert ctx.loss_grad is not None
+        loss_grad = torch.as_tensor(ctx.loss_grad, dtype=torch.float64, device=self.mesh.device)
+        static_ctx = dataclasses.replace(ctx, **(_cloned_tensors(ctx) | {"loss_grad": loss_grad}))
         graph = self.new_graph()
         losses: list[Tensor] = []
 
         def forward_backward() -> None:
             flight = InFlight()
-            losses.append(self._forward(flight, (0, 0), 0, static_batch, self._loss_grad))
-            self._backward(flight, (0, 0), self._loss_grad)
+            losses.append(self._forward(flight, (0, 0), 0, static_batch, static_ctx))
+            self._backward(flight, (0, 0), static_ctx)
 
         timer = self.mesh.phase_timer
         was_timed = timer.timed
@@ -125,17 +127,37 @@ class CudaGraphPipeline(Pipeline):
             raise RuntimeError(text) from error
         finally:
             timer.timed = was_timed
-        return CapturedMicroBatch(static_batch, losses[0], graph)
+        return CapturedMicroBatch(static_batch, static_ctx, losses[0], graph)
 
 
-def _signature(name: str, value: Any) -> Any:
-    """Return the properties of a batch's field for which a graph is captured.
+def _cloned_tensors(values: Batch | ForwardContext) -> dict[str, Tensor]:
+    """Return copies of the tensors among the fields of a batch or a context."""
+    return {name: value.clone() for name, value in vars(values).items() if isinstance(value, Tensor)}
+
+
+def _fill_tensors(static: Batch | ForwardContext, values: Batch | ForwardContext) -> None:
+    """Copy the values of a micro-batch into the tensors of a captured one."""
+    for name, tensor in vars(static).items():
+        if isinstance(tensor, Tensor):
+            value = getattr(values, name)
+            if isinstance(value, Tensor):
+                tensor.copy_(value)
+            else:
+                tensor.fill_(value)
+
+
+def _signature(values: Batch | ForwardContext) -> tuple[Any, ...]:
+    """Return the properties of the fields for which a graph is captured.
 
     They are all but the elements of a tensor. Numbers are not part of what the graph computes. Raises TypeError for
     values of other types.
     """
-    if isinstance(value, Tensor):
-        return name, value.shape, value.dtype
-    if value is not None and not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r}: a graph holds tensors of one shape only")
-    return name, value is None
+    signature: list[Any] = []
+    for name, value in vars(values).items():
+        if isinstance(value, Tensor):
+            signature.append((name, value.shape, value.dtype))
+        elif value is None or isinstance(value, int | float) or value == {}:
+            signature.append((name, value is None))
+        else:
+            raise TypeError(f"{name}={value!r}: a graph holds tensors of one shape only")
+    return tuple(signature)

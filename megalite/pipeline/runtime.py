@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.common.fault_injection import inject_fault
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import MainGrad
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.comm import Pending, start_p2p
@@ -157,12 +158,12 @@ class Pipeline:
         self.timeline: list[TimedAction] | None = None  # set to [] to record the next step
         self._last_arrival = 0.0  # time at which the wait for the last message ended
 
-    def step(self, batches: Sequence[Any], loss_grad: float, more_microbatches: bool = False) -> Tensor:
+    def step(self, batches: Sequence[Batch], ctx: ForwardContext, more_microbatches: bool = False) -> Tensor:
         """Run forward and backward of all micro-batches.
 
         Args:
             batches: the micro-batches.
-            loss_grad: gradient of every loss: the gradients are those of loss_grad * (sum of all losses).
+            ctx: the context of all forwards: the gradients are those of ctx.loss_grad * (sum of all losses).
             more_microbatches: True if another call of the same training step follows, so that none of these backwards
                 is the last of its chunk.
 
@@ -172,18 +173,19 @@ class Pipeline:
         actions_by_rank = build_schedule(
             self.schedule, self.mesh.pp.size, len(batches), len(self.stages), self.group_size, self.split_backward
         )
-        return self._run_actions(actions_by_rank, batches, loss_grad, more_microbatches)
+        return self._run_actions(actions_by_rank, batches, ctx, more_microbatches)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Any]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch], ctx: ForwardContext) -> Tensor:
         """Run forwards only, in evaluation mode; return the sum of the losses (zero except on the last stage)."""
+        assert ctx.loss_grad is None
         for stage in self.stages:
             stage.eval()
         try:
             actions_by_rank = build_schedule(
                 FORWARD_ONLY, self.mesh.pp.size, len(batches), len(self.stages), self.group_size
             )
-            return self._run_actions(actions_by_rank, batches, None)[0]
+            return self._run_actions(actions_by_rank, batches, ctx)[0]
         finally:
             for stage in self.stages:
                 stage.train()
@@ -191,11 +193,11 @@ class Pipeline:
     def _run_actions(
         self,
         actions_by_rank: tuple[tuple[Action, ...], ...],
-        batches: Sequence[Any],
-        loss_grad: float | None,
+        batches: Sequence[Batch],
+        ctx: ForwardContext,
         more_microbatches: bool = False,
     ) -> Tensor:
-        """Run this rank's actions: forwards only if `loss_grad` is None. Return the sums of `step`."""
+        """Run this rank's actions: forwards only if `ctx.loss_grad` is None. Return the sums of `step`."""
         mesh = self.mesh
         flight = InFlight()
         total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -214,14 +216,13 @@ class Pipeline:
             last_in_step = last_microbatch.get(action.stage) == action.microbatch
             if action.op is Op.F:
                 with mesh.phase_timer.span("forward", action):
-                    losses = self._forward(flight, key, chunk, batches[action.microbatch], loss_grad)
+                    losses = self._forward(flight, key, chunk, batches[action.microbatch], ctx)
                 total[: len(losses)] += losses
             elif action.op is Op.B:
-                assert loss_grad is not None
                 if not self.split_backward and key in ends_pass:
                     self.param_sync.set_last_backward(chunk, None, last_in_step)
                 with mesh.phase_timer.span("backward", action):
-                    self._backward(flight, key, loss_grad)
+                    self._backward(flight, key, ctx)
             elif action.op is Op.W:
                 wgrad_store = flight.wgrad_stores.pop(key)
                 if key in ends_pass:
@@ -235,7 +236,7 @@ class Pipeline:
             elif action.op is Op.RESHARD:
                 self.param_sync.reshard(chunk)
             elif action.op in (Op.SEND_F, Op.SEND_B):
-                self._send(flight, action, batches[action.microbatch])
+                self._send(flight, action, ctx.step)
             else:
                 self._receive(flight, action, batches[action.microbatch])
             if self.timeline is not None and not is_sharding_op:
@@ -245,16 +246,16 @@ class Pipeline:
             self._wait_for_message(message, "what was sent")
         return total
 
-    def _send(self, flight: InFlight, action: Action, batch: Any) -> None:
+    def _send(self, flight: InFlight, action: Action, step: int) -> None:
         tensor = flight.outgoing.pop((action.stage, action.microbatch)).contiguous()
-        inject_fault("pipeline.message", self.mesh.world.rank, batch.step, tensor)
+        inject_fault("pipeline.message", self.mesh.world.rank, step, tensor)
         flight.sends = [message for message in flight.sends if not message.is_completed()]
         flight.sends.append(self._start_p2p(SEND, action, tensor))
         # gloo never reports that a send is complete, so the filter above removes none
         if len(flight.sends) > MAX_SENDS_IN_FLIGHT and self.mesh.device.type == "cpu":
             self._wait_for_message(flight.sends.pop(0), "what was sent")
 
-    def _receive(self, flight: InFlight, action: Action, batch: Any) -> None:
+    def _receive(self, flight: InFlight, action: Action, batch: Batch) -> None:
         seq_length, batch_size = batch.tokens_SB.shape[:2]
         shape = (seq_length // self.mesh.tp.size, batch_size, self.hidden_size)
         tensor = torch.empty(shape, dtype=self.dtype, device=self.mesh.device)
@@ -267,20 +268,19 @@ class Pipeline:
         self._last_arrival = self._elapsed(0.0)
         return tensor
 
-    def _forward(self, flight: InFlight, key: Key, chunk: int, batch: Any, loss_grad: float | Tensor | None) -> Tensor:
+    def _forward(self, flight: InFlight, key: Key, chunk: int, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Run one forward; return [loss] or [loss, z-loss] on the last stage, else an empty tensor."""
         stage = key[0]
-        needs_backward = loss_grad is not None
+        needs_backward = ctx.loss_grad is not None
         x = None
         if stage > 0:
             x = self._wait_for_message(flight.incoming.pop((Op.RECV_F, *key)), Action(Op.RECV_F, *key))
             if needs_backward:
                 flight.inputs[key] = x.requires_grad_()
-        # the loss needs loss_grad in forward, where it computes its gradients (nn/loss.py)
-        batch_fields: dict[str, Any] = {"loss_grad": loss_grad}
         if needs_backward and self.split_backward:
-            batch_fields["wgrad_store"] = flight.wgrad_stores[key] = WeightGradStore()
-        y = self.stages[chunk](x, replace(batch, **batch_fields))
+            wgrad_store = flight.wgrad_stores[key] = WeightGradStore()
+            ctx = replace(ctx, wgrad_store=wgrad_store)
+        y = self.stages[chunk](x, batch, ctx)
         if needs_backward:
             flight.output_edges[key] = y if stage == self.last_stage else get_gradient_edge(y)
         if stage == self.last_stage:
@@ -288,8 +288,10 @@ class Pipeline:
         flight.outgoing[key] = y.detach()
         return y.new_empty(0, dtype=torch.float64)
 
-    def _backward(self, flight: InFlight, key: Key, loss_grad: float | Tensor) -> None:
+    def _backward(self, flight: InFlight, key: Key, ctx: ForwardContext) -> None:
         stage = key[0]
+        loss_grad = ctx.loss_grad
+        assert loss_grad is not None
         edge = flight.output_edges.pop(key)
         if stage == self.last_stage:
             loss = edge

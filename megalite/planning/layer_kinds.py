@@ -1,6 +1,7 @@
 """The kinds of layers of a model, the cost of each kind, and the costs of stages as sums over their layers."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
+from megalite.config.rope_spec import RopeSpec
 from megalite.models.gpt import Block, LMHead, RecomputeConfig
 from megalite.nn.activation_offload import ActivationOffload
 from megalite.nn.embedding import Embedding, vocab_spec
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, call_unit
 from megalite.nn.recompute import recompute
 from megalite.nn.sequence_sharding import SequenceSharding, shard_sequence
@@ -148,19 +150,25 @@ def _layers_cost(
         for kind in kinds
     ]
     wgrad_store = WeightGradStore() if setting.split_backward else None
-    batch = _batch_of_layers(kinds, setting, wgrad_store, full_recompute)
+    batch = _batch_of_layers(kinds[0].model, setting)
+    ctx = ForwardContext(
+        loss_grad=1.0,
+        wgrad_store=wgrad_store,
+        rope=_rope_of_layers(kinds, len(batch.tokens_SB)),
+        in_full_recompute=full_recompute,
+    )
     has_offload = offload_min_numel is not None
     offload = ActivationOffload(1 if has_offload else 0, offload_min_numel or 0, META)
 
     def run(x: Tensor) -> Tensor:
         if has_offload:
             x = x.clone()  # the graph keeps its leaves
-        resident = list(batch.rope or ())
+        resident = [*itertools.chain(*ctx.rope.values())]
         if first_in_stage:
             resident.append(x)
         run_unit = offload(call_unit, 1, resident)
         for block in blocks:
-            x = run_unit(block, x, batch)
+            x = run_unit(block, x, batch, ctx)
         return x
 
     def forward(x: Tensor) -> Tensor:
@@ -179,29 +187,24 @@ def _layers_cost(
     )
 
 
-def _batch_of_layers(
-    kinds: Sequence[LayerKind], setting: LayerSetting, wgrad_store: WeightGradStore | None, full_recompute: bool
-) -> Batch:
+def _batch_of_layers(model: ModelConfig, setting: LayerSetting) -> Batch:
     """Return the micro-batch that layers get from their stage."""
-    model = kinds[0].model
     token_ids = setting.token_ids(model)
-    rope = None
-    if any(kind.spec.use_rope for kind in kinds):
-        rope_shape = len(token_ids), int(model.head_size * model.rotary_percent) // 2
-        rope = torch.empty(rope_shape, device=META), torch.empty(rope_shape, device=META)
     return Batch(
         tokens_SB=token_ids,
         labels_SB=None,
         mask_SB=None,
         sample_ids_B=token_ids[0],
-        step=0,
-        loss_grad=1.0,
-        wgrad_store=wgrad_store,
         cp_sharding=setting.cp_sharding,
         cp_positions_S=None if setting.cp_sharding is None else token_ids[:, 0],
-        rope=rope,
-        in_full_recompute=full_recompute,
     )
+
+
+def _rope_of_layers(kinds: Sequence[LayerKind], length: int) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
+    """Return the cos and sin that layers get from their stage for `length` tokens, in fp32."""
+    ropes = dict.fromkeys(kind.spec.rope for kind in kinds)
+    shapes = {rope: (length, rope.dim // 2) for rope in ropes if rope is not None}
+    return {rope: (torch.empty(shape, device=META), torch.empty(shape, device=META)) for rope, shape in shapes.items()}
 
 
 @functools.lru_cache(maxsize=256)
@@ -221,9 +224,10 @@ def head_cost(
     spec = vocab_spec("head", padded_vocab_size, vocab_size, model.hidden_size, 0.0, False)
     head = recorder.exclude_params(LMHead(setting.param_factory(recorder), model, spec, None, z_loss))
     token_ids = setting.token_ids(model)
-    batch = Batch(token_ids, token_ids, None, token_ids[0], 0, loss_grad=1.0)
+    batch = Batch(token_ids, token_ids, None, token_ids[0])
+    ctx = ForwardContext(loss_grad=1.0)
     with recorder:
-        return recorder.measure(lambda x: head(x, batch), [setting.hidden_states(model)], torch.ones_like)
+        return recorder.measure(lambda x: head(x, batch, ctx), [setting.hidden_states(model)], torch.ones_like)
 
 
 @functools.lru_cache(maxsize=256)
@@ -233,9 +237,9 @@ def embedding_cost(model: ModelConfig, setting: LayerSetting, vocab_size: int, p
     spec = vocab_spec("embedding.word", padded_vocab_size, vocab_size, model.hidden_size, 0.0, False)
     embedding = recorder.exclude_params(Embedding(setting.param_factory(recorder), spec, model))
     token_ids = setting.token_ids(model)
-    batch = Batch(token_ids, None, None, token_ids[0], 0)
+    batch = Batch(token_ids, None, None, token_ids[0])
     with recorder:
-        return recorder.measure(lambda: embedding(batch), [], torch.empty_like)
+        return recorder.measure(lambda: embedding(batch, ForwardContext()), [], torch.empty_like)
 
 
 @functools.lru_cache(maxsize=256)

@@ -72,7 +72,6 @@ def to_host_batch(
         labels_SB=shard(micro.tokens[:, 1:]),
         mask_SB=mask_SB,
         sample_ids_B=to_tensor(micro.sample_ids),
-        step=0,
         positions_SB=positions_SB,
         documents=batch_documents,
         cp_sharding=sharding,
@@ -93,10 +92,10 @@ def _documents(document_start_BT: NDArray[np.generic], document_start_BS: Tensor
     return Documents(tuple(spans), document_start_BS)
 
 
-def to_device(batch: Batch, device: torch.device, step: int) -> Batch:
-    """Copy the batch to the device, as a batch of `step`; copies from pinned memory do not block the host."""
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copy the batch to the device; copies from pinned memory do not block the host."""
     to = functools.partial(Tensor.to, device=device, non_blocking=True)
     copies: dict[str, Any] = {name: to(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
     if batch.documents is not None:
         copies["documents"] = batch.documents._replace(document_start_BS=to(batch.documents.document_start_BS))
-    return replace(batch, step=step, **copies)
+    return replace(batch, **copies)

@@ -152,8 +152,8 @@ def _run_step(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
         "gradients": run.buffer.grads.nbytes,
         "optimizer": sum(tensor.nbytes for tensor in optimizer_tensors),
     }
-    if rotary_bytes := sum(table.nbytes for stage in stages for table in stage.rope or ()):
-        parts["rotary tables"] = rotary_bytes
+    if rotary_tables := [table for stage in stages for pair in stage.rope_tables.values() for table in pair]:
+        parts["rotary tables"] = sum(table.nbytes for table in rotary_tables)
     return RankDryRun(
         mesh=run.mesh,
         layers={number: plan.layer_ranges[number] for number in plan.placement.stages_of_rank(run.mesh.pp.rank)},

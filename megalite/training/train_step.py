@@ -8,13 +8,12 @@ two more numbers are summed before the forward passes (`_labels_per_token`).
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from megalite.common.fault_injection import inject_fault
 from megalite.config.run_options import DETERMINISM_REPORTS
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.parallel.comm import all_reduce_
 from megalite.training.batch import to_device
 from megalite.training.logging.timers import Timers
@@ -54,15 +53,17 @@ def train_step(
         inject_fault("data.get", mesh.world.rank, step)
         host_batches, _ = run.train_loader.get(progress.consumed_samples, batch_size)
     data_s = time.perf_counter() - start
-    token_weight = _labels_per_token(run, host_batches)
-    batches = [replace(to_device(batch, mesh.device, step), token_weight=token_weight) for batch in host_batches]
+    batches = [to_device(batch, mesh.device) for batch in host_batches]
     # Gradients are divided by the number of tokens of the batch, masked or not, to keep them in the range of the dtype;
     # `_update` corrects that to the number of labels.
     num_tokens = batch_size * run.seq_length
+    ctx = ForwardContext(
+        step, loss_grad=run.loss_scaler.scale / num_tokens, token_weight=_labels_per_token(run, host_batches)
+    )
 
     with timers("forward-backward", 1):
         run.expert_balancer.reset()
-        losses = run.pipeline.step(batches, run.loss_scaler.scale / num_tokens)
+        losses = run.pipeline.step(batches, ctx)
     inject_fault("step.after_forward_backward", mesh.world.rank, step, losses)
     with timers("all-grads-sync", 1):
         run.buffer.finish_grad_sync()
@@ -72,7 +73,7 @@ def train_step(
     def reduce_sums(losses: torch.Tensor) -> StepSums:
         return _reduce_step_sums(run, losses, host_batches, want_stop, count_zeros, num_tokens)
 
-    sums, anomaly, replica_mismatch = _validate_step(run, batches, losses, reduce_sums)
+    sums, anomaly, replica_mismatch = _validate_step(run, batches, ctx, losses, reduce_sums)
     if not sums.finite and run.check_finite and not run.loss_scaler.dynamic:
         raise _invalid_result(run, anomaly, batch_size)
     is_anomalous = anomaly is not None and not anomaly.transient
@@ -123,7 +124,11 @@ def _labels_per_token(run: Run, host_batches: Sequence[Batch]) -> float | torch.
 
 
 def _validate_step(
-    run: Run, batches: Sequence[Batch], losses: torch.Tensor, reduce_sums: Callable[[torch.Tensor], StepSums]
+    run: Run,
+    batches: Sequence[Batch],
+    ctx: ForwardContext,
+    losses: torch.Tensor,
+    reduce_sums: Callable[[torch.Tensor], StepSums],
 ) -> tuple[StepSums, Anomaly | None, str | None]:
     """Check a step's results and return (sums to use, anomaly, replica mismatch).
 
@@ -139,11 +144,11 @@ def _validate_step(
     if sums.replicas_differ and run.replica_action:
         replica_mismatch = check_replicas(run, run.progress.step + 1, run.replica_action, checksums_differ=True)
         if run.replica_action == "repair":
-            losses, _ = rerun_forward_backward(run, batches)
+            losses, _ = rerun_forward_backward(run, batches, ctx)
             sums = reduce_sums(losses)
     anomaly = None
     if find_anomaly(run, sums) or run.rerun_mode in DETERMINISM_REPORTS:
-        sums, anomaly = diagnose_step(run, batches, losses, sums, reduce_sums)
+        sums, anomaly = diagnose_step(run, batches, ctx, losses, sums, reduce_sums)
     return sums, anomaly, replica_mismatch
 
 

@@ -17,6 +17,7 @@ from megalite.common.exit_codes import ExitCode, RunResult
 from megalite.common.fault_injection import inject_fault
 from megalite.config.config_file import dump_config
 from megalite.config.options import Config, DataConfig, effective_log_interval, effective_log_style
+from megalite.nn.micro_batch import ForwardContext
 from megalite.parallel.comm import all_reduce_, all_reduce_int
 from megalite.training.batch import to_device
 from megalite.training.callbacks import run_callbacks
@@ -134,9 +135,10 @@ def evaluation_sums(
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     start = time.monotonic()
     next_check = 1  # in batches
+    ctx = ForwardContext(run.progress.step)
     for i in range(iters):
         host_batches, _ = data.get(i * size, size)
-        loss = run.pipeline.evaluate([to_device(batch, mesh.device, run.progress.step) for batch in host_batches])
+        loss = run.pipeline.evaluate([to_device(batch, mesh.device) for batch in host_batches], ctx)
         if mesh.pp.is_last and mesh.tp.is_first:
             sums[0] += loss
             sums[1:] += float(sum(batch.num_targets for batch in host_batches))

@@ -24,7 +24,7 @@ from megalite.nn import context_parallel, linear, moe
 from megalite.nn.attention import Attention
 from megalite.nn.context_parallel import ContextParallelAttention
 from megalite.nn.embedding import Embedding
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.router import Router
 from megalite.optim import buffer, grad_reduce, param_gather
 from megalite.optim.bucket_sharding import BucketSharding
@@ -108,8 +108,8 @@ def norm_gradients_are_not_summed_over_tp(bucket_shardings: Any, *args: Any) -> 
     flags=f"{RUN} {TP}",
     first={"kind": "forward", "step": 1, "name": "layers.0.attention", "layer": 0, "causes": "a bias"},
 )
-def bias_is_added_by_every_tp_rank(forward: Any, attention: Attention, x_sBD: Tensor, batch: Batch) -> Tensor:
-    y_sBD = forward(attention, x_sBD, batch)
+def bias_is_added_by_every_tp_rank(forward: Any, attention: Attention, x_sBD: Tensor, *args: Any) -> Tensor:
+    y_sBD = forward(attention, x_sBD, *args)
     return y_sBD if attention.out_bias is None else y_sBD + (attention.tp.size - 1) * attention.out_bias
 
 
@@ -131,10 +131,12 @@ def dropout_masks_are_those_of_tp_rank_0(
     flags=f"{RUN} {TP}",
     first={"kind": "forward", "step": 1, "name": "embedding", "ranks.tp": [1], "causes": "offset of positions"},
 )
-def positions_start_at_0_on_every_tp_rank(forward: Any, embedding: Embedding, batch: Batch) -> Tensor:
+def positions_start_at_0_on_every_tp_rank(
+    forward: Any, embedding: Embedding, batch: Batch, ctx: ForwardContext
+) -> Tensor:
     tp = embedding.tp
     positions_s = torch.arange(len(batch.tokens_SB) // tp.size)
-    return forward(embedding, replace(batch, positions_SB=positions_s.repeat(tp.size).unsqueeze(1)))
+    return forward(embedding, replace(batch, positions_SB=positions_s.repeat(tp.size).unsqueeze(1)), ctx)
 
 
 @mistake(
@@ -204,11 +206,13 @@ def replicated_kv_group_is_the_rank_over_the_number_of_groups(init: Any, attenti
     flags=f"{RUN} {CP}",
     first={"kind": "forward", "step": 1, "name": "embedding", "ranks.cp": [0], "causes": "offset of positions"},
 )
-def positions_of_a_cp_rank_are_consecutive(forward: Any, embedding: Embedding, batch: Batch) -> Tensor:
+def positions_of_a_cp_rank_are_consecutive(
+    forward: Any, embedding: Embedding, batch: Batch, ctx: ForwardContext
+) -> Tensor:
     positions_S = batch.cp_positions_S
     if positions_S is not None:
         batch = replace(batch, cp_positions_S=positions_S[0] + torch.arange(len(positions_S)))
-    return forward(embedding, batch)
+    return forward(embedding, batch, ctx)
 
 
 @mistake(
@@ -249,10 +253,11 @@ def kv_gradients_are_not_summed_over_cp(_: Any, x: Tensor, cp: Axis) -> Pending:
     first={"kind": "gradient", "step": 1, "name": "head", "causes": "weight of micro-batches"},
 )
 def every_rank_divides_by_its_own_number_of_labels(
-    step: Any, pipeline: Pipeline, batches: list[Batch], loss_grad: float
+    step: Any, pipeline: Pipeline, batches: list[Batch], ctx: ForwardContext
 ) -> Tensor:
     counted = sum(batch.num_targets for batch in batches) / sum(batch.tokens_SB.numel() for batch in batches)
-    return step(pipeline, batches, loss_grad / counted)
+    assert ctx.loss_grad is not None
+    return step(pipeline, batches, replace(ctx, loss_grad=ctx.loss_grad / counted))
 
 
 @mistake(
@@ -473,11 +478,11 @@ def gradient_norm_lacks_experts(sum_once: Any, optimizer: DistributedOptimizer, 
     first={"kind": "router", "step": 1, "name": "layers.0.mlp.router.counts", "causes": "is 2 times what it should be"},
 )
 def assignments_are_counted_again_in_recomputation(
-    forward: Any, router: Router, x_sBD: Tensor, batch: Batch
+    forward: Any, router: Router, x_sBD: Tensor, batch: Batch, ctx: ForwardContext
 ) -> tuple[Tensor, Tensor]:
-    probs_NK, ids_NK = forward(router, x_sBD, batch)
-    if batch.in_full_recompute:
-        micro_batch = batch.step, int(batch.sample_ids_B[0])
+    probs_NK, ids_NK = forward(router, x_sBD, batch, ctx)
+    if ctx.in_full_recompute:
+        micro_batch = ctx.step, int(batch.sample_ids_B[0])
         if vars(router).get("last_micro_batch") == micro_batch:  # the second forward is the recomputation
             router.count_assignments_(ids_NK, x_sBD.shape[1], router.padding(x_sBD, batch))
         vars(router)["last_micro_batch"] = micro_batch

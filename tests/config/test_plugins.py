@@ -170,7 +170,7 @@ class M(nn.Module):
         self.w = {parameter}
         self.activation = self.dropout = len
 
-    def forward(self, x, batch):
+    def forward(self, x, batch, ctx):
         assert self.normalize is False and self.activation is self.dropout is len
         return x * self.w
 
@@ -215,8 +215,8 @@ class R(nn.Module):
         self.layer = layer
         self.w = make_param(ParamSpec(f"{name}.w", (model.hidden_size,), partial_grad_axes=("tp",)))
 
-    def forward(self, x, batch):
-        cache, (S, B, D) = batch.cache, x.shape
+    def forward(self, x, batch, ctx):
+        cache, (S, B, D) = ctx.cache, x.shape
         h = x.new_zeros(B, D) if cache is None else cache.states.get(self.layer, x.new_zeros(B, D))
         outputs = []
         for t in range(S):

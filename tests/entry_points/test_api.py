@@ -16,7 +16,7 @@ from train_cases import ROOT, run_from
 
 import megalite
 from megalite import api
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.training.checkpointing.initial_state import load_initial_state
 
 SMALL = megalite.Config(
@@ -74,8 +74,10 @@ def test_api_train_returns_metrics_and_model(run: Path) -> None:
     options = megalite.Config(SMALL, train_iters=2, load=run).options
     resumed = run_from(options)  # the same run, resumed on one rank
     assert load_initial_state(resumed, options)[0] is not None
-    batch = Batch(torch.tensor(TOKENS_SB), None, None, torch.zeros(2, dtype=torch.int64), 0)
-    assert resumed.pipeline.stages[0](None, batch)[..., :257].equal(logits_SBV) and logits_SBV.std() > 0
+    batch = Batch(torch.tensor(TOKENS_SB), None, None, torch.zeros(2, dtype=torch.int64))
+    assert (
+        resumed.pipeline.stages[0](None, batch, ForwardContext())[..., :257].equal(logits_SBV) and logits_SBV.std() > 0
+    )
     assert model.generate(["a text", ""], 5, temperature=0)[:1] == model.generate("a text", 5, temperature=0)
     for wrong in ([1, 2], [[257]], [[-1]], [[0]] * 33, torch.zeros(2, 0, dtype=torch.int64)):
         with pytest.raises(megalite.ConfigError, match=r"are not ids below 257, \[S, B\] with S up to 32"):

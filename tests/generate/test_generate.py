@@ -32,7 +32,7 @@ from megalite.interop.huggingface.model_files import stop_ids
 from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.models.gpt import Stage
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.setup import SetupError
@@ -189,16 +189,20 @@ def test_cached_logits_equal_full_logits(models, name: str) -> None:
     tokens_SB = torch.randint(0, VOCAB_SIZE, (20, 3), generator=torch.Generator().manual_seed(3))
     zero = torch.zeros(3, dtype=torch.int64)
     with torch.no_grad():
-        expected = stage(None, Batch(tokens_SB, None, None, zero, 0))
+        expected = stage(None, Batch(tokens_SB, None, None, zero), ForwardContext())
         cache, actual, starts = KVCache(24), [], torch.tensor([3, 9, 5])
         for i in range(11):
             positions = torch.arange(12)[:, None].expand(-1, 3) if i == 0 else (starts + i)[None]
             cache.set_positions(positions, positions.device)
             last_tokens = starts if i == 0 else zero
             new_tokens_SB = tokens_SB[positions, torch.arange(3)]
-            x = stage.forward_hidden(None, Batch(new_tokens_SB, None, None, zero, 0, positions, cache=cache))
+            x = stage.forward_hidden(
+                None, Batch(new_tokens_SB, None, None, zero, positions), ForwardContext(cache=cache)
+            )
             actual.append(last_token_logits(stage.head, x, last_tokens))
-        assert torch.equal(stage(None, Batch(tokens_SB, None, None, zero, 0)), expected)  # no cache is left installed
+        assert torch.equal(
+            stage(None, Batch(tokens_SB, None, None, zero), ForwardContext()), expected
+        )  # no cache is left installed
     for i, logits_BV in enumerate(actual):
         torch.testing.assert_close(logits_BV, expected[starts + i, torch.arange(3)], rtol=1e-9, atol=1e-9)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.config.rope_spec import RopeScaling, RopeSpec
 from megalite.kernels import gated_matmul as gated
 from megalite.kernels import grouped_matmul as grouped
 from megalite.kernels import permute
@@ -28,7 +29,7 @@ from megalite.kernels.blocked_attention import AttentionDropout
 from megalite.kernels.cross_entropy import shard_grad_, shard_grad_reference_, shard_stats, shard_stats_reference
 from megalite.kernels.dropout import dropout, dropout_reference, keep_mask
 from megalite.kernels.norms import add_norm, norm, norm_reference
-from megalite.kernels.rope import RopeScaling, _Rope, apply_rope, rope_tables, rotate_reference
+from megalite.kernels.rope import _Rope, apply_rope, rope_tables, rotate_reference
 
 Make = Callable[[], list[Tensor]]
 LAYOUTS = ("contiguous", "gapped", "transposed")
@@ -107,7 +108,7 @@ def rope_fn(
     def run(x_SBHK: Tensor, positions_SB: Tensor | None = None) -> Tensor:
         wide_dtype = torch.float64 if x_SBHK.dtype == torch.float64 else torch.float32
         rotary = int(x_SBHK.shape[-1] * fraction)
-        tables = rope_tables(x_SBHK.shape[0], rotary, 1e4, scaling, device=x_SBHK.device, dtype=wide_dtype)
+        tables = rope_tables(x_SBHK.shape[0], RopeSpec(rotary, 1e4, scaling=scaling), x_SBHK.device, wide_dtype)
         if positions_SB is not None:
             tables = (tables[0][positions_SB], tables[1][positions_SB])
         return fn(x_SBHK, *tables)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.config.rope_spec import RopeSpec
 from megalite.kernels import bias_gelu
 from megalite.kernels.activations import clamped_swiglu, swiglu
 from megalite.kernels.adamw import adamw_
@@ -92,7 +93,7 @@ def rope(head_size: int, dtype: torch.dtype) -> Work:
     def run() -> None:
         for rotary in (head_size, head_size // 4):
             (x,) = zeros(dtype, (ROWS, 2, 8, head_size))
-            backward(apply_rope(x, *rope_tables(ROWS, rotary, 1e4)))
+            backward(apply_rope(x, *rope_tables(ROWS, RopeSpec(rotary, 1e4))))
 
     return Work("rope", dtype, head_size, run)
 

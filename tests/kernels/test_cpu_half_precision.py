@@ -25,7 +25,7 @@ from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.matmul import mm_
 from megalite.kernels.newton_schulz import coefficients, newton_schulz
 from megalite.kernels.weight_grad import accumulate_weight_grad_
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.training.train_step import train_step
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -311,7 +311,9 @@ def test_generation_has_no_half_precision_matmul(model: str) -> None:
         for step_positions in (positions, positions[:1] + 6):
             cache.set_positions(step_positions, step_positions.device)
             tokens_SB = torch.ones_like(step_positions)
-            x = stage.forward_hidden(None, Batch(tokens_SB, None, None, zero, 0, step_positions, cache=cache))
+            x = stage.forward_hidden(
+                None, Batch(tokens_SB, None, None, zero, step_positions), ForwardContext(cache=cache)
+            )
             assert stage.head is not None and last_token_logits(stage.head, x, zero).dtype == torch.bfloat16
     assert len(recorder.calls) > 10
     assert not {call for call in recorder.calls if call[1] in HALVES and call[2] > FEW_ROWS}
@@ -330,7 +332,7 @@ def test_backward_saves_as_much_as_with_hardware_bf16(model: str) -> None:
                 return x
 
             with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-                stage(None, Batch(tokens, tokens, None, torch.arange(2), 1))
+                stage(None, Batch(tokens, tokens, None, torch.arange(2)), ForwardContext(step=1))
             saved_bytes.append(sum(x.untyped_storage().nbytes() for x in saved.values()))
     assert 0 < saved_bytes[0] <= saved_bytes[1]
 

@@ -19,7 +19,7 @@ from megalite.kernels.activation import get_activation
 from megalite.kernels.gated_matmul import down_gradients, up_matmul
 from megalite.kernels.grouped_matmul import grouped_matmul, grouped_weight_grad_
 from megalite.kernels.permute import expert_of_rows, inverse_permutation, sort_by_expert, unpermute
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.moe import MoELayer
 from megalite.nn.parameter import ParamFactory
 from megalite.parallel.mesh import Mesh
@@ -209,7 +209,7 @@ def moe_block_results(activation: str, biases: bool) -> list[Tensor]:
     for bias in experts.biases:
         torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(bias.numel()))
     x = normal(6, 2, 24).float().requires_grad_()
-    y = experts(x, Batch(torch.zeros(0), None, None, torch.arange(2), 0, loss_grad=1.0))
+    y = experts(x, Batch(torch.zeros(0), None, None, torch.arange(2)), ForwardContext(loss_grad=1.0))
     y.backward(normal(6, 2, 24, seed=1).float())
     return [y.detach(), *(t.grad for t in (x, *experts.parameters()))]  # type: ignore[misc]
 

@@ -11,6 +11,7 @@ from cases import activation_run, attention_definition, normal, normals, results
 from torch import Tensor
 
 from megalite.config.registry import REGISTRIES
+from megalite.config.rope_spec import RopeSpec
 from megalite.kernels.activation import get_activation
 from megalite.kernels.attention import aligned_for_kernel, attention, is_16_byte_aligned
 from megalite.kernels.dropout import dropout, dropout_reference, fold_in, keep_mask
@@ -24,7 +25,7 @@ SIZES = [(3, 8), (5, 7), (1, 1), (2, 129)]
 
 
 def plain_rope(x: Tensor) -> Tensor:
-    cos, sin = rope_tables(x.shape[0], x.shape[-1], 10000.0, dtype=torch.float64)
+    cos, sin = rope_tables(x.shape[0], RopeSpec(x.shape[-1], 10000.0), dtype=torch.float64)
     cos, sin = (torch.cat([t, t], -1)[:, None, None].to(x.dtype) for t in (cos, sin))
     a, b = x.chunk(2, -1)
     return x * cos + torch.cat([-b, a], -1) * sin
@@ -32,7 +33,7 @@ def plain_rope(x: Tensor) -> Tensor:
 
 def fused_rope(x: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    return apply_rope(x, *rope_tables(x.shape[0], x.shape[-1], 10000.0, dtype=wide))
+    return apply_rope(x, *rope_tables(x.shape[0], RopeSpec(x.shape[-1], 10000.0), dtype=wide))
 
 
 def plain_swiglu(u: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ from reference_model import Documents, Model, Rotary, Training, TrainResult, Wei
 from torch import Tensor
 from train_cases import DOCUMENT_FLAGS, run_from
 
+from megalite.config.rope_spec import RopeScaling, RopeSpec
 from megalite.kernels.dropout import fold_in, keep_mask
-from megalite.kernels.rope import RopeScaling, apply_rope, rope_tables
+from megalite.kernels.rope import apply_rope, rope_tables
 from megalite.nn.parameter import params_with_specs
 from megalite.training.state import Run
 from megalite.training.train_step import train_step
@@ -370,7 +371,8 @@ def test_reference_rows_cover_their_options() -> None:
 def test_rotary_tables_have_the_angle_of_each_position(factor: float | None) -> None:
     """Attention uses only differences of angles, so a run does not show where they start."""
     x_SBHK = torch.randn(9, 2, 3, 10, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    tables = rope_tables(9, 8, 500000.0, None if factor is None else RopeScaling(factor=factor), dtype=torch.float64)
+    scaling = None if factor is None else RopeScaling(factor=factor)
+    tables = rope_tables(9, RopeSpec(8, 500000.0, scaling=scaling), dtype=torch.float64)
     rotary = Rotary(500000.0, 0.8, factor)
     expected = reference.rotate(x_SBHK.transpose(0, 1), torch.arange(9).expand(2, 9), rotary).transpose(0, 1)
     torch.testing.assert_close(apply_rope(x_SBHK, *tables), expected, rtol=1e-12, atol=1e-12)

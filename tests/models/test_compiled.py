@@ -20,7 +20,7 @@ from megalite.config.options import Config
 from megalite.kernels import dispatch
 from megalite.launch.rank_info import RankInfo
 from megalite.models.torch_compile import CompileError, check_compile
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.job.preflight import check_machine
@@ -188,8 +188,9 @@ def saved_bytes(flags: str, dtype: torch.dtype) -> int:
     run, _ = build(flags, dtype, "aot_eager_decomp_partition")  # partitions forward and backward as inductor does
     stage = run.pipeline.stages[0]
     ids_SB = torch.zeros(16, 2, dtype=torch.int64)
-    batch = Batch(ids_SB, ids_SB, None, torch.arange(2), step=1)
-    stage(None, batch)  # trace without the hooks
+    batch = Batch(ids_SB, ids_SB, None, torch.arange(2))
+    ctx = ForwardContext(step=1)
+    stage(None, batch, ctx)  # trace without the hooks
     weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
@@ -198,7 +199,7 @@ def saved_bytes(flags: str, dtype: torch.dtype) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        stage(None, batch)
+        stage(None, batch, ctx)
     return sum(x.untyped_storage().nbytes() for pointer, x in saved.items() if pointer not in weights)
 
 

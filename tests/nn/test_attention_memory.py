@@ -9,7 +9,7 @@ from planning.test_rank_memory import Live
 from train_cases import stage_from
 
 from megalite.kernels.dispatch import kernel_option, set_kernel_options
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 
 MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
  --micro-batch-size 2 --train-iters 2 --lr 0.01 --mock-data --vocab-size 64 --eval-iters 0 --hidden-dropout 0
@@ -26,7 +26,7 @@ def _saved_bytes_per_layer(flags: str, s: int, b: int) -> float:
         stage = stage_from(f"{MODEL} {flags} --num-layers {layers}", torch.bfloat16)
         tokens = torch.zeros(s, b, dtype=torch.int64)
         with Live() as memory:
-            loss = stage(None, Batch(tokens, tokens, None, torch.arange(b), 1))
+            loss = stage(None, Batch(tokens, tokens, None, torch.arange(b)), ForwardContext(step=1))
         assert loss.requires_grad  # the loss keeps the graph alive
         return memory.live
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config.options import ModelConfig
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.moe import MoELayer
 from megalite.nn.parameter import ParamFactory, params_with_specs
 from megalite.nn.router import AUX_LOSSES
-from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 
@@ -79,8 +78,11 @@ def make(name: str) -> tuple[MoELayer, Routing]:
     return layer, routing
 
 
-def make_batch(wgrad_store: WeightGradStore | None = None, step: int = 0) -> Batch:
-    return Batch(torch.zeros(0), None, None, torch.arange(B), step, wgrad_store=wgrad_store, loss_grad=WEIGHT)
+CONTEXT = ForwardContext(loss_grad=WEIGHT)
+
+
+def make_batch(padding_SB: Tensor | None = None) -> Batch:
+    return Batch(torch.zeros(0), None, None, torch.arange(B), padding_SB=padding_SB)
 
 
 def balanced(logits_NE: Tensor) -> Tensor:
@@ -180,7 +182,7 @@ def test_full_tensor_hooks_are_called_by_the_owner(name: str) -> None:
     (layer, _), called = make(name), set[torch.nn.Module]()
     for module in layer.modules():
         module.register_forward_pre_hook(lambda module, _: called.add(module))
-    layer(torch.randn(6, B, D, dtype=torch.float64), make_batch())
+    layer(torch.randn(6, B, D, dtype=torch.float64), make_batch(), CONTEXT)
     assert {module for module in layer.modules() if [*module.parameters(recurse=False)]} <= called
 
 
@@ -190,7 +192,7 @@ def test_experts_equal_the_definition(name: str, length: int) -> None:
     x, dy = torch.randn(2, length, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     layer, routing = make(name)
     parameters = list(layer.parameters())
-    y = layer(x.requires_grad_(), make_batch())
+    y = layer(x.requires_grad_(), make_batch(), CONTEXT)
     assert not layer.router.expert_counts.any(), "only backward counts"
     grads = torch.autograd.grad(y, [x, *parameters], dy)
     expected_y, counts, losses = reference(x, layer, routing)
@@ -232,7 +234,7 @@ def _check_sharded_experts(
         experts.router.expert_bias = torch.tensor(biases) if biases else None
         results = []
         for x, dy in inputs.split(micro, 2):
-            y = experts(x := x.contiguous().requires_grad_(), make_batch())
+            y = experts(x := x.contiguous().requires_grad_(), make_batch(), CONTEXT)
             y.backward(dy)
             results += [y.detach(), x.grad]
         return experts, results
@@ -253,7 +255,7 @@ def _check_sharded_experts(
     assert bool(layer.router.loss_sums.any()) == bool(routing.coefficients)
     if dp.size == mesh.world.size == mesh.ep.size:
         K, rank = routing.topk, mesh.ep.rank
-        expert_ranks_NK = single_process.router(inputs[0], make_batch())[1] // layer.num_local_experts
+        expert_ranks_NK = single_process.router(inputs[0], make_batch(), CONTEXT)[1] // layer.num_local_experts
         expert_ranks = expert_ranks_NK.view(length, dp.size, micro, K)
         sent = torch.stack([(expert_ranks == peer).any(-1).sum((0, 2)) for peer in range(dp.size)], 1).tolist()
         S, R = sum(sent[rank]), sum(row[rank] for row in sent)
@@ -280,8 +282,8 @@ def test_padded_auxiliary_losses_equal_transformers(kind: str, function: str) ->
     layer = MoELayer(ParamFactory(Mesh.single_process(), torch.float64, seed=3), "e", routing.model(), 0, False)
     x_SBD = torch.randn(S, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mask_BS = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    batch = replace(make_batch(), padding_SB=mask_BS.T == 0, token_weight=labels_per_token)
-    y_SBD = layer(x_SBD, batch)
+    batch = make_batch(padding_SB=mask_BS.T == 0)
+    y_SBD = layer(x_SBD, batch, replace(CONTEXT, token_weight=labels_per_token))
     y_SBD.backward(torch.zeros_like(y_SBD))
 
     weight = layer.router.weight.detach().clone().requires_grad_()
@@ -314,10 +316,12 @@ def test_sinkhorn_ignores_padding(name: str) -> None:
     layer, _ = make(name)
     x_SBD = torch.randn(S, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     padding_SB = torch.tensor([[False, False]] * 4 + [[True, True]] * 2)
-    _, ids_NK = layer.router(x_SBD, replace(make_batch(), padding_SB=padding_SB))
-    _, unpadded_NK = layer.router(x_SBD[:4].contiguous(), make_batch())
+    _, ids_NK = layer.router(x_SBD, make_batch(padding_SB), CONTEXT)
+    _, unpadded_NK = layer.router(x_SBD[:4].contiguous(), make_batch(), CONTEXT)
     assert ids_NK[: 4 * B].tolist() == unpadded_NK.tolist()
-    assert layer.router(x_SBD, make_batch())[1][: 4 * B].tolist() != unpadded_NK.tolist()  # padding would change it
+    assert (
+        layer.router(x_SBD, make_batch(), CONTEXT)[1][: 4 * B].tolist() != unpadded_NK.tolist()
+    )  # padding would change it
 
 
 def test_dispatch_moves_the_routed_tokens() -> None:
@@ -366,7 +370,7 @@ def _check_global_aux_loss(sizes: dict[str, int]) -> None:
         layer.router.weight.grad = None
         for x_RSBD in x_MRSBD:
             local_x = x_RSBD[mesh.dp.rank].unflatten(0, (mesh.tp.size, -1))[mesh.tp.rank]
-            y = layer(local_x.contiguous(), make_batch())
+            y = layer(local_x.contiguous(), make_batch(), CONTEXT)
             y.backward(torch.zeros_like(y))
         assert_close(all_reduce_(layer.router.loss_sums, mesh.world), loss.new_tensor([0, 0, 1, 0]) * loss.detach())
         (expected,) = torch.autograd.grad(0.1 * WEIGHT * loss, weight)
@@ -399,5 +403,7 @@ def test_moe_layer_saves_only_the_first_matmuls_rows(topk: int) -> None:
         return t
 
     with saved_tensors_hooks(record_storage, lambda t: t):
-        y = layer(torch.randn(tokens // 2, 2, hidden_size, dtype=torch.bfloat16, requires_grad=True), make_batch())
+        y = layer(
+            torch.randn(tokens // 2, 2, hidden_size, dtype=torch.bfloat16, requires_grad=True), make_batch(), CONTEXT
+        )
     assert y.requires_grad and sum(saved.values()) <= tokens * (2 * hidden_size + topk * (4 * expert_size + 20)) + 64

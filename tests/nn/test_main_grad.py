@@ -12,7 +12,7 @@ from train_cases import stage_from
 
 from megalite.models.gpt import Stage
 from megalite.nn.loss import linear_cross_entropy
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, params_with_specs
 from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.parallel.mesh import Mesh
@@ -33,10 +33,10 @@ def stage(flags: str, dtype: torch.dtype) -> Stage:
     return stage_from(f"{COMMON} {flags}", dtype)
 
 
-def batch(seed: int, loss_grad: float | None) -> Batch:
+def batch(seed: int) -> Batch:
     """Return a batch in which no token is repeated, since autograd adds repeated ones in another order."""
     tokens = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[: S * B].view(S, B)
-    return Batch(tokens, tokens.roll(-1), None, torch.arange(B), 1, loss_grad=loss_grad)
+    return Batch(tokens, tokens.roll(-1), None, torch.arange(B))
 
 
 def by_autograd(flags: str, dtype: torch.dtype, seeds: tuple[int, ...]) -> dict[str, Tensor]:
@@ -44,7 +44,8 @@ def by_autograd(flags: str, dtype: torch.dtype, seeds: tuple[int, ...]) -> dict[
     model = stage(flags, dtype)
     sums: dict[str, Tensor] = {}
     for seed in seeds:
-        model(None, batch(seed, None)).backward(torch.tensor(WEIGHT, dtype=torch.promote_types(dtype, torch.float32)))
+        loss = model(None, batch(seed), ForwardContext(step=1))
+        loss.backward(torch.tensor(WEIGHT, dtype=torch.promote_types(dtype, torch.float32)))
         for spec, p in params_with_specs(model):
             assert p.grad is not None
             grad = p.grad.to(torch.promote_types(dtype, torch.float32))
@@ -54,7 +55,7 @@ def by_autograd(flags: str, dtype: torch.dtype, seeds: tuple[int, ...]) -> dict[
 
 
 def backward(model: Stage, seed: int, loss_grad: float | None = WEIGHT, actual_grad: float = WEIGHT) -> None:
-    loss = model(None, batch(seed, loss_grad))
+    loss = model(None, batch(seed), ForwardContext(1, loss_grad))
     loss.backward(loss.new_full((), actual_grad))
 
 
@@ -134,7 +135,7 @@ def test_main_grad_needs_no_temporary() -> None:
     for is_first in (True, False):
         writes = Writes(buffer.grads.tensors)
         with writes:
-            loss = model(None, Batch(tokens, tokens, None, torch.arange(1), 1, loss_grad=WEIGHT))
+            loss = model(None, Batch(tokens, tokens, None, torch.arange(1)), ForwardContext(1, WEIGHT))
             loss.backward(loss.new_full((), WEIGHT))
         assert max(writes.allocated) < min(matrices.values())
         large = [w for w in writes.written[1:] if int(w.split()[1]) in matrices.values()]
@@ -146,9 +147,9 @@ def test_main_grad_needs_no_temporary() -> None:
 def test_main_grad_is_untouched_by_an_unregistered_forward() -> None:
     model = stage(LLAMA, torch.float32)
     buffer = ParamAndGradBuffer([model], Mesh.single_process())
-    model(None, batch(1, None))
+    model(None, batch(1), ForwardContext(1))
     with torch.no_grad():
-        model(None, batch(1, WEIGHT))
+        model(None, batch(1), ForwardContext(1, WEIGHT))
     assert not any(flat.any() for flat in buffer.grads.tensors) and all(
         main_grad.accumulator()[1] for main_grad in buffer.main_grads.values()
     )
@@ -159,7 +160,7 @@ def test_missing_or_second_backward_is_refused() -> None:
     ParamAndGradBuffer([model], Mesh.single_process())
     with pytest.raises(RuntimeError, match="gradient of the loss is not loss_grad=0.015625"):
         backward(model, 1, actual_grad=1.0)
-    loss = model(None, batch(1, WEIGHT))
+    loss = model(None, batch(1), ForwardContext(1, WEIGHT))
     loss.backward(loss.new_full((), WEIGHT), retain_graph=True)
     with pytest.raises(RuntimeError, match="a second backward"):
         loss.backward(loss.new_full((), WEIGHT))

@@ -17,7 +17,7 @@ from torch import Tensor
 from train_cases import run_from, stage_from
 
 from megalite.nn.activation_offload import ActivationOffload, _SavedStorage
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.recompute import checkpoint_without_output
 from megalite.training.train_step import train_step
 
@@ -36,7 +36,7 @@ MODULES = ("core_attn", "layernorm", "mlp", "layernorm mlp", "core_attn layernor
 def gradients(flags: str, dtype: torch.dtype) -> dict[str, Tensor]:
     stage = stage_from(f"{LINE} {flags}", dtype)
     tokens = torch.randint(0, V, (S, B), generator=torch.Generator().manual_seed(1))
-    stage(None, Batch(tokens, tokens, None, torch.arange(B), 1)).backward()
+    stage(None, Batch(tokens, tokens, None, torch.arange(B)), ForwardContext(step=1)).backward()
     grads = {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
     assert len(grads) == len(list(stage.parameters()))
     return grads

@@ -11,7 +11,7 @@ from train_cases import config_from
 
 from megalite.models.gpt import Stage
 from megalite.nn.linear import column_parallel_linear
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.optim.buffer import ParamAndGradBuffer
@@ -28,8 +28,9 @@ def build_stage(flags: str, mesh: Mesh, **buffer_options: int) -> tuple[Stage, P
 
 def backward(stage: Stage, seed: int, wgrad_store: WeightGradStore | None) -> None:
     tokens = torch.randint(0, 94, (S, B), generator=torch.Generator().manual_seed(seed))
-    batch = Batch(tokens, tokens.flip(0), None, torch.arange(B), step=seed, loss_grad=1.0, wgrad_store=wgrad_store)
-    stage(None, batch).backward()
+    batch = Batch(tokens, tokens.flip(0), None, torch.arange(B))
+    ctx = ForwardContext(seed, loss_grad=1.0, wgrad_store=wgrad_store)
+    stage(None, batch, ctx).backward()
 
 
 @pytest.mark.parametrize("flags", [GPT, LLAMA, f"{LLAMA} --recompute-granularity full --recompute-method uniform"])

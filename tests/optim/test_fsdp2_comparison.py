@@ -67,7 +67,7 @@ def _train_both(directory: str, stage: int) -> tuple[list[float], list[float], C
     losses, fsdp2_losses, bytes_by_op = list[float](), list[float](), Counter[str]()
     for step in range(STEPS):
         hosts, _ = run.train_loader.get(step * GLOBAL, GLOBAL)
-        batches = tokens_of([to_device(host, CPU, step + 1) for host in hosts])
+        batches = tokens_of([to_device(host, CPU) for host in hosts])
         total = torch.zeros(())
         with CollectiveBytes() as moved:
             for tokens_BS in batches:

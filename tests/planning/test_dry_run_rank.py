@@ -82,7 +82,7 @@ def _measure_step(flags: str) -> MeasuredStep:
         "gradients": bytes_of(*gradients),
         "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() not in shared)),
         "host": bytes_of(*on_host),
-        "rotary tables": sum(bytes_of(*(stage.rope or ())) for stage in stages),
+        "rotary tables": sum(bytes_of(*pair) for stage in stages for pair in stage.rope_tables.values()),
     }
     return calls, {name: size for name, size in sizes.items() if size}
 

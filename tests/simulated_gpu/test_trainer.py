@@ -171,7 +171,7 @@ def test_synchronization_is_located_by_line_and_phase(name: str, monkeypatch: py
 
 def table_on_the_host(patch: Patch) -> None:
     original = gpt.rope_tables
-    patch(gpt, "rope_tables", lambda *args, device, **kwargs: original(*args, **kwargs))
+    patch(gpt, "rope_tables", lambda length, rope, device, dtype: original(length, rope, dtype=dtype))
 
 
 def pageable_batches(patch: Patch) -> None:

@@ -25,7 +25,7 @@ from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.generate import generation as generate
 from megalite.interop.huggingface import model_files as hf_files
 from megalite.launch.rank_info import RankInfo
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.parallel.mesh import build_mesh
 from megalite.training.batch import to_device
 from megalite.training.checkpointing import initial_state as origin
@@ -72,8 +72,8 @@ def start_from_model(config: Config) -> Run:
     return run
 
 
-def batches_of(run: Run, sample: int, step: int) -> list[Batch]:
-    return [to_device(host, CPU, step) for host in run.train_loader.get(sample, 4)[0]]
+def batches_of(run: Run, sample: int) -> list[Batch]:
+    return [to_device(host, CPU) for host in run.train_loader.get(sample, 4)[0]]
 
 
 def tokens_of(batches: list[Batch]) -> list[torch.Tensor]:
@@ -83,7 +83,7 @@ def tokens_of(batches: list[Batch]) -> list[torch.Tensor]:
 def first_step(model_dir: str, flags: str) -> tuple[float, list[torch.Tensor]]:
     """Return this rank's loss and tokens [B, S + 1] of the first step of a run that starts from a model."""
     run = start_from_model(hugging_face_config(Path(model_dir), *flags.split()))
-    tokens = tokens_of(batches_of(run, 0, 1))
+    tokens = tokens_of(batches_of(run, 0))
     return train_step(run).loss, tokens
 
 
@@ -358,8 +358,8 @@ def test_export_works_without_checkpoints(models, layout: str, tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == [layout]
     run = start_from_model(hugging_face_config(model_dir))
     train_step(run)
-    batches = batches_of(run, 4, 2)
-    expected = float(run.pipeline.evaluate(batches))
+    batches = batches_of(run, 4)
+    expected = float(run.pipeline.evaluate(batches, ForwardContext(2)))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / layout).eval()
     assert model.config.eos_token_id == 2
     ids = torch.cat(tokens_of(batches))

@@ -152,7 +152,10 @@ def test_evaluation_batch_size(tmp_path: Path) -> None:
     expected = evaluate(run, run.valid_loaders[0].data, 2)  # 2 x 8 samples
     run, config = make_run("--eval-iters", "4", "--eval-global-batch-size", "4", "--eval-micro-batch-size", "1")
     shapes, original = [], run.pipeline.evaluate
-    run.pipeline.evaluate = lambda batches: (shapes.extend(b.tokens_SB.shape for b in batches), original(batches))[1]  # type: ignore[method-assign]
+    run.pipeline.evaluate = lambda batches, ctx: (
+        shapes.extend(b.tokens_SB.shape for b in batches),
+        original(batches, ctx),
+    )[1]  # type: ignore[method-assign]
     assert evaluate(run, run.valid_loaders[0].data, 4) == pytest.approx(expected, rel=1e-6)
     assert shapes == [(16, 1)] * 16 and run.batch_sizes.final == 8
     run.last_step = 0

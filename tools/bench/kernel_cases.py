@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.rope_spec import RopeSpec
 from megalite.kernels import bias_gelu, dropout, norms, rope
 from megalite.kernels.activations import swiglu
 from megalite.kernels.dispatch import tile_for
@@ -179,7 +180,7 @@ def rope_cases() -> list[KernelCase]:
     """Return the cases of the rotary embedding. The backward is the same pass with the other sign."""
 
     def inputs(s: ProblemSizes) -> list[Tensor]:
-        cos, sin = rope.rope_tables(s.tokens, s.head_size, 1e4, device=s.device)
+        cos, sin = rope.rope_tables(s.tokens, RopeSpec(s.head_size, 1e4), s.device)
         return [s.normal(s.tokens, 1, s.hidden_size // s.head_size, s.head_size), cos, sin]
 
     def liger_inputs(s: ProblemSizes) -> list[Tensor]:

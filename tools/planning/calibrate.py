@@ -33,6 +33,7 @@ from megalite.launch.local_launcher import launch_local
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
 from megalite.models.gpt import Stage
+from megalite.nn.micro_batch import ForwardContext
 from megalite.nn.parameter import ParamFactory
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.optim.buffer import ParamAndGradBuffer
@@ -224,7 +225,7 @@ class _Calibrator:
         host_batch = to_host_batch(
             micro_batch, pin=False, positions=False, documents=False, cp=self.mesh.cp, windows=()
         )
-        batch = to_device(host_batch, self.device, step=1)
+        batch = to_device(host_batch, self.device)
         x_SBD = torch.randn(S, B, D, device=self.device).to(plan.dtype)
         loss_grad = 1.0 / plan.tokens_per_microbatch
 
@@ -232,7 +233,7 @@ class _Calibrator:
             x = None if is_first else x_SBD.detach().requires_grad_()
             wgrad_store = WeightGradStore() if split else None
             start = self.synced_time()
-            y = stage(x, dataclasses.replace(batch, loss_grad=loss_grad, wgrad_store=wgrad_store))
+            y = stage(x, batch, ForwardContext(1, loss_grad, wgrad_store=wgrad_store))
             forward_end = self.synced_time()
             torch.autograd.backward(y, torch.full_like(y, loss_grad) if is_last else x_SBD)
             backward_end = self.synced_time()

@@ -19,7 +19,7 @@ from megalite.common.optional_packages import missing_package_message
 from megalite.config.options import ModelConfig
 from megalite.interop.tensor_mapping import ExportSource, ExternalTensor, Specs
 from megalite.models.gpt import Stage
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
 from tools.export_files import stored_boxes
@@ -80,8 +80,8 @@ def megalite_logits(
     layers = range(model.num_layers)
     stage = Stage(make, model, [layers], 0, vocab_size=vocab_size, padded_vocab_size=num_rows)
     load_stage(stage, source, use_main_weights)
-    batch = Batch(ids_BS.T, None, None, torch.zeros(len(ids_BS), dtype=torch.int64), 0)
-    return stage.eval()(None, batch)[..., :vocab_size].transpose(0, 1)
+    batch = Batch(ids_BS.T, None, None, torch.zeros(len(ids_BS), dtype=torch.int64))
+    return stage.eval()(None, batch, ForwardContext())[..., :vocab_size].transpose(0, 1)
 
 
 def compare_logits(

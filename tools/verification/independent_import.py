@@ -28,7 +28,7 @@ from megalite.config.options import ModelConfig
 from megalite.config.registry import REGISTRIES
 from megalite.interop.megatron.torch_format import TensorsByRank
 from megalite.models.gpt import Stage
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
 from tools.verification import second_config
@@ -317,14 +317,15 @@ def compare_layers(
     generator = torch.Generator().manual_seed(1234)
     ids_SB = torch.randint(0, vocab_size, (length, 1), generator=generator)
     x_SBD = torch.randn(length, 1, model.hidden_size, generator=generator, dtype=torch.float64)
-    batch = Batch(ids_SB, None, None, torch.zeros(1, dtype=torch.int64), 0)
+    batch = Batch(ids_SB, None, None, torch.zeros(1, dtype=torch.int64))
+    ctx = ForwardContext()
     num_rows = source.shape("model/embedding.word")[0]
     largest, worst_layer = 0.0, "no layer"
     for layer in range(ENDS_LAYER, model.num_layers):
         local = _layer_stage(model, layer, num_rows, length)
         load_stage(local, source, use_main_weights)
         external = _external_stage(reading, layer, vocab_size, length)
-        expected, actual = local(x_SBD, batch), external(x_SBD, batch)
+        expected, actual = local(x_SBD, batch, ctx), external(x_SBD, batch, ctx)
         if layer != ENDS_LAYER:  # only what the layer adds
             expected, actual = expected - x_SBD, actual - x_SBD
         expected, actual = expected[..., :vocab_size], actual[..., :vocab_size]
@@ -345,7 +346,7 @@ def _external_stage(reading: Reading, layer: int, vocab_size: int, length: int) 
     """
     stage = _layer_stage(replace(reading.model, apply_layernorm_1p=False), layer, vocab_size, length)
     if reading.waves is not None:
-        stage.rope = reading.waves.tables(length)
+        stage.rope_tables = dict.fromkeys(stage.rope_tables, reading.waves.tables(length))
     try:
         for shard in model_shards(stage, Mesh.single_process()):
             name = shard.name.partition("/")[2].removeprefix(f"layers.{layer}.")

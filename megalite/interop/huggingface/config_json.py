@@ -26,7 +26,6 @@ from megalite.config.options import ModelConfig, build
 from megalite.interop.huggingface.rotary import STRETCH, read_rope, write_scaling
 from megalite.interop.name_mapping import FAMILIES, ModelFamily
 from megalite.interop.tensor_mapping import raise_problems
-from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
@@ -180,7 +179,7 @@ def _functional_options(model: ModelConfig) -> Json:
         "window_size": model.attention_windows,
         "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear,
     }
-    effects |= dict.fromkeys(STRETCH, rope_scaling(model) if model.uses_rope else None)
+    effects |= dict.fromkeys(STRETCH, model.rope_scaling if model.uses_rope else None)
     irrelevant = {
         name
         for name in effects

@@ -13,9 +13,8 @@ from typing import Any
 
 from megalite.common.tables import load_table
 from megalite.config.options import ModelConfig
+from megalite.config.rope_spec import RopeScaling, Yarn
 from megalite.interop.name_mapping import ModelFamily
-from megalite.kernels.rope import RopeScaling, Yarn
-from megalite.models.gpt import rope_scaling
 
 Json = dict[str, Any]
 _CONSTANTS = load_table(__file__, "constants")
@@ -176,7 +175,7 @@ def write_scaling(model: ModelConfig, family: ModelFamily) -> Json | None:
     """Return the value of rope_scaling, which all releases of transformers read."""
     if model.position_embedding_type == "yarn":
         values = {key: getattr(model, option) for key, option in _YARN.items()}
-        scaling = rope_scaling(model)
+        scaling = model.rope_scaling
         assert isinstance(scaling, Yarn)
         return {"rope_type": "yarn", **values, "attention_factor": scaling.magnitude}
     if model.rotary_seq_len_interpolation_factor != 1:

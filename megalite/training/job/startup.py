@@ -23,6 +23,7 @@ from megalite.data.datasets.batches import MicroBatch
 from megalite.launch.process_group import CUDA_VARIABLES
 from megalite.launch.rank_info import RankInfo
 from megalite.models.gpt import Stage
+from megalite.nn.micro_batch import ForwardContext
 from megalite.parallel.comm import all_reduce_
 from megalite.planning.cluster import find_peak
 from megalite.planning.layer_kinds import flops_per_token
@@ -140,19 +141,19 @@ def compile_warmup(run: Run, config: Config) -> float:
     document_start = np.zeros((B, S), np.int32) if data.reset_position_ids or data.reset_attention_mask else None
     micro = MicroBatch(zeros, np.arange(B, dtype=np.int64), None, document_start)
     host_batch = to_host_batch(micro, pin=False, **host_batch_options(config, run.mesh))
-    device_batch = to_device(host_batch, run.mesh.device, step=1)
+    batch = to_device(host_batch, run.mesh.device)
     shape = (len(host_batch.tokens_SB) // run.mesh.tp.size, B, run.pipeline.hidden_size)
     x_sBD = torch.zeros(shape, dtype=run.pipeline.dtype, device=run.mesh.device, requires_grad=True)
     compiled = set[LayerSpec]()
     for chunk, stage in stages:
-        batch = stage.with_rope(device_batch)
+        ctx = ForwardContext(step=1, rope=stage.rope_of(batch))
         blocks: Any = stage.blocks
         for block in blocks:
             if block.spec in compiled:
                 continue
             compiled.add(block.spec)
             with environment.safe_path():  # inductor starts `python -c` to find out which vector instructions work
-                y_sBD = stage.run_unit(block, x_sBD, batch)
+                y_sBD = stage.run_unit(block, x_sBD, batch, ctx)
                 torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
         run.buffer.reshard(chunk)  # explicitly, because no gradient of a parameter has triggered it
     return time.perf_counter() - start

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalite.common.wording import plural
-from megalite.nn.micro_batch import Batch
+from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.layout import Bucket, ParamSlot
 from megalite.parallel.comm import all_gather_strings
@@ -65,7 +65,12 @@ def find_anomaly(run: Run, sums: StepSums) -> str | None:
 
 
 def diagnose_step(
-    run: Run, batches: Sequence[Batch], losses: Tensor, first: StepSums, reduce_sums: Callable[[Tensor], StepSums]
+    run: Run,
+    batches: Sequence[Batch],
+    ctx: ForwardContext,
+    losses: Tensor,
+    first: StepSums,
+    reduce_sums: Callable[[Tensor], StepSums],
 ) -> tuple[StepSums, Anomaly | None]:
     """Locate the origin of an anomaly and, unless --rerun-mode is disabled, rerun the step; collective.
 
@@ -82,7 +87,7 @@ def diagnose_step(
     if run.rerun_mode == "disabled":
         return first, Anomaly(reason or "", _gather_origin(run, first_origin, False)[0], finite=first.finite)
     first_checksums = _checksums(run.buffer, losses)
-    losses, rerun_origin = rerun_forward_backward(run, batches)
+    losses, rerun_origin = rerun_forward_backward(run, batches, ctx)
     differs = first_checksums != _checksums(run.buffer, losses)
     second = reduce_sums(losses)
     origin, differing_ranks = _gather_origin(run, rerun_origin or first_origin, differs)
@@ -107,14 +112,15 @@ def _checksums(buffer: ParamAndGradBuffer, losses: Tensor) -> list[int]:
     return [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in [*owned, losses]]
 
 
-def rerun_forward_backward(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, NonFiniteOrigin | None]:
+def rerun_forward_backward(
+    run: Run, batches: Sequence[Batch], ctx: ForwardContext
+) -> tuple[Tensor, NonFiniteOrigin | None]:
     """Rerun forward and backward and return (losses, the first non-finite value on this rank).
 
     Gradients are reduced as in the first run, but this rank's own are searched before that. The timeline does not
     record the rerun.
     """
     timeline, run.pipeline.timeline = run.pipeline.timeline, None
-    num_tokens = sum(batch.tokens_SB.numel() for batch in batches) * run.mesh.dp_cp.size
     grads = run.buffer.grads
     bad_gradients: list[NonFiniteOrigin] = []
 
@@ -126,7 +132,7 @@ def rerun_forward_backward(run: Run, batches: Sequence[Batch]) -> tuple[Tensor, 
     run.expert_balancer.reset()
     with _find_non_finite_output(run) as origins:
         # With more_microbatches, resident buckets are reduced only in finish_grad_sync.
-        losses = run.pipeline.step(batches, run.loss_scaler.scale / num_tokens, more_microbatches=True)
+        losses = run.pipeline.step(batches, ctx, more_microbatches=True)
         run.buffer.finish_grad_sync()
     run.pipeline.timeline, run.buffer.grad_reduce.pre_reduce_hook = timeline, None
     if not origins and bad_gradients:  # if a parameter's gradient was bad in several passes, nan precedes inf
