@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megalite.config.layer_spec import ROUTER_LOSSES
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN
 from megalite.config.registry import REGISTRIES
 
@@ -87,6 +88,12 @@ def find_mixer_error(mixer: Any) -> str:
     names = [name for name, other in plugin_mixers if other is mixer]
     if not all(re.fullmatch(r"[a-z][a-z0-9_]*", name) and name not in MLP_LETTERS.values() for name in names):
         return "is a part of parameters' names; use lower-case letters, digits and _, and not mlp or moe"
+    losses = getattr(mixer, "losses", ())
+    is_named = isinstance(losses, tuple) and all(isinstance(name, str) for name in losses)
+    if not is_named or not all(re.fullmatch(r"[a-z][a-z0-9_]*_loss", name) for name in losses):
+        return f"has losses={losses!r}; give a tuple of names of lower-case letters, digits and _ that end in _loss"
+    if reserved := [name for name in losses if name in (*ROUTER_LOSSES.values(), "z_loss") or losses.count(name) > 1]:
+        return f"has losses={losses!r}, and {reserved[0]} is the name of another loss; rename it"
     return ""
 
 

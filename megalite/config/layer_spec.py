@@ -4,6 +4,14 @@ from dataclasses import dataclass
 
 from megalite.config.rope_spec import RopeSpec
 
+# The auxiliary losses of routers (nn/router.py), and their names in the log
+ROUTER_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "router_z_loss",
+}
+
 
 @dataclass(frozen=True)
 class LayerSpec:

@@ -13,7 +13,7 @@ from megalite.config.hybrid_pattern import (
     parse_hybrid_pattern,
     without_borders,
 )
-from megalite.config.layer_spec import LayerSpec
+from megalite.config.layer_spec import ROUTER_LOSSES, LayerSpec
 from megalite.config.option import execution, model, training
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pattern
 from megalite.config.registry import REGISTRIES
@@ -324,6 +324,24 @@ class ModelConfig:
         """The losses that balance experts, with their nonzero coefficients."""
         coefficients = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         return {kind: coeff for kind, coeff in coefficients if kind != "none" and coeff}
+
+    @property
+    def router_loss_coeffs(self) -> dict[str, float]:
+        """The auxiliary losses of routers, keys of ROUTER_LOSSES, with their nonzero coefficients."""
+        z_loss = {"z_loss": self.moe_z_loss_coeff} if self.moe_z_loss_coeff else {}
+        return self.aux_loss_coeffs | z_loss
+
+    @property
+    def layer_losses(self) -> tuple[tuple[str, int], ...]:
+        """The losses of routers and of plugins' mixers: (name in the log, number of the layer)."""
+        losses: list[tuple[str, int]] = []
+        for number, layer in zip(self.layer_numbers, self.layers, strict=True):
+            if layer.mixer is not None:
+                mixer = REGISTRIES["mixer"].plugin_components.get(layer.mixer)
+                losses += [(name, number) for name in getattr(mixer, "losses", ())]
+            if layer.has_experts:
+                losses += [(ROUTER_LOSSES[kind], number) for kind in ROUTER_LOSSES if kind in self.router_loss_coeffs]
+        return tuple(losses)
 
     @property
     def max_positions(self) -> int:

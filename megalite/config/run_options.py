@@ -643,7 +643,7 @@ class LogConfig:
     )
     log_memory_to_tensorboard: bool = operational(False, help="write the memory of rank 0 to TensorBoard, bytes")
     moe_per_layer_logging: bool = operational(
-        False, help="write the losses that balance experts to TensorBoard, for each layer"
+        False, help="write the losses of routers and mixers to TensorBoard, for each layer"
     )
     log_world_size_to_tensorboard: bool = operational(False, help="write the number of ranks to TensorBoard")
     wandb_project: str | None = operational(None, help="Weights & Biases project")

@@ -172,12 +172,17 @@ class LMHead(nn.Module):
         return shapes(self)
 
     def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
-        """Return the summed loss ([2] with a z-loss), or logits_SBv without labels."""
+        """Return the summed loss, whose backward includes the z-loss, or logits_SBv without labels."""
         h_sBD = self.norm(x_sBD)
         if batch.labels_SB is None:
             return column_parallel_linear(h_sBD, [self.weight], self.tp)[0]
         args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
-        return linear_cross_entropy(h_sBD, self.weight, *args, z_loss=self.z_loss, loss_grad=ctx.loss_grad)
+        loss, z_loss = linear_cross_entropy(h_sBD, self.weight, *args, z_loss=self.z_loss, loss_grad=ctx.loss_grad)
+        if ctx.loss_sums is not None:
+            ctx.loss_sums.add_head_loss("loss", loss)
+            if self.z_loss:
+                ctx.loss_sums.add_head_loss("z_loss", z_loss)
+        return loss
 
 
 class Stage(nn.Module):
@@ -237,7 +242,7 @@ class Stage(nn.Module):
             }
 
     def forward(self, input_sBD: Tensor | None, batch: Batch, ctx: ForwardContext) -> Tensor:
-        """Return x_sBD; on the last stage the summed loss ([2] with a z-loss), or logits without labels."""
+        """Return x_sBD; on the last stage the summed loss, or logits without labels."""
         x_sBD = self.forward_hidden(input_sBD, batch, ctx)
         return x_sBD if self.head is None else self.run_unit(self.head, x_sBD, batch, ctx)
 

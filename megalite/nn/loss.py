@@ -65,7 +65,7 @@ class _LinearCrossEntropy(Function):
         z_loss: float,
         loss_grad: float | Tensor | None,
         needs_grad: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         x_SBD = start_all_gather(x_sBD, tp).wait()
         x_ND, labels_N = x_SBD.flatten(0, 1), labels_SB.flatten()
         n, v = x_ND.shape[0], weight_vD.shape[0]
@@ -105,15 +105,14 @@ class _LinearCrossEntropy(Function):
             ctx.loss_grad = loss_grad
             ctx.was_used = False
         loss = (loss_N * weight_N).sum()
-        return torch.stack([loss, z_loss * (lse_N.square_() * weight_N).sum()]) if z_loss else loss
+        z_sum = z_loss * (lse_N.square_() * weight_N).sum() if z_loss else torch.zeros_like(loss)
+        ctx.mark_non_differentiable(z_sum)
+        return loss, z_sum
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx_sBD, dw_vD = ctx.saved_tensors
         no_grads = (None,) * 7
-        dloss, *others = dloss.flatten()
-        for other in others:
-            _assert_on_device(other == dloss, "the loss and its z-loss have different gradients; give both the same")
         if ctx.loss_grad is not None:
             if ctx.was_used:
                 raise RuntimeError("linear_cross_entropy: a second backward, but the first one has used the gradients")
@@ -140,12 +139,12 @@ def linear_cross_entropy(
     *,
     z_loss: float = 0.0,
     loss_grad: float | Tensor | None = None,
-) -> Tensor:
-    """Return the sum over tokens of mask * loss in nats: a scalar in fp32 (fp64 for fp64), the same on every tp rank.
+) -> tuple[Tensor, Tensor]:
+    """Return the sums over tokens of mask * loss and of mask * z-loss in nats, the same on every tp rank.
 
-    With `z_loss`, the result is [2]: this sum and the sum of the z-loss. Backward must get the same gradient for both.
-    Without grad mode only the loss is computed. Gradients are computed in forward, for one backward. Collective over
-    tp.
+    They are scalars in fp32 (fp64 for fp64). Backward from the first computes the gradients of their sum; the second is
+    for the log. Without grad mode only the values are computed. Gradients are computed in forward, for one backward.
+    Collective over tp.
 
     Args:
         x_sBD: this rank's positions.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megalite.config.rope_spec import RopeSpec
 from megalite.kernels.attention import Documents
+from megalite.nn.loss_sums import LossSums
 from megalite.nn.sequence_sharding import SequenceSharding
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.mesh import Axis
@@ -83,6 +84,7 @@ class ForwardContext:
     rope          cos and sin of the tokens' positions, [S, R / 2] or [S, B, R / 2]
     in_full_recompute  the layers are recomputed in backward as a whole
     cache         what mixers keep of earlier positions in generation; None: the samples are complete
+    loss_sums     the sums of losses for the log (nn/loss_sums.py); None: they are not kept
     """
 
     step: int = 0
@@ -92,3 +94,4 @@ class ForwardContext:
     rope: Mapping[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
     in_full_recompute: bool = False
     cache: MixerCache | None = None
+    loss_sums: LossSums | None = None

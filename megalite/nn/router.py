@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megalite.config.layer_spec import ROUTER_LOSSES
 from megalite.config.options import ModelConfig
 from megalite.kernels.dispatch import accum_dtype
 from megalite.kernels.dropout import fold_in, hash_coordinates
@@ -36,7 +37,6 @@ from megalite.nn.parameter import ParamFactory, main_grad_of, shapes
 from megalite.parallel.comm import start_all_gather
 from megalite.parallel.spec import Box, Constant, Normal, ParamSpec, TensorShard
 
-AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss")
 EPS = 1e-20  # added to sums of sigmoids, which may all be 0
 SINKHORN_MAX_ITERS, SINKHORN_TOL = 1000, 1e-4  # `sinkhorn` stops when the experts' factors change by less
 
@@ -77,9 +77,7 @@ class _RouterFunction(Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.router = router
         ctx.main_grad = main_grad_of(weight)
-        ctx.loss_weight = None
-        if forward_ctx.loss_grad is not None:
-            ctx.loss_weight = forward_ctx.loss_grad * forward_ctx.token_weight
+        ctx.forward_ctx = forward_ctx
         ctx.padding_N1 = padding_N1 = router.padding(x_sBD, batch)
         logits_NE = router.logits(x_sBD, weight)
         force_balance = router.model.moe_router_force_load_balancing
@@ -101,8 +99,8 @@ class _RouterFunction(Function):
         logits_NE = ctx.router.logits(x_sBD, weight)
         dlogits_NE = ctx.router.logits_grad(logits_NE, ids_NK, dprobs_NK)
         counts_BE = ctx.router.count_assignments_(ids_NK, x_sBD.shape[1], ctx.padding_N1)
-        if ctx.loss_weight is not None:
-            ctx.router.add_aux_loss_grads_(dlogits_NE, logits_NE, counts_BE, ctx.padding_N1, ctx.loss_weight)
+        if ctx.forward_ctx.loss_grad is not None:
+            ctx.router.add_aux_loss_grads_(dlogits_NE, logits_NE, counts_BE, ctx.padding_N1, ctx.forward_ctx)
         dbias = dlogits_NE.sum(0).to(weight.dtype) if ctx.has_bias else None
         dx_sBD = (dlogits_NE @ weight.to(dlogits_NE.dtype)).to(x_sBD.dtype).view_as(x_sBD)
         if ctx.main_grad is None:
@@ -124,9 +122,8 @@ class Router(nn.Module):
                    (training/expert_balancer.py)
     expert_counts  [E] assignments of this rank's tokens to each expert
     global_counts  [E] assignments of the tokens of all tp, cp and dp ranks, with global_aux_loss
-    loss_sums      [4] sums of AUX_LOSSES over tokens, without coefficients; 0 for inactive losses
 
-    Counts and sums include all backwards since they were set to zero.
+    Counts include all backwards since they were set to zero.
     """
 
     def __init__(self, make_param: ParamFactory, name: str, model: ModelConfig, layer: int):
@@ -141,10 +138,9 @@ class Router(nn.Module):
         self.num_experts = model.num_experts or 0
         self.topk = model.moe_router_topk
         self.sinkhorn = "sinkhorn" in model.moe_router_load_balancing_type
-        z_loss = model.moe_z_loss_coeff
         self.sigmoid = self.topk == 1 if self.sinkhorn else model.moe_router_score_function == "sigmoid"
         self.pre_softmax = model.moe_router_pre_softmax or self.sinkhorn
-        self.loss_coeffs = model.aux_loss_coeffs | ({"z_loss": z_loss} if z_loss else {})
+        self.loss_coeffs = model.router_loss_coeffs
         E = self.num_experts
         device = torch.device("meta") if make_param.meta else make_param.mesh.device
         self.weight = make_param(
@@ -159,7 +155,6 @@ class Router(nn.Module):
             self.expert_bias = torch.zeros(E, dtype=torch.float32, device=device)
         self.expert_counts = torch.zeros(E, dtype=torch.int64, device=device)
         self.global_counts = torch.zeros_like(self.expert_counts)
-        self.loss_sums = torch.zeros(len(AUX_LOSSES), dtype=torch.float64, device=device)
 
     def extra_repr(self) -> str:
         return shapes(self)
@@ -281,24 +276,25 @@ class Router(nn.Module):
         return counts_BE
 
     def add_aux_loss_grads_(
-        self,
-        dlogits_NE: Tensor,
-        logits_NE: Tensor,
-        counts_BE: Tensor,
-        padding_N1: Tensor | None,
-        weight: float | Tensor,
+        self, dlogits_NE: Tensor, logits_NE: Tensor, counts_BE: Tensor, padding_N1: Tensor | None, ctx: ForwardContext
     ) -> None:
-        """Add the gradients of the auxiliary losses, times `weight`, to `dlogits_NE`, and the losses to `loss_sums`.
+        """Add the gradients of the auxiliary losses to `dlogits_NE`, and the losses without coefficients to their sums.
 
         Collective over tp and cp, and with global_aux_loss over dp.
         """
         sigmoid = self.sigmoid
         coeffs = self.loss_coeffs
+        assert ctx.loss_grad is not None
+        weight = ctx.loss_grad * ctx.token_weight
+
+        def add_loss(kind: str, loss: Tensor) -> None:
+            if ctx.loss_sums is not None:
+                ctx.loss_sums.add_layer_loss(ROUTER_LOSSES[kind], self.layer, loss)
 
         def without_padding(values: Tensor) -> Tensor:
             return values if padding_N1 is None else values.masked_fill(padding_N1, 0)
 
-        if balance_losses := [kind for kind in AUX_LOSSES[:-1] if kind in coeffs]:
+        if balance_losses := [kind for kind in ROUTER_LOSSES if kind in coeffs and kind != "z_loss"]:
             for axis in (self.tp, self.cp):
                 counts_BE = start_all_gather(counts_BE[None], axis).wait().sum(0)
             if "global_aux_loss" in coeffs:
@@ -315,12 +311,12 @@ class Router(nn.Module):
                     "global_aux_loss": self.global_counts,
                 }[kind]
                 f = counts / counts.to(P_BE.dtype).mean(-1, keepdim=True).clamp(min=EPS)  # factor of P
-                self.loss_sums[AUX_LOSSES.index(kind)] += (P_BE * f).sum()
+                add_loss(kind, (P_BE * f).sum())
                 dP_BE += coeffs[kind] * weight * f
             dloss_NE = _softmax_backward(P_NE, dP_BE.repeat(len(P_NE) // len(P_BE), 1))
             dlogits_NE += without_padding(dloss_NE * (1 - scores_NE) if sigmoid else dloss_NE)
         if "z_loss" in coeffs:
             lse_N1 = logits_NE.logsumexp(-1, keepdim=True)
             counted_N1 = without_padding(lse_N1)
-            self.loss_sums[-1] += counted_N1.square().sum()
+            add_loss("z_loss", counted_N1.square().sum())
             dlogits_NE += 2 * coeffs["z_loss"] * weight * counted_N1 * (logits_NE - lse_N1).exp()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.nn.loss_sums import LossSums
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.parallel.streams import CudaGraph, Stream, on_stream
 from megalite.pipeline.runtime import InFlight, Pipeline
@@ -31,11 +32,10 @@ from megalite.pipeline.runtime import InFlight, Pipeline
 
 @dataclasses.dataclass(frozen=True)
 class CapturedMicroBatch:
-    """A captured graph of one micro-batch: its replay reads the tensors of `batch` and `ctx`, and writes `losses`."""
+    """A captured graph of one micro-batch: its replay reads the tensors of `batch` and `ctx`."""
 
     batch: Batch
     ctx: ForwardContext
-    losses: Tensor
     graph: CudaGraph
 
 
@@ -71,29 +71,28 @@ class CudaGraphPipeline(Pipeline):
         # By the signature of batch and context. None: the signature has occurred once.
         self._captured: dict[tuple[Any, ...], CapturedMicroBatch | None] = {}
 
-    def step(self, batches: Sequence[Batch], ctx: ForwardContext, more_microbatches: bool = False) -> Tensor:
+    def step(self, batches: Sequence[Batch], ctx: ForwardContext, more_microbatches: bool = False) -> None:
         """Run forward and backward of all micro-batches, as Pipeline.step does."""
         inner = batches[1:-1] if self.eager_first_and_last else batches
         with on_stream(self.stream):
             if not inner or not self.enabled or self.timeline is not None:
-                return super().step(batches, ctx, more_microbatches)
-            total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+                super().step(batches, ctx, more_microbatches)
+                return
             if self.eager_first_and_last:
-                total += super().step(batches[:1], ctx, more_microbatches=True)
+                super().step(batches[:1], ctx, more_microbatches=True)
             self.zero_unwritten_grads()
             for batch in inner:
-                losses = self._replay(batch, ctx)
-                total[: len(losses)] += losses
+                self._replay(batch, ctx)
             if self.eager_first_and_last:
-                total += super().step(batches[-1:], ctx, more_microbatches)
-            return total
+                super().step(batches[-1:], ctx, more_microbatches)
 
-    def _replay(self, batch: Batch, ctx: ForwardContext) -> Tensor:
-        """Run one micro-batch: eagerly the first time that its signature occurs, then as a graph. Return its losses."""
+    def _replay(self, batch: Batch, ctx: ForwardContext) -> None:
+        """Run one micro-batch: eagerly the first time that its signature occurs, then as a graph."""
         signature = _signature(batch) + _signature(ctx)
         if signature not in self._captured:
             self._captured[signature] = None
-            return super().step([batch], ctx, more_microbatches=True)
+            super().step([batch], ctx, more_microbatches=True)
+            return
         captured = self._captured[signature]
         if captured is None:
             captured = self._captured[signature] = self._capture(batch, ctx)
@@ -101,7 +100,6 @@ class CudaGraphPipeline(Pipeline):
         _fill_tensors(captured.ctx, ctx)
         with self.mesh.phase_timer.span("graph", "replay"):
             captured.graph.replay()
-        return captured.losses
 
     def _capture(self, batch: Batch, ctx: ForwardContext) -> CapturedMicroBatch:
         """Capture a micro-batch with the shapes of `batch` and the options of `ctx`."""
@@ -110,11 +108,10 @@ class CudaGraphPipeline(Pipeline):
         loss_grad = torch.as_tensor(ctx.loss_grad, dtype=torch.float64, device=self.mesh.device)
         static_ctx = dataclasses.replace(ctx, **(_cloned_tensors(ctx) | {"loss_grad": loss_grad}))
         graph = self.new_graph()
-        losses: list[Tensor] = []
 
         def forward_backward() -> None:
             flight = InFlight()
-            losses.append(self._forward(flight, (0, 0), 0, static_batch, static_ctx))
+            self._forward(flight, (0, 0), 0, static_batch, static_ctx)
             self._backward(flight, (0, 0), static_ctx)
 
         timer = self.mesh.phase_timer
@@ -127,7 +124,7 @@ class CudaGraphPipeline(Pipeline):
             raise RuntimeError(text) from error
         finally:
             timer.timed = was_timed
-        return CapturedMicroBatch(static_batch, static_ctx, losses[0], graph)
+        return CapturedMicroBatch(static_batch, static_ctx, graph)
 
 
 def _cloned_tensors(values: Batch | ForwardContext) -> dict[str, Tensor]:
@@ -156,6 +153,8 @@ def _signature(values: Batch | ForwardContext) -> tuple[Any, ...]:
     for name, value in vars(values).items():
         if isinstance(value, Tensor):
             signature.append((name, value.shape, value.dtype))
+        elif isinstance(value, LossSums):  # the graph adds to its tensor
+            signature.append((name, id(value)))
         elif value is None or isinstance(value, int | float) or value == {}:
             signature.append((name, value is None))
         else:

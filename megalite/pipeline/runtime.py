@@ -158,26 +158,23 @@ class Pipeline:
         self.timeline: list[TimedAction] | None = None  # set to [] to record the next step
         self._last_arrival = 0.0  # time at which the wait for the last message ended
 
-    def step(self, batches: Sequence[Batch], ctx: ForwardContext, more_microbatches: bool = False) -> Tensor:
-        """Run forward and backward of all micro-batches.
+    def step(self, batches: Sequence[Batch], ctx: ForwardContext, more_microbatches: bool = False) -> None:
+        """Run forward and backward of all micro-batches, which add their losses to ctx.loss_sums.
 
         Args:
             batches: the micro-batches.
             ctx: the context of all forwards: the gradients are those of ctx.loss_grad * (sum of all losses).
             more_microbatches: True if another call of the same training step follows, so that none of these backwards
                 is the last of its chunk.
-
-        Returns:
-            [2]: the sum of the losses, and the sum of the terms added to them (z-loss); zeros except on the last stage.
         """
         actions_by_rank = build_schedule(
             self.schedule, self.mesh.pp.size, len(batches), len(self.stages), self.group_size, self.split_backward
         )
-        return self._run_actions(actions_by_rank, batches, ctx, more_microbatches)
+        self._run_actions(actions_by_rank, batches, ctx, more_microbatches)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch], ctx: ForwardContext) -> Tensor:
-        """Run forwards only, in evaluation mode; return the sum of the losses (zero except on the last stage)."""
+    def evaluate(self, batches: Sequence[Batch], ctx: ForwardContext) -> None:
+        """Run forwards only, in evaluation mode, which add their losses to ctx.loss_sums."""
         assert ctx.loss_grad is None
         for stage in self.stages:
             stage.eval()
@@ -185,7 +182,7 @@ class Pipeline:
             actions_by_rank = build_schedule(
                 FORWARD_ONLY, self.mesh.pp.size, len(batches), len(self.stages), self.group_size
             )
-            return self._run_actions(actions_by_rank, batches, ctx)[0]
+            self._run_actions(actions_by_rank, batches, ctx)
         finally:
             for stage in self.stages:
                 stage.train()
@@ -196,11 +193,10 @@ class Pipeline:
         batches: Sequence[Batch],
         ctx: ForwardContext,
         more_microbatches: bool = False,
-    ) -> Tensor:
-        """Run this rank's actions: forwards only if `ctx.loss_grad` is None. Return the sums of `step`."""
+    ) -> None:
+        """Run this rank's actions: forwards only if `ctx.loss_grad` is None."""
         mesh = self.mesh
         flight = InFlight()
-        total = torch.zeros(2, dtype=torch.float64, device=mesh.device)
         actions = add_sharding_actions(actions_by_rank[mesh.pp.rank], self.sharding_policy)
         reduce_actions = [action for action in actions if action.op is Op.REDUCE_GRAD]
         ends_pass = {(action.stage, action.microbatch) for action in reduce_actions}
@@ -216,8 +212,7 @@ class Pipeline:
             last_in_step = last_microbatch.get(action.stage) == action.microbatch
             if action.op is Op.F:
                 with mesh.phase_timer.span("forward", action):
-                    losses = self._forward(flight, key, chunk, batches[action.microbatch], ctx)
-                total[: len(losses)] += losses
+                    self._forward(flight, key, chunk, batches[action.microbatch], ctx)
             elif action.op is Op.B:
                 if not self.split_backward and key in ends_pass:
                     self.param_sync.set_last_backward(chunk, None, last_in_step)
@@ -244,7 +239,6 @@ class Pipeline:
                 self.timeline.append(TimedAction(str(action), start_s, self._elapsed(step_start)))
         for message in flight.sends:
             self._wait_for_message(message, "what was sent")
-        return total
 
     def _send(self, flight: InFlight, action: Action, step: int) -> None:
         tensor = flight.outgoing.pop((action.stage, action.microbatch)).contiguous()
@@ -268,8 +262,8 @@ class Pipeline:
         self._last_arrival = self._elapsed(0.0)
         return tensor
 
-    def _forward(self, flight: InFlight, key: Key, chunk: int, batch: Batch, ctx: ForwardContext) -> Tensor:
-        """Run one forward; return [loss] or [loss, z-loss] on the last stage, else an empty tensor."""
+    def _forward(self, flight: InFlight, key: Key, chunk: int, batch: Batch, ctx: ForwardContext) -> None:
+        """Run one forward, and keep what its backward and the next stage need."""
         stage = key[0]
         needs_backward = ctx.loss_grad is not None
         x = None
@@ -283,10 +277,8 @@ class Pipeline:
         y = self.stages[chunk](x, batch, ctx)
         if needs_backward:
             flight.output_edges[key] = y if stage == self.last_stage else get_gradient_edge(y)
-        if stage == self.last_stage:
-            return y.detach().double().reshape(-1)
-        flight.outgoing[key] = y.detach()
-        return y.new_empty(0, dtype=torch.float64)
+        if stage < self.last_stage:
+            flight.outgoing[key] = y.detach()
 
     def _backward(self, flight: InFlight, key: Key, ctx: ForwardContext) -> None:
         stage = key[0]
@@ -299,7 +291,7 @@ class Pipeline:
                 grad = loss_grad.to(loss.dtype)
             else:
                 grad = loss.new_full((), loss_grad)  # created on the device: a copy from the host would wait for it
-            torch.autograd.backward(loss, grad.expand_as(loss))
+            torch.autograd.backward(loss, grad)
         else:
             received = [self._wait_for_message(flight.incoming.pop((Op.RECV_B, *key)), Action(Op.RECV_B, *key))]
             _backward_from_edge(edge, received)

@@ -17,6 +17,7 @@ from megalite.launch.rank_info import RankInfo
 from megalite.models.gpt import Stage
 from megalite.models.torch_compile import Backend, compile_blocks
 from megalite.nn.activation_offload import ActivationOffload
+from megalite.nn.loss_sums import LossSums
 from megalite.optim.adamw import ApexAdamW
 from megalite.optim.buffer import ParamAndGradBuffer, ZeroConfig
 from megalite.optim.distributed_optimizer import DistributedOptimizer
@@ -156,6 +157,7 @@ def build_run(
     return Run(
         mesh=mesh,
         pipeline=pipeline,
+        loss_sums=LossSums(plan.head_losses, model.layer_losses, mesh.device),
         expert_balancer=ExpertLoadBalancer(stages, mesh, model),
         buffer=buffer,
         optimizer=DistributedOptimizer(
@@ -243,7 +245,7 @@ def host_batch_options(config: Config, mesh: Mesh) -> dict[str, Any]:
         documents=config.data.reset_attention_mask,
         cp=mesh.cp,
         windows=config.model.attention_windows,
-        padding=config.model.has_experts,
+        padding=config.model.has_experts or bool(config.model.layer_losses),
     )
 
 
@@ -252,12 +254,14 @@ def _open_loaders(
 ) -> tuple[Loader, list[NamedDataset[Loader]], list[NamedDataset[Loader]]]:
     """Open the loaders of the training, validation and test data.
 
-    Middle pipeline stages read samples only if documents are separated, or if routers have to know the padding.
+    Middle pipeline stages read samples only if documents are separated, or if the padding has to be known: by routers,
+    and by losses of layers.
     """
     data, train = plan.config.data, plan.config.train
     separate_documents = data.reset_position_ids or data.reset_attention_mask
+    counts_padding = plan.has_experts or bool(plan.config.model.layer_losses)
     is_padded = data.document_packing == "best-fit" or sources.ignored_label is not None
-    reads_samples = mesh.pp.is_first or mesh.pp.is_last or separate_documents or (is_padded and plan.has_experts)
+    reads_samples = mesh.pp.is_first or mesh.pp.is_last or separate_documents or (is_padded and counts_padding)
     boundaries = DocumentBoundaries(sources.eod, data.eod_mask_loss, separate_documents)
     prepare = functools.partial(to_host_batch, pin=mesh.device.type == "cuda", **host_batch_options(plan.config, mesh))
 

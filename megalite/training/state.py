@@ -8,6 +8,7 @@ from typing import Any
 from megalite.data.datasets.batches import Prefetcher
 from megalite.data.datasets.ledger import DataLedger
 from megalite.data.tokenizers.tokenizer import Tokenizer
+from megalite.nn.loss_sums import LossSums
 from megalite.nn.micro_batch import Batch
 from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.distributed_optimizer import DistributedOptimizer
@@ -56,22 +57,22 @@ class StepSums:
     """A step's sums over all ranks."""
 
     norm_sq: float  # squared norm of the gradient before `unscale`
-    loss_sum: float  # nats
     labels: float  # labels that count
     tokens: float  # tokens that are not padding
     stop_requests: float  # ranks that want to stop
-    z_sum: float  # sum of the z-loss
+    losses: Mapping[str, float]  # means by name, nats (nn/loss_sums.py)
+    layer_losses: Mapping[tuple[str, int], float]  # the same of each layer, by name and number of the layer
     unscale: float  # the factor that turns a gradient into the mean over `labels`
     zeros: float | None  # elements of the gradient that are 0, if they were counted
     replicas_differ: bool = False  # replicas of the weights that the step used have different checksums
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.norm_sq) and math.isfinite(self.loss_sum)
+        return math.isfinite(self.norm_sq) and math.isfinite(self.loss)
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / self.labels if self.labels else 0.0
+        return self.losses["loss"]
 
     @property
     def grad_norm(self) -> float:
@@ -96,7 +97,7 @@ class Anomaly:
 class StepResult:
     """The result of a training step; the same on every rank except for the times."""
 
-    loss: float  # nats per token
+    loss: float  # of the head, nats per token; losses["loss"]
     grad_norm: float
     lr: float  # of the next update
     batch_size: int
@@ -106,7 +107,9 @@ class StepResult:
     step_s: float
     tokens: int = 0  # without padding
     labels: int | None = None  # labels that count; None if unknown
-    z_loss: float = 0.0  # trained on in addition to `loss`, which does not contain it
+    # all losses that are trained, by name: means in nats per token, without coefficients except that of the z-loss
+    losses: Mapping[str, float] = field(default_factory=dict)
+    layer_losses: Mapping[tuple[str, int], float] = field(default_factory=dict)  # of each layer: (name, number)
     zeros: int | None = None  # elements of the gradient that are 0, if they were counted
     anomaly: Anomaly | None = None
     replica_mismatch: str | None = None  # message if replicas of the weights differed
@@ -119,6 +122,7 @@ class Run:
 
     mesh: Mesh
     pipeline: Pipeline
+    loss_sums: LossSums
     expert_balancer: ExpertLoadBalancer
     buffer: ParamAndGradBuffer
     optimizer: DistributedOptimizer

@@ -1,9 +1,9 @@
 """One training step: get the batch, run forward and backward, reduce, validate, update.
 
-A single all-reduce over the world carries everything that the ranks must agree on: the squared gradient norm, the loss,
-the number of labels that count, the number of ranks that want to stop, and the routers' sums. All ranks therefore make
-the same decision at the same step, and rank 0 knows the loss, which the last stage computes. If routers have losses,
-two more numbers are summed before the forward passes (`_labels_per_token`).
+A single all-reduce over the world carries everything that the ranks must agree on: the squared gradient norm, the
+losses, the number of labels that count, the number of ranks that want to stop, and the load of experts. All ranks
+therefore make the same decision at the same step, and rank 0 knows the loss, which the last stage computes. If layers
+have losses, two more numbers are summed before the forward passes (`_labels_per_token`).
 """
 
 import time
@@ -21,7 +21,7 @@ from megalite.training.monitoring.rerun import diagnose_step, find_anomaly, form
 from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import Anomaly, InvalidResultError, Run, StepResult, StepSums
 
-REDUCED_FIELDS = ("norm_sq", "loss_sum", "labels", "tokens", "stop_requests", "z_sum")  # fields of StepSums
+REDUCED_FIELDS = ("norm_sq", "labels", "tokens", "stop_requests")  # fields of StepSums
 NO_TIMERS = Timers()  # measures nothing
 REPLICA_FIELDS = ("weights differ", "main weights differ")  # the two elements of replica_checksums
 
@@ -58,22 +58,26 @@ def train_step(
     # `_update` corrects that to the number of labels.
     num_tokens = batch_size * run.seq_length
     ctx = ForwardContext(
-        step, loss_grad=run.loss_scaler.scale / num_tokens, token_weight=_labels_per_token(run, host_batches)
+        step,
+        loss_grad=run.loss_scaler.scale / num_tokens,
+        token_weight=_labels_per_token(run, host_batches),
+        loss_sums=run.loss_sums,
     )
 
     with timers("forward-backward", 1):
         run.expert_balancer.reset()
-        losses = run.pipeline.step(batches, ctx)
-    inject_fault("step.after_forward_backward", mesh.world.rank, step, losses)
+        run.loss_sums.zero_()
+        run.pipeline.step(batches, ctx)
+    inject_fault("step.after_forward_backward", mesh.world.rank, step, run.loss_sums.values)
     with timers("all-grads-sync", 1):
         run.buffer.finish_grad_sync()
     if empty_cache_level >= 1 and mesh.device.type == "cuda":
         torch.cuda.empty_cache()
 
-    def reduce_sums(losses: torch.Tensor) -> StepSums:
-        return _reduce_step_sums(run, losses, host_batches, want_stop, count_zeros, num_tokens)
+    def reduce_sums() -> StepSums:
+        return _reduce_step_sums(run, host_batches, want_stop, count_zeros, num_tokens)
 
-    sums, anomaly, replica_mismatch = _validate_step(run, batches, ctx, losses, reduce_sums)
+    sums, anomaly, replica_mismatch = _validate_step(run, batches, ctx, reduce_sums)
     if not sums.finite and run.check_finite and not run.loss_scaler.dynamic:
         raise _invalid_result(run, anomaly, batch_size)
     is_anomalous = anomaly is not None and not anomaly.transient
@@ -98,22 +102,23 @@ def train_step(
         stop=sums.stop_requests > 0,
         data_s=data_s,
         step_s=time.perf_counter() - start,
-        z_loss=sums.z_sum / sums.labels if sums.labels else 0.0,
+        losses=sums.losses,
+        layer_losses=sums.layer_losses,
         zeros=None if sums.zeros is None else round(sums.zeros),
         anomaly=anomaly,
         replica_mismatch=replica_mismatch,
-        moe_metrics=run.expert_balancer.metrics(tokens),
+        moe_metrics=run.expert_balancer.metrics(),
     )
 
 
 def _labels_per_token(run: Run, host_batches: Sequence[Batch]) -> float | torch.Tensor:
     """Return the ratio of labels that count to tokens that are not padding, in the global batch.
 
-    The gradients of the routers' losses depend on it: without these losses it is 1.0, with them the call is collective
+    The gradients of the losses of layers depend on it: without these losses it is 1.0, with them the call is collective
     over all ranks. The host does not wait for the device.
     """
     mesh = run.mesh
-    if not run.expert_balancer.has_losses:
+    if not run.loss_sums.layer_losses:
         return 1.0
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if mesh.pp.is_last and mesh.tp.is_first:
@@ -124,31 +129,25 @@ def _labels_per_token(run: Run, host_batches: Sequence[Batch]) -> float | torch.
 
 
 def _validate_step(
-    run: Run,
-    batches: Sequence[Batch],
-    ctx: ForwardContext,
-    losses: torch.Tensor,
-    reduce_sums: Callable[[torch.Tensor], StepSums],
+    run: Run, batches: Sequence[Batch], ctx: ForwardContext, reduce_sums: Callable[[], StepSums]
 ) -> tuple[StepSums, Anomaly | None, str | None]:
     """Check a step's results and return (sums to use, anomaly, replica mismatch).
 
     Forward and backward are rerun if replicas of the weights were repaired, and if the sums are suspicious
     (`diagnose_step`). Collective over all ranks.
 
-    Args:
-        losses: This rank's loss sums.
-        reduce_sums: Reduces them over all ranks, with everything else that a step sums.
+    `reduce_sums` reduces this rank's losses over all ranks, with everything else that a step sums.
     """
-    sums = reduce_sums(losses)
+    sums = reduce_sums()
     replica_mismatch = None
     if sums.replicas_differ and run.replica_action:
         replica_mismatch = check_replicas(run, run.progress.step + 1, run.replica_action, checksums_differ=True)
         if run.replica_action == "repair":
-            losses, _ = rerun_forward_backward(run, batches, ctx)
-            sums = reduce_sums(losses)
+            rerun_forward_backward(run, batches, ctx)
+            sums = reduce_sums()
     anomaly = None
     if find_anomaly(run, sums) or run.rerun_mode in DETERMINISM_REPORTS:
-        sums, anomaly = diagnose_step(run, batches, ctx, losses, sums, reduce_sums)
+        sums, anomaly = diagnose_step(run, batches, ctx, sums, reduce_sums)
     return sums, anomaly, replica_mismatch
 
 
@@ -165,16 +164,15 @@ def _invalid_result(run: Run, anomaly: Anomaly | None, batch_size: int) -> Inval
 
 
 def _reduce_step_sums(
-    run: Run, losses: torch.Tensor, host_batches: Sequence[Batch], want_stop: bool, count_zeros: bool, num_tokens: int
+    run: Run, host_batches: Sequence[Batch], want_stop: bool, count_zeros: bool, num_tokens: int
 ) -> StepSums:
     """Sum a step's results over the world, in float64; the step's only synchronization with the device.
 
-    The sums are the squared gradient norm, the loss, labels, tokens, stop requests and the z-loss; zeros of the
-    gradient and the checksums of replicas if enabled; and the routers' sums. Sums keep NaN and inf, whereas a maximum
-    may drop a NaN.
+    The sums are the squared gradient norm, labels, tokens and stop requests; zeros of the gradient and the checksums of
+    replicas if enabled; the losses; and the load of the experts. Sums keep NaN and inf, whereas a maximum may drop a
+    NaN.
 
     Args:
-        losses: This rank's sums of the loss and of the z-loss.
         num_tokens: The tokens of the global batch by which the pipeline divided the gradients.
     """
     mesh = run.mesh
@@ -184,16 +182,17 @@ def _reduce_step_sums(
         names.append("zeros")
     if run.replica_action:
         names += REPLICA_FIELDS  # must be last
-    local_router_sums = run.expert_balancer.local_sums()
-    packed = torch.zeros(len(names) + len(local_router_sums), dtype=torch.float64, device=mesh.device)
-    sums, router_sums = packed.split([len(names), len(local_router_sums)])
-    router_sums.copy_(local_router_sums)
+    local_losses = run.loss_sums.local_values(mesh)
+    local_counts = run.expert_balancer.local_counts()
+    sizes = [len(names), len(local_losses), len(local_counts)]
+    packed = torch.zeros(sum(sizes), dtype=torch.float64, device=mesh.device)
+    sums, losses, counts = packed.split(sizes)
+    losses.copy_(local_losses)
+    counts.copy_(local_counts)
     local_sums = dict(zip(names, sums.split(1), strict=True))  # views: writing to one does not wait for the device
     with mesh.phase_timer.span("optimizer", "gradient norm"):
         local_sums["norm_sq"].copy_(run.optimizer.local_norm_sq())
     if mesh.pp.is_last and mesh.tp.is_first:  # replicated values are counted once per data-parallel rank
-        local_sums["loss_sum"].copy_(losses[0])
-        local_sums["z_sum"].copy_(losses[1])
         local_sums["labels"].fill_(float(sum(batch.num_targets for batch in host_batches)))
         local_sums["tokens"].fill_(float(sum(batch.num_unpadded for batch in host_batches)))
     local_sums["stop_requests"].fill_(float(want_stop))
@@ -203,10 +202,13 @@ def _reduce_step_sums(
         sums[-len(REPLICA_FIELDS) :] = replica_checksums(run)
     all_reduce_(packed, mesh.world)
     global_sums = dict(zip(names, sums.tolist(), strict=True))
-    run.expert_balancer.set_global_sums(router_sums)
+    run.expert_balancer.set_global_counts(counts)
+    loss_sums, labels, tokens = losses.tolist(), global_sums["labels"], global_sums["tokens"]
     return StepSums(
         **{name: global_sums[name] for name in REDUCED_FIELDS},
-        unscale=num_tokens / (global_sums["labels"] * run.loss_scaler.scale) if global_sums["labels"] else 0.0,
+        losses=run.loss_sums.means(loss_sums, labels, tokens),
+        layer_losses=run.loss_sums.layer_means(loss_sums, tokens),
+        unscale=num_tokens / (labels * run.loss_scaler.scale) if labels else 0.0,
         zeros=global_sums.get("zeros"),
         replicas_differ=any(global_sums.get(name, 0.0) for name in REPLICA_FIELDS),
     )

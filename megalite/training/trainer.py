@@ -17,6 +17,7 @@ from megalite.common.exit_codes import ExitCode, RunResult
 from megalite.common.fault_injection import inject_fault
 from megalite.config.config_file import dump_config
 from megalite.config.options import Config, DataConfig, effective_log_interval, effective_log_style
+from megalite.nn.loss_sums import LossSums
 from megalite.nn.micro_batch import ForwardContext
 from megalite.parallel.comm import all_reduce_, all_reduce_int
 from megalite.training.batch import to_device
@@ -117,31 +118,32 @@ def evaluate(
     Raises:
         EvaluationInterrupted: if some rank wants to stop.
     """
-    loss_sum, labels = evaluation_sums(run, data, iters, on_batch, stop_requested)
-    return loss_sum / labels if labels else math.nan
+    return evaluation_losses(run, data, iters, on_batch, stop_requested).get("loss", math.nan)
 
 
-def evaluation_sums(
+def evaluation_losses(
     run: Run,
     data: Loader,
     iters: int,
     on_batch: Callable[[int], None] = lambda batches: None,
     stop_requested: Callable[[], bool] | None = None,
-) -> tuple[float, float]:
-    """Return the sum of the losses and the number of labels that count; arguments and errors as for `evaluate`."""
+) -> dict[str, float]:
+    """Return the mean of each loss of the head per label, by name; {} if no label counts.
+
+    Arguments and errors are those of `evaluate`.
+    """
     mesh = run.mesh
     size = run.eval_batch_size
     inject_fault("eval.begin", mesh.world.rank, run.progress.step)
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    loss_sums = LossSums(run.loss_sums.head_losses, (), mesh.device)
+    labels = 0  # of this rank's samples
     start = time.monotonic()
     next_check = 1  # in batches
-    ctx = ForwardContext(run.progress.step)
+    ctx = ForwardContext(run.progress.step, loss_sums=loss_sums)
     for i in range(iters):
         host_batches, _ = data.get(i * size, size)
-        loss = run.pipeline.evaluate([to_device(batch, mesh.device) for batch in host_batches], ctx)
-        if mesh.pp.is_last and mesh.tp.is_first:
-            sums[0] += loss
-            sums[1:] += float(sum(batch.num_targets for batch in host_batches))
+        run.pipeline.evaluate([to_device(batch, mesh.device) for batch in host_batches], ctx)
+        labels += sum(batch.num_targets for batch in host_batches)
         on_batch(1)
         # All ranks check after the same batch: every STOP_CHECK_S at the pace of the slowest rank.
         if stop_requested is not None and i + 1 == next_check < iters:
@@ -153,8 +155,12 @@ def evaluation_sums(
             if should_stop:
                 raise EvaluationInterrupted(f"after {next_check} of {iters} batches")
             next_check += max(1, min(next_check, int(STOP_CHECK_S * next_check / seconds))) if seconds else 1
-    loss_sum, labels = all_reduce_(sums, mesh.world).tolist()
-    return loss_sum, labels
+    local_labels = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    if mesh.pp.is_last and mesh.tp.is_first:
+        local_labels.fill_(float(labels))
+    sums = torch.cat([loss_sums.local_values(mesh), local_labels])
+    *global_sums, global_labels = all_reduce_(sums, mesh.world).tolist()
+    return loss_sums.means(global_sums, global_labels, 0) if global_labels else {}
 
 
 @dataclass
@@ -404,23 +410,22 @@ class Trainer:
             with monitors.collector.evaluation(), monitors.timers("evaluate", 0), monitors.time_breakdown("evaluation"):
                 with logger.evaluation_bar(progress.step, named.name, iters) as bar:
                     try:
-                        loss_sum, labels = evaluation_sums(self.run, named.data, iters, bar.add, self._stop_requested)
+                        losses = evaluation_losses(self.run, named.data, iters, bar.add, self._stop_requested)
                     except EvaluationInterrupted as error:
                         reason = self._stop_reason or "requested by another rank"
                         logger.info(
                             f"stopping ({reason}): the evaluation of step {progress.step} ends {error}, without a loss"
                         )
                         return True
-            if not labels:
+            if not losses:
                 set_name = f"the set {named.name}" if named.name else "an evaluation"
                 reason = why_no_label_counts(self.config.data)
                 logger.info(
                     f"WARNING: step {progress.step}: no label of {set_name} counts, so it has no loss: {reason}"
                 )
                 continue
-            loss = loss_sum / labels
-            logger.log_validation(progress, loss, named, suffix)
-            run_callbacks("on_eval_end", self.run, named.name, loss)
+            logger.log_validation(progress, losses, named, suffix)
+            run_callbacks("on_eval_end", self.run, named.name, losses["loss"])
             self._log_timers(("evaluate",))
         return False
 
@@ -443,15 +448,15 @@ def step_metrics(run: Run, results: Sequence[StepResult], params_norm: float | N
     """
     num_steps = len(results)
     updated = [result for result in results if not result.skipped]
-    means: dict[str, float | None] = {"loss": None, "z_loss": None}
+    losses: dict[str, float | None] = dict.fromkeys(results[-1].losses)
     if updated:
-        means = {name: sum(getattr(result, name) for result in updated) / len(updated) for name in means}
+        losses = {name: sum(result.losses[name] for result in updated) / len(updated) for name in losses}
     return {
         **vars(results[-1]),
         **results[-1].moe_metrics,
         **run.progress.to_json(),
-        **means,
-        "z_loss": means["z_loss"] or None,  # it is 0 only if it is disabled
+        **losses,
+        "losses": losses,
         "last_step": run.last_step,
         "loss_scale": run.loss_scaler.scale,
         "skipped": num_steps - len(updated),

@@ -154,7 +154,7 @@ def padding_of_the_vocabulary_has_probability(
     tp: Axis,
     _: int,
     **kwargs: Any,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     return linear_cross_entropy(x_sBD, weight_vD, labels, mask, tp, len(weight_vD) * tp.size, **kwargs)
 
 
@@ -295,7 +295,7 @@ def dp_rank_1_keeps_its_old_weights(start_all_gather_into: Any, full: Tensor, sh
 @mistake(gpt, "linear_cross_entropy", flags=f"{RUN} {DP} --eod-mask-loss", wrong_loss="labels count")
 def masked_labels_count(
     linear_cross_entropy: Any, x_sBD: Tensor, weight_vD: Tensor, labels: Tensor, _: Any, *args: Any, **kwargs: Any
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     return linear_cross_entropy(x_sBD, weight_vD, labels, None, *args, **kwargs)
 
 
@@ -402,8 +402,12 @@ def gradient_of_one_micro_batch_is_halved_before_it_is_sent(
     flags=f"{RUN} {PP}",
     first={"kind": "loss", "step": 1.5, "name": "step", "causes": "every micro-batch agrees"},
 )
-def evaluation_loss_is_halved_with_several_stages(evaluate: Any, pipeline: Pipeline, batches: Any) -> Tensor:
-    return evaluate(pipeline, batches) / min(2, pipeline.mesh.pp.size)
+def evaluation_loss_is_halved_with_several_stages(
+    evaluate: Any, pipeline: Pipeline, batches: Any, ctx: ForwardContext
+) -> None:
+    evaluate(pipeline, batches, ctx)
+    assert ctx.loss_sums is not None
+    ctx.loss_sums.values /= min(2, pipeline.mesh.pp.size)
 
 
 @mistake(

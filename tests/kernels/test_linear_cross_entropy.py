@@ -28,10 +28,11 @@ def inputs(s: int, b: int, d: int, padded: int, vocab: int, dtype: torch.dtype) 
     return x, w, labels, mask
 
 
-def grads_of(loss: Tensor, x: Tensor, w: Tensor) -> Result:
-    loss.backward(torch.full_like(loss, SCALE))
+def grads_of(losses: tuple[Tensor, Tensor], trained: Tensor, x: Tensor, w: Tensor) -> Result:
+    """Return loss and z-loss, and the gradients of `trained`."""
+    trained.backward(torch.full_like(trained, SCALE))
     assert x.grad is not None and w.grad is not None
-    return loss.detach(), x.grad, w.grad
+    return torch.stack(losses).detach(), x.grad, w.grad
 
 
 def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int, z_loss: float = 0.0) -> Result:
@@ -40,14 +41,14 @@ def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab:
     count = torch.ones(labels.shape) if mask is None else mask
     logits = (x @ w.T)[..., :vocab].flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
     loss = (torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none") * count.flatten()).sum()
-    if z_loss:
-        loss = torch.stack([loss, z_loss * (logits.logsumexp(1).square() * count.flatten()).sum()])
-    return grads_of(loss, x, w)
+    z_sum = z_loss * (logits.logsumexp(1).square() * count.flatten()).sum()
+    return grads_of((loss, z_sum), loss + z_sum, x, w)
 
 
 def in_chunks(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int, **options: Any) -> Result:
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-    return grads_of(linear_cross_entropy(x, w, labels, mask, TP, vocab, **options), x, w)
+    losses = linear_cross_entropy(x, w, labels, mask, TP, vocab, **options)
+    return grads_of(losses, losses[0], x, w)
 
 
 def set_small_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, columns: int) -> None:
@@ -73,8 +74,8 @@ def test_linear_cross_entropy_equals_the_definition(
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert not actual[2][vocab:].any()
     with torch.no_grad():
-        loss = linear_cross_entropy(x, w, labels, optional_mask, TP, vocab, z_loss=z_loss)
-    torch.testing.assert_close(loss, expected[0], rtol=1e-12, atol=1e-12)
+        losses = linear_cross_entropy(x, w, labels, optional_mask, TP, vocab, z_loss=z_loss)
+    torch.testing.assert_close(torch.stack(losses), expected[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -119,7 +120,7 @@ def test_linear_cross_entropy_refuses_a_second_backward() -> None:
     x, w, labels, _ = inputs(4, 1, 8, 8, 8, torch.float32)
     x.requires_grad_()
     w.requires_grad_()
-    loss = linear_cross_entropy(x, w, labels, None, TP, 8)
+    loss, _ = linear_cross_entropy(x, w, labels, None, TP, 8)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -155,11 +156,10 @@ def test_full_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert largest == 32 * vocab < s * b * vocab
 
 
-def test_loss_and_z_loss_share_one_gradient() -> None:
+def test_the_z_loss_is_trained_through_the_loss() -> None:
     x, w, labels, _ = inputs(4, 1, 8, 8, 8, torch.float32)
-    losses = linear_cross_entropy(x.requires_grad_(), w, labels, None, TP, 8, z_loss=0.1)
-    with pytest.raises(RuntimeError, match="different gradients"):
-        losses[0].backward()
+    loss, z_loss = linear_cross_entropy(x.requires_grad_(), w, labels, None, TP, 8, z_loss=0.1)
+    assert loss.requires_grad and not z_loss.requires_grad and z_loss > 0
 
 
 def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> Result:
@@ -168,10 +168,12 @@ def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> Result:
     cross_entropy.MIN_CHUNK_TOKENS, cross_entropy.CHUNK_BYTES = 5, {"cpu": 1}
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     x, w = (t.chunk(tp)[mesh.tp.rank].clone().requires_grad_() for t in (x, w))
-    loss, dx, dw = grads_of(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), x, w)
+    losses = linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss)
+    result = grads_of(losses, losses[0], x, w)
     with torch.no_grad():
-        assert torch.equal(linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss), loss)
-    return loss, dx, dw
+        second = linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss)
+    assert torch.equal(torch.stack(second), result[0])
+    return result
 
 
 @pytest.mark.parametrize("tp,padded,vocab,z_loss", [(2, 16, 11, 0.0), (2, 16, 7, 0.03), (4, 32, 15, 0.03)])

@@ -25,9 +25,9 @@ from train_cases import DOCUMENT_FLAGS, config_from, run_from
 
 from megalite.checkpoint.storage.location import CheckpointError
 from megalite.config.config_file import dump_config
+from megalite.config.layer_spec import ROUTER_LOSSES
 from megalite.training.checkpointing.initial_state import load_initial_state
 from megalite.training.checkpointing.save import open_saver, save
-from megalite.training.expert_balancer import LOSS_NAMES
 from megalite.training.setup import SetupError
 from megalite.training.train_step import train_step
 from megalite.training.trainer import evaluate
@@ -55,14 +55,14 @@ def _train(flags: str, evaluates: bool = False, common: str = COMMON) -> tuple:
             evaluate(run, run.train_loader, 1)
         results.append(train_step(run))
         counts.append(run.expert_balancer.counts_LE.tolist())
-        losses.append(run.expert_balancer.losses_L4.tolist())
+        losses.append([*results[-1].layer_losses.values()])
     run.buffer.wait_param_sync()
     biases = {
         router.name: router.expert_bias.tolist()
         for router in run.expert_balancer.routers
         if router.expert_bias is not None
     }
-    numbers = [(r.loss, r.grad_norm, *(r.moe_metrics[name] or 0 for name in LOSS_NAMES)) for r in results]
+    numbers = [(r.loss, r.grad_norm, *(r.losses.get(name, 0) for name in ROUTER_LOSSES.values())) for r in results]
     return numbers, owned_shards(run.optimizer, "model/"), counts, losses, biases
 
 

@@ -11,11 +11,12 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalite.config.layer_spec import ROUTER_LOSSES
 from megalite.config.options import ModelConfig
+from megalite.nn.loss_sums import LossSums
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.moe import MoELayer
 from megalite.nn.parameter import ParamFactory, params_with_specs
-from megalite.nn.router import AUX_LOSSES
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 
@@ -54,7 +55,7 @@ CASES: dict[str, tuple[Routing, dict[str, Any]]] = {
         dict(moe_shared_expert_intermediate_size=6),
     ),
     "one of sigmoid, ungated": (Routing(8, 1, "sigmoid", coefficients={"aux_loss": 0.3}), dict(activation="gelu")),
-    "all experts": (Routing(4, 4, coefficients=dict.fromkeys(AUX_LOSSES, 0.1)), {}),
+    "all experts": (Routing(4, 4, coefficients=dict.fromkeys(ROUTER_LOSSES, 0.1)), {}),
     "sinkhorn of one": (Routing(4, 1, "sigmoid", sinkhorn=True, coefficients={"z_loss": 0.1}), {}),
     "sinkhorn of two": (Routing(8, 2, pre_softmax=True, sinkhorn=True), {}),
     "gpt-oss": (Routing(8, 3, coefficients={"aux_loss": 0.1}), dict(add_bias_linear=True, activation="clamped_swiglu")),
@@ -79,6 +80,18 @@ def make(name: str) -> tuple[MoELayer, Routing]:
 
 
 CONTEXT = ForwardContext(loss_grad=WEIGHT)
+
+
+def context_with_sums(routing: Routing) -> ForwardContext:
+    losses = [(ROUTER_LOSSES[kind], 0) for kind in ROUTER_LOSSES if kind in routing.coefficients]
+    return replace(CONTEXT, loss_sums=LossSums((), losses, torch.device("cpu")))
+
+
+def summed_losses(ctx: ForwardContext) -> Tensor:
+    """Return the sums of the losses of ROUTER_LOSSES, [4]; 0 for inactive losses."""
+    assert ctx.loss_sums is not None
+    sums = {name: total for (name, _), total in zip(ctx.loss_sums.layer_losses, ctx.loss_sums.values, strict=True)}
+    return torch.stack([sums.get(name, torch.zeros((), dtype=torch.float64)) for name in ROUTER_LOSSES.values()])
 
 
 def make_batch(padding_SB: Tensor | None = None) -> Batch:
@@ -123,7 +136,7 @@ def route(logits: Tensor, r: Routing, bias: Tensor | None, ranking: Tensor | Non
 
 
 def loss_coefficients(r: Routing) -> Tensor:
-    return torch.tensor([r.coefficients.get(kind, 0.0) for kind in AUX_LOSSES], dtype=torch.float64)
+    return torch.tensor([r.coefficients.get(kind, 0.0) for kind in ROUTER_LOSSES], dtype=torch.float64)
 
 
 def reference(x_SBD: Tensor, layer: MoELayer, r: Routing) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,14 +205,15 @@ def test_experts_equal_the_definition(name: str, length: int) -> None:
     x, dy = torch.randn(2, length, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     layer, routing = make(name)
     parameters = list(layer.parameters())
-    y = layer(x.requires_grad_(), make_batch(), CONTEXT)
+    ctx = context_with_sums(routing)
+    y = layer(x.requires_grad_(), make_batch(), ctx)
     assert not layer.router.expert_counts.any(), "only backward counts"
     grads = torch.autograd.grad(y, [x, *parameters], dy)
     expected_y, counts, losses = reference(x, layer, routing)
     assert_close(y, expected_y)
     assert torch.equal(layer.router.expert_counts, counts)
     if routing.coefficients:
-        assert_close(layer.router.loss_sums * loss_coefficients(routing), losses)
+        assert_close(summed_losses(ctx) * loss_coefficients(routing), losses)
     total = (expected_y * dy).sum() + WEIGHT * losses.sum()
     expected_grads = torch.autograd.grad(total, [x, *parameters], allow_unused=True)
     for p, grad, expected in zip(["x", *parameters], grads, expected_grads, strict=True):
@@ -229,19 +243,20 @@ def _check_sharded_experts(
     dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
     inputs = torch.randn(2, length, 4 * micro, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
-    def run_layer(mesh: Mesh, inputs: Tensor) -> tuple[MoELayer, list[Tensor]]:
+    def run_layer(mesh: Mesh, inputs: Tensor) -> tuple[MoELayer, Tensor, list[Tensor]]:
         experts = MoELayer(ParamFactory(mesh, torch.float64, seed=3), "e", routing.model(expert_size=F + 1), 0, False)
         experts.router.expert_bias = torch.tensor(biases) if biases else None
+        ctx = context_with_sums(routing)
         results = []
         for x, dy in inputs.split(micro, 2):
-            y = experts(x := x.contiguous().requires_grad_(), make_batch(), CONTEXT)
+            y = experts(x := x.contiguous().requires_grad_(), make_batch(), ctx)
             y.backward(dy)
             results += [y.detach(), x.grad]
-        return experts, results
+        return experts, summed_losses(ctx), results
 
-    single_process, expected = run_layer(Mesh.single_process(), inputs.clone())
+    single_process, expected_losses, expected = run_layer(Mesh.single_process(), inputs.clone())
     rows = inputs.view(2, cp.size, tp.size, -1, 4 * micro, D)[:, cp.rank, tp.rank]
-    layer, actual = run_layer(mesh, rows[:, :, dp.shard_slice(4 * micro // dp.size)].clone())
+    layer, losses, actual = run_layer(mesh, rows[:, :, dp.shard_slice(4 * micro // dp.size)].clone())
     calls = [(call.op, call.num_bytes) for call in mesh.ep_etp.comm_log.recent]
     first = len(actual) * dp.rank
     for result, expected_result in zip(actual, expected[first : first + len(actual)], strict=True):
@@ -251,8 +266,8 @@ def _check_sharded_experts(
         full_grad[tuple(map(slice, box.start, box.stop))] = p.grad
         assert_close(all_reduce_(full_grad, mesh.world), expected_result.grad, spec.name)
     assert torch.equal(all_reduce_(layer.router.expert_counts, mesh.world), single_process.router.expert_counts)
-    assert_close(all_reduce_(layer.router.loss_sums, mesh.world), single_process.router.loss_sums)
-    assert bool(layer.router.loss_sums.any()) == bool(routing.coefficients)
+    assert_close(all_reduce_(losses, mesh.world), expected_losses)
+    assert bool(losses.any()) == bool(routing.coefficients)
     if dp.size == mesh.world.size == mesh.ep.size:
         K, rank = routing.topk, mesh.ep.rank
         expert_ranks_NK = single_process.router(inputs[0], make_batch(), CONTEXT)[1] // layer.num_local_experts
@@ -283,7 +298,8 @@ def test_padded_auxiliary_losses_equal_transformers(kind: str, function: str) ->
     x_SBD = torch.randn(S, B, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mask_BS = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
     batch = make_batch(padding_SB=mask_BS.T == 0)
-    y_SBD = layer(x_SBD, batch, replace(CONTEXT, token_weight=labels_per_token))
+    ctx = replace(context_with_sums(routing), token_weight=labels_per_token)
+    y_SBD = layer(x_SBD, batch, ctx)
     y_SBD.backward(torch.zeros_like(y_SBD))
 
     weight = layer.router.weight.detach().clone().requires_grad_()
@@ -301,9 +317,7 @@ def test_padded_auxiliary_losses_equal_transformers(kind: str, function: str) ->
     else:
         expected = balancing_loss(shares_BSE, mask_BS)
     tolerance = 1e-11 if kind == "z_loss" else 1e-6  # transformers computes in fp32
-    assert float(layer.router.loss_sums[AUX_LOSSES.index(kind)]) == pytest.approx(
-        float(expected.detach()), rel=tolerance
-    )
+    assert float(summed_losses(ctx).sum()) == pytest.approx(float(expected.detach()), rel=tolerance)
     (grad,) = torch.autograd.grad(0.1 * WEIGHT * labels_per_token * expected, weight)
     torch.testing.assert_close(layer.router.weight.grad, grad, rtol=0, atol=tolerance * float(grad.abs().max()))
     ids_BSK = shares_BSE.topk(K, -1).indices
@@ -346,7 +360,7 @@ def test_auxiliary_losses_are_independent_of_the_layout() -> None:
 
     Gradients under ep are covered because they were twice as large elsewhere (pytorch/pytorch#160285).
     """
-    losses = [Routing(8, 2, coefficients={kind: 0.1}) for kind in AUX_LOSSES if kind != "global_aux_loss"]
+    losses = [Routing(8, 2, coefficients={kind: 0.1}) for kind in ROUTER_LOSSES if kind != "global_aux_loss"]
     shapes = [(8, 1, 1), (4, 2, 1), (1, 1, 8), (2, 1, 4), (2, 2, 2)]  # tp, ep, cp
     sizes = [dict(tp=tp, pp=1, ep=ep, cp=cp) for tp, ep, cp in shapes]
     run_ranks(8, _check_all_sharded_experts, [(size, routing, (), 16, 2) for size in sizes for routing in losses])
@@ -365,14 +379,14 @@ def _check_global_aux_loss(sizes: dict[str, int]) -> None:
         chosen = torch.zeros_like(logits).scatter(-1, logits.topk(2, -1).indices, 1.0)
         F_ME = chosen.sum((1, 2, 3)).cumsum(0)  # over ranks and micro-batches so far
         loss = 8 / 2 * (logits.softmax(-1).sum((1, 2, 3)) * F_ME / F_ME.sum(1, keepdim=True) * 2).sum()
-        for buffer in (layer.router.global_counts, layer.router.loss_sums):
-            buffer.zero_()
+        layer.router.global_counts.zero_()
+        ctx = context_with_sums(routing)
         layer.router.weight.grad = None
         for x_RSBD in x_MRSBD:
             local_x = x_RSBD[mesh.dp.rank].unflatten(0, (mesh.tp.size, -1))[mesh.tp.rank]
-            y = layer(local_x.contiguous(), make_batch(), CONTEXT)
+            y = layer(local_x.contiguous(), make_batch(), ctx)
             y.backward(torch.zeros_like(y))
-        assert_close(all_reduce_(layer.router.loss_sums, mesh.world), loss.new_tensor([0, 0, 1, 0]) * loss.detach())
+        assert_close(all_reduce_(summed_losses(ctx), mesh.world), loss.new_tensor([0, 0, 1, 0]) * loss.detach())
         (expected,) = torch.autograd.grad(0.1 * WEIGHT * loss, weight)
         assert_close(all_reduce_(layer.router.weight.grad, mesh.world), expected)
 

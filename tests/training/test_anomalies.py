@@ -4,7 +4,6 @@ import json
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,6 @@ from megalite.common.fault_injection import FaultInjector
 from megalite.data.datasets.gpt_dataset import GPTDataset
 from megalite.data.files.indexed_dataset import IndexedDataset
 from megalite.launch.rank_info import RankInfo
-from megalite.parallel.mesh import abstract_mesh
 from megalite.pipeline import runtime as pipeline_module
 from megalite.training import train_step as step_module
 from megalite.training.monitoring import rerun
@@ -237,16 +235,6 @@ def test_spike_rollback_skips_its_samples(tmp_path: Path, texts: dict[str, list[
     actual, expected = load_losses(automatic), load_losses(by_hand)
     assert [actual[step] for step in (11, 12, 13)] == [expected[step] for step in (11, 12, 13)]
     assert manifest(automatic, 13)["files"] == manifest(by_hand, 13)["files"]  # sha256 of weights and optimizer
-
-
-def test_rerun_divides_by_all_tokens() -> None:
-    """Count the tokens of all ranks: of other samples, and of other chunks of the same samples."""
-    run, weights = build(""), list[float]()
-    run.pipeline.step = lambda batches, weight, more_microbatches: weights.append(weight)  # type: ignore[assignment, method-assign, return-value]
-    run.mesh = abstract_mesh(12, 0, cp=2, pp=2)
-    micro_batch = SimpleNamespace(tokens_SB=torch.zeros(4, 2))
-    rerun.rerun_forward_backward(run, [micro_batch] * 2)  # type: ignore[list-item]
-    assert weights == [1 / (2 * 4 * 2 * 3 * 2)]
 
 
 @pytest.mark.nightly

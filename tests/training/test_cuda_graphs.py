@@ -49,7 +49,11 @@ def train(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[fl
     results = [train_step(run) for _ in range(STEPS)]
     run.buffer.wait_param_sync()
     weights = torch.cat(run.buffer.weights.tensors)
-    return [(r.loss, r.grad_norm, r.z_loss) for r in results], weights, [tape.replays for tape in tapes]
+    return (
+        [(r.loss, r.grad_norm, r.losses.get("z_loss", 0.0)) for r in results],
+        weights,
+        [tape.replays for tape in tapes],
+    )
 
 
 @pytest.mark.parametrize(

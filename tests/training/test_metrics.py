@@ -41,7 +41,17 @@ METRICS: dict[str, Any] = {
     **dict(tokens_per_step=256 * 2048, memory_gib=31.42, memory_limit_gib=79.6, nan=0, steps=1),
 }
 VALIDATION_SET = NamedDataset("", None)
-STEP = StepResult(loss=6.5, grad_norm=1.25, lr=1.5e-4, batch_size=256, skipped=False, stop=False, data_s=0, step_s=5)
+STEP = StepResult(
+    loss=6.5,
+    losses={"loss": 6.5},
+    grad_norm=1.25,
+    lr=1.5e-4,
+    batch_size=256,
+    skipped=False,
+    stop=False,
+    data_s=0,
+    step_s=5,
+)
 # 412.7 TFLOP/s per device in the line above
 SPEED = Speed(flops_per_token=412.7e12 * 8 * 5.1324 / (256 * 2048), devices=8, peak_tflops=989.4)
 
@@ -170,8 +180,8 @@ def test_console_log_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for step in (100, 200):  # the second logger is a resumed run's: it appends to the same files
         report = MetricsLogger(tmp_path / "run", SPEED, LogConfig(log_style=style))
         report.log_train(METRICS | dict(step=step))
-        report.log_validation(Progress(step, 25_600, 52_428_800), 7.5, VALIDATION_SET)
-        report.log_validation(Progress(step, 25_600, 52_428_800), 8.5, VALIDATION_SET, " on test set")
+        report.log_validation(Progress(step, 25_600, 52_428_800), {"loss": 7.5}, VALIDATION_SET)
+        report.log_validation(Progress(step, 25_600, 52_428_800), {"loss": 8.5}, VALIDATION_SET, " on test set")
         report.close()
     output = capsys.readouterr().out
     assert output == (tmp_path / "run/log.txt").read_text(encoding="utf-8")
@@ -220,17 +230,18 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
     report = MetricsLogger(tmp_path, SPEED, board(tmp_path / "tb"))
     report.log_train(METRICS)
     report.log_step(metrics_of(100, 25_600, scale=2.0), {})
-    report.log_validation(Progress(100, 25_600, 52_428_800), 7.5, VALIDATION_SET)
-    report.log_validation(Progress(100, 25_600, 52_428_800), 8.5, VALIDATION_SET, " on test set")
+    report.log_validation(Progress(100, 25_600, 52_428_800), {"loss": 7.5}, VALIDATION_SET)
+    report.log_validation(Progress(100, 25_600, 52_428_800), {"loss": 8.5}, VALIDATION_SET, " on test set")
     report.close()
     options: dict[str, Any] = {f"log_{n}_to_tensorboard": True for n in ("timers", "validation_ppl", "world_size")}
     log = board(tmp_path / "all", **options, log_loss_scale_to_tensorboard=False)
     report = MetricsLogger(tmp_path, SPEED, replace(log, log_style="megatron"))
     report.log_step(
-        metrics_of(100, 25_600, zeros=97, z_loss=0.1) | {"params_norm": 356.7}, {"mem-allocated-bytes": 5.0}
+        metrics_of(100, 25_600, zeros=97, losses={"loss": 6.5, "z_loss": 0.1}) | {"params_norm": 356.7},
+        {"mem-allocated-bytes": 5.0},
     )
     report.log_timers(100, {"forward-backward": [0.25, 0.5]})
-    report.log_validation(Progress(100, 25_600, 52_428_800), 7.5, NamedDataset("wiki", None, 4.0))
+    report.log_validation(Progress(100, 25_600, 52_428_800), {"loss": 7.5}, NamedDataset("wiki", None, 4.0))
     report.close()
     assert " validation-wiki loss at iteration 100 | lm loss value: 7.5" in (tmp_path / "log.txt").read_text()
     assert rows(tmp_path)[-1]["val/wiki/bpb"] == pytest.approx(7.5 / math.log(2) / 4)
@@ -267,7 +278,7 @@ def log_everything(report: MetricsLogger) -> None:
         report.log_train(METRICS | dict(step=step))
         report.log_step(metrics_of(step, step), {})
     report.warning("this is missing")
-    report.log_validation(Progress(3, 3, 3), 7.5, VALIDATION_SET)
+    report.log_validation(Progress(3, 3, 3), {"loss": 7.5}, VALIDATION_SET)
     report.log_summary({"steps": "3"})
     report.close()
 

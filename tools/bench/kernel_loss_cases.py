@@ -100,7 +100,7 @@ def head_loss(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     if not hasattr(weight_VD, "main_grad"):  # main_grad_of reads this attribute
         weight_VD.main_grad = FakeMainGrad(weight_VD)  # type: ignore[attr-defined]
     x_SBD, labels_SB, tp = x_ND[:, None], labels_N[:, None], Mesh.single_process().tp
-    return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], loss_grad=1.0)
+    return loss.linear_cross_entropy(x_SBD, weight_VD, labels_SB, None, tp, weight_VD.shape[0], loss_grad=1.0)[0]
 
 
 def loss_tiles(s: ProblemSizes) -> Candidates:

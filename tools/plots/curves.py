@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tools.plots.run_data import Point, RunData, differences, downsample
+from tools.plots.run_data import Point, RunData, differences, downsample, is_other_loss
 from tools.plots.style import MARKERS, SERIES, WIDE, Picture, color, figure, format_number, legend, mark_zero_difference
 
 if TYPE_CHECKING:
@@ -180,6 +180,34 @@ def training_curves(runs: Sequence[RunData]) -> Picture:
 
     caption = "Learning rate, gradient norm before clipping, and tokens per second of all devices."
     return Picture("steps", caption, draw)
+
+
+def other_losses(runs: Sequence[RunData]) -> Picture | None:
+    """Return the losses besides that of the labels over steps; None if no run has one."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.curves if is_other_loss(key)))
+    if not keys:
+        return None
+
+    def draw(width: float) -> Any:
+        fig, axes = figure(width, [1.35] * len(keys), share_x=True)
+        for axis, key in zip(axes, keys, strict=True):
+            for index, run in enumerate(runs):
+                label = run.label if axis is axes[0] and len(runs) > 1 else None
+                _line(axis, run.visible_points(key), 0, index, linewidth=1.2, label=label)
+            axis.set_ylim(bottom=0)
+            _format_ticks(axis, "x", "y")
+            axis.set_title(key.partition("/")[2].replace("_", " "), loc="left", color=color("muted"))
+            axis.margins(x=0.02)
+        if len(runs) > 1:
+            legend(fig, axes[0], width)
+        axes[-1].set_xlabel("steps")
+        return fig
+
+    caption = (
+        "Losses of routers and of plugins' mixers per token, without their coefficients, and the z-loss; means since "
+        "the previous log line."
+    )
+    return Picture("other_losses", caption, draw)
 
 
 def experts(runs: Sequence[RunData]) -> Picture | None:

@@ -152,6 +152,7 @@ class HtmlReport:
     def _training_curves(self) -> Parts:
         if any(run.curve(key) for run in self.runs for key, _ in curves.STEP_CURVES):
             yield curves.training_curves(self.runs)
+        yield curves.other_losses(self.runs)
         yield curves.experts(self.runs)
 
     def _time(self) -> Parts:

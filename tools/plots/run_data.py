@@ -16,8 +16,10 @@ from typing import Any
 
 from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.config_file import read_config_file
+from megalite.config.layer_spec import ROUTER_LOSSES
 from megalite.config.options import ConfigError
 from megalite.training.logging.event_log import read_jsonl
+from megalite.training.logging.log_format import METRICS
 from megalite.training.logging.status import current_outcome
 from tools.plots.style import sanitize
 
@@ -30,6 +32,7 @@ CURVE_KEYS = (
     "perf/mfu",
     "mem/max_allocated_gib",
 )
+OTHER_LOSSES = [metric.key for metric in METRICS if metric.name in ("z_loss", *ROUTER_LOSSES.values())]
 ANOMALY_EVENTS = ("spike", "non-finite", "transient-error", "rollback")  # events that a curve shows
 RUN_FILES = ("metrics.jsonl", "status.json", "run_config.toml", "report.json", "timeline.json", "events.jsonl")
 MAX_FILE_BYTES = 256 << 20  # of timeline.json, the largest file that is read as a whole
@@ -76,6 +79,11 @@ def downsample(points: Sequence[Point], columns: int = MAX_COLUMNS) -> list[Poin
     return [points[i] for i in sorted(visible)]
 
 
+def is_other_loss(key: str) -> bool:
+    """Return True for the key of a loss besides that of the labels; plugins' are below loss/."""
+    return key in OTHER_LOSSES or key.startswith("loss/")
+
+
 @dataclass
 class RunData:
     """The data of one run.
@@ -114,7 +122,7 @@ class RunData:
                 continue
             for key, value in row.items():
                 y = finite_number(value)
-                if y is not None and (key in CURVE_KEYS or key.startswith("val/")):
+                if y is not None and (key in CURVE_KEYS or key.startswith("val/") or is_other_loss(key)):
                     curves.setdefault(key, {})[step] = step, step if tokens is None else tokens, y
         return {key: sorted(points.values()) for key, points in curves.items()}
 

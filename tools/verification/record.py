@@ -38,7 +38,7 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.spec import Constant
 from megalite.training.job.preflight import choose_device
 from megalite.training.setup import build_run
-from megalite.training.state import Run
+from megalite.training.state import Run, StepResult
 from megalite.training.train_step import train_step
 from megalite.training.trainer import evaluate
 from tools.verification.reference_sharding import Layout, RankCoordinates, expected_slices, is_expert_param
@@ -151,13 +151,16 @@ class _RankRecorder:
                 self.add("weight", f"{name}.bias", router.expert_bias)
         self.step = current_step
 
-    def record_routers(self) -> None:
-        """Record the counts and the auxiliary losses of all routers in this step."""
+    def record_routers(self, result: StepResult) -> None:
+        """Record the load of experts and the losses of this rank's layers in a step."""
         balancer = self.run.expert_balancer
         for name, router in zip(self.router_names, balancer.routers, strict=True):
-            index = balancer.layers.index(router.layer)
-            self.add("router", f"{name}.counts", balancer.counts_LE[index])
-            self.add("router", f"{name}.losses", balancer.losses_L4[index])
+            self.add("router", f"{name}.counts", balancer.counts_LE[balancer.layers.index(router.layer)])
+        stages: list[Any] = self.run.pipeline.stages
+        for number in dict.fromkeys(block.layer for stage in stages for block in stage.blocks):
+            losses = [loss for (_, layer), loss in result.layer_losses.items() if layer == number]
+            if losses:
+                self.add("router", f"layers.{number}.losses", torch.tensor(losses, dtype=torch.float64))
 
     def before_update(self) -> None:
         """Record the complete gradients that this rank owns, and the weights after the previous step."""
@@ -253,7 +256,7 @@ def record_rank(ranks: RankInfo, config: Config, dtype: str, steps: int, directo
             result = train_step(run)
             recorder.add("loss", STEP, torch.tensor(result.loss, dtype=torch.float64))
             recorder.add("norm", STEP, torch.tensor(result.grad_norm, dtype=torch.float64))
-            recorder.record_routers()
+            recorder.record_routers(result)
             if step in (1, steps) and run.valid_loaders:
                 recorder.step = step + 0.5
                 loss = evaluate(run, run.valid_loaders[0].data, config.train.eval_iters)

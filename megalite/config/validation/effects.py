@@ -6,7 +6,7 @@ These are not errors, because Megatron-LM accepts the same options; a run prints
 from collections.abc import Iterator
 
 from megalite.config.option import flag_name
-from megalite.config.options import Config
+from megalite.config.options import Config, ModelConfig
 from megalite.config.problems import Problem, is_set, no_effect, options_set, requires, shown
 from megalite.config.run_options import SENTENCEPIECE
 
@@ -67,13 +67,14 @@ def expert_notes(config: Config) -> Iterator[Problem]:
         "moe_router_dtype",
         "moe_use_upcycling",
         "moe_router_force_load_balancing",
-        "moe_per_layer_logging",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
     )
     if model.num_experts is None:
         for name in options_set(config, *expert_only):
             yield no_effect(shown(config, name), without="num_experts")
+        if config.log.moe_per_layer_logging and not _mixers_have_losses(model):
+            yield no_effect("moe_per_layer_logging", without="num_experts")
     if model.num_experts:
         yield from _expert_tensor_parallel_notes(config)
         yield from _balancing_notes(config)
@@ -84,6 +85,13 @@ def expert_notes(config: Config) -> Iterator[Problem]:
         )
     if is_set(config, "moe_router_bias_update_rate") and not model.moe_router_enable_expert_bias:
         yield no_effect(shown(config, "moe_router_bias_update_rate"), without="moe_router_enable_expert_bias")
+
+
+def _mixers_have_losses(model: ModelConfig) -> bool:
+    try:
+        return bool(model.layer_losses)
+    except ValueError:  # an invalid pattern, which is reported
+        return True
 
 
 def _expert_tensor_parallel_notes(config: Config) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.common.tables import load_table
+from megalite.config.layer_spec import ROUTER_LOSSES
 from megalite.config.options import Config, iter_options
 
 Values = Mapping[str, Any]  # metrics by name; an absent name is None
@@ -34,6 +35,35 @@ class LoggedMetric:
 GROUP = "| "  # starts the format of a group's first metric
 TABLES = load_table(__file__, "metrics")
 METRICS = tuple(LoggedMetric(name, **fields) for name, fields in TABLES["metrics"].items())
+
+
+def metrics_of(values: Values) -> tuple[LoggedMetric, ...]:
+    """Return METRICS, and after the loss a metric for each loss in `values` that it lacks: the losses of plugins."""
+    known = {metric.name for metric in METRICS}
+    new_losses = [
+        LoggedMetric(
+            name,
+            key=f"loss/{name}",
+            megalite=f"{name} {{:.3g}}",
+            megatron=f"{name}: {{:.6E}}",
+            megatron_order=10,
+            tag=name,
+            optional=True,
+            drop=12,
+        )
+        for name in values.get("losses", ())
+        if name not in known
+    ]
+    return (METRICS[0], *new_losses, *METRICS[1:])
+
+
+def layer_loss_tags(layer_losses: Mapping[tuple[str, int], float]) -> dict[str, float]:
+    """Return the losses of layers by their tags in TensorBoard, as Megatron-LM names those of routers."""
+    router_losses = ROUTER_LOSSES.values()
+    return {
+        f"moe/{name.removeprefix('router_')}_layer_{n}" if name in router_losses else f"{name}_layer_{n}": loss
+        for (name, n), loss in layer_losses.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -93,7 +123,7 @@ def metrics_row(values: Values) -> dict[str, Any]:
     """Return the metrics by their keys in metrics.jsonl."""
     return {
         metric.key: values.get(metric.name)
-        for metric in METRICS
+        for metric in metrics_of(values)
         if metric.key and not (metric.optional and values.get(metric.name) is None)
     }
 
@@ -106,7 +136,8 @@ def megalite_line(values: Values, now: datetime.datetime, width: int | None = No
     """
     head = f"{now:%H:%M:%S}  step {values['step']:5d}/{values['last_step']}"
     texts: dict[LoggedMetric, str] = {}
-    for metric in METRICS:
+    metrics = metrics_of(values)
+    for metric in metrics:
         value = values.get(metric.name)
         template = metric.megalite.removeprefix(GROUP)
         if not metric.megalite or (value is not None and value == metric.default):
@@ -115,20 +146,20 @@ def megalite_line(values: Values, now: datetime.datetime, width: int | None = No
             texts[metric] = template.format(value, **values)
         elif not metric.optional:
             texts[metric] = f"{template.partition('{')[0]}n/a"
-    line = _join(head, texts)
+    line = _join(head, metrics, texts)
     for metric in sorted((metric for metric in texts if metric.drop), key=lambda metric: metric.drop):
         if width is None or len(line) <= width:
             break
         del texts[metric]
-        line = _join(head, texts)
+        line = _join(head, metrics, texts)
     return line
 
 
-def _join(head: str, texts: Mapping[LoggedMetric, str]) -> str:
-    """Join the texts of metrics to a line, with a bar between two groups."""
+def _join(head: str, metrics: Sequence[LoggedMetric], texts: Mapping[LoggedMetric, str]) -> str:
+    """Join the texts of those of `metrics` that have one to a line, with a bar between two groups."""
     line = head
     group = last_group = 0
-    for metric in METRICS:
+    for metric in metrics:
         if metric.megalite.startswith(GROUP):
             group += 1
         if metric in texts:
@@ -141,7 +172,7 @@ def megatron_line(values: Values, now: datetime.datetime, throughput: bool) -> s
     """Return Megatron-LM's training log line, field by field, because users' scripts parse it."""
     metrics = [
         metric
-        for metric in METRICS
+        for metric in metrics_of(values)
         if metric.megatron and values.get(metric.name) is not None and (throughput or metric.name != "tflops")
     ]
     metrics.sort(key=lambda metric: metric.megatron_order)

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +214,13 @@ class MetricsLogger:
         step = metrics["step"]
         tags = {
             metric.tag: metrics[metric.name]
-            for metric in log_format.METRICS
+            for metric in log_format.metrics_of(metrics)
             if metric.tag and metrics.get(metric.name) is not None
         }
         if not self.log.log_loss_scale_to_tensorboard:
             tags.pop("loss-scale", None)
         if self.log.moe_per_layer_logging:
-            tags |= metrics.get("by_layer", {})
+            tags |= log_format.layer_loss_tags(metrics["layer_losses"])
         if self.log.log_world_size_to_tensorboard:
             tags["world-size"] = self.speed.devices
         self._write_scalars(tags, step, metrics["consumed_samples"])
@@ -249,13 +249,16 @@ class MetricsLogger:
 
         return ProgressBar(title, iters, "batches", every_s=PROGRESS_S, first_s=FIRST_PROGRESS_S, plain=log_progress)
 
-    def log_validation(self, progress: Progress, loss: float, dataset: NamedDataset[Any], suffix: str = "") -> None:
-        """Log the loss on a validation or test set.
+    def log_validation(
+        self, progress: Progress, losses: Mapping[str, float], dataset: NamedDataset[Any], suffix: str = ""
+    ) -> None:
+        """Log the losses on a validation or test set.
 
         Args:
+            losses: Means in nats per label, by name: "loss", and with it the others of the head.
             suffix: "" during training, " on validation set" or " on test set" at its end.
         """
-        step, name = progress.step, dataset.name
+        step, name, loss = progress.step, dataset.name, losses["loss"]
         is_test = "test" in suffix
         bpb = None if dataset.bytes_per_token is None else bits_per_byte(loss, dataset.bytes_per_token)
         title = ("test" if is_test else "validation") + (f" {name}" if name else "")
@@ -265,13 +268,14 @@ class MetricsLogger:
             self.info(log_format.megalite_validation_line(step, title, loss, bpb, datetime.datetime.now()))
         self._results[f"{title} loss"] = f"{loss:.4f} at step {step:,}, perplexity {perplexity(loss):.5g}"
         key = f"val/{name or ('test' if is_test else 'valid')}"
-        row = {f"{key}/loss": loss, f"{key}/ppl": perplexity(loss)}
+        row = {f"{key}/{loss_name}": mean for loss_name, mean in losses.items()} | {f"{key}/ppl": perplexity(loss)}
         if bpb is not None:
             row[f"{key}/bpb"] = bpb
         self._write_row(step, progress.consumed_tokens, row)
         if not is_test:
-            tag = f"lm loss validation{'-' + name if name else ''}"
-            tags = {tag: loss}
+            validation = f"validation{'-' + name if name else ''}"
+            tag = f"lm loss {validation}"
+            tags = {tag: loss} | {f"{other} {validation}": mean for other, mean in losses.items() if other != "loss"}
             if self.log.log_validation_ppl_to_tensorboard:
                 tags[f"{tag} ppl"] = perplexity(loss)
             self._write_scalars(tags, step, progress.consumed_samples)

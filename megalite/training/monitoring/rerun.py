@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megalite.common.wording import plural
 from megalite.nn.micro_batch import Batch, ForwardContext
-from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.layout import Bucket, ParamSlot
 from megalite.parallel.comm import all_gather_strings
 from megalite.training.logging.event_log import EventLog
@@ -65,19 +64,13 @@ def find_anomaly(run: Run, sums: StepSums) -> str | None:
 
 
 def diagnose_step(
-    run: Run,
-    batches: Sequence[Batch],
-    ctx: ForwardContext,
-    losses: Tensor,
-    first: StepSums,
-    reduce_sums: Callable[[Tensor], StepSums],
+    run: Run, batches: Sequence[Batch], ctx: ForwardContext, first: StepSums, reduce_sums: Callable[[], StepSums]
 ) -> tuple[StepSums, Anomaly | None]:
     """Locate the origin of an anomaly and, unless --rerun-mode is disabled, rerun the step; collective.
 
     Args:
-        losses: This rank's loss sums of the first run.
         first: The global sums of the first run.
-        reduce_sums: Reduces loss sums over all ranks, with everything else that a step sums.
+        reduce_sums: Reduces losses over all ranks, with everything else that a step sums.
 
     Returns:
         (the sums to use, the anomaly). The sums are those of the rerun if there was one.
@@ -86,10 +79,10 @@ def diagnose_step(
     first_origin = None if first.finite else find_non_finite_gradient(run)
     if run.rerun_mode == "disabled":
         return first, Anomaly(reason or "", _gather_origin(run, first_origin, False)[0], finite=first.finite)
-    first_checksums = _checksums(run.buffer, losses)
-    losses, rerun_origin = rerun_forward_backward(run, batches, ctx)
-    differs = first_checksums != _checksums(run.buffer, losses)
-    second = reduce_sums(losses)
+    first_checksums = _checksums(run)
+    rerun_origin = rerun_forward_backward(run, batches, ctx)
+    differs = first_checksums != _checksums(run)
+    second = reduce_sums()
     origin, differing_ranks = _gather_origin(run, rerun_origin or first_origin, differs)
     if reason is None:
         if not differing_ranks:
@@ -106,19 +99,17 @@ def diagnose_step(
     return second, Anomaly(reason, finding, is_transient, differing_ranks, first.finite)
 
 
-def _checksums(buffer: ParamAndGradBuffer, losses: Tensor) -> list[int]:
+def _checksums(run: Run) -> list[int]:
     """Return integer sums of the bits of this rank's owned gradients, per bucket, and of its losses."""
-    owned = [buffer.grads.owned(bucket) for bucket in buffer.layout.buckets]
-    return [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in [*owned, losses]]
+    owned = [run.buffer.grads.owned(bucket) for bucket in run.buffer.layout.buckets]
+    return [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in [*owned, run.loss_sums.values]]
 
 
-def rerun_forward_backward(
-    run: Run, batches: Sequence[Batch], ctx: ForwardContext
-) -> tuple[Tensor, NonFiniteOrigin | None]:
-    """Rerun forward and backward and return (losses, the first non-finite value on this rank).
+def rerun_forward_backward(run: Run, batches: Sequence[Batch], ctx: ForwardContext) -> NonFiniteOrigin | None:
+    """Rerun forward and backward and return the first non-finite value on this rank.
 
-    Gradients are reduced as in the first run, but this rank's own are searched before that. The timeline does not
-    record the rerun.
+    Its losses replace those of the first run. Gradients are reduced as in the first run, but this rank's own are
+    searched before that. The timeline does not record the rerun.
     """
     timeline, run.pipeline.timeline = run.pipeline.timeline, None
     grads = run.buffer.grads
@@ -130,14 +121,15 @@ def rerun_forward_backward(
 
     run.buffer.grad_reduce.pre_reduce_hook = search_gradients
     run.expert_balancer.reset()
+    run.loss_sums.zero_()
     with _find_non_finite_output(run) as origins:
         # With more_microbatches, resident buckets are reduced only in finish_grad_sync.
-        losses = run.pipeline.step(batches, ctx, more_microbatches=True)
+        run.pipeline.step(batches, ctx, more_microbatches=True)
         run.buffer.finish_grad_sync()
     run.pipeline.timeline, run.buffer.grad_reduce.pre_reduce_hook = timeline, None
     if not origins and bad_gradients:  # if a parameter's gradient was bad in several passes, nan precedes inf
         origins.append(max(bad_gradients, key=lambda origin: (-origin.index, origin.description)))
-    return losses, origins[0] if origins else None
+    return origins[0] if origins else None
 
 
 def _gather_origin(run: Run, origin: NonFiniteOrigin | None, differs: bool) -> tuple[str, tuple[int, ...]]:

@@ -304,7 +304,7 @@ MARKS = (
     (step, "train_step", "step"),
     (step, "_reduce_step_sums", "agree"),
     (step, "_update", "update"),
-    (loop, "evaluation_sums", "evaluation"),
+    (loop, "evaluation_losses", "evaluation"),
     (loop.Trainer, "_log", "log"),
     (loop, "check_replicas", "replica check"),
     (CheckpointSaver, "save", "save"),
