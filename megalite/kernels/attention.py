@@ -7,8 +7,10 @@ bitwise the same. A fused kernel runs (`select_backend` chooses it). Saved for b
 kernels also o and one log-sum-exp per row, never the S x S scores. The dropout mask depends on coordinates (sample,
 head, query, key) and not on a generator's state, so torch's kernels cannot draw it and megalite's kernels do.
 
+Soft-capping bounds the scores before the mask: s = cap tanh(scale q k^T / cap) (kernels/softcap.py).
+
 A sink is a logit per head that takes part in the softmax and has no value (GPT-OSS; a sink of 0 is "softmax off by
-one"): p = exp(s - lse), lse = log(sum exp(s) + exp(sink)).
+one"): p = exp(s - lse), lse = log(sum exp(s) + exp(sink)). It is not capped.
 
 If several documents share a sequence, queries attend only within their document: variable-length attention, whose work
 is the sum of the squared lengths and which never allocates an S x S mask. In a sliding window of W keys the work is S
@@ -32,6 +34,7 @@ from megalite.kernels.blocked_attention import is_fastest as blocked_supports
 from megalite.kernels.dispatch import device_type, kernel_option, runs_triton, upcasts, use_triton
 from megalite.kernels.dropout import keep_mask
 from megalite.kernels.flash_attention import flash_attention, is_supported
+from megalite.kernels.softcap import soft_cap
 
 
 class Documents(NamedTuple):
@@ -59,6 +62,7 @@ def attention_reference(
     columns = torch.arange(params.k_start, params.k_start + k.shape[2], device=q.device)
     q, k = fp16_to_fp32(q, k)
     scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * params.scale
+    scores = soft_cap(scores, params.softcap)
     masked_out = columns > rows
     if params.window is not None:
         masked_out = masked_out | (columns <= rows - params.window)
@@ -94,7 +98,7 @@ def select_backend(
     "cudnn", "flash" and "torch" are torch's SDPA with that backend or with the one that torch selects.
 
         documents, window or part, on a GPU   triton if it supports the shape: one launch, which skips masked blocks
-        window, part, sink or value width     triton on a GPU, otherwise blocked
+        window, part, sink, value width, cap  triton on a GPU, otherwise blocked
         half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
         half precision, older GPU             flash
         half precision on a CPU               blocked: faster than torch's (docs/experiments.md); like all others, it
@@ -109,7 +113,7 @@ def select_backend(
         v_TBGK: the values.
         has_documents: if several documents share a sequence.
         window: if there is a feature that SDPA does not support, or only with a mask of S x S: a window shorter than
-            the sequence, a part of the sequence, a sink, or values of another width than the keys.
+            the sequence, a part of the sequence, a sink, capped scores, or values of another width than the keys.
         dropout: if there is dropout, whose mask SDPA cannot draw.
     """
     if device_type(q_SBHK.device) != q_SBHK.device.type:
@@ -133,7 +137,9 @@ def select_backend(
     return "cudnn" if torch.cuda.get_device_capability(q_SBHK.device)[0] >= 9 else "flash"
 
 
-def describe_backend(device_type: str, dropout: bool = False, half: bool = True, window: bool = False) -> str:
+def describe_backend(
+    device_type: str, dropout: bool = False, half: bool = True, window: bool = False, softcap: bool = False
+) -> str:
     """Return one line for the plan summary: the choices of `select_backend` on devices of this type.
 
     Args:
@@ -141,17 +147,16 @@ def describe_backend(device_type: str, dropout: bool = False, half: bool = True,
         dropout: if training has attention dropout.
         half: if the run computes in half precision.
         window: if some layers have a window.
+        softcap: if scores are capped, which SDPA does not support.
     """
+    uses_triton = runs_triton(device_type) and forced_backend() in ("auto", "triton")
+    own_kernel = "triton" if uses_triton else "blocked"
     if dropout:
-        has_triton = runs_triton(device_type)
-        if forced_backend() == "torch":
-            training = "explicit scores"
-        elif has_triton and forced_backend() in ("auto", "triton"):
-            training = "triton"
-        else:
-            training = "blocked"
-        evaluation = describe_backend(device_type, half=half, window=window)
+        training = "explicit scores" if forced_backend() == "torch" else own_kernel
+        evaluation = describe_backend(device_type, half=half, window=window, softcap=softcap)
         return training if evaluation == training else f"{training}, for dropout; in evaluation {evaluation}"
+    if softcap:
+        return own_kernel
     if forced_backend() != "auto":
         line = f"{forced_backend()} ({setting_name('attention_kernel')})"
         supports_windows = forced_backend() in ("triton", "blocked")
@@ -228,7 +233,11 @@ def attention(
         params = params._replace(window=None)
     is_partial = params.q_start != params.k_start or q_SBHK.shape[0] != k_TBGK.shape[0]
     needs_own_kernel = (
-        is_partial or params.window is not None or sink_H is not None or v_TBGK.shape[-1] != q_SBHK.shape[-1]
+        is_partial
+        or params.window is not None
+        or params.softcap is not None
+        or sink_H is not None
+        or v_TBGK.shape[-1] != q_SBHK.shape[-1]
     )
     name = select_backend(
         q_SBHK, v_TBGK, has_documents=documents is not None, window=needs_own_kernel, dropout=params.drop is not None

@@ -20,6 +20,7 @@ torch's fused attention would need a mask of S x S and compute all scores. The d
 redrawn in backward: p D replaces p for o and dv, and dp D replaces dp, with D = keep / (1 - p). Positions are absolute:
 q and k may be parts of the sequence, as in kernels/flash_attention.py. A sink is an additional column of the softmax
 only. The gradients of a softmax's inputs sum to 0, so the sink's gradient is minus the sum of the keys' gradients.
+Capped scores are in fp32: they are rounded only before the cap.
 """
 
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from torch.autograd import Function
 
 from megalite.kernels.dispatch import accum_dtype, upcasts
 from megalite.kernels.dropout import keep_mask
+from megalite.kernels.softcap import soft_cap_with_slope
 
 # queries per block: fewer waste less work on the diagonal, more give larger matrix products
 BLOCK_QUERIES = 256
@@ -78,6 +80,7 @@ class AttentionParams(NamedTuple):
     drop     dropout of attention weights; None: no dropout
     q_start  the position of row 0 of q
     k_start  the position of row 0 of k
+    softcap  the bound of the scores, cap tanh(scale q k^T / cap) (kernels/softcap.py); None: no bound
     """
 
     scale: float
@@ -85,6 +88,7 @@ class AttentionParams(NamedTuple):
     drop: AttentionDropout | None = None
     q_start: int = 0
     k_start: int = 0
+    softcap: float | None = None
 
 
 def is_fastest(q: Tensor) -> bool:
@@ -113,6 +117,7 @@ class _AttentionBlocks:
         self.q = q_MQSK
         self.keys = keys
         self.scale = params.scale
+        self.softcap = params.softcap
         self.drop = params.drop
         self.sink_H = sink_H
         self.positions = (params.q_start, params.k_start)
@@ -166,9 +171,11 @@ class _AttentionBlocks:
             for x in weights:
                 x.mul_(mask)
 
-    def scores(self, q: Tensor, k: Tensor, query_slice: slice, keys: slice) -> Tensor:
-        """Return the scores for these keys, [m, Q * rows, keys], with -inf where masked."""
-        scores = self.scaled_matmul(q, k.mT, self.scale)
+    def scores(self, q: Tensor, k: Tensor, query_slice: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the scores for these keys, [m, Q * rows, keys], with -inf where masked, and the slope of their cap."""
+        scores, slope = self.scaled_matmul(q, k.mT, self.scale), None
+        if self.softcap is not None:
+            scores, slope = soft_cap_with_slope(scores, self.softcap)
         rows = query_slice.stop - query_slice.start
         width = keys.stop - keys.start
         scores_by_head = scores.unflatten(1, (-1, rows))
@@ -182,16 +189,16 @@ class _AttentionBlocks:
         if missing < rows - 1:
             masked_columns = min(rows - missing, width)
             scores_by_head[..., :masked_columns].add_(self.window_mask[:rows, missing : missing + masked_columns])
-        return scores
+        return scores, slope
 
     def probabilities(self, scores: Tensor, groups: slice, query_slice: slice) -> Tensor:
-        """Return the softmax of the scores; 0 for queries that see no key."""
+        """Return the softmax of the scores in the dtype of q; 0 for queries that see no key."""
         if self.sink_H is None:
-            p = torch.softmax(scores, -1)
+            p = torch.softmax(scores, -1).to(self.q.dtype)
         else:
             rows = query_slice.stop - query_slice.start
             sink = self.sink_H.to(scores.dtype)[self.heads[groups]].expand(-1, -1, rows, 1)
-            p = torch.softmax(torch.cat([scores, sink.flatten(1, 2)], -1), -1)[..., :-1]
+            p = torch.softmax(torch.cat([scores, sink.flatten(1, 2)], -1), -1)[..., :-1].to(self.q.dtype)
         starts_before_keys = query_slice.start + self.q_offset < 0
         ends_after_keys = query_slice.stop + self.q_offset - self.window >= self.keys
         if starts_before_keys or ends_after_keys:  # some queries see no key
@@ -218,7 +225,7 @@ class _BlockedAttention(Function):
         blocks = _AttentionBlocks(q_MQSK, k_MTK.shape[1], sink_H, q_SBHK.shape[1], params)
         for group_slice, query_slice, keys in blocks:
             q = blocks.queries(q_MQSK, group_slice, query_slice)
-            scores = blocks.scores(q, k_MTK[group_slice, keys], query_slice, keys)
+            scores, _ = blocks.scores(q, k_MTK[group_slice, keys], query_slice, keys)
             p = blocks.probabilities(scores, group_slice, query_slice)
             blocks.apply_dropout_(group_slice, query_slice, keys, p)
             v = v_MTK[group_slice, keys]
@@ -245,7 +252,8 @@ class _BlockedAttention(Function):
         for group_slice, query_slice, keys in blocks:
             q, do = (blocks.queries(x, group_slice, query_slice) for x in (q_MQSK, do_MQSK))
             k = k_MTK[group_slice, keys].contiguous()  # for both products
-            p = blocks.probabilities(blocks.scores(q, k, query_slice, keys), group_slice, query_slice)
+            scores, slope = blocks.scores(q, k, query_slice, keys)
+            p = blocks.probabilities(scores, group_slice, query_slice)
             dp = do @ v_MTK[group_slice, keys].mT
             p_dropped = p
             if blocks.drop is not None:
@@ -255,6 +263,8 @@ class _BlockedAttention(Function):
             ds = torch.ops.aten._softmax_backward_data(dp, p, -1, p.dtype)
             if dsink_MQ is not None:
                 dsink_MQ[group_slice].sub_(ds.unflatten(1, (dsink_MQ.shape[1], -1)).sum((-2, -1), dtype=dsink_MQ.dtype))
+            if slope is not None:
+                ds.mul_(slope)
             dq_block = dq_MQSK[group_slice, :, query_slice]
             dq_block.copy_(blocks.scaled_matmul(ds, k, scale).view(dq_block.shape))
             dk_MTK[group_slice, keys].add_(blocks.scaled_matmul(ds.mT, q, scale))

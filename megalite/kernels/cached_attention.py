@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.kernels.blocked_attention import fp16_to_fp32
 from megalite.kernels.dispatch import upcasts
+from megalite.kernels.softcap import soft_cap
 
 
 def cached_attention(
@@ -22,6 +24,7 @@ def cached_attention(
     scale: float,
     window: int | None = None,
     sink_H: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return o_SBHK, attention of the queries to the cache; H is a multiple of G.
 
@@ -33,6 +36,7 @@ def cached_attention(
         scale: the factor of q k^T.
         window: the number of keys that a query sees, including the one at its own position; None: all up to it.
         sink_H: a logit without a value per head (attention.py); None: no sink.
+        softcap: the bound of the scores (softcap.py); None: no bound.
     """
     S, B, H, K = q_SBHK.shape
     dtype = q_SBHK.dtype
@@ -47,11 +51,14 @@ def cached_attention(
     if window is not None:
         visible_BST &= positions_T > positions_BS1 - window
     visible = visible_BST.repeat(1, H // G, 1).unsqueeze(1)
-    if sink_H is None:
+    if sink_H is None and softcap is None:
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     else:
+        q, k = fp16_to_fp32(q, k)
         score_dtype = torch.promote_types(q.dtype, torch.float32)
-        sink = sink_H.to(score_dtype).view(G, -1, 1).expand(B, -1, -1, S).reshape(B, G, -1, 1)
-        scores = ((q @ k.mT).to(score_dtype) * scale).masked_fill(~visible, float("-inf"))
-        o = torch.cat([scores, sink], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+        scores = soft_cap((q @ k.mT).to(score_dtype) * scale, softcap).masked_fill(~visible, float("-inf"))
+        if sink_H is not None:
+            sink = sink_H.to(score_dtype).view(G, -1, 1).expand(B, -1, -1, S).reshape(B, G, -1, 1)
+            scores = torch.cat([scores, sink], -1)
+        o = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
     return o.unflatten(2, (H // G, S)).permute(3, 0, 1, 2, 4).flatten(2, 3).to(dtype)

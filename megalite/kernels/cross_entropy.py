@@ -8,6 +8,9 @@ from `num_valid` on are padding: they get no probability and no gradient. The gr
 is in fp32 (fp64 for fp64). The torch implementation processes a few rows at a time, so that everything except the
 logits stays in the cache.
 
+With `softcap`, the logits of these equations are cap tanh(logit / cap) (kernels/softcap.py), and the gradient is
+multiplied by the slope of the cap. Each rank caps its slice of the vocabulary alone.
+
 Bytes per row of v logits of e bytes, in Triton: v e for the first half, 2 v e for the second.
 
 The head's matmul and the loss loop over chunks of tokens (nn/loss.py), so only the logits of one chunk are allocated,
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megalite.kernels.dispatch import accum_dtype, ceil_div, kernel, size_for_device, use_triton
+from megalite.kernels.softcap import soft_cap, soft_cap_with_slope, tanh
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -79,7 +83,14 @@ def _label_columns(labels_N: Tensor, vocab_start: int, num_valid: int) -> tuple[
     return local_N.masked_fill(other_shard_N, 0)[:, None], other_shard_N
 
 
-def shard_stats_reference(logits_Nv: Tensor, labels_N: Tensor, vocab_start: int, num_valid: int) -> Tensor:
+def _cap_block(block: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Return a block of capped logits and the slope of the cap; without one, the logits themselves and None."""
+    return (block, None) if softcap is None else soft_cap_with_slope(block, softcap)
+
+
+def shard_stats_reference(
+    logits_Nv: Tensor, labels_N: Tensor, vocab_start: int, num_valid: int, softcap: float | None = None
+) -> Tensor:
     """Compute `shard_stats` in torch."""
     dtype = accum_dtype(logits_Nv)
     stats_2N = torch.zeros(2, logits_Nv.shape[0], dtype=dtype, device=logits_Nv.device)
@@ -87,10 +98,12 @@ def shard_stats_reference(logits_Nv: Tensor, labels_N: Tensor, vocab_start: int,
         stats_2N[0] = float("-inf")
         return stats_2N
     for rows, block, workspace in _row_blocks(logits_Nv, num_valid, in_place=False):
+        block, _ = _cap_block(block, softcap)
         max_n = block.amax(1).to(dtype)
         stats_2N[0, rows] = torch.sub(block, max_n[:, None], out=workspace).exp_().sum(1).log_().add_(max_n)
     column_N1, other_shard_N = _label_columns(labels_N, vocab_start, num_valid)
-    stats_2N[1] = logits_Nv.gather(1, column_N1)[:, 0].to(dtype).masked_fill_(other_shard_N, 0.0)
+    target_N = logits_Nv.gather(1, column_N1)[:, 0].to(dtype)
+    stats_2N[1] = soft_cap(target_N, softcap).masked_fill_(other_shard_N, 0.0)
     return stats_2N
 
 
@@ -107,6 +120,7 @@ def shard_grad_reference_(
     dloss_N: Tensor,
     num_valid: int,
     z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute `shard_grad_` in torch."""
     logits_Nv[:, num_valid:] = 0
@@ -117,23 +131,31 @@ def shard_grad_reference_(
     column_N1, other_shard_N = _label_columns(labels_N, vocab_start, num_valid)
     neg_dloss_N1 = dloss_N1.masked_fill(other_shard_N[:, None], 0.0).neg_()
     for rows, block, workspace in _row_blocks(logits_Nv, num_valid, in_place=True):
-        torch.sub(block, lse_N[rows, None], out=workspace).exp_().mul_(dlse_N1[rows])
+        capped, slope = _cap_block(block, softcap)
+        torch.sub(capped, lse_N[rows, None], out=workspace).exp_().mul_(dlse_N1[rows])
         # before rounding: p - 1 of a confident token has no digits left in bf16
         workspace.scatter_add_(1, column_N1[rows], neg_dloss_N1[rows])
+        if slope is not None:
+            workspace.mul_(slope)
         if workspace is not block:
             block.copy_(workspace)
     return logits_Nv
 
 
 @kernel
-def _stats(logits_ptr, labels_ptr, out_ptr, stride_lm, M, vocab_start, num_valid, BLOCK_N: tl.constexpr):
+def _stats(
+    logits_ptr, labels_ptr, out_ptr, stride_lm, M, vocab_start, num_valid, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_lm
+    IS_FP32: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
     m_i = tl.full((), float("-inf"), dtype=out_ptr.dtype.element_ty)
     l_i = tl.full((), 0.0, dtype=out_ptr.dtype.element_ty)
     for start_n in range(0, num_valid, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         x = tl.load(logits_ptr + offs_n, mask=offs_n < num_valid, other=float("-inf")).to(out_ptr.dtype.element_ty)
+        if SOFTCAP > 0.0:
+            x = tl.where(offs_n < num_valid, SOFTCAP * tanh(x * (1.0 / SOFTCAP), IS_FP32), float("-inf"))
         m_new = tl.maximum(m_i, tl.max(x, 0))
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # all logits so far are -inf, and -inf - -inf is NaN
         p = tl.exp2(x * 1.4426950408889634 - base * 1.4426950408889634)
@@ -142,27 +164,39 @@ def _stats(logits_ptr, labels_ptr, out_ptr, stride_lm, M, vocab_start, num_valid
     tl.store(out_ptr + row, m_i + tl.log(l_i))
     local = tl.load(labels_ptr + row) - vocab_start
     target = tl.load(logits_ptr + local, mask=(local >= 0) & (local < num_valid), other=0.0)
+    if SOFTCAP > 0.0:
+        target = SOFTCAP * tanh(target.to(out_ptr.dtype.element_ty) * (1.0 / SOFTCAP), IS_FP32)
     tl.store(out_ptr + M + row, target.to(out_ptr.dtype.element_ty))
 
 
 @kernel
 def _grad(
-    logits_ptr, labels_ptr, lse_ptr, dlse_ptr, dloss_ptr, stride_lm, N, vocab_start, num_valid, BLOCK_N: tl.constexpr
-):
+    logits_ptr, labels_ptr, lse_ptr, dlse_ptr, dloss_ptr, stride_lm, N, vocab_start, num_valid,
+    BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_lm
     local = tl.load(labels_ptr + row) - vocab_start
     local = tl.where(local < num_valid, local, -1)  # not a padding column
+    IS_FP32: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
     lse, dlse, dloss = tl.load(lse_ptr + row), tl.load(dlse_ptr + row), tl.load(dloss_ptr + row)
     for start_n in range(0, N, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         x = tl.load(logits_ptr + offs_n, mask=offs_n < num_valid, other=float("-inf")).to(lse_ptr.dtype.element_ty)
+        t = x
+        if SOFTCAP > 0.0:
+            t = tanh(x * (1.0 / SOFTCAP), IS_FP32)
+            x = SOFTCAP * t
         # before rounding: p - 1 of a confident token has no digits left in bf16
         dx = dlse * tl.exp2((x - lse) * 1.4426950408889634) - tl.where(offs_n == local, dloss, 0.0)
+        if SOFTCAP > 0.0:
+            dx = dx * (1.0 - t * t)  # 0 in padding, where t is -1
         tl.store(logits_ptr + offs_n, dx.to(logits_ptr.dtype.element_ty), mask=offs_n < N)
 
 
-def shard_stats(logits_Nv: Tensor, labels_N: Tensor, vocab_start: int, num_valid: int) -> Tensor:
+def shard_stats(
+    logits_Nv: Tensor, labels_N: Tensor, vocab_start: int, num_valid: int, softcap: float | None = None
+) -> Tensor:
     """Return [2, N]: log(sum exp(logit)) over this slice's columns, and the label's logit or 0 if another slice has it.
 
     A slice without valid columns gives -inf and 0.
@@ -172,15 +206,14 @@ def shard_stats(logits_Nv: Tensor, labels_N: Tensor, vocab_start: int, num_valid
         labels_N: global token ids.
         vocab_start: the global token id of column 0.
         num_valid: columns before the padding.
+        softcap: the bound of the logits (softcap.py); None: no bound.
     """
     if not use_triton(logits_Nv):
-        return shard_stats_reference(logits_Nv, labels_N, vocab_start, num_valid)
+        return shard_stats_reference(logits_Nv, labels_N, vocab_start, num_valid, softcap)
     rows = logits_Nv.shape[0]
     out_2N = torch.empty(2, rows, dtype=accum_dtype(logits_Nv), device=logits_Nv.device)
-    stride = logits_Nv.stride(0)
-    _stats[(rows,)](
-        logits_Nv, labels_N.contiguous(), out_2N, stride, rows, vocab_start, num_valid, BLOCK_N, num_warps=NUM_WARPS
-    )
+    args = (logits_Nv, labels_N.contiguous(), out_2N, logits_Nv.stride(0), rows, vocab_start, num_valid)
+    _stats[(rows,)](*args, BLOCK_N, softcap or 0.0, num_warps=NUM_WARPS)
     return out_2N
 
 
@@ -192,6 +225,7 @@ def shard_grad_(
     dloss_N: Tensor,
     num_valid: int,
     z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Overwrite the logits with their gradient and return them.
 
@@ -203,20 +237,25 @@ def shard_grad_(
         dloss_N: the gradient of each token's loss.
         num_valid: columns before the padding.
         z_loss: the coefficient of the z-loss.
+        softcap: the bound of the logits; None: no bound.
     """
     if not use_triton(logits_Nv):
-        return shard_grad_reference_(logits_Nv, lse_N, labels_N, vocab_start, dloss_N, num_valid, z_loss)
+        return shard_grad_reference_(logits_Nv, lse_N, labels_N, vocab_start, dloss_N, num_valid, z_loss, softcap)
     rows, columns = logits_Nv.shape
     lse_N, dloss_N = lse_N.contiguous(), dloss_N.to(lse_N.dtype).contiguous()
     per_row = (labels_N.contiguous(), lse_N, _lse_grad(lse_N, dloss_N, z_loss), dloss_N)
-    _grad[(rows,)](
-        logits_Nv, *per_row, logits_Nv.stride(0), columns, vocab_start, num_valid, BLOCK_N, num_warps=NUM_WARPS
-    )
+    args = (logits_Nv, *per_row, logits_Nv.stride(0), columns, vocab_start, num_valid)
+    _grad[(rows,)](*args, BLOCK_N, softcap or 0.0, num_warps=NUM_WARPS)
     return logits_Nv
 
 
 def stats_and_grad_(
-    logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor, num_valid: int, z_loss: float = 0.0
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    dloss_N: Tensor,
+    num_valid: int,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return `shard_stats` of the full vocabulary, and overwrite the logits with their gradient (`shard_grad_`).
 
@@ -225,36 +264,49 @@ def stats_and_grad_(
     digits of fp32.
     """
     if use_triton(logits_NV):
-        stats_2N = shard_stats(logits_NV, labels_N, 0, num_valid)
-        shard_grad_(logits_NV, stats_2N[0], labels_N, 0, dloss_N, num_valid, z_loss)
+        stats_2N = shard_stats(logits_NV, labels_N, 0, num_valid, softcap)
+        shard_grad_(logits_NV, stats_2N[0], labels_N, 0, dloss_N, num_valid, z_loss, softcap)
         return stats_2N
     dtype = accum_dtype(logits_NV)
     logits_NV[:, num_valid:] = 0
     stats_2N = torch.empty(2, logits_NV.shape[0], dtype=dtype, device=logits_NV.device)
-    stats_2N[1] = logits_NV.gather(1, labels_N[:, None])[:, 0]
+    stats_2N[1] = soft_cap(logits_NV.gather(1, labels_N[:, None])[:, 0].to(dtype), softcap)
     dloss_N1 = dloss_N.to(dtype)[:, None]
     half = logits_NV.dtype != dtype
     for rows, block, workspace in _row_blocks(logits_NV, num_valid, in_place=True):
         if half:
-            _softmax_and_grad_(block, workspace, labels_N[rows, None], dloss_N1[rows], stats_2N[:, rows], z_loss)
+            per_row = (labels_N[rows, None], dloss_N1[rows], stats_2N[:, rows])
+            _softmax_and_grad_(block, workspace, *per_row, z_loss, softcap)
             continue
-        max_n = block.amax(1).to(dtype)
-        sum_n = torch.sub(block, max_n[:, None], out=workspace).exp_().sum(1)
+        capped, slope = _cap_block(block, softcap)
+        max_n = capped.amax(1).to(dtype)
+        sum_n = torch.sub(capped, max_n[:, None], out=workspace).exp_().sum(1)
         lse_n = torch.add(max_n, sum_n.log(), out=stats_2N[0, rows])
         dlse_n1 = _lse_grad(lse_n[:, None], dloss_N1[rows], z_loss)
         workspace.mul_(dlse_n1 / sum_n[:, None]).scatter_add_(1, labels_N[rows, None], -dloss_N1[rows])
+        if slope is not None:
+            workspace.mul_(slope)
     return stats_2N
 
 
 def _softmax_and_grad_(
-    logits_nV: Tensor, workspace_nV: Tensor, labels_n1: Tensor, dloss_n1: Tensor, stats_2n: Tensor, z_loss: float
+    logits_nV: Tensor,
+    workspace_nV: Tensor,
+    labels_n1: Tensor,
+    dloss_n1: Tensor,
+    stats_2n: Tensor,
+    z_loss: float,
+    softcap: float | None,
 ) -> None:
-    """Compute `stats_and_grad_` of a block in half precision; stats_2n[1] already has the labels' logits."""
-    p_nV = torch.softmax(workspace_nV.copy_(logits_nV), 1)
+    """Compute `stats_and_grad_` of a block in half precision; stats_2n[1] already has the labels' capped logits."""
+    capped_nV, slope_nV = _cap_block(logits_nV, softcap)
+    p_nV = torch.softmax(workspace_nV.copy_(capped_nV), 1)
     p_n = p_nV.gather(1, labels_n1)[:, 0]
     torch.sub(stats_2n[1], p_n.log(), out=stats_2n[0])
     small_n = p_n < MIN_PROB
     if small_n.is_cuda or small_n.any():  # p has lost digits or is zero; on a GPU, testing would synchronize
         torch.where(small_n, workspace_nV.logsumexp(1), stats_2n[0], out=stats_2n[0])
     p_nV.mul_(_lse_grad(stats_2n[0][:, None], dloss_n1, z_loss)).scatter_add_(1, labels_n1, -dloss_n1)
+    if slope_nV is not None:
+        p_nV.mul_(slope_nV)
     logits_nV.copy_(p_nV)

@@ -11,6 +11,9 @@ q_SBHK, k_TBGK, v_TBGK may be strided (unit stride along K); o and gradients are
 are rounded to the dtype of the inputs before their matmuls. Values may have V channels if keys have K; a tile has the
 next power of two of each.
 
+Soft-capping (softcap.py) replaces s by cap t with t = tanh(s / cap), and ds by ds (1 - t^2). SOFTCAP is the cap in base
+2, or 0: then the compiled code has nothing of it.
+
 A sink only changes lse, whose sum starts with it: dsink = -sum(exp(sink - lse) delta).
 
 Dropout multiplies by D = keep / (1 - p); its mask is redrawn in each kernel and never stored: o = (p D) v,
@@ -36,6 +39,7 @@ from megalite.kernels.blocked_attention import AttentionDropout, AttentionParams
 from megalite.kernels.dispatch import ceil_div, kernel, matmul_unit, power_of_two, upcast_for_interpreter
 from megalite.kernels.dropout import as_int32
 from megalite.kernels.flash_blocks import (
+    cap_scores,
     dot,
     dropout_keep,
     first_visible_key,
@@ -103,11 +107,15 @@ def _forward_block(
     acc, l_i, m_i, q, k_ptr, v_ptr, sample_ids_ptr, start_n, offs_m, first_key, seqlen_k, shift, k_start, scale,
     dropout_key, off_b, head, stride_kn, stride_vn,
     UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, BLOCK_N: tl.constexpr, IS_FULL: tl.constexpr,
+    BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_FULL: tl.constexpr,
 ):  # fmt: skip
     offs_n = start_n + tl.arange(0, BLOCK_N)
     k = load_tile(k_ptr, offs_n, stride_kn, seqlen_k, HEAD_DIM, BLOCK_D, IS_FULL)
     s = dot(q, tl.trans(k), UPCAST)
+    if SOFTCAP > 0.0:
+        s = cap_scores(s, scale, SOFTCAP, q.dtype == tl.float32)
+        scale = SOFTCAP
     if IS_FULL:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
         base = m_new
@@ -134,7 +142,7 @@ def _forward(
     stride_qm, stride_qb, stride_qh, stride_kn, stride_kb, stride_kh, stride_vn, stride_vb, stride_vh,
     HAS_DOCUMENTS: tl.constexpr, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
-    HAS_SINK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid_m = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first, to balance the last wave
     off_b, off_h = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
@@ -160,14 +168,14 @@ def _forward(
         acc, l_i, m_i = _forward_block(
             acc, l_i, m_i, q, k_ptr, v_ptr, sample_ids_ptr, start_n, offs_m, first_key, seqlen_k, shift, k_start,
             scale, dropout_key, off_b, head_offset + off_h, stride_kn, stride_vn, UPCAST, HEAD_DIM, BLOCK_D,
-            V_HEAD_DIM, BLOCK_DV, THRESHOLD, BLOCK_N, True,
+            V_HEAD_DIM, BLOCK_DV, THRESHOLD, SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
     for i in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, BLOCK_N)):
         start_n = nth_masked_block(i, lo, full_lo, full_hi, BLOCK_N)
         acc, l_i, m_i = _forward_block(
             acc, l_i, m_i, q, k_ptr, v_ptr, sample_ids_ptr, start_n, offs_m, first_key, seqlen_k, shift, k_start,
             scale, dropout_key, off_b, head_offset + off_h, stride_kn, stride_vn, UPCAST, HEAD_DIM, BLOCK_D,
-            V_HEAD_DIM, BLOCK_DV, THRESHOLD, BLOCK_N, False,
+            V_HEAD_DIM, BLOCK_DV, THRESHOLD, SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
     l_i = tl.where(l_i == 0.0, 1.0, l_i)
     row_offs = (offs_m.to(tl.int64) * batch_size + off_b) * num_heads + off_h
@@ -183,16 +191,22 @@ def _backward_q_block(
     dq, q, do, k_ptr, v_ptr, sample_ids_ptr, lse, delta, start_n, offs_m, first_key, seqlen_k, shift, k_start, scale,
     dropout_key, off_b, head, stride_kn, stride_vn,
     UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_HEAD_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_FULL: tl.constexpr,
+    BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     offs_n = start_n + tl.arange(0, BLOCK_N)
     k = load_tile(k_ptr, offs_n, stride_kn, seqlen_k, HEAD_DIM, BLOCK_D, IS_FULL)
     v = load_tile(v_ptr, offs_n, stride_vn, seqlen_k, V_HEAD_DIM, BLOCK_DV, IS_FULL)
-    p = tl.exp2(dot(q, tl.trans(k), UPCAST) * scale - lse[:, None])
+    s = dot(q, tl.trans(k), UPCAST)
+    if SOFTCAP > 0.0:
+        s = cap_scores(s, scale, SOFTCAP, q.dtype == tl.float32)
+        scale = SOFTCAP
+    p = tl.exp2(s * scale - lse[:, None])
     if not IS_FULL:
         last_key = tl.minimum(offs_m + shift, seqlen_k - 1)
         p = tl.where((first_key[:, None] <= offs_n[None, :]) & (offs_n[None, :] <= last_key[:, None]), p, 0.0)
+    if SOFTCAP > 0.0:
+        p = p * (1.0 - s * s)  # p is used only in ds
     dp = dot(do, tl.trans(v), UPCAST)
     if THRESHOLD > 0:
         pos_q, pos_k = (offs_m + shift + k_start)[:, None], (offs_n + k_start)[None, :]
@@ -208,7 +222,7 @@ def _backward_q(
     stride_qm, stride_qb, stride_qh, stride_kn, stride_kb, stride_kh, stride_vn, stride_vb, stride_vh,
     HAS_DOCUMENTS: tl.constexpr, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid_m = tl.num_programs(0) - 1 - tl.program_id(0)
     off_b, off_h = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
@@ -238,14 +252,14 @@ def _backward_q(
         dq = _backward_q_block(
             dq, q, do, k_ptr, v_ptr, sample_ids_ptr, lse, delta, start_n, offs_m, first_key, seqlen_k, shift, k_start,
             scale, dropout_key, off_b, head_offset + off_h, stride_kn, stride_vn, UPCAST, HEAD_DIM, BLOCK_D,
-            V_HEAD_DIM, BLOCK_DV, THRESHOLD, DROPOUT_SCALE, BLOCK_N, True,
+            V_HEAD_DIM, BLOCK_DV, THRESHOLD, DROPOUT_SCALE, SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
     for i in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, BLOCK_N)):
         start_n = nth_masked_block(i, lo, full_lo, full_hi, BLOCK_N)
         dq = _backward_q_block(
             dq, q, do, k_ptr, v_ptr, sample_ids_ptr, lse, delta, start_n, offs_m, first_key, seqlen_k, shift, k_start,
             scale, dropout_key, off_b, head_offset + off_h, stride_kn, stride_vn, UPCAST, HEAD_DIM, BLOCK_D,
-            V_HEAD_DIM, BLOCK_DV, THRESHOLD, DROPOUT_SCALE, BLOCK_N, False,
+            V_HEAD_DIM, BLOCK_DV, THRESHOLD, DROPOUT_SCALE, SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
     dq = dq * (scale * 0.6931471805599453)  # ln 2
     offs_d = tl.arange(0, BLOCK_D)
@@ -260,7 +274,7 @@ def _backward_kv_block(
     seqlen_k, shift, k_start, window, scale, dropout_key, off_b, head, stride_qm, stride_dom,
     HAS_DOCUMENTS: tl.constexpr, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
-    BLOCK_M: tl.constexpr, IS_FULL: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, IS_FULL: tl.constexpr,
 ):  # fmt: skip
     """Add one block of queries to dk and dv.
 
@@ -274,12 +288,19 @@ def _backward_kv_block(
     else:
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
-    p = tl.exp2(dot(k, tl.trans(q), UPCAST) * scale - lse[None, :])
+    s = dot(k, tl.trans(q), UPCAST)
+    if SOFTCAP > 0.0:
+        s = cap_scores(s, scale, SOFTCAP, q.dtype == tl.float32)
+        scale = SOFTCAP
+    p = tl.exp2(s * scale - lse[None, :])
     if not IS_FULL:
         first_key = first_visible_key(
             doc_start_ptr, offs_m, off_b, seqlen_q, seqlen_k, shift, k_start, window, HAS_DOCUMENTS
         )
         p = tl.where((first_key[None, :] <= offs_n[:, None]) & (offs_n[:, None] <= (offs_m + shift)[None, :]), p, 0.0)
+    p_slope = p
+    if SOFTCAP > 0.0:
+        p_slope = p * (1.0 - s * s)
     dp = dot(v, tl.trans(do), UPCAST)
     p_dropped = p
     if THRESHOLD > 0:
@@ -287,7 +308,7 @@ def _backward_kv_block(
         keep = dropout_keep(sample_ids_ptr, dropout_key, off_b, head, pos_q, pos_k, THRESHOLD)
         p_dropped, dp = tl.where(keep, p * DROPOUT_SCALE, 0.0), tl.where(keep, dp * DROPOUT_SCALE, 0.0)
     dv += dot(p_dropped.to(do.dtype), do, UPCAST)
-    dk += dot((p * (dp - delta[None, :])).to(q.dtype), q, UPCAST)
+    dk += dot((p_slope * (dp - delta[None, :])).to(q.dtype), q, UPCAST)
     return dk, dv
 
 
@@ -298,7 +319,7 @@ def _backward_kv(
     stride_qm, stride_qb, stride_qh, stride_kn, stride_kb, stride_kh, stride_vn, stride_vb, stride_vh,
     HAS_DOCUMENTS: tl.constexpr, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, THRESHOLD: tl.constexpr, DROPOUT_SCALE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     num_kv_heads = num_heads // group_size
     off_b, off_g = tl.program_id(1) // num_kv_heads, tl.program_id(1) % num_kv_heads
@@ -329,7 +350,7 @@ def _backward_kv(
                 lse_ptr + lse_off, delta_ptr + lse_off, doc_start_ptr, sample_ids_ptr, start_m, offs_n, seqlen_q,
                 seqlen_k, shift, k_start, window, scale, dropout_key, off_b, head_offset + off_h, stride_qm,
                 batch_size * num_heads * V_HEAD_DIM, HAS_DOCUMENTS, UPCAST, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV,
-                THRESHOLD, DROPOUT_SCALE, BLOCK_M, True,
+                THRESHOLD, DROPOUT_SCALE, SOFTCAP, BLOCK_M, True,
             )  # fmt: skip
         for j in range(0, num_masked_blocks(lo, full_lo, full_hi, hi, BLOCK_M)):
             start_m = nth_masked_block(j, lo, full_lo, full_hi, BLOCK_M)
@@ -338,7 +359,7 @@ def _backward_kv(
                 lse_ptr + lse_off, delta_ptr + lse_off, doc_start_ptr, sample_ids_ptr, start_m, offs_n, seqlen_q,
                 seqlen_k, shift, k_start, window, scale, dropout_key, off_b, head_offset + off_h, stride_qm,
                 batch_size * num_heads * V_HEAD_DIM, HAS_DOCUMENTS, UPCAST, HEAD_DIM, BLOCK_D, V_HEAD_DIM, BLOCK_DV,
-                THRESHOLD, DROPOUT_SCALE, BLOCK_M, False,
+                THRESHOLD, DROPOUT_SCALE, SOFTCAP, BLOCK_M, False,
             )  # fmt: skip
     dk = dk * (scale * 0.6931471805599453)  # ln 2
     offs_d, offs_dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -399,6 +420,7 @@ class _Attention(Function):
             padded_head_dim(V),
             int(dropout_p * 2**32),
             1.0 / (1.0 - dropout_p),
+            0.0 if params.softcap is None else params.softcap * LOG2_E,
         )
         block_m, block_n, num_warps, num_stages = FORWARD_TILES[tile_key(q, v)]
         has_sink = sink_H is not None

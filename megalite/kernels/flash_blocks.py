@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megalite.kernels.dispatch import kernel
 from megalite.kernels.dropout import hash_next
+from megalite.kernels.softcap import tanh
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -38,6 +39,15 @@ def dot(a, b, UPCAST: tl.constexpr):
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+@kernel
+def cap_scores(s, scale, SOFTCAP: tl.constexpr, IS_FP32: tl.constexpr):
+    """Return tanh(scale s / cap): the capped scores are SOFTCAP times that, and their slope is 1 minus its square.
+
+    The scale and SOFTCAP are in base 2. IS_FP32: s is a product of fp32.
+    """
+    return tanh(s * (scale * (1.0 / SOFTCAP)), IS_FP32)
 
 
 @kernel

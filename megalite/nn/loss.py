@@ -1,7 +1,7 @@
 """The vocabulary-parallel head and cross entropy, in chunks of tokens.
 
 The results are the sums of -log softmax(x W^T)[label] and of the z-loss z * lse^2 over the tokens that count
-(kernels/cross_entropy.py).
+(kernels/cross_entropy.py). Logits may be capped.
 
     x_sBD --gather--> x_ND | per chunk of tokens: logits_nv -> stats --gather--> dlogits_nv -> dx_nD, dW_vD += |
                            | dx_SBD --reduce-scatter--> dx_sBD
@@ -28,19 +28,25 @@ from megalite.parallel.mesh import Axis
 
 
 def _chunk_stats_(
-    logits_nv: Tensor, labels_n: Tensor, dloss_n: Tensor | None, tp: Axis, vocab_size: int, z_loss: float
+    logits_nv: Tensor,
+    labels_n: Tensor,
+    dloss_n: Tensor | None,
+    tp: Axis,
+    vocab_size: int,
+    z_loss: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return lse_n and the labels' logits of a chunk; with `dloss_n`, the logits are replaced by their gradients."""
     first = tp.shard_start(logits_nv.shape[1])
     valid = max(0, min(logits_nv.shape[1], vocab_size - first))
     if dloss_n is not None and tp.size == 1:
-        lse_n, target_n = stats_and_grad_(logits_nv, labels_n, dloss_n, valid, z_loss)
+        lse_n, target_n = stats_and_grad_(logits_nv, labels_n, dloss_n, valid, z_loss, softcap)
         return lse_n, target_n
-    stats_1_2n = shard_stats(logits_nv, labels_n, first, valid).unsqueeze(0)
+    stats_1_2n = shard_stats(logits_nv, labels_n, first, valid, softcap).unsqueeze(0)
     stats_r2n = start_all_gather(stats_1_2n, tp).wait()
     lse_n = stats_r2n[:, 0].logsumexp(0)
     if dloss_n is not None:
-        shard_grad_(logits_nv, lse_n, labels_n, first, dloss_n, valid, z_loss)
+        shard_grad_(logits_nv, lse_n, labels_n, first, dloss_n, valid, z_loss, softcap)
     return lse_n, stats_r2n[:, 1].sum(0)
 
 
@@ -63,6 +69,7 @@ class _LinearCrossEntropy(Function):
         tp: Axis,
         vocab_size: int,
         z_loss: float,
+        softcap: float | None,
         loss_grad: float | Tensor | None,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -92,7 +99,8 @@ class _LinearCrossEntropy(Function):
             x_nD = x_ND[chunk]
             logits_nv = mm_(logits_buffer_nv[: x_nD.shape[0]], x_nD, weight_vD.T)
             dloss_n = None if dloss_N is None else dloss_N[chunk]
-            lse_N[chunk], target_n = _chunk_stats_(logits_nv, labels_N[chunk], dloss_n, tp, vocab_size, z_loss)
+            args = (logits_nv, labels_N[chunk], dloss_n, tp, vocab_size, z_loss, softcap)
+            lse_N[chunk], target_n = _chunk_stats_(*args)
             torch.sub(lse_N[chunk], target_n, out=loss_N[chunk])
             if needs_grad:
                 mm_(dx_ND[chunk], logits_nv, weight_vD)
@@ -112,7 +120,7 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx_sBD, dw_vD = ctx.saved_tensors
-        no_grads = (None,) * 7
+        no_grads = (None,) * 8
         if ctx.loss_grad is not None:
             if ctx.was_used:
                 raise RuntimeError("linear_cross_entropy: a second backward, but the first one has used the gradients")
@@ -138,6 +146,7 @@ def linear_cross_entropy(
     vocab_size: int,
     *,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     loss_grad: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over tokens of mask * loss and of mask * z-loss in nats, the same on every tp rank.
@@ -154,6 +163,7 @@ def linear_cross_entropy(
         tp: the tensor-parallel axis.
         vocab_size: the vocabulary without padding.
         z_loss: coefficient of the z-loss.
+        softcap: the bound of the logits, cap tanh(x W^T / cap) (kernels/softcap.py); None: no bound.
         loss_grad: the gradient that the result will get in backward, if it is known: a number, or a scalar on the
             device that keeps its value until then. dW is then added to the weight's main gradient (nn/parameter.py), if
             it has one, in forward. Backward must follow in the same step, and forward must not be repeated (recompute).
@@ -161,5 +171,5 @@ def linear_cross_entropy(
     Raises:
         RuntimeError: in backward, if it gets another gradient than `loss_grad`, or is called a second time.
     """
-    args = (labels_SB, mask_SB, tp, vocab_size, z_loss, loss_grad, torch.is_grad_enabled())
+    args = (labels_SB, mask_SB, tp, vocab_size, z_loss, softcap, loss_grad, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sBD, weight_vD, *args)  # type: ignore[return-value]

@@ -137,26 +137,34 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, halves: tuple[Callable[..., Tensor], ...], logits: Tensor, labels: Tensor, vocab: int, z_loss: float
+        ctx: Any,
+        halves: tuple[Callable[..., Tensor], ...],
+        logits: Tensor,
+        labels: Tensor,
+        vocab: int,
+        z_loss: float,
+        softcap: float | None,
     ) -> Tensor:
         cut = logits.shape[1] * 2 // 3
         ctx.halves = halves
         ctx.parts = (logits[:, :cut], 0, min(cut, vocab)), (logits[:, cut:], cut, max(0, vocab - cut))
-        stats = torch.stack([halves[0](part, labels, first, valid) for part, first, valid in ctx.parts])
-        ctx.lse, ctx.labels, ctx.z_loss = stats[:, 0].logsumexp(0), labels, z_loss
+        stats = torch.stack([halves[0](part, labels, first, valid, softcap) for part, first, valid in ctx.parts])
+        ctx.lse, ctx.labels, ctx.z_loss, ctx.softcap = stats[:, 0].logsumexp(0), labels, z_loss, softcap
         return ctx.lse - stats[:, 1].sum(0) + z_loss * ctx.lse.square()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         grads = [
-            ctx.halves[1](part.clone(), ctx.lse, ctx.labels, first, dloss, valid, ctx.z_loss)
+            ctx.halves[1](part.clone(), ctx.lse, ctx.labels, first, dloss, valid, ctx.z_loss, ctx.softcap)
             for part, first, valid in ctx.parts
         ]
-        return None, torch.cat(grads, 1), None, None, None
+        return None, torch.cat(grads, 1), None, None, None, None
 
 
-def sliced_cross_entropy(*halves: Callable[..., Tensor], padding: int, z_loss: float = 0.0) -> Callable[..., Tensor]:
-    return lambda logits, labels: _Sliced.apply(halves, logits, labels, logits.shape[1] - padding, z_loss)
+def sliced_cross_entropy(
+    *halves: Callable[..., Tensor], padding: int, z_loss: float = 0.0, softcap: float | None = None
+) -> Callable[..., Tensor]:
+    return lambda logits, labels: _Sliced.apply(halves, logits, labels, logits.shape[1] - padding, z_loss, softcap)
 
 
 def logits_and_labels(rows: int, columns: int, vocab: int) -> Make:
@@ -167,7 +175,9 @@ def logits_and_labels(rows: int, columns: int, vocab: int) -> Make:
     return make
 
 
-def attention_fn(fn: Callable[..., Tensor], window: int | None = None, dropout_p: float = 0.0) -> Callable[..., Tensor]:
+def attention_fn(
+    fn: Callable[..., Tensor], window: int | None = None, dropout_p: float = 0.0, softcap: float | None = None
+) -> Callable[..., Tensor]:
     """Return `fn` as a function of q, k, v and, optionally, the starts of documents and a sink."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
@@ -178,7 +188,8 @@ def attention_fn(fn: Callable[..., Tensor], window: int | None = None, dropout_p
         if dropout_p:
             ids_B = torch.arange(q.shape[1], device=q.device) * 1_000_003 + 2**33
             drop = AttentionDropout(dropout_p, KEY, ids_B, head_offset=3)
-        return fn(q, k, v, scale=q.shape[-1] ** -0.5, window=window, documents=documents, drop=drop, sink_H=sink_H)
+        options = dict(window=window, documents=documents, drop=drop, sink_H=sink_H, softcap=softcap)
+        return fn(q, k, v, scale=q.shape[-1] ** -0.5, **options)
 
     return run
 
@@ -186,7 +197,7 @@ def attention_fn(fn: Callable[..., Tensor], window: int | None = None, dropout_p
 def attention_definition(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None,
     document_start_BS: Tensor | None = None, drop: AttentionDropout | None = None, sink_H: Tensor | None = None,
-    q_start: int = 0, k_start: int = 0,
+    q_start: int = 0, k_start: int = 0, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention of queries from position `q_start` to keys from `k_start`, with scores in memory.
 
@@ -199,7 +210,10 @@ def attention_definition(
         low = torch.maximum(low, document_start_BS[:, None, :, None])
     visible = (low <= j) & (j <= i)
     q_k_v = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
-    scores = (q_k_v[0] @ q_k_v[1].mT * scale).masked_fill(~visible, -math.inf)
+    scores = q_k_v[0] @ q_k_v[1].mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -math.inf)
     has_visible = visible.any(-1, keepdim=True).expand(*scores.shape[:-1], 1)
     max_score = torch.where(has_visible, scores.amax(-1, keepdim=True), 0.0)
     exp_scores = torch.where(visible, (scores - max_score).exp(), 0.0)
@@ -462,6 +476,12 @@ OPS: dict[str, Op] = {
     "attention, wide heads": attention_op(
         attention_inputs(150, 1, 2, 1, 256), attention_inputs(90, 2, 1, 1, 200, 40), window=130
     ),
+    "attention with capped scores": attention_op(
+        attention_inputs(37, 2, 4, 2, 20), attention_inputs(150, 1, 2, 1, 128, value=96), softcap=1.5
+    ),
+    "attention with capped scores, a sink and dropout, by document in a window": attention_op(
+        attention_inputs(200, 2, 2, 1, 64, 90, sink=True), half_units=3, window=70, dropout_p=0.25, softcap=2.0
+    ),
     "attention with dropout": attention_op(
         *(attention_inputs(2, 1, 1, 1, 4), attention_inputs(150, 2, 4, 2, 24), attention_inputs(261, 1, 1, 1, 128)),
         half_units=3,
@@ -483,6 +503,12 @@ OPS: dict[str, Op] = {
         *(logits_and_labels(4, 8, 2), logits_and_labels(5, 100, 94), logits_and_labels(2, 9001, 8995)),
         padding=6,
         z_loss=0.05,
+    ),
+    "cross_entropy with capped logits": cross_entropy_op(
+        *(logits_and_labels(4, 8, 2), logits_and_labels(5, 100, 94), logits_and_labels(2, 9001, 8995)),
+        padding=6,
+        z_loss=0.05,
+        softcap=4.0,
     ),
     "dropout": Op(
         lambda x, ids: dropout(x, 0.25, KEY, ids, two_ranges(x)),

@@ -99,19 +99,27 @@ def rope(head_size: int, dtype: torch.dtype) -> Work:
 
 
 def attention(head_size: int, dtype: torch.dtype, value: int | None = None) -> Work:
-    """Return attention over complete tiles, with each of dropout, documents and a sink on and off.
+    """Return attention over complete tiles, with each of dropout, documents, a sink and a cap on and off.
 
     Values have `value` channels, or as many as keys.
     """
 
     def run() -> None:
-        for p, documents, has_sink in ((0.0, False, False), (0.0, False, True), (0.0, True, False), (0.1, True, True)):
+        for p, documents, has_sink, softcap in (
+            (0.0, False, False, None),
+            (0.0, False, True, None),
+            (0.0, True, False, None),
+            (0.1, True, True, None),
+            (0.0, False, False, 50.0),
+            (0.1, True, True, 50.0),
+        ):
             q, k, v = zeros(dtype, *((256, 2, *x) for x in ((4, head_size), (2, head_size), (2, value or head_size))))
             document_start_BS, ids_B = torch.zeros(2, 256, dtype=torch.int64), torch.arange(2)
             drop = AttentionDropout(p, 0, ids_B) if p else None
             sink_H = torch.zeros(4, dtype=dtype) if has_sink else None
             document_start_BS = document_start_BS if documents else None
-            backward(flash_attention(q, k, v, scale=0.1, document_start_BS=document_start_BS, drop=drop, sink_H=sink_H))
+            options: dict[str, Any] = dict(drop=drop, sink_H=sink_H, softcap=softcap)
+            backward(flash_attention(q, k, v, scale=0.1, document_start_BS=document_start_BS, **options))
 
     return Work("attention", dtype, head_size, run)
 
@@ -153,7 +161,9 @@ def permute(width: int, dtype: torch.dtype) -> Work:
 def loss(columns: int, dtype: torch.dtype) -> Work:
     def run() -> None:
         labels, grad = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS)
-        stats_and_grad_(torch.zeros(ROWS, columns, dtype=dtype), labels, grad, columns - 16)
+        for softcap in (None, 30.0):
+            logits = torch.zeros(ROWS, columns, dtype=dtype)
+            stats_and_grad_(logits, labels, grad, columns - 16, softcap=softcap)
 
     return Work("cross_entropy", dtype, columns, run)
 

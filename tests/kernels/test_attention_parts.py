@@ -87,14 +87,22 @@ def _options(case: tuple[Any, ...]) -> dict[str, Any]:
     return dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start, document_start_BS=first)
 
 
-def in_triton(case: tuple[Any, ...]) -> list[Tensor]:
-    return _results(flash_attention, _tensors(*case[:2], *case[-2:], dtype=torch.float32), **_options(case))
+def in_triton(case: tuple[Any, ...], softcap: float | None) -> list[Tensor]:
+    tensors = _tensors(*case[:2], *case[-2:], dtype=torch.float32)
+    return _results(flash_attention, tensors, **_options(case), softcap=softcap)
 
 
-@pytest.mark.parametrize("case", nightly_except(TRITON, TRITON[1:], str, guards=("megalite/kernels",)))
-def test_attention_kernels_at_any_positions(interpreter: Call, case: tuple[Any, ...]) -> None:
-    expected = _results(attention_definition, _tensors(*case[:2], *case[-2:]), **_options(case))
-    _close(interpreter(in_triton, case), expected, 2e-5)
+CAPPED = [(case, 0.8) for case in TRITON]
+IN_TRITON = [(case, None) for case in TRITON] + CAPPED
+OFTEN = [row for row in IN_TRITON if row not in (IN_TRITON[0], *CAPPED[1:-2])]
+
+
+@pytest.mark.parametrize("row", nightly_except(IN_TRITON, OFTEN, str, guards=("megalite/kernels",)))
+def test_attention_kernels_at_any_positions(interpreter: Call, row: tuple[tuple[Any, ...], float | None]) -> None:
+    case, softcap = row
+    tensors = _tensors(*case[:2], *case[-2:])
+    expected = _results(attention_definition, tensors, **_options(case), softcap=softcap)
+    _close(interpreter(in_triton, case, softcap), expected, 2e-5)
 
 
 FORCED_BACKENDS = ("auto", "torch", "blocked")  # with dropout, torch computes explicit scores
@@ -138,15 +146,21 @@ Options = tuple[int | None, float, list[int] | None, str, int]
 
 
 @settings(max_examples=300)
-@given(positions, option_strategy, st.booleans(), st.sampled_from([K, 5]))
+@given(
+    *(positions, option_strategy, st.booleans(), st.sampled_from([K, 5])), st.none() | st.sampled_from([0.2, 3.0, 1e3])
+)
 def test_attention_accepts_queries_and_keys_at_any_positions(
-    position_values: tuple[int, int, int, int], option_values: Options, has_sink: bool, value: int
+    position_values: tuple[int, int, int, int],
+    option_values: Options,
+    has_sink: bool,
+    value: int,
+    softcap: float | None,
 ) -> None:
     (queries, keys, q_start, k_start), (window, p, document_lengths, backend, rows) = position_values, option_values
     documents = document_lengths and _part_of(
         _documents(max(q_start + queries, k_start + keys), document_lengths), q_start, q_start + queries
     )
-    options = dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start)
+    options = dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start, softcap=softcap)
     tensors = _tensors(queries, keys, has_sink, value)
     with _force_backend(backend), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_QUERIES", rows)
@@ -204,6 +218,7 @@ def test_attention_saves_only_its_inputs() -> None:
 # --attention-softmax-in-fp32 for these properties; here no score has to fit into fp16
 S, H, WIDTH = 24, 2, 64
 WINDOW = 9
+CAP = 30.0
 LARGEST = torch.finfo(torch.float16).max
 
 
@@ -221,7 +236,12 @@ def hidden(path: str = "plain") -> Tensor:
 
 
 def definition(*qkv: Tensor, path: str = "plain") -> Tensor:
-    return attention_definition(*qkv, scale=1 / math.sqrt(WIDTH), window=WINDOW if path == "window" else None)
+    options = dict(window=WINDOW if path == "window" else None, softcap=CAP if path.startswith("capped") else None)
+    return attention_definition(*qkv, scale=1 / math.sqrt(WIDTH), **options)
+
+
+def generation(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return cached_attention(q, k, v, torch.arange(S).unsqueeze(1).expand(S, B), **options)
 
 
 PATHS: dict[str, Callable[..., Tensor]] = {
@@ -229,9 +249,10 @@ PATHS: dict[str, Callable[..., Tensor]] = {
     "window": functools.partial(attention, window=WINDOW),
     "dropout": functools.partial(attention, drop=AttentionDropout(1e-12, 3, torch.arange(B))),
     "explicit": attention_reference,
-    "generation": lambda q, k, v, scale: cached_attention(
-        q, k, v, torch.arange(S).unsqueeze(1).expand(S, B), scale=scale
-    ),
+    "generation": generation,
+    "capped": functools.partial(attention, softcap=CAP),
+    "capped, explicit": functools.partial(attention_reference, softcap=CAP),
+    "capped, generation": functools.partial(generation, softcap=CAP),
 }
 
 
@@ -248,6 +269,18 @@ def test_attention_scores_above_the_fp16_maximum(dtype: torch.dtype, path: str) 
         torch.testing.assert_close(o.double(), definition(*doubles, path=path), rtol=0, atol=0.1)
 
 
+@pytest.mark.parametrize("options", [{"sink_H": torch.full((H,), -1e4)}, {"softcap": 1e9}], ids=["sink", "cap"])
+def test_generation_scores_above_the_fp16_maximum_on_a_gpu(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiply in fp16, as a GPU does. The sink has no weight, and the cap is far above the scores."""
+    monkeypatch.setattr("megalite.kernels.cached_attention.upcasts", lambda x: False)
+    q, k, v = inputs(180.0, torch.float16)
+    o = generation(q, k, v, scale=1 / math.sqrt(WIDTH), **options)
+    expected = definition(q.double(), k.double(), v.double())
+    torch.testing.assert_close(o.double(), expected, rtol=0, atol=0.1)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_rounding_equals_a_softmax_in_fp32(dtype: torch.dtype, path: str) -> None:
@@ -255,6 +288,8 @@ def test_attention_rounding_equals_a_softmax_in_fp32(dtype: torch.dtype, path: s
     q, k, v = inputs(2.0, dtype)
     expected = definition(q.double(), k.double(), v.double(), path=path)
     scores = torch.matmul(q.permute(1, 2, 0, 3), k.permute(1, 2, 3, 0)).float() / math.sqrt(WIDTH)
+    if path.startswith("capped"):
+        scores = CAP * torch.tanh(scores / CAP)
     weights = scores.masked_fill(hidden(path), -math.inf).softmax(-1).to(dtype)
     softmax_result = (weights @ v.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
     actual = PATHS[path](q, k, v, scale=1 / math.sqrt(WIDTH))

@@ -22,7 +22,7 @@ def agree_with_peers() -> int:
         outputs = {peer: prepare()() for peer, prepare in select_peers(case, size, peers)}
         assert set(peers[: 2 if case.torch_fn else 1]) <= set(outputs), case.name
         # megalite's backward of cross entropy returns p - 1 of logits that another call has overwritten
-        if case.op == "dropout_add" or (case.op == "cross_entropy" and case.direction != "forward"):
+        if case.op == "dropout_add" or (case.op.startswith("cross_entropy") and case.direction != "forward"):
             continue
         tensors = [list(x) if isinstance(x, tuple) else [x] for x in outputs.values()]
         for other in tensors[1:]:
@@ -36,7 +36,7 @@ def agree_with_peers() -> int:
 
 
 def test_every_case_equals_its_peers_and_moves_its_stated_bytes(interpreter: Callable[..., Any]) -> None:
-    assert interpreter(agree_with_peers) == 27
+    assert interpreter(agree_with_peers) == 30
 
 
 def test_list_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,14 +40,18 @@ def known_spill(launch: Launch) -> bool:
 
     A norm's program holds a complete row, which above 8192 columns exceeds the registers of any number of warps.
     Attention's tiles for 9.0 were the fastest on such a GPU, spilling or not (docs/experiments.md). Its forward with
-    dropout spills 16 bytes on 12.0, because it hashes every score.
+    dropout spills 16 bytes on 12.0, because it hashes every score. Its backward of capped scores spills 8 bytes on 9.0
+    and 10.0 for heads of 256 channels.
     """
     if launch.name in ("flash_attention.forward", "flash_attention.backward_kv"):
         table = flash_attention.FORWARD_TILES if launch.name.endswith("forward") else flash_attention.BACKWARD_KV_TILES
         tile = [launch.constants["BLOCK_M"], launch.block_n]
         dropout = launch.constants["THRESHOLD"] > 0 and launch.name.endswith("forward")
         narrow = max(launch.constants["BLOCK_D"], launch.constants["BLOCK_DV"]) <= 128
-        return narrow and (tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2]))
+        if not narrow:
+            capped = launch.constants["SOFTCAP"] > 0 and launch.name.endswith("backward_kv")
+            return capped and tile == table["wgmma wide"][:2]
+        return tile == table["wgmma"][:2] or (dropout and tile == table["mma"][:2])
     return launch.name.startswith("norms.") and launch.block_n > WIDEST_IN_REGISTERS
 
 

@@ -189,6 +189,7 @@ KINDS = {
     "blocked": dict[str, Any](),
     "in a window": {"window": 5},
     "with sinks": {"sink_H": draw(4, seed=9).float()},
+    "capped": {"softcap": 0.5},
     "with dropout": {"drop": blocked_attention.AttentionDropout(0.25, 3, torch.arange(2))},
 }
 
@@ -216,14 +217,16 @@ def test_blocked_attention_and_gradients_equal_fp64(
         torch.testing.assert_close(tensor.double(), expected, rtol=2 * ULP[dtype], atol=2 * ULP[dtype])
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("sink", [None, draw(4, seed=9).bfloat16()], ids=["plain", "sinks"])
-def test_cached_attention_equals_fp64(sink: Tensor | None) -> None:
+def test_cached_attention_equals_fp64(sink: Tensor | None, softcap: float | None) -> None:
     q, k, v = (draw(n, 2, heads, 16, seed=n).bfloat16() for n, heads in ((3, 4), (24, 2), (25, 2)))
     v, positions = v[:24], torch.tensor([[7, 20], [8, 21], [9, 22]])
     sink64 = None if sink is None else sink.double()
-    exact = cached_attention(q.double(), k.double(), v.double(), positions, scale=0.25, sink_H=sink64)
+    options: dict[str, Any] = dict(scale=0.25, softcap=softcap)
+    exact = cached_attention(q.double(), k.double(), v.double(), positions, sink_H=sink64, **options)
     with instructions(False):
-        assert_rounded_once(cached_attention(q, k, v, positions, scale=0.25, sink_H=sink), exact, torch.bfloat16)
+        assert_rounded_once(cached_attention(q, k, v, positions, sink_H=sink, **options), exact, torch.bfloat16)
 
 
 # ---- complete models

@@ -67,7 +67,7 @@ def test_unsupported_shapes_and_dtypes_use_torch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_kernel_plan_names_existing_kernels() -> None:
-    support_modules = {"dispatch", "row_sum", "flash_blocks", "activation", "__init__"}
+    support_modules = {"dispatch", "row_sum", "flash_blocks", "softcap", "activation", "__init__"}
     kernels = {
         p.stem for p in KERNELS_DIR.rglob("*.py") if re.search(r"^@kernel", p.read_text(), re.M)
     } - support_modules
@@ -140,6 +140,8 @@ def test_attention_kernel_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(attention.attention(Q, Q, Q, scale=1.0), Q)
     assert attention.select_backend(Q, Q, has_documents=False, window=True) == "blocked"
     assert attention.describe_backend("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
+    assert attention.describe_backend("cpu", softcap=True) == "blocked"
+    torch.testing.assert_close(attention.attention(Q, Q, Q, scale=1.0, softcap=1.0), Q)
 
 
 def test_cpu_attention_is_chosen_by_dtype_mask_and_window() -> None:
@@ -156,6 +158,8 @@ def test_cpu_attention_is_chosen_by_dtype_mask_and_window() -> None:
     assert {attention.select_backend(Q, Q, has_documents=m, window=True) for m in (False, True)} == {"blocked"}
     assert attention.describe_backend("cpu") == attention.describe_backend("cpu", dropout=True) == "blocked"
     assert attention.describe_backend("cpu", half=False) == "torch"
+    assert attention.describe_backend("cpu", half=False, softcap=True) == "blocked"
+    assert attention.describe_backend("cpu", dropout=True, half=False, softcap=True) == "blocked"
     windows = "blocked, for dropout; in evaluation torch; in a window blocked"
     assert attention.describe_backend("cpu", dropout=True, half=False, window=True) == windows
 

@@ -35,11 +35,21 @@ def grads_of(losses: tuple[Tensor, Tensor], trained: Tensor, x: Tensor, w: Tenso
     return torch.stack(losses).detach(), x.grad, w.grad
 
 
-def definition(x: Tensor, w: Tensor, labels: Tensor, mask: Tensor | None, vocab: int, z_loss: float = 0.0) -> Result:
+def definition(
+    x: Tensor,
+    w: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    vocab: int,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Result:
     """Compute loss and gradients from full logits."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     count = torch.ones(labels.shape) if mask is None else mask
     logits = (x @ w.T)[..., :vocab].flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     loss = (torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none") * count.flatten()).sum()
     z_sum = z_loss * (logits.logsumexp(1).square() * count.flatten()).sum()
     return grads_of((loss, z_sum), loss + z_sum, x, w)
@@ -62,34 +72,37 @@ def set_small_chunks(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int, co
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("tokens", [5, 1000])
 @pytest.mark.parametrize(("z_loss", "promised"), [(0.0, None), (0.03, None), (0.0, SCALE), (0.03, SCALE)])
+@pytest.mark.parametrize("softcap", [None, 1.5])
 def test_linear_cross_entropy_equals_the_definition(
-    sizes: Any, masked: bool, tokens: int, z_loss: float, promised: Any, monkeypatch
+    sizes: Any, masked: bool, tokens: int, z_loss: float, promised: Any, softcap: float | None, monkeypatch
 ) -> None:
     s, b, d, padded, vocab = sizes
     set_small_chunks(monkeypatch, tokens, 2, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     optional_mask = mask if masked else None
-    actual = in_chunks(x, w, labels, optional_mask, vocab, z_loss=z_loss, loss_grad=promised)
-    expected = definition(x, w, labels, optional_mask, vocab, z_loss)
+    actual = in_chunks(x, w, labels, optional_mask, vocab, z_loss=z_loss, softcap=softcap, loss_grad=promised)
+    expected = definition(x, w, labels, optional_mask, vocab, z_loss, softcap)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert not actual[2][vocab:].any()
     with torch.no_grad():
-        losses = linear_cross_entropy(x, w, labels, optional_mask, TP, vocab, z_loss=z_loss)
+        losses = linear_cross_entropy(x, w, labels, optional_mask, TP, vocab, z_loss=z_loss, softcap=softcap)
     torch.testing.assert_close(torch.stack(losses), expected[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("promised", [None, SCALE])
 @pytest.mark.parametrize("z_loss", [0.0, 0.03])
+@pytest.mark.parametrize("softcap", [None, 4.0])
 def test_linear_cross_entropy_error_is_at_most_twice_plain_torch(
-    dtype: torch.dtype, promised: float | None, z_loss: float, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, promised: float | None, z_loss: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s, b, d, padded, vocab = 37, 2, 24, 128, 121
     set_small_chunks(monkeypatch, 20, 3, vocab)
     x, w, labels, mask = inputs(s, b, d, padded, vocab, dtype)
-    exact = definition(x.double(), w.double(), labels, mask, vocab, z_loss)
-    chunked = in_chunks(x, w, labels, mask, vocab, z_loss=z_loss, loss_grad=promised)
-    for actual, reference, expected in zip(chunked, definition(x, w, labels, mask, vocab, z_loss), exact, strict=True):
+    exact = definition(x.double(), w.double(), labels, mask, vocab, z_loss, softcap)
+    chunked = in_chunks(x, w, labels, mask, vocab, z_loss=z_loss, softcap=softcap, loss_grad=promised)
+    plain = definition(x, w, labels, mask, vocab, z_loss, softcap)
+    for actual, reference, expected in zip(chunked, plain, exact, strict=True):
         assert actual.dtype == reference.dtype
         floor = torch.finfo(actual.dtype).eps * expected.abs().max()
         assert (actual.double() - expected).abs().max() <= 2 * max((reference.double() - expected).abs().max(), floor)
@@ -162,26 +175,30 @@ def test_the_z_loss_is_trained_through_the_loss() -> None:
     assert loss.requires_grad and not z_loss.requires_grad and z_loss > 0
 
 
-def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float) -> Result:
+def _on_ranks(tp: int, sizes: tuple[int, ...], z_loss: float, softcap: float | None) -> Result:
     s, b, d, padded, vocab = sizes
     mesh = build_mesh(tp=tp, pp=1, device=torch.device("cpu"))
     cross_entropy.MIN_CHUNK_TOKENS, cross_entropy.CHUNK_BYTES = 5, {"cpu": 1}
     x, w, labels, mask = inputs(s, b, d, padded, vocab, torch.float64)
     x, w = (t.chunk(tp)[mesh.tp.rank].clone().requires_grad_() for t in (x, w))
-    losses = linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss)
+    options: dict[str, Any] = dict(z_loss=z_loss, softcap=softcap)
+    losses = linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, **options)
     result = grads_of(losses, losses[0], x, w)
     with torch.no_grad():
-        second = linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, z_loss=z_loss)
+        second = linear_cross_entropy(x, w, labels, mask, mesh.tp, vocab, **options)
     assert torch.equal(torch.stack(second), result[0])
     return result
 
 
-@pytest.mark.parametrize("tp,padded,vocab,z_loss", [(2, 16, 11, 0.0), (2, 16, 7, 0.03), (4, 32, 15, 0.03)])
-def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int, z_loss: float) -> None:
+@pytest.mark.parametrize(
+    "tp,padded,vocab,z_loss,softcap",
+    [(2, 16, 11, 0.0, None), (2, 16, 7, 0.03, None), (4, 32, 15, 0.03, None), (2, 16, 11, 0.03, 1.5)],
+)
+def test_vocabulary_over_ranks(tp: int, padded: int, vocab: int, z_loss: float, softcap: float | None) -> None:
     """Equal the definition on several ranks, even if the last ones have only padding."""
     sizes = (8, 3, 5, padded, vocab)
-    expected = definition(*inputs(*sizes, torch.float64), vocab, z_loss)
-    parts = run_ranks(tp, _on_ranks, tp, sizes, z_loss)
+    expected = definition(*inputs(*sizes, torch.float64), vocab, z_loss, softcap)
+    parts = run_ranks(tp, _on_ranks, tp, sizes, z_loss, softcap)
     assert all(torch.equal(loss, parts[0][0]) for loss, _, _ in parts)
     actual = parts[0][0], *(torch.cat([part[i] for part in parts]) for i in (1, 2))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

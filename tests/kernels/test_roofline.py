@@ -35,9 +35,13 @@ ROPE = FLAT | {"tokens": 16, "hidden_size": 4096}  # a token's 32 heads share it
 # small and shared inputs, which every program may read, from the cache after the first
 SHARED = ("w_ptr", "b_ptr", "bias_ptr", "cos_ptr", "sin_ptr", "sample_ids_ptr")
 CASES = [f"{op} {half}" for op in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope", "swiglu",
-         "bias_gelu", "bias_gelu_erf", "dropout_add", "cross_entropy") for half in ("forward", "backward")]  # fmt: skip
+         "bias_gelu", "bias_gelu_erf", "dropout_add", "cross_entropy", "cross_entropy capped") for half in ("forward", "backward")]  # fmt: skip
 CASES += ["adamw forward", "adamw bf16 moments forward", "grad_norm forward"]
-MATMULS = [f"{op} {half}" for op in ("attention", "grouped_matmul", "gated_matmul") for half in ("forward", "backward")]
+MATMULS = [
+    f"{op} {half}"
+    for op in ("attention", "attention capped", "grouped_matmul", "gated_matmul")
+    for half in ("forward", "backward")
+]
 
 
 def size_of(name: str) -> dict[str, int]:
@@ -65,7 +69,7 @@ def repeated(launches: list[list[Traffic]]) -> list[Traffic]:
 
 # in addition to the streams: one number per row and a weight; for attention, the log-sum-exp and delta, and in backward
 # q, k, v and do once for each of its two kernels
-ALLOWED = {"attention forward": 1.05, "attention backward": 1.6}
+ALLOWED = {"attention forward": 1.05, "attention backward": 1.6, "attention capped backward": 1.6}
 
 
 @pytest.mark.parametrize("name", [*CASES, *MATMULS])
@@ -106,6 +110,7 @@ MAX_INSTRUCTIONS = {
     "bias_gelu_erf": (19.9, 31.2),
     "dropout_add": (28.3, 25.4),
     "cross_entropy": (10.8, 13.0),
+    "cross_entropy capped": (22.7, 25.6),  # forward: at most 0.7 of the copy rate
 }
 
 

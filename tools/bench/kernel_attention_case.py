@@ -10,6 +10,7 @@ from megalite.kernels import flash_attention
 from megalite.kernels.attention import attention
 from tools.bench.kernel_case import Candidates, Fn, KernelCase, ProblemSizes, WorkModel, table_candidates
 
+SOFTCAP = 50.0  # of Gemma 2
 QUERY_GROUP = 4  # query heads per key head, as in Llama 3
 TILE_VALUES = {"block_m": (64, 128, 256), "block_n": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
 
@@ -26,9 +27,9 @@ def make_inputs(s: ProblemSizes) -> list[Tensor]:
     return [s.normal(S, B, heads, s.head_size) for heads in (H, G, G)]
 
 
-def scaled_attention(q: Tensor, k: Tensor, v: Tensor, fn: Fn = attention) -> Tensor:
+def scaled_attention(q: Tensor, k: Tensor, v: Tensor, fn: Fn = attention, softcap: float | None = None) -> Tensor:
     """Return the attention of `fn`, by default the dispatcher's choice, with the usual scale."""
-    return fn(q, k, v, scale=q.shape[-1] ** -0.5)
+    return fn(q, k, v, scale=q.shape[-1] ** -0.5, softcap=softcap)
 
 
 triton_attention = partial(scaled_attention, fn=flash_attention.flash_attention)
@@ -81,10 +82,11 @@ def candidates(s: ProblemSizes, direction: str) -> Candidates:
 
 
 def attention_cases() -> list[KernelCase]:
-    """Return the cases of attention."""
+    """Return the cases of attention, without and with capped scores, for which torch has no fused kernel."""
     forward = attention_work("2 S S K B H FLOPs (causal); q, k, v, o once", 2, 2)
     backward = attention_work("5 S S K B H FLOPs (causal); q, k, v, o, do, dq, dk, dv once", 5, 4)
-    return [
+    directions = (("forward", forward), ("backward", backward))
+    plain = [
         KernelCase(
             "attention",
             direction,
@@ -98,5 +100,20 @@ def attention_cases() -> list[KernelCase]:
             compiles=False,
             sweep_peer="triton",
         )
-        for direction, work in (("forward", forward), ("backward", backward))
+        for direction, work in directions
     ]
+    capped = [
+        KernelCase(
+            "attention capped",
+            direction,
+            work,
+            make_inputs,
+            partial(scaled_attention, softcap=SOFTCAP),
+            None,
+            partial(candidates, direction=direction),
+            axis="sequence",
+            compiles=False,
+        )
+        for direction, work in directions
+    ]
+    return plain + capped

@@ -27,6 +27,7 @@ from tools.bench.kernel_case import (
 
 # --- cross entropy
 
+SOFTCAP = 30.0  # of Gemma 2
 LOSS_TILE_VALUES = {"BLOCK_N": (1024, 2048, 4096, 8192, 16384), "NUM_WARPS": (2, 4, 8, 16, 32)}
 
 # Liger's forward overwrites its input with the gradient. "sum", because it has no other reduction for a batch.
@@ -39,10 +40,10 @@ def logits_and_labels(s: ProblemSizes) -> list[Tensor]:
     return [s.normal(s.tokens, s.vocab_size), s.labels()]
 
 
-def loss_grad_inputs(s: ProblemSizes) -> list[Tensor]:
+def loss_grad_inputs(s: ProblemSizes, softcap: float | None = None) -> list[Tensor]:
     """Return logits, lse, labels and the gradient of each token's loss."""
     logits_NV, labels_N = logits_and_labels(s)
-    lse_N = cross_entropy.shard_stats(logits_NV, labels_N, 0, s.vocab_size)[0].clone()
+    lse_N = cross_entropy.shard_stats(logits_NV, labels_N, 0, s.vocab_size, softcap)[0].clone()
     return [logits_NV, lse_N, labels_N, torch.ones_like(lse_N)]
 
 
@@ -57,8 +58,10 @@ def head_inputs(s: ProblemSizes) -> list[Tensor]:
     return [s.rows(), s.normal(s.vocab_size, s.hidden_size) * scale, s.labels()]
 
 
-def torch_loss(logits_NV: Tensor, labels_N: Tensor, reduction: str = "none") -> Tensor:
+def torch_loss(logits_NV: Tensor, labels_N: Tensor, reduction: str = "none", softcap: float | None = None) -> Tensor:
     """Return the loss in fp32, like usual training code."""
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV.float() / softcap)
     return F.cross_entropy(logits_NV.float(), labels_N, reduction=reduction)
 
 
@@ -66,14 +69,16 @@ def torch_head_loss(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor
     return torch_loss(x_ND @ weight_VD.T, labels_N, "sum")
 
 
-def loss_forward(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    stats_2N = cross_entropy.shard_stats(logits_NV, labels_N, 0, logits_NV.shape[1])
+def loss_forward(logits_NV: Tensor, labels_N: Tensor, softcap: float | None = None) -> Tensor:
+    stats_2N = cross_entropy.shard_stats(logits_NV, labels_N, 0, logits_NV.shape[1], softcap)
     return stats_2N[0] - stats_2N[1]
 
 
-def loss_backward(logits_NV: Tensor, lse_N: Tensor, labels_N: Tensor, dloss_N: Tensor) -> Tensor:
+def loss_backward(
+    logits_NV: Tensor, lse_N: Tensor, labels_N: Tensor, dloss_N: Tensor, softcap: float | None = None
+) -> Tensor:
     """Overwrite the logits with the gradient. The next call finds other values, which stay finite."""
-    return cross_entropy.shard_grad_(logits_NV, lse_N, labels_N, 0, dloss_N, logits_NV.shape[1])
+    return cross_entropy.shard_grad_(logits_NV, lse_N, labels_N, 0, dloss_N, logits_NV.shape[1], softcap=softcap)
 
 
 def loss_both(logits_NV: Tensor, labels_N: Tensor, dloss_N: Tensor) -> Tensor:
@@ -164,6 +169,28 @@ def loss_cases() -> list[KernelCase]:
             axis="vocab_size",
             peers={"liger": LIGER},
             peer_inputs={"megalite": loss_and_grad_inputs},
+        ),
+        KernelCase(
+            "cross_entropy capped",
+            "forward",
+            logit_passes(1),
+            logits_and_labels,
+            partial(loss_forward, softcap=SOFTCAP),
+            partial(torch_loss, softcap=SOFTCAP),
+            loss_tiles,
+            axis="vocab_size",
+        ),
+        KernelCase(
+            "cross_entropy capped",
+            "backward",
+            logit_passes(2),
+            logits_and_labels,
+            partial(loss_backward, softcap=SOFTCAP),
+            partial(torch_loss, softcap=SOFTCAP),
+            loss_tiles,
+            explicit_backward="megalite",
+            axis="vocab_size",
+            peer_inputs={"megalite": partial(loss_grad_inputs, softcap=SOFTCAP)},
         ),
         KernelCase(
             "linear_cross_entropy",
