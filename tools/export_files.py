@@ -197,6 +197,9 @@ def write_args(
     for option in ("parallel_residual", "qk_layernorm_over_heads"):
         if getattr(model, option):
             raise CheckpointError(f"{option}=True is not in Megatron-LM; export to Hugging Face instead")
+    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (value := getattr(model, option)) is not None:
+            raise CheckpointError(f"{option}={value:g} is not in Megatron-LM; keep megalite's own checkpoint")
     if model.activation not in (*ACTIVATION_FLAGS, "gelu", "gelu_erf"):
         raise CheckpointError(f"activation={model.activation} is not in Megatron-LM; keep megalite's own checkpoint")
     values = {name: getattr(model, name) for name in SHARED_OPTIONS if not name.startswith("moe_")}

@@ -264,6 +264,12 @@ class ModelConfig:
     moe_z_loss_coeff: float = training(0.0, help="coefficient of the router's z-loss, log^2 of the sum in its softmax")
     moe_router_dtype: str = training("fp32", choices=("fp32", "fp64"), help="dtype of the router's computation")
     moe_router_force_load_balancing: bool = training(False, help="choose experts at random, for benchmarks only")
+    attn_logit_softcapping: float | None = model(
+        None, help="bound C of attention scores s, which become C tanh(s / C) (Gemma 2: 50); default: no bound"
+    )
+    final_logit_softcapping: float | None = model(
+        None, help="bound C of the output logits x, which become C tanh(x / C) (Gemma 2: 30); default: no bound"
+    )
 
     @property
     def head_size(self) -> int:

@@ -34,6 +34,7 @@ from megalite.kernels.attention import attention
 from megalite.kernels.cached_attention import cached_attention
 from megalite.kernels.dropout import fold_in
 from megalite.kernels.matmul import matmul
+from megalite.kernels.softcap import soft_cap
 from megalite.models.gpt import LMHead, Stage
 from megalite.models.specs import model_specs
 from megalite.nn.micro_batch import Batch, ForwardContext
@@ -176,6 +177,7 @@ class KVCache:
         scale: float,
         window: int | None,
         sink_H: Tensor | None,
+        softcap: float | None,
         **_: Any,
     ) -> Tensor:
         """Store the new keys and values of `layer`, and return the attention over all of them, o_SBhK.
@@ -191,13 +193,11 @@ class KVCache:
         samples_B = torch.arange(k_SBgK.shape[1], device=k_SBgK.device)
         k_TBgK[self.positions_SB, samples_B] = k_SBgK
         v_TBgK[self.positions_SB, samples_B] = v_SBgK
+        kwargs: dict[str, Any] = dict(scale=scale, window=window, sink_H=sink_H, softcap=softcap)
         if is_first_pass:  # there are no earlier keys: use the kernel of training, which builds no mask
-            return attention(q_SBhK, k_SBgK, v_SBgK, scale=scale, window=window, sink_H=sink_H)
+            return attention(q_SBhK, k_SBgK, v_SBgK, **kwargs)
         start = 0 if window is None else max(0, self.min_position - window + 1)
-        positions_SB = self.positions_SB - start
-        return cached_attention(
-            q_SBhK, k_TBgK[start:], v_TBgK[start:], positions_SB, scale=scale, window=window, sink_H=sink_H
-        )
+        return cached_attention(q_SBhK, k_TBgK[start:], v_TBgK[start:], self.positions_SB - start, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -481,4 +481,4 @@ def last_token_logits(head: LMHead, x_sBD: Tensor, last_index_B: Tensor) -> Tens
     h_SBD = start_all_gather(head.norm(x_sBD), head.tp).wait()
     samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
     h_1BD = h_SBD[last_index_B, samples_B].unsqueeze(0)
-    return matmul(h_1BD, head.weight.T)[0]
+    return soft_cap(matmul(h_1BD, head.weight.T)[0], head.softcap)

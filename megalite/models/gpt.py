@@ -22,6 +22,7 @@ from megalite.config.options import ModelConfig
 from megalite.config.rope_spec import RopeSpec
 from megalite.kernels.dropout import dropout, fold_in
 from megalite.kernels.rope import rope_tables
+from megalite.kernels.softcap import soft_cap
 from megalite.models.layers import MLPS, build_mixer, check_mixer
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.linear import column_parallel_linear
@@ -150,6 +151,7 @@ class LMHead(nn.Module):
 
     tied_weight  the word embedding if it is tied and on this stage, or None
     z_loss       coefficient of the z-loss
+    softcap      bound of the logits; None: no bound
     """
 
     def __init__(
@@ -165,6 +167,7 @@ class LMHead(nn.Module):
         self.tp = make_param.mesh.tp
         self.vocab_size = spec.stored_shape[0]
         self.z_loss = z_loss
+        self.softcap = model.final_logit_softcapping
         self.norm = Norm(make_param, "final_norm", model.hidden_size, model)
         self.weight = tied_weight if tied_weight is not None else make_param(spec)
 
@@ -175,9 +178,11 @@ class LMHead(nn.Module):
         """Return the summed loss, whose backward includes the z-loss, or logits_SBv without labels."""
         h_sBD = self.norm(x_sBD)
         if batch.labels_SB is None:
-            return column_parallel_linear(h_sBD, [self.weight], self.tp)[0]
+            return soft_cap(column_parallel_linear(h_sBD, [self.weight], self.tp)[0], self.softcap)
         args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
-        loss, z_loss = linear_cross_entropy(h_sBD, self.weight, *args, z_loss=self.z_loss, loss_grad=ctx.loss_grad)
+        loss, z_loss = linear_cross_entropy(
+            h_sBD, self.weight, *args, z_loss=self.z_loss, softcap=self.softcap, loss_grad=ctx.loss_grad
+        )
         if ctx.loss_sums is not None:
             ctx.loss_sums.add_head_loss("loss", loss)
             if self.z_loss:

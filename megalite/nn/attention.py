@@ -129,6 +129,7 @@ class Attention(nn.Module):
         if self.model.softmax_type == "off-by-one":
             sink = q_SBhK.new_zeros(q_SBhK.shape[2])
         core_kwargs = dict(scale=scale, drop=dropout, documents=batch.documents, window=self.window, sink_H=sink)
+        core_kwargs["softcap"] = self.model.attn_logit_softcapping
         core = partial(self._select_core_attention(batch, ctx), **core_kwargs)
         qkv = (q_SBhK, k_SBgK, v_SBgK)
         o_SBhK = recompute(core, *qkv) if self.recompute_core and self.training else core(*qkv)

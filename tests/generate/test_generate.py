@@ -142,15 +142,18 @@ def test_generation_from_a_checkpoint_equals_its_hugging_face_source(models, tmp
 @settings(max_examples=40)
 @given(
     *(st.tuples(*map(st.integers, (1, 1, 2), (3, 2, 9))), st.sampled_from([1, 3])),
-    *(st.none() | st.integers(1, 10), st.data()),
+    *(st.none() | st.integers(1, 10), st.none() | st.sampled_from([0.4, 100.0]), st.data()),
 )
-def test_cached_attention_equals_attention(sizes: tuple, repeat: int, window: int | None, data: st.DataObject) -> None:
+def test_cached_attention_equals_attention(
+    sizes: tuple, repeat: int, window: int | None, softcap: float | None, data: st.DataObject
+) -> None:
     """Query a few positions of each sample. Keys behind them, or before the window, do not matter."""
     B, G, T = sizes
     torch.manual_seed(0)
     q = torch.randn(T, B, G * repeat, 4, dtype=torch.float64)
     k, v = torch.randn(2, T, B, G, 4, dtype=torch.float64)
-    expected = attention(q, k, v, scale=0.3, window=window)
+    options: dict[str, Any] = dict(scale=0.3, window=window, softcap=softcap)
+    expected = attention(q, k, v, **options)
     S_new = data.draw(st.integers(1, T))
     starts = [data.draw(st.integers(0, T - S_new)) for _ in range(B)]
     positions = torch.tensor(starts) + torch.arange(S_new).unsqueeze(1)
@@ -160,7 +163,7 @@ def test_cached_attention_equals_attention(sizes: tuple, repeat: int, window: in
         if window is not None:
             window_start = max(0, start - window + 1)
             k[:window_start, b] = v[:window_start, b] = 1e6
-    actual = cached_attention(q[positions, samples], k, v, positions, scale=0.3, window=window)
+    actual = cached_attention(q[positions, samples], k, v, positions, **options)
     torch.testing.assert_close(actual, expected[positions, samples], rtol=1e-12, atol=1e-12)
 
 
@@ -177,6 +180,7 @@ def stage_of(flags: str) -> Stage:
         *("llama", "llama yarn", "llama linear", "gpt2", "qwen2 window"),
         "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5 --no-rope-freq 2 --softmax-type learnable",
         "--position-embedding-type yarn --rotary-scaling-factor 4 --no-rope-freq [1,0,0] --window-size 5,0",
+        "--attn-logit-softcapping 0.5 --final-logit-softcapping 2 --window-size 5,0 --window-attn-skip-freq 2",
         "--position-embedding-type rope --hybrid-layer-pattern **-E --num-experts 4 --window-size 5,0",
         "--plugin examples/plugins/mixer.py --position-embedding-type rope --hybrid-layer-pattern S-*-S-",
     ],

@@ -414,6 +414,13 @@ def test_activation_and_model_flags() -> None:
         write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
 
 
+@pytest.mark.parametrize("option", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_soft_capping_is_refused(option: str) -> None:
+    model = replace(build(read_args(argparse.Namespace(**Case().args), "")).model, **{option: 30.0})
+    with pytest.raises(CheckpointError, match=f"^{option}=30 is not in Megatron-LM; keep megalite's own checkpoint$"):
+        write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
+
+
 ROPE, YARN = {"position_embedding_type": "rope"}, {"position_embedding_type": "yarn"}
 MORE = {"yarn_original_max_position_embeddings": 64, "yarn_beta_fast": 8.0, "mscale_all_dim": 1.0}
 LESS = {"yarn_correction_range_round_to_int": False, "mscale": 0.5}

@@ -94,6 +94,7 @@ class Model:
         padded_vocab_size: the size of the vocabulary in the tensors.
         bias: the linear layers that have a bias: "all", "qkv" or "none".
         sink: the sink of each head's softmax: "vanilla" is none, "learnable" a parameter, "off-by-one" a logit of 0.
+        attention_cap, logit_cap: the bounds of the scores of attention and of the logits (arXiv:2408.00118).
     """
 
     num_layers: int
@@ -112,6 +113,8 @@ class Model:
     bias: str = "all"
     qk_norm: bool = False
     sink: str = "vanilla"
+    attention_cap: float | None = None
+    logit_cap: float | None = None
     rotary: Rotary | None = None
     learned_positions: bool = True
     tie_embeddings: bool = True
@@ -243,6 +246,10 @@ def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
     return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
 
 
+def bound(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
 def attend(
     w: Weights, layer: int, x: Tensor, position_BS: Tensor, visible_BST: Tensor, m: Model, dropout: DropoutFn
 ) -> Tensor:
@@ -258,6 +265,7 @@ def attend(
         q, k = rotate(q, position_BS, m.rotary), rotate(k, position_BS, m.rotary)
     group_of = [h * m.num_kv_groups // m.num_heads for h in range(m.num_heads)]  # consecutive heads share a group
     scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) / math.sqrt(m.head_size)
+    scores_BHST = bound(scores_BHST, m.attention_cap)
     e_BHST = scores_BHST.masked_fill(~visible_BST[:, None], -math.inf).exp()
     total = e_BHST.sum(-1, keepdim=True)
     if m.sink != "vanilla":
@@ -298,7 +306,7 @@ def logits(
         y = y + w[f"{f}.down_bias"] if m.bias == "all" else y
         x = x + dropout("after_mlp", i, y)
     head = w["embedding.word"] if m.tie_embeddings else w["head"]
-    return normalize(w, "final_norm", x, m) @ head[: m.vocab_size].T
+    return bound(normalize(w, "final_norm", x, m) @ head[: m.vocab_size].T, m.logit_cap)
 
 
 def loss_of(

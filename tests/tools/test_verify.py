@@ -352,14 +352,21 @@ def test_layers_are_numbered_by_pipeline_position(parts: Any, expected: Any, tmp
 # ---- the loss by its definition
 
 
-def _loss_problems(scale: float = 1.0, masked: bool = True, count: float | None = None) -> list[str]:
-    """Return the problems of a recorded step with one micro-batch of 3 tokens, 2 of them with a loss."""
+def _loss_problems(
+    scale: float = 1.0, masked: bool = True, count: float | None = None, cap: float = math.inf, softcap: Any = None
+) -> list[str]:
+    """Return the problems of a recorded step with one micro-batch of 3 tokens, 2 of them with a loss.
+
+    The recorded logits are bounded by `cap`, the expected ones by `softcap`.
+    """
     rng = np.random.default_rng(3)
     hidden, head = rng.standard_normal((3, 1, 4)), rng.standard_normal((5, 4))
     labels, mask = np.array([[1], [4], [2]]), np.array([[1.0], [0.0], [1.0]])
     losses = []
     for position in range(3):
         logits = [math.fsum(hidden[position, 0] * row) for row in head]
+        if cap < math.inf:
+            logits = [cap * math.tanh(logit / cap) for logit in logits]
         losses.append(math.log(math.fsum(map(math.exp, logits))) - logits[labels[position, 0]])
     total = scale * (losses[0] + losses[2] + (0.0 if masked else losses[1]))
     arrays = [
@@ -370,7 +377,7 @@ def _loss_problems(scale: float = 1.0, masked: bool = True, count: float | None 
         (RecordedTensor(1, "loss", "micro-batch", 0, (), 0), np.array(total)),
         (RecordedTensor(1, "loss", "step", -1, (), 0), np.array(total / (count or 2.0))),
     ]
-    return [*reference_loss_problems(Reference(Recording(["head"], ["head"], arrays)), TOLERANCE)]
+    return [*reference_loss_problems(Reference(Recording(["head"], ["head"], arrays)), TOLERANCE, softcap)]
 
 
 def test_losses_are_verified_independently() -> None:
@@ -378,6 +385,8 @@ def test_losses_are_verified_independently() -> None:
     assert "2 of 3 labels count" in _loss_problems(masked=False)[0]
     assert "by its definition" in _loss_problems(scale=1.0001)[0]
     assert "over the 2 labels that count" in _loss_problems(count=3.0)[0]
+    assert _loss_problems(cap=1.5, softcap=1.5) == []
+    assert "by its definition" in _loss_problems(cap=1.5)[0] and "by its definition" in _loss_problems(softcap=1.5)[0]
 
 
 # ---- command lines

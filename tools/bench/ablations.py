@@ -144,8 +144,8 @@ class AblationRun:
             variant.config.train.micro_batch_size,
         )
         q = torch.empty(2, 1, 2, model.head_size, dtype=run.pipeline.dtype, device=self.device)
-        has_window = model.layers[0].window is not None
-        attention_kernel = select_backend(q, q, has_documents=has_documents, window=has_window)
+        needs_own_kernel = model.layers[0].window is not None or model.attn_logit_softcapping is not None
+        attention_kernel = select_backend(q, q, has_documents=has_documents, window=needs_own_kernel)
         variant.properties = (
             attention_kernel,
             str(variant.blas),

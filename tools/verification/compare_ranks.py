@@ -269,11 +269,14 @@ def _missing_elements(samples: dict[int, Array], parts: Sequence[TensorPart]) ->
     return ""
 
 
-def reference_loss_problems(reference: Reference, tolerance: Tolerance) -> Iterator[str]:
+def reference_loss_problems(reference: Reference, tolerance: Tolerance, softcap: float | None = None) -> Iterator[str]:
     """Check the losses of the one process against their definition, and yield a line about the first wrong one.
 
     The definition is the cross entropy of the final hidden states over the true vocabulary, summed over the labels that
     count, and divided by their number. Losses with more than MAX_LOGITS logits are not checked.
+
+    Args:
+        softcap: the bound C of the logits x, which are C tanh(x / C); None: no bound.
     """
     for step in sorted({step for step, kind, _ in reference.arrays if kind == "loss"}):
         labels_of_sample = reference.arrays.get((step, "input", "labels"), {})
@@ -288,7 +291,10 @@ def reference_loss_problems(reference: Reference, tolerance: Tolerance) -> Itera
                 return
             labels = labels_of_sample[sample]
             mask = mask_of_sample.get(sample, np.ones(labels.shape))
-            loss = float((_cross_entropy(hidden.astype(np.float64) @ head.T, labels) * mask).sum())
+            logits = hidden.astype(np.float64) @ head.T
+            if softcap is not None:
+                logits = softcap * np.tanh(logits / softcap)
+            loss = float((_cross_entropy(logits, labels) * mask).sum())
             total += loss
             count += float(mask.sum())
             recorded = float(losses[sample])

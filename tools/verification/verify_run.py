@@ -131,7 +131,7 @@ def verify(shrunk: ShrunkConfig, dtype: str, timeout_s: float) -> VerifyResult:
         bar.update(2, "comparing")
         reference = Reference(single_process)
         diffs, parts = compare(reference, ranks, layout, tolerance)
-        reference_errors = list(reference_loss_problems(reference, tolerance))
+        reference_errors = list(reference_loss_problems(reference, tolerance, model.final_logit_softcapping))
         num_microbatches = batch_size // (train_config.micro_batch_size * layout.dp)
         finding = diagnose(diffs, parts, reference, layout, num_microbatches)
         return VerifyResult(shrunk, tolerance, diffs, finding, reference_errors)

@@ -78,7 +78,10 @@ def format_plan(
             rows["precision"] += ", computed in fp32: this CPU has no instructions for it"
         is_half = config.precision.bf16 or config.precision.fp16
         has_dropout = model.attention_dropout > 0
-        rows["attention"] = describe_backend(device_type, has_dropout, half=is_half, window=bool(windows))
+        has_softcap = model.attn_logit_softcapping is not None
+        rows["attention"] = describe_backend(
+            device_type, has_dropout, half=is_half, window=bool(windows), softcap=has_softcap
+        )
     if (matrices := plan.model_states[plan.fullest_rank].muon) is not None:
         rows["full matrices"] = f"{matrices}, per step"
     if plan.cp > 1:
