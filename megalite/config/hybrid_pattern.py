@@ -11,7 +11,7 @@ itself. A border does not change the model: the halves of a layer that it separa
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -149,6 +149,24 @@ def num_pattern_layers(text: str) -> int:
     return parse_hybrid_pattern(text)[-1][-1].number + 1
 
 
+def first_letters(text: str) -> tuple[int, ...]:
+    """Return the position of the first letter of each layer, not counting borders.
+
+    Raises ValueError if the pattern is invalid.
+
+    >>> first_letters("*-*|-E")
+    (0, 2, 4)
+    """
+    positions: list[int] = []
+    position = 0
+    for stage in parse_hybrid_pattern(text):
+        for layer in stage:
+            if layer.number == len(positions):
+                positions.append(position)
+            position += (layer.mixer is not None) + (layer.mlp is not None)
+    return tuple(positions)
+
+
 def shown_pattern(text: str) -> str:
     """Return the option and its pattern for a message, a long one shortened."""
     shortened = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]}...{text[-MAX_SHOWN // 2 :]}"
@@ -158,6 +176,16 @@ def shown_pattern(text: str) -> str:
 def num_parts(text: str) -> int:
     """Return the number of mixers and MLPs of a pattern, which Megatron-LM counts as layers."""
     return len(without_borders(text))
+
+
+def pattern_of_parts(parts: Iterable[str]) -> str:
+    """Return the pattern of mixers and MLPs in order, by name, without borders.
+
+    >>> pattern_of_parts(["attention", "mlp", "moe"])
+    '*-E'
+    """
+    letters = {**mixer_letters(), **MLP_LETTERS}
+    return "".join(_letter(letters, part) for part in parts)
 
 
 def without_borders(text: str) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 from megalite.config.hybrid_pattern import (
     PatternLayer,
+    first_letters,
     num_parts,
     num_pattern_layers,
     parse_hybrid_pattern,
@@ -19,6 +22,7 @@ from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pa
 from megalite.config.registry import REGISTRIES
 from megalite.config.rope_spec import RopeScaling, RopeSpec, Scaling, Yarn
 
+T = TypeVar("T")
 MAX_DROPOUT = (1, "drops everything; use less than 1")
 MAX_LAYERS = (
     MAX_LAYERS_IN_PATTERN,
@@ -198,7 +202,7 @@ class ModelConfig:
         ("allgather",),
         help=(
             "communication of context-parallel attention: allgather (keys and values) or a2a (heads); one value, or "
-            "one for each layer"
+            "one for each layer, or for each letter of --hybrid-layer-pattern"
         ),
     )
     hybrid_layer_pattern: str | None = model(
@@ -361,8 +365,8 @@ class ModelConfig:
         pattern = self.no_rope_freq
         if pattern is None or not has_rope:
             return (has_rope,) * self.num_layers
-        bits = parse_layer_pattern(pattern, self.num_layers)
-        return bits if pattern.strip().isdigit() else tuple(not bit for bit in bits)
+        bits = parse_layer_pattern(pattern, self.num_layer_values)
+        return self._values_of_layers(bits if pattern.strip().isdigit() else [not bit for bit in bits])
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -371,8 +375,22 @@ class ModelConfig:
             return (None,) * self.num_layers
         window = self.window_size[0] + 1
         pattern = self.window_attn_skip_freq
-        bits = (True,) * self.num_layers if pattern is None else parse_layer_pattern(pattern, self.num_layers)
-        return tuple(window if bit else None for bit in bits)
+        if pattern is None:
+            return (window,) * self.num_layers
+        bits = parse_layer_pattern(pattern, self.num_layer_values)
+        return self._values_of_layers([window if bit else None for bit in bits])
+
+    @property
+    def num_layer_values(self) -> int:
+        """The length of a list with a value for each layer. Megatron-LM counts each letter of a pattern as a layer."""
+        pattern = self.hybrid_layer_pattern
+        return self.num_layers if pattern is None else num_parts(pattern)
+
+    def _values_of_layers(self, values: Sequence[T]) -> tuple[T, ...]:
+        """Return the value of each layer from those of a list; in a pattern that of its first letter, the mixer's."""
+        if self.hybrid_layer_pattern is None:
+            return tuple(values)
+        return tuple(values[position] for position in first_letters(self.hybrid_layer_pattern))
 
     @cached_property
     def pattern_stages(self) -> tuple[tuple[PatternLayer, ...], ...]:
@@ -396,9 +414,14 @@ class ModelConfig:
         Raises:
             ValueError: if the pattern, or an option with a value for each layer, is invalid.
         """
+        pattern = self.hybrid_layer_pattern
+        if pattern is not None and (num_layers := num_pattern_layers(pattern)) != self.num_layers:
+            raise ValueError(f"has {num_layers} layers, num_layers={self.num_layers}")
         cp_comm_types = tuple("a2a" if kind == "a2a" else "allgather" for kind in self.cp_comm_type)
         if len(cp_comm_types) == 1:
             cp_comm_types *= self.num_layers
+        elif len(cp_comm_types) == self.num_layer_values:
+            cp_comm_types = self._values_of_layers(cp_comm_types)
         rope = self._rope if any(self.rope_layers) else None
         full_layers = [
             LayerSpec("attention", "moe" if has_experts else "mlp", window, rope if has_rope else None, cp_comm_type)
@@ -406,10 +429,8 @@ class ModelConfig:
                 self.moe_layers, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
             )
         ]
-        if self.hybrid_layer_pattern is None:
+        if pattern is None:
             return tuple(full_layers)
-        if (num_layers := num_pattern_layers(self.hybrid_layer_pattern)) != self.num_layers:
-            raise ValueError(f"has {num_layers} layers, num_layers={self.num_layers}")
         return tuple(
             LayerSpec(None, part.mlp)
             if part.mixer is None

@@ -204,7 +204,16 @@ def test_use_checkpoint_args_takes_the_pattern_without_its_borders(tmp_path: Pat
         ("--hybrid-layer-pattern *-*E", "hybrid_layer_pattern='*-*E' with E needs --num-experts"),
         ("--hybrid-layer-pattern *-*- --num-experts 4", "num_experts=4 needs a layer with experts, but hybrid_layer_"),
         ("--hybrid-layer-pattern *-- --parallel-residual", "parallel_residual=True adds a mixer and an MLP to the same"),
-        ("--hybrid-layer-pattern *-*- --no-rope-freq 2", "no_rope_freq=2 is for models without hybrid_layer_pattern"),
+        ("--hybrid-layer-pattern *-*- --no-rope-freq 2", "no_rope_freq=2 changes no mixer, because each letter of "
+         "hybrid_layer_pattern='*-*-' counts as a layer; give a list, or drop it"),
+        ("--hybrid-layer-pattern *-*- --no-rope-freq [1,0]", "no_rope_freq=[1,0] has 2 numbers for 4 layers; give one "
+         "for each; each letter of hybrid_layer_pattern='*-*-' counts as a layer"),
+        ("--hybrid-layer-pattern *-*- --window-size 4,0 --window-attn-skip-freq [0,1,0,1]", "leaves no mixer of "
+         "hybrid_layer_pattern='*-*-' with the window; drop --window-size"),
+        ("--hybrid-layer-pattern *-*E --num-experts 4 --moe-layer-freq 2", "moe_layer_freq=2 is for models without "
+         "hybrid_layer_pattern, where each E is a layer with experts; drop it"),
+        ("--hybrid-layer-pattern *-*- --cp-comm-type a2a a2a --context-parallel-size 2", "cp_comm_type=a2a,a2a is "
+         "neither one value nor one for each letter of hybrid_layer_pattern='*-*-'"),
         ("--hybrid-layer-pattern *-|*- --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
          "hybrid_layer_pattern='*-|*-' already sets all stages' layers by |; drop decoder_first_pipeline_num_layers"),
     ],
@@ -248,11 +257,33 @@ def test_model_without_attention_trains_under_context_parallelism() -> None:
 
 
 def test_communication_of_each_layer_does_not_depend_on_borders(tmp_path: Path) -> None:
-    flags = f"{expand('pp2 cp2')} --cp-comm-type a2a allgather"
+    flags = f"{expand('pp2 cp2')} --cp-comm-type a2a a2a allgather a2a"
     saved, *_ = run_ranks(4, _train_and_save, str(tmp_path), f"{_model('*|-*-')} {flags}")
     losses, *_ = run_ranks(4, _resume, str(tmp_path), f"{_model('*-|*-')} {flags}")
     np.testing.assert_allclose(losses, saved, rtol=1e-4)
     assert find_problems(config_from(f"{TRAINING} {_model('*|-*-')} {flags}"), 4) == []
+
+
+def test_options_of_layers_count_letters_as_megatron_does() -> None:
+    """Megatron-LM: `layer_number % freq` and `no_rope_freq[layer_number - 1]`, where each letter has a number from 1."""
+    sizes = f"{TRAINING} {LLAMA} --window-size 4,0 --cp-comm-type a2a allgather a2a a2a allgather a2a --hybrid-layer-pattern"
+    model = config_from(f"{sizes} **-*|-* --no-rope-freq 3 --window-attn-skip-freq 2 --cp 2 --pp 2").model
+    attention = [layer for layer in model.layers if layer.mixer is not None]  # letters 1, 2, 4 and 6
+    assert [layer.window for layer in attention] == [5, None, None, None]
+    assert [layer.rope is not None for layer in attention] == [True, True, True, False]
+    assert [layer.cp_comm_type for layer in attention] == ["a2a", "allgather", "a2a", "a2a"]
+
+
+def test_windows_and_positions_of_letters_equal_those_of_layers() -> None:
+    sizes = f"{LLAMA} --window-size 3,0"
+    letters = "--hybrid-layer-pattern *-*-*- --no-rope-freq [0,1,0,0,1,0] --window-attn-skip-freq 3"
+    pattern = _trained(2, f"{sizes} {letters} {expand('tp2')}")
+    plain = _trained(
+        2, f"{sizes} --num-layers 3 --no-rope-freq [0,0,1] --window-attn-skip-freq [1,0,1] {expand('tp2')}"
+    )
+    other = _trained(2, f"{sizes} --num-layers 3 {expand('tp2')}")
+    assert pattern.losses == plain.losses != other.losses and pattern.grad_norms == plain.grad_norms
+    assert all(np.array_equal(pattern.weights[name], plain.weights[name]) for name in plain.weights)
 
 
 @pytest.mark.parametrize("flags", ["--cp-comm-type a2a a2a a2a", "--no-rope-freq [1,0,1]"])

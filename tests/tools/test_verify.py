@@ -22,7 +22,7 @@ from pairwise import nightly_except
 from train_cases import config_from
 
 from megalite.config.hybrid_pattern import BORDER
-from megalite.config.options import Config
+from megalite.config.options import Config, ModelConfig
 from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
@@ -66,6 +66,21 @@ def test_shrunk_pattern_keeps_letters_and_a_border_inside_a_layer(letters: list[
     if shrunk.layout.pp > 1 and re.search(r"\*\|[-E]", pattern):
         assert re.search(r"\*\|[-E]", small)
     assert len(shrunk.config.model.layers) <= max(12, len(config.model.layers))
+
+
+def test_shrink_keeps_each_kind_of_mixer_in_a_pattern() -> None:
+    sizes = (
+        GPT.replace("--num-layers 24", "") + " --position-embedding-type rope --window-size 256,0 --dp 1 --cp 2 --pp 2"
+    )
+    lists = "--no-rope-freq [0,0,0,0,0,1]*4 --window-attn-skip-freq 6 --cp-comm-type " + "a2a allgather " * 12
+    config, shrunk = shrink_flags(f"{sizes} --hybrid-layer-pattern={'*-**-*' * 4} {lists}")
+    assert find_problems(shrunk.config, shrunk.layout.world_size) == []
+
+    def kinds(model: ModelConfig) -> set[tuple[bool, bool, str]]:
+        return {(x.window is None, x.rope is None, x.cp_comm_type) for x in model.layers if x.mixer is not None}
+
+    assert kinds(shrunk.config.model) == kinds(config.model) and len(kinds(config.model)) == 3
+    assert len(shrunk.config.model.layers) < len(config.model.layers)
 
 
 AXES = [(8, 16, 32), (1, 1, 8), (4, 1, 2), (1, 2, 1), (2, 4, 1), (1, 8, 2), (1, 1, 1)]

@@ -21,12 +21,18 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import cycle, islice, product
+from itertools import cycle, product
 from typing import Any
 
-from megalite.config.hybrid_pattern import BORDER, num_pattern_layers, parse_hybrid_pattern
+from megalite.config.hybrid_pattern import (
+    BORDER,
+    MLP_LETTERS,
+    num_pattern_layers,
+    parse_hybrid_pattern,
+    without_borders,
+)
 from megalite.config.option import EXECUTION, option_spec
-from megalite.config.option_parsers import parse_layer_pattern
+from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
 from megalite.config.options import (
     SECTIONS,
     CheckpointConfig,
@@ -441,14 +447,20 @@ def _shrink_model(config: Config, requested: Layout, layout: Layout, stages: _St
         max_position_embeddings=seq_length if model.max_positions == model.seq_length else 2 * seq_length,
         make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
         window_size=window_size,
-        window_attn_skip_freq=_shrink_pattern(model.window_attn_skip_freq, model.num_layers, stages.layers),
-        no_rope_freq=_shrink_pattern(model.no_rope_freq, model.num_layers, stages.layers),
-        cp_comm_type=_shrink_comm_types(model, stages) if cp > 1 else ("allgather",),
+        cp_comm_type=("allgather",),
         yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
         init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
     if stages.pattern is not None:
         changes["hybrid_layer_pattern"] = stages.pattern
+        changes |= _shrink_letter_options(model, stages.pattern)
+    else:
+        for name in ("window_attn_skip_freq", "no_rope_freq"):
+            changes[name] = _shrink_pattern(getattr(model, name), model.num_layers, stages.layers)
+        if cp > 1:
+            changes["cp_comm_type"] = tuple(model.layers[i].cp_comm_type for i in stages.layers)
+    if cp == 1:
+        changes["cp_comm_type"] = ("allgather",)
     if model.num_experts:
         moe_layers = str([int(layer.has_experts) for layer in model.layers])
         if model.hybrid_layer_pattern is None:
@@ -460,12 +472,30 @@ def _shrink_model(config: Config, requested: Layout, layout: Layout, stages: _St
     return replace(model, **changes)
 
 
-def _shrink_comm_types(model: ModelConfig, stages: _Stages) -> tuple[str, ...]:
-    """Return the communication over cp of each layer of the small run, in which each kind of the run occurs."""
-    if stages.pattern is None:
-        return tuple(model.layers[i].cp_comm_type for i in stages.layers)
-    kinds = dict.fromkeys(layer.cp_comm_type for layer in model.layers if layer.mixer is not None)
-    return tuple(islice(cycle(kinds or ("allgather",)), len(stages.layers)))
+def _shrink_letter_options(model: ModelConfig, pattern: str) -> dict[str, Any]:
+    """Return the options with a value for each letter of the small pattern.
+
+    Each combination of the run's mixers occurs, as far as the small pattern has mixers for them.
+    """
+    mixers = [layer for layer in model.layers if layer.mixer is not None]
+    kinds = {(layer.window is not None, layer.rope is None, layer.cp_comm_type) for layer in mixers}
+    kinds_in_turn = cycle(sorted(kinds, reverse=True))  # with a window first: one mixer alone has it
+    letters = [
+        (False, False, "allgather") if letter in MLP_LETTERS else next(kinds_in_turn)
+        for letter in without_borders(pattern)
+    ]
+    changes: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None, "cp_comm_type": ("allgather",)}
+    windows, without_rope, comm_types = zip(*letters, strict=True)
+    small_mixers = [
+        kind for kind, letter in zip(letters, without_borders(pattern), strict=True) if letter not in MLP_LETTERS
+    ]
+    if len({has_window for has_window, *_ in small_mixers}) == 2:
+        changes["window_attn_skip_freq"] = format_layer_pattern(windows, periods=False)
+    if model.no_rope_freq is not None and any(without_rope):
+        changes["no_rope_freq"] = format_layer_pattern(without_rope, periods=False)
+    if "a2a" in comm_types:
+        changes["cp_comm_type"] = comm_types
+    return changes
 
 
 def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[int, int]:

@@ -169,11 +169,11 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
     if model.hybrid_layer_pattern is None:
         return
     pattern = shown_pattern(model.hybrid_layer_pattern)
-    for name in options_set(config, "moe_layer_freq", "no_rope_freq", "window_attn_skip_freq"):
+    if any(options_set(config, "moe_layer_freq")):
         yield Problem(
-            f"{shown(config, name)} is for models without hybrid_layer_pattern, which names the parts of each layer; "
-            "drop it",
-            options=(name, "hybrid_layer_pattern"),
+            f"{shown(config, 'moe_layer_freq')} is for models without hybrid_layer_pattern, where each E is a layer "
+            "with experts; drop it",
+            options=("moe_layer_freq", "hybrid_layer_pattern"),
         )
     parts = [part for stage in model.pattern_stages for part in stage]
     if model.has_experts and not model.num_experts:
@@ -245,6 +245,7 @@ def _pattern_problems(config: Config) -> Iterator[Problem]:
         model.window_attn_skip_freq is not None and model.window_size is not None and model.window_size[0] != -1
     )
     if model.hybrid_layer_pattern is not None:
+        yield from _letter_value_problems(config, has_window)
         return
     for name, per_layer, needs_a_layer, condition, cause in (
         ("no_rope_freq", "rope_layers", False, "with rotary positions", "position_embedding_type"),
@@ -260,6 +261,41 @@ def _pattern_problems(config: Config) -> Iterator[Problem]:
             yield Problem(
                 f"{shown(config, name)} leaves no layer {condition}; drop {flag_name(cause)}",
                 options=(name, "num_layers", cause),
+            )
+
+
+def _letter_value_problems(config: Config, has_window: bool) -> Iterator[Problem]:
+    """Yield the problems of options that have a bit for each letter of a pattern, which Megatron-LM counts as a layer.
+
+    Only the bits of mixers have an effect. A number may hit nothing but MLPs: every second letter of *-*- is one.
+    """
+    model = config.model
+    pattern = shown_pattern(model.hybrid_layer_pattern or "")
+    mixer_numbers = [layer.number for stage in model.pattern_stages for layer in stage if layer.mixer is not None]
+    has_rope = model.position_embedding_type in ("rope", "yarn")
+    for name, per_layer, is_active in (
+        ("no_rope_freq", "rope_layers", has_rope),
+        ("window_attn_skip_freq", "layer_windows", has_window),
+    ):
+        if getattr(model, name) is None:
+            continue
+        try:
+            values = getattr(model, per_layer)
+        except ValueError as error:
+            reason = f"{error}; each letter of {pattern} counts as a layer"
+            yield Problem(f"{shown(config, name)} {reason}", options=(name, "hybrid_layer_pattern"))
+            continue
+        mixer_values = [values[number] for number in mixer_numbers]
+        if is_active and all(mixer_values):
+            yield Problem(
+                f"{shown(config, name)} changes no mixer, because each letter of {pattern} counts as a layer; "
+                "give a list, or drop it",
+                options=(name, "hybrid_layer_pattern"),
+            )
+        elif name == "window_attn_skip_freq" and is_active and not any(mixer_values):
+            yield Problem(
+                f"{shown(config, name)} leaves no mixer of {pattern} with the window; drop --window-size",
+                options=(name, "window_size", "hybrid_layer_pattern"),
             )
 
 

@@ -22,11 +22,13 @@ def context_parallel_problems(config: Config) -> Iterator[Problem]:
     model, parallel = config.model, config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads, seq_length = model.num_attention_heads, model.seq_length
-    if len(model.cp_comm_type) not in (0, 1, model.num_layers):
+    if len(model.cp_comm_type) not in (0, 1, model.num_layer_values):
+        of_layers = f"layer of num_layers={model.num_layers}"
+        if model.hybrid_layer_pattern is not None:
+            of_layers = f"letter of {shown_pattern(model.hybrid_layer_pattern)}"
         yield Problem(
-            f"{shown(config, 'cp_comm_type')} is neither one value nor one for each layer of "
-            f"num_layers={model.num_layers}",
-            options=("cp_comm_type", "num_layers"),
+            f"{shown(config, 'cp_comm_type')} is neither one value nor one for each {of_layers}",
+            options=("cp_comm_type", "num_layers", "hybrid_layer_pattern"),
         )
     if cp == 1:
         return
