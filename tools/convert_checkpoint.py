@@ -83,6 +83,8 @@ def parse_size(text: str) -> int:
     return size
 
 
+MEGATRON_MODELS = {False: "GPTModel", True: "HybridModel"}  # is it hybrid -> its class in Megatron-LM
+
 _ONLY_WITH = {  # flag -> it needs one of these flags
     "seq_length": ("from_hf",),
     "vocab_size": ("from_megatron", "to_hf", "to_megatron"),
@@ -93,6 +95,7 @@ _ONLY_WITH = {  # flag -> it needs one of these flags
     "target_tensor_parallel_size": ("to_megatron",),
     "target_pipeline_parallel_size": ("to_megatron",),
     "transformer_impl": ("to_megatron",),
+    "export_model_type": ("to_megatron",),
 }
 
 
@@ -247,6 +250,9 @@ def export_megatron(args: argparse.Namespace) -> bool:
     local = ExportSource(source, DTYPES.get(args.dtype))
     tp = args.target_tensor_parallel_size or 1
     pp = args.target_pipeline_parallel_size or 1
+    is_hybrid = model.hybrid_layer_pattern is not None
+    if args.export_model_type is not None:
+        is_hybrid = args.export_model_type == MEGATRON_MODELS[True]
     directory = write_megatron(
         args.to_megatron,
         local,
@@ -255,9 +261,10 @@ def export_megatron(args: argparse.Namespace) -> bool:
         tokenizer=tokenizer,
         tp=tp,
         pp=pp,
-        fused=args.transformer_impl != "local",
+        transformer_engine=args.transformer_impl != "local",
+        is_hybrid=is_hybrid,
     )
-    print(f"{directory}: tp {tp} x pp {pp}, vocabulary {vocab_size}")
+    print(f"{directory}: {MEGATRON_MODELS[is_hybrid]}, tp {tp} x pp {pp}, vocabulary {vocab_size}")
     if not args.check_bits:
         return True
     return check_megatron(torch_format.open_torch_checkpoint(args.to_megatron), local, vocab_size)
@@ -358,6 +365,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--transformer-impl",
         choices=["transformer_engine", "local"],
         help="--to-megatron: implementation whose layer names are written (default transformer_engine)",
+    )
+    parser.add_argument(
+        "--export-model-type",
+        choices=[*MEGATRON_MODELS.values()],
+        help="--to-megatron: model class that loads it; default: HybridModel for a run with --hybrid-layer-pattern",
     )
     return parser
 

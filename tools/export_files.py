@@ -2,14 +2,16 @@
 
 `write_initial_checkpoint` makes a checkpoint of step 0 from external weights (megalite/interop/tensor_mapping.py).
 `write_megatron` makes a `release` for Megatron-LM, one file per (tp, pp) rank, with the names of Megatron core
-(megalite/interop/megatron/torch_format.py).
+(megalite/interop/megatron/torch_format.py), for a GPTModel or a HybridModel.
 
 A checkpoint of megalite is stored without the rows that pad the vocabulary, while Megatron-LM's is padded to a multiple
 of 128 x tp. With a tied embedding and pp > 1, Megatron-LM's last stage has a copy of the embedding. torch.save writes a
 file at once, so the weights of one rank have to fit into memory.
 """
 
+import bisect
 import functools
+import itertools
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,21 +27,32 @@ from megalite.checkpoint.offline import TensorProducer, write_checkpoint
 from megalite.checkpoint.storage.location import Location, checkpoint_dir
 from megalite.checkpoint.storage.storage import steps_in
 from megalite.common.console import ProgressBar
-from megalite.config.hybrid_pattern import shown_pattern
+from megalite.config.hybrid_pattern import ATTENTION_LETTER, BORDER, MLP_LETTERS, pattern_of_parts, shown_pattern
 from megalite.config.option_parsers import parse_layer_pattern
 from megalite.config.options import ModelConfig
-from megalite.interop.megatron.torch_format import ACTIVATION_FLAGS, FILES, FUSED, MEGATRON, SHARED_OPTIONS, TRACKER
+from megalite.interop.megatron.torch_format import (
+    ACTIVATION_FLAGS,
+    FILES,
+    FIRST_STAGE,
+    LAYER,
+    SHARED_OPTIONS,
+    TRACKER,
+    hybrid_name,
+    tensor_names,
+    transformer_engine_name,
+)
 from megalite.interop.tensor_mapping import (
     ExportSource,
     ExternalTensor,
     Specs,
+    TensorMapping,
     atomic_directory,
     box_for_rank,
     build_mappings,
     join,
     split,
 )
-from megalite.models.specs import model_specs
+from megalite.models.specs import checkpoint_specs
 from megalite.parallel.spec import Box, ParamSpec, intersect
 
 Options = Mapping[str, Any]
@@ -101,7 +114,8 @@ def write_megatron(
     tokenizer: Options,
     tp: int,
     pp: int,
-    fused: bool,
+    transformer_engine: bool,
+    is_hybrid: bool,
 ) -> Path:
     """Write a `release` of Megatron-LM for tp x pp ranks, with one rank in memory at a time, and return its directory.
 
@@ -113,16 +127,14 @@ def write_megatron(
         tokenizer: The options of the tokenizer, which Megatron-LM compares with its own.
         tp: The number of tensor parallel ranks.
         pp: The number of pipeline stages.
-        fused: Use the names of Transformer Engine's layers (Megatron-LM's default), where a norm is part of the
-            matmul that follows it.
+        transformer_engine: Use the names of Transformer Engine's layers (Megatron-LM's default), where a norm is part
+            of the matmul that follows it, and the experts of a layer are one grouped matmul.
+        is_hybrid: Write a HybridModel, where each mixer and each MLP is a layer, instead of a GPTModel.
 
     Raises:
         CheckpointError: Megatron-LM does not have such a model, or the sizes cannot be divided.
     """
     padded_vocab_size = -(-vocab_size // (128 * tp)) * 128 * tp
-    if model.num_layers % pp or model.num_kv_groups % tp or model.ffn_size % tp or model.num_attention_heads % tp:
-        problem = f"heads, groups and ffn_hidden_size do not all split over tp={tp}, or layers not over pp={pp}"
-        raise CheckpointError(f"{problem}; choose sizes that divide them")
     args = write_args(
         model,
         vocab_size=vocab_size,
@@ -131,25 +143,30 @@ def write_megatron(
         tp=tp,
         pp=pp,
         dtype=str(source.dtype_of("embedding.word")).removeprefix("torch."),
+        is_hybrid=is_hybrid,
+        transformer_engine=transformer_engine,
     )
-    layers_per_stage = model.num_layers // pp
-    stages = [range(p * layers_per_stage, (p + 1) * layers_per_stage) for p in range(pp)]
+    widths = [model.ffn_size] if model.has_dense_ffn else []
+    if model.has_experts:
+        widths += [model.expert_ffn_size, model.moe_shared_expert_intermediate_size or 0]
+    if any(size % tp for size in (model.num_attention_heads, model.num_kv_groups, *widths)):
+        raise CheckpointError(f"heads, groups and feed-forward widths do not all split over tp={tp}; choose another tp")
+    specs = checkpoint_specs(model, vocab_size, padded_vocab_size)
+    names = tensor_names(model, is_hybrid)
+    layers_per_stage = _layers_per_stage(model, pp, is_hybrid)
     with atomic_directory(directory) as staging_dir, ProgressBar("writing for Megatron-LM", tp * pp, "ranks") as bar:
-        for pp_rank, layers in enumerate(stages):
-            specs = model_specs(
-                model, vocab_size, padded_vocab_size=padded_vocab_size, stages=stages, stage_index=pp_rank
-            )
-            for tp_rank in range(tp):
-                box_of = box_for_rank({"tp": tp}, {"tp": tp_rank})
-                mappings = build_mappings(MEGATRON, specs, model.num_kv_groups // tp, layers, box_of=box_of)
-                duplicates = {mapping.parts for mapping in mappings if mapping.is_duplicate}
+        for tp_rank in range(tp):
+            box_of = box_for_rank({"tp": tp, "etp": tp}, {"tp": tp_rank, "etp": tp_rank})
+            mappings = build_mappings(names, specs, model.num_kv_groups // tp, range(model.num_layers), box_of=box_of)
+            for pp_rank, stage_mappings in enumerate(_split_into_stages(mappings, layers_per_stage)):
                 # OrderedDict[str, Tensor]() would pickle its type arguments, which readers refuse
                 weights: OrderedDict[str, Tensor] = OrderedDict()
-                for mapping in mappings:
-                    # the head of a tied embedding: the first stage has the embedding, the last one the head
-                    if mapping.parts in duplicates and mapping.is_duplicate != (pp_rank > 0):
-                        continue
-                    name = _fused_name(mapping.external_name) if fused else mapping.external_name
+                for name, mapping in stage_mappings:
+                    if transformer_engine:
+                        has_experts = model.moe_layers[_layer_of(mapping)] if LAYER.match(name) else False
+                        name = transformer_engine_name(name, has_experts)
+                    if is_hybrid:
+                        name = hybrid_name(name)
                     weights[name] = join(mapping, functools.partial(_padded_values, source))
                 rank_name = f"mp_rank_{tp_rank:02d}_{pp_rank:03d}" if pp > 1 else f"mp_rank_{tp_rank:02d}"
                 rank_dir = staging_dir / "release" / rank_name
@@ -161,11 +178,44 @@ def write_megatron(
     return directory / "release"
 
 
-def _fused_name(name: str) -> str:
-    """Return the name that a tensor has in Transformer Engine's layers."""
-    for fused_part, part in FUSED:
-        name = name.replace(part, fused_part)
-    return name
+def _layers_per_stage(model: ModelConfig, pp: int, is_hybrid: bool) -> list[int]:
+    """Return the number of Megatron-LM's layers of each stage, which differ by at most one in a hybrid model.
+
+    Raises CheckpointError if the layers cannot be split.
+    """
+    num_layers = len(model.layer_parts) if is_hybrid else model.num_layers
+    if not is_hybrid and num_layers % pp:
+        raise CheckpointError(f"num_layers={num_layers} do not split over pp={pp}; choose a divisor")
+    if num_layers < pp:
+        raise CheckpointError(f"{num_layers} attention and MLP layers are fewer than pp={pp}; choose a smaller one")
+    return [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
+
+
+def _layer_of(mapping: TensorMapping) -> int:
+    """Return the number of the layer that a tensor in a layer belongs to."""
+    return int(mapping.parts[0][0].name.split(".")[1])
+
+
+def _split_into_stages(
+    mappings: Sequence[TensorMapping], layers_per_stage: Sequence[int]
+) -> list[list[tuple[str, TensorMapping]]]:
+    """Return the tensors of each stage under their names there, which count layers within the stage.
+
+    With several stages, the head of a tied embedding is a tensor of the last one.
+    """
+    stages: list[list[tuple[str, TensorMapping]]] = [[] for _ in layers_per_stage]
+    first_layers = [0, *itertools.accumulate(layers_per_stage)]
+    for mapping in mappings:
+        name = mapping.external_name
+        if match := LAYER.match(name):
+            number = int(match[1])
+            stage = bisect.bisect_right(first_layers, number) - 1
+            stages[stage].append((f"decoder.layers.{number - first_layers[stage]}.{name[match.end() :]}", mapping))
+        elif name in FIRST_STAGE:
+            stages[0].append((name, mapping))
+        elif not mapping.is_duplicate or len(stages) > 1:
+            stages[-1].append((name, mapping))
+    return stages
 
 
 def _save(state: Options, path: Path) -> None:
@@ -180,20 +230,29 @@ def _save(state: Options, path: Path) -> None:
 
 
 def write_args(
-    model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, tokenizer: Options, tp: int, pp: int, dtype: str
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+    tokenizer: Options,
+    tp: int,
+    pp: int,
+    dtype: str,
+    is_hybrid: bool = False,
+    transformer_engine: bool = True,
 ) -> Namespace:
     """Return the arguments that Megatron-LM compares on loading, or takes with --use-checkpoint-args.
 
     They also have the true vocabulary size, for which Megatron-LM has no argument. Raises CheckpointError if
     Megatron-LM does not have such a model.
     """
-    if model.has_experts:
-        raise CheckpointError(f"num_experts={model.num_experts}: experts are not written for Megatron-LM, only read")
-    if model.layer_parts != ("attention", "mlp") * model.num_layers:
-        raise CheckpointError(
-            f"{shown_pattern(model.hybrid_layer_pattern or '')} is not attention and MLP in turn; keep megalite's "
-            "own checkpoint"
-        )
+    shown = shown_pattern(model.hybrid_layer_pattern or "")
+    if plugin_mixers := sorted(set(model.layer_parts) - {"attention", *MLP_LETTERS.values()}):
+        raise CheckpointError(f"{shown}: mixer {plugin_mixers[0]!r} is not in Megatron-LM; keep megalite's checkpoint")
+    if is_hybrid and not transformer_engine:
+        raise CheckpointError("transformer_impl=local: a HybridModel has layers of Transformer Engine; drop it")
+    if not is_hybrid and any(layer.mixer is None or layer.mlp is None for layer in model.layers):
+        raise CheckpointError(f"{shown} is not attention and MLP in turn; write a HybridModel")
     for option in ("parallel_residual", "qk_layernorm_over_heads"):
         if getattr(model, option):
             raise CheckpointError(f"{option}=True is not in Megatron-LM; export to Hugging Face instead")
@@ -202,7 +261,16 @@ def write_args(
             raise CheckpointError(f"{option}={value:g} is not in Megatron-LM; keep megalite's own checkpoint")
     if model.activation not in (*ACTIVATION_FLAGS, "gelu", "gelu_erf"):
         raise CheckpointError(f"activation={model.activation} is not in Megatron-LM; keep megalite's own checkpoint")
-    values = {name: getattr(model, name) for name in SHARED_OPTIONS if not name.startswith("moe_")}
+    if model.has_experts and model.add_bias_linear:
+        raise CheckpointError("experts with biases are not written for Megatron-LM; keep megalite's own checkpoint")
+    values = {name: getattr(model, name) for name in SHARED_OPTIONS}
+    for name in SHARED_OPTIONS:
+        if name.startswith("moe_") and not model.has_experts:
+            del values[name]
+        elif isinstance(values[name], tuple):
+            values[name] = [*values[name]]
+    if model.has_experts:
+        values |= {"moe_ffn_hidden_size": model.expert_ffn_size, "moe_grouped_gemm": transformer_engine}
     if model.position_embedding_type != "yarn":
         values |= {name: None for name in SHARED_OPTIONS if name.startswith("yarn_")}
     values |= {name: model.activation == name for name in ACTIVATION_FLAGS}
@@ -218,8 +286,7 @@ def write_args(
         "max_position_embeddings": model.max_positions,
         "add_position_embedding": True,
         "window_size": model.window_size,
-        "window_attn_skip_freq": _layer_pattern(model.window_attn_skip_freq, model.num_layers),
-        "no_rope_freq": _layer_pattern(model.no_rope_freq, model.num_layers),
+        **_layer_values(model, pp, is_hybrid),
         "openai_gelu": is_gelu and not model.add_bias_linear,
         "bias_gelu_fusion": is_gelu and model.add_bias_linear,
         **tokenizer,
@@ -229,6 +296,8 @@ def write_args(
         "virtual_pipeline_model_parallel_size": None,
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": tp,
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
         "consumed_train_samples": 0,
@@ -236,6 +305,37 @@ def write_args(
         "skipped_train_samples": 0,
     }
     return Namespace(**values)
+
+
+def _layer_values(model: ModelConfig, pp: int, is_hybrid: bool) -> dict[str, Any]:
+    """Return the arguments about single layers: lists with a value for each layer, or for each letter of a pattern."""
+    if not is_hybrid:
+        texts = {name: getattr(model, name) for name in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq")}
+        if model.hybrid_layer_pattern is not None:  # whose lists have a value for each letter
+            texts = {
+                "window_attn_skip_freq": texts["window_attn_skip_freq"]
+                and str([int(w is not None) for w in model.layer_windows]),
+                "no_rope_freq": texts["no_rope_freq"] and str([int(not use_rope) for use_rope in model.rope_layers]),
+                "moe_layer_freq": str([int(has_experts) for has_experts in model.moe_layers]),
+            }
+        if not model.has_experts:
+            del texts["moe_layer_freq"]
+        return {name: _layer_pattern(text, model.num_layers) for name, text in texts.items()}
+    letters = pattern_of_parts(model.layer_parts)
+    stops = [0, *itertools.accumulate(_layers_per_stage(model, pp, is_hybrid))]
+    stages = [letters[start:stop] for start, stop in itertools.pairwise(stops)]
+    mixers = iter([layer for layer in model.layers if layer.mixer is not None])
+    layer_of_letter = [next(mixers) if letter == ATTENTION_LETTER else None for letter in letters]
+    has_window = [int(layer is not None and layer.window is not None) for layer in layer_of_letter]
+    without_rope = [int(layer is not None and layer.rope is None) for layer in layer_of_letter]
+    return {
+        "num_layers": len(letters),
+        "hybrid_layer_pattern": BORDER.join(stages),
+        "is_hybrid_model": True,  # earlier releases ask for it
+        "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        "window_attn_skip_freq": None if model.window_attn_skip_freq is None else has_window,
+        "no_rope_freq": None if model.no_rope_freq is None else without_rope,
+    }
 
 
 def _layer_pattern(text: str | None, num_layers: int) -> int | list[int] | None:

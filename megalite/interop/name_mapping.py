@@ -5,7 +5,7 @@ is an entry in that table.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -65,6 +65,11 @@ def parse_rules(text: str, layer: str) -> tuple[TensorRule, ...]:
     return tuple(tensor_rules)
 
 
+def same_layer(param: str, layer: int) -> int:
+    """Return the number of the layer, which is the same in both programs."""
+    return layer
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorNames:
     """The tensor names of a family.
@@ -77,6 +82,7 @@ class TensorNames:
         alternatives: Rules that replace those for the same parameters if a file has their names.
         prefix: The prefix of the names, which some files omit.
         ignored: Suffixes of the names of tensors that are not weights, such as computed tables.
+        external_layer: Returns the number {n} in the external name, of a parameter of layer n: (parameter, n) -> {n}.
     """
 
     name: str
@@ -84,6 +90,7 @@ class TensorNames:
     alternatives: tuple[TensorRule, ...] = ()
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    external_layer: Callable[[str, int], int] = same_layer
 
 
 @dataclass(frozen=True, kw_only=True)

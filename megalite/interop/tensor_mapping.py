@@ -150,13 +150,13 @@ def build_mappings(
     box_of: BoxOf = UNSHARDED,
     stored_names: Container[str] = (),
 ) -> list[TensorMapping]:
-    """Return the mappings of all external tensors of a model or pipeline stage.
+    """Return the mappings of all external tensors of a model.
 
     Args:
         naming: The tensor names of the family.
-        specs: The parameters of the model or stage.
+        specs: The parameters of the model.
         groups: The number of key/value groups of the rank.
-        layers: The layers of the model or stage. External numbers count from the first layer and expert.
+        layers: The layers of the model. The numbers of experts count from the first one of the rank.
         box_of: Maps a parameter to the rectangle that the rank has.
         stored_names: The names in the files, which may be those of `naming.alternatives`.
 
@@ -169,7 +169,7 @@ def build_mappings(
     for rules in (naming.alternatives, naming.rules):
         for rule in rules:
             for n, e in _tensor_indices(rule, specs, box_of, layers):
-                external_name = rule.external.format(n=n - layers.start, e=e)
+                external_name = rule.external.format(n=naming.external_layer(rule.params[0], n), e=e)
                 if rules is naming.alternatives and external_name not in stored_names:
                     continue
                 for is_duplicate, references in ((False, rule.params), (True, rule.duplicates)):

@@ -27,6 +27,7 @@ from megalite.config.options import build
 from megalite.interop import tensor_mapping as convert
 from megalite.interop.huggingface import model_files
 from megalite.interop.huggingface.config_json import choose_family, incompatibilities, read_config
+from megalite.interop.megatron.torch_format import load_pickle
 from megalite.interop.name_mapping import FAMILIES
 from megalite.training.checkpointing import initial_state as origin
 
@@ -258,13 +259,41 @@ def test_incompatible_experts_are_named(kind: str, tmp_path: Path, capsys) -> No
     assert_refused(directory, capsys, reason)
 
 
-def test_missing_rank_and_export_are_refused(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    "freq,tp,pp,impl", [(SOME, 1, 1, "local"), (SOME, 2, 2, "transformer_engine"), (ALL, 1, 4, None)]
+)
+def test_written_experts_equal_megatrons(freq, tp: int, pp: int, impl: str | None, tmp_path: Path, capsys) -> None:
+    write(tmp_path / "theirs", freq)
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", TOKENS) == 0
+    flags = ["--target-tensor-parallel-size", tp, "--target-pipeline-parallel-size", pp]
+    flags += [] if impl is None else ["--transformer-impl", impl]
+    assert tool("--load", tmp_path / "ours", "--to-megatron", tmp_path / "back", "--check", *flags) == 0
+    assert "all bits equal" in capsys.readouterr().out
+    for t, p in itertools.product(range(tp), range(pp)):
+        rank = f"mp_rank_{t:02d}{f'_{p:03d}' if pp > 1 else ''}"
+        file = load_pickle(tmp_path / "back" / "release" / rank / "model_optim_rng.pt", print)
+        form = "sequential" if impl == "local" else "grouped"
+        expected = expert_stage(freq, range(p * L // pp, (p + 1) * L // pp), form, tp, t)
+        if impl == "local":  # where norms are layers of their own
+            for fused, norm in (("self_attention.linear_qkv", "input"), ("mlp.linear_fc1", "pre_mlp")):
+                fused_name, name = f"{fused}.layer_norm_weight", f"{norm}_layernorm.weight"
+                expected = {key.replace(fused_name, name): values for key, values in expected.items()}
+        assert file["model"].keys() == expected.keys()
+        for name, values in expected.items():
+            if name not in ("embedding.word_embeddings.weight", "output_layer.weight"):  # padded to another size
+                assert torch.equal(file["model"][name], values), name
+        assert file["args"].moe_grouped_gemm == (impl != "local") and file["args"].num_experts == E
+    assert tool("--from-megatron", tmp_path / "back", "--save", tmp_path / "second", "--vocab-size", TOKENS) == 0
+    first, second = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "second")
+    assert first.manifest.tensors.keys() == second.manifest.tensors.keys()
+    assert all(torch.equal(first.read(name), second.read(name)) for name in first.manifest.tensors)
+
+
+def test_missing_rank_and_export_to_hugging_face_are_refused(tmp_path: Path, capsys) -> None:
     iteration_dir = write(tmp_path / "theirs", SOME, tp=2, ep=2)
     (iteration_dir / "mp_rank_00_001").rename(iteration_dir / "gone")
     assert_refused(tmp_path / "theirs", capsys, "tp rank 0, pp rank 0, ep rank 1 of 2 x 1 x 2 is missing")
     (iteration_dir / "gone").rename(iteration_dir / "mp_rank_00_001")
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", TOKENS) == 0
-    assert tool("--load", tmp_path / "ours", "--to-megatron", tmp_path / "back") == 3
-    assert "num_experts=4: experts are not written for Megatron-LM" in capsys.readouterr().err
     assert tool("--load", tmp_path / "ours", "--to-hf", tmp_path / "hf") == 3
     assert "moe_router_enable_expert_bias=True is not False" in capsys.readouterr().err

@@ -168,11 +168,17 @@ def megatron(ranks: TensorsByRank, args: Any, model: ModelConfig) -> Reading:
         args: the arguments in the checkpoint.
     """
     ep = getattr(args, "expert_model_parallel_size", None) or 1
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    letter_numbers = None if pattern is None else _number_letters(pattern)
     stores_norms_minus_one = getattr(args, "apply_layernorm_1p", False)  # all norms, Transformer Engine's too
 
     def shards(name: str, layer: int, ep_rank: int = 0) -> list[Tensor]:
         """Return the shards of all tp ranks."""
-        full_name = name if layer == ENDS_LAYER else f"decoder.layers.{layer}.{name}"
+        full_name = name
+        if layer != ENDS_LAYER:
+            is_mlp = name.startswith(("mlp.", "pre_mlp_layernorm."))
+            number = layer if letter_numbers is None else letter_numbers[layer, is_mlp]
+            full_name = f"decoder.layers.{number}.{name}"
         return [tensors[full_name].load() for (_, rank), tensors in ranks.items() if rank == ep_rank]
 
     def feed_forward(name: str, tp_shards: list[Tensor]) -> Tensor:
@@ -228,6 +234,19 @@ def megatron(ranks: TensorsByRank, args: Any, model: ModelConfig) -> Reading:
         return attention(name, tp_shards)
 
     return Reading(weight, model)
+
+
+def _number_letters(pattern: str) -> dict[tuple[int, bool], int]:
+    """Return {(layer, is it an MLP): number of the letter} of Megatron-LM's pattern."""
+    numbers: dict[tuple[int, bool], int] = {}
+    layer, previous = -1, ""
+    for number, letter in enumerate(pattern.replace("|", "")):
+        is_mlp = letter in "-E"
+        if not (is_mlp and previous == "*"):
+            layer += 1
+        numbers[layer, is_mlp] = number
+        previous = letter
+    return numbers
 
 
 def _is_in_layer(name: str) -> bool:

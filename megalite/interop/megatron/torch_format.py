@@ -12,6 +12,12 @@ containers, and argparse.Namespace. Other types that Megatron-LM writes (random 
 on disk until they are read. The number of a layer counts within its stage. Stages follow each other in depth, and
 virtual stages take turns. The names and meanings of args are those of Megatron-LM at d98e8a64, and most are the same in
 megalite. The activation is given by several flags there.
+
+A checkpoint is of a GPTModel, or of a HybridModel (MambaModel before) if its args have a pattern. In the latter each
+letter of the pattern is a layer with a number of its own, so a layer of megalite may be two there:
+
+    GPTModel      decoder.layers.0.self_attention...  decoder.layers.0.mlp...  decoder.final_layernorm.weight
+    HybridModel   decoder.layers.0.self_attention...  decoder.layers.1.mlp...  decoder.final_norm.weight
 """
 
 import contextlib
@@ -20,7 +26,7 @@ import pickle  # only for its error; torch's restricted loader reads the files
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +37,14 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.storage.location import TRACKER, is_megatron_checkpoint
 from megalite.common.tables import load_table
 from megalite.common.text_file import read_small_bytes
+from megalite.config.hybrid_pattern import (
+    ATTENTION_LETTER,
+    MLP_LETTERS,
+    num_parts,
+    num_pattern_layers,
+    shown_pattern,
+    without_borders,
+)
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern, parse_layer_pattern
 from megalite.config.options import ModelConfig, gelu_variant
 from megalite.interop.name_mapping import TensorNames, parse_rules
@@ -56,10 +70,17 @@ MEGATRON = TensorNames(
 )
 # an expert in Transformer Engine's grouped layers
 TE_GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+LOCAL_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")  # a numbered layer
 STACKED_LAYERS = re.compile(r"decoder\.layers\.(?!\d)")  # all layers, [L, ...] under one name
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
-FUSED: list[list[str]] = NAME_TABLE["fused"]  # [another name, Megatron core's name]
+NamePairs = list[list[str]]  # [another name, Megatron core's name]
+FUSED: NamePairs = NAME_TABLE["fused"]
+FUSED_MLP: NamePairs = NAME_TABLE["fused_mlp"]
+HYBRID: NamePairs = NAME_TABLE["hybrid"]
+FIRST_STAGE: list[str] = NAME_TABLE["first_stage"]
+# args of hybrid models without a pattern, which had attention and MLPs between their Mamba layers
+RATIO_ARGS = ("hybrid_attention_ratio", "hybrid_mlp_ratio", "is_hybrid_model")
 STUB_TYPES: list[str] = NAME_TABLE["inert"]
 RankPosition = tuple[int, int, int]  # tp, pp and ep rank
 TensorsByRank = Mapping[tuple[int, int], Mapping[str, FileTensor]]  # (tp, ep) rank -> its tensors
@@ -67,15 +88,51 @@ FILES = ("model_optim_rng.pt", "model_rng.pt")
 # errors that the restricted loader was seen to raise for damaged (mutated) files
 READ_ERRORS = (OSError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError)
 READ_ERRORS += (RuntimeError, TypeError, ValueError)
+_PART_OF_LAYER = re.compile(r"layers\.\{n\}\.(\w+)\.")
 _RANK_NAME = re.compile(r"mp_rank_(\d{2,}(?:_\d{3,}){0,2})")
 _GROUPED_MLP_MATRIX = re.compile(r".*\.mlp\.experts\.weight[12]")
 
 
 def mcore_name(name: str) -> str:
     """Return Megatron core's name of a tensor, for the name in any release."""
-    for other, core in [*FUSED, *NAME_TABLE["older"]]:
+    for other, core in [*FUSED, *FUSED_MLP, *NAME_TABLE["older"], *HYBRID]:
         name = name.replace(other, core)
     return TE_GROUPED_EXPERT.sub(r".mlp.experts.local_experts.\2.\1.weight", name)
+
+
+def transformer_engine_name(name: str, has_experts: bool) -> str:
+    """Return the name that a tensor of Megatron core's local layers has in those of Transformer Engine.
+
+    The norm before experts is a layer of its own there, because the router needs its output, too.
+    """
+    for fused, local in FUSED if has_experts else [*FUSED, *FUSED_MLP]:
+        name = name.replace(local, fused)
+    return LOCAL_EXPERT.sub(r".mlp.experts.\2.weight\1", name)
+
+
+def hybrid_name(name: str) -> str:
+    """Return the name that a tensor of a GPTModel has in a HybridModel, apart from the number of its layer."""
+    for hybrid, gpt in HYBRID:
+        name = name.replace(gpt, hybrid)
+    return name
+
+
+def tensor_names(model: ModelConfig, is_hybrid: bool) -> TensorNames:
+    """Return the names of a GPTModel, or of a HybridModel except those in HYBRID."""
+    if not is_hybrid:
+        return MEGATRON
+    numbers: dict[tuple[int, str], int] = {}
+    for layer_number, layer in zip(model.layer_numbers, model.layers, strict=True):
+        for part, name in ((layer.mixer, layer.mixer), (layer.mlp, "mlp")):
+            if part is not None:
+                numbers[layer_number, name or ""] = len(numbers)
+
+    def external_layer(param: str, layer: int) -> int:
+        match = _PART_OF_LAYER.match(param)
+        # a layer without this part has no such tensor
+        return layer if match is None else numbers.get((layer, match[1]), layer)
+
+    return replace(MEGATRON, external_layer=external_layer)
 
 
 class UnpickledStub:
@@ -265,15 +322,14 @@ def build_external_model(directory: Path, args: Namespace, source: Path, ranks: 
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{source}: has no word embeddings; it is not the first stage of a GPT")
     padded_vocab_size = embedding.shape[0] * tp
+    names = tensor_names(model, is_hybrid=model.hybrid_layer_pattern is not None)
     layers = range(model.num_layers)
     specs = checkpoint_specs(model, padded_vocab_size)
     sizes = {"tp": tp, "ep": ep, "etp": tp}
     ranks_and_mappings = []
     for (tp_rank, ep_rank), stored in ranks.items():
         box_of = box_for_rank(sizes, {"tp": tp_rank, "ep": ep_rank, "etp": tp_rank})
-        mappings = build_mappings(
-            MEGATRON, specs, model.num_kv_groups // tp, layers, box_of=box_of, stored_names=stored
-        )
+        mappings = build_mappings(names, specs, model.num_kv_groups // tp, layers, box_of=box_of, stored_names=stored)
         ranks_and_mappings.append((stored, mappings))
     title = f"{directory}: the tensors do not fit the args"
     tensors = match_tensors(ranks_and_mappings, title, "copy the checkpoint again")
@@ -346,14 +402,22 @@ def read_args(args: Namespace, source: str) -> dict[str, Any]:
     """
     problems: list[str] = []
     options: dict[str, Any] = {}
+    pattern = _hybrid_pattern(args)
+    has_experts = bool(getattr(args, "num_experts", None)) and (pattern is None or "E" in pattern)
     for name in SHARED_OPTIONS:
-        if name.startswith("moe_") and not getattr(args, "num_experts", None):
+        if (name.startswith("moe_") or name == "num_experts") and not has_experts:
             continue
         if (value := getattr(args, name, None)) is not None:
             options[name] = value
         elif name in NAME_TABLE["required"] and not hasattr(args, name):
             problems.append(f"{name} is missing")
-    if options.get("num_experts"):
+    try:
+        if pattern is not None:
+            options |= _read_hybrid_pattern(pattern, options.pop("num_layers", None))
+        options |= _read_layer_values(args, options.get("num_layers"), pattern)
+    except ValueError as error:
+        problems.append(str(error))
+    if has_experts and pattern is None:
         options["moe_layer_freq"] = str(arg_or_default(args, "moe_layer_freq", 1)).replace(" ", "")
     if options.get("group_query_attention"):
         options["num_query_groups"] = getattr(args, "num_query_groups", None)
@@ -366,23 +430,48 @@ def read_args(args: Namespace, source: str) -> dict[str, Any]:
     flags = {"add_bias_linear": True, "bias_gelu_fusion": True, "openai_gelu": False}
     gelu = gelu_variant(**{name: arg_or_default(args, name, default) for name, default in flags.items()})
     options["activation"] = active_flags[0] if active_flags else gelu
-    try:
-        options |= _read_patterns(args, options.get("num_layers"))
-    except ValueError as error:
-        problems.append(str(error))
     for name, default in NAME_TABLE["only"].items():
+        if name in RATIO_ARGS and pattern is not None:  # the pattern came before the ratios (ssm/mamba_block.py)
+            continue
         if (value := arg_or_default(args, name, default)) != default:
             problems.append(f"{name}={value!r}")
     raise_problems(problems, f"{source}: args with values that megalite does not support")
     return options
 
 
-def _read_patterns(args: Namespace, num_layers: Any) -> dict[str, Any]:
+def _hybrid_pattern(args: Namespace) -> str | None:
+    """Return the pattern of a hybrid model without pipeline borders, which belong to the run that saved it."""
+    pattern = arg_or_default(args, "hybrid_layer_pattern", arg_or_default(args, "hybrid_override_pattern", None))
+    return None if pattern is None else without_borders(str(pattern))
+
+
+def _read_hybrid_pattern(pattern: str, saved_num_layers: Any) -> dict[str, Any]:
+    """Return the options of a pattern. Raises ValueError if megalite, or a conversion, does not support it."""
+    shown = shown_pattern(pattern)
+    try:
+        num_layers = num_pattern_layers(pattern)
+    except ValueError as error:
+        raise ValueError(f"{shown} {str(error).partition('; ')[0]}") from None
+    if plugin_letters := sorted(set(pattern) - {ATTENTION_LETTER, *MLP_LETTERS}):
+        raise ValueError(f"{shown} has {', '.join(plugin_letters)} of a plugin, whose tensors have no names there")
+    if saved_num_layers not in (None, num_parts(pattern)):
+        raise ValueError(f"num_layers={saved_num_layers}, but {shown} has {num_parts(pattern)} letters")
+    return {"hybrid_layer_pattern": pattern, "num_layers": num_layers}
+
+
+def _read_layer_values(args: Namespace, num_layers: Any, pattern: str | None) -> dict[str, Any]:
     """Return the options of the layers with rotary positions and with a window.
 
-    There is no window if its left side is -1 or every layer's flag is 0. Raises ValueError for unsupported values.
+    There is no window if its left side is -1 or the flag of every layer is 0. In a hybrid model each letter of
+    `pattern` has a flag, and only those of attention have an effect. Raises ValueError for unsupported values.
     """
     options: dict[str, Any] = {}
+    if pattern is not None:
+        num_layers = len(pattern)
+
+    def of_attention(flags: Sequence[bool]) -> list[bool]:
+        return [flag for flag, letter in zip(flags, pattern or "*" * len(flags), strict=True) if letter == "*"]
+
     window, window_pattern, no_rope_pattern = (
         arg_or_default(args, name, None) for name in ("window_size", "window_attn_skip_freq", "no_rope_freq")
     )
@@ -390,19 +479,20 @@ def _read_patterns(args: Namespace, num_layers: Any) -> dict[str, Any]:
     if size not in ((None,), (-1, 0), (-1, -1)):
         if len(size) != 2 or type(size[0]) is not int or size[0] < 1 or size[1] != 0:
             raise ValueError(f"window_size={window!r}")
-        has_window = (
-            _layer_flags("window_attn_skip_freq", window_pattern, num_layers) if window_pattern is not None else (True,)
-        )
-        if any(has_window):
+        has_window: Sequence[bool] = (True,) * (num_layers if type(num_layers) is int else 1)
+        if window_pattern is not None:
+            has_window = _layer_flags("window_attn_skip_freq", window_pattern, num_layers)
+        windows = of_attention(has_window)
+        if any(windows):
             options["window_size"] = size
-        if any(has_window) and not all(has_window):
+        if any(windows) and not all(windows):
             options["window_attn_skip_freq"] = format_layer_pattern(has_window)
-    if (
-        no_rope_pattern is not None
-        and no_rope_pattern != 0
-        and (any(_layer_flags("no_rope_freq", no_rope_pattern, num_layers)) or type(no_rope_pattern) is int)
-    ):
-        options["no_rope_freq"] = str(no_rope_pattern).replace(" ", "")
+    if no_rope_pattern is not None and no_rope_pattern != 0:
+        flags = _layer_flags("no_rope_freq", no_rope_pattern, num_layers)
+        is_period = type(no_rope_pattern) is int  # whose flags are 0 in layers without positions; a list has 1 there
+        without_rope = of_attention([flag != is_period for flag in flags])
+        if any(without_rope) or (is_period and pattern is None):
+            options["no_rope_freq"] = str(no_rope_pattern).replace(" ", "")
     return options
 
 
