@@ -199,7 +199,8 @@ class _ArgumentParser:
             if switch_value is not None:
                 values = [spec.bare_value if switch_value else "off"]
         if not values:
-            remedy = f"give it after the flag (one that starts with -: {flag}=-1)"
+            example = "-1" if kind in _TYPES else "-TEXT"
+            remedy = f"give it after the flag (one that starts with -: {flag}={example})"
             self.parsed.problems.append(f"{flag} needs a value; {remedy}")
             self.parsed.unreadable.add(name)
             return ""
@@ -291,7 +292,7 @@ def parse_config(
         typed, wrong = configs.convert_values(source)
         problems += wrong.values()
         unreadable |= set(wrong)
-        merged.update(typed)
+        merged = configs.override_options(merged, typed)
     config = configs.build(configs.apply_megatron_defaults(configs.apply_preset(presets.get(preset, {}), merged)))
     ranks = world(config) if world else None
     if ranks is not None and ranks <= 0:  # an invalid number is reported elsewhere

@@ -154,6 +154,8 @@ def convert_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     return converted, wrong
 
 
+# Megatron-LM's flags for the activation clamped_swiglu, which go together
+QUICK_GEGLU_OPTIONS = ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value")
 # the positions that --enable-gpt-oss of Megatron-LM sets
 GPT_OSS_POSITIONS: Mapping[str, Any] = {
     "position_embedding_type": "yarn",
@@ -178,15 +180,28 @@ def apply_preset(preset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[s
     tokenizer_type = {**values, **_implied_options(values)}.get("tokenizer_type")
     has_tokenizer = tokenizer_type not in (None, "NullTokenizer")
     merged = {name: value for name, value in preset.items() if name != "vocab_size" or not has_tokenizer}
-    replaced = {
-        "hybrid_layer_pattern": ("num_layers",),
-        "quick_geglu": ("activation",),
-        "enable_gpt_oss": tuple(GPT_OSS_POSITIONS),
-    }
-    for name in replaced:
-        if values.get(name):
-            merged = {option: value for option, value in merged.items() if option not in replaced[name]}
-    return {**merged, **values}
+    if values.get("enable_gpt_oss"):
+        merged = {name: value for name, value in merged.items() if name not in GPT_OSS_POSITIONS}
+    return override_options(merged, values)
+
+
+def override_options(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return option -> value of `base` and `values`, which come first.
+
+    Options of `base` that set the same in another way are dropped: the number of layers if `values` has a pattern, and
+    Megatron-LM's flags of an activation if it names one.
+
+    >>> override_options({"num_layers": 8, "quick_geglu": True}, {"activation": "swiglu"})
+    {'num_layers': 8, 'activation': 'swiglu'}
+    """
+    dropped: set[str] = set()
+    if values.get("hybrid_layer_pattern"):
+        dropped.add("num_layers")
+    if values.get("quick_geglu"):
+        dropped.add("activation")
+    if "activation" in values or values.get("quick_geglu") is False:
+        dropped.update(QUICK_GEGLU_OPTIONS)
+    return {**{name: value for name, value in base.items() if name not in dropped}, **values}
 
 
 def _implied_options(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Megatron-LM's flags for GPT-OSS, from examples/post_training/modelopt/conf/openai/gpt-oss-20b.sh."""
 
+from pathlib import Path
+
 import pytest
+from train_cases import config_from
 
 from megalite.config import cli
 from megalite.config.options import ConfigError
@@ -97,3 +100,24 @@ def test_hierarchical_context_parallelism_runs_as_allgather() -> None:
     config, notes = cli.read(f"{small} {flags} {TRAINING}".split(), PRESETS)
     assert {layer.cp_comm_type for layer in config.model.layers} == {"allgather"}
     assert "cp_comm_type=a2a+p2p is replaced by allgather; a2a moves fewer bytes" in notes
+
+
+SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --vocab-size 100"
+SIZES += " --mock-data --lr 1e-4 --train-iters 10"
+QUICK_GEGLU = "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0"
+FILE_WITH_QUICK_GEGLU = "quick_geglu = true\nglu_linear_offset = 1.0\nactivation_func_clamp_value = 7.0\n"
+
+
+@pytest.mark.parametrize(
+    "text,flags,activation",
+    [
+        (FILE_WITH_QUICK_GEGLU, "", "clamped_swiglu"),
+        (FILE_WITH_QUICK_GEGLU, "--no-quick-geglu", "gelu"),
+        (FILE_WITH_QUICK_GEGLU, "--swiglu", "swiglu"),
+        (FILE_WITH_QUICK_GEGLU, "--no-quick-geglu --activation gelu_erf", "gelu_erf"),
+        ('activation = "swiglu"\n', QUICK_GEGLU, "clamped_swiglu"),
+    ],
+)
+def test_command_line_replaces_the_activation_of_a_file(text: str, flags: str, activation: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    assert config_from(f"{SIZES} --config {tmp_path}/run.toml {flags}").model.activation == activation

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.hybrid_pattern import num_parts, num_pattern_layers, shown_pattern
 from megalite.config.option import flag_name
-from megalite.config.options import Config
+from megalite.config.options import QUICK_GEGLU_OPTIONS, Config
 from megalite.config.problems import (
     Problem,
     comma_separated,
@@ -137,19 +137,19 @@ def hybrid_pattern_error(config: Config) -> Problem | None:
 def _clamped_swiglu_problems(config: Config) -> Iterator[Problem]:
     """Yield the problems of Megatron-LM's flags for the activation of GPT-OSS, which go together."""
     model = config.model
-    names = ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value")
-    if not any(options_set(config, *names)):
+    if not any(options_set(config, *QUICK_GEGLU_OPTIONS)):
         return
     if (model.quick_geglu, model.glu_linear_offset, model.activation_func_clamp_value) != (True, 1.0, 7.0):
+        values = ", ".join(shown(config, name) for name in QUICK_GEGLU_OPTIONS)
         yield Problem(
-            f"{', '.join(shown(config, name) for name in names)}: only clamped_swiglu is available; give --quick-geglu "
+            f"{values}: only clamped_swiglu is available; give --quick-geglu "
             "--glu-linear-offset 1.0 --activation-func-clamp-value 7.0, or none of them",
-            options=names,
+            options=QUICK_GEGLU_OPTIONS,
         )
     elif model.activation != "clamped_swiglu":
         yield Problem(
             f"activation={model.activation} with quick_geglu=True, which is clamped_swiglu; drop one",
-            options=("activation", *names),
+            options=("activation", *QUICK_GEGLU_OPTIONS),
         )
 
 
