@@ -23,6 +23,7 @@ from megalite.config.config_file import read_config_file
 from megalite.config.hybrid_pattern import BORDER
 from megalite.config.option import EXECUTION, MODEL, TRAINING, option_spec
 from megalite.config.options import Config, ConfigError, apply_megatron_defaults, apply_preset, build, iter_options
+from megalite.config.plugins import plugin_hashes
 from megalite.models.families import PRESETS
 from tools.cli_common import PluginAction, exits_with, make_parser, run_program
 
@@ -54,7 +55,7 @@ def differences(a: Config, b: Config) -> list[dict[str, Any]]:
             continue
         effective = spec.effective_property
         changes = CHANGES.get(spec.resume, "neither")
-        if effective and _same_effect(section_a, section_b, effective, field.name):
+        if effective and _same_effect(a, b, section, effective, field.name):
             if field.name != "hybrid_layer_pattern" or BORDER not in f"{value_a}{value_b}":
                 continue
             changes = CHANGES.get(EXECUTION, "neither")  # only the pipeline borders differ
@@ -62,11 +63,17 @@ def differences(a: Config, b: Config) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: ORDER.index(row["changes"]))
 
 
-def _same_effect(section_a: Any, section_b: Any, effective: str, name: str) -> bool:
+def _same_effect(a: Config, b: Config, section: str, effective: str, name: str) -> bool:
     """Return True if the effective values are equal. Raises ConfigError if an option cannot be read."""
     try:
-        return str(getattr(section_a, effective)) == str(getattr(section_b, effective))
+        return str(getattr(getattr(a, section), effective)) == str(getattr(getattr(b, section), effective))
     except ValueError as error:  # for example a layer pattern with the letter of a plugin that is not given
+        missing = dict.fromkeys(
+            spec for spec in (*a.operations.plugin, *b.operations.plugin) if Path(spec).name not in plugin_hashes()
+        )
+        if missing:
+            problem = f"{name} needs a plugin of these runs"
+            raise ConfigError([f"{problem}; add {' '.join(f'--plugin {spec}' for spec in missing)}"]) from None
         raise ConfigError([f"{name} {error}"]) from None
 
 

@@ -135,6 +135,10 @@ def test_mixer_plugin_has_the_same_losses_under_every_layout(tmp_path: Path) -> 
     resume_flags = ["--train-iters", "4", "--lr-decay-iters", "6", "--load", "pp", "--save", "on"]
     output = run_program(tmp_path, *args[: -len(STEPS)], *resume_flags, "--hybrid-layer-pattern", "S-*-SS")
     assert "resumed from pp/iter_0000003" in output
+    output = run_program(tmp_path, "alone", "pp", program="tools/diff.py", code=2)
+    assert f"needs a plugin of these runs; add --plugin {EXAMPLES / 'mixer.py'}" in output
+    output = run_program(tmp_path, "alone", "pp", *args[:2], program="tools/diff.py", code=1)
+    assert "hybrid_layer_pattern" in output
     flags = ["--hybrid-layer-pattern", "S-*-SS", "--context-parallel-size", "2", "--nproc", "2"]
     output = run_program(tmp_path, *args, *flags, code=2)
     assert "context_parallel_size=2: mixer 'short_convolution' of hybrid_layer_pattern='S-*-SS' does not " in output

@@ -141,6 +141,19 @@ def test_search_prefers_layouts_with_free_memory(flags: str) -> None:
     assert single.choices()[0].best.layout == plainest  # an explicit layout is planned as it is
 
 
+def test_variants_of_a_named_layout_keep_its_borders() -> None:
+    sizes = SMALL.replace("--num-layers 6 ", "--hybrid-layer-pattern *|-*-*-|*-|*- ")
+    plan_request = request(f"{sizes} --tp 1 --pp 2 --micro-batch-size 1", 2)
+    layout = layout_of(plan_request.config)
+    assert (layout.pp, layout.vpp) == (2, 2)
+    for variant in variants(layout, plan_request):
+        config = apply_layout(variant, plan_request.config)
+        assert config.model.hybrid_layer_pattern == "*|-*-*-|*-|*-" and find_problems(config, 2) == []
+        assert plan_for(variant, plan_request).layers_per_stage == [1, 3, 1, 1] and layout_of(config) == variant
+    for other in (replace(layout, vpp=1), replace(layout, pp=1, vpp=1)):
+        assert apply_layout(other, plan_request.config).model.hybrid_layer_pattern == "*-*-*-*-*-"
+
+
 def test_search_takes_a_tight_fit_if_it_is_faster() -> None:
     def plan(seconds: float, share: float, parts: int) -> PlannedLayout:
         layout = Layout(tp=2 if parts > 0 else 1, pp=2 if parts > 1 else 1, micro_batch=round(1000 * seconds))

@@ -116,15 +116,20 @@ def apply_layout(layout: Layout, config: Config) -> Config:
     """Return `config` with this layout.
 
     A configuration that has the layout already is returned unchanged, with the options that a Layout does not have.
+    The borders of its pattern stay if they describe as many stages as the layout has.
     """
     if layout == layout_of(config):
         return config
+    model = config.model
+    has_borders = len(model.pattern_stages) > 1 and layout.pp > 1
+    if not has_borders or len(model.pattern_stages) != layout.pp * layout.vpp:
+        has_borders, model = False, model.for_any_pipeline()
     options: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
-        "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
+        "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 and not has_borders else None,
         "account_for_embedding_in_pipeline_split": layout.ends,
         "account_for_loss_in_pipeline_split": layout.ends,
         "micro_batch_size": layout.micro_batch,
@@ -136,7 +141,7 @@ def apply_layout(layout: Layout, config: Config) -> Config:
     }
     if layout.recompute != (config.train.recompute_granularity or "none"):
         options.update(RECOMPUTE_OPTIONS[layout.recompute])
-    return replace(replace_options(config, **options), model=config.model.for_any_pipeline())
+    return replace(replace_options(config, **options), model=model)
 
 
 def layout_of(config: Config) -> Layout:
