@@ -27,7 +27,7 @@ from megalite.checkpoint.offline import TensorProducer, write_checkpoint
 from megalite.checkpoint.storage.location import Location, checkpoint_dir
 from megalite.checkpoint.storage.storage import steps_in
 from megalite.common.console import ProgressBar
-from megalite.config.hybrid_pattern import ATTENTION_LETTER, BORDER, MLP_LETTERS, pattern_of_parts, shown_pattern
+from megalite.config.hybrid_pattern import BORDER, MLP_LETTERS, shown_pattern
 from megalite.config.option_parsers import parse_layer_pattern
 from megalite.config.options import ModelConfig
 from megalite.interop.megatron.torch_format import (
@@ -321,20 +321,17 @@ def _layer_values(model: ModelConfig, pp: int, is_hybrid: bool) -> dict[str, Any
         if not model.has_experts:
             del texts["moe_layer_freq"]
         return {name: _layer_pattern(text, model.num_layers) for name, text in texts.items()}
-    letters = pattern_of_parts(model.layer_parts)
+    hybrid = model.for_any_pipeline().with_pattern()
+    letters = hybrid.hybrid_layer_pattern or ""
     stops = [0, *itertools.accumulate(_layers_per_stage(model, pp, is_hybrid))]
     stages = [letters[start:stop] for start, stop in itertools.pairwise(stops)]
-    mixers = iter([layer for layer in model.layers if layer.mixer is not None])
-    layer_of_letter = [next(mixers) if letter == ATTENTION_LETTER else None for letter in letters]
-    has_window = [int(layer is not None and layer.window is not None) for layer in layer_of_letter]
-    without_rope = [int(layer is not None and layer.rope is None) for layer in layer_of_letter]
     return {
         "num_layers": len(letters),
         "hybrid_layer_pattern": BORDER.join(stages),
         "is_hybrid_model": True,  # earlier releases ask for it
         "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
-        "window_attn_skip_freq": None if model.window_attn_skip_freq is None else has_window,
-        "no_rope_freq": None if model.no_rope_freq is None else without_rope,
+        "window_attn_skip_freq": _layer_pattern(hybrid.window_attn_skip_freq, len(letters)),
+        "no_rope_freq": _layer_pattern(hybrid.no_rope_freq, len(letters)),
     }
 
 

@@ -14,11 +14,12 @@ from megalite.config.hybrid_pattern import (
     num_parts,
     num_pattern_layers,
     parse_hybrid_pattern,
+    pattern_of_parts,
     without_borders,
 )
 from megalite.config.layer_spec import ROUTER_LOSSES, LayerSpec
 from megalite.config.option import execution, model, training
-from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, parse_layer_pattern
+from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern, parse_layer_pattern
 from megalite.config.registry import REGISTRIES
 from megalite.config.rope_spec import RopeScaling, RopeSpec, Scaling, Yarn
 
@@ -402,6 +403,30 @@ class ModelConfig:
         if len(self.pattern_stages) < 2:
             return self
         return replace(self, hybrid_layer_pattern=without_borders(self.hybrid_layer_pattern or ""))
+
+    def with_pattern(self) -> ModelConfig:
+        """Return the same model with a pattern, and lists for its letters in place of the options of single layers."""
+        layer_of_letter: list[LayerSpec | None] = []  # None: the letter is an MLP
+        for layer in self.layers:
+            if layer.mixer is not None:
+                layer_of_letter.append(layer)
+            if layer.mlp is not None:
+                layer_of_letter.append(None)
+        has_window = [layer is not None and layer.window is not None for layer in layer_of_letter]
+        without_rope = [layer is not None and layer.rope is None for layer in layer_of_letter]
+        some_windows = len({layer.window for layer in layer_of_letter if layer is not None}) > 1
+        has_rope = self.position_embedding_type in ("rope", "yarn")
+        cp_comm_type = self.cp_comm_type
+        if len(cp_comm_type) > 1:
+            cp_comm_type = tuple("allgather" if layer is None else layer.cp_comm_type for layer in layer_of_letter)
+        return replace(
+            self,
+            hybrid_layer_pattern=self.hybrid_layer_pattern or pattern_of_parts(self.layer_parts),
+            window_attn_skip_freq=format_layer_pattern(has_window, periods=False) if some_windows else None,
+            no_rope_freq=format_layer_pattern(without_rope, periods=False) if has_rope and any(without_rope) else None,
+            moe_layer_freq="1",
+            cp_comm_type=cp_comm_type,
+        )
 
     @property
     def _pattern_layers(self) -> list[PatternLayer]:

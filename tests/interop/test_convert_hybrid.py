@@ -449,6 +449,19 @@ def test_training_from_a_hybrid_checkpoint_equals_one_process(flags: str, tmp_pa
             assert losses == pytest.approx(expected, rel=1e-12)
 
 
+def test_gpt_checkpoint_starts_a_run_with_the_pattern_of_its_layers(tmp_path: Path) -> None:
+    lists = {"window_size": (4, 0), "window_attn_skip_freq": 3, "no_rope_freq": [0, 0, 1, 0, 0, 0]}
+    write(tmp_path / "theirs", UNIFORM, **lists)
+    assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
+    target = ["--to-megatron", tmp_path / "gpt", "--export-model-type", "GPTModel"]
+    assert tool("--load", tmp_path / "ours", *target) == 0
+    assert tool("--from-megatron", tmp_path / "gpt", "--save", tmp_path / "plain", "--vocab-size", V) == 0
+    assert model_of(tmp_path / "plain").hybrid_layer_pattern is None
+    expected = train_from(str(tmp_path / "theirs"), "")
+    for directory in ("gpt", "plain"):
+        assert train_from(str(tmp_path / directory), f"--hybrid-layer-pattern {UNIFORM}") == expected
+
+
 def test_checkpoint_of_another_pattern_does_not_fit(tmp_path: Path) -> None:
     write(tmp_path, "*-*-")
     with pytest.raises(SetupError, match=r"hybrid_layer_pattern='\*\*--', but '\*-\*-' in .*; drop the option"):

@@ -4,7 +4,7 @@ import functools
 import json
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ import programs
 import pytest
 import torch
 from full_tensors import assemble, owned_shards
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from layout_cases import COMMON, FP64_TOLERANCE, LLAMA, expand
 from pairwise import nightly_except
 from ranks import run_ranks
@@ -20,7 +22,7 @@ from train_cases import config_from, run_from
 from megalite.config import cli
 from megalite.config.config_file import dump_config
 from megalite.config.hybrid_pattern import BORDER, num_parts, parse_hybrid_pattern, without_borders
-from megalite.config.options import ConfigError
+from megalite.config.options import Config, ConfigError, ModelConfig
 from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 from megalite.training.checkpointing.compatibility import apply_checkpoint_args
@@ -272,6 +274,28 @@ def test_options_of_layers_count_letters_as_megatron_does() -> None:
     assert [layer.window for layer in attention] == [5, None, None, None]
     assert [layer.rope is not None for layer in attention] == [True, True, True, False]
     assert [layer.cp_comm_type for layer in attention] == ["a2a", "allgather", "a2a", "a2a"]
+
+
+bits = st.lists(st.sampled_from([0, 1]), min_size=3, max_size=3)
+
+
+@given(bits, bits, bits, st.sampled_from(["", "--position-embedding-type none"]))
+def test_with_pattern_is_the_same_model(
+    windows: list[int], without_rope: list[int], moe: list[int], positions: str
+) -> None:
+    lists = f"--no-rope-freq {without_rope} --window-attn-skip-freq {windows} --moe-layer-freq {moe}".replace(", ", ",")
+    flags = f"{LLAMA} {EXPERTS} --num-layers 3 --window-size 4,0 --cp 2 --cp-comm-type a2a allgather a2a {positions} {lists}"
+    assume(any(windows) and any(moe))
+    model = config_from(f"{TRAINING} {flags}").model
+    pattern = model.with_pattern()
+    assert pattern.layers == model.layers and pattern.with_pattern() == pattern
+    letters = "".join(f"*{'E' if has_experts else '-'}" for has_experts in moe)
+    assert pattern.hybrid_layer_pattern == letters and find_problems(config_with(pattern), 2) == []
+
+
+def config_with(model: ModelConfig) -> Config:
+    """Return a configuration with this model, on two cp ranks."""
+    return replace(config_from(f"{TRAINING} {LLAMA} {EXPERTS} --num-layers 3 --cp 2"), model=model)
 
 
 def test_windows_and_positions_of_letters_equal_those_of_layers() -> None:

@@ -138,6 +138,8 @@ def apply_model(config: Config, saved: ModelConfig, source: str) -> Config:
         local_names.update(EXPERT_OPTIONS)
     values = {name: getattr(config.model, name) for name in sorted(local_names)}
     local_model = config.model.for_any_pipeline()
+    if saved.hybrid_layer_pattern is None and values.get("hybrid_layer_pattern") is not None:
+        saved = saved.with_pattern()  # whose lists fit the letters
     if starts_dense and local_model.hybrid_layer_pattern is not None:
         local_model = replace(local_model, hybrid_layer_pattern=local_model.hybrid_layer_pattern.replace("E", "-"))
     compared = {
