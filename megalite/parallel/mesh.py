@@ -19,13 +19,13 @@ import errno
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, Unpack
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megalite.config.env_overrides import env_override
@@ -318,16 +318,48 @@ def stage_coordinates(sizes: Mapping[str, int]) -> list[dict[str, int]]:
     return coordinates
 
 
-def rank_grid(world: int, tp: int, pp: int, cp: int = 1, *, dp_outermost: bool = False) -> Tensor:
-    """Return grid[pp, dp, cp, tp] = global rank. `world` must be divisible by tp * pp * cp.
+@dataclass(frozen=True)
+class RankOrder:
+    """The order of the ranks: which global rank stands where in which pipeline rank. The positions are arithmetic.
 
-    >>> rank_grid(8, tp=2, pp=2).tolist()
-    [[[[0, 1]], [[2, 3]]], [[[4, 5]], [[6, 7]]]]
-    >>> rank_grid(8, tp=2, pp=2, dp_outermost=True).tolist()
-    [[[[0, 1]], [[4, 5]]], [[[2, 3]], [[6, 7]]]]
+    Attributes:
+        world: number of ranks, a multiple of `pp` * `cp_tp`.
+        pp: number of pipeline ranks.
+        cp_tp: cp * tp, the number of adjacent ranks of one dp rank.
+        dp_outermost: True for the order with dp outermost.
+
+    >>> [RankOrder(8, pp=2, cp_tp=2, dp_outermost=outermost).stage_ranks(0) for outermost in (False, True)]
+    [(0, 1, 2, 3), (0, 1, 4, 5)]
     """
-    ranks = torch.arange(world)
-    return ranks.view(-1, pp, cp, tp).transpose(0, 1) if dp_outermost else ranks.view(pp, -1, cp, tp)
+
+    world: int
+    pp: int
+    cp_tp: int
+    dp_outermost: bool = False
+
+    @property
+    def stage_size(self) -> int:
+        """The number of ranks of one pipeline rank: dp * cp * tp."""
+        return self.world // self.pp
+
+    def position(self, rank: int) -> tuple[int, int]:
+        """Return (pipeline rank, rank within the stage) of a global rank."""
+        if not self.dp_outermost:
+            return divmod(rank, self.stage_size)
+        block, rank_in_block = divmod(rank, self.cp_tp)
+        dp_rank, pp_rank = divmod(block, self.pp)
+        return pp_rank, dp_rank * self.cp_tp + rank_in_block
+
+    def ranks(self, pp_rank: Any, stage_rank: Any) -> Any:
+        """Return the global ranks at these positions, which are integers or arrays that broadcast."""
+        if not self.dp_outermost:
+            return pp_rank * self.stage_size + stage_rank
+        dp_rank, rank_in_block = divmod(stage_rank, self.cp_tp)
+        return (dp_rank * self.pp + pp_rank) * self.cp_tp + rank_in_block
+
+    def stage_ranks(self, pp_rank: int) -> tuple[int, ...]:
+        """Return the global ranks of a pipeline rank, in the order of their rank within the stage."""
+        return tuple(self.ranks(pp_rank, np.arange(self.stage_size)).tolist())
 
 
 def world_axis() -> Axis:
@@ -394,7 +426,7 @@ def build_mesh(
     )
     if later_timeout is not None and compares_collectives():
         timeout = later_timeout
-    groups = _GroupBuilder(world_axis(), timeout, use_shared_memory)
+    groups = _GroupBuilder(world_axis(), sizes, timeout, use_shared_memory)
     mesh = _build_axes(groups, **sizes)
     if timeout is not None:
         mesh.set_timeout(timeout)
@@ -403,17 +435,26 @@ def build_mesh(
 
 def abstract_mesh(world: int, rank: int, **sizes: Unpack[MeshSizes]) -> Mesh:
     """Return the mesh of rank `rank` of `world`, without groups."""
-    return _build_axes(_GroupBuilder(Axis("world", world, rank, ABSTRACT, tuple(range(world)))), **sizes)
+    groups = _GroupBuilder(Axis("world", world, rank, ABSTRACT, tuple(range(world))), sizes)
+    return _build_axes(groups, **sizes)
 
 
 class _GroupBuilder:
-    """A factory of axes from grids of ranks, which creates each group once. If `world` is abstract, all axes are."""
+    """A factory of axes, which creates each group once. If `world` is abstract, all axes are.
 
-    def __init__(self, world: Axis, timeout: datetime.timedelta | None = None, use_shared_memory: bool = False):
+    The ranks of an axis through this rank are computed, and those of all others only where they are needed: to create
+    groups, which is collective over all ranks.
+    """
+
+    def __init__(
+        self, world: Axis, sizes: MeshSizes, timeout: datetime.timedelta | None = None, use_shared_memory: bool = False
+    ):
         self.phase_timer = PhaseTimer()
         self.timeout = timeout
         self.use_shared_memory = use_shared_memory
         self.world = self.start = replace(world, phase_timer=self.phase_timer)
+        self.order = rank_order(world.size, sizes)
+        self.pp_rank, self.stage_rank = self.order.position(world.rank)
         if compares_collectives() and world.size > 1 and world.backend != ABSTRACT:
             self.start = replace(self.start, name="start", comm_log=CommLog())
             self.world = replace(self.world, backend=self._new_group(world.ranks, "world"))
@@ -427,46 +468,79 @@ class _GroupBuilder:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.world.group)
         return os.strerror(int(worst)) if worst else ""
 
-    def axis_along(self, name: str, grid: Tensor, dim: int, *, abstract: bool = False, own_group: bool = False) -> Axis:
-        """Return the axis along `dim` of `grid`; its size is 1 on a rank that is not in the grid.
+    def stage_axis(self, name: str, stride: int, size: int, *, abstract: bool = False) -> Axis:
+        """Return an axis of `size` ranks of a stage, whose ranks within the stage are `stride` apart.
 
         Collective: all ranks request the same axes in the same order.
 
         Args:
             name: name of the axis.
-            grid: global ranks.
-            dim: dim of `grid`.
+            stride: distance of its ranks.
+            size: number of its ranks.
             abstract: do not create a group, but use that of another axis with the same ranks if there is one.
+        """
+        offsets = stride * np.arange(size)
+        index = self.stage_rank // stride % size
+        ranks = self.order.ranks(self.pp_rank, self.stage_rank - index * stride + offsets)
+
+        def all_lines() -> np.ndarray:
+            stage_ranks = np.arange(self.order.stage_size)
+            firsts = stage_ranks[stage_ranks // stride % size == 0]
+            pp_ranks = np.arange(self.order.pp)
+            return self.order.ranks(pp_ranks[:, None, None], firsts[:, None] + offsets).reshape(-1, size)
+
+        return self._axis(name, size, tuple(ranks.tolist()), all_lines, abstract=abstract)
+
+    def pipeline_axis(self, name: str, pp_ranks: Sequence[int], *, own_group: bool = False) -> Axis:
+        """Return the axis of the ranks with the same rank within these stages; its size is 1 on ranks of other stages.
+
+        Collective: all ranks request the same axes in the same order.
+
+        Args:
+            name: name of the axis.
+            pp_ranks: pipeline ranks.
             own_group: create a separate group, so that its communication does not queue behind that of another axis.
         """
-        size = grid.shape[dim]
-        rank = self.world.rank
-        single_rank = Axis(name, ranks=(rank,), phase_timer=self.phase_timer)
-        if size == 1:
-            return single_rank
-        lines = grid.movedim(dim, -1).reshape(-1, size)
-        matches = (lines == rank).nonzero().tolist()  # (line, index in the line)
-        if matches:
-            line, rank_in_axis = matches[0]
-            axis = Axis(name, size, rank_in_axis, ABSTRACT, tuple(lines[line].tolist()), self.phase_timer)
-        else:
-            axis = single_rank
-        if self.world.backend == ABSTRACT:
+        positions = np.array(pp_ranks)
+        ranks = self.order.ranks(positions, self.stage_rank).tolist() if self.pp_rank in pp_ranks else [self.world.rank]
+
+        def all_lines() -> np.ndarray:
+            return self.order.ranks(positions, np.arange(self.order.stage_size)[:, None])
+
+        return self._axis(name, len(pp_ranks), tuple(ranks), all_lines, own_group=own_group)
+
+    def _axis(
+        self,
+        name: str,
+        size: int,
+        ranks: tuple[int, ...],
+        all_lines: Callable[[], np.ndarray],
+        *,
+        abstract: bool = False,
+        own_group: bool = False,
+    ) -> Axis:
+        """Return the axis over `ranks`: the line of `all_lines` [lines, size] with this rank, or if none, only it."""
+        axis = Axis(name, len(ranks), ranks.index(self.world.rank), ABSTRACT, ranks, self.phase_timer)
+        if len(ranks) == 1:
+            axis = replace(axis, backend=None)
+        if size == 1 or self.world.backend == ABSTRACT:
             return axis
-        rank_sets = tuple(sorted(map(tuple, lines.tolist())))
+        rank_sets = tuple(sorted(map(tuple, all_lines().tolist())))
         if rank_sets in self.axes and not own_group:
             return self.axes[rank_sets]
         if abstract:
             return axis
         group: Any = self.world.group
         if len(rank_sets) > 1 or own_group:  # creating a group is collective over all ranks
-            groups = [self._new_group(ranks, name) for ranks in rank_sets]
-            group = next((group for group, ranks in zip(groups, rank_sets, strict=True) if rank in ranks), None)
-        if not matches:
+            groups = [self._new_group(line, name) for line in rank_sets]
+            group = next(
+                (group for group, line in zip(groups, rank_sets, strict=True) if self.world.rank in line), None
+            )
+        if axis.size == 1:
             return axis
         if self.use_shared_memory and not own_group and name not in ("pp", "dp_cp_tp"):  # collective over the axis
             try:
-                group = SharedMemoryBackend.open(group, axis.rank, size)
+                group = SharedMemoryBackend.open(group, axis.rank, axis.size)
             except SharedMemoryError as error:  # raised on all ranks of the axis, which then use the process group
                 self.shared_memory_errnos.append(error.errno or 0)
         axis = replace(axis, backend=group)
@@ -476,40 +550,53 @@ class _GroupBuilder:
         return dist.new_group(list(ranks), timeout=self.timeout, group_desc=name)
 
 
-def _build_axes(groups: _GroupBuilder, **sizes: Unpack[MeshSizes]) -> Mesh:
-    """Create all axes, in the same order on all ranks."""
+def rank_order(world: int, sizes: MeshSizes) -> RankOrder:
+    """Return the order of the ranks of a mesh of these sizes.
+
+    Raises:
+        ValueError: the world cannot be split into these sizes.
+        TypeError: `sizes` has an unknown name.
+    """
     if unknown := sizes.keys() - MeshSizes.__optional_keys__:
         raise TypeError(f"a mesh has no {', '.join(sorted(unknown))}")
-    tp, pp, cp, ep, etp = (sizes.get(name) or 1 for name in ("tp", "pp", "cp", "ep", "etp"))
-    world = groups.world.size
+    tp, pp, cp = (sizes.get(name) or 1 for name in ("tp", "pp", "cp"))
     if world % (tp * pp * cp):
         raise ValueError(f"world size {world} is not a multiple of tp {tp} x pp {pp} x cp {cp}")
-    grid = rank_grid(world, tp, pp, cp, dp_outermost=sizes.get("dp_outermost", False))
-    dp_cp_tp = grid.flatten(1)
-    if dp_cp_tp.shape[1] % (ep * etp):
-        raise ValueError(f"ep {ep} x etp {etp} does not divide the {dp_cp_tp.shape[1]} ranks of a stage")
-    axes: dict[str, Any] = {}
-    for dim, name in enumerate(("pp", "dp", "cp", "tp")):
-        axes[name] = groups.axis_along(name, grid, dim)
+    return RankOrder(world, pp, cp * tp, sizes.get("dp_outermost", False))
 
-    def add_data_axes(ranks: Tensor, names: tuple[str, str, str], abstract: bool = False) -> None:
-        """Add the axis along dim 1 of `ranks`, and the replicate and shard axes into which it is split."""
-        size = ranks.shape[1]
+
+def _build_axes(groups: _GroupBuilder, **sizes: Unpack[MeshSizes]) -> Mesh:
+    """Create all axes, in the same order on all ranks."""
+    tp, cp, ep, etp = (sizes.get(name) or 1 for name in ("tp", "cp", "ep", "etp"))
+    pp, stage_size = groups.order.pp, groups.order.stage_size
+    if stage_size % (ep * etp):
+        raise ValueError(f"ep {ep} x etp {etp} does not divide the {stage_size} ranks of a stage")
+    axes: dict[str, Any] = {}
+    axes["pp"] = groups.pipeline_axis("pp", range(pp))
+    axes["dp"] = groups.stage_axis("dp", cp * tp, stage_size // (cp * tp))
+    axes["cp"] = groups.stage_axis("cp", tp, cp)
+    axes["tp"] = groups.stage_axis("tp", 1, tp)
+
+    def add_data_axes(stride: int, names: tuple[str, str, str], abstract: bool = False) -> None:
+        """Add the axis of all ranks `stride` apart, and the replicate and shard axes into which it is split."""
+        size = stage_size // stride
         instances = sizes.get("num_optimizer_instances", 1) or size
         if size % instances:
             raise ValueError(f"{instances} instances of the optimizer do not divide {names[0]} {size}")
-        split = ranks.unflatten(1, (instances, -1))
-        for name, axis_grid, dim in zip(names, (ranks, split, split), (1, 1, 2), strict=True):
-            axes[name] = groups.axis_along(name, axis_grid, dim, abstract=abstract)
+        shards = size // instances
+        for name, axis_stride, axis_size in zip(
+            names, (stride, stride * shards, stride), (size, instances, shards), strict=True
+        ):
+            axes[name] = groups.stage_axis(name, axis_stride, axis_size, abstract=abstract)
 
-    expert_grid = dp_cp_tp.unflatten(1, (-1, ep, etp))
     no_experts = sizes.get("ep") is None
-    add_data_axes(grid.flatten(1, 2), ("dp_cp", "dp_replicate", "dp_shard"))
-    add_data_axes(expert_grid, ("edp", "edp_replicate", "edp_shard"), abstract=no_experts)
-    axes["ep"] = groups.axis_along("ep", expert_grid, 2, abstract=no_experts)
-    axes["etp"] = groups.axis_along("etp", expert_grid, 3, abstract=no_experts)
-    axes["ep_etp"] = groups.axis_along("ep_etp", expert_grid.flatten(2), 2, abstract=no_experts)
-    axes["dp_cp_tp"] = groups.axis_along("dp_cp_tp", dp_cp_tp, 1, abstract=not sizes.get("dp_cp_tp"))
-    axes["pp_grad"] = groups.axis_along("pp_grad", grid, 0, own_group=True)
-    axes["tied_embedding"] = groups.axis_along("tied_embedding", grid[[0, -1]] if pp > 1 else grid, 0, own_group=True)
+    add_data_axes(tp, ("dp_cp", "dp_replicate", "dp_shard"))
+    add_data_axes(ep * etp, ("edp", "edp_replicate", "edp_shard"), abstract=no_experts)
+    axes["ep"] = groups.stage_axis("ep", etp, ep, abstract=no_experts)
+    axes["etp"] = groups.stage_axis("etp", 1, etp, abstract=no_experts)
+    axes["ep_etp"] = groups.stage_axis("ep_etp", 1, ep * etp, abstract=no_experts)
+    axes["dp_cp_tp"] = groups.stage_axis("dp_cp_tp", 1, stage_size, abstract=not sizes.get("dp_cp_tp"))
+    axes["pp_grad"] = groups.pipeline_axis("pp_grad", range(pp), own_group=True)
+    ends = (0, pp - 1) if pp > 1 else (0,)
+    axes["tied_embedding"] = groups.pipeline_axis("tied_embedding", ends, own_group=True)
     return Mesh(**axes, world=groups.world, start=groups.start, phase_timer=groups.phase_timer)

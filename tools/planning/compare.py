@@ -24,7 +24,7 @@ from statistics import median
 from megalite.config.config_file import read_config_file
 from megalite.config.options import ConfigError, apply_megatron_defaults, build
 from megalite.data.errors import DataError
-from megalite.parallel.mesh import rank_grid
+from megalite.parallel.mesh import rank_order
 from megalite.planning.cluster import DEVICES, Cluster, DeviceProfile, make_cluster, read_cluster, read_profile
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.planning.step_time import predict_step
@@ -190,9 +190,7 @@ def _memory(run: RunData, plan: RunPlan) -> list[PredictionRow]:
 
 def _measured_peak(run: RunData, plan: RunPlan, position: int) -> float | None:
     """Return the largest peak of the ranks of a pipeline position, in bytes; None if it was not recorded."""
-    dp_outermost = plan.mesh_sizes.get("dp_outermost", False)
-    grid = rank_grid(plan.world, plan.tp, plan.pp, plan.cp, dp_outermost=dp_outermost)
-    ranks = grid[position].flatten().tolist()
+    ranks = rank_order(plan.world, plan.mesh_sizes).stage_ranks(position)
     if len(run.peaks_gib) == plan.world:
         peaks = [run.peaks_gib[rank] for rank in ranks]
     elif 0 in ranks:

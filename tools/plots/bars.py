@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megalite.parallel.mesh import rank_grid
+from megalite.parallel.mesh import RankOrder
 from megalite.training.monitoring.hang_diagnosis import format_ranks
 from tools.plots.run_data import RunData, as_dict, as_list, finite_number
 from tools.plots.style import SERIES, WIDE, Picture, color, figure, format_number, horizontal_bars, legend, text_color
@@ -109,8 +109,8 @@ def ranks_by_position(run: RunData) -> list[list[int]]:
     if mesh["world"] % (mesh["pp"] * mesh["tp"] * mesh["cp"]) or mesh["world"] > MAX_WORLD:
         return []
     dp_outermost = bool(run.run_info.get("dp_outermost"))
-    grid = rank_grid(mesh["world"], mesh["tp"], mesh["pp"], mesh["cp"], dp_outermost=dp_outermost)
-    return [sorted(ranks.flatten().tolist()) for ranks in grid]
+    order = RankOrder(mesh["world"], mesh["pp"], mesh["cp"] * mesh["tp"], dp_outermost)
+    return [list(order.stage_ranks(position)) for position in range(mesh["pp"])]
 
 
 def _position_name(run: RunData, position: int) -> str:
