@@ -74,21 +74,22 @@ def left_to_checkpoint(config: Config) -> set[str]:
     }
 
 
+OPTIONS: Sequence[tuple[str, Field[Any]]] = [(section, f) for section, cls in SECTIONS.items() for f in fields(cls)]
+SECTION_OF: Mapping[str, str] = {f.name: section for section, f in OPTIONS}
+
+
 def iter_options() -> Iterator[tuple[str, Field[Any]]]:
     """Yield every option, as (section, field)."""
-    for section, cls in SECTIONS.items():
-        for f in fields(cls):
-            yield section, f
+    return iter(OPTIONS)
 
 
 def replace_options(config: Config, **values: Any) -> Config:
     """Return `config` with other values for some options; raises TypeError for a name that is not an option."""
+    if unknown := values.keys() - SECTION_OF.keys():
+        raise TypeError(f"{', '.join(sorted(unknown))}: no option has this name")
     by_section: dict[str, dict[str, Any]] = {}
-    for section, option in iter_options():
-        if option.name in values:
-            by_section.setdefault(section, {})[option.name] = values.pop(option.name)
-    if values:
-        raise TypeError(f"{', '.join(values)}: no option has this name")
+    for name, value in values.items():
+        by_section.setdefault(SECTION_OF[name], {})[name] = value
     sections = {name: replace(getattr(config, name), **changed) for name, changed in by_section.items()}
     return replace(config, **sections)
 

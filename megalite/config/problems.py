@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from megalite.config.option import flag_name
-from megalite.config.options import Config, iter_options
+from megalite.config.options import SECTION_OF, Config, iter_options
 
 
 class Problem(str):
@@ -26,7 +26,6 @@ class Problem(str):
         return not self.options.isdisjoint(names)
 
 
-SECTION_OF = {f.name: section for section, f in iter_options()}
 DEFAULTS = {f.name: f.default for _, f in iter_options()}
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megalite.config.option import flag_name, option_spec
 from megalite.config.options import Config, iter_options, left_to_checkpoint
-from megalite.config.problems import Problem, value_of
+from megalite.config.problems import Problem
 from megalite.config.validation import checkpoint, data, effects, experts, launch, model, optimizer, parallel, training
 from megalite.config.validation.world import world_problems
 
@@ -101,7 +101,7 @@ def _with_placeholders(config: Config, unreadable: Collection[str]) -> Config:
 def _range_problems(config: Config) -> Iterator[tuple[str, Problem]]:
     """Yield (option, problem) for every value that is missing or outside the option's range."""
     for section, f in iter_options():
-        value = value_of(config, f.name)
+        value = getattr(getattr(config, section), f.name)
         spec = option_spec(f)
         if value == 0 and spec.required:
             if f.name not in left_to_checkpoint(config):
