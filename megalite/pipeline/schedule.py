@@ -12,11 +12,12 @@ the order of F and B on a rank. It needs no variant with a split backward, since
 (`SplitBackward`).
 """
 
+import contextlib
 import functools
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -44,6 +45,8 @@ class Op(StrEnum):
     RESHARD = "X"
     REDUCE_GRAD = "R"
 
+
+COMPUTE_OPS = (Op.F, Op.B, Op.W)
 
 ActionCosts = tuple[float, float, float]  # time of F, B and W of one stage; a backward that is not split takes B + W
 ActionMemory = tuple[float, float]  # memory saved by one forward: from F to B, and with a split backward from B to W
@@ -195,8 +198,14 @@ def peak_in_flight(actions: Sequence[Action], memory: Sequence[ActionMemory] | N
     `memory` is the memory of a forward on every stage; None: 1, so that the result is a number of forwards.
     """
     split = any(action.op is Op.W for action in actions)
-    changes = (memory_change(a.op, memory[a.stage] if memory else UNIT_MEMORY, split) for a in actions)
-    return max(itertools.accumulate(changes))
+    stages = {action.stage for action in actions}
+    changes = {stage: _memory_changes(memory[stage] if memory else UNIT_MEMORY, split) for stage in stages}
+    return max(itertools.accumulate(changes[stage][op] for op, stage, _ in actions if op in COMPUTE_OPS))
+
+
+def _memory_changes(memory: ActionMemory, split: bool) -> dict[Op, float]:
+    """Return the memory that F, B and W of a stage allocate."""
+    return {op: memory_change(op, memory, split) for op in COMPUTE_OPS}
 
 
 def memory_change(op: Op, memory: ActionMemory, split: bool) -> float:
@@ -291,22 +300,34 @@ def _merge_adjacent_passes(actions: Sequence[Action], passes: list[range]) -> li
 
 
 class _ScheduleBuilder:
-    """A simulation of all ranks that turns lists of F and B into schedules with messages and W.
+    """A simulation of all ranks that turns lists of F and B into schedules with W, and with messages if asked for.
 
     Attributes:
         actions_by_rank: the actions that have started; complete after `run`.
+        now: the time; after `run` that at which the last action has ended.
         queued: the F and B of each rank that have not started.
     """
 
-    def __init__(self, compute: Sequence[Sequence[Action]], placement: StagePlacement, split: SplitBackward | None):
+    def __init__(
+        self,
+        compute: Sequence[Sequence[Action]],
+        placement: StagePlacement,
+        split: SplitBackward | None,
+        with_messages: bool = True,
+    ):
         self.placement = placement
         self.split = split
-        self.costs = split.costs if split and split.costs else (EQUAL_COSTS,) * placement.num_stages
-        self.memory = split.memory if split and split.memory else (UNIT_MEMORY,) * placement.num_stages
+        self.with_messages = with_messages
+        costs = split.costs if split and split.costs else (EQUAL_COSTS,) * placement.num_stages
+        memory = split.memory if split and split.memory else (UNIT_MEMORY,) * placement.num_stages
+        # by stage and operation
+        self.durations = [{Op.F: f, Op.B: b if split else b + w, Op.W: w} for f, b, w in costs]
+        self.memory_changes = [_memory_changes(memory_of_stage, split is not None) for memory_of_stage in memory]
         if split and split.memory_limit is not None:
             self.memory_limit = split.memory_limit
         else:
-            self.memory_limit = max(peak_in_flight(actions, self.memory) for actions in compute)
+            self.memory_limit = max(peak_in_flight(actions, memory) for actions in compute)
+        self.now = 0.0
         self.actions_by_rank: list[list[Action]] = [[] for _ in compute]
         self.queued = [deque(actions) for actions in compute]
         self.memory_in_use = [0.0] * len(compute)
@@ -317,22 +338,23 @@ class _ScheduleBuilder:
         self.events: list[tuple[float, int, Action]] = []  # a heap of (end, rank, action)
 
     def run(self) -> None:
-        """Simulate until no action can start; actions left in `queued` wait for each other."""
-        now = 0.0
+        """Simulate until no action can start. Raises ValueError if actions are left, which wait for each other."""
         changed_ranks = {*range(len(self.actions_by_rank))}  # ranks that may be able to start an action
         while True:
             for rank in sorted(changed_ranks):
-                self._start(rank, now)
+                self._start(rank)
             if not self.events:
-                return
-            now = self.events[0][0]
-            changed_ranks = set()
+                break
+            self.now = self.events[0][0]
+            changed_ranks.clear()
             # all messages of this time before any action starts, so that receives are posted early
-            while self.events and self.events[0][0] == now:
+            while self.events and self.events[0][0] == self.now:
                 _, rank, action = heapq.heappop(self.events)
-                changed_ranks |= self._finish(rank, action)
+                changed_ranks.update(self._finish(rank, action))
+        if stuck := [str(queued[0]) for queued in self.queued if queued]:
+            raise ValueError(f"these actions wait for each other: {', '.join(stuck)}")
 
-    def _start(self, rank: int, now: float) -> None:
+    def _start(self, rank: int) -> None:
         """Start the next action of an idle rank, or a W if that cannot run."""
         if not self.idle[rank]:
             return
@@ -342,33 +364,23 @@ class _ScheduleBuilder:
             action = self.pending_w[rank].pop() if self.queued[rank] else self.pending_w[rank].popleft()
         else:
             return
-        self.memory_in_use[rank] += self._memory_change(action)
+        op, stage, _ = action
+        self.memory_in_use[rank] += self.memory_changes[stage][op]
         self.actions_by_rank[rank].append(action)
         self.idle[rank] = False
-        heapq.heappush(self.events, (now + self._cost(action), rank, action))
-
-    def _cost(self, action: Action) -> float:
-        f, b, w = self.costs[action.stage]
-        if action.op is Op.F:
-            return f
-        if action.op is Op.W:
-            return w
-        return b if self.split else b + w
+        heapq.heappush(self.events, (self.now + self.durations[stage][op], rank, action))
 
     def _can_run(self, rank: int, action: Action) -> bool:
         """Return True if the inputs of F or B have arrived and no pending W has to free memory first."""
         op, stage, microbatch = action
-        if self.pending_w[rank] and self.memory_in_use[rank] + self._memory_change(action) > self.memory_limit:
+        if self.pending_w[rank] and self.memory_in_use[rank] + self.memory_changes[stage][op] > self.memory_limit:
             return False
-        if op is Op.B and Action(Op.F, stage, microbatch) not in self.done:
+        if op is Op.B and (Op.F, stage, microbatch) not in self.done:
             return False
         has_no_input = stage == (0 if op is Op.F else self.placement.num_stages - 1)
-        return has_no_input or (op, stage, microbatch) in self.available
+        return has_no_input or action in self.available
 
-    def _memory_change(self, action: Action) -> float:
-        return memory_change(action.op, self.memory[action.stage], self.split is not None)
-
-    def _finish(self, rank: int, action: Action) -> set[int]:
+    def _finish(self, rank: int, action: Action) -> tuple[int, ...]:
         """Finish an action: add its send and receive. Return the ranks that it may enable to start an action."""
         op, stage, microbatch = action
         self.idle[rank] = True
@@ -377,13 +389,13 @@ class _ScheduleBuilder:
             self.pending_w[rank].append(Action(Op.W, stage, microbatch))
         target = stage + (1 if op is Op.F else -1)
         if op is Op.W or not 0 <= target < self.placement.num_stages:
-            return {rank}
+            return (rank,)
         self.available.add((op, target, microbatch))
         peer = self.placement.rank(target)
-        if peer != rank:
+        if peer != rank and self.with_messages:
             self.actions_by_rank[rank].append(Action(Op.SEND_F if op is Op.F else Op.SEND_B, stage, microbatch))
             self.actions_by_rank[peer].append(Action(Op.RECV_F if op is Op.F else Op.RECV_B, target, microbatch))
-        return {rank, peer}
+        return rank, peer
 
 
 def add_send_recv(
@@ -401,8 +413,6 @@ def add_send_recv(
     """
     builder = _ScheduleBuilder(compute, placement, split)
     builder.run()
-    if stuck := [str(queued[0]) for queued in builder.queued if queued]:
-        raise ValueError(f"these actions wait for each other: {', '.join(stuck)}")
     return builder.actions_by_rank
 
 
@@ -428,12 +438,37 @@ def build_schedule(
     Raises:
         ValueError: num_microbatches is not positive, or the schedule would deadlock.
     """
+    compute = _forwards_and_backwards(name, pp, num_microbatches, vpp, group_size)
+    with _name_in_errors(name):
+        return tuple(tuple(actions) for actions in add_send_recv(compute, StagePlacement(pp, vpp), split))
+
+
+def build_split_schedule(
+    name: str, pp: int, num_microbatches: int, vpp: int, group_size: int | None, split: SplitBackward
+) -> tuple[list[list[Action]], float]:
+    """Return `build_schedule` without messages, and the time at which its last action ends, by the costs of `split`.
+
+    It takes half of the time, which counts where many distributions of layers are compared: each has its own W.
+    """
+    compute = _forwards_and_backwards(name, pp, num_microbatches, vpp, group_size)
+    builder = _ScheduleBuilder(compute, StagePlacement(pp, vpp), split, with_messages=False)
+    with _name_in_errors(name):
+        builder.run()
+    return builder.actions_by_rank, builder.now
+
+
+def _forwards_and_backwards(
+    name: str, pp: int, num_microbatches: int, vpp: int, group_size: int | None
+) -> list[list[Action]]:
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} is not positive; a step needs at least 1")
     groups = microbatch_groups(num_microbatches, pp, group_size)
-    placement = StagePlacement(pp, vpp)
-    compute = [compute_actions(name, rank, placement, groups) for rank in range(pp)]
+    return [compute_actions(name, rank, StagePlacement(pp, vpp), groups) for rank in range(pp)]
+
+
+@contextlib.contextmanager
+def _name_in_errors(name: str) -> Iterator[None]:
     try:
-        return tuple(tuple(actions) for actions in add_send_recv(compute, placement, split))
+        yield
     except ValueError as error:
         raise ValueError(f"pipeline_schedule={name!r} would hang: {error}; put each after what it depends on") from None

@@ -11,18 +11,18 @@ True
 True
 """
 
-import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple
 
-from megalite.pipeline.schedule import EQUAL_COSTS, Action, ActionCosts, Op, StagePlacement
+import numpy as np
 
-COMPUTE_OPS = (Op.F, Op.B, Op.W)
+from megalite.pipeline.schedule import COMPUTE_OPS, EQUAL_COSTS, Action, ActionCosts, Op, StagePlacement
+
 SENDS = {Op.SEND_F: (Op.F, 1), Op.SEND_B: (Op.B, -1)}  # (operation that gets the message, stages to its receiver)
+AFTER = {Op.B: Op.F, Op.W: Op.B}  # the operation of the same stage and micro-batch that has to run before
+NONE = -1  # index of an action or message that does not exist, whose end is 0
 
 
 class Span(NamedTuple):
@@ -36,93 +36,206 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """The start and end of every compute action, in the order of the simulation and in units of the costs."""
+    """The start and end of every compute action, in units of the costs.
 
-    starts: Sequence[float]
-    ends: Mapping[Action, float]
+    Attributes:
+        actions: the compute actions of all ranks.
+        starts, ends: [actions].
+        placement: the placement of the stages.
+    """
+
+    actions: Sequence[Action]
+    starts: np.ndarray
+    ends: np.ndarray
     placement: StagePlacement
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The compute actions of all ranks; those of one rank are in order."""
-        times = zip(self.starts, self.ends.items(), strict=True)
-        return tuple(Span(self.placement.rank(action.stage), action, start, end) for start, (action, end) in times)
+        times = zip(self.actions, self.starts.tolist(), self.ends.tolist(), strict=True)
+        return tuple(Span(self.placement.rank(action.stage), action, start, end) for action, start, end in times)
 
-    @cached_property
+    @property
     def end(self) -> float:
         """The end of the last action."""
-        return max(self.ends.values())
+        return float(self.ends.max())
 
     @property
     def bubble(self) -> float:
         """The idle fraction of the time of all ranks."""
-        busy = sum(end - start for start, end in zip(self.starts, self.ends.values(), strict=True))
+        busy = sum((self.ends - self.starts).tolist())
         return 1.0 - busy / (self.placement.pp * self.end)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """The durations of actions and messages.
+
+    Attributes:
+        costs: times of F, B and W on every stage, as in schedule.SplitBackward; None: 1 each.
+        delay: time of a message from one rank to another; None: no time. The messages of a rank in one direction are
+            transferred one after another; they don't delay its compute actions.
+        earliest_start: stage -> earliest time at which its actions may start (default 0); None: no limits.
+    """
+
+    costs: Sequence[ActionCosts] | None = None
+    delay: Callable[[int, int], float] | None = None
+    earliest_start: Mapping[int, float] | None = None
 
 
 def simulate(
     actions_by_rank: Sequence[Sequence[Action]],
     costs: Sequence[ActionCosts] | None = None,
     *,
-    delay: Callable[[int, int], float] = lambda source, target: 0.0,
-    earliest_start: Mapping[int, float] = MappingProxyType({}),
+    delay: Callable[[int, int], float] | None = None,
+    earliest_start: Mapping[int, float] | None = None,
 ) -> Simulation:
     """Run each action as soon as its rank is free and its input has arrived.
 
     Args:
         actions_by_rank: a schedule with messages (schedule.build_schedule).
-        costs: times of F, B and W on every stage, as in schedule.SplitBackward; None: 1 each.
-        delay: time of a message from one rank to another. The messages of a rank in one direction are transferred one
-            after another; they don't delay its compute actions.
-        earliest_start: stage -> earliest time at which its actions may start (default 0).
+        costs, delay, earliest_start: see Durations.
 
     Raises:
         ValueError: a message or an input of an action never arrives.
     """
-    delay = functools.cache(delay)
-    num_ranks = len(actions_by_rank)
-    clock = [0.0] * num_ranks
-    position = [0] * num_ranks  # index of the next action
-    channel_free_at = {op: [0.0] * num_ranks for op in SENDS}  # end of a rank's last message in one direction
-    ops, stages, microbatches = (
-        set(field) for field in zip(*itertools.chain.from_iterable(actions_by_rank), strict=True)
-    )
-    last = max(stages)
-    split = Op.W in ops
-    placement = StagePlacement(num_ranks, -(-(last + 1) // num_ranks))
-    durations = [{Op.F: f, Op.B: b if split else b + w, Op.W: w} for f, b, w in costs or [EQUAL_COSTS] * (last + 1)]
-    # [operation][stage][micro-batch]: when the activations for F and the gradients for B arrive. The first F and the
-    # last B wait for no input. Stages last + 1 and, as index -1, last + 2 take the output of the last F and first B.
-    arrivals: dict[Op, list[list[float | None]]]
-    arrivals = {op: [[None] * (1 + max(microbatches)) for _ in range(last + 3)] for op in (Op.F, Op.B)}
-    arrivals[Op.F][0] = arrivals[Op.B][last] = [0.0] * (1 + max(microbatches))
-    earliest = [earliest_start.get(stage, 0.0) for stage in range(last + 1)]
-    starts: list[float] = []
-    ends: dict[Action, float] = {}
-    progressed = True
-    while progressed:
-        progressed = False
-        for rank, actions in enumerate(actions_by_rank):
-            while position[rank] < len(actions):
-                op, stage, microbatch = action = actions[position[rank]]
-                if op in COMPUTE_OPS:
-                    if op is not Op.F and (Op.F if op is Op.B else Op.B, stage, microbatch) not in ends:
-                        break
-                    arrival = 0.0 if op is Op.W else arrivals[op][stage][microbatch]
-                    if arrival is None:
-                        break
-                    start = max(clock[rank], arrival, earliest[stage])
-                    clock[rank] = ends[action] = start + durations[stage][op]
-                    starts.append(start)
-                    if placement.pp == 1 and op is not Op.W:  # the next stage is on the same rank: there is no message
-                        arrivals[op][stage + (1 if op is Op.F else -1)][microbatch] = clock[rank]
-                elif op in SENDS:
-                    input_op, step = SENDS[op]
-                    arrival = max(clock[rank], channel_free_at[op][rank]) + delay(rank, placement.rank(stage + step))
-                    arrivals[input_op][stage + step][microbatch] = channel_free_at[op][rank] = arrival
-                position[rank] += 1
-                progressed = True
-    stuck = [str(actions[i]) for actions, i in zip(actions_by_rank, position, strict=True) if i < len(actions)]
-    if stuck:
-        raise ValueError(f"never runs: {', '.join(stuck)}")
-    return Simulation(starts, ends, placement)
+    return simulate_all(actions_by_rank, [Durations(costs, delay, earliest_start)])[0]
+
+
+def simulate_all(actions_by_rank: Sequence[Sequence[Action]], durations: Sequence[Durations]) -> Sequence[Simulation]:
+    """Return what `simulate` returns for each of the durations, whose waits are the same."""
+    dependencies = _Dependencies(actions_by_rank)
+    starts, ends = dependencies.run(durations)
+    return [
+        Simulation(dependencies.actions, starts[:, i], ends[:, i], dependencies.placement)
+        for i in range(len(durations))
+    ]
+
+
+class _Dependencies:
+    """The waits of a schedule's actions and messages for each other, which do not depend on any duration.
+
+    An action waits for the previous action of its rank, and for the message with its input. A message waits for the
+    last action before it on its rank, and for the rank's previous message in the same direction. The level of an action
+    or message is the length of the longest chain of waits that leads to it. Those of one level do not wait for each
+    other, so `run` computes their times together.
+
+    Attributes:
+        actions: the compute actions of all ranks; those of one rank are in order.
+        placement: the placement of the stages.
+    """
+
+    def __init__(self, actions_by_rank: Sequence[Sequence[Action]]):
+        """Find the waits.
+
+        Raises:
+            ValueError: a message or an input of an action never arrives.
+        """
+        num_ranks = len(actions_by_rank)
+        last_stage = max(action.stage for actions in actions_by_rank for action in actions)
+        self.placement = placement = StagePlacement(num_ranks, -(-(last_stage + 1) // num_ranks))
+        self.actions: list[Action] = []
+        waits: list[tuple[int, int, int]] = []  # (level, previous action, message) of each action
+        message_waits: list[tuple[int, int, int]] = []  # (level, action, previous message) of each message
+        links: list[int] = []  # rank x number of ranks + target rank, of each message
+        done = set[Action]()
+        # (operation, stage, micro-batch) -> message with its input. The first F and the last B wait for no input.
+        inputs: dict[tuple[Op, int, int], int] = {}
+        stages_without_input = {(Op.F, 0), (Op.B, last_stage), *((Op.W, stage) for stage in range(last_stage + 1))}
+        position = [0] * num_ranks  # index of the next action
+        last_action = [NONE] * num_ranks
+        last_message = {op: [NONE] * num_ranks for op in SENDS}
+        progressed = True
+        while progressed:
+            progressed = False
+            for rank, actions in enumerate(actions_by_rank):
+                while position[rank] < len(actions):
+                    op, stage, microbatch = action = actions[position[rank]]
+                    if op in COMPUTE_OPS:
+                        if op is not Op.F and (AFTER[op], stage, microbatch) not in done:
+                            break
+                        message = NONE if (op, stage) in stages_without_input else inputs.get(action)
+                        if message is None:
+                            break
+                        level = 1
+                        if (previous := last_action[rank]) != NONE:
+                            level += waits[previous][0]
+                        if message != NONE and message_waits[message][0] >= level:
+                            level = 1 + message_waits[message][0]
+                        last_action[rank] = len(self.actions)
+                        waits.append((level, previous, message))
+                        self.actions.append(action)
+                        done.add(action)
+                        if num_ranks == 1 and op is not Op.W:  # the next stage is on the same rank
+                            inputs[op, stage + (1 if op is Op.F else -1), microbatch] = len(links)
+                            message_waits.append((level, last_action[rank], NONE))
+                            links.append(0)
+                    elif op in SENDS:
+                        input_op, step = SENDS[op]
+                        level = 1
+                        if last_action[rank] != NONE:
+                            level = waits[last_action[rank]][0]
+                        if (previous := last_message[op][rank]) != NONE and message_waits[previous][0] >= level:
+                            level = 1 + message_waits[previous][0]
+                        inputs[input_op, stage + step, microbatch] = last_message[op][rank] = len(links)
+                        message_waits.append((level, last_action[rank], previous))
+                        links.append(rank * num_ranks + placement.rank(stage + step))
+                    position[rank] += 1
+                    progressed = True
+        stuck = [str(actions[i]) for actions, i in zip(actions_by_rank, position, strict=True) if i < len(actions)]
+        if stuck:
+            raise ValueError(f"never runs: {', '.join(stuck)}")
+        self._sort_by_level(np.array(waits), np.array(message_waits, dtype=np.int64).reshape(-1, 3), np.array(links))
+
+    def _sort_by_level(self, waits: np.ndarray, message_waits: np.ndarray, links: np.ndarray) -> None:
+        """Renumber actions and messages in the order of their levels, so that each level is a slice."""
+        order, message_order = (np.argsort(rows[:, 0], kind="stable") for rows in (waits, message_waits))
+        # the new number of each; NONE stays the last index
+        number, message_number = (np.append(np.argsort(rows), NONE) for rows in (order, message_order))
+        levels, previous, inputs = waits[order].T
+        message_levels, after, previous_message = message_waits[message_order].T
+        self._number = number[:-1]
+        self._previous, self._inputs = number[previous], message_number[inputs]
+        self._after, self._previous_message = number[after], message_number[previous_message]
+        self._links = links[message_order]
+        all_levels = np.arange(1, levels[-1] + 2)
+        stops, message_stops = (np.searchsorted(rows, all_levels).tolist() for rows in (levels, message_levels))
+        self._levels = list(zip(stops, stops[1:], message_stops, message_stops[1:], strict=False))
+        self._stages = np.array([action.stage for action in self.actions])[order]
+        self._ops = np.array([COMPUTE_OPS.index(action.op) for action in self.actions])[order]
+        self._is_split = any(action.op is Op.W for action in self.actions)
+
+    def run(self, durations: Sequence[Durations]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the starts and the ends of the actions, each [actions, durations]."""
+        costs, earliest, delays = (
+            np.stack(rows, axis=-1) for rows in zip(*(self._values_of(duration) for duration in durations), strict=True)
+        )
+        starts = np.zeros_like(costs)
+        ends = np.zeros((len(costs) + 1, len(durations)))  # the last one belongs to NONE
+        arrivals = np.zeros((len(delays) + 1, len(durations)))
+        for start, stop, first_message, last_message in self._levels:
+            level = slice(start, stop)
+            inputs_ready = np.maximum(ends[self._previous[level]], arrivals[self._inputs[level]])
+            starts[level] = np.maximum(inputs_ready, earliest[level])
+            ends[level] = starts[level] + costs[level]
+            level = slice(first_message, last_message)
+            sent = np.maximum(ends[self._after[level]], arrivals[self._previous_message[level]])
+            arrivals[level] = sent + delays[level]
+        return starts[self._number], ends[self._number]
+
+    def _values_of(self, durations: Durations) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the times of actions, their earliest starts, and the times of messages, in the order of levels."""
+        num_stages = 1 + max(action.stage for action in self.actions)
+        costs = durations.costs or [EQUAL_COSTS] * num_stages
+        costs_of_ops = [(f, b if self._is_split else b + w, w) for f, b, w in costs]
+        earliest = [(durations.earliest_start or {}).get(stage, 0.0) for stage in range(num_stages)]
+        delays = np.zeros(len(self._links))
+        if durations.delay is not None:
+            links, indices = np.unique(self._links, return_inverse=True)
+            num_ranks = self.placement.pp
+            delays = np.array([durations.delay(*divmod(link, num_ranks)) for link in links.tolist()])[indices]
+        return (
+            np.array(costs_of_ops, dtype=np.float64)[self._stages, self._ops],
+            np.array(earliest, dtype=np.float64)[self._stages],
+            delays,
+        )

@@ -10,11 +10,13 @@ and optimizer are those of the run. The FLOPs and bytes of a stage are sums over
 tensors. Memory of CUDA and NCCL is not counted.
 """
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +24,13 @@ from torch import nn
 
 from megalite.config.layer_spec import LayerSpec
 from megalite.config.option_parsers import parse_batch_schedule
-from megalite.config.options import Config, padded_vocab_size
+from megalite.config.options import Config, ModelConfig, padded_vocab_size
 from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.config.registry import REGISTRIES
 from megalite.models.gpt import Block, RecomputeConfig, Stage
 from megalite.models.specs import model_specs
 from megalite.nn.parameter import ParamFactory, params_with_specs
-from megalite.parallel.mesh import Mesh, MeshSizes, abstract_mesh
+from megalite.parallel.mesh import Mesh, MeshSizes, abstract_mesh, rank_order
 from megalite.parallel.spec import MESH_VIEWS, ParamSpec
 from megalite.pipeline.schedule import (
     Action,
@@ -38,10 +40,11 @@ from megalite.pipeline.schedule import (
     SplitBackward,
     StagePlacement,
     build_schedule,
+    build_split_schedule,
     microbatch_groups,
     peak_in_flight,
 )
-from megalite.pipeline.simulate import Simulation, simulate
+from megalite.pipeline.simulate import Durations, Simulation, simulate_all
 from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.planning.layer_kinds import (
     LayerKind,
@@ -59,9 +62,10 @@ from megalite.planning.model_state import (
     sharding_policy,
     state_dtypes_of,
 )
-from megalite.planning.partition import candidate_splits, choose_split, even_split, layer_ranges
+from megalite.planning.partition import LayerSplit, candidate_splits, choose_split, even_split, layer_ranges
 
 MAX_SIMULATED_ACTIONS = 200_000  # in all simulations that balance the stages: about a second
+SPLITS_PER_SIMULATION = 32  # splits with the same schedule that are simulated at once
 SIMULATED_GROUPS = 3  # groups of micro-batches in simulations that compare splits; later groups are like the last
 MIN_REPORTED_ACTIONS = 10_000  # in simulations for reports, because deferred weight gradients may take long to settle
 
@@ -142,11 +146,8 @@ class RunPlan:
         return sizes
 
     def mesh_at(self, rank: int) -> Mesh:
-        """Return the mesh of the first global rank of a pipeline rank, without groups."""
-        mesh = abstract_mesh(self.world, 0, **self.mesh_sizes)
-        if rank == 0:
-            return mesh
-        return abstract_mesh(self.world, mesh.pp.ranks[rank], **self.mesh_sizes)
+        """Return the mesh, without groups, of the first rank of a pipeline rank. Plans of equal sizes share it."""
+        return _planned_mesh(self.world, rank, tuple(self.mesh_sizes.items()))
 
     @property
     def rank0_groups(self) -> dict[str, tuple[int, ...]]:
@@ -237,15 +238,27 @@ class RunPlan:
         """The layers of every stage: given by the options, or balanced by simulated time and memory."""
         if self.fixed_split:
             return layer_ranges(self.fixed_split)
-        split_backward = self._split_backward_for(even_split(self.config.model.num_layers, self.placement.num_stages))
-        _, actions_by_rank = self.actions(split_backward, SIMULATED_GROUPS)
-        num_actions = sum(map(len, actions_by_rank))
+        num_microbatches, _ = self._microbatches_of_groups(SIMULATED_GROUPS)
+        num_actions = num_microbatches * self._actions_per_microbatch
         max_simulated = max(1, MAX_SIMULATED_ACTIONS // num_actions)
 
-        def min_time(split: Sequence[int]) -> float:
+        @functools.cache
+        def min_time(split: LayerSplit) -> float:
             return self.num_microbatches * self._busiest_rank_time(self.stage_costs.flops_of_stages(split))
 
-        return layer_ranges(choose_split(self.candidate_splits, min_time, self._time_and_memory, max_simulated))
+        times: dict[LayerSplit, float] = {}
+        ordered = sorted(self.candidate_splits, key=min_time)
+
+        def time_and_memory(split: LayerSplit) -> tuple[float, float]:
+            if self.splits_backward:
+                return self._time_and_memory_of_split_backward(split)
+            if split not in times:
+                start = ordered.index(split)
+                times.update(self._times_of(ordered[start : start + SPLITS_PER_SIMULATION]))
+            memory_of_stages = self.stage_costs.memory_of_stages(split)
+            return times[split], self._memory_of(split, self.peak_alive(memory_of_stages, None))
+
+        return layer_ranges(choose_split(self.candidate_splits, min_time, time_and_memory, max_simulated))
 
     @property
     def candidate_splits(self) -> Sequence[tuple[int, ...]]:
@@ -271,17 +284,40 @@ class RunPlan:
     def _given_split(self) -> list[int] | None:
         return explicit_stage_layers(self.config.model, self.config.parallel)
 
-    def _time_and_memory(self, layers_per_stage: Sequence[int]) -> tuple[float, float]:
-        """Return (time of a step, bytes of the fullest rank: layers, embedding, head and activations in flight)."""
-        split_backward = self._split_backward_for(layers_per_stage)
-        activations = self.peak_alive(self.stage_costs.memory_of_stages(layers_per_stage), split_backward)
-        memory = max(
-            self.module_state_bytes.on_rank(np.array(layers_per_stage), rank, self.placement) + activations[rank]
+    def _times_of(self, splits: Sequence[LayerSplit]) -> dict[LayerSplit, float]:
+        """Return the time of a step with each split, if backward is not split, so that all have the same schedule."""
+        durations = [Durations(self.stage_costs.flops_of_stages(split)) for split in splits]
+        step_times = self.simulate_step(durations, None, SIMULATED_GROUPS)
+        return {split: time for split, (time, _) in zip(splits, step_times, strict=True)}
+
+    def _time_and_memory_of_split_backward(self, split: LayerSplit) -> tuple[float, float]:
+        """Return (time of a step, bytes of the fullest rank) with a split, whose schedule depends on it."""
+        split_backward = self._split_backward_for(split)
+        assert split_backward is not None and split_backward.costs is not None
+
+        def schedule(num_groups: int) -> tuple[int, list[list[Action]], float]:
+            num_microbatches, group_size = self._microbatches_of_groups(num_groups)
+            name = self.config.parallel.pipeline_schedule
+            return num_microbatches, *build_split_schedule(
+                name, self.pp, num_microbatches, self.vpp, group_size, split_backward
+            )
+
+        num_simulated, actions_by_rank, end = schedule(SIMULATED_GROUPS)
+        shorter = None
+        if num_simulated < self.num_microbatches and not self._is_bound_by_busiest_rank(Durations()):
+            num_fewer, _, shorter_end = schedule(SIMULATED_GROUPS - 1)
+            shorter = num_fewer, shorter_end
+        time = self._step_time(split_backward.costs, num_simulated, end, shorter)
+        activations = self._peak_alive(self.stage_costs.memory_of_stages(split), num_simulated, actions_by_rank)
+        return time, self._memory_of(split, activations)
+
+    def _memory_of(self, split: LayerSplit, activations: Sequence[float]) -> float:
+        """Return the bytes of the fullest rank: layers, embedding, head and `activations` in flight."""
+        layers_per_stage = np.array(split)
+        return max(
+            self.module_state_bytes.on_rank(layers_per_stage, rank, self.placement) + activations[rank]
             for rank in range(self.pp)
         )
-        costs = self.stage_costs.flops_of_stages(layers_per_stage)
-        time, _ = self.simulate_step(costs, split_backward, SIMULATED_GROUPS)
-        return time, memory
 
     # ---- costs of the stages
 
@@ -406,11 +442,7 @@ class RunPlan:
     @cached_property
     def params_by_view(self) -> Counter[str]:
         """The number of parameters of the entire model by mesh view, each counted once, without padding."""
-        specs = model_specs(self.config.model, self.vocab_size, padded_vocab_size=self.padded_vocab)
-        counts = Counter[str]()
-        for spec in specs.values():
-            counts[spec.mesh_view] += math.prod(spec.stored_shape)
-        return counts
+        return _params_by_view(self.config.model, self.vocab_size, self.padded_vocab)
 
     @property
     def num_parameters(self) -> int:
@@ -450,6 +482,13 @@ class RunPlan:
         return microbatch_groups(self.num_microbatches, self.pp, size)[0]
 
     @property
+    def _actions_per_microbatch(self) -> int:
+        """The number of actions of all ranks for one micro-batch: F, B and W, and both ends of each message."""
+        num_stages = self.placement.num_stages
+        num_messages = 2 * (num_stages - 1) if self.pp > 1 else 0
+        return (3 if self.splits_backward else 2) * num_stages + 2 * num_messages
+
+    @property
     def reported_groups(self) -> int:
         """The number of groups of micro-batches to simulate for reports; more than a short step has."""
         actions_per_group = 3 * self.placement.num_stages * self.group_size
@@ -459,53 +498,72 @@ class RunPlan:
         self, split_backward: SplitBackward | None, num_groups: int
     ) -> tuple[int, tuple[tuple[Action, ...], ...]]:
         """Return the micro-batches of a step or of its first `num_groups` groups, and each rank's actions for them."""
-        parallel = self.config.parallel
-        num_microbatches = self.num_microbatches
-        group_size = parallel.microbatch_group_size_per_virtual_pipeline_stage
-        if num_microbatches > num_groups * self.group_size:
-            num_microbatches = num_groups * self.group_size
-            group_size = self.group_size
+        num_microbatches, group_size = self._microbatches_of_groups(num_groups)
         actions_by_rank = build_schedule(
-            parallel.pipeline_schedule, self.pp, num_microbatches, self.vpp, group_size, split_backward
+            self.config.parallel.pipeline_schedule, self.pp, num_microbatches, self.vpp, group_size, split_backward
         )
         return num_microbatches, actions_by_rank
 
+    def _microbatches_of_groups(self, num_groups: int) -> tuple[int, int | None]:
+        """Return the micro-batches of a step or of its first `num_groups` groups, and the group size; None: pp."""
+        if self.num_microbatches > num_groups * self.group_size:
+            return num_groups * self.group_size, self.group_size
+        return self.num_microbatches, self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+
     def simulate_step(
+        self, durations: Sequence[Durations], split_backward: SplitBackward | None, num_groups: int
+    ) -> list[tuple[float, Simulation]]:
+        """Return the time of a step for each of the durations, and the simulation of it or of its first groups.
+
+        Args:
+            durations: The durations, with the costs of F, B and W of every stage; times have the unit of the costs.
+            split_backward: The options of a split backward.
+            num_groups: The number of groups of micro-batches to simulate at most.
+        """
+        num_simulated, actions_by_rank = self.actions(split_backward, num_groups)
+        simulations = simulate_all(actions_by_rank, durations)
+        shorter: list[tuple[int, float] | None] = [None] * len(durations)
+        is_bound = [self._is_bound_by_busiest_rank(duration) for duration in durations]
+        if num_simulated < self.num_microbatches and not all(is_bound):
+            num_fewer, fewer_actions = self.actions(split_backward, num_groups - 1)
+            for i, simulation in enumerate(simulate_all(fewer_actions, durations)):
+                shorter[i] = None if is_bound[i] else (num_fewer, simulation.end)
+        return [
+            (self._step_time(duration.costs or (), num_simulated, simulation.end, fewer), simulation)
+            for duration, simulation, fewer in zip(durations, simulations, shorter, strict=True)
+        ]
+
+    def _step_time(
         self,
         costs_of_stages: Sequence[ActionCosts],
-        split_backward: SplitBackward | None,
-        num_groups: int,
-        *,
-        delay: Callable[[int, int], float] | None = None,
-        earliest_start: Mapping[int, float] | None = None,
-    ) -> tuple[float, Simulation]:
-        """Return the time of a step in units of the costs, and the simulation of it or of its first groups.
+        num_simulated: int,
+        end: float,
+        shorter: tuple[int, float] | None = None,
+    ) -> float:
+        """Return the time of a step from a simulation of its first micro-batches.
 
         Args:
             costs_of_stages: The costs of F, B and W of every stage.
-            split_backward: The options of a split backward.
-            num_groups: The number of groups of micro-batches to simulate at most.
-            delay: The time of a message from one pipeline rank to another; None for no time.
-            earliest_start: Stage -> earliest time at which its actions may start; None for no limits.
+            num_simulated: The number of simulated micro-batches.
+            end: The end of their last action.
+            shorter: The number of micro-batches and the end of a simulation of one group less, whose difference is the
+                time of a group; None if that is the time of the busiest rank.
         """
-
-        def simulate_groups(num_groups: int) -> tuple[int, Simulation]:
-            num_microbatches, actions_by_rank = self.actions(split_backward, num_groups)
-            simulation = simulate(
-                actions_by_rank, costs_of_stages, delay=delay or _no_delay, earliest_start=earliest_start or {}
-            )
-            return num_microbatches, simulation
-
-        num_simulated, simulation = simulate_groups(num_groups)
         if num_simulated == self.num_microbatches:
-            return simulation.end, simulation
+            return end
         microbatch_time = self._busiest_rank_time(costs_of_stages)
-        is_only_1f1b = self.config.parallel.pipeline_schedule == "1f1b" and delay is None and earliest_start is None
-        if not is_only_1f1b:  # the slowest part may be messages, or F and B of different ranks
-            num_fewer, shorter = simulate_groups(num_groups - 1)
-            group_time = simulation.end - shorter.end
-            microbatch_time = max(microbatch_time, group_time / (num_simulated - num_fewer))
-        return simulation.end + (self.num_microbatches - num_simulated) * microbatch_time, simulation
+        if shorter is not None:
+            num_fewer, shorter_end = shorter
+            microbatch_time = max(microbatch_time, (end - shorter_end) / (num_simulated - num_fewer))
+        return end + (self.num_microbatches - num_simulated) * microbatch_time
+
+    def _is_bound_by_busiest_rank(self, durations: Durations) -> bool:
+        """Return True if every further micro-batch takes the time of the busiest rank.
+
+        Otherwise the slowest part may be messages, or F and B of different ranks.
+        """
+        is_1f1b = self.config.parallel.pipeline_schedule == "1f1b"
+        return is_1f1b and durations.delay is None and durations.earliest_start is None
 
     def _busiest_rank_time(self, costs_of_stages: Sequence[ActionCosts]) -> float:
         """Return the time of the busiest rank for one micro-batch."""
@@ -517,7 +575,8 @@ class RunPlan:
     def bubble(self) -> float:
         """The fraction of the time for which ranks are idle, by FLOPs."""
         busy = self.num_microbatches * sum(map(sum, self.costs_of_stages))
-        step_time, _ = self.simulate_step(self.costs_of_stages, self.split_backward, self.reported_groups)
+        durations = Durations(self.costs_of_stages)
+        ((step_time, _),) = self.simulate_step([durations], self.split_backward, self.reported_groups)
         return max(0.0, 1.0 - busy / (self.pp * step_time))  # rounding could give -0.0 %
 
     @cached_property
@@ -544,7 +603,15 @@ class RunPlan:
             split_backward: The options of a split backward.
             num_groups: The number of groups of micro-batches to simulate at most.
         """
-        num_simulated, actions_by_rank = self.actions(split_backward, num_groups)
+        return self._peak_alive(memory_of_stages, *self.actions(split_backward, num_groups))
+
+    def _peak_alive(
+        self,
+        memory_of_stages: Sequence[ActionMemory] | None,
+        num_simulated: int,
+        actions_by_rank: Sequence[Sequence[Action]],
+    ) -> list[float]:
+        """Return the peak memory in flight of a step from the actions of its first micro-batches."""
         peaks = [peak_in_flight(actions, memory_of_stages) for actions in actions_by_rank]
         if num_simulated == self.num_microbatches:
             return peaks
@@ -558,8 +625,19 @@ class RunPlan:
         return peaks
 
 
-def _no_delay(source: int, target: int) -> float:
-    return 0.0
+@functools.lru_cache(maxsize=64)
+def _params_by_view(model: ModelConfig, vocab_size: int, padded_vocab: int) -> Counter[str]:
+    counts = Counter[str]()
+    for spec in model_specs(model, vocab_size, padded_vocab_size=padded_vocab).values():
+        counts[spec.mesh_view] += math.prod(spec.stored_shape)
+    return counts
+
+
+@functools.lru_cache(maxsize=1024)  # the thousands of plans of a search have few distinct meshes
+def _planned_mesh(world: int, pp_rank: int, sizes: tuple[tuple[str, Any], ...]) -> Mesh:
+    mesh_sizes = MeshSizes(**dict(sizes))
+    first_rank = rank_order(world, mesh_sizes).ranks(pp_rank, 0)
+    return abstract_mesh(world, first_rank, **mesh_sizes)
 
 
 def make_run_plan(config: Config, world: int, vocab_size: int) -> RunPlan:

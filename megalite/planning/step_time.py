@@ -21,7 +21,7 @@ import numpy as np
 from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
 from megalite.parallel.spec import MESH_VIEWS, SHARD_AXES
 from megalite.pipeline.schedule import ActionCosts, Op
-from megalite.pipeline.simulate import Simulation
+from megalite.pipeline.simulate import Durations, Simulation
 from megalite.planning.cluster import Cluster, DeviceProfile, default_profile
 from megalite.planning.comm_time import CommGroup, CommTimes
 from megalite.planning.layer_kinds import flops_per_token
@@ -131,20 +131,16 @@ class _StepModel(TimeModel):
         costs: list[ActionCosts] = [tuple(times[TOTAL].tolist()) for times in self.stage_times]
         # deferred weight gradients may take long to settle
         num_groups = SIMULATED_GROUPS if plan.split_backward is None else plan.reported_groups
-        without_comm, simulation = plan.simulate_step(costs, plan.split_backward, num_groups)
-        with_p2p = without_comm
-        delay = None
-        if plan.pp > 1:
-            delay = self.message_s
-            with_p2p, simulation = plan.simulate_step(costs, plan.split_backward, num_groups, delay=delay)
-        with_gathers = with_p2p
+        delay = self.message_s if plan.pp > 1 else None
         costs_with_sync = [self._with_exposed_sync(stage, cost) for stage, cost in enumerate(costs)]
         ready_times = self.gather_ready_times()
+        durations = [Durations(costs), Durations(costs, delay)]
         if ready_times or costs_with_sync != costs:
-            step_time, simulation = plan.simulate_step(
-                costs_with_sync, plan.split_backward, num_groups, delay=delay, earliest_start=ready_times
-            )
-            with_gathers = max(with_p2p, step_time)
+            durations.append(Durations(costs_with_sync, delay, ready_times))
+        simulated = plan.simulate_step(durations, plan.split_backward, num_groups)
+        without_comm, with_p2p, with_gathers = (seconds for seconds, _ in (*simulated, simulated[-1])[:3])
+        with_gathers = max(with_p2p, with_gathers)
+        _, simulation = simulated[-1]
         norm_s, update_s = self.update_s()
         exposed = with_gathers - with_p2p + self.exposed_reduce_s(simulation) + self.exposed_gathers_s
         hidden = max(0.0, self.total_dp_comm_s - exposed)

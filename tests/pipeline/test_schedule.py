@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import nightly_except
 
@@ -18,10 +18,11 @@ from megalite.pipeline.schedule import (
     StagePlacement,
     add_send_recv,
     build_schedule,
+    build_split_schedule,
     compute_actions,
     peak_in_flight,
 )
-from megalite.pipeline.simulate import simulate
+from megalite.pipeline.simulate import Durations, simulate, simulate_all
 from megalite.planning.partition import balanced_split, candidate_splits, choose_split, even_split, layer_ranges
 from tools.plots.pipeline import schedule_text as draw
 
@@ -170,6 +171,85 @@ def test_schedule_for_any_costs_runs_with_its_planned_time(data: st.DataObject) 
     result = simulate(rows, costs)
     assert sum(s.end - s.start for s in result.spans) == work
     assert result.bubble == pytest.approx(1 - work / (pp * result.end))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int, tuple[tuple[int, int, int], ...]]:
+    """Draw a schedule, pp, the number of micro-batches, vpp, and the costs of every stage."""
+    name = draw(st.sampled_from(["1f1b", "gpipe", "breadth-first"]))
+    pp, vpp, m = (draw(st.integers(1, maximum)) for maximum in (5, 3, 9))
+    vpp = vpp if pp > 1 else 1
+    cost = st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+    return name, pp, m, vpp, tuple(draw(st.lists(cost, min_size=pp * vpp, max_size=pp * vpp)))
+
+
+def end_times(rows: Sequence[Sequence[Action]], durations: Durations) -> dict[Action, float]:
+    """Return the end of every compute action, directly from the definition of each wait."""
+    delay, costs, earliest_start = durations.delay, durations.costs, durations.earliest_start
+    assert delay is not None and costs is not None and earliest_start is not None
+    last = max(action.stage for row in rows for action in row)
+    split = any(action.op is Op.W for row in rows for action in row)
+    waits: dict[Action, list[Action]] = {}
+    duration: dict[Action, float] = {}
+    for rank, row in enumerate(rows):
+        previous: dict[str, Action] = {}  # the last action of this rank that computes, and that sends in each direction
+        for action in row:
+            op, stage, microbatch = action
+            if op in PAIR:
+                waits[action] = [previous[key] for key in ("compute", op) if key in previous]
+                duration[action] = delay(rank, (stage + (1 if op is Op.SEND_F else -1)) % len(rows))
+                previous[op] = action
+            elif op not in PAIR.values():
+                waits[action] = [previous["compute"]] if "compute" in previous else []
+                if op is Op.F and stage > 0:
+                    waits[action].append(Action(Op.SEND_F if len(rows) > 1 else Op.F, stage - 1, microbatch))
+                if op is Op.B and stage < last:
+                    waits[action].append(Action(Op.SEND_B if len(rows) > 1 else Op.B, stage + 1, microbatch))
+                f, b, w = costs[stage]
+                duration[action] = {Op.F: f, Op.B: b if split else b + w, Op.W: w}[op]
+                previous["compute"] = action
+    ends: dict[Action, float] = {}
+    while len(ends) < len(waits):
+        for action in waits.keys() - ends.keys():
+            if all(other in ends for other in waits[action]):
+                earliest = 0.0 if action.op in PAIR else earliest_start.get(action.stage, 0.0)
+                ends[action] = max(0.0, earliest, *(ends[other] for other in waits[action])) + duration[action]
+    return {action: end for action, end in ends.items() if action.op not in PAIR}
+
+
+@settings(max_examples=40)
+@given(pipelines(), st.booleans(), st.data())
+def test_simulation_equals_the_definition_of_each_wait(
+    pipeline: tuple[str, int, int, int, tuple[tuple[int, int, int], ...]], split: bool, data: st.DataObject
+) -> None:
+    """Several durations are simulated together. All times are equal exactly, because plans compare them."""
+    name, pp, m, vpp, costs = pipeline
+    rows = build_schedule(name, pp, m, vpp, None, SplitBackward(costs) if split else None)
+    times = st.floats(0, 5)
+    delays = [data.draw(times) for _ in range(pp)]
+    durations = [
+        Durations(costs, lambda source, target: 0.0, {}),
+        Durations(costs, lambda source, target: delays[source] + target, {0: data.draw(times), 1: data.draw(times)}),
+        Durations([(f / 3, b / 7, w / 3) for f, b, w in costs], lambda source, target: delays[target], {}),
+    ]
+    for simulation, duration in zip(simulate_all(rows, durations), durations, strict=True):
+        assert {span.action: span.end for span in simulation.spans} == end_times(rows, duration)
+        assert simulation.end == max(span.end for span in simulation.spans)
+        for rank in range(pp):
+            spans = [span for span in simulation.spans if span.rank == rank]
+            assert [span.action for span in spans] == [a for a in rows[rank] if a.op in ("F", "B", "W")]
+
+
+@given(pipelines(), st.none() | st.integers(1, 20))
+def test_split_schedule_without_messages_is_the_schedule(
+    pipeline: tuple[str, int, int, int, tuple[tuple[int, int, int], ...]], limit: int | None
+) -> None:
+    name, pp, m, vpp, costs = pipeline
+    split = SplitBackward(costs, memory_limit=limit)
+    rows, end = build_split_schedule(name, pp, m, vpp, None, split)
+    full = build_schedule(name, pp, m, vpp, None, split)
+    assert rows == [[action for action in row if action.op in ("F", "B", "W")] for row in full]
+    assert end == simulate(full, costs).end
 
 
 COMPARED = [(2, 2), (2, 4), (3, 3), (4, 2), (4, 4)]  # these run with each commit

@@ -7,7 +7,7 @@ import pytest
 from train_cases import config_from
 
 from megalite.pipeline.schedule import build_schedule
-from megalite.pipeline.simulate import simulate
+from megalite.pipeline.simulate import Durations, simulate
 from megalite.planning.cluster import Cluster, DeviceProfile, Link, default_profile, make_cluster
 from megalite.planning.layer_cost import CommStart
 from megalite.planning.layer_kinds import flops_per_token, layer_kinds
@@ -102,9 +102,9 @@ def test_messages_of_one_direction_are_serialized() -> None:
 def test_long_step_is_extrapolated(flags: str) -> None:
     plan = make_plan(f"{flags} --global-batch-size 64", 4)
     costs = [(1.0, 1.1, 0.9)] * plan.placement.num_stages
-    delay = lambda source, target: 0.2  # noqa: E731
-    extrapolated, simulated = plan.simulate_step(costs, plan.split_backward, num_groups=SIMULATED_GROUPS, delay=delay)
-    expected, all_groups = plan.simulate_step(costs, plan.split_backward, num_groups=64, delay=delay)
+    durations = [Durations(costs, delay=lambda source, target: 0.2)]
+    ((extrapolated, simulated),) = plan.simulate_step(durations, plan.split_backward, num_groups=SIMULATED_GROUPS)
+    ((expected, all_groups),) = plan.simulate_step(durations, plan.split_backward, num_groups=64)
     assert len(simulated.spans) < len(all_groups.spans)
     assert extrapolated == pytest.approx(expected, rel=0.01)
 

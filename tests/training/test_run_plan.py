@@ -24,7 +24,7 @@ from megalite.common.exit_codes import ExitCode
 from megalite.config.validation import find_problems
 from megalite.launch.rank_info import RankInfo
 from megalite.pipeline.schedule import build_schedule, peak_in_flight
-from megalite.pipeline.simulate import simulate
+from megalite.pipeline.simulate import simulate, simulate_all
 from megalite.planning import layer_kinds as kinds
 from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.planning.layer_kinds import layer_kinds, layers_cost
@@ -36,7 +36,7 @@ ONCE: dict[CodeType, str] = {
     make_run_plan.__code__: "plan",
     RunPlan.__init__.__code__: "RunPlan",
     RunPlan._model_state.__code__: "stages on the meta device",
-    simulate.__code__: "simulate",
+    simulate_all.__code__: "simulate",
 }
 
 

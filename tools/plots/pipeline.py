@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from megalite.pipeline.schedule import Action, Op, SplitBackward, build_schedule, peak_in_flight
-from megalite.pipeline.simulate import COMPUTE_OPS, Simulation, simulate
+from megalite.pipeline.schedule import COMPUTE_OPS, Action, Op, SplitBackward, build_schedule, peak_in_flight
+from megalite.pipeline.simulate import Simulation, simulate
 from tools.plots.style import WIDE, Picture, color, figure, horizontal_bars, legend
 
 Bar = tuple[int, Action, float, float]  # pipeline rank, F, B or W, start, end
