@@ -77,11 +77,11 @@ def host_bytes(plan: RunPlan) -> list[int]:
 
 def peak_bytes(actions: tuple[Action, ...], plan: RunPlan, rank: int) -> int:
     """Return the peak bytes of activations, messages, temporary tensors and unsharded units during a rank's actions."""
-    actions = add_sharding_actions(actions, plan.sharding_policy)
     reduced = set()  # (stage, micro-batch) after which gradients are reduced
     if plan.sharding_policy.reduce_every_pass:
+        actions = add_sharding_actions(actions, plan.sharding_policy)
         reduced = {(action.stage, action.microbatch) for action in actions if action.op is Op.REDUCE_GRAD}
-    simulator = _MemorySimulator(plan, rank)
+    simulator = _RankSimulator(plan, rank)
     for action in actions:
         simulator.apply(action, reduces=(action.stage, action.microbatch) in reduced)
     muon = plan.model_states[rank].muon
@@ -110,6 +110,16 @@ class UnshardedUnits:
         self.weights: set[str] = set()
         self.gradients: set[tuple[str, str]] = set()  # (unit, mesh view)
         self.reducing: tuple[str, str] | None = None
+
+    @property
+    def state(self) -> "UnshardedState":
+        """What is unsharded."""
+        return frozenset(self.weights), frozenset(self.gradients), self.reducing
+
+    @state.setter
+    def state(self, state: "UnshardedState") -> None:
+        weights, gradients, self.reducing = state
+        self.weights, self.gradients = set(weights), set(gradients)
 
     @property
     def bytes(self) -> int:
@@ -158,6 +168,29 @@ class UnshardedUnits:
             self.reducing = None
 
 
+# names of units whose weights are unsharded, (unit, mesh view) of gradients, and the one that is being reduced
+UnshardedState = tuple[frozenset[str], frozenset[tuple[str, str]], tuple[str, str] | None]
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """What an action does to the memory of its rank. It is the same whenever the same is unsharded before the action.
+
+    Attributes:
+        peak: Bytes at the peak during the action, beyond those that are saved and of messages before it.
+        saved_bytes: Bytes that it saves; negative if it frees some.
+        num_messages: Messages that it allocates; negative if it frees some.
+        unsharded: What is unsharded after it.
+        unsharded_bytes: The bytes of it.
+    """
+
+    peak: int
+    saved_bytes: int
+    num_messages: int
+    unsharded: UnshardedState
+    unsharded_bytes: int
+
+
 @dataclass(frozen=True)
 class _Part:
     """A part of a stage: the embedding, a layer or layers that are recomputed together, or the head."""
@@ -178,7 +211,7 @@ class _Part:
         return not self.is_embedding and not self.is_head
 
 
-class _MemorySimulator:
+class _RankSimulator:
     """The memory of a rank in addition to its model state, while its actions run.
 
     Attributes:
@@ -186,6 +219,53 @@ class _MemorySimulator:
         saved_bytes: Bytes that forwards have saved for backward, and split backwards for their weight gradients.
         num_messages: The number of messages in memory, which have the size of x_sBD each.
         num_sends: The number of messages among these that are being sent.
+        unsharded: What is unsharded.
+        unsharded_bytes: The bytes of it.
+    """
+
+    def __init__(self, plan: RunPlan, rank: int):
+        self.p2p_bytes = plan.p2p_bytes
+        self.action_simulator = _ActionSimulator(plan, rank)
+        self.effects: dict[tuple[Op, int, bool, UnshardedState], _Effect] = {}  # by what they depend on
+        self.peak = 0
+        self.saved_bytes = 0
+        self.num_messages = 0
+        self.num_sends = 0
+        self.unsharded: UnshardedState = (frozenset(), frozenset(), None)
+        self.unsharded_bytes = 0
+
+    def apply(self, action: Action, reduces: bool) -> None:
+        """Run an action. `reduces`: the gradients that it completes are reduced."""
+        op, stage, _ = action
+        if op in (Op.RECV_F, Op.RECV_B):
+            self.num_messages += 1
+        elif op in (Op.SEND_F, Op.SEND_B):
+            if self.num_sends == MAX_SENDS_IN_FLIGHT:
+                self.num_messages -= 1  # waits for the oldest one
+            else:
+                self.num_sends += 1
+        else:
+            # the actions of a step are many, but have few effects
+            key = op, stage, reduces, self.unsharded
+            if key not in self.effects:
+                self.effects[key] = self.action_simulator.run(*key)
+            effect = self.effects[key]
+            self.peak = max(self.peak, self._saved_and_messages + effect.peak)
+            self.saved_bytes += effect.saved_bytes
+            self.num_messages += effect.num_messages
+            self.unsharded, self.unsharded_bytes = effect.unsharded, effect.unsharded_bytes
+        self.peak = max(self.peak, self._saved_and_messages + self.unsharded_bytes)
+
+    @property
+    def _saved_and_messages(self) -> int:
+        return self.saved_bytes + self.num_messages * self.p2p_bytes
+
+
+class _ActionSimulator:
+    """The memory of a rank during a single action that is not a message.
+
+    Attributes:
+        peak, saved_bytes, num_messages: As in _Effect, so far.
     """
 
     def __init__(self, plan: RunPlan, rank: int):
@@ -197,14 +277,21 @@ class _MemorySimulator:
         self.peak = 0
         self.saved_bytes = 0
         self.num_messages = 0
-        self.num_sends = 0
 
-    def apply(self, action: Action, reduces: bool) -> None:
-        """Run an action. `reduces`: the gradients that it completes are reduced."""
-        stage = action.stage
+    def run(self, op: Op, stage: int, reduces: bool, unsharded: UnshardedState) -> _Effect:
+        """Return the effect of an action.
+
+        Args:
+            op: Its operation.
+            stage: Its stage.
+            reduces: The gradients that it completes are reduced.
+            unsharded: What is unsharded before it.
+        """
+        self.peak = self.saved_bytes = self.num_messages = 0
+        self.unsharded.state = unsharded
         if stage not in self.parts:
             self.parts[stage] = self._parts_of(stage)
-        match action.op:
+        match op:
             case Op.F:
                 self._forward(stage)
             case Op.B:
@@ -215,14 +302,7 @@ class _MemorySimulator:
                 self.unsharded.weights.update(self._layer_units(stage))
             case Op.RESHARD:
                 self.unsharded.weights.difference_update([*self._layer_units(stage), "embedding", "head"])
-            case Op.RECV_F | Op.RECV_B:
-                self.num_messages += 1
-            case Op.SEND_F | Op.SEND_B:
-                if self.num_sends == MAX_SENDS_IN_FLIGHT:
-                    self.num_messages -= 1  # waits for the oldest one
-                else:
-                    self.num_sends += 1
-        self._update_peak(0)
+        return _Effect(self.peak, self.saved_bytes, self.num_messages, self.unsharded.state, self.unsharded.bytes)
 
     def _parts_of(self, stage: int) -> list[_Part]:
         costs, model = self.plan.stage_costs, self.plan.config.model
