@@ -298,9 +298,12 @@ SAVED_BYTES = 3
 WGRAD_BYTES = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageCosts:
     """The costs of stages on one rank, for any split of the layers (the number of layers of every stage).
+
+    Costs are equal only to themselves, so that results can be shared by their costs; `cached_stage_costs` returns the
+    same object for equal arguments.
 
     Attributes:
         model: The model.
@@ -325,6 +328,11 @@ class StageCosts:
     @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         return layer_kinds(self.model)
+
+    @cached_property
+    def distinct_kinds(self) -> tuple[LayerKind, ...]:
+        """Each kind once, in the order of the layers."""
+        return tuple({id(kind): kind for kind in self.kinds}.values())  # comparing kinds would compare their models
 
     @cached_property
     def without_offload(self) -> "StageCosts":
@@ -382,7 +390,7 @@ class StageCosts:
 
     def per_layer(self, value_of: Callable[[LayerKind], T]) -> list[T]:
         """Return value_of(kind) of every layer, computed once for each kind."""
-        values = {id(kind): value_of(kind) for kind in {id(kind): kind for kind in self.kinds}.values()}
+        values = {id(kind): value_of(kind) for kind in self.distinct_kinds}
         return [values[id(kind)] for kind in self.kinds]
 
     @cached_property
@@ -451,9 +459,9 @@ class StageCosts:
     @cached_property
     def min_peaks(self) -> tuple[int, int]:
         """The smallest peak of a layer's backward, and the smallest peak of its last section (LayerCost.peaks)."""
-        costs = [layers_cost((kind,), self.setting) for kind in set(self.kinds)]
+        costs = [layers_cost((kind,), self.setting) for kind in self.distinct_kinds]
         if self.recompute.granularity == "full":
-            costs += [layers_cost((kind,), self.setting, full_recompute=True) for kind in set(self.kinds)]
+            costs += [layers_cost((kind,), self.setting, full_recompute=True) for kind in self.distinct_kinds]
         min_peak = min(cost.peak_bytes["B"] for cost in costs)
         min_last_peak = min(list(cost.peaks["B"].values())[-1] for cost in costs)
         return min_peak, min_last_peak

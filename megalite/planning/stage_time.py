@@ -18,7 +18,7 @@ measured times instead.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -40,6 +40,7 @@ SCORE_BYTES = (13, 21)  # moved in forward and backward per stored 16-bit score,
 # (with ep) and for cp. Columns are the phases.
 TOTAL, TP_WAIT, CP_WAIT = range(3)
 F, B, W = range(3)
+LAYER_AXES = ("tp", "cp", "ep", "etp", "ep_etp")  # the axes of collectives of layers, embedding and head
 
 
 def calibration_key(plan: RunPlan, kind: LayerKind | None = None) -> str:
@@ -81,6 +82,11 @@ class TimeModel:
 
     def group(self, ranks: Sequence[int]) -> CommGroup:
         return CommGroup.from_ranks(ranks, self.cluster.devices_per_node)
+
+    @cached_property
+    def layer_groups(self) -> Mapping[str, CommGroup]:
+        """The groups of LAYER_AXES."""
+        return {axis: self.group(self.mesh.axis(axis).ranks) for axis in LAYER_AXES}
 
     def memory_s(self, num_bytes: float) -> float:
         """Return the time of reading or writing `num_bytes`."""
@@ -150,7 +156,7 @@ class TimeModel:
                     if not (is_head and event.name.startswith("cross_entropy")):
                         now += self.memory_s(event.num_bytes) + self.profile.kernel_s
                 case CommStart():
-                    group = self.group(self.mesh.axis(event.axis).ranks)
+                    group = self.layer_groups[event.axis]
                     if event.op == "all-to-all":
                         duration = self.comm_times.all_to_all(event.num_bytes, group)
                     else:
@@ -216,7 +222,7 @@ class TimeModel:
 
     def _calibrated_once(self, block: str) -> np.ndarray | None:
         """Return the calibrated time of a part that is the same for all kinds of layers."""
-        return self._calibrated(block, list(set(self.plan.stage_costs.kinds)))
+        return self._calibrated(block, self.plan.stage_costs.distinct_kinds)
 
     @cached_property
     def embedding(self) -> np.ndarray:

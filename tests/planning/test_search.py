@@ -4,14 +4,19 @@ Token budgets and tables of sizes, which are printed with it, are tested here to
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from train_cases import config_from
 
 from megalite.config.validation import find_problems
+from megalite.planning import run_plan as run_plan_module
 from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.planning.cluster import Link, default_profile
 from megalite.planning.layer_kinds import flops_per_token
@@ -89,6 +94,53 @@ def test_search_finds_the_fastest_layout() -> None:
             assert plan.time.seconds >= result.plans[0].time.seconds, layout
             assert result.order(plan) >= result.order(result.simplest), layout
     assert len(result.choices()) >= 3
+
+
+@settings(max_examples=6)
+@given(
+    st.integers(1, 7),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([512, 2048]),
+    st.sampled_from(["", "--num-experts 4 --moe-router-topk 2", "--split-backward"]),
+)
+def test_bounded_search_equals_exhaustive_search(layers: int, devices: int, hidden: int, more: str) -> None:
+    flags = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 8 --seq-length 256 --vocab-size 64000 "
+        f"--hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --micro-batch-size 1 --zero-stage 1 {more}"
+    )
+    plan_request = request(flags, devices)
+    result = search(plan_request, max_simulated=1000)
+    plans = [evaluate(layout, plan_request, None, result.limit) for layout in buildable_layouts(plan_request)]
+    everything = SearchResult(result.limit, [plan for plan in plans if isinstance(plan, PlannedLayout)])
+    everything.plans.sort(key=lambda plan: (plan.time.seconds, plan.peak))
+    assert result.plans[0].time == everything.plans[0].time
+    assert result.order(result.pick(result.plans)) == everything.order(everything.pick(everything.plans))
+
+
+def test_search_shares_what_candidates_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh of the same sizes is built once, and the layers of the same costs are timed once.
+
+    Each simulated plan finds the waits of its schedule at most twice: to balance its stages, and for its own time.
+    """
+    calls = Counter[str]()
+
+    def count(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **more: [calls.update([name]), function(*args, **more)][1])
+
+    run_plan_module._planned_mesh.cache_clear()
+    for owner, name in (
+        (run_plan_module, "abstract_mesh"),
+        (run_plan_module, "simulate_all"),
+        (TimeModel, "layer_time"),
+    ):
+        count(owner, name)
+    plan_request = request(SMALL, 8)
+    result = search(plan_request)
+    meshes = {(layout.tp, layout.pp) for layout in candidate_grid(plan_request)}
+    assert result.num_candidates > 400 and calls["abstract_mesh"] <= 3 * len(meshes)
+    assert calls["simulate_all"] <= 2 * result.num_simulated
+    assert calls["layer_time"] <= 4 * 4 * 3 * 2 + result.num_simulated  # tp, micro-batch size, recompute, split
 
 
 @pytest.mark.parametrize(

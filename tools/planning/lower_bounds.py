@@ -30,6 +30,7 @@ from megalite.pipeline.schedule import (
 from megalite.planning.layer_cost import CostRecorder
 from megalite.planning.layer_kinds import LayerKind, StageCosts
 from megalite.planning.model_state import ModuleStateBytes
+from megalite.planning.partition import candidate_splits
 from megalite.planning.run_plan import RunPlan
 from megalite.planning.stage_time import TOTAL, TimeModel
 from megalite.planning.step_time import sync_counts
@@ -42,12 +43,12 @@ def all_splits(plan: RunPlan) -> np.ndarray:
     fixed_split = plan.fixed_split
     if len(fixed_split):
         return np.array([fixed_split])
-    return _as_array(tuple(plan.candidate_splits))
+    return _splits_array(plan.stage_costs, plan.placement.num_stages)
 
 
-@functools.lru_cache(maxsize=256)
-def _as_array(splits: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    return np.array(splits)
+@functools.lru_cache(maxsize=4096)
+def _splits_array(costs: StageCosts, num_stages: int) -> np.ndarray:
+    return np.array(candidate_splits(num_stages, costs.flops))
 
 
 def min_step_time(plan: RunPlan, times: TimeModel) -> float:

@@ -24,6 +24,8 @@ from megalite.config.options import Config, replace_options
 from megalite.config.pipeline_layout import explicit_stage_layers
 from megalite.config.problems import divisors
 from megalite.planning.cluster import DeviceProfile, default_profile
+from megalite.planning.comm_time import CommGroup
+from megalite.planning.layer_kinds import StageCosts
 from megalite.planning.memory import RankMemory, rank_memory
 from megalite.planning.model_state import ModuleStateBytes
 from megalite.planning.run_plan import RunPlan
@@ -414,6 +416,7 @@ class _Search:
         self.layers = request.config.model.num_layers
         # by tp, dp x cp, ep and ZeRO stage
         self._module_states: dict[tuple[int, int, int, int], ModuleStateBytes] = {}
+        self._layer_times: dict[tuple[StageCosts, *tuple[CommGroup, ...]], TimeModel] = {}
 
     def run(self, min_rows: int) -> SearchResult:
         bounds, result = self._candidate_bounds(), self.result
@@ -539,7 +542,7 @@ class _Search:
                 if memory > result.limit and not request.is_single_layout:
                     result.add_too_large(memory, candidate)
                     continue
-                seconds = min_step_time(plan, TimeModel(plan, request.cluster, self.rates))
+                seconds = min_step_time(plan, self._times_of_layers(plan))
                 bounds.append(LowerBound(seconds, memory, candidate))
         return sorted(bounds, key=lambda bound: bound.seconds)
 
@@ -548,6 +551,11 @@ class _Search:
         if key not in self._module_states:
             self._module_states[key] = plan.module_state_bytes
         return self._module_states[key]
+
+    def _times_of_layers(self, plan: RunPlan) -> TimeModel:
+        """Return the times of a plan, or of another plan whose layers and ends take the same time as its own."""
+        times = TimeModel(plan, self.request.cluster, self.rates)
+        return self._layer_times.setdefault((plan.stage_costs, *times.layer_groups.values()), times)
 
     def _higher_zero_bounds(self) -> list[LowerBound]:
         """Return bounds at ZeRO stages 2 and 3 of layouts that are too large at stage 1, if they may be the fastest.
@@ -598,6 +606,6 @@ class _Search:
             memory = min_memory(plan, self._module_state(plan, candidate))
             if memory > self.result.limit:
                 continue
-            seconds = max(dp_times[key], min_step_time(plan, times))
+            seconds = max(dp_times[key], min_step_time(plan, self._times_of_layers(plan)))
             return LowerBound(seconds, memory, candidate) if seconds < fastest_s else None
         return None
