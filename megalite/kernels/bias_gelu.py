@@ -60,7 +60,7 @@ def _log2_tail(z):
 
 
 @kernel
-def _gelu(x, TANH: tl.constexpr):
+def gelu_tile(x, TANH: tl.constexpr):
     """Return gelu(x) and its derivative.
 
     Instructions may limit the speed: exp takes 5, 1 / x takes 8, exp2 and rsqrt take 1 each.
@@ -94,7 +94,7 @@ def _forward(
     x = tl.load(u_ptr + offs_m * stride_um + offs_n, mask=mask, other=0.0).to(compute_dtype)
     if HAS_BIAS:
         x += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(compute_dtype)
-    a, _ = _gelu(x, TANH)
+    a, _ = gelu_tile(x, TANH)
     tl.store(a_ptr + offs_m * N + offs_n, a.to(a_ptr.dtype.element_ty), mask=mask)
 
 
@@ -114,7 +114,7 @@ def _backward(
         x = tl.load(u_ptr + offs_m * stride_um + offs_n, mask=mask, other=0.0).to(compute_dtype)
         if HAS_BIAS:
             x += b
-        a, slope = _gelu(x, TANH)
+        a, slope = gelu_tile(x, TANH)
         dx = tl.load(da_ptr + offs_m * stride_dam + offs_n, mask=mask, other=0.0).to(compute_dtype) * slope
         tl.store(a_ptr + offs_m * N + offs_n, a.to(a_ptr.dtype.element_ty), mask=mask)
         tl.store(du_ptr + offs_m * N + offs_n, dx.to(du_ptr.dtype.element_ty), mask=mask)

@@ -46,7 +46,7 @@ MAX_TILE_COLUMNS = 32768  # columns of a row that one program can hold in regist
 META_NUM_SMS = 132  # multiprocessors of the GPU that the meta device stands for (an H100)
 
 # modules that have Triton kernels; the plan summary prints them
-TRITON_KERNELS = ("norms", "rope", "swiglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
+TRITON_KERNELS = ("norms", "rope", "swiglu", "geglu", "bias_gelu", "dropout", "cross_entropy", "adamw", "grad_norm")
 TRITON_KERNELS += ("flash_attention", "grouped_matmul", "gated_matmul", "permute")
 
 

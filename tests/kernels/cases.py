@@ -22,6 +22,7 @@ from megalite.kernels import gated_matmul as gated
 from megalite.kernels import grouped_matmul as grouped
 from megalite.kernels import permute
 from megalite.kernels.activation import Activation, get_activation
+from megalite.kernels.activations.geglu import geglu_backward_reference, geglu_forward_reference
 from megalite.kernels.activations.swiglu import swiglu_backward_reference, swiglu_forward_reference
 from megalite.kernels.attention import Documents, attention, attention_reference
 from megalite.kernels.bias_gelu import bias_gelu_backward_reference, bias_gelu_forward_reference
@@ -441,6 +442,11 @@ OPS: dict[str, Op] = {
     "clamped_swiglu": Op(
         scaled_inputs(activation_run("clamped_swiglu")),
         scaled_inputs(activation_fn(*(functools.partial(fn, clamped=True) for fn in SWIGLU))),
+        tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
+    ),
+    "geglu": Op(
+        activation_run("geglu"),
+        activation_fn(geglu_forward_reference, geglu_backward_reference),
         tuple(normals((*s[:-1], 2 * s[-1]), s) for s in FEEDS),
     ),
     "gelu": Op(activation_run("gelu"), gelu_twin(True), tuple(normals(s, s) for s in FEEDS)),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.config.rope_spec import RopeSpec
 from megalite.kernels import bias_gelu
-from megalite.kernels.activations import clamped_swiglu, swiglu
+from megalite.kernels.activations import clamped_swiglu, geglu, swiglu
 from megalite.kernels.adamw import adamw_
 from megalite.kernels.blocked_attention import AttentionDropout
 from megalite.kernels.cross_entropy import stats_and_grad_
@@ -72,6 +72,11 @@ def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
             swiglu.forward(u, clamped=clamped)
             swiglu.backward(u, da, clamped=clamped)
 
+    def gelu_gated() -> None:
+        u, da = zeros(dtype, (ROWS, 2 * width), (ROWS, width))
+        geglu.forward(u)
+        geglu.backward(u, da)
+
     def gelu() -> None:
         u, da, b = zeros(dtype, (ROWS, width), (ROWS, width), (width,))
         for tanh, bias in itertools.product((True, False), ((), (b,))):
@@ -85,6 +90,7 @@ def activations(width: int, dtype: torch.dtype) -> Iterator[Work]:
         backward(dropout(x, 0.1, 7, ids, 0, a))
 
     yield Work("swiglu", dtype, width, gated)
+    yield Work("geglu", dtype, width, gelu_gated)
     yield Work("bias_gelu", dtype, width, gelu)
     yield Work("dropout", dtype, width, dropout_run)
 

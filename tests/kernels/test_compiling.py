@@ -124,7 +124,9 @@ def work_on_gpus() -> list[Any]:
 
     def param(row: tuple[Work, int]) -> Any:
         file = "norms" if row[0].op.endswith("norm") else row[0].op
-        file = {"attention": "flash_attention", "swiglu": "activations/swiglu"}.get(file, file)
+        file = {"attention": "flash_attention", "swiglu": "activations/swiglu", "geglu": "activations/geglu"}.get(
+            file, file
+        )
         mark = pytest.mark.nightly(guards=(f"{directory}/{file}.py",))
         return pytest.param(*row, id=f"{row[0].name}-{row[1]}", marks=() if row in often else mark)
 

@@ -76,6 +76,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[list[t
         lambda u, w: plain_clamped_swiglu(8 * u) @ w.T,
         [[(3, 2, 10), (4, 5)]],
     ),
+    "geglu linear": (
+        act_linear("geglu"),
+        lambda u, w: (F.gelu(u.chunk(2, -1)[0], approximate="tanh") * u.chunk(2, -1)[1]) @ w.T,
+        [[(3, 2, 10), (4, 5)]],
+    ),
     "gelu linear": (act_linear("gelu"), lambda u, w: F.gelu(u, approximate="tanh") @ w.T, [[(3, 2, 5), (4, 5)]]),
     "gelu_erf linear": (
         act_linear("gelu_erf"),

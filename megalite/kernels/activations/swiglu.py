@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.activation import Activation
-from megalite.kernels.dispatch import TileConfig, as_2d, ceil_div, fit_tile, kernel, use_triton
+from megalite.kernels.dispatch import Kernel, TileConfig, as_2d, ceil_div, fit_tile, kernel, use_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -120,14 +120,7 @@ def forward(u: Tensor, tile: TileConfig = FORWARD_TILE, *, clamped: bool = False
     """Return a [..., F] for u [..., 2F] = [gate | up]."""
     if not use_triton(u):
         return swiglu_forward_reference(u, clamped)
-    u_N2F = as_2d(u)
-    rows, columns = u_N2F.shape[0], u.shape[-1] // 2
-    tile = fit_tile(tile, columns)
-    a = torch.empty((*u.shape[:-1], columns), dtype=u.dtype, device=u.device)
-    grid = (ceil_div(rows, tile.block_m), ceil_div(columns, tile.block_n))
-    launch_args = (rows, columns, u_N2F.stride(0), *(CLAMPED if clamped else PLAIN), tile.block_m, tile.block_n)
-    _forward[grid](u_N2F, a, *launch_args, num_warps=tile.num_warps)
-    return a
+    return launch_forward(_forward, u, tile, *(CLAMPED if clamped else PLAIN))
 
 
 def backward(
@@ -136,15 +129,33 @@ def backward(
     """Return a [..., F], recomputed, and the gradient du [..., 2F]."""
     if not use_triton(u):
         return swiglu_backward_reference(u, da, clamped)
+    return launch_backward(_backward, u, da, tile, *(CLAMPED if clamped else PLAIN))
+
+
+def launch_forward(forward_kernel: Kernel, u: Tensor, tile: TileConfig, *constants: float) -> Tensor:
+    """Return a [..., F] of a gated activation for u [..., 2F], by its kernel with these constants."""
+    u_N2F = as_2d(u)
+    rows, columns = u_N2F.shape[0], u.shape[-1] // 2
+    tile = fit_tile(tile, columns)
+    a = torch.empty((*u.shape[:-1], columns), dtype=u.dtype, device=u.device)
+    grid = (ceil_div(rows, tile.block_m), ceil_div(columns, tile.block_n))
+    launch_args = (rows, columns, u_N2F.stride(0), *constants, tile.block_m, tile.block_n)
+    forward_kernel[grid](u_N2F, a, *launch_args, num_warps=tile.num_warps)
+    return a
+
+
+def launch_backward(
+    backward_kernel: Kernel, u: Tensor, da: Tensor, tile: TileConfig, *constants: float
+) -> tuple[Tensor, Tensor]:
+    """Return a [..., F] of a gated activation and du [..., 2F], by its kernel with these constants."""
     u_N2F, da_NF = as_2d(u), as_2d(da)
     rows, columns = da_NF.shape
     tile = fit_tile(tile, columns)
     a = torch.empty(da.shape, dtype=u.dtype, device=u.device)
     du = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     grid = (ceil_div(rows, tile.block_m), ceil_div(columns, tile.block_n))
-    strides = (u_N2F.stride(0), da_NF.stride(0))
-    launch_args = (rows, columns, *strides, *(CLAMPED if clamped else PLAIN), tile.block_m, tile.block_n)
-    _backward[grid](u_N2F, da_NF, a, du, *launch_args, num_warps=tile.num_warps)
+    launch_args = (rows, columns, u_N2F.stride(0), da_NF.stride(0), *constants, tile.block_m, tile.block_n)
+    backward_kernel[grid](u_N2F, da_NF, a, du, *launch_args, num_warps=tile.num_warps)
     return a, du
 
 
