@@ -253,12 +253,19 @@ def write_args(
         raise CheckpointError("transformer_impl=local: a HybridModel has layers of Transformer Engine; drop it")
     if not is_hybrid and any(layer.mixer is None or layer.mlp is None for layer in model.layers):
         raise CheckpointError(f"{shown} is not attention and MLP in turn; write a HybridModel")
-    for option in ("parallel_residual", "qk_layernorm_over_heads"):
+    for option in ("parallel_residual", "qk_layernorm_over_heads", "sandwich_norm"):
         if getattr(model, option):
             raise CheckpointError(f"{option}=True is not in Megatron-LM; export to Hugging Face instead")
-    for option in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if (value := getattr(model, option)) is not None:
-            raise CheckpointError(f"{option}={value:g} is not in Megatron-LM; keep megalite's own checkpoint")
+    without_argument = {
+        "embedding_multiplier": 1.0,
+        "softmax_scale": None,
+        "rotary_local_base": None,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+    for option, default in without_argument.items():
+        if (value := getattr(model, option)) != default:
+            raise CheckpointError(f"{option}={value:g} is not in Megatron-LM; export to Hugging Face instead")
     if model.activation not in (*ACTIVATION_FLAGS, "gelu", "gelu_erf"):
         raise CheckpointError(f"activation={model.activation} is not in Megatron-LM; keep megalite's own checkpoint")
     if model.has_experts and model.add_bias_linear:

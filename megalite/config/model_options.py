@@ -80,7 +80,7 @@ class ModelConfig:
         "gelu",
         choices=REGISTRIES["activation"],
         aliases=("--swiglu=swiglu", "--squared-relu=squared_relu"),
-        help="feed-forward activation; gelu is the tanh form, gelu_erf the exact one",
+        help="feed-forward activation; gelu and geglu have the tanh form, gelu_erf the exact one",
     )
     bias_gelu_fusion: bool = model(
         True,
@@ -275,11 +275,36 @@ class ModelConfig:
     final_logit_softcapping: float | None = model(
         None, help="bound C of the output logits x, which become C tanh(x / C) (Gemma 2: 30); default: no bound"
     )
+    sandwich_norm: bool = model(
+        False, help="normalize the outputs of attention and feed-forward, too, before they are added (Gemma 2 and 3)"
+    )
+    embedding_multiplier: float = model(
+        1.0,
+        exclusive_min=0,
+        help="factor of the word embedding, rounded to the dtype of the model; a tied head does not have it",
+    )
+    softmax_scale: float | None = model(
+        None,
+        effective_property="attention_scale",
+        help="factor of attention scores before the softmax; default: 1 / sqrt(K)",
+    )
+    rotary_local_base: float | None = model(
+        None,
+        help=(
+            "base of the rotary wavelengths in layers with a window, which have no scaling; default: base and scaling "
+            "of the other layers"
+        ),
+    )
 
     @property
     def head_size(self) -> int:
         assert self.hidden_size and self.num_attention_heads
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of attention scores before the softmax."""
+        return 1.0 / math.sqrt(self.head_size) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def num_kv_groups(self) -> int:
@@ -447,9 +472,17 @@ class ModelConfig:
             cp_comm_types *= self.num_layers
         elif len(cp_comm_types) == self.num_layer_values:
             cp_comm_types = self._values_of_layers(cp_comm_types)
-        rope = self._rope if any(self.rope_layers) else None
+        rope = local_rope = self._rope if any(self.rope_layers) else None
+        if rope is not None and self.rotary_local_base is not None:
+            local_rope = RopeSpec(rope.dim, self.rotary_local_base)
         full_layers = [
-            LayerSpec("attention", "moe" if has_experts else "mlp", window, rope if has_rope else None, cp_comm_type)
+            LayerSpec(
+                "attention",
+                "moe" if has_experts else "mlp",
+                window,
+                None if not has_rope else rope if window is None else local_rope,
+                cp_comm_type,
+            )
             for has_experts, window, has_rope, cp_comm_type in zip(
                 self.moe_layers, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
             )

@@ -1,9 +1,10 @@
-"""A decoder-only transformer in pipeline stages; GPT-2/3, NeoX, Llama, Mistral and Qwen are settings of it.
+"""A decoder-only transformer in pipeline stages; GPT-2/3, NeoX, Llama, Mistral, Qwen and Gemma are settings of it.
 
     tokens_SB -> Embedding -> Block * layers -> LMHead -> loss      a Stage is a range of this line
 
     Block:  x = x + dropout(mixer(norm(x)));  x = x + dropout(mlp(norm(x)))      parts in models/layers.py, or only one
     or, with a parallel residual:  x = x + dropout(mixer(norm(x))) + dropout(mlp(norm'(x)))
+    or, with a sandwich norm:      x = x + dropout(norm'(mixer(norm(x)))), and the same for the MLP
 
 A stage is an ordinary module: x_sBD in, x_sBD out (or the loss, on the last stage). It does not know the schedule.
 """
@@ -66,6 +67,8 @@ class RecomputeConfig:
 class Block(nn.Module):
     """A layer: a mixer and an MLP, each after a norm and with a residual, or only one of the two.
 
+    With a sandwich norm, the output of each part has a norm, too, before it is added to the residual.
+
     layer       number of the layer in the model
     spec        its parts
     recomputed  the parts that are recomputed in backward (RecomputeConfig)
@@ -90,16 +93,23 @@ class Block(nn.Module):
         self.recompute_norms = "layernorm" in recomputed
         self.recompute_mlp = spec.mlp in recomputed
         self.dropout: Callable[..., Tensor] = dropout  # or compiled (models/torch_compile.py)
-        self.mixer_norm = self.mixer = self.mlp_norm = self.mlp = None
+        self.mixer_norm = self.mixer = self.mixer_post_norm = None
+        self.mlp_norm = self.mlp = self.mlp_post_norm = None
         if spec.mixer is not None:
             name = f"layers.{layer}.{spec.mixer}"
             self.mixer_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
             self.mixer = build_mixer(make_param, name, model, layer, spec, recomputed)
-            check_mixer(self.mixer, self.mixer_norm, name, spec.mixer)
+            norms = [self.mixer_norm]
+            if model.sandwich_norm:
+                self.mixer_post_norm = Norm(make_param, f"{name}.post_norm", model.hidden_size, model)
+                norms.append(self.mixer_post_norm)
+            check_mixer(self.mixer, norms, name, spec.mixer)
         if spec.mlp is not None:
             name = f"layers.{layer}.mlp"
             self.mlp_norm = Norm(make_param, f"{name}.norm", model.hidden_size, model)
             self.mlp = MLPS[spec.mlp](make_param, name, model, layer, spec, recomputed)
+            if model.sandwich_norm:
+                self.mlp_post_norm = Norm(make_param, f"{name}.post_norm", model.hidden_size, model)
 
     def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return x_sBD after this layer."""
@@ -110,6 +120,8 @@ class Block(nn.Module):
             a_sBD = checkpoint_without_output(partial(self.mixer_norm, x_sBD), mixer)
         else:
             a_sBD = self.mixer(self.mixer_norm(x_sBD), batch, ctx)
+        if self.mixer_post_norm is not None:
+            a_sBD = self.mixer_post_norm(a_sBD)
         if self.mlp is None or self.mlp_norm is None:
             return self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch, ctx)
         recomputes_norm_or_mlp = self.training and (self.recompute_norms or self.recompute_mlp)
@@ -117,12 +129,18 @@ class Block(nn.Module):
             h_sBD = self._dropout_add(a_sBD, x_sBD, RNG_SITE_HIDDEN_1, batch, ctx)
             return self._add_mlp(x_sBD if self.parallel_residual else h_sBD, h_sBD, batch, ctx)
         h_sBD, n_sBD = self.mlp_norm(a_sBD, x_sBD)  # one kernel for addition and norm
-        return self._dropout_add(self.mlp(n_sBD, batch, ctx), h_sBD, RNG_SITE_HIDDEN_2, batch, ctx)
+        return self._dropout_add(self._mlp_output(n_sBD, batch, ctx), h_sBD, RNG_SITE_HIDDEN_2, batch, ctx)
+
+    def _mlp_output(self, n_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
+        """Return the output of the MLP, after its norm if it has one."""
+        assert self.mlp is not None
+        y_sBD = self.mlp(n_sBD, batch, ctx)
+        return y_sBD if self.mlp_post_norm is None else self.mlp_post_norm(y_sBD)
 
     def _add_mlp(self, m_sBD: Tensor, h_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return h_sBD + dropout(mlp(norm(m_sBD))); norm or MLP may save only their inputs for backward."""
-        norm, mlp = self.mlp_norm, self.mlp
-        assert norm is not None and mlp is not None
+        norm, mlp = self.mlp_norm, self._mlp_output
+        assert norm is not None
         recompute_norm = self.recompute_norms and self.training
         recompute_mlp = self.recompute_mlp and self.training
         if recompute_norm and recompute_mlp:

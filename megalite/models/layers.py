@@ -13,7 +13,7 @@ ctx); its output y_sBD is added to the residual:
 Mixers are a registry, which plugins extend; docs/plugins.md has the interface.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -60,13 +60,13 @@ def build_mixer(
     return REGISTRIES["mixer"].get(spec.mixer)(make_param, name, model, layer, spec, recomputed)
 
 
-def check_mixer(mixer: nn.Module, norm: nn.Module, prefix: str, name: str) -> None:
-    """Check the parameters of mixer `name`, which a plugin may have brought, and of the norm before it.
+def check_mixer(mixer: nn.Module, norms: Iterable[nn.Module], prefix: str, name: str) -> None:
+    """Check the parameters of mixer `name`, which a plugin may have brought, and of the norms before and after it.
 
     Raises:
         ConfigError: unless each has a spec with a name of its own below `prefix`, so that a checkpoint can hold it.
     """
-    used_names = {spec_of(parameter).name for parameter in norm.parameters()}
+    used_names = {spec_of(parameter).name for norm in norms for parameter in norm.parameters()}
     for attribute, parameter in mixer.named_parameters():
         spec = getattr(parameter, "spec", None)
         if spec is None:
@@ -76,6 +76,6 @@ def check_mixer(mixer: nn.Module, norm: nn.Module, prefix: str, name: str) -> No
             rule = "is not NAME.something, where NAME is the argument `name`"
             raise ConfigError([f"mixer={name!r}: parameter {spec.name!r} {rule}; rename it"])
         if spec.name in used_names:
-            rule = "is the name of another one, of the mixer or of the norm before it"
+            rule = "is the name of another one, of the mixer or of a norm of its layer"
             raise ConfigError([f"mixer={name!r}: parameter {spec.name!r} {rule}; rename it"])
         used_names.add(spec.name)

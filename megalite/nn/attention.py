@@ -1,13 +1,12 @@
 """Tensor-parallel self-attention: heads split over tp, grouped key/value heads, rotary positions, q/k norm.
 
-    x_sBD --gather--> q_SBhK, k_SBgK, v_SBgK -> rope -> softmax(q k^T / sqrt(K)) v -> o_SBhK @ W --scatter--> y_sBD
+    x_sBD --gather--> q_SBhK, k_SBgK, v_SBgK -> rope -> softmax(scale q k^T) v -> o_SBhK @ W --scatter--> y_sBD
 
 q [H*K, D] and kv [2, G*K, D] are two parameters. With G >= tp both are split over tp. With G < tp, kv is replicated,
 each rank computes only the group that its query heads use, and the gradients of the replicas are summed over tp, like
 the norms' gradients. A fused qkv tensor could not be described by one box in that case.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -124,7 +123,7 @@ class Attention(nn.Module):
             dropout = AttentionDropout(
                 self.model.attention_dropout, key, batch.sample_ids_B, self.tp.shard_start(q_SBhK.shape[2])
             )
-        scale = 1.0 / math.sqrt(K)
+        scale = self.model.attention_scale
         sink = self.sink
         if self.model.softmax_type == "off-by-one":
             sink = q_SBhK.new_zeros(q_SBhK.shape[2])

@@ -6,6 +6,7 @@ over tp is one reduce-scatter, so the result is split along the sequence: tokens
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -56,7 +57,7 @@ def embedding_lookup(index_SB: Tensor, weight_vD: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Word embedding, learned positions if the model has them, and dropout."""
+    """Word embedding times a multiplier, learned positions if the model has them, and dropout."""
 
     def __init__(self, make_param: ParamFactory, spec: ParamSpec, model: ModelConfig):
         super().__init__()
@@ -65,6 +66,8 @@ class Embedding(nn.Module):
         self.dropout_p = model.hidden_dropout
         self.seed = make_param.seed
         self.word = make_param(spec)
+        # rounded to the dtype of the weights, as in transformers
+        self.multiplier = float(torch.tensor(model.embedding_multiplier, dtype=make_param.dtype))
         self.position = None
         if model.position_embedding_type == "learned_absolute":
             shape = model.max_positions, model.hidden_size
@@ -84,6 +87,8 @@ class Embedding(nn.Module):
             other_shard_SB = (local_SB < 0) | (local_SB >= rows)
             x_SBD = embedding_lookup(local_SB.masked_fill(other_shard_SB, 0), self.word)
             x_sBD = reduce_scatter_sequence(x_SBD.masked_fill(other_shard_SB.unsqueeze(-1), 0), tp)
+        if self.multiplier != 1:
+            x_sBD = x_sBD * self.multiplier
         if self.position is not None:
             shard, positions_SB = tp.shard_slice(x_sBD.shape[0]), batch.positions_SB
             if positions_SB is None and batch.cp_positions_S is not None:

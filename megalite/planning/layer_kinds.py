@@ -52,6 +52,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
         window_size=None,
         window_attn_skip_freq=None,
         no_rope_freq=None,
+        rotary_local_base=None,
         moe_layer_freq="1",
         cp_comm_type=("allgather",),
     )

@@ -251,7 +251,7 @@ OTHERS: dict[str, Any] = {
     "window_attn_skip_freq": "2", "cp_comm_type": ("a2a",), "num_experts": 4, "moe_layer_freq": "2", "moe_ffn_hidden_size": 32,
     "moe_shared_expert_intermediate_size": 16, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 2,
     "moe_router_group_topk": 1, "moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.05,),
-    "moe_router_dtype": "fp64", "embedding_init_method_std": 0.01,
+    "moe_router_dtype": "fp64", "embedding_init_method_std": 0.01, "softmax_scale": 0.3, "rotary_local_base": 100.0,
     "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
 }  # fmt: skip

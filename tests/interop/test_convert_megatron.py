@@ -414,10 +414,16 @@ def test_activation_and_model_flags() -> None:
         write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
 
 
-@pytest.mark.parametrize("option", ["attn_logit_softcapping", "final_logit_softcapping"])
-def test_soft_capping_is_refused(option: str) -> None:
-    model = replace(build(read_args(argparse.Namespace(**Case().args), "")).model, **{option: 30.0})
-    with pytest.raises(CheckpointError, match=f"^{option}=30 is not in Megatron-LM; keep megalite's own checkpoint$"):
+@pytest.mark.parametrize(
+    "option,value",
+    [
+        *[("sandwich_norm", True), ("embedding_multiplier", 2.5), ("softmax_scale", 0.3), ("rotary_local_base", 50)],
+        *[("attn_logit_softcapping", 30), ("final_logit_softcapping", 30)],
+    ],
+)
+def test_export_refuses_options_that_megatron_lacks(option: str, value: Any) -> None:
+    model = replace(build(read_args(argparse.Namespace(**Case().args), "")).model, **{option: value})
+    with pytest.raises(CheckpointError, match=f"^{option}={value} is not in Megatron-LM; export to Hugging Face"):
         write_args(model, vocab_size=V, padded_vocab_size=ROWS, tokenizer={}, tp=1, pp=1, dtype="float32")
 
 

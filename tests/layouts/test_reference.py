@@ -130,6 +130,21 @@ ROWS = [
         documents=ATTENTION,
         dropout=(0.3, 0.2),
     ),
+    gpt("norms after each part", "--sandwich-norm", sandwich_norm=True),
+    Row(
+        "norms after each part, dropout",
+        "--sandwich-norm --hidden-dropout 0.2",
+        replace(GPT, sandwich_norm=True),
+        dropout=(0.2, 0.0),
+    ),
+    gpt("multiplied embedding", "--embedding-multiplier 2.5", embedding_multiplier=2.5),
+    gpt("scale of the scores", "--softmax-scale 0.7", softmax_scale=0.7),
+    llama("geglu", "--activation geglu --ffn-hidden-size 24", activation="geglu", ffn=24),
+    llama(
+        "norms after each part, less one, tied",
+        "--sandwich-norm --apply-layernorm-1p --untie-embeddings-and-output-weights=false --embedding-multiplier 5.5",
+        **{"sandwich_norm": True, "zero_centered_gamma": True, "embedding_multiplier": 5.5, "tie_embeddings": True},
+    ),
     llama("head size 12", "--kv-channels 12", head_size=12),
     llama("rotary base", BASE, rotary=Rotary(base=500000.0)),
     llama("rotary percent", "--rotary-percent 0.5", rotary=Rotary(fraction=0.5)),
@@ -148,6 +163,11 @@ ROWS = [
     llama("interleaved", INTERLEAVED, rotary=Rotary(fraction=0.5, interleaved=True)),
     llama("every second layer without", "--no-rope-freq 2", rotary=Rotary(layers_without_rope=(1,))),
     llama("the first layer without", "--no-rope-freq [1,0]", rotary=Rotary(layers_without_rope=(0,))),
+    llama(
+        "a window in the first layer, with its own base",
+        "--window-size 3,0 --window-attn-skip-freq 2 --rotary-local-base 100 --rotary-seq-len-interpolation-factor 4",
+        **{"rotary": Rotary(interpolation=4.0), "windows": (4, None), "local_rotary": Rotary(100.0)},
+    ),
     # channels make 1.6, 0.5, 0.16 and 0.05 turns in 10 tokens: kept, between, between and stretched; ends 0.4 and 2.6
     yarn("yarn", "--no-yarn-correction-range-round-to-int", truncate=False),
     yarn("yarn, whole channels", ""),
@@ -309,6 +329,13 @@ CHANGED_FACTS: list[tuple[str, str, Any]] = [
     ("no fusion: exact gelu", "model.activation", "gelu"),
     ("openai gelu", "model.activation", "gelu_erf"),
     ("named gelu", "model.activation", "gelu_erf"),
+    *[
+        ("a window in the first layer, with its own base", f"model.{fact}", value)
+        for fact, value in (("windows", (None, 4)), ("local_rotary", None), ("rotary.interpolation", 1.0))
+    ],
+    ("multiplied embedding", "model.embedding_multiplier", 1.0),
+    ("scale of the scores", "model.softmax_scale", None),
+    ("geglu", "model.activation", "swiglu"),
     ("interpolated positions", "model.rotary.interpolation", 1.0),
     ("interleaved", "model.rotary.interleaved", False),
     ("every second layer without", "model.rotary.layers_without_rope", ()),

@@ -36,6 +36,8 @@ COMMON = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length
 QWEN = LLAMA + " --add-qkv-bias --qk-layernorm"
 NEOX = f"{GPT} --position-embedding-type rope --rotary-percent 0.25 --activation gelu_erf --parallel-residual"
 SELECTIVE = " --recompute-granularity selective"
+GEMMA = f"""{LLAMA} --activation geglu --sandwich-norm --apply-layernorm-1p --embedding-multiplier 5.65
+ --window-size 4,0 --window-attn-skip-freq 2 --rotary-local-base 100"""
 FULL = " --recompute-granularity full --recompute-method uniform"
 MODULES = f"{SELECTIVE} --recompute-modules core_attn layernorm mlp"
 INTERLEAVED = f"{NEOX} --rotary-interleaved --no-rope-freq 3"
@@ -71,6 +73,7 @@ def train(flags: str, dtype: torch.dtype = torch.float64, backend: Any = "eager"
 RARELY = pytest.mark.nightly(guards=("megalite/models/torch_compile.py", "megalite/models/gpt.py"))
 OFTEN = [LLAMA + DOCUMENT_FLAGS + SELECTIVE]
 SELDOM = [DROP + FULL, DROP + DOCUMENT_FLAGS, QWEN, NEOX, DROP + SELECTIVE, INTERLEAVED + MODULES]
+SELDOM += [GEMMA, GEMMA + MODULES]
 
 
 @pytest.mark.parametrize("flags", [*OFTEN, *(pytest.param(flags, marks=RARELY) for flags in SELDOM)])

@@ -29,6 +29,8 @@ STYLES = {
     "llama": """--hidden-dropout 0 --attention-dropout 0 --swiglu --normalization RMSNorm --position-embedding-type rope
      --disable-bias-linear --qk-layernorm --apply-layernorm-1p""",
     "neox": "--hidden-dropout 0 --attention-dropout 0 --parallel-residual",
+    "gemma": """--hidden-dropout 0.1 --attention-dropout 0 --activation geglu --normalization RMSNorm --sandwich-norm
+     --position-embedding-type rope --disable-bias-linear --embedding-multiplier 5.5""",
 }
 MODULES = ("core_attn", "layernorm", "mlp", "layernorm mlp", "core_attn layernorm mlp")
 

@@ -95,6 +95,11 @@ class Model:
         bias: the linear layers that have a bias: "all", "qkv" or "none".
         sink: the sink of each head's softmax: "vanilla" is none, "learnable" a parameter, "off-by-one" a logit of 0.
         attention_cap, logit_cap: the bounds of the scores of attention and of the logits (arXiv:2408.00118).
+        sandwich_norm: norms of the outputs of attention and feed-forward, before they are added.
+        embedding_multiplier: the factor of the word embedding where a token is looked up.
+        softmax_scale: the factor of attention scores; None for 1 / sqrt(head_size).
+        windows: for each layer, the number of keys that a query sees, its own included, or None for all; () for none.
+        local_rotary: the rotary positions of layers with a window, if they are others.
     """
 
     num_layers: int
@@ -118,6 +123,15 @@ class Model:
     rotary: Rotary | None = None
     learned_positions: bool = True
     tie_embeddings: bool = True
+    sandwich_norm: bool = False
+    embedding_multiplier: float = 1.0
+    softmax_scale: float | None = None
+    windows: tuple[int | None, ...] = ()
+    local_rotary: Rotary | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu")
 
 
 @dataclass(frozen=True)
@@ -163,9 +177,8 @@ class TrainResult:
 
 def shapes(m: Model) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by name."""
-    gated = m.activation == "swiglu"
-    lead = (2, m.ffn) if gated else (m.ffn,)
-    up, q, kv = "gate_up" if gated else "up", m.num_heads * m.head_size, m.num_kv_groups * m.head_size
+    lead = (2, m.ffn) if m.is_gated else (m.ffn,)
+    up, q, kv = "gate_up" if m.is_gated else "up", m.num_heads * m.head_size, m.num_kv_groups * m.head_size
     parameters: dict[str, tuple[int, ...]] = {"embedding.word": (m.padded_vocab_size, m.width)}
 
     def norm(name: str, size: int) -> None:
@@ -179,6 +192,9 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
         norm(f"{a}.norm", m.width)
         norm(f"{f}.norm", m.width)
+        if m.sandwich_norm:
+            norm(f"{a}.post_norm", m.width)
+            norm(f"{f}.post_norm", m.width)
         parameters |= {f"{a}.q": (q, m.width), f"{a}.kv": (2, kv, m.width), f"{a}.out": (m.width, q)}
         parameters |= {f"{f}.{up}": (*lead, m.width), f"{f}.down": (m.width, m.ffn)}
         if m.bias != "none":
@@ -231,18 +247,22 @@ def rotate(x_BSHK: Tensor, positions_BS: Tensor, rotary: Rotary) -> Tensor:
 
 
 def activate(w: Weights, name: str, x: Tensor, m: Model) -> Tensor:
-    up = "gate_up" if m.activation == "swiglu" else "up"
+    up = "gate_up" if m.is_gated else "up"
     u = torch.einsum("bsd,...fd->bs...f", x, w[f"{name}.{up}"])
     if m.bias == "all":
         u = u + w[f"{name}.{up}_bias"]
-    if m.activation == "swiglu":  # arXiv:2002.05202
+    if m.is_gated:  # arXiv:2002.05202
         gate, value = u.unbind(-2)
-        return gate * torch.sigmoid(gate) * value
+        return (gate * torch.sigmoid(gate) if m.activation == "swiglu" else gelu_tanh(gate)) * value
     if m.activation == "squared_relu":  # arXiv:2109.08668
         return torch.where(u > 0, u * u, torch.zeros_like(u))
     if m.activation == "gelu_erf":  # arXiv:1606.08415: x times the cumulative distribution of the normal distribution
         return u * torch.special.ndtr(u)
-    # "gelu": its approximation with tanh
+    return gelu_tanh(u)
+
+
+def gelu_tanh(u: Tensor) -> Tensor:
+    """Return the approximation of gelu with tanh."""
     return 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
 
 
@@ -261,10 +281,16 @@ def attend(
     q, k, v = (t.unflatten(-1, (-1, m.head_size)) for t in (q, k, v))
     if m.qk_norm:
         q, k = normalize(w, f"{name}.q_norm", q, m), normalize(w, f"{name}.k_norm", k, m)
-    if m.rotary is not None and layer not in m.rotary.layers_without_rope:
-        q, k = rotate(q, position_BS, m.rotary), rotate(k, position_BS, m.rotary)
+    window = m.windows[layer] if m.windows else None
+    rotary = m.local_rotary if window is not None and m.local_rotary is not None else m.rotary
+    if rotary is not None and layer not in rotary.layers_without_rope:
+        q, k = rotate(q, position_BS, rotary), rotate(k, position_BS, rotary)
+    if window is not None:
+        distances_ST = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        visible_BST = visible_BST & (distances_ST < window)
     group_of = [h * m.num_kv_groups // m.num_heads for h in range(m.num_heads)]  # consecutive heads share a group
-    scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) / math.sqrt(m.head_size)
+    scale = 1 / math.sqrt(m.head_size) if m.softmax_scale is None else m.softmax_scale
+    scores_BHST = torch.einsum("bshk,bthk->bhst", q, k[:, :, group_of]) * scale
     scores_BHST = bound(scores_BHST, m.attention_cap)
     e_BHST = scores_BHST.masked_fill(~visible_BST[:, None], -math.inf).exp()
     total = e_BHST.sum(-1, keepdim=True)
@@ -294,16 +320,18 @@ def logits(
             visible_BST &= same_BST
         if documents.reset_positions:
             position_BS = (same_BST & (position_BS[:, :, None] > position_BS[:, None, :])).sum(-1)
-    x = w["embedding.word"][tokens_BS]
+    x = w["embedding.word"][tokens_BS] * m.embedding_multiplier
     if m.learned_positions:
         x = x + w["embedding.position"][position_BS]
     x = dropout("embedding", -1, x)
     for i in range(m.num_layers):
         a, f = f"layers.{i}.attention", f"layers.{i}.mlp"
         y = attend(w, i, normalize(w, f"{a}.norm", x, m), position_BS, visible_BST, m, dropout)
+        y = normalize(w, f"{a}.post_norm", y, m) if m.sandwich_norm else y
         x = x + dropout("after_attention", i, y)
         y = activate(w, f, normalize(w, f"{f}.norm", x, m), m) @ w[f"{f}.down"].T
         y = y + w[f"{f}.down_bias"] if m.bias == "all" else y
+        y = normalize(w, f"{f}.post_norm", y, m) if m.sandwich_norm else y
         x = x + dropout("after_mlp", i, y)
     head = w["embedding.word"] if m.tie_embeddings else w["head"]
     return bound(normalize(w, "final_norm", x, m) @ head[: m.vocab_size].T, m.logit_cap)

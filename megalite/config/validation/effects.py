@@ -20,6 +20,11 @@ def position_notes(config: Config) -> Iterator[Problem]:
         yield requires(shown(config, "no_weight_decay_cond_type"), "qk_layernorm")
     if model.no_rope_freq and kind not in ("rope", "yarn"):
         yield no_effect(shown(config, "no_rope_freq"), without="position_embedding_type", value="rope")
+    if model.rotary_local_base is not None:
+        if kind not in ("rope", "yarn"):
+            yield no_effect(shown(config, "rotary_local_base"), without="position_embedding_type", value="rope")
+        if model.window_size is None:
+            yield no_effect(shown(config, "rotary_local_base"), without="window_size")
     yarn_only = (
         "rotary_scaling_factor",
         "yarn_original_max_position_embeddings",
