@@ -40,7 +40,7 @@ from megalite.interop.huggingface.config_json import choose_family
 from megalite.interop.huggingface.model_files import write_model
 from megalite.interop.megatron import torch_dist_format, torch_format
 from megalite.interop.name_mapping import FAMILIES
-from megalite.interop.tensor_mapping import ExportSource, ExternalModel, build_model_config
+from megalite.interop.tensor_mapping import ExportSource, ExternalModel, build_model_config, norm_offsets
 from megalite.models.specs import checkpoint_specs, model_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.training.checkpointing.compatibility import checkpoint_config
@@ -228,7 +228,8 @@ def export_hf(args: argparse.Namespace) -> bool:
     else:
         files, note = model_files.auxiliary_files(like), None
     family = choose_family(model, args.family, read_model_type(like))
-    local = ExportSource(source, DTYPES.get(args.dtype), model_specs(model, vocab_size))
+    offsets = norm_offsets(model, FAMILIES.get(family).zero_centered_norms)
+    local = ExportSource(source, DTYPES.get(args.dtype), offsets)
     size = args.max_shard_size or parse_size("5GB")
     external = write_model(args.to_hf, local, model, family, vocab_size, tokens=tokens, files=files, shard_bytes=size)
     num_files = len({tensor.location.rpartition(" in ")[2] for tensor in external.tensors})
@@ -308,7 +309,7 @@ def layers_agree(
     model = saved_model(local.checkpoint)
     stored_dtype = local.checkpoint.dtype("model/embedding.word")
     dtype = local.dtype_of("embedding.word")
-    is_rounded = dtype != stored_dtype or (model.apply_layernorm_1p and local.offset_specs)
+    is_rounded = dtype != stored_dtype or bool(local.offsets)
     verdict = independent_import.compare_layers(
         reading,
         local.checkpoint,

@@ -113,10 +113,13 @@ class ModelFamily(TensorNames):
         tied_by_default: The head is tied to the embedding if the file does not say.
         scalings: Supported values of rope_type for scaled rotary frequencies, in addition to "default".
         window_layout: The layers that may have a sliding window. "all": all or none of them; "by layer": each one;
-            "alternate": every second one, unless the file says otherwise; "": none.
+            "alternate": every second one, unless the file says otherwise; "period": all but every n-th one, unless the
+            file says otherwise; "": none.
         sparse_layers: Some layers may have experts and others none, and the probabilities of the chosen experts need
             not add up to 1.
         even_heads: hidden_size must be a multiple of the number of heads.
+        zero_centered_norms: Norm weights are stored as their difference from 1.
+        scaled_embedding: The word embedding is multiplied by the square root of hidden_size.
     """
 
     architecture: str
@@ -129,9 +132,11 @@ class ModelFamily(TensorNames):
     derived_keys: Mapping[str, str] = field(default_factory=dict)
     tied_by_default: bool = False
     scalings: tuple[str, ...] = ()
-    window_layout: Literal["", "all", "by layer", "alternate"] = ""
+    window_layout: Literal["", "all", "by layer", "alternate", "period"] = ""
     sparse_layers: bool = False
     even_heads: bool = False
+    zero_centered_norms: bool = False
+    scaled_embedding: bool = False
 
     @property
     def supports_gqa(self) -> bool:

@@ -36,6 +36,7 @@ from megalite.common.safe_open import remove
 from megalite.config.options import ConfigError, ModelConfig, build
 from megalite.config.validation import find_problems
 from megalite.interop.name_mapping import TensorNames, TensorRule
+from megalite.models.specs import model_specs
 from megalite.parallel.spec import Box, ParamSpec, TensorShard, intersect, slices_within
 
 Specs = Mapping[str, ParamSpec]
@@ -463,6 +464,21 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
         shutil.rmtree(staging_dir, ignore_errors=True)
 
 
+def norm_offsets(model: ModelConfig, zero_centered: bool) -> dict[str, float]:
+    """Return norm weight -> the number to add to its stored values for a format that stores it in another form.
+
+    Args:
+        model: The model, whose norm weights are stored as they are used, or as their difference from 1.
+        zero_centered: The format stores their difference from 1.
+    """
+    local, external = (
+        model_specs(replace(model, apply_layernorm_1p=centered), 1)
+        for centered in (model.apply_layernorm_1p, zero_centered)
+    )
+    offsets = {name: spec.stored_offset - external[name].stored_offset for name, spec in local.items()}
+    return {name: offset for name, offset in offsets.items() if offset}
+
+
 @dataclass(frozen=True)
 class ExportSource:
     """A megalite checkpoint as the source of an export.
@@ -470,13 +486,13 @@ class ExportSource:
     Attributes:
         checkpoint: The megalite checkpoint.
         dtype: The dtype of exported values; None: as stored. For fp32, the more exact main weights are read.
-        offset_specs: The parameters of the model, for a format that stores values as they are used. A parameter that is
-            stored as a difference (zero-centered norm weights) gets its offset back.
+        offsets: Parameter -> what is added to its stored values (`norm_offsets`); those without an entry are exported
+            as they are stored.
     """
 
     checkpoint: Checkpoint
     dtype: torch.dtype | None = None
-    offset_specs: Specs | None = None
+    offsets: Mapping[str, float] = field(default_factory=dict)
 
     def _key(self, name: str) -> str:
         """Return the name of the stored tensor with the best values of a parameter."""
@@ -490,7 +506,7 @@ class ExportSource:
 
     def offset(self, name: str) -> float:
         """Return the offset that is added to the stored values of a parameter."""
-        return 0.0 if self.offset_specs is None else self.offset_specs[name].stored_offset
+        return self.offsets.get(name, 0.0)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return the exported values of a rectangle of a parameter."""

@@ -20,6 +20,8 @@ def _expand_preset(kind: str, row: list[Any]) -> dict[str, Any]:
     for more in row[len(sizes) :]:
         values |= more
     values["max_position_embeddings"] = values["seq_length"]
+    if values.pop("scaled_embedding", False):
+        values["embedding_multiplier"] = values["hidden_size"] ** 0.5
     if "num_query_groups" in values:
         values["group_query_attention"] = values["num_query_groups"] != values["num_attention_heads"]
         if not values["group_query_attention"]:

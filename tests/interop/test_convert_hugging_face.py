@@ -22,6 +22,8 @@ from hugging_face_cases import (
     VOCAB_SIZE,
     copy_model,
     create_model,
+    in_fp64,
+    load_in_fp64,
     write_tokenizer,
 )
 from hypothesis import given, settings
@@ -40,8 +42,12 @@ from megalite.config.options import ModelConfig, build
 from megalite.generate.generation import load_model
 from megalite.interop.huggingface.config_json import choose_family, read_config, write_config
 from megalite.interop.huggingface.model_files import open_model
-from megalite.interop.tensor_mapping import ExportSource
+from megalite.interop.name_mapping import FAMILIES
+from megalite.interop.tensor_mapping import ExportSource, load_external_weights
+from megalite.models.gpt import Stage
 from megalite.models.specs import model_specs
+from megalite.nn.micro_batch import Batch, ForwardContext
+from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
 from megalite.training.state import Progress
 from tools import convert_checkpoint
@@ -117,6 +123,24 @@ def test_logits_equal_transformers_and_export_is_bit_exact(models, name: str, tm
     assert torch.equal(
         transformers_logits(load_transformers(tmp_path / "back")), transformers_logits(load_transformers(hf_dir))
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "llama linear", "qwen3", "gemma3_text", "gemma3_text untied"])
+def test_logits_equal_transformers_in_fp64(models, name: str) -> None:
+    model_dir = models(name)[1]
+    model = load_in_fp64(model_dir)
+    with in_fp64():
+        expected = transformers_logits(model)
+    source = open_model(model_dir)
+    make_param = ParamFactory(Mesh.single_process(), torch.float64, seed=0)
+    layers, sizes = range(source.model.num_layers), dict(vocab_size=VOCAB_SIZE, padded_vocab_size=VOCAB_SIZE)
+    stage = Stage(make_param, source.model, [layers], 0, **sizes).eval()
+    shards = model_shards(stage, Mesh.single_process())
+    load_external_weights(source.tensors, shards, model_specs(source.model, VOCAB_SIZE), "it", False)
+    batch = Batch(tokens_BS().T, None, None, torch.zeros(2, dtype=torch.int64))
+    with torch.no_grad():
+        actual = stage(None, batch, ForwardContext())[..., :VOCAB_SIZE].transpose(0, 1)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 def test_half_precision_in_many_files(models, tmp_path: Path) -> None:
@@ -208,13 +232,15 @@ def test_offset_norms_equal_transformers(family: str, one_plus: bool, tmp_path: 
     assert tool(*argv, "--check") == 0  # compares the logits of transformers too
     used, stored = read_tensors(tmp_path / "hf"), open_checkpoint(tmp_path / "ours").manifest.tensors
     norms = [values for name, values in used.items() if re.search(r"(norm|ln_[12f])\.weight", name)]
-    assert len(norms) == sum(name.endswith("norm.weight") for name in stored) == 5 + 4 * model.qk_layernorm
-    assert all(0.5 < float(values.mean()) < 1.5 for values in norms)
+    num_norms = 5 + 4 * model.qk_layernorm + 4 * model.sandwich_norm
+    assert len(norms) == sum(name.endswith("norm.weight") for name in stored) == num_norms
+    mean = 0 if FAMILIES.get(family).zero_centered_norms else 1
+    assert all(abs(float(values.mean()) - mean) < 0.5 for values in norms)
 
 
 def _by_name(source: ExportSource, name: str) -> float:
     """Return the offset by the former rule, which wrote q_norm and k_norm as 0.0005 instead of 1.0005."""
-    return float(source.offset_specs is not None and (name.endswith(".norm.weight") or name == "final_norm.weight"))
+    return float(bool(source.offsets) and (name.endswith(".norm.weight") or name == "final_norm.weight"))
 
 
 def _all_norms(source: ExportSource, name: str) -> float:

@@ -26,6 +26,7 @@ from megalite.interop.huggingface import config_json
 from megalite.interop.huggingface.config_json import choose_family, incompatibilities, read_config, write_config
 from megalite.interop.huggingface.rotary import read_rope as real_read_rope
 from megalite.interop.name_mapping import FAMILIES as NAMED
+from megalite.kernels.rope import rope_tables as kernel_rope_tables
 from megalite.models.gpt import Stage
 from megalite.nn.parameter import ParamFactory
 from megalite.parallel.mesh import Mesh
@@ -241,6 +242,51 @@ def test_key_of_other_families_is_refused(family: str, key: str, value: float) -
         megalite_angles({**PLAIN[family], key: value})
 
 
+TWO_TABLES: Json = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+    "sliding_attention": DEFAULT,
+}
+GEMMA3: dict[str, Json] = {
+    "nothing": {},
+    "bases at the top": {"rope_theta": 500.0, "rope_local_base_freq": 100.0},
+    "scaling, the older form": {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "two tables": {"rope_parameters": TWO_TABLES},
+    "the tables hold": {"rope_parameters": TWO_TABLES, "rope_theta": 7.0, "rope_local_base_freq": 8.0},
+    "scaling added to a table": {"rope_parameters": {"full_attention": DEFAULT}, "rope_scaling": LEGACY},
+    "scaling in place of a table's": {"rope_parameters": TWO_TABLES, "rope_scaling": {"factor": 2.0}},
+    "one table is null": {"rope_parameters": {"full_attention": None, "sliding_attention": DEFAULT}},
+    "no table": {"rope_parameters": {}, "rope_local_base_freq": 100.0},
+    "yarn": {"rope_theta": 100.0, "rope_scaling": YARN},
+    "llama3": {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    "original length at the top, which does not count": {"original_max_position_embeddings": 32, "rope_scaling": YARN},
+}
+
+
+def gemma3_angles_of_transformers(config: Json, kind: str) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [S, R / 2] of the layers of a kind."""
+    from transformers.models.gemma3 import modeling_gemma3
+    from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+
+    rotary = modeling_gemma3.Gemma3RotaryEmbedding(Gemma3TextConfig(**copy.deepcopy(config)))
+    tables = rotary(torch.zeros(1), torch.arange(SEQ_LENGTH)[None], kind)
+    cos, sin = (table[0].chunk(2, -1)[0] for table in tables)
+    return cos, sin
+
+
+@pytest.mark.parametrize("case", GEMMA3)
+def test_gemma3_angles_equal_transformers(case: str) -> None:
+    """Layer 0 has a window and layer 5 has none; megalite and its check read the positions of each."""
+    config = {**plain("gemma3_text"), "num_hidden_layers": 6, **GEMMA3[case]}
+    model = build(read_config(copy.deepcopy(config), None, "config.json")[1]).model
+    for layer, kind in ((0, "sliding_attention"), (5, "full_attention")):
+        expected = gemma3_angles_of_transformers(config, kind)
+        rope, waves = model.layers[layer].rope, second_config.waves(copy.deepcopy(config), layer)
+        assert rope is not None and waves is not None
+        for tables in (kernel_rope_tables(SEQ_LENGTH, rope), waves.tables(SEQ_LENGTH)):
+            for actual, expected_table in zip(tables, expected, strict=True):
+                torch.testing.assert_close(actual.float(), expected_table, rtol=0, atol=1e-5)
+
+
 def rope_tables() -> st.SearchStrategy[Json | None]:
     """Return a strategy of tables with any of the keys that transformers reads."""
     values = {
@@ -373,7 +419,7 @@ def test_missing_head_keys_have_transformers_defaults(family: str, key: str) -> 
 @pytest.mark.parametrize("family", OTHERS)
 def test_independent_import_angles_equal_transformers(family: str, case: str) -> None:
     config = {**PLAIN[family], **READ[case]}
-    waves = second_config.waves(copy.deepcopy(config))
+    waves = second_config.waves(copy.deepcopy(config), 0)
     assert waves is not None
     for actual, expected in zip(waves.tables(SEQ_LENGTH), transformers_angles(config), strict=True):
         torch.testing.assert_close(actual, expected.double(), rtol=0, atol=1e-5)

@@ -1,9 +1,11 @@
 """Tiny transformers models of each family, with weights far from their initial values."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import toml_tables
 import torch
@@ -35,6 +37,33 @@ def create_model(name: str, directory: Path, **changes: Any) -> Any:
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     return model
+
+
+@contextmanager
+def in_fp64() -> Iterator[None]:
+    """Compute in fp64 what transformers computes in fp32 whatever the dtype: norms, softmax and rotary positions.
+
+    A model that is created and used in this context equals its definition to the rounding of fp64.
+    """
+    with (
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch, "float32", torch.float64),
+    ):
+        yield
+
+
+def load_in_fp64(model_dir: Path) -> Any:
+    """Return a model of transformers in fp64 with eager attention, for use within `in_fp64`."""
+    import transformers
+    from safetensors.torch import load_file
+
+    weights = load_file(model_dir / "model.safetensors")  # would have a wrong dtype within `in_fp64`
+    config = transformers.AutoConfig.from_pretrained(model_dir)
+    with in_fp64():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+        model.load_state_dict({name: values.double() for name, values in weights.items()}, strict=False)
+    return model.eval()
 
 
 def copy_model(directory: Path, target: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from hugging_face_cases import SEQ_LENGTH, VOCAB_SIZE, copy_model, model_cache, write_tokenizer
+from hugging_face_cases import SEQ_LENGTH, VOCAB_SIZE, copy_model, in_fp64, load_in_fp64, model_cache, write_tokenizer
 from pairwise import nightly_except
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -66,8 +66,8 @@ def hugging_face_config(model_dir: Path, *flags: str, base: str = BASE) -> Confi
     return origin.complete_config(parse(model_dir, "--use-checkpoint-args", *flags, base=base))
 
 
-def start_from_model(config: Config) -> Run:
-    run = run_from(config)
+def start_from_model(config: Config, dtype: torch.dtype | None = None) -> Run:
+    run = run_from(config, dtype=dtype)
     assert origin.load_external_model(run, config) is not None
     return run
 
@@ -103,6 +103,64 @@ def test_first_loss_equals_transformers_under_every_layout(models, name: str) ->
     layouts += EXPERTS if name == "qwen3_moe" else ["--tensor-model-parallel-size 4"]
     for losses in run_ranks(4, _first_steps, str(model_dir), layouts):
         assert losses == pytest.approx([expected] * len(layouts), rel=1e-5)
+
+
+TEN_STEPS = "--train-iters 10 --lr 0.01 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1"
+TRAINED_LAYOUTS = {
+    "tp2": "--tensor-model-parallel-size 2",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "ZeRO-3": "--zero-stage 3",
+    "cp2": "--context-parallel-size 2",
+}
+
+
+def _train_ten_steps(model_dir: str, layouts: list[str]) -> list[list[float]]:
+    """Return this rank's loss of each of ten steps in fp64, for each layout."""
+    losses = []
+    for flags in layouts:
+        config = hugging_face_config(Path(model_dir), *TEN_STEPS.split(), *flags.split())
+        run = start_from_model(config, torch.float64)
+        losses.append([train_step(run).loss for _ in range(10)])
+    return losses
+
+
+def ten_batches(model_dir: Path) -> list[torch.Tensor]:
+    """Return the tokens [B, S + 1] of each of ten steps."""
+    run = run_from(hugging_face_config(model_dir, *TEN_STEPS.split()))
+    return [torch.cat(tokens_of(batches_of(run, 4 * step))) for step in range(10)]
+
+
+def train_transformers(model_dir: Path, batches: list[torch.Tensor]) -> list[float]:
+    """Return the losses of a transformers model in fp64 with AdamW of torch, without decay of norms and biases."""
+    model = load_in_fp64(model_dir)
+    with in_fp64():
+        model.get_input_embeddings().padding_idx = None  # it would have no gradient, but data has no padding
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
+        losses = []
+        for ids in batches:
+            logits = model(ids[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+def test_ten_steps_equal_transformers_under_every_layout(models, name: str) -> None:
+    _, model_dir = models(name)
+    expected = train_transformers(model_dir, ten_batches(model_dir))
+    assert expected[-1] < 0.95 * expected[0]
+    (losses,) = _train_ten_steps(str(model_dir), [""])
+    assert losses == pytest.approx(expected, rel=1e-10)
+    for ranks_losses in run_ranks(2, _train_ten_steps, str(model_dir), list(TRAINED_LAYOUTS.values())):
+        for layout, losses in zip(TRAINED_LAYOUTS, ranks_losses, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-10), layout
 
 
 def test_half_precision_run_keeps_exact_main_weights(models) -> None:

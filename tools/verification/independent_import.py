@@ -16,6 +16,7 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,11 @@ WeightFn = Callable[[str, int], Tensor]
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 LLAMA: Names = TABLES["llama"]
-LLAMA_VARIANTS: dict[str, Names] = {"mixtral": TABLES["mixtral"], "gpt_oss": TABLES["gpt_oss"]}
+LLAMA_VARIANTS: dict[str, Names] = {
+    "mixtral": TABLES["mixtral"],
+    "gpt_oss": TABLES["gpt_oss"],
+    "gemma3_text": TABLES["gemma"],
+}
 FUSED_EXPERTS: Names = TABLES["fused_experts"]
 GPT2: Names = TABLES["gpt2"]
 GPT_NEOX: Names = TABLES["gpt_neox"]
@@ -61,12 +66,12 @@ class Reading:
     Attributes:
         weight: returns the values of each parameter.
         model: the model that the external layers compute.
-        waves: wavelengths of the rotary positions; None to compute them from `model`.
+        waves: returns the wavelengths of the rotary positions of a layer; None to compute them from `model`.
     """
 
     weight: WeightFn
     model: ModelConfig
-    waves: second_config.Waves | None = None
+    waves: Callable[[int], second_config.Waves | None] | None = None
 
 
 def hugging_face(directory: Path, family: str, model: ModelConfig) -> Reading:
@@ -105,13 +110,18 @@ def hugging_face(directory: Path, family: str, model: ModelConfig) -> Reading:
         if family != "gpt_oss" and any(name.endswith("experts.gate_up_proj") for name in file_of_tensor):
             names |= FUSED_EXPERTS
         weight = _llama_weights(get, names, family, model)
-    return Reading(weight, second_config.model(config, model), second_config.waves(config))
+    return Reading(weight, second_config.model(config, model), partial(second_config.waves, config))
 
 
 def _llama_weights(get: Callable[[str], Tensor], names: Names, family: str, model: ModelConfig) -> WeightFn:
     """Return the weights of a Llama or one of its relatives."""
 
+    norm_offset = 1 if family.startswith("gemma") else 0
+
     def weight(name: str, layer: int) -> Tensor:
+        if name.endswith("norm.weight"):
+            full_name = f"model.layers.{layer}.{names[name]}" if _is_in_layer(name) else _end_name(name, "llama")
+            return get(full_name).double() + norm_offset
         if not _is_in_layer(name):
             return get(_end_name(name, "llama"))
         external_name = f"model.layers.{layer}.{{}}"
@@ -364,8 +374,9 @@ def _external_stage(reading: Reading, layer: int, vocab_size: int, length: int) 
         CheckpointError: if a tensor is missing or has another size.
     """
     stage = _layer_stage(replace(reading.model, apply_layernorm_1p=False), layer, vocab_size, length)
-    if reading.waves is not None:
-        stage.rope_tables = dict.fromkeys(stage.rope_tables, reading.waves.tables(length))
+    waves = None if reading.waves is None or layer == ENDS_LAYER else reading.waves(layer)
+    if waves is not None:
+        stage.rope_tables = dict.fromkeys(stage.rope_tables, waves.tables(length))
     try:
         for shard in model_shards(stage, Mesh.single_process()):
             name = shard.name.partition("/")[2].removeprefix(f"layers.{layer}.")

@@ -26,9 +26,11 @@ EPSILON = {  # (key, default)
     "olmoe": ("rms_norm_eps", 1e-5),
 }
 ROPE_BASE = {"mixtral": 1e6, "gpt_oss": 1.5e5}
-HEAD_SIZE = {"gpt_oss": 64, "qwen3": 128}
+HEAD_SIZE = {"gpt_oss": 64, "qwen3": 128, "gemma3_text": 256}
+WINDOW = {"mistral": 4096, "gpt_oss": 128, "qwen2": 4096, "qwen3": 4096, "gemma3_text": 4096}
 EXPERTS_PER_TOKEN = {"mixtral": 2, "gpt_oss": 4, "olmoe": 8, "qwen2_moe": 4, "qwen3_moe": 8}
 GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+GEMMA_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # all are the tanh form
 ACTIVATIONS = {
     "silu": "swiglu",
     "gelu": "gelu_erf",
@@ -62,12 +64,12 @@ def read(directory: Path) -> Json:
     return json.loads((directory / "config.json").read_text("utf-8"))
 
 
-def waves(config: Json) -> Waves | None:
-    """Return the rotary wavelengths, or None for a model without rotary positions."""
+def waves(config: Json, layer: int) -> Waves | None:
+    """Return the rotary wavelengths of a layer, or None for a model without rotary positions."""
     family = config["model_type"]
     if family == "gpt2":
         return None
-    scaling = _rope_scaling(config)
+    scaling = _gemma3_rope(config, layer) if family == "gemma3_text" else _rope_scaling(config)
     size = config.get("head_dim") or HEAD_SIZE.get(family)
     size = size or config["hidden_size"] // config["num_attention_heads"]
     base_key = "rope_theta"
@@ -82,7 +84,8 @@ def waves(config: Json) -> Waves | None:
     if rope_type == "linear":
         return Waves([frequency / scaling["factor"] for frequency in frequencies], 1.0)
     trained_length = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
-    trained_length = config.get("original_max_position_embeddings", trained_length)
+    if family != "gemma3_text":  # whose positions are in two tables, which this key does not belong to
+        trained_length = config.get("original_max_position_embeddings", trained_length)
     if rope_type == "llama3":
         return Waves([_llama3(frequency, scaling, trained_length) for frequency in frequencies], 1.0)
     return Waves(_yarn(frequencies, base, size, scaling, trained_length), _yarn_magnitude(scaling))
@@ -95,6 +98,15 @@ def _rope_scaling(config: Json) -> Json:
     if config.get("rope_parameters") is not None:
         return dict(config["rope_parameters"])
     return dict(GPT_OSS_SCALING) if config["model_type"] == "gpt_oss" else {}
+
+
+def _gemma3_rope(config: Json, layer: int) -> Json:
+    """Return the parameters of the rotary positions of a layer of Gemma 3, which depend on its window."""
+    tables = config.get("rope_parameters") or {}
+    if _layers_with_window(config, "gemma3_text", layer + 1)[layer]:
+        return {"rope_theta": config.get("rope_local_base_freq", 10000.0), **(tables.get("sliding_attention") or {})}
+    scaling = {**(tables.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+    return {"rope_theta": config.get("rope_theta", 1000000.0), **scaling}
 
 
 def _llama3(frequency: float, scaling: Json, length: float) -> float:
@@ -148,6 +160,14 @@ def model(config: Json, imported: ModelConfig) -> ModelConfig:
     options: Json = {"norm_epsilon": config.get(*EPSILON.get(family, ("rms_norm_eps", 1e-6)))}
     if family == "gpt_oss":
         options["activation"] = "clamped_swiglu"
+    elif family == "gemma3_text":
+        assert config.get("hidden_activation", "gelu_pytorch_tanh") in GEMMA_ACTIVATIONS
+        options |= {
+            "activation": "geglu",
+            "sandwich_norm": True,
+            "embedding_multiplier": math.sqrt(config["hidden_size"]),
+            "softmax_scale": 1 / math.sqrt(config.get("query_pre_attn_scalar", 256)),
+        }
     elif family == "gpt2":
         options["activation"] = ACTIVATIONS[config.get("activation_function", "gelu_new") or "silu"]
     else:
@@ -168,18 +188,25 @@ def _windows(config: Mapping[str, Any], family: str, num_layers: int) -> Json:
 
     In a layer with a window, query i sees the keys i - sliding_window + 1 to i.
     """
-    window = config.get("sliding_window", {"mistral": 4096, "gpt_oss": 128}.get(family))
-    by_type = [layer_type == "sliding_attention" for layer_type in config.get("layer_types") or ()]
-    if family in ("mistral", "mixtral"):
-        has_window = [window is not None] * num_layers
-    elif family == "gpt_oss":
-        has_window = by_type or [layer % 2 == 0 for layer in range(num_layers)]
-    elif family in ("qwen2", "qwen3") and config.get("use_sliding_window"):
-        window = config.get("sliding_window", 4096)
-        first = config.get("max_window_layers", 28)
-        has_window = by_type or [window is not None and layer >= first for layer in range(num_layers)]
-    else:
-        has_window = [False] * num_layers
+    window = config.get("sliding_window", WINDOW.get(family))
+    has_window = _layers_with_window(config, family, num_layers)
     if window is None or not any(has_window):
         return {"window_size": None, "window_attn_skip_freq": None}
     return {"window_size": (window - 1, 0), "window_attn_skip_freq": str([int(windowed) for windowed in has_window])}
+
+
+def _layers_with_window(config: Mapping[str, Any], family: str, num_layers: int) -> list[bool]:
+    """Return True for each layer with a window."""
+    by_type = [layer_type == "sliding_attention" for layer_type in config.get("layer_types") or ()]
+    window = config.get("sliding_window", WINDOW.get(family))
+    if family in ("mistral", "mixtral"):
+        return [window is not None] * num_layers
+    if family == "gpt_oss":
+        return by_type or [layer % 2 == 0 for layer in range(num_layers)]
+    if family == "gemma3_text":
+        every = config.get("sliding_window_pattern", 6)
+        return by_type or [layer % every != every - 1 for layer in range(num_layers)]
+    if family in ("qwen2", "qwen3") and config.get("use_sliding_window"):
+        first = config.get("max_window_layers", 28)
+        return by_type or [window is not None and layer >= first for layer in range(num_layers)]
+    return [False] * num_layers

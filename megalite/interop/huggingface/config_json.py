@@ -2,13 +2,15 @@
 
 Values that cannot be expressed exactly are refused by name. models/families.toml has the meaning of each family's keys.
 This module names no family, and has what tables cannot express: groups, rotary positions, which layers have experts,
-and windows, in one of three layouts:
+and windows, in one of four layouts:
 
     key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
     "all" (Mistral)            sliding_window, in all layers; null: in none
     "by layer" (Qwen)          sliding_window where use_sliding_window: in the layers from max_window_layers on, or in
                                those that layer_types names sliding_attention
     "alternate" (GPT-OSS)      sliding_window in the layers that layer_types names, or in layers 0, 2, 4, ...
+    "period" (Gemma 3)         sliding_window in the layers that layer_types names, or in all but every
+                               sliding_window_pattern-th
 
 The defaults are those of the families' classes in transformers 5.
 """
@@ -23,12 +25,12 @@ from megalite.config.hybrid_pattern import shown_pattern
 from megalite.config.option import MODEL, option_spec
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern
 from megalite.config.options import ModelConfig, build
-from megalite.interop.huggingface.rotary import STRETCH, read_rope, write_scaling
+from megalite.interop.huggingface.rotary import FULL_ATTENTION, SLIDING_ATTENTION, STRETCH, read_rope, write_rope
 from megalite.interop.name_mapping import FAMILIES, ModelFamily
 from megalite.interop.tensor_mapping import raise_problems
 
 Json = dict[str, Any]
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+_SCORE_DIVISOR = "query_pre_attn_scalar"
 _CONSTANTS = load_table(__file__, "constants")
 
 
@@ -45,8 +47,9 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        allowed_families = f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
-        raise CheckpointError(f"{source}: model_type={model_type!r} {allowed_families}")
+        reason = _CONSTANTS["other_models"].get(model_type) if isinstance(model_type, str) else None
+        reason = reason or f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
+        raise CheckpointError(f"{source}: model_type={model_type!r} {reason}")
     family: ModelFamily = FAMILIES.get(model_type)
     options: Json = dict(family.fixed_options)
     problems = _read_sizes(config, family, options)
@@ -55,6 +58,7 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     problems += _unsupported_values(config, family)
     problems += _read_heads(config, family, options)
     problems += _read_linear_biases(config, family, options)
+    problems += _read_scales(config, family, options)
     if options["position_embedding_type"] == "rope":
         problems += read_rope(config, options, family)
     positions = options["max_position_embeddings"]
@@ -99,7 +103,7 @@ def _unsupported_values(config: Json, family: ModelFamily) -> list[str]:
     problems = [
         f"{key}={config[key]!r} is not {' or '.join(map(repr, allowed))}"
         for key, allowed in family.supported_values.items()
-        if config.get(key, allowed[0]) not in allowed
+        if config.get(key, allowed[0]) not in allowed and not (allowed[0] is False and config[key] is None)
     ]
     return problems + [
         f"{key}: {reason}" for key, reason in _CONSTANTS["absent"].items() if config.get(key) not in (None, {})
@@ -135,6 +139,22 @@ def _read_linear_biases(config: Json, family: ModelFamily, options: Json) -> lis
         return []
     values = " with ".join(f"{key}={value}" for key, value in biases.items())
     return [f"{values}: there is one option for both"]
+
+
+def _read_scales(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set the factors of the embedding and of attention scores if the family has them; return the problem, if any."""
+    hidden_size = options["hidden_size"]
+    if family.scaled_embedding and type(hidden_size) is int and hidden_size > 0:
+        options["embedding_multiplier"] = hidden_size**0.5
+    default = family.optional.get(_SCORE_DIVISOR)
+    if default is None:
+        return []
+    divisor = config.get(_SCORE_DIVISOR, default)
+    if type(divisor) is not int or not 0 < divisor < 1 << 31:
+        return [f"{_SCORE_DIVISOR}={divisor!r} is not an integer above 0"]
+    if divisor != options["kv_channels"]:
+        options["softmax_scale"] = divisor**-0.5
+    return []
 
 
 def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
@@ -176,9 +196,11 @@ def _functional_options(model: ModelConfig) -> Json:
         if spec.resume == MODEL
     }
     effects |= {
+        "softmax_scale": float(f"{model.attention_scale:.12g}"),  # of an inverse square root, with its rounding
         "window_size": model.attention_windows,
         "add_qkv_bias": model.add_qkv_bias and not model.add_bias_linear,
     }
+    effects["rotary_local_base"] = {layer.rope for layer in model.layers if layer.window is not None}
     effects |= dict.fromkeys(STRETCH, model.rope_scaling if model.uses_rope else None)
     irrelevant = {
         name
@@ -221,10 +243,11 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config |= {key.split()[0]: values[option] for option, key in family.keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.derived_keys.items()}
     config |= {key: allowed[0] for key, allowed in family.supported_values.items()}
+    if _SCORE_DIVISOR in family.optional:
+        config[_SCORE_DIVISOR] = max(1, round(model.attention_scale**-2))
     config[family.activation_key] = (matching_activations or list(family.activations))[0]
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    if family.scalings:
-        config["rope_scaling"] = write_scaling(model, family)
+    config |= write_rope(model, family)
     config |= _write_window(model, family)
     if family.sparse_layers:
         dense = [n for n, layer in enumerate(model.layers) if not layer.has_experts]
@@ -242,8 +265,10 @@ def _read_window(config: Json, family: ModelFamily, num_layers: int) -> tuple[Js
         {FULL_ATTENTION, SLIDING_ATTENTION} if family.window_layout else {FULL_ATTENTION}
     ):
         return {}, [f"layer_types has {', '.join(map(repr, sorted(unknown_kinds)))}, which {family.name} does not have"]
-    by_layer = family.window_layout in ("by layer", "alternate")
-    is_used = family.window_layout in ("all", "alternate") or (by_layer and config.get("use_sliding_window", False))
+    by_layer = family.window_layout in ("by layer", "alternate", "period")
+    is_used = family.window_layout in ("all", "alternate", "period") or (
+        by_layer and config.get("use_sliding_window", False)
+    )
     window = config.get("sliding_window", family.optional.get("sliding_window") or None) if is_used else None
     if window is not None and (type(window) is not int or window < 2):
         return {}, [f"sliding_window={window!r} is not a number of 2 or more keys"]
@@ -251,6 +276,11 @@ def _read_window(config: Json, family: ModelFamily, num_layers: int) -> tuple[Js
         has_window = [kind == SLIDING_ATTENTION for kind in kinds]
     elif family.window_layout == "alternate":
         has_window = [window is not None and layer % 2 == 0 for layer in range(num_layers)]
+    elif family.window_layout == "period":
+        period = config.get("sliding_window_pattern", family.optional["sliding_window_pattern"])
+        if type(period) is not int or period < 1:
+            return {}, [f"sliding_window_pattern={period!r} is not a number of 1 or more layers"]
+        has_window = [window is not None and (layer + 1) % period != 0 for layer in range(num_layers)]
     else:
         first = config.get("max_window_layers", 28) if by_layer else 0
         if type(first) is not int:
@@ -276,8 +306,13 @@ def _write_window(model: ModelConfig, family: ModelFamily) -> Json:
     if family.window_layout == "all":
         return {"sliding_window": window}
     types = [FULL_ATTENTION if window is None else SLIDING_ATTENTION for window in windows]
-    if family.window_layout == "alternate":  # transformers requires a number, even if layer_types uses none
-        return {"sliding_window": family.optional["sliding_window"] if window is None else window, "layer_types": types}
+    if family.window_layout in ("alternate", "period"):
+        # transformers requires a number, even if layer_types uses none
+        default: int = family.optional["sliding_window"]
+        alternating: Json = {"sliding_window": default if window is None else window, "layer_types": types}
+        if family.window_layout == "period":  # older releases read this key instead of layer_types
+            alternating["sliding_window_pattern"] = 1 + windows.index(None) if None in windows else len(windows) + 1
+        return alternating
     keys: Json = {"use_sliding_window": window is not None, "sliding_window": window}
     if window is not None:
         first = windows.index(window)  # layers before the first with a window

@@ -5,6 +5,9 @@
     top-level keys     rope_theta (GPT-NeoX: rotary_emb_base, rotary_pct) applies if the table has none;
                        original_max_position_embeddings precedes the table's, max_position_embeddings follows both
 
+Families whose layers with a window have their own positions (Gemma 3) have two tables in rope_parameters, by the names
+of layer_types. rope_scaling and rope_theta belong to full_attention, and rope_local_base_freq to sliding_attention.
+
 A config.json whose two tables disagree is refused, because transformers ignores one of them without a message.
 """
 
@@ -26,6 +29,8 @@ _ORIGINAL = "original_max_position_embeddings"
 # keys of the base, and of the fraction of the channels that are rotated
 _KEYS = ("rope_theta", "partial_rotary_factor")
 _NEOX_KEYS = ("rotary_emb_base", "rotary_pct")
+_LOCAL_BASE = "rope_local_base_freq"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
 def read_rope(config: Json, options: Json, family: ModelFamily) -> list[str]:
@@ -33,6 +38,10 @@ def read_rope(config: Json, options: Json, family: ModelFamily) -> list[str]:
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name, {}), dict | None):
             return [f"{name}={config[name]!r} is not a table"]
+    if _has_local_positions(family):
+        config, problems = _read_local_base(config, options, family)
+        if problems:
+            return problems
     name, table = _table_in_use(config, family)
     nested = [key for key, value in table.items() if isinstance(value, dict) or key.endswith("_attention")]
     if nested:
@@ -53,6 +62,44 @@ def read_rope(config: Json, options: Json, family: ModelFamily) -> list[str]:
         return [f"partial_rotary_factor={fraction!r} is not 1"]
     options |= {"rotary_base": base, "rotary_percent": 1.0 if fraction is None else fraction}
     return _read_kind(used, options, family)
+
+
+def _has_local_positions(family: ModelFamily) -> bool:
+    """Return True if the layers of the family with a window have their own rotary positions."""
+    return _LOCAL_BASE in family.optional
+
+
+def _read_local_base(config: Json, options: Json, family: ModelFamily) -> tuple[Json, list[str]]:
+    """Set the base of layers with a window; return the configuration of the other layers' positions, and the problems.
+
+    As in transformers, rope_scaling is added to the table of full_attention, and its values take precedence.
+    """
+    tables = config.get("rope_parameters") or {}
+    if other_keys := sorted(tables.keys() - {FULL_ATTENTION, SLIDING_ATTENTION}):
+        rule = f"{family.name} has a table for {FULL_ATTENTION} and one for {SLIDING_ATTENTION}"
+        return config, [f"rope_parameters has {', '.join(other_keys)}, but {rule}"]
+    local, full = (tables.get(kind) or {} for kind in (SLIDING_ATTENTION, FULL_ATTENTION))
+    if not isinstance(local, dict) or not isinstance(full, dict):
+        return config, [f"rope_parameters={tables!r} is not a table of tables"]
+    default_base = config.get(_LOCAL_BASE, family.optional[_LOCAL_BASE])
+    base = options["rotary_local_base"] = local.get("rope_theta", default_base)
+    if base is None:
+        return config, [f"{_LOCAL_BASE}=None is not a number"]
+    kind = local.get("rope_type", local.get("type", "default"))
+    if kind != "default":
+        return config, [f"rope scaling of type {kind!r} in layers with a window is not default"]
+    others = {key: value for key, value in config.items() if key not in ("rope_scaling", _ORIGINAL)}
+    return {**others, "rope_parameters": full | (config.get("rope_scaling") or {})}, []
+
+
+def write_rope(model: ModelConfig, family: ModelFamily) -> Json:
+    """Return the keys of scaled frequencies and of layers with a window, which all releases of transformers read."""
+    keys: Json = {}
+    if family.scalings:
+        keys["rope_scaling"] = write_scaling(model, family)
+    if _has_local_positions(family):
+        keys[_LOCAL_BASE] = model.rotary_base if model.rotary_local_base is None else model.rotary_local_base
+    return keys
 
 
 def _supports_partial_rotation(family: ModelFamily) -> bool:

@@ -23,8 +23,8 @@ from megalite.data.tokenizers.huggingface_tokenizer import export_tokenizer_json
 from megalite.interop.huggingface import model_files as hugging_face
 from megalite.interop.huggingface.config_json import choose_family
 from megalite.interop.huggingface.model_files import write_model
-from megalite.interop.tensor_mapping import ExportSource
-from megalite.models.specs import model_specs
+from megalite.interop.name_mapping import FAMILIES
+from megalite.interop.tensor_mapping import ExportSource, norm_offsets
 from megalite.parallel.comm import broadcast_int
 from megalite.training.checkpointing.initial_state import named_external_dir
 from megalite.training.checkpointing.save import shards_to_save
@@ -158,7 +158,7 @@ def export(run: Run, config: Config, eod: int | None) -> str | None:
             files, note = hugging_face.auxiliary_files(external_dir), None
         source = ExportSource(
             Checkpoint(directory, manifests.load_manifest(directory)),
-            offset_specs=model_specs(config.model, run.vocab_size),
+            offsets=norm_offsets(config.model, FAMILIES.get(family).zero_centered_norms),
         )
         written = write_model(target, source, config.model, family, run.vocab_size, tokens=token_ids, files=files)
     finally:
