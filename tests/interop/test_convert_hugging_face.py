@@ -633,6 +633,21 @@ SOUND = {  # models of transformers that megalite does not have -> the message
 }
 
 
+def test_text_part_of_a_model_of_images_converts_as_its_refusal_says(tmp_path: Path, capsys) -> None:
+    import transformers
+
+    text = transformers.Gemma3TextConfig(**MODELS["gemma3_text"][1])
+    vision = dict(model_type="siglip_vision_model", hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    vision |= dict(num_attention_heads=2, image_size=28, patch_size=14)
+    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path / "both")
+    assert tool("--from-hf", tmp_path / "both", "--save", tmp_path / "ours") == 3
+    assert "MODEL.model.language_model.save_pretrained(DIRECTORY)" in capsys.readouterr().err
+    model.model.language_model.save_pretrained(tmp_path / "text")
+    assert tool("--from-hf", tmp_path / "text", "--save", tmp_path / "ours", "--check") == 0
+
+
 @pytest.mark.parametrize("case", SOUND)
 def test_unsupported_model_is_not_called_damaged(case: str, tmp_path: Path, capsys) -> None:
     name, changes, reason = SOUND[case]

@@ -267,24 +267,34 @@ def gemma3_angles_of_transformers(config: Json, kind: str) -> tuple[Tensor, Tens
     from transformers.models.gemma3 import modeling_gemma3
     from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 
-    rotary = modeling_gemma3.Gemma3RotaryEmbedding(Gemma3TextConfig(**copy.deepcopy(config)))
+    separate = json.loads(
+        json.dumps(config)
+    )  # a copy would share tables that are one object, which transformers changes
+    rotary = modeling_gemma3.Gemma3RotaryEmbedding(Gemma3TextConfig(**separate))
     tables = rotary(torch.zeros(1), torch.arange(SEQ_LENGTH)[None], kind)
     cos, sin = (table[0].chunk(2, -1)[0] for table in tables)
     return cos, sin
 
 
-@pytest.mark.parametrize("case", GEMMA3)
-def test_gemma3_angles_equal_transformers(case: str) -> None:
-    """Layer 0 has a window and layer 5 has none; megalite and its check read the positions of each."""
-    config = {**plain("gemma3_text"), "num_hidden_layers": 6, **GEMMA3[case]}
+PLAIN_GEMMA3 = {**plain("gemma3_text"), "num_hidden_layers": 6}
+GEMMA3_LAYERS = {0: "sliding_attention", 5: "full_attention"}  # one of each kind
+
+
+def compare_gemma3(config: Json) -> None:
+    """Assert that megalite and its check have the angles of transformers. Raises CheckpointError if it is refused."""
     model = build(read_config(copy.deepcopy(config), None, "config.json")[1]).model
-    for layer, kind in ((0, "sliding_attention"), (5, "full_attention")):
+    for layer, kind in GEMMA3_LAYERS.items():
         expected = gemma3_angles_of_transformers(config, kind)
         rope, waves = model.layers[layer].rope, second_config.waves(copy.deepcopy(config), layer)
         assert rope is not None and waves is not None
         for tables in (kernel_rope_tables(SEQ_LENGTH, rope), waves.tables(SEQ_LENGTH)):
             for actual, expected_table in zip(tables, expected, strict=True):
                 torch.testing.assert_close(actual.float(), expected_table, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", GEMMA3)
+def test_gemma3_angles_equal_transformers(case: str) -> None:
+    compare_gemma3({**PLAIN_GEMMA3, **GEMMA3[case]})
 
 
 def rope_tables() -> st.SearchStrategy[Json | None]:
@@ -330,6 +340,28 @@ def test_random_rope_keys_equal_transformers_or_are_refused(family: str, changes
         assume(False)
     reason = compare(config)
     assert reason is None or any(key in reason for key in ("rope", "rotary", "yarn", "mscale"))
+
+
+GEMMA3_AT_THE_TOP = {
+    "rope_parameters": st.fixed_dictionaries({}, optional=dict.fromkeys(GEMMA3_LAYERS.values(), rope_tables())),
+    "rope_local_base_freq": st.sampled_from([100.0, 10000.0, None]),
+    **{key: AT_THE_TOP[key] for key in ("rope_scaling", "rope_theta", "original_max_position_embeddings")},
+}
+
+
+@settings(max_examples=100)
+@given(changes=st.fixed_dictionaries({}, optional=GEMMA3_AT_THE_TOP))
+def test_random_rope_keys_of_gemma3_equal_transformers_or_are_refused(changes: Json) -> None:
+    config = {**PLAIN_GEMMA3, **changes}
+    try:
+        for kind in GEMMA3_LAYERS.values():
+            gemma3_angles_of_transformers(config, kind)
+    except Exception:  # transformers cannot build this model
+        assume(False)
+    try:
+        compare_gemma3(config)
+    except CheckpointError as error:
+        assert any(key in str(error) for key in ("rope", "rotary", "yarn", "mscale"))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "gpt_oss"])
