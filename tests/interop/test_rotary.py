@@ -421,6 +421,28 @@ def test_exported_rope_config_runs_in_transformers(family: str, scaling: str, wi
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_exported_gemma3_config_runs_in_transformers(scaling: str, windows: str) -> None:
+    import transformers
+
+    base = build(read_config(PLAIN_GEMMA3, None, "")[1]).model
+    model = replace(base, window_size=None, window_attn_skip_freq=None)
+    model = replace(model, rotary_base=100.0, rotary_local_base=50.0, **{**SCALINGS[scaling], **WINDOWS[windows]})
+    assert choose_family(model, None, None) == "gemma3_text"
+    written = json.loads(json.dumps(write_config(model, "gemma3_text", 93, "float32", {})))
+    for keys in (written, without(written, "layer_types")):  # older releases read sliding_window_pattern
+        assert build(read_config(keys, None, "")[1]).model.layers == model.layers
+        assert transformers.Gemma3TextConfig(**copy.deepcopy(keys)).layer_types == written["layer_types"]
+    for layer, kind in zip(model.layers, written["layer_types"], strict=True):
+        assert layer.rope is not None and (kind == "sliding_attention") == (layer.window is not None)
+        expected = gemma3_angles_of_transformers(written, kind)
+        for actual, expected_table in zip(kernel_rope_tables(SEQ_LENGTH, layer.rope), expected, strict=True):
+            torch.testing.assert_close(actual, expected_table, rtol=0, atol=1e-5)
+    hf_model = transformers.AutoModelForCausalLM.from_config(transformers.Gemma3TextConfig(**written))
+    assert hf_model(torch.arange(20)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
 @pytest.mark.parametrize("scaling", ["plain", "yarn"])
 def test_gpt_oss_export_with_any_windows_and_positions(scaling: str, windows: str, tmp_path: Path) -> None:
     flags = {**SCALINGS[scaling], **WINDOWS[windows]}
