@@ -189,6 +189,7 @@ megalite.register("mixer", "mine", M)
             "make_param(ParamSpec(f'{name}.norm.weight', (model.hidden_size,)))",
             "is the name of another one, of the mixer or",
         ),
+        ("make_param(ParamSpec(f'{name}.post_norm.weight', (model.hidden_size,)))", "of the mixer or of a norm of its"),
         ("make_param(ParamSpec('w', (model.hidden_size,)))", "mixer='mine': parameter 'w' is not NAME.something"),
         ("nn.Parameter(__import__('torch').ones(1))", "has parameter w, which make_param did not create; use make_par"),
         ("make_param(ParamSpec(f'{name}.w', (model.hidden_size,), partial_grad_axes=('tp',)))", ""),
@@ -197,7 +198,7 @@ megalite.register("mixer", "mine", M)
 def test_parameters_of_a_mixer_fit_a_checkpoint(parameter: str, message: str, tmp_path: Path) -> None:
     """`--compile` also leaves the mixer's own attributes alone."""
     write_plugin(tmp_path, NORM_MIXER.replace("{parameter}", parameter))
-    flags = [*LINE, *STEPS, "--plugin", "mine.py", "--hybrid-layer-pattern", "Q-*-", "--save", "run"]
+    flags = [*LINE, *STEPS, "--plugin", "mine.py", "--hybrid-layer-pattern", "Q-*-", "--sandwich-norm", "--save", "run"]
     flags[flags.index("--num-layers") + 1] = "2"
     output = run_program(tmp_path, *flags, code=2 if message else 0)
     assert message in output and "Traceback" not in output

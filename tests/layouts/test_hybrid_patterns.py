@@ -80,14 +80,18 @@ def test_uniform_pattern_is_num_layers_bit_for_bit(world: int, layout: str, lett
 
 @dataclass(frozen=True)
 class RandomCase:
-    """A random pattern under a layout."""
+    """A random pattern under a layout, with other options of the model."""
 
     pattern: str
     world: int
     layout: str
+    options: str
 
     def __str__(self) -> str:
-        return f"{self.pattern} {self.layout}"
+        return f"{self.pattern} {self.layout} {self.options}".rstrip()
+
+    def model(self, pattern: str) -> str:
+        return f"{_model(pattern)} {self.options}"
 
 
 # (ranks, layout, number of stages): every kind of parallelism, sharding and recomputation
@@ -117,7 +121,7 @@ def _random_case(seed: int) -> RandomCase:
         letters[rng.randrange(1, len(letters))] = "E"
     for position in sorted(rng.sample(range(1, len(letters)), num_stages - 1), reverse=True):
         letters.insert(position, BORDER)
-    return RandomCase("".join(letters), world, layout)
+    return RandomCase("".join(letters), world, layout, "--sandwich-norm" if seed % 3 == 0 else "")
 
 
 CASES = [_random_case(seed) for seed in range(30)]
@@ -125,8 +129,8 @@ CASES = [_random_case(seed) for seed in range(30)]
 
 @pytest.mark.parametrize("case", nightly_except(CASES, CASES[:4], str))
 def test_random_pattern_equals_one_process(case: RandomCase) -> None:
-    actual = _trained(case.world, f"{_model(case.pattern)} {expand(case.layout)}")
-    expected = _trained(1, _model(without_borders(case.pattern)))
+    actual = _trained(case.world, f"{case.model(case.pattern)} {expand(case.layout)}")
+    expected = _trained(1, case.model(without_borders(case.pattern)))
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=FP64_TOLERANCE)
     np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=FP64_TOLERANCE)
     assert actual.weights.keys() == expected.weights.keys()
