@@ -46,6 +46,7 @@ from megalite.interop.name_mapping import FAMILIES
 from megalite.interop.tensor_mapping import ExportSource, load_external_weights
 from megalite.models.gpt import Stage
 from megalite.models.specs import model_specs
+from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
@@ -141,6 +142,22 @@ def test_logits_equal_transformers_in_fp64(models, name: str) -> None:
     with torch.no_grad():
         actual = stage(None, batch, ForwardContext())[..., :VOCAB_SIZE].transpose(0, 1)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("hidden_size", [1152, 2560, 3584])
+def test_scaled_embedding_equals_transformers_bit_for_bit(hidden_size: int, dtype: torch.dtype) -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    shape = dict(num_layers=1, hidden_size=hidden_size, num_attention_heads=1, seq_length=SEQ_LENGTH)
+    model = ModelConfig(**shape, position_embedding_type="none", embedding_multiplier=hidden_size**0.5)
+    make_param = ParamFactory(Mesh.single_process(), dtype, seed=0)
+    spec = vocab_spec("embedding.word", VOCAB_SIZE, VOCAB_SIZE, hidden_size, 0.02, tied=False)
+    embedding = Embedding(make_param, spec, model).eval()
+    expected = Gemma3TextScaledWordEmbedding(VOCAB_SIZE, hidden_size, 0, hidden_size**0.5).to(dtype)
+    expected.weight.data = embedding.word.data
+    batch = Batch(tokens_BS().T, None, None, torch.zeros(2, dtype=torch.int64))
+    assert torch.equal(embedding(batch, ForwardContext()), expected(tokens_BS()).transpose(0, 1))
 
 
 def test_half_precision_in_many_files(models, tmp_path: Path) -> None:
