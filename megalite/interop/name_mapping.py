@@ -120,6 +120,7 @@ class ModelFamily(TensorNames):
         even_heads: hidden_size must be a multiple of the number of heads.
         zero_centered_norms: Norm weights are stored as their difference from 1.
         scaled_embedding: The word embedding is multiplied by the square root of hidden_size.
+        nullable_keys: Option -> key, for options that null turns off. A default of 0 in `optional` means null.
     """
 
     architecture: str
@@ -137,6 +138,7 @@ class ModelFamily(TensorNames):
     even_heads: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
+    nullable_keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def supports_gqa(self) -> bool:

@@ -177,7 +177,7 @@ def stage_of(flags: str) -> Stage:
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "llama yarn", "llama linear", "gpt2", "qwen2 window", "gemma3_text"),
+        *("llama", "llama yarn", "llama linear", "gpt2", "qwen2 window", "gemma2", "gemma3_text"),
         "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5 --no-rope-freq 2 --softmax-type learnable",
         "--position-embedding-type yarn --rotary-scaling-factor 4 --no-rope-freq [1,0,0] --window-size 5,0",
         "--attn-logit-softcapping 0.5 --final-logit-softcapping 2 --window-size 5,0 --window-attn-skip-freq 2",

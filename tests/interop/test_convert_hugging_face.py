@@ -126,7 +126,9 @@ def test_logits_equal_transformers_and_export_is_bit_exact(models, name: str, tm
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "llama linear", "qwen3", "gemma3_text", "gemma3_text untied"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama linear", "qwen3", "gemma2", "gemma2 of one cap", "gemma3_text", "gemma3_text untied"]
+)
 def test_logits_equal_transformers_in_fp64(models, name: str) -> None:
     model_dir = models(name)[1]
     model = load_in_fp64(model_dir)

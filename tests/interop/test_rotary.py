@@ -34,7 +34,19 @@ from tools.convert_checkpoint import saved_model
 from tools.verification import second_config
 
 Json = dict[str, Any]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "olmoe", "gpt_neox")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "gpt_oss",
+    "gemma2",
+    "qwen3_moe",
+    "qwen2_moe",
+    "olmoe",
+    "gpt_neox",
+)
 ROTARY_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "layer_types")
 
 

@@ -151,7 +151,7 @@ def train_transformers(model_dir: Path, batches: list[torch.Tensor]) -> list[flo
     return losses
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3_text"])
 def test_ten_steps_equal_transformers_under_every_layout(models, name: str) -> None:
     _, model_dir = models(name)
     expected = train_transformers(model_dir, ten_batches(model_dir))

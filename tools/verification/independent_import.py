@@ -49,6 +49,7 @@ LLAMA: Names = TABLES["llama"]
 LLAMA_VARIANTS: dict[str, Names] = {
     "mixtral": TABLES["mixtral"],
     "gpt_oss": TABLES["gpt_oss"],
+    "gemma2": TABLES["gemma"],
     "gemma3_text": TABLES["gemma"],
 }
 FUSED_EXPERTS: Names = TABLES["fused_experts"]

@@ -26,8 +26,8 @@ EPSILON = {  # (key, default)
     "olmoe": ("rms_norm_eps", 1e-5),
 }
 ROPE_BASE = {"mixtral": 1e6, "gpt_oss": 1.5e5}
-HEAD_SIZE = {"gpt_oss": 64, "qwen3": 128, "gemma3_text": 256}
-WINDOW = {"mistral": 4096, "gpt_oss": 128, "qwen2": 4096, "qwen3": 4096, "gemma3_text": 4096}
+HEAD_SIZE = {"gpt_oss": 64, "qwen3": 128, "gemma2": 256, "gemma3_text": 256}
+WINDOW = {"mistral": 4096, "gpt_oss": 128, "qwen2": 4096, "qwen3": 4096, "gemma2": 4096, "gemma3_text": 4096}
 EXPERTS_PER_TOKEN = {"mixtral": 2, "gpt_oss": 4, "olmoe": 8, "qwen2_moe": 4, "qwen3_moe": 8}
 GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 GEMMA_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # all are the tanh form
@@ -160,12 +160,15 @@ def model(config: Json, imported: ModelConfig) -> ModelConfig:
     options: Json = {"norm_epsilon": config.get(*EPSILON.get(family, ("rms_norm_eps", 1e-6)))}
     if family == "gpt_oss":
         options["activation"] = "clamped_swiglu"
-    elif family == "gemma3_text":
+    elif family.startswith("gemma"):
         assert config.get("hidden_activation", "gelu_pytorch_tanh") in GEMMA_ACTIVATIONS
         options |= {
             "activation": "geglu",
             "sandwich_norm": True,
             "embedding_multiplier": math.sqrt(config["hidden_size"]),
+            "qk_layernorm": family != "gemma2",
+            "attn_logit_softcapping": config.get("attn_logit_softcapping", 50.0) if family == "gemma2" else None,
+            "final_logit_softcapping": config.get("final_logit_softcapping", 30.0 if family == "gemma2" else None),
             "softmax_scale": 1 / math.sqrt(config.get("query_pre_attn_scalar", 256)),
         }
     elif family == "gpt2":
@@ -201,7 +204,7 @@ def _layers_with_window(config: Mapping[str, Any], family: str, num_layers: int)
     window = config.get("sliding_window", WINDOW.get(family))
     if family in ("mistral", "mixtral"):
         return [window is not None] * num_layers
-    if family == "gpt_oss":
+    if family in ("gpt_oss", "gemma2"):
         return by_type or [layer % 2 == 0 for layer in range(num_layers)]
     if family == "gemma3_text":
         every = config.get("sliding_window_pattern", 6)

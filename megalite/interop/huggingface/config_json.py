@@ -54,6 +54,8 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     options: Json = dict(family.fixed_options)
     problems = _read_sizes(config, family, options)
     problems += _read_activation(config, family, options)
+    for option, key in family.nullable_keys.items():
+        options[option] = config.get(key, family.optional.get(key) or None)
     options["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", family.tied_by_default)
     problems += _unsupported_values(config, family)
     problems += _read_heads(config, family, options)
@@ -105,8 +107,11 @@ def _unsupported_values(config: Json, family: ModelFamily) -> list[str]:
         for key, allowed in family.supported_values.items()
         if config.get(key, allowed[0]) not in allowed and not (allowed[0] is False and config[key] is None)
     ]
+    own_keys = family.nullable_keys.values()
     return problems + [
-        f"{key}: {reason}" for key, reason in _CONSTANTS["absent"].items() if config.get(key) not in (None, {})
+        f"{key}: {reason}"
+        for key, reason in _CONSTANTS["absent"].items()
+        if key not in own_keys and config.get(key) not in (None, {})
     ]
 
 
@@ -243,6 +248,7 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config |= {key.split()[0]: values[option] for option, key in family.keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.derived_keys.items()}
     config |= {key: allowed[0] for key, allowed in family.supported_values.items()}
+    config |= {key: getattr(model, option) for option, key in family.nullable_keys.items()}
     if _SCORE_DIVISOR in family.optional:
         config[_SCORE_DIVISOR] = max(1, round(model.attention_scale**-2))
     config[family.activation_key] = (matching_activations or list(family.activations))[0]
