@@ -43,8 +43,11 @@ def _nan_message(flags: str, direction: str, bad_rank: int) -> str:
     run = build(flags)
     train_step(run)
     run.buffer.wait_param_sync()
+    last_block: Any = run.pipeline.stages[-1].blocks[-1]
     if dist.get_rank() == bad_rank and direction == "forward":
-        run.pipeline.stages[-1].blocks[-1].mlp.up.data.view(-1)[5] = math.nan  # type: ignore[union-attr, index]
+        last_block.mlp.up.data.view(-1)[5] = math.nan
+    elif dist.get_rank() == bad_rank and direction == "forward, norm after the MLP":
+        last_block.mlp_post_norm.weight.data[5] = math.nan
     elif dist.get_rank() == bad_rank:
         block = run.pipeline.stages[0].blocks[1]  # type: ignore[index]
         block.register_full_backward_hook(lambda module, grads, grad: (grads[0] * math.nan, *grads[1:]))
@@ -62,6 +65,10 @@ ORIGINS = {
     "forward, last stage": (2, PP2, ("forward", 1), f"{MLP} rank 1 (pp 1), samples 4..5"),
     "forward, half of a layer": (2, TP2, ("forward", 1), f"{MLP} rank 0 (tp 0), samples 4..5, and on ranks [1]"),
     "forward, one replica": (2, "", ("forward", 1), f"{MLP} rank 1 (dp 1), samples 6..7"),
+    "norm after the MLP": (
+        *(2, "--sandwich-norm", ("forward, norm after the MLP", 1)),
+        "the output of layers.1.mlp.post_norm (nan) on rank 1 (dp 1), samples 6..7",
+    ),
     "backward, one replica": (2, "", ("backward", 1), f"{DOWN}_bias (nan) on rank 1 (dp 1);"),
     "backward, ZeRO-3": (2, f"{ZERO3} --disable-bias-linear", ("backward", 1), f"{DOWN} (nan) on rank 1 (dp 1);"),
 }

@@ -220,7 +220,7 @@ def _searched_modules(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         yield "embedding", stage.embedding
     for block in stage.blocks:
         for name, module in block.named_children():
-            part = name.replace("_", ".").replace("mixer", str(block.spec.mixer))
+            part = name.replace("_", ".", 1).replace("mixer", str(block.spec.mixer))
             yield f"layers.{block.layer}.{part}", module
         yield f"layers.{block.layer}", block
     if stage.head is not None:
