@@ -25,6 +25,7 @@ from megalite.data.tokenizers.build_tokenizer import build_tokenizer
 from megalite.generate import generation as generate
 from megalite.interop.huggingface import model_files as hf_files
 from megalite.launch.rank_info import RankInfo
+from megalite.nn.loss_sums import LossSums
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.parallel.mesh import build_mesh
 from megalite.training.batch import to_device
@@ -417,7 +418,9 @@ def test_export_works_without_checkpoints(models, layout: str, tmp_path: Path) -
     run = start_from_model(hugging_face_config(model_dir))
     train_step(run)
     batches = batches_of(run, 4)
-    expected = float(run.pipeline.evaluate(batches, ForwardContext(2)))
+    loss_sums = LossSums(run.loss_sums.head_losses, (), CPU)
+    run.pipeline.evaluate(batches, ForwardContext(2, loss_sums=loss_sums))
+    expected = float(loss_sums.local_values(run.mesh)[0])
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / layout).eval()
     assert model.config.eos_token_id == 2
     ids = torch.cat(tokens_of(batches))
