@@ -250,9 +250,10 @@ def write_args(
     if plugin_mixers := sorted(set(model.layer_parts) - {"attention", *MLP_LETTERS.values()}):
         raise CheckpointError(f"{shown}: mixer {plugin_mixers[0]!r} is not in Megatron-LM; keep megalite's checkpoint")
     if is_hybrid and not transformer_engine:
-        raise CheckpointError("transformer_impl=local: a HybridModel has layers of Transformer Engine; drop it")
-    if not is_hybrid and any(layer.mixer is None or layer.mlp is None for layer in model.layers):
-        raise CheckpointError(f"{shown} is not attention and MLP in turn; write a HybridModel")
+        remedy = "drop it, or give --export-model-type GPTModel" if model.has_only_full_layers else "drop it"
+        raise CheckpointError(f"transformer_impl=local: a HybridModel has layers of Transformer Engine; {remedy}")
+    if not is_hybrid and not model.has_only_full_layers:
+        raise CheckpointError(f"{shown} is not attention and MLP in turn; give --export-model-type HybridModel")
     for option in ("parallel_residual", "qk_layernorm_over_heads", "sandwich_norm"):
         if getattr(model, option):
             raise CheckpointError(f"{option}=True is not in Megatron-LM; export to Hugging Face instead")

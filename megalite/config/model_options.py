@@ -509,6 +509,11 @@ class ModelConfig:
         return tuple(part for layer in self.layers for part in (layer.mixer, layer.mlp) if part is not None)
 
     @property
+    def has_only_full_layers(self) -> bool:
+        """True if every layer has attention and then an MLP, as in a model without a pattern."""
+        return all(layer.mixer == "attention" and layer.mlp is not None for layer in self.layers)
+
+    @property
     def has_experts(self) -> bool:
         """True if any layer has experts."""
         return any(self.moe_layers)

@@ -28,6 +28,7 @@ from megalite.models.layers import MLPS, build_mixer, check_mixer
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.linear import column_parallel_linear
 from megalite.nn.loss import linear_cross_entropy
+from megalite.nn.loss_sums import head_losses
 from megalite.nn.micro_batch import RNG_SITE_HIDDEN_1, RNG_SITE_HIDDEN_2, Batch, ForwardContext
 from megalite.nn.norm import Norm
 from megalite.nn.parameter import ParamFactory, RunUnit, call_unit, shapes
@@ -202,9 +203,8 @@ class LMHead(nn.Module):
             h_sBD, self.weight, *args, z_loss=self.z_loss, softcap=self.softcap, loss_grad=ctx.loss_grad
         )
         if ctx.loss_sums is not None:
-            ctx.loss_sums.add_head_loss("loss", loss)
-            if self.z_loss:
-                ctx.loss_sums.add_head_loss("z_loss", z_loss)
+            for name, value in zip(head_losses(self.z_loss), (loss, z_loss), strict=False):
+                ctx.loss_sums.add_head_loss(name, value)
         return loss
 
 

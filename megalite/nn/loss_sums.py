@@ -18,6 +18,11 @@ from torch import Tensor
 from megalite.parallel.mesh import Mesh
 
 
+def head_losses(z_loss: float) -> tuple[str, ...]:
+    """Return the names of the losses of a head with this coefficient of the z-loss."""
+    return ("loss", "z_loss") if z_loss else ("loss",)
+
+
 class LossSums:
     """Sums of losses over tokens, in nats and fp64. The tensor stays the same, so that CUDA graphs can add to it.
 

@@ -96,11 +96,6 @@ class RunPlan:
     def pp(self) -> int:
         return self.config.parallel.pipeline_model_parallel_size
 
-    @property
-    def head_losses(self) -> tuple[str, ...]:
-        """The names of the losses of the head (nn/loss_sums.py)."""
-        return ("loss", "z_loss") if self.config.train.z_loss_coeff else ("loss",)
-
     @cached_property
     def has_experts(self) -> bool:
         return self.config.model.has_experts

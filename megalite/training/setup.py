@@ -17,7 +17,7 @@ from megalite.launch.rank_info import RankInfo
 from megalite.models.gpt import Stage
 from megalite.models.torch_compile import Backend, compile_blocks
 from megalite.nn.activation_offload import ActivationOffload
-from megalite.nn.loss_sums import LossSums
+from megalite.nn.loss_sums import LossSums, head_losses
 from megalite.optim.adamw import ApexAdamW
 from megalite.optim.buffer import ParamAndGradBuffer, ZeroConfig
 from megalite.optim.distributed_optimizer import DistributedOptimizer
@@ -157,7 +157,7 @@ def build_run(
     return Run(
         mesh=mesh,
         pipeline=pipeline,
-        loss_sums=LossSums(plan.head_losses, model.layer_losses, mesh.device),
+        loss_sums=LossSums(head_losses(train.z_loss_coeff), model.layer_losses, mesh.device),
         expert_balancer=ExpertLoadBalancer(stages, mesh, model),
         buffer=buffer,
         optimizer=DistributedOptimizer(

@@ -457,6 +457,7 @@ def step_metrics(run: Run, results: Sequence[StepResult], params_norm: float | N
         **run.progress.to_json(),
         **losses,
         "losses": losses,
+        "layer_losses": results[-1].layer_losses if updated else {},
         "last_step": run.last_step,
         "loss_scale": run.loss_scaler.scale,
         "skipped": num_steps - len(updated),

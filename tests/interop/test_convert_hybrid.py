@@ -371,6 +371,8 @@ def test_older_args_name_the_same_model() -> None:
     assert build(read_args(args, "")).model == new
     delattr(args, "hybrid_layer_pattern")
     assert build(read_args(args, "")).model == new
+    uniform = saved_args("*-*-", hybrid_layer_pattern="", num_layers=2)
+    assert build(read_args(uniform, "")).model.hybrid_layer_pattern is None
     dense = saved_args("*-*-", num_experts=8, moe_ffn_hidden_size=WIDTH)  # experts that no letter has
     assert build(read_args(dense, "")).model.num_experts is None
 
@@ -387,7 +389,7 @@ def test_older_args_name_the_same_model() -> None:
         (None, {"hybrid_attention_ratio": 0.5, "num_layers": 2}, "hybrid_attention_ratio=0.5"),
         (None, {"is_hybrid_model": True, "num_layers": 2}, "is_hybrid_model=True"),
         ("*E", {"num_experts": None}, "'[*]E' with E needs --num-experts"),
-        ("*-*-", {"no_rope_freq": [0, 1]}, r"no_rope_freq=\[0, 1\]"),
+        ("*-*-", {"no_rope_freq": [0, 1]}, r"no_rope_freq=\[0, 1\] does not have 4 values, one for each layer"),
     ],
 )
 def test_unsupported_args_are_refused_by_name(
@@ -412,7 +414,10 @@ def test_impossible_exports_are_refused_with_a_remedy(tmp_path: Path, capsys) ->
     write(tmp_path / "theirs", "**-E")
     assert tool("--from-megatron", tmp_path / "theirs", "--save", tmp_path / "ours", "--vocab-size", V) == 0
     for flags, reason in (
-        (["--export-model-type", "GPTModel"], "='**-E' is not attention and MLP in turn; write a HybridModel"),
+        (
+            ["--export-model-type", "GPTModel"],
+            "='**-E' is not attention and MLP in turn; give --export-model-type HybridModel",
+        ),
         (["--transformer-impl", "local"], "transformer_impl=local: a HybridModel has layers of Transformer Engine"),
         (["--target-pipeline-parallel-size", 5], "4 attention and MLP layers are fewer than pp=5"),
         (["--target-tensor-parallel-size", 4], "do not all split over tp=4"),

@@ -190,6 +190,10 @@ def test_use_checkpoint_args_takes_the_pattern_without_its_borders(tmp_path: Pat
     flags = f"--use-checkpoint-args --load {directory} --micro-batch-size 2 --train-iters 4 --lr 0.01 --mock-data"
     config = apply_checkpoint_args(config_from(flags))
     assert config.model.hybrid_layer_pattern == "*-*E" and config.model.num_experts == 4
+    counts_letters = apply_checkpoint_args(config_from(f"{flags} --num-layers 4"))
+    assert counts_letters.model == config.model and config.model.num_layers == 2
+    with pytest.raises(SetupError, match="num_layers=3, but 2 in"):
+        apply_checkpoint_args(config_from(f"{flags} --num-layers 3"))
     config = apply_checkpoint_args(config_from(f"{flags} --hybrid-layer-pattern *-*|E --pp 2"))
     assert config.model.hybrid_layer_pattern == "*-*|E"
     with pytest.raises(SetupError, match=r"hybrid_layer_pattern='\*\*-E', but '\*-\*E' in .*; drop the option"):
@@ -211,7 +215,7 @@ def test_use_checkpoint_args_takes_the_pattern_without_its_borders(tmp_path: Pat
         ("--hybrid-layer-pattern *-*- --num-experts 4", "num_experts=4 needs a layer with experts, but hybrid_layer_"),
         ("--hybrid-layer-pattern *-- --parallel-residual", "parallel_residual=True adds a mixer and an MLP to the same"),
         ("--hybrid-layer-pattern *-*- --no-rope-freq 2", "no_rope_freq=2 changes no mixer, because each letter of "
-         "hybrid_layer_pattern='*-*-' counts as a layer; give a list, or drop it"),
+         "hybrid_layer_pattern='*-*-' counts as a layer, and its mixers are at 0,2 of 0 to 3; give a list that"),
         ("--hybrid-layer-pattern *-*- --no-rope-freq [1,0]", "no_rope_freq=[1,0] has 2 numbers for 4 layers; give one "
          "for each; each letter of hybrid_layer_pattern='*-*-' counts as a layer"),
         ("--hybrid-layer-pattern *-*- --window-size 4,0 --window-attn-skip-freq [0,1,0,1]", "leaves no mixer of "

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import programs
 import pytest
@@ -46,6 +47,31 @@ def test_gradients_of_a_layer_loss_equal_autograd() -> None:
     assert train_on_layer_loss(x, loss, 0.1, "p_loss", 7, ForwardContext()) is x
 
 
+@pytest.mark.parametrize(
+    ("loss", "name", "message"),
+    [
+        (torch.zeros(3), "p_loss", r"is \[3\] of torch.float32, not a scalar"),
+        (torch.zeros((), dtype=torch.bfloat16), "p_loss", r"is \[\] of torch.bfloat16, not a scalar"),
+        (0.5, "p_loss", "is 0.5, not a scalar"),
+        (torch.zeros(()), "q_loss", "q_loss of layer 7 is not declared"),
+    ],
+)
+def test_mistakes_of_a_mixer_are_named_in_forward(loss: Any, name: str, message: str) -> None:
+    ctx = ForwardContext(loss_grad=0.25, loss_sums=LossSums(("loss",), [("p_loss", 7)], CPU))
+    with pytest.raises(ConfigError, match=message):
+        train_on_layer_loss(torch.zeros(2, requires_grad=True), loss, 0.1, name, 7, ctx)
+
+
+def test_negative_losses_are_in_the_picture(tmp_path: Path) -> None:
+    rows = [{"step": step, "tokens": step, "train/loss": 5.0, "loss/p_loss": -step / 10} for step in range(1, 9)]
+    tmp_path.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tmp_path.joinpath("status.json").write_text("{}")
+    picture = curves.other_losses(read_runs([tmp_path]))
+    assert picture is not None
+    low, high = picture.draw(6.0).axes[0].get_ylim()
+    assert low <= -0.8 < -0.1 <= high
+
+
 def test_means_are_over_labels_and_over_tokens_and_layers() -> None:
     sums = LossSums(("loss", "z_loss"), [("a_loss", 0), ("a_loss", 3), ("b_loss", 3)], CPU)
     totals = [12.0, 6.0, 8.0, 24.0, 2.0]
@@ -61,6 +87,7 @@ def test_means_are_over_labels_and_over_tokens_and_layers() -> None:
 MIXER = """
 import torch
 from torch import nn
+from megalite.kernels.dispatch import accum_dtype
 from megalite.nn.layer_loss import train_on_layer_loss
 from megalite.parallel.spec import Normal, ParamSpec
 
@@ -77,7 +104,8 @@ class Penalized(nn.Module):
 
     def forward(self, x_sBD, batch, ctx):
         y_sBD = x_sBD * self.w
-        return train_on_layer_loss(y_sBD, y_sBD.square().mean(-1).sum(), 0.5, "power_loss", self.layer, ctx)
+        loss = y_sBD.square().mean(-1).sum(dtype=accum_dtype(y_sBD))
+        return train_on_layer_loss(y_sBD, loss, 0.5, "power_loss", self.layer, ctx)
 
 megalite.register("mixer", "penalized", Penalized)
 """
@@ -147,12 +175,19 @@ def test_loss_of_a_plugin_is_in_every_log(tmp_path: Path) -> None:
     assert re.search(r"loss [\d.]+  power_loss [\d.]+  z-loss ", line)
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
-    tags = {"power_loss", "power_loss_layer_0", "power_loss_layer_2", "lm loss validation", "z_loss validation"}
+    tags = {
+        "power_loss",
+        "power_loss_layer_0",
+        "power_loss_layer_2",
+        "lm loss validation",
+        "lm z_loss",
+        "lm z_loss validation",
+    }
     assert tags <= set(board.Tags()["scalars"])
     means = [[event.value for event in board.Scalars(f"power_loss{layer}")] for layer in ("", "_layer_0", "_layer_2")]
     assert means[0] == pytest.approx([(a + b) / 2 for a, b in zip(*means[1:], strict=True)], rel=1e-6)
     megatron = _pretrain(*FLAGS.split(), "--plugin", plugin, "--log-style", "megatron", "--log-interval", "1")
-    assert re.search(r" \| lm loss: \S+ \| power_loss: \S+ \| z_loss: \S+ \|", megatron)
+    assert re.search(r" \| lm loss: \S+ \| power_loss: \S+ \| lm z_loss: \S+ \|", megatron)
     picture = curves.other_losses(read_runs([tmp_path / "run"]))
     assert picture is not None and len(picture.draw(6.0).axes) == 2
 

@@ -75,7 +75,7 @@ def test_megatron_log_line_is_exact() -> None:
     )
     norms = " | grad norm: 1.235 | num zeros: 97 | params norm: 356.789 | number of skipped iterations:   0 |"
     assert norms in line(zeros=97, params_norm=356.7891)
-    assert " | lm loss: 7.654321E+00 | z_loss: 1.230000E-03 | loss scale: 1.0 |" in line(z_loss=0.00123)
+    assert " | lm loss: 7.654321E+00 | lm z_loss: 1.230000E-03 | loss scale: 1.0 |" in line(z_loss=0.00123)
     skipped_line = line(loss=None, skipped=3, nan=2, loss_scale=2.0**16)
     assert "throughput" not in skipped_line and "lm loss" not in skipped_line
     end = (
@@ -254,7 +254,16 @@ def test_tensorboard_has_megatrons_tags(tmp_path: Path) -> None:
         [twin] = default_events.Scalars(f"{tag} vs samples")
         assert (event.step, twin.step) == (100, 25_600)
         assert event.value == twin.value == pytest.approx(value, rel=1e-6)
-    tags = ["learning-rate", "batch-size", "lm loss", "z_loss", "world-size", "grad-norm", "num-zeros", "params-norm"]
+    tags = [
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "lm z_loss",
+        "world-size",
+        "grad-norm",
+        "num-zeros",
+        "params-norm",
+    ]
     tags += ["lm loss validation-wiki", "lm loss validation-wiki ppl"]
     single_tags = ["mem-allocated-bytes", "forward-backward-time"]
     all_events = events(tmp_path / "all")

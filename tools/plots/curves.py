@@ -191,10 +191,13 @@ def other_losses(runs: Sequence[RunData]) -> Picture | None:
     def draw(width: float) -> Any:
         fig, axes = figure(width, [1.35] * len(keys), share_x=True)
         for axis, key in zip(axes, keys, strict=True):
+            lowest = 0.0  # a loss of a plugin may be negative
             for index, run in enumerate(runs):
                 label = run.label if axis is axes[0] and len(runs) > 1 else None
                 _line(axis, run.visible_points(key), 0, index, linewidth=1.2, label=label)
-            axis.set_ylim(bottom=0)
+                lowest = min([lowest, *(y for *_, y in run.visible_points(key))])
+            if lowest == 0:
+                axis.set_ylim(bottom=0)
             _format_ticks(axis, "x", "y")
             axis.set_title(key.partition("/")[2].replace("_", " "), loc="left", color=color("muted"))
             axis.margins(x=0.02)

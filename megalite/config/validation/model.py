@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.hybrid_pattern import num_parts, num_pattern_layers, shown_pattern
+from megalite.config.hybrid_pattern import first_letters, num_parts, num_pattern_layers, shown_pattern
 from megalite.config.option import flag_name
 from megalite.config.options import QUICK_GEGLU_OPTIONS, Config
 from megalite.config.problems import (
@@ -24,6 +24,7 @@ LIST_VALUES = {
     "moe_router_load_balancing_type": (("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), ()),
     "recompute_modules": (("core_attn", "layernorm", "mlp"), ("moe", "shared_experts")),
 }
+MIN_SOFTCAP = 0.01  # far below any in use; bounds that fp32 rounds to 0 would give NaN
 
 
 def position_problems(config: Config) -> Iterator[Problem]:
@@ -134,6 +135,15 @@ def hybrid_pattern_error(config: Config) -> Problem | None:
     )
 
 
+def _softcap_problems(config: Config) -> Iterator[Problem]:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        cap = getattr(config.model, name)
+        if cap is not None and 0 < cap < MIN_SOFTCAP:
+            yield Problem(
+                f"{name}={cap} makes all logits equal; give {MIN_SOFTCAP} or more, as Gemma's 30 or 50", options=(name,)
+            )
+
+
 def _clamped_swiglu_problems(config: Config) -> Iterator[Problem]:
     """Yield the problems of Megatron-LM's flags for the activation of GPT-OSS, which go together."""
     model = config.model
@@ -155,6 +165,7 @@ def _clamped_swiglu_problems(config: Config) -> Iterator[Problem]:
 
 def model_problems(config: Config) -> Iterator[Problem]:
     yield from _clamped_swiglu_problems(config)
+    yield from _softcap_problems(config)
     yield from _hybrid_model_problems(config)
     yield from _head_size_problems(config)
     yield from _list_value_problems(config)
@@ -272,6 +283,8 @@ def _letter_value_problems(config: Config, has_window: bool) -> Iterator[Problem
     model = config.model
     pattern = shown_pattern(model.hybrid_layer_pattern or "")
     mixer_numbers = [layer.number for stage in model.pattern_stages for layer in stage if layer.mixer is not None]
+    positions = first_letters(model.hybrid_layer_pattern or "")
+    mixer_positions = [positions[number] for number in mixer_numbers]
     has_rope = model.position_embedding_type in ("rope", "yarn")
     for name, per_layer, is_active in (
         ("no_rope_freq", "rope_layers", has_rope),
@@ -288,8 +301,9 @@ def _letter_value_problems(config: Config, has_window: bool) -> Iterator[Problem
         mixer_values = [values[number] for number in mixer_numbers]
         if is_active and all(mixer_values):
             yield Problem(
-                f"{shown(config, name)} changes no mixer, because each letter of {pattern} counts as a layer; "
-                "give a list, or drop it",
+                f"{shown(config, name)} changes no mixer, because each letter of {pattern} counts as a layer, and its "
+                f"mixers are at {comma_separated(mixer_positions)} of 0 to {model.num_layer_values - 1}; give a list "
+                "that changes one of them, or drop it",
                 options=(name, "hybrid_layer_pattern"),
             )
         elif name == "window_attn_skip_freq" and is_active and not any(mixer_values):

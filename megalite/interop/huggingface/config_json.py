@@ -167,6 +167,8 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
 
     The model is written as a config.json and read back, and the differences are the reasons.
     """
+    if not model.has_only_full_layers:
+        return [f"{shown_pattern(model.hybrid_layer_pattern or '')} is not attention and MLP in turn"]
     written = write_config(model, family.name, 1, "", {})
     if missing := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
         return [f"{option}={getattr(model, option)}, but {family.name} always has this option" for option in missing]

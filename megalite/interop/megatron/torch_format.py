@@ -442,7 +442,7 @@ def read_args(args: Namespace, source: str) -> dict[str, Any]:
 def _hybrid_pattern(args: Namespace) -> str | None:
     """Return the pattern of a hybrid model without pipeline borders, which belong to the run that saved it."""
     pattern = arg_or_default(args, "hybrid_layer_pattern", arg_or_default(args, "hybrid_override_pattern", None))
-    return None if pattern is None else without_borders(str(pattern))
+    return without_borders(str(pattern)) if pattern else None
 
 
 def _read_hybrid_pattern(pattern: str, saved_num_layers: Any) -> dict[str, Any]:
@@ -501,7 +501,7 @@ def _layer_flags(name: str, pattern: Any, num_layers: Any) -> tuple[bool, ...]:
     with contextlib.suppress(ValueError):
         if type(num_layers) is int and num_layers <= MAX_LAYERS_IN_PATTERN:
             return parse_layer_pattern(str(pattern), num_layers)
-    raise ValueError(f"{name}={pattern!r}")
+    raise ValueError(f"{name}={pattern!r} does not have {num_layers} values, one for each layer")
 
 
 def arg_or_default(args: Namespace, name: str, default: Any) -> Any:

@@ -134,6 +134,8 @@ def apply_model(config: Config, saved: ModelConfig, source: str) -> Config:
         for field in fields(ModelConfig)
         if option_spec(field).resume == EXECUTION or is_explicit(config, field.name)
     }
+    if "hybrid_layer_pattern" not in local_names and config.model.num_layers == saved.num_layer_values:
+        local_names.discard("num_layers")  # the letters of the pattern, as Megatron-LM counts its layers
     if starts_dense:
         local_names.update(EXPERT_OPTIONS)
     values = {name: getattr(config.model, name) for name in sorted(local_names)}

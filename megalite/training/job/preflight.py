@@ -14,6 +14,7 @@ from megalite.common.wording import plural
 from megalite.config.options import Config
 from megalite.config.plugins import error_location
 from megalite.config.problems import Problem
+from megalite.config.registry import REGISTRIES
 from megalite.config.validation import find_ineffective, find_problems
 from megalite.data.errors import DataError
 from megalite.data.files.missing_files import without_data_files
@@ -24,6 +25,7 @@ from megalite.launch.rank_info import LaunchError, RankInfo
 from megalite.models.torch_compile import CompileError, check_compile
 from megalite.parallel.cpu.shared_memory import SHM_DIR, SLOT_BYTES, SLOTS
 from megalite.parallel.mesh import Mesh
+from megalite.planning.layer_kinds import flops_per_token
 from megalite.planning.memory import host_bytes
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.datasets import DatasetBundle, build_datasets
@@ -47,7 +49,8 @@ def preflight(config: Config, ranks: RankInfo) -> tuple[RunPlan, DatasetBundle]:
         data = without_data_files(config.data) if train.dry_run_rank is not None else config.data
         sources = build_datasets(data, config.model.seq_length, train.seed, train.eval_iters)
         plan = make_run_plan(config, ranks.world_size, sources.vocab_size)
-        _ = plan.numel_by_layer  # builds a layer of each kind, and so checks the mixers of plugins
+        if REGISTRIES["mixer"].plugin_components:  # build them, and run them on the meta device
+            flops_per_token(config.model, plan.padded_vocab)
         return plan, sources
     except DataError:
         raise

@@ -57,6 +57,11 @@ def metrics_of(values: Values) -> tuple[LoggedMetric, ...]:
     return (METRICS[0], *new_losses, *METRICS[1:])
 
 
+def tag_of(name: str) -> str:
+    """Return the tag in TensorBoard of a loss of the head."""
+    return next((metric.tag for metric in METRICS if metric.name == name), name)
+
+
 def layer_loss_tags(layer_losses: Mapping[tuple[str, int], float]) -> dict[str, float]:
     """Return the losses of layers by their tags in TensorBoard, as Megatron-LM names those of routers."""
     router_losses = ROUTER_LOSSES.values()

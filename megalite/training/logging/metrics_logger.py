@@ -275,7 +275,7 @@ class MetricsLogger:
         if not is_test:
             validation = f"validation{'-' + name if name else ''}"
             tag = f"lm loss {validation}"
-            tags = {tag: loss} | {f"{other} {validation}": mean for other, mean in losses.items() if other != "loss"}
+            tags = {f"{log_format.tag_of(loss_name)} {validation}": mean for loss_name, mean in losses.items()}
             if self.log.log_validation_ppl_to_tensorboard:
                 tags[f"{tag} ppl"] = perplexity(loss)
             self._write_scalars(tags, step, progress.consumed_samples)
