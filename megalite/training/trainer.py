@@ -192,7 +192,7 @@ class Trainer:
         self._num_log_lines = 0
         self._begin_step_s = 0.0  # duration of `_begin_step`, part of the step's time
         self._stop_reason: str | None = None  # why this rank asks to stop
-        self._health_problem: str | None = None  # found by the health monitor at the last log line
+        self._health_problem: str | None = None  # found by the health monitor after the current step
         self._early_end: RunResult | None = None  # if the run ends before its last step
         self._anomalies = AnomalyHandler(
             self.run,
@@ -357,6 +357,7 @@ class Trainer:
         """
         run, log, logger = self.run, self.config.log, self.logger
         step = run.progress.step
+        self._health_problem = None
         tensorboard_due = log.tensorboard_dir is not None and _is_due(log.tensorboard_log_interval, step)
         norm = parameter_norm(run) if log.log_params_norm and (due or tensorboard_due) else None
         if tensorboard_due:

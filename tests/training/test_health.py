@@ -183,6 +183,16 @@ def test_too_slow_step_ends_the_run(tmp_path: Path) -> None:
     assert "stragglers | Mn" not in (tmp_path / "log.txt").read_text()  # nothing was timed before the first line
 
 
+def test_problem_saves_once(tmp_path: Path) -> None:
+    """A step saves only if a problem was found after it: steps 1, 3 and 4 have log lines, step 2 has none."""
+    flags = ["--max-step-time-s", "1e-6", "--health-action", "checkpoint", "--save", str(tmp_path / "save")]
+    code, events = train(tmp_path, 4, *flags, "--log-interval", "3", "--async-save", "off")
+    problem_steps = {row["step"] for row in events if row["event"] == "step-time"}
+    assert code == ExitCode.DONE and 1 in problem_steps
+    saved = {path.parent.name for path in (tmp_path / "save").glob("iter_*/COMPLETE")}
+    assert saved == {f"iter_{step:07d}" for step in problem_steps | {4}}
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_slow_rank_is_named_within_ten_steps(tmp_path: Path) -> None:
