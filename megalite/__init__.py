@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from megalite.api import CommandError, ConfigError, convert, load, plan, read_metrics, train, verify
     from megalite.api import RunConfig as Config
     from megalite.config.plugins import register
-    from megalite.training.callbacks import log
+    from megalite.training.plugin_metrics import log
 
 __version__ = "0.1.0"
 __all__ = ["CommandError", "Config", "ConfigError", "convert", "load", "log", "plan"]
 __all__ += ["read_metrics", "register", "train", "verify"]
-_PLUGIN_API = {"register": "megalite.config.plugins", "log": "megalite.training.callbacks"}
+_PLUGIN_API = {"register": "megalite.config.plugins", "log": "megalite.training.plugin_metrics"}
 
 
 def __getattr__(name: str) -> Any:

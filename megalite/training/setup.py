@@ -31,10 +31,10 @@ from megalite.pipeline.cuda_graph import CudaGraphPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.batch import to_host_batch
-from megalite.training.callbacks import PluginMetrics
 from megalite.training.datasets import DatasetBundle, NamedDataset, build_datasets
 from megalite.training.expert_balancer import ExpertLoadBalancer
 from megalite.training.monitoring.spike_detector import SpikeDetector
+from megalite.training.plugin_metrics import PluginMetrics
 from megalite.training.state import Loader, Run
 
 

@@ -17,10 +17,10 @@ from megalite.optim.lr import OptimSchedules
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
 from megalite.planning.batch_size import BatchSizeSchedule
-from megalite.training.callbacks import PluginMetrics
 from megalite.training.datasets import NamedDataset
 from megalite.training.expert_balancer import ExpertLoadBalancer
 from megalite.training.monitoring.spike_detector import SpikeDetector
+from megalite.training.plugin_metrics import PluginMetrics
 
 Loader = Prefetcher[Batch]
 

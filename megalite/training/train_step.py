@@ -233,8 +233,3 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
             run.buffer.start_param_sync()
     run.expert_balancer.update_bias()
     inject_fault("step.after_update", run.mesh.world.rank, run.progress.step + 1, run.buffer.first_bucket_weight)
-
-
-def parameter_norm(run: Run) -> float:
-    """Return the L2 norm of all parameters (main weights), each counted once; collective, one number over the world."""
-    return float(all_reduce_(run.optimizer.local_weight_norm_sq(), run.mesh.world)) ** 0.5

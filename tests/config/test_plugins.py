@@ -30,7 +30,8 @@ from megalite.parallel.mesh import Mesh
 from megalite.pipeline import schedule
 from megalite.planning.model_state import state_dtypes_of
 from megalite.planning.run_plan import make_run_plan
-from megalite.training.callbacks import PluginMetrics
+from megalite.training.callbacks import Callback
+from megalite.training.plugin_metrics import PluginMetrics
 
 EXAMPLES = ROOT / "examples/plugins"
 LINE = [*SMALL_RUN, "--device", "cpu"]
@@ -414,6 +415,88 @@ def test_metric_plugin_is_independent_of_layout_and_callbacks_run(tmp_path: Path
         "metric/updates": None,
     }
     assert metrics.reduce_and_reset()["metric/quiet"] is None
+
+
+RECORDER = """
+import torch
+import torch.distributed as dist
+
+class Recorder:
+    def __init__(self, name):
+        self.name = name
+    def record(self, run, event, *values):
+        with open(f"{self.name}.{dist.get_rank()}", "a") as file:
+            print(event, run.progress.step, *values, file=file)
+    def on_train_start(self, run):
+        self.record(run, "on_train_start")
+    def on_train_step_start(self, run):
+        total = torch.ones(())
+        dist.all_reduce(total)
+        self.record(run, "on_train_step_start", int(total))
+        with open(f"order.{dist.get_rank()}", "a") as file:
+            print("start", self.name, file=file)
+    def on_train_step_end(self, run, result):
+        self.record(run, "on_train_step_end", result.loss)
+        with open(f"order.{dist.get_rank()}", "a") as file:
+            print("end", self.name, file=file)
+    def on_log(self, run, metrics):
+        self.record(run, "on_log", metrics["step"], metrics["steps"], metrics["loss"])
+    def on_eval_end(self, run, name, loss):
+        self.record(run, "on_eval_end", loss)
+    def on_save_checkpoint(self, run):
+        self.record(run, "on_save_checkpoint")
+    def on_train_end(self, run, outcome):
+        self.record(run, "on_train_end", outcome)
+
+megalite.register("callback", "first", Recorder("first"))
+megalite.register("callback", "second", Recorder("second"))
+"""
+
+
+def test_callback_events_have_their_order_and_arguments_on_all_ranks(tmp_path: Path) -> None:
+    flags = [*LINE, *STEPS, "--log-interval", "3", "--eval-interval", "2", "--save", "run", "--save-interval", "2"]
+    run_program(tmp_path, "--plugin", write_plugin(tmp_path, RECORDER), *flags, "--nproc", "2")
+    events = [line.split() for line in (tmp_path / "first.0").read_text("utf-8").splitlines()]
+    assert [tuple(event[:2]) for event in events] == [
+        ("on_train_start", "0"),
+        ("on_train_step_start", "0"),
+        ("on_train_step_end", "1"),
+        ("on_log", "1"),
+        ("on_train_step_start", "1"),
+        ("on_train_step_end", "2"),
+        ("on_eval_end", "2"),
+        ("on_save_checkpoint", "2"),
+        ("on_train_step_start", "2"),
+        ("on_train_step_end", "3"),
+        ("on_log", "3"),
+        ("on_save_checkpoint", "3"),
+        ("on_eval_end", "3"),  # the validation set
+        ("on_eval_end", "3"),  # the test set
+        ("on_train_end", "3"),
+    ]
+    assert all(event[2] == "2" for event in events if event[0] == "on_train_step_start")  # of both ranks
+    losses = [float(event[2]) for event in events if event[0] == "on_train_step_end"]
+    assert [event[2:] for event in events if event[0] == "on_log"] == [
+        ["1", "1", str(losses[0])],
+        ["3", "2", str((losses[1] + losses[2]) / 2)],
+    ]
+    rows = read_rows(tmp_path / "run")
+    validation_losses = [row.get("val/valid/loss", row.get("val/test/loss")) for row in rows if "train/loss" not in row]
+    assert [float(event[2]) for event in events if event[0] == "on_eval_end"] == validation_losses
+    assert events[-1][2] == "done"
+    for name in ("first", "second"):
+        for rank in (0, 1):
+            assert (tmp_path / f"{name}.{rank}").read_text("utf-8") == (tmp_path / "first.0").read_text("utf-8")
+    order = ["start second", "start first", "end first", "end second"] * 3  # the first is next to the step
+    assert (tmp_path / "order.0").read_text("utf-8").splitlines() == order
+
+
+def test_callbacks_can_override_each_event() -> None:
+    """The events that `register` accepts are the methods of `Callback`, in its order and that of the page."""
+    events = [name for name in vars(Callback) if not name.startswith("__")]
+    assert REGISTRIES["callback"]._require_any == events
+    section = (ROOT / "docs/plugins.md").read_text("utf-8").partition("### `callback`")[2]
+    assert re.findall(r"def (on_\w+)", section) == events
 
 
 def test_pipeline_schedule_plugin_trains_and_a_deadlock_is_refused(tmp_path: Path) -> None:

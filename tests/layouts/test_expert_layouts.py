@@ -28,9 +28,9 @@ from megalite.config.config_file import dump_config
 from megalite.config.layer_spec import ROUTER_LOSSES
 from megalite.training.checkpointing.initial_state import load_initial_state
 from megalite.training.checkpointing.save import open_saver, save
+from megalite.training.evaluation import evaluate
 from megalite.training.setup import SetupError
 from megalite.training.train_step import train_step
-from megalite.training.trainer import evaluate
 
 STEPS = 3
 MIXTRAL, QWEN, DEEPSEEK, EP2, EP4 = map(expand, "MIXTRAL QWEN_MOE DEEPSEEK ep2 ep4".split())

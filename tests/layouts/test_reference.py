@@ -23,9 +23,9 @@ from megalite.config.rope_spec import RopeScaling, RopeSpec
 from megalite.kernels.dropout import fold_in, keep_mask
 from megalite.kernels.rope import apply_rope, rope_tables
 from megalite.nn.parameter import params_with_specs
+from megalite.training.evaluation import evaluate
 from megalite.training.state import Run
 from megalite.training.train_step import train_step
-from megalite.training.trainer import evaluate
 
 STEPS, BATCH, LR, SEED = 4, 4, 0.01, 7
 COMMON = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 20

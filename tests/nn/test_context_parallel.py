@@ -18,9 +18,9 @@ from megalite.models.families import PRESETS
 from megalite.planning.layer_cost import CommStart
 from megalite.planning.layer_kinds import LayerSetting, layer_kinds, layers_cost, single_document_sharding
 from megalite.training.batch import to_host_batch
+from megalite.training.evaluation import evaluate
 from megalite.training.setup import host_batch_options
 from megalite.training.train_step import train_step
-from megalite.training.trainer import evaluate
 
 T, B = 16, 2
 SGD = " --optimizer sgd --sgd-momentum 0 --lr 1 --clip-grad 0 --weight-decay 0 --global-batch-size 4 --train-iters 1"

@@ -20,8 +20,8 @@ from megalite.nn.layer_loss import train_on_layer_loss
 from megalite.nn.loss_sums import LossSums
 from megalite.nn.micro_batch import ForwardContext
 from megalite.parallel.mesh import Mesh
+from megalite.training.evaluation import evaluate
 from megalite.training.train_step import train_step
-from megalite.training.trainer import evaluate
 from tools.plots import curves
 from tools.plots.run_data import read_runs
 

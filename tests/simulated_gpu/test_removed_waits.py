@@ -27,10 +27,10 @@ from megalite.optim import param_gather
 from megalite.parallel.comm import all_gather_strings, start_all_gather_into
 from megalite.parallel.self_test import check_collectives
 from megalite.training.checkpointing.save import save
+from megalite.training.evaluation import evaluate
 from megalite.training.replica_check import check_replicas
 from megalite.training.state import InvalidResultError, Run
 from megalite.training.train_step import train_step
-from megalite.training.trainer import evaluate
 from simulated_gpu.removed_waits import RemovedWait, intercept_waits, sites, without
 from simulated_gpu.runs import on_gpu
 from simulated_gpu.simulator import nccl

@@ -71,7 +71,7 @@ def test_host_synchronizations_equal_the_documents(name: str, tmp_path: Path) ->
         {"tolist megalite/training/train_step.py": 2}
     )
     num_sets = count_marks(gpu.trace, "evaluation")
-    per_set = expected.get("evaluation", {"tolist megalite/training/trainer.py": 1})
+    per_set = expected.get("evaluation", {"tolist megalite/training/evaluation.py": 1})
     assert actual.pop("evaluation") == {wait: num_sets * count for wait, count in per_set.items()}
     assert actual == {mark: counts for mark, counts in expected.items() if mark not in ("step", "evaluation")}
     assert not [wait for wait in waits_of(gpu.trace) if wait.phase]

@@ -25,9 +25,10 @@ from megalite.nn import wgrad_store
 from megalite.nn.mlp import MLP
 from megalite.training import setup
 from megalite.training import train_step as step
-from megalite.training import trainer as loop
+from megalite.training.evaluation import evaluate
+from megalite.training.logging.step_log import parameter_norm
+from megalite.training.replica_check import check_replicas
 from megalite.training.state import Run
-from megalite.training.train_step import parameter_norm
 from simulated_gpu import runs
 from simulated_gpu.simulator import nccl
 from simulated_gpu.simulator.device import SimulatedGpu, simulated
@@ -55,8 +56,8 @@ def steps_of(run: Run) -> list[tuple[float, ...]]:
             result = step.train_step(run)
             steps.append((result.loss, result.grad_norm))
         run.buffer.wait_param_sync()
-        loop.check_replicas(run, STEPS)
-        return [*steps, (loop.evaluate(run, run.valid_loaders[0].data, 1), parameter_norm(run))]
+        check_replicas(run, STEPS)
+        return [*steps, (evaluate(run, run.valid_loaders[0].data, 1), parameter_norm(run))]
     finally:
         run.close()
 

@@ -124,20 +124,21 @@ def pretrain(
 
 def train(run: Run, config: Config, run_dir: Path, saver: CheckpointSaver | None = None) -> RunResult:
     """Train from the run's current step to its last one, without a log."""
+    from megalite.training.builtin_callbacks import build_trainer  # imports torch, which the command lines do not need
     from megalite.training.job.stop_signals import StopSignalHandler
     from megalite.training.logging.metrics_logger import NullLogger
     from megalite.training.logging.time_breakdown import TimeBreakdown
     from megalite.training.logging.timers import Timers
+    from megalite.training.monitoring.monitors import Monitors
     from megalite.training.monitoring.watchdog import Watchdog
     from megalite.training.train_step import train_step
-    from megalite.training.trainer import Monitors, Trainer  # imports torch, which the command lines do not need
 
     watchdog = Watchdog(run.mesh, run_dir, Timers(), 600.0)
     monitors = Monitors(
         config, run, run_dir, TimeBreakdown(run.mesh, time.perf_counter()), [""] * run.mesh.world.size, watchdog
     )
     try:
-        trainer = Trainer(run, config, run_dir, NullLogger(), StopSignalHandler(), saver, None, monitors)
+        trainer = build_trainer(run, config, run_dir, NullLogger(), StopSignalHandler(), saver, None, monitors)
         with monitors.collector.running(), contextlib.closing(monitors.profiler):
             for step_options in trainer.steps():
                 trainer.end_step(train_step(run, **step_options))

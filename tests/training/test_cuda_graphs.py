@@ -16,11 +16,11 @@ from megalite.config.validation import find_problems
 from megalite.launch.rank_info import RankInfo
 from megalite.pipeline.cuda_graph import CudaGraphPipeline
 from megalite.planning.run_plan import make_run_plan
+from megalite.training.evaluation import evaluate
 from megalite.training.job.preflight import check_machine
 from megalite.training.setup import SetupError
 from megalite.training.state import Run
 from megalite.training.train_step import train_step
-from megalite.training.trainer import evaluate
 
 STEPS = 3
 COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2

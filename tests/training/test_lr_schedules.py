@@ -15,10 +15,10 @@ import pretrain_gpt
 from megalite.checkpoint.format import manifest as manifests
 from megalite.common.exit_codes import ExitCode
 from megalite.launch.rank_info import RankInfo
+from megalite.training.evaluation import evaluate
 from megalite.training.setup import SetupError
 from megalite.training.state import Run
 from megalite.training.train_step import train_step
-from megalite.training.trainer import evaluate
 
 MISMATCHES = toml_tables.read_table("training/cases")["rates"]
 

@@ -29,8 +29,8 @@ from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.log_format import Speed, aligned_table, table
 from megalite.training.logging.metrics_logger import MetricsLogger
 from megalite.training.logging.status import finalize_status
+from megalite.training.logging.step_log import step_metrics
 from megalite.training.state import Progress, Run, StepResult
-from megalite.training.trainer import step_metrics
 from tools.plots import curves
 from tools.plots.run_data import read_runs
 

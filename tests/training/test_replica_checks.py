@@ -25,11 +25,12 @@ from megalite.parallel.mesh import ABSTRACT, Axis, Mesh
 from megalite.pipeline.runtime import TimedAction
 from megalite.training.logging.metrics_logger import ProgressLog
 from megalite.training.logging.profiler import Profiler
-from megalite.training.logging.time_breakdown import PHASES
+from megalite.training.logging.step_log import parameter_norm
+from megalite.training.logging.time_breakdown import PHASES, TimeBreakdown
 from megalite.training.logging.timers import STEP_TIMERS, Timers
 from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import InvalidResultError
-from megalite.training.train_step import parameter_norm, train_step
+from megalite.training.train_step import train_step
 
 CASES = toml_tables.read_table("training/cases")
 
@@ -275,7 +276,8 @@ def detects_every_bit(flags: str) -> bool:
 
 # ---- the collector and profilers
 def test_gpu_only_profiles_are_a_warning_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    Profiler(OperationsConfig(profile=True, record_memory_history=True), Mesh.single_process(), tmp_path).before(11)
+    options, mesh = OperationsConfig(profile=True, record_memory_history=True), Mesh.single_process()
+    Profiler(options, mesh, tmp_path, TimeBreakdown(mesh, 0.0)).before(11)
     err = capsys.readouterr().err
     assert "WARNING: profile does nothing on a CPU; add --use-pytorch-profiler" in err
     assert "WARNING: record_memory_history needs CUDA; nothing is recorded" in err
@@ -287,10 +289,10 @@ def test_memory_history_and_nsys_on_a_gpu(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshot.pickle"
     options = OperationsConfig(profile=True, record_memory_history=True, memory_snapshot_path=str(snapshot))
     mesh = Mesh(world=Axis("world", 4, 3, ABSTRACT), device=torch.device("cuda"))
-    profiler = Profiler(options, mesh, tmp_path)
+    profiler = Profiler(options, mesh, tmp_path, TimeBreakdown(mesh, 0.0))
     profiler.before(11)
     torch.zeros(1000, device="cuda")
-    profiler.after(12, True)
+    profiler.write_memory_snapshot()
     torch.cuda.memory._record_memory_history(enabled=None)
     assert (tmp_path / "snapshot_3.pickle").stat().st_size > 0
 

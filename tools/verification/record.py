@@ -36,11 +36,11 @@ from megalite.launch.rank_info import RankInfo
 from megalite.optim.layout import ParamSlot
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.spec import Constant
+from megalite.training.evaluation import evaluate
 from megalite.training.job.preflight import choose_device
 from megalite.training.setup import build_run
 from megalite.training.state import Run, StepResult
 from megalite.training.train_step import train_step
-from megalite.training.trainer import evaluate
 from tools.verification.reference_sharding import Layout, RankCoordinates, expected_slices, is_expert_param
 
 Array = NDArray[Any]

@@ -27,6 +27,7 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import ABSTRACT, Axis, Mesh, world_axis
 from megalite.parallel.self_test import check_collectives
 from megalite.planning.run_plan import RunPlan
+from megalite.training.builtin_callbacks import build_trainer
 from megalite.training.checkpointing.initial_state import complete_config, load_initial_state, start_saving_from
 from megalite.training.checkpointing.resume import load_message
 from megalite.training.checkpointing.save import open_saver
@@ -52,11 +53,12 @@ from megalite.training.logging.run_report import RunReport
 from megalite.training.logging.status import write_status
 from megalite.training.logging.time_breakdown import TimeBreakdown
 from megalite.training.logging.timers import Timers
+from megalite.training.monitoring.monitors import Monitors
 from megalite.training.monitoring.rank_consistency import check_ranks_match
 from megalite.training.monitoring.watchdog import Heartbeat, Watchdog, is_lost_peer_error
 from megalite.training.setup import SetupError, step_timeout
 from megalite.training.state import InvalidResultError, Run
-from megalite.training.trainer import Monitors, Trainer
+from megalite.training.trainer import Trainer
 
 # Outcomes after which a process exits without waiting for other ranks, outside and inside the process group.
 EXIT_IMMEDIATELY = (ExitCode.INTERRUPTED, ExitCode.HANG)
@@ -318,7 +320,7 @@ class TrainingJob:
             monitors.start_time = time.monotonic()
             training_started = self.signals.training_started = True
             monitors.time_breakdown.end_startup()
-            trainer = Trainer(run, config, self.directory, logger, self.signals, saver, saved_step, monitors)
+            trainer = build_trainer(run, config, self.directory, logger, self.signals, saver, saved_step, monitors)
             with monitors.collector.running(), contextlib.closing(monitors.profiler):
                 yield trainer
             self.result = trainer.finish()

@@ -4,8 +4,11 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from megalite.training.callbacks import Callback, is_due
+from megalite.training.state import Run, StepResult
 
-class GarbageCollector:
+
+class GarbageCollector(Callback):
     """Control of Python's garbage collector.
 
     If `manual` is set, garbage is collected only after every `interval`-th step (0: never) and, with
@@ -29,9 +32,9 @@ class GarbageCollector:
             if self.manual:
                 gc.enable()
 
-    def after(self, step: int) -> None:
-        """Collect garbage after `step`, if it is due."""
-        if self.manual and self.interval and step % self.interval == 0:
+    def on_train_step_end(self, run: Run, result: StepResult) -> None:
+        """Collect garbage after a step, if it is due."""
+        if self.manual and is_due(self.interval, run.progress.step):
             gc.collect()
 
     @contextlib.contextmanager

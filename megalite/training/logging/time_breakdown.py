@@ -17,6 +17,8 @@ from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.phase_timer import OTHER_PHASE
 from megalite.parallel.streams import synchronize
+from megalite.training.callbacks import Callback
+from megalite.training.state import Run, StepResult
 
 TIMED_FIRST_STEPS = 10
 TIMED_EVERY = 10
@@ -36,7 +38,7 @@ PHASES = (
 )
 
 
-class TimeBreakdown:
+class TimeBreakdown(Callback):
     """The wall time of a process, divided into PHASES.
 
     Args:
@@ -74,6 +76,14 @@ class TimeBreakdown:
         self._seconds[phase] += time.perf_counter() - start
         if phase == "checkpoint":  # the next step may wait for the rest of the save, so it is timed
             self._after_save = True
+
+    def on_train_step_start(self, run: Run) -> None:
+        """Start a step."""
+        self.before_step()
+
+    def on_train_step_end(self, run: Run, result: StepResult) -> None:
+        """Add a finished step."""
+        self.after_step(result.data_s, result.step_s)
 
     def before_step(self) -> None:
         """Start a step; decides whether it is timed."""

@@ -21,6 +21,9 @@ from megalite.parallel.comm import all_gather_strings, all_reduce_
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.streams import synchronize
 from megalite.pipeline.runtime import Pipeline, TimedAction
+from megalite.training.callbacks import Callback
+from megalite.training.logging.metrics_logger import MetricsLogger
+from megalite.training.state import Run, StepResult
 
 STEP_TIMERS = ("forward-backward", "all-grads-sync", "params-all-gather", "optimizer-inner-step", "optimizer")
 MICROBATCH_TIMERS = ("batch-generator", "forward-compute", "backward-compute")
@@ -112,3 +115,35 @@ def write_timeline(pipeline: Pipeline, directory: Path) -> None:
         write_atomically(directory / "timeline.json", json.dumps(timeline))
     except OSError as error:
         print_err(f"WARNING: {directory / 'timeline.json'}: {error.strerror}; training continues without it")
+
+
+class PipelineTimeline(Callback):
+    """The recorder of the pipeline's actions, for timeline.json (--profile-pipeline) and for timers of level 2.
+
+    Args:
+        profiled_step: The step of timeline.json, or None.
+        directory: The directory of timeline.json.
+    """
+
+    def __init__(self, timers: Timers, profiled_step: int | None, directory: Path) -> None:
+        self._timers = timers
+        self._profiled_step = profiled_step
+        self._directory = directory
+
+    def on_train_step_start(self, run: Run) -> None:
+        """Record the next step if it is needed."""
+        if run.progress.step + 1 == self._profiled_step or self._timers.level == 2:
+            run.pipeline.timeline = []
+
+    def on_train_step_end(self, run: Run, result: StepResult) -> None:
+        """Add the step's actions to the timers, and write timeline.json if that is due; collective if it is."""
+        self._timers.add_spans(run.pipeline.timeline or ())
+        if run.progress.step == self._profiled_step:
+            write_timeline(run.pipeline, self._directory)
+        run.pipeline.timeline = None
+
+
+def log_timers(timers: Timers, logger: MetricsLogger, step: int, names: Sequence[str], num_steps: int = 1) -> None:
+    """Log the timers `names`, divided by `num_steps`, and reset them; collective if timers are on."""
+    if seconds := timers.reduce_and_reset(names, num_steps):
+        logger.log_timers(step, seconds)

@@ -16,19 +16,21 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megalite.config.options import OperationsConfig
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh
+from megalite.training.callbacks import Callback
 from megalite.training.logging.event_log import EventLog
 from megalite.training.logging.metrics_logger import MetricsLogger
 from megalite.training.logging.time_breakdown import TIMED_EVERY, TimeBreakdown
 from megalite.training.monitoring.gpu_monitor import THROTTLED, GpuMonitor, read_sensors
-from megalite.training.state import StepResult
+from megalite.training.state import Run
 
 OWN_PHASES = ("data", "forward", "backward", "graph", "optimizer", "other")  # phases that are not waits for other ranks
 HEALTH = ("step_s", "queued_s", "memory_gib", "temperature_c", "power_w", "clock_mhz", "ecc_errors", "throttled")
@@ -87,20 +89,20 @@ class HealthMonitor:
         self._ecc_errors: dict[int, float] = {}  # by rank, at the last check
         self._cpu_wait_s = cpu_wait_s()
 
-    def check(self, results: Sequence[StepResult], step: int, memory_gib: float, logger: MetricsLogger) -> str | None:
+    def check(self, metrics: Mapping[str, Any], logger: MetricsLogger) -> str | None:
         """Check all ranks if that is due, and return the first new problem, the same on all ranks; collective.
 
         Rank 0 logs all new problems.
 
         Args:
-            results: The steps since the last log line.
+            metrics: The metrics of a log line, among them its step and the number and the mean time of its steps.
         """
+        step = metrics["step"]
         if self._last_step is None:
-            self._last_step = step - len(results)
+            self._last_step = step - metrics["steps"]
         if step - self._last_step < self._interval:
             return None
-        step_s = sum(result.step_s for result in results) / len(results)
-        rows = self.gather_rows(step - self._last_step, step_s, memory_gib)
+        rows = self.gather_rows(step - self._last_step, metrics["step_s"], metrics["memory_gib"])
         self._last_step = step
         new_problems = self.new_problems(rows)
         if self.mesh.world.is_first:
@@ -164,6 +166,24 @@ class HealthMonitor:
                 reasons = ", ".join(reason for bit, reason in THROTTLED.items() if int(row["throttled"]) & bit)
                 text = f"has a GPU that slows itself down: {reasons}"
                 yield Problem("throttled", rank, text, LINES_IN_A_ROW)
+
+
+class HealthCheck(Callback):
+    """The check of all ranks at log lines, and the reaction to a problem.
+
+    Args:
+        on_problem: Called on all ranks with the first new problem.
+    """
+
+    def __init__(self, monitor: HealthMonitor, logger: MetricsLogger, on_problem: Callable[[str], None]) -> None:
+        self._monitor = monitor
+        self._logger = logger
+        self._on_problem = on_problem
+
+    def on_log(self, run: Run, metrics: Mapping[str, Any]) -> None:
+        """Check all ranks if that is due; collective if it is."""
+        if problem := self._monitor.check(metrics, self._logger):
+            self._on_problem(problem)
 
 
 def own_time_s(row: Row) -> float:

@@ -26,6 +26,7 @@ from megalite.common.wording import plural
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.optim.layout import Bucket, ParamSlot
 from megalite.parallel.comm import all_gather_strings
+from megalite.training.callbacks import Callback
 from megalite.training.logging.event_log import EventLog
 from megalite.training.state import Anomaly, InvalidResultError, Run, StepResult, StepSums
 
@@ -265,12 +266,13 @@ def documents_in_sample(run: Run, sample: int) -> list[str]:
 
 
 @dataclass
-class AnomalyHandler:
+class AnomalyHandler(Callback):
     """The reaction to anomalies: log them, limit skipped steps and transient errors, and roll back after a spike."""
 
     run: Run
     events: EventLog
     log_line: Callable[[str], None]  # writes a line to the log
+    on_unreliable: Callable[[str], None]  # called on all ranks with the reason why a machine is unreliable
     max_skipped: int  # skipped steps in a row that end the run
     why_empty: str = "the data has no labels"  # the likely reason if no label of a step counts
     skipped_in_a_row: int = 0  # steps
@@ -278,8 +280,13 @@ class AnomalyHandler:
     has_labels: bool = False  # some step of this process had a label that counts
     transient_errors: int = 0  # steps that only the rerun got right
 
+    def on_train_step_end(self, run: Run, result: StepResult) -> None:
+        """Handle a step's result; raises what `handle` raises."""
+        if problem := self.handle(result):
+            self.on_unreliable(problem)
+
     def handle(self, result: StepResult) -> str | None:
-        """Handle a step's result and return why this machine is unreliable, or None; the same on all ranks.
+        """Handle a step's result and return why a machine is unreliable, or None; the same on all ranks.
 
         Raises:
             InvalidResultError: if too many steps in a row were skipped or had no label that counts.

@@ -25,9 +25,10 @@ from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.optim.flat_buffers import observe_allocations
 from megalite.pipeline.cuda_graph import CudaGraphPipeline
 from megalite.pipeline.runtime import Pipeline
-from megalite.training import setup
+from megalite.training import evaluation, setup
 from megalite.training import train_step as step
-from megalite.training import trainer as loop
+from megalite.training.logging.step_log import StepLog
+from megalite.training.monitoring import replica_monitor
 from simulated_gpu.simulator import cuda, operations, tensors
 from simulated_gpu.simulator.memory import Memory, Side
 from simulated_gpu.simulator.state import caller
@@ -304,9 +305,9 @@ MARKS = (
     (step, "train_step", "step"),
     (step, "_reduce_step_sums", "agree"),
     (step, "_update", "update"),
-    (loop, "evaluation_losses", "evaluation"),
-    (loop.Trainer, "_log", "log"),
-    (loop, "check_replicas", "replica check"),
+    (evaluation, "evaluation_losses", "evaluation"),
+    (StepLog, "_log", "log"),
+    (replica_monitor, "check_replicas", "replica check"),
     (CheckpointSaver, "save", "save"),
     (setup, "build_run", "build"),
 )
