@@ -201,9 +201,11 @@ def _reduce_step_sums(
     if run.replica_action:
         sums[-len(REPLICA_FIELDS) :] = replica_checksums(run)
     all_reduce_(packed, mesh.world)
-    global_sums = dict(zip(names, sums.tolist(), strict=True))
+    values = packed[: len(names) + len(local_losses)].tolist()  # together, to wait for the device only once
+    global_sums = dict(zip(names, values[: len(names)], strict=True))
+    loss_sums = values[len(names) :]
     run.expert_balancer.set_global_counts(counts)
-    loss_sums, labels, tokens = losses.tolist(), global_sums["labels"], global_sums["tokens"]
+    labels, tokens = global_sums["labels"], global_sums["tokens"]
     return StepSums(
         **{name: global_sums[name] for name in REDUCED_FIELDS},
         losses=run.loss_sums.means(loss_sums, labels, tokens),
