@@ -304,6 +304,12 @@ def compare_gemma3(config: Json) -> None:
                 torch.testing.assert_close(actual.float(), expected_table, rtol=0, atol=1e-5)
 
 
+def test_tables_by_kind_of_layer_do_not_belong_in_rope_scaling() -> None:
+    scaling = {"full_attention": {"rope_type": "linear", "factor": 8.0}}
+    with pytest.raises(CheckpointError, match="rope_scaling has full_attention, but it is the table of full_attention"):
+        read_config({**PLAIN_GEMMA3, "rope_scaling": scaling}, None, "config.json")
+
+
 @pytest.mark.parametrize("case", GEMMA3)
 def test_gemma3_angles_equal_transformers(case: str) -> None:
     compare_gemma3({**PLAIN_GEMMA3, **GEMMA3[case]})

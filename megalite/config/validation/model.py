@@ -1,5 +1,6 @@
 """Contradictions in the options of the model: positions, attention, widths, and values per layer."""
 
+import math
 from collections.abc import Iterator
 
 from megalite.config.hybrid_pattern import first_letters, num_parts, num_pattern_layers, shown_pattern
@@ -24,7 +25,13 @@ LIST_VALUES = {
     "moe_router_load_balancing_type": (("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"), ()),
     "recompute_modules": (("core_attn", "layernorm", "mlp"), ("moe", "shared_experts")),
 }
-MIN_SOFTCAP = 0.01  # far below any in use; bounds that fp32 rounds to 0 would give NaN
+# option -> (smallest, largest) value; beyond them half precision or fp32 rounds results to 0 or infinity
+SCALE_RANGES = {
+    "attn_logit_softcapping": (0.01, 1e4),
+    "final_logit_softcapping": (0.01, 1e4),
+    "softmax_scale": (1e-4, 1e4),
+    "embedding_multiplier": (1e-4, 1e4),
+}
 
 
 def position_problems(config: Config) -> Iterator[Problem]:
@@ -135,13 +142,12 @@ def hybrid_pattern_error(config: Config) -> Problem | None:
     )
 
 
-def _softcap_problems(config: Config) -> Iterator[Problem]:
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        cap = getattr(config.model, name)
-        if cap is not None and 0 < cap < MIN_SOFTCAP:
-            yield Problem(
-                f"{name}={cap} makes all logits equal; give {MIN_SOFTCAP} or more, as Gemma's 30 or 50", options=(name,)
-            )
+def _scale_problems(config: Config) -> Iterator[Problem]:
+    for name, (low, high) in SCALE_RANGES.items():
+        value = getattr(config.model, name)
+        if value is not None and math.isfinite(value) and value > 0 and not low <= value <= high:
+            rule = f"is outside {low:g} to {high:g}, which every dtype can hold"
+            yield Problem(f"{name}={value:g} {rule}; give a value between them", options=(name,))
 
 
 def _clamped_swiglu_problems(config: Config) -> Iterator[Problem]:
@@ -165,7 +171,7 @@ def _clamped_swiglu_problems(config: Config) -> Iterator[Problem]:
 
 def model_problems(config: Config) -> Iterator[Problem]:
     yield from _clamped_swiglu_problems(config)
-    yield from _softcap_problems(config)
+    yield from _scale_problems(config)
     yield from _hybrid_model_problems(config)
     yield from _head_size_problems(config)
     yield from _list_value_problems(config)

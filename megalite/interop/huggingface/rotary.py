@@ -88,8 +88,12 @@ def _read_local_base(config: Json, options: Json, family: ModelFamily) -> tuple[
     kind = local.get("rope_type", local.get("type", "default"))
     if kind != "default":
         return config, [f"rope scaling of type {kind!r} in layers with a window is not default"]
+    scaling = config.get("rope_scaling") or {}
+    if nested := sorted(scaling.keys() & {FULL_ATTENTION, SLIDING_ATTENTION}):
+        rule = f"it is the table of {FULL_ATTENTION}; tables by kind of layer are in rope_parameters"
+        return config, [f"rope_scaling has {', '.join(nested)}, but {rule}"]
     others = {key: value for key, value in config.items() if key not in ("rope_scaling", _ORIGINAL)}
-    return {**others, "rope_parameters": full | (config.get("rope_scaling") or {})}, []
+    return {**others, "rope_parameters": full | scaling}, []
 
 
 def write_rope(model: ModelConfig, family: ModelFamily) -> Json:
