@@ -21,6 +21,7 @@ from megalite.nn.parameter import write_initial_values
 from megalite.optim.bucket_sharding import BucketSharding
 from megalite.optim.host_memory import allocate_pinned, pinned_bytes
 from megalite.optim.layout import Bucket, BucketKey, BufferLayout, ParamSlot, ShardSlice
+from megalite.optim.resharded_parameter import set_resharded
 
 
 class AllocationObserver(Protocol):
@@ -48,7 +49,7 @@ class ResizableStorage:
 
     A parameter has another version counter than the flat tensor that contains its data, so autograd does not notice,
     and backward uses the values that are in memory at that time. Nothing checks that the memory is allocated: reading a
-    view of freed memory ends the process (SIGSEGV on a CPU).
+    view of freed memory ends the process (SIGSEGV on a CPU). Parameters are protected (optim/resharded_parameter.py).
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
@@ -120,6 +121,7 @@ class FlatBuffers:
         self._full_shard_views: list[Tensor] = []
         self._param_views: dict[ParamSlot, Tensor] = {}
         self._padding: dict[int, list[Tensor]] = {}  # padding of resharded buckets
+        self._parameters: dict[int, list[nn.Parameter]] = {}  # parameters of resharded buckets
         resizable_buckets = [b for b in layout.buckets if resizable and b.key.unit and shardings[b.key].is_sharded]
         resizable_indices = {b.index for b in resizable_buckets}
         host_sizes = [len(shardings[b.key].shard_range(b)) * dtype.itemsize for b in resizable_buckets if on_host]
@@ -141,6 +143,7 @@ class FlatBuffers:
                 gap_stops = [*(slot.start for slot in bucket.slots), bucket.size]
                 gaps = zip(gap_starts, gap_stops, strict=True)
                 self._padding[bucket.index] = [flat[start:stop].zero_() for start, stop in gaps if start < stop]
+                self._parameters[bucket.index] = [parameters[slot.entry] for slot in bucket.slots] if parameters else []
             if parameters:
                 for slot in bucket.slots:
                     p = parameters[slot.entry]
@@ -173,11 +176,13 @@ class FlatBuffers:
             self._resizable[bucket.index].allocate()
             for gap in self._padding[bucket.index]:
                 gap.zero_()
+            set_resharded(self._parameters[bucket.index], False)
 
     def free(self, bucket: Bucket) -> None:
         """Free the full bucket unless it is resident. It must not be read until it is allocated again."""
         if not self.is_resident(bucket):
             self._resizable[bucket.index].free()
+            set_resharded(self._parameters[bucket.index], True)
 
     def full(self, bucket: Bucket) -> Tensor:
         """Return all elements of the bucket, padding included."""

@@ -29,11 +29,11 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from megalite.nn.parameter import MainGrad
 from megalite.optim.flat_buffers import FlatBuffers
 from megalite.optim.layout import Bucket
+from megalite.optim.resharded_parameter import gradient_node
 from megalite.parallel.comm import Pending, all_reduce_, start_all_reduce, start_reduce_scatter_into
 
 
@@ -127,10 +127,10 @@ class GradReducer:
             for slot in bucket.slots:
                 p = parameters[slot.entry]
                 name = grads.layout.entries[slot.entry].spec.name
-                main_grad = ParamMainGrad(name, grads.param_view(slot).view_as(p), (bucket.index, slot.entry), self)
+                main_grad = ParamMainGrad(name, grads.param_view(slot).view(p.shape), (bucket.index, slot.entry), self)
                 self.main_grads[name] = main_grad
                 p.main_grad = main_grad  # type: ignore[attr-defined]
-                node = get_gradient_edge(p).node
+                node = gradient_node(p)
                 node.register_hook(partial(main_grad.accumulate_and_mark_ready, p))
                 self._nodes.append(node)
 

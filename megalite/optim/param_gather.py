@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from megalite.nn.parameter import ShardableModule
 from megalite.optim.flat_buffers import FlatBuffers
+from megalite.optim.resharded_parameter import gradient_node
 from megalite.parallel.comm import Pending, start_all_gather_into
 from megalite.parallel.streams import new_stream, on_side_stream, record_event
 
@@ -98,7 +98,7 @@ class ParamGatherer:
             if unshard_by_chunk or weights.is_resident(bucket):
                 continue
             for slot in bucket.slots:
-                node = get_gradient_edge(parameters[slot.entry]).node
+                node = gradient_node(parameters[slot.entry])
                 node.register_hook(partial(self._param_backward_done, bucket.index, slot.entry))
                 self._nodes.append(node)
 
