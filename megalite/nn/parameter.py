@@ -13,11 +13,17 @@ from megalite.parallel.rng import initialize_
 from megalite.parallel.spec import ParamSpec, TensorShard
 
 
+def main_param_dtype(weight_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of gradients, main weights and optimizer state."""
+    return torch.float64 if weight_dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class ParamFactory:
     """Creates parameters from their specs and what all parameters of a run have in common.
 
-    mesh, dtype  of the run
+    mesh         of the run
+    dtype        of the model's weights, except of those that stay in fp32
     seed         of initial weights and dropout
     meta         parameters have no memory, for plans and dry runs
     deferred     a parameter has no memory yet; `write_initial_values` writes its values into their final place
@@ -35,16 +41,21 @@ class ParamFactory:
         """Return a factory for the parameters of `unit`."""
         return replace(self, unit=unit)
 
+    def dtype_of(self, spec: ParamSpec) -> torch.dtype:
+        """Return the dtype of the weights of a parameter."""
+        return main_param_dtype(self.dtype) if spec.keep_fp32 else self.dtype
+
     def __call__(self, spec: ParamSpec) -> nn.Parameter:
         """Return this rank's shard of the parameter, initialized unless it is deferred."""
         device = "meta" if self.meta else self.mesh.device
         shape = spec.local_shape(self.mesh.sizes)
+        dtype = self.dtype_of(spec)
         init_fn = partial(initialize_, spec=spec, mesh=self.mesh, seed=self.seed)
         if self.deferred:
-            parameter = nn.Parameter(torch.empty((), dtype=self.dtype, device=device).expand(shape))
+            parameter = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(shape))
             parameter.init_fn = init_fn  # type: ignore[attr-defined]
         else:
-            parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=device))
+            parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
             if not parameter.is_meta:
                 init_fn(parameter.data)
         parameter.spec = spec  # type: ignore[attr-defined]

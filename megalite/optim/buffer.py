@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.nn.parameter import spec_of
+from megalite.nn.parameter import main_param_dtype, spec_of
 from megalite.optim.bucket_sharding import bucket_shardings
-from megalite.optim.flat_buffers import FlatBuffers, main_param_dtype
+from megalite.optim.flat_buffers import FlatBuffers
 from megalite.optim.grad_reduce import GradReducer
 from megalite.optim.layout import BufferLayout, ParamEntry, build_layout
 from megalite.optim.param_gather import ParamGatherer
@@ -43,7 +43,10 @@ def chunk_layout(
         for p in module.parameters():
             chunk_of_param.setdefault(id(p), (chunk, p))
     parameters = [p for _, p in chunk_of_param.values()]
-    entries = [ParamEntry(spec_of(p), p.numel(), chunk, getattr(p, "unit", "")) for chunk, p in chunk_of_param.values()]
+    entries = [
+        ParamEntry(spec_of(p), p.numel(), chunk, getattr(p, "unit", ""), p.dtype)
+        for chunk, p in chunk_of_param.values()
+    ]
     size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
     return parameters, build_layout(entries, bucket_size=size, sizes=mesh.sizes, **separate_buckets)
 
@@ -95,7 +98,7 @@ class ParamAndGradBuffer:
             separate_buckets: reasons for separate buckets (layout.build_layout).
 
         Raises:
-            ValueError: the parameters have several dtypes.
+            ValueError: the parameters have several dtypes, apart from those that keep fp32.
         """
         reshard_grads = zero_config.zero_stage > 1
         reshard_weights = zero_config.zero_stage > 2
@@ -105,24 +108,28 @@ class ParamAndGradBuffer:
         self.parameters = parameters
         self.layout = layout
         dtypes = {p.dtype for p in parameters}
-        device = parameters[0].device
-        if len(dtypes) != 1:
+        model_dtypes = {p.dtype for p in parameters if not spec_of(p).keep_fp32} or dtypes
+        main_dtypes = {main_param_dtype(dtype) for dtype in model_dtypes}
+        if len(model_dtypes) != 1 or not dtypes <= model_dtypes | main_dtypes:
             raise ValueError(
-                f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has only one: build them with one dtype"
+                f"parameters have dtypes {sorted(map(str, dtypes))}, a buffer has only one: build them with one dtype, "
+                "except for those that keep fp32"
             )
-        dtype = dtypes.pop()
+        self.main_dtype = main_dtypes.pop()  # of gradients, main weights and, unless a rule says otherwise, its state
+        device = parameters[0].device
         self.mesh = mesh
         self.shardings = bucket_shardings(layout, mesh, reduce_in_bf16, zero_config.shard_over_replicas)
         self.weights = FlatBuffers(
             layout,
             self.shardings,
-            dtype,
+            [bucket.key.dtype for bucket in layout.buckets],
             device,
             parameters,
             resizable=reshard_weights,
             on_host=zero_config.offload_params,
         )
-        self.grads = FlatBuffers(layout, self.shardings, main_param_dtype(dtype), device, resizable=reshard_grads)
+        grad_dtypes = [self.main_dtype] * len(layout.buckets)
+        self.grads = FlatBuffers(layout, self.shardings, grad_dtypes, device, resizable=reshard_grads)
         reducer = GradReducer(parameters, self.grads, overlap_grad_reduce)
         gatherer = ParamGatherer(parameters, self.weights, chunks, overlap_param_gather, zero_config.unshard_by_chunk)
         self.grad_reduce = reducer

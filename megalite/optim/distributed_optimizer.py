@@ -1,8 +1,8 @@
 """The distributed optimizer: fp32 main weights and state of the owned parameters only (arXiv:1910.02054, stage 1).
 
 Memory per parameter in bf16: 2 (weight) + 4 (gradient) + 12/dp_shard (main weight and two moments) bytes. If the
-weights are fp32, the main weights are the owned part of the weights themselves. All parameters of a bucket are updated
-in the same way (optim/layout.py), so an update is one call per bucket.
+weights are fp32, in the entire model or in a bucket, the main weights are the owned part of the weights themselves. All
+parameters of a bucket are updated in the same way (optim/layout.py), so an update is one call per bucket.
 
 A step has two halves, with one all-reduce by the caller between them: `local_norm_sq` (of the owned elements, each
 weighted by 1/num_owners, so that the sum over the world is the squared norm), then `step` with the one factor that
@@ -27,9 +27,8 @@ class DistributedOptimizer:
 
     Attributes:
         num_updates: number of updates, without skipped steps.
-        main_is_model: True if weights and main weights have the same dtype. The main weights are the weights themselves
-            then, unless they are offloaded.
-        main: main weights by bucket.
+        main: main weights by bucket. If they have the dtype of the weights, they are the weights themselves, unless
+            they are offloaded.
         state: optimizer state by bucket.
     """
 
@@ -55,7 +54,6 @@ class DistributedOptimizer:
         self.num_updates = 0
         self.rules = rule, matrix_rule or rule
         self.rule_of_bucket = [self.rules[bucket.key.is_matrix] for bucket in buffer.layout.buckets]
-        self.main_is_model = buffer.weights.dtype == buffer.grads.dtype
         self.offloaded = OffloadedState(buffer, rule.state_dtypes, offload_fraction, offload_dir or "")
         self.main: list[Tensor] = []
         self.state: list[dict[str, Tensor]] = []
@@ -63,7 +61,7 @@ class DistributedOptimizer:
             if bucket.index in self.offloaded.state:
                 main, state = self.offloaded.state[bucket.index]
             else:
-                main = buffer.weights.owned(bucket).to(buffer.grads.dtype)  # not a copy if the dtype is the same
+                main = buffer.weights.owned(bucket).to(buffer.main_dtype)  # not a copy if the dtype is the same
                 dtypes = bucket_rule.state_dtypes
                 state = {name: torch.zeros_like(main, dtype=dtype) for name, dtype in dtypes.items()}
             self.main.append(main)
@@ -76,9 +74,13 @@ class DistributedOptimizer:
             buckets = [buffer.layout.buckets[b] for b in indices]
             self.finalizers.append((indices, whole_tensor_rule.make_finalizer(buffer, buckets)))
 
+    def rounds_main(self, bucket: Bucket) -> bool:
+        """Return True if the weights are rounded main weights, so that a checkpoint has both."""
+        return bucket.key.dtype != self.buffer.main_dtype
+
     def has_separate_main(self, bucket: Bucket) -> bool:
         """Return True if the weights are a copy of the main weights."""
-        return not self.main_is_model or bucket.index in self.offloaded.state
+        return self.rounds_main(bucket) or bucket.index in self.offloaded.state
 
     def local_norm_sq(self) -> Tensor:
         """Return this rank's summand of the squared norm of the unscaled gradient sums, an fp64 scalar.
@@ -145,7 +147,7 @@ class DistributedOptimizer:
     def checkpoint_shards(self) -> list[TensorShard]:
         """Return this rank's part of a checkpoint, as views that loading may write to.
 
-        The names are model/NAME, optimizer.main/NAME (unless weights and main weights have one dtype) and
+        The names are model/NAME, optimizer.main/NAME (unless its weights and main weights have one dtype) and
         optimizer.STATE/NAME.
         """
         buffer = self.buffer
@@ -156,7 +158,7 @@ class DistributedOptimizer:
             owned_range = sharding.owned_range(bucket)
             is_first_owner = sharding.outer_shard_axis.size > 1 or sharding.replicate_axis.is_first
             flats = {"model": buffer.weights.owned(bucket)}
-            if not self.main_is_model:
+            if self.rounds_main(bucket):
                 flats["optimizer.main"] = self.main[b]
             for name, flat in self.state[b].items():
                 flats[f"optimizer.{name}"] = flat
@@ -173,10 +175,14 @@ class DistributedOptimizer:
         return shards
 
     def shard_dtypes(self) -> dict[str, str]:
-        """Return the prefix of the names of `checkpoint_shards` -> dtype. It is the same on all ranks."""
-        main_dtype = self.buffer.grads.dtype
-        dtypes = {"model": self.buffer.weights.dtype}
-        if not self.main_is_model:
+        """Return the prefix of the names of `checkpoint_shards` -> dtype. It is the same on all ranks.
+
+        The dtype of the weights is that of the model, although some of them may stay in fp32.
+        """
+        main_dtype = self.buffer.main_dtype
+        model_dtype = min((bucket.key.dtype for bucket in self.buffer.layout.buckets), key=lambda dtype: dtype.itemsize)
+        dtypes = {"model": model_dtype}
+        if model_dtype != main_dtype:
             dtypes["optimizer.main"] = main_dtype
         for rule in self.rules:
             for name, dtype in rule.state_dtypes.items():
@@ -190,7 +196,7 @@ class DistributedOptimizer:
         """
         for bucket, main in zip(self.buffer.layout.buckets, self.main, strict=True):
             weight = self.buffer.weights.owned(bucket)
-            if main_loaded and not self.main_is_model:
+            if main_loaded and self.rounds_main(bucket):
                 weight.copy_(main)
             else:
                 main.copy_(weight)  # a copy onto itself if the main weights are the weights

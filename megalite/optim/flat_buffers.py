@@ -80,11 +80,6 @@ class ResizableStorage:
         self.flat.untyped_storage().resize_(0)
 
 
-def main_param_dtype(weight_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of gradients, main weights and optimizer state."""
-    return torch.float64 if weight_dtype == torch.float64 else torch.float32
-
-
 class FlatBuffers:
     """The buckets of weights or of gradients."""
 
@@ -92,7 +87,7 @@ class FlatBuffers:
         self,
         layout: BufferLayout,
         shardings: Mapping[BucketKey, BucketSharding],
-        dtype: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         device: torch.device,
         parameters: Sequence[nn.Parameter] = (),
         resizable: bool = False,
@@ -103,7 +98,7 @@ class FlatBuffers:
         Args:
             layout: the buckets.
             shardings: the sharding for every key of a bucket.
-            dtype: dtype of the tensors.
+            dtypes: dtype of each bucket.
             device: device of the tensors.
             parameters: the parameters of the entries, whose values are moved to the buffers: they become views. Without
                 them the buffers are zeros.
@@ -112,7 +107,7 @@ class FlatBuffers:
         """
         self.layout = layout
         self.shardings = shardings
-        self.dtype = dtype
+        self.dtypes = dtypes
         self.on_host = on_host
         self.tensors: list[Tensor] = []  # by bucket
         self._resizable: dict[int, ResizableStorage] = {}  # resharded buckets
@@ -124,11 +119,14 @@ class FlatBuffers:
         self._parameters: dict[int, list[nn.Parameter]] = {}  # parameters of resharded buckets
         resizable_buckets = [b for b in layout.buckets if resizable and b.key.unit and shardings[b.key].is_sharded]
         resizable_indices = {b.index for b in resizable_buckets}
-        host_sizes = [len(shardings[b.key].shard_range(b)) * dtype.itemsize for b in resizable_buckets if on_host]
+        host_sizes = [
+            len(shardings[b.key].shard_range(b)) * dtypes[b.index].itemsize for b in resizable_buckets if on_host
+        ]
         self.host_bytes = pinned_bytes(host_sizes)
         host_tensors = allocate_pinned(host_sizes, device)
         for bucket in layout.buckets:  # one at a time: the old memory of its parameters is freed before the next
             is_resizable = bucket.index in resizable_indices
+            dtype = dtypes[bucket.index]
             if is_resizable:
                 self._resizable[bucket.index] = ResizableStorage(bucket.size, dtype, device)
                 flat = self._resizable[bucket.index].flat

@@ -5,8 +5,9 @@
 
 Parameters are placed in reverse order of use, the order in which their gradients become ready, and split into buckets
 of about `bucket_size` elements that never span model chunks. Parameters that are reduced, counted or decayed in another
-way get separate buckets (partial gradients, tied embeddings, experts, no weight decay, a decoupled learning rate). So
-each of these is one collective or one update of a full bucket, and no later code needs to know what a parameter is.
+way, or have another dtype, get separate buckets (partial gradients, tied embeddings, experts, no weight decay, a
+decoupled learning rate, fp32 weights in a bf16 model). So each of these is one collective or one update of a full
+bucket, and no later code needs to know what a parameter is.
 
 If gradients or weights are resharded (ZeRO-2 and 3), the matrices of each unit of the model (a block) are one bucket,
 since they are used together. Norms and biases stay in resident buckets; they take a thousandth of the memory.
@@ -15,12 +16,12 @@ Slots start at multiples of `ALIGN`, with padding before them.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from megalite.parallel.spec import MESH_VIEWS, ParamSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ALIGN = 64  # elements; 128 bytes in bf16, so that every matmul operand is aligned for tensor cores
 
@@ -33,12 +34,14 @@ class ParamEntry(NamedTuple):
         numel: number of local elements.
         chunk: index of the model chunk that uses it.
         unit: name of the unit of the model that it was created for (nn/parameter.py: ParamFactory).
+        dtype: dtype of its weights.
     """
 
     spec: ParamSpec
     numel: int
     chunk: int
     unit: str = ""
+    dtype: torch.dtype = torch.float32
 
 
 class BucketKey(NamedTuple):
@@ -54,6 +57,7 @@ class BucketKey(NamedTuple):
         is_matrix: True for matrices that the optimizer updates with its rule for matrices.
         unit: name of the unit whose matrices and tables the bucket contains, if these are resharded together; "" for
             resident buckets.
+        dtype: dtype of the weights.
     """
 
     mesh_view: str
@@ -64,6 +68,7 @@ class BucketKey(NamedTuple):
     replicas: int
     is_matrix: bool = False
     unit: str = ""
+    dtype: torch.dtype = torch.float32
 
 
 class ParamSlot(NamedTuple):
@@ -87,7 +92,7 @@ class ShardSlice(NamedTuple):
     span: range
     start: int
 
-    def select(self, shard: "Tensor") -> "Tensor":
+    def select(self, shard: Tensor) -> Tensor:
         """Return the view of these elements in the shard."""
         return shard[self.start : self.start + len(self.span)]
 
@@ -184,6 +189,7 @@ def _bucket_key(
         replicas=spec.num_replicas(sizes),
         is_matrix=spec.is_matrix and matrices,
         unit=entry.unit if by_unit and spec.is_2d else "",
+        dtype=entry.dtype,
     )
 
 

@@ -71,7 +71,7 @@ class OffloadedState:
             directory: a directory for a mapped file with the state; "": the state is in memory.
         """
         self._device = buffer.mesh.device
-        main_dtype = buffer.grads.dtype
+        main_dtype = buffer.main_dtype
         dtypes = [main_dtype, *(dtype or main_dtype for dtype in state_dtypes.values())]
         buckets = offloaded_buckets(buffer.layout, fraction)
         owned_numels = [len(buffer.shardings[bucket.key].owned_range(bucket)) for bucket in buckets]

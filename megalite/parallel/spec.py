@@ -78,6 +78,8 @@ class ParamSpec:
         is_parameter: False for state that follows another rule than the optimizer's, like the bias of a router.
         stored_offset: added to the stored value wherever it is used: 1 for norm weights that are stored as their
             difference from 1.
+        keep_fp32: True if the weights are in fp32 in a bf16 or fp16 model, like the decay rates of a recurrence, whose
+            steps are smaller than bf16 resolves.
     """
 
     name: str
@@ -96,6 +98,7 @@ class ParamSpec:
     vocab_rows: int | None = None
     is_parameter: bool = True
     stored_offset: float = 0.0
+    keep_fp32: bool = False
 
     @property
     def is_2d(self) -> bool:

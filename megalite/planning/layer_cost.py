@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.kernels.dispatch import Kernel
-from megalite.nn.parameter import spec_of
+from megalite.nn.parameter import main_param_dtype, spec_of
 from megalite.nn.wgrad_store import WeightGradStore
-from megalite.optim.flat_buffers import main_param_dtype
 from megalite.parallel.cpu.shared_memory import CollectiveBackend
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.spec import ParamSpec

@@ -101,7 +101,8 @@ class UnshardedUnits:
     def __init__(self, plan: RunPlan, rank: int):
         parallel = plan.config.parallel
         self.unit_numel = plan.model_states[rank].unit_numel
-        self.weight_bytes, self.grad_bytes, _ = plan.bytes_per_element()
+        self.unit_weight_bytes = plan.model_states[rank].unit_weight_bytes
+        self.grad_bytes = plan.bytes_per_element()[1]
         self.unshards = parallel.effective_zero_stage > 2 and bool(self.unit_numel)
         self.by_chunk = plan.sharding_policy.unshard_by_chunk
         self.prefetches = parallel.overlap_param_gather and not self.by_chunk
@@ -125,7 +126,7 @@ class UnshardedUnits:
     def bytes(self) -> int:
         num_bytes = 0
         for unit in self.weights:
-            num_bytes += sum(self.unit_numel.get(unit, {}).values()) * self.weight_bytes
+            num_bytes += self.unit_weight_bytes.get(unit, 0)
         for unit, view in self.gradients:
             num_bytes += self.unit_numel[unit][view] * self.grad_bytes
         if self.reducing is not None and self.reduces_in_bf16:

@@ -1,6 +1,7 @@
 """Bytes of weights, gradients and optimizer state, per element and per rank, and the cost of an update by Muon."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +13,10 @@ from torch import nn
 from megalite.config.options import Config, OptimConfig
 from megalite.config.run_options import ParallelConfig
 from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_schulz_flops
+from megalite.nn.parameter import main_param_dtype
 from megalite.optim.buffer import chunk_layout
-from megalite.optim.flat_buffers import main_param_dtype
 from megalite.optim.host_memory import pinned_bytes
-from megalite.optim.layout import Bucket, BufferLayout
+from megalite.optim.layout import BufferLayout
 from megalite.optim.matrix_exchange import MatrixShape, assign_owners, matrix_shapes
 from megalite.optim.muon import peak_bytes
 from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
@@ -74,8 +75,10 @@ class ModelStateBytes:
         weights: Bytes of the weights; weights that are not sharded are full.
         gradients: Bytes of the gradients; gradients that are not sharded are full.
         optimizer: Bytes of main weights and optimizer state.
+        weight_update_bytes: Bytes of the weights that this rank's optimizer updates if its state is sharded.
         unit_numel: Elements of the buckets that are unsharded and resharded, by unit of the model and mesh view, in the
             order of the buckets.
+        unit_weight_bytes: Bytes of the unsharded weights of these buckets by unit.
         muon: The cost of an update by Muon; None for another optimizer.
         host_bytes: Bytes of host memory for offloaded state.
         disk_bytes: Bytes on disk for offloaded state.
@@ -87,7 +90,9 @@ class ModelStateBytes:
     weights: int
     gradients: int
     optimizer: int
+    weight_update_bytes: int
     unit_numel: Mapping[str, Mapping[str, int]]
+    unit_weight_bytes: Mapping[str, int]
     muon: "MuonCost | None" = None
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -97,7 +102,7 @@ class ModelStateBytes:
         cls,
         chunks: Sequence[nn.Module],
         mesh: Mesh,
-        bytes_per_element: Callable[[bool], tuple[int, int, int]],
+        bytes_per_element: Callable[[bool, torch.dtype], tuple[int, int, int]],
         config: Config,
     ) -> "ModelStateBytes":
         """Return the model state of a rank.
@@ -105,8 +110,8 @@ class ModelStateBytes:
         Args:
             chunks: The chunks of the model on the rank, on the meta device.
             mesh: The mesh of the rank.
-            bytes_per_element: Returns the bytes of an element's weight, gradient and optimizer state; its argument says
-                whether the element is in a matrix.
+            bytes_per_element: Returns the bytes of an element's weight, gradient and optimizer state; its arguments
+                are whether the element is in a matrix, and the dtype of its weight.
             config: The configuration of the run.
         """
         optim, parallel = config.optim, config.parallel
@@ -114,49 +119,59 @@ class ModelStateBytes:
             chunks, mesh, parallel.ddp_bucket_size, by_unit=parallel.effective_zero_stage > 1, **optim.separate_buckets
         )
         counts_by_view = ShardCounts.from_config(parallel, mesh)
-        weight_numel = 0
-        grad_numel = 0
+        num_offloaded = len(offloaded_buckets(layout, optim.offload_fraction))
+        weights = 0
+        gradients = 0
+        optimizer = 0
         owned_numel = 0
+        weight_update_bytes = 0
         padded_numel = dict.fromkeys(counts_by_view, 0)
-        unit_numel: dict[str, dict[str, int]] = {}
-        host_weight_numels: list[int] = []
+        unit_numel: dict[str, Counter[str]] = {}
+        unit_weight_bytes: Counter[str] = Counter()
+        host_weight_sizes: list[int] = []
         for bucket in layout.buckets:
             view = bucket.key.mesh_view
             counts = counts_by_view[view] if bucket.key.unit else ShardCounts()
-            local_weight_numel = bucket.size // counts.weights
+            weight_bytes, grad_bytes, state_bytes = bytes_per_element(bucket.key.is_matrix, bucket.key.dtype)
+            local_weight_bytes = bucket.size // counts.weights * weight_bytes
             if parallel.param_cpu_offload and counts.weights > 1:
-                host_weight_numels.append(local_weight_numel)
+                host_weight_sizes.append(local_weight_bytes)
             else:
-                weight_numel += local_weight_numel
-            grad_numel += bucket.size // counts.gradients
-            owned_numel += bucket.size // mesh.axis(SHARD_AXES[view][0]).size
+                weights += local_weight_bytes
+            gradients += bucket.size // counts.gradients * grad_bytes
+            if bucket.index >= num_offloaded:
+                optimizer += bucket.size // counts_by_view[view].optimizer * state_bytes
+            bucket_owned_numel = bucket.size // mesh.axis(SHARD_AXES[view][0]).size
+            owned_numel += bucket_owned_numel
+            weight_update_bytes += bucket_owned_numel * weight_bytes
             padded_numel[view] += bucket.size
             if counts.gradients > 1:
-                unit_numel.setdefault(bucket.key.unit, {})[view] = bucket.size
+                unit_numel.setdefault(bucket.key.unit, Counter())[view] += bucket.size
+                unit_weight_bytes[bucket.key.unit] += bucket.size * weight_bytes
 
-        def owned_by_optimizer(bucket: Bucket) -> int:
-            return bucket.size // counts_by_view[bucket.key.mesh_view].optimizer
-
-        weight_bytes, grad_bytes, state_bytes = bytes_per_element(False)
-        num_offloaded = len(offloaded_buckets(layout, optim.offload_fraction))
-        # offloaded state always has main weights of its own, and without them a weight is as wide as its gradient
-        host_state_bytes = state_bytes + grad_bytes if weight_bytes == grad_bytes else state_bytes
+        # offloaded state always has main weights of its own, which are as wide as a gradient
+        main_dtype = main_param_dtype(layout.buckets[0].key.dtype)
+        _, grad_bytes, state_bytes = bytes_per_element(False, main_dtype)
+        host_state_bytes = state_bytes + grad_bytes
         host_sizes = allocation_sizes(
-            [owned_by_optimizer(bucket) for bucket in layout.buckets[:num_offloaded]], host_state_bytes, grad_bytes
+            [
+                bucket.size // counts_by_view[bucket.key.mesh_view].optimizer
+                for bucket in layout.buckets[:num_offloaded]
+            ],
+            host_state_bytes,
+            grad_bytes,
         )
         num_on_disk = num_offloaded if optim.optimizer_offload_dir else 0
-        host_weight_sizes = [numel * weight_bytes for numel in host_weight_numels]
         return cls(
             local_numel=sum(entry.numel for entry in layout.entries),
             padded_numel=padded_numel,
             owned_numel=owned_numel,
-            weights=weight_numel * weight_bytes,
-            gradients=grad_numel * grad_bytes,
-            optimizer=sum(
-                owned_by_optimizer(bucket) * bytes_per_element(bucket.key.is_matrix)[2]
-                for bucket in layout.buckets[num_offloaded:]
-            ),
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            weight_update_bytes=weight_update_bytes,
             unit_numel=unit_numel,
+            unit_weight_bytes=unit_weight_bytes,
             muon=muon_cost(layout, mesh, optim, counts_by_view),
             host_bytes=pinned_bytes(host_sizes[num_on_disk:]) + pinned_bytes(host_weight_sizes),
             disk_bytes=sum(host_sizes[:num_on_disk]),

@@ -376,9 +376,12 @@ class RunPlan:
             layers=layers,
         )
 
-    def bytes_per_element(self, matrix: bool = True) -> tuple[int, int, int]:
-        """Return the bytes of the weight, gradient and optimizer state of an element, in a matrix or elsewhere."""
-        return bytes_per_element(self.dtype, state_dtypes_of(self.config.optim, matrix))
+    def bytes_per_element(self, matrix: bool = True, dtype: torch.dtype | None = None) -> tuple[int, int, int]:
+        """Return the bytes of the weight, gradient and optimizer state of an element, in a matrix or elsewhere.
+
+        `dtype` is the dtype of the weight; None: that of the model.
+        """
+        return bytes_per_element(dtype or self.dtype, state_dtypes_of(self.config.optim, matrix))
 
     @cached_property
     def model_states(self) -> list[ModelStateBytes]:
@@ -410,7 +413,7 @@ class RunPlan:
         shard_counts = ShardCounts.from_config(parallel, make_param.mesh)
 
         def element_bytes(spec: ParamSpec) -> float:
-            weight, gradient, state = self.bytes_per_element(spec.is_matrix)
+            weight, gradient, state = self.bytes_per_element(spec.is_matrix, make_param.dtype_of(spec))
             if parallel.param_cpu_offload and spec.is_2d:
                 weight = 0
             return shard_counts[spec.mesh_view].bytes_of(weight, gradient, state * (1 - optim.offload_fraction))

@@ -238,9 +238,8 @@ class TimeModel:
     def update_s(self) -> tuple[float, float]:
         """Return the seconds of the gradient norm and of the optimizer's step, on the rank with the most to do."""
         model_state = self.plan.model_states[self.plan.fullest_rank]
-        weight_bytes, grad_bytes, _ = self.plan.bytes_per_element()
-        owned_grad_bytes = model_state.owned_numel * grad_bytes
-        update_bytes = owned_grad_bytes + 2 * model_state.optimizer + model_state.owned_numel * weight_bytes
+        owned_grad_bytes = model_state.owned_numel * self.plan.bytes_per_element()[1]
+        update_bytes = owned_grad_bytes + 2 * model_state.optimizer + model_state.weight_update_bytes
         calibrated = self._calibrated_once("update")
         if calibrated is None:
             return self.memory_s(owned_grad_bytes), self.memory_s(update_bytes) + self.muon_s

@@ -143,10 +143,13 @@ def _run_step(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
         train_step(run)
         run.buffer.wait_param_sync()  # as the next step would
     run.close()
-    on_device = [n for n in range(len(optimizer.main)) if n not in optimizer.offloaded.state]
-    optimizer_tensors = [tensor for n in on_device for tensor in optimizer.state[n].values()]
-    if not optimizer.main_is_model:
-        optimizer_tensors += [optimizer.main[n] for n in on_device]
+    optimizer_tensors: list[Tensor] = []
+    for bucket, main, state in zip(run.buffer.layout.buckets, optimizer.main, optimizer.state, strict=True):
+        if bucket.index in optimizer.offloaded.state:
+            continue
+        optimizer_tensors += state.values()
+        if optimizer.rounds_main(bucket):
+            optimizer_tensors.append(main)
     parts = {
         "weights": weights.nbytes,
         "gradients": run.buffer.grads.nbytes,

@@ -217,7 +217,7 @@ def _repair(run: Run, majority: list[MajorityRepair]) -> str:
     for repair in majority:
         values = repair.values.to(run.mesh.device)  # they may lie in host memory
         repair.values.copy_(broadcast_(values, repair.axis, repair.source))
-    if run.optimizer.main_is_model:
+    if not any(map(run.optimizer.rounds_main, run.buffer.layout.buckets)):
         return "the majority of replicas"
     run.optimizer.sync_after_load()
     return "the main weights"

@@ -183,7 +183,8 @@ def test_resume_in_another_precision_keeps_the_main_weights(before: str, after: 
     main, moments = _main(run, before != "fp32"), copy_state(run, "optimizer.exp_avg_sq/")
     run, _, notes = start_run("--load", str(tmp_path), *PRECISIONS[after])
     assert is_equal(_main(run, after != "fp32"), main) and is_equal(copy_state(run, "optimizer.exp_avg_sq/"), moments)
-    half = {name: data.to(run.buffer.weights.dtype) for name, data in main.items()}
+    weight_dtype = getattr(torch, run.optimizer.shard_dtypes()["model"])
+    half = {name: data.to(weight_dtype) for name, data in main.items()}
     assert is_equal(_main(run, False), half) and run.progress.step == 1
     assert any("the main weights continue bit for bit" in note for note in notes)
     assert run.loss_scaler.dynamic == (after == "fp16") and math.isfinite(train_step(run).loss)

@@ -73,7 +73,7 @@ def _watch_buckets(flags: str) -> tuple[list[str], list[list[str]], dict[str, in
         train_step(run)
     assert not unsharded.current, "after a step no bucket is unsharded"
     units = [f"{u}" for u in dict.fromkeys(b.key.unit for b in reversed(buffer.layout.buckets)) if u]
-    sizes = [(s.nbytes, sum(f.numel() for f in s.tensors) * s.dtype.itemsize) for s in (buffer.weights, buffer.grads)]
+    sizes = [(s.nbytes, sum(f.nbytes for f in s.tensors)) for s in (buffer.weights, buffer.grads)]
     return units, [sorted(bucket_set) for bucket_set in unsharded.sets], dict(unsharded.num_allocations), sizes
 
 
@@ -129,9 +129,9 @@ def _count_bytes(flags: str) -> tuple[Counter[tuple[str, str]], list[int], int]:
     moved: Counter[tuple[str, str]] = Counter()
     for call, times in calls.items():
         moved[call.axis, call.op] += call.num_bytes * times
-    grads, buckets = run.buffer.grads, run.buffer.layout.buckets
-    resharded = [b.size * grads.dtype.itemsize for b in buckets if b.key.unit]
-    return moved, resharded, sum(b.size * grads.dtype.itemsize for b in buckets if not b.key.unit)
+    main_dtype, buckets = run.buffer.main_dtype, run.buffer.layout.buckets
+    resharded = [b.size * main_dtype.itemsize for b in buckets if b.key.unit]
+    return moved, resharded, sum(b.size * main_dtype.itemsize for b in buckets if not b.key.unit)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

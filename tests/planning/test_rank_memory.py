@@ -92,7 +92,8 @@ def measure(flags: str) -> tuple[int, int, int]:
             *storage.tensors,
             *(storage.shard(b) for b in run.buffer.layout.buckets if not storage.is_resident(b)),
         ]
-    state_tensors += [] if run.optimizer.main_is_model else run.optimizer.main
+    mains = zip(run.buffer.layout.buckets, run.optimizer.main, strict=True)
+    state_tensors += [main for bucket, main in mains if run.optimizer.rounds_main(bucket)]
 
     def update(*_: Any) -> Any:  # independent of the values
         run.optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)

@@ -161,8 +161,9 @@ class _Calibrator:
             "layer, split": _scaled(self.stage_seconds(layers, 1, split=True), per_layer),
         }
         state_bytes = sum(t.nbytes for state in optimizer.state for t in state.values())
-        if not optimizer.main_is_model:
-            state_bytes += sum(t.nbytes for t in optimizer.main)
+        for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
+            if optimizer.rounds_main(bucket):
+                state_bytes += main.nbytes
         update_bytes = buffer.grads.nbytes + 2 * state_bytes + buffer.weights.nbytes
         update_s = self.median_s(lambda: optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0))
         norm_s = self.median_s(optimizer.local_norm_sq)

@@ -43,7 +43,7 @@ from megalite.training.checkpointing.compatibility import (
     model_differences,
 )
 from megalite.training.checkpointing.named_tokenizer import PrintLine, find_usable_tokenizer, print_external_paths
-from megalite.training.checkpointing.resume import LoadOptions, resume
+from megalite.training.checkpointing.resume import LoadOptions, exact_name, resume
 from megalite.training.checkpointing.upcycling import (
     UPCYCLING_NOTE,
     dense_shards,
@@ -392,10 +392,8 @@ def load_external_model(run: Run, config: Config) -> tuple[Path, list[str]] | No
             raise CheckpointError("it does not exist here, but rank 0 sees it: share it, or copy it to all nodes")
         external = open_external_model(config, directory)
         shards = run.optimizer.checkpoint_shards()
-        # Main weights are preferred, because they are exact.
-        targets = [shard for shard in shards if shard.name.startswith("optimizer.main/")]
-        if not targets:
-            targets = [shard for shard in shards if shard.name.startswith("model/")]
+        names = {shard.name for shard in shards}
+        targets = [shard for shard in shards if shard.name == exact_name(shard.name.partition("/")[2], names)]
         targets += run.expert_balancer.state_shards()
         if upcycles(config):
             targets = dense_shards(targets)

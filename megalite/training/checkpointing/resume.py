@@ -1,7 +1,9 @@
 """Resume a run from a checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from megalite.checkpoint.format.manifest import MODEL_PREFIXES, Manifest
 from megalite.checkpoint.manager import loader
@@ -127,7 +129,7 @@ def _load_plan(
     """
     notes += _check_plugins(directory, manifest)
     local_kinds = run.optimizer.shard_dtypes()
-    saved_kinds = {name.partition("/")[0]: tensor.dtype for name, tensor in manifest.tensors.items()}
+    saved_kinds = _kinds_of(manifest)
     notes += _check_compatible(run, config, options, directory, manifest, local_kinds, saved_kinds)
     shards = [*run.optimizer.checkpoint_shards(), *run.expert_balancer.state_shards()]
     if not options.optimizer:
@@ -135,11 +137,12 @@ def _load_plan(
         if options.reset_progress and upcycles(config):
             shards = dense_shards(shards)
             notes.append(UPCYCLING_NOTE)
-    elif local_kinds["model"] != saved_kinds["model"]:
-        shards = map_precision(shards, local_kinds, saved_kinds)
-        notes.append(
-            f"saved in {saved_kinds['model']}: the main weights continue bit for bit, in {local_kinds['model']}"
-        )
+    else:
+        shards = map_precision(shards, {name: tensor.dtype for name, tensor in manifest.tensors.items()})
+        if local_kinds["model"] != saved_kinds["model"]:
+            notes.append(
+                f"saved in {saved_kinds['model']}: the main weights continue bit for bit, in {local_kinds['model']}"
+            )
     return loader.LoadPlan(shards, options.optimizer, progress_title=_log_load(run, config, directory, manifest))
 
 
@@ -200,17 +203,42 @@ def _check_compatible(
     return notes
 
 
-def map_precision(shards: Sequence[TensorShard], local_kinds: Kinds, saved_kinds: Kinds) -> list[TensorShard]:
-    """Return the shards to read, with their names in the checkpoint, if a run continues in another precision.
+def _kinds_of(manifest: Manifest) -> Kinds:
+    """Return the dtype of each kind of tensor, the narrowest one if it has several: some weights stay in fp32."""
+    kinds: dict[str, str] = {}
+    for name, tensor in manifest.tensors.items():
+        kind = name.partition("/")[0]
+        if kind not in kinds or getattr(torch, tensor.dtype).itemsize < getattr(torch, kinds[kind]).itemsize:
+            kinds[kind] = tensor.dtype
+    return kinds
 
-    The fp32 weights (the main weights, or in an fp32 run the model weights) are read bit for bit. Weights in half
-    precision are not read, but cast from them.
+
+def exact_name(parameter: str, names: Container[str]) -> str:
+    """Return the name of a parameter's tensor with its exact weights: the main weights if `names` has them."""
+    main_name = f"{MAIN_WEIGHTS}/{parameter}"
+    return main_name if main_name in names else f"model/{parameter}"
+
+
+def map_precision(shards: Sequence[TensorShard], saved_dtypes: Mapping[str, str]) -> list[TensorShard]:
+    """Return the shards to read, with their names in the checkpoint.
+
+    If the weights of a parameter were saved in another dtype, its fp32 weights (the main weights, or the model weights
+    if they are fp32) are read bit for bit. Its weights in half precision are not read, but cast from them.
+
+    Args:
+        shards: The shards of this rank: for each parameter those of all kinds.
+        saved_dtypes: The names of the tensors in the checkpoint, and their dtypes.
     """
-    local_kind = MAIN_WEIGHTS if MAIN_WEIGHTS in local_kinds else "model"
-    saved_kind = MAIN_WEIGHTS if MAIN_WEIGHTS in saved_kinds else "model"
-    if local_kind != "model":
-        shards = [shard for shard in shards if not shard.name.startswith("model/")]
-    return [replace(shard, name=shard.name.replace(f"{local_kind}/", f"{saved_kind}/", 1)) for shard in shards]
+    local_dtypes = {shard.name: str(shard.data.dtype).removeprefix("torch.") for shard in shards}
+    mapped: list[TensorShard] = []
+    for shard in shards:
+        kind, _, parameter = shard.name.partition("/")
+        weight_name = f"model/{parameter}"
+        if kind not in ("model", MAIN_WEIGHTS) or local_dtypes[weight_name] == saved_dtypes.get(weight_name):
+            mapped.append(shard)
+        elif shard.name == exact_name(parameter, local_dtypes):
+            mapped.append(replace(shard, name=exact_name(parameter, saved_dtypes)))
+    return mapped
 
 
 def _optimizer_states(kinds: Kinds) -> dict[str, str]:
