@@ -397,7 +397,7 @@ class ModelConfig:
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The number of keys that a query of each layer attends to, including its own; None: all earlier ones."""
-        if self.window_size is None or self.window_size[0] == -1:
+        if not self.window_size or self.window_size[0] == -1:
             return (None,) * self.num_layers
         window = self.window_size[0] + 1
         pattern = self.window_attn_skip_freq

@@ -258,9 +258,7 @@ def _list_value_problems(config: Config) -> Iterator[Problem]:
 def _pattern_problems(config: Config) -> Iterator[Problem]:
     """Yield the problems of options that have a bit for each layer."""
     model = config.model
-    has_window = (
-        model.window_attn_skip_freq is not None and model.window_size is not None and model.window_size[0] != -1
-    )
+    has_window = model.window_attn_skip_freq is not None and bool(model.window_size) and model.window_size[0] != -1
     if model.hybrid_layer_pattern is not None:
         yield from _letter_value_problems(config, has_window)
         return

@@ -204,12 +204,19 @@ def _check_compatible(
 
 
 def _kinds_of(manifest: Manifest) -> Kinds:
-    """Return the dtype of each kind of tensor, the narrowest one if it has several: some weights stay in fp32."""
+    """Return the dtype of each kind of tensor, the narrowest one if it has several: some weights stay in fp32.
+
+    Raises CheckpointError if a tensor has neither dtype.
+    """
     kinds: dict[str, str] = {}
     for name, tensor in manifest.tensors.items():
         kind = name.partition("/")[0]
         if kind not in kinds or getattr(torch, tensor.dtype).itemsize < getattr(torch, kinds[kind]).itemsize:
             kinds[kind] = tensor.dtype
+    for name, tensor in manifest.tensors.items():
+        expected = kinds[name.partition("/")[0]]
+        if tensor.dtype not in (expected, "float32"):  # weights that stay in fp32
+            raise CheckpointError(f"{name} is {tensor.dtype}, but others are {expected}: its manifest is damaged")
     return kinds
 
 
