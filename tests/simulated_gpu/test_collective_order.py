@@ -106,7 +106,7 @@ def _messages_swapped() -> Planted:
 
 PLANTED: dict[str, tuple[str, Callable[[], Planted], list[str]]] = {
     "two gathers swapped": (DP2, _gathers_swapped, ["all_gather of", "megalite/optim/param_gather.py:"]),
-    "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 6 float64", "of 6 float32", "training/train_step.py:"]),
+    "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 5 float64", "of 5 float32", "training/train_step.py:"]),
     "messages swapped": (VPP2, _messages_swapped, ["send of", "to 1", "megalite/pipeline/runtime.py:"]),
 }  # fmt: skip
 
