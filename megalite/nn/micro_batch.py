@@ -1,4 +1,4 @@
-"""What the layers get in a forward pass: a micro-batch and a context; and the sites of random numbers."""
+"""The inputs of layers in a forward pass, a micro-batch and a context, and the sites of random numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,7 +73,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a forward pass knows besides its data. The pipeline adds wgrad_store, a Stage rope and in_full_recompute.
+    """The state of a forward pass besides its data. A pipeline adds wgrad_store; a Stage, rope and in_full_recompute.
 
     step          number of the training step: a coordinate of dropout
     loss_grad     the gradient that the loss will get in backward (nn/loss.py); None: there is no backward, or it is
@@ -83,7 +83,7 @@ class ForwardContext:
     wgrad_store   deferred weight gradients (nn/wgrad_store.py); None: none are deferred
     rope          cos and sin of the tokens' positions, [S, R / 2] or [S, B, R / 2]
     in_full_recompute  the layers are recomputed in backward as a whole
-    cache         what mixers keep of earlier positions in generation; None: the samples are complete
+    cache         the state of mixers at earlier positions in generation; None: the samples are complete
     loss_sums     the sums of losses for the log (nn/loss_sums.py); None: they are not kept
     """
 

@@ -78,7 +78,7 @@ def host_bytes(plan: RunPlan) -> list[int]:
 def peak_bytes(actions: tuple[Action, ...], plan: RunPlan, rank: int) -> int:
     """Return the peak bytes of activations, messages, temporary tensors and unsharded units during a rank's actions."""
     reduced = set()  # (stage, micro-batch) after which gradients are reduced
-    if plan.sharding_policy.reduce_every_pass:
+    if plan.sharding_policy.reduce_every_pass:  # as it always is if weights are unsharded by chunk
         actions = add_sharding_actions(actions, plan.sharding_policy)
         reduced = {(action.stage, action.microbatch) for action in actions if action.op is Op.REDUCE_GRAD}
     simulator = _RankSimulator(plan, rank)
@@ -114,7 +114,7 @@ class UnshardedUnits:
 
     @property
     def state(self) -> "UnshardedState":
-        """What is unsharded."""
+        """The units whose weights or gradients are unsharded."""
         return frozenset(self.weights), frozenset(self.gradients), self.reducing
 
     @state.setter
@@ -175,14 +175,14 @@ UnshardedState = tuple[frozenset[str], frozenset[tuple[str, str]], tuple[str, st
 
 @dataclass(frozen=True)
 class _Effect:
-    """What an action does to the memory of its rank. It is the same whenever the same is unsharded before the action.
+    """The effect of an action on the memory of its rank, which depends on the units that are unsharded before it.
 
     Attributes:
         peak: Bytes at the peak during the action, beyond those that are saved and of messages before it.
         saved_bytes: Bytes that it saves; negative if it frees some.
         num_messages: Messages that it allocates; negative if it frees some.
-        unsharded: What is unsharded after it.
-        unsharded_bytes: The bytes of it.
+        unsharded: The units that are unsharded after it.
+        unsharded_bytes: Their bytes.
     """
 
     peak: int
@@ -220,8 +220,8 @@ class _RankSimulator:
         saved_bytes: Bytes that forwards have saved for backward, and split backwards for their weight gradients.
         num_messages: The number of messages in memory, which have the size of x_sBD each.
         num_sends: The number of messages among these that are being sent.
-        unsharded: What is unsharded.
-        unsharded_bytes: The bytes of it.
+        unsharded: The units that are unsharded.
+        unsharded_bytes: Their bytes.
     """
 
     def __init__(self, plan: RunPlan, rank: int):
@@ -286,7 +286,7 @@ class _ActionSimulator:
             op: Its operation.
             stage: Its stage.
             reduces: The gradients that it completes are reduced.
-            unsharded: What is unsharded before it.
+            unsharded: The units that are unsharded before it.
         """
         self.peak = self.saved_bytes = self.num_messages = 0
         self.unsharded.state = unsharded

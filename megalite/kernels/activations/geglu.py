@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.activation import Activation
-from megalite.kernels.activations.swiglu import BACKWARD_TILE, FORWARD_TILE, launch_backward, launch_forward
 from megalite.kernels.bias_gelu import gelu_tile
 from megalite.kernels.dispatch import TileConfig, kernel, use_triton
+from megalite.kernels.gated_activation import BACKWARD_TILE, FORWARD_TILE, launch_backward, launch_forward
 
 if TYPE_CHECKING:
     import triton.language as tl
