@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.nn.parameter import RunUnit
+from megalite.nn.storage_identity import storage_id
 from megalite.parallel.streams import Event, new_stream, on_side_stream, record_event, wait_event
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -78,11 +79,6 @@ class ActivationOffload:
             return y
 
         return run_and_offload
-
-
-def storage_id(x: Tensor) -> int:
-    """Return the identity of the storage of x, valid while the storage exists."""
-    return x.untyped_storage()._cdata
 
 
 class _SavedStorage:

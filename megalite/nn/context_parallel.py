@@ -37,6 +37,7 @@ from megalite.kernels.blocked_attention import AttentionDropout
 from megalite.kernels.dispatch import accum_dtype
 from megalite.nn.activation_offload import current_offload_hooks
 from megalite.nn.sequence_sharding import SequenceSharding
+from megalite.nn.storage_identity import shares_storage
 from megalite.parallel.comm import start_all_gather, start_all_to_all, start_reduce_scatter
 from megalite.parallel.mesh import Axis
 
@@ -148,11 +149,6 @@ class KVExchange:
         for chunk, part in zip(itertools.chain.from_iterable(self.sent_chunks), inverse, strict=True):
             sums[chunk].add_(part)
         return local.to(kv.dtype)
-
-
-def shares_storage(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors are views of the same storage."""
-    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 class _GatheredKV:

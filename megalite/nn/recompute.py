@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megalite.nn.storage_identity import storage_id
+
 
 def recompute(fn: Callable[..., Any], *args: Any) -> Any:
     """Return `fn(*args)` and keep only the arguments in memory until backward."""
@@ -40,5 +42,5 @@ def checkpoint_without_output(produce: Callable[[], Tensor], consume: Callable[[
 
 
 def storage_view_id(x: Tensor) -> tuple[object, ...]:
-    """Return an identity of the memory of x. It works on the meta device too, where a tensor has no address."""
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+    """Return an identity of the memory of x."""
+    return storage_id(x), x.storage_offset(), x.shape, x.stride()

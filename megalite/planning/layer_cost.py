@@ -16,11 +16,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from megalite.kernels.dispatch import Kernel
 from megalite.nn.parameter import main_param_dtype, spec_of
+from megalite.nn.storage_identity import storage_id
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.cpu.shared_memory import CollectiveBackend
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.spec import ParamSpec
-from megalite.planning.meta_mode import MATMULS, META, MetaMode, aten, storage_id
+from megalite.planning.meta_mode import MATMULS, META, MetaMode, aten
 
 M = TypeVar("M", bound=nn.Module)
 NO_COST_OPS = {  # operations that move no bytes

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels.dispatch import Kernel, observe_launches
+from megalite.nn.storage_identity import storage_id
 from megalite.optim.flat_buffers import observe_allocations
 
 META = torch.device("meta")
@@ -50,11 +51,6 @@ COMPARISONS = (aten.bitwise_or, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, ate
 RESULT_DTYPES = {**dict.fromkeys(ELEMENTWISE), **dict.fromkeys(COMPARISONS, torch.bool)}
 # keyword arguments with values that do not change the result's shape, strides and dtype
 PLAIN_KWARGS = {"memory_format": (None, torch.contiguous_format, torch.preserve_format), "pin_memory": (None, False)}
-
-
-def storage_id(x: Tensor) -> int:
-    """Return an identifier of the storage of `x`, which other tensors may share, now or later."""
-    return x.untyped_storage()._cdata
 
 
 def _cache_key(value: Any) -> Any:
@@ -122,7 +118,7 @@ class MetaMode(TorchDispatchMode):
         self.on_op(op, args, kwargs, results)
         for x in results:
             if isinstance(x, Tensor) and x.is_meta:
-                self._track(x.untyped_storage())
+                self._track(x)
         return result
 
     def _run_op(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -153,9 +149,9 @@ class MetaMode(TorchDispatchMode):
             self._results[key] = [None if args and x is args[0] else _cache_key(x) for x in results]
         return result
 
-    def _track(self, storage: Any) -> None:
-        """Count the bytes of a storage from now until its last reference is gone."""
-        key = storage._cdata
+    def _track(self, x: Tensor) -> None:
+        """Count the bytes of the storage of x from now until its last reference is gone."""
+        key, storage = storage_id(x), x.untyped_storage()
         size = storage.nbytes()
         if not size or key in self._storages or not self.should_count(key):
             return
@@ -171,12 +167,11 @@ class MetaMode(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def on_allocate(self, flat: Tensor) -> None:
-        self._track(flat.untyped_storage())
+        self._track(flat)
 
     def on_free(self, flat: Tensor) -> None:
-        storage = flat.untyped_storage()
-        if self._storages.pop(storage._cdata, None) is not None:
-            self.live -= storage.nbytes()
+        if self._storages.pop(storage_id(flat), None) is not None:
+            self.live -= flat.untyped_storage().nbytes()
 
     def should_count(self, storage: int) -> bool:
         """Return whether the bytes of a storage are counted. Subclasses override it."""
