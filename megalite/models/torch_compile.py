@@ -14,10 +14,6 @@ coordinates of dropout, become its constants, so each needs a new graph. Dropout
 functions, forward and backward, because the compiler would keep the mask of a function that it differentiates.
 """
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -25,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.common.environment import getenv
-from megalite.common.optional_packages import MissingPackageError, missing_package_message
 from megalite.kernels.activation import Activation
-from megalite.kernels.dispatch import describe_option, kernel_option, triton_installed
 from megalite.kernels.dropout import dropout, dropout_reference
 from megalite.models.gpt import Stage
 from megalite.nn.attention import rotate_qk
@@ -39,32 +32,6 @@ Backend = str | Callable[..., Any]
 COMPILE_SUMMARY = (
     "inductor, in blocks: norms, rotary positions, activation, dropout; matmuls and collectives are not compiled"
 )
-
-
-class CompileError(Exception):
-    """torch.compile cannot run on this machine; the text says what to set or install."""
-
-
-def check_compile(device_type: str) -> None:
-    """Check that inductor can run: it generates C++ for a CPU and Triton kernels for a GPU.
-
-    Raises CompileError or MissingPackageError.
-    """
-    if kernel_option("kernels") == "triton":
-        raise CompileError(f"compile=True compiles the torch kernels, but {describe_option()}; use auto or torch")
-    if device_type == "cuda" and not triton_installed():
-        raise MissingPackageError(missing_package_message("compile=True on cuda", "triton"))
-    name = getenv("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the only compiler that inductor calls
-    remedy = "install one or set CXX to the name of one, without options"
-    if shutil.which(name) is None:
-        problem = f"{name} is not installed" if name else "CXX is empty"
-        raise CompileError(f"compile=True needs a C++ compiler, and {problem}; {remedy}")
-    try:
-        command = [name, "-x", "c++", "-shared", "-fPIC", "-o", os.devnull, "-"]
-        subprocess.run(command, input=b"#include <cmath>\n", capture_output=True, check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0] or error
-        raise CompileError(f"compile=True needs a C++ compiler and {name} does not work ({reason}); {remedy}") from None
 
 
 def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> None:

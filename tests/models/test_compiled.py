@@ -19,11 +19,10 @@ from train_cases import DOCUMENT_FLAGS, config_from, read_metric, run_from
 from megalite.config.options import Config
 from megalite.kernels import dispatch
 from megalite.launch.rank_info import RankInfo
-from megalite.models.torch_compile import CompileError, check_compile
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.planning.run_plan import make_run_plan
-from megalite.training.job.preflight import check_machine
+from megalite.training.job.preflight import check_compile, check_machine
 from megalite.training.job.startup import compile_warmup
 from megalite.training.setup import SetupError
 from megalite.training.state import Run
@@ -239,7 +238,7 @@ def test_compile_failure_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
         check_machine(make_run_plan(config, 1, 93), "cpu", RankInfo(0, 1))
     if sys.platform == "linux":  # inductor does not look for clang++
         (tmp_path / "clang++").symlink_to(sys.executable)
-        with pytest.raises(CompileError, match=r"g\+\+ is not installed; install"):
+        with pytest.raises(SetupError, match=r"g\+\+ is not installed; install"):
             check_compile("cpu")
     # one compiler does not start, another one prints its version but has no headers
     headerless = '[ "$1" = --version ] && exit 0\necho "fatal error: cmath: no such file" >&2\nexit 1'
@@ -254,13 +253,13 @@ def test_compile_failure_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
         ("", "CXX is empty"),
     ):
         monkeypatch.setenv("CXX", name)
-        with pytest.raises(CompileError, match=text):
+        with pytest.raises(SetupError, match=text):
             check_compile("cpu")
     monkeypatch.delenv("CXX")
     check_machine(make_run_plan(config_from(f"{COMMON} {GPT}"), 1, 93), "cpu", RankInfo(0, 1))  # not asked for
     dispatch.set_kernel_options("triton", "auto")
     try:
-        with pytest.raises(CompileError, match="^compile=True .*, but kernels=triton; use auto or torch$"):
+        with pytest.raises(SetupError, match="^compile=True .*, but kernels=triton; use auto or torch$"):
             check_compile("cpu")
     finally:
         dispatch.set_kernel_options("auto", "auto")

@@ -140,8 +140,8 @@ def two_ranks(gpu: SimulatedGpu, directory: Path) -> None:
 def who_computes(gpu: SimulatedGpu, directory: Path) -> None:
     """Select kernels and backends by GPU and by the installed packages."""
     from megalite.kernels import attention, dispatch
-    from megalite.models import torch_compile as compiled
     from megalite.optim.adamw import ApexAdamW
+    from megalite.training.job import preflight
 
     dispatch.set_kernel_options("auto", "auto")
     assert dispatch.num_sms(gpu.device) == 132 and dispatch.sm_major(gpu.device) == 9
@@ -160,12 +160,12 @@ def who_computes(gpu: SimulatedGpu, directory: Path) -> None:
 
     assert [*chosen_backends()] == [*backends.values()]
     dispatch.runs_triton.cache_clear()
-    without_triton = [mock.patch.object(module, "triton_installed", lambda: False) for module in (dispatch, compiled)]
+    without_triton = [mock.patch.object(module, "triton_installed", lambda: False) for module in (dispatch, preflight)]
     with without_triton[0], without_triton[1]:
         assert [*chosen_backends()] == [*backends.values()]
         assert dispatch.describe_kernels("cuda") == "torch (triton is not installed)"
-        with pytest.raises(compiled.MissingPackageError, match="pip install triton"):
-            compiled.check_compile("cuda")
+        with pytest.raises(preflight.MissingPackageError, match="pip install triton"):
+            preflight.check_compile("cuda")
     dispatch.runs_triton.cache_clear()
 
 

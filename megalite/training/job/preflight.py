@@ -1,6 +1,9 @@
 """Checks before there is a process group: options, data, machine and directories."""
 
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -9,7 +12,8 @@ import torch
 from megalite.checkpoint.storage.local_storage import LocalStorage
 from megalite.checkpoint.storage.location import parse_location
 from megalite.checkpoint.storage.storage import storage_of
-from megalite.common.optional_packages import MissingPackageError
+from megalite.common.environment import getenv
+from megalite.common.optional_packages import MissingPackageError, missing_package_message
 from megalite.common.wording import plural
 from megalite.config.options import Config
 from megalite.config.plugins import error_location
@@ -18,11 +22,17 @@ from megalite.config.registry import REGISTRIES
 from megalite.config.validation import find_ineffective, find_problems
 from megalite.data.errors import DataError
 from megalite.data.files.missing_files import without_data_files
-from megalite.kernels.dispatch import KernelError, runs_triton, set_kernel_options
+from megalite.kernels.dispatch import (
+    KernelError,
+    describe_option,
+    kernel_option,
+    runs_triton,
+    set_kernel_options,
+    triton_installed,
+)
 from megalite.launch.local_launcher import cpu_count
 from megalite.launch.process_group import cuda_device
 from megalite.launch.rank_info import LaunchError, RankInfo
-from megalite.models.torch_compile import CompileError, check_compile
 from megalite.parallel.cpu.shared_memory import SHM_DIR, SLOT_BYTES, SLOTS
 from megalite.parallel.mesh import Mesh
 from megalite.planning.layer_kinds import flops_per_token
@@ -100,7 +110,7 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
             raise SetupError("cuda_graph_impl=local needs a CUDA device, and none is available; drop it")
     except MissingPackageError as error:
         raise LaunchError(str(error)) from None
-    except (KernelError, CompileError) as error:
+    except KernelError as error:
         raise SetupError(str(error)) from None
     state = plan.model_states[plan.fullest_rank]
     required_host_bytes = max(host_bytes(plan))
@@ -132,6 +142,28 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
             f"{memory_name} is {available / 2**30:.1f} GiB: "
             "use more ranks (tensor, pipeline or data parallel), --bf16 or a smaller model"
         )
+
+
+def check_compile(device_type: str) -> None:
+    """Check that inductor can run: it generates C++ for a CPU and Triton kernels for a GPU.
+
+    Raises SetupError, which says what to set or install, or MissingPackageError.
+    """
+    if kernel_option("kernels") == "triton":
+        raise SetupError(f"compile=True compiles the torch kernels, but {describe_option()}; use auto or torch")
+    if device_type == "cuda" and not triton_installed():
+        raise MissingPackageError(missing_package_message("compile=True on cuda", "triton"))
+    name = getenv("CXX", "clang++" if sys.platform == "darwin" else "g++")  # the only compiler that inductor calls
+    remedy = "install one or set CXX to the name of one, without options"
+    if shutil.which(name) is None:
+        problem = f"{name} is not installed" if name else "CXX is empty"
+        raise SetupError(f"compile=True needs a C++ compiler, and {problem}; {remedy}")
+    try:
+        command = [name, "-x", "c++", "-shared", "-fPIC", "-o", os.devnull, "-"]
+        subprocess.run(command, input=b"#include <cmath>\n", capture_output=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().partition("\n")[0] or error
+        raise SetupError(f"compile=True needs a C++ compiler and {name} does not work ({reason}); {remedy}") from None
 
 
 def _check_offload_dir(directory: str, required_bytes: int, ranks: RankInfo) -> None:
