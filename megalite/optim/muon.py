@@ -25,14 +25,7 @@ from megalite.config.run_options import OptimConfig
 from megalite.kernels.newton_schulz import CoefficientType, coefficients, newton_schulz
 from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.layout import Bucket
-from megalite.optim.matrix_exchange import (
-    GroupExchange,
-    MatrixShape,
-    MatrixShard,
-    assign_owners,
-    build_exchanges,
-    group_matrices,
-)
+from megalite.optim.matrix_exchange import GroupExchange, MatrixShape, MatrixShard, build_exchanges
 from megalite.optim.update_rule import Finalizer, ParamUpdate
 from megalite.parallel.comm import Pending, start_all_to_all
 
@@ -140,7 +133,7 @@ class _DistributedNewtonSchulz:
         input_slices = _slices_by_matrix(group.receive)
         output_slices = _slices_by_matrix(group.send_back)
         results = received.new_empty(sum(_split_sizes(group.send_back)))
-        for batch in _batches(self.matrices, input_slices):
+        for batch in equal_shape_batches(self.matrices, input_slices):
             matrices = received.new_empty(len(batch), *self.matrices[batch[0]])
             for matrix, index in zip(matrices, batch, strict=True):
                 for rectangle, elements in input_slices[index]:
@@ -160,69 +153,7 @@ class _DistributedNewtonSchulz:
             offset += shard.box.numel
 
 
-@dataclass(frozen=True)
-class _GroupNumels:
-    """The number of elements in the buffers of one group on one rank, and the bytes of its workspace."""
-
-    processing: float = 0.0  # received matrices and results
-    incoming: float = 0.0  # momentum on its way to owner ranks: this rank's, and what it receives
-    outgoing: float = 0.0  # results on their way back: this rank's, and what it receives
-    workspace_bytes: int = 0
-
-
-def peak_bytes(
-    matrices: Sequence[MatrixShape],
-    num_ranks: int,
-    num_owners: float,
-    itemsize: int,
-    workspace: Callable[[int, MatrixShape, int], int],
-) -> int:
-    """Return the peak bytes of `finalize` on the busiest rank.
-
-    These are one group's matrices and results, the next group's incoming and the previous group's outgoing buffers. The
-    shards of a group are assumed to be evenly distributed.
-
-    Args:
-        matrices: the matrices of the stage.
-        num_ranks: number of ranks of the stage.
-        num_owners: number of ranks that own each element.
-        itemsize: bytes per element in the exchange.
-        workspace: (number of matrices, shape, itemsize) -> bytes of Newton-Schulz on such a batch.
-    """
-    owner_ranks = assign_owners(matrices, num_ranks)
-    groups = group_matrices(matrices, num_ranks)
-    shard_numels = [0.0 for _ in groups]  # elements that a rank sends; with one rank nothing is sent
-    if num_ranks > 1:
-        shard_numels = [sum(matrices[n].numel for n in group) / num_ranks for group in groups]
-    assigned: list[list[list[int]]] = [[[] for _ in groups] for _ in range(num_ranks)]  # [rank][group] -> matrices
-    for g, group in enumerate(groups):
-        for index in group:
-            assigned[owner_ranks[index]][g].append(index)
-    peak = 0.0
-    for indices_by_group in assigned:
-        if not any(indices_by_group):
-            continue
-        numels = [_GroupNumels()]
-        for indices, shard_numel in zip(indices_by_group, shard_numels, strict=True):
-            batches = _batches(matrices, indices)
-            batch_bytes = (workspace(len(batch), matrices[batch[0]], itemsize) for batch in batches)
-            numel = sum(matrices[n].numel for n in indices)
-            numels.append(
-                _GroupNumels(
-                    processing=numel * (1 + num_owners),
-                    incoming=numel + shard_numel,
-                    outgoing=(numel + shard_numel) * num_owners,
-                    workspace_bytes=max(batch_bytes, default=0),
-                )
-            )
-        numels.append(_GroupNumels())
-        for previous, current, following in zip(numels, numels[1:], numels[2:], strict=False):
-            numel = current.processing + following.incoming + previous.outgoing
-            peak = max(peak, itemsize * numel + current.workspace_bytes)
-    return round(peak)
-
-
-def _batches(matrices: Sequence[MatrixShape], indices: Iterable[int]) -> Iterator[list[int]]:
+def equal_shape_batches(matrices: Sequence[MatrixShape], indices: Iterable[int]) -> Iterator[list[int]]:
     """Yield the indices in batches of matrices of one shape, with at most BATCH_NUMEL elements or a single matrix."""
     indices_by_shape: dict[MatrixShape, list[int]] = {}
     for index in sorted(indices):

@@ -1,6 +1,5 @@
-"""Bytes of weights, gradients and optimizer state, per element and per rank, and the cost of an update by Muon."""
+"""Bytes of weights, gradients and optimizer state, per element and per rank."""
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,24 +9,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from megalite.config.options import Config, OptimConfig
-from megalite.config.run_options import ParallelConfig
-from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_schulz_flops
+from megalite.config.options import Config
+from megalite.config.run_options import OptimConfig, ParallelConfig
 from megalite.nn.parameter import main_param_dtype
 from megalite.optim.buffer import chunk_layout
 from megalite.optim.host_memory import pinned_bytes
-from megalite.optim.layout import BufferLayout
-from megalite.optim.matrix_exchange import MatrixShape, assign_owners, matrix_shapes
-from megalite.optim.muon import peak_bytes
 from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
 from megalite.optim.update_rule import build_rules
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import SHARD_AXES
 from megalite.pipeline.schedule import ShardingPolicy, StagePlacement
 from megalite.planning.layer_kinds import PrefixSums
-from megalite.planning.meta_mode import META, MetaMode
-
-GIB = 2**30
+from megalite.planning.muon_cost import MuonCost, muon_cost
 
 
 @dataclass(frozen=True)
@@ -93,7 +86,7 @@ class ModelStateBytes:
     weight_update_bytes: int
     unit_numel: Mapping[str, Mapping[str, int]]
     unit_weight_bytes: Mapping[str, int]
-    muon: "MuonCost | None" = None
+    muon: MuonCost | None = None
     host_bytes: int = 0
     disk_bytes: int = 0
 
@@ -172,7 +165,7 @@ class ModelStateBytes:
             weight_update_bytes=weight_update_bytes,
             unit_numel=unit_numel,
             unit_weight_bytes=unit_weight_bytes,
-            muon=muon_cost(layout, mesh, optim, counts_by_view),
+            muon=muon_cost(layout, mesh, optim, {view: counts.optimizer for view, counts in counts_by_view.items()}),
             host_bytes=pinned_bytes(host_sizes[num_on_disk:]) + pinned_bytes(host_weight_sizes),
             disk_bytes=sum(host_sizes[:num_on_disk]),
         )
@@ -180,63 +173,6 @@ class ModelStateBytes:
     @property
     def total(self) -> int:
         return self.weights + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True)
-class MuonCost:
-    """The cost of an update by Muon.
-
-    Attributes:
-        flops: FLOPs of Newton-Schulz on the stage's busiest rank.
-        bytes_moved: Bytes that each rank sends to owner ranks and back.
-        peak_bytes: The peak of temporary memory.
-    """
-
-    flops: int
-    bytes_moved: float
-    peak_bytes: int
-
-    def __str__(self) -> str:
-        text = f"{self.flops / 1e12:.3g} TFLOP of Newton-Schulz on the busiest rank"
-        if self.bytes_moved > 0:
-            text += f", {self.bytes_moved / GIB:.3g} GiB to their owner ranks and back"
-        return text
-
-
-def muon_cost(
-    layout: BufferLayout, mesh: Mesh, optim: OptimConfig, counts_by_view: Mapping[str, ShardCounts]
-) -> MuonCost | None:
-    """Return the cost of an update with the exchanges of optim/matrix_exchange.py; None without Muon."""
-    matrices = matrix_shapes(layout) if optim.is_muon else []
-    if not matrices:
-        return None
-    num_ranks = mesh.dp_cp_tp.size
-    itemsize = 2 if optim.muon_fp32_matmul_prec == "medium" else 4
-    flops_of_rank = [0] * num_ranks
-    for matrix, owner_rank in zip(matrices, assign_owners(matrices, num_ranks), strict=True):
-        flops_of_rank[owner_rank] += newton_schulz_flops(matrix.rows, matrix.columns, optim.muon_num_ns_steps)
-    owned_numel = sum(
-        entry.numel / counts_by_view[entry.spec.mesh_view].optimizer for entry in layout.entries if entry.spec.is_matrix
-    )
-    shard_numel = sum(matrix.numel for matrix in matrices) / num_ranks
-    bytes_moved = 0.0
-    if num_ranks > 1:
-        # one of the ranks that own the same elements sends them, and all of these ranks receive the result
-        bytes_moved = itemsize * (shard_numel + owned_numel)
-    num_owners = owned_numel / shard_numel
-    return MuonCost(
-        max(flops_of_rank), bytes_moved, peak_bytes(matrices, num_ranks, num_owners, itemsize, _newton_schulz_bytes)
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _newton_schulz_bytes(count: int, shape: MatrixShape, itemsize: int) -> int:
-    """Return the peak bytes of Newton-Schulz on a batch of `count` matrices, which are included."""
-    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
-    with MetaMode() as mode:
-        batch = torch.empty(count, shape.rows, shape.columns, dtype=dtype, device=META)
-        newton_schulz(batch, coefficients("simple", 2))
-    return mode.peak
 
 
 @dataclass(frozen=True)
