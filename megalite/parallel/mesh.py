@@ -11,7 +11,7 @@ the only condition is that ep * etp divides dp * cp * tp.
 
 An axis of size 1 has no group and its collectives are the identity, so one process is not a special case. Axes over the
 same ranks are one `Axis` object with one group. A `Mesh` is passed explicitly: there is no module state. An abstract
-mesh has sizes and coordinates, but no groups.
+mesh has sizes and coordinates, but no groups; a recorder may observe its collectives.
 """
 
 import datetime
@@ -433,9 +433,22 @@ def build_mesh(
     return replace(mesh, device=device, shared_memory_error=groups.worst_error() if use_shared_memory else "")
 
 
-def abstract_mesh(world: int, rank: int, **sizes: Unpack[MeshSizes]) -> Mesh:
-    """Return the mesh of rank `rank` of `world`, without groups."""
-    groups = _GroupBuilder(Axis("world", world, rank, ABSTRACT, tuple(range(world))), sizes)
+def abstract_mesh(
+    world: int, rank: int, recorder: Callable[[str], CollectiveBackend] | None = None, **sizes: Unpack[MeshSizes]
+) -> Mesh:
+    """Return the mesh of rank `rank` of `world`, without groups.
+
+    Args:
+        world: the number of ranks.
+        rank: the global rank.
+        recorder: name of an axis -> backend that gets the collectives over it; None: collectives raise an error.
+        sizes: sizes of the axes.
+
+    Raises:
+        ValueError: the world cannot be split into these sizes.
+        TypeError: `sizes` has an unknown name.
+    """
+    groups = _GroupBuilder(Axis("world", world, rank, ABSTRACT, tuple(range(world))), sizes, recorder=recorder)
     return _build_axes(groups, **sizes)
 
 
@@ -447,9 +460,15 @@ class _GroupBuilder:
     """
 
     def __init__(
-        self, world: Axis, sizes: MeshSizes, timeout: datetime.timedelta | None = None, use_shared_memory: bool = False
+        self,
+        world: Axis,
+        sizes: MeshSizes,
+        timeout: datetime.timedelta | None = None,
+        use_shared_memory: bool = False,
+        recorder: Callable[[str], CollectiveBackend] | None = None,
     ):
         self.phase_timer = PhaseTimer()
+        self.recorder = recorder
         self.timeout = timeout
         self.use_shared_memory = use_shared_memory
         self.world = self.start = replace(world, phase_timer=self.phase_timer)
@@ -523,6 +542,8 @@ class _GroupBuilder:
         axis = Axis(name, len(ranks), ranks.index(self.world.rank), ABSTRACT, ranks, self.phase_timer)
         if len(ranks) == 1:
             axis = replace(axis, backend=None)
+        elif self.recorder is not None:
+            axis = replace(axis, backend=self.recorder(name))
         if size == 1 or self.world.backend == ABSTRACT:
             return axis
         rank_sets = tuple(sorted(map(tuple, all_lines().tolist())))

@@ -5,8 +5,9 @@ the forward, B the backward to the input with everything that is recomputed, and
 computes them at once, in B. The part runs with the Triton kernels of a GPU, whatever device the plan is made on.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -19,11 +20,12 @@ from megalite.nn.parameter import main_param_dtype, spec_of
 from megalite.nn.storage_identity import storage_id
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.cpu.shared_memory import CollectiveBackend
-from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.mesh import Mesh, abstract_mesh
 from megalite.parallel.spec import ParamSpec
 from megalite.planning.meta_mode import MATMULS, META, MetaMode, aten
 
 M = TypeVar("M", bound=nn.Module)
+LAYER_AXES = ("tp", "cp", "ep", "etp", "ep_etp")  # the axes of collectives of layers, embedding and head
 NO_COST_OPS = {  # operations that move no bytes
     aten._unsafe_view,
     aten.detach,
@@ -172,29 +174,30 @@ def _unique_bytes(values: Iterable[Any]) -> int:
 class _RecordedComm:
     """A collective that has been recorded and moves nothing."""
 
-    def __init__(self, recorder: "CostRecorder", comm_id: int):
+    def __init__(self, recorder: "CostRecorder", comm_id: int | None):
         self.recorder = recorder
         self.comm_id = comm_id
 
     def wait(self) -> None:
-        if self.recorder.phase:
+        if self.comm_id is not None and self.recorder.phase:
             self.recorder.trace.append(CommWait(self.recorder.phase, self.comm_id))
 
 
 class _RecordingBackend(CollectiveBackend):
-    """A backend of one axis that records collectives and moves nothing."""
+    """A backend of one axis that moves nothing and records the collectives over LAYER_AXES."""
 
     def __init__(self, recorder: "CostRecorder", axis: str):
         self.recorder = recorder
         self.group = self
         self.axis = axis
+        self.records = axis in LAYER_AXES
 
     def _start(self, op: str, full: Tensor) -> _RecordedComm:
         recorder = self.recorder
         comm_id = len(recorder.trace)
-        if recorder.phase:
+        if self.records and recorder.phase:
             recorder.trace.append(CommStart(recorder.phase, self.axis, op, full.nbytes, comm_id))
-        return _RecordedComm(recorder, comm_id)
+        return _RecordedComm(recorder, comm_id if self.records else None)
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> _RecordedComm:
         return self._start("all-gather", out)
@@ -241,21 +244,13 @@ class CostRecorder(MetaMode):
         self._params: dict[int, tuple[str, bool]] = {}  # storage -> name of the parameter, is its main gradient
 
     def mesh(self, tp: int, cp: int = 1, ep: int = 1, etp: int = 1, *, cp_rank: int = 0) -> Mesh:
-        """Return a mesh whose collectives are recorded, of rank `cp_rank` of cp and rank 0 of every other axis."""
+        """Return a mesh whose collectives are recorded, of rank `cp_rank` of cp and rank 0 of tp.
 
-        def axis(name: str, size: int, rank: int = 0) -> Axis:
-            if size == 1:
-                return Axis(name)
-            return Axis(name, size, rank, _RecordingBackend(self, name), tuple(range(size)))
-
-        return Mesh(
-            tp=axis("tp", tp),
-            cp=axis("cp", cp, cp_rank),
-            ep=axis("ep", ep),
-            etp=axis("etp", etp),
-            ep_etp=axis("ep_etp", ep * etp),
-            device=META,
-        )
+        It is the smallest stage with these sizes: the run's dp, which a layer does not depend on, may be larger.
+        """
+        world = math.lcm(tp * cp, ep * etp)
+        mesh = abstract_mesh(world, cp_rank * tp, partial(_RecordingBackend, self), tp=tp, cp=cp, ep=ep, etp=etp)
+        return replace(mesh, device=META)
 
     def exclude_params(self, module: M) -> M:
         """Leave the bytes of the parameters and of their main gradients out of the cost, and return the module."""

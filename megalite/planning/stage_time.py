@@ -28,7 +28,16 @@ import torch
 from megalite.parallel.mesh import Mesh
 from megalite.planning.cluster import Cluster, DeviceProfile
 from megalite.planning.comm_time import CommGroup, CommTimes
-from megalite.planning.layer_cost import AttentionKernel, CommStart, CommWait, LayerCost, Matmul, MemoryOp, TraceEvent
+from megalite.planning.layer_cost import (
+    LAYER_AXES,
+    AttentionKernel,
+    CommStart,
+    CommWait,
+    LayerCost,
+    Matmul,
+    MemoryOp,
+    TraceEvent,
+)
 from megalite.planning.layer_kinds import LayerKind, PrefixSums, layers_cost
 from megalite.planning.run_plan import RunPlan
 
@@ -40,7 +49,6 @@ SCORE_BYTES = (13, 21)  # moved in forward and backward per stored 16-bit score,
 # (with ep) and for cp. Columns are the phases.
 TOTAL, TP_WAIT, CP_WAIT = range(3)
 F, B, W = range(3)
-LAYER_AXES = ("tp", "cp", "ep", "etp", "ep_etp")  # the axes of collectives of layers, embedding and head
 
 
 def calibration_key(plan: RunPlan, kind: LayerKind | None = None) -> str:

@@ -1,6 +1,7 @@
 """The dense and the expert view of the ranks: coordinates, neighbors, groups, thousands of ranks."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megalite.parallel.comm import all_reduce_
-from megalite.parallel.mesh import Mesh, abstract_mesh, build_mesh
+from megalite.parallel.comm import all_reduce_, start_all_gather
+from megalite.parallel.cpu.shared_memory import CollectiveBackend
+from megalite.parallel.mesh import AXES, Mesh, abstract_mesh, build_mesh
 
 CPU = torch.device("cpu")
 DENSE, EXPERT = ("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp")
@@ -153,6 +155,28 @@ def test_printed_mesh_shows_axes_larger_than_1() -> None:
     assert repr(Mesh.single_process()) == "Mesh(device='cpu', rank 0 of 1)"
     text = "Mesh(pp=2, dp=2, tp=2, ep=4, device='cpu', rank 5 (pp 1, dp 0, tp 1) of 8)"
     assert repr(abstract_mesh(8, 5, tp=2, pp=2, ep=4)) == text
+
+
+def test_collectives_of_an_abstract_mesh_go_to_its_recorder() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Recorder(CollectiveBackend):
+        def __init__(self, axis: str):
+            self.group, self.axis = self, axis
+
+        def start_all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Any:
+            calls.append((self.axis, out.numel()))
+            return SimpleNamespace(wait=lambda: None)
+
+        start_reduce_scatter = start_all_to_all = start_all_gather  # type: ignore[assignment]
+
+    mesh, plan = (abstract_mesh(24, 5, recorder, tp=2, cp=3, pp=2, ep=6) for recorder in (Recorder, None))
+    assert (mesh.sizes, mesh.coordinates) == (plan.sizes, plan.coordinates)
+    for name in AXES:
+        start_all_gather(torch.ones(5), mesh.axis(name)).wait()
+    assert calls == [(name, 5 * size) for name, size in mesh.sizes.items() if size > 1]
+    with pytest.raises(RuntimeError, match="a collective over tp=2, which is only planned"):
+        start_all_gather(torch.ones(5), plan.tp)
 
 
 def test_unknown_axis_is_refused() -> None:
