@@ -130,7 +130,7 @@ def run_facts(run: Any, config: Any, ranks: RankInfo) -> dict[str, Any]:
     import torch
 
     from megalite.config.options import padded_vocab_size
-    from megalite.planning.cluster import find_peak
+    from megalite.planning.device_peaks import find_peak
     from megalite.planning.layer_kinds import flops_per_token
     from megalite.training.logging.device_memory import total_memory
 

@@ -1,35 +1,11 @@
-"""The devices, nodes and links of a cluster, from devices.toml or from a TOML file such as this one.
-
-    device = "h100"              # a name of the table; for another device a section [device] in place of this line
-    nodes = 16
-    per_node = 8                 # default: the table's
-
-    # [device]
-    # name = "mine"
-    # memory_gib = 96
-    # memory_gb_per_s = 4000     # rate of its own memory
-    # price_per_hour = 2.5       # US dollars; peak_tflops: default by `name`, megalite/planning/devices.toml
-    # peak_tflops = { bf16 = 500, fp32 = 60 }
-
-    [inside]                     # a link within a node; [between] nodes. Each default is the table's
-    gb_per_s = 360               # 10^9 bytes, per device, in one direction, that large collectives reach
-    latency_us = 8
-
-A file's sections and keys are all optional.
-
-Dense peak rates, the denominator of MFU, are from the vendors' data sheets. A CPU's is measured with a short matmul. An
-unknown GPU has none (MFU n/a) unless --peak-tflops gives it, because a wrong one would give an MFU that looks right.
-"""
+"""The devices, nodes and links of a cluster, and the rates of devices, from devices.toml or calibrated."""
 
 import dataclasses
 import functools
 import json
 import math
 import os
-import re
-import time
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -39,117 +15,12 @@ import torch
 
 from megalite.common.tables import load_table
 from megalite.common.text_file import read_small_text
-from megalite.kernels.matmul import mm_
-from megalite.launch.local_launcher import cpu_count
+from megalite.planning.device_peaks import DTYPE_NAMES, lookup_peak, measure_cpu_peak
 
 GB = 1e9
 GIB = 2**30
 US = 1e-6
-REPETITIONS = 8  # matmuls of each size, because the system may interrupt some of them
-TABLE = load_table(__file__, "devices")
-PEAKS: Mapping[str, Mapping[str, float]] = TABLE["peaks"]  # phrase in a device's name -> dtype -> TFLOP/s
-# phrases in the names of partitions of a GPU, or of GPUs at a lower clock, which contain the name of the full GPU
-SLOWER_VARIANTS = ("MIG", "Laptop", "Max-Q")
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-
-
-@dataclass(frozen=True)
-class PeakRate:
-    """The peak rate of a device for one dtype.
-
-    Attributes:
-        tflops: None if it is unknown.
-        source: The source of the figure, for the plan.
-        too_low: The likely reason, with a remedy, if a run is faster than the peak.
-    """
-
-    tflops: float | None
-    source: str
-    too_low: str = "the table's figure is too low for this device; give --peak-tflops"
-
-
-def lookup_peak(device_name: str, dtype: torch.dtype) -> PeakRate:
-    """Return the table's peak of a device, by the name that torch reports.
-
-    >>> peak = lookup_peak("NVIDIA A100-SXM4-80GB", torch.bfloat16)
-    >>> peak.tflops, peak.source
-    (312.0, 'NVIDIA A100-SXM4-80GB bf16 dense')
-    """
-    unknown = PeakRate(None, f"{device_name} is not in the table; give --peak-tflops")
-    if any(_contains_phrase(device_name, phrase) for phrase in SLOWER_VARIANTS):
-        return unknown
-    for phrase, rates in PEAKS.items():
-        if _contains_phrase(device_name, phrase):
-            tflops = rates.get(DTYPE_NAMES[dtype])
-            if tflops is None:
-                return PeakRate(None, f"no {DTYPE_NAMES[dtype]} peak is known for {device_name}; give --peak-tflops")
-            return PeakRate(tflops, f"{device_name} {DTYPE_NAMES[dtype]} dense")
-    return unknown
-
-
-def _contains_phrase(device_name: str, phrase: str) -> bool:
-    """Return whether the name contains `phrase` as entire words: an RTX A4000 does not contain "A40"."""
-    return re.search(rf"(?<![A-Za-z0-9]){re.escape(phrase)}(?![A-Za-z0-9])", device_name, re.IGNORECASE) is not None
-
-
-def measure_cpu_peak(
-    dtype: torch.dtype, seconds: float = 0.25, local_ranks: int = 1, clock: Callable[[], float] = time.perf_counter
-) -> PeakRate:
-    """Measure the best rate of square matmuls on this process's threads, with the kernel of the layers.
-
-    The size doubles while the next one fits into the time, since large matmuls are faster if the CPU has fast units for
-    the dtype. If `local_ranks` processes have more threads than there are cores, each gets its share of the rate.
-
-    Args:
-        dtype: The dtype of the matrices.
-        seconds: The approximate duration; at least REPETITIONS matmuls are run.
-        local_ranks: The number of processes that share this machine.
-        clock: Returns the current time in seconds.
-    """
-    best_rate = 0.0
-    size = 128
-    deadline = clock() + seconds
-    while True:
-        a = torch.ones(size, size, dtype=dtype)
-        b = torch.ones(size, size, dtype=dtype)
-        out = torch.empty_like(a)
-        mm_(out, a, b)  # the first call compiles the kernel
-        fastest = math.inf
-        num_runs = 0
-        now = clock()
-        next_size_fits = False
-        while num_runs < REPETITIONS or (not next_size_fits and now < deadline):
-            start = clock()
-            mm_(out, a, b)
-            now = clock()
-            fastest = min(fastest, now - start)
-            num_runs += 1
-            # twice the size takes 8 times the work, in REPETITIONS + 1 calls
-            next_size_fits = size < 1024 and now + 8 * fastest * (REPETITIONS + 1) < deadline
-        best_rate = max(best_rate, 2 * size**3 / fastest)
-        if not next_size_fits:
-            break
-        size *= 2
-    num_threads = torch.get_num_threads()
-    core_share = min(1.0, cpu_count() / (local_ranks * num_threads))
-    threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
-    if core_share < 1:
-        threads += f" on {core_share:.2g} of their cores"
-    too_low = "it was measured when the run started, while the machine was busier than now; give --peak-tflops"
-    return PeakRate(best_rate * core_share / 1e12, f"cpu {DTYPE_NAMES[dtype]}, measured matmul, {threads}", too_low)
-
-
-def find_peak(
-    device: torch.device, dtype: torch.dtype, override_tflops: float | None = None, local_ranks: int = 1
-) -> PeakRate:
-    """Return the peak of one device, or of one of the `local_ranks` processes that share this machine's CPU."""
-    if override_tflops is not None:
-        return PeakRate(override_tflops, "given by --peak-tflops", "--peak-tflops is too low for this device")
-    if device.type == "cuda":
-        return lookup_peak(torch.cuda.get_device_name(device), dtype)
-    return measure_cpu_peak(dtype, local_ranks=local_ranks)
-
-
+TABLE = load_table(__file__, "devices")["devices"]
 _cached_cpu_peak = functools.cache(measure_cpu_peak)
 
 
@@ -176,7 +47,7 @@ class Device:
     """A GPU, or a process's share of a CPU.
 
     Attributes:
-        name: The name in the table, or in the user's file.
+        name: The name in the table, or in the user's file (cluster_file.py).
         vendor_name: The name that torch reports, by which `lookup_peak` finds the peak.
         memory_bytes: The memory size that the driver reports.
         memory_bytes_per_s: The bandwidth of its memory.
@@ -259,7 +130,7 @@ def _link_from_spec(nominal_gb_per_s: float, efficiency: float, latency_us: floa
 
 
 def _device_from_table(name: str, table: Mapping[str, Any]) -> Device:
-    """Return a device of devices.toml or of a user's file; without a memory size it has this machine's."""
+    """Return a device of the table; without a memory size it has this machine's."""
     if "memory_gib" in table:
         memory_bytes = int(table["memory_gib"] * GIB)
     else:
@@ -270,7 +141,6 @@ def _device_from_table(name: str, table: Mapping[str, Any]) -> Device:
         memory_bytes=memory_bytes,
         memory_bytes_per_s=table["memory_gb_per_s"] * GB,
         price_per_hour=table.get("price_per_hour", 0.0),
-        peaks=table.get("peak_tflops", {}),
     )
 
 
@@ -283,9 +153,7 @@ def _node_spec(name: str, table: Mapping[str, Any]) -> NodeSpec:
     )
 
 
-DEVICES: Mapping[str, NodeSpec] = MappingProxyType(
-    {name: _node_spec(name, table) for name, table in TABLE["devices"].items()}
-)
+DEVICES: Mapping[str, NodeSpec] = MappingProxyType({name: _node_spec(name, table) for name, table in TABLE.items()})
 
 
 def make_cluster(device: str, num_devices: int, devices_per_node: int | None = None) -> Cluster:
@@ -316,118 +184,6 @@ def make_cluster(device: str, num_devices: int, devices_per_node: int | None = N
         memory_bytes = model.memory_bytes // devices_per_node
         model = dataclasses.replace(model, memory_bytes=memory_bytes, local_ranks=devices_per_node)
     return Cluster(model, devices_per_node, num_devices // devices_per_node, spec.intra_node, spec.inter_node)
-
-
-def read_cluster(path: Path) -> Cluster:
-    """Read the cluster of a user's TOML file.
-
-    Raises:
-        ValueError: The file is wrong; the message has a line for each problem.
-        TextFileError: The file cannot be read.
-    """
-    text = read_small_text(path, "a TOML file")
-    try:
-        tables = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
-    if problems := _problems(tables):
-        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
-    device = tables.get("device", "h100")
-    is_custom = isinstance(device, dict)
-    name = device["name"] if is_custom else device
-    base_name = name if name in DEVICES else "h100"
-    devices_per_node = tables.get("per_node") or DEVICES[base_name].devices_per_node or 1
-    base = make_cluster(base_name, devices_per_node * tables.get("nodes", 1), devices_per_node)
-    return dataclasses.replace(
-        base,
-        device=_device_from_table(name, device) if is_custom else base.device,
-        intra_node=_link_from_table(tables.get("inside", {}), base.intra_node),
-        inter_node=_link_from_table(tables.get("between", {}), base.inter_node),
-    )
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _is_positive_int(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_rate_table(value: Any) -> bool:
-    return (
-        isinstance(value, dict) and value.keys() <= {*DTYPE_NAMES.values()} and all(map(_is_positive, value.values()))
-    )
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, str) and value in DEVICES)
-
-
-@dataclass(frozen=True)
-class ValueRule:
-    """A rule for a value of a user's file.
-
-    Attributes:
-        accepts: Returns whether the value is allowed.
-        requirement: What the value has to be, with the remedy, to complete "NAME=VALUE is not ...".
-    """
-
-    accepts: Callable[[Any], bool]
-    requirement: str
-
-
-POSITIVE = ValueRule(_is_positive, "a number above 0")
-POSITIVE_INT = ValueRule(_is_positive_int, "a whole number above 0")
-STRING = ValueRule(lambda value: isinstance(value, str), "a string; write it in quotes")
-SECTION = ValueRule(lambda value: isinstance(value, dict), "a table; write [inside] or [between]")
-RATES = ValueRule(
-    _is_rate_table, f"a table of numbers above 0 of {', '.join(DTYPE_NAMES.values())}, as {{ bf16 = 500 }}"
-)
-DEVICE = ValueRule(_is_device, f"in the table; give one of {', '.join(DEVICES)}, or a table [device]")
-SCHEMA: Mapping[str, Mapping[str, ValueRule]] = {
-    "": {"device": DEVICE, "nodes": POSITIVE_INT, "per_node": POSITIVE_INT, "inside": SECTION, "between": SECTION},
-    "device": {
-        "name": STRING,
-        "memory_gib": POSITIVE,
-        "memory_gb_per_s": POSITIVE,
-        "price_per_hour": POSITIVE,
-        "peak_tflops": RATES,
-    },
-    "inside": {"gb_per_s": POSITIVE, "latency_us": POSITIVE},
-    "between": {"gb_per_s": POSITIVE, "latency_us": POSITIVE},
-}
-REQUIRED_DEVICE_KEYS = ("name", "memory_gib", "memory_gb_per_s")
-
-
-def _problems(tables: dict[str, Any]) -> list[str]:
-    """Return everything that is wrong with the tables of a user's file."""
-    problems = []
-    for section, rules in SCHEMA.items():
-        table = tables.get(section, {}) if section else tables
-        if not isinstance(table, dict):
-            continue
-        prefix = f"{section}." if section else ""
-        for key in sorted(table.keys() - rules.keys()):
-            problems.append(f"{prefix}{key}: no such key; there are {', '.join(rules)}")
-        for key, rule in rules.items():
-            if key in table and not rule.accepts(table[key]):
-                problems.append(f"{prefix}{key}={table[key]!r} is not {rule.requirement}")
-    device = tables.get("device")
-    if isinstance(device, dict):
-        for key in REQUIRED_DEVICE_KEYS:
-            if key not in device:
-                problems.append(f"device.{key} is missing; a device of your own needs it")
-    return problems
-
-
-def _link_from_table(table: dict[str, Any], default: Link) -> Link:
-    """Return a link of a user's file, with missing values from `default`."""
-    latency_s = table["latency_us"] * US if "latency_us" in table else default.latency_s
-    if "gb_per_s" not in table:
-        return Link(latency_s, default.bytes_per_s, default.nominal_bytes_per_s)
-    bytes_per_s = table["gb_per_s"] * GB
-    return Link(latency_s, bytes_per_s, bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -525,7 +281,7 @@ def _profile_from_json(values: dict[str, Any]) -> DeviceProfile:
 
 
 DEFAULTS: Mapping[str, DeviceProfile] = MappingProxyType(
-    {name: _profile_from_json({"blocks": {}, **table["profile"]}) for name, table in TABLE["devices"].items()}
+    {name: _profile_from_json({"blocks": {}, **table["profile"]}) for name, table in TABLE.items()}
 )
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megalite.parallel.mesh import abstract_mesh
-from megalite.planning import cluster as clusters
+from megalite.planning import cluster_file
 from megalite.planning import comm_time as module
-from megalite.planning.cluster import DEVICES, Link, make_cluster, read_cluster
+from megalite.planning.cluster import DEVICES, Link, make_cluster
+from megalite.planning.cluster_file import read_cluster
 from megalite.planning.comm_time import CommGroup, CommTimes, explain, link_table
 
 CLUSTER = replace(make_cluster("h100", 32), intra_node=Link(1e-6, 100e9), inter_node=Link(5e-6, 10e9))
@@ -85,7 +86,7 @@ def test_cluster_description_and_table() -> None:
 
 # ---- clusters: the table, and a user's files
 def test_cluster_example_in_the_help_is_valid(tmp_path: Path) -> None:
-    example = re.sub(r"^    ", "", (clusters.__doc__ or "").split("\n\n", 1)[1], flags=re.M)
+    example = re.sub(r"^    ", "", (cluster_file.__doc__ or "").split("\n\n", 1)[1], flags=re.M)
     example = example.split("\nA file's sections")[0]
     (tmp_path / "mine.toml").write_text(example)
     cluster = read_cluster(tmp_path / "mine.toml")
@@ -138,11 +139,15 @@ INFINITE_MEMORY = '[device]\nname = "x"\nmemory_gib = inf\nmemory_gb_per_s = 1'
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("[device]", "device.name is missing"),
+        ("[device]", "device.name is missing; a device of your own needs a name"),
+        ("inside = 3", "inside=3 is not a table; write [inside]"),
+        ("nodes = true", "nodes=True is not an int; write it as one"),
+        ("per_node = -2", "per_node=-2 is negative; give 1 or more"),
+        ("[between]\nlatency_us = 0", "between.latency_us=0 is too small; give more than 0"),
         ('device = ["h100"]', "is not in the table"),
-        ("[device]\nname = 5\nmemory_gib = 1\nmemory_gb_per_s = 1", "device.name=5 is not a string"),
-        (INFINITE_MEMORY, "device.memory_gib=inf is not a number above 0"),
-        ("[inside]\ngb_per_s = inf", "inside.gb_per_s=inf is not a number above 0"),
+        ("[device]\nname = 5\nmemory_gib = 1\nmemory_gb_per_s = 1", "device.name=5 is not a str; write it as one"),
+        (INFINITE_MEMORY, "device.memory_gib=inf is not finite; give a number"),
+        ("[inside]\ngb_per_s = inf", "inside.gb_per_s=inf is not finite; give a number"),
     ],
 )
 def test_cluster_file_with_odd_values_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -9,7 +9,8 @@ import programs
 import pytest
 
 from megalite.config.options import ConfigError
-from megalite.planning.cluster import Cluster, read_cluster
+from megalite.planning.cluster import Cluster
+from megalite.planning.cluster_file import read_cluster
 from tools import plan
 from tools.planning.compare import PredictionRow, cluster_of_run, compare, format_rows, plan_of_run
 from tools.plots.run_data import read_run

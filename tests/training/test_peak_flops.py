@@ -6,8 +6,8 @@ import torch
 
 from megalite.launch import local_launcher as local_ranks
 from megalite.launch.rank_info import RankInfo
-from megalite.planning import cluster
-from megalite.planning.cluster import DTYPE_NAMES, PEAKS, REPETITIONS, find_peak, lookup_peak, measure_cpu_peak
+from megalite.planning import device_peaks
+from megalite.planning.device_peaks import DTYPE_NAMES, PEAKS, REPETITIONS, find_peak, lookup_peak, measure_cpu_peak
 from megalite.training.job import preflight
 
 CASES = toml_tables.read_table("training/cases")
@@ -57,7 +57,7 @@ def test_peak_measurement_respects_its_time_limit(seconds_of_128: float, largest
         now += seconds_of_128 * (len(a) / 128) ** 3
         sizes.append(len(a))
 
-    monkeypatch.setattr(cluster, "mm_", mm_)
+    monkeypatch.setattr(device_peaks, "mm_", mm_)
     measure_cpu_peak(torch.float16, seconds=0.05, clock=lambda: now)
     assert max(sizes) == largest and now < 0.05 + (REPETITIONS + 1) * 1e-2
 

@@ -34,7 +34,7 @@ from megalite.kernels.cross_entropy import CHUNK_BYTES
 from megalite.kernels.dispatch import set_kernel_options
 from megalite.launch.rank_info import RankInfo
 from megalite.models.families import PRESETS
-from megalite.planning.cluster import find_peak
+from megalite.planning.device_peaks import find_peak
 from megalite.planning.layer_kinds import flops_per_token
 from megalite.training.batch import to_host_batch
 from megalite.training.setup import host_batch_options

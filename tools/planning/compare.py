@@ -25,7 +25,8 @@ from megalite.config.config_file import read_config_file
 from megalite.config.options import ConfigError, apply_megatron_defaults, build
 from megalite.data.errors import DataError
 from megalite.parallel.mesh import rank_order
-from megalite.planning.cluster import DEVICES, Cluster, DeviceProfile, make_cluster, read_cluster, read_profile
+from megalite.planning.cluster import DEVICES, Cluster, DeviceProfile, make_cluster, read_profile
+from megalite.planning.cluster_file import read_cluster
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.planning.step_time import predict_step
 from megalite.training.datasets import open_tokenizer, true_vocab_size

@@ -24,7 +24,8 @@ from megalite.data.errors import DataError
 from megalite.interop.huggingface.config_json import read_config
 from megalite.interop.huggingface.model_files import read_json
 from megalite.models.families import PRESETS
-from megalite.planning.cluster import Cluster, make_cluster, read_cluster
+from megalite.planning.cluster import Cluster, make_cluster
+from megalite.planning.cluster_file import read_cluster
 from megalite.training.datasets import open_tokenizer, true_vocab_size
 
 # if one of these is set, only that layout is planned

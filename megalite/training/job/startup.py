@@ -25,7 +25,7 @@ from megalite.launch.rank_info import RankInfo
 from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import ForwardContext
 from megalite.parallel.comm import all_reduce_
-from megalite.planning.cluster import find_peak
+from megalite.planning.device_peaks import find_peak
 from megalite.planning.layer_kinds import flops_per_token
 from megalite.planning.run_plan import RunPlan
 from megalite.training.batch import to_device, to_host_batch

@@ -12,7 +12,7 @@ from megalite.data.datasets.blended_dataset import BlendedDataset
 from megalite.kernels.attention import describe_backend
 from megalite.kernels.dispatch import describe_kernels, upcast_dtypes
 from megalite.models.torch_compile import COMPILE_SUMMARY
-from megalite.planning.cluster import PeakRate
+from megalite.planning.device_peaks import PeakRate
 from megalite.planning.memory import SHARDED_BY_STAGE, host_bytes, state_by_zero_stage
 from megalite.planning.run_plan import RunPlan
 from megalite.training.datasets import DatasetBundle
