@@ -1,17 +1,21 @@
-"""The cause by which a step, a run or a plan loses the most time, and its remedy.
+"""What limits a step, a run or a plan, and the advice about it; whoever prints advice gets it here.
 
 The caller gives fractions of the time by the names of BOTTLENECKS, either measured (the report of a run,
 tools/benchmark.py) or predicted (tools/plan.py). The main bottleneck is the cause whose fraction exceeds its threshold
-by the largest factor; if none exceeds it, the computation itself is the bottleneck. A remedy names only what the run at
-hand can change. Figures of a remedy are planned, for the same run with another option.
+by the largest factor; if none exceeds it, the computation itself is the bottleneck. What the run can change about it is
+in remedies.py.
+
+The limiting resource of a measured step is the one that takes most of it: exposed communication (network), the wait for
+tokens (data), or computation. Computation is limited by memory if the minimum of bytes that a rank must read and write
+takes longer at the rate of a copy than its FLOPs take at the peak; otherwise by compute.
 """
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from megalite.config.options import Config, replace_options
-from megalite.config.validation import find_problems
+from megalite.planning.layer_kinds import LayerKind, flops_per_token, layers_cost
+from megalite.planning.remedies import remedy
 from megalite.planning.run_plan import RunPlan
 
 
@@ -48,9 +52,7 @@ BOTTLENECKS: Mapping[str, Bottleneck] = {
     "compute": Bottleneck("computing"),
 }
 COMPUTE_CAUSES = ("compute", "kernels", "recompute")  # reported only if no other cause exceeds its threshold
-AXIS_OPTIONS = {"tp": "tensor_model_parallel_size", "cp": "context_parallel_size", "ep": "expert_model_parallel_size"}
-LARGER_BATCH = "more micro-batches per step (a larger --global-batch-size)"
-NO_REMEDY = "nothing that this run can choose changes it"
+COMMUNICATION_AXES = ("tp", "cp", "dp", "pp")
 
 
 def main_bottleneck(shares: Mapping[str, float]) -> str:
@@ -68,145 +70,41 @@ def main_bottleneck(shares: Mapping[str, float]) -> str:
     return max(COMPUTE_CAUSES, key=lambda name: shares.get(name, 0.0))
 
 
-def describe_bottleneck(cause: str, share: float, advice: str, details: str = "", total: str = "a step") -> str:
-    """Return a sentence on the share of a cause and its remedy. `details` is what else is known about either.
+@dataclass(frozen=True)
+class Advice:
+    """The main bottleneck, and what the run can change about it.
 
-    >>> describe_bottleneck("evaluation", 0.3, "evaluate less often (--eval-interval)", total="the run")
-    'evaluation takes 30.0% of the run: evaluate less often (--eval-interval)'
+    Attributes:
+        cause: A name in BOTTLENECKS.
+        share: The fraction of the time that it takes.
+        remedy: The remedy.
     """
-    parenthesis = f" ({details})" if details else ""
-    return f"{BOTTLENECKS[cause].subject} takes {share:.1%} of {total}{parenthesis}: {advice}"
+
+    cause: str
+    share: float
+    remedy: str
+
+    def sentence(self, details: str = "", total: str = "a step") -> str:
+        """Return the advice as a sentence. `details` is what else is known about the cause or the remedy.
+
+        >>> Advice("evaluation", 0.3, "evaluate less often (--eval-interval)").sentence(total="the run")
+        'evaluation takes 30.0% of the run: evaluate less often (--eval-interval)'
+        """
+        parenthesis = f" ({details})" if details else ""
+        return f"{BOTTLENECKS[self.cause].subject} takes {self.share:.1%} of {total}{parenthesis}: {self.remedy}"
 
 
-def remedy(cause: str, plan: RunPlan, ranks_per_node: int, background_saves: bool = False) -> str:
-    """Return what this run can change about a cause.
+def advise(shares: Mapping[str, float], plan: RunPlan, ranks_per_node: int, background_saves: bool = False) -> Advice:
+    """Return the advice for a run that loses these fractions of its time.
 
     Args:
-        cause: A name in BOTTLENECKS.
+        shares: The fractions by the names of BOTTLENECKS; others are ignored.
         plan: The plan of the run.
         ranks_per_node: The number of ranks of a node, which decides whether a group of ranks needs the network.
         background_saves: The run saves in the background already.
     """
-    match cause:
-        case "data":
-            return _data_remedy(plan.config)
-        case "checkpoint":
-            return "save less often" if background_saves else "save less often, or in the background (--async-save on)"
-        case "bubble":
-            return _bubble_remedy(plan)
-        case "communication":
-            return _communication_remedy(plan, ranks_per_node)
-        case "tp" | "cp":
-            return _use_any(_smaller_axis(cause, plan, ranks_per_node), _larger_micro_batches(plan)) or NO_REMEDY
-        case "dp":
-            return _use_any(LARGER_BATCH, _gradients_in_bf16(plan), _faster_network("dp", plan, ranks_per_node))
-        case "pp":
-            slow = "a stage is slower than its FLOPs say, or messages are slow (megalite bench comm measures them)"
-            fewer = "fewer stages or chunks" if plan.vpp > 1 else "fewer stages"
-            return f"{slow}: {_use_any(fewer, _faster_network('pp', plan, ranks_per_node))}"
-        case "ranks":
-            return "look at its device (megalite cluster)"
-        case "optimizer":
-            return _optimizer_remedy(plan)
-        case "evaluation":
-            interval = "evaluate less often (--eval-interval)"
-            return interval if plan.config.train.eval_iters == 1 else f"{interval}, or fewer batches (--eval-iters)"
-        case "start-up":
-            return "the run was short; a longer one pays for it"
-        case "fixed costs":
-            return "use a larger batch, or a larger model"
-        case "other":
-            slow = "use a larger --log-interval, fewer checks, or a faster disk for logs"
-            return f"{slow}; a profile (--profile) shows what it is"
-        case "recompute":
-            return "recompute less, as far as memory allows"
-        case "kernels":
-            return _use_any(_larger_micro_batches(plan) or "larger micro-batches, with a larger --global-batch-size")
-    return "use faster kernels, more devices, or a smaller model; waits do not limit it"
-
-
-def _data_remedy(config: Config) -> str:
-    reader = "leave a processor free for the thread that reads"
-    if config.data.mock_data or config.data.dataset is not None:
-        return reader
-    return f"put --data-path and --data-cache-path on a faster disk, or {reader}"
-
-
-def _bubble_remedy(plan: RunPlan) -> str:
-    remedies = [LARGER_BATCH]
-    if plan.dp > 1:
-        remedies = ["more micro-batches per step (a larger --global-batch-size, or less dp)"]
-    if not plan.config.parallel.split_backward:
-        remedies.append("--split-backward")
-    if plan.pp * (plan.vpp + 1) <= plan.config.model.num_layers:
-        remedies.append("more chunks (--num-virtual-stages-per-pipeline-rank)")
-    return _use_any(*remedies)
-
-
-def _communication_remedy(plan: RunPlan, ranks_per_node: int) -> str:
-    """Return the remedies for exposed communication of an axis that is not known."""
-    remedies = [LARGER_BATCH] if plan.dp > 1 else []
-    remedies += [_smaller_axis(axis, plan, ranks_per_node) for axis in AXIS_OPTIONS]
-    if any(getattr(plan, axis) > 1 for axis in AXIS_OPTIONS):
-        remedies.append(_larger_micro_batches(plan))
-    remedies.append(_gradients_in_bf16(plan))
-    log_straggler = "" if plan.config.operations.log_straggler else " (--log-straggler)"
-    if advice := _use_any(*remedies):
-        return f"{advice}; or one rank is slower than the others{log_straggler}"
-    return f"one rank may be slower than the others{log_straggler}"
-
-
-def _optimizer_remedy(plan: RunPlan) -> str:
-    sharding = ""
-    if plan.config.parallel.effective_zero_stage > 0:
-        sharding = "more dp ranks to share the update"
-    elif plan.dp > 1:
-        sharding = "--use-distributed-optimizer"
-    return _use_any("a larger --global-batch-size", sharding)
-
-
-def _use_any(*remedies: str) -> str:
-    """Join the remedies that are not empty to "use ...".
-
-    >>> _use_any("a", "", "b"), _use_any("a", "b", "c"), _use_any("")
-    ('use a or b', 'use a, b, or c', '')
-    """
-    available = [text for text in remedies if text]
-    if not available:
-        return ""
-    if len(available) > 2:
-        return f"use {', '.join(available[:-1])}, or {available[-1]}"
-    return f"use {' or '.join(available)}"
-
-
-def _is_within_node(axis: str, plan: RunPlan, ranks_per_node: int) -> bool:
-    """Return whether no group of this axis needs the network."""
-    return len({rank // ranks_per_node for rank in plan.mesh_at(0).axis(axis).ranks}) == 1
-
-
-def _smaller_axis(axis: str, plan: RunPlan, ranks_per_node: int) -> str:
-    size = getattr(plan, axis)
-    if size == 1:
-        return ""
-    if not _is_within_node(axis, plan, ranks_per_node):
-        return f"{axis} within a node"
-    return f"a smaller {axis}" if _is_valid(plan, **{AXIS_OPTIONS[axis]: size // 2}) else ""
-
-
-def _larger_micro_batches(plan: RunPlan) -> str:
-    doubled = 2 * plan.config.train.micro_batch_size
-    return "larger micro-batches" if _is_valid(plan, micro_batch_size=doubled) else ""
-
-
-def _gradients_in_bf16(plan: RunPlan) -> str:
-    reduces = plan.dp * plan.cp > 1 and plan.config.precision.bf16
-    if reduces and not plan.config.parallel.grad_reduce_in_bf16:
-        return "--grad-reduce-in-bf16"
-    return ""
-
-
-def _faster_network(axis: str, plan: RunPlan, ranks_per_node: int) -> str:
-    return "" if _is_within_node(axis, plan, ranks_per_node) else "a faster network"
+    cause = main_bottleneck(shares)
+    return Advice(cause, shares[cause], remedy(cause, plan, ranks_per_node, background_saves))
 
 
 def format_shares(shares: Mapping[str, float]) -> str:
@@ -225,32 +123,82 @@ def oversubscription_note(num_ranks: int, num_threads: int, num_cores: int) -> s
     return f"{ranks} of {threads} share {cores}, so a wait for other ranks may be a wait for a core"
 
 
-def _is_valid(plan: RunPlan, **values: Any) -> bool:
-    """Return whether the run passes the checks of its configuration with other values for some options."""
-    return not find_problems(replace_options(plan.config, **values), plan.world)
+def recompute_flops(plan: RunPlan) -> float:
+    """Return the recomputed FLOPs as a multiple of the model's."""
+    setting = plan.stage_costs.setting
+    without_recompute = replace(setting, recompute_modules=())
+
+    def extra_backward_flops(kind: LayerKind, full_recompute: bool) -> list[float]:
+        flops = layers_cost((kind,), setting, full_recompute).flops[1]
+        return [flops - layers_cost((kind,), without_recompute).flops[1]]
+
+    sums = plan.stage_costs.prefix_sums(extra_backward_flops)
+    recomputed = sum(float(sums.between(layers.start, layers.stop)[0]) for layers in plan.layer_ranges)
+    model_flops = flops_per_token(plan.config.model, plan.padded_vocab) * plan.tokens_per_microbatch
+    return recomputed * plan.tp / model_flops
 
 
-def with_options(plan: RunPlan, **values: Any) -> RunPlan | None:
-    """Return the plan of the same run with other values for some options; None if they contradict each other."""
-    if not _is_valid(plan, **values):
-        return None
-    other = replace(plan, config=replace_options(plan.config, **values))
-    try:
-        _ = other.layer_ranges
-    except ValueError:
-        return None
-    return other
+def min_memory_traffic(plan: RunPlan) -> float:
+    """Return the bytes that a rank must at least read and write in a step, as a mean over the pipeline.
+
+    For each micro-batch, forward and backward read the weights, gradients are read and written, and saved activations
+    are written and read. Once per step, the optimizer reads and writes its state, reads the gradients and writes the
+    weights.
+    """
+    activations = sum(activation_bytes for activation_bytes, _ in plan.memory_of_stages)
+
+    def mean(name: str) -> float:
+        return statistics.mean(getattr(model_state, name) for model_state in plan.model_states)
+
+    per_microbatch = 2 * mean("weights") + 2 * mean("gradients") + 2 * activations / plan.pp
+    per_step = 2 * mean("optimizer") + mean("gradients") + mean("weights")
+    return plan.num_microbatches * per_microbatch + per_step
 
 
-def describe_bubble(plan: RunPlan) -> str:
-    """Describe the planned bubble, and the bubble with each of its remedies."""
-    larger_batch = f"twice the micro-batches (--global-batch-size {2 * plan.batch_size})"
-    remedies = {larger_batch: with_options(plan, global_batch_size=2 * plan.batch_size)}
-    if not plan.config.parallel.split_backward:
-        remedies["--split-backward"] = with_options(plan, split_backward=True)
-    if plan.vpp == 1 and plan.config.model.num_layers >= 2 * plan.pp:
-        chunked = with_options(plan, num_virtual_stages_per_pipeline_rank=2)
-        remedies["--num-virtual-stages-per-pipeline-rank 2"] = chunked
-    planned = f"{plan.bubble:.1%} as planned with {plan.num_microbatches} micro-batches over {plan.pp} stages"
-    others = [f"{other.bubble:.1%} with {name}" for name, other in remedies.items() if other is not None]
-    return ", ".join([planned, *others])
+@dataclass(frozen=True)
+class LimitingResource:
+    """The resource that limits a step.
+
+    Attributes:
+        by: compute, memory, network or data.
+        shares: The fraction of a step for each of them that is known; a lower bound for compute and memory.
+        evidence: A sentence about these.
+    """
+
+    by: str
+    shares: Mapping[str, float]
+    evidence: str
+
+
+def limiting_resource(
+    shares: Mapping[str, float], plan: RunPlan, step_s: float, mfu: float | None, copy_bytes_per_s: float | None
+) -> LimitingResource:
+    """Return the resource that limits a measured step.
+
+    Args:
+        shares: The fractions of the step by phase, and by axis of exposed communication.
+        plan: The plan of the run.
+        step_s: The duration of the step.
+        mfu: The model FLOPs utilization; None if the peak of the device is unknown.
+        copy_bytes_per_s: The rate of a copy in the device's memory; None if it is unknown.
+    """
+    network = sum(shares.get(axis, 0.0) for axis in COMMUNICATION_AXES)
+    if plan.pp > 1:
+        network += max(0.0, shares["idle"] - plan.bubble)
+    computing = shares["forward"] + shares["backward"] + shares["optimizer"]
+    known = {"network": network, "data": shares["data"]}
+    if mfu is not None:
+        known["compute"] = mfu * (1 + recompute_flops(plan))
+    if copy_bytes_per_s:
+        known["memory"] = min_memory_traffic(plan) / copy_bytes_per_s / step_s
+    by = "compute" if known.get("compute", 1.0) >= known.get("memory", 0.0) else "memory"
+    candidates = {by: computing, "network": network, "data": shares["data"]}
+    by = max(candidates, key=candidates.__getitem__)
+    evidence = [f"computing takes {computing:.1%} of a step"]
+    if "compute" in known:
+        evidence.append(f"its matmuls would take {known['compute']:.1%} at the peak")
+    if copy_bytes_per_s:
+        evidence.append(f"its minimum memory traffic {known['memory']:.1%} at {copy_bytes_per_s / 1e9:.3g} GB/s")
+    evidence.append(f"exposed messages take {known['network']:.1%}")
+    evidence.append(f"the wait for tokens {known['data']:.1%}")
+    return LimitingResource(by, known, ", ".join(evidence))

@@ -12,11 +12,12 @@ from toml_tables import MESSAGES
 from train_cases import config_from
 
 from megalite.config.options import ConfigError
+from megalite.planning.bottleneck import min_memory_traffic
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from tools import benchmark, plot
 from tools.bench import format_results as tables
 from tools.bench import systems as contender
-from tools.bench.breakdown import LOSSES, advise, full_breakdown, mfu_losses, min_memory_traffic, time_shares
+from tools.bench.breakdown import LOSSES, advise, full_breakdown, mfu_losses, time_shares
 from tools.bench.results import BenchResult, ResultsFile, combinations_of, read
 from tools.plots import bench
 

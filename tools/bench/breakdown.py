@@ -1,4 +1,4 @@
-"""Break a measured step down into shares that sum to 1, find the limiting resource, and give one piece of advice.
+"""Break a measured step down into shares that sum to 1, with the resource that limits it and one piece of advice.
 
     MFU + bubble + tp + cp + dp + pp + ranks + data + optimizer + recompute + kernels + other = 1
 
@@ -7,24 +7,19 @@ Waits are measured, and are means over the ranks. In a pipeline, ranks wait for 
 Without a pipeline, ranks wait for the slowest one in the all-reduce at the end of a step. Forward and backward consist
 of MFU, of recomputation by its share of the FLOPs, and of what kernels lose compared with the peak.
 
-The limiting resource is the one that takes most of a step: exposed communication (network), the wait for tokens (data),
-or computation. Computation is limited by memory if the minimum of bytes that a rank must read and write takes longer
-at the rate of a copy than its FLOPs take at the peak; otherwise by compute. The figures of a remedy come from the plan
-of the same run with another option, or with twice the micro-batches for costs that arise once per step.
+What limits the step, and the advice, are decided in megalite/planning/bottleneck.py.
 """
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
-from megalite.planning import bottleneck as advice
-from megalite.planning.bottleneck import with_options
-from megalite.planning.layer_kinds import LayerKind, flops_per_token, layers_cost
+from megalite.planning import bottleneck
+from megalite.planning.bottleneck import COMMUNICATION_AXES, limiting_resource, recompute_flops
+from megalite.planning.remedies import planned_figures
 from megalite.planning.run_plan import RunPlan
 
-GIB = 2**30
-COMMUNICATION_AXES = ("tp", "cp", "dp", "pp")
 LOSSES: tuple[str, ...] = ("bubble", *COMMUNICATION_AXES, "ranks", "data", "optimizer", "recompute", "kernels", "other")
 Measurement = Mapping[str, Any]  # of one run, as systems.measure returns it
 
@@ -66,67 +61,6 @@ def mfu_losses(shares: Mapping[str, float], mfu: float, plan: RunPlan) -> dict[s
     return None if losses["kernels"] < 0 else losses
 
 
-def recompute_flops(plan: RunPlan) -> float:
-    """Return the recomputed FLOPs as a multiple of the model's."""
-    setting = plan.stage_costs.setting
-    without_recompute = replace(setting, recompute_modules=())
-
-    def extra_backward_flops(kind: LayerKind, full_recompute: bool) -> list[float]:
-        flops = layers_cost((kind,), setting, full_recompute).flops[1]
-        return [flops - layers_cost((kind,), without_recompute).flops[1]]
-
-    sums = plan.stage_costs.prefix_sums(extra_backward_flops)
-    recomputed = sum(float(sums.between(layers.start, layers.stop)[0]) for layers in plan.layer_ranges)
-    model_flops = flops_per_token(plan.config.model, plan.padded_vocab) * plan.tokens_per_microbatch
-    return recomputed * plan.tp / model_flops
-
-
-def min_memory_traffic(plan: RunPlan) -> float:
-    """Return the bytes that a rank must at least read and write in a step, as a mean over the pipeline.
-
-    For each micro-batch, forward and backward read the weights, gradients are read and written, and saved activations
-    are written and read. Once per step, the optimizer reads and writes its state, reads the gradients and writes the
-    weights.
-    """
-    activations = sum(activation_bytes for activation_bytes, _ in plan.memory_of_stages)
-
-    def mean(name: str) -> float:
-        return statistics.mean(getattr(model_state, name) for model_state in plan.model_states)
-
-    per_microbatch = 2 * mean("weights") + 2 * mean("gradients") + 2 * activations / plan.pp
-    per_step = 2 * mean("optimizer") + mean("gradients") + mean("weights")
-    return plan.num_microbatches * per_microbatch + per_step
-
-
-def limiting_resource(
-    shares: Mapping[str, float], run: Measurement, mfu: float | None, plan: RunPlan
-) -> dict[str, Any]:
-    """Return the limiting resource as `by`: compute, memory, network or data.
-
-    `shares` are those of a step; for compute and memory they are lower bounds. `evidence` is a sentence about them.
-    """
-    network = sum(shares.get(axis, 0.0) for axis in COMMUNICATION_AXES)
-    if plan.pp > 1:
-        network += max(0.0, shares["idle"] - plan.bubble)
-    computing = shares["forward"] + shares["backward"] + shares["optimizer"]
-    known = {"network": network, "data": shares["data"]}
-    if mfu is not None:
-        known["compute"] = mfu * (1 + recompute_flops(plan))
-    if copy_rate := run.get("copy_bytes_per_s"):
-        known["memory"] = min_memory_traffic(plan) / copy_rate / run["step_s"]
-    by = "compute" if known.get("compute", 1.0) >= known.get("memory", 0.0) else "memory"
-    candidates = {by: computing, "network": network, "data": shares["data"]}
-    by = max(candidates, key=candidates.__getitem__)
-    evidence = [f"computing takes {computing:.1%} of a step"]
-    if "compute" in known:
-        evidence.append(f"its matmuls would take {known['compute']:.1%} at the peak")
-    if copy_rate:
-        evidence.append(f"its minimum memory traffic {known['memory']:.1%} at {copy_rate / 1e9:.3g} GB/s")
-    evidence.append(f"exposed messages take {known['network']:.1%}")
-    evidence.append(f"the wait for tokens {known['data']:.1%}")
-    return {"by": by, "shares": known, "evidence": ", ".join(evidence)}
-
-
 def efficiency(shares: Mapping[str, float], run: Measurement, price_per_hour: float | None) -> dict[str, float | None]:
     """Return the eight efficiency metrics of a training.
 
@@ -159,11 +93,12 @@ def full_breakdown(
     if peak_tflops:
         mfu = run["flops_per_step"] / run["step_s"] / 1e12 / peak_tflops / run["devices"]
     losses = None if mfu is None else mfu_losses(shares, mfu, plan)
+    bound = limiting_resource(shares, plan, run["step_s"], mfu, run.get("copy_bytes_per_s"))
     return {
         "shares": shares,
         "mfu": mfu,
         "lost": losses,
-        "bound": limiting_resource(shares, run, mfu, plan),
+        "bound": asdict(bound),
         "efficiency": efficiency(shares, run, price_per_hour),
         "advice": advise(losses or mfu_losses(shares, 0.0, plan) or {}, run, plan),
     }
@@ -173,42 +108,26 @@ def advise(losses: Mapping[str, float], run: Measurement, plan: RunPlan) -> str:
     """Return a sentence on the largest of `losses` and its remedy, or an empty string if nothing is lost."""
     if not losses:
         return ""
-    if run.get("cores") and (note := advice.oversubscription_note(run["devices"], run["threads"], run["cores"])):
+    if run.get("cores") and (note := bottleneck.oversubscription_note(run["devices"], run["threads"], run["cores"])):
         return f"none: {note}"
-    cause = advice.main_bottleneck(losses)
-    per_node = run.get("per_node", run["devices"])  # absent from older results
-    remedy = advice.remedy(cause, plan, per_node)
-    return advice.describe_bottleneck(cause, losses[cause], remedy, remedy_figures(cause, losses[cause], run, plan))
+    advice = bottleneck.advise(losses, plan, run.get("per_node", run["devices"]))  # absent from older results
+    memory_limit = run["memory_there"] / (run["devices"] if run["device"] == "CPU" else 1)
+    measured = measured_details(advice.cause, advice.share, run)
+    planned = planned_figures(advice.cause, advice.share, plan, memory_limit)
+    return advice.sentence("; ".join(filter(None, [measured, planned])))
 
 
-def remedy_figures(cause: str, share: float, run: Measurement, plan: RunPlan) -> str:
-    """Return what a remedy would gain or need, or an empty string if the plan does not say."""
-    if cause == "bubble":
-        return advice.describe_bubble(plan)
-    if cause in ("dp", "optimizer"):
-        return f"{share / (2 - share):.1%} with twice the micro-batches, --global-batch-size {2 * plan.batch_size}"
-    if cause in advice.AXIS_OPTIONS:
-        option = advice.AXIS_OPTIONS[cause]
-        size = getattr(plan.config.parallel, option)
-        half = with_options(plan, **{option: size // 2}) if size > 1 else None
-        return "" if half is None else f"with {cause} {size // 2} and dp {half.dp} {memory_headroom(half, run)}"
-    if cause == "pp":
-        layers = ", ".join(map(str, plan.layers_per_stage))
-        return f"stages have {layers} layers, and the planned bubble is {plan.bubble:.1%}"
+def measured_details(cause: str, share: float, run: Measurement) -> str:
+    """Return what the measurement says about a cause, or an empty string."""
     if cause == "ranks":
         return slowest_rank(run)
     if cause in ("data", "other"):
         step_ms = 1e3 * run["step_s"]
         return f"{step_ms * (1 - share):.4g} of {step_ms:.4g} ms without it"
-    if cause == "recompute":
-        options = {f"recompute_{name}": None for name in ("granularity", "method", "num_layers")}
-        without = with_options(plan, **options)
-        return "" if without is None else f"without it {memory_headroom(without, run)}"
-    computing = statistics.mean((p["forward"] + p["backward"]) / sum(p.values()) for p in run["parts"])
-    size = 2 * plan.config.train.micro_batch_size
-    larger = with_options(plan, micro_batch_size=size)
-    then = "" if larger is None else f"; with --micro-batch-size {size} {memory_headroom(larger, run)}"
-    return f"of the {computing:.1%} that they take{then}"
+    if cause in ("kernels", "compute"):
+        computing = statistics.mean((p["forward"] + p["backward"]) / sum(p.values()) for p in run["parts"])
+        return f"of the {computing:.1%} that they take"
+    return ""
 
 
 def slowest_rank(run: Measurement) -> str:
@@ -216,15 +135,3 @@ def slowest_rank(run: Measurement) -> str:
     busy = [parts["forward"] + parts["backward"] for parts in run["parts"]]
     rank = max(range(len(busy)), key=lambda rank: busy[rank])
     return f"rank {rank} computes {busy[rank] / statistics.mean(busy) - 1:.1%} longer than the mean of them"
-
-
-def memory_headroom(plan: RunPlan, run: Measurement) -> str:
-    """Return a clause on the planned memory of the fullest rank, compared with that of its device."""
-    totals = [
-        model_state.total + activations
-        for model_state, activations in zip(plan.model_states, plan.activation_bytes, strict=True)
-    ]
-    limit = run["memory_there"] / (run["devices"] if run["device"] == "CPU" else 1)
-    fits = "" if max(totals) < limit else ", which does not fit"
-    size = f"{max(totals) / GIB:.2f} GiB" if max(totals) > GIB / 10 else f"{max(totals) / 2**20:.3g} MiB"
-    return f"a rank holds {size} of {limit / GIB:.1f} GiB as planned{fits}"

@@ -2,7 +2,7 @@
 
     decision_path  whether the model fits on one device, with its optimizer, in a node, over nodes, with all activations
     warnings       what is known to go wrong with the plan
-    bottleneck     what limits the best layout, and what would help
+    bottleneck     what limits the best layout, and what would help, as planning/bottleneck.py decides
 
 Rules of thumb are marked as such, with their source. They do not influence the plan.
 """
@@ -10,15 +10,15 @@ Rules of thumb are marked as such, with their source. They do not influence the 
 import math
 
 from megalite.launch.system_checks import VARIABLES
-from megalite.planning.bottleneck import describe_bottleneck, format_shares, main_bottleneck, remedy
+from megalite.planning.bottleneck import BOTTLENECKS, advise, format_shares
 from megalite.planning.memory import LARGEST_ERROR
+from megalite.planning.remedies import remedy
 from tools.planning.plan_request import Request, plan_problems
 from tools.planning.search import Layout, PlannedLayout, SearchResult, apply_layout, plan_for
 from tools.planning.token_budget import MAX_USEFUL_EPOCHS, TokenBudget
 
 GIB = 2**30
 MIN_MICROBATCH_TOKENS = 1024  # on one tp rank; with fewer, matmuls read the weights for too little work
-MAX_BUBBLE = 0.15  # fraction of a step
 
 
 def critical_batch(parameters: int) -> float:
@@ -129,9 +129,9 @@ def warnings(
         fact = f"offload takes {host_bytes / GIB:.1f} GiB of host memory per rank"
         lines.append(f"{fact}; its copies and updates are not in the time")
     bubble = best.time.parts["bubble"] / best.time.seconds
-    if bubble > MAX_BUBBLE:
+    if bubble > BOTTLENECKS["bubble"].threshold:
         fact = f"{plan.num_microbatches} micro-batches are few for {plan.pp} stages: {bubble:.0%} of the time idles"
-        lines.append(f"{fact}; raise --global-batch-size, or use fewer devices for this batch")
+        lines.append(f"{fact}; {remedy('bubble', plan, cluster.devices_per_node)}, or fewer devices for this batch")
     tokens = seq_length * best.layout.micro_batch
     if tokens < MIN_MICROBATCH_TOKENS:
         fact = f"a micro-batch of {tokens} tokens makes small matmuls"
@@ -153,9 +153,8 @@ def bottleneck(best: PlannedLayout, devices_per_node: int) -> tuple[str, str]:
     seconds["optimizer"] -= best.time.fixed_s
     seconds["fixed costs"] = best.time.fixed_s
     shares = {name: value / best.time.seconds for name, value in seconds.items()}
-    cause = main_bottleneck(shares)
-    advice = describe_bottleneck(cause, shares[cause], remedy(cause, best.plan, devices_per_node))
-    return f"bound by {cause}: {format_shares(shares)}", f"what would help: {advice}"
+    advice = advise(shares, best.plan, devices_per_node)
+    return f"bound by {advice.cause}: {format_shares(shares)}", f"what would help: {advice.sentence()}"
 
 
 def nccl_variables(request: Request) -> list[str]:

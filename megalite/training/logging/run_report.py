@@ -24,14 +24,9 @@ from megalite.common.wording import plural
 from megalite.config.options import Config
 from megalite.launch.local_launcher import cpu_count
 from megalite.launch.rank_info import RankInfo
-from megalite.planning.bottleneck import (
-    BOTTLENECKS,
-    describe_bottleneck,
-    describe_bubble,
-    main_bottleneck,
-    oversubscription_note,
-    remedy,
-)
+from megalite.planning import bottleneck
+from megalite.planning.bottleneck import BOTTLENECKS, oversubscription_note
+from megalite.planning.remedies import describe_bubble
 from megalite.planning.run_plan import RunPlan
 from megalite.training.logging.event_log import EventLog, read_jsonl, timestamp
 from megalite.training.logging.log_format import duration
@@ -130,15 +125,12 @@ def advise(
         return None, work["no_advice_reason"]
     shares = {phase: share / 100 for phase, share in percent.items()}
     shares["compute"] = sum(percent.get(phase, 0.0) for phase in COMPUTE) / 100
-    bottleneck = main_bottleneck(shares)
+    advice = bottleneck.advise(shares, plan, per_node, work["background_saves"])
     details = {
         "bubble": work["planned_bubble"],
         "checkpoint": "in the background already" if work["background_saves"] else "",
     }
-    advice = remedy(bottleneck, plan, per_node, work["background_saves"])
-    return bottleneck, describe_bottleneck(
-        bottleneck, shares[bottleneck], advice, details.get(bottleneck, ""), "the time"
-    )
+    return advice.cause, advice.sentence(details.get(advice.cause, ""), "the time")
 
 
 def build_report(
@@ -154,7 +146,7 @@ def build_report(
     """
     wall_s = sum(seconds.values())
     percent = {phase: round(100 * phase_s / wall_s, 2) for phase, phase_s in seconds.items()}
-    bottleneck, advice = advise(percent, work, plan, per_node)
+    cause, advice = advise(percent, work, plan, per_node)
     history = history or build_history(wall_s, 0.0, 1, work["total_tokens"] - work["tokens"])
     run = {**history, "gpu_hours": work["devices"] * history["wall_s"] / 3600}
     if work["price_per_gpu_hour"] is not None:
@@ -166,7 +158,7 @@ def build_report(
         "wall_s": wall_s,
         "seconds": dict(seconds),
         "percent": percent,
-        "bottleneck": bottleneck,
+        "bottleneck": cause,
         "advice": advice,
         **work,
         "tokens_per_s": work["tokens"] / wall_s,
