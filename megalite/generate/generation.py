@@ -41,7 +41,8 @@ from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import model_shards
 from megalite.parallel.comm import broadcast_, start_all_gather
 from megalite.parallel.mesh import Mesh
-from megalite.planning.run_plan import RunPlan
+from megalite.planning.run_shape import RunShape
+from megalite.planning.stage_balance import StageBalance
 from megalite.training.checkpointing.compatibility import checkpoint_config, tokenizer_differences
 from megalite.training.checkpointing.named_tokenizer import find_usable_tokenizer, print_external_paths
 from megalite.training.datasets import TOKENIZER_OPTIONS, open_tokenizer
@@ -379,7 +380,7 @@ def _build_stage(model: ModelConfig, mesh: Mesh, vocab_size: int, dtype: torch.d
         problem for problem in find_problems(replace(base_config, model=padded_model)) if problem.mentions(options)
     ]:
         raise SetupError("\n".join(problems))
-    (stage,) = RunPlan(replace(base_config, model=model), tp * pp, vocab_size).build_stages(mesh, dtype)
+    (stage,) = StageBalance(RunShape(replace(base_config, model=model), tp * pp, vocab_size)).build_stages(mesh, dtype)
     return stage.eval()
 
 

@@ -125,17 +125,17 @@ def oversubscription_note(num_ranks: int, num_threads: int, num_cores: int) -> s
 
 def recompute_flops(plan: RunPlan) -> float:
     """Return the recomputed FLOPs as a multiple of the model's."""
-    setting = plan.stage_costs.setting
+    setting = plan.balance.stage_costs.setting
     without_recompute = replace(setting, recompute_modules=())
 
     def extra_backward_flops(kind: LayerKind, full_recompute: bool) -> list[float]:
         flops = layers_cost((kind,), setting, full_recompute).flops[1]
         return [flops - layers_cost((kind,), without_recompute).flops[1]]
 
-    sums = plan.stage_costs.prefix_sums(extra_backward_flops)
-    recomputed = sum(float(sums.between(layers.start, layers.stop)[0]) for layers in plan.layer_ranges)
-    model_flops = flops_per_token(plan.config.model, plan.padded_vocab) * plan.tokens_per_microbatch
-    return recomputed * plan.tp / model_flops
+    sums = plan.balance.stage_costs.prefix_sums(extra_backward_flops)
+    recomputed = sum(float(sums.between(layers.start, layers.stop)[0]) for layers in plan.balance.layer_ranges)
+    model_flops = flops_per_token(plan.config.model, plan.shape.padded_vocab) * plan.shape.tokens_per_microbatch
+    return recomputed * plan.shape.tp / model_flops
 
 
 def min_memory_traffic(plan: RunPlan) -> float:
@@ -145,14 +145,14 @@ def min_memory_traffic(plan: RunPlan) -> float:
     are written and read. Once per step, the optimizer reads and writes its state, reads the gradients and writes the
     weights.
     """
-    activations = sum(activation_bytes for activation_bytes, _ in plan.memory_of_stages)
+    activations = sum(activation_bytes for activation_bytes, _ in plan.balance.memory_of_stages)
 
     def mean(name: str) -> float:
-        return statistics.mean(getattr(model_state, name) for model_state in plan.model_states)
+        return statistics.mean(getattr(model_state, name) for model_state in plan.model_states.by_rank)
 
-    per_microbatch = 2 * mean("weights") + 2 * mean("gradients") + 2 * activations / plan.pp
+    per_microbatch = 2 * mean("weights") + 2 * mean("gradients") + 2 * activations / plan.shape.pp
     per_step = 2 * mean("optimizer") + mean("gradients") + mean("weights")
-    return plan.num_microbatches * per_microbatch + per_step
+    return plan.shape.num_microbatches * per_microbatch + per_step
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def limiting_resource(
         copy_bytes_per_s: The rate of a copy in the device's memory; None if it is unknown.
     """
     network = sum(shares.get(axis, 0.0) for axis in COMMUNICATION_AXES)
-    if plan.pp > 1:
-        network += max(0.0, shares["idle"] - plan.bubble)
+    if plan.shape.pp > 1:
+        network += max(0.0, shares["idle"] - plan.balance.bubble)
     computing = shares["forward"] + shares["backward"] + shares["optimizer"]
     known = {"network": network, "data": shares["data"]}
     if mfu is not None:

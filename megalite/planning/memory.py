@@ -1,7 +1,7 @@
 """The peak memory of a rank of each pipeline position, in bytes, counted from its shapes and schedule without a run.
 
     weights, gradients, optimizer   model_state.py: ModelStateBytes, exactly the bytes that the run allocates
-    activations                     RunPlan.activation_bytes: the bytes that the schedule has in flight
+    activations                     StageBalance.activation_bytes: the bytes that the schedule has in flight
     transient                       all other bytes at the peak of the schedule: messages, and temporary tensors of one
                                     layer, or of the head
 
@@ -43,9 +43,11 @@ class RankMemory:
 
 def rank_memory(plan: RunPlan) -> list[RankMemory]:
     """Return the memory of every pipeline rank."""
-    _, actions_by_rank = plan.actions(plan.split_backward, plan.reported_groups)
+    _, actions_by_rank = plan.balance.schedule.actions()
     memories = []
-    for rank, (state, activations) in enumerate(zip(plan.model_states, plan.activation_bytes, strict=True)):
+    for rank, (state, activations) in enumerate(
+        zip(plan.model_states.by_rank, plan.balance.activation_bytes, strict=True)
+    ):
         transient = max(0, round(peak_bytes(actions_by_rank[rank], plan, rank)) - activations)
         memories.append(RankMemory(state.weights, state.gradients, state.optimizer, activations, transient))
     return memories
@@ -53,38 +55,39 @@ def rank_memory(plan: RunPlan) -> list[RankMemory]:
 
 def state_by_zero_stage(plan: RunPlan) -> list[ModelStateBytes]:
     """Return the model state of the fullest pipeline rank at ZeRO stages 0 to 3, with the layers of the plan."""
-    rank = plan.fullest_rank
-    chunks = plan.build_stages(plan.mesh_at(rank), plan.dtype, meta=True)
+    rank = plan.model_states.fullest_rank
+    chunks = plan.balance.build_stages(plan.shape.mesh_at(rank), plan.shape.dtype, meta=True)
     states = []
     for stage in range(len(SHARDED_BY_STAGE)):
         config = replace(plan.config, parallel=replace(plan.config.parallel, zero_stage=stage))
-        mesh = replace(plan, config=config).mesh_at(rank)
-        states.append(ModelStateBytes.from_modules(chunks, mesh, plan.bytes_per_element, config))
+        mesh = replace(plan.shape, config=config).mesh_at(rank)
+        states.append(ModelStateBytes.from_modules(chunks, mesh, plan.shape.bytes_per_element, config))
     return states
 
 
 def host_bytes(plan: RunPlan) -> list[int]:
     """Return the peak bytes of host memory for offload, on each rank of every pipeline position."""
-    state_bytes = [state.host_bytes for state in plan.model_states]
+    state_bytes = [state.host_bytes for state in plan.model_states.by_rank]
     if not plan.config.train.cpu_offloading_num_layers:
         return state_bytes
     offloaded_by_stage = [
-        (sum(cost.host_bytes for cost, _ in plan.stage_costs.layer_costs(layers)), 0) for layers in plan.layer_ranges
+        (sum(cost.host_bytes for cost, _ in plan.balance.stage_costs.layer_costs(layers)), 0)
+        for layers in plan.balance.layer_ranges
     ]
-    activation_bytes = plan.peak_alive(offloaded_by_stage, plan.split_backward, plan.reported_groups)
+    activation_bytes = plan.balance.schedule.peak_memory(offloaded_by_stage)
     return [state + round(activations) for state, activations in zip(state_bytes, activation_bytes, strict=True)]
 
 
 def peak_bytes(actions: tuple[Action, ...], plan: RunPlan, rank: int) -> int:
     """Return the peak bytes of activations, messages, temporary tensors and unsharded units during a rank's actions."""
     reduced = set()  # (stage, micro-batch) after which gradients are reduced
-    if plan.sharding_policy.reduce_every_pass:  # as it always is if weights are unsharded by chunk
-        actions = add_sharding_actions(actions, plan.sharding_policy)
+    if plan.shape.sharding_policy.reduce_every_pass:  # as it always is if weights are unsharded by chunk
+        actions = add_sharding_actions(actions, plan.shape.sharding_policy)
         reduced = {(action.stage, action.microbatch) for action in actions if action.op is Op.REDUCE_GRAD}
     simulator = _RankSimulator(plan, rank)
     for action in actions:
         simulator.apply(action, reduces=(action.stage, action.microbatch) in reduced)
-    muon = plan.model_states[rank].muon
+    muon = plan.model_states.by_rank[rank].muon
     return max(simulator.peak, muon.peak_bytes if muon is not None else 0)
 
 
@@ -100,11 +103,11 @@ class UnshardedUnits:
 
     def __init__(self, plan: RunPlan, rank: int):
         parallel = plan.config.parallel
-        self.unit_numel = plan.model_states[rank].unit_numel
-        self.unit_weight_bytes = plan.model_states[rank].unit_weight_bytes
-        self.grad_bytes = plan.bytes_per_element()[1]
+        self.unit_numel = plan.model_states.by_rank[rank].unit_numel
+        self.unit_weight_bytes = plan.model_states.by_rank[rank].unit_weight_bytes
+        self.grad_bytes = plan.shape.bytes_per_element()[1]
         self.unshards = parallel.effective_zero_stage > 2 and bool(self.unit_numel)
-        self.by_chunk = plan.sharding_policy.unshard_by_chunk
+        self.by_chunk = plan.shape.sharding_policy.unshard_by_chunk
         self.prefetches = parallel.overlap_param_gather and not self.by_chunk
         self.reduces_in_bf16 = parallel.grad_reduce_in_bf16 and plan.config.precision.bf16
         self.overlaps_reduce = parallel.overlap_grad_reduce
@@ -225,7 +228,7 @@ class _RankSimulator:
     """
 
     def __init__(self, plan: RunPlan, rank: int):
-        self.p2p_bytes = plan.p2p_bytes
+        self.p2p_bytes = plan.shape.p2p_bytes
         self.action_simulator = _ActionSimulator(plan, rank)
         self.effects: dict[tuple[Op, int, bool, UnshardedState], _Effect] = {}  # by what they depend on
         self.peak = 0
@@ -271,8 +274,8 @@ class _ActionSimulator:
 
     def __init__(self, plan: RunPlan, rank: int):
         self.plan = plan
-        self.last_stage = len(plan.layer_ranges) - 1
-        self.p2p_bytes = plan.p2p_bytes
+        self.last_stage = len(plan.balance.layer_ranges) - 1
+        self.p2p_bytes = plan.shape.p2p_bytes
         self.unsharded = UnshardedUnits(plan, rank)
         self.parts: dict[int, list[_Part]] = {}  # by stage
         self.peak = 0
@@ -296,7 +299,7 @@ class _ActionSimulator:
             case Op.F:
                 self._forward(stage)
             case Op.B:
-                self._backward(stage, reduces and self.plan.split_backward is None)
+                self._backward(stage, reduces and self.plan.balance.split_backward is None)
             case Op.W:
                 self._weight_grads(stage, reduces)
             case Op.UNSHARD:
@@ -306,11 +309,11 @@ class _ActionSimulator:
         return _Effect(self.peak, self.saved_bytes, self.num_messages, self.unsharded.state, self.unsharded.bytes)
 
     def _parts_of(self, stage: int) -> list[_Part]:
-        costs, model = self.plan.stage_costs, self.plan.config.model
+        costs, model = self.plan.balance.stage_costs, self.plan.config.model
         parts = []
         if stage == 0:
             parts.append(_Part(costs.embedding, ("embedding",)))
-        for cost, layers in costs.layer_costs(self.plan.layer_ranges[stage]):
+        for cost, layers in costs.layer_costs(self.plan.balance.layer_ranges[stage]):
             units = tuple(model.layers[index].unit_name(model.layer_numbers[index]) for index in layers)
             parts.append(_Part(cost, units))
         if stage == self.last_stage:

@@ -41,7 +41,7 @@ def remedy(cause: str, plan: RunPlan, ranks_per_node: int, background_saves: boo
             return _use_any(LARGER_BATCH, _gradients_in_bf16(plan), _faster_network("dp", plan, ranks_per_node))
         case "pp":
             slow = "a stage is slower than its FLOPs say, or messages are slow (megalite bench comm measures them)"
-            fewer = "fewer stages or chunks" if plan.vpp > 1 else "fewer stages"
+            fewer = "fewer stages or chunks" if plan.shape.vpp > 1 else "fewer stages"
             return f"{slow}: {_use_any(fewer, _faster_network('pp', plan, ranks_per_node))}"
         case "ranks":
             return "look at its device (megalite cluster)"
@@ -73,20 +73,20 @@ def _data_remedy(config: Config) -> str:
 
 def _bubble_remedy(plan: RunPlan) -> str:
     remedies = [LARGER_BATCH]
-    if plan.dp > 1:
+    if plan.shape.dp > 1:
         remedies = ["more micro-batches per step (a larger --global-batch-size, or less dp)"]
     if not plan.config.parallel.split_backward:
         remedies.append("--split-backward")
-    if plan.pp * (plan.vpp + 1) <= plan.config.model.num_layers:
+    if plan.shape.pp * (plan.shape.vpp + 1) <= plan.config.model.num_layers:
         remedies.append("more chunks (--num-virtual-stages-per-pipeline-rank)")
     return _use_any(*remedies)
 
 
 def _communication_remedy(plan: RunPlan, ranks_per_node: int) -> str:
     """Return the remedies for exposed communication of an axis that is not known."""
-    remedies = [LARGER_BATCH] if plan.dp > 1 else []
+    remedies = [LARGER_BATCH] if plan.shape.dp > 1 else []
     remedies += [_smaller_axis(axis, plan, ranks_per_node) for axis in AXIS_OPTIONS]
-    if any(getattr(plan, axis) > 1 for axis in AXIS_OPTIONS):
+    if any(getattr(plan.shape, axis) > 1 for axis in AXIS_OPTIONS):
         remedies.append(_larger_micro_batches(plan))
     remedies.append(_gradients_in_bf16(plan))
     log_straggler = "" if plan.config.operations.log_straggler else " (--log-straggler)"
@@ -99,7 +99,7 @@ def _optimizer_remedy(plan: RunPlan) -> str:
     sharding = ""
     if plan.config.parallel.effective_zero_stage > 0:
         sharding = "more dp ranks to share the update"
-    elif plan.dp > 1:
+    elif plan.shape.dp > 1:
         sharding = "--use-distributed-optimizer"
     return _use_any("a larger --global-batch-size", sharding)
 
@@ -120,11 +120,11 @@ def _use_any(*remedies: str) -> str:
 
 def _is_within_node(axis: str, plan: RunPlan, ranks_per_node: int) -> bool:
     """Return whether no group of this axis needs the network."""
-    return len({rank // ranks_per_node for rank in plan.mesh_at(0).axis(axis).ranks}) == 1
+    return len({rank // ranks_per_node for rank in plan.shape.mesh_at(0).axis(axis).ranks}) == 1
 
 
 def _smaller_axis(axis: str, plan: RunPlan, ranks_per_node: int) -> str:
-    size = getattr(plan, axis)
+    size = getattr(plan.shape, axis)
     if size == 1:
         return ""
     if not _is_within_node(axis, plan, ranks_per_node):
@@ -138,7 +138,7 @@ def _larger_micro_batches(plan: RunPlan) -> str:
 
 
 def _gradients_in_bf16(plan: RunPlan) -> str:
-    reduces = plan.dp * plan.cp > 1 and plan.config.precision.bf16
+    reduces = plan.shape.dp * plan.shape.cp > 1 and plan.config.precision.bf16
     if reduces and not plan.config.parallel.grad_reduce_in_bf16:
         return "--grad-reduce-in-bf16"
     return ""
@@ -150,16 +150,16 @@ def _faster_network(axis: str, plan: RunPlan, ranks_per_node: int) -> str:
 
 def _is_valid(plan: RunPlan, **values: Any) -> bool:
     """Return whether the run passes the checks of its configuration with other values for some options."""
-    return not find_problems(replace_options(plan.config, **values), plan.world)
+    return not find_problems(replace_options(plan.config, **values), plan.shape.world)
 
 
 def with_options(plan: RunPlan, **values: Any) -> RunPlan | None:
     """Return the plan of the same run with other values for some options; None if they contradict each other."""
     if not _is_valid(plan, **values):
         return None
-    other = replace(plan, config=replace_options(plan.config, **values))
+    other = RunPlan(replace(plan.shape, config=replace_options(plan.config, **values)))
     try:
-        _ = other.layer_ranges
+        _ = other.balance.layer_ranges
     except ValueError:
         return None
     return other
@@ -167,15 +167,16 @@ def with_options(plan: RunPlan, **values: Any) -> RunPlan | None:
 
 def describe_bubble(plan: RunPlan) -> str:
     """Describe the planned bubble, and the bubble with each of its remedies."""
-    larger_batch = f"twice the micro-batches (--global-batch-size {2 * plan.batch_size})"
-    remedies = {larger_batch: with_options(plan, global_batch_size=2 * plan.batch_size)}
+    shape = plan.shape
+    larger_batch = f"twice the micro-batches (--global-batch-size {2 * shape.batch_size})"
+    remedies = {larger_batch: with_options(plan, global_batch_size=2 * shape.batch_size)}
     if not plan.config.parallel.split_backward:
         remedies["--split-backward"] = with_options(plan, split_backward=True)
-    if plan.vpp == 1 and plan.config.model.num_layers >= 2 * plan.pp:
+    if shape.vpp == 1 and plan.config.model.num_layers >= 2 * shape.pp:
         chunked = with_options(plan, num_virtual_stages_per_pipeline_rank=2)
         remedies["--num-virtual-stages-per-pipeline-rank 2"] = chunked
-    planned = f"{plan.bubble:.1%} as planned with {plan.num_microbatches} micro-batches over {plan.pp} stages"
-    others = [f"{other.bubble:.1%} with {name}" for name, other in remedies.items() if other is not None]
+    planned = f"{plan.balance.bubble:.1%} as planned with {shape.num_microbatches} micro-batches over {shape.pp} stages"
+    others = [f"{other.balance.bubble:.1%} with {name}" for name, other in remedies.items() if other is not None]
     return ", ".join([planned, *others])
 
 
@@ -191,15 +192,17 @@ def planned_figures(cause: str, share: float, plan: RunPlan, memory_limit: float
     if cause == "bubble":
         return describe_bubble(plan)
     if cause in ("dp", "optimizer"):
-        return f"{share / (2 - share):.1%} with twice the micro-batches, --global-batch-size {2 * plan.batch_size}"
+        return (
+            f"{share / (2 - share):.1%} with twice the micro-batches, --global-batch-size {2 * plan.shape.batch_size}"
+        )
     if cause in AXIS_OPTIONS:
         option = AXIS_OPTIONS[cause]
         size = getattr(plan.config.parallel, option)
         half = with_options(plan, **{option: size // 2}) if size > 1 else None
-        return "" if half is None else f"with {cause} {size // 2} and dp {half.dp} {_memory(half, memory_limit)}"
+        return "" if half is None else f"with {cause} {size // 2} and dp {half.shape.dp} {_memory(half, memory_limit)}"
     if cause == "pp":
-        layers = ", ".join(map(str, plan.layers_per_stage))
-        return f"stages have {layers} layers, and the planned bubble is {plan.bubble:.1%}"
+        layers = ", ".join(map(str, plan.balance.layers_per_stage))
+        return f"stages have {layers} layers, and the planned bubble is {plan.balance.bubble:.1%}"
     if cause == "recompute":
         options = {f"recompute_{name}": None for name in ("granularity", "method", "num_layers")}
         without = with_options(plan, **options)
@@ -215,7 +218,7 @@ def _memory(plan: RunPlan, limit: float) -> str:
     """Return a clause on the planned memory of the fullest rank, without temporary tensors, and the limit."""
     totals = [
         model_state.total + activations
-        for model_state, activations in zip(plan.model_states, plan.activation_bytes, strict=True)
+        for model_state, activations in zip(plan.model_states.by_rank, plan.balance.activation_bytes, strict=True)
     ]
     fits = "" if max(totals) < limit else ", which does not fit"
     size = f"{max(totals) / GIB:.2f} GiB" if max(totals) > GIB / 10 else f"{max(totals) / 2**20:.3g} MiB"

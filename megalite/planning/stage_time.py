@@ -53,11 +53,13 @@ F, B, W = range(3)
 
 def calibration_key(plan: RunPlan, kind: LayerKind | None = None) -> str:
     """Return what calibrated times depend on: a kind of layer, by default the first one's, and its surroundings."""
-    batch = [plan.config.train.micro_batch_size, plan.tp, plan.cp]
-    if plan.has_experts:
-        batch += [plan.ep, plan.etp]
-    recompute = dataclasses.astuple(plan.recompute)
-    return f"{kind or plan.stage_costs.kinds[0]} {plan.padded_vocab} {tuple(batch)} {plan.dtype} {recompute}"
+    shape = plan.shape
+    batch = [plan.config.train.micro_batch_size, shape.tp, shape.cp]
+    if shape.has_experts:
+        batch += [shape.ep, shape.etp]
+    recompute = dataclasses.astuple(shape.recompute)
+    kind = kind or plan.balance.stage_costs.kinds[0]
+    return f"{kind} {shape.padded_vocab} {tuple(batch)} {shape.dtype} {recompute}"
 
 
 @dataclass(frozen=True)
@@ -75,18 +77,18 @@ class TimeModel:
     @cached_property
     def peak_flops(self) -> float:
         """The peak rate for the dtype of the weights, in FLOP/s."""
-        return self.cluster.device.peak_tflops(self.plan.dtype) * 1e12
+        return self.cluster.device.peak_tflops(self.plan.shape.dtype) * 1e12
 
     def _peak_flops_of(self, itemsize: float) -> float:
         """Return the peak rate for elements of `itemsize` bytes. Routers compute in fp32."""
-        if itemsize == self.plan.dtype.itemsize:
+        if itemsize == self.plan.shape.dtype.itemsize:
             return self.peak_flops
         return self.cluster.device.peak_tflops(torch.float32) * 1e12
 
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh of rank 0."""
-        return self.plan.mesh_at(0)
+        return self.plan.shape.mesh_at(0)
 
     def group(self, ranks: Sequence[int]) -> CommGroup:
         return CommGroup.from_ranks(ranks, self.cluster.devices_per_node)
@@ -131,7 +133,7 @@ class TimeModel:
         is_forward = kernel.endswith("_forward")
         if not profile.fused:  # computes all S x S scores, and writes and reads them
             num_heads = self.plan.config.model.num_attention_heads
-            num_scores = self.plan.tokens_per_microbatch * S * num_heads / self.plan.tp
+            num_scores = self.plan.shape.tokens_per_microbatch * S * num_heads / self.plan.shape.tp
             bytes_per_score = SCORE_BYTES[0] if is_forward else SCORE_BYTES[1] / 2  # backward has two kernels
             return 2 * flops / (self.peak_flops * profile.attention[0]) + self.memory_s(bytes_per_score * num_scores)
         direction = 0 if is_forward else 1
@@ -192,11 +194,11 @@ class TimeModel:
 
     def layer_time(self, kind: LayerKind, full_recompute: bool = False) -> np.ndarray:
         """Return the time of a layer for one micro-batch."""
-        block = "layer, split" if self.plan.splits_backward else "layer"
+        block = "layer, split" if self.plan.shape.splits_backward else "layer"
         calibrated = self._calibrated(block, [kind])
         if calibrated is not None:
             return calibrated  # includes recomputation
-        cost = layers_cost((kind,), self.plan.stage_costs.setting, full_recompute)
+        cost = layers_cost((kind,), self.plan.balance.stage_costs.setting, full_recompute)
         time = self._time_of(cost)
         dispatch_s = self.profile.dispatch_s
         if not dispatch_s or self.plan.config.train.cuda_graph_impl != "none":
@@ -210,12 +212,12 @@ class TimeModel:
 
     @cached_property
     def layer_times(self) -> PrefixSums:
-        return self.plan.stage_costs.prefix_sums(self.layer_time)
+        return self.plan.balance.stage_costs.prefix_sums(self.layer_time)
 
     @cached_property
     def stage_times(self) -> list[np.ndarray]:
         """The time of each stage for one micro-batch."""
-        times = [self.layer_times.between(layers.start, layers.stop) for layers in self.plan.layer_ranges]
+        times = [self.layer_times.between(layers.start, layers.stop) for layers in self.plan.balance.layer_ranges]
         times[0] += self.embedding
         times[-1] += self.head
         return times
@@ -230,23 +232,23 @@ class TimeModel:
 
     def _calibrated_once(self, block: str) -> np.ndarray | None:
         """Return the calibrated time of a part that is the same for all kinds of layers."""
-        return self._calibrated(block, self.plan.stage_costs.distinct_kinds)
+        return self._calibrated(block, self.plan.balance.stage_costs.distinct_kinds)
 
     @cached_property
     def embedding(self) -> np.ndarray:
         calibrated = self._calibrated_once("embedding")
-        return self._time_of(self.plan.stage_costs.embedding) if calibrated is None else calibrated
+        return self._time_of(self.plan.balance.stage_costs.embedding) if calibrated is None else calibrated
 
     @cached_property
     def head(self) -> np.ndarray:
         """The time of the final norm, the output projection and the loss, whose gradients are computed in forward."""
         calibrated = self._calibrated_once("head")
-        return self._time_of(self.plan.stage_costs.head, is_head=True) if calibrated is None else calibrated
+        return self._time_of(self.plan.balance.stage_costs.head, is_head=True) if calibrated is None else calibrated
 
     def update_s(self) -> tuple[float, float]:
         """Return the seconds of the gradient norm and of the optimizer's step, on the rank with the most to do."""
-        model_state = self.plan.model_states[self.plan.fullest_rank]
-        owned_grad_bytes = model_state.owned_numel * self.plan.bytes_per_element()[1]
+        model_state = self.plan.model_states.fullest
+        owned_grad_bytes = model_state.owned_numel * self.plan.shape.bytes_per_element()[1]
         update_bytes = owned_grad_bytes + 2 * model_state.optimizer + model_state.weight_update_bytes
         calibrated = self._calibrated_once("update")
         if calibrated is None:
@@ -258,7 +260,7 @@ class TimeModel:
     @cached_property
     def muon_s(self) -> float:
         """The time of Newton-Schulz and its exchanges on the rank with the most of it, as if nothing overlapped."""
-        costs = [model_state.muon for model_state in self.plan.model_states if model_state.muon is not None]
+        costs = [model_state.muon for model_state in self.plan.model_states.by_rank if model_state.muon is not None]
         if not costs:
             return 0.0
         cost = max(costs, key=lambda cost: cost.flops)

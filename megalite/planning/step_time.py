@@ -25,8 +25,9 @@ from megalite.pipeline.simulate import Durations, Simulation
 from megalite.planning.cluster import Cluster, DeviceProfile, default_profile
 from megalite.planning.comm_time import CommGroup, CommTimes
 from megalite.planning.layer_kinds import flops_per_token
-from megalite.planning.run_plan import SIMULATED_GROUPS, RunPlan
+from megalite.planning.run_plan import RunPlan
 from megalite.planning.stage_time import CP_WAIT, TOTAL, TP_WAIT, F, TimeModel
+from megalite.planning.step_schedule import SIMULATED_GROUPS
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,19 @@ class SyncCounts:
 def sync_counts(plan: RunPlan) -> SyncCounts:
     """Return the counts of pipeline/schedule.py: add_sharding_actions, without the shorter passes at a step's ends."""
     parallel = plan.config.parallel
-    num_microbatches = plan.num_microbatches
-    if plan.vpp == 1:
+    num_microbatches = plan.shape.num_microbatches
+    if plan.shape.vpp == 1:
         pass_size = 1  # micro-batches of a pass
     elif parallel.pipeline_schedule == "breadth-first":
         pass_size = num_microbatches
     else:
-        pass_size = plan.group_size
+        pass_size = plan.shape.group_size
     per_pass = 1 / pass_size
     if parallel.effective_zero_stage < 3:
         return SyncCounts(per_pass, forward_gathers=0.0, backward_gathers=0.0)
-    if not plan.sharding_policy.unshard_by_chunk:
+    if not plan.shape.sharding_policy.unshard_by_chunk:
         return SyncCounts(per_pass, forward_gathers=1.0, backward_gathers=1.0)
-    if plan.vpp == 1:
+    if plan.shape.vpp == 1:
         return SyncCounts(per_pass, forward_gathers=1 / num_microbatches, backward_gathers=0.0)
     return SyncCounts(per_pass, forward_gathers=per_pass, backward_gathers=per_pass)
 
@@ -97,17 +98,17 @@ def predict_step(plan: RunPlan, cluster: Cluster, profile: DeviceProfile | None 
     Raises:
         ValueError: Cluster and plan differ in size, or the dtype has no known peak.
     """
-    if cluster.world != plan.world:
-        raise ValueError(f"the cluster has {cluster.world} devices, the plan {plan.world} ranks; give as many")
+    if cluster.world != plan.shape.world:
+        raise ValueError(f"the cluster has {cluster.world} devices, the plan {plan.shape.world} ranks; give as many")
     model = _StepModel(plan, cluster, profile or default_profile(cluster.device.name))
     parts = model.parts()
     seconds = sum(parts.values())
-    tokens = plan.batch_sizes.final * plan.config.model.seq_length
-    flops = flops_per_token(plan.config.model, plan.padded_vocab) * tokens
+    tokens = plan.shape.batch_sizes.final * plan.config.model.seq_length
+    flops = flops_per_token(plan.config.model, plan.shape.padded_vocab) * tokens
     return StepTime(
         seconds,
         parts,
-        mfu=flops / (seconds * plan.world * model.peak_flops),
+        mfu=flops / (seconds * plan.shape.world * model.peak_flops),
         tokens_per_s=tokens / seconds,
         fixed_s=model.profile.step_s,
         muon_s=model.muon_s,
@@ -123,21 +124,21 @@ class _StepModel(TimeModel):
     def parts(self) -> dict[str, float]:
         """Return the seconds of the parts of a step."""
         plan = self.plan
-        microbatches_per_rank = plan.num_microbatches / plan.pp  # for means over the ranks
+        microbatches_per_rank = plan.shape.num_microbatches / plan.shape.pp  # for means over the ranks
         busy, tp, cp = (
             microbatches_per_rank * sum(sum(times[row].tolist()) for times in self.stage_times)
             for row in (TOTAL, TP_WAIT, CP_WAIT)
         )
         costs: list[ActionCosts] = [tuple(times[TOTAL].tolist()) for times in self.stage_times]
         # deferred weight gradients may take long to settle
-        num_groups = SIMULATED_GROUPS if plan.split_backward is None else plan.reported_groups
-        delay = self.message_s if plan.pp > 1 else None
+        num_groups = SIMULATED_GROUPS if plan.balance.split_backward is None else plan.balance.schedule.reported_groups
+        delay = self.message_s if plan.shape.pp > 1 else None
         costs_with_sync = [self._with_exposed_sync(stage, cost) for stage, cost in enumerate(costs)]
         ready_times = self.gather_ready_times()
         durations = [Durations(costs), Durations(costs, delay)]
         if ready_times or costs_with_sync != costs:
             durations.append(Durations(costs_with_sync, delay, ready_times))
-        simulated = plan.simulate_step(durations, plan.split_backward, num_groups)
+        simulated = plan.balance.schedule.simulate(durations, num_groups)
         without_comm, with_p2p, with_gathers = (seconds for seconds, _ in (*simulated, simulated[-1])[:3])
         with_gathers = max(with_p2p, with_gathers)
         _, simulation = simulated[-1]
@@ -145,7 +146,7 @@ class _StepModel(TimeModel):
         exposed = with_gathers - with_p2p + self.exposed_reduce_s(simulation) + self.exposed_gathers_s
         hidden = max(0.0, self.total_dp_comm_s - exposed)
         # the ranks agree on a few numbers
-        agreement_s = self.comm_times.all_reduce(64, self.group(range(plan.world)))
+        agreement_s = self.comm_times.all_reduce(64, self.group(range(plan.shape.world)))
         return {
             "compute": busy - tp - cp,
             "bubble": without_comm - busy,
@@ -160,16 +161,16 @@ class _StepModel(TimeModel):
         """Return the time of a message between two pipeline ranks: this tp rank's shard of the hidden states."""
         ranks = self.mesh.pp.ranks
         times = CommTimes.with_measured(self.cluster, self.profile.message)
-        return times.p2p(self.plan.p2p_bytes, ranks[source], ranks[target])
+        return times.p2p(self.plan.shape.p2p_bytes, ranks[source], ranks[target])
 
     @cached_property
     def _weight_itemsize(self) -> int:
-        return self.plan.dtype.itemsize
+        return self.plan.shape.dtype.itemsize
 
     @cached_property
     def _grad_itemsize(self) -> int:
         """The bytes of an element of the gradient sums."""
-        return self.plan.bytes_per_element()[1]
+        return self.plan.shape.bytes_per_element()[1]
 
     @cached_property
     def _reduced_fraction(self) -> float:
@@ -207,15 +208,15 @@ class _StepModel(TimeModel):
             with_ends: Include embedding, head and padding.
         """
         plan = self.plan
-        model_state = plan.model_states[rank]
-        numel_by_layer = np.array(plan.numel_by_layer)
+        model_state = plan.model_states.by_rank[rank]
+        numel_by_layer = np.array(plan.model_states.numel_by_layer)
         total = itemsize * np.array([model_state.padded_numel[view] for view in MESH_VIEWS])
         chunks = []
-        for stage in plan.placement.stages_of_rank(rank):
-            layers = plan.layer_ranges[stage]
+        for stage in plan.shape.placement.stages_of_rank(rank):
+            layers = plan.balance.layer_ranges[stage]
             chunks.append(numel_by_layer[layers.start : layers.stop].sum(0) * (total.sum() / model_state.local_numel))
         if with_ends:
-            chunk_of_ends = -1 if rank == plan.pp - 1 else 0
+            chunk_of_ends = -1 if rank == plan.shape.pp - 1 else 0
             chunks[chunk_of_ends] += np.maximum(0.0, total - sum(chunks))
         return chunks
 
@@ -259,10 +260,10 @@ class _StepModel(TimeModel):
         overlap, for all of its time. The micro-batches of a pass share its collectives.
         """
         plan, parallel = self.plan, self.plan.config.parallel
-        if not plan.sharding_policy.reduce_every_pass or self._no_dp:
+        if not plan.shape.sharding_policy.reduce_every_pass or self._no_dp:
             return cost
-        rank, chunk = plan.placement.rank(stage), plan.placement.chunk(stage)
-        num_units = max(1, len(plan.layer_ranges[stage]))
+        rank, chunk = plan.shape.placement.rank(stage), plan.shape.placement.chunk(stage)
+        num_units = max(1, len(plan.balance.layer_ranges[stage]))
         counts = sync_counts(plan)
         weight_bytes = self._chunk_bytes(rank, self._weight_itemsize)[chunk]
         layer_weight_bytes = self._chunk_bytes(rank, self._weight_itemsize, with_ends=False)[chunk]
@@ -284,7 +285,7 @@ class _StepModel(TimeModel):
             backward_overlapped += reduce_s
         else:
             backward_exposed += reduce_s
-        backward_exposed += max(0.0, backward_overlapped - (b + w if plan.split_backward is None else b))
+        backward_exposed += max(0.0, backward_overlapped - (b + w if plan.balance.split_backward is None else b))
         return f + forward_exposed, b + backward_exposed, w
 
     def gather_ready_times(self) -> Mapping[int, float]:
@@ -296,9 +297,9 @@ class _StepModel(TimeModel):
         if self._no_dp or not plan.config.parallel.overlap_param_gather or not self._gathers_once:
             return {}
         ready_times: dict[int, float] = {}
-        for rank in range(plan.pp):
+        for rank in range(plan.shape.pp):
             now = 0.0
-            stages = plan.placement.stages_of_rank(rank)
+            stages = plan.shape.placement.stages_of_rank(rank)
             for stage, num_bytes in zip(stages, self._chunk_bytes(rank, self._weight_itemsize), strict=True):
                 num_buckets = self._num_buckets(num_bytes, self._weight_itemsize)
                 bucket_s = self._gather_s(num_bytes, num_buckets) / num_buckets
@@ -314,7 +315,7 @@ class _StepModel(TimeModel):
             return 0.0
         return max(
             sum(self._gather_s(num_bytes) for num_bytes in self._chunk_bytes(rank, self._weight_itemsize))
-            for rank in range(self.plan.pp)
+            for rank in range(self.plan.shape.pp)
         )
 
     def exposed_reduce_s(self, simulation: Simulation) -> float:
@@ -323,15 +324,15 @@ class _StepModel(TimeModel):
         It assumes that a chunk's buckets become ready at equal intervals during its last backward.
         """
         plan = self.plan
-        grad_op = Op.B if plan.split_backward is None else Op.W
+        grad_op = Op.B if plan.balance.split_backward is None else Op.W
         last_grads: dict[int, tuple[float, float]] = {}  # stage -> start and end of the computation of its last ones
         for span in simulation.spans:
             if span.action.op is grad_op:
                 stage = span.action.stage
                 last_grads[stage] = max(last_grads.get(stage, (0.0, 0.0)), (span.start, span.end))
         exposed = 0.0
-        for rank in range(plan.pp):
-            stages = plan.placement.stages_of_rank(rank)
+        for rank in range(plan.shape.pp):
+            stages = plan.shape.placement.stages_of_rank(rank)
             bytes_of_stage = dict(zip(stages, self._chunk_bytes(rank, self._grad_itemsize), strict=True))
             done = 0.0
             for stage in sorted(stages, key=lambda stage: last_grads[stage]):
@@ -339,7 +340,7 @@ class _StepModel(TimeModel):
                 if not plan.config.parallel.overlap_grad_reduce:
                     start = end = simulation.end
                 num_bytes = bytes_of_stage[stage]
-                if plan.sharding_policy.reduce_every_pass:
+                if plan.shape.sharding_policy.reduce_every_pass:
                     done = max(done, end) + self._after_last_pass(stage, num_bytes) * self._reduced_fraction
                     continue
                 reduce_s = self._reduce_s(num_bytes) * self._reduced_fraction
@@ -355,7 +356,7 @@ class _StepModel(TimeModel):
         This is the last unit's reduction, and the all-reduce over replicas. The durations of `_with_exposed_sync`
         include the rest.
         """
-        num_units = max(1, len(self.plan.layer_ranges[stage]))
+        num_units = max(1, len(self.plan.balance.layer_ranges[stage]))
         sharded_s = self._reduce_s(num_bytes, num_units, with_replicas=False)
         remaining_s = self._reduce_s(num_bytes, num_units) - sharded_s
         if self.plan.config.parallel.overlap_grad_reduce:
@@ -367,8 +368,8 @@ class _StepModel(TimeModel):
         """The time of all collectives over dp in a step on the busiest rank, exposed or not."""
         plan = self.plan
         counts = sync_counts(plan)
-        num_microbatches = plan.num_microbatches
-        num_passes = num_microbatches * counts.reductions if plan.sharding_policy.reduce_every_pass else 1
+        num_microbatches = plan.shape.num_microbatches
+        num_passes = num_microbatches * counts.reductions if plan.shape.sharding_policy.reduce_every_pass else 1
 
         def rank_s(rank: int) -> float:
             weight_bytes = np.sum(self._chunk_bytes(rank, self._weight_itemsize), 0)
@@ -383,15 +384,15 @@ class _StepModel(TimeModel):
             reduce_s += (num_passes - 1) * self._reduce_s(grad_bytes, with_replicas=False)
             return gather_s + self._reduced_fraction * reduce_s
 
-        return max(map(rank_s, range(plan.pp)))
+        return max(map(rank_s, range(plan.shape.pp)))
 
     @property
     def tied_grad_s(self) -> float:
         """The time of summing a rank's shard of a tied embedding's gradient over both ends of the pipeline."""
         plan, model = self.plan, self.plan.config.model
-        if plan.pp == 1 or model.untie_embeddings_and_output_weights:
+        if plan.shape.pp == 1 or model.untie_embeddings_and_output_weights:
             return 0.0
         dense_shard_group, _ = self._groups[0]
-        numel = plan.padded_vocab * model.hidden_size / plan.tp
+        numel = plan.shape.padded_vocab * model.hidden_size / plan.shape.tp
         num_bytes = numel * self._grad_itemsize / dense_shard_group.size
         return self.comm_times.all_reduce(num_bytes, self.group(self.mesh.tied_embedding.ranks))

@@ -111,9 +111,9 @@ def dry_run_rank(plan: RunPlan, sources: DatasetBundle, rank: int) -> RankDryRun
     train = replace(config.train, compile=False, cuda_graph_impl="none")
     plan = plan if train == config.train else replace(plan, config=replace(config, train=train))
     device = "cpu" if config.parallel.device == "cpu" else "cuda"
-    with _fake_group(rank, plan.world), MetaMode(device) as shapes:
+    with _fake_group(rank, plan.shape.world), MetaMode(device) as shapes:
         try:
-            run = build_run(plan.config, RankInfo(rank, plan.world), META, sources=sources, plan=plan)
+            run = build_run(plan.config, RankInfo(rank, plan.shape.world), META, sources=sources, plan=plan)
             return _run_step(run, plan, shapes)
         except STEP_ERRORS as error:
             raise SetupError(_error_message(error, plan, rank)) from error
@@ -159,7 +159,10 @@ def _run_step(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
         parts["rotary tables"] = sum(table.nbytes for table in rotary_tables)
     return RankDryRun(
         mesh=run.mesh,
-        layers={number: plan.layer_ranges[number] for number in plan.placement.stages_of_rank(run.mesh.pp.rank)},
+        layers={
+            number: plan.balance.layer_ranges[number]
+            for number in plan.shape.placement.stages_of_rank(run.mesh.pp.rank)
+        },
         parameters=sum(entry.numel for entry in run.buffer.layout.entries),
         parts=parts,
         host=host_bytes,
@@ -176,7 +179,7 @@ def _error_message(error: Exception, plan: RunPlan, rank: int) -> str:
     locations = [
         f"{Path(frame.filename).relative_to(PACKAGE.parent)}:{frame.lineno}" for frame in reversed(frames[-MAX_FRAMES:])
     ]
-    position = abstract_mesh(plan.world, rank, **plan.mesh_sizes).describe()
+    position = abstract_mesh(plan.shape.world, rank, **plan.shape.mesh_sizes).describe()
     first_line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return (
         f"{position} cannot take a step in this layout: {first_line} (in {', of '.join(locations)}); change the layout"

@@ -47,12 +47,12 @@ def build_schedules(plan: RunPlan) -> OptimSchedules:
     optim, train = plan.config.optim, plan.config.train
 
     def to_samples(iters: int | None, samples: int | None) -> float:
-        return float(samples) if samples else float((iters or 0) * plan.batch_size)
+        return float(samples) if samples else float((iters or 0) * plan.shape.batch_size)
 
     if train.train_samples:
         total = float(train.train_samples)
     elif train.rampup_batch_size:
-        total = float(plan.total_samples)
+        total = float(plan.shape.total_samples)
     else:
         total = to_samples(train.train_iters, None)
     decay = to_samples(optim.lr_decay_iters, optim.lr_decay_samples) or total
@@ -73,7 +73,7 @@ def build_schedules(plan: RunPlan) -> OptimSchedules:
         decoupled_min_lr = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
         decoupled = LrSchedule(optim.decoupled_lr, decoupled_min_lr, **shape)
     if optim.lr_base_batch_size is not None:
-        factor = plan.batch_sizes.final / optim.lr_base_batch_size
+        factor = plan.shape.batch_sizes.final / optim.lr_base_batch_size
         lr = lr.scaled(factor)
         if decoupled is not None:
             decoupled = decoupled.scaled(factor)
@@ -140,18 +140,19 @@ def build_run(
         raise SetupError("\n".join(problems))
     sources = sources or build_datasets(config.data, model.seq_length, train.seed, train.eval_iters)
     plan = plan or make_run_plan(config, ranks.world_size, sources.vocab_size)
+    shape = plan.shape
     mesh = build_mesh(
-        **plan.mesh_sizes,
+        **shape.mesh_sizes,
         device=device,
         shared_memory=env_override("shared_memory", parallel.shared_memory),
         timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
         later_timeout=step_timeout(config),
     )
     set_kernel_options(parallel.kernels, parallel.attention_kernel)
-    stages = plan.build_stages(mesh, dtype or plan.dtype, deferred=True)
+    stages = plan.balance.build_stages(mesh, dtype or shape.dtype, deferred=True)
     if train.compile:
         compile_blocks(stages, compile_backend)
-    buffer, pipeline = _build_pipeline(plan, stages, mesh, dtype or plan.dtype, graphs)
+    buffer, pipeline = _build_pipeline(plan, stages, mesh, dtype or shape.dtype, graphs)
     train_loader, valid_loaders, test_loaders = _open_loaders(plan, sources, mesh)
     rule, matrix_rule = build_update_rules(config)
     return Run(
@@ -165,9 +166,9 @@ def build_run(
         ),
         schedules=build_schedules(plan),
         loss_scaler=build_loss_scaler(config),
-        batch_sizes=plan.batch_sizes,
-        eval_batch_size=plan.eval_batch_size,
-        last_step=plan.num_steps,
+        batch_sizes=shape.batch_sizes,
+        eval_batch_size=shape.eval_batch_size,
+        last_step=shape.num_steps,
         train_loader=train_loader,
         valid_loaders=valid_loaders,
         test_loaders=test_loaders,
@@ -209,7 +210,7 @@ def _build_pipeline(
             reduce_in_bf16=parallel.grad_reduce_in_bf16 and dtype == torch.bfloat16,
             zero_config=ZeroConfig(
                 parallel.effective_zero_stage,
-                plan.sharding_policy.unshard_by_chunk,
+                plan.shape.sharding_policy.unshard_by_chunk,
                 parallel.outer_dp_sharding_strategy == "optim",
                 parallel.param_cpu_offload,
             ),
@@ -220,7 +221,7 @@ def _build_pipeline(
         dtype=dtype,
         param_sync=buffer,
         hidden_size=config.model.hidden_size,
-        split_backward=plan.split_backward,
+        split_backward=plan.balance.split_backward,
         group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
     if graphs is None:
@@ -257,9 +258,10 @@ def _open_loaders(
     Middle pipeline stages read samples only if documents are separated, or if the padding has to be known: by routers,
     and by losses of layers.
     """
+    shape = plan.shape
     data, train = plan.config.data, plan.config.train
     separate_documents = data.reset_position_ids or data.reset_attention_mask
-    counts_padding = plan.has_experts or bool(plan.config.model.layer_losses)
+    counts_padding = shape.has_experts or bool(plan.config.model.layer_losses)
     is_padded = data.document_packing == "best-fit" or sources.ignored_label is not None
     reads_samples = mesh.pp.is_first or mesh.pp.is_last or separate_documents or (is_padded and counts_padding)
     boundaries = DocumentBoundaries(sources.eod, data.eod_mask_loss, separate_documents)
@@ -280,7 +282,7 @@ def _open_loaders(
         return Prefetcher(batches, prepare, batch_size_at)
 
     def eval_batch_size_at(sample: int) -> int:
-        return plan.eval_batch_size if sample < train.eval_iters * plan.eval_batch_size else 0
+        return shape.eval_batch_size if sample < train.eval_iters * shape.eval_batch_size else 0
 
     def open_eval_loaders(datasets: list[NamedDataset[Dataset]]) -> list[NamedDataset[Loader]]:
         micro_batch_size = train.eval_micro_batch_size or train.micro_batch_size
@@ -291,5 +293,5 @@ def _open_loaders(
             for dataset in datasets
         ]
 
-    train_loader = open_loader(sources.train, train.micro_batch_size, plan.batch_sizes.at, sources.ignored_label)
+    train_loader = open_loader(sources.train, train.micro_batch_size, shape.batch_sizes.at, sources.ignored_label)
     return train_loader, open_eval_loaders(sources.valid), open_eval_loaders(sources.test)

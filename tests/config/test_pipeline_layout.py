@@ -9,7 +9,8 @@ from train_cases import config_from
 from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
 from megalite.config.options import ConfigError
 from megalite.config.pipeline_layout import parse_layout
-from megalite.planning.run_plan import RunPlan
+from megalite.planning.run_shape import RunShape
+from megalite.planning.stage_balance import StageBalance
 
 MODEL = """--hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
  --tokenizer-type NullTokenizer --vocab-size 5000 --eval-iters 0"""
@@ -21,7 +22,7 @@ STAGES = MESSAGES["stages"]
 def counts(layers: int, pp: int, flags: str) -> list[int]:
     all_flags = f"{MODEL} --num-layers {layers} --pipeline-model-parallel-size {pp} {flags}"
     config = config_from(all_flags)
-    ranges = RunPlan(config, pp, 5000).layer_ranges
+    ranges = StageBalance(RunShape(config, pp, 5000)).layer_ranges
     assert [i for r in ranges for i in r] == list(range(layers))
     return [len(r) for r in ranges]
 

@@ -171,7 +171,7 @@ def stage_of(flags: str) -> Stage:
     common_flags = f"""--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ_LENGTH} --micro-batch-size 1 --lr 1
      --train-iters 1 --mock-data --vocab-size {VOCAB_SIZE} --init-method-std 0.3"""
     config = config_from(f"{common_flags} {flags}")
-    return make_run_plan(config, 1, VOCAB_SIZE).build_stages(Mesh.single_process(), torch.float64)[0].eval()
+    return make_run_plan(config, 1, VOCAB_SIZE).balance.build_stages(Mesh.single_process(), torch.float64)[0].eval()
 
 
 @pytest.mark.parametrize(

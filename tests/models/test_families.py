@@ -28,7 +28,7 @@ def plan_of(name: str) -> RunPlan:
 def test_parameter_counts_equal_the_published_ones(name: str) -> None:
     """Compare all parameters, and the active ones of a token, which are all of them in a dense model."""
     plan = plan_of(name)
-    assert [plan.num_parameters, plan.num_active_parameters] == (PUBLISHED[name] * 2)[:2]
+    assert [plan.model_states.num_parameters, plan.model_states.num_active_parameters] == (PUBLISHED[name] * 2)[:2]
 
 
 def test_tiny_moe_has_the_flops_of_tiny() -> None:
@@ -38,7 +38,7 @@ def test_tiny_moe_has_the_flops_of_tiny() -> None:
 
 
 def test_gpt3_has_175_billion_parameters() -> None:
-    assert round(plan_of("gpt3-175b").num_parameters / 1e9) == 175
+    assert round(plan_of("gpt3-175b").model_states.num_parameters / 1e9) == 175
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -246,7 +246,7 @@ def _planned_and_actual_bytes(plugin: str, flags: str) -> list[tuple[int, int]]:
     """Return (planned, actual) bytes of weights, gradients, optimizer state and host memory on this rank."""
     run = _run(plugin, flags)
     config = config_from(f"{FLAGS} --plugin {plugin} {flags}")
-    state = make_run_plan(config, run.mesh.world.size, config.data.vocab_size).model_states[0]
+    state = make_run_plan(config, run.mesh.world.size, config.data.vocab_size).model_states.by_rank[0]
     buffer, optimizer = run.buffer, run.optimizer
     optimizer_bytes = 0
     for bucket, main, tensors in zip(buffer.layout.buckets, optimizer.main, optimizer.state, strict=True):

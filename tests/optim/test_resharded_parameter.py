@@ -31,8 +31,8 @@ from megalite.parallel.mesh import abstract_mesh
 from megalite.planning.run_plan import make_run_plan
 config = config_from({FLAGS!r})
 plan = make_run_plan(config, 2, config.data.vocab_size)
-mesh = replace(abstract_mesh(2, 0, **plan.mesh_sizes), device=torch.device("cpu"))
-buffer = ParamAndGradBuffer(plan.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(3))
+mesh = replace(abstract_mesh(2, 0, **plan.shape.mesh_sizes), device=torch.device("cpu"))
+buffer = ParamAndGradBuffer(plan.balance.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(3))
 [p] = [p for p in buffer.parameters if spec_of(p).name == "layers.1.mlp.down"]
 """
 # ways to read a weight: an elementwise operation, in a list, through a view of it, in place, by its address

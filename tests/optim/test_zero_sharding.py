@@ -220,10 +220,10 @@ def _build(stage: int, flags: str) -> tuple[int, int]:
     """Return the elements of a model, and the peak KiB of its buffer and optimizer, on one rank of four."""
     config = config_from(flags)
     plan = make_run_plan(config, 4, config.data.vocab_size)
-    mesh = replace(abstract_mesh(4, 0, **plan.mesh_sizes), device=torch.device("cpu"))
+    mesh = replace(abstract_mesh(4, 0, **plan.shape.mesh_sizes), device=torch.device("cpu"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     buffer = ParamAndGradBuffer(
-        plan.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(stage)
+        plan.balance.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(stage)
     )
     optimizer = DistributedOptimizer(buffer, AdamW())
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -79,4 +79,4 @@ def test_calibration_on_two_ranks_is_used_by_the_plan(tmp_path: Path) -> None:
     step = predict_step(plan, make_cluster("cpu", 2), read_profile(tmp_path / "p.json"))
     f, b, _ = profile.blocks["layer"]
     (f0, b0, _), (f1, b1, _) = profile.blocks["embedding"], profile.blocks["head"]
-    assert step.parts["compute"] == pytest.approx(plan.num_microbatches * (4 * (f + b) + f0 + b0 + f1 + b1) / 2)
+    assert step.parts["compute"] == pytest.approx(plan.shape.num_microbatches * (4 * (f + b) + f0 + b0 + f1 + b1) / 2)

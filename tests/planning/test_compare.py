@@ -129,7 +129,7 @@ def test_cluster_of_the_run_is_used(run: Path) -> None:
     run_data.run_info |= {"device": "cuda", "machine": {"gpu": "NVIDIA H100 80GB HBM3"}, "hosts": ["a", "b"]}
     actual = cluster_of_run(run_data, run_plan)
     assert (actual.device.name, actual.num_nodes, actual.devices_per_node) == ("h100", 2, 1)
-    assert [list(layers) for layers in run_plan.layer_ranges] == [
+    assert [list(layers) for layers in run_plan.balance.layer_ranges] == [
         list(range(*bounds)) for bounds in run_data.run_info["layers"]
     ]
 

@@ -107,7 +107,7 @@ def test_dry_run_equals_collectives_and_memory_of_every_rank(world: int, flags: 
             name: num_bytes for name, num_bytes in (predicted.parts | {"host": predicted.host}).items() if num_bytes
         } == sizes, f"rank {rank}"
         assert predicted.in_flight > 0 and predicted.peak > predicted.state + predicted.in_flight
-        model_state = plan.model_states[predicted.mesh.pp.rank]
+        model_state = plan.model_states.by_rank[predicted.mesh.pp.rank]
         assert [predicted.parts[name] for name in ("weights", "gradients")] == [
             model_state.weights,
             model_state.gradients,
@@ -126,7 +126,7 @@ def test_dry_run_collectives_equal_the_algorithms() -> None:
     """The first and the last stage are counted by hand for tp 2 x pp 2 x dp 2, fp32, one chunk of logits."""
     plan, sources = plan_and_sources(f"{TP} {PP} --global-batch-size {M * B * 2}", 8)
     for rank, head in ((0, False), (7, True)):
-        calls, layers = dry_run_rank(plan, sources, rank).calls, len(plan.layer_ranges[int(head)])
+        calls, layers = dry_run_rank(plan, sources, rank).calls, len(plan.balance.layer_ranges[int(head)])
         activation, stats = S // 2 * B * D * 4, M * head
         # per layer two gathers forward; backward two of the outputs' gradients and two of the inputs; the head gathers
         # its input and two statistics of each token, the embedding the gradient of its output
@@ -138,7 +138,7 @@ def test_dry_run_collectives_equal_the_algorithms() -> None:
         assert {call.peer for call in calls if call.peer >= 0} == {(rank + 4) % 8}
         assert totals(calls, "tied_embedding", "all-reduce")[0] == 1  # the tied embedding
         assert totals(calls, "world", "all-reduce") == (1, 5 * 8)
-        gradients = plan.model_states[int(head)].gradients
+        gradients = plan.model_states.by_rank[int(head)].gradients
         assert totals(calls, "dp", "reduce-scatter")[1] == gradients
         assert totals(calls, "dp", "all-gather")[1] == gradients // 2  # a rank's shard of as many bytes of weights
 
@@ -167,22 +167,24 @@ def test_planned_memory_equals_live_memory(world: int, flags: str) -> None:
         position = dry_run.mesh.pp.rank
         costs = (
             cost
-            for n in plan.placement.stages_of_rank(position)
-            for cost, _ in plan.stage_costs.layer_costs(plan.layer_ranges[n])
+            for n in plan.shape.placement.stages_of_rank(position)
+            for cost, _ in plan.balance.stage_costs.layer_costs(plan.balance.layer_ranges[n])
         )
-        assert sum(copied) == plan.num_microbatches * sum(cost.host_bytes for cost in costs)
+        assert sum(copied) == plan.shape.num_microbatches * sum(cost.host_bytes for cost in costs)
         assert bool(copied) == (OFFLOAD in flags)
         error = (
             0.025
-            if plan.sharding_policy.unshard_by_chunk
+            if plan.shape.sharding_policy.unshard_by_chunk
             else 0.007
-            if plan.sharding_policy.reduce_every_pass
+            if plan.shape.sharding_policy.reduce_every_pass
             else 0.003
         )
         assert rank_memory(plan)[position].peak == pytest.approx(dry_run.peak, rel=error)
-        plain = plan.split_backward is None and "recompute" not in flags  # else a backward allocates a part of it
-        if plain and not plan.sharding_policy.reduce_every_pass:  # else some units are unsharded, too
-            assert dry_run.in_flight == pytest.approx(plan.activation_bytes[position], rel=0.03)
+        plain = (
+            plan.balance.split_backward is None and "recompute" not in flags
+        )  # else a backward allocates a part of it
+        if plain and not plan.shape.sharding_policy.reduce_every_pass:  # else some units are unsharded, too
+            assert dry_run.in_flight == pytest.approx(plan.balance.activation_bytes[position], rel=0.03)
 
 
 @pytest.mark.parametrize("world,flags", rows_of("whole_matrices"))
@@ -207,11 +209,13 @@ def test_cp_rank_with_most_memory_is_planned() -> None:
     moved = [totals(dry_run_rank(plan, sources, rank).calls, "cp", "all-to-all")[1] for rank in range(4)]
     events = [
         event
-        for cost, _ in plan.stage_costs.layer_costs(plan.layer_ranges[0])
+        for cost, _ in plan.balance.stage_costs.layer_costs(plan.balance.layer_ranges[0])
         for event in cost.trace
         if isinstance(event, CommStart)
     ]
-    assert max(moved) == plan.num_microbatches * sum(e.num_bytes for e in events if e.op == "all-to-all") > moved[0]
+    assert (
+        max(moved) == plan.shape.num_microbatches * sum(e.num_bytes for e in events if e.op == "all-to-all") > moved[0]
+    )
 
 
 def test_dry_runs_of_all_ranks_match() -> None:

@@ -90,7 +90,7 @@ def test_expert_gradients_and_weights_use_the_expert_mesh() -> None:
     late = "--no-overlap-grad-reduce --no-overlap-param-gather"
     plan = make_plan(f"{EXPERT_FLAGS} --ep 2 --global-batch-size 8 {late}", 4)
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
-    (model_state,) = plan.model_states
+    (model_state,) = plan.model_states.by_rank
     assert model_state.padded_numel["expert"] == L * E * 3 * F * D // 2
     moved = 6 * (model_state.padded_numel["dense"] * 3 / 4 + model_state.padded_numel["expert"] / 2)
     step = predict_step(plan, fast(4, intra_node=Link(0.0, 1e9)), profile)
@@ -114,11 +114,12 @@ def test_stages_of_mixed_layers_are_balanced() -> None:
     narrow = "--num-layers 16 --moe-layer-freq [0]*8+[1]*8 --ffn-hidden-size 512 --moe-ffn-hidden-size 2048"
     plan = make_plan(f"{EXPERT_FLAGS} {narrow} --pp 4 --global-batch-size 64", 4)
     slowest = [
-        max(map(sum, plan.stage_costs.flops_of_stages(split))) for split in (plan.layers_per_stage, (4, 4, 4, 4))
+        max(map(sum, plan.balance.stage_costs.flops_of_stages(split)))
+        for split in (plan.balance.layers_per_stage, (4, 4, 4, 4))
     ]
     assert (
-        plan.layers_per_stage[0] > 4 > plan.layers_per_stage[-1]
-        and sum(plan.layers_per_stage) == 16
+        plan.balance.layers_per_stage[0] > 4 > plan.balance.layers_per_stage[-1]
+        and sum(plan.balance.layers_per_stage) == 16
         and slowest[0] < 0.8 * slowest[1]
     )
 
@@ -128,7 +129,10 @@ def test_startup_and_dry_run_print_expert_placement() -> None:
     assert "ep 1 of 2" in " ".join(format_rank(plan, sources, 4).split())
     text = " ".join(format_plan(plan, sources, 4).split())
     assert "experts 4 in 4 of 4 layers, 4 per token; ep 2 x etp 1 x edp 2" in text
-    assert f"parameters {plan.num_parameters:,}, {plan.num_parameters:,} active per token (" in text
+    assert (
+        f"parameters {plan.model_states.num_parameters:,}, {plan.model_states.num_parameters:,} active per token ("
+        in text
+    )
 
 
 def test_expert_search_equals_exhaustive_simulation() -> None:

@@ -39,8 +39,8 @@ figures = {}
 for name in ("gelu", "mish"):
     one = make_run_plan(cli.parse_config_or_exit([*sys.argv[1:], name], PRESETS).config, 1, 100)
     gpu_only = replace(default_profile("h100"), dispatch_s=0.0)  # or so small a layer waits for the host
-    flops = flops_per_token(one.config.model, one.padded_vocab)
-    shared = [flops, one.num_parameters, one.costs_of_stages, one.memory_of_stages]
+    flops = flops_per_token(one.config.model, one.shape.padded_vocab)
+    shared = [flops, one.model_states.num_parameters, one.balance.costs_of_stages, one.balance.memory_of_stages]
     compute_s = predict_step(one, make_cluster("h100", 1), gpu_only).parts["compute"]
     figures[name] = [shared, compute_s, rank_memory(one)[0].peak]
 print(json.dumps([trained, planned, figures]))"""

@@ -24,6 +24,7 @@ from megalite.config.validation import find_problems
 from megalite.planning.cluster import default_profile
 from megalite.planning.cluster import make_cluster as plan_cluster
 from megalite.planning.run_plan import RunPlan
+from megalite.planning.run_shape import RunShape
 from tools import plan, plot
 from tools.planning import wizard
 from tools.plots.plan import picture as plan_picture
@@ -209,11 +210,10 @@ def test_wizard_limits(text: str, read: object) -> None:
 def test_wizard_model_by_size() -> None:
     """A model of 8B, 70B and so on has about as many parameters as the trainer counts."""
     for text, expected_parameters in (("1B", 1e9), ("8b", 8e9), ("70B", 70e9), ("100 billion", 100e9), ("405B", 405e9)):
-        model = config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]).model
-        run_plan = RunPlan(
-            config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS]), 1, 128256
-        )
-        assert run_plan.num_parameters == pytest.approx(expected_parameters, rel=0.08), text
+        config = config_from([*wizard.parse_model(text), *BATCH[:2], "--mock-data", *PLACEHOLDERS])
+        run_plan = RunPlan(RunShape(config, 1, 128256))
+        assert run_plan.model_states.num_parameters == pytest.approx(expected_parameters, rel=0.08), text
+        model = config.model
         assert model.hidden_size == 128 * model.num_attention_heads and model.num_attention_heads % 8 == 0
     assert wizard.parse_model("Llama 3 8B") == wizard.parse_model("llama3-8b") == ["--preset", "llama3-8b"]
     for text, rule in (

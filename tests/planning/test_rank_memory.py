@@ -141,4 +141,4 @@ def test_planned_stage_memory_equals_a_run_of_the_stage(more: str) -> None:
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     for stage, model_state in enumerate(states):
         plan = make_plan(f"{flags} {stage}", 8)
-        assert model_state in plan.model_states, stage
+        assert model_state in plan.model_states.by_rank, stage

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from train_cases import config_from
 
 from megalite.config.validation import find_problems
-from megalite.planning import run_plan as run_plan_module
+from megalite.planning import run_shape, step_schedule
 from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.planning.cluster import Link, default_profile
 from megalite.planning.layer_kinds import flops_per_token
@@ -72,8 +72,8 @@ def evaluate_with_bounds(layout: Layout, plan_request: Request) -> tuple[Planned
     plan, run_plan = evaluate(layout, plan_request, None), plan_for(layout, plan_request)
     assert isinstance(plan, PlannedLayout)
     costs = TimeModel(run_plan, plan_request.cluster, default_profile("h100"))
-    min_bytes = min_memory(run_plan, run_plan.module_state_bytes)
-    dp_s = min_dp_time(run_plan, costs, run_plan.params_by_view) if layout.zero > 1 else 0.0
+    min_bytes = min_memory(run_plan, run_plan.balance.module_state_bytes)
+    dp_s = min_dp_time(run_plan, costs, run_plan.model_states.params_by_view) if layout.zero > 1 else 0.0
     assert max(min_step_time(run_plan, costs), dp_s) <= plan.time.seconds * (1 + 1e-9) and min_bytes <= plan.peak, (
         layout
     )
@@ -128,12 +128,8 @@ def test_search_shares_what_candidates_have_in_common(monkeypatch: pytest.Monkey
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, **more: [calls.update([name]), function(*args, **more)][1])
 
-    run_plan_module._planned_mesh.cache_clear()
-    for owner, name in (
-        (run_plan_module, "abstract_mesh"),
-        (run_plan_module, "simulate_all"),
-        (TimeModel, "layer_time"),
-    ):
+    run_shape._abstract_mesh_at.cache_clear()
+    for owner, name in ((run_shape, "abstract_mesh"), (step_schedule, "simulate_all"), (TimeModel, "layer_time")):
         count(owner, name)
     plan_request = request(SMALL, 8)
     result = search(plan_request)
@@ -201,7 +197,7 @@ def test_variants_of_a_named_layout_keep_its_borders() -> None:
     for variant in variants(layout, plan_request):
         config = apply_layout(variant, plan_request.config)
         assert config.model.hybrid_layer_pattern == "*|-*-*-|*-|*-" and find_problems(config, 2) == []
-        assert plan_for(variant, plan_request).layers_per_stage == [1, 3, 1, 1] and layout_of(config) == variant
+        assert plan_for(variant, plan_request).balance.layers_per_stage == [1, 3, 1, 1] and layout_of(config) == variant
     for other in (replace(layout, vpp=1), replace(layout, pp=1, vpp=1)):
         assert apply_layout(other, plan_request.config).model.hybrid_layer_pattern == "*-*-*-*-*-"
 
@@ -244,7 +240,7 @@ def test_search_bounds_are_below_simulation(flags: str) -> None:
     layouts = buildable_layouts(plan_request)
     for layout in layouts[:: max(1, len(layouts) // 40)]:
         _, run_plan, share = evaluate_with_bounds(layout, plan_request)
-        assert not run_plan.fixed_split or layout.split or share > 0.85, layout
+        assert not run_plan.balance.fixed_split or layout.split or share > 0.85, layout
 
 
 @pytest.mark.nightly
@@ -254,7 +250,7 @@ def test_search_handles_a_heavy_head() -> None:
     plan_request = request(f"{BROAD} --zero-stage 1", 8)
     result = search(plan_request)
     best = result.plans[0]  # the fastest
-    assert best.layout == Layout(1, 8, split=True) and best.plan.layers_per_stage[-1] < 32 // 8
+    assert best.layout == Layout(1, 8, split=True) and best.plan.balance.layers_per_stage[-1] < 32 // 8
     for layout in buildable_layouts(plan_request):
         plan = evaluate(layout, plan_request, None, result.limit)
         assert isinstance(plan, int) or plan.time.seconds >= best.time.seconds, layout
@@ -315,7 +311,7 @@ def test_zero_bounds_are_below_the_plan(flags: str) -> None:
             run_plan, replace(plan_request.cluster, intra_node=link, inter_node=link), default_profile("h100")
         )
         seconds = predict_step(run_plan, slow.cluster).seconds
-        assert 0.4 * seconds < min_dp_time(run_plan, slow, run_plan.params_by_view) < seconds, layout
+        assert 0.4 * seconds < min_dp_time(run_plan, slow, run_plan.model_states.params_by_view) < seconds, layout
         assert share > 0.7, layout
 
 
@@ -350,7 +346,7 @@ def test_search_uses_cp_for_long_sequences() -> None:
     plan_request = request(f"--preset llama3-8b {long}", 8)
     result = search(plan_request)
     best, with_cp = result.plans[0], [plan for plan in result.plans if plan.layout.cp > 1]
-    assert best in with_cp and best.peak <= result.limit and best.plan.dp * best.layout.cp * best.layout.tp == 8
+    assert best in with_cp and best.peak <= result.limit and best.plan.shape.dp * best.layout.cp * best.layout.tp == 8
     without_cp = search(request(" ".join((*plan_request.argv, "--context-parallel-size 1")), 8))
     assert (
         not any(plan.layout.cp > 1 for plan in without_cp.plans)
@@ -430,9 +426,9 @@ def test_bf16_state_bytes_per_parameter(dp: int) -> None:
     """The model state of llama3-8b equals the rule, apart from its padding."""
     plan_request = request("--preset llama3-8b --global-batch-size 64", dp, gpus_per_node=min(dp, 8))
     run_plan = make_run_plan(apply_layout(Layout(), plan_request.config), dp, plan_request.vocab_size)
-    (model_state,) = run_plan.model_states
+    (model_state,) = run_plan.model_states.by_rank
     n = model_state.local_numel
-    assert n == run_plan.num_parameters == 8_030_261_248
+    assert n == run_plan.model_states.num_parameters == 8_030_261_248
     assert state_bytes_per_device(n, dp, 1, torch.bfloat16) == n * (6 + 12 / dp)
     assert model_state.total == pytest.approx(n * (6 + 12 / dp), rel=1e-5)
     assert model_state.total >= n * (6 + 12 / dp)
@@ -444,7 +440,9 @@ def test_token_budget() -> None:
         plan_request = request(f"--preset {preset} --global-batch-size 1024", 1024)
         run_plan, model = plan_for(Layout(), plan_request), plan_request.config.model
         budget = TokenBudget(
-            run_plan.num_parameters, parse_quantity(tokens), flops_per_token(model, run_plan.padded_vocab)
+            run_plan.model_states.num_parameters,
+            parse_quantity(tokens),
+            flops_per_token(model, run_plan.shape.padded_vocab),
         )
         assert budget.flops_6nd == pytest.approx(published, rel=0.02)
         assert 1 < budget.exact_flops / budget.flops_6nd < 1.1

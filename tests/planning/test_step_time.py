@@ -11,8 +11,9 @@ from megalite.pipeline.simulate import Durations, simulate
 from megalite.planning.cluster import Cluster, DeviceProfile, Link, default_profile, make_cluster
 from megalite.planning.layer_cost import CommStart
 from megalite.planning.layer_kinds import flops_per_token, layer_kinds
-from megalite.planning.run_plan import SIMULATED_GROUPS, RunPlan, make_run_plan
+from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.planning.stage_time import TOTAL, F, TimeModel, calibration_key
+from megalite.planning.step_schedule import SIMULATED_GROUPS
 from megalite.planning.step_time import StepTime, predict_step
 
 SHAPE = (
@@ -63,12 +64,15 @@ def test_bubble_equals_1f1b(vpp: int, m: int) -> None:
 @pytest.mark.parametrize("flags", ["", "--split-backward", "--num-virtual-stages-per-pipeline-rank 2"])
 def test_bubble_equals_the_run_plans(flags: str) -> None:
     plan = make_plan(f"--pp 4 {flags} --global-batch-size 12", 4)
-    layers, costs = plan.layers_per_stage, plan.costs_of_stages
+    layers, costs = plan.balance.layers_per_stage, plan.balance.costs_of_stages
     layer = tuple(cost / layers[1] for cost in costs[1])
     head = tuple(cost - layers[-1] * layer_cost for cost, layer_cost in zip(costs[-1], layer, strict=True))
     blocks = {**known(plan).blocks, "layer": layer, "layer, split": layer, "head": head}
     step = predict_step(plan, fast(4), known(plan, blocks=blocks))
-    assert step.parts["bubble"] / step.seconds == pytest.approx(plan.bubble, rel=1e-6) and plan.bubble > 0.05
+    assert (
+        step.parts["bubble"] / step.seconds == pytest.approx(plan.balance.bubble, rel=1e-6)
+        and plan.balance.bubble > 0.05
+    )
 
 
 def test_messages_delay_the_schedule() -> None:
@@ -101,10 +105,10 @@ def test_messages_of_one_direction_are_serialized() -> None:
 @pytest.mark.parametrize("flags", [PP4, f"{PP4} --num-virtual-stages-per-pipeline-rank 2"])
 def test_long_step_is_extrapolated(flags: str) -> None:
     plan = make_plan(f"{flags} --global-batch-size 64", 4)
-    costs = [(1.0, 1.1, 0.9)] * plan.placement.num_stages
+    costs = [(1.0, 1.1, 0.9)] * plan.shape.placement.num_stages
     durations = [Durations(costs, delay=lambda source, target: 0.2)]
-    ((extrapolated, simulated),) = plan.simulate_step(durations, plan.split_backward, num_groups=SIMULATED_GROUPS)
-    ((expected, all_groups),) = plan.simulate_step(durations, plan.split_backward, num_groups=64)
+    ((extrapolated, simulated),) = plan.balance.schedule.simulate(durations, num_groups=SIMULATED_GROUPS)
+    ((expected, all_groups),) = plan.balance.schedule.simulate(durations, num_groups=64)
     assert len(simulated.spans) < len(all_groups.spans)
     assert extrapolated == pytest.approx(expected, rel=0.01)
 
@@ -120,7 +124,7 @@ def test_gradient_reduction_overlaps_the_last_backward() -> None:
         make_plan(f"{small_buckets} {more}", 2) for more in ("", "--no-overlap-grad-reduce --no-overlap-param-gather")
     )
     many, late = (predict_step(run_plan, fast(2, **slow), profile) for run_plan in (plan, late_plan))
-    weights, gradients = plan.model_states[0].weights, plan.model_states[0].gradients
+    weights, gradients = plan.model_states.by_rank[0].weights, plan.model_states.by_rank[0].gradients
     assert late.parts["dp"] == pytest.approx((weights + gradients) / 2 / 1e9, rel=0.01)  # (N - 1) / N of each
     assert 0 < many.parts["dp"] < 0.1 * late.parts["dp"]
     assert single.parts["dp"] == pytest.approx(late.parts["dp"], rel=0.01)
@@ -152,8 +156,8 @@ def test_sharded_weights_are_gathered_for_each_pass(flags: str, reduced: int, fo
     pp, chunks = (2, 4) if "--pp" in flags else (1, 1)
     late = "--no-overlap-grad-reduce --no-overlap-param-gather"
     plan, hidden = (make_plan(f"{flags} --global-batch-size 16 {more}", 2 * pp) for more in (late, ""))
-    size = max(model_state.local_numel for model_state in plan.model_states)
-    layers = sum(map(sum, plan.numel_by_layer)) / pp
+    size = max(model_state.local_numel for model_state in plan.model_states.by_rank)
+    layers = sum(map(sum, plan.model_states.numel_by_layer)) / pp
     moved = (4 * reduced * size + 2 * (forward * size + backward * layers)) / 2
     slow, profile = fast(2 * pp, intra_node=Link(0.0, 1e9)), known(plan)
     step = predict_step(plan, slow, profile)
@@ -172,7 +176,7 @@ def test_cp_and_tp_waits_are_separate(exchange: str) -> None:
     plan, alone = (make_plan(f"--tp 2 --cp {cp} --cp-comm-type {exchange} --global-batch-size 6", 4) for cp in (2, 1))
     profile = dataclasses.replace(default_profile("h100"), contention=0.0)
     slow = dataclasses.replace(fast(4, inter_node=Link(0.0, 1e9)), devices_per_node=2, num_nodes=2)
-    trace = plan.stage_costs.layer_costs(range(1))[0][0].trace
+    trace = plan.balance.stage_costs.layer_costs(range(1))[0][0].trace
     moved = sum(event.num_bytes for event in trace if isinstance(event, CommStart) and event.axis == "cp")
     both, tp = predict_step(plan, slow, profile), predict_step(alone, fast(4, intra_node=Link(0.0, 1e9)), profile)
     assert both.parts["cp"] == pytest.approx(6 * 8 * moved / 2 / 1e9) and both.parts["tp"] == pytest.approx(0, abs=1e-9)
@@ -184,7 +188,7 @@ def test_replicated_optimizer_all_reduces_gradients() -> None:
     plan = make_plan("--global-batch-size 4 --no-overlap-grad-reduce --no-use-distributed-optimizer", 2)
     assert plan.config.parallel.use_distributed_optimizer is False
     step = predict_step(plan, fast(2, intra_node=Link(0.0, 1e9)), known(plan))
-    assert step.parts["dp"] == pytest.approx(plan.model_states[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
+    assert step.parts["dp"] == pytest.approx(plan.model_states.by_rank[0].gradients / 1e9, rel=0.01)  # 2 (N - 1) / N
 
 
 def test_exposed_tp_communication_is_counted() -> None:
@@ -207,7 +211,7 @@ def test_overlap_slows_down_compute() -> None:
     free, contended = (
         predict_step(plan, fast(2, intra_node=Link(0.0, 1e9)), known(plan, contention=share)) for share in (0.0, 0.5)
     )
-    total = (plan.model_states[0].weights + plan.model_states[0].gradients) / 2 / 1e9
+    total = (plan.model_states.by_rank[0].weights + plan.model_states.by_rank[0].gradients) / 2 / 1e9
     assert contended.parts["dp"] - free.parts["dp"] == pytest.approx(0.5 * (total - free.parts["dp"]), rel=0.01)
 
 
@@ -256,7 +260,7 @@ def test_slower_links_are_never_faster() -> None:
 def test_mfu_and_tokens_are_cluster_totals() -> None:
     plan = make_plan("--global-batch-size 8", 4)
     step = predict_step(plan, make_cluster("h100", 4))
-    flops = flops_per_token(plan.config.model, plan.padded_vocab) * 8 * 512
+    flops = flops_per_token(plan.config.model, plan.shape.padded_vocab) * 8 * 512
     assert step.mfu == pytest.approx(flops / step.seconds / 4 / 989.4e12)
     assert step.tokens_per_s == pytest.approx(8 * 512 / step.seconds)
     with pytest.raises(ValueError, match="8 devices, the plan 4 ranks"):

@@ -62,7 +62,7 @@ def stage_from(argv: str | Sequence[str], dtype: torch.dtype) -> Stage:
     from megalite.planning.run_plan import make_run_plan
 
     config = config_from(argv)
-    return make_run_plan(config, 1, config.data.vocab_size).build_stages(Mesh.single_process(), dtype)[0]
+    return make_run_plan(config, 1, config.data.vocab_size).balance.build_stages(Mesh.single_process(), dtype)[0]
 
 
 OPEN_RUNS: list[Run] = []  # closed at the end of the test, or of the function that tests/support/ranks.py calls

@@ -154,18 +154,18 @@ def test_breakdown_sums_to_1() -> None:
 
 def test_idle_time_is_bubble_then_messages() -> None:
     run_plan = plan(2, "--pipeline-model-parallel-size", "2")
-    assert 0.05 < run_plan.bubble < 0.3
+    assert 0.05 < run_plan.balance.bubble < 0.3
     for idle in (0.04, 0.6):
         shares = time_shares(run({"forward": 0.5 - idle / 2, "backward": 0.5 - idle / 2, "idle": idle}, ranks=2))
         losses = mfu_losses(shares, 0.01, run_plan)
-        assert losses is not None and losses["bubble"] == pytest.approx(min(idle, run_plan.bubble))
+        assert losses is not None and losses["bubble"] == pytest.approx(min(idle, run_plan.balance.bubble))
         assert losses["bubble"] + losses["pp"] == pytest.approx(idle)
 
 
 def test_recompute_is_not_a_kernel_loss() -> None:
     run_plan = plan(1, "--recompute-granularity", "full", "--recompute-method", "uniform")
     m = run_plan.config.model
-    layers, head = m.num_layers * layer_flops(m, 8), head_flops(m, run_plan.padded_vocab)
+    layers, head = m.num_layers * layer_flops(m, 8), head_flops(m, run_plan.shape.padded_vocab)
     expected = layers / (3 * (layers + head) + layers)  # one more forward of all layers, of all that is computed
     losses = mfu_losses(time_shares(run({"forward": 0.3, "backward": 0.7})), 0.2, run_plan)
     assert losses is not None and losses["recompute"] == pytest.approx(expected)
@@ -177,7 +177,9 @@ def test_bottleneck_has_evidence() -> None:
     assert full_breakdown(run(computing), run_plan, 4.0)["bound"]["by"] == "compute"
     cp1, cp2 = (plan(cp, "--cp", str(cp), "--no-use-distributed-optimizer") for cp in (1, 2))
     # the padding of weights differs
-    saved_bytes = 2 * cp1.num_microbatches * (cp1.memory_of_stages[0][0] - cp2.memory_of_stages[0][0])
+    saved_bytes = (
+        2 * cp1.shape.num_microbatches * (cp1.balance.memory_of_stages[0][0] - cp2.balance.memory_of_stages[0][0])
+    )
     assert min_memory_traffic(cp1) - min_memory_traffic(cp2) == pytest.approx(saved_bytes, rel=0.05)
     # bytes/s at which memory takes 90 % of 2 s, where matmuls take half of it
     slow = min_memory_traffic(run_plan) / 1.8
@@ -196,9 +198,10 @@ def test_advice_has_computed_values() -> None:
     pp_flags = ["--pipeline-model-parallel-size", "2"]
     twice, split = plan(2, *pp_flags, "--global-batch-size", "16"), plan(2, *pp_flags, "--split-backward")
     advice = advise(no_losses | {"bubble": 0.2}, result, plan(2, *pp_flags))
-    assert f"{twice.bubble:.1%} with twice the micro-batches (--global-batch-size 16)" in advice
+    assert f"{twice.balance.bubble:.1%} with twice the micro-batches (--global-batch-size 16)" in advice
     assert (
-        f"{split.bubble:.1%} with --split-backward" in advice and "--num-virtual-stages-per-pipeline-rank 2)" in advice
+        f"{split.balance.bubble:.1%} with --split-backward" in advice
+        and "--num-virtual-stages-per-pipeline-rank 2)" in advice
     )
     tp_plan = plan(2, "--tensor-model-parallel-size", "2")
     advice = advise(no_losses | {"tp": 0.5}, result, tp_plan)

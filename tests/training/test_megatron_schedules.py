@@ -167,10 +167,10 @@ def test_batch_schedules_equal_megatrons() -> None:
     text = "0:4 1.5K:8 4k:16"
     config = parse_schedule(text, "--train-samples 1001")
     plan = make_run_plan(config, 1, 20)
-    sizes = plan.batch_sizes
+    sizes = plan.shape.batch_sizes
     assert sizes.milestones == ((0, 4), (93, 8), (250, 16))
     assert walk(sizes, 36) == [4] * 24 + [8] * 12
-    assert plan.num_steps == 91 and plan.total_samples == 1008
+    assert plan.shape.num_steps == 91 and plan.shape.total_samples == 1008
     assert [sizes.num_steps_for(n) for n in (100, 1001, 19_531_250)] == [25, 91, 1_220_732]
     published = parse_batch_schedule("0:384 200B:768 400B:1152", 4096)
     assert published == ((0, 384), (48_828_125, 768), (97_656_250, 1152))
@@ -182,7 +182,7 @@ def test_iterations_with_a_batch_schedule_count_micro_batches() -> None:
     config = parse_schedule("0:8 1K:16", "--train-iters 100 --lr-warmup-iters 10")
     lr = rates_of(config, dp=2).lr
     assert (lr.warm_up, lr.decay) == (10 * 4 * 2, 100 * 4 * 2)
-    assert make_run_plan(config, 2, 20).eval_batch_size == 8
+    assert make_run_plan(config, 2, 20).shape.eval_batch_size == 8
     assert any("--train-samples" in note for note in find_ineffective(config))
     by_samples = parse_schedule("0:8 1K:16", "--train-samples 900 --lr-warmup-samples 50")
     assert (rates_of(by_samples).lr.warm_up, rates_of(by_samples).lr.decay) == (50, 900)
@@ -208,5 +208,5 @@ def test_samples_to_iterations() -> None:
     """Drop a partial last batch, with a constant batch size and after a ramp."""
     for ramp, final, samples, steps in EXPECTED["samples"]:
         config = parse(f"--lr 1e-3 --global-batch-size {final} --train-samples {samples} {ramp}")
-        assert make_run_plan(config, 1, 20).num_steps == steps
+        assert make_run_plan(config, 1, 20).shape.num_steps == steps
         assert rates_of(config).lr.decay == samples

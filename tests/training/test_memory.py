@@ -39,12 +39,14 @@ def test_first_rank_has_the_embedding_and_fewer_layers() -> None:
     """Use enough micro-batches for llama3-8b on 8 stages: with a single one all splits are equally fast."""
     plan = make_run_plan(preset(f"llama3-8b {PP} 8 --global-batch-size 32"), 8, 128256)
     layer, embedding = 218_112_000, 128_256 * 4096
-    assert plan.num_parameters == 8_030_261_248
-    assert [len(layers) for layers in plan.layer_ranges] == [2, 4, 4, 5, 5, 5, 5, 2]
-    state = plan.model_states[0]
-    assert plan.fullest_rank in range(3, 7) and state.local_numel == 2 * layer + embedding
+    assert plan.model_states.num_parameters == 8_030_261_248
+    assert [len(layers) for layers in plan.balance.layer_ranges] == [2, 4, 4, 5, 5, 5, 5, 2]
+    state = plan.model_states.by_rank[0]
+    assert plan.model_states.fullest_rank in range(3, 7) and state.local_numel == 2 * layer + embedding
     assert state.total == pytest.approx(18 * state.local_numel, rel=1e-4)
-    muon = make_run_plan(preset(f"llama3-8b {PP} 8 --global-batch-size 32 --optimizer muon"), 8, 128256).model_states[0]
+    muon = make_run_plan(
+        preset(f"llama3-8b {PP} 8 --global-batch-size 32 --optimizer muon"), 8, 128256
+    ).model_states.by_rank[0]
     assert muon.total == pytest.approx(18 * embedding + 14 * 2 * layer, rel=1e-4)  # matrices have no second moment
     message = r"weights and optimizer alone take 4\d\d\.\d GiB per rank on pipeline rank \d+"
     with pytest.raises(LaunchError, match=message):
@@ -78,7 +80,7 @@ def test_long_steps_are_extrapolated() -> None:
     _, calls_100_000, calls_1_000_000 = (  # the first call fills the caches
         count_calls(
             lambda size=size: (
-                make_run_plan(config_of(f"{PP} 4 --num-layers 8 --global-batch-size {size}"), 4, 93).bubble
+                make_run_plan(config_of(f"{PP} 4 --num-layers 8 --global-batch-size {size}"), 4, 93).balance.bubble
             )
         )
         for size in (10_000, 100_000, 1_000_000)

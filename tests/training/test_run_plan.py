@@ -29,13 +29,14 @@ from megalite.planning import layer_kinds as kinds
 from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.planning.layer_kinds import layer_kinds, layers_cost
 from megalite.planning.partition import candidate_splits
-from megalite.planning.run_plan import RunPlan, make_run_plan
+from megalite.planning.run_plan import ModelStates, RunPlan, make_run_plan
+from megalite.planning.run_shape import RunShape
 
 ONCE: dict[CodeType, str] = {
     find_problems.__code__: "check",
     make_run_plan.__code__: "plan",
-    RunPlan.__init__.__code__: "RunPlan",
-    RunPlan._model_state.__code__: "stages on the meta device",
+    RunShape.__init__.__code__: "RunShape",
+    ModelStates._state_of.__code__: "stages on the meta device",
     simulate_all.__code__: "simulate",
 }
 
@@ -73,8 +74,8 @@ def test_command_line_is_validated_before_and_after_reading_files() -> None:
 
 def test_plan_is_lazy() -> None:
     plan = make_run_plan(config_from([*SMALL_RUN, "--train-iters", "2"]), 1, 93)
-    assert {"model_states", "bubble", "activation_bytes", "peak_in_flight"}.isdisjoint(vars(plan))
-    assert plan.bubble == 0.0 and "bubble" in vars(plan) and "model_states" not in vars(plan)
+    assert {"bubble", "activation_bytes", "peak_in_flight"}.isdisjoint(vars(plan.balance))
+    assert plan.balance.bubble == 0.0 and "bubble" in vars(plan.balance) and "model_states" not in vars(plan)
 
 
 @pytest.mark.parametrize(
@@ -124,20 +125,20 @@ def test_stages_are_balanced_by_step_time(pp: int, chunks: str, backward: str) -
         return make_run_plan(config_from([*flags.split(), "--global-batch-size", str(4 * pp)]), pp, 128256)
 
     def step_time(plan: RunPlan) -> float:
-        return 1 / (1 - plan.bubble)
+        return 1 / (1 - plan.balance.bubble)
 
     def fullest(plan: RunPlan) -> float:
         return max(
             state.total + activations
-            for state, activations in zip(plan.model_states, plan.activation_bytes, strict=True)
+            for state, activations in zip(plan.model_states.by_rank, plan.balance.activation_bytes, strict=True)
         )
 
     balanced = plan_of(chunks)
-    stages = len(balanced.layer_ranges)
+    stages = len(balanced.balance.layer_ranges)
     for split in candidate_splits(stages, [1] * 32):
         texts = ["t" * n for n in split]
         candidate = plan_of(f"--pipeline-model-parallel-layout E{'|'.join(texts)}L")
-        assert [len(layers) for layers in candidate.layer_ranges] == list(split)
+        assert [len(layers) for layers in candidate.balance.layer_ranges] == list(split)
         if step_time(balanced) > 1.0101 * step_time(candidate):
             assert fullest(candidate) > 1.1 * fullest(balanced), split
 
@@ -147,7 +148,7 @@ def test_interleaved_chunks_compensate_for_the_head() -> None:
     even = "--num-layers-per-virtual-pipeline-stage 2"
     for flags, bubble in (("--num-virtual-stages-per-pipeline-rank 2", 0.2122), (even, 0.3470)):
         plan = make_run_plan(config_from(f"{base_flags} {flags}"), 8, 128256)
-        assert plan.bubble == pytest.approx(bubble, abs=1e-4)
+        assert plan.balance.bubble == pytest.approx(bubble, abs=1e-4)
 
 
 LONG_STEPS = "--micro-batch-size 1 --global-batch-size 2000 --split-backward --pp"
@@ -172,10 +173,17 @@ def test_long_step_summary_equals_the_full_step(flags: str) -> None:
     """
     plan = make_run_plan(config_from([*SMALL_RUN, "--train-iters", "1", *flags.split()]), int(flags.split()[6]), 5000)
     p = plan.config.parallel
-    rows = build_schedule(p.pipeline_schedule, plan.pp, plan.num_microbatches, plan.vpp, None, plan.split_backward)
-    assert plan.actions(plan.split_backward, plan.reported_groups)[0] < plan.num_microbatches
-    assert plan.bubble == pytest.approx(simulate(rows, plan.costs_of_stages).bubble, abs=0.005)
-    assert plan.peak_in_flight == [peak_in_flight(row) for row in rows]
+    rows = build_schedule(
+        p.pipeline_schedule,
+        plan.shape.pp,
+        plan.shape.num_microbatches,
+        plan.shape.vpp,
+        None,
+        plan.balance.split_backward,
+    )
+    assert plan.balance.schedule.actions()[0] < plan.shape.num_microbatches
+    assert plan.balance.bubble == pytest.approx(simulate(rows, plan.balance.costs_of_stages).bubble, abs=0.005)
+    assert plan.balance.peak_in_flight == [peak_in_flight(row) for row in rows]
 
 
 def test_layer_cost_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +194,7 @@ def test_layer_cost_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds.CostRecorder, "measure", lambda self, *args: [recorders.append(self), measure(self, *args)][1]
     )
     flags = f"--num-layers 100 {LONG_STEPS} 3 --train-iters 1 --ffn-hidden-size 72"
-    assert len(make_run_plan(config_from([*SMALL_RUN, *flags.split()]), 3, 5000).layer_ranges) == 3
+    assert len(make_run_plan(config_from([*SMALL_RUN, *flags.split()]), 3, 5000).balance.layer_ranges) == 3
     assert len(recorders) == 2  # and the head
 
 
@@ -196,9 +204,12 @@ def test_leading_window_layers_are_balanced() -> None:
     flags += " --global-batch-size 64 --micro-batch-size 1 --window-size 63,0 --window-attn-skip-freq [1]*16+[0]*16"
     plan = make_run_plan(config_from([*SMALL_RUN, *flags.split()]), 4, 64)
     first, last = layer_kinds(plan.config.model)[0], layer_kinds(plan.config.model)[-1]
-    narrow, wide = (layers_cost((kind,), plan.stage_costs.setting).flops[0] for kind in (first, last))
+    narrow, wide = (layers_cost((kind,), plan.balance.stage_costs.setting).flops[0] for kind in (first, last))
     assert narrow < 0.5 * wide
-    assert plan.layers_per_stage[0] > plan.layers_per_stage[-2] and plan.layers_per_stage[1] > plan.layers_per_stage[2]
+    assert (
+        plan.balance.layers_per_stage[0] > plan.balance.layers_per_stage[-2]
+        and plan.balance.layers_per_stage[1] > plan.balance.layers_per_stage[2]
+    )
 
 
 # ---- batch sizes of steps

@@ -49,8 +49,8 @@ def mfu_losses(shares: Mapping[str, float], mfu: float, plan: RunPlan) -> dict[s
     losses = dict.fromkeys(LOSSES, 0.0)
     for axis in COMMUNICATION_AXES:
         losses[axis] = shares.get(axis, 0.0)
-    if plan.pp > 1:
-        losses["bubble"] = min(idle, plan.bubble)
+    if plan.shape.pp > 1:
+        losses["bubble"] = min(idle, plan.balance.bubble)
         losses["pp"] += idle - losses["bubble"]
     else:
         losses["ranks"] = idle

@@ -40,12 +40,12 @@ def summarize(rows: Sequence[BenchResult], price_per_hour: float | None = None) 
     for row, plan in zip(rows, plans, strict=True):
         for run in row.runs:
             if plan is not None and (peak := run.get("peak_tflops")):
-                key = (plan.dtype, row.nproc)
+                key = (plan.shape.dtype, row.nproc)
                 peaks[key] = max(peaks.get(key, 0.0), peak)
     megalite_rows = {row.identity[1:]: row for row in rows if row.contender.startswith("megalite")}
     summaries = []
     for row, plan in zip(rows, plans, strict=True):
-        peak = None if plan is None else peaks.get((plan.dtype, row.nproc))
+        peak = None if plan is None else peaks.get((plan.shape.dtype, row.nproc))
         summary = _summarize_row(row, plan, peak, price_per_hour)
         summaries.append(summary | compare_to_megalite(row, megalite_rows.get(row.identity[1:])))
     return summaries
@@ -88,8 +88,8 @@ def _summarize_row(row: BenchResult, plan: RunPlan | None, peak: float | None, p
         return summary
     step_times = sorted(run["step_s"] for run in row.runs)
     median_s, min_s, max_s = statistics.median(step_times), step_times[0], step_times[-1]
-    tokens = plan.batch_size * plan.config.model.seq_length
-    flops = flops_per_token(plan.config.model, plan.padded_vocab) * tokens
+    tokens = plan.shape.batch_size * plan.config.model.seq_length
+    flops = flops_per_token(plan.config.model, plan.shape.padded_vocab) * tokens
     for suffix, step_s in zip(SPREAD, (median_s, max_s, min_s), strict=True):
         summary[f"tokens_per_s{suffix}"] = tokens / step_s
         summary[f"mfu{suffix}"] = flops / step_s / 1e12 / peak / row.nproc if peak else None

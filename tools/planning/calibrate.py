@@ -44,6 +44,8 @@ from megalite.planning.cluster import DEVICES, DeviceProfile, Link, default_prof
 from megalite.planning.layer_cost import AttentionKernel
 from megalite.planning.layer_kinds import layer_kinds, layers_cost
 from megalite.planning.run_plan import RunPlan
+from megalite.planning.run_shape import RunShape
+from megalite.planning.stage_balance import StageBalance
 from megalite.planning.stage_time import calibration_key
 from megalite.training.batch import to_device, to_host_batch
 from megalite.training.job.preflight import choose_device
@@ -139,7 +141,7 @@ class _Calibrator:
             config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1
         )
         config = dataclasses.replace(config, parallel=single_rank, model=config.model.for_any_pipeline())
-        self.plan: RunPlan = RunPlan(config, 1, task["vocab_size"])
+        self.plan = RunPlan(RunShape(config, 1, task["vocab_size"]))
         self.mesh = dataclasses.replace(Mesh.single_process(), device=device)
         self.ranks, self.device = ranks, device
         self.kind = layer_kinds(config.model)[config.model.layers.index(measured_layer(config.model))]
@@ -207,12 +209,13 @@ class _Calibrator:
         """Build three stages (embedding, layers, head), their buffer and their optimizer."""
         config = self.plan.config
         set_kernel_options(config.parallel.kernels, config.parallel.attention_kernel)
-        make_param = ParamFactory(self.mesh, self.plan.dtype, config.train.seed)
+        make_param = ParamFactory(self.mesh, self.plan.shape.dtype, config.train.seed)
         layer_ranges = [range(0), range(self.num_layers), range(self.num_layers, self.num_layers)]
         layers = [self.kind.spec] * self.num_layers
         untied = dataclasses.replace(config.model, untie_embeddings_and_output_weights=True)  # tying needs both ends
-        plan = dataclasses.replace(self.plan, config=dataclasses.replace(config, model=untied))
-        stages = [plan.build_stage(make_param, layer_ranges, index, layers) for index in range(3)]
+        shape = dataclasses.replace(self.plan.shape, config=dataclasses.replace(config, model=untied))
+        balance = StageBalance(shape)
+        stages = [balance.build_stage(make_param, layer_ranges, index, layers) for index in range(3)]
         buffer = ParamAndGradBuffer(stages, self.mesh)
         return stages, buffer, DistributedOptimizer(buffer, *build_update_rules(config))
 
@@ -221,14 +224,14 @@ class _Calibrator:
         plan = self.plan
         S, B, D = plan.config.model.seq_length, plan.config.train.micro_batch_size, plan.config.model.hidden_size
         is_first, is_last = index == 0, index == 2
-        tokens = np.random.default_rng(0).integers(0, plan.vocab_size, (B, S + 1))
+        tokens = np.random.default_rng(0).integers(0, plan.shape.vocab_size, (B, S + 1))
         micro_batch = MicroBatch(tokens, np.arange(B, dtype=np.int64), None, None)
         host_batch = to_host_batch(
             micro_batch, pin=False, positions=False, documents=False, cp=self.mesh.cp, windows=()
         )
         batch = to_device(host_batch, self.device)
-        x_SBD = torch.randn(S, B, D, device=self.device).to(plan.dtype)
-        loss_grad = 1.0 / plan.tokens_per_microbatch
+        x_SBD = torch.randn(S, B, D, device=self.device).to(plan.shape.dtype)
+        loss_grad = 1.0 / plan.shape.tokens_per_microbatch
 
         def timed() -> StageSeconds:
             x = None if is_first else x_SBD.detach().requires_grad_()
@@ -254,11 +257,11 @@ class _Calibrator:
             device = make_cluster("cpu", self.ranks.world_size).device
         else:
             device = DEVICES[self.device_kind].device
-        peak_flops = device.peak_tflops(plan.dtype) * 1e12
-        tokens = plan.tokens_per_microbatch
+        peak_flops = device.peak_tflops(plan.shape.dtype) * 1e12
+        tokens = plan.shape.tokens_per_microbatch
 
         def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, device=self.device).to(plan.dtype)
+            return torch.randn(*shape, device=self.device).to(plan.shape.dtype)
 
         a_ND, w_FD = random(tokens, model.hidden_size), random(model.ffn_size, model.hidden_size)
         matmul_s = self.median_s(lambda: a_ND @ w_FD.T)
@@ -277,7 +280,9 @@ class _Calibrator:
 
         forward_s, backward_s = self.medians_s(timed_attention)
         kind = dataclasses.replace(self.kind, spec=dataclasses.replace(self.kind.spec, window=None))
-        setting = dataclasses.replace(plan.stage_costs.setting, tp=1, split_backward=False, recompute_modules=())
+        setting = dataclasses.replace(
+            plan.balance.stage_costs.setting, tp=1, split_backward=False, recompute_modules=()
+        )
         cost = layers_cost((kind,), setting)
         attention_flops = sum(event.flops for event in cost.of_phase("F") if isinstance(event, AttentionKernel))
 
@@ -286,7 +291,7 @@ class _Calibrator:
         copy_s = self.median_s(lambda: target.copy_(source))
         return {
             "matmul": 2.0 * tokens * model.hidden_size * model.ffn_size / matmul_s / peak_flops,
-            "head": sum(plan.stage_costs.head.flops) * plan.tp / head_forward_s / peak_flops,
+            "head": sum(plan.balance.stage_costs.head.flops) * plan.shape.tp / head_forward_s / peak_flops,
             "attention_forward": attention_flops / forward_s / peak_flops,
             "attention_backward": ATTENTION_BACKWARD_FLOPS * attention_flops / backward_s / peak_flops,
             "memory": 2 * source.nbytes / copy_s / device.memory_bytes_per_s,
@@ -309,7 +314,7 @@ class _Calibrator:
         if world == 1:
             return None, None
         plan = self.plan
-        hidden_bytes = plan.tokens_per_microbatch * plan.config.model.hidden_size * plan.dtype.itemsize
+        hidden_bytes = plan.shape.tokens_per_microbatch * plan.config.model.hidden_size * plan.shape.dtype.itemsize
         pp_axis = build_mesh(device=self.device, pp=world).pp
         message = self.link("message", pp_axis, hidden_bytes, 2)
         dp_axis = build_mesh(device=self.device).dp_cp

@@ -91,9 +91,9 @@ def run_memory(args: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError(problems)
     plan = plan_for(layout, request)
     memory = rank_memory(plan)
-    print(f"{layout}, dp {plan.dp}, {plan.num_microbatches} micro-batches")
+    print(f"{layout}, dp {plan.shape.dp}, {plan.shape.num_microbatches} micro-batches")
     print(aligned_table(format_plan.memory_rows(memory, plan)))
-    if plan.dp > 1:
+    if plan.shape.dp > 1:
         print(aligned_table(stage_rows(plan)))
     device = request.cluster.device
     print(f"a {device.name} has {device.memory_bytes / 2**30:.1f} GiB, less what CUDA and NCCL take")
@@ -119,7 +119,7 @@ def run_tokens(args: argparse.Namespace, argv: list[str]) -> int:
     request, _ = _read(args, argv)
     budget, data_tokens = _budget(args, request)
     cluster, plan = request.cluster, plan_for(Layout(), request)
-    flops = args.mfu * cluster.device.peak_tflops(plan.dtype) * 1e12 * cluster.world
+    flops = args.mfu * cluster.device.peak_tflops(plan.shape.dtype) * 1e12 * cluster.world
     speed = flops / budget.flops_per_token
     lines = format_plan.budget_lines(budget, plan, speed, cluster, args.price_per_gpu_hour, data_tokens)
     print("\n".join(lines))
@@ -204,10 +204,14 @@ def _budget(args: argparse.Namespace, request: Request) -> tuple[TokenBudget, in
     plan = plan_for(layout_of(request.config) if request.is_single_layout else Layout(), request)
     samples = request.config.train.train_samples
     if not samples and "train_iters" not in request.placeholders:
-        samples = plan.total_samples
-    tokens = quantities["tokens"] or (samples or 0) * model.seq_length or chinchilla_tokens(plan.num_active_parameters)
-    flops = flops_per_token(model, plan.padded_vocab)
-    return TokenBudget(plan.num_active_parameters, tokens, flops), quantities["data_tokens"]
+        samples = plan.shape.total_samples
+    tokens = (
+        quantities["tokens"]
+        or (samples or 0) * model.seq_length
+        or chinchilla_tokens(plan.model_states.num_active_parameters)
+    )
+    flops = flops_per_token(model, plan.shape.padded_vocab)
+    return TokenBudget(plan.model_states.num_active_parameters, tokens, flops), quantities["data_tokens"]
 
 
 def _search(args: argparse.Namespace, request: Request, profile: DeviceProfile | None) -> tuple[Request, SearchResult]:
@@ -249,8 +253,8 @@ def _print_plan(
     choices, cluster = result.choices()[: args.top], request.cluster
     best = choices[0].best
     plan = best.plan
-    batch = plan.batch_sizes.final * request.config.model.seq_length
-    dtype = str(plan.dtype).removeprefix("torch.")
+    batch = plan.shape.batch_sizes.final * request.config.model.seq_length
+    dtype = str(plan.shape.dtype).removeprefix("torch.")
     nodes = f"{cluster.num_nodes:,} node{'s' if cluster.num_nodes > 1 else ''} of {cluster.devices_per_node}"
     print(f"{cluster.world:,} x {cluster.device.name} ({nodes}), {dtype}, batch of {batch:,} tokens")
     _print_section("sizing by hand", recommend.decision_path(request, result))
@@ -260,7 +264,7 @@ def _print_plan(
     title = "as given" if request.is_single_layout else "the best"
     print(f"\n{title}: {best.layout}: {fits} into {result.limit / 2**30:.1f} GiB")
     print(aligned_table(format_plan.memory_rows(best.memory, plan)))
-    if plan.dp > 1:
+    if plan.shape.dp > 1:
         print(aligned_table(stage_rows(plan)))
     _print_section("", recommend.bottleneck(best, cluster.devices_per_node))
     _print_section("warnings", recommend.warnings(request, best, result.limit, budget, data_tokens))
@@ -278,7 +282,7 @@ def _print_plan(
 
 
 def _steps(budget: TokenBudget, plan: RunPlan) -> int:
-    return budget.steps(plan.batch_sizes, plan.config.model.seq_length)
+    return budget.steps(plan.shape.batch_sizes, plan.config.model.seq_length)
 
 
 def _print_section(title: str, lines: Iterable[str]) -> None:
@@ -302,7 +306,7 @@ def _write_files(args: argparse.Namespace, request: Request, result: SearchResul
         "cluster": {"device": cluster.device.name, "nodes": cluster.num_nodes, "per_node": cluster.devices_per_node},
         "device_memory": cluster.device.memory_bytes,
         "usable_memory": result.limit,
-        "parameters": best.plan.num_parameters,
+        "parameters": best.plan.model_states.num_parameters,
         "active_parameters": budget.active,
         "tokens": budget.tokens,
         "plans": plans,

@@ -112,7 +112,9 @@ def cluster_of_run(run: RunData, plan: RunPlan) -> Cluster:
     if not kinds:
         name = gpu_name or "no GPU recorded"
         raise ConfigError([f"device={device!r} ({name}) is not in the table; give --cluster FILE"])
-    return make_cluster(kinds[0], plan.world, plan.world // num_hosts if plan.world % num_hosts == 0 else None)
+    return make_cluster(
+        kinds[0], plan.shape.world, plan.shape.world // num_hosts if plan.shape.world % num_hosts == 0 else None
+    )
 
 
 def _times(run: RunData, plan: RunPlan, cluster: Cluster, profile: DeviceProfile | None) -> list[PredictionRow]:
@@ -134,9 +136,9 @@ def _times(run: RunData, plan: RunPlan, cluster: Cluster, profile: DeviceProfile
     parts = predicted.parts
     tokens_per_s = logged_median("perf/tokens_per_s_per_gpu")
     if tokens_per_s is not None:
-        tokens_per_s *= plan.world
+        tokens_per_s *= plan.shape.world
     source = profile.source if profile else f"the defaults of {cluster.device.name}; --profile is more accurate"
-    bubble_note = "" if plan.pp > 1 else "no pipeline"
+    bubble_note = "" if plan.shape.pp > 1 else "no pipeline"
     communication = parts["tp"] + parts["cp"] + parts["dp"]
     return [
         PredictionRow("step", "s", predicted.seconds, logged_median("perf/step_s"), f"by {source}"),
@@ -155,44 +157,45 @@ def _times(run: RunData, plan: RunPlan, cluster: Cluster, profile: DeviceProfile
 
 def _pipeline_waits(run: RunData, plan: RunPlan) -> list[PredictionRow]:
     """Return the bubble that FLOPs and schedule predict, and the timed one."""
-    if plan.pp == 1:
+    if plan.shape.pp == 1:
         return []
     measured, note = None, "needs --profile-pipeline STEP"
     if run.timeline is not None:
         try:
             spans, work_s, simulation = read_timeline(run.timeline)
             end_s = max(stop for *_, stop in spans)
-            measured = 1 - work_s / (plan.pp * end_s)
+            measured = 1 - work_s / (plan.shape.pp * end_s)
             note = f"of one step; {100 * simulation.bubble:.1f} % with the measured times of its stages"
         except DAMAGE_ERRORS as error:
             note = f"timeline.json is damaged: {error!r}"
-    return [PredictionRow("pipeline bubble", "share", plan.bubble, measured, note)]
+    return [PredictionRow("pipeline bubble", "share", plan.balance.bubble, measured, note)]
 
 
 def _memory(run: RunData, plan: RunPlan) -> list[PredictionRow]:
-    fullest = plan.fullest_rank
-    state = plan.model_states[fullest]
-    suffix = f" of pipeline rank {fullest}" if plan.pp > 1 else ""
+    shape = plan.shape
+    fullest = plan.model_states.fullest_rank
+    state = plan.model_states.by_rank[fullest]
+    suffix = f" of pipeline rank {fullest}" if shape.pp > 1 else ""
     rows = [
         PredictionRow(f"weights{suffix}", "bytes", state.weights, None),
         PredictionRow(f"gradients{suffix}", "bytes", state.gradients, None),
         PredictionRow(f"optimizer{suffix}", "bytes", state.optimizer, None),
-        PredictionRow(f"activations{suffix}", "bytes", plan.activation_bytes[fullest], None),
+        PredictionRow(f"activations{suffix}", "bytes", plan.balance.activation_bytes[fullest], None),
     ]
     is_cpu = run.run_info.get("device") == "cpu"
     note = "measured is the whole process, with Python and libraries" if is_cpu else ""
-    for position in range(plan.pp) if plan.pp <= MAX_RANKS else [fullest]:
-        predicted = plan.model_states[position].total + plan.activation_bytes[position]
+    for position in range(shape.pp) if shape.pp <= MAX_RANKS else [fullest]:
+        predicted = plan.model_states.by_rank[position].total + plan.balance.activation_bytes[position]
         measured = _measured_peak(run, plan, position)
-        name = f"peak of pipeline rank {position}" if plan.pp > 1 else "peak"
+        name = f"peak of pipeline rank {position}" if shape.pp > 1 else "peak"
         rows.append(PredictionRow(name, "bytes", predicted, measured, "" if measured is None else note))
     return rows
 
 
 def _measured_peak(run: RunData, plan: RunPlan, position: int) -> float | None:
     """Return the largest peak of the ranks of a pipeline position, in bytes; None if it was not recorded."""
-    ranks = rank_order(plan.world, plan.mesh_sizes).stage_ranks(position)
-    if len(run.peaks_gib) == plan.world:
+    ranks = rank_order(plan.shape.world, plan.shape.mesh_sizes).stage_ranks(position)
+    if len(run.peaks_gib) == plan.shape.world:
         peaks = [run.peaks_gib[rank] for rank in ranks]
     elif 0 in ranks:
         peaks = [gib for _, _, gib in run.curve("mem/max_allocated_gib")]  # log lines have the memory of rank 0

@@ -50,7 +50,7 @@ def summary_lines(result: SearchResult, num_shown: int) -> list[str]:
         return [accuracy]
     choices, fastest = result.choices(), result.plans[0]
     num_ties = sum(choice.best.time.seconds <= result.tie_threshold_s for choice in choices)
-    axes = "tp, pp, cp, ep" if fastest.plan.has_experts else "tp, pp, cp"
+    axes = "tp, pp, cp, ep" if fastest.plan.shape.has_experts else "tp, pp, cp"
     lines = [
         f"{result.num_candidates:,} layouts: {result.num_impossible:,} cannot be built, "
         f"{result.num_too_large:,} do not fit, {result.num_simulated:,} of the others were simulated; "
@@ -67,7 +67,7 @@ def summary_lines(result: SearchResult, num_shown: int) -> list[str]:
 
 def layout_table(choices: Sequence[RowChoice]) -> str:
     """Return the table of layouts: seconds of a step, the shares of its parts, and the memory of the fullest rank."""
-    has_cp = any(choice.best.plan.cp > 1 for choice in choices)
+    has_cp = any(choice.best.plan.shape.cp > 1 for choice in choices)
     axes = [axis for axis in COMM_AXES if axis != "cp" or has_cp]
     rows: list[tuple[str, ...]] = [
         ("layout", "dp", "s/step", "about", "MFU", "tokens/s", "bubble", *axes, "update", "GiB")
@@ -79,7 +79,7 @@ def layout_table(choices: Sequence[RowChoice]) -> str:
         rows.append(
             (
                 str(layout.layout),
-                str(layout.plan.dp),
+                str(layout.plan.shape.dp),
                 f"{time.seconds:.3f}",
                 f"{low:.2f}-{high:.2f}",
                 f"{time.mfu:.1%}",
@@ -99,7 +99,7 @@ def memory_rows(memory: Sequence[RankMemory], plan: RunPlan) -> list[tuple[str, 
         ranks = sorted({0, 1, fullest, ranks[-2], ranks[-1]})
     rows: list[tuple[str, ...]] = [("GiB per rank", "layers", *MEMORY_PARTS, "peak")]
     for rank in ranks:
-        layers = sum(plan.layers_per_stage[stage] for stage in plan.placement.stages_of_rank(rank))
+        layers = sum(plan.balance.layers_per_stage[stage] for stage in plan.shape.placement.stages_of_rank(rank))
         sizes = [getattr(memory[rank], field) for field in MEMORY_PARTS.values()]
         name = f"pipeline rank {rank}"
         if rank == fullest:
@@ -173,8 +173,8 @@ def budget_lines(
     devices = cluster.world
     if price is None:
         price = cluster.device.price_per_hour
-    sizes, seq_length = plan.batch_sizes, plan.config.model.seq_length
-    per_parameter = "per parameter that a token uses" if plan.has_experts else "per parameter"
+    sizes, seq_length = plan.shape.batch_sizes, plan.config.model.seq_length
+    per_parameter = "per parameter that a token uses" if plan.shape.has_experts else "per parameter"
     after_growth = ", once the batch has grown" if len(sizes.milestones) > 1 else ""
     hours = budget.device_hours(speed, devices)
     time = f"{_format_days(budget.days(speed))} at {speed:,.0f} tokens/s"
@@ -218,12 +218,12 @@ def as_json(planned: PlannedLayout) -> dict[str, Any]:
     return {
         "layout": dataclasses.asdict(planned.layout),
         "name": str(planned.layout),
-        "world": plan.world,
-        "dp": plan.dp,
-        "cp": plan.cp,
-        "first_ranks": [*plan.rank0_groups["pp"]],
-        "microbatches": plan.num_microbatches,
-        "layers": plan.layers_per_stage,
+        "world": plan.shape.world,
+        "dp": plan.shape.dp,
+        "cp": plan.shape.cp,
+        "first_ranks": [*plan.shape.rank0_groups["pp"]],
+        "microbatches": plan.shape.num_microbatches,
+        "layers": plan.balance.layers_per_stage,
         "seconds": time.seconds,
         "about_seconds": error_band(time.seconds),
         "parts": time.parts,

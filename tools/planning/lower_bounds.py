@@ -40,10 +40,10 @@ SIMULATED_GROUPS = 3  # groups of micro-batches; with 1F1B, memory does not grow
 
 def all_splits(plan: RunPlan) -> np.ndarray:
     """Return the layers of every stage, in all distributions that the run chooses from, as [splits, stages]."""
-    fixed_split = plan.fixed_split
+    fixed_split = plan.balance.fixed_split
     if len(fixed_split):
         return np.array([fixed_split])
-    return _splits_array(plan.stage_costs, plan.placement.num_stages)
+    return _splits_array(plan.balance.stage_costs, plan.shape.placement.num_stages)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -53,25 +53,26 @@ def _splits_array(costs: StageCosts, num_stages: int) -> np.ndarray:
 
 def min_step_time(plan: RunPlan, times: TimeModel) -> float:
     """Return a lower bound of the seconds of a step."""
-    counts, pp, num_microbatches = all_splits(plan), plan.pp, plan.num_microbatches
+    shape = plan.shape
+    counts, pp, num_microbatches = all_splits(plan), shape.pp, shape.num_microbatches
     stops = counts.cumsum(1)
     layer_times = times.layer_times.between(stops - counts, stops)[..., TOTAL, :]
     f, b, w = np.moveaxis(layer_times, -1, 0)  # seconds of one micro-batch, each [splits, stages]
     for stage, end_times in ((0, times.embedding[TOTAL]), (-1, times.head[TOTAL])):
         for stage_times, seconds in zip((f, b, w), end_times, strict=True):
             stage_times[:, stage] += seconds
-    backward = b if plan.splits_backward else b + w
+    backward = b if shape.splits_backward else b + w
     one_microbatch = f.sum(1) + backward.sum(1) + (num_microbatches - 1) * f.max(1)
     fill = np.cumsum(f[:, :pp], 1) - f[:, :pp]
     drain = np.cumsum(backward[:, :pp], 1) - backward[:, :pp]
 
     def rank_seconds(stage_times: np.ndarray) -> np.ndarray:
         """Return the seconds of all micro-batches in all chunks of each rank."""
-        return num_microbatches * stage_times.reshape(len(stage_times), plan.vpp, pp).sum(1)
+        return num_microbatches * stage_times.reshape(len(stage_times), shape.vpp, pp).sum(1)
 
     work = rank_seconds(f + b + w)
     ends = work + drain
-    if plan.splits_backward:  # weight gradients may run while other ranks drain
+    if shape.splits_backward:  # weight gradients may run while other ranks drain
         ends = np.maximum(work, work - rank_seconds(w) + drain)
     return float(np.maximum(one_microbatch, (fill + ends).max(1)).min())
 
@@ -82,10 +83,11 @@ def min_dp_time(plan: RunPlan, times: TimeModel, params_by_view: Mapping[str, in
     Args:
         params_by_view: The number of the model's parameters, by mesh view.
     """
+    shape = plan.shape
     model, parallel = plan.config.model, plan.config.parallel
     num_end_weights = 2 if model.untie_embeddings_and_output_weights else 1  # backward does not gather these
-    end_params = {"dense": num_end_weights * plan.vocab_size * model.hidden_size}
-    weight_bytes, grad_bytes, _ = plan.bytes_per_element()
+    end_params = {"dense": num_end_weights * shape.vocab_size * model.hidden_size}
+    weight_bytes, grad_bytes, _ = shape.bytes_per_element()
     reduced_bytes = 2 if parallel.grad_reduce_in_bf16 else grad_bytes
     counts = sync_counts(plan)
     seconds = 0.0
@@ -94,8 +96,8 @@ def min_dp_time(plan: RunPlan, times: TimeModel, params_by_view: Mapping[str, in
         gathered = counts.forward_gathers * params + counts.backward_gathers * (params - end_params.get(view, 0))
         num_bytes = counts.reductions * reduced_bytes * params + weight_bytes * gathered
         model_shards = math.prod(times.mesh.axis(axis).size for axis in MESH_VIEWS[view][1])
-        seconds += times.comm_times.all_gather(num_bytes / model_shards / plan.pp, group)
-    return plan.num_microbatches * seconds
+        seconds += times.comm_times.all_gather(num_bytes / model_shards / shape.pp, group)
+    return shape.num_microbatches * seconds
 
 
 def min_memory(plan: RunPlan, module_states: ModuleStateBytes) -> float:
@@ -103,15 +105,15 @@ def min_memory(plan: RunPlan, module_states: ModuleStateBytes) -> float:
 
     A split backward holds at least as much as the schedule without it.
     """
-    counts, pp, placement = all_splits(plan), plan.pp, plan.placement
+    counts, pp, placement = all_splits(plan), plan.shape.pp, plan.shape.placement
     last_stage = placement.num_stages - 1
     if pp == 1 and not plan.config.model.untie_embeddings_and_output_weights:
         module_states = replace(module_states, head=0.0)  # its weights are the embedding's
-    saved = plan.stage_costs.saved_bytes(counts)
+    saved = plan.balance.stage_costs.saved_bytes(counts)
     weights, gradients, head_unit = _unsharded_bytes(plan)
-    layer_peak, last_part = plan.stage_costs.min_peaks
+    layer_peak, last_part = plan.balance.stage_costs.min_peaks
     backward_peak = weights + max(layer_peak, last_part + gradients)
-    head_cost = plan.stage_costs.head
+    head_cost = plan.balance.stage_costs.head
     peaks = np.zeros(len(counts))
     for rank in {0, min(1, pp - 1), pp - 1}:
         stages = list(placement.stages_of_rank(rank))
@@ -123,7 +125,7 @@ def min_memory(plan: RunPlan, module_states: ModuleStateBytes) -> float:
         peaks = np.maximum(peaks, state + in_flight + np.where(has_layers, backward_peak - head_saved, 0.0))
         if is_last:
             in_flight = saved[:, stages] @ _in_flight(plan, rank, last_stage)
-            head_peak = plan.p2p_bytes + head_unit + head_cost.peak_bytes["F"] - head_cost.saved_bytes
+            head_peak = plan.shape.p2p_bytes + head_unit + head_cost.peak_bytes["F"] - head_cost.saved_bytes
             peaks = np.maximum(peaks, state + in_flight + head_peak)
     return float(peaks.min())
 
@@ -133,21 +135,22 @@ def _unsharded_bytes(plan: RunPlan) -> tuple[float, float, float]:
 
     All are 0 for parameters that are always allocated. A split backward has the block's gradients later.
     """
-    mesh = plan.mesh_at(0)
-    weight_bytes, grad_bytes, _ = plan.bytes_per_element()
+    shape = plan.shape
+    mesh = shape.mesh_at(0)
+    weight_bytes, grad_bytes, _ = shape.bytes_per_element()
     if plan.config.parallel.effective_zero_stage < 3:
         weight_bytes = 0
     resharded_views = [
         view
         for view in MESH_VIEWS
-        if plan.sharding_policy.reduce_every_pass and mesh.axis(SHARD_AXES[view][0]).size > 1
+        if shape.sharding_policy.reduce_every_pass and mesh.axis(SHARD_AXES[view][0]).size > 1
     ]
-    numel = _min_matrix_numel(plan.stage_costs, tuple(resharded_views))
-    head_has_weights = plan.config.model.untie_embeddings_and_output_weights or plan.pp > 1
+    numel = _min_matrix_numel(plan.balance.stage_costs, tuple(resharded_views))
+    head_has_weights = plan.config.model.untie_embeddings_and_output_weights or shape.pp > 1
     head = 0
     if head_has_weights and "dense" in resharded_views:
-        head = plan.padded_vocab // plan.tp * plan.config.model.hidden_size * (weight_bytes + grad_bytes)
-    return numel * weight_bytes, 0 if plan.splits_backward else numel * grad_bytes, head
+        head = shape.padded_vocab // shape.tp * plan.config.model.hidden_size * (weight_bytes + grad_bytes)
+    return numel * weight_bytes, 0 if shape.splits_backward else numel * grad_bytes, head
 
 
 @functools.lru_cache(maxsize=256)
@@ -165,10 +168,11 @@ def _min_matrix_numel(costs: StageCosts, views: tuple[str, ...]) -> int:
 
 
 def _in_flight(plan: RunPlan, rank: int, stage: int | None) -> np.ndarray:
+    shape = plan.shape
     parallel = plan.config.parallel
     group_size = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    groups = microbatch_groups(plan.num_microbatches, plan.pp, group_size)[:SIMULATED_GROUPS]
-    return _peak_in_flight(parallel.pipeline_schedule, plan.pp, plan.vpp, tuple(groups), rank, stage)
+    groups = microbatch_groups(shape.num_microbatches, shape.pp, group_size)[:SIMULATED_GROUPS]
+    return _peak_in_flight(parallel.pipeline_schedule, shape.pp, shape.vpp, tuple(groups), rank, stage)
 
 
 @functools.cache

@@ -36,8 +36,8 @@ def critical_batch(parameters: int) -> float:
 def decision_path(request: Request, result: SearchResult) -> list[str]:
     """Return the steps of sizing by hand, as "question: size -> decision"."""
     cluster, plan = request.cluster, plan_for(Layout(), request)
-    params, memory, limit = plan.num_parameters, cluster.device.memory_bytes, result.limit
-    weight_bytes, grad_bytes, optimizer_bytes = plan.bytes_per_element()
+    params, memory, limit = plan.model_states.num_parameters, cluster.device.memory_bytes, result.limit
+    weight_bytes, grad_bytes, optimizer_bytes = plan.shape.bytes_per_element()
     usable = f"{limit / GIB:.0f} GiB may be used ({limit / memory:.0%})"
     lines = [f"memory of a device: {memory / GIB:.0f} GiB; {usable}"]
 
@@ -56,9 +56,11 @@ def decision_path(request: Request, result: SearchResult) -> list[str]:
         tp_sizes = [t for t in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % t == 0]
         tp = max(t for t in tp_sizes if _is_valid_tp(t, request))
         ep = math.gcd(request.config.model.num_experts or 1, cluster.devices_per_node)
-        layout = f"tp {tp} ep {ep}" if plan.has_experts else f"tp {tp}"
+        layout = f"tp {tp} ep {ep}" if plan.shape.has_experts else f"tp {tp}"
         axes = "tp" if ep == 1 else "tp and ep"
-        params_per_rank = plan.params_by_view["dense"] / tp + plan.params_by_view["expert"] / ep
+        params_per_rank = (
+            plan.model_states.params_by_view["dense"] / tp + plan.model_states.params_by_view["expert"] / ep
+        )
         model_bytes = params_per_rank * (weight_bytes + grad_bytes)
         # with more stages, fewer ranks shard the optimizer state of a stage
         sharded_bytes = params * optimizer_bytes / cluster.world
@@ -85,7 +87,7 @@ def _chosen_layout(best: PlannedLayout) -> list[str]:
     """Return the last steps: full matrices of Muon, activations and micro-batches of the best layout."""
     plan, rank, step_s = best.plan, best.fullest, best.time.seconds
     lines = []
-    matrices = plan.model_states[plan.fullest_rank].muon
+    matrices = plan.model_states.fullest.muon
     if matrices is not None:
         lines.append(
             f"full matrices of a step: {matrices} -> {best.time.muon_s:.3g} s, {best.time.muon_s / step_s:.1%}"
@@ -95,7 +97,7 @@ def _chosen_layout(best: PlannedLayout) -> list[str]:
     sizes = f"{activations / GIB:.1f} GiB, next to {(memory.peak - activations) / GIB:.1f} GiB of state"
     recompute = "nothing" if best.layout.recompute == "none" else best.layout.recompute
     lines.append(f"activations of the best layout's fullest rank ({rank}): {sizes} -> recompute {recompute}")
-    microbatches = f"{plan.num_microbatches} over {plan.pp} stages x {plan.vpp} chunks"
+    microbatches = f"{plan.shape.num_microbatches} over {plan.shape.pp} stages x {plan.shape.vpp} chunks"
     lines.append(f"micro-batches of a step: {microbatches} -> bubble {best.time.parts['bubble'] / step_s:.1%}")
     return lines
 
@@ -124,19 +126,20 @@ def warnings(
     if best.layout.tp > cluster.devices_per_node or cluster.devices_per_node % best.layout.tp:
         fact = f"tp {best.layout.tp} crosses nodes of {cluster.devices_per_node}"
         lines.append(f"{fact}: each layer waits for the network four times; use a divisor")
-    host_bytes = max(state.host_bytes for state in plan.model_states)
+    host_bytes = max(state.host_bytes for state in plan.model_states.by_rank)
     if host_bytes:
         fact = f"offload takes {host_bytes / GIB:.1f} GiB of host memory per rank"
         lines.append(f"{fact}; its copies and updates are not in the time")
     bubble = best.time.parts["bubble"] / best.time.seconds
     if bubble > BOTTLENECKS["bubble"].threshold:
-        fact = f"{plan.num_microbatches} micro-batches are few for {plan.pp} stages: {bubble:.0%} of the time idles"
+        num_microbatches, pp = plan.shape.num_microbatches, plan.shape.pp
+        fact = f"{num_microbatches} micro-batches are few for {pp} stages: {bubble:.0%} of the time idles"
         lines.append(f"{fact}; {remedy('bubble', plan, cluster.devices_per_node)}, or fewer devices for this batch")
     tokens = seq_length * best.layout.micro_batch
     if tokens < MIN_MICROBATCH_TOKENS:
         fact = f"a micro-batch of {tokens} tokens makes small matmuls"
         lines.append(f"{fact}; raise --micro-batch-size (rule of thumb: {MIN_MICROBATCH_TOKENS} tokens)")
-    batch, critical = plan.batch_sizes.final * seq_length, critical_batch(budget.active)
+    batch, critical = plan.shape.batch_sizes.final * seq_length, critical_batch(budget.active)
     if batch > critical:
         fact = f"a batch of {batch / 1e6:.1f} M tokens is beyond the critical {critical / 1e6:.1f} M"
         lines.append(f"{fact}: a larger one saves few steps (a rule of thumb, arXiv:2001.08361, eq. 1.4)")

@@ -29,6 +29,7 @@ from megalite.planning.layer_kinds import StageCosts
 from megalite.planning.memory import RankMemory, rank_memory
 from megalite.planning.model_state import ModuleStateBytes
 from megalite.planning.run_plan import RunPlan
+from megalite.planning.run_shape import RunShape
 from megalite.planning.stage_time import TimeModel
 from megalite.planning.step_time import StepTime, predict_step
 from tools.planning.lower_bounds import min_dp_time, min_memory, min_step_time
@@ -351,7 +352,7 @@ def variants(layout: Layout, request: Request) -> Iterator[Layout]:
 
 
 def plan_for(layout: Layout, request: Request) -> RunPlan:
-    return RunPlan(apply_layout(layout, request.config), request.cluster.world, request.vocab_size)
+    return RunPlan(RunShape(apply_layout(layout, request.config), request.cluster.world, request.vocab_size))
 
 
 def may_raise_zero_stage(request: Request) -> bool:
@@ -486,7 +487,7 @@ class _Search:
         simplest = result.simplest
         if not result.is_tight(simplest.peak):
             return
-        if may_raise_zero_stage(self.request) and simplest.plan.dp > 1 and simplest.layout.zero == 1:
+        if may_raise_zero_stage(self.request) and simplest.plan.shape.dp > 1 and simplest.layout.zero == 1:
             zero_2 = replace(simplest.layout, zero=2)
             if zero_2 not in [bound.layout for bound in bounds]:
                 result.num_candidates += 1
@@ -521,7 +522,7 @@ class _Search:
     def _add_ddp_variants(self) -> None:
         """Simulate the first rows without a sharded optimizer, which takes more memory."""
         for choice in self.result.choices()[:DDP_VARIANTS]:
-            if choice.best.plan.dp > 1 and choice.best.layout.zero == 1:
+            if choice.best.plan.shape.dp > 1 and choice.best.layout.zero == 1:
                 self.result.num_candidates += 1
                 self._try(replace(choice.best.layout, zero=0))
 
@@ -547,15 +548,15 @@ class _Search:
         return sorted(bounds, key=lambda bound: bound.seconds)
 
     def _module_state(self, plan: RunPlan, layout: Layout) -> ModuleStateBytes:
-        key = (layout.tp, plan.dp * plan.cp, layout.ep, layout.zero)
+        key = (layout.tp, plan.shape.dp * plan.shape.cp, layout.ep, layout.zero)
         if key not in self._module_states:
-            self._module_states[key] = plan.module_state_bytes
+            self._module_states[key] = plan.balance.module_state_bytes
         return self._module_states[key]
 
     def _times_of_layers(self, plan: RunPlan) -> TimeModel:
         """Return the times of a plan, or of another plan whose layers and ends take the same time as its own."""
         times = TimeModel(plan, self.request.cluster, self.rates)
-        return self._layer_times.setdefault((plan.stage_costs, *times.layer_groups.values()), times)
+        return self._layer_times.setdefault((plan.balance.stage_costs, *times.layer_groups.values()), times)
 
     def _higher_zero_bounds(self) -> list[LowerBound]:
         """Return bounds at ZeRO stages 2 and 3 of layouts that are too large at stage 1, if they may be the fastest.
@@ -564,7 +565,7 @@ class _Search:
         """
         request, result = self.request, self.result
         fastest_s = result.plans[0].time.seconds if result.plans else float("inf")
-        params_by_view = plan_for(Layout(), request).params_by_view
+        params_by_view = plan_for(Layout(), request).model_states.params_by_view
         dp_times = dict[Layout, float]()
         bounds: list[LowerBound] = []
         for layout in result.too_large:
@@ -596,7 +597,7 @@ class _Search:
                 return None
             plan = plan_for(candidate, request)
             is_auto = request.config.parallel.reshard_after_forward == "auto"
-            if stage == 3 and plan.sharding_policy.unshard_by_chunk and is_auto:
+            if stage == 3 and plan.shape.sharding_policy.unshard_by_chunk and is_auto:
                 return None
             times = TimeModel(plan, request.cluster, self.rates)
             if key not in dp_times:

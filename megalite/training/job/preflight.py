@@ -60,7 +60,7 @@ def preflight(config: Config, ranks: RankInfo) -> tuple[RunPlan, DatasetBundle]:
         sources = build_datasets(data, config.model.seq_length, train.seed, train.eval_iters)
         plan = make_run_plan(config, ranks.world_size, sources.vocab_size)
         if REGISTRIES["mixer"].plugin_components:  # build them, and run them on the meta device
-            flops_per_token(config.model, plan.padded_vocab)
+            flops_per_token(config.model, plan.shape.padded_vocab)
         return plan, sources
     except DataError:
         raise
@@ -112,10 +112,10 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
         raise LaunchError(str(error)) from None
     except KernelError as error:
         raise SetupError(str(error)) from None
-    state = plan.model_states[plan.fullest_rank]
+    state = plan.model_states.fullest
     required_host_bytes = max(host_bytes(plan))
     if config.optim.offload_fraction and config.optim.optimizer_offload_dir is not None:
-        required_disk_bytes = max(rank_state.disk_bytes for rank_state in plan.model_states)
+        required_disk_bytes = max(rank_state.disk_bytes for rank_state in plan.model_states.by_rank)
         _check_offload_dir(config.optim.optimizer_offload_dir, required_disk_bytes, ranks)
     memory_per_rank = total_memory(torch.device("cpu")) / ranks.local_world_size
     if device == "cpu":
@@ -136,7 +136,7 @@ def check_machine(plan: RunPlan, device: str, ranks: RankInfo) -> None:
         required = state.total
         available, memory_name = total_memory(cuda_device(ranks)), "the GPU's memory"
     if required > available:
-        pipeline_rank = f" on pipeline rank {plan.fullest_rank}" if plan.pp > 1 else ""
+        pipeline_rank = f" on pipeline rank {plan.model_states.fullest_rank}" if plan.shape.pp > 1 else ""
         raise LaunchError(
             f"weights and optimizer alone take {required / 2**30:.1f} GiB per rank{pipeline_rank}, "
             f"{memory_name} is {available / 2**30:.1f} GiB: "

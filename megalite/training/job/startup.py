@@ -53,8 +53,8 @@ def open_metrics_logger(
     Rows of metrics.jsonl after the current step, from an earlier process, are dropped.
     """
     log = replace(config.log, log_style=effective_log_style(config))
-    peak = find_peak(run.mesh.device, plan.dtype, log.peak_tflops, ranks.local_world_size)
-    speed = Speed(flops_per_token(config.model, plan.padded_vocab), ranks.world_size, peak.tflops, peak.too_low)
+    peak = find_peak(run.mesh.device, plan.shape.dtype, log.peak_tflops, ranks.local_world_size)
+    speed = Speed(flops_per_token(config.model, plan.shape.padded_vocab), ranks.world_size, peak.tflops, peak.too_low)
     save = config.checkpoint.save
     progress = None
     if log.log_progress and save is not None:

@@ -37,30 +37,31 @@ def format_plan(
         peak: The peak FLOP/s; None in a dry run.
         device_type: None in a dry run.
     """
-    config, model, batch_sizes = plan.config, plan.config.model, plan.batch_sizes
+    shape = plan.shape
+    config, model, batch_sizes = plan.config, plan.config.model, shape.batch_sizes
     windows = [window for window in model.attention_windows if window is not None]
     batch = f"{batch_sizes.final}"
     if len(batch_sizes.milestones) > 1:
         batch = f"{batch_sizes.at(0)} to {batch_sizes.final}"
-    ranks = f"{plan.world} {plural('rank', plan.world)}"
+    ranks = f"{shape.world} {plural('rank', shape.world)}"
     schedule = config.parallel.pipeline_schedule
-    if plan.split_backward is not None:
+    if plan.balance.split_backward is not None:
         schedule += ", split backward"
-    chunks = f"{plan.vpp} {plural('chunk', plan.vpp)} per rank"
-    microbatches = f"{plan.num_microbatches:,} {plural('micro-batch', plan.num_microbatches)}"
-    tokens = plan.total_samples * model.seq_length
+    chunks = f"{shape.vpp} {plural('chunk', shape.vpp)} per rank"
+    microbatches = f"{shape.num_microbatches:,} {plural('micro-batch', shape.num_microbatches)}"
+    tokens = shape.total_samples * model.seq_length
     rows = {
-        "mesh": f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {ranks}",
+        "mesh": f"pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp} = {ranks}",
         **format_groups(plan, local_world),
-        "parameters": f"{format_parameters(plan)} (vocabulary {plan.vocab_size:,}, padded to {plan.padded_vocab:,})",
-        "layers per stage": run_lengths(plan.layers_per_stage),
-        "schedule": f"{schedule}, {chunks}, {microbatches}; bubble {plan.bubble:.1%}",
+        "parameters": f"{format_parameters(plan)} (vocabulary {shape.vocab_size:,}, padded to {shape.padded_vocab:,})",
+        "layers per stage": run_lengths(plan.balance.layers_per_stage),
+        "schedule": f"{schedule}, {chunks}, {microbatches}; bubble {plan.balance.bubble:.1%}",
         "ZeRO": describe_zero(plan),
         "precision": "bf16" if config.precision.bf16 else "fp16" if config.precision.fp16 else "fp32",
-        "steps": f"{plan.num_steps:,} of {batch} x {model.seq_length} tokens: {tokens:,} tokens",
-        "data": sources.train.describe(plan.total_samples),
+        "steps": f"{shape.num_steps:,} of {batch} x {model.seq_length} tokens: {tokens:,} tokens",
+        "data": sources.train.describe(shape.total_samples),
     }
-    eval_samples = config.train.eval_iters * plan.eval_batch_size
+    eval_samples = config.train.eval_iters * shape.eval_batch_size
     unused = [
         line
         for dataset in sources.valid
@@ -74,7 +75,7 @@ def format_plan(
         rows["learning rate"] = f"{config.optim.lr:g} at a batch of {base}, so {lr:g} at one of {batch_sizes.final}"
     if device_type is not None:
         rows["kernels"] = describe_kernels(device_type)
-        if plan.dtype in upcast_dtypes(device_type):
+        if shape.dtype in upcast_dtypes(device_type):
             rows["precision"] += ", computed in fp32: this CPU has no instructions for it"
         is_half = config.precision.bf16 or config.precision.fp16
         has_dropout = model.attention_dropout > 0
@@ -82,21 +83,21 @@ def format_plan(
         rows["attention"] = describe_backend(
             device_type, has_dropout, half=is_half, window=bool(windows), softcap=has_softcap
         )
-    if (matrices := plan.model_states[plan.fullest_rank].muon) is not None:
+    if (matrices := plan.model_states.fullest.muon) is not None:
         rows["full matrices"] = f"{matrices}, per step"
-    if plan.cp > 1:
+    if shape.cp > 1:
         attention_layers = [layer for layer in model.layers if layer.mixer == "attention"]
         num_a2a = sum(layer.cp_comm_type == "a2a" for layer in attention_layers)
         num_gathering = len(attention_layers) - num_a2a
         rows["context"] = (
-            f"{model.seq_length // plan.cp:,} tokens of each sample per cp rank; "
+            f"{model.seq_length // shape.cp:,} tokens of each sample per cp rank; "
             f"attention gathers keys and values in {num_gathering} layers, exchanges heads in {num_a2a}"
         )
-    if plan.has_experts:
+    if shape.has_experts:
         num_moe_layers = sum(layer.has_experts for layer in model.layers)
         rows["experts"] = (
             f"{model.num_experts:,} in {num_moe_layers} of {model.num_layers} layers, "
-            f"{model.moe_router_topk} per token; ep {plan.ep} x etp {plan.etp} x edp {plan.mesh_at(0).edp.size}"
+            f"{model.moe_router_topk} per token; ep {shape.ep} x etp {shape.etp} x edp {shape.mesh_at(0).edp.size}"
         )
     if windows:
         rows["window"] = f"{windows[0]:,} keys in {len(windows)} of {model.num_layers} layers"
@@ -109,7 +110,7 @@ def format_plan(
     if peak is not None:
         rows["peak FLOP/s"] = "n/a" if peak.tflops is None else f"{peak.tflops:.3g} TFLOP/s ({peak.source})"
     tables = [log_format.table(rows), log_format.aligned_table(memory_rows(plan))]
-    if device_type is None and plan.dp * plan.cp > 1:
+    if device_type is None and shape.dp * shape.cp > 1:
         tables.append(log_format.aligned_table(stage_rows(plan)))
     return "\n".join(tables)
 
@@ -120,17 +121,20 @@ def plan_as_json(plan: RunPlan, sources: DatasetBundle, hosts: Sequence[str], de
     `layers` are the start and stop of every stage, `memory` the bytes of a rank of each pipeline rank, and `hosts` the
     host names of all ranks.
     """
-    memory = [{part: getattr(state, part) for part in STATE_PARTS} for state in plan.model_states]
+    shape = plan.shape
+    memory = [{part: getattr(state, part) for part in STATE_PARTS} for state in plan.model_states.by_rank]
     return {
         "command": sys.argv,
-        "mesh": {"world": plan.world, "pp": plan.pp, "dp": plan.dp, "cp": plan.cp, "tp": plan.tp},
-        "dp_outermost": plan.mesh_sizes.get("dp_outermost", False),
-        "layers": [[layers.start, layers.stop] for layers in plan.layer_ranges],
-        "memory": [state | {"activations": size} for state, size in zip(memory, plan.activation_bytes, strict=True)],
-        "parameters": plan.num_parameters,
-        "active_parameters": plan.num_active_parameters,
-        "steps": plan.num_steps,
-        "data": sources.train.describe(plan.total_samples),
+        "mesh": {"world": shape.world, "pp": shape.pp, "dp": shape.dp, "cp": shape.cp, "tp": shape.tp},
+        "dp_outermost": shape.mesh_sizes.get("dp_outermost", False),
+        "layers": [[layers.start, layers.stop] for layers in plan.balance.layer_ranges],
+        "memory": [
+            state | {"activations": size} for state, size in zip(memory, plan.balance.activation_bytes, strict=True)
+        ],
+        "parameters": plan.model_states.num_parameters,
+        "active_parameters": plan.model_states.num_active_parameters,
+        "steps": shape.num_steps,
+        "data": sources.train.describe(shape.total_samples),
         "hosts": list(dict.fromkeys(hosts)),
         "device": device.type,
         "machine": machine_facts(device),
@@ -139,9 +143,9 @@ def plan_as_json(plan: RunPlan, sources: DatasetBundle, hosts: Sequence[str], de
 
 def format_parameters(plan: RunPlan) -> str:
     """Format the number of parameters, and the number that are active for a token if there are experts."""
-    text = f"{plan.num_parameters:,}"
-    if plan.has_experts:
-        text += f", {plan.num_active_parameters:,} active per token"
+    text = f"{plan.model_states.num_parameters:,}"
+    if plan.shape.has_experts:
+        text += f", {plan.model_states.num_active_parameters:,} active per token"
     return text
 
 
@@ -153,7 +157,8 @@ def run_lengths(counts: Iterable[int]) -> str:
 
 def format_groups(plan: RunPlan, local_world: int) -> dict[str, str]:
     """Return rows about the groups of rank 0, on nodes of `local_world` ranks; {} with a single node."""
-    if plan.world <= local_world:
+    shape = plan.shape
+    if shape.world <= local_world:
         return {}
 
     def format_group(ranks: Sequence[int]) -> str:
@@ -163,13 +168,13 @@ def format_groups(plan: RunPlan, local_world: int) -> dict[str, str]:
             rank_texts = [*rank_texts[:2], "..", rank_texts[-1]]
         return f"{' '.join(rank_texts)} ({f'{nodes} nodes' if nodes > 1 else 'node 0'})"
 
-    groups = ", ".join(f"{name} {format_group(ranks)}" for name, ranks in plan.rank0_groups.items() if len(ranks) > 1)
+    groups = ", ".join(f"{name} {format_group(ranks)}" for name, ranks in shape.rank0_groups.items() if len(ranks) > 1)
     rows = {"groups of rank 0": f"{groups}; nodes of {local_world} ranks" if groups else ""}
-    if local_world % plan.tp:
-        max_tp = max(tp for tp in range(1, min(plan.tp, local_world) + 1) if local_world % tp == 0)
+    if local_world % shape.tp:
+        max_tp = max(tp for tp in range(1, min(shape.tp, local_world) + 1) if local_world % tp == 0)
         rows["warning"] = (
-            f"tensor_model_parallel_size={plan.tp} crosses nodes of {local_world} ranks: each layer waits for the "
-            f"network four times; use {max_tp}, or start {plan.tp} ranks per node"
+            f"tensor_model_parallel_size={shape.tp} crosses nodes of {local_world} ranks: each layer waits for the "
+            f"network four times; use {max_tp}, or start {shape.tp} ranks per node"
         )
     return rows
 
@@ -180,13 +185,13 @@ def _gib(size: float) -> str:
 
 def num_replicas(plan: RunPlan) -> int:
     """Return the number of replicas under hybrid sharding, otherwise 1."""
-    return plan.mesh_at(0).dp_replicate.size if plan.config.parallel.effective_zero_stage else 1
+    return plan.shape.mesh_at(0).dp_replicate.size if plan.config.parallel.effective_zero_stage else 1
 
 
 def describe_zero(plan: RunPlan) -> str:
     """Describe the ZeRO stage, and the replicas under hybrid sharding."""
-    parallel, replicas, size = plan.config.parallel, num_replicas(plan), plan.mesh_at(0).dp_shard.size
-    axes = "dp x cp" if plan.cp > 1 else "dp"
+    parallel, replicas, size = plan.config.parallel, num_replicas(plan), plan.shape.mesh_at(0).dp_shard.size
+    axes = "dp x cp" if plan.shape.cp > 1 else "dp"
     stage = parallel.effective_zero_stage
     text = f"stage {stage}, {SHARDED_BY_STAGE[stage]} sharded over {axes}"
     if replicas == 1:
@@ -211,23 +216,26 @@ def memory_rows(plan: RunPlan) -> list[tuple[str, ...]]:
 
     With more than MAX_ROWS pipeline ranks it has only the row of the largest, and the range of all.
     """
+    shape = plan.shape
     host = host_bytes(plan)
     has_host = any(host)
     head = ("GiB per rank", "layers", *STATE_PARTS, "activations", "in flight", "all")
     if has_host:
         head += ("host",)
     rows: list[tuple[str, ...]] = []
-    totals = [state.total + size for state, size in zip(plan.model_states, plan.activation_bytes, strict=True)]
+    totals = [
+        state.total + size for state, size in zip(plan.model_states.by_rank, plan.balance.activation_bytes, strict=True)
+    ]
     for i, (state, activations, in_flight) in enumerate(
-        zip(plan.model_states, plan.activation_bytes, plan.peak_in_flight, strict=True)
+        zip(plan.model_states.by_rank, plan.balance.activation_bytes, plan.balance.peak_in_flight, strict=True)
     ):
-        name = f"pipeline rank {i}" if plan.pp > 1 else ""
-        layers = run_lengths(map(len, plan.layer_ranges[i :: plan.pp]))
+        name = f"pipeline rank {i}" if shape.pp > 1 else ""
+        layers = run_lengths(map(len, plan.balance.layer_ranges[i :: shape.pp]))
         parts = (_gib(getattr(state, part)) for part in STATE_PARTS)
         row = (name, layers, *parts, _gib(activations), str(in_flight), _gib(totals[i]))
         rows.append((*row, _gib(host[i])) if has_host else row)
-    if plan.pp <= MAX_ROWS:
+    if shape.pp <= MAX_ROWS:
         return [head, *rows]
     columns = list(zip(*rows, strict=True))[2:]
     ranges = (f"{min(column, key=float)} - {max(column, key=float)}" for column in columns)
-    return [head, rows[totals.index(max(totals))], (f"all {plan.pp}", "", *ranges)]
+    return [head, rows[totals.index(max(totals))], (f"all {shape.pp}", "", *ranges)]
