@@ -13,9 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.config.options import ConfigError
-from megalite.config.translate import translate
-from megalite.models.families import PRESETS
 from tools.cli_common import exits_with, make_parser, positive_int, run_program
+from tools.translation.translate import translate
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the program and return its exit code."""
     args = build_parser().parse_args(argv)
-    text, is_complete = translate(args.file, args.gpus, PRESETS)
+    text, is_complete = translate(args.file, args.gpus)
     print(text, end="")
     return 0 if is_complete else 3
 

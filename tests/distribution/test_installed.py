@@ -60,11 +60,9 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DATA = """commands.toml common/fault_points.toml config/megatron_flags.txt config/help_pages.toml
- config/unsupported_values.toml config/registry.toml config/translate/accelerate.toml config/translate/bridge.toml
- config/translate/deepspeed.toml config/translate/nanotron.toml config/translate/nemo.toml config/translate/torchtitan.toml
- data/tokenizers/tables.toml interop/huggingface/constants.toml interop/megatron/names.toml kernels/newton_schulz.toml
- kernels/tiles.toml launch/system_checks.toml launch/launcher_variables.toml models/families.toml
- planning/devices.toml training/logging/metrics.toml completion.sh py.typed"""
+ config/unsupported_values.toml config/registry.toml data/tokenizers/tables.toml interop/huggingface/constants.toml
+ interop/megatron/names.toml kernels/newton_schulz.toml kernels/tiles.toml launch/system_checks.toml
+ launch/launcher_variables.toml models/families.toml planning/devices.toml training/logging/metrics.toml completion.sh py.typed"""
 
 
 @RARELY

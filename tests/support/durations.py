@@ -32,7 +32,7 @@ GUARDED_PATHS = {
     "simulated_gpu": ("megalite/parallel", "megalite/optim", "megalite/pipeline", "megalite/training/train_step.py"),
     "tools": ("tools",),
     "training": ("megalite/training", "megalite/common"),
-    "translate": ("megalite/config",),
+    "translate": ("tools/translation", "megalite/config"),
 }
 
 

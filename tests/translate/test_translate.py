@@ -14,16 +14,15 @@ import pytest
 from train_cases import config_from, pretrain
 
 from megalite.common.optional_packages import MissingPackageError
-from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import known_flags
 from megalite.config.option import flags_of
 from megalite.config.options import ConfigError
-from megalite.config.translate import FORMATS, translate, translate_key
-from megalite.config.translate_keys import NOOP_VERDICT, TABLES, SourceConfig, SourceKey, load_format
-from megalite.config.translate_rules import BUILT_IN, FIELDS, NO_EQUIVALENT, Translation, ValueStore, convert_option
 from megalite.launch.rank_info import RankInfo
-from megalite.models.families import PRESETS
 from tools.translate import main
+from tools.translation.external_config import read_mapping
+from tools.translation.rules import BUILT_IN, FIELDS, NO_EQUIVALENT, Translation, ValueStore, convert_option
+from tools.translation.source_keys import NOOP_VERDICT, TABLES, SourceConfig, SourceKey, load_format
+from tools.translation.translate import FORMATS, translate, translate_key
 
 HERE = Path(__file__).parent
 PAGE = documents.ROOT / "docs/from_other_trainers.md"
@@ -97,7 +96,7 @@ def test_every_documented_key_has_a_row(title: str) -> None:
     section = PAGE.read_text("utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (.*?) \| ", section, re.MULTILINE)
     keys = {key.rpartition(".")[2] for cell in cells for key in re.findall(r"`([a-z]\w*(?:\.\w+)*)[`:]", cell)}
-    tables = [documents.ROOT / f"megalite/config/translate/{table}.toml" for table in SECTIONS[title].split()]
+    tables = [documents.ROOT / f"tools/translation/formats/{table}.toml" for table in SECTIONS[title].split()]
     table = "".join(path.read_text("utf-8") for path in tables)
     flags = {flag[2:].replace("-", "_") for flag in known_flags()}
     others = flags | {"model", "train", "ds_report", "deepspeed"}
@@ -317,7 +316,7 @@ VERDICTS: dict[str, tuple[dict[str, Any], str]] = {
 def test_translation_verdict(name: str, tmp_path: Path) -> None:
     tree, message = VERDICTS[name]
     (tmp_path / "x.json").write_text(json.dumps(tree))
-    text, _ = translate(str(tmp_path / "x.json"), None if "num_processes" in tree else 8, PRESETS)
+    text, _ = translate(str(tmp_path / "x.json"), None if "num_processes" in tree else 8)
     assert message in text, text
     tomllib.loads(text)
 
@@ -326,7 +325,7 @@ def test_keys_with_equal_messages_are_one_line(tmp_path: Path) -> None:
     dataset = {f"option_{i}": i for i in range(1, 8)}
     stage = {"name": "main", "start_training_step": 1, "data": {"dataset": dataset, "seed": 42}}
     (tmp_path / "x.json").write_text(json.dumps({"data_stages": [stage]}))
-    text, _ = translate(str(tmp_path / "x.json"), None, PRESETS)
+    text, _ = translate(str(tmp_path / "x.json"), None)
     assert "no equivalent (7)" in text and text.count("write token files with megalite preprocess") == 1
     assert all(f"data_stages[0].data.dataset.option_{i} = {i}" in text for i in range(1, 8))
 
@@ -339,7 +338,7 @@ def test_contradictory_keys_are_one_error(fault: dict[str, Any], tmp_path: Path)
     keys = json.loads((HERE / "zero2.json").read_text("utf-8")) | fault.get("keys", {})
     (tmp_path / "ds").write_text(fault.get("text", json.dumps(keys)))
     with pytest.raises(ConfigError) as error:
-        translate(str(tmp_path / "ds"), fault["gpus"] or None, PRESETS)
+        translate(str(tmp_path / "ds"), fault["gpus"] or None)
     assert len(error.value.problems) == 1 and fault["message"] in error.value.problems[0]
 
 
@@ -348,7 +347,7 @@ def test_misspelled_and_secret_values(tmp_path: Path, monkeypatch: pytest.Monkey
     keys = {"train_batch_size": 8, "zero_optimization": {"staeg": 2}, "bf16": {"enabled": True}, "a\n[model]\nlr": 1}
     keys |= {"comet": {"enabled": True, "api_key": "TOP"}, "gradient_clipping": "much", "steps_per_print": "${x}"}
     file.write_text(json.dumps(keys))
-    text, is_complete = translate(str(file), 8, PRESETS)
+    text, is_complete = translate(str(file), 8)
     assert (
         not is_complete
         and "zero_optimization.staeg = 2: unknown here; did you mean stage?" in text
@@ -362,4 +361,4 @@ def test_misspelled_and_secret_values(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(
         MissingPackageError, match=r"needs the package pyyaml; pip install pyyaml \(or megalite\[translate\]\)"
     ):
-        translate(str(HERE / "fsdp.yaml"), 8, PRESETS)
+        translate(str(HERE / "fsdp.yaml"), 8)

@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.config_file import parse_config_text
-from megalite.config.foreign_config import MAX_VALUES
 from megalite.config.options import ConfigError, build
-from megalite.config.translate import FORMATS, translate
-from megalite.config.translate_keys import TABLES, load_format
-from megalite.models.families import PRESETS
+from tools.translation.external_config import MAX_VALUES
+from tools.translation.source_keys import TABLES, load_format
+from tools.translation.translate import FORMATS, translate
 
 HERE = Path(__file__).parent
 LISTED: dict[str, dict[str, str]] = tomllib.loads((HERE / "keys.toml").read_text("utf-8"))
@@ -127,7 +126,7 @@ def trees(draw: Any, name: str) -> dict[str, Any]:
 def check(tree: Any, gpus: int | None, path: Path) -> None:
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     try:
-        text, _ = translate(str(path), gpus, PRESETS)
+        text, _ = translate(str(path), gpus)
     except ConfigError as error:
         assert error.problems and all(len(problem.splitlines()) == 1 for problem in error.problems)
         assert all(len(problem) < 1000 for problem in error.problems)
@@ -161,7 +160,7 @@ def test_each_value_of_each_key_gives_a_file_or_an_error(name: str, tmp_path: Pa
 def test_many_unknown_keys_are_a_few_lines(tmp_path: Path) -> None:
     unknown = {f"gradient_accumulation_step_{i}": i for i in range(MAX_VALUES // 2)}
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"train_batch_size": 8, **unknown}))
-    text, is_complete = translate(str(tmp_path / "x.yaml"), 8, PRESETS)
+    text, is_complete = translate(str(tmp_path / "x.yaml"), 8)
     assert not is_complete and len(text.splitlines()) < MAX_VALUES // 4
 
 
@@ -171,6 +170,6 @@ def test_unknown_section_is_reported(tmp_path: Path) -> None:
         set_key(tree, section, "enabled", True)
         set_key(tree, section, "x", 1)
         check(tree, 8, tmp_path / "x.yaml")
-        text, is_complete = translate(str(tmp_path / "x.yaml"), 8, PRESETS)
+        text, is_complete = translate(str(tmp_path / "x.yaml"), 8)
         assert f"{section}.x = 1: unknown here" in text or f", {section}.x = 1: unknown" in text
         assert not is_complete

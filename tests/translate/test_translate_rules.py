@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from megalite.config.options import ConfigError, apply_megatron_defaults, build
-from megalite.config.translate import translate
-from megalite.models.families import PRESETS
 from megalite.training.setup import build_schedules
+from tools.translation.translate import translate
 
 Tree = dict[str, Any]
 
@@ -24,7 +23,7 @@ def translate_tree(tmp_path: Path):
     def run(tree: Tree, gpus: int | None = None) -> tuple[Tree, str, bool]:
         """Return (option -> value, the text, whether every key has an equivalent)."""
         (tmp_path / "x.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
-        text, is_complete = translate(str(tmp_path / "x.yaml"), gpus, PRESETS)
+        text, is_complete = translate(str(tmp_path / "x.yaml"), gpus)
         tables = tomllib.loads(text)
         tables.pop("preset", None)
         return {name: value for table in tables.values() for name, value in table.items()}, text, is_complete

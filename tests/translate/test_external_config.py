@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.common.optional_packages import PIP_EXTRAS
-from megalite.config.foreign_config import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read_mapping
 from megalite.config.options import ConfigError
+from tools.translation.external_config import MAX_BYTES, MAX_DEPTH, MAX_VALUES, read_mapping
 
 DOUBLED = "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 28))
 MERGED = "".join(f"a{i}: &a{i}\n  <<: [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 28))

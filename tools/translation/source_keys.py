@@ -1,6 +1,6 @@
 """The keys of another trainer's configuration, and the rows of the tables that translate them.
 
-translate/FORMAT.toml has a row for each key, by section (`top`: keys outside of sections). Several keys may have one
+formats/FORMAT.toml has a row for each key, by section (`top`: keys outside of sections). Several keys may have one
 row, as "a b"; "*" stands for all other keys of its section and below it.
 
 A row is a text that starts with a mark, or a table of such texts by the key's value, as text in lower case. In a table,
@@ -9,7 +9,7 @@ is filled in later, such as auto, uses the text that acts. The marks:
 
     + OPTION ...         acts: the options take the value, or one element each of a list
     + OPTION=VALUE ...   acts: the options take these values
-    > PART WHERE         acts: it sets a part, which with other keys sets WHERE (translate_rules.py)
+    > PART WHERE         acts: it sets a part, which with other keys sets WHERE (rules.py)
     ~ OPTION REASON      acts unless another key sets the option; it has no equivalent if the values then differ
     =ON,ON REASON        always so in megalite; with a list, other values have no equivalent
     !OFF,OFF REMEDY      no equivalent, unless the value requests nothing or is in the list
@@ -31,16 +31,16 @@ if a section is missing.
 """
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megalite.common.tables import load_table
 from megalite.config.megatron_flags import INSTEAD, OPTION, REFUSED, WARNED, known_flags, requests_feature
 from megalite.config.option import flags_of
-from megalite.config.translate_rules import DEFAULT, FIELDS, GIVEN, OVERRIDES
+from tools.translation.rules import DEFAULT, FIELDS, GIVEN, OVERRIDES
 
 TABLES = ("settings", "defaults", "cases", "renamed", "notes")  # all other tables of a format are sections
 NOOP_VALUES = {"", "none", "no", "false", "off", "disabled", "0", "0.0", "[]", "{}"}
@@ -84,7 +84,8 @@ class SourceKey:
 @cache
 def load_format(name: str) -> dict[str, Any]:
     """Return section -> key -> row, and the tables of TABLES."""
-    table = load_table(str(Path(__file__).parent / "translate" / "x"), name)
+    path = Path(__file__).parent / "formats" / f"{name}.toml"
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
     empty = {"top": {}, "defaults": {}, "cases": [], "renamed": {}, "notes": {}}
     sections = {
         section: {key: row for keys, row in rows.items() for key in keys.split()}

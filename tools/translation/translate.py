@@ -1,6 +1,6 @@
 """Translation of another trainer's configuration to a file for --config, with a verdict for each of its keys.
 
-translate/FORMAT.toml has a row for each key; translate_keys.py documents the rows. translate_rules.py has the options
+formats/FORMAT.toml has a row for each key; source_keys.py documents the rows. rules.py has the options
 that follow from several keys together.
 """
 
@@ -10,21 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from megalite.config.config_file import dump_values
-from megalite.config.foreign_config import read_mapping
 from megalite.config.megatron_flags import closest_match
 from megalite.config.option import flag_name, mask_url_secrets
 from megalite.config.options import ConfigError, apply_megatron_defaults, apply_preset, build
-from megalite.config.translate_keys import (
-    FILLED_IN,
-    NOOP_VALUES,
-    NOOP_VERDICT,
-    TABLES,
-    ConfigTree,
-    SourceConfig,
-    SourceKey,
-    key_of,
-)
-from megalite.config.translate_rules import (
+from megalite.config.validation import find_problems
+from megalite.models.families import PRESETS
+from tools.translation.external_config import read_mapping
+from tools.translation.rules import (
     BUILT_IN,
     FALLBACK,
     FIELDS,
@@ -39,7 +31,16 @@ from megalite.config.translate_rules import (
     set_layout,
     set_learning_rates,
 )
-from megalite.config.validation import find_problems
+from tools.translation.source_keys import (
+    FILLED_IN,
+    NOOP_VALUES,
+    NOOP_VERDICT,
+    TABLES,
+    ConfigTree,
+    SourceConfig,
+    SourceKey,
+    key_of,
+)
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "nanotron", "bridge", "nemo")
 SECRET = re.compile(r"key$|token$|passw|secret", re.IGNORECASE)
@@ -56,7 +57,7 @@ class Verdict(NamedTuple):
     kind: str  # SUPPORTED, BUILT_IN or NO_EQUIVALENT
     text: str  # the reason; if "", the final values of the options or of the part
     values: Mapping[str, Any] = {}  # option -> value that the key sets
-    part: str = ""  # the part that the key sets (translate_rules.py)
+    part: str = ""  # the part that the key sets (rules.py)
 
 
 def translate_key(file: SourceConfig, key: SourceKey, translation: Translation, hints: list[str]) -> Verdict:
@@ -267,12 +268,11 @@ def _launch(translation: Translation, world: int | None) -> str:
     return f"{line} -m megalite train --config run.toml"
 
 
-def translate(path: str, gpus: int | None, presets: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool]:
+def translate(path: str, gpus: int | None) -> tuple[str, bool]:
     """Translate a configuration file of another trainer.
 
     Args:
         gpus: the number of devices; None if the file has it.
-        presets: name -> options; a file that names a model may select one.
 
     Returns:
         (text of a file for --config, with the verdicts and the launch command as comments; True if every key has an
@@ -295,7 +295,7 @@ def translate(path: str, gpus: int | None, presets: Mapping[str, Mapping[str, An
         f"{translation.parts.get('family')}-{translation.parts.get('flavor')}" if "flavor" in translation.parts else ""
     )
     problems = file.notes()
-    problems += find_problems(build(apply_megatron_defaults(apply_preset(presets.get(preset, {}), values))), world)
+    problems += find_problems(build(apply_megatron_defaults(apply_preset(PRESETS.get(preset, {}), values))), world)
     lines = [f"Translation of each key of {file.settings['title']}", *_lines(verdicts)]
     lines += ["", f"to be given or corrected ({len(problems)})", *(f"  {line}" for line in problems)]
     lines += ["", _launch(translation, world)]
