@@ -13,7 +13,6 @@ names it and fails.
 """
 
 import argparse
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -59,11 +58,10 @@ from tools.cli_common import (
     run_program,
 )
 from tools.export_files import write_initial_checkpoint, write_megatron
-from tools.verification import independent_import
-from tools.verification.conversion import compare, compare_logits
+from tools.verification import megatron_reading
+from tools.verification.conversion import compare, compare_logits, require_transformers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOGIT_BOUND = 1e-4  # on the largest difference of logits, relative to the largest logit if that is above 1
 SAMPLE_TEXT = (
     "The river rose in the night. By noon two of the bridges were closed, and the mill at 14 Ford Lane was cut off."
 )
@@ -155,28 +153,24 @@ def import_hf(args: argparse.Namespace) -> bool:
 
 
 def run_checks(args: argparse.Namespace, directory: Path, external: ExternalModel, local: ExportSource) -> bool:
-    """Run the checks of --check and --check-bits against a Hugging Face model.
-
-    Logits have to agree within a bound, unless --dtype rounded the weights.
-    """
+    """Run the checks of --check and --check-bits against a Hugging Face model, and return True if they pass."""
     if not args.check_bits:
         return True
-    reading = independent_import.hugging_face(directory, external.name, external.model)
-    success = layers_agree(reading, external, local, external.rows)
+    success = bits_agree(external, local, external.rows)
     if not args.check:
         return success
-    if importlib.util.find_spec("transformers") is None:
-        print("check: logits are not compared; pip install transformers for that")
-        return success
     tokenizer = open_tokenizer(checkpoint_config(local.checkpoint.manifest, local.checkpoint.directory).data)
-    ids = tokenizer.encode(SAMPLE_TEXT) if tokenizer is not None and not tokenizer.is_null else None
-    use_main_weights = args.dtype == "float32"
     verdict = compare_logits(
-        directory, local.checkpoint, saved_model(local.checkpoint), external.rows, ids, use_main_weights
+        directory,
+        local.checkpoint,
+        saved_model(local.checkpoint),
+        external.rows,
+        tokenizer.encode(SAMPLE_TEXT) if tokenizer is not None and not tokenizer.is_null else None,
+        use_main_weights=local.dtype == torch.float32,
+        rounding=weight_rounding(local),
     )
     print(verdict)
-    is_rounded = args.dtype in ("bfloat16", "float16")
-    return success and (is_rounded or verdict.largest <= LOGIT_BOUND * max(1.0, verdict.scale))
+    return success and verdict.within_bound
 
 
 def import_megatron(args: argparse.Namespace) -> bool:
@@ -209,9 +203,19 @@ def import_megatron(args: argparse.Namespace) -> bool:
 
 
 def check_megatron(external: ExternalModel, local: ExportSource, vocab_size: int) -> bool:
-    """Run the checks of --check-bits against a checkpoint of Megatron-LM."""
-    reading = independent_import.megatron(external.ranks, external.args, external.model)
-    return layers_agree(reading, external, local, vocab_size)
+    """Run the checks of --check and --check-bits against a checkpoint of Megatron-LM, and return True if they pass."""
+    success = bits_agree(external, local, vocab_size)
+    verdict = megatron_reading.compare_layers(
+        megatron_reading.read_weights(external.ranks, external.args, external.model),
+        external.model,
+        local.checkpoint,
+        saved_model(local.checkpoint),
+        vocab_size,
+        use_main_weights=local.dtype == torch.float32,
+        rounding=weight_rounding(local),
+    )
+    print(verdict)
+    return success and verdict.within_bound
 
 
 def export_hf(args: argparse.Namespace) -> bool:
@@ -296,30 +300,19 @@ def vocab_and_eod(config: Config, saved_size: Any, requested_size: int | None) -
     return size, eod
 
 
-def layers_agree(
-    reading: independent_import.Reading, external: ExternalModel, local: ExportSource, vocab_size: int
-) -> bool:
-    """Print the results of two checks, and return True if both found no difference.
+def bits_agree(external: ExternalModel, local: ExportSource, vocab_size: int) -> bool:
+    """Compare all bits of the weights, print the result, and return True if they are equal."""
+    verdict = compare(external.tensors, local, checkpoint_specs(external.model, vocab_size))
+    print(verdict)
+    return not verdict.differing
 
-    They compare all bits of the weights, and the outputs of each layer. The second check reads the external files with
-    code that it does not share with the conversion.
-    """
-    bits = compare(external.tensors, local, checkpoint_specs(external.model, vocab_size))
-    print(bits)
-    model = saved_model(local.checkpoint)
+
+def weight_rounding(local: ExportSource) -> float:
+    """Return the largest relative change of a weight in a conversion."""
     stored_dtype = local.checkpoint.dtype("model/embedding.word")
     dtype = local.dtype_of("embedding.word")
     is_rounded = dtype != stored_dtype or bool(local.offsets)
-    verdict = independent_import.compare_layers(
-        reading,
-        local.checkpoint,
-        model,
-        vocab_size,
-        use_main_weights=local.dtype == torch.float32,
-        rounding=torch.finfo(dtype).eps if is_rounded else 0.0,
-    )
-    print(verdict)
-    return verdict.within_bound and not bits.differing
+    return torch.finfo(dtype).eps if is_rounded else 0.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -337,10 +330,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="compare source and target: all bits, each layer, and logits with those of transformers",
+        help="compare source and target: all bits, and logits with those of transformers, or Megatron-LM's layers",
     )
     parser.add_argument(
-        "--check-bits", action="store_true", help="like --check without logits: one layer in memory at a time"
+        "--check-bits", action="store_true", help="like --check without transformers: one layer in memory at a time"
     )
     parser.add_argument(
         "--seq-length", type=positive_int, help="--from-hf: tokens per sequence; default: all positions of the model"
@@ -384,6 +377,8 @@ def main(argv: list[str]) -> int:
         parser.error(problem)
     if args.check:
         args.check_bits = True
+        if args.from_hf is not None or args.to_hf is not None:
+            require_transformers()
     torch.set_num_threads(1)  # a conversion copies; more threads would not help
     if args.from_hf is not None:
         success = import_hf(args)

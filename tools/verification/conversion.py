@@ -5,6 +5,7 @@ this check; it reads the directory with `trust_remote_code` off, and only safete
 """
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -24,6 +25,9 @@ from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
 from tools.export_files import stored_boxes
 
+LOGIT_BOUND = 1e-4  # of equal models in fp32, relative to the largest logit if that is above 1
+ROUNDINGS = 8  # allowed on top if the conversion rounds weights, in multiples of the rounding of their dtype
+
 
 @dataclass(frozen=True)
 class LogitVerdict:
@@ -34,6 +38,7 @@ class LogitVerdict:
         largest: the largest absolute difference.
         scale: the largest absolute logit.
         agreement: fraction of the positions with the same most likely token.
+        bound: the largest allowed difference, relative to `scale` if that is above 1.
     """
 
     is_text: bool
@@ -41,6 +46,11 @@ class LogitVerdict:
     largest: float
     scale: float
     agreement: float
+    bound: float
+
+    @property
+    def within_bound(self) -> bool:
+        return self.largest <= self.bound * max(1.0, self.scale)
 
     def __str__(self) -> str:
         tokens = "positions of a text" if self.is_text else "random tokens"
@@ -84,37 +94,48 @@ def megalite_logits(
     return stage.eval()(None, batch, ForwardContext())[..., :vocab_size].transpose(0, 1)
 
 
+def require_transformers() -> None:
+    """Raise CheckpointError if transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        message = missing_package_message("comparing logits", "transformers")
+        raise CheckpointError(f"{message}, or use --check-bits")
+
+
 def compare_logits(
     directory: Path,
     source: Checkpoint,
     model: ModelConfig,
     vocab_size: int,
     ids: list[int] | None = None,
+    *,
     use_main_weights: bool = False,
+    rounding: float = 0.0,
 ) -> LogitVerdict:
     """Compare the logits of a Hugging Face model directory, as transformers computes them, with those of a checkpoint.
 
     Args:
         ids: the tokens of a text; None: random tokens.
         use_main_weights: see `load_stage`.
+        rounding: the largest relative change of a weight in the conversion.
 
     Raises:
-        CheckpointError: if transformers is not installed.
+        CheckpointError: if transformers is not installed, or cannot open the model.
     """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise CheckpointError(
-            missing_package_message("comparing logits", "transformers") + ", or use --check-bits"
-        ) from None
+    require_transformers()
+    from transformers import AutoModelForCausalLM
+
     if ids:
         ids_BS = torch.tensor([ids[: model.max_positions]])
     else:
         generator = torch.Generator().manual_seed(1234)
         ids_BS = torch.randint(0, vocab_size, (2, min(model.max_positions, 64)), generator=generator)
-    hf_model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
-    )
+    try:
+        hf_model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    except ValueError as error:  # an architecture that it does not have, such as a plugin's
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"transformers cannot open {directory} ({reason}); use --check-bits") from None
     with torch.no_grad():
         expected = hf_model.eval()(ids_BS).logits[..., :vocab_size].float()
     del hf_model  # two models at once may not fit in memory
@@ -125,6 +146,7 @@ def compare_logits(
         largest=float((actual - expected).abs().max()),
         scale=float(expected.abs().max()),
         agreement=float((actual.argmax(-1) == expected.argmax(-1)).double().mean()),
+        bound=LOGIT_BOUND + ROUNDINGS * rounding * math.sqrt(model.num_layers),
     )
 
 

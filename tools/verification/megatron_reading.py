@@ -1,22 +1,20 @@
-"""Check by an independent reading that the layers of external files compute what those of their conversion compute.
+"""Check by a second reading that the layers of a Megatron core checkpoint compute what those of its conversion compute.
 
-None of the tables and code of the conversion are used (models/families.toml, megatron/names.toml, tensor_mapping.py,
+There is no other program on a CPU that reads these files and computes the model, as transformers does for those of
+Hugging Face. None of the tables and code of the conversion are used (megatron/names.toml, tensor_mapping.py,
 ParamSpec). The names, the order of rows and which tensors are stored as a difference are written down here a second
-time, in another form (names in independent_import.toml), so that a mistake in either is found. second_config.py is the
-second reading of a config.json.
+time, in another form (names in megatron_reading.toml), so that a mistake in either is found.
 
 Each layer is filled from the external files and run in fp64 on the same hidden states as the checkpoint's layer. The
 embedding, the final norm and the head together count as one more layer. Only one layer of each model is in memory at a
-time, and transformers is not needed.
+time.
 """
 
 import contextlib
-import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,157 +24,33 @@ from torch import Tensor
 from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.config.options import ModelConfig
-from megalite.config.registry import REGISTRIES
 from megalite.interop.megatron.torch_format import TensorsByRank
 from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
-from tools.verification import second_config
-from tools.verification.conversion import load_stage
+from tools.verification.conversion import ROUNDINGS, load_stage
 
 NUM_TOKENS = 24  # length of the sequence
-# Largest relative difference of equal layers: that of sums in fp64, and in multiples of the weights' rounding.
-FP64_BOUND, ROUNDINGS = 1e-9, 8
+FP64_BOUND = 1e-9  # largest relative difference of equal layers, if no weight was rounded
 ENDS_LAYER = -1  # the embedding, the final norm and the head
 
-Names = Mapping[str, str]
 # (megalite's name within a layer or outside the layers, the layer or ENDS_LAYER) -> its values in the external files
 WeightFn = Callable[[str, int], Tensor]
 
 TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-LLAMA: Names = TABLES["llama"]
-LLAMA_VARIANTS: dict[str, Names] = {
-    "mixtral": TABLES["mixtral"],
-    "gpt_oss": TABLES["gpt_oss"],
-    "gemma2": TABLES["gemma"],
-    "gemma3_text": TABLES["gemma"],
-}
-FUSED_EXPERTS: Names = TABLES["fused_experts"]
-GPT2: Names = TABLES["gpt2"]
-GPT_NEOX: Names = TABLES["gpt_neox"]
-MEGATRON: Names = TABLES["megatron"]
-MEGATRON_REPLICATED: Names = TABLES["megatron_replicated"]
-ENDS: dict[str, list[str]] = TABLES["ends"]
+LAYER: dict[str, str] = TABLES["layer"]
+REPLICATED: dict[str, str] = TABLES["replicated"]
+ENDS: dict[str, str] = TABLES["ends"]
 
 
-@dataclass(frozen=True)
-class Reading:
-    """External weights.
-
-    Attributes:
-        weight: returns the values of each parameter.
-        model: the model that the external layers compute.
-        waves: returns the wavelengths of the rotary positions of a layer; None to compute them from `model`.
-    """
-
-    weight: WeightFn
-    model: ModelConfig
-    waves: Callable[[int], second_config.Waves | None] | None = None
-
-
-def hugging_face(directory: Path, family: str, model: ModelConfig) -> Reading:
-    """Read the safetensors files and the config.json of a Hugging Face model directory.
-
-    Args:
-        model: the model that the import under test has built.
-
-    Raises:
-        CheckpointError: if the family comes from a plugin.
-    """
-    from safetensors import safe_open
-
-    if family in REGISTRIES["family"].plugin_components:
-        raise CheckpointError(
-            f"model_type={family!r} is added by a plugin, and has no second reading; convert without a check"
-        )
-    config = second_config.read(directory)
-    file_of_tensor: dict[str, Any] = {}
-    for path in _safetensors_files(directory):
-        file = safe_open(path, "pt")
-        file_of_tensor |= dict.fromkeys(file.keys(), file)
-
-    def get(name: str) -> Tensor:
-        without_prefix = name.partition(".")[2]  # some files omit the first component
-        if name not in file_of_tensor and without_prefix in file_of_tensor:
-            name = without_prefix
-        return file_of_tensor[name].get_tensor(name)
-
-    if family == "gpt2":
-        weight = _gpt2_weights(get)
-    elif family == "gpt_neox":
-        weight = _gpt_neox_weights(get, model)
-    else:
-        names = {**LLAMA, **LLAMA_VARIANTS.get(family, {})}
-        if family != "gpt_oss" and any(name.endswith("experts.gate_up_proj") for name in file_of_tensor):
-            names |= FUSED_EXPERTS
-        weight = _llama_weights(get, names, family, model)
-    return Reading(weight, second_config.model(config, model), partial(second_config.waves, config))
-
-
-def _llama_weights(get: Callable[[str], Tensor], names: Names, family: str, model: ModelConfig) -> WeightFn:
-    """Return the weights of a Llama or one of its relatives."""
-
-    norm_offset = 1 if family.startswith("gemma") else 0
-
-    def weight(name: str, layer: int) -> Tensor:
-        if name.endswith("norm.weight"):
-            full_name = f"model.layers.{layer}.{names[name]}" if _is_in_layer(name) else _end_name(name, "llama")
-            return get(full_name).double() + norm_offset
-        if not _is_in_layer(name):
-            return get(_end_name(name, "llama"))
-        external_name = f"model.layers.{layer}.{{}}"
-        if family == "gpt_oss" and "experts." in name:  # stored with the input dim first, gate and up interleaved
-            values = get(external_name.format(names[name]))
-            if "gate_up" in name:
-                values = torch.stack([values[..., ::2], values[..., 1::2]], 1)
-            return values if name.endswith("_bias") else values.mT
-        experts = range(model.num_experts or 0) if "{e}" in names[name] else range(1)
-        parts = [get(external_name.format(part.format(e=expert))) for expert in experts for part in names[name].split()]
-        return torch.stack(parts) if len(parts) > 1 else parts[0]
-
-    return weight
-
-
-def _gpt2_weights(get: Callable[[str], Tensor]) -> WeightFn:
-    """Return the weights of a GPT-2, whose matrices are stored with the input dim first, and q, k, v fused."""
-
-    def weight(name: str, layer: int) -> Tensor:
-        if not _is_in_layer(name):
-            return get(_end_name(name, "gpt2"))
-        values = get(f"transformer.h.{layer}.{_external_layer_name(name, GPT2)}")
-        if values.dim() > 1:
-            values = values.T.contiguous()
-        if ".q" in name:
-            return values.chunk(3)[0]
-        if ".kv" in name:
-            return torch.stack(values.chunk(3)[1:])
-        return values
-
-    return weight
-
-
-def _gpt_neox_weights(get: Callable[[str], Tensor], model: ModelConfig) -> WeightFn:
-    """Return the weights of a GPT-NeoX, whose q, k, v are fused head by head."""
-
-    def weight(name: str, layer: int) -> Tensor:
-        if not _is_in_layer(name):
-            return get(_end_name(name, "gpt_neox"))
-        values = get(f"gpt_neox.layers.{layer}.{_external_layer_name(name, GPT_NEOX)}")
-        if ".q" not in name and ".kv" not in name:
-            return values
-        heads = values.view(model.num_attention_heads, 3, model.head_size, *values.shape[1:])
-        return heads[:, 0].flatten(0, 1) if ".q" in name else heads[:, 1:].transpose(0, 1).flatten(1, 2)
-
-    return weight
-
-
-def megatron(ranks: TensorsByRank, args: Any, model: ModelConfig) -> Reading:
-    """Read the weights of a Megatron core checkpoint.
+def read_weights(ranks: TensorsByRank, args: Any, model: ModelConfig) -> WeightFn:
+    """Return the weights of a Megatron core checkpoint.
 
     Args:
         ranks: `ExternalModel.ranks`.
         args: the arguments in the checkpoint.
+        model: the model that the import under test has built.
     """
     ep = getattr(args, "expert_model_parallel_size", None) or 1
     pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
@@ -198,7 +72,7 @@ def megatron(ranks: TensorsByRank, args: Any, model: ModelConfig) -> Reading:
         return torch.cat(tp_shards, 1 if name == "mlp.down" else 0)
 
     def experts(name: str, layer: int) -> Tensor:
-        external_name = _external_layer_name(name, MEGATRON).removeprefix("mlp.")
+        external_name = _layer_name(name).removeprefix("mlp.")
         with contextlib.suppress(KeyError):  # torch_dist has all experts in one tensor
             return shards(f"mlp.experts.experts.{external_name}", layer)[0]
         experts_per_rank = (model.num_experts or 0) // ep
@@ -221,21 +95,21 @@ def megatron(ranks: TensorsByRank, args: Any, model: ModelConfig) -> Reading:
 
     def weight(name: str, layer: int) -> Tensor:
         if "norm." in name:
-            values = shards(_external_layer_name(name, MEGATRON), layer)[0].double()
+            values = shards(_layer_name(name), layer)[0].double()
             return values + 1 if stores_norms_minus_one and name.endswith(".weight") else values
-        if name in MEGATRON_REPLICATED:
-            return shards(MEGATRON_REPLICATED[name], layer)[0]
+        if name in REPLICATED:
+            return shards(REPLICATED[name], layer)[0]
         if not _is_in_layer(name):
-            return torch.cat(shards(_end_name(name, "megatron"), layer))
+            return torch.cat(shards(ENDS[name], layer))
         if name == "attention.sink":
             return torch.cat(shards("self_attention.core_attention.softmax_offset", layer))
         if name.startswith("mlp.experts."):
             return experts(name.replace("experts.", ""), layer)
         if name.startswith("mlp.shared."):
             name = name.replace("shared.", "")
-            external_name = _external_layer_name(name, MEGATRON).replace("mlp.", "mlp.shared_experts.")
+            external_name = _layer_name(name).replace("mlp.", "mlp.shared_experts.")
             return feed_forward(name, shards(external_name, layer))
-        tp_shards = shards(_external_layer_name(name, MEGATRON), layer)
+        tp_shards = shards(_layer_name(name), layer)
         if name in ("attention.out_bias", "mlp.down_bias"):
             return tp_shards[0]
         if name == "attention.out":
@@ -244,7 +118,7 @@ def megatron(ranks: TensorsByRank, args: Any, model: ModelConfig) -> Reading:
             return feed_forward(name, tp_shards)
         return attention(name, tp_shards)
 
-    return Reading(weight, model)
+    return weight
 
 
 def _number_letters(pattern: str) -> dict[tuple[int, bool], int]:
@@ -264,36 +138,14 @@ def _is_in_layer(name: str) -> bool:
     return name.startswith(("attention.", "mlp."))
 
 
-def _end_name(name: str, kind: str) -> str:
-    """Return the name of a parameter outside the layers in files of `kind`."""
-    embedding, position, norm, head = ENDS[kind]
-    external_names = {
-        "embedding.word": embedding,
-        "embedding.position": position,
-        "final_norm.weight": f"{norm}.weight",
-        "final_norm.bias": f"{norm}.bias",
-        "head": head,
-    }
-    return external_names[name]
-
-
-def _external_layer_name(name: str, names: Names) -> str:
-    """Return the external name of a norm, a matrix or a bias of a layer, from a table without .weight and .bias."""
+def _layer_name(name: str) -> str:
+    """Return the external name of a norm, a matrix or a bias of a layer."""
     if name.endswith((".weight", ".bias")):
         norm, _, parameter = name.rpartition(".")
-        return f"{names[norm]}.{parameter}"
+        return f"{LAYER[norm]}.{parameter}"
     if name.endswith("_bias"):
-        return f"{names[name.removesuffix('_bias')]}.bias"
-    return f"{names[name]}.weight"
-
-
-def _safetensors_files(directory: Path) -> list[Path]:
-    """Return the files that transformers reads: model.safetensors if it exists, otherwise those in the index."""
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
-    index = json.loads((directory / "model.safetensors.index.json").read_text("utf-8"))
-    return [directory / name for name in sorted(set(index["weight_map"].values()))]
+        return f"{LAYER[name.removesuffix('_bias')]}.bias"
+    return f"{LAYER[name]}.weight"
 
 
 @dataclass(frozen=True)
@@ -325,7 +177,8 @@ class LayerAgreement:
 
 @torch.no_grad()
 def compare_layers(
-    reading: Reading,
+    external_weights: WeightFn,
+    external_model: ModelConfig,
     source: Checkpoint,
     model: ModelConfig,
     vocab_size: int,
@@ -336,6 +189,8 @@ def compare_layers(
     """Compare each layer of external files with that of a checkpoint of megalite.
 
     Args:
+        external_weights: the result of `read_weights`.
+        external_model: the model of the external files.
         model: the model of the checkpoint.
         use_main_weights: take the fp32 weights of the optimizer from the checkpoint.
         rounding: the largest relative change of a weight in the conversion.
@@ -354,7 +209,7 @@ def compare_layers(
     for layer in range(ENDS_LAYER, model.num_layers):
         local = _layer_stage(model, layer, num_rows, length)
         load_stage(local, source, use_main_weights)
-        external = _external_stage(reading, layer, vocab_size, length)
+        external = _external_stage(external_weights, external_model, layer, vocab_size, length)
         expected, actual = local(x_SBD, batch, ctx), external(x_SBD, batch, ctx)
         if layer != ENDS_LAYER:  # only what the layer adds
             expected, actual = expected - x_SBD, actual - x_SBD
@@ -368,20 +223,19 @@ def compare_layers(
     return LayerAgreement(model.num_layers, largest, worst_layer, FP64_BOUND + ROUNDINGS * rounding)
 
 
-def _external_stage(reading: Reading, layer: int, vocab_size: int, length: int) -> Stage:
+def _external_stage(
+    external_weights: WeightFn, external_model: ModelConfig, layer: int, vocab_size: int, length: int
+) -> Stage:
     """Build a stage with one layer, and fill it from the external files.
 
     Raises:
         CheckpointError: if a tensor is missing or has another size.
     """
-    stage = _layer_stage(replace(reading.model, apply_layernorm_1p=False), layer, vocab_size, length)
-    waves = None if reading.waves is None or layer == ENDS_LAYER else reading.waves(layer)
-    if waves is not None:
-        stage.rope_tables = dict.fromkeys(stage.rope_tables, waves.tables(length))
+    stage = _layer_stage(replace(external_model, apply_layernorm_1p=False), layer, vocab_size, length)
     try:
         for shard in model_shards(stage, Mesh.single_process()):
             name = shard.name.partition("/")[2].removeprefix(f"layers.{layer}.")
-            values = reading.weight(name, layer)
+            values = external_weights(name, layer)
             if name in ("embedding.word", "head"):
                 values = values[:vocab_size]
             shard.data.copy_(values.reshape(shard.data.shape))
