@@ -78,6 +78,21 @@ def test_first_save_renames_superseded_checkpoints(tmp_path: Path, background: b
     assert value_of(tmp_path / "again") == 4.0
 
 
+def test_superseded_checkpoints_between_those_of_the_run_are_not_used(tmp_path: Path) -> None:
+    """A tracker file that names the newest would not be enough: steps 2 and 3 are below it once step 4 is saved."""
+    save_small(tmp_path, 1, 2, 3)
+    checkpoint_saver = CheckpointSaver(tmp_path, SINGLE_PROCESS, 0, keep_last=2)
+    checkpoint_saver.set_start_step(1)
+    checkpoint_saver.save(4, pieces(40.0), {})
+    checkpoint_saver.close()
+    assert storage.steps_in(tmp_path) == [1, 4]  # --keep-last has not counted them
+    (tmp_path / storage.TRACKER).unlink()
+    assert value_of(tmp_path) == 40.0
+    file = tmp_path / "iter_0000004" / "rank-00000.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert value_of(tmp_path) == 1.0  # of the same branch
+
+
 def test_second_rollback_to_the_same_step(tmp_path: Path) -> None:
     save_small(tmp_path, 2, 4)
     for n in range(3):

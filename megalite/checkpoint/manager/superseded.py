@@ -12,6 +12,13 @@ steps, and both may be interrupted:
 
 The checkpoints stay in the directory: a read-only checkpoint can be renamed, but not moved, and relative links stay
 valid.
+
+Rejected: a tracker file that names the newest checkpoint (Megatron-LM, DeepSpeed), with later directories ignored and
+overwritten. They would be later only until the run passes their steps. From then on they would lie between its own
+checkpoints: if the newest were damaged, a start would continue from another branch, and --keep-last would count them
+and delete the run's own. A directory copied without the tracker would resume from them at once, and a save of the same
+step would destroy a complete checkpoint before the new one has its name. Renaming once, before the commit, would leave
+a directory without a checkpoint if --finetune in it is killed between the two.
 """
 
 import contextlib
