@@ -1,0 +1,167 @@
+"""The sizes of a small model with the same kinds of layers, ratios of heads, groups and tp, and routing."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+from megalite.config.hybrid_pattern import MLP_LETTERS, without_borders
+from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
+from megalite.config.options import Config, ModelConfig
+from tools.verification.kv_sharing import KVSharing
+from tools.verification.reference_sharding import Layout
+from tools.verification.shrink_stages import SmallStages
+
+MIN_HEAD_SIZE = 4
+SEQ_LENGTH = 16
+
+
+def shrink_model(config: Config, requested: Layout, layout: Layout, stages: SmallStages) -> ModelConfig:
+    model, tp, cp = config.model, layout.tp, layout.cp
+    num_heads, num_groups = _shrink_heads(config, requested, layout)
+    head_size = _shrink_head_size(model, num_heads)
+    hidden_size = 8 * MIN_HEAD_SIZE if model.kv_channels else num_heads * head_size
+
+    def width(size: int, multiple: int) -> int:
+        """Scale a feed-forward size with the hidden size; at least 3 columns per rank."""
+        return multiple * max(3, round(size / model.hidden_size * hidden_size / multiple))
+
+    seq_length = min(model.seq_length, _round_up(SEQ_LENGTH, 2 * cp * tp if cp > 1 else tp))
+    window_size = model.window_size
+    if window_size is not None and 0 < window_size[0] < model.seq_length - 1:
+        window_size = (max(1, min(window_size[0], seq_length // 4)), window_size[1])
+    changes: dict[str, Any] = dict(
+        num_layers=len(stages.layers),
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
+        kv_channels=head_size if model.kv_channels else None,
+        num_query_groups=num_groups if model.group_query_attention else None,
+        ffn_hidden_size=width(model.ffn_size, tp),
+        seq_length=seq_length,
+        max_position_embeddings=seq_length if model.max_positions == model.seq_length else 2 * seq_length,
+        make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 8),
+        window_size=window_size,
+        cp_comm_type=("allgather",),
+        yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
+        init_method_std=max(model.init_method_std, hidden_size**-0.5),
+    )
+    if stages.pattern is not None:
+        changes["hybrid_layer_pattern"] = stages.pattern
+        changes |= _shrink_letter_options(model, stages.pattern)
+    else:
+        for name in ("window_attn_skip_freq", "no_rope_freq"):
+            changes[name] = _shrink_pattern(getattr(model, name), model.num_layers, stages.layers)
+        if cp > 1:
+            changes["cp_comm_type"] = tuple(model.layers[i].cp_comm_type for i in stages.layers)
+    if cp == 1:
+        changes["cp_comm_type"] = ("allgather",)
+    if model.num_experts:
+        moe_layers = str([int(layer.has_experts) for layer in model.layers])
+        if model.hybrid_layer_pattern is None:
+            changes["moe_layer_freq"] = _shrink_pattern(moe_layers, model.num_layers, stages.layers)
+        changes["moe_ffn_hidden_size"] = width(model.expert_ffn_size, layout.etp)
+        if model.moe_shared_expert_intermediate_size is not None:
+            changes["moe_shared_expert_intermediate_size"] = width(model.moe_shared_expert_intermediate_size, tp)
+        changes |= _shrink_experts(model, requested, layout)
+    return replace(model, **changes)
+
+
+def _shrink_letter_options(model: ModelConfig, pattern: str) -> dict[str, Any]:
+    """Return the options with a value for each letter of the small pattern.
+
+    Each combination of the run's mixers occurs, as far as the small pattern has mixers for them.
+    """
+    mixers = [layer for layer in model.layers if layer.mixer is not None]
+    kinds = {(layer.window is not None, layer.rope is None, layer.cp_comm_type) for layer in mixers}
+    kinds_in_turn = cycle(sorted(kinds, reverse=True))  # with a window first: one mixer alone has it
+    letters = [
+        (False, False, "allgather") if letter in MLP_LETTERS else next(kinds_in_turn)
+        for letter in without_borders(pattern)
+    ]
+    changes: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None, "cp_comm_type": ("allgather",)}
+    windows, without_rope, comm_types = zip(*letters, strict=True)
+    small_mixers = [
+        kind for kind, letter in zip(letters, without_borders(pattern), strict=True) if letter not in MLP_LETTERS
+    ]
+    if len({has_window for has_window, *_ in small_mixers}) == 2:
+        changes["window_attn_skip_freq"] = format_layer_pattern(windows, periods=False)
+    if model.no_rope_freq is not None and any(without_rope):
+        changes["no_rope_freq"] = format_layer_pattern(without_rope, periods=False)
+    if "a2a" in comm_types:
+        changes["cp_comm_type"] = comm_types
+    return changes
+
+
+def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[int, int]:
+    """Return (number of attention heads, number of groups)."""
+    model, tp = config.model, layout.tp
+    sharing = KVSharing.from_config(config, requested.tp)
+    if sharing is not None:
+        small = sharing.shrink(tp)
+        num_groups, num_heads = small.groups, small.heads * tp
+    else:
+        num_groups = tp if model.num_kv_groups == requested.tp else 2 * tp
+        num_heads = min(model.num_attention_heads // model.num_kv_groups, 4) * num_groups
+    if "a2a" in model.cp_comm_type:  # every cp rank gets heads
+        factor = layout.cp // math.gcd(layout.cp, num_heads // tp)
+        num_groups *= factor
+        num_heads *= factor
+    return num_heads, num_groups
+
+
+def _shrink_head_size(model: ModelConfig, num_heads: int) -> int:
+    """Return the smallest head size with an even number of rotated channels, above 0.
+
+    If the hidden size follows from it, that is a multiple of 16 like the original, because torch draws normal numbers
+    in groups of 16.
+    """
+    multiple = 1 if model.kv_channels else math.gcd(model.hidden_size, 16)
+    for head_size in range(MIN_HEAD_SIZE, model.head_size):
+        num_rotated = int(head_size * model.rotary_percent)
+        if num_rotated and num_rotated % 2 == 0 and num_heads * head_size % multiple == 0:
+            return head_size
+    return model.head_size
+
+
+def _shrink_experts(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, int]:
+    """Return as few experts as keep the routing.
+
+    Kept is whether a token goes to one, some or all of the experts and of the groups of experts, and whether a rank has
+    one or several experts.
+    """
+    num_experts, topk = model.num_experts or 0, model.moe_router_topk
+    num_groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    if num_groups is None or group_topk is None:
+        experts_per_rank = 2 if requested.ep < num_experts else 1
+        small_experts = _round_up(max(min(num_experts, 4), experts_per_rank * layout.ep), layout.ep)
+        small_topk = small_experts if topk == num_experts else min(topk, 3)
+        return {"num_experts": small_experts, "moe_router_topk": small_topk}
+    small_group_topk = min(group_topk, 2)
+    small_groups = small_group_topk if group_topk == num_groups else min(2 * small_group_topk, num_groups)
+    topk_per_group = topk // group_topk
+    small_topk_per_group = min(topk_per_group, 2)
+    experts_per_group = small_topk_per_group + (topk_per_group < num_experts // num_groups)
+    return {
+        "num_experts": _round_up(small_groups * experts_per_group, math.lcm(small_groups, layout.ep)),
+        "moe_router_topk": small_topk_per_group * small_group_topk,
+        "moe_router_num_groups": small_groups,
+        "moe_router_group_topk": small_group_topk,
+    }
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _shrink_pattern(pattern: str | None, num_layers: int, layers: Sequence[int]) -> str | None:
+    """Return the pattern of the layers that are kept; if it has both kinds of layers, the result has both too."""
+    if pattern is None or len(layers) == num_layers:
+        return pattern
+    if pattern.strip().isdigit():
+        return str(min(int(pattern), len(layers)))
+    flags = parse_layer_pattern(pattern, num_layers)
+    small = [int(flags[layer]) for layer in layers]
+    if len(set(flags)) == 2 and len(set(small)) == 1 and len(small) > 1:
+        small[-2] = 1 - small[-2]
+    return str(small).replace(" ", "")
