@@ -9,9 +9,9 @@ python tools/verify.py FLAGS --full-size                                   at it
 It trains --steps steps in one process and on the layout, from the same weights, evaluates after the first and the last
 step, and compares every hidden state, loss, gradient and weight of every rank. Sizes and ranks are reduced
 (--max-ranks), but everything that characterizes the layout remains. If tp ranks share key/value groups, a second run
-may check only that. For a difference it reports the first step, layer and parameter, its ranks and elements, and the
-likely cause. It runs on a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ, or the layout failed; 2
-wrong usage.
+may check only that. For a difference it reports the first step, layer and parameter, its ranks and elements, and its
+ratio to the one process if it has one. It runs on a CPU unless --device cuda. Exit codes: 0 they agree; 1 they differ,
+or the layout failed; 2 wrong usage.
 """
 
 import argparse

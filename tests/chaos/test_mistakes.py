@@ -31,10 +31,10 @@ def wrong_fields(mistake: Mistake, report: dict[str, Any]) -> list[str]:
         if inner:
             actual = (actual or {}).get(inner)
         matches = actual == expected
-        if key == "causes":
-            matches = any(expected in cause for cause in actual or [])
-        elif key == "where":
+        if key in ("where", "ratio_sizes"):
             matches = expected in (actual or "")
+        elif key == "ratio":
+            matches = actual == pytest.approx(expected, rel=1e-3)
         if not matches:
             wrong.append(f"{key} is {actual!r}, not {expected!r}")
     if not all(mistake.all_differing in name for name in first.get("others", [])):

@@ -28,7 +28,7 @@ from megalite.config.validation import find_problems
 from megalite.models.families import PRESETS
 from tools import verify as verify_tool
 from tools.verification.compare_ranks import Reference, Tolerance, compare, reference_loss_problems
-from tools.verification.diagnose import Finding, diagnose
+from tools.verification.first_difference import Finding, first_difference
 from tools.verification.record import RecordedTensor, Recording, read_all, write
 from tools.verification.reference_sharding import Layout, expected_slices
 from tools.verification.shrink import ShrunkConfig, kv_group_check, shrink, single_process_config
@@ -231,8 +231,7 @@ def recordings(steps: int = 2) -> tuple[Reference, list[Recording]]:
 
 
 def first_finding(reference: Reference, ranks: list[Recording]) -> Finding | None:
-    rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
-    return diagnose(rows, pieces, reference, LAYOUT, num_microbatches=3)
+    return first_difference(compare(reference, ranks, LAYOUT, TOLERANCE), LAYOUT, num_microbatches=3)
 
 
 def change(ranks: list[Recording], step: int, kind: str, name: str, edit: Any, rank_ids: Any = range(4)) -> None:
@@ -257,25 +256,20 @@ def test_one_wrong_element_of_a_replica_is_named() -> None:
     finding = first_finding(reference, ranks)
     assert finding is not None and (finding.step, finding.kind, finding.name) == (1, "weight", "up")
     assert finding.ranks == {"rank": [3], "pp": [0], "dp": [1], "tp": [1]}
-    assert finding.location == "[5, 2], 1 of 16 elements" and "only on dp ranks [1]" in finding.causes[0]
+    assert finding.location == "[5, 2], 1 of 16 elements" and finding.ratio is None
 
 
 @pytest.mark.parametrize(
-    "names,factor,cause",
-    [
-        ([*SHAPES], 2.0, "every gradient is 2 times what it should be, the number of dp"),
-        ([*SHAPES], 1 / 3, "every gradient is 1/3 of what it should be, the number of micro-batches"),
-        (["word"], 2.0, "the gradient of word is 2 times"),
-        (["up"], 1.25, "the gradient of up is 1.25 times"),
-    ],
+    "names,factor,sizes",
+    [([*SHAPES], 2.0, ["dp", "tp"]), ([*SHAPES], 1 / 3, ["1/micro-batches"]), (["word"], 0.0, []), (["up"], 1.25, [])],
 )
-def test_difference_factors_are_named(names: list[str], factor: float, cause: str) -> None:
+def test_ratio_of_a_difference(names: list[str], factor: float, sizes: list[str]) -> None:
     reference, ranks = recordings()
     for name in names:
         change(ranks, 1, "gradient", name, lambda data: factor * data)
     finding = first_finding(reference, ranks)
     assert finding is not None and finding.kind == "gradient" and {*finding.differing} == {*names}
-    assert cause in finding.causes[0]
+    assert finding.ratio == pytest.approx(factor, rel=1e-9) and finding.ratio_sizes == sizes
 
 
 def test_replicas_of_a_weight_must_be_bit_equal() -> None:
@@ -304,9 +298,9 @@ def test_nan_is_a_difference() -> None:
     change(ranks, 1, "gradient", "up", lambda data: math.nan * data)
     finding = first_finding(reference, ranks)
     assert finding is not None and finding.distance == math.inf
-    rows, pieces = compare(reference, ranks, LAYOUT, TOLERANCE)
+    diffs = compare(reference, ranks, LAYOUT, TOLERANCE)
     actual, expected = np.array([1.0, math.nan, 3.0]), np.array([1.0, 2.0, 4.0])
-    piece = replace(next(iter(pieces.values()))[0], actual=actual, expected=expected, deviates=None)
+    piece = replace(diffs[0].parts[0], actual=actual, expected=expected, deviates=None)
     assert piece.wrong_elements(1e-6).tolist() == [False, True, True]
 
 

@@ -164,12 +164,8 @@ def step_label(step: float) -> str:
 
 def compare(
     reference: Reference, ranks: Sequence[Recording], layout: Layout, tolerance: Tolerance
-) -> tuple[list[QuantityDiff], dict[Key, list[TensorPart]]]:
-    """Compare the recordings of all ranks with the reference.
-
-    Returns:
-        (the differences of all quantities in the order of computation, the parts of each quantity).
-    """
+) -> list[QuantityDiff]:
+    """Compare the recordings of all ranks with the reference, and return all quantities in the order of computation."""
     parts: dict[Key, list[TensorPart]] = {}
     problems: dict[Key, str] = {}
     for rank, recording in enumerate(ranks):
@@ -197,7 +193,7 @@ def compare(
             if not diff.wrong_parts and kind == "weight":
                 diff.wrong_parts = list(_deviating_copies(diff.parts))
         diffs.append(diff)
-    return diffs, parts
+    return diffs
 
 
 def _tensor_part(tensor: RecordedTensor, data: Array, full: Array, rank: RankCoordinates, layout: Layout) -> TensorPart:

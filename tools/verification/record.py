@@ -45,9 +45,7 @@ from tools.verification.reference_sharding import Layout, RankCoordinates, expec
 
 Array = NDArray[Any]
 Parts = list[tuple[bool, bool]]  # (has a mixer, has an MLP) of each layer
-ATTENTION = ".attention"
 ATTENTION_ADDED = ".attention_added"  # hidden states between the two halves of a block
-ENDS_IN_TP_SUM = (ATTENTION, ".mlp")  # suffixes of modules whose output is summed over tp
 FINAL_NORM = "final_norm"  # the hidden states that enter the head
 STEP, MICROBATCH = "step", "micro-batch"  # names of losses
 PERTURBATION = 0.1  # scale of what is added to constants (biases, norms), so that a wrong one shows at once

@@ -23,7 +23,7 @@ from tools.verification.compare_ranks import (
     reference_loss_problems,
     step_label,
 )
-from tools.verification.diagnose import Finding, diagnose
+from tools.verification.first_difference import Finding, first_difference
 from tools.verification.record import STEP, Recording, read_all, record_rank
 from tools.verification.reference_sharding import Layout
 from tools.verification.shrink import ShrunkConfig, single_process_config
@@ -130,10 +130,10 @@ def verify(shrunk: ShrunkConfig, dtype: str, timeout_s: float) -> VerifyResult:
         ranks = train(config, dtype, layout, timeout_s)
         bar.update(2, "comparing")
         reference = Reference(single_process)
-        diffs, parts = compare(reference, ranks, layout, tolerance)
+        diffs = compare(reference, ranks, layout, tolerance)
         reference_errors = list(reference_loss_problems(reference, tolerance, model.final_logit_softcapping))
         num_microbatches = batch_size // (train_config.micro_batch_size * layout.dp)
-        finding = diagnose(diffs, parts, reference, layout, num_microbatches)
+        finding = first_difference(diffs, layout, num_microbatches)
         return VerifyResult(shrunk, tolerance, diffs, finding, reference_errors)
 
 
@@ -212,12 +212,15 @@ def _format_finding(finding: Finding) -> list[str]:
         f"  on ranks: {ranks or 'none'}",
         f"  where: {finding.location}",
     ]
+    if finding.ratio is not None:
+        sizes = f" ({', '.join(finding.ratio_sizes)})" if finding.ratio_sizes else ""
+        lines.append(f"  ratio: {finding.ratio:.6g} times the value of one process{sizes}")
     if len(finding.differing) > 1:
         names = ", ".join(finding.differing[:MAX_NAMED])
         if len(finding.differing) > MAX_NAMED:
             names += f" and {len(finding.differing) - MAX_NAMED} more"
         lines.append(f"  all that differ there: {names}")
-    return [*lines, *(f"  likely: {cause}" for cause in finding.causes)]
+    return lines
 
 
 def to_json(results: Sequence[VerifyResult], dtype: str) -> dict[str, Any]:
@@ -268,8 +271,9 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
         "tolerance": finding.tolerance,
         "ranks": finding.ranks,
         "where": finding.location,
+        "ratio": finding.ratio,
+        "ratio_sizes": finding.ratio_sizes,
         "others": finding.differing,
-        "causes": finding.causes,
     }
 
 
