@@ -104,7 +104,7 @@ def run_megalite(ranks: RankInfo, task: dict[str, Any]) -> None:
         steps = time_steps(step, device, task["warmup"], task["steps"])
         memory = peak_memory(device)
         parts, axes = time_by_part(profile_phases(run, max(2, task["steps"] // 2)))
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         results: dict[str, Any] = {
             "steps": steps,
             "losses": losses,

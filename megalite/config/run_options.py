@@ -415,7 +415,7 @@ class OptimConfig:
 
     @property
     def separate_buckets(self) -> dict[str, bool]:
-        """Reasons for separate buckets, and True for those that apply (optim/layout.py: build_layout)."""
+        """Reasons for separate buckets, and True for those that apply (optim/zero/layout.py: build_layout)."""
         return {"decoupled_lr": self.decoupled_lr is not None, "matrices": self.is_muon}
 
     @property

@@ -235,7 +235,7 @@ class Stage(nn.Module):
     ):
         super().__init__()
         self.recompute = recompute or RecomputeConfig()
-        self.run_unit: RunUnit = call_unit  # or ParamGatherer.run_unit, with sharded weights (optim/param_gather.py)
+        self.run_unit: RunUnit = call_unit  # or BucketSync.run_unit, with sharded weights (optim/zero/sync.py)
         # or an ActivationOffload (nn/activation_offload.py)
         self.offload: Callable[..., RunUnit] = lambda run_unit, *_: run_unit
         mesh = make_param.mesh

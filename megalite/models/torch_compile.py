@@ -5,8 +5,8 @@
 
 Each is a pure function of tensors, compiled once and shared by all layers, with `fullgraph` so that no part of it
 silently falls back to eager mode. Matmuls are not compiled: they keep their collectives, their overlap and their sums
-into the gradient buffer (nn/linear.py). Neither is attention. Tensor and pipeline parallelism, recompute and the hooks
-of optim/buffer.py therefore work as they do without it.
+into the main gradients (nn/linear.py). Neither is attention. Tensor and pipeline parallelism, recompute and the hooks
+of optim/zero/sync.py therefore work as they do without it.
 
 Rejected: a graph per block. It fuses no more, because a matmul ends a fusion. With tp 2 it breaks into 10 graphs (at
 every collective and wait), with dp 2 into 3 (at the hooks that wait for weights), and layer and step, which are

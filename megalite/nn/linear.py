@@ -10,7 +10,7 @@ dx, and the reduce-scatter of dx hides behind the matmuls for dW:
     after    | gather x ............  |  scatter dx ..............  |
              | dx = dy W              |  dW += dy^T x               |
 
-dW is added to the weight's main gradient in the flat buffer, if it has one, and autograd never sees it. With a
+dW is added to the weight's main gradient in its bucket, if it has one, and autograd never sees it. With a
 WeightGradStore it is computed, and x gathered for it, when the pipeline requests it (nn/wgrad_store.py).
 The activation before a row-parallel matmul is recomputed in backward from u, so its result is never stored. If a kernel
 also adds the bias, u + bias is not stored either.

@@ -94,7 +94,7 @@ class QKNormAllHeads(nn.Module):
 
     `widths` are the channels of q and k over all tp ranks. Unless `kv_sharded`, every rank has the keys of its group
     only, and a replicated weight. Both weights belong to this module, because a module waits for the all-gather of its
-    own weights when it is called (optim/param_gather.py).
+    own weights when it is called (optim/zero/sync.py).
     """
 
     def __init__(

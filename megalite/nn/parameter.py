@@ -83,7 +83,7 @@ def spec_of(parameter: nn.Parameter) -> ParamSpec:
 
 
 class MainGrad(Protocol):
-    """The accumulator of a parameter's gradients outside of autograd (optim/grad_reduce.py)."""
+    """The accumulator of a parameter's gradients outside of autograd (optim/zero/grad_bucket.py)."""
 
     def accumulator(self) -> tuple[Tensor, bool]:
         """Return the sum so far, in the parameter's shape, and whether the caller must overwrite it.
@@ -144,7 +144,7 @@ def call_unit(unit: nn.Module, *args: Any, recomputing: bool = False) -> Tensor:
 
 @runtime_checkable
 class ShardableModule(Protocol):
-    """A module whose weights can be unsharded and resharded (optim/param_gather.py)."""
+    """A module whose weights can be unsharded and resharded (optim/zero/sync.py)."""
 
     run_unit: RunUnit
 

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from megalite.config.run_options import OptimConfig
 from megalite.kernels.grad_norm import sums_of_squares
-from megalite.optim.buffer import ParamAndGradBuffer
-from megalite.optim.layout import Bucket
 from megalite.optim.update_rule import Finalizer, ParamUpdate
+from megalite.optim.zero.layout import BufferLayout
+from megalite.optim.zero.param_bucket import ParamBucket
 from megalite.parallel.comm import all_reduce_
+from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import Box, ParamSpec, flat_offset
 
 
@@ -82,9 +83,9 @@ class Lamb:
         step = tensors.rows(update.grad).mul_(ratio.to(update.grad.dtype) * update.lr)
         tensors.rows(update.param).sub_(step)
 
-    def make_finalizer(self, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]) -> Finalizer:
+    def make_finalizer(self, mesh: Mesh, layout: BufferLayout, buckets: Sequence[ParamBucket]) -> Finalizer:
         """Return the second half of the update."""
-        return _TrustRatios(self, buffer, buckets).finish
+        return _TrustRatios(self, mesh, layout, buckets).finish
 
 
 @dataclass(frozen=True)
@@ -120,27 +121,27 @@ class Lars:
         step = grad.add_(param, alpha=update.weight_decay).mul_(ratio.to(grad.dtype) * update.lr)
         param.sub_(velocity.mul_(self.momentum).add_(step))
 
-    def make_finalizer(self, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]) -> Finalizer:
+    def make_finalizer(self, mesh: Mesh, layout: BufferLayout, buckets: Sequence[ParamBucket]) -> Finalizer:
         """Return the second half of the update."""
-        return _TrustRatios(self, buffer, buckets).finish
+        return _TrustRatios(self, mesh, layout, buckets).finish
 
 
 class _TrustRatios:
     """The second half of the update on one rank: the norms of all tensors, and the update of the owned parts."""
 
-    def __init__(self, rule: Lamb | Lars, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]):
+    def __init__(self, rule: Lamb | Lars, mesh: Mesh, layout: BufferLayout, buckets: Sequence[ParamBucket]):
         self.rule = rule
-        self.mesh = buffer.mesh
+        self.mesh = mesh
         self.num_tensors = 0
         self.slices: list[list[_TensorSlice]] = []  # by bucket
-        sizes = {**buffer.mesh.sizes, "tied_embedding": 1}  # the other copy of a tied parameter is in another stage
+        sizes = {**mesh.sizes, "tied_embedding": 1}  # the other copy of a tied parameter is in another stage
         for bucket in buckets:
-            sharding = buffer.shardings[bucket.key]
+            sharding = bucket.sharding
             bucket_slices: list[_TensorSlice] = []
-            for slot in bucket.slots:
-                spec = buffer.layout.entries[slot.entry].spec
-                box = spec.stored_box(buffer.mesh.sizes, buffer.mesh.coordinates)  # padding is not part of a norm
-                owned = slot._replace(stop=slot.start + box.numel).overlap(sharding.owned_range(bucket))
+            for slot in bucket.layout.slots:
+                spec = layout.entries[slot.entry].spec
+                box = spec.stored_box(mesh.sizes, mesh.coordinates)  # padding is not part of a norm
+                owned = slot._replace(stop=slot.start + box.numel).overlap(sharding.owned_range(bucket.layout))
                 num_owners = sharding.replicate_axis.size // sharding.outer_shard_axis.size * spec.num_replicas(sizes)
                 offset = owned.start - owned.span.start
                 for indices, start, stop in _tensors_in(spec, box, owned.span):

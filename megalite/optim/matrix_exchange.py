@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megalite.optim.bucket_sharding import BucketSharding
-from megalite.optim.layout import Bucket, BucketKey, BufferLayout, ParamSlot
+from megalite.optim.zero.layout import BucketKey, BucketLayout, BufferLayout, ParamSlot
+from megalite.optim.zero.sharding import BucketSharding
 from megalite.parallel.mesh import stage_coordinates
 from megalite.parallel.spec import Box, ParamSpec, flat_offset, rectangles
 
@@ -67,7 +67,7 @@ class MatrixShard(NamedTuple):
 class _MatrixStack(NamedTuple):
     """The matrices of one parameter, numbered from `first_matrix`."""
 
-    bucket: Bucket
+    bucket: BucketLayout
     slot: ParamSlot
     spec: ParamSpec
     first_matrix: int

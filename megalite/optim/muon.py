@@ -23,11 +23,12 @@ from torch import Tensor
 
 from megalite.config.run_options import OptimConfig
 from megalite.kernels.newton_schulz import CoefficientType, coefficients, newton_schulz
-from megalite.optim.buffer import ParamAndGradBuffer
-from megalite.optim.layout import Bucket
 from megalite.optim.matrix_exchange import GroupExchange, MatrixShape, MatrixShard, build_exchanges
 from megalite.optim.update_rule import Finalizer, ParamUpdate
+from megalite.optim.zero.layout import BufferLayout
+from megalite.optim.zero.param_bucket import ParamBucket
 from megalite.parallel.comm import Pending, start_all_to_all
+from megalite.parallel.mesh import Mesh
 
 BATCH_NUMEL = 1 << 26  # elements in one Newton-Schulz batch: a matrix of 8,192 x 8,192, or many small ones
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -77,20 +78,21 @@ class Muon:
         else:
             update.grad.copy_(momentum_buffer)
 
-    def make_finalizer(self, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]) -> Finalizer:
+    def make_finalizer(self, mesh: Mesh, layout: BufferLayout, buckets: Sequence[ParamBucket]) -> Finalizer:
         """Return the second half of the update."""
-        return _DistributedNewtonSchulz(self, buffer, buckets).finalize
+        return _DistributedNewtonSchulz(self, mesh, layout, buckets).finalize
 
 
 class _DistributedNewtonSchulz:
     """The second half of the update on one rank, group by group: exchanges overlap with the work on another group."""
 
-    def __init__(self, rule: Muon, buffer: ParamAndGradBuffer, buckets: Sequence[Bucket]):
+    def __init__(self, rule: Muon, mesh: Mesh, layout: BufferLayout, buckets: Sequence[ParamBucket]):
         self.rule = rule
-        self.axis = buffer.mesh.dp_cp_tp
+        self.axis = mesh.dp_cp_tp
         self.steps = coefficients(rule.coefficient_type, rule.steps)
-        self.update_index = {bucket.index: i for i, bucket in enumerate(buckets)}  # bucket -> index in the updates
-        self.matrices, self.groups = build_exchanges(buffer.layout, buffer.shardings, buffer.mesh.sizes, self.axis.rank)
+        self.update_index = {bucket.layout.index: i for i, bucket in enumerate(buckets)}  # bucket -> index in updates
+        shardings = {bucket.layout.key: bucket.sharding for bucket in buckets}
+        self.matrices, self.groups = build_exchanges(layout, shardings, mesh.sizes, self.axis.rank)
 
     @torch.no_grad()
     def finalize(self, updates: Sequence[ParamUpdate]) -> None:

@@ -19,14 +19,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.host_memory import allocate_mapped, allocate_pinned, pinned_bytes
-from megalite.optim.layout import Bucket, BufferLayout
 from megalite.optim.update_rule import ParamUpdate, UpdateRule
+from megalite.optim.zero.layout import BucketLayout, BufferLayout
+from megalite.optim.zero.param_bucket import ParamBucket
 from megalite.parallel.streams import Event, new_stream, on_side_stream, record_event, wait_event
 
 
-def offloaded_buckets(layout: BufferLayout, fraction: float) -> tuple[Bucket, ...]:
+def offloaded_buckets(layout: BufferLayout, fraction: float) -> tuple[BucketLayout, ...]:
     """Return the buckets whose state is offloaded: the first ones, as few as have `fraction` of all elements."""
     sizes = [bucket.size for bucket in layout.buckets]
     return tuple(b for b in layout.buckets if sum(sizes[: b.index]) < fraction * layout.size)
@@ -46,54 +46,54 @@ def allocation_sizes(owned_numels: Sequence[int], state_bytes: int, grad_bytes: 
     return [*(numel * state_bytes for numel in owned_numels), grad_size, grad_size]
 
 
-class OffloadedState:
-    """The main weights and optimizer state of the offloaded buckets.
+class HostUpdater:
+    """The host memory of offloaded buckets, and their update by the host.
 
     Attributes:
-        state: bucket -> the owned part of main weights and optimizer state.
+        allocations: (main weights, optimizer state by name) of each bucket: the part that this rank owns.
+        grads: the host memory of two gradients.
         host_bytes: pinned memory in bytes.
         disk_bytes: size of the mapped file in bytes.
     """
 
     def __init__(
         self,
-        buffer: ParamAndGradBuffer,
+        buckets: Sequence[ParamBucket],
+        main_dtype: torch.dtype,
         state_dtypes: Mapping[str, torch.dtype | None],
-        fraction: float,
+        device: torch.device,
         directory: str,
     ):
-        """Allocate the state and copy the weights to it.
+        """Allocate the memory and copy the weights to it.
 
         Args:
-            buffer: the weights and gradients.
+            buckets: the weights of the offloaded buckets.
+            main_dtype: dtype of main weights and gradients.
             state_dtypes: names and dtypes of the optimizer state (UpdateRule.state_dtypes).
-            fraction: fraction of the elements that are offloaded.
-            directory: a directory for a mapped file with the state; "": the state is in memory.
+            device: device of the weights.
+            directory: a directory for a mapped file with main weights and state; "": they are in memory.
         """
-        self._device = buffer.mesh.device
-        main_dtype = buffer.main_dtype
+        self._device = device
         dtypes = [main_dtype, *(dtype or main_dtype for dtype in state_dtypes.values())]
-        buckets = offloaded_buckets(buffer.layout, fraction)
-        owned_numels = [len(buffer.shardings[bucket.key].owned_range(bucket)) for bucket in buckets]
+        owned_numels = [len(bucket.owned) for bucket in buckets]
         sizes = allocation_sizes(owned_numels, sum(dtype.itemsize for dtype in dtypes), main_dtype.itemsize)
         num_on_disk = len(owned_numels) if directory else 0
         self.host_bytes = pinned_bytes(sizes[num_on_disk:])
         self.disk_bytes = sum(sizes[:num_on_disk])
         host_tensors = itertools.chain(
-            allocate_mapped(sizes[:num_on_disk], directory, self._device),
-            allocate_pinned(sizes[num_on_disk:], self._device),
+            allocate_mapped(sizes[:num_on_disk], directory, device), allocate_pinned(sizes[num_on_disk:], device)
         )
-        self.state: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        self.allocations: list[tuple[Tensor, dict[str, Tensor]]] = []
         for bucket, numel in zip(buckets, owned_numels, strict=True):
             flats = next(host_tensors).split([numel * dtype.itemsize for dtype in dtypes])
             main, *state = (flat.view(dtype) for flat, dtype in zip(flats, dtypes, strict=True))
-            main.copy_(buffer.weights.owned(bucket))
-            self.state[bucket.index] = main, dict(zip(state_dtypes, state, strict=True))
-        self._grads = [flat.view(main_dtype) for flat in host_tensors]  # the last two allocations
-        self._stream = new_stream(self._device) if buckets else None
+            main.copy_(bucket.owned)
+            self.allocations.append((main, dict(zip(state_dtypes, state, strict=True))))
+        self.grads = [flat.view(main_dtype) for flat in host_tensors]  # the last two allocations
+        self._stream = new_stream(device) if buckets else None
 
     def update_(self, rule: UpdateRule, updates: Sequence[ParamUpdate]) -> None:
-        """Update the buckets in `state`, in order; `grad` and `model_param` of their updates are on the device.
+        """Update the offloaded buckets, in order; `grad` and `model_param` of their updates are on the device.
 
         Afterwards the current stream has the new weights, and may overwrite the gradients.
         """
@@ -119,5 +119,5 @@ class OffloadedState:
     def _copy_grad_to_host(self, i: int, update: ParamUpdate, start_event: Event | None) -> tuple[Tensor, Event | None]:
         """Start to copy the gradient of the i-th update; return it with the event of its completion."""
         with on_side_stream(self._stream, after=start_event):
-            grad = self._grads[i % 2][: len(update.grad)].copy_(update.grad, non_blocking=True)
+            grad = self.grads[i % 2][: len(update.grad)].copy_(update.grad, non_blocking=True)
             return grad, record_event(self._device)

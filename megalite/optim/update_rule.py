@@ -14,8 +14,9 @@ from megalite.config.registry import REGISTRIES
 from megalite.config.run_options import OptimConfig
 
 if TYPE_CHECKING:
-    from megalite.optim.buffer import ParamAndGradBuffer
-    from megalite.optim.layout import Bucket
+    from megalite.optim.zero.layout import BufferLayout
+    from megalite.optim.zero.param_bucket import ParamBucket
+    from megalite.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ class WholeTensorRule(UpdateRule, Protocol):
     second half, a Finalizer, updates the weights.
     """
 
-    def make_finalizer(self, buffer: "ParamAndGradBuffer", buckets: "Sequence[Bucket]") -> Finalizer:
+    def make_finalizer(self, mesh: "Mesh", layout: "BufferLayout", buckets: "Sequence[ParamBucket]") -> Finalizer:
         """Return the second half of the update.
 
-        It is called once per step, with the updates of all `buckets` of `buffer` that have this rule, in order.
+        It is called once per step, with the updates of `buckets`, all those of `layout` that have this rule, in order.
         Collective over the stage.
         """
         ...

@@ -7,7 +7,7 @@
     W  s,m      With a split backward: the weight gradients that B put into the store of its forward
                 (nn/wgrad_store.py).
     SEND, RECV  Post an isend or irecv and continue; the wait is where the value is used.
-    G, X, R     Unshard and reshard the weights of a stage, reduce its gradients (ParamSync; optim/buffer.py).
+    G, X, R     Unshard and reshard the weights of a stage, reduce its gradients (ParamSync; optim/zero/sync.py).
 
 Activations are sent over mesh.pp, gradients over mesh.pp_grad: two groups, so that neither queues behind the other
 (with two pipeline ranks and several chunks, activations of both directions use the same group). The last B (or W)

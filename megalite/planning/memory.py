@@ -94,7 +94,7 @@ def peak_bytes(actions: tuple[Action, ...], plan: RunPlan, rank: int) -> int:
 class UnshardedUnits:
     """The units of the model whose weights or gradients are temporarily unsharded on a pipeline rank (ZeRO-2 and 3).
 
-    Its methods are the events of optim/param_gather.py and optim/grad_reduce.py, in their order. The weights of a unit
+    Its methods are the events of optim/zero/sync.py, in their order. The weights of a unit
     are unsharded while it runs, and those of the next unit are prefetched. Its gradient is unsharded from the first
     one that is added until its reduction has ended, for which the next reduction waits; the gradients of experts have a
     separate bucket, and are unsharded only in the unit's backward. The name of a unit identifies it: "embedding",

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels.dispatch import Kernel, observe_launches
 from megalite.nn.storage_identity import storage_id
-from megalite.optim.flat_buffers import observe_allocations
+from megalite.optim.zero.storage import observe_allocations
 
 META = torch.device("meta")
 aten: Any = torch.ops.aten

@@ -12,10 +12,10 @@ from torch import nn
 from megalite.config.options import Config
 from megalite.config.run_options import OptimConfig, ParallelConfig
 from megalite.nn.parameter import main_param_dtype
-from megalite.optim.buffer import chunk_layout
 from megalite.optim.host_memory import pinned_bytes
 from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
 from megalite.optim.update_rule import build_rules
+from megalite.optim.zero.layout import chunk_layout
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import SHARD_AXES
 from megalite.pipeline.schedule import ShardingPolicy, StagePlacement

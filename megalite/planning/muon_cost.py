@@ -8,9 +8,9 @@ import torch
 
 from megalite.config.options import OptimConfig
 from megalite.kernels.newton_schulz import coefficients, newton_schulz, newton_schulz_flops
-from megalite.optim.layout import BufferLayout
 from megalite.optim.matrix_exchange import MatrixShape, assign_owners, group_matrices, matrix_shapes
 from megalite.optim.muon import equal_shape_batches
+from megalite.optim.zero.layout import BufferLayout
 from megalite.parallel.mesh import Mesh
 from megalite.planning.meta_mode import META, MetaMode
 

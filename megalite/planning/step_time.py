@@ -4,7 +4,7 @@
                 time of its link, and a rank's messages in one direction follow each other. Of a long step only the
                 first groups of micro-batches are simulated, as planning/run_plan.py does for its bubble
     weights     gathered over dp bucket by bucket while the first forwards run; a forward waits for its stage's buckets
-    gradients   reduced bucket by bucket from the last backward of a chunk on (optim/grad_reduce.py); the time that does
+    gradients   reduced bucket by bucket from the last backward of a chunk on (optim/zero/sync.py); the time that does
                 not overlap with the rank's other work is added
     update      the gradient norm, the all-reduce over all ranks, and the optimizer's step
 
@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megalite.optim.buffer import DEFAULT_BUCKET_SIZE
+from megalite.optim.zero.layout import DEFAULT_BUCKET_SIZE
 from megalite.parallel.spec import MESH_VIEWS, SHARD_AXES
 from megalite.pipeline.schedule import ActionCosts, Op
 from megalite.pipeline.simulate import Durations, Simulation

@@ -136,23 +136,23 @@ def _run_step(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
     run.pipeline._start_p2p = start_and_wait
     for stage in stages:
         stage.register_forward_hook(lambda *_: bytes_after_forward.append(shapes.live))
-    state_bytes, optimizer, weights = shapes.live, run.optimizer, run.buffer.weights
-    host_bytes = optimizer.offloaded.host_bytes + weights.host_bytes
+    state_bytes, host_updater = shapes.live, run.optimizer.host_updater
+    host_bytes = host_updater.host_bytes + run.sync.host_bytes
     shapes.peak = state_bytes
     with record_collectives(run.mesh) as calls:
         train_step(run)
-        run.buffer.wait_param_sync()  # as the next step would
+        run.sync.wait_param_sync()  # as the next step would
     run.close()
     optimizer_tensors: list[Tensor] = []
-    for bucket, main, state in zip(run.buffer.layout.buckets, optimizer.main, optimizer.state, strict=True):
-        if bucket.index in optimizer.offloaded.state:
+    for bucket in run.optimizer.buckets:
+        if bucket.is_offloaded:
             continue
-        optimizer_tensors += state.values()
-        if optimizer.rounds_main(bucket):
-            optimizer_tensors.append(main)
+        optimizer_tensors += bucket.state.values()
+        if bucket.rounds_main:
+            optimizer_tensors.append(bucket.main)
     parts = {
-        "weights": weights.nbytes,
-        "gradients": run.buffer.grads.nbytes,
+        "weights": sum(bucket.nbytes for bucket in run.sync.param_buckets),
+        "gradients": sum(bucket.nbytes for bucket in run.sync.grad_buckets),
         "optimizer": sum(tensor.nbytes for tensor in optimizer_tensors),
     }
     if rotary_tables := [table for stage in stages for pair in stage.rope_tables.values() for table in pair]:
@@ -163,11 +163,11 @@ def _run_step(run: Run, plan: RunPlan, shapes: MetaMode) -> RankDryRun:
             number: plan.balance.layer_ranges[number]
             for number in plan.shape.placement.stages_of_rank(run.mesh.pp.rank)
         },
-        parameters=sum(entry.numel for entry in run.buffer.layout.entries),
+        parameters=sum(entry.numel for entry in run.sync.layout.entries),
         parts=parts,
         host=host_bytes,
         in_flight=max(bytes_after_forward) - state_bytes,
-        peak=shapes.peak - host_bytes - optimizer.offloaded.disk_bytes,
+        peak=shapes.peak - host_bytes - host_updater.disk_bytes,
         calls=calls,
     )
 

@@ -91,18 +91,16 @@ def replica_checksums(run: Run) -> Tensor:
     below 2^53, which allows 2^21 ranks. All weights are read once, and the owned ones again with their main weights;
     the host does not wait for the device.
     """
-    buffer, optimizer = run.buffer, run.optimizer
-    buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     total = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     sums: dict[str, Tensor] = {}  # axis with replicas -> sum of bits
-    for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        resident = buffer.weights.is_resident(bucket)
-        owned = buffer.weights.owned(bucket)
-        axis_name = _replica_axis(bucket.key.mesh_view, resident)
-        weights = buffer.weights.full(bucket) if resident else buffer.weights.shard(bucket)
-        sums[axis_name] = weights.view(torch.int64).sum() + sums.get(axis_name, 0)
-        if optimizer.has_separate_main(bucket):
-            casts = (block.to(owned.dtype).view(torch.int64).sum() for block in main.split(CAST_BLOCK))
+    for bucket in run.optimizer.buckets:
+        params = bucket.params
+        axis_name = _replica_axis(params.layout.key.mesh_view, params.is_resident)
+        sums[axis_name] = params.resident.view(torch.int64).sum() + sums.get(axis_name, 0)
+        if bucket.copies_main:
+            owned = params.owned
+            casts = (block.to(owned.dtype).view(torch.int64).sum() for block in bucket.main.split(CAST_BLOCK))
             total[1] += sum(casts, -owned.view(torch.int64).sum()).remainder(CHECKSUM_PRIME)
     for bias in run.expert_balancer.state_shards():
         sums["dp_cp"] = bias.data.view(torch.int32).sum() + sums.get("dp_cp", 0)
@@ -122,8 +120,8 @@ def _find_differences(run: Run) -> tuple[str, list[MajorityRepair]]:
 
     Collective. Replicated weights are copied to the host, a parameter at a time.
     """
-    mesh, buffer = run.mesh, run.buffer
-    buffer.wait_param_sync()
+    mesh = run.mesh
+    run.sync.wait_param_sync()
     differences = _main_weight_mismatches(run)
     replica_differences, majority = _compare_hashes(mesh, _replicated_tensors(run))
     differences += replica_differences
@@ -146,14 +144,12 @@ def _find_differences(run: Run) -> tuple[str, list[MajorityRepair]]:
 
 def _replicated_tensors(run: Run) -> list[ReplicatedTensor]:
     """Return this rank's weights and router biases that other ranks have replicas of."""
-    layout, weights = run.buffer.layout, run.buffer.weights
     tensors: list[ReplicatedTensor] = []
-    for bucket in layout.buckets:
-        resident = weights.is_resident(bucket)
-        for slot in bucket.slots:
-            spec = layout.entries[slot.entry].spec
-            axes = (_replica_axis(spec.mesh_view, resident), *spec.replicated_axes)
-            tensors.append(ReplicatedTensor(spec.name, axes, weights.resident_slice(slot)[1]))
+    for bucket in run.sync.param_buckets:
+        for slot in bucket.layout.slots:
+            spec = run.sync.layout.entries[slot.entry].spec
+            axes = (_replica_axis(spec.mesh_view, bucket.is_resident), *spec.replicated_axes)
+            tensors.append(ReplicatedTensor(spec.name, axes, bucket.resident_slice(slot)[1]))
     for bias in run.expert_balancer.state_shards():
         tensors.append(ReplicatedTensor(bias.name.partition("/")[2], ("dp_cp", "tp"), bias.data))
     return tensors
@@ -197,16 +193,15 @@ def _hash(data: Tensor) -> int:
 
 def _main_weight_mismatches(run: Run) -> list[str]:
     """Return a line for each bucket in which a weight that this rank owns is not its main weight, rounded."""
-    buffer, optimizer = run.buffer, run.optimizer
     lines = []
-    for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-        owned = buffer.weights.owned(bucket)
-        differs = owned != main.to(owned)
-        if not optimizer.has_separate_main(bucket) or not bool(differs.any()):
+    for bucket in run.optimizer.buckets:
+        owned = bucket.params.owned
+        differs = owned != bucket.main.to(owned)
+        if not bucket.copies_main or not bool(differs.any()):
             continue
-        offset = buffer.shardings[bucket.key].owned_range(bucket).start + int(differs.nonzero()[0])
-        slot = next(slot for slot in bucket.slots if offset < slot.stop)
-        name = buffer.layout.entries[slot.entry].spec.name
+        offset = bucket.sharding.owned_range(bucket.layout).start + int(differs.nonzero()[0])
+        slots = zip(bucket.layout.slots, bucket.params.names, strict=True)
+        name = next(name for slot, name in slots if offset < slot.stop)
         lines.append(f"{name} does not match its main weight on {run.mesh.describe()}")
     return lines
 
@@ -217,7 +212,7 @@ def _repair(run: Run, majority: list[MajorityRepair]) -> str:
     for repair in majority:
         values = repair.values.to(run.mesh.device)  # they may lie in host memory
         repair.values.copy_(broadcast_(values, repair.axis, repair.source))
-    if not any(map(run.optimizer.rounds_main, run.buffer.layout.buckets)):
+    if not any(bucket.rounds_main for bucket in run.optimizer.buckets):
         return "the majority of replicas"
     run.optimizer.sync_after_load()
     return "the main weights"

@@ -19,12 +19,12 @@ from megalite.models.torch_compile import Backend, compile_blocks
 from megalite.nn.activation_offload import ActivationOffload
 from megalite.nn.loss_sums import LossSums, head_losses
 from megalite.optim.adamw import ApexAdamW
-from megalite.optim.buffer import ParamAndGradBuffer, ZeroConfig
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import LrSchedule, OptimSchedules, WeightDecaySchedule
 from megalite.optim.sgd import SGD
 from megalite.optim.update_rule import UpdateRule, build_rules
+from megalite.optim.zero.sync import BucketSync, ZeroConfig
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.streams import CudaGraph, cuda_graph_factory, new_stream, on_stream
 from megalite.pipeline.cuda_graph import CudaGraphPipeline
@@ -152,7 +152,7 @@ def build_run(
     stages = plan.balance.build_stages(mesh, dtype or shape.dtype, deferred=True)
     if train.compile:
         compile_blocks(stages, compile_backend)
-    buffer, pipeline = _build_pipeline(plan, stages, mesh, dtype or shape.dtype, graphs)
+    sync, pipeline = _build_pipeline(plan, stages, mesh, dtype or shape.dtype, graphs)
     train_loader, valid_loaders, test_loaders = _open_loaders(plan, sources, mesh)
     rule, matrix_rule = build_update_rules(config)
     return Run(
@@ -160,9 +160,9 @@ def build_run(
         pipeline=pipeline,
         loss_sums=LossSums(head_losses(train.z_loss_coeff), model.layer_losses, mesh.device),
         expert_balancer=ExpertLoadBalancer(stages, mesh, model),
-        buffer=buffer,
+        sync=sync,
         optimizer=DistributedOptimizer(
-            buffer, rule, matrix_rule, config.optim.offload_fraction, config.optim.optimizer_offload_dir
+            sync, rule, matrix_rule, config.optim.offload_fraction, config.optim.optimizer_offload_dir
         ),
         schedules=build_schedules(plan),
         loss_scaler=build_loss_scaler(config),
@@ -189,8 +189,8 @@ def build_run(
 
 def _build_pipeline(
     plan: RunPlan, stages: list[Stage], mesh: Mesh, dtype: torch.dtype, graphs: Callable[[], CudaGraph] | None
-) -> tuple[ParamAndGradBuffer, Pipeline]:
-    """Build the buffer of weights and gradients, and the pipeline, with CUDA graphs if they are enabled."""
+) -> tuple[BucketSync, Pipeline]:
+    """Build the buckets of weights and gradients, and the pipeline, with CUDA graphs if they are enabled."""
     config, parallel, train = plan.config, plan.config.parallel, plan.config.train
     if train.cpu_offloading_num_layers:
         for stage in stages:
@@ -201,7 +201,7 @@ def _build_pipeline(
     if train.cuda_graph_impl != "none" and graphs is None:
         stream, graphs = new_stream(mesh.device), cuda_graph_factory()
     with on_stream(stream):
-        buffer = ParamAndGradBuffer(
+        sync = BucketSync(
             stages,
             mesh,
             bucket_size=parallel.ddp_bucket_size,
@@ -219,24 +219,24 @@ def _build_pipeline(
     options: dict[str, Any] = dict(
         schedule=parallel.pipeline_schedule,
         dtype=dtype,
-        param_sync=buffer,
+        param_sync=sync,
         hidden_size=config.model.hidden_size,
         split_backward=plan.balance.split_backward,
         group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
     if graphs is None:
-        return buffer, Pipeline(stages, mesh, **options)
+        return sync, Pipeline(stages, mesh, **options)
     pipeline = CudaGraphPipeline(
         stages,
         mesh,
         new_graph=graphs,
-        zero_unwritten_grads=buffer.zero_unwritten_grads,
+        zero_unwritten_grads=sync.zero_unwritten_grads,
         # The first and last micro-batches gather weights and reduce gradients, which a graph does not record.
         eager_first_and_last=mesh.dp_cp.size > 1,
         stream=stream,
         **options,
     )
-    return buffer, pipeline
+    return sync, pipeline
 
 
 def host_batch_options(config: Config, mesh: Mesh) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from megalite.data.datasets.ledger import DataLedger
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.nn.loss_sums import LossSums
 from megalite.nn.micro_batch import Batch
-from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.loss_scale import LossScaler
 from megalite.optim.lr import OptimSchedules
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel.mesh import Mesh
 from megalite.pipeline.runtime import Pipeline
 from megalite.planning.batch_size import BatchSizeSchedule
@@ -124,7 +124,7 @@ class Run:
     pipeline: Pipeline
     loss_sums: LossSums
     expert_balancer: ExpertLoadBalancer
-    buffer: ParamAndGradBuffer
+    sync: BucketSync
     optimizer: DistributedOptimizer
     schedules: OptimSchedules
     loss_scaler: LossScaler

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from megalite.common.fault_injection import inject_fault
 from megalite.config.run_options import DETERMINISM_REPORTS
@@ -70,7 +71,7 @@ def train_step(
         run.pipeline.step(batches, ctx)
     inject_fault("step.after_forward_backward", mesh.world.rank, step, run.loss_sums.values)
     with timers("all-grads-sync", 1):
-        run.buffer.finish_grad_sync()
+        run.sync.finish_grad_sync()
     if empty_cache_level >= 1 and mesh.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -176,7 +177,7 @@ def _reduce_step_sums(
         num_tokens: The tokens of the global batch by which the pipeline divided the gradients.
     """
     mesh = run.mesh
-    inject_fault("step.after_reduce", mesh.world.rank, run.progress.step + 1, run.buffer.first_bucket_grad)
+    inject_fault("step.after_reduce", mesh.world.rank, run.progress.step + 1, lambda: run.sync.grad_buckets[0].owned)
     names = [*REDUCED_FIELDS]
     if count_zeros:
         names.append("zeros")
@@ -232,6 +233,12 @@ def _update(run: Run, grad_norm: float, unscale: float, timers: Timers) -> None:
         with timers("optimizer-inner-step", 1):
             run.optimizer.step(scale=clip * unscale, **rates)
         with timers("params-all-gather", 1):
-            run.buffer.start_param_sync()
+            run.sync.start_param_sync()
     run.expert_balancer.update_bias()
-    inject_fault("step.after_update", run.mesh.world.rank, run.progress.step + 1, run.buffer.first_bucket_weight)
+    inject_fault("step.after_update", run.mesh.world.rank, run.progress.step + 1, lambda: _first_weights(run))
+
+
+def _first_weights(run: Run) -> Tensor:
+    """Return the weights of the first bucket that are always allocated, for an injected fault."""
+    run.sync.wait_param_sync()
+    return run.sync.param_buckets[0].resident

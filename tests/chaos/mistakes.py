@@ -26,12 +26,13 @@ from megalite.nn.context_parallel import ContextParallelAttention
 from megalite.nn.embedding import Embedding
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.router import Router
-from megalite.optim import buffer, grad_reduce, param_gather
-from megalite.optim.bucket_sharding import BucketSharding
-from megalite.optim.distributed_optimizer import DistributedOptimizer
-from megalite.optim.grad_reduce import GradReducer
-from megalite.optim.layout import Bucket
-from megalite.optim.param_gather import ParamGatherer
+from megalite.optim.distributed_optimizer import DistributedOptimizer, OptimizerBucket
+from megalite.optim.zero import grad_bucket, param_bucket, sync
+from megalite.optim.zero.grad_bucket import GradBucket
+from megalite.optim.zero.layout import BucketLayout
+from megalite.optim.zero.param_bucket import ParamBucket
+from megalite.optim.zero.sharding import BucketSharding
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel.comm import Pending, all_reduce_
 from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import ParamSpec
@@ -92,7 +93,7 @@ def mistake(owner: Any, original: str, **expected: Any) -> Callable[[Callable[..
 
 
 @mistake(
-    buffer,
+    sync,
     "bucket_shardings",
     flags=f"{LLAMA} {TP}",
     first={"kind": "gradient", "step": 1, "name": "final_norm.weight"},
@@ -245,19 +246,19 @@ def every_rank_divides_by_its_own_number_of_labels(
 
 
 @mistake(
-    GradReducer,
+    BucketSync,
     "finish_grad_sync",
     flags=f"{RUN} {DP}",
     first={"kind": "gradient", "step": 1, "ratio": 0.5, "ratio_sizes": "1/dp"},
 )
-def gradients_are_also_averaged_over_dp(finish_grad_sync: Any, reducer: GradReducer) -> None:
-    finish_grad_sync(reducer)
-    for bucket in reducer.buckets:
-        reducer.grads.owned(bucket).div_(reducer.shardings[bucket.key].shard_axis.size)
+def gradients_are_also_averaged_over_dp(finish_grad_sync: Any, sync: BucketSync) -> None:
+    finish_grad_sync(sync)
+    for bucket in sync.grad_buckets:
+        bucket.owned.div_(bucket.sharding.shard_axis.size)
 
 
 @mistake(
-    grad_reduce,
+    grad_bucket,
     "start_all_reduce",
     flags=f"{LLAMA} {DP} --no-use-distributed-optimizer",
     first={"kind": "gradient", "step": 1},
@@ -267,7 +268,7 @@ def end_of_every_bucket_is_not_reduced(start_all_reduce: Any, grads: Tensor, axi
 
 
 @mistake(
-    param_gather, "start_all_gather_into", flags=f"{RUN} {DP}", first={"kind": "weight", "step": 1, "ranks.dp": [1]}
+    param_bucket, "start_all_gather_into", flags=f"{RUN} {DP}", first={"kind": "weight", "step": 1, "ranks.dp": [1]}
 )
 def dp_rank_1_keeps_its_old_weights(start_all_gather_into: Any, full: Tensor, shard: Tensor, dp: Axis) -> Pending:
     return start_all_gather_into(full.clone() if dp.rank == 1 else full, shard, dp)
@@ -291,67 +292,62 @@ def last_micro_batch_is_dropped(at: Any, batches: Batches, *args: Any) -> Any:
 # ---- sharded gradients and weights (ZeRO)
 
 
-@mistake(GradReducer, "finish_reduce", flags=f"{RUN} {DP} --zero-stage 2", first={"kind": "gradient", "step": 1})
-def gradients_of_a_pass_overwrite_those_before_it(finish_reduce: Any, reducer: GradReducer, b: int) -> bool:
-    bucket = reducer.buckets[b]
-    if not reducer.grads.is_resident(bucket):
-        reducer.grads.shard(bucket).zero_()
-    return finish_reduce(reducer, b)
+@mistake(GradBucket, "wait", flags=f"{RUN} {DP} --zero-stage 2", first={"kind": "gradient", "step": 1})
+def gradients_of_a_pass_overwrite_those_before_it(wait: Any, bucket: GradBucket) -> None:
+    if not bucket.is_resident:
+        bucket.shard.zero_()
+    wait(bucket)
 
 
 @mistake(BucketSharding, "shard_range", flags=f"{RUN} {DP} --zero-stage 3", first={"kind": "weight", "step": 0})
-def every_rank_has_the_shard_of_the_next_rank(shard_range: Any, sharding: BucketSharding, bucket: Bucket) -> range:
+def every_rank_has_the_shard_of_the_next_rank(
+    shard_range: Any, sharding: BucketSharding, bucket: BucketLayout
+) -> range:
     axis = sharding.shard_axis
     next_rank = replace(axis, rank=(axis.rank + 1) % axis.size)
     return shard_range(replace(sharding, shard_axis=next_rank), bucket)
 
 
-@mistake(ParamGatherer, "_unshard_unit", flags=f"{RUN} {DP} --zero-stage 3", first={"kind": "gradient", "step": 1})
-def weights_are_not_unsharded_for_backward(unshard: Any, gatherer: ParamGatherer, unit: Any, direction: int) -> None:
-    if direction != -1:
-        unshard(gatherer, unit, direction)
-        return
-    for b in gatherer._buckets_of_unit[unit]:
-        bucket = gatherer._buckets[b]
-        gatherer.weights.allocate(bucket)
-        gatherer.weights.full(bucket).zero_()
+@mistake(BucketSync, "_unshard_unit", flags=f"{RUN} {DP} --zero-stage 3", first={"kind": "gradient", "step": 1})
+def weights_are_not_unsharded_for_backward(unshard: Any, sync: BucketSync, unit: Any, direction: int) -> None:
+    unshard(sync, unit, direction)
+    if direction == -1:
+        for bucket in sync._unit_buckets[unit]:
+            bucket.full.zero_()
 
 
 @mistake(
-    ParamGatherer,
-    "_start_gather",
+    ParamBucket,
+    "unshard",
     flags=f"{RUN} {DP} --zero-stage 3 --optimizer-cpu-offload --param-cpu-offload",
     first={"kind": "forward", "step": 1.5, "name": "embedding"},
 )
-def offloaded_weights_are_those_of_the_first_step(start_gather: Any, gatherer: ParamGatherer, b: int) -> None:
-    bucket = gatherer._buckets[b]
-    if gatherer.weights.is_resident(bucket):
-        start_gather(gatherer, b)
+def offloaded_weights_are_those_of_the_first_step(unshard: Any, bucket: ParamBucket) -> None:
+    if bucket.is_resident:
+        unshard(bucket)
         return
-    shard = gatherer.weights.shard(bucket)
-    updated = shard.clone()
-    first_shards = vars(gatherer).setdefault("first_shards", {})
-    shard.copy_(first_shards.setdefault(b, updated))
-    start_gather(gatherer, b)
-    shard.copy_(updated)
+    updated = bucket.shard.clone()
+    bucket.shard.copy_(vars(bucket).setdefault("first_shard", updated))
+    unshard(bucket)
+    bucket.shard.copy_(updated)
 
 
 # ---- pipeline parallelism
 
 
 @mistake(
-    GradReducer,
+    BucketSync,
     "finish_grad_sync",
     flags=f"{RUN} {PP}",
     first={"kind": "gradient", "step": 1, "name": "embedding.word", "ratio": 2.0},
     all_differing="embedding.word",
 )
-def tied_embedding_is_summed_twice(finish_grad_sync: Any, reducer: GradReducer) -> None:
-    finish_grad_sync(reducer)
-    for bucket in reducer.buckets:
-        tied_axis = reducer.shardings[bucket.key].tied_axis
+def tied_embedding_is_summed_twice(finish_grad_sync: Any, sync: BucketSync) -> None:
+    finish_grad_sync(sync)
+    for bucket in sync.grad_buckets:
+        tied_axis = bucket.sharding.tied_axis
         if tied_axis is not None:
-            all_reduce_(reducer.grads.owned(bucket), tied_axis)
+            all_reduce_(bucket.owned, tied_axis)
 
 
 @mistake(
@@ -400,25 +396,25 @@ def dropout_uses_the_number_of_the_layer_in_its_stage(init: Any, stage: Stage, *
 
 
 @mistake(
-    GradReducer,
+    BucketSync,
     "finish_grad_sync",
     flags=f"{EXPERTS} {EP}",
     first={"kind": "gradient", "step": 1, "ratio": 0.5, "ratio_sizes": "1/ep"},
     all_differing=".experts.",
 )
-def expert_gradients_are_averaged_over_ep(finish_grad_sync: Any, reducer: GradReducer) -> None:
-    finish_grad_sync(reducer)
-    max_size = max(sharding.shard_axis.size for sharding in reducer.shardings.values())
-    for bucket in reducer.buckets:
-        reducer.grads.owned(bucket).div_(max_size / reducer.shardings[bucket.key].shard_axis.size)
+def expert_gradients_are_averaged_over_ep(finish_grad_sync: Any, sync: BucketSync) -> None:
+    finish_grad_sync(sync)
+    max_size = max(bucket.sharding.shard_axis.size for bucket in sync.grad_buckets)
+    for bucket in sync.grad_buckets:
+        bucket.owned.div_(max_size / bucket.sharding.shard_axis.size)
 
 
 @mistake(DistributedOptimizer, "_sum_once", flags=f"{EXPERTS} {EP}", first={"kind": "norm", "step": 1})
-def gradient_norm_lacks_experts(sum_once: Any, optimizer: DistributedOptimizer, values: Any) -> Tensor:
-    counted = []
-    for bucket, value in zip(optimizer.buffer.layout.buckets, values, strict=True):
-        is_missing = bucket.key.mesh_view == "expert" and optimizer.buffer.mesh.ep.size > 1
-        counted.append(torch.zeros_like(value) if is_missing else value)
+def gradient_norm_lacks_experts(sum_once: Any, optimizer: DistributedOptimizer, value: Any) -> Tensor:
+    def counted(bucket: OptimizerBucket) -> Tensor:
+        is_missing = bucket.layout.key.mesh_view == "expert" and optimizer.sync.mesh.ep.size > 1
+        return torch.zeros_like(value(bucket)) if is_missing else value(bucket)
+
     return sum_once(optimizer, counted)
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from soak import KINDS, soak
 from token_files import write_documents
 from train_cases import read_metric
 
-from megalite.optim.param_gather import ParamGatherer
+from megalite.optim.zero.param_bucket import ParamBucket
 
 SAMPLES, BATCH = 240, 8  # SAMPLES in an epoch
 DATA_FLAGS = "--split 1,0,0 --eval-iters 0 --save-interval 2 --global-batch-size 8 --micro-batch-size 2".split()
@@ -91,20 +90,22 @@ def test_samples_come_once_in_order_over_kills_and_other_world_sizes(data: str, 
 
 def _die_with_unsharded_weights(base: Path, rank: int) -> None:
     """Kill rank 1 in its fourth step, between the unshard of a layer and its reshard."""
-    reshard, units = ParamGatherer._reshard_unit, list[Any]()
+    reshard, buckets = ParamBucket.reshard, list[ParamBucket]()
 
-    def reshard_or_die(self: ParamGatherer, unit: Any) -> None:
-        units.append(unit)
-        if rank == 1 and len(units) == 40:  # 12 in each step: 2 micro-batches of 6 units
+    def reshard_or_die(self: ParamBucket) -> None:
+        if not self.is_resident:
+            buckets.append(self)
+        # 6 units at the start, and 20 in each step: 2 micro-batches of 6 forwards and of 4 backwards of layers
+        if rank == 1 and len(buckets) == 76:
             (base / "struck").write_text("0")
             os.kill(os.getpid(), signal.SIGKILL)
-        reshard(self, unit)
+        reshard(self)
 
-    ParamGatherer._reshard_unit = reshard_or_die  # type: ignore[method-assign]
+    ParamBucket.reshard = reshard_or_die  # type: ignore[method-assign]
 
 
 GATHERS = pytest.mark.nightly(
-    guards=tuple(f"megalite/optim/{m}.py" for m in ("param_gather", "grad_reduce", "flat_buffers"))
+    guards=tuple(f"megalite/optim/zero/{m}.py" for m in ("sync", "param_bucket", "grad_bucket", "storage"))
     + ("megalite/nn/context_parallel.py", "megalite/nn/sequence_sharding.py")
 )
 

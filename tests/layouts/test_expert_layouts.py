@@ -56,7 +56,7 @@ def _train(flags: str, evaluates: bool = False, common: str = COMMON) -> tuple:
         results.append(train_step(run))
         counts.append(run.expert_balancer.counts_LE.tolist())
         losses.append([*results[-1].layer_losses.values()])
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     biases = {
         router.name: router.expert_bias.tolist()
         for router in run.expert_balancer.routers
@@ -190,7 +190,7 @@ def _weights_after_a_step(argv: str) -> dict[str, np.ndarray]:
     """Return the weights after one step of SGD at rate 1, which subtracts the gradient."""
     run = run_from(argv, dtype=torch.float64)
     train_step(run)
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     return _weights([((), owned_shards(run.optimizer, "model/"))])
 
 
@@ -277,7 +277,7 @@ def _update(flags: str) -> tuple[list, list]:
     run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
     before = owned_shards(run.optimizer, "model/")
     train_step(run)
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     return before, owned_shards(run.optimizer, "model/")
 
 

@@ -46,7 +46,7 @@ def _train(flags: str) -> tuple[list[float], list[float], list[tuple]]:
     """Train on this rank; return the losses, the gradient norms and the pieces of the weights that it owns."""
     run = run_from(f"{TRAINING} {flags}", dtype=torch.float64)
     results = [train_step(run) for _ in range(STEPS)]
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     run.close()
     return [r.loss for r in results], [r.grad_norm for r in results], owned_shards(run.optimizer, "model/")
 

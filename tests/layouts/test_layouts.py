@@ -54,7 +54,7 @@ def _parts(flags: str, dtype: str | None) -> tuple[list[float], list[float], lis
     """Train on this rank; return the losses, the gradient norms and the pieces of the weights that it owns."""
     run = run_from(f"{COMMON} {flags}", dtype=None if dtype is None else getattr(torch, dtype))
     results = [train_step(run) for _ in range(STEPS)]
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     run.close()
     return [r.loss for r in results], [r.grad_norm for r in results], owned_shards(run.optimizer, "model/")
 

@@ -107,8 +107,8 @@ def _train_after_warmup(flags: str) -> list[float]:
     """Return loss and gradient norm of each step after a warmup and a load of a checkpoint."""
     run, config = build(flags)
     compile_warmup(run, config)
-    for main in run.optimizer.main:
-        main.mul_(1.01)
+    for bucket in run.optimizer.buckets:
+        bucket.main.mul_(1.01)
     run.optimizer.sync_after_load()
     return losses_and_norms(run)
 

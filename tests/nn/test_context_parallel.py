@@ -71,7 +71,7 @@ def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float]
         hosts = [to_host_batch(batch, pin=False, **options) for batch in batches]
         run.train_loader.get = lambda consumed, size, hosts=hosts: (hosts, 0.0)  # type: ignore[method-assign]
         losses = train_step(run).loss, evaluate(run, run.train_loader, 1)
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         results.append((losses, owned_shards(run.optimizer, "model/")))
         run.close()
     return results

@@ -191,7 +191,7 @@ def assert_close(a: Tensor, b: Tensor, name: str = "") -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_full_tensor_hooks_are_called_by_the_owner(name: str) -> None:
-    """Only the forward pre-hook of a module waits for the all-gather of its weights (optim/param_gather.py)."""
+    """Only the forward pre-hook of a module waits for the all-gather of its weights (optim/zero/sync.py)."""
     (layer, _), called = make(name), set[torch.nn.Module]()
     for module in layer.modules():
         module.register_forward_pre_hook(lambda module, _: called.add(module))

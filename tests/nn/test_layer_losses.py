@@ -140,7 +140,7 @@ def _train(plugin: str, flags: str) -> list[list[float]]:
     assert list(results[0].losses) == ["loss", "z_loss", "power_loss"]
     assert [*results[0].layer_losses] == [("power_loss", 0), ("power_loss", 2)]
     rows.append([evaluate(run, run.valid_loaders[0].data, 1)])
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     run.close()
     return rows
 

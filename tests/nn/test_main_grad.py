@@ -1,4 +1,4 @@
-"""A model whose parameters lie in a flat buffer gets the gradients that autograd gives, without their temporaries."""
+"""A model whose parameters lie in buckets gets the gradients that autograd gives, without their temporaries."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ from megalite.models.gpt import Stage
 from megalite.nn.loss import linear_cross_entropy
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, params_with_specs
-from megalite.optim.buffer import ParamAndGradBuffer
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 
@@ -59,18 +59,18 @@ def backward(model: Stage, seed: int, loss_grad: float | None = WEIGHT, actual_g
     loss.backward(loss.new_full((), actual_grad))
 
 
-def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], loss_grad: float | None) -> dict[str, Tensor]:
+def in_buckets(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], loss_grad: float | None) -> dict[str, Tensor]:
     model = stage(flags, dtype)
-    buffer = ParamAndGradBuffer([model], Mesh.single_process(), bucket_size=3000)
-    for flat in buffer.grads.tensors:
+    sync = BucketSync([model], Mesh.single_process(), bucket_size=3000)
+    for flat in [bucket.full for bucket in sync.grad_buckets]:
         flat.fill_(torch.nan)  # from an earlier step: nothing of it may remain
     for seed in seeds:
         if seed == seeds[-1]:
-            buffer.set_last_backward(0)
+            sync.set_last_backward(0)
         backward(model, seed, loss_grad)
-    buffer.finish_grad_sync()
+    sync.finish_grad_sync()
     assert all(p.grad is None for p in model.parameters())
-    return {name: main_grad.accumulator()[0] for name, main_grad in buffer.main_grads.items()}
+    return {name: main_grad.accumulator()[0] for name, main_grad in sync.main_grads.items()}
 
 
 @pytest.mark.parametrize("loss_grad", [WEIGHT, None], ids=["promised", "not"])
@@ -79,7 +79,7 @@ def in_buffer(flags: str, dtype: torch.dtype, seeds: tuple[int, ...], loss_grad:
 )
 def test_main_grad_in_fp64_is_bit_exact(flags: str, loss_grad: float | None) -> None:
     expected = by_autograd(flags, torch.float64, (1,))
-    actual = in_buffer(flags, torch.float64, (1,), loss_grad)
+    actual = in_buckets(flags, torch.float64, (1,), loss_grad)
     assert expected.keys() == actual.keys()
     for name in expected:
         assert torch.equal(expected[name], actual[name]), name
@@ -89,7 +89,7 @@ def test_main_grad_in_fp64_is_bit_exact(flags: str, loss_grad: float | None) -> 
 def test_main_grad_sums_micro_batches(flags: str) -> None:
     seeds = (1, 2, 3)
     expected = by_autograd(flags, torch.float64, seeds)
-    actual = in_buffer(flags, torch.float64, seeds, WEIGHT)
+    actual = in_buckets(flags, torch.float64, seeds, WEIGHT)
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-16)
 
 
@@ -98,7 +98,7 @@ def test_main_grad_in_bf16_is_as_exact_as_autograd(flags: str) -> None:
     seeds = (1, 2, 3, 4)
     exact = by_autograd(flags, torch.float64, seeds)
     autograd_grads = by_autograd(flags, torch.bfloat16, seeds)
-    actual = in_buffer(flags, torch.bfloat16, seeds, WEIGHT)
+    actual = in_buckets(flags, torch.bfloat16, seeds, WEIGHT)
 
     def error(grads: dict[str, Tensor]) -> float:
         return sum(float((g.double() - exact[n]).square().sum()) for n, g in grads.items()) ** 0.5
@@ -129,11 +129,11 @@ class Writes(TorchDispatchMode):
 def test_main_grad_needs_no_temporary() -> None:
     """A micro-batch takes one operation per matrix. With four tokens, no activation is as large as a matrix."""
     model = stage(LLAMA, torch.float32)
-    buffer = ParamAndGradBuffer([model], Mesh.single_process())
+    sync = BucketSync([model], Mesh.single_process())
     matrices = {spec.name: p.numel() for spec, p in params_with_specs(model) if p.dim() > 1}
     tokens = torch.tensor([[3], [1], [4], [1]])
     for is_first in (True, False):
-        writes = Writes(buffer.grads.tensors)
+        writes = Writes([bucket.full for bucket in sync.grad_buckets])
         with writes:
             loss = model(None, Batch(tokens, tokens, None, torch.arange(1)), ForwardContext(1, WEIGHT))
             loss.backward(loss.new_full((), WEIGHT))
@@ -146,18 +146,18 @@ def test_main_grad_needs_no_temporary() -> None:
 
 def test_main_grad_is_untouched_by_an_unregistered_forward() -> None:
     model = stage(LLAMA, torch.float32)
-    buffer = ParamAndGradBuffer([model], Mesh.single_process())
+    sync = BucketSync([model], Mesh.single_process())
     model(None, batch(1), ForwardContext(1))
     with torch.no_grad():
         model(None, batch(1), ForwardContext(1, WEIGHT))
-    assert not any(flat.any() for flat in buffer.grads.tensors) and all(
-        main_grad.accumulator()[1] for main_grad in buffer.main_grads.values()
+    assert not any(flat.any() for flat in [bucket.full for bucket in sync.grad_buckets]) and all(
+        main_grad.accumulator()[1] for main_grad in sync.main_grads.values()
     )
 
 
 def test_missing_or_second_backward_is_refused() -> None:
     model = stage(LLAMA, torch.float32)
-    ParamAndGradBuffer([model], Mesh.single_process())
+    BucketSync([model], Mesh.single_process())
     with pytest.raises(RuntimeError, match="gradient of the loss is not loss_grad=0.015625"):
         backward(model, 1, actual_grad=1.0)
     loss = model(None, batch(1), ForwardContext(1, WEIGHT))
@@ -168,22 +168,22 @@ def test_missing_or_second_backward_is_refused() -> None:
 
 def test_late_weight_gradient_is_refused() -> None:
     model = stage(LLAMA, torch.float32)
-    buffer = ParamAndGradBuffer([model], Mesh.single_process())
-    buffer.set_last_backward(0)
+    sync = BucketSync([model], Mesh.single_process())
+    sync.set_last_backward(0)
     backward(model, 1)
-    before = torch.cat(buffer.grads.tensors)
+    before = torch.cat([bucket.full for bucket in sync.grad_buckets])
     with pytest.raises(RuntimeError, match=r"head: got a gradient after its bucket was reduced"):
         backward(model, 2)
-    assert torch.equal(torch.cat(buffer.grads.tensors), before)
+    assert torch.equal(torch.cat([bucket.full for bucket in sync.grad_buckets]), before)
 
 
 def test_unreferenced_main_grad_is_freed() -> None:
     model = stage(GPT, torch.float32)
-    buffer = ParamAndGradBuffer([model], Mesh.single_process())
+    sync = BucketSync([model], Mesh.single_process())
     backward(model, 1)
-    buffer_ref, weights_ref = weakref.ref(buffer), weakref.ref(buffer.weights.tensors[0])
-    del buffer
-    assert buffer_ref() is None
+    sync_ref, weights_ref = weakref.ref(sync), weakref.ref(sync.param_buckets[0].full)
+    del sync
+    assert sync_ref() is None
     del model
     gc.collect()
     assert weights_ref() is None
@@ -194,7 +194,7 @@ def test_head_needs_less_than_a_gib_on_a_gpu() -> None:
     """Logits alone would be 4 GiB: 16 thousand tokens, a vocabulary of 128 thousand, hidden size 4096."""
     mesh, tokens, vocab, hidden = Mesh.single_process("cuda"), 16384, 128256, 4096
     module = torch.nn.ParameterList([ParamFactory(mesh, torch.bfloat16, seed=1)(ParamSpec("head", (vocab, hidden)))])
-    buffer = ParamAndGradBuffer([module], mesh)
+    sync = BucketSync([module], mesh)
     x_sBD = torch.randn(tokens, 1, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     labels_SB = torch.randint(vocab, (tokens, 1), device="cuda")
     peaks = []
@@ -206,5 +206,5 @@ def test_head_needs_less_than_a_gib_on_a_gpu() -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
         x_sBD.grad = None
     assert peaks[1] < 2**30
-    [grads] = buffer.grads.tensors
+    [grads] = [bucket.full for bucket in sync.grad_buckets]
     assert grads.isfinite().all() and grads.any()

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.nn import linear, loss
 from megalite.nn.parameter import ParamFactory
-from megalite.optim.buffer import ParamAndGradBuffer
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel import comm
 from megalite.parallel.mesh import build_mesh
 from megalite.parallel.spec import ParamSpec
@@ -64,7 +64,7 @@ def _events(buffered: bool) -> tuple[list[str], list[str], list[str]]:
         model.append(make(ParamSpec(f"w{i}", (2 * rows, D), shards=((0, "tp"),))))
     down, head = make(ParamSpec("down", (D, 24), shards=((1, "tp"),))), make(ParamSpec("h", (36, D), ((0, "tp"),)))
     model.extend([down, head])
-    buffer = ParamAndGradBuffer([model], mesh) if buffered else None
+    sync = BucketSync([model], mesh) if buffered else None
     names = {(N, D): "dx", **{(rows, D): "dW" for rows in (*ROWS, 18)}, (D, 12): "dW", (N, 12): "dx", (N, 18): "logits"}
 
     x_sBD = torch.randn(S // 2, B, D, requires_grad=True)
@@ -79,7 +79,7 @@ def _events(buffered: bool) -> tuple[list[str], list[str], list[str]]:
     events.clear()
     with Matmuls(events, names):
         loss.linear_cross_entropy(x_sBD, head, torch.zeros(S, B, dtype=torch.int64), None, mesh.tp, 36, loss_grad=1.0)
-    assert (model[0].grad is None) == (buffer is not None)
+    assert (model[0].grad is None) == (sync is not None)
     return backward_events[0], backward_events[1], [*events]
 
 

@@ -14,16 +14,17 @@ from megalite.nn.linear import column_parallel_linear
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory
 from megalite.nn.wgrad_store import WeightGradStore
-from megalite.optim.buffer import ParamAndGradBuffer
+from megalite.optim.zero.grad_bucket import GradBucket
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel.mesh import Mesh, build_mesh
 
 S, B, V = 16, 2, 96
 
 
-def build_stage(flags: str, mesh: Mesh, **buffer_options: int) -> tuple[Stage, ParamAndGradBuffer]:
+def build_stage(flags: str, mesh: Mesh, **options: int) -> tuple[Stage, BucketSync]:
     model = config_from(f"{COMMON} --num-layers 2 {flags}").model
     stage = Stage(ParamFactory(mesh, torch.float64, seed=3), model, [range(2)], 0, vocab_size=94, padded_vocab_size=V)
-    return stage, ParamAndGradBuffer([stage], mesh, **buffer_options)
+    return stage, BucketSync([stage], mesh, **options)
 
 
 def backward(stage: Stage, seed: int, wgrad_store: WeightGradStore | None) -> None:
@@ -35,54 +36,53 @@ def backward(stage: Stage, seed: int, wgrad_store: WeightGradStore | None) -> No
 
 @pytest.mark.parametrize("flags", [GPT, LLAMA, f"{LLAMA} --recompute-granularity full --recompute-method uniform"])
 def test_deferred_sums_are_bit_equal_in_equal_order(flags: str) -> None:
-    stage, buffer = build_stage(flags, Mesh.single_process())
-    deferred_stage, deferred_buffer = build_stage(flags, Mesh.single_process())
+    stage, sync = build_stage(flags, Mesh.single_process())
+    deferred_stage, deferred_sync = build_stage(flags, Mesh.single_process())
     for seed in (1, 2):
         backward(stage, seed, None)
         wgrad_store = WeightGradStore()
         backward(deferred_stage, seed, wgrad_store)
-        names = {main_grad._name for main_grad in wgrad_store.main_grads}  # type: ignore[attr-defined]
+        names = {main_grad.name for main_grad in wgrad_store.main_grads}  # type: ignore[attr-defined]
         matrices = {
             n
-            for n, s in deferred_buffer.main_grads.items()
+            for n, s in deferred_sync.main_grads.items()
             if n.startswith("layers.") and s._main_grad.dim() > 1 and "bias" not in n
         }
         assert names == matrices
         wgrad_store.compute_all()
         assert not list(wgrad_store.main_grads)
-    buffer.zero_unwritten_grads()
-    deferred_buffer.zero_unwritten_grads()
-    grads = torch.cat(buffer.grads.tensors)
-    deferred_grads = torch.cat(deferred_buffer.grads.tensors)
+    sync.zero_unwritten_grads()
+    deferred_sync.zero_unwritten_grads()
+    grads = torch.cat([bucket.full for bucket in sync.grad_buckets])
+    deferred_grads = torch.cat([bucket.full for bucket in deferred_sync.grad_buckets])
     assert torch.equal(grads, deferred_grads) and grads.any()
 
 
 def _order() -> list[str]:
     """Return the reductions and ready gradients of the last backward, on two dp ranks with a bucket per matrix."""
     mesh = build_mesh(tp=1, pp=1, device=torch.device("cpu"))
-    (stage, buffer), events = build_stage(f"{LLAMA} --num-query-groups 4", mesh, bucket_size=1), list[str]()
-    grad_reduce = buffer.grad_reduce
-    start_reduce, mark_ready = grad_reduce._start_reduce, grad_reduce.mark_ready
-    entries = buffer.layout.entries
+    (stage, sync), events = build_stage(f"{LLAMA} --num-query-groups 4", mesh, bucket_size=1), list[str]()
+    start_reduce, mark_ready = sync._start_reduce, GradBucket.mark_ready
 
-    def record_reduce(bucket: int) -> None:
-        events.append("reduce " + entries[buffer.layout.buckets[bucket].slots[0].entry].spec.name)
+    def record_reduce(bucket: GradBucket) -> None:
+        events.append(f"reduce {bucket.names[0]}")
         start_reduce(bucket)
 
-    def record_ready(bucket: int, entry: int) -> None:
-        events.append(entries[entry].spec.name)
-        mark_ready(bucket, entry)
+    def record_ready(bucket: GradBucket, entry: int) -> bool:
+        events.append(sync.layout.entries[entry].spec.name)
+        return mark_ready(bucket, entry)
 
-    grad_reduce._start_reduce, grad_reduce.mark_ready = record_reduce, record_ready  # type: ignore[method-assign]
+    sync._start_reduce = record_reduce  # type: ignore[method-assign]
+    GradBucket.mark_ready = record_ready  # type: ignore[method-assign]
     first, last = WeightGradStore(), WeightGradStore()
     backward(stage, 1, first)
     backward(stage, 2, last)
     first.compute_all()
     assert not any(event.startswith("reduce") for event in events)
     events.clear()
-    buffer.set_last_backward(0, last.main_grads)
+    sync.set_last_backward(0, last.main_grads)
     last.compute_all()
-    buffer.finish_grad_sync()
+    sync.finish_grad_sync()
     return events
 
 

@@ -1,4 +1,4 @@
-"""The flat buffer: gradients are added once and in one order, weights are gathered before they are read."""
+"""Buckets: gradients are added once and in one order, weights are gathered before they are read."""
 
 import datetime
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from megalite.optim import param_gather
-from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.update_rule import ParamUpdate
+from megalite.optim.zero import param_bucket
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel import comm
 from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.spec import ParamSpec
@@ -50,65 +50,66 @@ def _spy(module: Any, name: str, seen: list[tuple[Any, Tensor]]) -> None:
     setattr(module, name, call)
 
 
-def _grads(buffer: ParamAndGradBuffer) -> dict[str, float]:
+def _grads(sync: BucketSync) -> dict[str, float]:
     """Return the value of each parameter's (uniform) gradient in this rank's shard."""
     values = {}
-    for bucket in buffer.layout.buckets:
-        for slot in bucket.slots:
-            grad = buffer.grads.owned_slice(slot).select(buffer.grads.owned(bucket))
+    for bucket in sync.grad_buckets:
+        for slot in bucket.layout.slots:
+            grad = bucket.owned_slice(slot).select(bucket.owned)
             if grad.numel():
                 assert (grad == grad[0]).all()
-                values[buffer.layout.entries[slot.entry].spec.name] = float(grad[0])
+                values[sync.layout.entries[slot.entry].spec.name] = float(grad[0])
     return values
 
 
-def test_parameters_and_gradients_are_views_of_the_buffer() -> None:
+def test_parameters_and_gradients_are_views_of_buckets() -> None:
     model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0))
-    buffer = ParamAndGradBuffer([model], Mesh.single_process())
+    sync = BucketSync([model], Mesh.single_process())
     a, b = model[0].weight, model[1].weight
     assert [p.spec.name for p in model.parameters()] == ["a", "b"]  # type: ignore[attr-defined]
-    for flat in buffer.weights.tensors:
+    for flat in [bucket.full for bucket in sync.param_buckets]:
         flat.mul_(2)
     assert a.detach().unique().tolist() == [4.0] and b.detach().unique().tolist() == [6.0]
     for _ in range(3):
         model(torch.ones(SIZE)).sum().backward()
     assert a.grad is None and b.grad is None
-    buffer.finish_grad_sync()
-    assert _grads(buffer) == {"a": 18.0, "b": 12.0}
+    sync.finish_grad_sync()
+    assert _grads(sync) == {"a": 18.0, "b": 12.0}
     model[1](torch.ones(SIZE)).sum().backward()
-    buffer.finish_grad_sync()
-    assert _grads(buffer) == {"a": 0.0, "b": 1.0}  # a: no gradient, and nothing left of the previous step
+    sync.finish_grad_sync()
+    assert _grads(sync) == {"a": 0.0, "b": 1.0}  # a: no gradient, and nothing left of the previous step
 
 
 def test_every_bucket_has_its_own_memory() -> None:
     """A bucket can be freed without the others: no read crosses buckets."""
     model = nn.Sequential(Scale("a", 2.0), Scale("b", 3.0), Scale("c", 4.0))
-    buffer = ParamAndGradBuffer([model], Mesh.single_process(), bucket_size=1)
-    flats = [storage.full(bucket) for bucket in buffer.layout.buckets for storage in (buffer.weights, buffer.grads)]
+    sync = BucketSync([model], Mesh.single_process(), bucket_size=1)
+    flats = [bucket.full for bucket in (*sync.param_buckets, *sync.grad_buckets)]
     assert len({flat.untyped_storage().data_ptr() for flat in flats}) == len(flats) == 6
-    assert buffer.weights.nbytes == buffer.grads.nbytes == 4 * buffer.layout.size
-    freed = buffer.weights.full(buffer.layout.buckets[0]).untyped_storage()
+    for buckets in (sync.param_buckets, sync.grad_buckets):
+        assert sum(bucket.nbytes for bucket in buckets) == 4 * sync.layout.size
+    freed = sync.param_buckets[0].full.untyped_storage()
     freed.resize_(0)  # c's
     y = model[:2](torch.ones(SIZE))
     y.sum().backward()
-    buffer.finish_grad_sync()
-    assert y.unique().tolist() == [6.0] and _grads(buffer) == {"a": 3.0, "b": 2.0, "c": 0.0}
+    sync.finish_grad_sync()
+    assert y.unique().tolist() == [6.0] and _grads(sync) == {"a": 3.0, "b": 2.0, "c": 0.0}
 
 
 def test_mixed_dtypes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"dtypes \['torch.bfloat16', 'torch.float32'\]"):
-        ParamAndGradBuffer([nn.Sequential(Scale("a"), Scale("b", dtype=torch.bfloat16))], Mesh.single_process())
+        BucketSync([nn.Sequential(Scale("a"), Scale("b", dtype=torch.bfloat16))], Mesh.single_process())
 
 
 def _different_parameters(shard: bool) -> dict[str, float]:
     """Rank 0 uses a, rank 1 uses b, no rank uses c. If reductions started as buckets fill, a's would meet b's."""
     mesh = _mesh(shard=shard)
     parts = [Scale("a"), Scale("b"), Scale("c")]
-    buffer = ParamAndGradBuffer([nn.ModuleList(parts)], mesh, bucket_size=1)
-    buffer.set_last_backward(0)
+    sync = BucketSync([nn.ModuleList(parts)], mesh, bucket_size=1)
+    sync.set_last_backward(0)
     (parts[mesh.dp.rank](torch.ones(SIZE)).sum() * (3 if mesh.dp.rank == 0 else 5)).backward()
-    buffer.finish_grad_sync()
-    return _grads(buffer)
+    sync.finish_grad_sync()
+    return _grads(sync)
 
 
 @pytest.mark.parametrize("shard", [True, False])
@@ -126,15 +127,15 @@ def _in_bf16(reduce_in_bf16: bool, shard: bool, shared: bool) -> tuple[Tensor, T
     )
     assert (mesh.dp.custom_backend is not None) == shared
     model, seen = Scale("a", dtype=torch.bfloat16), list[tuple[Any, Tensor]]()
-    buffer = ParamAndGradBuffer([model], mesh, reduce_in_bf16=reduce_in_bf16)
+    sync = BucketSync([model], mesh, reduce_in_bf16=reduce_in_bf16)
     _spy(dist, "all_reduce", seen)
     inputs = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(mesh.dp.rank)).bfloat16()
     for i in range(3):
         if i == 2:
-            buffer.set_last_backward(0)
+            sync.set_last_backward(0)
         model(inputs[i]).sum().backward()
-    buffer.finish_grad_sync()
-    return buffer.first_bucket_grad().clone(), inputs.float().sum(0), [x.nbytes for _, x in seen if x.nbytes > 64]
+    sync.finish_grad_sync()
+    return sync.grad_buckets[0].owned.clone(), inputs.float().sum(0), [x.nbytes for _, x in seen if x.nbytes > 64]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared memory"])
@@ -161,17 +162,17 @@ def _count_reductions(overlap: bool) -> tuple[list[int], int]:
     """Count the reductions that have started after the first backward, the last backward and the finish."""
     mesh, seen, counts = _mesh(), [], []
     model = nn.Sequential(Scale("a"), Scale("b"), Scale("c"))
-    buffer = ParamAndGradBuffer([model], mesh, bucket_size=1, overlap_grad_reduce=overlap)
+    sync = BucketSync([model], mesh, bucket_size=1, overlap_grad_reduce=overlap)
     _spy(dist, "all_reduce", seen)
     model(torch.ones(SIZE)).sum().backward()
     counts.append(len(seen))
-    buffer.set_last_backward(0)
+    sync.set_last_backward(0)
     model(torch.ones(SIZE)).sum().backward()
     counts.append(len(seen))
-    buffer.finish_grad_sync()
+    sync.finish_grad_sync()
     counts.append(len(seen))
-    assert _grads(buffer) == {"a": 4.0, "b": 4.0, "c": 4.0}
-    return counts, len(buffer.layout.buckets)
+    assert _grads(sync) == {"a": 4.0, "b": 4.0, "c": 4.0}
+    return counts, len(sync.layout.buckets)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -218,13 +219,13 @@ class InList(Scale):
 
 def _late_weights(dtype: torch.dtype, overlap: bool, training: bool, kind: type[Scale]) -> tuple[float, float, bool]:
     mesh = _mesh()
-    param_gather.start_all_gather_into = _LateAllGather  # type: ignore[assignment]
+    param_bucket.start_all_gather_into = _LateAllGather  # type: ignore[assignment]
     model = nn.Sequential(kind("a", 4.0, dtype), kind("b", 6.0, dtype)).train(training)
-    buffer = ParamAndGradBuffer([model], mesh, bucket_size=1, overlap_param_gather=overlap)
-    optimizer = DistributedOptimizer(buffer, Half())
+    sync = BucketSync([model], mesh, bucket_size=1, overlap_param_gather=overlap)
+    optimizer = DistributedOptimizer(sync, Half())
     optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)
-    buffer.start_param_sync()
-    waits = buffer.weights.tensors[-1].unique().numel() > 1  # the other rank's half is still the old one
+    sync.start_param_sync()
+    waits = sync.param_buckets[-1].full.unique().numel() > 1  # the other rank's half is still the old one
     with torch.set_grad_enabled(training):
         x = model[0](torch.ones(SIZE, dtype=dtype))  # no wait_param_sync: the modules' own hooks do it
         y = model(torch.ones(SIZE, dtype=dtype))
@@ -245,18 +246,18 @@ def _extra_sums(axis: str, shard: bool) -> tuple[dict[str, float], dict[str, lis
     mesh = _mesh(tp=2 if axis == "tp" else 1, pp=2 if axis == "pp" else 1, shard=shard)
     facts: dict[str, Any] = {"partial_grad_axes": ("tp",)} if axis == "tp" else {"tied": True}
     model = nn.Sequential(Scale("whole"), Scale("extra", **facts))
-    buffer = ParamAndGradBuffer([model], mesh)
+    sync = BucketSync([model], mesh)
     seen: list[tuple[Any, Tensor]] = []
     _spy(dist, "all_reduce", seen)
-    buffer.set_last_backward(0)
+    sync.set_last_backward(0)
     (model(torch.ones(SIZE)).sum() * (mesh.world.rank + 1)).backward()
-    buffer.finish_grad_sync()
+    sync.finish_grad_sync()
     moved: dict[str, list[int]] = {}
     for group, x in seen:
         moved.setdefault(next(a.name for a in (mesh.dp, mesh.tp, mesh.tied_embedding) if a.group is group), []).append(
             x.numel()
         )
-    return _grads(buffer), moved
+    return _grads(sync), moved
 
 
 @pytest.mark.parametrize("shard", [True, False])

@@ -1,4 +1,4 @@
-"""The layout of the buffer: every element is owned once; the order and contents of buckets, and units."""
+"""The layout of buckets: every element is owned once; the order and contents of buckets, and units."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from train_cases import stage_from
 
-from megalite.optim.buffer import chunk_layout
-from megalite.optim.layout import ALIGN, ParamEntry, build_layout
+from megalite.optim.zero.layout import ALIGN, ParamEntry, build_layout, chunk_layout
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import ParamSpec
 

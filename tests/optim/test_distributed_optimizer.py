@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from megalite.kernels.newton_schulz import coefficients
 from megalite.optim.adamw import AdamW
-from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.lamb import Lamb, Lars
 from megalite.optim.muon import Muon
 from megalite.optim.sgd import SGD
 from megalite.optim.update_rule import UpdateRule
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, build_mesh
 from megalite.parallel.spec import ParamSpec
@@ -126,24 +126,24 @@ def _optimizer(case: Case, rule: str, dtype: torch.dtype) -> DistributedOptimize
         parameter = nn.Parameter(_local(_values(0)[name], spec, mesh).to(dtype).contiguous())
         parameter.spec = spec  # type: ignore[attr-defined]
         stage.register_parameter(name, parameter)
-    buffer = ParamAndGradBuffer([stage], mesh, bucket_size=100, matrices=RULES[rule][1] is not None)
-    return DistributedOptimizer(buffer, *RULES[rule])
+    sync = BucketSync([stage], mesh, bucket_size=100, matrices=RULES[rule][1] is not None)
+    return DistributedOptimizer(sync, *RULES[rule])
 
 
 def _step(optimizer: DistributedOptimizer, step: int) -> float:
     """Take one step, in which each rank adds its summand of the full gradient, and return the squared norm."""
-    buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
-    for bucket in buffer.layout.buckets:
+    sync, mesh = optimizer.sync, optimizer.sync.mesh
+    for bucket in sync.layout.buckets:
         summands = mesh.dp.size * (2 if bucket.key.tied else 1) * (mesh.tp.size if bucket.key.partial_grad_axes else 1)
         for slot in bucket.slots:
-            spec = buffer.layout.entries[slot.entry].spec
+            spec = sync.layout.entries[slot.entry].spec
             part = _local(_values(100 + step)[spec.name], spec, mesh)
-            grad, _ = buffer.main_grads[spec.name].accumulator()
+            grad, _ = sync.main_grads[spec.name].accumulator()
             grad.copy_(part / summands)
-    buffer.finish_grad_sync()
+    sync.finish_grad_sync()
     norm_sq = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
     optimizer.step(lr=LR, weight_decay=DECAY, scale=SCALE)
-    buffer.start_param_sync()
+    sync.start_param_sync()
     return norm_sq
 
 
@@ -151,12 +151,11 @@ def _run(case: Case, rule: str, dtype: torch.dtype) -> tuple[list[float], list[O
     """Return squared norms, the owned pieces, and this rank's full weights as the modules see them."""
     optimizer = _optimizer(case, rule, dtype)
     norms = [_step(optimizer, step) for step in range(STEPS)]
-    optimizer.buffer.wait_param_sync()
-    layout, weights = optimizer.buffer.layout, {}
-    for bucket in layout.buckets:
-        for slot in bucket.slots:
-            spec = layout.entries[slot.entry].spec
-            weights[spec.name] = optimizer.buffer.weights.param_view(slot).double().numpy()
+    optimizer.sync.wait_param_sync()
+    weights = {}
+    for bucket in optimizer.sync.param_buckets:
+        for name, slot in zip(bucket.names, bucket.layout.slots, strict=True):
+            weights[name] = bucket.param_view(slot).double().numpy()
     return norms, owned_shards(optimizer), weights
 
 

@@ -106,16 +106,14 @@ def _train(plugin: str, flags: str) -> tuple[list[float], list[OwnedShard]]:
     """Return the losses, and the weights and the optimizer state that this rank owns; check the dtypes."""
     run = _run(plugin, flags)
     losses = [train_step(run).loss for _ in range(STEPS)]
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     optimizer = run.optimizer
-    for bucket, main in zip(run.buffer.layout.buckets, optimizer.main, strict=True):
-        names = [run.buffer.layout.entries[slot.entry].spec.name for slot in bucket.slots]
-        owned = run.buffer.weights.owned(bucket)
+    for bucket in optimizer.buckets:
+        names, owned, main = bucket.params.names, bucket.params.owned, bucket.main
         keeps_fp32 = all(map(_is_kept, names))
         assert keeps_fp32 or not any(map(_is_kept, names)), "fp32 weights have their own buckets"
         assert owned.dtype == (torch.float32 if keeps_fp32 else torch.bfloat16) and main.dtype == torch.float32
-        is_offloaded = bucket.index in optimizer.offloaded.state
-        assert (main.data_ptr() == owned.data_ptr()) == (keeps_fp32 and not is_offloaded and bool(len(owned))), (
+        assert (main.data_ptr() == owned.data_ptr()) == (keeps_fp32 and not bucket.is_offloaded and bool(len(owned))), (
             "one copy"
         )
         assert torch.equal(owned, main.to(owned.dtype))
@@ -185,7 +183,7 @@ def _save_step(plugin: str, directory: str, flags: str) -> list[OwnedShard]:
     run = run_from(line)
     train_step(run)
     _save(run, config_from(line))
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     return owned_shards(run.optimizer)
 
 
@@ -193,7 +191,7 @@ def _resumed(plugin: str, directory: str, flags: str) -> tuple[list[float], list
     line = f"{FLAGS} --plugin {plugin} {flags}"
     run = run_from(line)
     assert resume(run, directory, config_from(line), LoadOptions()) is not None
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     return [], owned_shards(run.optimizer)
 
 
@@ -247,18 +245,18 @@ def _planned_and_actual_bytes(plugin: str, flags: str) -> list[tuple[int, int]]:
     run = _run(plugin, flags)
     config = config_from(f"{FLAGS} --plugin {plugin} {flags}")
     state = make_run_plan(config, run.mesh.world.size, config.data.vocab_size).model_states.by_rank[0]
-    buffer, optimizer = run.buffer, run.optimizer
+    sync, optimizer = run.sync, run.optimizer
     optimizer_bytes = 0
-    for bucket, main, tensors in zip(buffer.layout.buckets, optimizer.main, optimizer.state, strict=True):
-        if bucket.index not in optimizer.offloaded.state:
-            optimizer_bytes += sum(tensor.nbytes for tensor in tensors.values())
-            if main.data_ptr() != buffer.weights.owned(bucket).data_ptr():
-                optimizer_bytes += main.nbytes
+    for bucket in optimizer.buckets:
+        if not bucket.is_offloaded:
+            optimizer_bytes += sum(tensor.nbytes for tensor in bucket.state.values())
+            if bucket.main.data_ptr() != bucket.params.owned.data_ptr():
+                optimizer_bytes += bucket.main.nbytes
     return [
-        (state.weights, buffer.weights.nbytes),
-        (state.gradients, buffer.grads.nbytes),
+        (state.weights, sum(bucket.nbytes for bucket in sync.param_buckets)),
+        (state.gradients, sum(bucket.nbytes for bucket in sync.grad_buckets)),
         (state.optimizer, optimizer_bytes),
-        (state.host_bytes, optimizer.offloaded.host_bytes + buffer.weights.host_bytes),
+        (state.host_bytes, optimizer.host_updater.host_bytes + sync.host_bytes),
     ]
 
 

@@ -81,7 +81,7 @@ def _train_both(directory: str, stage: int) -> tuple[list[float], list[float], C
         fsdp2_losses.append(float(total))
         with record_collectives(run.mesh) as calls:
             losses.append(train_step(run).loss)
-            run.buffer.wait_param_sync()
+            run.sync.wait_param_sync()
     for call, times in calls.items():
         bytes_by_op[call.op] += (
             call.num_bytes * times * (2 if call.op == "all-gather" else 1)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megalite.kernels.newton_schulz import CoefficientType, coefficients, newton_schulz
 from megalite.optim import matrix_exchange as exchange
-from megalite.optim.bucket_sharding import bucket_shardings
-from megalite.optim.layout import ParamEntry, build_layout
+from megalite.optim.zero.layout import ParamEntry, build_layout
+from megalite.optim.zero.sharding import bucket_shardings
 from megalite.parallel.mesh import abstract_mesh
 from megalite.parallel.spec import ParamSpec
 

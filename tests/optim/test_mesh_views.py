@@ -18,9 +18,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from megalite.nn.parameter import ParamFactory
-from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.optim.sgd import SGD
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.mesh import Mesh, abstract_mesh, build_mesh
 from megalite.parallel.rng import initialize_
@@ -66,7 +66,7 @@ def _optimizer(mesh: Mesh) -> DistributedOptimizer:
             name = spec.name if mesh.pp.is_first or mesh.pp.is_last else f"{spec.name}.{mesh.pp.rank}"
             parameter = make(replace(spec, name=name, tied=mesh.pp.size > 1 and spec.name == TIED))
             stage.register_parameter(spec.name.replace(".", "_"), parameter)
-    return DistributedOptimizer(ParamAndGradBuffer([stage], mesh, bucket_size=40), SGD(0.9))
+    return DistributedOptimizer(BucketSync([stage], mesh, bucket_size=40), SGD(0.9))
 
 
 def _fill(optimizer: DistributedOptimizer, share: bool) -> None:
@@ -74,19 +74,19 @@ def _fill(optimizer: DistributedOptimizer, share: bool) -> None:
 
     With `share` the gradient is a summand: the part divided by the number of ranks that the reduction sums.
     """
-    buffer, mesh = optimizer.buffer, optimizer.buffer.mesh
-    for p in buffer.parameters:
+    sync, mesh = optimizer.sync, optimizer.sync.mesh
+    for p in sync.parameters:
         spec = p.spec  # type: ignore[attr-defined]
         if "." in spec.name and not spec.name.startswith("experts"):
             p.data.zero_()  # it belongs to a stage between the ends
-            buffer.main_grads[spec.name].accumulator()[0].zero_()
+            sync.main_grads[spec.name].accumulator()[0].zero_()
             continue
         part = box_view(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
         axes = (
             [MESH_VIEWS[spec.mesh_view][0], *spec.partial_grad_axes, *["tied_embedding"] * spec.tied] if share else []
         )
         p.data.copy_(part)
-        buffer.main_grads[spec.name].accumulator()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
+        sync.main_grads[spec.name].accumulator()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
 
 
 TOTAL = sum(float(_full(spec).square().sum()) for spec in SPECS)
@@ -103,8 +103,8 @@ def test_owned_elements_cover_the_model(shape: tuple[int, dict[str, Any]]) -> No
         _fill(optimizer, share=False)
         grads += float(optimizer.local_norm_sq())
         weights += float(optimizer.local_weight_norm_sq())
-        for bucket in optimizer.buffer.layout.buckets:  # a 1 for every element of the model
-            grad = optimizer.buffer.grads.owned(bucket)
+        for bucket in optimizer.sync.grad_buckets:  # a 1 for every element of the model
+            grad = bucket.owned
             grad.copy_((grad != 0).double())
         count += float(optimizer.local_norm_sq())
         pieces += owned_shards(optimizer, "model/")
@@ -117,15 +117,15 @@ def _step(sizes: dict[str, Any]) -> tuple[float, dict[str, float]]:
     """Return the squared norm after a reduction between ranks, and the largest error of each updated weight."""
     mesh = build_mesh(device=torch.device("cpu"), timeout=datetime.timedelta(seconds=30), **sizes)
     optimizer = _optimizer(mesh)
-    buffer = optimizer.buffer
+    sync = optimizer.sync
     _fill(optimizer, share=True)
-    buffer.finish_grad_sync()
+    sync.finish_grad_sync()
     norm = float(all_reduce_(optimizer.local_norm_sq(), mesh.world))
     optimizer.step(lr=0.5, weight_decay=0.0, scale=1.0)
-    buffer.start_param_sync()
-    buffer.wait_param_sync()
+    sync.start_param_sync()
+    sync.wait_param_sync()
     errors = {}
-    for p in buffer.parameters:
+    for p in sync.parameters:
         spec = p.spec  # type: ignore[attr-defined]
         part = box_view(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
         errors[spec.name] = float((p.detach() - part / 2).abs().max())

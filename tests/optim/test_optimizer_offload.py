@@ -31,8 +31,8 @@ from train_cases import config_from, run_from
 from megalite.config.validation import find_problems
 from megalite.launch.rank_info import LaunchError, RankInfo
 from megalite.optim.host_memory import allocate_mapped, pinned_bytes
-from megalite.optim.layout import ParamEntry, build_layout
 from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
+from megalite.optim.zero.layout import ParamEntry, build_layout
 from megalite.parallel.spec import ParamSpec
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.job import preflight
@@ -147,10 +147,10 @@ def test_loaded_state_reaches_the_host(flags: str) -> None:
     train_step(other)
     for loaded, source in zip(other.optimizer.checkpoint_shards(), trained.optimizer.checkpoint_shards(), strict=True):
         assert torch.equal(loaded.data, source.data), loaded.name
-    for flat in other.buffer.weights.tensors:
-        flat.fill_(0.5)
+    for bucket in other.sync.param_buckets:
+        bucket.full.fill_(0.5)
     other.optimizer.sync_after_load(main_loaded=False)
-    assert all(bool((main == 0.5).all()) for main in other.optimizer.main)
+    assert all(bool((bucket.main == 0.5).all()) for bucket in other.optimizer.buckets)
 
 
 def _traced(flags: str) -> tuple[list[Fact], int, int]:
@@ -160,10 +160,10 @@ def _traced(flags: str) -> tuple[list[Fact], int, int]:
         train_step(run)
         start = len(gpu.trace)
         train_step(run)
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         run.close()
-        owned = sum(len(main) for main, _ in run.optimizer.offloaded.state.values())
-        return gpu.trace[start:], owned, run.buffer.layout.size // run.mesh.dp.size
+        owned = sum(len(bucket.main) for bucket in run.optimizer.buckets if bucket.is_offloaded)
+        return gpu.trace[start:], owned, run.sync.layout.size // run.mesh.dp.size
 
 
 def _bytes(facts: list[Fact], name: str) -> int:

@@ -12,7 +12,7 @@ from train_cases import ROOT, run_from
 
 from megalite.models.gpt import Stage
 from megalite.nn.parameter import spec_of
-from megalite.optim.resharded_parameter import ReshardedParameter
+from megalite.optim.zero.resharded_parameter import ReshardedParameter
 from megalite.training.train_step import train_step
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -26,14 +26,14 @@ import torch
 sys.path[:0] = [{str(ROOT / "tests" / "support")!r}]
 from train_cases import config_from
 from megalite.nn.parameter import spec_of
-from megalite.optim.buffer import ParamAndGradBuffer, ZeroConfig
+from megalite.optim.zero.sync import BucketSync, ZeroConfig
 from megalite.parallel.mesh import abstract_mesh
 from megalite.planning.run_plan import make_run_plan
 config = config_from({FLAGS!r})
 plan = make_run_plan(config, 2, config.data.vocab_size)
 mesh = replace(abstract_mesh(2, 0, **plan.shape.mesh_sizes), device=torch.device("cpu"))
-buffer = ParamAndGradBuffer(plan.balance.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(3))
-[p] = [p for p in buffer.parameters if spec_of(p).name == "layers.1.mlp.down"]
+sync = BucketSync(plan.balance.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(3))
+[p] = [p for p in sync.parameters if spec_of(p).name == "layers.1.mlp.down"]
 """
 # ways to read a weight: an elementwise operation, in a list, through a view of it, in place, by its address
 USES = (

@@ -15,9 +15,9 @@ from torch import Tensor
 from train_cases import config_from, run_from
 
 from megalite.optim.adamw import AdamW
-from megalite.optim.buffer import ParamAndGradBuffer, ZeroConfig
 from megalite.optim.distributed_optimizer import DistributedOptimizer
-from megalite.optim.flat_buffers import ResizableStorage, observe_allocations
+from megalite.optim.zero.storage import ResizableStorage, observe_allocations
+from megalite.optim.zero.sync import BucketSync, ZeroConfig
 from megalite.parallel.mesh import abstract_mesh
 from megalite.planning.run_plan import make_run_plan
 from megalite.training.dry_run import record_collectives
@@ -64,16 +64,17 @@ def _watch_buckets(flags: str) -> tuple[list[str], list[list[str]], dict[str, in
         (bytes after the step, bytes of the full buckets) of weights and of gradients.
     """
     run = _run(flags)
-    buffer, names = run.buffer, {}
-    for storage, prefix in ((buffer.weights, "w"), (buffer.grads, "g")):
-        names |= {id(storage.full(b)): f"{prefix} {b.key.unit}" for b in buffer.layout.buckets}
+    sync, names = run.sync, {}
+    for buckets, prefix in ((sync.param_buckets, "w"), (sync.grad_buckets, "g")):
+        names |= {id(b.full): f"{prefix} {b.layout.key.unit}" for b in buckets}
     train_step(run)
     unsharded = UnshardedBuckets(names)
     with observe_allocations(unsharded):
         train_step(run)
     assert not unsharded.current, "after a step no bucket is unsharded"
-    units = [f"{u}" for u in dict.fromkeys(b.key.unit for b in reversed(buffer.layout.buckets)) if u]
-    sizes = [(s.nbytes, sum(f.nbytes for f in s.tensors)) for s in (buffer.weights, buffer.grads)]
+    units = [f"{u}" for u in dict.fromkeys(b.key.unit for b in reversed(sync.layout.buckets)) if u]
+    all_buckets = (sync.param_buckets, sync.grad_buckets)
+    sizes = [(sum(b.nbytes for b in buckets), sum(b.full.nbytes for b in buckets)) for buckets in all_buckets]
     return units, [sorted(bucket_set) for bucket_set in unsharded.sets], dict(unsharded.num_allocations), sizes
 
 
@@ -122,14 +123,14 @@ def _count_bytes(flags: str) -> tuple[Counter[tuple[str, str]], list[int], int]:
     """Return bytes of a second step by (axis, operation), of each resharded bucket, and of all resident buckets."""
     run = _run(flags)
     train_step(run)
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     with record_collectives(run.mesh) as calls:
         train_step(run)
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
     moved: Counter[tuple[str, str]] = Counter()
     for call, times in calls.items():
         moved[call.axis, call.op] += call.num_bytes * times
-    main_dtype, buckets = run.buffer.main_dtype, run.buffer.layout.buckets
+    main_dtype, buckets = run.sync.main_dtype, run.sync.layout.buckets
     resharded = [b.size * main_dtype.itemsize for b in buckets if b.key.unit]
     return moved, resharded, sum(b.size * main_dtype.itemsize for b in buckets if not b.key.unit)
 
@@ -165,7 +166,7 @@ def _weights(flags: str, steps: int = 3) -> tuple[list[float], list[OwnedShard]]
     """Return the losses of the steps, and the pieces of weights and states that this rank saves."""
     run = _run(flags)
     losses = [train_step(run).loss for _ in range(steps)]
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     return losses, owned_shards(run.optimizer)
 
 
@@ -217,20 +218,27 @@ def test_initial_weights_are_bit_equal_at_every_stage(layout: str) -> None:
 
 
 def _build(stage: int, flags: str) -> tuple[int, int]:
-    """Return the elements of a model, and the peak KiB of its buffer and optimizer, on one rank of four."""
+    """Return the elements of a model, and the peak KiB of its buckets and optimizer, on one rank of four."""
     config = config_from(flags)
     plan = make_run_plan(config, 4, config.data.vocab_size)
     mesh = replace(abstract_mesh(4, 0, **plan.shape.mesh_sizes), device=torch.device("cpu"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    buffer = ParamAndGradBuffer(
+    sync = BucketSync(
         plan.balance.build_stages(mesh, torch.float32, deferred=True), mesh, zero_config=ZeroConfig(stage)
     )
-    optimizer = DistributedOptimizer(buffer, AdamW())
+    optimizer = DistributedOptimizer(sync, AdamW())
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return sum(entry.numel for entry in optimizer.buffer.layout.entries), after - before
+    return sum(entry.numel for entry in optimizer.sync.layout.entries), after - before
 
 
-@pytest.mark.nightly(guards=("megalite/optim/flat_buffers.py", "megalite/nn/parameter.py", "megalite/parallel/rng.py"))
+@pytest.mark.nightly(
+    guards=(
+        "megalite/optim/zero/storage.py",
+        "megalite/optim/zero/param_bucket.py",
+        "megalite/nn/parameter.py",
+        "megalite/parallel/rng.py",
+    )
+)
 @pytest.mark.timeout(150)
 def test_initialization_never_has_all_weights_unsharded() -> None:
     """Building a ZeRO-3 model never takes more memory than its shards, on one rank of dp 4 in fp32.
@@ -256,7 +264,7 @@ def _resident() -> int:
 
 def test_memory_is_freed_while_views_exist() -> None:
     size = 1 << 27
-    memory = ResizableStorage(size, torch.uint8, torch.device("cpu"))
+    memory = ResizableStorage(size, torch.uint8, torch.device("cpu"), "freed")
     views = [memory.allocate()[: size // 2].fill_(1), memory.flat.view(-1, 256)]
     full = _resident()
     memory.free()

@@ -56,24 +56,21 @@ def _measure_step(flags: str) -> MeasuredStep:
     run = run_from(plan.config, sources=sources, plan=plan)
     run.progress.consumed_samples = run.batch_sizes.milestones[-1][0]
     train_step(run)
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     with record_collectives(run.mesh) as calls:
         train_step(run)
-        run.buffer.wait_param_sync()
-    flats = [x for flats in run.optimizer.state for x in flats.values()] + run.optimizer.main
+        run.sync.wait_param_sync()
+    flats = [x for bucket in run.optimizer.buckets for x in (bucket.main, *bucket.state.values())]
     weights, gradients = (
-        [*storage.tensors, *map(storage.shard, storage.layout.buckets)]
-        for storage in (run.buffer.weights, run.buffer.grads)
+        [x for bucket in buckets for x in (bucket.full, bucket.shard)]
+        for buckets in (run.sync.param_buckets, run.sync.grad_buckets)
     )
-    offloaded_state = [x for main, state in run.optimizer.offloaded.state.values() for x in (main, *state.values())]
-    on_host = [*([] if run.optimizer.offloaded.disk_bytes else offloaded_state), *run.optimizer.offloaded._grads]
+    host_updater = run.optimizer.host_updater
+    offloaded_state = [x for main, state in host_updater.allocations for x in (main, *state.values())]
+    on_host = [*([] if host_updater.disk_bytes else offloaded_state), *host_updater.grads]
     shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *offloaded_state)}
     if plan.config.parallel.param_cpu_offload:
-        offloaded_weights = [
-            x
-            for b, x in zip(run.buffer.layout.buckets, weights[-len(run.buffer.layout.buckets) :], strict=True)
-            if not run.buffer.weights.is_resident(b)
-        ]
+        offloaded_weights = [bucket.shard for bucket in run.sync.param_buckets if not bucket.is_resident]
         on_host = on_host + offloaded_weights
         weights = [x for x in weights if all(x is not other for other in offloaded_weights)]
     stages = [stage for stage in run.pipeline.stages if isinstance(stage, Stage)]

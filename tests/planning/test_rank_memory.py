@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from train_cases import config_from, run_from
 
 from megalite.kernels import dispatch, weight_grad
-from megalite.optim.flat_buffers import observe_allocations
+from megalite.optim.zero.storage import observe_allocations
 from megalite.planning.memory import ACTIVATIONS_ERROR, rank_memory, state_by_zero_stage
 from megalite.planning.run_plan import RunPlan, make_run_plan
 from megalite.training.train_step import train_step
@@ -86,14 +86,10 @@ def measure(flags: str) -> tuple[int, int, int]:
     """Return this rank's pipeline rank, its bytes of model state, and its peak bytes of everything else."""
     weight_grad.BLOCK_BYTES = 1  # a CPU needs a buffer for a weight's gradient that a GPU does not
     run = run_from(flags)
-    state_tensors = [t for state in run.optimizer.state for t in state.values()]
-    for storage in (run.buffer.weights, run.buffer.grads):  # unsharded weights are freed now
-        state_tensors += [
-            *storage.tensors,
-            *(storage.shard(b) for b in run.buffer.layout.buckets if not storage.is_resident(b)),
-        ]
-    mains = zip(run.buffer.layout.buckets, run.optimizer.main, strict=True)
-    state_tensors += [main for bucket, main in mains if run.optimizer.rounds_main(bucket)]
+    state_tensors = [t for bucket in run.optimizer.buckets for t in bucket.state.values()]
+    for bucket in (*run.sync.param_buckets, *run.sync.grad_buckets):  # unsharded weights are freed now
+        state_tensors += [bucket.full] if bucket.is_resident else [bucket.full, bucket.shard]
+    state_tensors += [bucket.main for bucket in run.optimizer.buckets if bucket.rounds_main]
 
     def update(*_: Any) -> Any:  # independent of the values
         run.optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0)

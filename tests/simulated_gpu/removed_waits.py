@@ -17,7 +17,7 @@ from unittest import mock
 from megalite.checkpoint.manager import async_save
 from megalite.nn import activation_offload
 from megalite.optim import optimizer_offload
-from megalite.optim.param_gather import ParamGatherer
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel import comm
 from megalite.parallel import streams as parallel_streams
 from simulated_gpu.simulator import nccl, streams
@@ -75,8 +75,9 @@ def _comms_of_pending(pending: comm.Pending, *_: Any) -> list[Comm]:
     return [] if pending._work is None else _comms_of_work(pending._work)
 
 
-def _comms_of_gather(gather: ParamGatherer, *_: Any) -> list[Comm]:
-    return [fact for pending in gather._in_flight.values() for fact in _comms_of_pending(pending)]
+def _comms_of_gathers(sync: BucketSync, *_: Any) -> list[Comm]:
+    pending_gathers = [bucket._pending for bucket in sync._unsharding]
+    return [fact for pending in pending_gathers if pending is not None for fact in _comms_of_pending(pending)]
 
 
 def _no_comms(*_: Any) -> list[Comm]:
@@ -87,7 +88,7 @@ def _no_comms(*_: Any) -> list[Comm]:
 WAITING: tuple[tuple[Any, str, Callable[..., list[Comm]], Callable[..., Any]], ...] = (
     (nccl.SimulatedWork, "wait", _comms_of_work, lambda *_: True),
     (comm.Pending, "wait", _comms_of_pending, lambda pending: pending._result),
-    (ParamGatherer, "wait_param_sync", _comms_of_gather, _no_comms),
+    (BucketSync, "wait_param_sync", _comms_of_gathers, _no_comms),
     (streams.Stream, "wait_stream", _no_comms, _no_comms),
     (streams.Event, "wait", _no_comms, _no_comms),
     (streams.Event, "synchronize", _no_comms, _no_comms),

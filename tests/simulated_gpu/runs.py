@@ -79,7 +79,7 @@ def steps(device: torch.device, flags: str, count: int = 2) -> None:
     run = run_from(f"{COMMON} {flags} {TORCH}", device=device)
     for _ in range(count):
         train_step(run)
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     run.close()
 
 

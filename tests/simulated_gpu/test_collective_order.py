@@ -14,7 +14,7 @@ import torch.distributed as dist
 from layout_cases import COVERING_ROWS, CP_ROWS, GPT, LLAMA, ROWS, Row, read_rows, row_name
 from pairwise import nightly_except
 
-from megalite.optim.param_gather import ParamGatherer
+from megalite.optim.zero.sync import BucketSync
 from megalite.pipeline import runtime
 from megalite.pipeline.schedule import Action, Op
 from megalite.training import train_step as step
@@ -79,12 +79,12 @@ Planted = contextlib.AbstractContextManager[None]
 
 
 def _gathers_swapped() -> Planted:
-    def start_next_gather(original: Callable[..., None], self: ParamGatherer) -> None:
-        if len(self._queue) == len(self.weights.layout.buckets):
+    def start_next_gather(original: Callable[..., None], self: BucketSync) -> None:
+        if len(self._queue) == len(self.layout.buckets):
             self._queue.insert(0, self._queue.pop(1))
         original(self)
 
-    return runs.on_rank(1, ParamGatherer, "_start_next_gather", start_next_gather)
+    return runs.on_rank(1, BucketSync, "_start_next_gather", start_next_gather)
 
 
 def _agreement_in(dtype: torch.dtype) -> Planted:
@@ -105,7 +105,7 @@ def _messages_swapped() -> Planted:
 
 
 PLANTED: dict[str, tuple[str, Callable[[], Planted], list[str]]] = {
-    "two gathers swapped": (DP2, _gathers_swapped, ["all_gather of", "megalite/optim/param_gather.py:"]),
+    "two gathers swapped": (DP2, _gathers_swapped, ["all_gather of", "megalite/optim/zero/param_bucket.py:"]),
     "another dtype": (DP2, lambda: _agreement_in(torch.float32), ["of 5 float64", "of 5 float32", "training/train_step.py:"]),
     "messages swapped": (VPP2, _messages_swapped, ["send of", "to 1", "megalite/pipeline/runtime.py:"]),
 }  # fmt: skip

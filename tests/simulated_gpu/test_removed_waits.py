@@ -23,7 +23,7 @@ from megalite.checkpoint.manager.async_save import HostStager
 from megalite.checkpoint.manager.saver import CheckpointSaver
 from megalite.generate.generation import Sampling, TextGenerator, generate_tokens
 from megalite.launch.rank_info import LaunchError
-from megalite.optim import param_gather
+from megalite.optim.zero import param_bucket
 from megalite.parallel.comm import all_gather_strings, start_all_gather_into
 from megalite.parallel.self_test import check_collectives
 from megalite.training.checkpointing.save import save
@@ -46,7 +46,7 @@ TABLES = tomllib.loads(Path(__file__).with_name("waits.toml").read_text("utf-8")
 FLAGS, BETWEEN_RANKS, BETWEEN_STREAMS = (TABLES[name] for name in ("flags", "between_ranks", "between_streams"))
 OFTEN, LAYOUTS = TABLES["layouts"]["often"], TABLES["layouts"]["often"] | TABLES["layouts"]["rarely"]
 ZERO, GRAPHS, OFFLOAD, MOVED = (FLAGS[name] for name in ("ZERO", "GRAPHS", "OFFLOAD", "MOVED"))
-SAVE_WAIT = "training/checkpointing/save.py save: run.buffer.wait_param_sync()"
+SAVE_WAIT = "training/checkpointing/save.py save: run.sync.wait_param_sync()"
 
 
 def test_every_wait_has_a_row() -> None:
@@ -152,7 +152,7 @@ def _race_without_upload_wait(fault: str) -> set[tuple[str, str, str]]:
         with torch.cuda.stream(torch.cuda.default_stream()):
             return start_all_gather_into(*args)
 
-    gather_patch = mock.patch.object(param_gather, "start_all_gather_into", early_gather)
+    gather_patch = mock.patch.object(param_bucket, "start_all_gather_into", early_gather)
     with intercept_waits(), on_gpu(dist.get_rank()) as gpu:
         run = build(f"{ZERO} {OFFLOAD} --param-cpu-offload", gpu.device)
         with gather_patch if fault == "gather" else without(sites()[fault]):
@@ -168,7 +168,11 @@ def _race_without_upload_wait(fault: str) -> set[tuple[str, str, str]]:
 
 # what is removed from the upload -> the early fact, and the name and file of the late one
 UPLOAD_RACES = {
-    "parallel/streams.py on_side_stream: wait_event(after)": ("", "copy to the GPU", "megalite/optim/param_gather.py"),
+    "parallel/streams.py on_side_stream: wait_event(after)": (
+        "",
+        "copy to the GPU",
+        "megalite/optim/zero/param_bucket.py",
+    ),
     "gather": ("copy to the GPU", "mm", "megalite/kernels/matmul.py"),
 }
 
@@ -254,7 +258,7 @@ def _kind_of(fact: Fact) -> str:
 
 
 OPTIMIZER, ACTIVATIONS = (
-    "optim/optimizer_offload.py OffloadedState.update_: ",
+    "optim/optimizer_offload.py HostUpdater.update_: ",
     "nn/activation_offload.py _BlockActivations.",
 )
 # removed wait, flags, the early fact, the file of the late one

@@ -55,7 +55,7 @@ def steps_of(run: Run) -> list[tuple[float, ...]]:
         for _ in range(STEPS):
             result = step.train_step(run)
             steps.append((result.loss, result.grad_norm))
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         check_replicas(run, STEPS)
         return [*steps, (evaluate(run, run.valid_loaders[0].data, 1), parameter_norm(run))]
     finally:

@@ -42,7 +42,7 @@ def _nan_message(flags: str, direction: str, bad_rank: int) -> str:
     """Produce a NaN on one rank in each computation of a step, and return the error message of this rank."""
     run = build(flags)
     train_step(run)
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     last_block: Any = run.pipeline.stages[-1].blocks[-1]
     if dist.get_rank() == bad_rank and direction == "forward":
         last_block.mlp.up.data.view(-1)[5] = math.nan
@@ -99,7 +99,7 @@ def _train_with_faults(flags: str, *faults: str) -> list[Any]:
     run = build(flags)
     inject(*faults)
     results = [train_step(run) for _ in range(3)]
-    weights = torch.cat([main.double() for main in run.optimizer.main])
+    weights = torch.cat([bucket.main.double() for bucket in run.optimizer.buckets])
     return [[r.loss for r in results], [r.anomaly for r in results], weights]
 
 

@@ -47,8 +47,8 @@ def train(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[fl
     tapes: list[Tape] = []
     run = build(flags, dtype, tapes)
     results = [train_step(run) for _ in range(STEPS)]
-    run.buffer.wait_param_sync()
-    weights = torch.cat(run.buffer.weights.tensors)
+    run.sync.wait_param_sync()
+    weights = torch.cat([bucket.full for bucket in run.sync.param_buckets])
     return (
         [(r.loss, r.grad_norm, r.losses.get("z_loss", 0.0)) for r in results],
         weights,
@@ -106,11 +106,13 @@ def test_evaluation_and_a_timeline_are_eager() -> None:
     assert not tapes
     pipeline.enabled = True
     train_step(run)
-    replays, grads = [tape.replays for tape in tapes], torch.cat(run.buffer.grads.tensors)
+    replays, grads = [tape.replays for tape in tapes], torch.cat([bucket.full for bucket in run.sync.grad_buckets])
     assert sum(replays) == 3
     for _ in range(2):
         assert evaluate(run, run.valid_loaders[0].data, 1) > 0
-    assert [tape.replays for tape in tapes] == replays and torch.equal(torch.cat(run.buffer.grads.tensors), grads)
+    assert [tape.replays for tape in tapes] == replays and torch.equal(
+        torch.cat([bucket.full for bucket in run.sync.grad_buckets]), grads
+    )
 
 
 REFUSED = MESSAGES["graphs"]

@@ -146,15 +146,15 @@ def _extra_collective(directory: str) -> tuple[bool, str]:
     """Run an extra collective on rank 0, of the size of the next one."""
     run = run_from([*SMALL_RUN, "--train-iters", "3"])
     train_step(run)
-    run.buffer.wait_param_sync()
-    before, dp = torch.cat(run.buffer.weights.tensors), run.mesh.dp
+    run.sync.wait_param_sync()
+    before, dp = torch.cat([bucket.full for bucket in run.sync.param_buckets]), run.mesh.dp
     watchdog = Watchdog(run.mesh, Path(directory), Timers(), 600.0)
     with pytest.raises(CollectiveMismatchError) as error:
         if dp.rank == 0:
             [size] = {call.num_bytes // 4 for call in dp.comm_log.recent if call.seq_id == 1}
             comm.start_reduce_scatter(torch.zeros(size), dp).wait()
         train_step(run)
-    assert torch.equal(before, torch.cat(run.buffer.weights.tensors))
+    assert torch.equal(before, torch.cat([bucket.full for bucket in run.sync.param_buckets]))
     explained = watchdog.explain_error(error.value)
     assert explained is not None and explained.exit_code is ExitCode.CRASH
     watchdog.close()

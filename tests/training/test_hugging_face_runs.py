@@ -403,7 +403,7 @@ def _exported(model_dir: str, target: str, flags: str) -> str | None:
     config = hugging_face_config(Path(model_dir), "--export-hf", target, *flags.split())
     run = start_from_model(config)
     train_step(run)
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     return export(run, config, 2)
 
 

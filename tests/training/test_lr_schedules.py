@@ -189,8 +189,10 @@ def test_run_without_evaluation() -> None:
 def _bf16_ranks(extra: str) -> tuple[list[float], dict[str, bytes]]:
     run = run_from([*SMALL_RUN, "--train-iters", "6", "--bf16", *extra.split()])
     losses = [train_step(run).loss for _ in range(3)]
-    run.buffer.wait_param_sync()
-    return losses, {"weights": torch.cat(run.buffer.weights.tensors).view(torch.uint8).numpy().tobytes()}
+    run.sync.wait_param_sync()
+    return losses, {
+        "weights": torch.cat([bucket.full for bucket in run.sync.param_buckets]).view(torch.uint8).numpy().tobytes()
+    }
 
 
 @pytest.mark.parametrize("zero", ["", "--no-use-distributed-optimizer"])

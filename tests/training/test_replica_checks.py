@@ -99,7 +99,7 @@ def test_norm_and_zeros_equal_the_model() -> None:
     step_optimizer = run.optimizer.step
 
     def count_zeros_and_step(**options: Any) -> None:  # the gradients are complete and not released yet
-        counts.append(sum(int((main_grad._main_grad == 0).sum()) for main_grad in run.buffer.main_grads.values()))
+        counts.append(sum(int((main_grad._main_grad == 0).sum()) for main_grad in run.sync.main_grads.values()))
         step_optimizer(**options)
 
     run.optimizer.step = count_zeros_and_step  # type: ignore[method-assign]
@@ -180,20 +180,22 @@ def flip_and_check(flags: str, flipped_rank: int, name: str, action: str = "stop
     run = build(flags)
     train_step(run)
     assert check_replicas(run, 1, action) is None
-    weights = run.buffer.weights
-    slots = {run.buffer.layout.entries[s.entry].spec.name: s for b in run.buffer.layout.buckets for s in b.slots}
-    intact = torch.cat([weights.resident_slice(slot)[1] for slot in slots.values()])
+    weights = {
+        name: bucket.resident_slice(slot)[1]
+        for bucket in run.sync.param_buckets
+        for name, slot in zip(bucket.names, bucket.layout.slots, strict=True)
+    }
+    intact = torch.cat([*weights.values()])
     if name == "state":
         run.optimizer.num_updates += dist.get_rank() == flipped_rank
     elif dist.get_rank() == flipped_rank:
         biases = {f"{router.name}.bias": router.expert_bias for router in run.expert_balancer.routers}
-        weight = biases[name] if name in biases else weights.resident_slice(slots[name])[1]
+        weight = biases[name] if name in biases else weights[name]
         weight[:1].view(torch.uint8)[:1].bitwise_xor_(1)
     try:
         mismatch = check_replicas(run, 2, action) or ""
         assert action == "warn" or (
-            torch.equal(torch.cat([weights.resident_slice(slot)[1] for slot in slots.values()]), intact)
-            and check_replicas(run, 2) is None
+            torch.equal(torch.cat([*weights.values()]), intact) and check_replicas(run, 2) is None
         )
         return mismatch
     except InvalidResultError as error:
@@ -218,22 +220,21 @@ def flip_between_checks(flags: str, action: str, flipped_rank: int | None, part:
     """
     run = build(f"{flags} --check-weight-hash-across-dp-replicas-interval 100 --check-replicas-action {action}")
     assert train_step(run).replica_mismatch is None
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     if run.mesh.world.rank == flipped_rank:
-        first = run.buffer.layout.buckets[0]
-        owned = first.shard_range(run.mesh.dp_cp.size, 0)
-        weights = run.buffer.weights
-        copy = weights.full(first)[: owned.stop] if weights.is_resident(first) else weights.shard(first)
-        flat = copy if part == "copy" else run.optimizer.main[0]
+        first = run.optimizer.buckets[0]
+        owned = first.layout.shard_range(run.mesh.dp_cp.size, 0)
+        copy = first.params.full[: owned.stop] if first.params.is_resident else first.params.shard
+        flat = copy if part == "copy" else first.main
         index = int(flat.abs().argmax())
         flat[index : index + 1].view(torch.uint8)[-1:].bitwise_xor_(1)  # in its exponent
-    before = torch.cat(run.optimizer.main)
+    before = torch.cat([bucket.main for bucket in run.optimizer.buckets])
     try:
         mismatches = [train_step(run).replica_mismatch or "" for _ in range(2)]
         assert action == "warn" or not mismatches[1]
-        return mismatches[0], torch.cat(run.optimizer.main)
+        return mismatches[0], torch.cat([bucket.main for bucket in run.optimizer.buckets])
     except InvalidResultError as error:
-        assert torch.equal(torch.cat(run.optimizer.main), before)  # nothing was updated
+        assert torch.equal(torch.cat([bucket.main for bucket in run.optimizer.buckets]), before)  # nothing was updated
         return f"stopped: {error}", before
 
 
@@ -262,7 +263,7 @@ def detects_every_bit(flags: str) -> bool:
     """Return whether the checksums agree, and differ after each of 40 flips of a bit in a weight of a rank."""
     run = build(flags)
     biases = [bias.data for bias in run.expert_balancer.state_shards()]
-    weights = [flat.view(torch.uint8) for flat in (*run.buffer.weights.tensors, *biases)]
+    weights = [flat.view(torch.uint8) for flat in (*(bucket.full for bucket in run.sync.param_buckets), *biases)]
     detected = [bool(all_reduce_(replica_checksums(run), run.mesh.world).any())]
     for i in range(40):
         flat = weights[i % len(weights)]

@@ -30,9 +30,9 @@ def build(flags: str) -> Run:
 def updates_of(flags: str, steps: int) -> tuple[list[StepResult], Tensor]:
     """Return the results of the steps, and the change of the main weights."""
     run = build(flags)
-    before = torch.cat(run.optimizer.main)  # a copy
+    before = torch.cat([bucket.main for bucket in run.optimizer.buckets])  # a copy
     results = [train_step(run) for _ in range(steps)]
-    return results, torch.cat(run.optimizer.main) - before
+    return results, torch.cat([bucket.main for bucket in run.optimizer.buckets]) - before
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
@@ -108,19 +108,19 @@ def test_loss_scale_growth_changes_no_result() -> None:
 def _one_rank_overflows(flags: str) -> list[Any]:
     """Train three steps; in the second the gradients of the last rank alone become infinite."""
     run, steps = build(flags), []
-    finish = run.buffer.finish_grad_sync
+    finish = run.sync.finish_grad_sync
 
     def finish_and_overflow() -> None:
         finish()
         if run.progress.step == 1 and run.mesh.world.is_last:
-            run.buffer.first_bucket_grad()[0] = math.inf
+            run.sync.grad_buckets[0].owned[0] = math.inf
 
-    run.buffer.finish_grad_sync = finish_and_overflow  # type: ignore[method-assign]
+    run.sync.finish_grad_sync = finish_and_overflow  # type: ignore[method-assign]
     for step in range(3):
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         before = copy_state(run)
         result = train_step(run, want_stop=step == 2 and run.mesh.world.is_last)
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         steps.append((result.loss, result.lr, result.skipped, result.stop, is_equal(copy_state(run), before)))
     return steps
 
@@ -154,10 +154,10 @@ def _each_rank_in_turn(flags: str) -> list[StepOutcome]:
     run = build(f"{flags} --no-check-for-nan-in-loss-and-grad")
     for step in range(1, world + 3):
         inject_from_now_on(step - 2 if 1 < step < world + 2 else None, kinds[step % 2])
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         before = copy_state(run)
         result = train_step(run)
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         outcomes.append((result.skipped, is_equal(copy_state(run), before), result.lr, run.progress.consumed_samples))
     return outcomes
 

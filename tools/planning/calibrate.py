@@ -4,7 +4,7 @@ Several local ranks measure at the same time, so that they share memory and cach
 
     layer, embedding, head    forward, backward and weight gradients of stages (megalite/models/gpt.py) with the model's
                               shapes and micro-batch: layers of the first layer's kind, also with a split backward, and
-                              the ends of the model; gradients are added to the flat buffer as in a run
+                              the ends of the model; gradients are added to buckets as in a run
     update, norm              seconds of the optimizer per byte
     messages, all-gather      hidden states of a micro-batch from rank to rank, and a tensor sharded over all ranks
     fractions of the peaks    a matmul and attention with the model's shapes, and a copy: for other models and for tp
@@ -36,8 +36,8 @@ from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import ForwardContext
 from megalite.nn.parameter import ParamFactory
 from megalite.nn.wgrad_store import WeightGradStore
-from megalite.optim.buffer import ParamAndGradBuffer
 from megalite.optim.distributed_optimizer import DistributedOptimizer
+from megalite.optim.zero.sync import BucketSync
 from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.streams import synchronize
 from megalite.planning.cluster import DEVICES, DeviceProfile, Link, default_profile, make_cluster
@@ -153,7 +153,7 @@ class _Calibrator:
         """Run all sections and return the results as JSON."""
         message, collective = self.links()
         self.section_end = time.perf_counter()  # the same on all ranks, because they measured the links together
-        stages, buffer, optimizer = self.build()
+        stages, sync, optimizer = self.build()
         embedding, layers, head = stages
         per_layer = 1 / self.num_layers
         blocks: dict[str, StageSeconds] = {
@@ -162,14 +162,13 @@ class _Calibrator:
             "head": self.stage_seconds(head, 2, split=False),
             "layer, split": _scaled(self.stage_seconds(layers, 1, split=True), per_layer),
         }
-        state_bytes = sum(t.nbytes for state in optimizer.state for t in state.values())
-        for bucket, main in zip(buffer.layout.buckets, optimizer.main, strict=True):
-            if optimizer.rounds_main(bucket):
-                state_bytes += main.nbytes
-        update_bytes = buffer.grads.nbytes + 2 * state_bytes + buffer.weights.nbytes
+        state_bytes = sum(t.nbytes for bucket in optimizer.buckets for t in bucket.state.values())
+        state_bytes += sum(bucket.main.nbytes for bucket in optimizer.buckets if bucket.rounds_main)
+        grad_bytes = sum(bucket.nbytes for bucket in sync.grad_buckets)
+        update_bytes = grad_bytes + 2 * state_bytes + sum(bucket.nbytes for bucket in sync.param_buckets)
         update_s = self.median_s(lambda: optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0))
         norm_s = self.median_s(optimizer.local_norm_sq)
-        blocks["update"] = (update_s / update_bytes, norm_s / buffer.grads.nbytes, 0.0)
+        blocks["update"] = (update_s / update_bytes, norm_s / grad_bytes, 0.0)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         return {
             "blocks": blocks,
@@ -205,8 +204,8 @@ class _Calibrator:
         self.section_end = max(self.section_end, time.perf_counter())
         return [statistics.median(column) for column in zip(*samples, strict=True)]
 
-    def build(self) -> tuple[list[Stage], ParamAndGradBuffer, DistributedOptimizer]:
-        """Build three stages (embedding, layers, head), their buffer and their optimizer."""
+    def build(self) -> tuple[list[Stage], BucketSync, DistributedOptimizer]:
+        """Build three stages (embedding, layers, head), their buckets and their optimizer."""
         config = self.plan.config
         set_kernel_options(config.parallel.kernels, config.parallel.attention_kernel)
         make_param = ParamFactory(self.mesh, self.plan.shape.dtype, config.train.seed)
@@ -216,8 +215,8 @@ class _Calibrator:
         shape = dataclasses.replace(self.plan.shape, config=dataclasses.replace(config, model=untied))
         balance = StageBalance(shape)
         stages = [balance.build_stage(make_param, layer_ranges, index, layers) for index in range(3)]
-        buffer = ParamAndGradBuffer(stages, self.mesh)
-        return stages, buffer, DistributedOptimizer(buffer, *build_update_rules(config))
+        sync = BucketSync(stages, self.mesh)
+        return stages, sync, DistributedOptimizer(sync, *build_update_rules(config))
 
     def stage_seconds(self, stage: Stage, index: int, split: bool) -> StageSeconds:
         """Return the seconds of forward, backward and weight gradients (0 if backward is not split)."""

@@ -33,7 +33,7 @@ from megalite.config.options import Config
 from megalite.launch.local_launcher import FORWARDED_SIGNALS
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import RankInfo
-from megalite.optim.layout import ParamSlot
+from megalite.optim.zero.layout import ParamSlot
 from megalite.parallel.comm import all_reduce_
 from megalite.parallel.spec import Constant
 from megalite.training.evaluation import evaluate
@@ -135,12 +135,11 @@ class _RankRecorder:
 
         These are full parameters, or this rank's shards of parameters that are resharded.
         """
-        weights = self.run.buffer.weights
         current_step = self.step
         self.step = step
-        for bucket in weights.layout.buckets:
-            for slot in bucket.slots:
-                elements, data = weights.resident_slice(slot)
+        for bucket in self.run.sync.param_buckets:
+            for slot in bucket.layout.slots:
+                elements, data = bucket.resident_slice(slot)
                 if elements:
                     shape = self._param_shape(slot)
                     self.add("weight", self.names[slot.entry], data, shape=shape, start=elements.start)
@@ -163,12 +162,11 @@ class _RankRecorder:
     def before_update(self) -> None:
         """Record the complete gradients that this rank owns, and the weights after the previous step."""
         self.record_weights(self.step - 1)
-        grads = self.run.buffer.grads
-        for bucket in grads.layout.buckets:
-            for slot in bucket.slots:
-                owned = grads.owned_slice(slot)
+        for bucket in self.run.sync.grad_buckets:
+            for slot in bucket.layout.slots:
+                owned = bucket.owned_slice(slot)
                 if owned.span:
-                    data = owned.select(grads.owned(bucket))
+                    data = owned.select(bucket.owned)
                     shape = self._param_shape(slot)
                     self.add("gradient", self.names[slot.entry], data, shape=shape, start=owned.span.start)
 
@@ -229,7 +227,7 @@ class _RankRecorder:
         return [(int(range_positions[0]), tokens) for range_positions, tokens in ranges]
 
     def _param_shape(self, slot: ParamSlot) -> tuple[int, ...]:
-        return tuple(self.run.buffer.parameters[slot.entry].shape)
+        return tuple(self.run.sync.parameters[slot.entry].shape)
 
 
 def record_rank(ranks: RankInfo, config: Config, dtype: str, steps: int, directory: str) -> None:
@@ -259,7 +257,7 @@ def record_rank(ranks: RankInfo, config: Config, dtype: str, steps: int, directo
                 recorder.step = step + 0.5
                 loss = evaluate(run, run.valid_loaders[0].data, config.train.eval_iters)
                 recorder.add("loss", STEP, torch.tensor(loss, dtype=torch.float64))
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         recorder.record_weights(steps)
         run.close()
         stages: list[Any] = run.pipeline.stages
@@ -337,16 +335,15 @@ def _perturb_constants(run: Run) -> None:
     layout = Layout(sizes["tp"], ep=sizes["ep"], etp=sizes["etp"])
     tp_rank = coordinates["tp"]
     rank = RankCoordinates(tp_rank, tp_rank, 0, 0, ep=coordinates["ep"], etp=coordinates["etp"])
-    weights = run.buffer.weights
-    for bucket in weights.layout.buckets:
-        for slot in bucket.slots:
-            spec = run.buffer.layout.entries[slot.entry].spec
+    for bucket in run.sync.param_buckets:
+        for slot in bucket.layout.slots:
+            spec = run.sync.layout.entries[slot.entry].spec
             if not isinstance(spec.init, Constant):
                 continue
-            shape = tuple(run.buffer.parameters[slot.entry].shape)
+            shape = tuple(run.sync.parameters[slot.entry].shape)
             full = PERTURBATION * _normal_numbers(spec.name, spec.shape)
             slices = expected_slices(shape, full.shape, rank, layout, is_expert_param(spec.name))
-            elements, data = weights.resident_slice(slot)  # only the shard of an expert's bias at ZeRO-3
+            elements, data = bucket.resident_slice(slot)  # only the shard of an expert's bias at ZeRO-3
             data.add_(torch.from_numpy(full[slices].reshape(-1)[elements.start : elements.stop]).to(data))
     for router in run.expert_balancer.routers:
         if router.expert_bias is not None:
@@ -399,7 +396,7 @@ def _blocks(run: Run) -> list[tuple[str, Any]]:
 def _param_names(run: Run) -> list[str]:
     """Return the names of all parameters on this rank, with CHUNK:INDEX as the number of a layer."""
     layer_names = {id(parameter): name for name, block in _blocks(run) for parameter in block.parameters()}
-    entries = zip(run.buffer.parameters, run.buffer.layout.entries, strict=True)
+    entries = zip(run.sync.parameters, run.sync.layout.entries, strict=True)
     return [
         re.sub(r"^layers\.\d+", layer_names.get(id(parameter), ""), entry.spec.name) for parameter, entry in entries
     ]
@@ -408,12 +405,12 @@ def _param_names(run: Run) -> list[str]:
 def _in_order_of_use(run: Run, names: list[str]) -> tuple[list[str], list[str]]:
     """Return the names of all parameters in the order of use, and those of the vocabulary's parameters among them.
 
-    The buffer has this order except for an untied head, which is used last.
+    The layout has this order except for an untied head, which is used last.
     """
     stages: list[Any] = run.pipeline.stages
     embeddings = {id(stage.embedding.word) for stage in stages if stage.embedding is not None}
     heads = {id(stage.head.weight) for stage in stages if stage.head is not None}
     untied_heads = heads - embeddings
-    entries = zip(run.buffer.parameters, run.buffer.layout.entries, names, strict=True)
+    entries = zip(run.sync.parameters, run.sync.layout.entries, names, strict=True)
     used = [(name, entry.spec) for _, entry, name in sorted(entries, key=lambda entry: id(entry[0]) in untied_heads)]
     return [name for name, _ in used], [name for name, spec in used if spec.is_vocab]

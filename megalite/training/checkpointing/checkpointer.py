@@ -77,7 +77,7 @@ class Checkpointer(Callback):
 
     def save_last_step(self, run: Run) -> None:
         """Save after the last step, and wait for all saves. Raises CheckpointError on all ranks if one has failed."""
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         self.save(run, last=True)
         if self.saver is not None:
             with self._monitors.time_breakdown("checkpoint"):

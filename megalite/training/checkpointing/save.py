@@ -53,7 +53,7 @@ def save(run: Run, saver: CheckpointSaver, config_toml: str, *, optimizer: bool 
     Raises:
         CheckpointError: on all ranks if writing fails.
     """
-    run.buffer.wait_param_sync()
+    run.sync.wait_param_sync()
     run.before_update = saver.before_update
     state: dict[str, Any] = {
         "progress": run.progress.to_json(),

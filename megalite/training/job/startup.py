@@ -90,7 +90,7 @@ def open_metrics_logger(
 def finish_startup(run: Run, config: Config, logger: MetricsLogger) -> None:
     """Log Megatron-LM's start-up lines and compile the blocks, before the first step; collective with --compile."""
     if effective_log_style(config) == "megatron" and run.mesh.dp.is_first:  # a line of each model-parallel rank
-        number = sum(entry.numel for entry in run.buffer.layout.entries)
+        number = sum(entry.numel for entry in run.sync.layout.entries)
         line = log_format.megatron_text("parameters", tp=run.mesh.tp.rank, pp=run.mesh.pp.rank, number=number)
         if run.mesh.world.is_first:
             logger.info(line)
@@ -155,5 +155,5 @@ def compile_warmup(run: Run, config: Config) -> float:
             with environment.safe_path():  # inductor starts `python -c` to find out which vector instructions work
                 y_sBD = stage.run_unit(block, x_sBD, batch, ctx)
                 torch.autograd.grad(y_sBD, x_sBD, torch.zeros_like(y_sBD))
-        run.buffer.reshard(chunk)  # explicitly, because no gradient of a parameter has triggered it
+        run.sync.reshard(chunk)  # explicitly, because no gradient of a parameter has triggered it
     return time.perf_counter() - start

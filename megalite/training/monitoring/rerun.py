@@ -24,7 +24,8 @@ from torch import Tensor
 
 from megalite.common.wording import plural
 from megalite.nn.micro_batch import Batch, ForwardContext
-from megalite.optim.layout import Bucket, ParamSlot
+from megalite.optim.zero.grad_bucket import GradBucket
+from megalite.optim.zero.layout import ParamSlot
 from megalite.parallel.comm import all_gather_strings
 from megalite.training.callbacks import Callback
 from megalite.training.logging.event_log import EventLog
@@ -102,7 +103,7 @@ def diagnose_step(
 
 def _checksums(run: Run) -> list[int]:
     """Return integer sums of the bits of this rank's owned gradients, per bucket, and of its losses."""
-    owned = [run.buffer.grads.owned(bucket) for bucket in run.buffer.layout.buckets]
+    owned = [bucket.owned for bucket in run.sync.grad_buckets]
     return [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in [*owned, run.loss_sums.values]]
 
 
@@ -113,21 +114,20 @@ def rerun_forward_backward(run: Run, batches: Sequence[Batch], ctx: ForwardConte
     searched before that. The timeline does not record the rerun.
     """
     timeline, run.pipeline.timeline = run.pipeline.timeline, None
-    grads = run.buffer.grads
     bad_gradients: list[NonFiniteOrigin] = []
 
-    def search_gradients(bucket: Bucket) -> None:
-        values = ((slot, grads.param_view(slot)) for slot in bucket.slots)
+    def search_gradients(bucket: GradBucket) -> None:
+        values = ((slot, bucket.param_view(slot)) for slot in bucket.layout.slots)
         bad_gradients.extend(_non_finite_gradients(run, bucket, BACKWARD, values))
 
-    run.buffer.grad_reduce.pre_reduce_hook = search_gradients
+    run.sync.pre_reduce_hook = search_gradients
     run.expert_balancer.reset()
     run.loss_sums.zero_()
     with _find_non_finite_output(run) as origins:
         # With more_microbatches, resident buckets are reduced only in finish_grad_sync.
         run.pipeline.step(batches, ctx, more_microbatches=True)
-        run.buffer.finish_grad_sync()
-    run.pipeline.timeline, run.buffer.grad_reduce.pre_reduce_hook = timeline, None
+        run.sync.finish_grad_sync()
+    run.pipeline.timeline, run.sync.pre_reduce_hook = timeline, None
     if not origins and bad_gradients:  # if a parameter's gradient was bad in several passes, nan precedes inf
         origins.append(max(bad_gradients, key=lambda origin: (-origin.index, origin.description)))
     return origins[0] if origins else None
@@ -158,23 +158,21 @@ def _gather_origin(run: Run, origin: NonFiniteOrigin | None, differs: bool) -> t
 
 def find_non_finite_gradient(run: Run) -> NonFiniteOrigin | None:
     """Return the first parameter, in the order of backward, with a non-finite reduced gradient that this rank owns."""
-    grads = run.buffer.grads
     bad_gradients: list[NonFiniteOrigin] = []
-    for bucket in run.buffer.layout.buckets:
-        owned = grads.owned(bucket)
-        values = [(slot, grads.owned_slice(slot).select(owned)) for slot in bucket.slots]
+    for bucket in run.sync.grad_buckets:
+        values = [(slot, bucket.owned_slice(slot).select(bucket.owned)) for slot in bucket.layout.slots]
         bad_gradients += _non_finite_gradients(run, bucket, REDUCED, values)
     return min(bad_gradients, default=None)
 
 
 def _non_finite_gradients(
-    run: Run, bucket: Bucket, kind: int, gradients: Iterable[tuple[ParamSlot, Tensor]]
+    run: Run, bucket: GradBucket, kind: int, gradients: Iterable[tuple[ParamSlot, Tensor]]
 ) -> Iterator[NonFiniteOrigin]:
     """Yield the non-finite gradients of a bucket; the first in the order of backward is the smallest."""
-    stage = run.mesh.pp.rank + run.mesh.pp.size * bucket.chunk
+    stage = run.mesh.pp.rank + run.mesh.pp.size * bucket.layout.chunk
     for slot, gradient in gradients:
         if gradient.numel() and not bool(torch.isfinite(gradient).all()):
-            name = run.buffer.layout.entries[slot.entry].spec.name
+            name = run.sync.layout.entries[slot.entry].spec.name
             description = f"the gradient of {name} ({_nan_or_inf(gradient)}) on {run.mesh.describe()}"
             yield NonFiniteOrigin(kind, -(stage * STAGE_STRIDE + slot.entry), description)
 
@@ -365,7 +363,7 @@ class AnomalyHandler(Callback):
             return False
         if rollbacks > MAX_ROLLBACKS:
             raise InvalidResultError(f"step {current_step}: another spike, after {MAX_ROLLBACKS} rollbacks in a row")
-        run.buffer.wait_param_sync()
+        run.sync.wait_param_sync()
         restore(saved_step)
         start = progress.consumed_samples
         while progress.step < current_step:

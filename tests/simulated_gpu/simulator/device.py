@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megalite.checkpoint.manager.saver import CheckpointSaver
-from megalite.optim.flat_buffers import observe_allocations
+from megalite.optim.zero.storage import observe_allocations
 from megalite.pipeline.cuda_graph import CudaGraphPipeline
 from megalite.pipeline.runtime import Pipeline
 from megalite.training import evaluation, setup

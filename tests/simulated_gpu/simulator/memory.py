@@ -22,7 +22,7 @@ class Block:
     """One allocation.
 
     The callback of `watch` runs when the last reference to the storage, in Python or C++, is gone. `is_allocated` is
-    False while the storage has released its memory (optim/flat_buffers.py).
+    False while the storage has released its memory (optim/zero/storage.py).
     """
 
     number: int

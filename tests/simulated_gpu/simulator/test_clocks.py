@@ -76,11 +76,11 @@ def test_removing_one_wait_gives_a_race(name: str, index: int) -> None:
 
 
 def test_race_message() -> None:
-    gather = replace(comm(1, 0, [OWN], [WEIGHTS], kind="all_gather"), where="optim/param_gather.py:56")
+    gather = replace(comm(1, 0, [OWN], [WEIGHTS], kind="all_gather"), where="optim/zero/param_bucket.py:56")
     matmul = Launch(0, "matmul", (WEIGHTS,), (Y,), "nn/linear.py:55")
     [race] = races([*ALLOCS, Mark("step 3"), gather, matmul, Mark(""), matmul])
     assert str(race) == (
-        "step 3: use before ready: all_gather of dp (optim/param_gather.py:56), then matmul on stream 0 "
+        "step 3: use before ready: all_gather of dp (optim/zero/param_bucket.py:56), then matmul on stream 0 "
         "(nn/linear.py:55), nothing between them (bytes 0..800 of block 1, 2 times)"
     )
 

@@ -6,7 +6,8 @@ process on a CPU (SIGSEGV), and is an illegal access on a GPU. While the memory 
 which torch does not dispatch: so nothing is checked when weights are used as they should be. torch changes the class of
 `nn.UninitializedParameter` in the same way.
 
-Views of a parameter that were created while it was unsharded are plain tensors, and are not checked.
+Views of a parameter that were created while it was unsharded are plain tensors. torch's CUDA builds check them, too
+(storage.py: ResizableStorage).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,9 +73,14 @@ def _find_resharded(value: Any) -> Iterator[ReshardedParameter]:
 
 def _raise_error(parameter: ReshardedParameter) -> NoReturn:
     unit = parameter.unit  # type: ignore[attr-defined]
-    raise RuntimeError(
-        f"{spec_of(parameter).name} is used while its weights are resharded; with --zero-stage 3 they are unsharded "
-        f"only while {unit!r} runs: use the parameter there, or lower --zero-stage"
+    raise RuntimeError(use_message(spec_of(parameter).name, unit))
+
+
+def use_message(names: str, unit: str) -> str:
+    """Return the error message when a parameter is used while it is resharded."""
+    return (
+        f"{names} is used while its weights are resharded; with --zero-stage 3 they are unsharded only while {unit!r} "
+        "runs: use the parameter there, or lower --zero-stage"
     )
 
 

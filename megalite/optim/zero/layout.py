@@ -1,4 +1,4 @@
-"""The layout of parameters in buckets, the flat tensors of weights and gradients. All functions are pure.
+"""The layout of parameters in buckets, the flat tensors of weights and gradients. Nothing here allocates memory.
 
     | bucket 0 (chunk 0, last layers)  | bucket 1 ...     | ...  | partial | tied |      one flat tensor each
     | 0    | 1    | 2    | 3           |                             each bucket splits evenly over its data axis
@@ -19,10 +19,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megalite.nn.parameter import spec_of
+from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import MESH_VIEWS, ParamSpec
 
+DEFAULT_BUCKET_SIZE = 40_000_000  # elements
 ALIGN = 64  # elements; 128 bytes in bf16, so that every matmul operand is aligned for tensor cores
 
 
@@ -97,7 +100,7 @@ class ShardSlice(NamedTuple):
         return shard[self.start : self.start + len(self.span)]
 
 
-class Bucket(NamedTuple):
+class BucketLayout(NamedTuple):
     """A set of parameters in one flat tensor, which one collective transfers.
 
     Attributes:
@@ -124,12 +127,36 @@ class BufferLayout(NamedTuple):
     """The local parameters and the buckets, in the order in which a rank reduces them."""
 
     entries: tuple[ParamEntry, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketLayout, ...]
 
     @property
     def size(self) -> int:
         """The number of elements of all buckets, padding included."""
         return sum(bucket.size for bucket in self.buckets)
+
+
+def chunk_layout(
+    chunks: Sequence[nn.Module], mesh: Mesh, bucket_size: int | None = None, **separate_buckets: bool
+) -> tuple[list[nn.Parameter], BufferLayout]:
+    """Return the parameters of `chunks`, each once, and their layout: entry i of the layout is parameter i.
+
+    Args:
+        chunks: modules whose parameters have a `.spec`.
+        mesh: the mesh.
+        bucket_size: minimum number of elements of a bucket; None: DEFAULT_BUCKET_SIZE.
+        separate_buckets: reasons for separate buckets (build_layout).
+    """
+    chunk_of_param: dict[int, tuple[int, nn.Parameter]] = {}
+    for chunk, module in enumerate(chunks):
+        for p in module.parameters():
+            chunk_of_param.setdefault(id(p), (chunk, p))
+    parameters = [p for _, p in chunk_of_param.values()]
+    entries = [
+        ParamEntry(spec_of(p), p.numel(), chunk, getattr(p, "unit", ""), p.dtype)
+        for chunk, p in chunk_of_param.values()
+    ]
+    size = DEFAULT_BUCKET_SIZE if bucket_size is None else bucket_size
+    return parameters, build_layout(entries, bucket_size=size, sizes=mesh.sizes, **separate_buckets)
 
 
 def build_layout(
@@ -147,7 +174,7 @@ def build_layout(
             separate learning rate. `matrices`: the optimizer has a separate rule for matrices. `by_unit`: the
             parameters with two dims of a unit are one bucket of any size.
     """
-    buckets: list[Bucket] = []
+    buckets: list[BucketLayout] = []
     for chunk in sorted({entry.chunk for entry in entries}):
         open_buckets: dict[BucketKey, list[int]] = {}  # indices of entries
         closed_buckets: list[tuple[BucketKey, list[int]]] = []
@@ -168,7 +195,7 @@ def build_layout(
                 slots.append(ParamSlot(bucket_index, index, position, position + entries[index].numel))
                 position = _round_up(slots[-1].stop, ALIGN)
             size = _round_up(position, ALIGN * sizes.get(MESH_VIEWS[key.mesh_view][0], 1))
-            buckets.append(Bucket(bucket_index, chunk, key, size, tuple(slots)))
+            buckets.append(BucketLayout(bucket_index, chunk, key, size, tuple(slots)))
     return BufferLayout(tuple(entries), tuple(buckets))
 
 

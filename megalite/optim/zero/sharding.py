@@ -1,7 +1,6 @@
 """The sharding of buckets: over which ranks weights are gathered, and gradients summed and sharded, and in which dtype.
 
-Buffers, gradient reduction, weight gathering and the optimizer read it from here; none of them looks at the mesh or at
-other properties of a bucket.
+Buckets and the optimizer read it from here; none of them looks at the mesh or at other properties of a bucket.
 
                      full gradient                  shard of the gradient               weight
     sharded          reduce-scatter (dp_shard)      all-reduce (dp_replicate,           all-gather (dp_shard)
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megalite.optim.layout import Bucket, BucketKey, BufferLayout
+from megalite.optim.zero.layout import BucketKey, BucketLayout, BufferLayout
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.spec import SHARD_AXES
 
@@ -57,11 +56,15 @@ class BucketSharding:
         """True if ranks have different shards of a bucket."""
         return self.shard_axis.size > 1
 
-    def shard_range(self, bucket: Bucket) -> range:
+    def can_reshard(self, bucket: BucketLayout) -> bool:
+        """Return True if the full tensor of `bucket` can be freed: a unit uses it as a whole, and ranks have shards."""
+        return bool(bucket.key.unit) and self.is_sharded
+
+    def shard_range(self, bucket: BucketLayout) -> range:
         """Return the elements of `bucket` in this rank's shard."""
         return bucket.shard_range(self.shard_axis.size, self.shard_axis.rank)
 
-    def owned_range(self, bucket: Bucket) -> range:
+    def owned_range(self, bucket: BucketLayout) -> range:
         """Return the part of its shard that this rank owns: it updates these elements and has their optimizer state."""
         shard_range = self.shard_range(bucket)
         size = len(shard_range) // self.outer_shard_axis.size
