@@ -207,7 +207,7 @@ def _build_pipeline(
             bucket_size=parallel.ddp_bucket_size,
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
-            reduce_in_bf16=parallel.grad_reduce_in_bf16 and dtype == torch.bfloat16,
+            reduce_in_bf16=parallel.grad_reduce_in_bf16,
             zero_config=ZeroConfig(
                 parallel.effective_zero_stage,
                 plan.shape.sharding_policy.unshard_by_chunk,

@@ -158,6 +158,31 @@ def test_bf16_reduction_moves_half_the_bytes(shard: bool, shared: bool) -> None:
     assert shared or bytes_moved == [[[4 * SIZE]] * 2, [[2 * SIZE]] * 2]
 
 
+def _reductions_by_dtype() -> list[tuple[bool, list[torch.dtype]]]:
+    """Return whether each bucket's sum over two ranks is exact, and the dtypes of its reduction, in a bf16 model."""
+    results: list[tuple[bool, list[torch.dtype]]] = []
+    mesh, seen = _mesh(), list[tuple[Any, Tensor]]()
+    parts = [Scale("a", dtype=torch.bfloat16), Scale("b", keep_fp32=True)]
+    sync = BucketSync([nn.ModuleList(parts)], mesh, reduce_in_bf16=True)
+    _spy(dist, "all_reduce", seen)
+    for bucket in sync.grad_buckets:
+        seen.clear()
+        main_grad, _ = sync.main_grads[bucket.names[0]].accumulator()
+        main_grad.copy_(torch.randn(SIZE, generator=torch.Generator().manual_seed(mesh.dp.rank)))
+        exact = sum(torch.randn(SIZE, generator=torch.Generator().manual_seed(rank)) for rank in range(2))
+        assert isinstance(exact, Tensor)
+        sync._start_reduce(bucket)
+        bucket.wait()
+        owned = bucket.sharding.owned_range(bucket.layout)
+        results.append((torch.equal(bucket.owned, exact[owned.start : owned.stop]), [x.dtype for _, x in seen]))
+    return results
+
+
+def test_gradients_of_fp32_weights_are_never_reduced_in_bf16() -> None:
+    expected = [(True, [torch.float32]), (False, [torch.bfloat16])]
+    assert run_ranks(2, _reductions_by_dtype) == [expected] * 2
+
+
 def _count_reductions(overlap: bool) -> tuple[list[int], int]:
     """Count the reductions that have started after the first backward, the last backward and the finish."""
     mesh, seen, counts = _mesh(), [], []

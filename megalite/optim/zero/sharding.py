@@ -87,7 +87,7 @@ def bucket_shardings(
     Args:
         layout: the buckets.
         mesh: the mesh.
-        reduce_in_bf16: reduce full gradients in bf16.
+        reduce_in_bf16: reduce full gradients of bf16 weights in bf16; those of fp32 weights in a bf16 model keep fp32.
         shard_over_replicas: split the shards again over replicas.
     """
     shardings = {}
@@ -104,7 +104,7 @@ def bucket_shardings(
             outer_shard_axis,
             sum_axes=tuple(sum_axes),
             tied_axis=mesh.tied_embedding if key.tied else None,
-            reduce_dtype=torch.bfloat16 if reduce_in_bf16 else None,
+            reduce_dtype=torch.bfloat16 if reduce_in_bf16 and key.dtype == torch.bfloat16 else None,
             num_owners=key.replicas * replicate_axis.size // outer_shard_axis.size,
             axis_names=axis_names,
         )

@@ -108,7 +108,7 @@ class BucketSync:
                 resharded buckets, whose reductions are waited for as soon as they are started.
             overlap_param_gather: gather weights ahead of their use. Otherwise resident buckets are gathered all at
                 once, and resharded ones when they are used.
-            reduce_in_bf16: reduce gradients over the data axis in bf16, which halves the bytes. The sum
+            reduce_in_bf16: reduce gradients of bf16 weights over the data axis in bf16, which halves the bytes. The sum
                 of a rank's micro-batches, and the sums over other axes, keep the dtype of the gradients.
             zero_config: the sharding of weights and gradients.
             separate_buckets: reasons for separate buckets (layout.build_layout).
