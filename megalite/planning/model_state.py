@@ -1,4 +1,12 @@
-"""Bytes of weights, gradients and optimizer state, per element and per rank."""
+"""Bytes of weights, gradients and optimizer state of a rank.
+
+    ModelStateBytes   exact: laid out in buckets as the run does, for a given split of the layers over stages
+    MinModelState     a lower bound for any split: sums over layers, for the balance of stages and the search
+    ShardCounts       the rule by ZeRO stage, for a number of parameters alone
+
+tests/planning/test_model_state.py proves that the first equals what buffers and optimizer allocate, and that the second
+is not above it.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -176,12 +184,23 @@ class ModelStateBytes:
 
 
 @dataclass(frozen=True)
-class ModuleStateBytes:
-    """The model state on a rank in bytes, without padding: sums over the layers, of the embedding and of the head."""
+class MinModelState:
+    """A lower bound of the model state of a rank, in bytes on the device.
+
+    It has no padding, shards every parameter, and counts no optimizer state if a part of it is offloaded, because the
+    buckets decide how much of it stays on the device.
+
+    Attributes:
+        layers: The bytes of the layers.
+        embedding: The bytes of the embedding.
+        head: The bytes of the head.
+        is_tied: The head uses the embedding's weights if both are on one rank.
+    """
 
     layers: PrefixSums
     embedding: float
     head: float
+    is_tied: bool
 
     def on_rank(self, splits: np.ndarray, rank: int, placement: StagePlacement) -> Any:
         """Return the bytes [...] of a pipeline rank for `splits` [..., stages] of the layers."""
@@ -191,7 +210,7 @@ class ModuleStateBytes:
         num_bytes = self.layers.between(starts[..., stages], stops[..., stages])[..., 0].sum(-1)
         if rank == 0:
             num_bytes = num_bytes + self.embedding
-        if rank == placement.pp - 1:
+        if rank == placement.pp - 1 and not (self.is_tied and placement.pp == 1):
             num_bytes = num_bytes + self.head
         return num_bytes
 

@@ -27,7 +27,7 @@ from megalite.planning.layer_kinds import (
     cached_stage_costs,
     single_document_sharding,
 )
-from megalite.planning.model_state import ModuleStateBytes, ShardCounts
+from megalite.planning.model_state import MinModelState, ShardCounts
 from megalite.planning.partition import LayerSplit, candidate_splits, choose_split, even_split, layer_ranges
 from megalite.planning.run_shape import RunShape
 from megalite.planning.step_schedule import SIMULATED_GROUPS, StepSchedule
@@ -104,7 +104,7 @@ class StageBalance:
         """Return the bytes of the fullest rank: layers, embedding, head and `activations` in flight."""
         layers_per_stage, placement = np.array(split), self.shape.placement
         return max(
-            self.module_state_bytes.on_rank(layers_per_stage, rank, placement) + activations[rank]
+            self.min_model_state.on_rank(layers_per_stage, rank, placement) + activations[rank]
             for rank in range(self.shape.pp)
         )
 
@@ -172,8 +172,8 @@ class StageBalance:
         return self.stage_costs.memory_of_stages(self.layers_per_stage)
 
     @cached_property
-    def module_state_bytes(self) -> ModuleStateBytes:
-        """The model state of each layer and of the ends; `ModelStates` also has the padding of the buckets."""
+    def min_model_state(self) -> MinModelState:
+        """A lower bound of the model state of a rank, for any split of the layers."""
         shape, parallel, optim = self.shape, self.shape.config.parallel, self.shape.config.optim
         make_param = ParamFactory(shape.mesh_at(0), shape.dtype, 0, meta=True)
         first, last = (self.build_stage(make_param, [range(0), range(0)], index) for index in (0, 1))
@@ -183,7 +183,9 @@ class StageBalance:
             weight, gradient, state = shape.bytes_per_element(spec.is_matrix, make_param.dtype_of(spec))
             if parallel.param_cpu_offload and spec.is_2d:
                 weight = 0
-            return shard_counts[spec.mesh_view].bytes_of(weight, gradient, state * (1 - optim.offload_fraction))
+            if optim.offload_fraction:
+                state = 0
+            return shard_counts[spec.mesh_view].bytes_of(weight, gradient, state)
 
         def bytes_of(module: nn.Module | None) -> float:
             if module is None:
@@ -191,7 +193,8 @@ class StageBalance:
             return sum(element_bytes(spec) * p.numel() for spec, p in params_with_specs(module))
 
         layers = self.stage_costs.per_layer(lambda kind: [bytes_of(Block(make_param, kind.model, 0, kind.spec))])
-        return ModuleStateBytes(PrefixSums(layers), bytes_of(first.embedding), bytes_of(last.head))
+        is_tied = not shape.config.model.untie_embeddings_and_output_weights
+        return MinModelState(PrefixSums(layers), bytes_of(first.embedding), bytes_of(last.head), is_tied)
 
     # ---- schedule of the stages
 

@@ -72,7 +72,7 @@ def evaluate_with_bounds(layout: Layout, plan_request: Request) -> tuple[Planned
     plan, run_plan = evaluate(layout, plan_request, None), plan_for(layout, plan_request)
     assert isinstance(plan, PlannedLayout)
     costs = TimeModel(run_plan, plan_request.cluster, default_profile("h100"))
-    min_bytes = min_memory(run_plan, run_plan.balance.module_state_bytes)
+    min_bytes = min_memory(run_plan, run_plan.balance.min_model_state)
     dp_s = min_dp_time(run_plan, costs, run_plan.model_states.params_by_view) if layout.zero > 1 else 0.0
     assert max(min_step_time(run_plan, costs), dp_s) <= plan.time.seconds * (1 + 1e-9) and min_bytes <= plan.peak, (
         layout

@@ -12,7 +12,6 @@ leave out padding, messages, collectives of dp and the optimizer's update.
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from megalite.pipeline.schedule import (
 )
 from megalite.planning.layer_cost import CostRecorder
 from megalite.planning.layer_kinds import LayerKind, StageCosts
-from megalite.planning.model_state import ModuleStateBytes
+from megalite.planning.model_state import MinModelState
 from megalite.planning.partition import candidate_splits
 from megalite.planning.run_plan import RunPlan
 from megalite.planning.stage_time import TOTAL, TimeModel
@@ -100,15 +99,13 @@ def min_dp_time(plan: RunPlan, times: TimeModel, params_by_view: Mapping[str, in
     return shape.num_microbatches * seconds
 
 
-def min_memory(plan: RunPlan, module_states: ModuleStateBytes) -> float:
+def min_memory(plan: RunPlan, min_state: MinModelState) -> float:
     """Return a lower bound of the bytes of the fullest rank.
 
     A split backward holds at least as much as the schedule without it.
     """
     counts, pp, placement = all_splits(plan), plan.shape.pp, plan.shape.placement
     last_stage = placement.num_stages - 1
-    if pp == 1 and not plan.config.model.untie_embeddings_and_output_weights:
-        module_states = replace(module_states, head=0.0)  # its weights are the embedding's
     saved = plan.balance.stage_costs.saved_bytes(counts)
     weights, gradients, head_unit = _unsharded_bytes(plan)
     layer_peak, last_part = plan.balance.stage_costs.min_peaks
@@ -118,7 +115,7 @@ def min_memory(plan: RunPlan, module_states: ModuleStateBytes) -> float:
     for rank in {0, min(1, pp - 1), pp - 1}:
         stages = list(placement.stages_of_rank(rank))
         is_last = rank == pp - 1
-        state = module_states.on_rank(counts, rank, placement)
+        state = min_state.on_rank(counts, rank, placement)
         in_flight = saved[:, stages] @ _in_flight(plan, rank, None)
         head_saved = head_cost.saved_bytes if is_last else 0.0
         has_layers = counts[:, stages].any(1)

@@ -12,6 +12,7 @@ import math
 from megalite.launch.system_checks import VARIABLES
 from megalite.planning.bottleneck import BOTTLENECKS, advise, format_shares
 from megalite.planning.memory import LARGEST_ERROR
+from megalite.planning.model_state import ShardCounts
 from megalite.planning.remedies import remedy
 from tools.planning.plan_request import Request, plan_problems
 from tools.planning.search import Layout, PlannedLayout, SearchResult, apply_layout, plan_for
@@ -37,7 +38,7 @@ def decision_path(request: Request, result: SearchResult) -> list[str]:
     """Return the steps of sizing by hand, as "question: size -> decision"."""
     cluster, plan = request.cluster, plan_for(Layout(), request)
     params, memory, limit = plan.model_states.num_parameters, cluster.device.memory_bytes, result.limit
-    weight_bytes, grad_bytes, optimizer_bytes = plan.shape.bytes_per_element()
+    weight_bytes, grad_bytes, optimizer_bytes = bytes_per_element = plan.shape.bytes_per_element()
     usable = f"{limit / GIB:.0f} GiB may be used ({limit / memory:.0%})"
     lines = [f"memory of a device: {memory / GIB:.0f} GiB; {usable}"]
 
@@ -46,10 +47,10 @@ def decision_path(request: Request, result: SearchResult) -> list[str]:
         return size <= limit
 
     decide("weights on one device", params * weight_bytes, "they fit", "shard the model")
-    state = params * (weight_bytes + grad_bytes + optimizer_bytes)
+    state = params * ShardCounts().bytes_of(*bytes_per_element)
     fits = decide("with gradients and optimizer", state, "tp 1 pp 1 would suffice", "shard the state")
     if not fits and cluster.world > 1:
-        zero_1 = params * (weight_bytes + grad_bytes + optimizer_bytes / cluster.world)
+        zero_1 = params * ShardCounts.for_zero_stage(1, cluster.world).bytes_of(*bytes_per_element)
         question = f"optimizer sharded over dp {cluster.world} (ZeRO-1)"
         fits = decide(question, zero_1, "dp alone would suffice", "dp alone would not suffice")
     if not fits and cluster.devices_per_node > 1:

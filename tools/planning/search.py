@@ -27,7 +27,7 @@ from megalite.planning.cluster import DeviceProfile, default_profile
 from megalite.planning.comm_time import CommGroup
 from megalite.planning.layer_kinds import StageCosts
 from megalite.planning.memory import RankMemory, rank_memory
-from megalite.planning.model_state import ModuleStateBytes
+from megalite.planning.model_state import MinModelState
 from megalite.planning.run_plan import RunPlan
 from megalite.planning.run_shape import RunShape
 from megalite.planning.stage_time import TimeModel
@@ -416,7 +416,7 @@ class _Search:
         self.tried = set[Layout]()
         self.layers = request.config.model.num_layers
         # by tp, dp x cp, ep and ZeRO stage
-        self._module_states: dict[tuple[int, int, int, int], ModuleStateBytes] = {}
+        self._min_states: dict[tuple[int, int, int, int], MinModelState] = {}
         self._layer_times: dict[tuple[StageCosts, *tuple[CommGroup, ...]], TimeModel] = {}
 
     def run(self, min_rows: int) -> SearchResult:
@@ -539,7 +539,7 @@ class _Search:
                 continue
             for candidate in candidates:
                 plan = plan_for(candidate, request)
-                memory = min_memory(plan, self._module_state(plan, candidate))
+                memory = min_memory(plan, self._min_state(plan, candidate))
                 if memory > result.limit and not request.is_single_layout:
                     result.add_too_large(memory, candidate)
                     continue
@@ -547,11 +547,11 @@ class _Search:
                 bounds.append(LowerBound(seconds, memory, candidate))
         return sorted(bounds, key=lambda bound: bound.seconds)
 
-    def _module_state(self, plan: RunPlan, layout: Layout) -> ModuleStateBytes:
+    def _min_state(self, plan: RunPlan, layout: Layout) -> MinModelState:
         key = (layout.tp, plan.shape.dp * plan.shape.cp, layout.ep, layout.zero)
-        if key not in self._module_states:
-            self._module_states[key] = plan.balance.module_state_bytes
-        return self._module_states[key]
+        if key not in self._min_states:
+            self._min_states[key] = plan.balance.min_model_state
+        return self._min_states[key]
 
     def _times_of_layers(self, plan: RunPlan) -> TimeModel:
         """Return the times of a plan, or of another plan whose layers and ends take the same time as its own."""
@@ -604,7 +604,7 @@ class _Search:
                 dp_times[key] = min_dp_time(plan, times, params_by_view)
             if dp_times[key] >= fastest_s:
                 return None
-            memory = min_memory(plan, self._module_state(plan, candidate))
+            memory = min_memory(plan, self._min_state(plan, candidate))
             if memory > self.result.limit:
                 continue
             seconds = max(dp_times[key], min_step_time(plan, self._times_of_layers(plan)))
