@@ -118,6 +118,15 @@ def shapes(module: nn.Module) -> str:
     return ", ".join(f"{name} {[*parameter.shape]}" for name, parameter in module.named_parameters(recurse=False))
 
 
+def name_in_unit(spec: ParamSpec, unit: str) -> str:
+    """Return the name of a parameter without that of its unit: it is equal for all layers of a kind.
+
+    >>> name_in_unit(ParamSpec("layers.3.mlp.down", (2, 2)), "layers.3")
+    'mlp.down'
+    """
+    return spec.name.removeprefix(f"{unit}.")
+
+
 def model_shards(module: nn.Module, mesh: Mesh) -> list[TensorShard]:
     """Return this rank's weights as shards of a checkpoint, as views that loading may write.
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.kernels.dispatch import Kernel
-from megalite.nn.parameter import main_param_dtype, spec_of
+from megalite.nn.parameter import main_param_dtype, name_in_unit, spec_of
 from megalite.nn.storage_identity import storage_id
 from megalite.nn.wgrad_store import WeightGradStore
 from megalite.parallel.cpu.shared_memory import CollectiveBackend
@@ -126,7 +126,7 @@ class LayerCost:
         saved_bytes: Bytes that are saved from F to B.
         wgrad_bytes: Bytes that a split backward keeps from B to W.
         peaks: For each phase its peak bytes above those that were there when it started, in sections. A section starts
-            when the first gradient of a matrix of a mesh view is added, and has that view as its key; the section
+            when the first gradient of a matrix is added, and has the matrix's name in its unit as its key; the section
             before any gradient has the key "".
         offloaded_bytes: Bytes among `saved_bytes` that are only on the host, from the end of the next block's F to the
             start of its B (nn/activation_offload.py).
@@ -214,9 +214,9 @@ class _RecordingBackend(CollectiveBackend):
 class _FakeMainGrad:
     """The main gradient of a parameter, which is always allocated."""
 
-    def __init__(self, p: nn.Parameter, on_grad: Callable[[ParamSpec], None]):
+    def __init__(self, p: nn.Parameter, on_grad: Callable[[], None]):
         self.grad = torch.empty(p.shape, dtype=main_param_dtype(p.dtype), device=META)
-        self.on_grad = partial(on_grad, spec_of(p))
+        self.on_grad = on_grad
 
     def accumulator(self) -> tuple[Tensor, bool]:
         self.on_grad()
@@ -224,6 +224,12 @@ class _FakeMainGrad:
 
     def mark_ready(self) -> None:
         pass
+
+    def add_autograd_gradient(self, p: nn.Parameter) -> None:
+        """Drop a gradient that autograd has accumulated, if any; a run would add it to this one."""
+        if p.grad is not None:
+            self.on_grad()
+            p.grad = None
 
 
 class CostRecorder(MetaMode):
@@ -255,9 +261,9 @@ class CostRecorder(MetaMode):
     def exclude_params(self, module: M) -> M:
         """Leave the bytes of the parameters and of their main gradients out of the cost, and return the module."""
         for p in module.parameters():
-            main_grad = _FakeMainGrad(p, self.on_grad)
+            main_grad = _FakeMainGrad(p, partial(self.on_grad, spec_of(p), getattr(p, "unit", "")))
             p.main_grad = main_grad  # type: ignore[attr-defined]
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            p.register_post_accumulate_grad_hook(main_grad.add_autograd_gradient)
             name = spec_of(p).name.rsplit(".", 1)[-1]
             self._params[storage_id(p)] = (name, False)
             self._params[storage_id(main_grad.grad)] = (name, True)
@@ -333,11 +339,12 @@ class CostRecorder(MetaMode):
         section = next(reversed(peaks))
         peaks[section] = self.peak - self._phase_start
 
-    def on_grad(self, spec: ParamSpec) -> None:
-        """Start a section of the peaks if this is the first gradient of a matrix of its mesh view in the phase."""
-        if self.phase and spec.is_2d and spec.mesh_view not in self.peaks[self.phase]:
+    def on_grad(self, spec: ParamSpec, unit: str) -> None:
+        """Start a section of the peaks if this is the first gradient of a matrix of the unit in the phase."""
+        name = name_in_unit(spec, unit)
+        if self.phase and spec.is_2d and name not in self.peaks[self.phase]:
             self._close_peak()
-            self.peaks[self.phase][spec.mesh_view] = 0
+            self.peaks[self.phase][name] = 0
             self.peak = self.live
 
     def measure(

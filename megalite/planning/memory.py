@@ -11,7 +11,6 @@ a GPU), and memory that the allocator cannot reuse. In the layouts of tests/plan
 and transient memory together are within ACTIVATIONS_ERROR of the allocated bytes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megalite.pipeline.runtime import MAX_SENDS_IN_FLIGHT
@@ -19,6 +18,7 @@ from megalite.pipeline.schedule import Action, Op, add_sharding_actions
 from megalite.planning.layer_cost import LayerCost
 from megalite.planning.model_state import ModelStateBytes
 from megalite.planning.run_plan import RunPlan
+from megalite.planning.unsharded_units import UnshardedState, UnshardedUnits
 
 # error of activations and transient memory, as a fraction of the allocated bytes: in the tests, and the largest ever
 ACTIVATIONS_ERROR = 0.02
@@ -91,91 +91,6 @@ def peak_bytes(actions: tuple[Action, ...], plan: RunPlan, rank: int) -> int:
     return max(simulator.peak, muon.peak_bytes if muon is not None else 0)
 
 
-class UnshardedUnits:
-    """The units of the model whose weights or gradients are temporarily unsharded on a pipeline rank (ZeRO-2 and 3).
-
-    Its methods are the events of optim/zero/sync.py, in their order. The weights of a unit
-    are unsharded while it runs, and those of the next unit are prefetched. Its gradient is unsharded from the first
-    one that is added until its reduction has ended, for which the next reduction waits; the gradients of experts have a
-    separate bucket, and are unsharded only in the unit's backward. The name of a unit identifies it: "embedding",
-    "layers.17" or "head".
-    """
-
-    def __init__(self, plan: RunPlan, rank: int):
-        parallel = plan.config.parallel
-        self.unit_numel = plan.model_states.by_rank[rank].unit_numel
-        self.unit_weight_bytes = plan.model_states.by_rank[rank].unit_weight_bytes
-        self.grad_bytes = plan.shape.bytes_per_element()[1]
-        self.unshards = parallel.effective_zero_stage > 2 and bool(self.unit_numel)
-        self.by_chunk = plan.shape.sharding_policy.unshard_by_chunk
-        self.prefetches = parallel.overlap_param_gather and not self.by_chunk
-        self.reduces_in_bf16 = parallel.grad_reduce_in_bf16 and plan.config.precision.bf16
-        self.overlaps_reduce = parallel.overlap_grad_reduce
-        self.weights: set[str] = set()
-        self.gradients: set[tuple[str, str]] = set()  # (unit, mesh view)
-        self.reducing: tuple[str, str] | None = None
-
-    @property
-    def state(self) -> "UnshardedState":
-        """The units whose weights or gradients are unsharded."""
-        return frozenset(self.weights), frozenset(self.gradients), self.reducing
-
-    @state.setter
-    def state(self, state: "UnshardedState") -> None:
-        weights, gradients, self.reducing = state
-        self.weights, self.gradients = set(weights), set(gradients)
-
-    @property
-    def bytes(self) -> int:
-        num_bytes = 0
-        for unit in self.weights:
-            num_bytes += self.unit_weight_bytes.get(unit, 0)
-        for unit, view in self.gradients:
-            num_bytes += self.unit_numel[unit][view] * self.grad_bytes
-        if self.reducing is not None and self.reduces_in_bf16:
-            unit, view = self.reducing
-            num_bytes += self.unit_numel[unit][view] * 2  # a copy in bf16
-        return num_bytes
-
-    def unshard(self, units: Sequence[str], prefetch: str | None = None) -> None:
-        """Unshard the weights of units that are about to run, and start to unshard those of the unit `prefetch`."""
-        if not self.unshards:
-            return
-        self.weights.update(units)
-        if prefetch is not None and self.prefetches:
-            self.weights.add(prefetch)
-
-    def reshard(self, units: Sequence[str]) -> None:
-        """Reshard the weights of units that have run; with `by_chunk` they stay unsharded until the pass has ended."""
-        if not self.by_chunk:
-            self.weights.difference_update(units)
-
-    def first_grad(self, unit: str, view: str) -> None:
-        """Allocate the gradient of a unit, before the first one of a pass is added."""
-        if (unit, view) == self.reducing:
-            self._finish_reduce()
-        if view in self.unit_numel.get(unit, {}):
-            self.gradients.add((unit, view))
-
-    def reduce(self, unit: str) -> None:
-        """Start to reduce the gradients of a unit, one mesh view after another."""
-        for view in self.unit_numel.get(unit, {}):
-            self._finish_reduce()
-            self.gradients.add((unit, view))
-            self.reducing = unit, view
-        if not self.overlaps_reduce:
-            self._finish_reduce()
-
-    def _finish_reduce(self) -> None:
-        if self.reducing is not None:
-            self.gradients.discard(self.reducing)
-            self.reducing = None
-
-
-# names of units whose weights are unsharded, (unit, mesh view) of gradients, and the one that is being reduced
-UnshardedState = tuple[frozenset[str], frozenset[tuple[str, str]], tuple[str, str] | None]
-
-
 @dataclass(frozen=True)
 class _Effect:
     """The effect of an action on the memory of its rank, which depends on the units that are unsharded before it.
@@ -197,22 +112,29 @@ class _Effect:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a stage: the embedding, a layer or layers that are recomputed together, or the head."""
+    """A part of a stage.
 
+    Attributes:
+        kind: "embedding"; "layers", one or several that are recomputed together; or "head".
+        cost: Its cost.
+        units: The units with its weights. Those of the head are the embedding's if both share them on one stage.
+    """
+
+    kind: str
     cost: LayerCost
     units: tuple[str, ...]
 
     @property
     def is_embedding(self) -> bool:
-        return self.units == ("embedding",)
+        return self.kind == "embedding"
 
     @property
     def is_head(self) -> bool:
-        return self.units == ("head",)
+        return self.kind == "head"
 
     @property
     def is_layers(self) -> bool:
-        return not self.is_embedding and not self.is_head
+        return self.kind == "layers"
 
 
 class _RankSimulator:
@@ -275,6 +197,9 @@ class _ActionSimulator:
     def __init__(self, plan: RunPlan, rank: int):
         self.plan = plan
         self.last_stage = len(plan.balance.layer_ranges) - 1
+        is_tied = not plan.config.model.untie_embeddings_and_output_weights
+        self.head_unit = "embedding" if is_tied and self.last_stage == 0 else "head"  # the unit with its weight
+        self.head_weight = "embedding.word".removeprefix(f"{self.head_unit}.") if is_tied else "head"
         self.p2p_bytes = plan.shape.p2p_bytes
         self.unsharded = UnshardedUnits(plan, rank)
         self.parts: dict[int, list[_Part]] = {}  # by stage
@@ -312,12 +237,12 @@ class _ActionSimulator:
         costs, model = self.plan.balance.stage_costs, self.plan.config.model
         parts = []
         if stage == 0:
-            parts.append(_Part(costs.embedding, ("embedding",)))
+            parts.append(_Part("embedding", costs.embedding, ("embedding",)))
         for cost, layers in costs.layer_costs(self.plan.balance.layer_ranges[stage]):
             units = tuple(model.layers[index].unit_name(model.layer_numbers[index]) for index in layers)
-            parts.append(_Part(cost, units))
+            parts.append(_Part("layers", cost, units))
         if stage == self.last_stage:
-            parts.append(_Part(costs.head, ("head",)))
+            parts.append(_Part("head", costs.head, (self.head_unit,)))
         return parts
 
     def _layer_units(self, stage: int) -> list[str]:
@@ -329,8 +254,8 @@ class _ActionSimulator:
         self.peak = max(self.peak, current_bytes)
 
     def _run_phase(self, part: _Part, phase: str, unit: str, extra_bytes: int = 0) -> None:
-        for view, section_peak in part.cost.peaks[phase].items():
-            self.unsharded.first_grad(unit, view)
+        for param, section_peak in part.cost.peaks[phase].items():
+            self.unsharded.first_grad(unit, param)
             self._update_peak(section_peak + extra_bytes)
 
     def _forward(self, stage: int) -> None:
@@ -342,7 +267,7 @@ class _ActionSimulator:
             # layers that are recomputed together are unsharded two at a time
             self.unsharded.unshard(part.units[-2:], next_part.units[0] if next_part is not None else None)
             if part.is_head:
-                self.unsharded.first_grad("head", "dense")
+                self.unsharded.first_grad(part.units[0], self.head_weight)
             input_bytes = 0 if part.is_embedding else self.p2p_bytes
             self._update_peak(part.cost.peak_bytes["F"] + input_bytes)
             self.unsharded.reshard(part.units)
@@ -377,7 +302,7 @@ class _ActionSimulator:
                 if not part.is_head:  # forward has computed the gradients of the head
                     self._run_phase(part, "B", unit, self.p2p_bytes)
                 if reduces:
-                    self.unsharded.reduce(unit)
+                    self._reduce(part, unit)
             if part.is_layers:
                 self.unsharded.reshard(part.units)
             if not part.is_embedding:
@@ -386,15 +311,19 @@ class _ActionSimulator:
             self.num_messages += 1  # the gradient of the input
 
     def _weight_grads(self, stage: int, reduces: bool) -> None:
-        if reduces and stage == self.last_stage:
-            self.unsharded.reduce("head")
-        if reduces and stage == 0:
-            self.unsharded.reduce("embedding")
-        for part in reversed(self.parts[stage]):
-            if not part.is_layers:
-                continue
+        for part in reversed(self.parts[stage]):  # the embedding's gradient waits for those of all layers
             for unit in reversed(part.units):
-                self._run_phase(part, "W", unit)
+                if part.is_layers:
+                    self._run_phase(part, "W", unit)
                 if reduces:
-                    self.unsharded.reduce(unit)
-            self.saved_bytes -= part.cost.wgrad_bytes
+                    self._reduce(part, unit)
+            if part.is_layers:
+                self.saved_bytes -= part.cost.wgrad_bytes
+
+    def _reduce(self, part: _Part, unit: str) -> None:
+        """Start to reduce the gradients of a unit of a part that has ended its backward.
+
+        Weights that the head shares are complete after the embedding's.
+        """
+        if not (part.is_head and unit == "embedding"):
+            self.unsharded.reduce(unit)

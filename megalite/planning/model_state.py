@@ -8,7 +8,6 @@ tests/planning/test_model_state.py proves that the first equals what buffers and
 is not above it.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 
 from megalite.config.options import Config
 from megalite.config.run_options import OptimConfig, ParallelConfig
-from megalite.nn.parameter import main_param_dtype
+from megalite.nn.parameter import main_param_dtype, name_in_unit
 from megalite.optim.host_memory import pinned_bytes
 from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
 from megalite.optim.update_rule import build_rules
@@ -66,6 +65,21 @@ class ShardCounts:
 
 
 @dataclass(frozen=True)
+class UnitBucket:
+    """A bucket of a unit whose weights or gradients are unsharded and resharded.
+
+    Attributes:
+        params: The names of its parameters in the unit.
+        numel: Elements of the full bucket.
+        weight_bytes: Bytes of the full weights.
+    """
+
+    params: frozenset[str]
+    numel: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
 class ModelStateBytes:
     """The model state that each rank of a pipeline position always has allocated.
 
@@ -77,9 +91,8 @@ class ModelStateBytes:
         gradients: Bytes of the gradients; gradients that are not sharded are full.
         optimizer: Bytes of main weights and optimizer state.
         weight_update_bytes: Bytes of the weights that this rank's optimizer updates if its state is sharded.
-        unit_numel: Elements of the buckets that are unsharded and resharded, by unit of the model and mesh view, in the
-            order of the buckets.
-        unit_weight_bytes: Bytes of the unsharded weights of these buckets by unit.
+        unit_buckets: The buckets that are unsharded and resharded, by unit of the model, in the order of their
+            reduction.
         muon: The cost of an update by Muon; None for another optimizer.
         host_bytes: Bytes of host memory for offloaded state.
         disk_bytes: Bytes on disk for offloaded state.
@@ -92,8 +105,7 @@ class ModelStateBytes:
     gradients: int
     optimizer: int
     weight_update_bytes: int
-    unit_numel: Mapping[str, Mapping[str, int]]
-    unit_weight_bytes: Mapping[str, int]
+    unit_buckets: Mapping[str, tuple[UnitBucket, ...]]
     muon: MuonCost | None = None
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -127,8 +139,7 @@ class ModelStateBytes:
         owned_numel = 0
         weight_update_bytes = 0
         padded_numel = dict.fromkeys(counts_by_view, 0)
-        unit_numel: dict[str, Counter[str]] = {}
-        unit_weight_bytes: Counter[str] = Counter()
+        unit_buckets: dict[str, tuple[UnitBucket, ...]] = {}
         host_weight_sizes: list[int] = []
         for bucket in layout.buckets:
             view = bucket.key.mesh_view
@@ -147,8 +158,10 @@ class ModelStateBytes:
             weight_update_bytes += bucket_owned_numel * weight_bytes
             padded_numel[view] += bucket.size
             if counts.gradients > 1:
-                unit_numel.setdefault(bucket.key.unit, Counter())[view] += bucket.size
-                unit_weight_bytes[bucket.key.unit] += bucket.size * weight_bytes
+                unit = bucket.key.unit
+                params = frozenset(name_in_unit(layout.entries[slot.entry].spec, unit) for slot in bucket.slots)
+                unit_bucket = UnitBucket(params, bucket.size, bucket.size * weight_bytes)
+                unit_buckets[unit] = (*unit_buckets.get(unit, ()), unit_bucket)
 
         # offloaded state always has main weights of its own, which are as wide as a gradient
         main_dtype = main_param_dtype(layout.buckets[0].key.dtype)
@@ -171,8 +184,7 @@ class ModelStateBytes:
             gradients=gradients,
             optimizer=optimizer,
             weight_update_bytes=weight_update_bytes,
-            unit_numel=unit_numel,
-            unit_weight_bytes=unit_weight_bytes,
+            unit_buckets=unit_buckets,
             muon=muon_cost(layout, mesh, optim, {view: counts.optimizer for view, counts in counts_by_view.items()}),
             host_bytes=pinned_bytes(host_sizes[num_on_disk:]) + pinned_bytes(host_weight_sizes),
             disk_bytes=sum(host_sizes[:num_on_disk]),
