@@ -109,7 +109,7 @@ def dry_run_rank(plan: RunPlan, sources: DatasetBundle, rank: int) -> RankDryRun
     """
     config = plan.config
     train = replace(config.train, compile=False, cuda_graph_impl="none")
-    plan = plan if train == config.train else replace(plan, config=replace(config, train=train))
+    plan = plan if train == config.train else RunPlan(replace(plan.shape, config=replace(config, train=train)))
     device = "cpu" if config.parallel.device == "cpu" else "cuda"
     with _fake_group(rank, plan.shape.world), MetaMode(device) as shapes:
         try:
