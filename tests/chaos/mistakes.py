@@ -292,11 +292,11 @@ def last_micro_batch_is_dropped(at: Any, batches: Batches, *args: Any) -> Any:
 # ---- sharded gradients and weights (ZeRO)
 
 
-@mistake(GradBucket, "wait", flags=f"{RUN} {DP} --zero-stage 2", first={"kind": "gradient", "step": 1})
-def gradients_of_a_pass_overwrite_those_before_it(wait: Any, bucket: GradBucket) -> None:
+@mistake(GradBucket, "finish_reduce", flags=f"{RUN} {DP} --zero-stage 2", first={"kind": "gradient", "step": 1})
+def gradients_of_a_pass_overwrite_those_before_it(finish_reduce: Any, bucket: GradBucket) -> None:
     if not bucket.is_resident:
         bucket.shard.zero_()
-    wait(bucket)
+    finish_reduce(bucket)
 
 
 @mistake(BucketSharding, "shard_range", flags=f"{RUN} {DP} --zero-stage 3", first={"kind": "weight", "step": 0})

@@ -145,12 +145,12 @@ class GradMachine(RuleBasedStateMachine):
         self.pass_sums = {}
 
     @rule()
-    def wait(self) -> None:
+    def finish_reduce(self) -> None:
         if self.bucket.state is not GradState.REDUCING:
-            with pytest.raises(RuntimeError, match="cannot wait for a reduction in state"):
-                self.bucket.wait()
+            with pytest.raises(RuntimeError, match="cannot finish a reduction in state"):
+                self.bucket.finish_reduce()
             return
-        self.bucket.wait()
+        self.bucket.finish_reduce()
         assert self.bucket.state is GradState.REDUCED
 
     @rule()
@@ -221,12 +221,12 @@ class ParamMachine(RuleBasedStateMachine):
         self.gathered = torch.cat(self.shards)
 
     @rule()
-    def wait(self) -> None:
+    def finish_unshard(self) -> None:
         if self.bucket.state is not ParamState.UNSHARDING:
-            with pytest.raises(RuntimeError, match="cannot wait for the all-gather in state"):
-                self.bucket.wait()
+            with pytest.raises(RuntimeError, match="cannot finish the all-gather in state"):
+                self.bucket.finish_unshard()
             return
-        self.bucket.wait()
+        self.bucket.finish_unshard()
         assert self.bucket.state is ParamState.UNSHARDED
 
     @rule()
@@ -423,18 +423,18 @@ def test_views_of_freed_memory_are_errors() -> None:
     sync = _sync(Chunk(NUMELS), _RecordingBackend(), zero_config=ZeroConfig(3))
     params, grads = sync.param_buckets[0], sync.grad_buckets[0]
     params.unshard()
-    params.wait()
+    params.finish_unshard()
     [slot] = grads.layout.slots
     grads.start_write(slot, "")
     views = {"layers.3.weight is used": params.full[:10].view(2, 5).t(), "main_grad of layers.3": grads.full[:10]}
     params.reshard()
     grads.mark_all_ready()
     grads.start_reduce()
-    grads.wait()
+    grads.finish_reduce()
     for message, view in views.items():
         for use in (torch.sum, torch.clone, Tensor.tolist, Tensor.zero_, lambda x: x.reshape(10) + 1):
             with pytest.raises(RuntimeError, match=message):
                 use(view)
     params.unshard()
-    params.wait()
+    params.finish_unshard()
     assert views["layers.3.weight is used"].sum() == 10

@@ -172,7 +172,7 @@ def _reductions_by_dtype() -> list[tuple[bool, list[torch.dtype]]]:
         exact = sum(torch.randn(SIZE, generator=torch.Generator().manual_seed(rank)) for rank in range(2))
         assert isinstance(exact, Tensor)
         sync._start_reduce(bucket)
-        bucket.wait()
+        bucket.finish_reduce()
         owned = bucket.sharding.owned_range(bucket.layout)
         results.append((torch.equal(bucket.owned, exact[owned.start : owned.stop]), [x.dtype for _, x in seen]))
     return results

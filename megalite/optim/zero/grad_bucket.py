@@ -116,7 +116,7 @@ class GradBucket(BucketStorage):
         """Make a resharded bucket empty again after the reduction of the pass before."""
         if not self.is_resident and self.reduction_started:
             if self.state is GradState.REDUCING:
-                self.wait()
+                self.finish_reduce()
             self.state = GradState.EMPTY
 
     def announce_last_backward(self, pending_entries: Iterable[int] | None = None) -> None:
@@ -177,12 +177,12 @@ class GradBucket(BucketStorage):
             self._pending = start_all_reduce(full, sharding.replicate_axis)
         self.state = GradState.REDUCING
 
-    def wait(self) -> None:
+    def finish_reduce(self) -> None:
         """Wait for the reduction.
 
         A resharded bucket adds the new shard to the sum of earlier passes, and frees the full tensor.
         """
-        self._require("wait for a reduction", GradState.REDUCING)
+        self._require("finish a reduction", GradState.REDUCING)
         assert self._pending is not None
         self._pending.wait()
         self._pending = None

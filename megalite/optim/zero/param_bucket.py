@@ -1,6 +1,6 @@
 """The weights of one bucket, and their all-gather from the ranks that have the shards.
 
-    SHARDED --unshard--> UNSHARDING --wait--> UNSHARDED --reshard--> SHARDED
+    SHARDED --unshard--> UNSHARDING --finish_unshard--> UNSHARDED --reshard--> SHARDED
 
     SHARDED      only this rank's shard is valid
     UNSHARDING   the all-gather is in flight
@@ -104,9 +104,9 @@ class ParamBucket(BucketStorage):
             self._pending = start_all_gather_into(self.full, shard, self.sharding.shard_axis)
         self.state = ParamState.UNSHARDING
 
-    def wait(self) -> None:
+    def finish_unshard(self) -> None:
         """Wait for the all-gather."""
-        self._require("wait for the all-gather", ParamState.UNSHARDING)
+        self._require("finish the all-gather", ParamState.UNSHARDING)
         assert self._pending is not None
         self._pending.wait()
         self._pending = None

@@ -279,7 +279,7 @@ class BucketSync:
         """Start to reduce a bucket, whether or not all of its gradients are ready."""
         if not bucket.is_resident:  # free the one before it, so that at most two are allocated
             if self._reducing is not None and self._reducing.state is GradState.REDUCING:
-                self._reducing.wait()
+                self._reducing.finish_reduce()
             self._reducing = bucket
         if bucket.state is not GradState.READY:
             bucket.mark_all_ready()
@@ -288,7 +288,7 @@ class BucketSync:
             self.pre_reduce_hook(bucket)
         bucket.start_reduce()
         if not bucket.is_resident and not self._overlap_grad_reduce:
-            bucket.wait()
+            bucket.finish_reduce()
 
     def finish_grad_sync(self) -> None:
         """Complete the gradients of the step: the owned ones are summed over the data, tp and tied-embedding axes."""
@@ -298,7 +298,7 @@ class BucketSync:
         self._announced.clear()
         for bucket in self.grad_buckets:
             if bucket.state is GradState.REDUCING:
-                bucket.wait()
+                bucket.finish_reduce()
         for bucket in self.grad_buckets:
             bucket.reduce_owned()
         for bucket in self.grad_buckets:
@@ -350,7 +350,7 @@ class BucketSync:
             self._start_next_gather()
         if bucket.state is ParamState.UNSHARDING:
             self._unsharding.remove(bucket)
-            bucket.wait()
+            bucket.finish_unshard()
             self._start_next_gather()
 
     def _wait_all(self, buckets: Iterable[ParamBucket], *_: Any) -> None:
