@@ -167,6 +167,8 @@ def test_installed_commands_ignore_foreign_files(run: Run, tmp_path: Path) -> No
     assert "holds no checkpoint" in run("megalite generate --load nothing --prompt a", code=3)
     assert "--microbatches" in run("megalite plot schedule --pp 0 --text", code=2)
     assert "complete " in run("megalite completion bash")
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    assert "zero_stage = 2" in run("megalite translate ds.json --gpus 2")
     (tmp_path / "tools").mkdir()  # python -m puts the current directory first on its path
     for name in ("tools/__init__.py", "pretrain_gpt.py"):
         (tmp_path / name).write_text("raise ImportError('Megatron-LM has such files')\n")
