@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import nn
 from train_cases import config_from
 
 from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
+from megalite.models.gpt import Stage
 from megalite.optim.distributed_optimizer import DistributedOptimizer
 from megalite.planning.meta_mode import META, MetaMode
 from megalite.planning.run_plan import RunPlan, make_run_plan
@@ -61,10 +61,10 @@ def plans(draw: st.DrawFn) -> RunPlan:
     return make_run_plan(config, world, 130)
 
 
-def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+def tensors_of(stage: Stage) -> list[torch.Tensor]:
     """Return the tensors of a stage that are not parameters: counts of routers and rotary tables."""
-    tensors = [value for m in module.modules() for value in vars(m).values() if isinstance(value, torch.Tensor)]
-    return [*tensors, *module.buffers(), *(table for pair in module.rope_tables.values() for table in pair)]
+    tensors = [value for m in stage.modules() for value in vars(m).values() if isinstance(value, torch.Tensor)]
+    return [*tensors, *stage.buffers(), *(table for pair in stage.rope_tables.values() for table in pair)]
 
 
 def allocated_bytes(plan: RunPlan, pipeline_rank: int) -> int:
