@@ -274,7 +274,7 @@ def test_calls_follow_the_states(machine: Any, resident: bool) -> None:
         pass
 
     Machine.resident = resident
-    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=30, stateful_step_count=20, deadline=None))
 
 
 # ---- the order of collectives
@@ -319,7 +319,7 @@ class _RecordingBackend(_TwinBackend):
 
     def start_all_gather(self, out: Tensor, x: Tensor) -> _Work:
         self.calls.append(("all-gather", len(out)))
-        return _Work(out, torch.cat([x, x]))
+        return _Work(out, x.repeat(2) if not x.is_meta else out)  # torch imports its compiler to repeat a meta tensor
 
     def start_reduce_scatter(self, out: Tensor, x: Tensor) -> _Work:
         self.calls.append(("reduce-scatter", len(x)))
@@ -360,7 +360,7 @@ def _prefixes(names: list[str]) -> st.SearchStrategy[list[str]]:
     return st.integers(0, len(names)).map(lambda count: names[:count])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), passes=st.integers(1, 3), zero_stage=st.sampled_from([1, 2]), overlap=st.booleans())
 def test_ranks_reduce_in_one_order(data: st.DataObject, passes: int, zero_stage: int, overlap: bool) -> None:
     first, second = _orders_of(data, passes, zero_stage, overlap)

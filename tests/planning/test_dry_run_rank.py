@@ -19,6 +19,7 @@ from train_cases import config_from, run_from
 from megalite.models.gpt import Stage
 from megalite.nn import mlp
 from megalite.nn.activation_offload import _SavedStorage
+from megalite.nn.storage_identity import storage_id
 from megalite.parallel.mesh import Axis
 from megalite.pipeline import runtime
 from megalite.planning.layer_cost import CommStart
@@ -47,7 +48,7 @@ def plan_and_sources(flags: str, world: int, model: str = MODEL) -> tuple[RunPla
 
 def bytes_of(*tensors: torch.Tensor) -> int:
     """Return the bytes of the tensors' storages, each counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({storage_id(t): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _measure_step(flags: str) -> MeasuredStep:
@@ -68,7 +69,7 @@ def _measure_step(flags: str) -> MeasuredStep:
     host_updater = run.optimizer.host_updater
     offloaded_state = [x for main, state in host_updater.allocations for x in (main, *state.values())]
     on_host = [*([] if host_updater.disk_bytes else offloaded_state), *host_updater.grads]
-    shared = {flat.untyped_storage().data_ptr() for flat in (*weights, *offloaded_state)}
+    shared = {storage_id(flat) for flat in (*weights, *offloaded_state)}
     if plan.config.parallel.param_cpu_offload:
         offloaded_weights = [bucket.shard for bucket in run.sync.param_buckets if not bucket.is_resident]
         on_host = on_host + offloaded_weights
@@ -77,7 +78,7 @@ def _measure_step(flags: str) -> MeasuredStep:
     sizes = {
         "weights": bytes_of(*weights),
         "gradients": bytes_of(*gradients),
-        "optimizer": bytes_of(*(x for x in flats if x.untyped_storage().data_ptr() not in shared)),
+        "optimizer": bytes_of(*(x for x in flats if storage_id(x) not in shared)),
         "host": bytes_of(*on_host),
         "rotary tables": sum(bytes_of(*pair) for stage in stages for pair in stage.rope_tables.values()),
     }
