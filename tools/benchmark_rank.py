@@ -210,8 +210,6 @@ def main(task: dict[str, Any]) -> int:
         set_cuda_environment(config.parallel.tensor_model_parallel_size, Path(task["output_dir"]))
     if task["contender"] == "megalite":
         target = run_megalite
-    elif task["contender"] == "ablations":
-        from tools.bench.ablations import run_ablations as target
     else:
         from tools.bench.hf_baseline import run_baseline as target
     with safe_path():  # inductor starts `python -c`

@@ -1,18 +1,19 @@
 #!/usr/bin/env python
 """Run everything that needs a GPU in one command of less than 8 minutes (10 on several GPUs), and compare with goals.
 
-    python tools/gpu_report.py                       writes runs/gpu_report/report.json and report.md
-    python tools/gpu_report.py --only tests kernels  some parts
-    python tools/gpu_report.py --only ablations --seconds 590    what kernels, windows and chunks are worth, in pairs
-    python tools/gpu_report.py --tiny                everything at tiny sizes, to test that it runs
-    python tools/gpu_report.py --cpu                 the same as a dry run without a GPU
+    python tools/gpu_report.py                                   writes runs/gpu_report/report.json and report.md
+    python tools/gpu_report.py --only tests kernels              some parts, or groups of parts
+    python tools/gpu_report.py --only levers --seconds 590       what kernels, windows and micro-batches are worth
+    python tools/gpu_report.py --tiny                            everything at tiny sizes, to test that it runs
+    python tools/gpu_report.py --cpu                             the same as a dry run without a GPU
 
-The parts are losses, training speed, tests, kernels and collectives. They run one after the other, most valuable first,
-each in processes of its own with a time limit (bench/timeout.py). A crash, a hang or a full disk costs only that part,
-and the report has its last lines and its traceback. Both files are written before and after each part, so a run that is
-killed leaves its results so far. OUT/NAME/log.txt has the output of a part. After a part that failed, the GPU must pass
-a small computation; further parts are skipped while it does not. Needs torch, triton, numpy and sentencepiece, and
-pytest for the tests.
+The parts run one after the other, most valuable first: the GPU tests, the speed of training, levers (values of one flag
+next to each other), GPT-2 on Python source text, kernels, and on several GPUs layouts and collectives. Each command is
+a process of its own with a time limit (bench/timeout.py). A crash, a hang or a full disk costs only that part, and the
+report has its last lines and its traceback. Both files are written before and after each part, so a run that is killed
+leaves its results so far; OUT/PART/*.txt has the output of each command. After a part that failed, the GPU must pass a
+small computation; further parts are skipped while it does not. Needs torch, numpy, triton, sentencepiece and pytest;
+the first line says which of the last three are missing, and their parts are skipped.
 
 Exit code 0 when every part ran (the report says which goals were reached), 1 when one failed, 2 for an invalid flag,
 3 without a CUDA device, 130 or 143 when it was ended.
@@ -21,6 +22,7 @@ Exit code 0 when every part ran (the report says which goals were reached), 1 wh
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import json
 import shutil
 import signal
@@ -34,16 +36,17 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalite.common.safe_open import write_atomically
-from tools.bench import gpu_report_goals, timeout
+from tools.bench import gpu_report_goals, gpu_report_page, timeout
 from tools.bench.gpu_report_parts import ReportPart, ReportSetting, list_parts
-from tools.bench.gpu_report_runs import FLAGS_BY_RUN, TINY_FLAGS_BY_RUN
 from tools.cli_common import local_path, make_parser, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("triton", "sentencepiece", "pytest")  # which some parts need
 MIN_PART_S = 10.0  # no part is started with less time
 PROBE_S, SELF_TEST_S = 90.0, 30.0
 TOTAL_S, MULTI_GPU_TOTAL_S = 465.0, 585.0
 MAX_LOG_LINES = 400  # of a part, in the report
+STOPPED = "failed (exit code 75)"  # the status of a run that has saved and stopped when it was told to
 PROBE = [sys.executable, str(ROOT / "tools" / "bench" / "gpu_report_probe.py")]
 
 
@@ -83,7 +86,7 @@ class Report:
             "figures": [goal.to_json(judge=not tiny) for goal in goals],
             "results": self.results,
         }
-        return content, gpu_report_goals.markdown(content)
+        return content, gpu_report_page.markdown(content)
 
     def write(self) -> dict[str, Any]:
         """Write both files, or print that this is impossible, and return the content of report.json."""
@@ -134,7 +137,7 @@ def probe_machine(out: Path, tiny: bool, cpu: bool) -> tuple[dict[str, Any], str
     """Return the facts of gpu_report_probe.py, and the reason if some are missing."""
     file = out / "machine.json"
     file.unlink(missing_ok=True)
-    command = [*PROBE, json.dumps(TINY_FLAGS_BY_RUN if tiny else FLAGS_BY_RUN), str(file)]
+    command = [*PROBE, "tiny" if tiny else "full", str(file)]
     status, tail = timeout.run(command, out / "machine.txt", PROBE_S, device_environment(cpu))
     problem = "" if status == "ok" else "\n".join([f"the machine could not be examined: {status}", *tail])
     return read_json(file), problem
@@ -167,17 +170,15 @@ def run_part(part: ReportPart, entry: dict[str, Any], report: Report, seconds: f
     directory = report.out / part.name.replace(" ", "-")
     shutil.rmtree(directory, ignore_errors=True)  # of a previous report
     directory.mkdir(parents=True, exist_ok=True)
-    command, log = part.command(directory, seconds), directory / "log.txt"
-    entry |= {"status": "running", "command": " ".join(command)}
-    report.write()
     start = time.monotonic()
+    entry["status"] = "running"
     try:
-        environment = device_environment(report.setting.cpu)
-        entry["status"], entry["tail"] = timeout.run(command, log, seconds, environment)
-        if entry["status"] == "ok":
-            entry["tail"] = timeout.truncate_log(log).splitlines()[-MAX_LOG_LINES:]
-        else:
-            entry["tail"] += subprocess_tails(directory)
+        for command in part.commands(directory, seconds):
+            entry["command"] = " ".join(command)
+            report.write()
+            run_command(command, entry, directory, start + seconds - time.monotonic(), report.setting)
+            if entry["status"] != "ok":
+                break
     except (KeyboardInterrupt, SystemExit):
         entry["status"] = "interrupted"
         raise
@@ -188,18 +189,15 @@ def run_part(part: ReportPart, entry: dict[str, Any], report: Report, seconds: f
         report.gpu_responds(f"after {part.name}")
 
 
-def subprocess_tails(directory: Path) -> list[str]:
-    """Return the decisive lines of logs of a part's own processes that crashed.
-
-    A part that is killed has no time to print them.
-    """
-    lines = []
-    for log in sorted(directory.glob("*.txt")):
-        if log.name != "log.txt":
-            text = timeout.truncate_log(log)
-            if timeout.FATAL_ERROR in text:
-                lines += timeout.error_tail(text)
-    return lines
+def run_command(
+    command: list[str], entry: dict[str, Any], directory: Path, seconds: float, setting: ReportSetting
+) -> None:
+    """Run one command of a part, and set the status and the last lines of its entry."""
+    log = directory / f"{Path(command[1]).stem}.txt"
+    status, tail = timeout.run(command, log, seconds, device_environment(setting.cpu))
+    if status in ("ok", STOPPED):
+        status, tail = "ok", timeout.truncate_log(log).splitlines()[-MAX_LOG_LINES:]
+    entry["status"], entry["tail"] = status, tail
 
 
 def run_all(parts: list[ReportPart], report: Report, deadline: float) -> dict[str, Any]:
@@ -218,14 +216,15 @@ def run_all(parts: list[ReportPart], report: Report, deadline: float) -> dict[st
     return content
 
 
-def short_name(part: ReportPart) -> str:
-    """Return the name of a part in --only."""
-    return part.name.removeprefix("train ")
+def names_of(part: ReportPart) -> tuple[str, str]:
+    """Return the two names of a part in --only: its own without that of its kind, and that of its group."""
+    return part.name.split()[-1], part.group
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of this program's flags."""
-    names = [short_name(part) for part in list_parts(ReportSetting(True, {}))]
+    parts = list_parts(ReportSetting(cpu=True, plans={}))
+    names = [*dict.fromkeys(name for part in parts for name in (part.group, names_of(part)[0]))]
     parser = make_parser(__doc__)
     parser.add_argument("--out", type=local_path, default=Path("runs/gpu_report"), metavar="DIR")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=names, help="parts to run: " + ", ".join(names))
@@ -247,6 +246,11 @@ def main(argv: list[str]) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--out {args.out} cannot be made: {error.strerror}")
+    missing = tuple(name for name in PACKAGES if importlib.util.find_spec(name) is None)
+    if missing:
+        print_safely(
+            f"gpu_report.py: not installed: {', '.join(missing)}; parts are skipped; pip install them", sys.stderr
+        )
     facts, problem = probe_machine(args.out, args.tiny, args.cpu)
     if not args.cpu and facts.get("device", "CPU") == "CPU":
         if facts:
@@ -266,9 +270,9 @@ def main(argv: list[str]) -> int:
         num_gpus=2 if args.cpu else facts["gpus"],
         tiny=args.tiny,
         shares_gpu=not any("one process at a time" in text for text in facts["warnings"]),
-        has_triton=facts.get("triton") is not None,
+        missing=missing,
     )
-    parts = [part for part in list_parts(setting) if not args.only or short_name(part) in args.only]
+    parts = [part for part in list_parts(setting) if not args.only or {*names_of(part)} & {*args.only}]
     report = Report(args.out, facts, parts, setting)
     total_s = args.seconds or (MULTI_GPU_TOTAL_S if setting.num_gpus > 1 else TOTAL_S)
     content = run_all(parts, report, start + total_s)

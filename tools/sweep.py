@@ -4,11 +4,11 @@
 python tools/sweep.py run.toml --lr 1e-4,3e-4,1e-3 --seed 1,2    six runs, in runs/sweep-run
 python tools/sweep.py run.toml --lr 1e-4,3e-4 --nproc 4          a flag with one value applies to every run
 
-The value "default" omits the flag, and "full --recompute-method uniform" adds another flag. Each run has a directory
-that is named after the values that vary, like lr=1e-4,seed=2. All combinations are checked before the first run starts.
-The same command, typed again, skips finished runs and continues with the rest. If the file or the command saves
-checkpoints, an unfinished run resumes from its own. Exit codes: 0 all runs are done; 1 some are not; 2 usage; 130
-interrupted.
+The value "default" omits the flag, "1023 0" gives it two values, and "full --recompute-method uniform" adds another
+flag. Each run has a directory that is named after the values that vary, like lr=1e-4,seed=2. All combinations are
+checked before the first run starts. The same command, typed again, skips finished runs and continues with the rest. If
+the file or the command saves checkpoints, an unfinished run resumes from its own. Exit codes: 0 all runs are done; 1
+some are not; 2 usage; 130 interrupted.
 """
 
 import argparse
@@ -70,14 +70,18 @@ def combinations(flags: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
 
 
 def flag_args(flag: str, value: str) -> list[str]:
-    """Return the arguments for a flag and its value, which may contain further flags.
+    """Return the arguments for a flag and its value, which may consist of several words or contain further flags.
 
     >>> flag_args("--recompute-granularity", "full --recompute-method uniform"), flag_args("--lr", "default")
     (['--recompute-granularity=full', '--recompute-method', 'uniform'], [])
+    >>> flag_args("--window-size", "1023 0")
+    ['--window-size', '1023', '0']
     """
     first, *rest = value.split() or [""]
     if first == DEFAULT:
         return rest
+    if rest and not rest[0].startswith("--"):
+        return [flag, first, *rest]
     return [f"{flag}={first}" if first else flag, *rest]
 
 

@@ -311,19 +311,6 @@ def planned(gpu: SimulatedGpu, directory: Path) -> None:
     assert read_config(FLAGS, options)[1] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
 
 
-def ablations(gpu: SimulatedGpu, directory: Path) -> None:
-    """Run each variant of a step on the GPU, and measure its memory."""
-    from tools.bench.ablations import run_ablations
-    from tools.bench.gpu_report_runs import ABLATIONS, Ablation, VariantOptions
-
-    task = {"group": "mine", "flags": FLAGS, "output_dir": str(directory), "plan": {}, "seconds": 60, "tiny": True}
-    chunk = Ablation("chunk", on=VariantOptions(chunk_mib=1), gpu_only_reason="there is no GPU")
-    with mock.patch.dict(ABLATIONS, {"mine": (chunk,)}):
-        assert run_ablations(RankInfo(), task) == 0
-    (row,) = json.loads((directory / "ablations.json").read_text())["rows"]
-    assert row["status"] == "ok" and all(side["memory"] > 100_000 for side in row["sides"])
-
-
 WITH_EACH_COMMIT = (
     everything_on,
     graphs,
@@ -334,7 +321,7 @@ WITH_EACH_COMMIT = (
     benchmark,
     cluster,
 )
-WITH_EACH_COMMIT += (planned, layouts_of_the_quickstart, ablations)
+WITH_EACH_COMMIT += (planned, layouts_of_the_quickstart)
 CASES = {case.__name__: case for case in (*WITH_EACH_COMMIT, two_ranks, peer, timeline)}
 WORLD = {"two_ranks": 2, "timeline": 2, "cluster": 2}
 

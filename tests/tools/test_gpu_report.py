@@ -1,5 +1,6 @@
 """tools/gpu_report.py without a GPU: its parts run, a failing one stops no other, its goals name what is measured."""
 
+import importlib.util
 import json
 import os
 import re
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from tools import gpu_report
-from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_runs, gpu_report_tests
+from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_tests
 from tools.bench import timeout as limited
 from tools.bench.gpu_report_parts import ReportPart, ReportSetting
+from tools.bench.gpu_report_runs import LEVERS, TRAINING_RUNS
 from tools.bench.kernel_case import ProblemSizes
 from tools.bench.kernel_cases import CASES
 from tools.bench.kernels import SIZES
@@ -34,7 +36,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 # the quick kinds of part
-KINDS = "llama3-8b-4096 nccl kernels tests ablations ablations-mb4 ablations-moe tiles".split()
+KINDS = "llama3-8b-4096 nccl kernels tests levers gpt2 tiles".split()
 
 
 @pytest.mark.nightly(guards=("tools/gpu_report.py", "tools/bench"))
@@ -47,7 +49,7 @@ def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     page = (tmp_path / "out" / "report.md").read_text()
     states = {part["name"]: part["status"] for part in report["parts"]}
-    assert set(states.values()) == {"ok"} and len(states) == len(KINDS)
+    assert set(states.values()) == {"ok"} and len(states) == len(KINDS) - 1 + len(LEVERS)
     facts, results = report["facts"], report["results"]
     assert (facts["torch"], facts["device"]) == (torch.__version__, "CPU") and facts["date"] and facts["commit"]
     assert results["kernels"]["interpreted"] and results["kernels"]["complete"] and not results["kernels"]["errors"]
@@ -58,15 +60,18 @@ def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     tests = results["tests"]
     assert tests["skipped"] > 200 and tests["passed"] == tests["failed"] == tests["did_not_end"] == 0
     assert tests["without_their_packages"] == []
-    rows = [row for name in ("ablations", "ablations-mb4", "ablations-moe") for row in results[name]["rows"]]
-    assert [row["name"] for row in rows if row["status"] != "ok"] == [
-        row["name"] for row in rows if row["gpu_only_reason"]
-    ]
-    assert all(len(row["ratios"]) == 2 and row["ratio"] > 0 for row in rows if row["status"] == "ok")
-    assert len(rows) == 11
-    assert results["tiles"]["best"][0]["kernel"] == "rms_norm backward" and "| tile of rms_norm backward, " in page
-    for row in rows:
-        assert f"| {row['name']} | {row['status'] if row['status'] != 'ok' else ''}" in page
+    rows = [row for lever in LEVERS for row in results[f"lever {lever.name}"]["rows"]]
+    assert [row["values"] for row in rows if row["status"] != "ok"] == [{"cuda-graph-impl": "local"}]
+    assert len(rows) == 12 and all(row["mfu"] > 0 for row in rows if row["status"] == "ok")
+    windows = [row for row in results["lever windows"]["rows"]]
+    assert [row["values"]["window-size"] for row in windows] == ["default", "1023 0", "255 0"]
+    gpt2 = results["gpt2"]
+    curve = gpt2["curves"]["train/loss"]
+    assert curve[-1][0] == 10 and curve[-1][1] < curve[0][1] and gpt2["curves"]["val/valid/loss"]
+    assert [sample["prompt"] for sample in gpt2["samples"]] == list(gpu_report_parts.PROMPTS)
+    assert all(sample["prompt"] in page for sample in gpt2["samples"]) and f"| 10 | {curve[-1][1]:.4f} |" in page
+    assert results["tiles"]["best"][0]["kernel"] == "rms_norm backward" and "| rms_norm backward, " in page
+    assert "| attention | attention-kernel triton | " in page and "cuda-graph-impl local | refused: " in page
     assert {figure["met"] for figure in report["figures"]} == {"not judged", "not measured"}
     assert "dry run" in page and "rms_norm forward " in page and f"| {facts['torch']} |" in page
 
@@ -90,13 +95,13 @@ def test_report_directory_that_cannot_be_created_is_one_error(capsys: pytest.Cap
 ROWS = "import json, os, subprocess, sys, time\nopen(sys.argv[1], 'w').write('{\"rows\": []}')\n"
 
 
-def part(name: str, code: str, limit_s: float = 60) -> ReportPart:
-    """Return a part that runs `code`, with the file of its results as its first argument."""
+def part(name: str, *codes: str, limit_s: float = 60) -> ReportPart:
+    """Return a part that runs each of `codes`, with the file of its results as its first argument."""
 
-    def command(directory: Path, seconds: float) -> list[str]:
-        return [sys.executable, "-c", code, str(directory / "kernels.json")]
+    def commands(directory: Path, seconds: float) -> list[list[str]]:
+        return [[sys.executable, "-c", code, str(directory / "kernels.json")] for code in codes]
 
-    return ReportPart(name, limit_s, command, lambda f: read_json(f / "kernels.json"))
+    return ReportPart(name, name, limit_s, commands, lambda f: read_json(f / "kernels.json"))
 
 
 def report_of(directory: Path, parts: list[ReportPart], cpu: bool = True) -> tuple[dict[str, Any], str]:
@@ -134,12 +139,20 @@ def test_failing_part_is_named_with_its_last_output(
 
 
 def test_part_that_cannot_start_is_reported(tmp_path: Path) -> None:
-    def broken(directory: Path, seconds: float) -> list[str]:
+    def broken(directory: Path, seconds: float) -> list[list[str]]:
         raise LookupError("no command")
 
-    report, text = report_of(tmp_path, [ReportPart("odd", 60, broken, lambda f: {}), part("short", ROWS, limit_s=0.4)])
+    odd = ReportPart("odd", "odd", 60, broken, lambda f: {})
+    report, text = report_of(tmp_path, [odd, part("short", ROWS, limit_s=0.4)])
     assert [p["status"] for p in report["parts"]] == ["failed (it could not be run)", "not run: no time was left", "ok"]
     assert "LookupError: no command" in text and "in broken" in text
+
+
+def test_failing_command_is_the_last_of_its_part(tmp_path: Path) -> None:
+    stopped = "import sys; sys.exit(75)"  # a run that stopped when it was told to
+    report, text = report_of(tmp_path, [part("chain", ROWS, stopped, "1 / 0", "print('not run')")])
+    assert report["parts"][0]["status"] == "failed (exit code 1)" and "1 / 0" in report["parts"][0]["command"]
+    assert report["results"]["chain"] == {"rows": []} and "ZeroDivisionError" in text and "not run" not in text
 
 
 def test_unwritable_report_does_not_stop_the_parts(tmp_path: Path, capsys) -> None:
@@ -207,16 +220,23 @@ def test_busy_partitioned_or_damaged_gpu_is_reported(tmp_path: Path, monkeypatch
 
 
 def test_parts_without_triton_or_several_gpus_are_skipped() -> None:
-    parts = gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {}}, has_triton=False))
+    parts = gpu_report_parts.list_parts(ReportSetting(False, {}, missing=("triton", "pytest")))
     states = {part.name: part.skip for part in parts}
     assert "triton is not installed" in str(states["kernels"]) and "triton is not installed" in str(states["peers"])
-    assert states["nccl"] == states["layouts"] == "needs 2 GPUs; torch sees 1" and states["smoke"] is None
-    by_name = {
-        part.name: part for part in gpu_report_parts.list_parts(ReportSetting(False, {"llama-2b": {"flags": []}}, 4))
-    }
-    assert by_name["nccl"].skip is by_name["train llama-2b-tensor-pipeline-dp"].skip is None
-    argv = by_name["train llama-2b-tensor-pipeline-dp"].command(Path("x"), 60)
-    assert argv[argv.index("--nproc") + 1] == "4" and argv[argv.index("--dp") + 1] == "1"
+    assert "pytest is not installed" in str(states["tests"]) and states["gpt2"] is None
+    assert states["nccl"] == states["layouts"] == "needs 2 GPUs; torch sees 1" and states["lever attention"] is None
+    by_name = {part.name: part for part in gpu_report_parts.list_parts(ReportSetting(False, {}, 4))}
+    assert by_name["nccl"].skip is by_name["layouts"].skip is None
+    (argv,) = by_name["layouts"].commands(Path("x"), 60)
+    assert argv[argv.index("--nproc") + 1] == "4" and "tensor-model-parallel-size=1,2,4" in argv
+
+
+def test_missing_packages_are_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("triton", "pytest") else real(name))
+    monkeypatch.setattr(gpu_report, "probe_machine", lambda *_: ({}, "it ends here"))
+    assert gpu_report.main(["--out", str(tmp_path)]) == 3
+    assert capsys.readouterr().err.splitlines()[0].startswith("gpu_report.py: not installed: triton, pytest; ")
 
 
 def test_every_kernel_goal_names_a_measured_row() -> None:
@@ -265,33 +285,48 @@ def test_killed_tests_report_the_last_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 8])
 def test_important_parts_get_their_time(num_gpus: int) -> None:
-    """The parts after them get the remaining time."""
-    parts = [
-        p
-        for p in gpu_report_parts.list_parts(ReportSetting(False, gpu_report_runs.FLAGS_BY_RUN, num_gpus))
-        if p.skip is None
-    ]
-    important = parts[: [part.name for part in parts].index("kernels" if num_gpus == 1 else "train llama-2b-dp") + 1]
-    assert [part.name for part in parts if not part.name.startswith("train llama-2b")][:2 + (num_gpus > 1)] == [
-        "smoke", *["layouts"] * (num_gpus > 1), "train llama3-8b-4096"]  # fmt: skip
+    """The parts after them get the remaining time. GPT-2 needs at least 100 s."""
+    plans = {run.name: {} for run in TRAINING_RUNS}
+    parts = [p for p in gpu_report_parts.list_parts(ReportSetting(False, plans, num_gpus)) if p.skip is None]
+    names = [part.name for part in parts]
+    assert names[:4] == ["tests", "train llama3-8b-4096", "lever attention", "lever experts"]
+    important = parts[: names.index("gpt2")]
     total_s = gpu_report.TOTAL_S if num_gpus == 1 else gpu_report.MULTI_GPU_TOTAL_S
-    assert sum(part.limit_s for part in important) < total_s < (480 if num_gpus == 1 else 600)
+    assert sum(part.limit_s for part in important) + 100 < total_s < (480 if num_gpus == 1 else 600)
 
 
-def test_tests_after_a_gpu_fault_run_in_a_new_process(tmp_path: Path, monkeypatch) -> None:
-    """A process computes nothing more after such a fault: in one report, 4 faults made 100 tests fail."""
-    tests, fault = tmp_path / "test_gpu.py", "raise RuntimeError('CUDA error: misaligned address')"
-    bodies = "".join(f"def test_{name}(): {body}\n" for name, body in (("a", "pass"), ("b", fault), ("c", "pass")))
-    tests.write_text(f"import pytest\npytestmark = pytest.mark.gpu\n{bodies}")
-    file = tmp_path / "share0.jsonl"
-    monkeypatch.setattr(gpu_report_tests, "cuda_is_broken", lambda: True)
+GPU_TESTS = """
+import ctypes, os, signal, sys
+import pytest
+pytestmark = pytest.mark.gpu
+def test_a(): pass
+def test_b_hangs():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).sleep(1000)
+def test_c_crashes(): os.abort()
+def test_d_breaks_the_gpu():
+    import torch
+    def synchronize(): raise RuntimeError("CUDA error")
+    torch.cuda.synchronize = synchronize
+    raise RuntimeError("CUDA error: misaligned address")
+def test_e(): assert "torch" not in sys.modules
+def test_f(): pass
+"""
 
-    def run_shard() -> gpu_report_tests.PytestShard:
-        shard = gpu_report_tests.PytestShard(0, 1, file)
-        pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, str(tests)], plugins=[shard])
-        return shard
 
-    assert run_shard().is_broken and gpu_report_tests.read(tmp_path)["passed"] == 1
-    assert not run_shard().is_broken
+def test_hang_crash_and_broken_gpu_cost_one_test_each(tmp_path: Path) -> None:
+    """Real processes: a hang in C that ignores SIGTERM, an abort, and a fault after which every test would fail."""
+    (tmp_path / "test_gpu.py").write_text(GPU_TESTS)
+    argv = [str(tmp_path), "--tests", str(tmp_path), "--test-seconds", "4"]
+    done = programs.run_python("tools/bench/gpu_report_tests.py", *argv, timeout=200)
     results = gpu_report_tests.read(tmp_path)
-    assert (results["passed"], results["failed"], results["did_not_end"]) == (2, 1, 0)
+    assert done.returncode == 1 and (results["passed"], results["failed"], results["did_not_end"]) == (3, 1, 2)
+    failed = [failure["test"].rpartition("::")[2] for failure in results["failures"]]
+    assert failed == ["test_b_hangs", "test_c_crashes", "test_d_breaks_the_gpu"]
+    assert "in test_b_hangs" in done.stderr  # the stack of the hanging test
+
+
+def test_process_that_starts_no_test_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "test_gpu.py").write_text("import os, pytest\npytest.mark.gpu\nos._exit(7)")
+    done = programs.run_python("tools/bench/gpu_report_tests.py", str(tmp_path), "--tests", str(tmp_path))
+    assert done.returncode == 1 and gpu_report_tests.read(tmp_path) == {}

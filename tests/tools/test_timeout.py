@@ -94,6 +94,14 @@ def test_killed_supervisor_ends_the_command(tmp_path: Path) -> None:
     assert has_ended(int(output[0]), within_s=20)
 
 
+def test_stopped_supervisor_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor stands for one that itself waits for the driver."""
+    monkeypatch.setattr(limited, "SLACK_S", 0.5)
+    start = time.monotonic()
+    status, _ = run(tmp_path, "import os, time; os.kill(os.getppid(), 19); time.sleep(60)", seconds=1)
+    assert status == "failed (its supervisor was killed)" and time.monotonic() - start < 30
+
+
 def test_long_output_keeps_start_and_end(tmp_path: Path) -> None:
     code = (
         "import sys\nprint('first')\nfor i in range(1000): print('x' * 99_999)\nprint('y' * 99_999)\nsys.exit('last')"

@@ -1,14 +1,13 @@
-"""Goals for one H100 or H200, their measured values, and the page of tools/gpu_report.py."""
+"""The goals of tools/gpu_report.py for one H100 or H200, and their measured values."""
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tools.bench.gpu_report_runs import ABLATIONS, TRAINING_RUNS
+from tools.bench.gpu_report_runs import TRAINING_RUNS
 
 NOISE = 0.02  # of a ratio of two medians of one run
-MAX_FAILURES_SHOWN, MAX_FAILURE_LINES = 20, 15
 Results = dict[str, dict[str, Any]]  # by part
 
 
@@ -180,8 +179,6 @@ def _metric_goal(goal: MetricGoal, kernel: str, size: str, rows: KernelRows) -> 
 def training_goals(results: Results) -> Iterator[Goal]:
     """Yield the goals of training: MFU, the memory estimate, and the time outside forward and backward."""
     for run in TRAINING_RUNS:
-        if run.mfu_goal is None:
-            continue
         result, name = results.get(f"train {run.name}", {}), f"training {run.name}"
         layers = f"{result.get('layers')} of {result.get('of_layers')} layers, moments {result.get('moments')}"
         speed = f" ({result.get('tokens_per_s') or 0:,.0f} tokens/s, {layers})"
@@ -201,118 +198,7 @@ def num_failed_tests(results: Results) -> int | None:
     return failed if failed or counts.get("passed", 0) else None
 
 
-def num_differing_cases(results: Results, part: str) -> int | None:
-    """Return the number of smoke cases of a part that failed, or None if none was run."""
-    cases = [case for case in results.get(part, {}).get("cases", []) if not case["status"].startswith("not run")]
-    return sum(case["status"] != "ok" for case in cases) if cases else None
-
-
 def goals(results: Results) -> list[Goal]:
     """Return all goals, in the order of the page."""
-
-    def zero_goal(name: str, value: int | None) -> Goal:
-        return Goal(name, value, 0, "0", "{:.0f}", at_least=False)
-
-    return [
-        *training_goals(results),
-        zero_goal("GPU tests that fail", num_failed_tests(results)),
-        *kernel_goals(results),
-        zero_goal("results that differ from the CPU's", num_differing_cases(results, "smoke")),
-        zero_goal("layouts that differ from one GPU", num_differing_cases(results, "layouts")),
-    ]
-
-
-# --- the page
-
-
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Format a Markdown table as lines."""
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
-
-
-def format_variant(summary: dict[str, Any]) -> str:
-    """Format the measurements of a variant of an ablation."""
-    speed = f"{summary['tokens_per_s']:,.0f} tokens/s"
-    if summary["mfu"]:
-        speed += f", MFU {summary['mfu']:.1%}"
-    batch = f"micro-batches {summary['micro_batches']} x {summary['micro_batch']}"
-    return f"{speed}, attention {summary['attention']}, {batch}, {summary['memory'] / 2**30:.1f} GiB"
-
-
-def ablation_rows(results: Results) -> Iterator[list[str]]:
-    """Yield the table rows of ablations and of tiles, with the reason in place of values that were not measured."""
-    for part in ABLATIONS:
-        if part in results:
-            plan = results[part]["plan"]
-            for row in results[part]["rows"]:
-                yield _ablation_row(row, plan)
-    sweep = results.get("tiles", {})
-    for best in sweep.get("best", []):
-        yield _tile_row(best, sweep)
-
-
-def _ablation_row(row: dict[str, Any], plan: dict[str, Any]) -> list[str]:
-    if "ratio" not in row:
-        return [row["name"], row["status"], "", "", "", ""]
-    off, on = row["sides"]
-    spread = f"{min(row['ratios']):.3f} to {max(row['ratios']):.3f}"
-    notes = [
-        "{layers} of {of_layers} layers, sequence {seq_length}, moments {moments}".format_map(plan),
-        f"{len(row['ratios'])} pairs",
-        *(f"{name} {value}" for name, value in row["load"].items()),
-    ]
-    if row["status"] != "ok":
-        notes.append(row["status"])
-    return [row["name"], format_variant(off), format_variant(on), f"{row['ratio']:.3f}", spread, ", ".join(notes)]
-
-
-def _tile_row(best: dict[str, Any], sweep: dict[str, Any]) -> list[str]:
-    rows = [row for row in sweep["rows"] if (row["kernel"], row["shape"]) == (best["kernel"], best["shape"])]
-    table_row = next((row for row in rows if row["tile"] == best["table"]), None)
-    best_row = next((row for row in rows if row["tile"] == best["tile"]), None)
-    spreads = [f"quartiles {row['spread']:.1%}" for row in (table_row, best_row) if row]
-    gain = "" if best["gain"] is None else f"{1 + best['gain']:.3f}"
-    notes = f"{rows[0]['tokens']} tokens, {rows[0]['dtype']}, {sweep['repeats']} calls, {len(rows)} tiles"
-    name = f"tile of {best['kernel']}, {best['shape']}"
-    return [name, _format_tile(table_row), _format_tile(best_row), gain, ", ".join(spreads), notes]
-
-
-def _format_tile(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "did not run"
-    values = ", ".join(f"{value} {name}" for name, value in row["tile"].items())
-    return f"{row['us']:.1f} us, {row['of_copy']:.1%} of the copy rate, {values}"
-
-
-def section(title: str, lines: list[str]) -> list[str]:
-    """Format a program's unchanged output under a title."""
-    return ["", f"### {title}", "", "```", *lines, "```"]
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """Return report.md for the content of report.json."""
-    facts, results, parts = report["facts"], report["results"], report["parts"]
-    dry_run = ": a dry run on CPU at tiny sizes; no figure means anything" if report["dry_run"] else ""
-    lines = [f"# GPU report{dry_run}"]
-    for text in facts.get("warnings", []):
-        lines += ["", f"**Warning:** {text}"]
-    fact_rows = [[key, str(value)] for key, value in facts.items() if key not in ("plans", "warnings")]
-    goal_rows = [[goal[key] for key in ("what", "shown", "goal", "met")] for goal in report["figures"]]
-    lines += ["", *table(["", ""], fact_rows)]
-    lines += ["", "## Goals", "", *table(["what", "measured", "goal", "reached"], goal_rows), ""]
-    if ablations := list(ablation_rows(results)):
-        header = ["ablation", "off", "on", "speed on over off", "least and most", "measured with"]
-        lines += ["## Ablations", "", *table(header, ablations), ""]
-    part_rows = [[part["name"], part["status"], f"{part['seconds']:.0f}"] for part in parts]
-    lines += ["## Parts", "", *table(["part", "status", "seconds"], part_rows)]
-    for part in parts:
-        if part["status"] not in ("waiting", "running") and part["tail"]:
-            lines += section(f"{part['name']}: {part['status']}", part["tail"])
-    for name in ("smoke", "layouts"):
-        for case in results.get(name, {}).get("cases", []):
-            if case["tail"]:
-                lines += section(f"{case['name']}: {case['status']}", case["tail"])
-    for failure in results.get("tests", {}).get("failures", [])[:MAX_FAILURES_SHOWN]:
-        lines += section(failure["test"], failure["text"].splitlines()[-MAX_FAILURE_LINES:])
-    return "\n".join(lines) + "\n"
+    failed_tests = Goal("GPU tests that fail", num_failed_tests(results), 0, "0", "{:.0f}", at_least=False)
+    return [*training_goals(results), failed_tests, *kernel_goals(results)]

@@ -3,7 +3,6 @@
 This is a process of its own, so that the report's process holds no memory of the GPU.
 """
 
-import json
 import os
 import platform
 import re
@@ -21,6 +20,7 @@ from megalite.config import cli
 from megalite.models.families import PRESETS
 from megalite.planning.memory import rank_memory
 from megalite.planning.run_plan import make_run_plan
+from tools.bench.gpu_report_runs import TINY_LLAMA, TRAINING_RUNS
 from tools.cli_common import write_json
 
 MOCK_DATA_FLAGS = "--mock-data --train-iters 1000 --eval-iters 0 --lr 1e-4 --lr-decay-style constant"
@@ -158,8 +158,8 @@ def fit_layers_to_memory(flags: list[str], memory: float) -> dict[str, Any]:
     }
 
 
-def main(flags_by_run: dict[str, str], file: Path) -> int:
-    """Write the facts, and then the plan of every run, to a JSON file, and return the exit code.
+def main(tiny: bool, file: Path) -> int:
+    """Write the facts, and then the plan of every training run, to a JSON file, and return the exit code.
 
     The facts are written first, because a plan may fail.
     """
@@ -167,6 +167,7 @@ def main(flags_by_run: dict[str, str], file: Path) -> int:
     machine["warnings"] = warnings_of(machine)
     write_json(file, machine)
     memory = min(USABLE_MEMORY * machine["memory"], machine.get("free", machine["memory"]))
+    flags_by_run = {run.name: TINY_LLAMA if tiny else run.flags for run in TRAINING_RUNS}
     machine["plans"] = {name: fit_layers_to_memory(flags.split(), memory) for name, flags in flags_by_run.items()}
     write_json(file, machine)
     return 0
@@ -176,4 +177,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--self-test"]:
         gpu_self_test()
         sys.exit()
-    sys.exit(main(json.loads(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1] == "tiny", Path(sys.argv[2])))

@@ -21,12 +21,7 @@ sys.path += {[str(ROOT), str(ROOT / "tests")]!r}
 from simulated_gpu.simulator import everywhere
 everywhere.start()
 """
-PROGRAMS_WITHOUT_TORCH = (
-    "gpu_report.py",
-    "gpu_report_smoke.py",
-    "gpu_report_tests.py",
-    "resource_tracker import main",
-)  # they do not need it
+PROGRAMS_WITHOUT_TORCH = ("gpu_report.py", "gpu_report_tests.py", "resource_tracker import main")  # they do not need it
 
 
 def start() -> None:
