@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SECOND_STAGE = (
     "partial_ptr",
 )  # a weight gradient's sum per program, whose size depends on the number of programs, not of rows
-FLAT = {"tokens": 64, "hidden_size": 512, "vocab_size": 8192, "sequence": 64, "numel": 1 << 16}
+FLAT = {"tokens": 64, "hidden_size": 512, "vocab_size": 8192, "sequence": 64, "numel": 1 << 16, "expert_count": 8}
 ATTENTION = FLAT | {"tokens": 256, "sequence": 256, "hidden_size": 512}
 LOSS = FLAT | {"tokens": 16}
 ROPE = FLAT | {"tokens": 16, "hidden_size": 4096}  # a token's 32 heads share its angles

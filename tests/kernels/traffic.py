@@ -108,10 +108,11 @@ def case_traffic(name: str, size: dict[str, int]) -> list[list[Traffic]]:
 
 def prepare_case(name: str, size: dict[str, int]) -> tuple[Any, Callable[[], Callable[[], Any]]]:
     """Return a case with its sizes, and a function that creates the inputs and returns a call of the work."""
-    from tools.bench.kernel_case import ProblemSizes, select_peers
-    from tools.bench.kernel_cases import CASES
+    from tools.bench.kernel_case import select_peers
+    from tools.bench.kernel_cases import TINY_SIZES, list_cases
 
-    (case,) = [case for case in CASES if case.name == name]
-    sizes = ProblemSizes(dtype=torch.bfloat16, device=torch.device("cpu"), **size)
+    values = {field: [size.get(field, default[0])] for field, default in TINY_SIZES.items()}
+    cases = list_cases(values, torch.bfloat16, torch.device("cpu"))
+    ((case, sizes),) = [(case, sizes) for case, sizes in cases if case.name == name]
     ((_, prepare),) = select_peers(case, sizes, ["megalite"])
     return (case, sizes), prepare

@@ -28,7 +28,7 @@ from megalite.config.validation import find_problems
 from megalite.launch.process_group import process_group
 from megalite.launch.rank_info import LaunchError, RankInfo
 from simulated_gpu.cuda_coverage import CoverageTracer, Mention, mentions, mentions_in
-from simulated_gpu.simulator import cuda
+from simulated_gpu.simulator import cuda, triton_driver
 from simulated_gpu.simulator.device import SimulatedGpu, simulated
 from simulated_gpu.simulator.graphs import CUDAGraph
 from simulated_gpu.test_trainer import LLAMA as UNGROUPED
@@ -195,16 +195,11 @@ def refused(gpu: SimulatedGpu, directory: Path) -> None:
 def clock_and_probe(gpu: SimulatedGpu, directory: Path) -> None:
     """Use the timer of tools/bench, and its probe of the machine."""
     from tools.bench import gpu_report_probe, kernel_bench
-    from tools.bench.kernel_case import ProblemSizes
-    from tools.bench.kernels import CASES
+    from tools.bench.kernel_cases import TINY_SIZES, list_cases
 
-    kernel_bench.WARMUP_S = 0.0
     bench = kernel_bench.KernelBench(gpu.device, 3, torch.float32, tiny=True)
     x = torch.zeros(1 << 14, device=gpu.device)
-    case, sizes = (
-        next(case for case in CASES if case.op == "rms_norm"),
-        ProblemSizes(16, 128, torch.float32, gpu.device),
-    )
+    case, sizes = list_cases(TINY_SIZES, torch.float32, gpu.device, ["rms_norm"], "forward")[0]
     with contextlib.redirect_stdout(io.StringIO()):
         row = bench.measure_one(case, sizes, "torch", lambda: lambda: (x * 2).sum())
     assert not bench.errors and min(bench.copy_gb_s, bench.matmul_tflops) > 0
@@ -328,6 +323,7 @@ WORLD = {"two_ranks": 2, "timeline": 2, "cluster": 2}
 
 def run_case(name: str, directory: str) -> None:
     """Run a case in the process of a rank."""
+    triton_driver.install()
     with simulated(index=INDEX, num_gpus=2) as gpu:
         CASES[name](gpu, Path(directory))
 

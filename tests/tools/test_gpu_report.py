@@ -18,9 +18,7 @@ from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gp
 from tools.bench import timeout as limited
 from tools.bench.gpu_report_parts import ReportPart, ReportSetting
 from tools.bench.gpu_report_runs import LEVERS, TRAINING_RUNS
-from tools.bench.kernel_case import ProblemSizes
-from tools.bench.kernel_cases import CASES
-from tools.bench.kernels import SIZES
+from tools.bench.kernel_cases import CASES, GPU_SIZES, list_cases
 from tools.cli_common import read_json
 
 # Hides the packages that only a developer's machine has. Python imports it when it starts, as sitecustomize, so it
@@ -241,14 +239,11 @@ def test_missing_packages_are_named_at_once(tmp_path: Path, monkeypatch: pytest.
 
 def test_every_kernel_goal_names_a_measured_row() -> None:
     """With every row that a run on a GPU measures, each goal has a value."""
-    base = ProblemSizes(16384, 4096, torch.bfloat16, torch.device("cpu"))
-    values = {name: sizes for name, (sizes, _) in SIZES.items()}
     measurements = {"us": 1.0, "of_copy": 0.95, "gb_s": 4000.0, "tflops": 700.0, "extra_mib": 10.0}
     peers = ("megalite", "torch", "compile", "liger", "cudnn", "triton")
     rows = [
         {"kernel": case.name, "shape": case.shape(s), "peer": peer, **measurements}
-        for case in CASES
-        for s in case.sizes(base, values)
+        for case, s in list_cases(GPU_SIZES, torch.bfloat16, torch.device("cpu"))
         for peer in peers
         if peer in ("megalite", "torch", "compile", *case.peers)
     ]

@@ -1,6 +1,7 @@
 """The cases of tools/bench/kernels.py for causal attention: the dispatcher, the Triton kernel and torch's backends."""
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import torch.nn.functional as F
@@ -85,9 +86,9 @@ def attention_cases() -> list[KernelCase]:
     """Return the cases of attention, without and with capped scores, for which torch has no fused kernel."""
     forward = attention_work("2 S S K B H FLOPs (causal); q, k, v, o once", 2, 2)
     backward = attention_work("5 S S K B H FLOPs (causal); q, k, v, o, do, dq, dk, dv once", 5, 4)
-    directions = (("forward", forward), ("backward", backward))
-    plain = [
-        KernelCase(
+    cases = []
+    for direction, work in (("forward", forward), ("backward", backward)):
+        plain = KernelCase(
             "attention",
             direction,
             work,
@@ -100,20 +101,13 @@ def attention_cases() -> list[KernelCase]:
             compiles=False,
             sweep_peer="triton",
         )
-        for direction, work in directions
-    ]
-    capped = [
-        KernelCase(
-            "attention capped",
-            direction,
-            work,
-            make_inputs,
-            partial(scaled_attention, softcap=SOFTCAP),
-            None,
-            partial(candidates, direction=direction),
-            axis="sequence",
-            compiles=False,
+        capped = replace(
+            plain,
+            op="attention capped",
+            megalite_fn=partial(scaled_attention, softcap=SOFTCAP),
+            torch_fn=None,
+            peers={},
+            sweep_peer="megalite",
         )
-        for direction, work in directions
-    ]
-    return plain + capped
+        cases += [plain, capped]
+    return cases

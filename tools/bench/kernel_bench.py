@@ -2,10 +2,10 @@
 
 import itertools
 import statistics
-import time
 import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import torch
@@ -132,13 +132,21 @@ class KernelBench:
                     yield result
 
     def sweep(self, cases: list[tuple[KernelCase, ProblemSizes]], max_tiles: int | None) -> Iterator[KernelResult]:
-        """Yield the results of every candidate tile, for each launcher first that of the table."""
+        """Yield the results of every candidate tile, for each launcher first that of the table.
+
+        triton.autotune has no place here: it varies the constants of one kernel, and a tile also decides the grid and
+        the buffers that the kernel's launcher allocates.
+        """
         for case, s in cases:
+            ((_, prepare),) = select_peers(case, s, [case.sweep_peer])
+            launch = prepare()
             launchers: set[tuple[str, ...]] = set()  # by the names of their tile's values
-            for tile, fn in itertools.islice(case.sweep(s), max_tiles):
+            for candidate in itertools.islice(case.candidates(s), max_tiles):
+                tile = candidate.tile
                 is_table = tuple(tile) not in launchers
                 launchers.add(tuple(tile))
-                result = self.measure_one(case, s, "megalite", lambda fn=fn: fn, tile=tile, table=is_table)
+                with candidate.in_use():
+                    result = self.measure_one(case, s, "megalite", lambda fn=launch: fn, tile=tile, table=is_table)
                 if result is not None:
                     yield result
 
@@ -167,40 +175,32 @@ def best_tiles(results: list[KernelResult]) -> list[dict[str, Any]]:
     return rows
 
 
-WARMUP_S = 0.03  # an idle GPU needs it to raise its clock
-WARMUP_CALLS = 3  # at least; the first one compiles
-FLUSH_BYTES = 2 << 30
+WARMUP_MS = 30  # an idle GPU needs it to raise its clock
+MIN_TIMED_MS = 30  # of the calls of one measurement and the writes between them
 
 
 class KernelTimer:
     """Times calls in microseconds.
 
-    On a GPU a call is timed by two events after a write of 2 GiB. The write empties the L2 cache and takes about
-    0.5 ms, in which the host enqueues the call, so the time does not include the launch by Python. A call that takes
-    longer to launch is slow for users, too.
+    On a GPU `triton.testing.do_bench` times a call by two events after it has overwritten 256 MB, more than an L2 cache
+    holds. The host enqueues the call during that write, so its launch counts only as far as it takes longer.
     """
 
     def __init__(self, device: torch.device, repeats: int, tiny: bool):
         self.device, self.repeats, self.tiny = device, repeats, tiny
-        self.flush_buffer = torch.empty(0 if tiny else FLUSH_BYTES, dtype=torch.int8, device=device)
 
     def __call__(self, fn: Callable[[], Any]) -> list[float]:
-        """Return the microseconds of each of `repeats` calls after the warmup."""
+        """Return the microseconds of each of at least `repeats` calls after the warmup."""
         if self.device.type == "cpu":
             return [1e6 * seconds for seconds in timeit.repeat(fn, number=1, repeat=self.repeats + 1)][1:]
-        start_s, num_calls = time.perf_counter(), 0
-        while num_calls < WARMUP_CALLS or time.perf_counter() - start_s < WARMUP_S:
-            fn()
-            torch.cuda.synchronize()
-            num_calls += 1
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats)]
-        for start, stop in pairs:
-            self.flush_buffer.zero_()
-            start.record()
-            fn()
-            stop.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(stop) * 1e3 for start, stop in pairs]
+        from triton.testing import do_bench
+
+        times_ms: list[float] = []
+        budget_ms = MIN_TIMED_MS
+        while len(times_ms) < self.repeats:
+            times_ms += do_bench(fn, warmup=WARMUP_MS, rep=budget_ms, return_mode="all") or []
+            budget_ms = ceil(1.1 * (self.repeats - len(times_ms)) * max(times_ms))
+        return [1e3 * milliseconds for milliseconds in times_ms]
 
     def extra_bytes(self, fn: Callable[[], Any]) -> int | None:
         """Return the peak memory of a call in addition to its inputs and results, or None on a CPU."""

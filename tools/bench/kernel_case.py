@@ -1,9 +1,10 @@
 """The cases of tools/bench/kernels.py: their inputs, bytes and FLOPs, their peers, and the tiles to try in a sweep."""
 
+import contextlib
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,19 +27,21 @@ class ProblemSizes:
         vocab_size: V.
         sequence: S, the positions of a sample; attention is over samples of this length.
         numel: weights of an update.
-        head_size: K.
         expert_count: E.
+        dtype: of the inputs.
+        device: of the inputs.
+        head_size: K.
     """
 
     tokens: int
     hidden_size: int
+    vocab_size: int
+    sequence: int
+    numel: int
+    expert_count: int
     dtype: torch.dtype
     device: torch.device
-    vocab_size: int = 128256
-    sequence: int = 4096
-    numel: int = 1 << 30
     head_size: int = 128
-    expert_count: int = 8
 
     def normal(self, *shape: int) -> Tensor:
         """Return normal random numbers of this dtype and device."""
@@ -63,6 +66,16 @@ class TileCandidate:
     tile: Tile
     namespace: dict[str, Any]  # a module's or a table's entries, which the launcher looks up at each call
     values: dict[str, Any]  # entries to replace there
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Replace the entries within a with block."""
+        originals = {name: self.namespace[name] for name in self.values}
+        self.namespace.update(self.values)
+        try:
+            yield
+        finally:
+            self.namespace.update(originals)
 
 
 Candidates = Iterator[TileCandidate]  # the current tile comes first
@@ -129,17 +142,6 @@ class KernelCase:
     def name(self) -> str:
         """The name of the kernel in tables and files."""
         return f"{self.op} {self.direction}"
-
-    def sizes(self, base: ProblemSizes, values: Mapping[str, list[int]]) -> list[ProblemSizes]:
-        """Return `base` with every value of this case's axis."""
-        return [replace(base, **{self.axis: value}) for value in values[self.axis]]
-
-    def sweep(self, s: ProblemSizes) -> Iterator[tuple[Tile, Callable[[], Any]]]:
-        """Yield the current tile and then the other candidates, each with a function that launches it."""
-        ((_, prepare),) = select_peers(self, s, [self.sweep_peer])
-        launch = prepare()
-        for candidate in self.candidates(s):
-            yield candidate.tile, partial(with_replaced, candidate.namespace, candidate.values, launch)
 
     def shape(self, s: ProblemSizes) -> str:
         """Return the size that distinguishes the rows of this case, as text."""
@@ -273,13 +275,3 @@ def table_candidates(table: dict[str, Any], key: str, values: Mapping[str, tuple
     """Yield all combinations of values for one entry of a table, whose numbers are in the order of `values`."""
     for tile in current_first(tuple(table[key]), itertools.product(*values.values())):
         yield TileCandidate(dict(zip(values, tile, strict=True)), table, {key: tile})
-
-
-def with_replaced(namespace: dict[str, Any], values: dict[str, Any], launch: Callable[[], Any]) -> Any:
-    """Return what `launch` returns while the entries of a namespace have these values."""
-    originals = {name: namespace[name] for name in values}
-    namespace.update(values)
-    try:
-        return launch()
-    finally:
-        namespace.update(originals)

@@ -1,7 +1,8 @@
 """All cases of tools/bench/kernels.py, and those of kernels over [N, D] that are limited by memory."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -259,3 +260,46 @@ CASES: list[KernelCase] = [
     *expert_cases(),
     *update_cases(),
 ]
+# by the field of ProblemSizes: on a GPU, and in Triton's interpreter for the tests
+GPU_SIZES = {
+    "tokens": [16384],
+    "hidden_size": [4096, 8192],
+    "vocab_size": [128256],
+    "sequence": [4096, 32768],
+    "numel": [1 << 30],
+    "expert_count": [1, 8, 16],
+}
+TINY_SIZES = {
+    "tokens": [24],
+    "hidden_size": [128],
+    "vocab_size": [300],
+    "sequence": [24],
+    "numel": [3000],
+    "expert_count": [1, 3],
+}
+
+
+def list_cases(
+    sizes: Mapping[str, list[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Sequence[str] = (),
+    direction: str | None = None,
+) -> list[tuple[KernelCase, ProblemSizes]]:
+    """Return every case with every size of its axis, and with the first size of the other fields.
+
+    Args:
+        sizes: the values of each field of ProblemSizes.
+        dtype: the dtype of the inputs.
+        device: the device of the inputs.
+        ops: operations to select, by default all.
+        direction: a direction to select, by default all.
+    """
+    first_sizes = {name: values[0] for name, values in sizes.items()}
+    base = ProblemSizes(dtype=dtype, device=device, **first_sizes)
+    return [
+        (case, replace(base, **{case.axis: size}))
+        for case in CASES
+        if (not ops or case.op in ops) and direction in (None, case.direction)
+        for size in sizes[case.axis]
+    ]

@@ -78,7 +78,8 @@ def torch_grouped_forward(x: Tensor, w: Tensor, dy: Tensor, grad: Tensor, offset
 
 def torch_grouped_backward(x: Tensor, w: Tensor, dy: Tensor, grad: Tensor, offsets: Tensor) -> tuple[Tensor, Any]:
     if len(w) == 1:
-        return dy @ w[0], accumulate_weight_grad_(grad[0], dy, x, overwrite=False)
+        accumulate_weight_grad_(grad[0], dy, x, overwrite=False)
+        return dy @ w[0], grad
     return F.grouped_mm(dy, w, offs=offsets[1:]), grad.add_(F.grouped_mm(dy.mT, x, offs=offsets[1:]))
 
 
@@ -106,7 +107,8 @@ def gated_inputs(s: ProblemSizes, is_up: bool) -> list[Tensor]:
 
 def torch_up(x: Tensor, w: Tensor, offsets: Tensor, rows: Tensor, probabilities: Tensor) -> Any:
     if len(w) == 1:
-        return ACTIVATION.forward(x @ w[0].mT)
+        u = x @ w[0].mT
+        return u, ACTIVATION.forward(u)
     return gated.up_unfused(x, w, offsets, rows, probabilities, ACTIVATION, matmul=torch_matmul)
 
 

@@ -3,6 +3,7 @@
 Cross entropy is measured alone and fused with the matmul of the head. AdamW and the norm work on flat tensors.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -134,76 +135,52 @@ HEAD_WORK = WorkModel(
 
 def loss_cases() -> list[KernelCase]:
     """Return the cases of cross entropy. Liger's forward makes the gradient, too, so it is only a peer of both."""
-    return [
-        KernelCase(
-            "cross_entropy",
-            "forward",
-            logit_passes(1),
-            logits_and_labels,
-            loss_forward,
-            torch_loss,
-            loss_tiles,
-            axis="vocab_size",
-        ),
-        KernelCase(
-            "cross_entropy",
-            "backward",
-            logit_passes(2),
-            logits_and_labels,
-            loss_backward,
-            torch_loss,
-            loss_tiles,
-            explicit_backward="megalite",
-            axis="vocab_size",
-            peer_inputs={"megalite": loss_grad_inputs},
-        ),
-        KernelCase(
-            "cross_entropy",
-            "both",
-            logit_passes(3),
-            logits_and_labels,
-            loss_both,
-            torch_loss,
-            loss_tiles,
-            explicit_backward="megalite",
-            axis="vocab_size",
-            peers={"liger": LIGER},
-            peer_inputs={"megalite": loss_and_grad_inputs},
-        ),
-        KernelCase(
-            "cross_entropy capped",
-            "forward",
-            logit_passes(1),
-            logits_and_labels,
-            partial(loss_forward, softcap=SOFTCAP),
-            partial(torch_loss, softcap=SOFTCAP),
-            loss_tiles,
-            axis="vocab_size",
-        ),
-        KernelCase(
-            "cross_entropy capped",
-            "backward",
-            logit_passes(2),
-            logits_and_labels,
-            partial(loss_backward, softcap=SOFTCAP),
-            partial(torch_loss, softcap=SOFTCAP),
-            loss_tiles,
-            explicit_backward="megalite",
-            axis="vocab_size",
-            peer_inputs={"megalite": partial(loss_grad_inputs, softcap=SOFTCAP)},
-        ),
-        KernelCase(
-            "linear_cross_entropy",
-            "both",
-            HEAD_WORK,
-            head_inputs,
-            head_loss,
-            torch_head_loss,
-            logit_chunks,
-            axis="vocab_size",
-            peers={"liger": LIGER_WITH_HEAD},
-        ),
-    ]
+    forward = KernelCase(
+        "cross_entropy",
+        "forward",
+        logit_passes(1),
+        logits_and_labels,
+        loss_forward,
+        torch_loss,
+        loss_tiles,
+        axis="vocab_size",
+    )
+    backward = replace(
+        forward,
+        direction="backward",
+        work=logit_passes(2),
+        megalite_fn=loss_backward,
+        explicit_backward="megalite",
+        peer_inputs={"megalite": loss_grad_inputs},
+    )
+    both = replace(
+        backward,
+        direction="both",
+        work=logit_passes(3),
+        megalite_fn=loss_both,
+        peers={"liger": LIGER},
+        peer_inputs={"megalite": loss_and_grad_inputs},
+    )
+    capped = {"op": "cross_entropy capped", "torch_fn": partial(torch_loss, softcap=SOFTCAP)}
+    capped_forward = replace(forward, megalite_fn=partial(loss_forward, softcap=SOFTCAP), **capped)
+    capped_backward = replace(
+        backward,
+        megalite_fn=partial(loss_backward, softcap=SOFTCAP),
+        peer_inputs={"megalite": partial(loss_grad_inputs, softcap=SOFTCAP)},
+        **capped,
+    )
+    with_head = KernelCase(
+        "linear_cross_entropy",
+        "both",
+        HEAD_WORK,
+        head_inputs,
+        head_loss,
+        torch_head_loss,
+        logit_chunks,
+        axis="vocab_size",
+        peers={"liger": LIGER_WITH_HEAD},
+    )
+    return [forward, backward, both, capped_forward, capped_backward, with_head]
 
 
 # --- AdamW and the gradient norm

@@ -10,8 +10,8 @@ python tools/bench/kernels.py --device cpu           tiny sizes in Triton's inte
 Bytes are the minimum: each input is read once and each result is written once. So a kernel that reads twice has low
 GB/s, as it should. FLOPs are those of the formula in --list. Peers do the same work on the same inputs: torch eager,
 torch.compile, and Liger-Kernel if it is installed. The peers of attention are the Triton kernel (triton) and torch's
-backends; "megalite" is what the dispatcher chooses. A time is the median of --repeats calls, each after the L2 cache
-was overwritten. Its spread is the distance of the quartiles relative to the median.
+backends; "megalite" is what the dispatcher chooses. A time is the median of at least --repeats calls, each after the L2
+cache was overwritten (triton.testing.do_bench). Its spread is the distance of the quartiles relative to the median.
 """
 
 import argparse
@@ -32,19 +32,10 @@ from megalite.common.optional_packages import MissingPackageError
 from megalite.kernels.dispatch import KernelError, runs_triton, triton_installed
 from tools.bench.kernel_bench import KernelBench, KernelResult, best_tiles
 from tools.bench.kernel_case import KernelCase, ProblemSizes, missing_packages
-from tools.bench.kernel_cases import CASES
+from tools.bench.kernel_cases import CASES, GPU_SIZES, TINY_SIZES, list_cases
 from tools.cli_common import make_parser, write_json
 
 PEERS = ("megalite", "torch", "compile", "liger", "triton", "cudnn", "flash")
-# values on a GPU and on a CPU, by the field of ProblemSizes, which is also the destination of a flag
-SIZES = {
-    "hidden_size": ([4096, 8192], [128]),
-    "vocab_size": ([128256], [300]),
-    "sequence": ([4096, 32768], [24]),
-    "numel": ([1 << 30], [3000]),
-    "expert_count": ([1, 8, 16], [1, 3]),
-}
-TOKENS = (16384, 24)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -61,14 +52,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", type=int, nargs="+", metavar="N", dest="sequence")
     parser.add_argument("--numels", type=int, nargs="+", metavar="N", dest="numel")
     parser.add_argument("--expert-counts", type=int, nargs="+", metavar="N", dest="expert_count")
-    parser.add_argument("--tokens", type=int, metavar="N")
+    parser.add_argument("--tokens", type=int, nargs=1, metavar="N")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="use the CPU's small sizes on a GPU, to see whether it runs"
     )
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=30, help="timed calls at least (default 30)")
     parser.add_argument("--sweep", action="store_true", help="also time tile sizes that are not in the tables")
     parser.add_argument("--tiles", type=int, metavar="N", help="most tiles to try per kernel and size in a sweep")
     parser.add_argument("--seconds", type=float, help="start no measurement after this time")
@@ -85,9 +76,9 @@ def find_problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         for name in names
         if name not in known_names
     ]
-    counts: list[tuple[str, int | None]] = [("tokens", args.tokens), ("repeats", args.repeats), ("tiles", args.tiles)]
-    for name in SIZES:
-        flag = f"{name.replace('_', '-')}s"
+    counts: list[tuple[str, int | None]] = [("repeats", args.repeats), ("tiles", args.tiles)]
+    for name in GPU_SIZES:
+        flag = name.replace("_", "-").removesuffix("s") + "s"
         counts += [(flag, value) for value in getattr(args, name) or []]
     problems += [f"--{flag} {count} is below 1" for flag, count in counts if count is not None and count < 1]
     problems += [f"--hidden-sizes {d} is not a multiple of 128" for d in args.hidden_size or [] if d % 128]
@@ -126,20 +117,9 @@ def main(argv: list[str]) -> int:
         print("\n".join(f"kernels.py: {problem}" for problem in problems), file=sys.stderr)
         return 2
     device = torch.device("cpu" if args.list else args.device)
-    tiny = on_cpu or args.tiny
-    base = ProblemSizes(
-        tokens=args.tokens or TOKENS[tiny],
-        hidden_size=SIZES["hidden_size"][tiny][0],
-        dtype=getattr(torch, args.dtype),
-        device=device,
-    )
-    values = {name: getattr(args, name) or defaults[tiny] for name, defaults in SIZES.items()}
-    cases = [
-        (case, s)
-        for case in CASES
-        if (not names or case.op in names) and args.half in (None, case.direction)
-        for s in case.sizes(base, values)
-    ]
+    default_sizes = TINY_SIZES if on_cpu or args.tiny else GPU_SIZES
+    sizes = {name: getattr(args, name) or default for name, default in default_sizes.items()}
+    cases = list_cases(sizes, getattr(torch, args.dtype), device, names, args.half)
     if args.list:
         for case, s in cases:
             print(f"{case.name:<26} {case.shape(s):<18} {case.work.bytes(s) / 1e6:>8.1f} MB  {case.work.formula}")

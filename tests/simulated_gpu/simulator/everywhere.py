@@ -40,9 +40,10 @@ def simulate_gpu() -> None:
     import torch
     import torch.distributed as dist
 
-    from simulated_gpu.simulator import nccl
+    from simulated_gpu.simulator import nccl, triton_driver
     from simulated_gpu.simulator.device import simulated
 
+    triton_driver.install()
     simulation = simulated(num_gpus=int(os.environ.get(NUM_GPUS, "1")))
     _simulations.append(simulation)  # lasts as long as the process
     gpu = simulation.__enter__()
