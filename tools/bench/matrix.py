@@ -87,7 +87,8 @@ def measure_all(table: ResultsFile, options: argparse.Namespace) -> None:
             row.record(measurement, options.timeout)
             table.save(False)
             num_done += 1
-            if "error" in measurement and not row.values:  # with several combinations, the table gives the reason
+            # on a terminal with several combinations, the last line of the error in the table is enough
+            if "error" in measurement and not (row.values and bar.live):
                 print(f"{row.contender}: {measurement['stderr']}", file=sys.stderr)
 
 
