@@ -300,7 +300,7 @@ def planned(gpu: SimulatedGpu, directory: Path) -> None:
     assert all(time > 0 for time in measured["blocks"]["layer"][:2])
     run_info = {"device": "cuda", "machine": {"gpu": torch.cuda.get_device_name(INDEX)}}
     run_data = RunData(directory, "run", events=[{"event": "started", "run_info": run_info}])
-    assert cluster_of_run(run_data, SimpleNamespace(world=1)).device.name == "h100"  # type: ignore[arg-type]
+    assert cluster_of_run(run_data, SimpleNamespace(shape=SimpleNamespace(world=1))).device.name == "h100"  # type: ignore[arg-type]
     assert shrink(config, 2, 1).config.parallel.device == "cuda"
     options: Any = SimpleNamespace(nproc=1, memory_gib=4.0, peer=None)
     assert read_config(FLAGS, options)[1] == ["memory_gib=4 is for a CPU; drop it, or use --device cpu"]
