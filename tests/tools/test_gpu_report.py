@@ -17,7 +17,7 @@ from tools import gpu_report
 from tools.bench import gpu_report_goals, gpu_report_parts, gpu_report_probe, gpu_report_tests
 from tools.bench import timeout as limited
 from tools.bench.gpu_report_parts import ReportPart, ReportSetting
-from tools.bench.gpu_report_runs import LEVERS, TRAINING_RUNS
+from tools.bench.gpu_report_runs import TRAINING_RUNS
 from tools.bench.kernel_cases import CASES, GPU_SIZES, list_cases
 from tools.cli_common import read_json
 
@@ -34,7 +34,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 # the quick kinds of part
-KINDS = "llama3-8b-4096 nccl kernels tests levers gpt2 tiles".split()
+KINDS = "llama3-8b-4096 nccl kernels tests attention cuda-graphs gpt2 tiles".split()
 
 
 @pytest.mark.nightly(guards=("tools/gpu_report.py", "tools/bench"))
@@ -47,7 +47,7 @@ def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     page = (tmp_path / "out" / "report.md").read_text()
     states = {part["name"]: part["status"] for part in report["parts"]}
-    assert set(states.values()) == {"ok"} and len(states) == len(KINDS) - 1 + len(LEVERS)
+    assert set(states.values()) == {"ok"} and len(states) == len(KINDS)
     facts, results = report["facts"], report["results"]
     assert (facts["torch"], facts["device"]) == (torch.__version__, "CPU") and facts["date"] and facts["commit"]
     assert results["kernels"]["interpreted"] and results["kernels"]["complete"] and not results["kernels"]["errors"]
@@ -58,11 +58,9 @@ def test_report_dry_run_needs_no_further_package(tmp_path: Path) -> None:
     tests = results["tests"]
     assert tests["skipped"] > 200 and tests["passed"] == tests["failed"] == tests["did_not_end"] == 0
     assert tests["without_their_packages"] == []
-    rows = [row for lever in LEVERS for row in results[f"lever {lever.name}"]["rows"]]
+    rows = results["lever attention"]["rows"] + results["lever cuda-graphs"]["rows"]
     assert [row["values"] for row in rows if row["status"] != "ok"] == [{"cuda-graph-impl": "local"}]
-    assert len(rows) == 12 and all(row["mfu"] > 0 for row in rows if row["status"] == "ok")
-    windows = [row for row in results["lever windows"]["rows"]]
-    assert [row["values"]["window-size"] for row in windows] == ["default", "1023 0", "255 0"]
+    assert len(rows) == 4 and all(row["mfu"] > 0 for row in rows if row["status"] == "ok")
     gpt2 = results["gpt2"]
     curve = gpt2["curves"]["train/loss"]
     assert curve[-1][0] == 10 and curve[-1][1] < curve[0][1] and gpt2["curves"]["val/valid/loss"]
