@@ -72,11 +72,13 @@ class UnitBucket:
         params: The names of its parameters in the unit.
         numel: Elements of the full bucket.
         weight_bytes: Bytes of the full weights.
+        mesh_view: The mesh view of its parameters.
     """
 
     params: frozenset[str]
     numel: int
     weight_bytes: int
+    mesh_view: str
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class ModelStateBytes:
             if counts.gradients > 1:
                 unit = bucket.key.unit
                 params = frozenset(name_in_unit(layout.entries[slot.entry].spec, unit) for slot in bucket.slots)
-                unit_bucket = UnitBucket(params, bucket.size, bucket.size * weight_bytes)
+                unit_bucket = UnitBucket(params, bucket.size, bucket.size * weight_bytes, view)
                 unit_buckets[unit] = (*unit_buckets.get(unit, ()), unit_bucket)
 
         # offloaded state always has main weights of its own, which are as wide as a gradient

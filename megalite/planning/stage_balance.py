@@ -97,8 +97,8 @@ class StageBalance:
     def _times_of(self, splits: Sequence[LayerSplit], schedule: StepSchedule) -> dict[LayerSplit, float]:
         """Return the time of a step with each split. All splits have the same schedule."""
         durations = [Durations(self.stage_costs.flops_of_stages(split)) for split in splits]
-        step_times = schedule.simulate(durations, SIMULATED_GROUPS)
-        return {split: time for split, (time, _) in zip(splits, step_times, strict=True)}
+        steps = schedule.simulate(durations, SIMULATED_GROUPS)
+        return {split: step.seconds for split, step in zip(splits, steps, strict=True)}
 
     def _memory_of(self, split: LayerSplit, activations: Sequence[float]) -> float:
         """Return the bytes of the fullest rank: layers, embedding, head and `activations` in flight."""
@@ -221,8 +221,8 @@ class StageBalance:
     def bubble(self) -> float:
         """The fraction of the time for which ranks are idle, by FLOPs."""
         busy = self.shape.num_microbatches * sum(map(sum, self.costs_of_stages))
-        ((step_time, _),) = self.schedule.simulate([Durations(self.costs_of_stages)], self.schedule.reported_groups)
-        return max(0.0, 1.0 - busy / (self.shape.pp * step_time))  # rounding could give -0.0 %
+        (step,) = self.schedule.simulate([Durations(self.costs_of_stages)], self.schedule.reported_groups)
+        return max(0.0, 1.0 - busy / (self.shape.pp * step.seconds))  # rounding could give -0.0 %
 
     @cached_property
     def peak_in_flight(self) -> list[int]:

@@ -11,7 +11,9 @@ from megalite.pipeline.schedule import (
     Action,
     ActionCosts,
     ActionMemory,
+    Op,
     SplitBackward,
+    add_sharding_actions,
     build_schedule,
     build_split_schedule,
     peak_in_flight,
@@ -21,6 +23,21 @@ from megalite.planning.run_shape import RunShape
 
 SIMULATED_GROUPS = 3  # groups of micro-batches in simulations that compare splits; later groups are like the last
 MIN_REPORTED_ACTIONS = 10_000  # in simulations for reports, because deferred weight gradients may take long to settle
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A simulated step.
+
+    Attributes:
+        seconds: Its time, in the unit of the costs.
+        channel_s: The time of all collectives over dp of the rank with the most.
+        simulation: The simulation of the step, or of its first groups of micro-batches.
+    """
+
+    seconds: float
+    channel_s: float
+    simulation: Simulation
 
 
 @dataclass(frozen=True)
@@ -67,25 +84,54 @@ class StepSchedule:
         actions_by_rank = build_schedule(name, shape.pp, num_microbatches, shape.vpp, group_size, self.split_backward)
         return num_microbatches, actions_by_rank
 
-    def simulate(self, durations: Sequence[Durations], num_groups: int) -> list[tuple[float, Simulation]]:
-        """Return the time of a step for each of the durations, and the simulation of it or of its first groups.
+    def actions_with_sync(self, num_groups: int) -> tuple[int, tuple[tuple[Action, ...], ...]]:
+        """Return `actions` with UNSHARD, RESHARD and REDUCE_GRAD, as the runtime inserts them.
+
+        Weights that stay unsharded are gathered once per step, which the runtime starts after the update. This is an
+        UNSHARD here, too.
+        """
+        num_microbatches, actions_by_rank = self.actions(num_groups)
+        policy = self.shape.sharding_policy
+        actions_by_rank = tuple(add_sharding_actions(actions, policy) for actions in actions_by_rank)
+        if not policy.unshard_by_chunk:
+            actions_by_rank = tuple((*_unshard_all(actions), *actions) for actions in actions_by_rank)
+        return num_microbatches, actions_by_rank
+
+    def simulate(self, durations: Sequence[Durations], num_groups: int) -> list[SimulatedStep]:
+        """Return a step with each of the durations.
 
         Args:
             durations: The durations, with the costs of F, B and W of every stage; times have the unit of the costs.
             num_groups: The number of groups of micro-batches to simulate at most.
         """
-        num_simulated, actions_by_rank = self.actions(num_groups)
+        has_sync = any(duration.sync is not None for duration in durations)
+        actions_of = self.actions_with_sync if has_sync else self.actions
+        num_simulated, actions_by_rank = actions_of(num_groups)
         simulations = simulate_all(actions_by_rank, durations)
-        shorter: list[tuple[int, float] | None] = [None] * len(durations)
         is_bound = [self._is_bound_by_busiest_rank(duration) for duration in durations]
+        fewer: list[tuple[int, Simulation] | None] = [None] * len(durations)
         if num_simulated < self.shape.num_microbatches and not all(is_bound):
-            num_fewer, fewer_actions = self.actions(num_groups - 1)
+            num_fewer, fewer_actions = actions_of(num_groups - 1)
             for i, simulation in enumerate(simulate_all(fewer_actions, durations)):
-                shorter[i] = None if is_bound[i] else (num_fewer, simulation.end)
+                fewer[i] = None if is_bound[i] else (num_fewer, simulation)
         return [
-            (self._step_time(duration.costs or (), num_simulated, simulation.end, fewer), simulation)
-            for duration, simulation, fewer in zip(durations, simulations, shorter, strict=True)
+            self._simulated_step(*simulated, num_simulated)
+            for simulated in zip(durations, simulations, fewer, strict=True)
         ]
+
+    def _simulated_step(
+        self, durations: Durations, simulation: Simulation, fewer: tuple[int, Simulation] | None, num_simulated: int
+    ) -> SimulatedStep:
+        """Return a step from a simulation of its first groups of micro-batches, and one of a group less."""
+        shorter = None
+        channel_s = max(simulation.channel_s, default=0.0)
+        if fewer is not None:
+            num_fewer, shorter_simulation = fewer
+            shorter = num_fewer, shorter_simulation.end
+            groups_left = (self.shape.num_microbatches - num_simulated) / (num_simulated - num_fewer)
+            channel_s += groups_left * (channel_s - max(shorter_simulation.channel_s, default=0.0))
+        seconds = self._step_time(durations.costs or (), num_simulated, simulation.end, shorter)
+        return SimulatedStep(seconds, channel_s, simulation)
 
     def simulate_own_costs(
         self, memory_of_stages: Sequence[ActionMemory], num_groups: int
@@ -145,7 +191,7 @@ class StepSchedule:
         Otherwise the slowest part may be messages, or F and B of different ranks.
         """
         is_1f1b = self.shape.config.parallel.pipeline_schedule == "1f1b"
-        return is_1f1b and durations.delay is None and durations.earliest_start is None
+        return is_1f1b and durations.delay is None and durations.sync is None
 
     def busiest_rank_time(self, costs_of_stages: Sequence[ActionCosts]) -> float:
         """Return the time of the busiest rank for one micro-batch."""
@@ -184,3 +230,8 @@ class StepSchedule:
             growth = peak_in_flight(more, memory_of_stages) - peak_in_flight(fewer, memory_of_stages)
             peaks[rank] += growth * further_groups
         return peaks
+
+
+def _unshard_all(actions: Sequence[Action]) -> list[Action]:
+    """Return an UNSHARD for each stage of a rank, in the order of forward."""
+    return [Action(Op.UNSHARD, stage, 0) for stage in sorted({action.stage for action in actions})]

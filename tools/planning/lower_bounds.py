@@ -11,6 +11,7 @@ leave out padding, messages, collectives of dp and the optimizer's update.
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,7 +22,9 @@ from megalite.parallel.spec import MESH_VIEWS, SHARD_AXES
 from megalite.pipeline.schedule import (
     UNIT_MEMORY,
     Op,
+    ShardingPolicy,
     StagePlacement,
+    add_sharding_actions,
     compute_actions,
     memory_change,
     microbatch_groups,
@@ -32,7 +35,6 @@ from megalite.planning.model_state import MinModelState
 from megalite.planning.partition import candidate_splits
 from megalite.planning.run_plan import RunPlan
 from megalite.planning.stage_time import TOTAL, TimeModel
-from megalite.planning.step_time import sync_counts
 
 SIMULATED_GROUPS = 3  # groups of micro-batches; with 1F1B, memory does not grow after them
 
@@ -88,15 +90,58 @@ def min_dp_time(plan: RunPlan, times: TimeModel, params_by_view: Mapping[str, in
     end_params = {"dense": num_end_weights * shape.vocab_size * model.hidden_size}
     weight_bytes, grad_bytes, _ = shape.bytes_per_element()
     reduced_bytes = 2 if parallel.grad_reduce_in_bf16 else grad_bytes
-    counts = sync_counts(plan)
+    num_reductions, num_unshards = _min_sharding_actions(plan)
     seconds = 0.0
     for view, params in params_by_view.items():
         group = times.group(times.mesh.axis(SHARD_AXES[view][0]).ranks)
-        gathered = counts.forward_gathers * params + counts.backward_gathers * (params - end_params.get(view, 0))
-        num_bytes = counts.reductions * reduced_bytes * params + weight_bytes * gathered
+        ends = end_params.get(view, 0)
+        if parallel.effective_zero_stage < 3:
+            gathered = params
+        elif shape.sharding_policy.unshard_by_chunk:
+            gathered = num_unshards * (params - ends) + ends
+        else:
+            gathered = shape.num_microbatches * (2 * params - ends)
+        num_bytes = num_reductions * reduced_bytes * params + weight_bytes * gathered
         model_shards = math.prod(times.mesh.axis(axis).size for axis in MESH_VIEWS[view][1])
         seconds += times.comm_times.all_gather(num_bytes / model_shards / shape.pp, group)
-    return shape.num_microbatches * seconds
+    return seconds
+
+
+def _min_sharding_actions(plan: RunPlan) -> tuple[int, int]:
+    """Return lower bounds of the REDUCE_GRAD and the UNSHARD of a stage in a step, counted in the schedule's actions.
+
+    Each group of micro-batches after the first ones adds as many as the last and smallest group.
+    """
+    shape, parallel = plan.shape, plan.config.parallel
+    group_size = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    groups = microbatch_groups(shape.num_microbatches, shape.pp, group_size)
+    schedule = parallel.pipeline_schedule, shape.pp, shape.vpp
+    first = _count_sharding_actions(*schedule, (*groups[: SIMULATED_GROUPS - 1],), shape.sharding_policy)
+    if len(groups) < SIMULATED_GROUPS:
+        num_reductions, num_unshards = first
+    else:
+        one_more = (*groups[: SIMULATED_GROUPS - 1], groups[-1])
+        more = _count_sharding_actions(*schedule, one_more, shape.sharding_policy)
+        num_groups = len(groups) - SIMULATED_GROUPS + 1
+        num_reductions, num_unshards = (a + num_groups * (b - a) for a, b in zip(first, more, strict=True))
+    if shape.splits_backward and shape.vpp > 1:
+        num_reductions = 1  # the order of the deferred weight gradients is not known here
+    return num_reductions, num_unshards
+
+
+@functools.cache
+def _count_sharding_actions(
+    schedule: str, pp: int, vpp: int, groups: tuple[int, ...], policy: ShardingPolicy
+) -> tuple[int, int]:
+    """Return the smallest numbers of REDUCE_GRAD and UNSHARD of any stage."""
+    placement = StagePlacement(pp, vpp)
+    counts = Counter[tuple[Op, int]]()
+    for rank in range(pp):
+        actions = add_sharding_actions(tuple(compute_actions(schedule, rank, placement, groups)), policy)
+        counts.update((action.op, action.stage) for action in actions)
+    stages = range(placement.num_stages)
+    num_reductions, num_unshards = (min(counts[op, stage] for stage in stages) for op in (Op.REDUCE_GRAD, Op.UNSHARD))
+    return num_reductions, num_unshards
 
 
 def min_memory(plan: RunPlan, min_state: MinModelState) -> float:
