@@ -186,7 +186,9 @@ class _GatheredKV:
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         for output, part in zip(outputs, joined.detach().split([len(output) for output in outputs]), strict=True):
             for entry in self.saved:
-                if shares_storage(entry[0], output) and entry[0].shape == part.shape:
+                # the strides tell it from a transposed view, which torch's attention saves
+                is_output = (entry[0].shape, entry[0].stride()) == (output.shape, output.stride())
+                if is_output and shares_storage(entry[0], output):
                     entry[0] = part
         for entry in self.saved:
             entry[0] = self.outer_pack(entry[0])
