@@ -267,6 +267,8 @@ def write_args(
     for option, default in without_argument.items():
         if (value := getattr(model, option)) != default:
             raise CheckpointError(f"{option}={value:g} is not written for Megatron-LM; keep megalite's own checkpoint")
+    if depths := model.num_mtp_depths:
+        raise CheckpointError(f"mtp_num_layers={depths} is not written for Megatron-LM; keep megalite's own checkpoint")
     if model.activation not in (*ACTIVATION_FLAGS, "gelu", "gelu_erf"):
         raise CheckpointError(f"activation={model.activation} is not in Megatron-LM; keep megalite's own checkpoint")
     if model.has_experts and model.add_bias_linear:

@@ -1,13 +1,17 @@
 """The layers of a model as a text with a letter for each part, as in Megatron-LM's hybrid models.
 
-    *   attention          -   MLP          E   experts          |   border between two pipeline stages
+    *   attention          -   MLP          E   experts
+    |   border between two pipeline stages
+    /   start of a depth of multi-token prediction
 
-    "*-*E"    two layers: attention and MLP, attention and experts
-    "**-"     two layers: attention alone, attention and MLP
-    "*|-"     one layer, whose halves are on two stages
+    "*-*E"       two layers: attention and MLP, attention and experts
+    "**-"        two layers: attention alone, attention and MLP
+    "*|-"        one layer, whose halves are on two stages
+    "*-*E/*E/*E" two layers, and two depths of multi-token prediction with a layer each
 
 An attention and the MLP or experts after it are one layer, as in models without a pattern. Any other part is a layer by
-itself. A border does not change the model: the halves of a layer that it separates have the same number.
+itself. A border does not change the model: the halves of a layer that it separates have the same number. All depths
+have the same letters.
 """
 
 import re
@@ -23,10 +27,12 @@ from megalite.config.registry import REGISTRIES
 ATTENTION_LETTER = "*"
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
+DEPTH = "/"  # starts a depth of multi-token prediction
 MAX_SHOWN = 80  # characters of a pattern that a message shows
-_HINT = "use * (attention), - (MLP), E (experts), | (pipeline border) or a letter of a --plugin"
+_HINT = (
+    "use * (attention), - (MLP), E (experts), | (pipeline border), / (multi-token prediction) or a letter of a --plugin"
+)
 _REFUSED = {
-    "/": "multi-token prediction",
     "M": "a Mamba layer",
     "G": "a gated delta net",
     "K": "Kimi delta attention",
@@ -92,13 +98,18 @@ def find_mixer_error(mixer: Any) -> str:
     is_named = isinstance(losses, tuple) and all(isinstance(name, str) for name in losses)
     if not is_named or not all(re.fullmatch(r"[a-z][a-z0-9_]*_loss", name) for name in losses):
         return f"has losses={losses!r}; give a tuple of names of lower-case letters, digits and _ that end in _loss"
-    if reserved := [name for name in losses if name in (*ROUTER_LOSSES.values(), "z_loss") or losses.count(name) > 1]:
+    reserved_names = (*ROUTER_LOSSES.values(), "z_loss")
+    if reserved := [
+        name
+        for name in losses
+        if name in reserved_names or re.fullmatch(r"mtp_\d+_loss", name) or losses.count(name) > 1
+    ]:
         return f"has losses={losses!r}, and {reserved[0]} is the name of another loss; rename it"
     return ""
 
 
 def parse_hybrid_pattern(text: str) -> tuple[tuple[PatternLayer, ...], ...]:
-    """Return the layers of each stage of a pattern; without borders there is one stage.
+    """Return the layers of each stage of a pattern; without borders there is one stage. Depths are not part of it.
 
     Raises:
         ValueError: if the pattern is invalid, with the reason and a remedy.
@@ -106,19 +117,54 @@ def parse_hybrid_pattern(text: str) -> tuple[tuple[PatternLayer, ...], ...]:
     >>> [[layer.number for layer in stage] for stage in parse_hybrid_pattern("*-*|-E")]
     [[0, 1], [1, 2]]
     """
-    return _parse(text, tuple(mixer_letters().items()))
+    return _parse(text, tuple(mixer_letters().items()))[0]
+
+
+def parse_depth_pattern(text: str) -> tuple[PatternLayer, ...]:
+    """Return the layers of each depth of multi-token prediction, numbered from 0; () without one.
+
+    Raises ValueError if the pattern is invalid.
+
+    >>> [layer.letters for layer in parse_depth_pattern("*-*-/*E*/*E*")]
+    ['*E', '*']
+    """
+    return _parse(text, tuple(mixer_letters().items()))[1]
+
+
+def num_pattern_depths(text: str) -> int:
+    """Return the number of depths of multi-token prediction.
+
+    >>> num_pattern_depths("*-/*E/*E")
+    2
+    """
+    return text.count(DEPTH)
 
 
 @cache
-def _parse(text: str, mixers: tuple[tuple[str, str], ...]) -> tuple[tuple[PatternLayer, ...], ...]:
+def _parse(
+    text: str, mixers: tuple[tuple[str, str], ...]
+) -> tuple[tuple[tuple[PatternLayer, ...], ...], tuple[PatternLayer, ...]]:
+    """Return the layers of each stage, and those of each depth of multi-token prediction."""
     mixer_of = dict(mixers)
     if len(text) > 2 * MAX_LAYERS_IN_PATTERN:
         raise ValueError(f"has {len(text):,} letters; use at most {2 * MAX_LAYERS_IN_PATTERN:,}")
     for position, letter in enumerate(text):
         if letter in _REFUSED and letter not in mixer_of:
             raise ValueError(f"has {letter}, {_REFUSED[letter]}, which is not supported; {_HINT}")
-        if letter not in mixer_of and letter not in MLP_LETTERS and letter != BORDER:
+        if letter not in mixer_of and letter not in MLP_LETTERS and letter not in (BORDER, DEPTH):
             raise ValueError(f"has {letter!r} at position {position}; {_HINT}")
+    layers_text, *depths = text.split(DEPTH)
+    if any(BORDER in depth for depth in depths):
+        raise ValueError(
+            f"has a pipeline border after {DEPTH}, but depths run beside the head, on the last stage; move it before"
+        )
+    if len(set(depths)) > 1 or "" in depths:
+        raise ValueError(f"has depths that are empty or differ; write the same letters after each {DEPTH}")
+    (depth_layers,) = _parse_stages(depths[0], mixer_of) if depths else ((),)
+    return _parse_stages(layers_text, mixer_of), depth_layers
+
+
+def _parse_stages(text: str, mixer_of: Mapping[str, str]) -> tuple[tuple[PatternLayer, ...], ...]:
     stages: list[tuple[PatternLayer, ...]] = []
     number = -1
     last_is_mixer = False
@@ -174,8 +220,8 @@ def shown_pattern(text: str) -> str:
 
 
 def num_parts(text: str) -> int:
-    """Return the number of mixers and MLPs of a pattern, which Megatron-LM counts as layers."""
-    return len(without_borders(text))
+    """Return the number of mixers and MLPs of a pattern without its depths, which Megatron-LM counts as layers."""
+    return len(without_borders(text).partition(DEPTH)[0])
 
 
 def pattern_of_parts(parts: Iterable[str]) -> str:

@@ -9,10 +9,13 @@ from functools import cached_property
 from typing import TypeVar
 
 from megalite.config.hybrid_pattern import (
+    DEPTH,
     PatternLayer,
     first_letters,
     num_parts,
+    num_pattern_depths,
     num_pattern_layers,
+    parse_depth_pattern,
     parse_hybrid_pattern,
     pattern_of_parts,
     without_borders,
@@ -212,8 +215,8 @@ class ModelConfig:
         may_look_like_flag=True,
         aliases=("--hybrid-override-pattern",),
         help=(
-            "layers as a letter for each part: * attention, - MLP, E experts, | a pipeline border; an attention and "
-            "the MLP or experts after it are one layer, as in *-*E"
+            "layers as a letter for each part: * attention, - MLP, E experts, | a pipeline border, / the start of a "
+            "depth of multi-token prediction; an attention and the MLP or experts after it are one layer, as in *-*E"
         ),
     )
     num_experts: int | None = model(
@@ -295,6 +298,20 @@ class ModelConfig:
             "of the other layers"
         ),
     )
+    mtp_num_layers: int | None = model(
+        None,
+        minimum=0,
+        maximum=MAX_LAYERS,
+        effective_property="num_mtp_depths",
+        help=(
+            "number of depths of multi-token prediction, each a layer like the last one; depth k predicts the token "
+            "k + 1 ahead; default: those of --hybrid-layer-pattern"
+        ),
+    )
+    mtp_loss_scaling_factor: float = training(
+        0.1, exclusive_min=0, help="weight of the losses of multi-token prediction, divided by the number of depths"
+    )
+    mtp_use_repeated_layer: bool = model(False, help="use the same weights for all depths of multi-token prediction")
 
     @property
     def head_size(self) -> int:
@@ -371,7 +388,7 @@ class ModelConfig:
     def layer_losses(self) -> tuple[tuple[str, int], ...]:
         """The losses of routers and of plugins' mixers: (name in the log, number of the layer)."""
         losses: list[tuple[str, int]] = []
-        for number, layer in zip(self.layer_numbers, self.layers, strict=True):
+        for number, layer in self.numbered_layers:
             if layer.mixer is not None:
                 mixer = REGISTRIES["mixer"].plugin_components.get(layer.mixer)
                 losses += [(name, number) for name in getattr(mixer, "losses", ())]
@@ -429,6 +446,13 @@ class ModelConfig:
             return self
         return replace(self, hybrid_layer_pattern=without_borders(self.hybrid_layer_pattern or ""))
 
+    def without_mtp(self) -> ModelConfig:
+        """Return the same model without multi-token prediction."""
+        pattern = self.hybrid_layer_pattern
+        return replace(
+            self, hybrid_layer_pattern=None if pattern is None else pattern.partition(DEPTH)[0], mtp_num_layers=None
+        )
+
     def with_pattern(self) -> ModelConfig:
         """Return the same model with a pattern, and lists for its letters in place of the options of single layers."""
         layer_of_letter: list[LayerSpec | None] = []  # None: the letter is an MLP
@@ -446,12 +470,18 @@ class ModelConfig:
             cp_comm_type = tuple("allgather" if layer is None else layer.cp_comm_type for layer in layer_of_letter)
         return replace(
             self,
-            hybrid_layer_pattern=self.hybrid_layer_pattern or pattern_of_parts(self.layer_parts),
+            hybrid_layer_pattern=self.hybrid_layer_pattern or self._pattern,
             window_attn_skip_freq=format_layer_pattern(has_window, periods=False) if some_windows else None,
             no_rope_freq=format_layer_pattern(without_rope, periods=False) if has_rope and any(without_rope) else None,
             moe_layer_freq="1",
             cp_comm_type=cp_comm_type,
         )
+
+    @property
+    def _pattern(self) -> str:
+        """The pattern of a model without one."""
+        depth_parts = [part for layer in self.mtp_layers for part in (layer.mixer, layer.mlp) if part is not None]
+        return pattern_of_parts(self.layer_parts) + self.num_mtp_depths * (DEPTH + pattern_of_parts(depth_parts))
 
     @property
     def _pattern_layers(self) -> list[PatternLayer]:
@@ -467,6 +497,18 @@ class ModelConfig:
         pattern = self.hybrid_layer_pattern
         if pattern is not None and (num_layers := num_pattern_layers(pattern)) != self.num_layers:
             raise ValueError(f"has {num_layers} layers, num_layers={self.num_layers}")
+        if pattern is None:
+            return self._full_layers
+        return tuple(
+            LayerSpec(None, part.mlp)
+            if part.mixer is None
+            else replace(self._full_layers[part.number], mixer=part.mixer, mlp=part.mlp)
+            for part in self._pattern_layers
+        )
+
+    @cached_property
+    def _full_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers as if each had attention and an MLP or experts."""
         cp_comm_types = tuple("a2a" if kind == "a2a" else "allgather" for kind in self.cp_comm_type)
         if len(cp_comm_types) == 1:
             cp_comm_types *= self.num_layers
@@ -475,7 +517,7 @@ class ModelConfig:
         rope = local_rope = self._rope if any(self.rope_layers) else None
         if rope is not None and self.rotary_local_base is not None:
             local_rope = RopeSpec(rope.dim, self.rotary_local_base)
-        full_layers = [
+        return tuple(
             LayerSpec(
                 "attention",
                 "moe" if has_experts else "mlp",
@@ -486,14 +528,6 @@ class ModelConfig:
             for has_experts, window, has_rope, cp_comm_type in zip(
                 self.moe_layers, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
             )
-        ]
-        if pattern is None:
-            return tuple(full_layers)
-        return tuple(
-            LayerSpec(None, part.mlp)
-            if part.mixer is None
-            else replace(full_layers[part.number], mixer=part.mixer, mlp=part.mlp)
-            for part in self._pattern_layers
         )
 
     @cached_property
@@ -502,6 +536,52 @@ class ModelConfig:
         if self.hybrid_layer_pattern is None:
             return tuple(range(self.num_layers))
         return tuple(layer.number for layer in self._pattern_layers)
+
+    @property
+    def num_mtp_depths(self) -> int:
+        """The number of depths of multi-token prediction."""
+        if self.hybrid_layer_pattern is not None:
+            return num_pattern_depths(self.hybrid_layer_pattern)
+        return self.mtp_num_layers or 0
+
+    @cached_property
+    def mtp_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers of each depth of multi-token prediction, () without it.
+
+        A depth is like the last layer. A pattern has other parts, but window and positions are those of the last mixer.
+        """
+        if not self.num_mtp_depths:
+            return ()
+        if self.hybrid_layer_pattern is None:
+            return self.layers[-1:]
+        last_mixer = next((spec for spec in reversed(self.layers) if spec.mixer is not None), self._full_layers[-1])
+        return tuple(
+            LayerSpec(None, part.mlp) if part.mixer is None else replace(last_mixer, mixer=part.mixer, mlp=part.mlp)
+            for part in parse_depth_pattern(self.hybrid_layer_pattern)
+        )
+
+    @property
+    def mtp_layer_numbers(self) -> tuple[range, ...]:
+        """The numbers of the layers of each depth, after those of the model; one range if all depths share weights."""
+        size = len(self.mtp_layers)
+        num_ranges = min(1, self.num_mtp_depths) if self.mtp_use_repeated_layer else self.num_mtp_depths
+        starts = [self.num_layers + depth * size for depth in range(num_ranges)]
+        return tuple(range(start, start + size) for start in starts)
+
+    @property
+    def layer_uses(self) -> dict[int, int]:
+        """The uses in a forward of each layer that a forward uses several times, by the number of the layer."""
+        if not self.mtp_use_repeated_layer:
+            return {}
+        return {number: self.num_mtp_depths for numbers in self.mtp_layer_numbers for number in numbers}
+
+    @property
+    def numbered_layers(self) -> list[tuple[int, LayerSpec]]:
+        """(number, spec) of each layer, including those of the depths of multi-token prediction."""
+        layers = list(zip(self.layer_numbers, self.layers, strict=True))
+        for numbers in self.mtp_layer_numbers:
+            layers += zip(numbers, self.mtp_layers, strict=True)
+        return layers
 
     @property
     def layer_parts(self) -> tuple[str, ...]:
@@ -515,8 +595,9 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """True if any layer has experts."""
-        return any(self.moe_layers)
+        """True if any layer has experts, in the model or in the depths of multi-token prediction."""
+        depth_pattern = parse_depth_pattern(self.hybrid_layer_pattern or "*")
+        return any(self.moe_layers) or any(layer.mlp == "moe" for layer in depth_pattern)
 
     @property
     def uses_rope(self) -> bool:

@@ -197,7 +197,7 @@ def override_options(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict
     """
     dropped: set[str] = set()
     if values.get("hybrid_layer_pattern"):
-        dropped.add("num_layers")
+        dropped.update(("num_layers", "mtp_num_layers"))
     if values.get("quick_geglu"):
         dropped.add("activation")
     if "activation" in values or values.get("quick_geglu") is False:

@@ -54,7 +54,7 @@ def explicit_stage_layers(model: ModelConfig, parallel: ParallelConfig) -> list[
     last = parallel.decoder_last_pipeline_num_layers
     uneven = first is not None or last is not None
     if parallel.pipeline_model_parallel_layout is not None:
-        return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, pp)
+        return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, pp, model.num_mtp_depths)
     num_units = num_layers + embedding + loss
     if num_units % pp and not uneven:
         if not even:
@@ -109,28 +109,36 @@ def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> li
     return per_rank
 
 
-def parse_layout(text: str, num_layers: int, pp: int) -> list[int]:
+def parse_layout(text: str, num_layers: int, pp: int, num_mtp_depths: int = 0) -> list[int]:
     """Return the number of layers of every stage in Megatron-LM's layout string, in the order of the model.
 
-    Stages are separated by |. E is the embedding, t a layer and L the loss; x*n and (..)*n repeat; commas are ignored.
-    The number of stages must be a multiple of pp.
+    Stages are separated by |. E is the embedding, t a layer, m a depth of multi-token prediction and L the loss; x*n
+    and (..)*n repeat; commas are ignored. The number of stages must be a multiple of pp.
 
     Raises:
-        ValueError: if the string is invalid or does not have `num_layers` layers, with the reason and a remedy.
+        ValueError: if the string is invalid or does not have `num_layers` layers and `num_mtp_depths` depths, with the
+            reason and a remedy.
 
     >>> parse_layout("Et|(tt|)*2t,L", 6, 4)
     [1, 2, 2, 1]
     """
     flat = text.replace(",", "").replace(" ", "")
     where = f"pipeline_model_parallel_layout={text!r}"
-    while (match := re.search(r"\(([^()]*)\)\*(\d+)|([EtL|])\*(\d+)", flat)) is not None:
+    while (match := re.search(r"\(([^()]*)\)\*(\d+)|([EtmL|])\*(\d+)", flat)) is not None:
         unit, times = (match[1], match[2]) if match[1] is not None else (match[3], match[4])
         if len(flat) + len(unit) * int(times[:9]) > MAX_LAYOUT_CHARS:
             raise ValueError(f"{where} repeats too much; write num_layers={num_layers} t")
         flat = flat[: match.start()] + unit * int(times) + flat[match.end() :]
-    if not re.fullmatch(r"[EtL|]+", flat):
-        raise ValueError(f"{where} has characters other than E, t, L, |, ( )*n; write it as in 'Et|(tt|)*2tL'")
-    stages = flat.split("|")
+    if not re.fullmatch(r"[EtmL|]+", flat):
+        raise ValueError(f"{where} has characters other than E, t, m, L, |, ( )*n; write it as in 'Et|(tt|)*2tL'")
+    if flat.count("m") != num_mtp_depths:
+        raise ValueError(f"{where} holds {flat.count('m')} m, mtp_num_layers={num_mtp_depths}; make them equal")
+    if not flat.endswith("m" * num_mtp_depths + "L"):
+        raise ValueError(
+            f"{where} has m elsewhere than before L; depths of multi-token prediction use the head and continue from "
+            f"its input: end it with {'m' * num_mtp_depths}L"
+        )
+    stages = flat.replace("m", "").split("|")
     if not stages[0].startswith("E") or not stages[-1].endswith("L") or flat.count("E") != 1 or flat.count("L") != 1:
         raise ValueError(f"{where} must start with its only E and end with its only L")
     if flat.count("t") != num_layers:

@@ -473,13 +473,18 @@ def _next_logits(model: TextGenerator, cache: KVCache, tokens_SB: Tensor, last_i
     if model.stage.head is None:
         dist.send(x_sBD.contiguous(), mesh.pp.ranks[mesh.pp.rank + 1], group=mesh.pp.group)
         return None
-    logits_VB = start_all_gather(last_token_logits(model.stage.head, x_sBD, last_index_B).T, mesh.tp).wait()
+    assert model.stage.final_norm is not None
+    h_sBD = model.stage.final_norm(x_sBD)
+    logits_VB = start_all_gather(last_token_logits(model.stage.head, h_sBD, last_index_B).T, mesh.tp).wait()
     return logits_VB[: model.tokenizer.vocab_size].T.float().cpu()  # rows of the padding have no token
 
 
-def last_token_logits(head: LMHead, x_sBD: Tensor, last_index_B: Tensor) -> Tensor:
-    """Return the logits [B, v] of one position of each sample, over this rank's shard of the vocabulary."""
-    h_SBD = start_all_gather(head.norm(x_sBD), head.tp).wait()
+def last_token_logits(head: LMHead, h_sBD: Tensor, last_index_B: Tensor) -> Tensor:
+    """Return the logits [B, v] of one position of each sample, over this rank's shard of the vocabulary.
+
+    `h_sBD`: the hidden states after the final norm.
+    """
+    h_SBD = start_all_gather(h_sBD, head.tp).wait()
     samples_B = torch.arange(h_SBD.shape[1], device=h_SBD.device)
     h_1BD = h_SBD[last_index_B, samples_B].unsqueeze(0)
     return soft_cap(matmul(h_1BD, head.weight.T)[0], head.softcap)

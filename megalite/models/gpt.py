@@ -1,6 +1,7 @@
 """A decoder-only transformer in pipeline stages; GPT-2/3, NeoX, Llama, Mistral, Qwen and Gemma are settings of it.
 
-    tokens_SB -> Embedding -> Block * layers -> LMHead -> loss      a Stage is a range of this line
+    tokens_SB -> Embedding -> Block * layers -> norm -> LMHead -> loss      a Stage is a range of this line
+                                                     -> MTPLayer * depths -> LMHead   (models/mtp.py)
 
     Block:  x = x + dropout(mixer(norm(x)));  x = x + dropout(mlp(norm(x)))      parts in models/layers.py, or only one
     or, with a parallel residual:  x = x + dropout(mixer(norm(x))) + dropout(mlp(norm'(x)))
@@ -25,6 +26,7 @@ from megalite.kernels.dropout import dropout, fold_in
 from megalite.kernels.rope import rope_tables
 from megalite.kernels.softcap import soft_cap
 from megalite.models.layers import MLPS, build_mixer, check_mixer
+from megalite.models.mtp import MTPEmbedding, MTPLayer
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.linear import column_parallel_linear
 from megalite.nn.loss import linear_cross_entropy
@@ -63,6 +65,11 @@ class RecomputeConfig:
         if self.method == "uniform":
             return [(slice(i, i + n), True) for i in range(0, layers, n)]
         return [(slice(i, i + 1), i < n) for i in range(layers)]
+
+    @property
+    def recomputes_mtp(self) -> bool:
+        """True if each depth of multi-token prediction is recomputed as a whole; "block" is about other layers."""
+        return self.granularity == "full" and self.method == "uniform"
 
 
 class Block(nn.Module):
@@ -165,12 +172,32 @@ class Block(nn.Module):
         return self.dropout(y_sBD, self.dropout_p, key, batch.sample_ids_B, first, x_sBD)
 
 
+def build_mtp_layer(
+    make_param: ParamFactory, model: ModelConfig, numbers: range, recomputed: tuple[str, ...] = ()
+) -> MTPLayer:
+    """Return a depth of multi-token prediction.
+
+    Args:
+        make_param: creates its parameters.
+        model: the model.
+        numbers: the numbers of its layers.
+        recomputed: the parts of its layers that are recomputed in backward (RecomputeConfig).
+    """
+    blocks: list[nn.Module] = [
+        Block(make_param, model, number, spec, recomputed)
+        for number, spec in zip(numbers, model.mtp_layers, strict=True)
+    ]
+    first = numbers[0]
+    return MTPLayer(make_param, f"layers.{first}.mtp", model.mtp_layers[0].unit_name(first), model, blocks)
+
+
 class LMHead(nn.Module):
-    """Final norm and loss; without labels, the logits over this rank's part of the vocabulary.
+    """Output projection and losses; without labels, the logits over this rank's part of the vocabulary.
 
     tied_weight  the word embedding if it is tied and on this stage, or None
     z_loss       coefficient of the z-loss
     softcap      bound of the logits; None: no bound
+    mtp_weight   weight of the loss of each depth of multi-token prediction
     """
 
     def __init__(
@@ -187,29 +214,46 @@ class LMHead(nn.Module):
         self.vocab_size = spec.stored_shape[0]
         self.z_loss = z_loss
         self.softcap = model.final_logit_softcapping
-        self.norm = Norm(make_param, "final_norm", model.hidden_size, model)
+        self.mtp_weight = model.mtp_loss_scaling_factor / max(1, model.num_mtp_depths)
         self.weight = tied_weight if tied_weight is not None else make_param(spec)
 
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, x_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> Tensor:
-        """Return the summed loss, whose backward includes the z-loss, or logits_SBv without labels."""
-        h_sBD = self.norm(x_sBD)
+    def forward(self, h_sBD: Tensor, batch: Batch, ctx: ForwardContext, depths: Sequence[Tensor] = ()) -> Tensor:
+        """Return the summed loss, whose backward includes the z-loss, or logits_SBv without labels.
+
+        Args:
+            h_sBD: the hidden states after the final norm.
+            batch: the micro-batch.
+            ctx: the context of the forward.
+            depths: the hidden states of each depth of multi-token prediction. Their losses are added with their weight,
+                without a z-loss.
+        """
         if batch.labels_SB is None:
             return soft_cap(column_parallel_linear(h_sBD, [self.weight], self.tp)[0], self.softcap)
-        args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
-        loss, z_loss = linear_cross_entropy(
-            h_sBD, self.weight, *args, z_loss=self.z_loss, softcap=self.softcap, loss_grad=ctx.loss_grad
-        )
+        loss, z_loss = self._losses(h_sBD, batch, ctx, z_loss=self.z_loss)
         if ctx.loss_sums is not None:
             for name, value in zip(head_losses(self.z_loss), (loss, z_loss), strict=False):
                 ctx.loss_sums.add_head_loss(name, value)
+        for depth, depth_sBD in enumerate(depths, 1):
+            depth_batch = batch.mtp_batch(depth)
+            depth_loss, _ = self._losses(depth_sBD, depth_batch, ctx, loss_weight=self.mtp_weight)
+            if ctx.loss_sums is not None:
+                assert depth_batch.mask_SB is not None
+                ctx.loss_sums.add_depth_loss(depth, depth_loss / self.mtp_weight, depth_batch.mask_SB)
+            loss = loss + depth_loss
         return loss
+
+    def _losses(self, h_sBD: Tensor, batch: Batch, ctx: ForwardContext, **options: float) -> tuple[Tensor, Tensor]:
+        """Return the sums of the loss and of the z-loss over the labels of `batch`."""
+        assert batch.labels_SB is not None
+        args = (batch.labels_SB, batch.mask_SB, self.tp, self.vocab_size)
+        return linear_cross_entropy(h_sBD, self.weight, *args, softcap=self.softcap, loss_grad=ctx.loss_grad, **options)
 
 
 class Stage(nn.Module):
-    """A pipeline stage of the model: the first has the embedding, the last has the head.
+    """A pipeline stage of the model: the first has the embedding, the last has the head and multi-token prediction.
 
     layer_ranges       the layers of each stage
     stage_index        number of this stage
@@ -242,43 +286,97 @@ class Stage(nn.Module):
         numbers = model.layer_numbers if layers is None else range(len(layers))
         layers = model.layers if layers is None else layers
         tied = not model.untie_embeddings_and_output_weights
+        has_depths = model.num_mtp_depths > 0
         sizes = (padded_vocab_size, vocab_size, model.hidden_size)
         std = model.init_method_std
         word_std = std if model.embedding_init_method_std is None else model.embedding_init_method_std
-        tied_weight = vocab_spec("embedding.word", *sizes, word_std, tied=tied and mesh.pp.size > 1)
+        has_copy = mesh.pp.size > 1 and (tied or has_depths)  # on the last stage
+        tied_weight = vocab_spec("embedding.word", *sizes, word_std, tied=has_copy)
         self.embedding = Embedding(make_param, tied_weight, model) if stage_index == 0 else None
         self.blocks = nn.ModuleList(
             Block(make_param, model, numbers[layer], layers[layer], self.recompute.selective_modules)
             for layer in layer_ranges[stage_index]
         )
-        self.head = None
+        self.final_norm = self.mtp_embedding = self.head = None
+        self.mtp_layers = nn.ModuleList()  # one of each depth, or a single one that all depths use
+        rope_specs = [layers[layer].rope for layer in layer_ranges[stage_index]]
         if stage_index == len(layer_ranges) - 1:
+            self.final_norm = Norm(make_param.for_unit("head"), "final_norm", model.hidden_size, model)
+            embedding = self.embedding
+            if has_depths:
+                embedding = embedding or Embedding(make_param, tied_weight, model)
+                self.mtp_embedding = MTPEmbedding(embedding, model.num_mtp_depths)
+                for depth_numbers in model.mtp_layer_numbers:
+                    selective_modules = self.recompute.selective_modules
+                    self.mtp_layers.append(build_mtp_layer(make_param, model, depth_numbers, selective_modules))
+                rope_specs += [spec.rope for spec in model.mtp_layers]
             spec = tied_weight if tied else vocab_spec("head", *sizes, std, tied=False)
-            shared = self.embedding.word if tied and self.embedding is not None else None
+            shared = embedding.word if tied and embedding is not None else None
             self.head = LMHead(make_param, model, spec, shared, z_loss)
         self.rope_tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         if not make_param.meta:
             dtype = torch.float64 if make_param.dtype == torch.float64 else torch.float32
-            ropes = dict.fromkeys(layers[layer].rope for layer in layer_ranges[stage_index])
             self.rope_tables = {
-                rope: rope_tables(model.max_positions, rope, mesh.device, dtype) for rope in ropes if rope is not None
+                rope: rope_tables(model.max_positions, rope, mesh.device, dtype)
+                for rope in dict.fromkeys(rope_specs)
+                if rope is not None
             }
 
     def forward(self, input_sBD: Tensor | None, batch: Batch, ctx: ForwardContext) -> Tensor:
         """Return x_sBD; on the last stage the summed loss, or logits without labels."""
         x_sBD = self.forward_hidden(input_sBD, batch, ctx)
-        return x_sBD if self.head is None else self.run_unit(self.head, x_sBD, batch, ctx)
+        if self.head is None:
+            return x_sBD
+        assert self.final_norm is not None
+        h_sBD = self.final_norm(x_sBD)
+        depths = [] if batch.labels_SB is None else self._forward_mtp(h_sBD, batch, ctx)
+        return self.run_unit(self.head, h_sBD, batch, ctx, depths)
+
+    def _forward_mtp(self, h_sBD: Tensor, batch: Batch, ctx: ForwardContext) -> list[Tensor]:
+        """Return the hidden states of each depth of multi-token prediction; the model's are `h_sBD`."""
+        if self.mtp_embedding is None:
+            return []
+        recomputed = self.recompute.recomputes_mtp and self.training
+        ctx = replace(ctx, rope=self.rope_of(batch), in_full_recompute=recomputed)
+        num_depths = self.mtp_embedding.num_depths
+        embeddings = self.run_unit(self.mtp_embedding, batch, ctx).chunk(num_depths)
+        depths: list[Tensor] = []
+        for depth, embedding_sBD in enumerate(embeddings, 1):
+            layer = self.mtp_layers[min(depth, len(self.mtp_layers)) - 1]
+            run = self._run_mtp_layer(layer, batch.mtp_batch(depth), ctx)
+            h_sBD = recompute(run, h_sBD, embedding_sBD) if recomputed else run(h_sBD, embedding_sBD)
+            depths.append(h_sBD)
+        return depths
+
+    def _run_mtp_layer(self, layer: nn.Module, batch: Batch, ctx: ForwardContext) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the forward of a depth, whose second call is in backward."""
+        calls = itertools.count()
+
+        def run(h_sBD: Tensor, embedding_sBD: Tensor) -> Tensor:
+            return self.run_unit(layer, h_sBD, embedding_sBD, batch, ctx, recomputing=next(calls) > 0)
+
+        return run
+
+    @property
+    def all_blocks(self) -> list[Block]:
+        """The layers of this stage, including those of multi-token prediction."""
+        depths: Any = self.mtp_layers
+        blocks: list[Any] = [*self.blocks, *(block for layer in depths for block in layer.blocks)]
+        return blocks
 
     @property
     def units(self) -> dict[nn.Module, bool]:
         """The units in order of use; True if backward reads their weights.
 
-        It does not read the embedding's, and the head computes its gradients in forward.
+        It does not read those of embeddings, and the head computes its gradients in forward.
         """
         units: dict[nn.Module, bool] = {}
         if self.embedding is not None:
             units[self.embedding] = False
         units |= dict.fromkeys(self.blocks, True)
+        if self.mtp_embedding is not None:
+            units[self.mtp_embedding] = False
+        units |= dict.fromkeys(self.mtp_layers, True)
         if self.head is not None:
             units[self.head] = False
         return units

@@ -31,7 +31,7 @@ def checkpoint_specs(model: ModelConfig, vocab_size: int, padded_vocab_size: int
     """Return name -> spec of everything that a checkpoint stores of a model: parameters and router biases."""
     layers = []
     if model.moe_router_enable_expert_bias:
-        layers = [n for n, layer in zip(model.layer_numbers, model.layers, strict=True) if layer.has_experts]
+        layers = [number for number, layer in model.numbered_layers if layer.has_experts]
     biases = [ParamSpec(f"layers.{n}.mlp.router.bias", (model.num_experts or 0,), is_parameter=False) for n in layers]
     return {
         **model_specs(model, vocab_size, padded_vocab_size=padded_vocab_size),

@@ -49,7 +49,8 @@ def compile_blocks(stages: Iterable[Stage], backend: Backend = "inductor") -> No
         key_tensor = torch.full((), key, dtype=torch.int64, device=x.device)  # an int would be a constant of the graph
         return dropout(x, p, key_tensor, *coordinates, impl=drop)
 
-    modules: list[Any] = [module for stage in stages for block in stage.blocks for module in block.modules()]
+    units = [unit for stage in stages for unit in (*stage.blocks, *stage.mtp_layers)]
+    modules: list[Any] = [module for unit in units for module in unit.modules()]
     activations = [a for module in modules if isinstance(a := getattr(module, "activation", None), Activation)]
     replacements = [
         ("normalize", normalize, norm),

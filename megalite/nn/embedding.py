@@ -71,14 +71,24 @@ class Embedding(nn.Module):
         self.position = None
         if model.position_embedding_type == "learned_absolute":
             shape = model.max_positions, model.hidden_size
-            position = ParamSpec("embedding.position", shape, partial_grad_axes=("tp",), init=spec.init, is_lookup=True)
+            position = ParamSpec(
+                "embedding.position",
+                shape,
+                partial_grad_axes=("tp",),
+                init=spec.init,
+                is_lookup=True,
+                tied=spec.tied and model.num_mtp_depths > 0,
+            )
             self.position = make_param(position)
 
     def extra_repr(self) -> str:
         return shapes(self)
 
-    def forward(self, batch: Batch, ctx: ForwardContext) -> Tensor:
-        """Return x_sBD. Without `positions_SB`, the learned positions are those in the sample."""
+    def forward(self, batch: Batch, ctx: ForwardContext, mtp_depth: int = 0) -> Tensor:
+        """Return x_sBD. Without `positions_SB`, the learned positions are those in the sample.
+
+        `mtp_depth`: the depth of multi-token prediction whose input this is, a coordinate of dropout; 0: the model.
+        """
         tp, rows, tokens_SB = self.tp, self.word.shape[0], batch.tokens_SB
         if tp.size == 1:
             x_sBD = embedding_lookup(tokens_SB, self.word)
@@ -98,7 +108,7 @@ class Embedding(nn.Module):
             else:
                 x_sBD = x_sBD + embedding_lookup(positions_SB[shard], self.position)
         if self.dropout_p and self.training:
-            key = fold_in(self.seed, ctx.step, -1, RNG_SITE_EMBEDDING)
+            key = fold_in(self.seed, ctx.step, -1 - mtp_depth, RNG_SITE_EMBEDDING)
             positions = batch.token_positions(tp, x_sBD.shape[0])
             x_sBD = dropout(x_sBD, self.dropout_p, key, batch.sample_ids_B, positions)
         return x_sBD

@@ -118,6 +118,14 @@ def column_parallel_linear(
     return _ColumnParallelLinear.apply(x_sBD, tp, wgrad_store, *weights)  # type: ignore[return-value]
 
 
+def replicated_linear(x_sBD: Tensor, weight: Tensor, wgrad_store: WeightGradStore | None = None) -> Tensor:
+    """Multiply this rank's positions by a weight [rows, D] that all tp ranks have, without a collective.
+
+    Each tp rank computes the gradient of its own positions (ParamSpec.partial_grad_axes).
+    """
+    return column_parallel_linear(x_sBD, [weight], Axis("tp"), wgrad_store)[0]
+
+
 def row_parallel_linear(
     u_SBf: Tensor, weight_Df: Tensor, tp: Axis, activation: Activation | None = None, bias: Tensor | None = None,
     wgrad_store: WeightGradStore | None = None,

@@ -71,6 +71,7 @@ class _LinearCrossEntropy(Function):
         z_loss: float,
         softcap: float | None,
         loss_grad: float | Tensor | None,
+        loss_weight: float,
         needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         x_SBD = start_all_gather(x_sBD, tp).wait()
@@ -79,6 +80,8 @@ class _LinearCrossEntropy(Function):
         dtype = accum_dtype(x_ND)
         loss_N, lse_N = torch.empty(2, n, dtype=dtype, device=x_ND.device)
         weight_N = torch.ones_like(loss_N) if mask_SB is None else mask_SB.flatten().to(dtype)
+        if loss_weight != 1:
+            weight_N = weight_N * loss_weight
         size = chunk_tokens(n, v, x_ND.dtype, x_ND.device)
         logits_buffer_nv = x_ND.new_empty(size, v)  # shared by all chunks, because new pages cost time on a CPU
         dloss_N = None
@@ -120,7 +123,7 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dx_sBD, dw_vD = ctx.saved_tensors
-        no_grads = (None,) * 8
+        no_grads = (None,) * 9
         if ctx.loss_grad is not None:
             if ctx.was_used:
                 raise RuntimeError("linear_cross_entropy: a second backward, but the first one has used the gradients")
@@ -148,6 +151,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     loss_grad: float | Tensor | None = None,
+    loss_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over tokens of mask * loss and of mask * z-loss in nats, the same on every tp rank.
 
@@ -167,9 +171,10 @@ def linear_cross_entropy(
         loss_grad: the gradient that the result will get in backward, if it is known: a number, or a scalar on the
             device that keeps its value until then. dW is then added to the weight's main gradient (nn/parameter.py), if
             it has one, in forward. Backward must follow in the same step, and forward must not be repeated (recompute).
+        loss_weight: a factor of both results and of the gradients.
 
     Raises:
         RuntimeError: in backward, if it gets another gradient than `loss_grad`, or is called a second time.
     """
-    args = (labels_SB, mask_SB, tp, vocab_size, z_loss, softcap, loss_grad, torch.is_grad_enabled())
+    args = (labels_SB, mask_SB, tp, vocab_size, z_loss, softcap, loss_grad, loss_weight, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_sBD, weight_vD, *args)  # type: ignore[return-value]

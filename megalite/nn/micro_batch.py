@@ -1,7 +1,7 @@
 """The inputs of layers in a forward pass, a micro-batch and a context, and the sites of random numbers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -52,6 +52,14 @@ class Batch:
     num_targets   number of labels that count, if the loader has counted them
     num_unpadded  number of tokens that are not padding
     padding_SB    True for padding, which routers do not count; None: there is no padding
+
+    For the depths k = 1 .. n of multi-token prediction, on the ranks that have them:
+
+    mtp_tokens_JSB     inputs, k tokens ahead
+    mtp_positions_JSB  their learned positions
+    mtp_labels_JSB     labels, k + 1 tokens ahead
+    mtp_mask_JSB       1 where a label counts: it is in the sample, in the document of its position, and not masked
+    mtp_padding_JSB    True where the input is padding or after the sample; None: as `padding_SB`
     """
 
     tokens_SB: Tensor
@@ -65,6 +73,27 @@ class Batch:
     num_targets: int = 0
     num_unpadded: int = 0
     padding_SB: Tensor | None = None
+    mtp_tokens_JSB: Tensor | None = None
+    mtp_positions_JSB: Tensor | None = None
+    mtp_labels_JSB: Tensor | None = None
+    mtp_mask_JSB: Tensor | None = None
+    mtp_padding_JSB: Tensor | None = None
+
+    def mtp_input(self, depth: int) -> "Batch":
+        """Return the batch whose embeddings are the input of `depth`."""
+        assert self.mtp_tokens_JSB is not None and self.mtp_positions_JSB is not None
+        return replace(self, tokens_SB=self.mtp_tokens_JSB[depth - 1], positions_SB=self.mtp_positions_JSB[depth - 1])
+
+    def mtp_batch(self, depth: int) -> "Batch":
+        """Return the batch of the layers and of the loss of `depth`. A token's position is that of the model."""
+        assert self.mtp_labels_JSB is not None and self.mtp_mask_JSB is not None
+        padding = self.mtp_padding_JSB
+        return replace(
+            self,
+            labels_SB=self.mtp_labels_JSB[depth - 1],
+            mask_SB=self.mtp_mask_JSB[depth - 1],
+            padding_SB=self.padding_SB if padding is None else padding[depth - 1],
+        )
 
     def token_positions(self, tp: Axis, s: int) -> int | Tensor:
         """Return the positions of the s tokens of a tp rank: the first one if they are consecutive, otherwise each."""

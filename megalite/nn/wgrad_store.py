@@ -8,7 +8,7 @@ rank's part of the sequence, it is gathered here instead of in backward, behind 
 number of collectives is the same. Only gradients that go to a main gradient are deferred.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -77,6 +77,7 @@ class WeightGradStore:
     @torch.no_grad()
     def compute_all(self) -> None:
         """Add all deferred gradients to their main gradients, mark these as ready, and free the tensors."""
+        uses_left = Counter(map(id, self.main_grads))  # a layer may be used several times in a forward
         pending_x = self._entries[0].start_gather() if self._entries else None
         while pending_x is not None:
             entry = self._entries.popleft()
@@ -85,4 +86,6 @@ class WeightGradStore:
             x_SBD = x.wait()
             for main_grad, dy in entry.outputs:
                 entry.accumulate(main_grad, dy, x_SBD)
-                main_grad.mark_ready()
+                uses_left[id(main_grad)] -= 1
+                if not uses_left[id(main_grad)]:
+                    main_grad.mark_ready()

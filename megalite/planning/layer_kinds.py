@@ -14,10 +14,11 @@ from torch import Tensor
 from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
 from megalite.config.rope_spec import RopeSpec
-from megalite.models.gpt import Block, LMHead, RecomputeConfig
+from megalite.models.gpt import Block, LMHead, RecomputeConfig, build_mtp_layer
 from megalite.nn.activation_offload import ActivationOffload
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.micro_batch import Batch, ForwardContext
+from megalite.nn.norm import Norm
 from megalite.nn.parameter import ParamFactory, call_unit
 from megalite.nn.recompute import recompute
 from megalite.nn.sequence_sharding import SequenceSharding, shard_sequence
@@ -53,6 +54,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
         window_attn_skip_freq=None,
         no_rope_freq=None,
         rotary_local_base=None,
+        mtp_num_layers=None,
         moe_layer_freq="1",
         cp_comm_type=("allgather",),
     )
@@ -214,6 +216,8 @@ def head_cost(
 ) -> LayerCost:
     """Return the cost of the final norm, the output projection and the loss, whose gradients are computed in forward.
 
+    With multi-token prediction the head has a loss for each depth, too. Hidden states of depths count as saved by them.
+
     Args:
         model: The model.
         setting: The setting of the rank.
@@ -222,13 +226,63 @@ def head_cost(
         z_loss: The coefficient of the z-loss.
     """
     recorder = CostRecorder()
+    make_param = setting.param_factory(recorder)
     spec = vocab_spec("head", padded_vocab_size, vocab_size, model.hidden_size, 0.0, False)
-    head = recorder.exclude_params(LMHead(setting.param_factory(recorder), model, spec, None, z_loss))
+    final_norm = recorder.exclude_params(Norm(make_param, "final_norm", model.hidden_size, model))
+    head = recorder.exclude_params(LMHead(make_param, model, spec, None, z_loss))
     token_ids = setting.token_ids(model)
-    batch = Batch(token_ids, token_ids, None, token_ids[0])
+    num_depths = model.num_mtp_depths
+    mtp_labels_JSB = token_ids.expand(num_depths, *token_ids.shape)
+    batch = Batch(
+        token_ids, token_ids, None, token_ids[0], mtp_labels_JSB=mtp_labels_JSB, mtp_mask_JSB=mtp_labels_JSB.float()
+    )
     ctx = ForwardContext(loss_grad=1.0)
+
+    def forward(x: Tensor, *depths: Tensor) -> Tensor:
+        h = final_norm(x)
+        assert isinstance(h, Tensor)
+        return head(h, batch, ctx, depths)
+
     with recorder:
-        return recorder.measure(lambda x: head(x, batch, ctx), [setting.hidden_states(model)], torch.ones_like)
+        hidden_states = [setting.hidden_states(model) for _ in range(1 + num_depths)]
+        depth_bytes = sum(h.nbytes for h in hidden_states[1:])
+        cost = recorder.measure(forward, hidden_states, torch.ones_like)
+    return replace(cost, saved_bytes=cost.saved_bytes - depth_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def mtp_layer_cost(model: ModelConfig, setting: LayerSetting, full_recompute: bool = False) -> LayerCost:
+    """Return the cost of a depth of multi-token prediction, without its embedding and its loss.
+
+    Args:
+        model: The model.
+        setting: The setting of the rank.
+        full_recompute: Only the inputs of the depth are saved, and backward recomputes it.
+    """
+    recorder = CostRecorder()
+    window = next((spec.window for spec in model.mtp_layers if spec.mixer is not None), None)
+    make_param = setting.param_factory(recorder, window)
+    numbers = model.mtp_layer_numbers[0]
+    layer = recorder.exclude_params(build_mtp_layer(make_param, model, numbers, setting.recompute_modules))
+    wgrad_store = WeightGradStore() if setting.split_backward else None
+    batch = _batch_of_layers(model, setting)
+    kinds = [LayerKind(model, spec) for spec in model.mtp_layers]
+    ctx = ForwardContext(
+        loss_grad=1.0,
+        wgrad_store=wgrad_store,
+        rope=_rope_of_layers(kinds, len(batch.tokens_SB)),
+        in_full_recompute=full_recompute,
+    )
+
+    def run(h: Tensor, embedding: Tensor) -> Tensor:
+        return layer(h, embedding, batch, ctx)
+
+    def forward(h: Tensor, embedding: Tensor) -> Tensor:
+        return recompute(run, h, embedding) if full_recompute else run(h, embedding)
+
+    with recorder:
+        inputs = [setting.hidden_states(model), setting.hidden_states(model)]
+        return recorder.measure(forward, inputs, torch.empty_like, wgrad_store)
 
 
 @functools.lru_cache(maxsize=256)
@@ -247,12 +301,14 @@ def embedding_cost(model: ModelConfig, setting: LayerSetting, vocab_size: int, p
 def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
     """Return the FLOPs of forward and backward per token, with a multiply-add counted as 2.
 
-    They are three times the forward of the layers on one rank without recomputation, and the forward of the head, which
-    includes its backward. Attention scores that the causal mask or a window hides do not count; those across documents
-    do.
+    They are three times the forward of the layers on one rank without recomputation, those of multi-token prediction
+    included, and the forward of the head, which includes its backward. Attention scores that the causal mask or a
+    window hides do not count; those across documents do.
     """
     setting = LayerSetting(tp=1, micro_batch=1, dtype=torch.bfloat16)
     layers = sum(3 * layers_cost((kind,), setting).flops[0] for kind in layer_kinds(model))
+    if model.num_mtp_depths:
+        layers += 3 * model.num_mtp_depths * mtp_layer_cost(model, setting).flops[0]
     head = sum(head_cost(model, setting, padded_vocab_size, padded_vocab_size, 0.0).flops)
     return (layers + head) / model.seq_length
 
@@ -372,6 +428,14 @@ class StageCosts:
         return head_cost(self.model, self._end_setting, self.vocab_size, self.padded_vocab, self.z_loss)
 
     @cached_property
+    def mtp_layers(self) -> tuple[LayerCost, ...]:
+        """The cost of each depth of multi-token prediction on the last stage, without its embedding and its loss."""
+        if not self.model.num_mtp_depths:
+            return ()
+        cost = mtp_layer_cost(self.model, self.setting, self.recompute.recomputes_mtp)
+        return (cost,) * self.model.num_mtp_depths
+
+    @cached_property
     def embedding(self) -> LayerCost:
         return embedding_cost(self.model, self._end_setting, self.vocab_size, self.padded_vocab)
 
@@ -434,14 +498,17 @@ class StageCosts:
             f, b, w = sums[FLOPS]
             flops.append((f, b, w))
         f, b, w = flops[-1]
-        head_f, head_b, head_w = self.head.flops
-        flops[-1] = (f + round(head_f), b + round(head_b), w + round(head_w))
+        for cost in (*self.mtp_layers, self.head):
+            cost_f, cost_b, cost_w = cost.flops
+            f, b, w = f + round(cost_f), b + round(cost_b), w + round(cost_w)
+        flops[-1] = (f, b, w)
         return tuple(flops)
 
     def memory_of_stages(self, split: Sequence[int]) -> tuple[ActionMemory, ...]:
         """Return the bytes that a forward saves on every stage, from F to B, and with a split backward from B to W."""
         saved_bytes = self.saved_bytes(np.array(split)).tolist()
         wgrad_bytes = [sums[WGRAD_BYTES] for sums in self._stage_sums(split)]
+        wgrad_bytes[-1] += sum(cost.wgrad_bytes for cost in self.mtp_layers)
         return tuple(zip(saved_bytes, wgrad_bytes, strict=True))
 
     def saved_bytes(self, splits: np.ndarray) -> np.ndarray:
@@ -454,7 +521,7 @@ class StageCosts:
             saved = saved // np.maximum(splits, 1) * num_groups
         if self.num_offloaded:
             saved = saved + self._stage_input_bytes[starts] * (splits > 0)
-        saved[..., -1] += self.head.saved_bytes
+        saved[..., -1] += sum(cost.saved_bytes for cost in (*self.mtp_layers, self.head))
         return saved
 
     @cached_property

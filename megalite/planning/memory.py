@@ -242,6 +242,10 @@ class _ActionSimulator:
             units = tuple(model.layers[index].unit_name(model.layer_numbers[index]) for index in layers)
             parts.append(_Part("layers", cost, units))
         if stage == self.last_stage:
+            for depth, cost in enumerate(costs.mtp_layers):
+                numbers = model.mtp_layer_numbers[min(depth, len(model.mtp_layer_numbers) - 1)]
+                units = [spec.unit_name(number) for number, spec in zip(numbers, model.mtp_layers, strict=True)]
+                parts.append(_Part("layers", cost, tuple(units)))
             parts.append(_Part("head", costs.head, (self.head_unit,)))
         return parts
 

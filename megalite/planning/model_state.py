@@ -207,7 +207,7 @@ class MinModelState:
     Attributes:
         layers: The bytes of the layers.
         embedding: The bytes of the embedding.
-        head: The bytes of the head.
+        head: The bytes of what follows the layers: final norm, depths of multi-token prediction and head.
         is_tied: The head uses the embedding's weights if both are on one rank.
     """
 

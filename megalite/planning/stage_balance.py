@@ -194,7 +194,10 @@ class StageBalance:
 
         layers = self.stage_costs.per_layer(lambda kind: [bytes_of(Block(make_param, kind.model, 0, kind.spec))])
         is_tied = not shape.config.model.untie_embeddings_and_output_weights
-        return MinModelState(PrefixSums(layers), bytes_of(first.embedding), bytes_of(last.head), is_tied)
+        end = nn.ModuleList(filter(None, (last.final_norm, last.mtp_layers, last.head)))
+        if shape.pp > 1 and last.mtp_embedding is not None:
+            end.append(last.mtp_embedding)  # a copy of the first stage's
+        return MinModelState(PrefixSums(layers), bytes_of(first.embedding), bytes_of(end), is_tied)
 
     # ---- schedule of the stages
 

@@ -220,6 +220,8 @@ class TimeModel:
         times = [self.layer_times.between(layers.start, layers.stop) for layers in self.plan.balance.layer_ranges]
         times[0] += self.embedding
         times[-1] += self.head
+        for cost in self.plan.balance.stage_costs.mtp_layers:
+            times[-1] += self.embedding + self._time_of(cost)
         return times
 
     def _calibrated(self, block: str, kinds: Sequence[LayerKind]) -> np.ndarray | None:
@@ -243,7 +245,9 @@ class TimeModel:
     def head(self) -> np.ndarray:
         """The time of the final norm, the output projection and the loss, whose gradients are computed in forward."""
         calibrated = self._calibrated_once("head")
-        return self._time_of(self.plan.balance.stage_costs.head, is_head=True) if calibrated is None else calibrated
+        if calibrated is not None:
+            return calibrated * (1 + self.plan.config.model.num_mtp_depths)
+        return self._time_of(self.plan.balance.stage_costs.head, is_head=True)
 
     def update_s(self) -> tuple[float, float]:
         """Return the seconds of the gradient norm and of the optimizer's step, on the rank with the most to do."""

@@ -77,7 +77,7 @@ def evaluation_losses(
     mesh = run.mesh
     size = run.eval_batch_size
     inject_fault("eval.begin", mesh.world.rank, run.progress.step)
-    loss_sums = LossSums(run.loss_sums.head_losses, (), mesh.device)
+    loss_sums = LossSums(run.loss_sums.head_losses, (), mesh.device, run.loss_sums.num_depths)
     labels = 0  # of this rank's samples
     start = time.monotonic()
     next_check = 1  # in batches

@@ -30,11 +30,11 @@ class ExpertLoadBalancer:
     """
 
     def __init__(self, stages: Iterable[Stage], mesh: Mesh, model: ModelConfig):
-        blocks: list[Any] = [block for stage in stages for block in stage.blocks]
+        blocks: list[Any] = [block for stage in stages for block in stage.all_blocks]
         self.routers: list[Router] = [block.mlp.router for block in blocks if block.spec.has_experts]
         self.mesh = mesh
         self.rate = model.moe_router_bias_update_rate
-        self.layers = [n for n, layer in zip(model.layer_numbers, model.layers, strict=True) if layer.has_experts]
+        self.layers = [number for number, layer in model.numbered_layers if layer.has_experts]
         self.counts_LE = torch.zeros(len(self.layers), model.num_experts or 0, dtype=torch.int64)
 
     def reset(self) -> None:

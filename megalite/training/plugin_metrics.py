@@ -50,7 +50,7 @@ class PluginMetrics:
             return
         for stage in stages:
             if isinstance(stage, Stage):
-                for block in stage.blocks:
+                for block in stage.all_blocks:
                     self._register_hooks(block)
 
     def _register_hooks(self, block: Any) -> None:

@@ -158,7 +158,9 @@ def build_run(
     return Run(
         mesh=mesh,
         pipeline=pipeline,
-        loss_sums=LossSums(head_losses(train.z_loss_coeff), model.layer_losses, mesh.device),
+        loss_sums=LossSums(
+            head_losses(train.z_loss_coeff), model.layer_losses, mesh.device, model.num_mtp_depths, model.layer_uses
+        ),
         expert_balancer=ExpertLoadBalancer(stages, mesh, model),
         sync=sync,
         optimizer=DistributedOptimizer(
@@ -183,7 +185,7 @@ def build_run(
             operations.check_replicas_action if operations.check_weight_hash_across_dp_replicas_interval else None
         ),
         spikes=SpikeDetector.from_config(train),
-        plugin_metrics=PluginMetrics(stages, mesh, model.num_layers),
+        plugin_metrics=PluginMetrics(stages, mesh, 1 + model.numbered_layers[-1][0]),
     )
 
 
@@ -247,6 +249,7 @@ def host_batch_options(config: Config, mesh: Mesh) -> dict[str, Any]:
         cp=mesh.cp,
         windows=config.model.attention_windows,
         padding=config.model.has_experts or bool(config.model.layer_losses),
+        num_mtp_depths=config.model.num_mtp_depths if mesh.pp.is_last else 0,
     )
 
 
@@ -264,7 +267,8 @@ def _open_loaders(
     counts_padding = shape.has_experts or bool(plan.config.model.layer_losses)
     is_padded = data.document_packing == "best-fit" or sources.ignored_label is not None
     reads_samples = mesh.pp.is_first or mesh.pp.is_last or separate_documents or (is_padded and counts_padding)
-    boundaries = DocumentBoundaries(sources.eod, data.eod_mask_loss, separate_documents)
+    has_depths = plan.config.model.num_mtp_depths > 0
+    boundaries = DocumentBoundaries(sources.eod, data.eod_mask_loss, separate_documents, ids=has_depths)
     prepare = functools.partial(to_host_batch, pin=mesh.device.type == "cuda", **host_batch_options(plan.config, mesh))
 
     def open_loader(

@@ -91,7 +91,7 @@ def test_packing_counts_every_label_once_per_epoch(
         samples, layout = dataset.samples(index), dataset.piece_lengths(index)
         assert samples.shape == (bins, seq_length + 1) and len(layout) == bins
         assert set(samples.reshape(-1).tolist()) - {PAD} == own_tokens
-        mask = DocumentBoundaries().mask_and_starts(samples, layout)[0]
+        mask = DocumentBoundaries().of_samples(samples, layout)[0]
         assert mask is not None and mask.shape == (bins, seq_length) and mask.dtype == np.float32
         labels = Counter(samples[:, 1:][mask == 1].tolist())
         assert set(labels) == own_tokens - first_tokens and set(labels.values()) <= {1}

@@ -125,8 +125,8 @@ def test_number_of_accepted_megatron_lines() -> None:
     gpt = [line for line in LINES if line["family"] == "gpt"]
     missing = {feature for line in LINES for feature in line["refused"]}
     assert len(gpt) == 79 and sum(not line["refused"] for line in gpt) >= 0.7 * len(gpt)
-    known = "FP8 and FP4|multi-latent attention|multi-token prediction|FSDP|hybrid_layer_pattern"
+    known = "FP8 and FP4|multi-latent attention|FSDP|hybrid_layer_pattern"
     known += "|experimental attention|distillation|elastic models|architecture|offloading|layer specs"
-    # graphs of Transformer Engine; modules of experts and multi-latent attention; a layout with multi-token prediction
-    known += "|cuda_graph_impl|recompute_modules|pipeline_model_parallel_layout"
+    # graphs of Transformer Engine; modules of experts and multi-latent attention
+    known += "|cuda_graph_impl|recompute_modules"
     assert missing <= {*known.split("|")}, missing

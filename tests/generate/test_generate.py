@@ -203,7 +203,7 @@ def test_cached_logits_equal_full_logits(models, name: str) -> None:
             x = stage.forward_hidden(
                 None, Batch(new_tokens_SB, None, None, zero, positions), ForwardContext(cache=cache)
             )
-            actual.append(last_token_logits(stage.head, x, last_tokens))
+            actual.append(last_token_logits(stage.head, stage.final_norm(x), last_tokens))
         assert torch.equal(
             stage(None, Batch(tokens_SB, None, None, zero), ForwardContext()), expected
         )  # no cache is left installed

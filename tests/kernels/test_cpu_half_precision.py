@@ -317,7 +317,8 @@ def test_generation_has_no_half_precision_matmul(model: str) -> None:
             x = stage.forward_hidden(
                 None, Batch(tokens_SB, None, None, zero, step_positions), ForwardContext(cache=cache)
             )
-            assert stage.head is not None and last_token_logits(stage.head, x, zero).dtype == torch.bfloat16
+            assert stage.head is not None and stage.final_norm is not None
+            assert last_token_logits(stage.head, stage.final_norm(x), zero).dtype == torch.bfloat16
     assert len(recorder.calls) > 10
     assert not {call for call in recorder.calls if call[1] in HALVES and call[2] > FEW_ROWS}
 

@@ -140,7 +140,9 @@ class _Calibrator:
         single_rank = dataclasses.replace(
             config.parallel, tensor_model_parallel_size=1, pipeline_model_parallel_size=1, expert_model_parallel_size=1
         )
-        config = dataclasses.replace(config, parallel=single_rank, model=config.model.for_any_pipeline())
+        # a depth of multi-token prediction takes the time of a layer, an embedding and a head
+        model = config.model.for_any_pipeline().without_mtp()
+        config = dataclasses.replace(config, parallel=single_rank, model=model)
         self.plan = RunPlan(RunShape(config, 1, task["vocab_size"]))
         self.mesh = dataclasses.replace(Mesh.single_process(), device=device)
         self.ranks, self.device = ranks, device

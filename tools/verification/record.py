@@ -381,7 +381,7 @@ def _recorded_modules(chunk: int, stage: Any) -> list[tuple[str, Any, bool]]:
         modules.append((f"{name}.mlp", block.mlp, False))
         modules.append((name, block, False))
     if stage.head is not None:
-        modules.append((FINAL_NORM, stage.head.norm, False))
+        modules.append((FINAL_NORM, stage.final_norm, False))
     return modules
 
 

@@ -75,6 +75,7 @@ def find_ineffective(config: Config, *, is_complete: bool = False) -> list[Probl
     config = _with_placeholders(config, unreadable)
     notes = [
         *effects.position_notes(config),
+        *effects.mtp_notes(config),
         *effects.context_parallel_notes(config),
         *effects.expert_notes(config),
         *effects.parallel_notes(config),

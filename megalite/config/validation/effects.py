@@ -39,6 +39,20 @@ def position_notes(config: Config) -> Iterator[Problem]:
             yield no_effect(shown(config, name), without="position_embedding_type", value="yarn")
 
 
+def mtp_notes(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.num_mtp_depths:
+        yield Problem(
+            f"mtp_num_layers={model.num_mtp_depths}: losses of depths are summed over the global batch and divided by "
+            "the number of the model's labels; Megatron-LM divides by the labels of each micro-batch, so that its "
+            "gradients depend on how masked labels are spread over ranks",
+            options=("mtp_num_layers", "hybrid_layer_pattern"),
+        )
+        return
+    for name in options_set(config, "mtp_loss_scaling_factor", "mtp_use_repeated_layer"):
+        yield no_effect(shown(config, name), without="mtp_num_layers")
+
+
 def context_parallel_notes(config: Config) -> Iterator[Problem]:
     cp = config.parallel.context_parallel_size
     replaced = [kind for kind in ("p2p", "a2a+p2p") if kind in config.model.cp_comm_type]

@@ -3,7 +3,13 @@
 import math
 from collections.abc import Iterator
 
-from megalite.config.hybrid_pattern import first_letters, num_parts, num_pattern_layers, shown_pattern
+from megalite.config.hybrid_pattern import (
+    first_letters,
+    num_parts,
+    num_pattern_layers,
+    parse_depth_pattern,
+    shown_pattern,
+)
 from megalite.config.option import flag_name
 from megalite.config.options import QUICK_GEGLU_OPTIONS, Config
 from megalite.config.problems import (
@@ -169,7 +175,28 @@ def _clamped_swiglu_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def _mtp_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of multi-token prediction."""
+    model = config.model
+    depths = model.num_mtp_depths
+    options = ("mtp_num_layers", "hybrid_layer_pattern")
+    if depths >= model.seq_length:
+        yield Problem(
+            f"mtp_num_layers={depths} is not below seq_length={model.seq_length}, so the last depth has no label; use "
+            "1 to 3",
+            options=(*options, "seq_length"),
+        )
+    if model.hybrid_layer_pattern is not None and model.mtp_num_layers not in (None, depths):
+        pattern = shown_pattern(model.hybrid_layer_pattern)
+        yield Problem(
+            f"mtp_num_layers={model.mtp_num_layers} disagrees with {pattern}, which has {depths} depths, each after a "
+            "/; drop it, or append depths as in /*-",
+            options=options,
+        )
+
+
 def model_problems(config: Config) -> Iterator[Problem]:
+    yield from _mtp_problems(config)
     yield from _clamped_swiglu_problems(config)
     yield from _scale_problems(config)
     yield from _hybrid_model_problems(config)
@@ -193,6 +220,7 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
             options=("moe_layer_freq", "hybrid_layer_pattern"),
         )
     parts = [part for stage in model.pattern_stages for part in stage]
+    parts += parse_depth_pattern(model.hybrid_layer_pattern)
     if model.has_experts and not model.num_experts:
         yield requires(f"{pattern} with E", "num_experts")
     if model.num_experts and not model.has_experts:

@@ -31,6 +31,7 @@ class MicroBatch:
     sample_ids      [B], numbers in the global order
     loss_mask       [B, S], 1 where the label counts; None: all count
     document_start  [B, S], position of the first token of each token's document; None: not requested
+    document_ids    [B, S + 1], increasing numbers of the documents of all tokens; None: not requested, or not separated
     padding         [B, S], True where the token only fills its sample; None: no sample is padded
     """
 
@@ -39,6 +40,7 @@ class MicroBatch:
     loss_mask: NDArray[np.float32] | None
     document_start: NDArray[np.int32] | None = None
     padding: NDArray[np.bool_] | None = None
+    document_ids: NDArray[np.int32] | None = None
 
 
 class PlaceholderDataset(Dataset):
@@ -64,19 +66,21 @@ class DocumentBoundaries:
     eod        id that ends a document; the next two need it unless the samples are packed
     mask_loss  the label after an eod does not count, since an unrelated text follows
     documents  fill MicroBatch.document_start
+    ids        fill MicroBatch.document_ids if one of the two above is set, or if the samples are packed
     """
 
     eod: int | None = None
     mask_loss: bool = False
     documents: bool = False
+    ids: bool = False
 
-    def mask_and_starts(
+    def of_samples(
         self, tokens: Ints, layout: list[NDArray[np.int32]] | None
-    ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None]:
-        """Return (MicroBatch.loss_mask, MicroBatch.document_start) of all rows."""
+    ) -> tuple[NDArray[np.float32] | None, NDArray[np.int32] | None, NDArray[np.int32] | None]:
+        """Return (MicroBatch.loss_mask, MicroBatch.document_start, MicroBatch.document_ids) of all rows."""
         inputs = tokens[:, :-1]
         if layout is None and not (self.mask_loss or self.documents):
-            return None, None
+            return None, None, None
         is_start = np.zeros(tokens.shape, bool)  # True where a document starts
         if layout is None:
             is_start[:, 1:] = inputs == self.eod
@@ -93,7 +97,9 @@ class DocumentBoundaries:
         if self.documents:
             positions = np.where(is_start[:, :-1], np.arange(inputs.shape[1], dtype=np.int32), np.int32(0))
             document_start = np.maximum.accumulate(positions, axis=1)
-        return None if counts_in_loss is None else counts_in_loss.astype(np.float32, copy=False), document_start
+        document_ids = np.cumsum(is_start, axis=1, dtype=np.int32) if self.ids else None
+        loss_mask = None if counts_in_loss is None else counts_in_loss.astype(np.float32, copy=False)
+        return loss_mask, document_start, document_ids
 
 
 class Batches:
@@ -133,7 +139,7 @@ class Batches:
         tokens = self.dataset.samples(ids)
         self._check(ids, tokens)
         layout = self.dataset.piece_lengths(ids)
-        mask, document_start = self._boundaries.mask_and_starts(tokens, layout)
+        mask, document_start, document_ids = self._boundaries.of_samples(tokens, layout)
         padding = None
         if layout is not None:
             lengths = np.array([pieces.sum() for pieces in layout])
@@ -149,6 +155,8 @@ class Batches:
             micro_batch = MicroBatch(tokens[rows], ids_B, None if mask is None else mask[rows])
             if document_start is not None:
                 micro_batch = replace(micro_batch, document_start=document_start[rows])
+            if document_ids is not None:
+                micro_batch = replace(micro_batch, document_ids=document_ids[rows])
             if padding is not None:
                 micro_batch = replace(micro_batch, padding=padding[rows])
             micro_batches.append(micro_batch)

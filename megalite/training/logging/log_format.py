@@ -6,6 +6,7 @@ loss if every step was skipped, the MFU of an unknown GPU) is None, and "n/a" in
 
 import datetime
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,28 +39,34 @@ METRICS = tuple(LoggedMetric(name, **fields) for name, fields in TABLES["metrics
 
 
 def metrics_of(values: Values) -> tuple[LoggedMetric, ...]:
-    """Return METRICS, and after the loss a metric for each loss in `values` that it lacks: the losses of plugins."""
+    """Return METRICS, and after the loss a metric for each loss in `values` that it lacks.
+
+    These are the losses of multi-token prediction and of plugins.
+    """
     known = {metric.name for metric in METRICS}
-    new_losses = [
-        LoggedMetric(
-            name,
-            key=f"loss/{name}",
-            megalite=f"{name} {{:.3g}}",
-            megatron=f"{name}: {{:.6E}}",
-            megatron_order=10,
-            tag=name,
-            optional=True,
-            drop=12,
-        )
-        for name in values.get("losses", ())
-        if name not in known
-    ]
+    new_losses = [_loss_metric(name) for name in values.get("losses", ()) if name not in known]
     return (METRICS[0], *new_losses, *METRICS[1:])
 
 
+def _loss_metric(name: str) -> LoggedMetric:
+    """Return the metric of a loss that METRICS lacks. Megatron-LM's name of mtp_1_loss is "mtp_1 loss"."""
+    is_mtp = re.fullmatch(r"mtp_\d+_loss", name) is not None
+    megatron_name = name.replace("_loss", " loss") if is_mtp else name
+    return LoggedMetric(
+        name,
+        key=f"{'train' if is_mtp else 'loss'}/{name}",
+        megalite=f"{name.removesuffix('_loss')} {{:.4f}}" if is_mtp else f"{name} {{:.3g}}",
+        megatron=f"{megatron_name}: {{:.6E}}",
+        megatron_order=10,
+        tag=megatron_name,
+        optional=True,
+        drop=12,
+    )
+
+
 def tag_of(name: str) -> str:
-    """Return the tag in TensorBoard of a loss of the head."""
-    return next((metric.tag for metric in METRICS if metric.name == name), name)
+    """Return the tag in TensorBoard of a loss of the head or of a depth of multi-token prediction."""
+    return next((metric.tag for metric in METRICS if metric.name == name), _loss_metric(name).tag)
 
 
 def layer_loss_tags(layer_losses: Mapping[tuple[str, int], float]) -> dict[str, float]:

@@ -218,12 +218,24 @@ def _searched_modules(stage: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     if stage.embedding is not None:
         yield "embedding", stage.embedding
     for block in stage.blocks:
-        for name, module in block.named_children():
-            part = name.replace("_", ".", 1).replace("mixer", str(block.spec.mixer))
-            yield f"layers.{block.layer}.{part}", module
-        yield f"layers.{block.layer}", block
+        yield from _searched_in_block(block)
+    if stage.final_norm is not None:
+        yield "final_norm", stage.final_norm
+    if stage.mtp_embedding is not None:
+        yield "the embedding of multi-token prediction", stage.mtp_embedding
+    for layer in stage.mtp_layers:
+        for block in layer.blocks:
+            yield from _searched_in_block(block)
+        yield f"layers.{layer.blocks[0].layer}.mtp", layer
     if stage.head is not None:
         yield "head", stage.head
+
+
+def _searched_in_block(block: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in block.named_children():
+        part = name.replace("_", ".", 1).replace("mixer", str(block.spec.mixer))
+        yield f"layers.{block.layer}.{part}", module
+    yield f"layers.{block.layer}", block
 
 
 def _nan_or_inf(values: Tensor) -> str:
