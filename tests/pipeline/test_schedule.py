@@ -185,8 +185,8 @@ def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int, tuple[tuple[int, int
 
 def end_times(rows: Sequence[Sequence[Action]], durations: Durations) -> dict[Action, float]:
     """Return the end of every compute action, directly from the definition of each wait."""
-    delay, costs, earliest_start = durations.delay, durations.costs, durations.earliest_start
-    assert delay is not None and costs is not None and earliest_start is not None
+    delay, costs = durations.delay, durations.costs
+    assert delay is not None and costs is not None
     last = max(action.stage for row in rows for action in row)
     split = any(action.op is Op.W for row in rows for action in row)
     waits: dict[Action, list[Action]] = {}
@@ -212,8 +212,7 @@ def end_times(rows: Sequence[Sequence[Action]], durations: Durations) -> dict[Ac
     while len(ends) < len(waits):
         for action in waits.keys() - ends.keys():
             if all(other in ends for other in waits[action]):
-                earliest = 0.0 if action.op in PAIR else earliest_start.get(action.stage, 0.0)
-                ends[action] = max(0.0, earliest, *(ends[other] for other in waits[action])) + duration[action]
+                ends[action] = max((ends[other] for other in waits[action]), default=0.0) + duration[action]
     return {action: end for action, end in ends.items() if action.op not in PAIR}
 
 
@@ -228,9 +227,9 @@ def test_simulation_equals_the_definition_of_each_wait(
     times = st.floats(0, 5)
     delays = [data.draw(times) for _ in range(pp)]
     durations = [
-        Durations(costs, lambda source, target: 0.0, {}),
-        Durations(costs, lambda source, target: delays[source] + target, {0: data.draw(times), 1: data.draw(times)}),
-        Durations([(f / 3, b / 7, w / 3) for f, b, w in costs], lambda source, target: delays[target], {}),
+        Durations(costs, lambda source, target: 0.0),
+        Durations(costs, lambda source, target: delays[source] + target),
+        Durations([(f / 3, b / 7, w / 3) for f, b, w in costs], lambda source, target: delays[target]),
     ]
     for simulation, duration in zip(simulate_all(rows, durations), durations, strict=True):
         assert {span.action: span.end for span in simulation.spans} == end_times(rows, duration)
