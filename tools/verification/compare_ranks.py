@@ -16,6 +16,7 @@ All copies of a weight must be bitwise equal in every precision.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.verification.record import FINAL_NORM, MICROBATCH, STEP, RecordedTensor, Recording
+from tools.verification.record import FINAL_NORM, MICROBATCH, STEP, RecordedTensor, Recording, depth_name
 from tools.verification.reference_sharding import Layout, RankCoordinates, expected_slices, is_expert_param
 
 Array = NDArray[Any]
@@ -265,15 +266,27 @@ def _missing_elements(samples: dict[int, Array], parts: Sequence[TensorPart]) ->
     return ""
 
 
-def reference_loss_problems(reference: Reference, tolerance: Tolerance, softcap: float | None = None) -> Iterator[str]:
+def reference_loss_problems(
+    reference: Reference,
+    tolerance: Tolerance,
+    softcap: float | None = None,
+    num_depths: int = 0,
+    depth_weight: float = 0.0,
+) -> Iterator[str]:
     """Check the losses of the one process against their definition, and yield a line about the first wrong one.
 
     The definition is the cross entropy of the final hidden states over the true vocabulary, summed over the labels that
-    count, and divided by their number. Losses with more than MAX_LOGITS logits are not checked.
+    count, and divided by their number. The loss of a micro-batch also has those of the depths of multi-token
+    prediction, with their weight. Losses with more than MAX_LOGITS logits are not checked.
 
     Args:
         softcap: the bound C of the logits x, which are C tanh(x / C); None: no bound.
+        num_depths: the number of depths of multi-token prediction.
+        depth_weight: the weight of the loss of each depth.
     """
+    if problem := next(_depth_input_problems(reference, num_depths), None):
+        yield problem
+        return
     for step in sorted({step for step, kind, _ in reference.arrays if kind == "loss"}):
         labels_of_sample = reference.arrays.get((step, "input", "labels"), {})
         mask_of_sample = reference.arrays.get((step, "input", "loss mask"), {})
@@ -287,11 +300,14 @@ def reference_loss_problems(reference: Reference, tolerance: Tolerance, softcap:
                 return
             labels = labels_of_sample[sample]
             mask = mask_of_sample.get(sample, np.ones(labels.shape))
-            logits = hidden.astype(np.float64) @ head.T
-            if softcap is not None:
-                logits = softcap * np.tanh(logits / softcap)
-            loss = float((_cross_entropy(logits, labels) * mask).sum())
+            loss = _summed_loss(hidden, head, labels, mask, softcap)
             total += loss
+            for depth in range(1, num_depths + 1):
+                depth_hidden = reference.arrays[step, "forward", depth_name(depth)][sample]
+                depth_labels, depth_mask = (
+                    reference.arrays[step, "input", depth_name(depth, name)][sample] for name in ("labels", "loss mask")
+                )
+                loss += depth_weight * _summed_loss(depth_hidden, head, depth_labels, depth_mask, softcap)
             count += float(mask.sum())
             recorded = float(losses[sample])
             if abs(loss - recorded) > limit * max(abs(loss), 1.0):
@@ -308,6 +324,41 @@ def reference_loss_problems(reference: Reference, tolerance: Tolerance, softcap:
                 f"all micro-batches over the {count:.0f} labels that count"
             )
             return
+
+
+def _depth_input_problems(reference: Reference, num_depths: int) -> Iterator[str]:
+    """Yield a line about each wrong input of multi-token prediction.
+
+    At position i, depth k has the token k ahead and the model's label k ahead. It may count only labels that the model
+    counts, except for those in other documents, and none after the sample.
+    """
+    for (step, kind, name), labels_of_sample in reference.arrays.items():
+        if (kind, name) != ("input", "labels"):
+            continue
+        for (sample, labels), depth in itertools.product(labels_of_sample.items(), range(1, num_depths + 1)):
+            arrays = {
+                quantity: reference.arrays[step, kind, depth_name(depth, quantity)][sample]
+                for quantity in ("tokens", "labels", "loss mask")
+            }
+            tokens = reference.arrays[step, kind, "tokens"][sample]
+            mask = reference.arrays.get((step, kind, "loss mask"), {}).get(sample, np.ones(labels.shape))
+            where = f"{step_label(step)}: depth {depth} of multi-token prediction, sample {sample}:"
+            if (arrays["tokens"][:-depth] != tokens[depth:]).any():
+                yield f"{where} its inputs are not the tokens {depth} ahead"
+            if (arrays["labels"][:-depth] != labels[depth:]).any():
+                yield f"{where} its labels are not the model's labels {depth} ahead"
+            if arrays["loss mask"][-depth:].any():
+                yield f"{where} labels after the sample count"
+            if (arrays["loss mask"][:-depth] > mask[depth:]).any():
+                yield f"{where} labels count that the model's loss mask leaves out"
+
+
+def _summed_loss(hidden: Array, head: Array, labels: Array, mask: Array, softcap: float | None) -> float:
+    """Return the cross entropy of hidden states, summed over the labels that count."""
+    logits = hidden.astype(np.float64) @ head.T
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    return float((_cross_entropy(logits, labels) * mask).sum())
 
 
 def _cross_entropy(logits: Array, labels: Array) -> Array:

@@ -101,6 +101,7 @@ class _RankRecorder:
         self.cp_positions: Tensor | None = None  # positions of this rank's tokens; None without cp
         self.tensors: list[tuple[RecordedTensor, Array]] = []
         self.recorded: set[tuple[float, str, int]] = set()  # (step, name, sample)
+        self.num_depths = run.loss_sums.num_depths
         self.names = _param_names(run)
         self.router_names = [f"{name}.mlp.router" for name, block in _blocks(run) if block.spec.has_experts]
         for chunk, stage in enumerate(run.pipeline.stages):
@@ -154,7 +155,7 @@ class _RankRecorder:
         for name, router in zip(self.router_names, balancer.routers, strict=True):
             self.add("router", f"{name}.counts", balancer.counts_LE[balancer.layers.index(router.layer)])
         stages: list[Any] = self.run.pipeline.stages
-        for number in dict.fromkeys(block.layer for stage in stages for block in stage.blocks):
+        for number in dict.fromkeys(block.layer for stage in stages for block in stage.all_blocks):
             losses = [loss for (_, layer), loss in result.layer_losses.items() if layer == number]
             if losses:
                 self.add("router", f"layers.{number}.losses", torch.tensor(losses, dtype=torch.float64))
@@ -174,6 +175,8 @@ class _RankRecorder:
         stage.register_forward_pre_hook(self._start_forward)
         for name, module, is_norm in _recorded_modules(chunk, stage):
             module.register_forward_hook(self._output_hook(name, is_norm))
+        if stage.head is not None:
+            stage.head.register_forward_pre_hook(self._record_depths)
         stage.register_forward_hook(self._end_forward)
 
     def _start_forward(self, stage: Any, args: tuple[Any, ...]) -> None:
@@ -186,13 +189,23 @@ class _RankRecorder:
             inputs = {"tokens": batch.tokens_SB, "positions": batch.positions_SB}
         if stage.head is not None:
             inputs |= {"labels": batch.labels_SB, "loss mask": batch.mask_SB}
+            for depth in range(1, self.num_depths + 1):
+                inputs[depth_name(depth, "tokens")] = batch.mtp_input(depth).tokens_SB
+                inputs[depth_name(depth, "labels")] = batch.mtp_batch(depth).labels_SB
+                inputs[depth_name(depth, "loss mask")] = batch.mtp_batch(depth).mask_SB
         for name, data in inputs.items():
             if data is not None:
                 self._add_once("input", name, data)
 
+    def _record_depths(self, _head: Any, args: tuple[Any, ...]) -> None:
+        """Record the hidden states of the depths of multi-token prediction, which may share one module."""
+        if self.sample is not None:
+            for depth, h_sBD in enumerate(args[3], 1):
+                self._add_once("forward", depth_name(depth), h_sBD)
+
     def _end_forward(self, stage: Any, _args: Any, y: Tensor) -> None:
         if stage.head is not None:
-            loss = y.detach().reshape(-1)[0].clone()  # with a z-loss y is [2], the loss first
+            loss = y.detach().clone()
             self._add_once("loss", MICROBATCH, all_reduce_(loss, self.run.mesh.cp))
         self.sample = None
 
@@ -356,6 +369,11 @@ def _normal_numbers(name: str, shape: tuple[int, ...]) -> Any:
     return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
 
 
+def depth_name(depth: int, quantity: str = "") -> str:
+    """Return the name of the hidden states of a depth of multi-token prediction, or of one of its inputs."""
+    return f"mtp_{depth} {quantity}".strip()
+
+
 def _layer_name(chunk: int, index: int) -> str:
     return f"layers.{chunk}:{index}"
 
@@ -386,11 +404,14 @@ def _recorded_modules(chunk: int, stage: Any) -> list[tuple[str, Any, bool]]:
 
 
 def _blocks(run: Run) -> list[tuple[str, Any]]:
-    """Return (name, block) of all layers on this rank."""
+    """Return (name, block) of all layers on this rank. Those of multi-token prediction have the names of the model."""
     stages: list[Any] = run.pipeline.stages
-    return [
+    blocks = [
         (_layer_name(chunk, i), block) for chunk, stage in enumerate(stages) for i, block in enumerate(stage.blocks)
     ]
+    for stage in stages:
+        blocks += [(f"layers.{block.layer}", block) for layer in stage.mtp_layers for block in layer.blocks]
+    return blocks
 
 
 def _param_names(run: Run) -> list[str]:
@@ -398,7 +419,8 @@ def _param_names(run: Run) -> list[str]:
     layer_names = {id(parameter): name for name, block in _blocks(run) for parameter in block.parameters()}
     entries = zip(run.sync.parameters, run.sync.layout.entries, strict=True)
     return [
-        re.sub(r"^layers\.\d+", layer_names.get(id(parameter), ""), entry.spec.name) for parameter, entry in entries
+        re.sub(r"^layers\.\d+", layer_names.get(id(parameter), r"\g<0>"), entry.spec.name)
+        for parameter, entry in entries
     ]
 
 

@@ -230,7 +230,8 @@ def _shrink_parallel(config: Config, requested: Layout, layout: Layout, stages: 
     if stages.layers_per_stage is not None and pp > 1:
         num_chunks = None
     if stages.layers_per_stage is not None and pp > 1 and stages.pattern is None:
-        pipeline_layout = "E" + "|".join("t" * count for count in stages.layers_per_stage) + "L"
+        depths = "m" * config.model.num_mtp_depths
+        pipeline_layout = "E" + "|".join("t" * count for count in stages.layers_per_stage) + depths + "L"
     microbatch_group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     if microbatch_group is not None:
         microbatch_group = pp + 1 if microbatch_group > requested.pp else pp

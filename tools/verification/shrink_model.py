@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
-from megalite.config.hybrid_pattern import MLP_LETTERS, without_borders
+from megalite.config.hybrid_pattern import DEPTH, MLP_LETTERS, without_borders
 from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
 from megalite.config.options import Config, ModelConfig
 from tools.verification.kv_sharing import KVSharing
@@ -47,7 +47,8 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
         init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
     if stages.pattern is not None:
-        changes["hybrid_layer_pattern"] = stages.pattern
+        _, depth, depths = (model.hybrid_layer_pattern or "").partition(DEPTH)
+        changes["hybrid_layer_pattern"] = stages.pattern + depth + depths
         changes |= _shrink_letter_options(model, stages.pattern)
     else:
         for name in ("window_attn_skip_freq", "no_rope_freq"):

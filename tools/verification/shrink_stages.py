@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.config.hybrid_pattern import BORDER, num_pattern_layers, parse_hybrid_pattern
+from megalite.config.hybrid_pattern import BORDER, DEPTH, num_pattern_layers, parse_hybrid_pattern
 from megalite.config.options import Config, ModelConfig
 from megalite.config.pipeline_layout import explicit_stage_layers
 from tools.verification.reference_sharding import Layout
@@ -99,7 +99,8 @@ def _shrink_pattern_stages(
     if split is not None and not re.search(r"[^-E|]\|[-E]", BORDER.join(stages)):
         stages[0] += split[1]
         stages[1] = split[2] + stages[1]
-    for letter in _missing_letters(model.hybrid_layer_pattern or "", "".join(stages)):
+    letters_of_layers = (model.hybrid_layer_pattern or "").partition(DEPTH)[0]
+    for letter in _missing_letters(letters_of_layers, "".join(stages)):
         stages[-1] += letter
     return BORDER.join(stages)
 

@@ -131,7 +131,11 @@ def verify(shrunk: ShrunkConfig, dtype: str, timeout_s: float) -> VerifyResult:
         bar.update(2, "comparing")
         reference = Reference(single_process)
         diffs = compare(reference, ranks, layout, tolerance)
-        reference_errors = list(reference_loss_problems(reference, tolerance, model.final_logit_softcapping))
+        num_depths = model.num_mtp_depths
+        depth_weight = model.mtp_loss_scaling_factor / max(1, num_depths)
+        reference_errors = list(
+            reference_loss_problems(reference, tolerance, model.final_logit_softcapping, num_depths, depth_weight)
+        )
         num_microbatches = batch_size // (train_config.micro_batch_size * layout.dp)
         finding = first_difference(diffs, layout, num_microbatches)
         return VerifyResult(shrunk, tolerance, diffs, finding, reference_errors)
