@@ -9,6 +9,9 @@ head, query, key) and not on a generator's state, so torch's kernels cannot draw
 
 Soft-capping bounds the scores before the mask: s = cap tanh(scale q k^T / cap) (kernels/softcap.py).
 
+Scores may have a second summand, q_pe_SBHR times keys k_pe_TBR that all heads share: the rotary part of latent
+attention (nn/latent_attention.py). The keys are not copied to the heads, and their gradient is summed over them.
+
 A sink is a logit per head that takes part in the softmax and has no value (GPT-OSS; a sink of 0 is "softmax off by
 one"): p = exp(s - lse), lse = log(sum exp(s) + exp(sink)). It is not capped.
 
@@ -29,7 +32,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalite.config.env_overrides import setting_name
-from megalite.kernels.blocked_attention import AttentionParams, blocked_attention, fp16_to_fp32
+from megalite.kernels.blocked_attention import AttentionParams, blocked_attention, fp16_to_fp32, join_shared_keys
 from megalite.kernels.blocked_attention import is_fastest as blocked_supports
 from megalite.kernels.dispatch import device_type, kernel_option, runs_triton, upcasts, use_triton
 from megalite.kernels.dropout import keep_mask
@@ -50,8 +53,8 @@ class Documents(NamedTuple):
 
 
 def attention_reference(
-    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, documents: Documents | None = None, sink_H: Tensor | None = None,
-    **kwargs: Any,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, q_pe_SBHR: Tensor | None = None, k_pe_TBR: Tensor | None = None,
+    documents: Documents | None = None, sink_H: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """Compute attention by its definition, with all scores in memory; the arguments are the same as in `attention`."""
     params = AttentionParams(**kwargs)
@@ -61,7 +64,12 @@ def attention_reference(
     rows = torch.arange(params.q_start, params.q_start + q.shape[2], device=q.device).view(-1, 1)
     columns = torch.arange(params.k_start, params.k_start + k.shape[2], device=q.device)
     q, k = fp16_to_fp32(q, k)
-    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * params.scale
+    score_dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.mT).to(score_dtype)
+    if q_pe_SBHR is not None and k_pe_TBR is not None:
+        q_pe, k_pe = fp16_to_fp32(q_pe_SBHR.permute(1, 2, 0, 3), k_pe_TBR.transpose(0, 1).unsqueeze(1))
+        scores = scores + (q_pe @ k_pe.mT).to(score_dtype)
+    scores = scores * params.scale
     scores = soft_cap(scores, params.softcap)
     masked_out = columns > rows
     if params.window is not None:
@@ -90,7 +98,7 @@ def forced_backend() -> str:
 
 
 def select_backend(
-    q_SBHK: Tensor, v_TBGK: Tensor, *, has_documents: bool, window: bool = False, dropout: bool = False
+    q_SBHK: Tensor, v_TBGK: Tensor, *, has_documents: bool, window: bool = False, dropout: bool = False, pe_dim: int = 0
 ) -> str:
     """Return the name of the implementation for this shape.
 
@@ -98,7 +106,8 @@ def select_backend(
     "cudnn", "flash" and "torch" are torch's SDPA with that backend or with the one that torch selects.
 
         documents, window or part, on a GPU   triton if it supports the shape: one launch, which skips masked blocks
-        window, part, sink, value width, cap  triton on a GPU, otherwise blocked
+        window, part, sink, value width, cap,  triton on a GPU, otherwise blocked
+        shared keys
         half precision, compute capability 9  cudnn: 1.4 times the speed of triton's forward at S 4096, 1.2 at 32k
         half precision, older GPU             flash
         half precision on a CPU               blocked: faster than torch's (docs/experiments.md); like all others, it
@@ -113,12 +122,14 @@ def select_backend(
         v_TBGK: the values.
         has_documents: if several documents share a sequence.
         window: if there is a feature that SDPA does not support, or only with a mask of S x S: a window shorter than
-            the sequence, a part of the sequence, a sink, capped scores, or values of another width than the keys.
+            the sequence, a part of the sequence, a sink, capped scores, values of another width than the keys, or
+            shared keys.
         dropout: if there is dropout, whose mask SDPA cannot draw.
+        pe_dim: the channels of the shared keys, or 0.
     """
     if device_type(q_SBHK.device) != q_SBHK.device.type:
         return "explicit" if dropout and forced_backend() == "torch" else "triton"
-    triton = use_triton(q_SBHK) and is_supported(q_SBHK, v_TBGK)
+    triton = use_triton(q_SBHK) and is_supported(q_SBHK, v_TBGK, pe_dim)
     if dropout:
         if forced_backend() == "torch":
             return "explicit"
@@ -138,7 +149,7 @@ def select_backend(
 
 
 def describe_backend(
-    device_type: str, dropout: bool = False, half: bool = True, window: bool = False, softcap: bool = False
+    device_type: str, dropout: bool = False, half: bool = True, window: bool = False, needs_own_kernel: bool = False
 ) -> str:
     """Return one line for the plan summary: the choices of `select_backend` on devices of this type.
 
@@ -147,15 +158,15 @@ def describe_backend(
         dropout: if training has attention dropout.
         half: if the run computes in half precision.
         window: if some layers have a window.
-        softcap: if scores are capped, which SDPA does not support.
+        needs_own_kernel: if scores are capped or keys are shared, which SDPA does not support.
     """
     uses_triton = runs_triton(device_type) and forced_backend() in ("auto", "triton")
     own_kernel = "triton" if uses_triton else "blocked"
     if dropout:
         training = "explicit scores" if forced_backend() == "torch" else own_kernel
-        evaluation = describe_backend(device_type, half=half, window=window, softcap=softcap)
+        evaluation = describe_backend(device_type, half=half, window=window, needs_own_kernel=needs_own_kernel)
         return training if evaluation == training else f"{training}, for dropout; in evaluation {evaluation}"
-    if softcap:
+    if needs_own_kernel:
         return own_kernel
     if forced_backend() != "auto":
         line = f"{forced_backend()} ({setting_name('attention_kernel')})"
@@ -215,8 +226,8 @@ def _sdpa_backends(name: str) -> Iterator[None]:
 
 
 def attention(
-    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, documents: Documents | None = None, sink_H: Tensor | None = None,
-    **kwargs: Any,
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, q_pe_SBHR: Tensor | None = None, k_pe_TBR: Tensor | None = None,
+    documents: Documents | None = None, sink_H: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """Return o_SBHK, causal attention of the queries to the keys and values.
 
@@ -224,6 +235,8 @@ def attention(
         q_SBHK: the queries, at least one.
         k_TBGK: the keys.
         v_TBGK: the values. Their width may differ from the keys'; o has the width of the values.
+        q_pe_SBHR: the channels of the queries that meet the keys in `k_pe_TBR`; None: none.
+        k_pe_TBR: the keys that all heads share: scores are the sum of both products.
         documents: the documents that share a sequence; None: one document per sample.
         sink_H: a logit without a value per head; None: no sink.
         **kwargs: the fields of AttentionParams.
@@ -232,26 +245,42 @@ def attention(
     if params.window is not None and params.window >= params.q_start + q_SBHK.shape[0] - params.k_start:
         params = params._replace(window=None)
     is_partial = params.q_start != params.k_start or q_SBHK.shape[0] != k_TBGK.shape[0]
+    if q_pe_SBHR is not None and use_triton(q_SBHK) and not is_supported(q_SBHK, v_TBGK, q_pe_SBHR.shape[-1]):
+        joined_q, joined_k = join_shared_keys(q_SBHK, k_TBGK, q_pe_SBHR, k_pe_TBR)
+        if is_supported(joined_q, v_TBGK):  # for example 192 + 64 channels, which fill a tile of 256
+            q_SBHK, k_TBGK, q_pe_SBHR, k_pe_TBR = joined_q, joined_k, None, None
     needs_own_kernel = (
         is_partial
         or params.window is not None
         or params.softcap is not None
         or sink_H is not None
+        or q_pe_SBHR is not None
         or v_TBGK.shape[-1] != q_SBHK.shape[-1]
     )
     name = select_backend(
-        q_SBHK, v_TBGK, has_documents=documents is not None, window=needs_own_kernel, dropout=params.drop is not None
+        q_SBHK,
+        v_TBGK,
+        has_documents=documents is not None,
+        window=needs_own_kernel,
+        dropout=params.drop is not None,
+        pe_dim=0 if q_pe_SBHR is None else q_pe_SBHR.shape[-1],
     )
     qkv = (q_SBHK, k_TBGK, v_TBGK)
-    kernel_kwargs = {"sink_H": sink_H, **params._asdict()}
+    kernel_kwargs = {"q_pe_SBHR": q_pe_SBHR, "k_pe_TBR": k_pe_TBR, "sink_H": sink_H, **params._asdict()}
     if name == "explicit":
         explicit = partial(attention_reference, documents=documents, **params._asdict())
-        return _in_fp32(lambda q, k, v, sink: explicit(q, k, v, sink_H=sink), *qkv, sink_H)
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, q_pe: Tensor | None, k_pe: Tensor | None, sink: Tensor | None
+        ) -> Tensor:
+            return explicit(q, k, v, q_pe_SBHR=q_pe, k_pe_TBR=k_pe, sink_H=sink)
+
+        return _in_fp32(run, *qkv, q_pe_SBHR, k_pe_TBR, sink_H)
     if name == "triton":
         document_start_BS = None if documents is None else documents.document_start_BS
         return flash_attention(*qkv, document_start_BS=document_start_BS, **kernel_kwargs)
     if documents is not None:
-        return _attend_per_document(*qkv, documents, sink_H, params)
+        return _attend_per_document(*qkv, q_pe_SBHR, k_pe_TBR, documents, sink_H, params)
     if name == "blocked":
         return blocked_attention(*qkv, **kernel_kwargs)
     q, k, v = ((aligned_for_kernel(x) if x.is_cuda else x).permute(1, 2, 0, 3) for x in qkv)
@@ -299,8 +328,9 @@ def _in_fp32(fn: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
 
 
 def _attend_per_document(
-    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, documents: Documents, sink_H: Tensor | None, params: AttentionParams
-) -> Tensor:
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, q_pe_SBHR: Tensor | None, k_pe_TBR: Tensor | None,
+    documents: Documents, sink_H: Tensor | None, params: AttentionParams,
+) -> Tensor:  # fmt: skip
     """Compute attention for one document at a time, for all documents that overlap the queries."""
     outputs_by_sample: list[list[Tensor]] = [[] for _ in range(q_SBHK.shape[1])]
     for sample, start, end in documents.spans:
@@ -310,9 +340,13 @@ def _attend_per_document(
             continue
         k_start = max(start, params.k_start)
         k_end = max(k_start, q_end)  # the range may be empty
-        q = q_SBHK[q_start - params.q_start : q_end - params.q_start, sample : sample + 1]
-        k, v = (x[k_start - params.k_start : k_end - params.k_start, sample : sample + 1] for x in (k_TBGK, v_TBGK))
+        queries = slice(q_start - params.q_start, q_end - params.q_start), slice(sample, sample + 1)
+        keys = slice(k_start - params.k_start, k_end - params.k_start), slice(sample, sample + 1)
+        q, q_pe = (None if x is None else x[queries] for x in (q_SBHK, q_pe_SBHR))
+        k, v, k_pe = (None if x is None else x[keys] for x in (k_TBGK, v_TBGK, k_pe_TBR))
+        assert q is not None and k is not None and v is not None
         drop = params.drop and params.drop._replace(sample_ids_B=params.drop.sample_ids_B[sample : sample + 1])
         document_params = params._replace(drop=drop, q_start=q_start, k_start=k_start)
-        outputs_by_sample[sample].append(attention(q, k, v, sink_H=sink_H, **document_params._asdict()))
+        kwargs: dict[str, Any] = dict(q_pe_SBHR=q_pe, k_pe_TBR=k_pe, sink_H=sink_H, **document_params._asdict())
+        outputs_by_sample[sample].append(attention(q, k, v, **kwargs))
     return torch.cat([torch.cat(outputs) for outputs in outputs_by_sample], dim=1)

@@ -20,7 +20,8 @@ torch's fused attention would need a mask of S x S and compute all scores. The d
 redrawn in backward: p D replaces p for o and dv, and dp D replaces dp, with D = keep / (1 - p). Positions are absolute:
 q and k may be parts of the sequence, as in kernels/flash_attention.py. A sink is an additional column of the softmax
 only. The gradients of a softmax's inputs sum to 0, so the sink's gradient is minus the sum of the keys' gradients.
-Capped scores are in fp32: they are rounded only before the cap.
+Capped scores are in fp32: they are rounded only before the cap. Keys that all heads share are joined to those of each
+head, which are copied here anyway.
 """
 
 from collections.abc import Iterator
@@ -208,13 +209,25 @@ class _AttentionBlocks:
         return p
 
 
+def join_shared_keys(
+    q_SBHK: Tensor, k_TBGK: Tensor, q_pe_SBHR: Tensor | None, k_pe_TBR: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys of K + R channels, whose last R are those that meet the keys that all heads share."""
+    if q_pe_SBHR is None or k_pe_TBR is None:
+        return q_SBHK, k_TBGK
+    k_pe_TBGR = k_pe_TBR.unsqueeze(2).expand(*k_TBGK.shape[:3], -1)
+    return torch.cat([q_SBHK, q_pe_SBHR], -1), torch.cat([k_TBGK, k_pe_TBGR], -1)
+
+
 class _BlockedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, sink_H: Tensor | None, params: AttentionParams
-    ) -> Tensor:
-        ctx.save_for_backward(q_SBHK, k_TBGK, v_TBGK, sink_H)
+        ctx: Any, q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, q_pe_SBHR: Tensor | None, k_pe_TBR: Tensor | None,
+        sink_H: Tensor | None, params: AttentionParams,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(q_SBHK, k_TBGK, v_TBGK, q_pe_SBHR, k_pe_TBR, sink_H)
         ctx.params = params
+        q_SBHK, k_TBGK = join_shared_keys(q_SBHK, k_TBGK, q_pe_SBHR, k_pe_TBR)
         groups = k_TBGK.shape[2]
         dtype = q_SBHK.dtype
         q_SBHK, k_TBGK, v_TBGK = fp16_to_fp32(q_SBHK, k_TBGK, v_TBGK)
@@ -236,7 +249,9 @@ class _BlockedAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, do_SBHK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_SBHK, k_TBGK, v_TBGK, sink_H = ctx.saved_tensors
+        q_SBHK, k_TBGK, v_TBGK, q_pe_SBHR, k_pe_TBR, sink_H = ctx.saved_tensors
+        K = q_SBHK.shape[-1]
+        q_SBHK, k_TBGK = join_shared_keys(q_SBHK, k_TBGK, q_pe_SBHR, k_pe_TBR)
         dtype = q_SBHK.dtype
         q_SBHK, k_TBGK, v_TBGK, do_SBHK = fp16_to_fp32(q_SBHK, k_TBGK, v_TBGK, do_SBHK)
         groups = k_TBGK.shape[2]
@@ -275,12 +290,16 @@ class _BlockedAttention(Function):
         dsink_H = None
         if sink_H is not None and dsink_MQ is not None:
             dsink_H = (dsink_MQ / blocks.keep_prob).view(batch, -1).sum(0).to(sink_H.dtype)
-        return dq_SBHK, dk_TBGK, dv_TBGK, dsink_H, None
+        if q_pe_SBHR is None:
+            return dq_SBHK, dk_TBGK, dv_TBGK, None, None, dsink_H, None
+        dk_pe_TBR = dk_MTK[..., K:].unflatten(0, (batch, groups)).sum(1).transpose(0, 1).to(dtype)
+        return dq_SBHK[..., :K], dk_TBGK[..., :K], dv_TBGK, dq_SBHK[..., K:], dk_pe_TBR, dsink_H, None
 
 
 def blocked_attention(
-    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, sink_H: Tensor | None = None, **kwargs: Any
-) -> Tensor:
+    q_SBHK: Tensor, k_TBGK: Tensor, v_TBGK: Tensor, *, q_pe_SBHR: Tensor | None = None, k_pe_TBR: Tensor | None = None,
+    sink_H: Tensor | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Return o_SBHK = softmax(scale * q k^T + causal) v, with H a multiple of G.
 
     It supports every floating-point dtype and device, and values of any width, also if `is_fastest` is False.
@@ -289,8 +308,10 @@ def blocked_attention(
         q_SBHK: the queries.
         k_TBGK: the keys.
         v_TBGK: the values.
+        q_pe_SBHR: the channels of the queries that meet the keys in `k_pe_TBR`; None: none.
+        k_pe_TBR: the keys that all heads share.
         sink_H: a logit without a value per head (kernels/attention.py); None: no sink.
         **kwargs: the fields of AttentionParams.
     """
     params = AttentionParams(**kwargs)
-    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, sink_H, params)  # type: ignore[return-value]
+    return _BlockedAttention.apply(q_SBHK, k_TBGK, v_TBGK, q_pe_SBHR, k_pe_TBR, sink_H, params)  # type: ignore[return-value]

@@ -179,17 +179,19 @@ def logits_and_labels(rows: int, columns: int, vocab: int) -> Make:
 def attention_fn(
     fn: Callable[..., Tensor], window: int | None = None, dropout_p: float = 0.0, softcap: float | None = None
 ) -> Callable[..., Tensor]:
-    """Return `fn` as a function of q, k, v and, optionally, the starts of documents and a sink."""
+    """Return `fn` as a function of q, k, v and, optionally, the starts of documents, a sink and shared keys."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         document_start_BS = next((x for x in extra if not x.dtype.is_floating_point), None)
-        sink_H = next((x for x in extra if x.dtype.is_floating_point), None)
+        by_dim = {x.dim(): x for x in extra if x.dtype.is_floating_point}
+        sink_H = by_dim.get(1)
+        shared = dict(q_pe_SBHR=by_dim[4], k_pe_TBR=by_dim[3]) if 4 in by_dim else {}
         documents = None if document_start_BS is None else Documents(spans_of(document_start_BS), document_start_BS)
         drop = None
         if dropout_p:
             ids_B = torch.arange(q.shape[1], device=q.device) * 1_000_003 + 2**33
             drop = AttentionDropout(dropout_p, KEY, ids_B, head_offset=3)
-        options = dict(window=window, documents=documents, drop=drop, sink_H=sink_H, softcap=softcap)
+        options = dict(window=window, documents=documents, drop=drop, sink_H=sink_H, softcap=softcap, **shared)
         return fn(q, k, v, scale=q.shape[-1] ** -0.5, **options)
 
     return run
@@ -198,7 +200,8 @@ def attention_fn(
 def attention_definition(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None,
     document_start_BS: Tensor | None = None, drop: AttentionDropout | None = None, sink_H: Tensor | None = None,
-    q_start: int = 0, k_start: int = 0, softcap: float | None = None,
+    q_start: int = 0, k_start: int = 0, softcap: float | None = None, q_pe_SBHR: Tensor | None = None,
+    k_pe_TBR: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention of queries from position `q_start` to keys from `k_start`, with scores in memory.
 
@@ -212,6 +215,8 @@ def attention_definition(
     visible = (low <= j) & (j <= i)
     q_k_v = [x.permute(1, 2, 0, 3).repeat_interleave(q.shape[2] // x.shape[2], 1) for x in (q, k, v)]
     scores = q_k_v[0] @ q_k_v[1].mT * scale
+    if q_pe_SBHR is not None and k_pe_TBR is not None:
+        scores = scores + torch.einsum("ibhr,jbr->bhij", q_pe_SBHR, k_pe_TBR) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible, -math.inf)
@@ -233,9 +238,10 @@ def spans_of(document_start_BS: Tensor) -> tuple[tuple[int, int, int], ...]:
 
 
 def attention_inputs(
-    S: int, B: int, H: int, G: int, K: int, document: int | None = None, sink: bool = False, value: int | None = None
-) -> Make:
-    """Return a case of q, k and v, whose width is `value` or K, and optionally documents and a sink.
+    S: int, B: int, H: int, G: int, K: int, document: int | None = None, sink: bool = False, value: int | None = None,
+    pe: int = 0,
+) -> Make:  # fmt: skip
+    """Return a case of q, k and v, whose width is `value` or K, and optionally documents, a sink and shared keys.
 
     Documents have about `document` tokens, and differ between samples.
     """
@@ -246,6 +252,8 @@ def attention_inputs(
             starts = torch.arange(S)[None] + torch.arange(B)[:, None] * (document // 2)
             shifted_starts = starts // document * document - torch.arange(B)[:, None] * (document // 2)
             inputs.append(shifted_starts.clamp(min=0))
+        if pe:
+            inputs += normals((S, B, H, pe), (S, B, pe))()
         return inputs + [normal(H, seed=3)] * sink
 
     return make
@@ -478,6 +486,17 @@ OPS: dict[str, Op] = {
             attention_inputs(40, 1, 2, 2, 96, value=8),
         ),
         half_units=3,
+    ),
+    "attention with shared keys": attention_op(
+        *(
+            attention_inputs(150, 1, 2, 2, 128, pe=64),
+            attention_inputs(70, 2, 2, 1, 20, 30, value=72, pe=6),
+            attention_inputs(40, 1, 2, 2, 192, value=256, pe=64),
+        ),
+        half_units=3,
+    ),
+    "attention with shared keys, a cap, a sink and dropout, by document in a window": attention_op(
+        attention_inputs(200, 2, 2, 2, 64, 90, sink=True, pe=16), half_units=3, window=70, dropout_p=0.25, softcap=2.0
     ),
     "attention, wide heads": attention_op(
         attention_inputs(150, 1, 2, 1, 256), attention_inputs(90, 2, 1, 1, 200, 40), window=130

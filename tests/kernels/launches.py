@@ -40,7 +40,7 @@ class Work:
     @property
     def kind(self) -> str:
         """The operation, with " wide" if it uses the tiles of wide heads."""
-        return self.op + " wide" * (self.op == "attention" and self.size > 128)
+        return self.op + " wide" * (self.op.endswith("attention") and self.size > 128)
 
     @property
     def name(self) -> str:
@@ -104,10 +104,10 @@ def rope(head_size: int, dtype: torch.dtype) -> Work:
     return Work("rope", dtype, head_size, run)
 
 
-def attention(head_size: int, dtype: torch.dtype, value: int | None = None) -> Work:
+def attention(head_size: int, dtype: torch.dtype, value: int | None = None, pe: int = 0) -> Work:
     """Return attention over complete tiles, with each of dropout, documents, a sink and a cap on and off.
 
-    Values have `value` channels, or as many as keys.
+    Values have `value` channels, or as many as keys. All heads share keys of `pe` channels.
     """
 
     def run() -> None:
@@ -125,9 +125,11 @@ def attention(head_size: int, dtype: torch.dtype, value: int | None = None) -> W
             sink_H = torch.zeros(4, dtype=dtype) if has_sink else None
             document_start_BS = document_start_BS if documents else None
             options: dict[str, Any] = dict(drop=drop, sink_H=sink_H, softcap=softcap)
+            if pe:
+                options["q_pe_SBHR"], options["k_pe_TBR"] = zeros(dtype, (256, 2, 4, pe), (256, 2, pe))
             backward(flash_attention(q, k, v, scale=0.1, document_start_BS=document_start_BS, **options))
 
-    return Work("attention", dtype, head_size, run)
+    return Work("latent attention" if pe else "attention", dtype, head_size, run)
 
 
 def experts(width: int, dtype: torch.dtype) -> Work:
@@ -200,7 +202,8 @@ def all_work() -> Iterator[Work]:
             yield attention(head_size, dtype)
         if dtype != torch.float32:
             yield attention(256, dtype)  # Gemma's
-            yield attention(192, dtype, 128)  # DeepSeek-V3's
+            yield attention(192, dtype, 128)  # DeepSeek-V3's, with a key of each head
+        yield attention(128, dtype, 128, 64)  # DeepSeek-V3's
         yield loss(128256, dtype)
     yield updates(torch.float32)
     yield updates(torch.bfloat16)

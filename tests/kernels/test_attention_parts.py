@@ -32,46 +32,55 @@ Call = Callable[..., Any]
 
 
 def _tensors(
-    queries: int, keys: int, has_sink: bool = False, value: int = K, dtype: torch.dtype = torch.float64
-) -> list[Tensor]:
-    """Return q, k, v of `value` channels, the gradient of o, and optionally a sink."""
+    queries: int, keys: int, has_sink: bool = False, value: int = K, pe: int = 0, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
+    """Return q, k, v of `value` channels, the gradient of o, and optionally shared keys of `pe` channels and a sink."""
     generator = torch.Generator().manual_seed(queries * 101 + keys)
-    shapes = ((queries, B, G * PER_GROUP, K), (keys, B, G, K), (keys, B, G, value), (queries, B, G * PER_GROUP, value))
-    tensors = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    sink_H = torch.linspace(-1, 2, G * PER_GROUP, dtype=torch.float64)
-    return [x.to(dtype) for x in (*tensors, sink_H)[: 4 + has_sink]]
+    H = G * PER_GROUP
+    shapes = {"q": (queries, B, H, K), "k": (keys, B, G, K), "v": (keys, B, G, value), "do": (queries, B, H, value)}
+    if pe:
+        shapes |= {"q_pe_SBHR": (queries, B, H, pe), "k_pe_TBR": (keys, B, pe)}
+    tensors = {
+        name: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+    if has_sink:
+        tensors["sink_H"] = torch.linspace(-1, 2, H, dtype=dtype)
+    return tensors
 
 
 def _drop(p: float) -> AttentionDropout | None:
     return AttentionDropout(p, 12345, torch.tensor([7, 9]), head_offset=3) if p else None
 
 
-def _results(run: Call, tensors: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    """Return o, dq, dk, dv and, if the fifth tensor is a sink, its gradient."""
-    leaves = [x.detach().requires_grad_() for x in (*tensors[:3], *tensors[4:])]
-    sink = dict(sink_H=leaves[3]) if leaves[3:] else {}
-    o = run(*leaves[:3], scale=SCALE, **sink, **options)
-    return [o.detach(), *torch.autograd.grad(o, leaves, tensors[3])]
+def _results(run: Call, tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """Return o, and the gradient of each tensor by its name."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if name != "do"}
+    more = {name: x for name, x in leaves.items() if name not in ("q", "k", "v")}
+    o = run(leaves["q"], leaves["k"], leaves["v"], scale=SCALE, **more, **options)
+    grads = torch.autograd.grad(o, [*leaves.values()], tensors["do"])
+    return {"o": o.detach()} | dict(zip(leaves, grads, strict=True))
 
 
-def _close(actual: Sequence[Tensor], expected: Sequence[Tensor], bound: float) -> None:
-    for name, a, b in zip(("o", "dq", "dk", "dv", "dsink")[: len(expected)], actual, expected, strict=True):
+def _close(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, b in expected.items():
         torch.testing.assert_close(
-            a.double(), b.double(), rtol=bound, atol=bound, msg=lambda text, n=name: f"{n}: {text}"
+            actual[name].double(), b.double(), rtol=bound, atol=bound, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
-# queries, keys, first positions, window, dropout probability, has documents, has a sink, width of values
+# queries, keys, first positions, window, dropout probability, has documents, has a sink, widths of values and of
+# shared keys
 TRITON = [
-    (40, 40, 0, 0, None, 0.0, False, True, K),
-    (40, 70, 30, 0, None, 0.3, True, False, 5),  # a chunk of queries and all keys up to its end
-    (33, 20, 64, 7, None, 0.0, True, False, K),  # keys far before the queries
-    (20, 33, 7, 20, None, 0.3, False, True, 70),  # some queries before all keys
-    (5, 9, 0, 40, None, 0.0, False, False, K),  # all queries before all keys
-    (70, 20, 0, 40, None, 0.0, False, False, K),  # only the last blocks of queries see keys
-    (70, 35, 20, 0, 25, 0.0, False, True, K),  # a window that ends within the keys
-    (35, 70, 40, 3, 9, 0.3, True, True, 5),
-    (17, 6, 90, 10, 8, 0.0, False, False, K),  # a window that starts after all keys
+    (40, 40, 0, 0, None, 0.0, False, True, K, 0),
+    (40, 70, 30, 0, None, 0.3, True, False, 5, 3),  # a chunk of queries and all keys up to its end
+    (33, 20, 64, 7, None, 0.0, True, False, K, 0),  # keys far before the queries
+    (20, 33, 7, 20, None, 0.3, False, True, 70, 0),  # some queries before all keys
+    (5, 9, 0, 40, None, 0.0, False, False, K, 16),  # all queries before all keys
+    (70, 20, 0, 40, None, 0.0, False, False, K, 0),  # only the last blocks of queries see keys
+    (70, 35, 20, 0, 25, 0.0, False, True, K, 5),  # a window that ends within the keys
+    (35, 70, 40, 3, 9, 0.3, True, True, 5, 3),
+    (17, 6, 90, 10, 8, 0.0, False, False, K, 0),  # a window that starts after all keys
 ]
 
 
@@ -87,8 +96,8 @@ def _options(case: tuple[Any, ...]) -> dict[str, Any]:
     return dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start, document_start_BS=first)
 
 
-def in_triton(case: tuple[Any, ...], softcap: float | None) -> list[Tensor]:
-    tensors = _tensors(*case[:2], *case[-2:], dtype=torch.float32)
+def in_triton(case: tuple[Any, ...], softcap: float | None) -> dict[str, Tensor]:
+    tensors = _tensors(*case[:2], *case[-3:], dtype=torch.float32)
     return _results(flash_attention, tensors, **_options(case), softcap=softcap)
 
 
@@ -100,7 +109,7 @@ OFTEN = [row for row in IN_TRITON if row not in (IN_TRITON[0], *CAPPED[1:-2])]
 @pytest.mark.parametrize("row", nightly_except(IN_TRITON, OFTEN, str, guards=("megalite/kernels",)))
 def test_attention_kernels_at_any_positions(interpreter: Call, row: tuple[tuple[Any, ...], float | None]) -> None:
     case, softcap = row
-    tensors = _tensors(*case[:2], *case[-2:])
+    tensors = _tensors(*case[:2], *case[-3:])
     expected = _results(attention_definition, tensors, **_options(case), softcap=softcap)
     _close(interpreter(in_triton, case, softcap), expected, 2e-5)
 
@@ -147,13 +156,14 @@ Options = tuple[int | None, float, list[int] | None, str, int]
 
 @settings(max_examples=300)
 @given(
-    *(positions, option_strategy, st.booleans(), st.sampled_from([K, 5])), st.none() | st.sampled_from([0.2, 3.0, 1e3])
+    *(positions, option_strategy, st.booleans(), st.tuples(st.sampled_from([K, 5]), st.sampled_from([0, 3]))),
+    st.none() | st.sampled_from([0.2, 3.0, 1e3]),
 )
 def test_attention_accepts_queries_and_keys_at_any_positions(
     position_values: tuple[int, int, int, int],
     option_values: Options,
     has_sink: bool,
-    value: int,
+    widths: tuple[int, int],
     softcap: float | None,
 ) -> None:
     (queries, keys, q_start, k_start), (window, p, document_lengths, backend, rows) = position_values, option_values
@@ -161,7 +171,7 @@ def test_attention_accepts_queries_and_keys_at_any_positions(
         _documents(max(q_start + queries, k_start + keys), document_lengths), q_start, q_start + queries
     )
     options = dict(window=window, drop=_drop(p), q_start=q_start, k_start=k_start, softcap=softcap)
-    tensors = _tensors(queries, keys, has_sink, value)
+    tensors = _tensors(queries, keys, has_sink, *widths)
     with _force_backend(backend), pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK_QUERIES", rows)
         patch.setattr(module, "WINDOW_BLOCK_QUERIES", (min(rows, 7), rows))
@@ -181,16 +191,18 @@ def test_attention_flops_of_parts_sum_to_the_whole(window: int | None) -> None:
             assert kernel.flops is not None
             self.flops += kernel.flops(*args)
 
-    def flops_of_parts(*cuts: int, value: int = 64) -> float:
+    def flops_of_parts(*cuts: int, value: int = 64, pe: int = 0) -> float:
         q = torch.empty(cuts[-1], 2, 4, 64, device="meta", dtype=torch.bfloat16)
-        v = q[..., :value]
+        v, q_pe, k_pe = q[..., :value], q[..., :pe], q[:, :, 0, :pe]
         with dispatch.observe_launches(counter := FlopCounter()):
             for a, b in itertools.pairwise(cuts):
-                attention(q[a:b], q[:b], v[:b], scale=1.0, window=window, q_start=a)
+                shared = dict(q_pe_SBHR=q_pe[a:b], k_pe_TBR=k_pe[:b]) if pe else {}
+                attention(q[a:b], q[:b], v[:b], scale=1.0, window=window, q_start=a, **shared)
         return counter.flops
 
     assert flops_of_parts(0, 7, 8, 100) == flops_of_parts(0, 100) > 0
     assert flops_of_parts(0, 100, value=16) == flops_of_parts(0, 100) * (64 + 16) / (64 + 64)
+    assert flops_of_parts(0, 100, pe=32) == flops_of_parts(0, 100) * (64 + 32 + 64) / (64 + 64)
 
 
 def test_windowed_attention_work_is_linear_in_length() -> None:
@@ -207,11 +219,12 @@ def test_windowed_attention_work_is_linear_in_length() -> None:
 
 
 def test_attention_saves_only_its_inputs() -> None:
-    q, k, v = (x.requires_grad_() for x in _tensors(300, 300, dtype=torch.bfloat16)[:3])
+    tensors = _tensors(300, 300, pe=4, dtype=torch.bfloat16)
+    q, k, v, q_pe, k_pe = (x.requires_grad_() for name, x in tensors.items() if name != "do")
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        blocked_attention(q, k, v, scale=0.25)
-    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in (q, k, v)]
+        blocked_attention(q, k, v, scale=0.25, q_pe_SBHR=q_pe, k_pe_TBR=k_pe)
+    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in (q, k, v, q_pe, k_pe)]
 
 
 # ---- Megatron-LM, which stores scores in the dtype of q and k, needs --apply-query-key-layer-scaling and

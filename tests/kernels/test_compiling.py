@@ -117,16 +117,15 @@ def work_on_gpus() -> list[Any]:
     """
     rows = [(work, capability) for work in all_work() for capability in GPUS]
     # 8.9 has the tiles of 8.0 and the shared memory of 12.0; 10.0 has its own tiles only for attention
-    distinct = [row for row in rows if row[1] != 89 and (row[1] != 100 or row[0].op == "attention")]
+    distinct = [row for row in rows if row[1] != 89 and (row[1] != 100 or row[0].op.endswith("attention"))]
     distinct = [row for row in distinct if row[0].dtype != torch.float16]
     often = cover(distinct, lambda row: {"op": row[0].kind, "dtype": str(row[0].dtype), "gpu": row[1]})
     directory = "megalite/kernels"
 
     def param(row: tuple[Work, int]) -> Any:
         file = "norms" if row[0].op.endswith("norm") else row[0].op
-        file = {"attention": "flash_attention", "swiglu": "activations/swiglu", "geglu": "activations/geglu"}.get(
-            file, file
-        )
+        file = "flash_attention" if file.endswith("attention") else file
+        file = {"swiglu": "activations/swiglu", "geglu": "activations/geglu"}.get(file, file)
         mark = pytest.mark.nightly(guards=(f"{directory}/{file}.py",))
         return pytest.param(*row, id=f"{row[0].name}-{row[1]}", marks=() if row in often else mark)
 

@@ -140,7 +140,7 @@ def test_attention_kernel_is_forced_by_its_variable(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(attention.attention(Q, Q, Q, scale=1.0), Q)
     assert attention.select_backend(Q, Q, has_documents=False, window=True) == "blocked"
     assert attention.describe_backend("cpu") == "flash (MEGALITE_ATTENTION); in a window: blocked"
-    assert attention.describe_backend("cpu", softcap=True) == "blocked"
+    assert attention.describe_backend("cpu", needs_own_kernel=True) == "blocked"
     torch.testing.assert_close(attention.attention(Q, Q, Q, scale=1.0, softcap=1.0), Q)
 
 
@@ -158,8 +158,8 @@ def test_cpu_attention_is_chosen_by_dtype_mask_and_window() -> None:
     assert {attention.select_backend(Q, Q, has_documents=m, window=True) for m in (False, True)} == {"blocked"}
     assert attention.describe_backend("cpu") == attention.describe_backend("cpu", dropout=True) == "blocked"
     assert attention.describe_backend("cpu", half=False) == "torch"
-    assert attention.describe_backend("cpu", half=False, softcap=True) == "blocked"
-    assert attention.describe_backend("cpu", dropout=True, half=False, softcap=True) == "blocked"
+    assert attention.describe_backend("cpu", half=False, needs_own_kernel=True) == "blocked"
+    assert attention.describe_backend("cpu", dropout=True, half=False, needs_own_kernel=True) == "blocked"
     windows = "blocked, for dropout; in evaluation torch; in a window blocked"
     assert attention.describe_backend("cpu", dropout=True, half=False, window=True) == windows
 

@@ -79,9 +79,9 @@ def format_plan(
             rows["precision"] += ", computed in fp32: this CPU has no instructions for it"
         is_half = config.precision.bf16 or config.precision.fp16
         has_dropout = model.attention_dropout > 0
-        has_softcap = model.attn_logit_softcapping is not None
+        needs_own_kernel = model.attn_logit_softcapping is not None
         rows["attention"] = describe_backend(
-            device_type, has_dropout, half=is_half, window=bool(windows), softcap=has_softcap
+            device_type, has_dropout, half=is_half, window=bool(windows), needs_own_kernel=needs_own_kernel
         )
     if (matrices := plan.model_states.fullest.muon) is not None:
         rows["full matrices"] = f"{matrices}, per step"
