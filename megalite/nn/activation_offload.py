@@ -12,30 +12,17 @@ weight gradients.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.nn.parameter import RunUnit
+from megalite.nn.saved_tensors import nested_hooks
 from megalite.nn.storage_identity import storage_id
 from megalite.parallel.streams import Event, new_stream, on_side_stream, record_event, wait_event
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-_outer_hooks: ContextVar[Hooks] = ContextVar("hooks", default=(lambda x: x, lambda x: x))
-
-
-def current_offload_hooks() -> Hooks:
-    """Return the pack and unpack hooks of the block that offloads; without one, they do nothing.
-
-    Autograd calls only the innermost hooks, so code with its own hooks inside a block must pass the tensors that it
-    saves to these.
-    """
-    return _outer_hooks.get()
 
 
 class ActivationOffload:
@@ -66,8 +53,7 @@ class ActivationOffload:
                     activations = _BlockActivations(
                         self, resident_ids.union(map(storage_id, unit.parameters())), previous
                     )
-                    hooks.enter_context(saved_tensors_hooks(activations.pack, activations.unpack))
-                    hooks.callback(_outer_hooks.reset, _outer_hooks.set((activations.pack, activations.unpack)))
+                    hooks.enter_context(nested_hooks(activations.pack, activations.unpack))
                 y = run_unit(unit, *args, **kwargs)
             if activations is not None:
                 activations.copy_to_host()

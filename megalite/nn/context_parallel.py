@@ -30,12 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.kernels.attention import Documents
 from megalite.kernels.blocked_attention import AttentionDropout
 from megalite.kernels.dispatch import accum_dtype
-from megalite.nn.activation_offload import current_offload_hooks
+from megalite.nn.saved_tensors import current_hooks, nested_hooks
 from megalite.nn.sequence_sharding import SequenceSharding
 from megalite.nn.storage_identity import shares_storage
 from megalite.parallel.comm import start_all_gather, start_all_to_all, start_reduce_scatter
@@ -160,7 +159,7 @@ class _GatheredKV:
 
     def __init__(self, exchange: KVExchange, kv: Tensor, recomputed: bool):
         self.gathered_kv: Tensor | None
-        self.outer_pack, self.outer_unpack = current_offload_hooks()
+        self.outer_pack, self.outer_unpack = current_hooks()
         self.exchange = exchange
         self.kv = None if recomputed else self.outer_pack(kv)
         self.gathered_kv = exchange.all_gather(kv)
@@ -247,7 +246,7 @@ class _SavedOutput:
     """
 
     def __init__(self) -> None:
-        self.outer_pack, self.outer_unpack = current_offload_hooks()
+        self.outer_pack, self.outer_unpack = current_hooks()
         self.saved: list[list[Any]] = []
         self.outputs: list[Tensor] = []  # o in backward, once for each read
         self.num_reads = 0
@@ -316,7 +315,7 @@ class ContextParallelAttention:
         gathered = _GatheredKV(KVExchange(self.cp, self.sharding, window), kv.detach(), self.recomputed)
         parts: Any = _AllGatherKV.apply(kv, gathered, key_ranges)
         outputs: list[Tensor] = []
-        with nullcontext() if self.recomputed else saved_tensors_hooks(gathered.pack, gathered.unpack):
+        with nullcontext() if self.recomputed else nested_hooks(gathered.pack, gathered.unpack):
             qs = q_SBHK.split([len(queries) for queries in ranges])
             for queries, keys, q, k, v in zip(ranges, key_ranges, qs, parts[::2], parts[1::2], strict=True):
                 local_documents = documents and documents._replace(
@@ -348,7 +347,7 @@ class ContextParallelAttention:
         local_dropout = drop and drop._replace(head_offset=drop.head_offset + cp.shard_start(local_heads))
         kwargs["sink_H"] = None if sink_H is None else sink_H.narrow(0, cp.shard_start(local_heads), local_heads)
         result, qkv = _SavedOutput(), x_TBnK.split([x.shape[3] for x in by_rank], 2)
-        with nullcontext() if self.recomputed else saved_tensors_hooks(result.pack, result.unpack):
+        with nullcontext() if self.recomputed else nested_hooks(result.pack, result.unpack):
             o_TBHK = self.attention_fn(*qkv, drop=local_dropout, **kwargs)
         result.finish(o_TBHK)
         if self.recomputed:

@@ -17,6 +17,7 @@ also adds the bias, u + bias is not stored either.
 Rejected: a differentiable gather before the matmul. It saves the full x_SBD, 2*s*b*h*(tp-1)/tp more bytes per matmul.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,35 +46,55 @@ def _weight_grad(weight: Tensor, main_grad: MainGrad | None, dy: Tensor, x_ND: T
     return None
 
 
+def _channel_parts(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the part of the channels of x that each weight multiplies, in order, and the rest."""
+    widths = [w.shape[-1] for w in weights]
+    return list(x.split([*widths, x.shape[-1] - sum(widths)], -1))
+
+
 class _ColumnParallelLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x_sBD: Tensor, tp: Axis, wgrad_store: WeightGradStore | None, *weights: Tensor
+        ctx: Any, x_sBD: Tensor, tp: Axis, wgrad_store: WeightGradStore | None, split_channels: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.tp = tp
         ctx.wgrad_store = wgrad_store
+        ctx.split_channels = split_channels
         # read here and not in backward, because recompute saves other tensors than the parameters
         ctx.main_grads = [main_grad_of(w) for w in weights]
         ctx.save_for_backward(x_sBD, *weights)
         x_SBD = start_all_gather(x_sBD, tp).wait()
-        return tuple(matmul(x_SBD, _flatten_tokens(w).T) for w in weights)
+        if not split_channels:
+            return tuple(matmul(x_SBD, _flatten_tokens(w).T) for w in weights)
+        *parts, rest = _channel_parts(x_SBD, weights)
+        outputs = [matmul(part, _flatten_tokens(w).T) for part, w in zip(parts, weights, strict=True)]
+        return *outputs, rest.clone(memory_format=torch.contiguous_format)  # does not keep the other channels
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x_sBD, *weights = ctx.saved_tensors
         wgrad_store: WeightGradStore | None = None if None in ctx.main_grads else ctx.wgrad_store
-        pending_x = start_all_gather(x_sBD, ctx.tp) if wgrad_store is None else None
-        dx_ND = matmul(_flatten_tokens(dys[0]), _flatten_tokens(weights[0]))
-        for dy, w in zip(dys[1:], weights[1:], strict=True):
-            mm_(dx_ND, _flatten_tokens(dy), _flatten_tokens(w), add=True)
-        pending_dx = start_reduce_scatter(dx_ND.view(*dys[0].shape[:-1], -1), ctx.tp)
+        pending_x = start_all_gather(x_sBD, ctx.tp) if weights and wgrad_store is None else None
+        if ctx.split_channels:
+            dys, drest = dys[:-1], dys[-1]
+            dparts = [matmul(dy, _flatten_tokens(w)) for dy, w in zip(dys, weights, strict=True)]
+            dx_SBD = torch.cat([*dparts, drest], -1)
+        else:
+            dx_ND = matmul(_flatten_tokens(dys[0]), _flatten_tokens(weights[0]))
+            for dy, w in zip(dys[1:], weights[1:], strict=True):
+                mm_(dx_ND, _flatten_tokens(dy), _flatten_tokens(w), add=True)
+            dx_SBD = dx_ND.view(*dys[0].shape[:-1], -1)
+        pending_dx = start_reduce_scatter(dx_SBD, ctx.tp)
         dws: list[Tensor | None] = [None] * len(weights)
         if pending_x is not None:
-            x_ND = _flatten_tokens(pending_x.wait())
-            dws = [_weight_grad(*args, x_ND) for args in zip(weights, ctx.main_grads, dys, strict=True)]
-        elif wgrad_store is not None:
-            wgrad_store.put(x_sBD, ctx.tp, zip(ctx.main_grads, dys, strict=True))
-        return pending_dx.wait(), None, None, *dws
+            x_SBD = pending_x.wait()
+            parts = _channel_parts(x_SBD, weights)[:-1] if ctx.split_channels else [x_SBD] * len(weights)
+            inputs_ND = map(_flatten_tokens, parts)
+            dws = [_weight_grad(*args) for args in zip(weights, ctx.main_grads, dys, inputs_ND, strict=True)]
+        elif weights and wgrad_store is not None:
+            widths = [w.shape[-1] for w in weights] if ctx.split_channels else None
+            wgrad_store.put(x_sBD, ctx.tp, zip(ctx.main_grads, dys, strict=True), widths=widths)
+        return pending_dx.wait(), None, None, None, *dws
 
 
 class _RowParallelLinear(Function):
@@ -109,13 +130,24 @@ class _RowParallelLinear(Function):
 
 
 def column_parallel_linear(
-    x_sBD: Tensor, weights: list[Tensor], tp: Axis, wgrad_store: WeightGradStore | None = None
+    x_sBD: Tensor, weights: Sequence[Tensor], tp: Axis, wgrad_store: WeightGradStore | None = None
 ) -> tuple[Tensor, ...]:
     """All-gather x, and multiply it by each weight [..., D], whose leading dims are flattened.
 
     Returns [S, B, rows] for each weight. Collective over tp.
     """
-    return _ColumnParallelLinear.apply(x_sBD, tp, wgrad_store, *weights)  # type: ignore[return-value]
+    return _ColumnParallelLinear.apply(x_sBD, tp, wgrad_store, False, *weights)  # type: ignore[return-value]
+
+
+def column_parallel_linear_of_parts(
+    x_sBC: Tensor, weights: Sequence[Tensor], tp: Axis, wgrad_store: WeightGradStore | None = None
+) -> tuple[Tensor, ...]:
+    """All-gather x, and multiply each weight [rows, c] by its own channels of x, which follow in order of the weights.
+
+    Returns [S, B, rows] for each weight, and the channels after the last one. One reduce-scatter of all channels sums
+    the gradient, also that of the channels without a weight. Collective over tp.
+    """
+    return _ColumnParallelLinear.apply(x_sBC, tp, wgrad_store, True, *weights)  # type: ignore[return-value]
 
 
 def replicated_linear(x_sBD: Tensor, weight: Tensor, wgrad_store: WeightGradStore | None = None) -> Tensor:

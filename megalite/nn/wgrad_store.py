@@ -9,7 +9,7 @@ number of collectives is the same. Only gradients that go to a main gradient are
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,13 @@ class _DeferredMatmul:
     gather_axis: Axis | None  # the axis over which x is gathered, along dim 0
     outputs: list[tuple[MainGrad, Tensor]]  # with dy
     accumulate: AccumulateFn
+    widths: list[int] | None  # the channels of x that each matmul reads, in order; None: each reads all
+
+    def inputs(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the input of each matmul, given the gathered x."""
+        if self.widths is None:
+            return [x] * len(self.outputs)
+        return x[..., : sum(self.widths)].split(self.widths, -1)
 
     def start_gather(self) -> Pending:
         return Pending(self.x) if self.gather_axis is None else start_all_gather(self.x, self.gather_axis)
@@ -55,6 +62,7 @@ class WeightGradStore:
         gather_axis: Axis | None,
         outputs: Iterable[tuple[MainGrad, Tensor]],
         accumulate: AccumulateFn = accumulate_weight_grad,
+        widths: list[int] | None = None,
     ) -> None:
         """Store the weight gradients of matmuls with one input.
 
@@ -65,9 +73,10 @@ class WeightGradStore:
             gather_axis: the axis over which x is gathered.
             outputs: main gradient and dy of each matmul.
             accumulate: adds the gradient for a dy and x to a main gradient.
+            widths: the number of channels of x that each matmul reads, in order; None: each reads all channels.
         """
         # detached, to free the graph that x belongs to
-        self._entries.append(_DeferredMatmul(x.detach(), gather_axis, list(outputs), accumulate))
+        self._entries.append(_DeferredMatmul(x.detach(), gather_axis, list(outputs), accumulate, widths))
 
     @property
     def main_grads(self) -> Iterator[MainGrad]:
@@ -83,9 +92,8 @@ class WeightGradStore:
             entry = self._entries.popleft()
             x = pending_x
             pending_x = self._entries[0].start_gather() if self._entries else None
-            x_SBD = x.wait()
-            for main_grad, dy in entry.outputs:
-                entry.accumulate(main_grad, dy, x_SBD)
+            for (main_grad, dy), input_SBD in zip(entry.outputs, entry.inputs(x.wait()), strict=True):
+                entry.accumulate(main_grad, dy, input_SBD)
                 uses_left[id(main_grad)] -= 1
                 if not uses_left[id(main_grad)]:
                     main_grad.mark_ready()
