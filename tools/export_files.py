@@ -247,6 +247,8 @@ def write_args(
     Megatron-LM does not have such a model.
     """
     shown = shown_pattern(model.hybrid_layer_pattern or "")
+    if model.multi_latent_attention:
+        raise CheckpointError("multi_latent_attention=True is not converted to Megatron-LM; keep megalite's checkpoint")
     if plugin_mixers := sorted(set(model.layer_parts) - {"attention", *MLP_LETTERS.values()}):
         raise CheckpointError(f"{shown}: mixer {plugin_mixers[0]!r} is not in Megatron-LM; keep megalite's checkpoint")
     if is_hybrid and not transformer_engine:

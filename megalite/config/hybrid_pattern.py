@@ -1,6 +1,6 @@
 """The layers of a model as a text with a letter for each part, as in Megatron-LM's hybrid models.
 
-    *   attention          -   MLP          E   experts
+    *   attention          +   multi-latent attention          -   MLP          E   experts
     |   border between two pipeline stages
     /   start of a depth of multi-token prediction
 
@@ -24,19 +24,19 @@ from megalite.config.layer_spec import ROUTER_LOSSES
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN
 from megalite.config.registry import REGISTRIES
 
-ATTENTION_LETTER = "*"
+ATTENTION_LETTERS = {"*": "attention", "+": "latent_attention"}
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
 DEPTH = "/"  # starts a depth of multi-token prediction
 MAX_SHOWN = 80  # characters of a pattern that a message shows
 _HINT = (
-    "use * (attention), - (MLP), E (experts), | (pipeline border), / (multi-token prediction) or a letter of a --plugin"
+    "use * (attention), + (multi-latent attention), - (MLP), E (experts), | (pipeline border), "
+    "/ (multi-token prediction) or a letter of a --plugin"
 )
 _REFUSED = {
     "M": "a Mamba layer",
     "G": "a gated delta net",
     "K": "Kimi delta attention",
-    "+": "multi-latent attention",
     "D": "sparse attention",
     "C": "compressed sparse attention",
     "H": "compressed attention",
@@ -71,9 +71,9 @@ def _letter(letters: Mapping[str, str], part: str | None) -> str:
 
 
 def mixer_letters() -> dict[str, str]:
-    """Return the name of the mixer for each letter: attention, and the mixers of plugins."""
+    """Return the name of the mixer for each letter: the kinds of attention, and the mixers of plugins."""
     plugin_mixers = REGISTRIES["mixer"].plugin_components
-    letters = {ATTENTION_LETTER: "attention"}
+    letters = dict(ATTENTION_LETTERS)
     for name, mixer in plugin_mixers.items():
         if mixer.letter in letters:
             both = f"{letters[mixer.letter]} and {name}"

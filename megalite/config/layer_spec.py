@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from megalite.config.rope_spec import RopeSpec
 
+# The built-in mixers in which a query attends to the keys of earlier positions
+ATTENTION_MIXERS = ("attention", "latent_attention")
+
 # The auxiliary losses of routers (nn/router.py), and their names in the log
 ROUTER_LOSSES = {
     "aux_loss": "load_balancing_loss",
@@ -20,7 +23,7 @@ class LayerSpec:
     Layers with equal specs have equal shapes and costs.
 
     Attributes:
-        mixer: The name of the mixer: "attention", or one of a plugin; None: the layer has none.
+        mixer: The name of the mixer: one of ATTENTION_MIXERS, or one of a plugin; None: the layer has none.
         mlp: The name of the MLP in models/layers.py: MLPS; None: the layer has none.
         window: The number of keys that a query attends to, including its own; None: all earlier ones.
         rope: The rotary positions of queries and keys; None: they are not rotated.
@@ -41,6 +44,10 @@ class LayerSpec:
         if self.mixer is not None and self.mlp is not None:
             return f"layers.{number}"
         return f"layers.{number}.{self.mixer or self.mlp}"
+
+    @property
+    def has_attention(self) -> bool:
+        return self.mixer in ATTENTION_MIXERS
 
     @property
     def has_experts(self) -> bool:

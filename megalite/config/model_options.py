@@ -215,8 +215,9 @@ class ModelConfig:
         may_look_like_flag=True,
         aliases=("--hybrid-override-pattern",),
         help=(
-            "layers as a letter for each part: * attention, - MLP, E experts, | a pipeline border, / the start of a "
-            "depth of multi-token prediction; an attention and the MLP or experts after it are one layer, as in *-*E"
+            "layers as a letter for each part: * attention, + multi-latent attention, - MLP, E experts, | a pipeline "
+            "border, / the start of a depth of multi-token prediction; an attention and the MLP or experts after it "
+            "are one layer, as in *-*E"
         ),
     )
     num_experts: int | None = model(
@@ -312,6 +313,28 @@ class ModelConfig:
         0.1, exclusive_min=0, help="weight of the losses of multi-token prediction, divided by the number of depths"
     )
     mtp_use_repeated_layer: bool = model(False, help="use the same weights for all depths of multi-token prediction")
+    multi_latent_attention: bool = model(
+        False, help="compress keys and values to a latent of --kv-lora-rank channels (DeepSeek-V2 and V3)"
+    )
+    q_lora_rank: int | None = model(None, help="rank of the compressed queries; default: queries are not compressed")
+    kv_lora_rank: int = model(32, exclusive_min=0, help="rank L of the compressed keys and values")
+    qk_head_dim: int = model(128, exclusive_min=0, help="channels of a query and key head without rotary positions")
+    qk_pos_emb_head_dim: int = model(
+        64, minimum=0, help="channels R of a query head with rotary positions, whose key all heads share; 0: none"
+    )
+    v_head_dim: int = model(128, exclusive_min=0, help="channels of a value head")
+    rope_type: str | None = model(
+        None,
+        choices=("rope", "yarn"),
+        acts_through="position_embedding_type",
+        help=(
+            "Megatron-LM's choice of rotary positions with --multi-latent-attention; default: yarn if "
+            "--rotary-scaling-factor is above 1"
+        ),
+    )
+    attention_output_gate: bool = model(
+        False, help="multiply the output of multi-latent attention by the sigmoid of a projection of its input"
+    )
 
     @property
     def head_size(self) -> int:
@@ -320,8 +343,18 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """The factor of attention scores before the softmax."""
-        return 1.0 / math.sqrt(self.head_size) if self.softmax_scale is None else self.softmax_scale
+        """The factor of attention scores before the softmax.
+
+        With multi-latent attention, YaRN also scales the channels that it does not rotate (DeepSeek-V2's code).
+        """
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        if not self.multi_latent_attention:
+            return 1.0 / math.sqrt(self.head_size)
+        yarn_factor = 1.0
+        if isinstance(self.rope_scaling, Yarn):
+            yarn_factor = 1 + 0.1 * self.mscale_all_dim * math.log(max(self.rotary_scaling_factor, 1.0))
+        return yarn_factor**2 / math.sqrt(self.qk_head_dim + self.qk_pos_emb_head_dim)
 
     @property
     def num_kv_groups(self) -> int:
@@ -402,12 +435,21 @@ class ModelConfig:
         return self.max_position_embeddings or self.seq_length
 
     @property
+    def allows_rope(self) -> bool:
+        """True if attention rotates queries and keys, unless `no_rope_freq` excepts its layer.
+
+        Multi-latent attention does so beside learned positions, too, as in Megatron-LM.
+        """
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim > 0 and self.position_embedding_type != "none"
+        return self.position_embedding_type in ("rope", "yarn")
+
+    @property
     def rope_layers(self) -> tuple[bool, ...]:
         """True for each layer with rotary positions, in the order of the layers."""
-        has_rope = self.position_embedding_type in ("rope", "yarn")
         pattern = self.no_rope_freq
-        if pattern is None or not has_rope:
-            return (has_rope,) * self.num_layers
+        if pattern is None or not self.allows_rope:
+            return (self.allows_rope,) * self.num_layers
         bits = parse_layer_pattern(pattern, self.num_layer_values)
         return self._values_of_layers(bits if pattern.strip().isdigit() else [not bit for bit in bits])
 
@@ -464,7 +506,6 @@ class ModelConfig:
         has_window = [layer is not None and layer.window is not None for layer in layer_of_letter]
         without_rope = [layer is not None and layer.rope is None for layer in layer_of_letter]
         some_windows = len({layer.window for layer in layer_of_letter if layer is not None}) > 1
-        has_rope = self.position_embedding_type in ("rope", "yarn")
         cp_comm_type = self.cp_comm_type
         if len(cp_comm_type) > 1:
             cp_comm_type = tuple("allgather" if layer is None else layer.cp_comm_type for layer in layer_of_letter)
@@ -472,7 +513,9 @@ class ModelConfig:
             self,
             hybrid_layer_pattern=self.hybrid_layer_pattern or self._pattern,
             window_attn_skip_freq=format_layer_pattern(has_window, periods=False) if some_windows else None,
-            no_rope_freq=format_layer_pattern(without_rope, periods=False) if has_rope and any(without_rope) else None,
+            no_rope_freq=format_layer_pattern(without_rope, periods=False)
+            if self.allows_rope and any(without_rope)
+            else None,
             moe_layer_freq="1",
             cp_comm_type=cp_comm_type,
         )
@@ -519,7 +562,7 @@ class ModelConfig:
             local_rope = RopeSpec(rope.dim, self.rotary_local_base)
         return tuple(
             LayerSpec(
-                "attention",
+                "latent_attention" if self.multi_latent_attention else "attention",
                 "moe" if has_experts else "mlp",
                 window,
                 None if not has_rope else rope if window is None else local_rope,
@@ -591,7 +634,7 @@ class ModelConfig:
     @property
     def has_only_full_layers(self) -> bool:
         """True if every layer has attention and then an MLP, as in a model without a pattern."""
-        return all(layer.mixer == "attention" and layer.mlp is not None for layer in self.layers)
+        return all(layer.has_attention and layer.mlp is not None for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
@@ -621,8 +664,9 @@ class ModelConfig:
 
     @property
     def _rope(self) -> RopeSpec:
+        head_size = self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_size
         return RopeSpec(
-            int(self.head_size * self.rotary_percent),
+            int(head_size * self.rotary_percent),
             self.rotary_base,
             self.rotary_seq_len_interpolation_factor,
             self.rope_scaling,
@@ -631,4 +675,4 @@ class ModelConfig:
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The window of each layer with attention; None: no window."""
-        return tuple(layer.window for layer in self.layers if layer.mixer == "attention")
+        return tuple(layer.window for layer in self.layers if layer.has_attention)

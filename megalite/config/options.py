@@ -244,8 +244,9 @@ def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a command line or file, with Megatron-LM's rules for missing ones.
 
     These are the form of gelu, the activation and positions of GPT-OSS's flags, one query group with
-    --group-query-attention, and the number of layers of a pattern, whose parts Megatron-LM counts as layers. With
-    --use-checkpoint-args nothing else is added, because the options of a checkpoint are complete.
+    --group-query-attention, yarn positions with --multi-latent-attention, and the number of layers of a pattern, whose
+    parts Megatron-LM counts as layers. With --use-checkpoint-args nothing else is added, because the options of a
+    checkpoint are complete.
     """
     values = dict(values)
     pattern = values.get("hybrid_layer_pattern")
@@ -265,6 +266,10 @@ def apply_megatron_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         values["activation"] = gelu_variant(**{name: values[name] for name in names if name in values})
     if values.get("group_query_attention"):
         values.setdefault("num_query_groups", 1)
+    if values.get("multi_latent_attention") and values.get("position_embedding_type") == "rope":
+        is_stretched = values.get("rotary_scaling_factor", 1.0) != 1.0
+        if values.get("rope_type", "yarn" if is_stretched else "rope") == "yarn":
+            values["position_embedding_type"] = "yarn"
     return values
 
 

@@ -224,7 +224,11 @@ class TrainConfig:
         help="activations to recompute in the backward pass; full: whole layers; selective: --recompute-modules",
     )
     recompute_modules: tuple[str, ...] = execution(
-        ("core_attn",), help="modules of selective recomputation: core_attn (softmax), layernorm, mlp, moe"
+        ("core_attn",),
+        help=(
+            "modules of selective recomputation: core_attn (softmax), layernorm, mlp, moe, mla_up_proj (up-projections "
+            "of multi-latent attention)"
+        ),
     )
     recompute_method: str | None = execution(
         None,

@@ -145,8 +145,8 @@ class KVCache:
     length. Each later one has a few tokens, at positions that differ between samples. Call `set_positions` before each.
     Padding after a sample's last token is never seen: its positions are overwritten before a query gets that far.
 
-    Memory per layer of this rank: 2 T B g K elements. In a layer with a window, only the keys that some query can see
-    are read.
+    Memory per layer of this rank: 2 T B g K elements, or T B (L + R) with multi-latent attention, where every tp rank
+    has the latents of all heads. In a layer with a window, only the keys that some query can see are read.
     """
 
     def __init__(self, length: int):
@@ -168,6 +168,23 @@ class KVCache:
         """The number of tokens of each sample in this pass; copied to the device only for the mixers that ask."""
         return self._num_new_B.to(self.positions_SB.device)
 
+    def append(self, layer: int, *new: Tensor) -> tuple[bool, tuple[Tensor, ...]]:
+        """Store tensors [S, B, ...] of the new tokens of `layer`.
+
+        Returns whether it is the first pass, and the tensors [T, B, ...] of all positions.
+        """
+        is_first_pass = layer not in self.states
+        if is_first_pass:
+            self.states[layer] = tuple(x.new_zeros(self.length, *x.shape[1:]) for x in new)
+        samples_B = torch.arange(new[0].shape[1], device=new[0].device)
+        for stored, x in zip(self.states[layer], new, strict=True):
+            stored[self.positions_SB, samples_B] = x
+        return is_first_pass, self.states[layer]
+
+    def first_visible(self, window: int | None) -> int:
+        """Return the first position that a query of this pass sees."""
+        return 0 if window is None else max(0, self.min_position - window + 1)
+
     def attend(
         self,
         layer: int,
@@ -186,18 +203,11 @@ class KVCache:
         A query sees the keys up to its own position, or the last `window` of these. Other arguments of
         kernels/attention.py are only for training.
         """
-        is_first_pass = layer not in self.states
-        if is_first_pass:
-            cache_shape = (self.length, *k_SBgK.shape[1:])
-            self.states[layer] = (k_SBgK.new_zeros(cache_shape), v_SBgK.new_zeros(cache_shape))
-        k_TBgK, v_TBgK = self.states[layer]
-        samples_B = torch.arange(k_SBgK.shape[1], device=k_SBgK.device)
-        k_TBgK[self.positions_SB, samples_B] = k_SBgK
-        v_TBgK[self.positions_SB, samples_B] = v_SBgK
+        is_first_pass, (k_TBgK, v_TBgK) = self.append(layer, k_SBgK, v_SBgK)
         kwargs: dict[str, Any] = dict(scale=scale, window=window, sink_H=sink_H, softcap=softcap)
         if is_first_pass:  # there are no earlier keys: use the kernel of training, which builds no mask
             return attention(q_SBhK, k_SBgK, v_SBgK, **kwargs)
-        start = 0 if window is None else max(0, self.min_position - window + 1)
+        start = self.first_visible(window)
         return cached_attention(q_SBhK, k_TBgK[start:], v_TBgK[start:], self.positions_SB - start, **kwargs)
 
 

@@ -21,6 +21,7 @@ from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ConfigError, ModelConfig
 from megalite.config.registry import REGISTRIES
 from megalite.nn.attention import Attention
+from megalite.nn.latent_attention import LatentAttention
 from megalite.nn.mlp import MLP
 from megalite.nn.moe import MoELayer
 from megalite.nn.parameter import ParamFactory, spec_of
@@ -33,6 +34,16 @@ def build_attention(
 ) -> Attention:
     """Return the attention of a layer."""
     return Attention(make_param, name, model, layer, spec, "core_attn" in recomputed)
+
+
+def build_latent_attention(
+    make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recomputed: tuple[str, ...]
+) -> LatentAttention:
+    """Return the multi-latent attention of a layer."""
+    recompute: dict[str, bool] = dict(
+        recompute_core="core_attn" in recomputed, recompute_up="mla_up_proj" in recomputed
+    )
+    return LatentAttention(make_param, name, model, layer, spec, **recompute)
 
 
 def build_mlp(

@@ -45,7 +45,7 @@ AttentionFn = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class KVExchange:
-    """The exchange of keys and values, both in kv [2, S, B, G, K].
+    """The exchange of keys and values, both in kv [2, S, B, G, K], or of latents, kv [1, S, B, C].
 
     Without a window all ranks get all chunks in one all-gather. In a window each rank gets the chunks that its queries
     see, in one all-to-all.
@@ -79,7 +79,7 @@ class KVExchange:
         return [self._chunks_to_send(sender, self.cp.rank) for sender in range(self.cp.size)]
 
     def _chunk_views(self, own: Tensor, others: Tensor) -> dict[int, Tensor]:
-        """Return a view [2, chunk size, B, G, K] of each chunk.
+        """Return a view of each chunk, [2, chunk size, B, G, K].
 
         `others` is kv of every rank, or in a window the chunks received from other ranks.
         """
@@ -104,10 +104,10 @@ class KVExchange:
     def all_gather(self, kv: Tensor) -> Tensor:
         """Return the required chunks in order, [2, T', B, G, K]. Collective over cp."""
         if self.window is None:
-            others = start_all_gather(kv, self.cp).wait().unflatten(0, (self.cp.size, 2))
+            others = start_all_gather(kv, self.cp).wait().unflatten(0, (self.cp.size, len(kv)))
         else:
             local = self._split_chunks(kv, self.cp.rank)
-            empty = kv.new_empty(0, 2, self.sharding.seq_chunk_size, *kv.shape[2:])
+            empty = kv.new_empty(0, len(kv), self.sharding.seq_chunk_size, *kv.shape[2:])
             parts = [local[chunk][None] for chunks in self.sent_chunks for chunk in chunks]
             others = self._all_to_all(torch.cat([empty, *parts]), self.sent_chunks, self.received_chunks)
         views = self._chunk_views(kv, others)
@@ -120,11 +120,11 @@ class KVExchange:
         start = self.required_chunks[self.cp.rank].index(chunk) * size + seen.start - chunk * size
         return slice(start, start + len(seen))
 
-    def reduce_scatter_grads(self, kv: Tensor, grads: Sequence[tuple[range, Tensor, Tensor]]) -> Tensor:
+    def reduce_scatter_grads(self, kv: Tensor, grads: Sequence[tuple[range, Sequence[Tensor]]]) -> Tensor:
         """Return the gradient of this rank's kv, whose shape alone is read. Collective over cp.
 
-        `grads` has ranges of positions with the gradients of their keys and values. They are summed, on this rank and
-        over ranks, in at least fp32.
+        `grads` has ranges of positions, each with the gradients of its keys and values, or of its latents. They are
+        summed, on this rank and over ranks, in at least fp32.
         """
         dtype = accum_dtype(kv)
         size = self.sharding.seq_chunk_size
@@ -132,10 +132,10 @@ class KVExchange:
         if self.window is None:
             shape = (self.cp.size, *kv.shape)
         else:
-            shape = (sum(map(len, self.received_chunks)), 2, size, *kv.shape[2:])
+            shape = (sum(map(len, self.received_chunks)), len(kv), size, *kv.shape[2:])
         others = kv.new_zeros(shape, dtype=dtype)
         sums = self._chunk_views(local, others)
-        for seen, *dkv in grads:
+        for seen, dkv in grads:
             for chunk in self.sharding.chunks_covering(seen):
                 overlap = range(max(seen.start, chunk * size), min(seen.stop, (chunk + 1) * size))
                 target = slice(overlap.start - chunk * size, overlap.stop - chunk * size)
@@ -170,18 +170,35 @@ class _GatheredKV:
             self.gathered_kv = self.exchange.all_gather(self.outer_unpack(self.kv))
         return self.gathered_kv
 
+    def position_of(self, x: Tensor) -> Any:
+        """Return the position of a view of what is gathered, or None for any other tensor."""
+        return (x.shape, x.stride(), x.storage_offset()) if shares_storage(x, self.get()) else None
+
+    def at_position(self, position: Any) -> Tensor:
+        """Return the view at a position, for which backward gathers again."""
+        return self.get().as_strided(*position)
+
     def pack(self, x: Tensor) -> Any:
-        if shares_storage(x, self.get()):
-            return x.shape, x.stride(), x.storage_offset()
+        if (position := self.position_of(x)) is not None:
+            return position
         self.saved.append([x])
         return self.saved[-1]
 
     def unpack(self, entry: Any) -> Tensor:
-        return self.outer_unpack(entry[0]) if isinstance(entry, list) else self.get().as_strided(*entry)
+        return self.outer_unpack(entry[0]) if isinstance(entry, list) else self.at_position(entry)
+
+    def drop(self) -> None:
+        """Free what is gathered; `get` gathers it again."""
+        self.gathered_kv = None
+
+    def free(self) -> None:
+        """Free everything, at the end of backward."""
+        self.drop()
+        self.kv = None
 
     def concat_outputs(self, outputs: list[Tensor]) -> Tensor:
         """Return the outputs of all ranges in one tensor."""
-        self.gathered_kv = None
+        self.drop()
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         for output, part in zip(outputs, joined.detach().split([len(output) for output in outputs]), strict=True):
             for entry in self.saved:
@@ -195,8 +212,69 @@ class _GatheredKV:
         return joined
 
 
+class _GatheredLatents(_GatheredKV):
+    """The gathered latents, and the keys and values that are expanded from them. Neither is saved.
+
+    Backward gathers the latents and expands them again.
+
+    expand      the function from latents [T, B, L] to keys and values [T, B, H, K + V]
+    key_ranges  the positions whose keys and values are expanded
+    """
+
+    def __init__(
+        self, exchange: KVExchange, c_SBC: Tensor, recomputed: bool, expand: Callable[[Tensor], Tensor],
+        latent_dim: int, key_ranges: Sequence[range],
+    ):  # fmt: skip
+        super().__init__(exchange, c_SBC[None], recomputed)
+        self.expand = expand
+        self.latent_dim = latent_dim
+        self.key_ranges = key_ranges
+        self.expanded_kv: dict[int, Tensor] = {}  # by number of the range
+
+    def expand_range(self, i: int, c_TBC: Tensor) -> Tensor:
+        """Return keys and values of a range, given its latents."""
+        self.expanded_kv[i] = kv = self.expand(c_TBC[..., : self.latent_dim])
+        return kv
+
+    def _get_expanded(self, i: int) -> Tensor:
+        if i not in self.expanded_kv:
+            with torch.no_grad():
+                self.expand_range(i, self.get()[0, self.exchange.slice_for(self.key_ranges[i])])
+        return self.expanded_kv[i]
+
+    def position_of(self, x: Tensor) -> Any:
+        for i, kv in self.expanded_kv.items():
+            if shares_storage(x, kv):
+                return i, (x.shape, x.stride(), x.storage_offset())
+        position = super().position_of(x)
+        return position and (None, position)
+
+    def at_position(self, position: Any) -> Tensor:
+        i, view = position
+        return super().at_position(view) if i is None else self._get_expanded(i).as_strided(*view)
+
+    def drop(self) -> None:
+        super().drop()
+        self.expanded_kv = {}
+
+
+def _merge_ranges(ranges: Sequence[range]) -> list[range]:
+    """Return the union of ranges as the smallest number of ranges, in order.
+
+    >>> _merge_ranges([range(8), range(4, 12), range(20, 24)])
+    [range(0, 12), range(20, 24)]
+    """
+    merged: list[range] = []
+    for positions in sorted(ranges, key=lambda positions: positions.start):
+        if merged and positions.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, positions.stop))
+        else:
+            merged.append(positions)
+    return merged
+
+
 class _AllGatherKV(Function):
-    """Keys and values of ranges of positions, as a function of kv; their gradients are summed at once."""
+    """Keys and values (or latents) of ranges of positions, as a function of kv; their gradients are summed at once."""
 
     @staticmethod
     def forward(ctx: Any, kv: Tensor, gathered: _GatheredKV, ranges: list[range]) -> tuple[Tensor, ...]:
@@ -206,9 +284,10 @@ class _AllGatherKV(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        ctx.gathered.gathered_kv = ctx.gathered.kv = None  # freed here, because the graph may live longer
-        parts = zip(ctx.ranges, grads[::2], grads[1::2], strict=True)
-        return ctx.gathered.exchange.reduce_scatter_grads(ctx.kv_like, list(parts)), None, None
+        ctx.gathered.free()  # here, because the graph may live longer
+        n = len(ctx.kv_like)
+        parts = [(positions, grads[i * n : (i + 1) * n]) for i, positions in enumerate(ctx.ranges)]
+        return ctx.gathered.exchange.reduce_scatter_grads(ctx.kv_like, parts), None, None
 
 
 class _SequenceToHeads(Function):
@@ -325,6 +404,95 @@ class ContextParallelAttention:
                 output = self.attention_fn(q, k, v, window=window, documents=local_documents, **starts, **kwargs)
                 outputs.append(output)
         return gathered.concat_outputs(outputs)
+
+    def latent_all_gather_attention(
+        self, q_SBHK: Tensor, c_SBC: Tensor, *, expand: Callable[[Tensor], Tensor], v_dim: int,
+        q_pe_SBHR: Tensor | None, window: int | None, documents: Documents | None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return attention of this rank's queries over the keys of all ranks. Collective over cp.
+
+        Args:
+            q_SBHK: this rank's queries.
+            c_SBC: the latents of this rank's tokens, and the rotated keys that all heads share.
+            expand: the function from latents to keys and values, [T, B, L] to [T, B, H, K + V].
+            v_dim: the width V of the values.
+            q_pe_SBHR: the channels of the queries that meet the shared keys; None: there are none.
+            window: the number of keys that a query sees, or None.
+            documents: the documents of the full samples, or None.
+            **kwargs: other arguments of attention.
+        """
+        window = None if window is not None and window >= self.cp.size * q_SBHK.shape[0] else window
+        K, R = q_SBHK.shape[-1], 0 if q_pe_SBHR is None else q_pe_SBHR.shape[-1]
+        L = c_SBC.shape[-1] - R
+        ranges = self.sharding.contiguous_ranges(self.cp.rank)
+        key_ranges = [self.sharding.visible_keys(queries, window) for queries in ranges]
+        merged = _merge_ranges(key_ranges)
+        exchange = KVExchange(self.cp, self.sharding, window)
+        gathered = _GatheredLatents(exchange, c_SBC.detach(), self.recomputed, expand, L, merged)
+        parts: Any = _AllGatherKV.apply(c_SBC[None], gathered, merged)
+        outputs: list[Tensor] = []
+        with nullcontext() if self.recomputed else nested_hooks(gathered.pack, gathered.unpack):
+            expanded = [gathered.expand_range(i, c_TBC) for i, c_TBC in enumerate(parts)]
+            start = 0
+            for queries, keys in zip(ranges, key_ranges, strict=True):
+                i = next(i for i, positions in enumerate(merged) if keys.start in positions)
+                seen = slice(keys.start - merged[i].start, keys.stop - merged[i].start)
+                k, v = expanded[i][seen].split([K, v_dim], -1)
+                rows = slice(start, start + len(queries))
+                start = rows.stop
+                local_documents = documents and documents._replace(
+                    document_start_BS=documents.document_start_BS[:, queries.start : queries.stop]
+                )
+                pe: dict[str, Any] = {}
+                if q_pe_SBHR is not None:
+                    pe = dict(q_pe_SBHR=q_pe_SBHR[rows], k_pe_TBR=parts[i][seen][..., L:])
+                starts = dict(q_start=queries.start, k_start=keys.start)
+                outputs.append(
+                    self.attention_fn(
+                        q_SBHK[rows], k, v, window=window, documents=local_documents, **pe, **starts, **kwargs
+                    )
+                )
+        return gathered.concat_outputs(outputs)
+
+    def latent_all_to_all_attention(
+        self, q_SBHK: Tensor, c_SBC: Tensor, *, expand: Callable[[Tensor], Tensor], v_dim: int,
+        q_pe_SBHR: Tensor | None, drop: AttentionDropout | None, sink_H: Tensor | None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return attention with all tokens and H / cp heads on each rank; cp must divide H. Collective over cp.
+
+        The latents are gathered as in `latent_all_gather_attention`, and only queries and o change hands by heads.
+        `expand` returns the keys and values of this rank's H / cp heads.
+        """
+        cp, local_heads = self.cp, q_SBHK.shape[2] // self.cp.size
+        K, R = q_SBHK.shape[-1], 0 if q_pe_SBHR is None else q_pe_SBHR.shape[-1]
+        L = c_SBC.shape[-1] - R
+        all_keys = [range(cp.size * c_SBC.shape[0])]
+        exchange = KVExchange(cp, self.sharding, None)
+        gathered = _GatheredLatents(exchange, c_SBC.detach(), self.recomputed, expand, L, all_keys)
+        x_SBHK = q_SBHK if q_pe_SBHR is None else torch.cat([q_SBHK, q_pe_SBHR], -1)
+        x_TBnK: Any = _SequenceToHeads.apply(x_SBHK, cp, self.sharding, False)
+        q, q_pe = x_TBnK.split([K, R], -1)
+        local_dropout = drop and drop._replace(head_offset=drop.head_offset + cp.shard_start(local_heads))
+        kwargs["sink_H"] = None if sink_H is None else sink_H.narrow(0, cp.shard_start(local_heads), local_heads)
+        result = _SavedOutput()
+
+        def pack(x: Tensor) -> Any:
+            position = gathered.position_of(x)
+            return result.pack(x) if position is None else position
+
+        def unpack(entry: Any) -> Tensor:
+            return result.unpack(entry) if isinstance(entry, list) else gathered.at_position(entry)
+
+        (c_TBC,) = _AllGatherKV.apply(c_SBC[None], gathered, all_keys)  # type: ignore[misc]
+        with nullcontext() if self.recomputed else nested_hooks(pack, unpack):
+            k, v = gathered.expand_range(0, c_TBC).split([K, v_dim], -1)
+            pe = {} if q_pe_SBHR is None else dict(q_pe_SBHR=q_pe, k_pe_TBR=c_TBC[..., L:])
+            o_TBHV = self.attention_fn(q, k, v, drop=local_dropout, **pe, **kwargs)
+        result.finish(o_TBHV)
+        gathered.drop()
+        if self.recomputed:
+            return _SequenceToHeads.apply(o_TBHV, cp, self.sharding, True)  # type: ignore[return-value]
+        return _HeadsToSequence.apply(o_TBHV, cp, self.sharding, result)  # type: ignore[return-value]
 
     def all_to_all_attention(
         self,

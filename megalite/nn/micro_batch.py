@@ -33,6 +33,14 @@ class MixerCache(Protocol):
     @property
     def num_new_B(self) -> Tensor: ...
 
+    def append(self, layer: int, *new: Tensor) -> tuple[bool, tuple[Tensor, ...]]:
+        """Store tensors [S, B, ...] of the new tokens; return if they are the first ones, and those of all tokens."""
+        ...
+
+    def first_visible(self, window: int | None) -> int:
+        """Return the first position that a query of this pass sees."""
+        ...
+
     def attend(self, layer: int, q_SBhK: Tensor, k_SBgK: Tensor, v_SBgK: Tensor, **kwargs: Any) -> Tensor:
         """Add keys and values to those of the layer, and return the attention over all of them."""
         ...

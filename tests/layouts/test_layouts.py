@@ -16,10 +16,12 @@ from full_tensors import assemble, owned_shards
 from layout_cases import (
     BF16_TOLERANCE,
     COMMON,
+    COVERING_LATENT_ROWS,
     COVERING_ROWS,
     CP_ROWS,
     FP64_TOLERANCE,
     GPT,
+    LATENT_ROWS,
     LLAMA,
     PARAMETERS,
     PRESUBMIT_CP_ROWS,
@@ -205,6 +207,18 @@ def test_full_tensor_optimizers_equal_one_process(item: Row) -> None:
     "item", nightly_except(CP_ROWS, PRESUBMIT_CP_ROWS, row_name, guards=("megalite/nn", "megalite/kernels"))
 )
 def test_context_parallel_equals_one_process(item: Row) -> None:
+    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
+    _assert_equals_twin(item, ranks, "float64", FP64_TOLERANCE, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "item", nightly_except(LATENT_ROWS, COVERING_LATENT_ROWS, row_name, guards=("megalite/nn/latent_attention.py",))
+)
+def test_latent_attention_equals_one_process(item: Row) -> None:
+    """The key that all heads share has the gradient of all heads where these are split (rows with tp).
+
+    In NVIDIA/Megatron-LM#6839 and NVIDIA/TransformerEngine#1975 it lacked that of the heads of other ranks.
+    """
     ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
     _assert_equals_twin(item, ranks, "float64", FP64_TOLERANCE, 1e-9)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from full_tensors import assemble, owned_shards
-from layout_cases import COMMON, GPT
+from layout_cases import COMMON, GPT, expand
 from ranks import run_ranks
 from train_cases import DOCUMENT_FLAGS, config_from, run_from
 
@@ -77,8 +77,13 @@ def _updated(flags: str, cases: list[Samples]) -> list[tuple[tuple[float, float]
     return results
 
 
+A2A = " --cp-comm-type a2a"
+
+
 @pytest.mark.parametrize(
-    "flags", [GPT + DOCUMENT_FLAGS, GPT + DOCUMENT_FLAGS + " --cp-comm-type a2a"], ids=["allgather", "a2a"]
+    "flags",
+    [model + DOCUMENT_FLAGS + comm_type for model in (GPT, expand("MLA")) for comm_type in ("", A2A)],
+    ids=["allgather", "a2a", "latents, allgather", "latents, a2a"],
 )
 def test_context_parallel_with_labels_and_documents_at_any_position(flags: str) -> None:
     """Every gradient equals that of one process. In Megatron-LM#7498 a rank without a label lost its gradient."""

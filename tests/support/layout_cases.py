@@ -78,3 +78,13 @@ PRESUBMIT_CP_ROWS = [
     for row in CP_ROWS
     if row.name.startswith(("gpt pp2", "llama cp4, w", "three", "gpt cp2 dp2 Z", "llama cp2 rec"))
 ]
+LATENT_ROWS = read_rows("latent")
+COVERING_LATENT_ROWS = cover(
+    LATENT_ROWS,
+    lambda row: {
+        **features(row),
+        "cp": row.value("--context-parallel-size", "1") != "1" and row.value("--cp-comm-type", "allgather"),
+        "recomputed": "mla_up_proj" in row.args,
+        "compressed queries": "--q-lora-rank" in row.args,
+    },
+)

@@ -74,7 +74,7 @@ def measured_layer(model: ModelConfig) -> LayerSpec:
         CalibrationError: if there is none.
     """
     for layer in model.layers:
-        if layer.mixer == "attention" and layer.mlp is not None:
+        if layer.has_attention and layer.mlp is not None:
             return layer
     raise CalibrationError("no layer of the pattern has attention and an MLP, which are measured together")
 
@@ -267,16 +267,26 @@ class _Calibrator:
         a_ND, w_FD = random(tokens, model.hidden_size), random(model.ffn_size, model.hidden_size)
         matmul_s = self.median_s(lambda: a_ND @ w_FD.T)
 
-        S, B, K = model.seq_length, plan.config.train.micro_batch_size, model.head_size
-        q = random(S, B, model.num_attention_heads, K).requires_grad_()
-        k = random(S, B, model.num_kv_groups, K).requires_grad_()
-        v = random(S, B, model.num_kv_groups, K).requires_grad_()
+        S, B, H, G = (
+            model.seq_length,
+            plan.config.train.micro_batch_size,
+            model.num_attention_heads,
+            model.num_kv_groups,
+        )
+        K = V = model.head_size
+        shared: dict[str, Any] = {}
+        if model.multi_latent_attention:
+            K, V, R = model.qk_head_dim, model.v_head_dim, model.qk_pos_emb_head_dim
+            if R:
+                shared = {"q_pe_SBHR": random(S, B, H, R), "k_pe_TBR": random(S, B, R)}
+        q, k, v = random(S, B, H, K), random(S, B, G, K), random(S, B, G, V)
+        inputs = [x.requires_grad_() for x in (q, k, v, *shared.values())]
 
         def timed_attention() -> tuple[float, float]:
             start = self.synced_time()
-            o = attention(q, k, v, scale=K**-0.5)
+            o = attention(q, k, v, scale=model.attention_scale, **shared)
             forward_end = self.synced_time()
-            torch.autograd.grad(o, (q, k, v), o.detach())
+            torch.autograd.grad(o, inputs, o.detach())
             return forward_end - start, self.synced_time() - forward_end
 
         forward_s, backward_s = self.medians_s(timed_attention)

@@ -18,7 +18,11 @@ def position_notes(config: Config) -> Iterator[Problem]:
         yield no_effect(shown(config, "num_query_groups"), without="group_query_attention")
     if model.no_weight_decay_cond_type and not model.qk_layernorm:
         yield requires(shown(config, "no_weight_decay_cond_type"), "qk_layernorm")
-    if model.no_rope_freq and kind not in ("rope", "yarn"):
+    if not model.multi_latent_attention:
+        latent_only = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        for name in options_set(config, *latent_only):
+            yield no_effect(shown(config, name), without="multi_latent_attention")
+    if model.no_rope_freq and not model.allows_rope:
         yield no_effect(shown(config, "no_rope_freq"), without="position_embedding_type", value="rope")
     if model.rotary_local_base is not None:
         if kind not in ("rope", "yarn"):

@@ -10,6 +10,7 @@ from megalite.config.hybrid_pattern import (
     parse_depth_pattern,
     shown_pattern,
 )
+from megalite.config.layer_spec import ATTENTION_MIXERS
 from megalite.config.option import flag_name
 from megalite.config.options import QUICK_GEGLU_OPTIONS, Config
 from megalite.config.problems import (
@@ -100,6 +101,20 @@ def attention_problems(config: Config) -> Iterator[Problem]:
         )
     if heads % tp:
         yield does_not_divide("tensor_model_parallel_size", tp, "num_attention_heads", heads)
+    is_yarn = model.position_embedding_type == "yarn"
+    if (model.rope_type == "yarn" and not is_yarn) or (
+        model.rope_type == "rope" and is_yarn and model.multi_latent_attention
+    ):
+        yield Problem(
+            f"rope_type={model.rope_type} with position_embedding_type={model.position_embedding_type}; use "
+            f"--position-embedding-type {model.rope_type}, or drop it",
+            options=("rope_type", "position_embedding_type"),
+        )
+    if model.attention_output_gate and not model.multi_latent_attention:
+        yield requires("attention_output_gate=True", "multi_latent_attention")
+    if model.multi_latent_attention:
+        yield from _latent_attention_problems(config)
+        return
     if heads % groups:
         yield does_not_divide("num_query_groups", groups, "num_attention_heads", heads)
     elif groups % tp and tp % groups:
@@ -107,6 +122,32 @@ def attention_problems(config: Config) -> Iterator[Problem]:
             f"tensor_model_parallel_size={tp} and num_query_groups={groups}: neither divides the other; change one",
             options=("tensor_model_parallel_size", "num_query_groups", "num_attention_heads"),
         )
+
+
+def _latent_attention_problems(config: Config) -> Iterator[Problem]:
+    """Yield the options that multi-latent attention does not have, and sizes that do not fit."""
+    model = config.model
+    option = "multi_latent_attention"
+    rotated = model.qk_pos_emb_head_dim
+    if model.group_query_attention:
+        yield Problem(
+            f"{shown(config, 'num_query_groups')} with {option}=True, where every head has a key and value of its own; "
+            "drop --group-query-attention",
+            options=("num_query_groups", "group_query_attention", option),
+        )
+    if rotated % 2:
+        yield Problem(
+            f"qk_pos_emb_head_dim={rotated} is odd, but channels rotate in pairs; use {nearest_multiples(rotated, 2)}",
+            options=("qk_pos_emb_head_dim",),
+        )
+    for name, reason in (
+        ("rotary_percent", "rotates all channels of --qk-pos-emb-head-dim"),
+        ("rotary_interleaved", "always rotates channels 2i and 2i + 1 as a pair"),
+        ("add_qkv_bias", "has no biases in these projections"),
+        ("qk_layernorm_over_heads", "normalizes the latents"),
+    ):
+        if any(options_set(config, name)):
+            yield Problem(f"{shown(config, name)} with {option}=True, which {reason}; drop it", options=(name, option))
 
 
 def tensor_parallel_size_problems(config: Config) -> Iterator[Problem]:
@@ -228,7 +269,15 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
             f"num_experts={model.num_experts} needs a layer with experts, but {pattern} has no E; drop it",
             options=("num_experts", "hybrid_layer_pattern"),
         )
-    plugin_mixers = sorted({part.mixer for part in parts if part.mixer not in (None, "attention")})
+    mixers = {part.mixer for part in parts if part.mixer is not None}
+    if model.multi_latent_attention and "attention" in mixers:
+        yield Problem(
+            f"{pattern} has *, attention without latents, with multi_latent_attention=True; use + for each *",
+            options=("hybrid_layer_pattern", "multi_latent_attention"),
+        )
+    if "latent_attention" in mixers and not model.multi_latent_attention:
+        yield requires(f"{pattern} with +", "multi_latent_attention")
+    plugin_mixers = sorted(mixers.difference(ATTENTION_MIXERS))
     if config.data.reset_attention_mask:
         for name in plugin_mixers:
             if not getattr(REGISTRIES["mixer"].get(name), "supports_documents", False):
@@ -255,6 +304,8 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
 def _head_size_problems(config: Config) -> Iterator[Problem]:
     model = config.model
     heads = model.num_attention_heads
+    if model.multi_latent_attention:
+        return
     has_rope = model.position_embedding_type in ("rope", "yarn")
     if model.kv_channels is None and model.hidden_size % heads:
         unit = 2 * heads if has_rope else heads  # channels rotate in pairs
@@ -278,6 +329,8 @@ def _list_value_problems(config: Config) -> Iterator[Problem]:
         known = {*proposed, *accepted}
         if has_experts:
             known.add("moe_act")  # the activation of experts is always recomputed
+        if config.model.multi_latent_attention:
+            known.add("mla_up_proj")
         for value in dict.fromkeys(value_of(config, name)):
             if value not in known:
                 yield Problem(f"{name}={value} is not available; use {join_or(proposed)}", options=(name,))
@@ -317,9 +370,8 @@ def _letter_value_problems(config: Config, has_window: bool) -> Iterator[Problem
     mixer_numbers = [layer.number for stage in model.pattern_stages for layer in stage if layer.mixer is not None]
     positions = first_letters(model.hybrid_layer_pattern or "")
     mixer_positions = [positions[number] for number in mixer_numbers]
-    has_rope = model.position_embedding_type in ("rope", "yarn")
     for name, per_layer, is_active in (
-        ("no_rope_freq", "rope_layers", has_rope),
+        ("no_rope_freq", "rope_layers", model.allows_rope),
         ("window_attn_skip_freq", "layer_windows", has_window),
     ):
         if getattr(model, name) is None:

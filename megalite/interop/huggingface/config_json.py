@@ -216,6 +216,8 @@ def _functional_options(model: ModelConfig) -> Json:
     }
     if not model.has_dense_ffn:
         irrelevant.add("ffn_hidden_size")
+    if not model.multi_latent_attention:
+        irrelevant |= {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
     if not model.has_experts:
         effects |= dict.fromkeys(name for name in effects if name == "num_experts" or name.startswith("moe_"))
     return {name: effect for name, effect in effects.items() if name not in irrelevant | {"apply_layernorm_1p"}}

@@ -37,14 +37,7 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.storage.location import TRACKER, is_megatron_checkpoint
 from megalite.common.tables import load_table
 from megalite.common.text_file import read_small_bytes
-from megalite.config.hybrid_pattern import (
-    ATTENTION_LETTER,
-    MLP_LETTERS,
-    num_parts,
-    num_pattern_layers,
-    shown_pattern,
-    without_borders,
-)
+from megalite.config.hybrid_pattern import MLP_LETTERS, num_parts, num_pattern_layers, shown_pattern, without_borders
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern, parse_layer_pattern
 from megalite.config.options import ModelConfig, gelu_variant
 from megalite.interop.name_mapping import TensorNames, parse_rules
@@ -452,7 +445,7 @@ def _read_hybrid_pattern(pattern: str, saved_num_layers: Any) -> dict[str, Any]:
         num_layers = num_pattern_layers(pattern)
     except ValueError as error:
         raise ValueError(f"{shown} {str(error).partition('; ')[0]}") from None
-    if plugin_letters := sorted(set(pattern) - {ATTENTION_LETTER, *MLP_LETTERS}):
+    if plugin_letters := sorted(set(pattern) - {"*", "+", *MLP_LETTERS}):
         raise ValueError(f"{shown} has {', '.join(plugin_letters)} of a plugin, whose tensors have no names there")
     if saved_num_layers not in (None, num_parts(pattern)):
         raise ValueError(f"num_layers={saved_num_layers}, but {shown} has {num_parts(pattern)} letters")

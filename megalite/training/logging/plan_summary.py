@@ -79,19 +79,20 @@ def format_plan(
             rows["precision"] += ", computed in fp32: this CPU has no instructions for it"
         is_half = config.precision.bf16 or config.precision.fp16
         has_dropout = model.attention_dropout > 0
-        needs_own_kernel = model.attn_logit_softcapping is not None
+        needs_own_kernel = model.attn_logit_softcapping is not None or model.multi_latent_attention
         rows["attention"] = describe_backend(
             device_type, has_dropout, half=is_half, window=bool(windows), needs_own_kernel=needs_own_kernel
         )
     if (matrices := plan.model_states.fullest.muon) is not None:
         rows["full matrices"] = f"{matrices}, per step"
     if shape.cp > 1:
-        attention_layers = [layer for layer in model.layers if layer.mixer == "attention"]
+        attention_layers = [layer for layer in model.layers if layer.has_attention]
         num_a2a = sum(layer.cp_comm_type == "a2a" for layer in attention_layers)
         num_gathering = len(attention_layers) - num_a2a
+        gathered = "latents" if model.multi_latent_attention else "keys and values"
         rows["context"] = (
             f"{model.seq_length // shape.cp:,} tokens of each sample per cp rank; "
-            f"attention gathers keys and values in {num_gathering} layers, exchanges heads in {num_a2a}"
+            f"attention gathers {gathered} in {num_gathering} layers, exchanges heads in {num_a2a}"
         )
     if shape.has_experts:
         num_moe_layers = sum(layer.has_experts for layer in model.layers)
