@@ -72,7 +72,7 @@ class OptimizerBucket:
         key = self.layout.key
         return ParamUpdate(
             param=self.main,
-            grad=self.grads.owned,
+            grad=self.grads.owned_sums,
             state=self.state,
             lr=decoupled_lr if key.decoupled_lr else lr,
             weight_decay=weight_decay if key.weight_decay else 0.0,
@@ -141,7 +141,7 @@ class DistributedOptimizer:
 
         NaN and inf in a gradient propagate to it.
         """
-        return self._sum_once(lambda bucket: sum_of_squares(bucket.grads.owned))
+        return self._sum_once(lambda bucket: sum_of_squares(bucket.grads.owned_sums))
 
     def local_weight_norm_sq(self) -> Tensor:
         """Return this rank's summand of the squared norm of all parameters, an fp64 scalar."""
@@ -155,7 +155,7 @@ class DistributedOptimizer:
             numel = sum(
                 len(grads.owned_slice(slot).span) for slot in bucket.layout.slots
             )  # without padding, which is 0
-            return numel - grads.owned.count_nonzero()
+            return numel - grads.owned_sums.count_nonzero()
 
         return self._sum_once(num_zeros)
 

@@ -172,7 +172,7 @@ def test_late_weight_gradient_is_refused() -> None:
     sync.set_last_backward(0)
     backward(model, 1)
     before = torch.cat([bucket.full for bucket in sync.grad_buckets])
-    with pytest.raises(RuntimeError, match=r"head: got a gradient after its bucket was reduced"):
+    with pytest.raises(RuntimeError, match=r"head: got a gradient after its gradients were declared complete"):
         backward(model, 2)
     assert torch.equal(torch.cat([bucket.full for bucket in sync.grad_buckets]), before)
 

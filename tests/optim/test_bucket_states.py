@@ -27,7 +27,7 @@ from megalite.optim.zero.param_bucket import ParamBucket, ParamState
 from megalite.optim.zero.resharded_parameter import ReshardedParameter
 from megalite.optim.zero.sharding import BucketSharding
 from megalite.optim.zero.storage import observe_allocations
-from megalite.optim.zero.sync import BucketSync, ZeroConfig
+from megalite.optim.zero.sync import PREFETCH_DEPTH, BucketSync, ZeroConfig
 from megalite.parallel.cpu.shared_memory import CollectiveBackend
 from megalite.parallel.mesh import Axis, Mesh
 from megalite.parallel.spec import ParamSpec
@@ -77,10 +77,32 @@ def _sharding(backend: _TwinBackend) -> BucketSharding:
     return BucketSharding(shard_axis, none, none, (), None, None, 1, ("dp_shard", "dp_replicate"))
 
 
-class GradMachine(RuleBasedStateMachine):
-    """Calls on a GradBucket, next to a model: the sum of each gradient in this pass, and of earlier passes."""
+class _StateMachine(RuleBasedStateMachine):
+    """Calls on a bucket; a call in a state that `allowed_states` does not list is refused.
+
+    Attributes:
+        max_steps: the largest number of steps or gathers that one sequence of calls has completed.
+    """
 
     resident: bool
+    max_steps: int
+    bucket: Any
+
+    def allowed_states(self) -> dict[str, set[Any]]:
+        raise NotImplementedError
+
+    @invariant()
+    def calls_in_other_states_are_refused(self) -> None:
+        state = self.bucket.state
+        for name, allowed in self.allowed_states().items():
+            if state not in allowed:
+                with pytest.raises(RuntimeError, match=rf"bucket of layers.0.w2.* in state {state.name}, only in "):
+                    getattr(self.bucket, name)()
+                assert self.bucket.state is state, name
+
+
+class GradMachine(_StateMachine):
+    """Calls on a GradBucket, next to a model: the sum of each gradient in this pass, and of earlier passes."""
 
     @initialize()
     def build(self) -> None:
@@ -89,30 +111,47 @@ class GradMachine(RuleBasedStateMachine):
         self.bucket = GradBucket(
             bucket_layout, layout.entries, _sharding(_TwinBackend()), torch.float32, DEVICE, not self.resident
         )
-        self.slots = bucket_layout.slots
-        self.pass_sums: dict[int, float] = {}  # entry -> sum of this pass
-        self.step_sums = dict.fromkeys(range(len(SIZES)), 0.0)
-        self.unready: set[int] | None = None
+        self.slots = {slot.entry: slot for slot in bucket_layout.slots}
+        self.pass_sums: dict[int, int] = {}  # entry -> sum of this pass
+        self.step_sums = dict.fromkeys(self.slots, 0)
+        self.unready: set[int] | None = None  # entries that are not ready, if the last backward was announced
+        self.num_steps = 0
+
+    def allowed_states(self) -> dict[str, set[Any]]:
+        before_pass = {GradState.EMPTY, GradState.ACCUMULATING}
+        if not self.resident:
+            before_pass |= {GradState.REDUCING, GradState.REDUCED}
+        return {
+            "announce_last_backward": before_pass,
+            "mark_all_ready": before_pass,
+            "zero_unwritten": {GradState.EMPTY, GradState.ACCUMULATING, GradState.READY},
+            "start_reduce": {GradState.READY},
+            "finish_reduce": {GradState.REDUCING},
+            "reduce_owned": {GradState.REDUCED},
+            "reduce_tied": {GradState.REDUCED},
+            "end_step": {GradState.REDUCED},
+        }
+
+    def is_allowed(self, name: str) -> bool:
+        return self.bucket.state in self.allowed_states()[name]
 
     @rule(entry=st.integers(0, 2), value=st.integers(1, 9))
     def write(self, entry: int, value: int) -> None:
-        state, slot = self.bucket.state, next(slot for slot in self.slots if slot.entry == entry)
-        later_pass = not self.resident and state in (GradState.REDUCING, GradState.REDUCED)
-        if state not in (GradState.EMPTY, GradState.ACCUMULATING) and not later_pass:
-            with pytest.raises(RuntimeError, match=rf"layers.0.w{entry}: got a gradient .* \({state.name}\)"):
-                self.bucket.start_write(slot, f"layers.0.w{entry}")
+        name, slot = f"layers.0.w{entry}", self.slots[entry]
+        if not self.is_allowed("mark_all_ready"):
+            state = self.bucket.state.name
+            with pytest.raises(RuntimeError, match=rf"{name}: got a gradient .* declared complete \({state}\)"):
+                self.bucket.start_write(slot, name)
             return
-        overwrite = self.bucket.start_write(slot, f"layers.0.w{entry}")
+        overwrite = self.bucket.start_write(slot, name)
         assert overwrite == (entry not in self.pass_sums) and self.bucket.state is GradState.ACCUMULATING
         view = self.bucket.param_view(slot)
         view.copy_(torch.full_like(view, value)) if overwrite else view.add_(value)
         self.pass_sums[entry] = self.pass_sums.get(entry, 0) + value
 
+    @precondition(lambda self: self.is_allowed("announce_last_backward"))
     @rule(pending=st.none() | st.sets(st.integers(0, 2)))
     def announce(self, pending: set[int] | None) -> None:
-        state = self.bucket.state
-        if state is GradState.READY or (self.resident and state in (GradState.REDUCING, GradState.REDUCED)):
-            return  # the pipeline announces a pass once
         self.bucket.announce_last_backward(pending)
         self.unready = {0, 1, 2} if pending is None else set(pending)
         assert (self.bucket.state is GradState.READY) == (not self.unready)
@@ -120,23 +159,21 @@ class GradMachine(RuleBasedStateMachine):
 
     @rule(entry=st.integers(0, 2))
     def mark_ready(self, entry: int) -> None:
-        was_announced = bool(self.unready)
-        if self.unready:
+        was_announced = self.unready is not None
+        if self.unready is not None:
             self.unready.discard(entry)
-        is_last = was_announced and not self.unready
+            self.unready = self.unready or None
+        is_last = was_announced and self.unready is None
         assert self.bucket.mark_ready(entry) == is_last
         if is_last:
             assert self.bucket.state is GradState.READY
-            self.unready = None
 
+    @precondition(lambda self: self.is_allowed("start_reduce"))
     @rule()
     def reduce(self) -> None:
-        if self.bucket.state is not GradState.READY:
-            with pytest.raises(
-                RuntimeError, match=rf"bucket of layers.0.w2.*reduction in state {self.bucket.state.name}"
-            ):
+        if len(self.pass_sums) < len(self.slots):
+            with pytest.raises(RuntimeError, match=r"bucket of layers.0.w2.*: some main_grads have no gradient"):
                 self.bucket.start_reduce()
-            return
         self.bucket.zero_unwritten()
         self.bucket.start_reduce()
         assert self.bucket.state is GradState.REDUCING
@@ -144,29 +181,54 @@ class GradMachine(RuleBasedStateMachine):
             self.step_sums[entry] += 2 * value
         self.pass_sums = {}
 
+    @precondition(lambda self: self.is_allowed("finish_reduce"))
     @rule()
     def finish_reduce(self) -> None:
-        if self.bucket.state is not GradState.REDUCING:
-            with pytest.raises(RuntimeError, match="cannot finish a reduction in state"):
-                self.bucket.finish_reduce()
-            return
         self.bucket.finish_reduce()
         assert self.bucket.state is GradState.REDUCED
+        self.check_sums(self.bucket.owned)
 
+    @precondition(lambda self: self.is_allowed("end_step"))
     @rule()
     def end_step(self) -> None:
-        if self.bucket.state is not GradState.REDUCED:
-            with pytest.raises(RuntimeError, match="cannot end a step in state"):
-                self.bucket.end_step()
-            return
         self.bucket.reduce_owned()
         self.bucket.reduce_tied()
-        for slot in self.slots:
-            owned = self.bucket.owned_slice(slot)
-            assert (owned.select(self.bucket.owned) == self.step_sums[slot.entry]).all()
+        with pytest.raises(RuntimeError, match="cannot read the gradients of a step in state REDUCED, only in EMPTY"):
+            _ = self.bucket.owned_sums
         self.bucket.end_step()
-        self.step_sums = dict.fromkeys(self.step_sums, 0.0)
+        self.check_sums(self.bucket.owned_sums)
+        self.step_sums = dict.fromkeys(self.step_sums, 0)
         self.unready = None
+        self.num_steps += 1
+        type(self).max_steps = max(self.max_steps, self.num_steps)
+
+    @rule(
+        values=st.dictionaries(st.integers(0, 2), st.integers(1, 9)),
+        pending=st.none() | st.sets(st.integers(0, 2)),
+        ends_step=st.booleans(),
+    )
+    def complete_pass(self, values: dict[int, int], pending: set[int] | None, ends_step: bool) -> None:
+        """Complete what other calls have started, and then a pass: single calls alone rarely reach its end."""
+        if self.bucket.state is GradState.READY:
+            self.reduce()
+        if self.bucket.state is GradState.REDUCING:
+            self.finish_reduce()
+        if self.resident and self.bucket.state is GradState.REDUCED:
+            self.end_step()
+        for entry, value in values.items():
+            self.write(entry, value)
+        if self.unready is None:
+            self.announce(pending)
+        for entry in sorted(self.unready or ()):
+            self.mark_ready(entry)
+        self.reduce()
+        self.finish_reduce()
+        if ends_step:
+            self.end_step()
+
+    def check_sums(self, owned: Tensor) -> None:
+        for entry, slot in self.slots.items():
+            assert (self.bucket.owned_slice(slot).select(owned) == self.step_sums[entry]).all()
 
     @invariant()
     def only_gradients_of_a_pass_are_allocated(self) -> None:
@@ -178,10 +240,8 @@ class GradMachine(RuleBasedStateMachine):
                 assert not is_allocated
 
 
-class ParamMachine(RuleBasedStateMachine):
+class ParamMachine(_StateMachine):
     """Calls on a ParamBucket, next to a model: the shards that both ranks have now, and those that were gathered."""
-
-    resident: bool
 
     @initialize()
     def build(self) -> None:
@@ -201,6 +261,16 @@ class ParamMachine(RuleBasedStateMachine):
         self.backend.other_shard = self.shards[1].clone()
         self.gathered = full
         self.left: set[int] = set()
+        self.num_gathers = 0
+
+    def allowed_states(self) -> dict[str, set[Any]]:
+        return {
+            "unshard": {ParamState.SHARDED},
+            "finish_unshard": {ParamState.UNSHARDING},
+            "reshard": {ParamState.UNSHARDED},
+            "start_shard_gather": {ParamState.SHARDED},
+            "reshard_after_backward": {ParamState.UNSHARDED},
+        }
 
     @precondition(lambda self: self.bucket.state is ParamState.SHARDED)
     @rule(value=st.integers(1, 9))
@@ -208,33 +278,25 @@ class ParamMachine(RuleBasedStateMachine):
         for shard in (self.bucket.shard, self.backend.other_shard, *self.shards):
             shard.add_(value)
 
+    @precondition(lambda self: self.bucket.state is ParamState.SHARDED)
     @rule()
     def unshard(self) -> None:
-        if self.bucket.state is not ParamState.SHARDED:
-            with pytest.raises(
-                RuntimeError, match=f"start to unshard in state {self.bucket.state.name}, only in SHARDED"
-            ):
-                self.bucket.unshard()
-            return
+        self.bucket.start_shard_gather()  # does nothing here: the shard is not split again
         self.bucket.unshard()
         assert self.bucket.state is ParamState.UNSHARDING
         self.gathered = torch.cat(self.shards)
 
+    @precondition(lambda self: self.bucket.state is ParamState.UNSHARDING)
     @rule()
     def finish_unshard(self) -> None:
-        if self.bucket.state is not ParamState.UNSHARDING:
-            with pytest.raises(RuntimeError, match="cannot finish the all-gather in state"):
-                self.bucket.finish_unshard()
-            return
         self.bucket.finish_unshard()
         assert self.bucket.state is ParamState.UNSHARDED
+        self.num_gathers += 1
+        type(self).max_steps = max(self.max_steps, self.num_gathers)
 
+    @precondition(lambda self: self.bucket.state is ParamState.UNSHARDED)
     @rule()
     def reshard(self) -> None:
-        if self.bucket.state is not ParamState.UNSHARDED:
-            with pytest.raises(RuntimeError, match=f"cannot reshard in state {self.bucket.state.name}"):
-                self.bucket.reshard()
-            return
         self.bucket.reshard()
         self.left = set()
         assert self.bucket.state is ParamState.SHARDED
@@ -246,7 +308,7 @@ class ParamMachine(RuleBasedStateMachine):
         self.left = {0, 1, 2}
 
     @rule(entry=st.integers(0, 2))
-    def backward_done(self, entry: int) -> None:
+    def param_backward_done(self, entry: int) -> None:
         expected = self.bucket.state
         if self.left:
             self.left.discard(entry)
@@ -274,7 +336,9 @@ def test_calls_follow_the_states(machine: Any, resident: bool) -> None:
         pass
 
     Machine.resident = resident
+    Machine.max_steps = 0
     run_state_machine_as_test(Machine, settings=settings(max_examples=30, stateful_step_count=20, deadline=None))
+    assert Machine.max_steps >= 2, "no sequence of calls reached a second step"
 
 
 # ---- the order of collectives
@@ -379,6 +443,19 @@ def test_weights_that_a_backward_leaves_unsharded_are_gathered_again() -> None:
     sync.start_param_sync()
     assert [bucket.state for bucket in sync.param_buckets] == [ParamState.SHARDED] * 2
     assert chunk(1.0).item() == 3.0 * sum(NUMELS[:2])
+
+
+def test_gathers_in_flight_are_completed_before_the_next_ones() -> None:
+    """A load starts to gather all buckets again while gathers are in flight, and others are in the queue."""
+    backend, chunk = _RecordingBackend(), Chunk(NUMELS)
+    sync = _sync(chunk, backend)
+    for bucket in sync.param_buckets:
+        bucket.shard.fill_(2.0)
+    for _ in range(2):
+        sync.start_param_sync()
+        assert [bucket.state for bucket in sync.param_buckets].count(ParamState.UNSHARDING) == PREFETCH_DEPTH
+    assert chunk(1.0).item() == 2.0 * sum(NUMELS)
+    assert len(backend.calls) == 2 * len(NUMELS)
 
 
 def test_unreferenced_buckets_are_freed_at_every_stage() -> None:

@@ -78,15 +78,18 @@ def _fill(optimizer: DistributedOptimizer, share: bool) -> None:
     for p in sync.parameters:
         spec = p.spec  # type: ignore[attr-defined]
         if "." in spec.name and not spec.name.startswith("experts"):
-            p.data.zero_()  # it belongs to a stage between the ends
-            sync.main_grads[spec.name].accumulator()[0].zero_()
+            p.data.zero_()  # it belongs to a stage between the ends; its gradient is 0 from the start
             continue
         part = box_view(_full(spec), spec.box(mesh.sizes, mesh.coordinates))
         axes = (
             [MESH_VIEWS[spec.mesh_view][0], *spec.partial_grad_axes, *["tied_embedding"] * spec.tied] if share else []
         )
         p.data.copy_(part)
-        sync.main_grads[spec.name].accumulator()[0].copy_(part / float(np.prod([mesh.sizes[axis] for axis in axes])))
+        main_grad = sync.main_grads[spec.name]
+        if share:
+            main_grad.accumulator()  # otherwise the gradients are those of a step that has ended
+        share_of_rank = part / float(np.prod([mesh.sizes[axis] for axis in axes]))
+        main_grad.bucket.param_view(main_grad.slot).copy_(share_of_rank.view(-1))
 
 
 TOTAL = sum(float(_full(spec).square().sum()) for spec in SPECS)

@@ -167,7 +167,7 @@ class _RankRecorder:
             for slot in bucket.layout.slots:
                 owned = bucket.owned_slice(slot)
                 if owned.span:
-                    data = owned.select(bucket.owned)
+                    data = owned.select(bucket.owned_sums)
                     shape = self._param_shape(slot)
                     self.add("gradient", self.names[slot.entry], data, shape=shape, start=owned.span.start)
 

@@ -90,6 +90,12 @@ class GradBucket(BucketStorage):
         return self.resident.nbytes
 
     @property
+    def owned_sums(self) -> Tensor:
+        """The owned part of a step's gradients, from `end_step` until the first gradient of the next step."""
+        self._require("read the gradients of a step", GradState.EMPTY)
+        return self.owned
+
+    @property
     def reduction_started(self) -> bool:
         """True if the reduction of the latest gradients is in flight or done."""
         return self.state in (GradState.REDUCING, GradState.REDUCED)
@@ -103,8 +109,8 @@ class GradBucket(BucketStorage):
             self._finish_previous_pass()
             if self.state not in (GradState.EMPTY, GradState.ACCUMULATING):
                 raise RuntimeError(
-                    f"{name}: got a gradient after its bucket was reduced ({self.state.name}); call set_last_backward "
-                    "only before the last backward"
+                    f"{name}: got a gradient after its gradients were declared complete ({self.state.name}); call "
+                    "set_last_backward only before the last backward"
                 )
             self._allocate()
             self.state = GradState.ACCUMULATING
@@ -125,6 +131,10 @@ class GradBucket(BucketStorage):
         Args:
             pending_entries: the entries whose gradients it completes, while all others are ready; None: all.
         """
+        allowed = [GradState.EMPTY, GradState.ACCUMULATING]
+        if not self.is_resident:  # not `_finish_previous_pass`: this backward may overlap with the reduction
+            allowed += [GradState.REDUCING, GradState.REDUCED]
+        self._require("announce the last backward", *allowed)
         self._unready = set(self._entries if pending_entries is None else self._entries.intersection(pending_entries))
         if not self._unready:
             self.mark_all_ready()
@@ -163,6 +173,8 @@ class GradBucket(BucketStorage):
     def start_reduce(self) -> None:
         """Start to reduce the gradients over the data axis; all main_grads have a gradient."""
         self._require("start a reduction", GradState.READY)
+        if self._written != self._entries:
+            raise RuntimeError(f"bucket of {self}: some main_grads have no gradient; call zero_unwritten() before")
         sharding = self.sharding
         if sharding.shard_axis.size == sharding.replicate_axis.size == 1:
             self.state = GradState.REDUCED
@@ -217,7 +229,7 @@ class GradBucket(BucketStorage):
             all_reduce_(self.owned, self.sharding.tied_axis)
 
     def end_step(self) -> None:
-        """Prepare for the gradients of the next step; the owned part stays valid until the first of them."""
+        """Prepare for the gradients of the next step; `owned_sums` stays valid until the first of them."""
         self._require("end a step", GradState.REDUCED)
         self._written.clear()
         self._unready = None

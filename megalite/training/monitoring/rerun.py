@@ -103,7 +103,7 @@ def diagnose_step(
 
 def _checksums(run: Run) -> list[int]:
     """Return integer sums of the bits of this rank's owned gradients, per bucket, and of its losses."""
-    owned = [bucket.owned for bucket in run.sync.grad_buckets]
+    owned = [bucket.owned_sums for bucket in run.sync.grad_buckets]
     return [int(values.view(torch.int32).sum(dtype=torch.int64)) for values in [*owned, run.loss_sums.values]]
 
 
@@ -160,7 +160,7 @@ def find_non_finite_gradient(run: Run) -> NonFiniteOrigin | None:
     """Return the first parameter, in the order of backward, with a non-finite reduced gradient that this rank owns."""
     bad_gradients: list[NonFiniteOrigin] = []
     for bucket in run.sync.grad_buckets:
-        values = [(slot, bucket.owned_slice(slot).select(bucket.owned)) for slot in bucket.layout.slots]
+        values = [(slot, bucket.owned_slice(slot).select(bucket.owned_sums)) for slot in bucket.layout.slots]
         bad_gradients += _non_finite_gradients(run, bucket, REDUCED, values)
     return min(bad_gradients, default=None)
 
