@@ -3,6 +3,7 @@
 The collectives are those of rank 0 of two. The other rank has the same gradients, and its own shard of the weights.
 """
 
+import datetime
 import gc
 import weakref
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from ranks import run_ranks
 from torch import Tensor, nn
 
 from megalite.optim.zero.grad_bucket import GradBucket, GradState
@@ -29,7 +31,7 @@ from megalite.optim.zero.sharding import BucketSharding
 from megalite.optim.zero.storage import observe_allocations
 from megalite.optim.zero.sync import PREFETCH_DEPTH, BucketSync, ZeroConfig
 from megalite.parallel.cpu.shared_memory import CollectiveBackend
-from megalite.parallel.mesh import Axis, Mesh
+from megalite.parallel.mesh import Axis, Mesh, build_mesh
 from megalite.parallel.spec import ParamSpec
 
 SIZES = (40, 100, 7)  # elements of three matrices of one unit, with padding between them
@@ -317,6 +319,13 @@ class ParamMachine(_StateMachine):
         self.bucket.param_backward_done(entry)
         assert self.bucket.state is expected
 
+    @rule()
+    def end_backward(self) -> None:
+        expected = ParamState.SHARDED if self.left else self.bucket.state
+        self.left = set()
+        self.bucket.end_backward()
+        assert self.bucket.state is expected
+
     @invariant()
     def values_are_those_of_the_last_gather(self) -> None:
         is_usable = self.resident or self.bucket.state is ParamState.UNSHARDED
@@ -345,27 +354,32 @@ def test_calls_follow_the_states(machine: Any, resident: bool) -> None:
 
 
 class Unit(nn.Module):
-    """y = x * weight, a unit of the model whose weights are one bucket. A parameter `unused` gets no gradient."""
+    """y = x * weight, a unit of the model whose weights are one bucket.
 
-    def __init__(self, index: int, numel: int, has_unused: bool, device: str):
+    With `has_optional` it has a second parameter, which it adds if `uses_optional` is set.
+    """
+
+    def __init__(self, index: int, numel: int, has_optional: bool, device: str):
         super().__init__()
         self.numel = numel
-        for name, size in (("weight", numel), ("unused", 1))[: 1 + has_unused]:
+        self.uses_optional = False
+        for name, size in (("weight", numel), ("optional", 1))[: 1 + has_optional]:
             parameter = nn.Parameter(torch.ones(size, 1, device=device))
             parameter.spec = ParamSpec(f"layers.{index}.{name}", (size, 1))  # type: ignore[attr-defined]
             parameter.unit = f"layers.{index}"  # type: ignore[attr-defined]
             self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        y = x * self.weight
+        return y + self.optional if self.uses_optional else y
 
 
 class Chunk(nn.Module):
     """Units that are applied to one input each, and summed."""
 
-    def __init__(self, numels: list[int], has_unused: bool = False, device: str = "cpu"):
+    def __init__(self, numels: list[int], has_optional: bool = False, device: str = "cpu"):
         super().__init__()
-        self.unit_list = nn.ModuleList(Unit(i, numel, has_unused, device) for i, numel in enumerate(numels))
+        self.unit_list = nn.ModuleList(Unit(i, numel, has_optional, device) for i, numel in enumerate(numels))
         self.units = dict.fromkeys(self.unit_list, True)
         self.run_unit = lambda unit, *args, recomputing=False: unit(*args)
 
@@ -431,18 +445,48 @@ def test_ranks_reduce_in_one_order(data: st.DataObject, passes: int, zero_stage:
     assert first == second and len(first) == len(NUMELS) * (passes if zero_stage == 2 else 1)
 
 
-def test_weights_that_a_backward_leaves_unsharded_are_gathered_again() -> None:
-    """The hook of a parameter that the unit does not use never runs, so its backward does not reshard the bucket."""
-    backend, chunk = _RecordingBackend(), Chunk(NUMELS[:2], has_unused=True)
+def test_a_backward_reshards_units_with_unused_parameters() -> None:
+    """The hook of a parameter that its unit does not use never runs, so the end of the backward reshards the unit."""
+    backend, chunk = _RecordingBackend(), Chunk(NUMELS[:2], has_optional=True)
     sync = _sync(chunk, backend, zero_config=ZeroConfig(3))
     chunk(1.0).backward()
-    assert [bucket.state for bucket in sync.param_buckets] == [ParamState.UNSHARDED] * 2
+    assert [bucket.state for bucket in sync.param_buckets] == [ParamState.SHARDED] * 2
     sync.finish_grad_sync()
     for bucket in sync.param_buckets:
         bucket.shard.fill_(3.0)
     sync.start_param_sync()
-    assert [bucket.state for bucket in sync.param_buckets] == [ParamState.SHARDED] * 2
     assert chunk(1.0).item() == 3.0 * sum(NUMELS[:2])
+
+
+def _losses_of_different_branches() -> list[float]:
+    """Return the losses of three steps, the first without an update; only rank 0 uses the optional parameters."""
+    mesh = build_mesh(device=DEVICE, timeout=datetime.timedelta(seconds=20), shared_memory=False)
+    chunk = Chunk(NUMELS[:2], has_optional=True)
+    for unit in chunk.units:
+        unit.uses_optional = mesh.dp.rank == 0  # type: ignore[assignment]
+    sync = BucketSync([chunk], mesh, bucket_size=1, zero_config=ZeroConfig(3))
+    losses = []
+    for updates in (False, True, True):
+        for last_in_step in (False, True):
+            sync.set_last_backward(0, last_in_step=last_in_step)
+            loss = chunk(1.0)
+            loss.backward()
+            losses.append(loss.item())
+            sync.finish_pass(0, last_in_step)
+        sync.finish_grad_sync()
+        if updates:
+            for bucket in sync.param_buckets:
+                bucket.shard.add_(1.0)
+            sync.start_param_sync()
+    return losses
+
+
+def test_ranks_may_use_different_parameters_of_a_unit() -> None:
+    """A rank that kept a unit unsharded would not take part in its next all-gather, and the other would wait."""
+    numel = sum(NUMELS[:2])
+    expected = [1.0 * numel] * 4 + [2.0 * numel] * 2
+    first, second = run_ranks(2, _losses_of_different_branches, timeout=50)
+    assert second == expected and first == [2 * loss for loss in expected]
 
 
 def test_gathers_in_flight_are_completed_before_the_next_ones() -> None:

@@ -137,7 +137,10 @@ class ParamBucket(BucketStorage):
             self._pending_shard = None
 
     def reshard_after_backward(self) -> None:
-        """Reshard as soon as the backward that follows needs no parameter any more (`param_backward_done`)."""
+        """Reshard as soon as the backward that follows needs no parameter any more.
+
+        Each parameter that it uses calls `param_backward_done`. At its end the caller calls `end_backward`.
+        """
         self._require("wait for a backward", ParamState.UNSHARDED)
         self._backward_entries = {slot.entry for slot in self.layout.slots}
 
@@ -147,3 +150,8 @@ class ParamBucket(BucketStorage):
             self._backward_entries.discard(entry)
             if not self._backward_entries:
                 self.reshard()
+
+    def end_backward(self) -> None:
+        """Reshard if a parameter is left that the backward did not use, so that all ranks gather for the next use."""
+        if self._backward_entries:
+            self.reshard()

@@ -24,8 +24,9 @@ Weights:
       by chunk                   for a pass of forwards or backwards of a chunk (pipeline/schedule.py)
 
 The order of units is that of the model, so nothing is traced. The model runs its units through `run_unit`
-(models/gpt.py), and a hook on a parameter's graph node shows that the backward no longer needs it. Embedding and head
-are used only in forward, since the loss computes its gradients there.
+(models/gpt.py), and a hook on a parameter's graph node shows that the backward no longer needs it. The end of the
+backward reshards the units with a parameter that they did not use. Embedding and head are used only in forward, since
+the loss computes its gradients there.
 
 Rejected: hooks that count backwards to find the last one. They break when a micro-batch skips a layer.
 """
@@ -38,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from megalite.nn.parameter import MainGrad, ShardableModule, main_param_dtype, spec_of
 from megalite.optim.host_memory import allocate_pinned, pinned_bytes
@@ -319,7 +321,7 @@ class BucketSync:
         self.wait_param_sync()
         for bucket in _in_forward_order(self._sharded):
             if bucket.state is ParamState.UNSHARDED:
-                bucket.reshard()  # other ranks have updated their shards; also what a backward without hooks has left
+                bucket.reshard()  # other ranks have updated their shards
             bucket.start_shard_gather()
         self._enqueue([bucket for bucket in self._sharded if bucket.is_resident])
         if not self._overlap_param_gather:
@@ -398,10 +400,15 @@ class BucketSync:
                 self._start_gather(bucket)
 
     def _expect_backward(self, unit: nn.Module) -> None:
-        """Reshard the weights of a unit as soon as the backward that follows no longer needs them."""
+        """Reshard the weights of a unit as soon as the running backward no longer needs them, or when it ends.
+
+        A parameter that the unit does not use has no node in this backward, and its hook does not run. Another rank may
+        use it: if the bucket stayed unsharded on one of them, only the other would gather it for its next use.
+        """
         if not self.unshard_by_chunk:
             for bucket in self._unit_buckets[unit]:
                 bucket.reshard_after_backward()
+                Variable._execution_engine.queue_callback(bucket.end_backward)
 
     def unshard(self, chunk: int) -> None:
         """Start to gather the weights of a chunk that forward and backward need, shortly before a pass.
