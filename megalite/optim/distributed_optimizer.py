@@ -10,6 +10,7 @@ weighted by 1/num_owners, so that the sum over the world is the squared norm), t
 unscales, averages and clips.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -115,26 +116,27 @@ class DistributedOptimizer:
         self.num_updates = 0
         self.rules = rule, matrix_rule or rule
         num_offloaded = len(offloaded_buckets(sync.layout, offload_fraction))
+        num_on_device = len(sync.param_buckets) - num_offloaded
         self.host_updater = HostUpdater(
             sync.param_buckets[:num_offloaded], sync.main_dtype, rule.state_dtypes, sync.mesh.device, offload_dir or ""
         )
         self.buckets: list[OptimizerBucket] = []
-        for params, grads in zip(sync.param_buckets, sync.grad_buckets, strict=True):
+        allocations = [*self.host_updater.allocations, *itertools.repeat(None, num_on_device)]
+        for params, grads, allocation in zip(sync.param_buckets, sync.grad_buckets, allocations, strict=True):
             bucket_rule = self.rules[params.layout.key.is_matrix]
-            is_offloaded = params.layout.index < num_offloaded
-            if is_offloaded:
-                main, state = self.host_updater.allocations[params.layout.index]
+            if allocation is not None:
+                main, state = allocation
             else:
                 main = params.owned.to(sync.main_dtype)  # not a copy if the dtype is the same
                 dtypes = bucket_rule.state_dtypes
                 state = {name: torch.zeros_like(main, dtype=dtype) for name, dtype in dtypes.items()}
-            self.buckets.append(OptimizerBucket(params, grads, bucket_rule, main, state, is_offloaded))
-        self._finalizers: list[tuple[list[OptimizerBucket], Finalizer]] = []  # (buckets of a rule, its second half)
+            self.buckets.append(OptimizerBucket(params, grads, bucket_rule, main, state, allocation is not None))
+        self._finalizers: list[tuple[UpdateRule, Finalizer]] = []  # (rule, its second half)
         for whole_tensor_rule in dict.fromkeys(self.rules):
             if isinstance(whole_tensor_rule, WholeTensorRule):
-                buckets = [bucket for bucket in self.buckets if bucket.rule is whole_tensor_rule]
-                params = [bucket.params for bucket in buckets]
-                self._finalizers.append((buckets, whole_tensor_rule.make_finalizer(sync.mesh, sync.layout, params)))
+                params = [bucket.params for bucket in self.buckets if bucket.rule is whole_tensor_rule]
+                finalizer = whole_tensor_rule.make_finalizer(sync.mesh, sync.layout, params)
+                self._finalizers.append((whole_tensor_rule, finalizer))
 
     def local_norm_sq(self) -> Tensor:
         """Return this rank's summand of the squared norm of the unscaled gradient sums, an fp64 scalar.
@@ -188,8 +190,8 @@ class DistributedOptimizer:
             if not bucket.is_offloaded:
                 bucket.rule.update_(update)
         self.host_updater.update_(self.rules[0], updates[: len(self.host_updater.allocations)])
-        for buckets, finalize in self._finalizers:
-            finalize([updates[bucket.layout.index] for bucket in buckets])
+        for rule, finalize in self._finalizers:
+            finalize([update for bucket, update in zip(self.buckets, updates, strict=True) if bucket.rule is rule])
 
     def checkpoint_shards(self) -> list[TensorShard]:
         """Return this rank's part of a checkpoint, as views that loading may write to.

@@ -12,7 +12,7 @@ A graph repeats kernels with the same arguments, so values that change between m
 address: a static batch and a static context, into which those of each micro-batch are copied. Numbers of the context
 that change (loss_grad depends on batch size and loss scale) become tensors.
 Graphs always accumulate gradients and never overwrite them, so gradients are zeroed first. A replay runs no Python, so
-no hook of a parameter reports its gradient to the buffer. The first micro-batch of a shape runs eagerly, since
+no hook of a parameter reports its gradient to its bucket. The first micro-batch of a shape runs eagerly, since
 compiling a kernel or loading a library cannot be captured; the second one is captured. The graph keeps the memory of a
 micro-batch's activations; with dp > 1, the eager micro-batches take the same amount in addition.
 """

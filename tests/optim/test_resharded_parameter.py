@@ -12,7 +12,7 @@ from train_cases import ROOT, run_from
 
 from megalite.models.gpt import Stage
 from megalite.nn.parameter import spec_of
-from megalite.optim.zero.resharded_parameter import ReshardedParameter
+from megalite.optim.zero.resharded_parameter import ReshardedParameter, use_message
 from megalite.training.train_step import train_step
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2
@@ -97,6 +97,10 @@ def _step_that_reads_another_unit() -> tuple[str, list[type]]:
         type(p) is (ReshardedParameter if spec_of(p).is_2d else nn.Parameter) for p in stage.embedding.parameters()
     )
     return str(error.value), classes
+
+
+def test_message_of_several_weights_is_plural() -> None:
+    assert use_message(["a", "b"], "layers.1").startswith("a, b are used while their weights are resharded;")
 
 
 def test_a_step_names_the_weight_that_another_unit_owns() -> None:

@@ -1,11 +1,15 @@
 """The gradients of one bucket: accumulation in the main_grads, and reduction over the data axis.
 
-    EMPTY --> ACCUMULATING --> READY --> REDUCING --> REDUCED --> EMPTY     in a step
-                                                         |
-                   ^-------------------------------------'                  a resharded bucket, in the next pass
+    EMPTY --first gradient--> ACCUMULATING --all ready--> READY --start_reduce--> REDUCING --finish_reduce--> REDUCED
+      ^                                                                                                          |
+      '------------------------------------------------ end_step ------------------------------------------------'
 
-    EMPTY          no gradient of the step yet; the tensors have the values of the step before
-    ACCUMULATING   some main_grads have a gradient; the others contain old values
+    EMPTY --> READY                       all are ready, but the bucket got no gradient on this rank
+    READY --> REDUCED                     no other rank has the bucket
+    REDUCING or REDUCED --> ACCUMULATING  in the next pass, if the bucket is resharded; or READY without a gradient
+
+    EMPTY          no gradient of the step yet; the owned part is the sum of the step before
+    ACCUMULATING   some main_grads have a gradient of the pass; the others contain arbitrary values
     READY          all gradients of the pass are complete; the bucket waits for its turn
     REDUCING       the reduction over the data axis is in flight
     REDUCED        this rank's shard is the sum over the data axis, of all passes so far

@@ -75,9 +75,8 @@ class BucketKey(NamedTuple):
 
 
 class ParamSlot(NamedTuple):
-    """The place of one parameter: elements [start, stop) of bucket `bucket` are those of entry `entry`."""
+    """The place of one parameter in a bucket, whose elements [start, stop) are those of entry `entry`."""
 
-    bucket: int
     entry: int
     start: int
     stop: int
@@ -188,14 +187,13 @@ def build_layout(
             if not key.unit and sum(entries[i].numel for i in members) >= bucket_size:
                 closed_buckets.append((key, open_buckets.pop(key)))
         for key, members in sorted([*closed_buckets, *open_buckets.items()], key=lambda bucket: -bucket[1][-1]):
-            bucket_index = len(buckets)
             slots: list[ParamSlot] = []
             position = 0
             for index in members:
-                slots.append(ParamSlot(bucket_index, index, position, position + entries[index].numel))
+                slots.append(ParamSlot(index, position, position + entries[index].numel))
                 position = _round_up(slots[-1].stop, ALIGN)
             size = _round_up(position, ALIGN * sizes.get(MESH_VIEWS[key.mesh_view][0], 1))
-            buckets.append(BucketLayout(bucket_index, chunk, key, size, tuple(slots)))
+            buckets.append(BucketLayout(len(buckets), chunk, key, size, tuple(slots)))
     return BufferLayout(tuple(entries), tuple(buckets))
 
 

@@ -21,7 +21,7 @@ from megalite.nn.parameter import write_initial_values
 from megalite.optim.zero.layout import BucketLayout, ParamEntry
 from megalite.optim.zero.resharded_parameter import set_resharded, use_message
 from megalite.optim.zero.sharding import BucketSharding
-from megalite.optim.zero.storage import BucketStorage, list_names
+from megalite.optim.zero.storage import BucketStorage
 from megalite.parallel.comm import Pending, start_all_gather_into
 from megalite.parallel.streams import Stream, on_side_stream, record_event
 
@@ -68,7 +68,7 @@ class ParamBucket(BucketStorage):
         """
         dtype, device = layout.key.dtype, parameters[0].device
         self.parameters = [parameters[slot.entry] for slot in layout.slots]
-        names = list_names([entries[slot.entry].spec.name for slot in layout.slots])
+        names = [entries[slot.entry].spec.name for slot in layout.slots]
         super().__init__(layout, entries, sharding, dtype, device, reshards, use_message(names, layout.key.unit))
         self.on_host = host_shard is not None
         self._h2d_stream = h2d_stream if self.on_host else None

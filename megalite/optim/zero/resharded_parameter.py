@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megalite.nn.parameter import spec_of
+from megalite.optim.zero.storage import list_names
 
 _METADATA = ("shape", "dtype", "device", "layout", "ndim", "is_meta", "is_cuda", "is_cpu", "is_leaf", "requires_grad")
 _METHODS = (
@@ -73,13 +74,16 @@ def _find_resharded(value: Any) -> Iterator[ReshardedParameter]:
 
 def _raise_error(parameter: ReshardedParameter) -> NoReturn:
     unit = parameter.unit  # type: ignore[attr-defined]
-    raise RuntimeError(use_message(spec_of(parameter).name, unit))
+    raise RuntimeError(use_message([spec_of(parameter).name], unit))
 
 
-def use_message(names: str, unit: str) -> str:
-    """Return the error message when a parameter is used while it is resharded."""
+def use_message(names: Sequence[str], unit: str) -> str:
+    """Return the error message when one of these parameters is used while it is resharded."""
+    subject = (
+        f"{list_names(names)} is used while its" if len(names) == 1 else f"{list_names(names)} are used while their"
+    )
     return (
-        f"{names} is used while its weights are resharded; with --zero-stage 3 they are unsharded only while {unit!r} "
+        f"{subject} weights are resharded; with --zero-stage 3 they are unsharded only while {unit!r} "
         "runs: use the parameter there, or lower --zero-stage"
     )
 

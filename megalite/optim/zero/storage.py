@@ -54,6 +54,9 @@ class ResizableStorage:
     check an error message of the storage at every access to its data. torch's CPU builds contain the check, but no
     function that turns it on. There, most operations read address 0 instead, which ends the process (SIGSEGV), and
     only parameters are protected (resharded_parameter.py).
+
+    Rejected: `torch._C._set_throw_on_mutable_data_ptr`, which CPU builds have. It raises only for writes, and cannot be
+    unset.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, freed_message: str):
