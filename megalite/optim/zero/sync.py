@@ -172,11 +172,12 @@ class BucketSync:
                 if sharding.can_reshard(bucket):
                     host_sizes[bucket.index] = len(sharding.shard_range(bucket)) * bucket.key.dtype.itemsize
         self.host_bytes = pinned_bytes([*host_sizes.values()])
-        host_shards = dict(zip(host_sizes, allocate_pinned([*host_sizes.values()], device), strict=True))
-        h2d_stream = new_stream(device) if host_shards else None
+        host_memory = allocate_pinned([*host_sizes.values()], device)
+        h2d_stream = new_stream(device) if host_sizes else None
         buckets: list[ParamBucket] = []
         for bucket in self.layout.buckets:  # one at a time: the old memory of its parameters is freed before the next
-            sharding, host_shard = shardings[bucket.key], host_shards.get(bucket.index)
+            sharding = shardings[bucket.key]
+            host_shard = next(host_memory) if bucket.index in host_sizes else None
             buckets.append(
                 ParamBucket(bucket, self.layout.entries, sharding, self.parameters, reshards, host_shard, h2d_stream)
             )
