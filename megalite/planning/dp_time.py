@@ -23,7 +23,7 @@ from megalite.planning.stage_time import TOTAL, TimeModel
 class DpTimes:
     """The times of the collectives over dp of a plan.
 
-    Numbers of elements are arrays over MESH_VIEWS.
+    Numbers of elements, and of their bytes, are arrays over MESH_VIEWS.
     """
 
     times: TimeModel
@@ -45,11 +45,6 @@ class DpTimes:
     def _grad_itemsize(self) -> int:
         """The bytes of an element of the gradient sums."""
         return self.plan.shape.bytes_per_element()[1]
-
-    @cached_property
-    def _reduced_itemsize(self) -> int:
-        """The bytes of an element in a reduction over dp, which may be in bf16."""
-        return 2 if self.plan.config.parallel.grad_reduce_in_bf16 else self._grad_itemsize
 
     @cached_property
     def _is_resharded(self) -> bool:
@@ -107,7 +102,7 @@ class DpTimes:
             for bucket in unit_buckets.get(name, ()):
                 numel = np.array([bucket.numel if view == bucket.mesh_view else 0 for view in MESH_VIEWS])
                 gather_s += self._gather_s(numel)
-                reduce_s += self._reduce_s(numel)
+                reduce_s += self._reduce_s(numel * bucket.reduce_itemsize)
                 finish_s += self._replicas_s(numel)
             units.append(SyncUnit((f, b, w), gather_s, reduce_s, is_end))
         return units, finish_s
@@ -119,7 +114,8 @@ class DpTimes:
         num_buckets = max(1, math.floor(numel.max() / bucket_size))
         f, b, w = (self.times.stage_times[stage][TOTAL] / num_buckets).tolist()
         bucket_numel = numel / num_buckets
-        bucket = SyncUnit((f, b, w), self._gather_s(bucket_numel), self._reduce_s(bucket_numel))
+        reduce_s = self._reduce_s(bucket_numel * self._mean_reduce_itemsizes(stage))
+        bucket = SyncUnit((f, b, w), self._gather_s(bucket_numel), reduce_s)
         return [bucket] * num_buckets, num_buckets * self._replicas_s(bucket_numel)
 
     def _stage_numel(self, stage: int) -> np.ndarray:
@@ -141,6 +137,14 @@ class DpTimes:
             return numels[stage] + np.maximum(0, padded_numel - sum(numels.values()))
         return numels[stage]
 
+    def _mean_reduce_itemsizes(self, stage: int) -> np.ndarray:
+        """Return the bytes of an element in a reduction over dp, the mean of the buckets on the rank of a stage.
+
+        With --grad-reduce-in-bf16, buckets of weights that stay in fp32 are still reduced in fp32.
+        """
+        model_state = self.plan.model_states.by_rank[self.plan.shape.placement.rank(stage)]
+        return np.array([model_state.reduce_bytes[v] / max(1, model_state.padded_numel[v]) for v in MESH_VIEWS])
+
     def _gather_s(self, numel: np.ndarray) -> float:
         """Return the time of gathering the weights of a bucket."""
         itemsize = self.plan.shape.dtype.itemsize
@@ -150,12 +154,11 @@ class DpTimes:
                 seconds += self.times.comm_times.all_gather(view_numel * itemsize, shard_group)
         return seconds
 
-    def _reduce_s(self, numel: np.ndarray) -> float:
+    def _reduce_s(self, num_bytes_by_view: np.ndarray) -> float:
         """Return the time of reducing the gradients of a bucket over the ranks that shard them, or all replicas."""
         comm_times = self.times.comm_times
         seconds = 0.0
-        for view_numel, (shard_group, replicate_group) in zip(numel.tolist(), self._groups, strict=True):
-            num_bytes = view_numel * self._reduced_itemsize
+        for num_bytes, (shard_group, replicate_group) in zip(num_bytes_by_view.tolist(), self._groups, strict=True):
             if num_bytes and shard_group.size > 1:
                 seconds += comm_times.reduce_scatter(num_bytes, shard_group)
             elif num_bytes and replicate_group.size > 1:

@@ -23,6 +23,7 @@ from megalite.optim.host_memory import pinned_bytes
 from megalite.optim.optimizer_offload import allocation_sizes, offloaded_buckets
 from megalite.optim.update_rule import build_rules
 from megalite.optim.zero.layout import chunk_layout
+from megalite.optim.zero.sharding import reduce_dtype
 from megalite.parallel.mesh import Mesh
 from megalite.parallel.spec import SHARD_AXES
 from megalite.pipeline.schedule import ShardingPolicy, StagePlacement
@@ -73,12 +74,14 @@ class UnitBucket:
         numel: Elements of the full bucket.
         weight_bytes: Bytes of the full weights.
         mesh_view: The mesh view of its parameters.
+        reduce_itemsize: Bytes of an element of its gradients in their reduction over dp.
     """
 
     params: frozenset[str]
     numel: int
     weight_bytes: int
     mesh_view: str
+    reduce_itemsize: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class ModelStateBytes:
     Attributes:
         local_numel: Elements of the parameters on this rank, without ZeRO.
         padded_numel: Elements of all buckets with their padding, by mesh view.
+        reduce_bytes: Bytes of the gradients of all buckets in their reduction over dp, by mesh view.
         owned_numel: Elements of the buckets that this rank's optimizer updates if its state is sharded.
         weights: Bytes of the weights; weights that are not sharded are full.
         gradients: Bytes of the gradients; gradients that are not sharded are full.
@@ -102,6 +106,7 @@ class ModelStateBytes:
 
     local_numel: int
     padded_numel: Mapping[str, int]
+    reduce_bytes: Mapping[str, int]
     owned_numel: int
     weights: int
     gradients: int
@@ -141,6 +146,7 @@ class ModelStateBytes:
         owned_numel = 0
         weight_update_bytes = 0
         padded_numel = dict.fromkeys(counts_by_view, 0)
+        reduce_bytes = dict.fromkeys(counts_by_view, 0)
         unit_buckets: dict[str, tuple[UnitBucket, ...]] = {}
         host_weight_sizes: list[int] = []
         for bucket in layout.buckets:
@@ -159,10 +165,13 @@ class ModelStateBytes:
             owned_numel += bucket_owned_numel
             weight_update_bytes += bucket_owned_numel * weight_bytes
             padded_numel[view] += bucket.size
+            rounded_dtype = reduce_dtype(bucket.key.dtype, parallel.grad_reduce_in_bf16)
+            reduce_itemsize = grad_bytes if rounded_dtype is None else rounded_dtype.itemsize
+            reduce_bytes[view] += bucket.size * reduce_itemsize
             if counts.gradients > 1:
                 unit = bucket.key.unit
                 params = frozenset(name_in_unit(layout.entries[slot.entry].spec, unit) for slot in bucket.slots)
-                unit_bucket = UnitBucket(params, bucket.size, bucket.size * weight_bytes, view)
+                unit_bucket = UnitBucket(params, bucket.size, bucket.size * weight_bytes, view, reduce_itemsize)
                 unit_buckets[unit] = (*unit_buckets.get(unit, ()), unit_bucket)
 
         # offloaded state always has main weights of its own, which are as wide as a gradient
@@ -181,6 +190,7 @@ class ModelStateBytes:
         return cls(
             local_numel=sum(entry.numel for entry in layout.entries),
             padded_numel=padded_numel,
+            reduce_bytes=reduce_bytes,
             owned_numel=owned_numel,
             weights=weights,
             gradients=gradients,

@@ -42,7 +42,6 @@ class UnshardedUnits:
         self.unshards = parallel.effective_zero_stage > 2 and bool(self.buckets)
         self.by_chunk = plan.shape.sharding_policy.unshard_by_chunk
         self.prefetches = parallel.overlap_param_gather and not self.by_chunk
-        self.reduces_in_bf16 = parallel.grad_reduce_in_bf16 and plan.config.precision.bf16
         self.overlaps_reduce = parallel.overlap_grad_reduce
         self.weights: set[str] = set()
         self.gradients: set[BucketId] = set()
@@ -65,9 +64,11 @@ class UnshardedUnits:
             num_bytes += self.weight_bytes.get(unit, 0)
         for unit, index in self.gradients:
             num_bytes += self.buckets[unit][index].numel * self.grad_bytes
-        if self.reducing is not None and self.reduces_in_bf16:
+        if self.reducing is not None:
             unit, index = self.reducing
-            num_bytes += self.buckets[unit][index].numel * 2  # a copy in bf16
+            bucket = self.buckets[unit][index]
+            if bucket.reduce_itemsize != self.grad_bytes:
+                num_bytes += bucket.numel * bucket.reduce_itemsize  # a copy in bf16
         return num_bytes
 
     def unshard(self, units: Sequence[str], prefetch: str | None = None) -> None:

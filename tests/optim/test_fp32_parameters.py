@@ -241,7 +241,11 @@ def test_names_of_exact_weights_under_every_change_of_dtype() -> None:
 
 
 def _planned_and_actual_bytes(plugin: str, flags: str) -> list[tuple[int, int]]:
-    """Return (planned, actual) bytes of weights, gradients, optimizer state and host memory on this rank."""
+    """Return (planned, actual) bytes on this rank.
+
+    They are those of weights, gradients, optimizer state and host memory, and those of the gradients in their
+    reduction, of all buckets and of the resharded ones.
+    """
     run = _run(plugin, flags)
     config = config_from(f"{FLAGS} --plugin {plugin} {flags}")
     state = make_run_plan(config, run.mesh.world.size, config.data.vocab_size).model_states.by_rank[0]
@@ -252,7 +256,13 @@ def _planned_and_actual_bytes(plugin: str, flags: str) -> list[tuple[int, int]]:
             optimizer_bytes += sum(tensor.nbytes for tensor in bucket.state.values())
             if bucket.main.data_ptr() != bucket.params.owned.data_ptr():
                 optimizer_bytes += bucket.main.nbytes
+    reduced: dict[bool, int] = {True: 0, False: 0}  # by is_resident
+    for grads in sync.grad_buckets:
+        reduced[grads.is_resident] += grads.layout.size * (grads.sharding.reduce_dtype or grads.dtype).itemsize
+    unit_buckets = [bucket for buckets in state.unit_buckets.values() for bucket in buckets]
     return [
+        (sum(state.reduce_bytes.values()), sum(reduced.values())),
+        (sum(bucket.numel * bucket.reduce_itemsize for bucket in unit_buckets), reduced[False]),
         (state.weights, sum(bucket.nbytes for bucket in sync.param_buckets)),
         (state.gradients, sum(bucket.nbytes for bucket in sync.grad_buckets)),
         (state.optimizer, optimizer_bytes),
@@ -263,5 +273,5 @@ def _planned_and_actual_bytes(plugin: str, flags: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("layout", ["dp2", "dp2 zero2", "dp2 zero3", "dp2 offload", "dp2 zero3 host"])
 def test_plan_has_the_bytes_of_every_dtype(layout: str, plugin: str) -> None:
     world, flags = DP_LAYOUTS[layout]
-    for rows in run_ranks(world, _planned_and_actual_bytes, plugin, flags):
+    for rows in run_ranks(world, _planned_and_actual_bytes, plugin, f"{flags} --grad-reduce-in-bf16"):
         assert all(planned == actual for planned, actual in rows), rows

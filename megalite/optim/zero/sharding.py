@@ -79,6 +79,14 @@ class BucketSharding:
         return replace(self, shard_axis=replace(self.shard_axis, rank=shard_rank), outer_shard_axis=outer_shard_axis)
 
 
+def reduce_dtype(weight_dtype: torch.dtype, reduce_in_bf16: bool) -> torch.dtype | None:
+    """Return the dtype in which full gradients of weights are reduced over the data axis; None: their own.
+
+    With `reduce_in_bf16` this is bf16 for bf16 weights; gradients of fp32 weights in a bf16 model keep fp32.
+    """
+    return torch.bfloat16 if reduce_in_bf16 and weight_dtype == torch.bfloat16 else None
+
+
 def bucket_shardings(
     layout: BufferLayout, mesh: Mesh, reduce_in_bf16: bool = False, shard_over_replicas: bool = False
 ) -> Mapping[BucketKey, BucketSharding]:
@@ -87,7 +95,7 @@ def bucket_shardings(
     Args:
         layout: the buckets.
         mesh: the mesh.
-        reduce_in_bf16: reduce full gradients of bf16 weights in bf16; those of fp32 weights in a bf16 model keep fp32.
+        reduce_in_bf16: reduce full gradients of bf16 weights in bf16 (`reduce_dtype`).
         shard_over_replicas: split the shards again over replicas.
     """
     shardings = {}
@@ -104,7 +112,7 @@ def bucket_shardings(
             outer_shard_axis,
             sum_axes=tuple(sum_axes),
             tied_axis=mesh.tied_embedding if key.tied else None,
-            reduce_dtype=torch.bfloat16 if reduce_in_bf16 and key.dtype == torch.bfloat16 else None,
+            reduce_dtype=reduce_dtype(key.dtype, reduce_in_bf16),
             num_owners=key.replicas * replicate_axis.size // outer_shard_axis.size,
             axis_names=axis_names,
         )
