@@ -1,13 +1,15 @@
 """The times of a step's collectives over dp: gathers of weights, reductions of gradients, by the units of each stage.
 
-With ZeRO-2 and 3, a unit is the embedding, a layer or the head, whose buckets have the sizes of the run. Otherwise it
-is a bucket of --ddp-bucket-size elements, and the buckets of a stage are taken as equal. pipeline/param_sync_time.py
-says when the collectives start and what waits for them.
+With ZeRO-2 and 3, a unit is the embedding, a layer, a depth of multi-token prediction or the head, whose buckets have
+the sizes of the run. Otherwise it is a bucket of --ddp-bucket-size elements, and the buckets of a stage are taken as
+equal. pipeline/param_sync_time.py says when the collectives start and what waits for them.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +17,22 @@ from megalite.optim.zero.layout import DEFAULT_BUCKET_SIZE
 from megalite.parallel.spec import MESH_VIEWS, SHARD_AXES
 from megalite.pipeline.param_sync_time import StageSync, SyncUnit
 from megalite.planning.comm_time import CommGroup
+from megalite.planning.model_state import UnitBucket
 from megalite.planning.run_plan import RunPlan
 from megalite.planning.stage_time import TOTAL, TimeModel
+
+
+class _UnitUse(NamedTuple):
+    """A use of weights in a forward: the units that have them, and the seconds of F, B and W, an array."""
+
+    names: tuple[str, ...]
+    cost: np.ndarray
+    is_end: bool = False
+
+
+def _by_view(bucket: UnitBucket, value: int) -> np.ndarray:
+    """Return an array over MESH_VIEWS with the value of a bucket."""
+    return np.array([value if view == bucket.mesh_view else 0 for view in MESH_VIEWS])
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,10 @@ class DpTimes:
         is_sharded = any(shard_group.size > 1 for shard_group, _ in self._groups)
         return self.plan.shape.sharding_policy.reduce_every_pass and is_sharded
 
+    @property
+    def _reshards_weights(self) -> bool:
+        return self._is_resharded and self.plan.config.parallel.effective_zero_stage > 2
+
     @cached_property
     def stage_syncs(self) -> tuple[StageSync, ...] | None:
         """The collectives of every stage; None without data parallelism."""
@@ -61,7 +81,6 @@ class DpTimes:
 
     def _stage_sync(self, stage: int) -> StageSync:
         parallel, shape = self.plan.config.parallel, self.plan.shape
-        reshards_weights = self._is_resharded and parallel.effective_zero_stage > 2
         units, finish_s = self._model_units(stage) if self._is_resharded else self._buckets(stage)
         if not (parallel.overlap_grad_reduce or self._is_resharded):
             finish_s += sum(unit.reduce_s for unit in units)
@@ -69,8 +88,8 @@ class DpTimes:
         return StageSync(
             units=tuple(units),
             splits_backward=shape.splits_backward,
-            gathers_by_unit=reshards_weights and not shape.sharding_policy.unshard_by_chunk,
-            reshards_weights=reshards_weights,
+            gathers_by_unit=self._reshards_weights and not shape.sharding_policy.unshard_by_chunk,
+            reshards_weights=self._reshards_weights,
             reshards_grads=self._is_resharded,
             overlaps_gather=parallel.overlap_param_gather,
             overlaps_reduce=parallel.overlap_grad_reduce,
@@ -78,33 +97,46 @@ class DpTimes:
         )
 
     def _model_units(self, stage: int) -> tuple[list[SyncUnit], float]:
-        """Return the embedding, layers and head of a stage, and the time of its collectives at the end of the step."""
+        """Return the units of a stage in order of use, and the time of its collectives at the end of the step."""
         plan, times, model = self.plan, self.times, self.plan.config.model
-        layers = plan.balance.layer_ranges[stage]
-        names = [model.layers[index].unit_name(model.layer_numbers[index]) for index in layers]
-        stops = np.arange(layers.start, layers.stop + 1)
-        costs = np.diff(times.layer_times.between(np.full_like(stops, layers.start), stops)[:, TOTAL], axis=0).tolist()
-        ends = [False] * len(names)
-        if stage == 0:
-            names.insert(0, "embedding")
-            costs.insert(0, times.embedding[TOTAL].tolist())
-            ends.insert(0, True)
-        if stage == plan.shape.placement.num_stages - 1:
-            names.append("head")
-            costs.append(times.head[TOTAL].tolist())
-            ends.append(True)
         unit_buckets = plan.model_states.by_rank[plan.shape.placement.rank(stage)].unit_buckets
+        layers = plan.balance.layer_ranges[stage]
+        stops = np.arange(layers.start, layers.stop + 1)
+        # differences of sums, because a sum also has the parts that several layers share
+        costs = np.diff(times.layer_times.between(np.full_like(stops, layers.start), stops)[:, TOTAL], axis=0)
+        uses = [
+            _UnitUse((model.layers[index].unit_name(model.layer_numbers[index]),), cost)
+            for index, cost in zip(layers, costs, strict=True)
+        ]
+        if stage == 0:
+            uses.insert(0, _UnitUse(("embedding",), times.embedding[TOTAL], is_end=True))
+        if stage == plan.shape.placement.num_stages - 1:
+            if model.num_mtp_depths:
+                uses.append(_UnitUse(("embedding",), model.num_mtp_depths * times.embedding[TOTAL], is_end=True))
+            for depth, depth_times in enumerate(times.mtp_layers):
+                numbers = model.mtp_layer_numbers[min(depth, len(model.mtp_layer_numbers) - 1)]
+                names = [spec.unit_name(number) for number, spec in zip(numbers, model.mtp_layers, strict=True)]
+                uses.append(_UnitUse(tuple(dict.fromkeys(names)), depth_times[TOTAL]))
+            head_unit = "head" if "head" in unit_buckets else "embedding"  # it may share the embedding's weight
+            uses.append(_UnitUse((head_unit,), times.head[TOTAL], is_end=True))
+
         units = []
+        used: set[str] = set()
         finish_s = 0.0
-        for name, (f, b, w), is_end in zip(names, costs, ends, strict=True):
-            gather_s = 0.0
-            reduce_s = 0.0
-            for bucket in unit_buckets.get(name, ()):
-                numel = np.array([bucket.numel if view == bucket.mesh_view else 0 for view in MESH_VIEWS])
-                gather_s += self._gather_s(numel)
-                reduce_s += self._reduce_s(numel * bucket.reduce_itemsize)
-                finish_s += self._replicas_s(numel)
-            units.append(SyncUnit((f, b, w), gather_s, reduce_s, is_end))
+        for use in uses:
+            # a weight that is used again is gathered again if it was resharded; its gradient is reduced once, which is
+            # counted at the first use: there the backward ends
+            is_first = used.isdisjoint(use.names)
+            used.update(use.names)
+            gather_s = reduce_s = 0.0
+            for bucket in itertools.chain.from_iterable(unit_buckets.get(name, ()) for name in use.names):
+                if is_first or self._reshards_weights:
+                    gather_s += self._gather_s(_by_view(bucket, bucket.weight_bytes))
+                if is_first:
+                    reduce_s += self._reduce_s(_by_view(bucket, bucket.numel * bucket.reduce_itemsize))
+                    finish_s += self._replicas_s(_by_view(bucket, bucket.numel))
+            f, b, w = use.cost.tolist()
+            units.append(SyncUnit((f, b, w), gather_s, reduce_s, use.is_end))
         return units, finish_s
 
     def _buckets(self, stage: int) -> tuple[list[SyncUnit], float]:
@@ -115,7 +147,7 @@ class DpTimes:
         f, b, w = (self.times.stage_times[stage][TOTAL] / num_buckets).tolist()
         bucket_numel = numel / num_buckets
         reduce_s = self._reduce_s(bucket_numel * self._mean_reduce_itemsizes(stage))
-        bucket = SyncUnit((f, b, w), self._gather_s(bucket_numel), reduce_s)
+        bucket = SyncUnit((f, b, w), self._gather_s(bucket_numel * self.plan.shape.dtype.itemsize), reduce_s)
         return [bucket] * num_buckets, num_buckets * self._replicas_s(bucket_numel)
 
     def _stage_numel(self, stage: int) -> np.ndarray:
@@ -145,13 +177,12 @@ class DpTimes:
         model_state = self.plan.model_states.by_rank[self.plan.shape.placement.rank(stage)]
         return np.array([model_state.reduce_bytes[v] / max(1, model_state.padded_numel[v]) for v in MESH_VIEWS])
 
-    def _gather_s(self, numel: np.ndarray) -> float:
+    def _gather_s(self, num_bytes_by_view: np.ndarray) -> float:
         """Return the time of gathering the weights of a bucket."""
-        itemsize = self.plan.shape.dtype.itemsize
         seconds = 0.0
-        for view_numel, (shard_group, _) in zip(numel.tolist(), self._groups, strict=True):
-            if view_numel and shard_group.size > 1:
-                seconds += self.times.comm_times.all_gather(view_numel * itemsize, shard_group)
+        for num_bytes, (shard_group, _) in zip(num_bytes_by_view.tolist(), self._groups, strict=True):
+            if num_bytes and shard_group.size > 1:
+                seconds += self.times.comm_times.all_gather(num_bytes, shard_group)
         return seconds
 
     def _reduce_s(self, num_bytes_by_view: np.ndarray) -> float:

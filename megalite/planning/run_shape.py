@@ -94,9 +94,9 @@ class RunShape:
             sizes["etp"] = self.etp
         return sizes
 
-    def mesh_at(self, rank: int) -> Mesh:
+    def mesh_at(self, pp_rank: int) -> Mesh:
         """Return the mesh, without groups, of the first rank of a pipeline rank. Runs of equal sizes share it."""
-        return _abstract_mesh_at(self.world, rank, tuple(self.mesh_sizes.items()))
+        return _abstract_mesh_at(self.world, pp_rank, tuple(self.mesh_sizes.items()))
 
     @property
     def rank0_groups(self) -> dict[str, tuple[int, ...]]:

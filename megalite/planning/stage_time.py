@@ -220,9 +220,14 @@ class TimeModel:
         times = [self.layer_times.between(layers.start, layers.stop) for layers in self.plan.balance.layer_ranges]
         times[0] += self.embedding
         times[-1] += self.head
-        for cost in self.plan.balance.stage_costs.mtp_layers:
-            times[-1] += self.embedding + self._time_of(cost)
+        for depth_times in self.mtp_layers:
+            times[-1] += self.embedding + depth_times
         return times
+
+    @cached_property
+    def mtp_layers(self) -> list[np.ndarray]:
+        """The time of each depth of multi-token prediction, without its embedding."""
+        return [self._time_of(cost) for cost in self.plan.balance.stage_costs.mtp_layers]
 
     def _calibrated(self, block: str, kinds: Sequence[LayerKind]) -> np.ndarray | None:
         """Return the calibrated time of a part of a stage; None unless it was measured with one of these kinds."""

@@ -3,12 +3,14 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from train_cases import config_from
 
 from megalite.pipeline.schedule import build_schedule
 from megalite.pipeline.simulate import Durations, simulate
 from megalite.planning.cluster import Cluster, DeviceProfile, Link, default_profile, make_cluster
+from megalite.planning.dp_time import DpTimes
 from megalite.planning.layer_cost import CommStart
 from megalite.planning.layer_kinds import flops_per_token, layer_kinds
 from megalite.planning.run_plan import RunPlan, make_run_plan
@@ -305,3 +307,30 @@ def test_step_of_mixed_layer_kinds_is_additive() -> None:
     layers = sum(3 * 2 * S * (4 * D * D + 2 * D * F) + (1 + 2 * 1.25) * layer_scores for layer_scores in scores)
     assert step.parts["compute"] == pytest.approx(8 * 2 * layers / (0.5 * 989.4e12), rel=1e-6)
     check_sum(step)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("depths", [0, 2])
+@pytest.mark.parametrize("more", ["", "--untie-embeddings-and-output-weights", "--mtp-use-repeated-layer"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_units_of_a_stage_have_its_time_and_weights(pp: int, more: str, depths: int, stage: int) -> None:
+    """Every use of a resharded weight is gathered, also of an embedding that depths and head share."""
+    flags = f"--pp {pp} {more} --mtp-num-layers {depths} --zero-stage {stage} --position-embedding-type rope"
+    plan = make_plan(f"{flags} --global-batch-size 16", 2 * pp)
+    times = TimeModel(plan, fast(2 * pp, intra_node=Link(0.0, 1.0)), default_profile("h100"))
+    syncs = DpTimes(times).stage_syncs
+    assert syncs is not None
+    for sync, expected in zip(syncs, times.stage_times, strict=True):
+        assert np.sum([unit.costs for unit in sync.units], axis=0) == pytest.approx(expected[TOTAL])
+    embedding, layer, projection = 1024 * 1024, 12 * 1024 * 1024, 2 * 1024 * 1024
+    layers = 8 * layer + depths * (layer + projection)
+    num_embeddings = 2 + (depths > 0)  # of the model, of the depths, and the head's
+    if stage == 2:  # every weight is gathered once
+        num_embeddings = 1 if pp == 1 else 2
+        if more == "--untie-embeddings-and-output-weights":
+            num_embeddings = 2 + (depths > 0 and pp > 1)
+        if more == "--mtp-use-repeated-layer" and depths:
+            layers = 8 * layer + layer + projection
+    num_bytes = 2 * (num_embeddings * embedding + layers)
+    gathered = sum(unit.gather_s for sync in syncs for unit in sync.units)
+    assert gathered == pytest.approx(num_bytes / 2)  # each of two ranks has half of it
