@@ -168,6 +168,7 @@ class _Calibrator:
         state_bytes += sum(bucket.main.nbytes for bucket in optimizer.buckets if bucket.rounds_main)
         grad_bytes = sum(bucket.nbytes for bucket in sync.grad_buckets)
         update_bytes = grad_bytes + 2 * state_bytes + sum(bucket.nbytes for bucket in sync.param_buckets)
+        sync.finish_grad_sync()  # the optimizer reads only complete gradients
         update_s = self.median_s(lambda: optimizer.step(lr=0.0, weight_decay=0.0, scale=1.0))
         norm_s = self.median_s(optimizer.local_norm_sq)
         blocks["update"] = (update_s / update_bytes, norm_s / grad_bytes, 0.0)
