@@ -382,8 +382,8 @@ def test_older_args_name_the_same_model() -> None:
     [
         ("M-*-", {}, "hybrid_layer_pattern='M-[*]-' has M, a Mamba layer, which is not supported"),
         ("G*-", {}, "has G, a gated delta net, which is not supported"),
-        ("*-+", {}, "has [+], multi-latent attention, which is not supported"),
-        ("*-/*-", {"num_layers": 4}, "has /, multi-token prediction, which is not supported"),
+        ("*-+", {}, "has [+], multi-latent attention, which is not converted"),
+        ("*-/*-", {"num_layers": 4}, "has /, multi-token prediction, which is not converted"),
         ("*-x", {}, "has 'x' at position 2"),
         ("*-*", {"num_layers": 4}, "num_layers=4, but hybrid_layer_pattern='[*]-[*]' has 3 letters"),
         (None, {"hybrid_attention_ratio": 0.5, "num_layers": 2}, "hybrid_attention_ratio=0.5"),

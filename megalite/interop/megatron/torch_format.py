@@ -445,7 +445,10 @@ def _read_hybrid_pattern(pattern: str, saved_num_layers: Any) -> dict[str, Any]:
         num_layers = num_pattern_layers(pattern)
     except ValueError as error:
         raise ValueError(f"{shown} {str(error).partition('; ')[0]}") from None
-    if plugin_letters := sorted(set(pattern) - {"*", "+", *MLP_LETTERS}):
+    for letter, part in (("+", "multi-latent attention"), ("/", "multi-token prediction")):
+        if letter in pattern:
+            raise ValueError(f"{shown} has {letter}, {part}, which is not converted")
+    if plugin_letters := sorted(set(pattern) - {"*", *MLP_LETTERS}):
         raise ValueError(f"{shown} has {', '.join(plugin_letters)} of a plugin, whose tensors have no names there")
     if saved_num_layers not in (None, num_parts(pattern)):
         raise ValueError(f"num_layers={saved_num_layers}, but {shown} has {num_parts(pattern)} letters")
