@@ -53,17 +53,20 @@ def section(title: str, lines: list[str]) -> list[str]:
 
 
 def lever_rows(results: Results) -> Iterator[list[str]]:
-    """Yield a row for each combination of values of a lever, with its speed over that of the first one."""
+    """Yield a row for each combination of values of a lever, with its speed over that of the first one.
+
+    The relative speed is empty if the first one was not measured.
+    """
     for part, result in results.items():
         if part != "layouts" and not part.startswith("lever "):
             continue
-        measured = [row for row in result["rows"] if "tokens_per_s" in row]
+        first = result["rows"][0].get("tokens_per_s") if result["rows"] else None
         for row in result["rows"]:
             values = ", ".join(f"{name} {value}" for name, value in row["values"].items())
             cells = [part.removeprefix("lever "), values]
             if "tokens_per_s" in row:
                 cells.append(f"{row['tokens_per_s']:,.0f}")
-                cells.append(f"{row['tokens_per_s'] / measured[0]['tokens_per_s']:.3f}")
+                cells.append("" if first is None else f"{row['tokens_per_s'] / first:.3f}")
                 cells.append(_percent(row["mfu"]))
                 cells += [f"{row['memory'] / 2**30:.1f}", f"{row['first_loss']:.4f}"]
             else:

@@ -135,7 +135,7 @@ def warnings(
     if bubble > BOTTLENECKS["bubble"].threshold:
         num_microbatches, pp = plan.shape.num_microbatches, plan.shape.pp
         fact = f"{num_microbatches} micro-batches are few for {pp} stages: {bubble:.0%} of the time idles"
-        lines.append(f"{fact}; {remedy('bubble', plan, cluster.devices_per_node)}, or fewer devices for this batch")
+        lines.append(f"{fact}; {remedy('bubble', plan, cluster.devices_per_node)}")
     tokens = seq_length * best.layout.micro_batch
     if tokens < MIN_MICROBATCH_TOKENS:
         fact = f"a micro-batch of {tokens} tokens makes small matmuls"

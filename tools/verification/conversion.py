@@ -133,9 +133,12 @@ def compare_logits(
         hf_model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
-    except ValueError as error:  # an architecture that it does not have, such as a plugin's
+    except (ValueError, KeyError, ImportError, RuntimeError) as error:
+        # an architecture that it does not have, such as a plugin's, or config.json does not fit the weights
         reason = " ".join(str(error).split())
-        raise CheckpointError(f"transformers cannot open {directory} ({reason}); use --check-bits") from None
+        raise CheckpointError(
+            f"transformers cannot open {directory} ({reason}); correct its config.json, or use --check-bits"
+        ) from None
     with torch.no_grad():
         expected = hf_model.eval()(ids_BS).logits[..., :vocab_size].float()
     del hf_model  # two models at once may not fit in memory
