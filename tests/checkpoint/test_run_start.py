@@ -254,7 +254,8 @@ OTHERS: dict[str, Any] = {
     "moe_router_group_topk": 1, "moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.05,),
     "moe_router_dtype": "fp64", "embedding_init_method_std": 0.01, "softmax_scale": 0.3, "rotary_local_base": 100.0,
     "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0,
-    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "q_lora_rank": 8, "rope_type": "yarn",
+    "mtp_num_layers": 1,
 }  # fmt: skip
 
 

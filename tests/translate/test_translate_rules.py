@@ -412,7 +412,7 @@ def rates_of(values: Tree, length: int) -> list[float]:
     """Return the rate of each update of a run of `length` steps with one sample each."""
     options = {"train_iters": length, "micro_batch_size": 1} | values
     config = build(options | {"global_batch_size": 1})
-    schedule = build_schedules(cast(Any, SimpleNamespace(config=config, batch_size=1))).lr
+    schedule = build_schedules(cast(Any, SimpleNamespace(config=config, shape=SimpleNamespace(batch_size=1)))).lr
     return [schedule.at(step) for step in range(length)]
 
 
