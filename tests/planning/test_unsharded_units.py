@@ -1,4 +1,4 @@
-"""The planner's unsharded weights and gradients (ZeRO-2 and 3) are those of a run, unit by unit through a step.
+"""The planner unshards weights and gradients (ZeRO-2 and 3) in the order of a run, and never plans fewer bytes.
 
 The run takes its step on the meta device, with its own buffers, schedule and pipeline.
 """
