@@ -1,4 +1,4 @@
-"""What limits a step, a run or a plan, and the advice about it; whoever prints advice gets it here.
+"""The bottleneck of a step, a run or a plan, and the advice about it. All commands that print advice take it from here.
 
 The caller gives fractions of the time by the names of BOTTLENECKS, either measured (the report of a run,
 tools/benchmark.py) or predicted (tools/plan.py). The main bottleneck is the cause whose fraction exceeds its threshold
