@@ -121,9 +121,9 @@ def every_rank_uses_its_own_norm(all_reduce: Any, packed: Tensor, world: Any) ->
 
 @breakage(train_step, "_reduce_step_sums", "tests/training/test_train_step.py::test_all_ranks_decide_equally[]")
 def only_rank_0_may_ask_for_a_stop(
-    reduce_step_sums: Any, run: Any, losses: Any, batches: Any, want_stop: bool, *args: Any
+    reduce_step_sums: Any, run: Any, host_batches: Any, want_stop: bool, *args: Any
 ) -> Any:
-    return reduce_step_sums(run, losses, batches, want_stop and run.mesh.world.is_first, *args)
+    return reduce_step_sums(run, host_batches, want_stop and run.mesh.world.is_first, *args)
 
 
 breakage(gpt, "dropout", "tests/layouts/test_layouts.py::test_layout_equals_one_process_in_fp32[gpt dropout tp2]")(
