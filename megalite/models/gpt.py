@@ -298,18 +298,23 @@ class Stage(nn.Module):
             for layer in layer_ranges[stage_index]
         )
         self.final_norm = self.mtp_embedding = self.head = None
-        self.mtp_layers = nn.ModuleList()  # one of each depth, or a single one that all depths use
+        depth_numbers: tuple[range, ...] = ()
+        embedding = self.embedding
         rope_specs = [layers[layer].rope for layer in layer_ranges[stage_index]]
-        if stage_index == len(layer_ranges) - 1:
+        is_last = stage_index == len(layer_ranges) - 1
+        # modules are created in the order of use, which is that of their gradients' buckets (optim/zero/layout.py)
+        if is_last:
             self.final_norm = Norm(make_param.for_unit("head"), "final_norm", model.hidden_size, model)
-            embedding = self.embedding
             if has_depths:
                 embedding = embedding or Embedding(make_param, tied_weight, model)
                 self.mtp_embedding = MTPEmbedding(embedding, model.num_mtp_depths)
-                for depth_numbers in model.mtp_layer_numbers:
-                    selective_modules = self.recompute.selective_modules
-                    self.mtp_layers.append(build_mtp_layer(make_param, model, depth_numbers, selective_modules))
+                depth_numbers = model.mtp_layer_numbers
                 rope_specs += [spec.rope for spec in model.mtp_layers]
+        self.mtp_layers = nn.ModuleList(  # one of each depth, or a single one that all depths use
+            build_mtp_layer(make_param, model, layer_numbers, self.recompute.selective_modules)
+            for layer_numbers in depth_numbers
+        )
+        if is_last:
             spec = tied_weight if tied else vocab_spec("head", *sizes, std, tied=False)
             shared = embedding.word if tied and embedding is not None else None
             self.head = LMHead(make_param, model, spec, shared, z_loss)

@@ -15,6 +15,7 @@ from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ModelConfig
 from megalite.config.rope_spec import RopeSpec
 from megalite.models.gpt import Block, LMHead, RecomputeConfig, build_mtp_layer
+from megalite.models.mtp import MTPEmbedding
 from megalite.nn.activation_offload import ActivationOffload
 from megalite.nn.embedding import Embedding, vocab_spec
 from megalite.nn.micro_batch import Batch, ForwardContext
@@ -298,6 +299,20 @@ def embedding_cost(model: ModelConfig, setting: LayerSetting, vocab_size: int, p
 
 
 @functools.lru_cache(maxsize=256)
+def mtp_embedding_cost(model: ModelConfig, setting: LayerSetting, vocab_size: int, padded_vocab_size: int) -> LayerCost:
+    """Return the cost of the embedding of the inputs of all depths of multi-token prediction."""
+    recorder = CostRecorder()
+    spec = vocab_spec("embedding.word", padded_vocab_size, vocab_size, model.hidden_size, 0.0, False)
+    embedding = recorder.exclude_params(Embedding(setting.param_factory(recorder), spec, model))
+    mtp_embedding = MTPEmbedding(embedding, model.num_mtp_depths)
+    token_ids = setting.token_ids(model)
+    ids_JSB = token_ids.expand(model.num_mtp_depths, *token_ids.shape)
+    batch = Batch(token_ids, None, None, token_ids[0], mtp_tokens_JSB=ids_JSB, mtp_positions_JSB=ids_JSB)
+    with recorder:
+        return recorder.measure(lambda: mtp_embedding(batch, ForwardContext()), [], torch.empty_like)
+
+
+@functools.lru_cache(maxsize=256)
 def flops_per_token(model: ModelConfig, padded_vocab_size: int) -> float:
     """Return the FLOPs of forward and backward per token, with a multiply-add counted as 2.
 
@@ -438,6 +453,10 @@ class StageCosts:
     @cached_property
     def embedding(self) -> LayerCost:
         return embedding_cost(self.model, self._end_setting, self.vocab_size, self.padded_vocab)
+
+    @cached_property
+    def mtp_embedding(self) -> LayerCost:
+        return mtp_embedding_cost(self.model, self._end_setting, self.vocab_size, self.padded_vocab)
 
     @property
     def _end_setting(self) -> LayerSetting:

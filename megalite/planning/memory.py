@@ -115,7 +115,8 @@ class _Part:
     """A part of a stage.
 
     Attributes:
-        kind: "embedding"; "layers", one or several that are recomputed together; or "head".
+        kind: "embedding"; "layers", one or several that are recomputed together; "mtp_embedding" for the inputs of all
+            depths of multi-token prediction; "mtp_layer", a depth; or "head".
         cost: Its cost.
         units: The units with its weights. Those of the head are the embedding's if both share them on one stage.
     """
@@ -126,7 +127,7 @@ class _Part:
 
     @property
     def is_embedding(self) -> bool:
-        return self.kind == "embedding"
+        return self.kind in ("embedding", "mtp_embedding")
 
     @property
     def is_head(self) -> bool:
@@ -134,7 +135,13 @@ class _Part:
 
     @property
     def is_layers(self) -> bool:
-        return self.kind == "layers"
+        """True if backward reads its weights."""
+        return self.kind in ("layers", "mtp_layer")
+
+    @property
+    def is_depth(self) -> bool:
+        """True for a depth of multi-token prediction, whose layers are unsharded together."""
+        return self.kind == "mtp_layer"
 
 
 class _RankSimulator:
@@ -197,8 +204,10 @@ class _ActionSimulator:
     def __init__(self, plan: RunPlan, rank: int):
         self.plan = plan
         self.last_stage = len(plan.balance.layer_ranges) - 1
+        self.num_depths = plan.config.model.num_mtp_depths
         is_tied = not plan.config.model.untie_embeddings_and_output_weights
-        self.head_unit = "embedding" if is_tied and self.last_stage == 0 else "head"  # the unit with its weight
+        has_embedding = self.last_stage == 0 or self.num_depths > 0  # on the last stage
+        self.head_unit = "embedding" if is_tied and has_embedding else "head"  # the unit with its weight
         self.head_weight = "embedding.word".removeprefix(f"{self.head_unit}.") if is_tied else "head"
         self.p2p_bytes = plan.shape.p2p_bytes
         self.unsharded = UnshardedUnits(plan, rank)
@@ -242,10 +251,12 @@ class _ActionSimulator:
             units = tuple(model.layers[index].unit_name(model.layer_numbers[index]) for index in layers)
             parts.append(_Part("layers", cost, units))
         if stage == self.last_stage:
+            if model.num_mtp_depths:
+                parts.append(_Part("mtp_embedding", costs.mtp_embedding, ("embedding",)))
             for depth, cost in enumerate(costs.mtp_layers):
                 numbers = model.mtp_layer_numbers[min(depth, len(model.mtp_layer_numbers) - 1)]
                 units = [spec.unit_name(number) for number, spec in zip(numbers, model.mtp_layers, strict=True)]
-                parts.append(_Part("layers", cost, tuple(units)))
+                parts.append(_Part("mtp_layer", cost, tuple(units)))
             parts.append(_Part("head", costs.head, (self.head_unit,)))
         return parts
 
@@ -267,19 +278,27 @@ class _ActionSimulator:
             self.num_messages -= 1  # the received input is the first layer's
         parts = self.parts[stage]
         copied_bytes = 0  # offloaded by the previous block, and freed on the device when this one has ended
-        for part, next_part in zip(parts, [*parts[1:], None], strict=True):
+        num_depths_left = self.num_depths
+        for index, part in enumerate(parts):
+            next_part = parts[index + 1] if index + 1 < len(parts) else None
             # layers that are recomputed together are unsharded two at a time
-            self.unsharded.unshard(part.units[-2:], next_part.units[0] if next_part is not None else None)
+            together = part.units if part.is_depth else part.units[-2:]
+            self.unsharded.unshard(together, self._prefetch_units(parts[index:]))
             if part.is_head:
                 self.unsharded.first_grad(part.units[0], self.head_weight)
-            input_bytes = 0 if part.is_embedding else self.p2p_bytes
-            self._update_peak(part.cost.peak_bytes["F"] + input_bytes)
+            num_inputs = 0 if part.kind == "embedding" else 1
+            if part.kind == "mtp_embedding":
+                num_inputs = 2  # hidden states before and after the final norm
+            elif part.is_depth:
+                num_inputs = 2 + num_depths_left  # and the embeddings of this depth and of later ones
+                num_depths_left -= 1
+            self._update_peak(part.cost.peak_bytes["F"] + num_inputs * self.p2p_bytes)
             self.unsharded.reshard(part.units)
             if not part.is_embedding:
                 self.saved_bytes += part.cost.saved_bytes
             self.saved_bytes -= copied_bytes
             copied_bytes = part.cost.offloaded_bytes
-            if next_part is None or next_part.is_head:  # the last block
+            if next_part is None or next_part.kind != "layers":  # the last block
                 self.saved_bytes -= copied_bytes
                 copied_bytes = 0
         if stage != self.last_stage:
@@ -289,6 +308,7 @@ class _ActionSimulator:
         if stage != self.last_stage:
             self.num_messages -= 1  # the received gradient is the last layer's
         parts = self.parts[stage]
+        num_depths_left = self.num_depths
         has_prefetched = False  # a later block has started to copy this one's activations back
         for part, previous in reversed(list(zip(parts, [None, *parts[:-1]], strict=True))):
             if part.cost.offloaded_bytes:
@@ -298,15 +318,25 @@ class _ActionSimulator:
                     self.saved_bytes += previous.cost.offloaded_bytes
                 has_prefetched = True
             if part.is_layers:
-                prefetch = None
-                if previous is not None and previous.is_layers and len(part.units) == 1:
-                    prefetch = previous.units[-1]
+                prefetch: tuple[str, ...] = ()
+                if previous is not None and previous.is_layers and (part.is_depth or len(part.units) == 1):
+                    prefetch = previous.units if previous.is_depth else previous.units[-1:]
                 self.unsharded.unshard(part.units, prefetch)
+            num_grads = 1  # of its output
+            if part.is_depth:
+                # the head's gradients of earlier outputs; embeddings of later depths, which have one storage, and their
+                # gradients
+                num_grads += num_depths_left + 2 * (self.num_depths - num_depths_left)
+                num_depths_left -= 1
+            elif part.kind == "mtp_embedding":
+                num_grads += self.num_depths
+                if self.num_depths > 1:  # a copy of the gradients in one tensor
+                    self._update_peak((num_grads + self.num_depths) * self.p2p_bytes)
             for unit in reversed(part.units):
                 if not part.is_head:  # forward has computed the gradients of the head
-                    self._run_phase(part, "B", unit, self.p2p_bytes)
+                    self._run_phase(part, "B", unit, num_grads * self.p2p_bytes)
                 if reduces:
-                    self._reduce(part, unit)
+                    self._reduce(part, unit, stage)
             if part.is_layers:
                 self.unsharded.reshard(part.units)
             if not part.is_embedding:
@@ -320,14 +350,24 @@ class _ActionSimulator:
                 if part.is_layers:
                     self._run_phase(part, "W", unit)
                 if reduces:
-                    self._reduce(part, unit)
+                    self._reduce(part, unit, stage)
             if part.is_layers:
                 self.saved_bytes -= part.cost.wgrad_bytes
 
-    def _reduce(self, part: _Part, unit: str) -> None:
+    def _prefetch_units(self, parts: list[_Part]) -> tuple[str, ...]:
+        """Return the units that are prefetched when the forward of the first of these parts starts its last unit.
+
+        They are those of the next part with other weights, since depths may share weights.
+        """
+        for part in parts[1:]:
+            if part.units != parts[0].units:
+                return part.units if part.is_depth else part.units[:1]
+        return ()
+
+    def _reduce(self, part: _Part, unit: str, stage: int) -> None:
         """Start to reduce the gradients of a unit of a part that has ended its backward.
 
-        Weights that the head shares are complete after the embedding's.
+        Weights that several parts share are complete after the backward of the first one.
         """
-        if not (part.is_head and unit == "embedding"):
+        if next(other for other in self.parts[stage] if unit in other.units) is part:
             self.unsharded.reduce(unit)

@@ -71,13 +71,13 @@ class UnshardedUnits:
                 num_bytes += bucket.numel * bucket.reduce_itemsize  # a copy in bf16
         return num_bytes
 
-    def unshard(self, units: Sequence[str], prefetch: str | None = None) -> None:
-        """Unshard the weights of units that are about to run, and start to unshard those of the unit `prefetch`."""
+    def unshard(self, units: Sequence[str], prefetch: Sequence[str] = ()) -> None:
+        """Unshard the weights of units that are about to run, and start to unshard those of the units `prefetch`."""
         if not self.unshards:
             return
         self.weights.update(units)
-        if prefetch is not None and self.prefetches:
-            self.weights.add(prefetch)
+        if self.prefetches:
+            self.weights.update(prefetch)
 
     def reshard(self, units: Sequence[str]) -> None:
         """Reshard the weights of units that have run; with `by_chunk` they stay unsharded until the pass has ended."""

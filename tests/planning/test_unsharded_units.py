@@ -19,6 +19,7 @@ from train_cases import config_from
 from megalite.config.options import ConfigError
 from megalite.config.validation import find_problems
 from megalite.models.gpt import Block, LMHead
+from megalite.models.mtp import MTPLayer
 from megalite.nn.embedding import Embedding
 from megalite.nn.storage_identity import storage_id
 from megalite.optim.zero.grad_bucket import ParamMainGrad
@@ -33,15 +34,20 @@ from megalite.training.dry_run import dry_run_rank
 MODEL = """--mock-data --train-iters 2 --lr 1e-4 --eval-iters 0 --hidden-size 64 --num-attention-heads 4 --device cpu
  --seq-length 32 --micro-batch-size 1 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0 --vocab-size 130"""
 LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
+# without gradients that several depths add in turn (learned positions), or that autograd adds (biases of experts)
+ROPE = "--position-embedding-type rope"
+REPEATED = f"--mtp-num-layers 2 --mtp-use-repeated-layer {ROPE} --disable-bias-linear"
+LATENT = f"{LLAMA} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 4"
 CHOICES = {
     "layers": ["--num-layers 4", "--num-layers 5", "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"],
-    "model": ["", LLAMA, EXPERTS, f"{EXPERTS} --ep 2"],
+    "model": ["", LLAMA, LATENT, EXPERTS, f"{EXPERTS} --ep 2"],
     "ends": ["", "--untie-embeddings-and-output-weights"],
     "zero": ["--zero-stage 2", "--zero-stage 3", "--zero-stage 3 --reshard-after-forward chunk"],
     "overlap": ["", "--no-overlap-grad-reduce", "--no-overlap-param-gather --no-overlap-grad-reduce"],
     "pp": ["", "--pp 2"],
     "backward": ["", "--split-backward"],
+    "depths": ["", "--mtp-num-layers 1", f"--mtp-num-layers 3 {ROPE}", REPEATED],
     "recompute": ["", *(f"--recompute-granularity full --recompute-method {name}" for name in ("uniform", "block"))],
 }
 # "F" with the unit whose forward starts, or "G" with a unit and the parameter of a gradient; and the unsharded bytes
@@ -71,9 +77,12 @@ def events_of_run(plan: RunPlan, sources: DatasetBundle, pipeline_rank: int) -> 
     """Return the events of a dry run's step."""
     events: list[Event] = []
     unsharded: dict[int, int] = {}  # storage -> bytes
+    layers_of_depths: set[nn.Module] = set()
 
     def on_forward(module: nn.Module, _: Any) -> None:
-        is_unit = isinstance(module, Embedding | Block | LMHead)
+        if isinstance(module, MTPLayer):
+            layers_of_depths.update(module.blocks)
+        is_unit = isinstance(module, Embedding | MTPLayer | Block | LMHead) and module not in layers_of_depths
         if is_unit and torch._C._current_graph_task_id() == -1:  # not in a backward, which recomputes
             p: Any = module.weight if isinstance(module, LMHead) else next(module.parameters())
             events.append((("F", p.unit), sum(unsharded.values())))
@@ -104,9 +113,9 @@ def events_of_plan(plan: RunPlan, pipeline_rank: int) -> list[Event]:
     simulator = _ActionSimulator(plan, pipeline_rank)
     op = Op.F
 
-    def on_unshard(units: UnshardedUnits, names: tuple[str, ...], prefetch: str | None = None) -> None:
+    def on_unshard(units: UnshardedUnits, names: tuple[str, ...], prefetch: tuple[str, ...] = ()) -> None:
         if op is Op.F:
-            events.append((("F", names[-1]), units.bytes))
+            events.append((("F", names[0]), units.bytes))
 
     def on_gradient(units: UnshardedUnits, unit: str, param: str) -> None:
         if (unit, param) in units.bucket_of_param:
