@@ -126,8 +126,10 @@ def work_on_gpus() -> list[Any]:
         file = "norms" if row[0].op.endswith("norm") else row[0].op
         file = "flash_attention" if file.endswith("attention") else file
         file = {"swiglu": "activations/swiglu", "geglu": "activations/geglu"}.get(file, file)
-        mark = pytest.mark.nightly(guards=(f"{directory}/{file}.py",))
-        return pytest.param(*row, id=f"{row[0].name}-{row[1]}", marks=() if row in often else mark)
+        marks = [] if row in often else [pytest.mark.nightly(guards=(f"{directory}/{file}.py",))]
+        if row[0].op.endswith("attention"):
+            marks.append(pytest.mark.timeout(900))  # it compiles up to 16 kernels, for minutes on a machine under load
+        return pytest.param(*row, id=f"{row[0].name}-{row[1]}", marks=marks)
 
     return [param(row) for row in rows]
 
