@@ -9,7 +9,7 @@ import pytest
 from formulas import head_flops, layer_flops, mean_keys
 from train_cases import config_from
 
-from megalite.config.options import build
+from megalite.config.options import ModelConfig, build
 from megalite.interop.name_mapping import parse_rules
 from megalite.models.families import PRESETS
 from megalite.models.specs import model_specs
@@ -71,6 +71,34 @@ def test_model_flops_equal_the_literature(length: int, window: dict[str, Any]) -
     model = build({**PRESETS["llama3-8b"], **window}).model
     expected = 3 * (32 * layer_flops(model, length) + head_flops(model, 128256))
     assert flops_per_token(replace(model, seq_length=length), 128256) == pytest.approx(expected, rel=1e-12)
+
+
+def latent_layer_flops(model: ModelConfig, length: int) -> float:
+    """Return the FLOPs of a forward of latent attention per token (arXiv:2405.04434, eq. 9 to 19)."""
+    D, H, rank = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
+    N, R, V = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
+    queries = D * H * (N + R)
+    if model.q_lora_rank is not None:
+        queries = D * model.q_lora_rank + model.q_lora_rank * H * (N + R)
+    projections = queries + D * (rank + R) + rank * H * (N + V) + H * V * D
+    return 2 * projections + 2 * H * (N + R + V) * mean_keys(model, length)
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3", "moonlight-16b"])
+@pytest.mark.parametrize("depths", [0, 1, 3])
+def test_model_flops_of_latent_attention_and_depths_equal_the_literature(preset: str, depths: int) -> None:
+    """A depth adds a layer, a projection from 2 D to D, and a head (arXiv:2412.19437, eq. 21 to 23)."""
+    model = build({**PRESETS[preset], **({"mtp_num_layers": depths} if depths else {})}).model
+    D, vocab_size, length = model.hidden_size, 131072, 4096
+    num_dense = sum(layer.mlp == "mlp" for layer in model.layers)
+    expert_width = model.moe_router_topk * model.expert_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
+    attention = latent_layer_flops(model, length)
+    dense = attention + 2 * 3 * D * model.ffn_size
+    sparse = attention + 2 * 3 * D * expert_width + 2 * D * model.num_experts
+    head = 2 * D * vocab_size
+    forward = num_dense * dense + (model.num_layers - num_dense) * sparse + head
+    forward += depths * (sparse + 2 * 2 * D * D + head)
+    assert flops_per_token(replace(model, seq_length=length), vocab_size) == pytest.approx(3 * forward, rel=1e-12)
 
 
 def test_window_keys_are_counted() -> None:

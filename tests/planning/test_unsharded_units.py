@@ -37,7 +37,8 @@ LLAMA = "--normalization RMSNorm --swiglu --disable-bias-linear --position-embed
 # without gradients that several depths add in turn (learned positions), or that autograd adds (biases of experts)
 ROPE = "--position-embedding-type rope"
 REPEATED = f"--mtp-num-layers 2 --mtp-use-repeated-layer {ROPE} --disable-bias-linear"
-LATENT = f"{LLAMA} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16"
+LATENT = f"""{LLAMA} --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16
+ --qk-pos-emb-head-dim 8 --v-head-dim 16"""
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 4"
 CHOICES = {
     "layers": ["--num-layers 4", "--num-layers 5", "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"],
