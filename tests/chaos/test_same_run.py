@@ -112,8 +112,11 @@ GATHERS = pytest.mark.nightly(
 
 TABLES = toml_tables.read_table("layouts/layouts")
 expand = toml_tables.expander(TABLES["abbreviations"])
-EXPERTS = """--num-experts 8 --disable-bias-linear --moe-router-score-function sigmoid --moe-router-enable-expert-bias
- --moe-aux-loss-coeff 0.01"""
+KILLED_MODELS = {
+    "another ep": """--num-experts 8 --disable-bias-linear --moe-router-score-function sigmoid
+     --moe-router-enable-expert-bias --moe-aux-loss-coeff 0.01""",
+    "another tp, pp and cp": expand("MLA TIED MTP3 --hidden-dropout 0.1"),
+}
 
 
 @GATHERS
@@ -121,7 +124,7 @@ EXPERTS = """--num-experts 8 --disable-bias-linear --moe-router-score-function s
 def test_killed_run_resumes_in_another_layout(name: str, data: str, tmp_path: Path) -> None:
     """Compare with one process, after a kill -9 in each layout but the last; in ZeRO-3 while weights are unsharded."""
     flags = [*DATA_FLAGS, "--data-path", data, "--train-iters", "8", "--hidden-dropout", "0.1"]
-    flags += EXPERTS.split() * (name == "another ep")
+    flags += KILLED_MODELS.get(name, "").split()
     straight = drill(tmp_path / "s/a", 1, [*flags, "--run-dir", str(tmp_path / "s")])
     assert straight.code == 0, straight.outputs
     logs, run = tmp_path / "logs", str(tmp_path / "k/run")
@@ -136,6 +139,10 @@ def test_killed_run_resumes_in_another_layout(name: str, data: str, tmp_path: Pa
     if name == "another ep":
         counts = read_metric(logs, "moe/load")
         assert counts == read_metric(tmp_path / "s", "moe/load") and len(counts) == 8
+    if "--mtp-num-layers" in flags:
+        for depth in (1, 2, 3):
+            losses, expected = (read_metric(path, f"train/mtp_{depth}_loss") for path in (logs, tmp_path / "s"))
+            assert losses == pytest.approx(expected, rel=1e-4) and len(losses) == 8
 
 
 @pytest.mark.nightly

@@ -19,6 +19,7 @@ from reference_model import Model, Rotary, Weights, is_matrix
 from torch import Tensor
 from train_cases import run_from
 
+from megalite.training.evaluation import evaluation_losses
 from megalite.training.train_step import train_step
 
 STEPS = 3
@@ -31,6 +32,7 @@ OFTEN = {  # each feature of the depths once: tp, cp, a copy of the embedding, s
     "three depths, tied, dp2 ZeRO-3",
     "repeated, ZeRO-3, recompute full",
     "experts, one depth, ep2 tp2",
+    "mla of experts, three depths, tied, cp2 ep2, documents",
 }
 
 
@@ -192,3 +194,18 @@ def test_ten_steps_equal_the_reference_in_fp32(layout: str) -> None:
     for step_losses, expected in zip(losses, expected_losses, strict=True):
         assert step_losses == pytest.approx(expected, rel=1e-6)
     assert expected_losses[-1]["mtp_1_loss"] < expected_losses[0]["mtp_1_loss"] - 0.1
+
+
+def evaluate_rank(flags: str) -> dict[str, float]:
+    """Return the losses of a model that is not trained, on the first training batch."""
+    run = run_from(f"{COMMON} {flags}", dtype=torch.float64)
+    return evaluation_losses(run, run.train_loader, 1)
+
+
+@pytest.mark.parametrize("layout", ["", "pp2", "cp2"])
+def test_evaluation_has_the_losses_of_depths(layout: str) -> None:
+    flags = f"{expand('LLAMA')} {FLAGS} --hidden-dropout 0.2"
+    ranks = run_ranks(2, evaluate_rank, f"{flags} {expand(layout)}") if layout else [evaluate_rank(flags)]
+    expected, _ = train_reference(f"{expand('LLAMA')} {FLAGS}", "float64")
+    for losses in ranks:
+        assert losses == pytest.approx(expected[0], rel=FP64_TOLERANCE)
