@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from replacements import Replacement
 from torch import Tensor
 
-from megalite.data.datasets.batches import Batches
+from megalite.data.datasets.batches import Batches, MicroBatch
 from megalite.models import gpt
 from megalite.models.gpt import Stage
 from megalite.nn import context_parallel, linear, moe
@@ -38,6 +39,7 @@ from megalite.parallel.mesh import Axis
 from megalite.parallel.spec import ParamSpec
 from megalite.pipeline.runtime import Pipeline
 from megalite.pipeline.schedule import Action, Op
+from megalite.training import batch as training_batch
 
 RUN = (
     "--num-layers 2 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 2 "
@@ -49,6 +51,9 @@ LLAMA = (
     "--untie-embeddings-and-output-weights"
 )
 EXPERTS = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 512 --moe-aux-loss-coeff 0.01"
+LATENT = f"""{LLAMA} --multi-latent-attention --q-lora-rank 192 --kv-lora-rank 128 --qk-head-dim 64
+ --qk-pos-emb-head-dim 32 --v-head-dim 64 --qk-layernorm"""
+DEPTHS = "--mtp-num-layers 2"
 LLAMA2_70B = "--preset llama2-70b --micro-batch-size 1 --global-batch-size 32 --train-iters 9 --lr 3e-4 --mock-data"
 DROPOUT = "--hidden-dropout 0.1"
 TP = "--tp 2 --nproc 2"
@@ -163,6 +168,21 @@ def padding_of_the_vocabulary_has_probability(
 def backward_of_row_parallel_linear_is_multiplied_by_tp(backward: Any, ctx: Any, dy_sBD: Tensor) -> tuple[Any, ...]:
     du_SBf, *others = backward(ctx, dy_sBD)
     return du_SBf * ctx.tp.size, *others
+
+
+@mistake(
+    linear._ColumnParallelLinear,
+    "backward",
+    flags=f"{LATENT} {TP}",
+    first={"kind": "gradient", "step": 1, "name": "layers.1.latent_attention.kv_down", "layer": 1},
+)
+def gradient_of_the_shared_rotary_key_is_not_summed_over_tp(backward: Any, ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+    """As in NVIDIA/Megatron-LM#6839: the gradient lacks the part of the other ranks' heads."""
+    dx_sBC, *others = backward(ctx, *dys)
+    if ctx.split_channels:
+        dk_SBR = dys[-1]
+        dx_sBC[..., dx_sBC.shape[-1] - dk_SBR.shape[-1] :] = dk_SBR[ctx.tp.shard_slice(len(dx_sBC))]
+    return dx_sBC, *others
 
 
 @mistake(
@@ -390,6 +410,39 @@ def dropout_uses_the_number_of_the_layer_in_its_stage(init: Any, stage: Stage, *
     init(stage, *args, **kwargs)
     for i, block in enumerate(stage.blocks):
         block.layer = i  # type: ignore[assignment]
+
+
+# ---- multi-token prediction
+
+
+@mistake(training_batch, "_mtp_arrays", flags=f"{LLAMA} {DEPTHS} {CP}", wrong_loss="are not the model's labels 1 ahead")
+def labels_of_depths_are_off_by_one(mtp_arrays: Any, *args: Any) -> dict[str, Any]:
+    arrays = mtp_arrays(*args)
+    return {name: np.roll(array, name == "mtp_labels_JSB", -1) for name, array in arrays.items()}
+
+
+@mistake(
+    training_batch,
+    "_mtp_arrays",
+    flags=f"{LATENT} {DEPTHS} {DP} --eod-mask-loss",
+    wrong_loss="labels count that the model's loss mask leaves out",
+)
+def depths_have_the_loss_mask_of_the_model(mtp_arrays: Any, micro: MicroBatch, *args: Any) -> dict[str, Any]:
+    is_inside_BJT = mtp_arrays(replace(micro, loss_mask=None, document_ids=None), *args)["mtp_mask_JSB"]
+    assert micro.loss_mask is not None
+    return {**mtp_arrays(micro, *args), "mtp_mask_JSB": micro.loss_mask[:, None] * is_inside_BJT}
+
+
+@mistake(
+    sync,
+    "bucket_shardings",
+    flags=f"{LATENT} {DEPTHS} {PP}",
+    first={"kind": "gradient", "step": 1, "name": "embedding.word"},
+    all_differing="embedding.word",
+)
+def copy_of_the_embedding_drifts(bucket_shardings: Any, *args: Any) -> Any:
+    """Update the copy beside the depths with their gradient alone, and the embedding with that of the model."""
+    return {key: replace(sharding, tied_axis=None) for key, sharding in bucket_shardings(*args).items()}
 
 
 # ---- expert parallelism

@@ -107,6 +107,9 @@ def test_shrink_makes_every_preset_small(preset: str, axes: tuple[int, int, int]
     for size, shrunk_size in zip(axes, (shrunk.layout.tp, shrunk.layout.pp, shrunk.layout.dp), strict=True):
         assert (size > 1) == (shrunk_size > 1) and shrunk_size <= size
     assert b.hidden_size <= 128 and b.num_layers <= 9 and b.seq_length == 16
+    if a.multi_latent_attention:
+        sizes = (b.q_lora_rank, b.kv_lora_rank, b.qk_head_dim, b.qk_pos_emb_head_dim, b.v_head_dim)
+        assert sizes == (10 if a.q_lora_rank else None, 12, 6, 4, 5)
     assert (a.num_kv_groups < a.num_attention_heads) == (b.num_kv_groups < b.num_attention_heads)
     fields = (
         "activation",

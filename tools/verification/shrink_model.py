@@ -15,6 +15,13 @@ from tools.verification.shrink_stages import SmallStages
 
 MIN_HEAD_SIZE = 4
 SEQ_LENGTH = 16
+MAX_LATENT_SIZES = {  # of multi-latent attention; all are different, so that sizes that are mixed up do not fit
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
 
 
 def shrink_model(config: Config, requested: Layout, layout: Layout, stages: SmallStages) -> ModelConfig:
@@ -46,6 +53,9 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
         yarn_original_max_position_embeddings=min(model.yarn_original_max_position_embeddings, seq_length // 2),
         init_method_std=max(model.init_method_std, hidden_size**-0.5),
     )
+    if model.multi_latent_attention:
+        sizes = {name: getattr(model, name) for name in MAX_LATENT_SIZES}
+        changes |= {name: min(size, MAX_LATENT_SIZES[name]) for name, size in sizes.items() if size is not None}
     if stages.pattern is not None:
         _, depth, depths = (model.hybrid_layer_pattern or "").partition(DEPTH)
         changes["hybrid_layer_pattern"] = stages.pattern + depth + depths
