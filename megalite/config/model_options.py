@@ -329,7 +329,7 @@ class ModelConfig:
         acts_through="position_embedding_type",
         help=(
             "Megatron-LM's choice of rotary positions with --multi-latent-attention; default: yarn if "
-            "--rotary-scaling-factor is above 1"
+            "--rotary-scaling-factor is not 1"
         ),
     )
     attention_output_gate: bool = model(

@@ -14,7 +14,16 @@ from megalite.config.run_options import SENTENCEPIECE
 def position_notes(config: Config) -> Iterator[Problem]:
     model = config.model
     kind = model.position_embedding_type
-    if model.num_query_groups is not None and not model.group_query_attention:
+    if model.multi_latent_attention:
+        for name in options_set(config, "kv_channels", "num_query_groups"):
+            if name == "num_query_groups" and model.group_query_attention:
+                continue  # refused
+            yield Problem(
+                f"{shown(config, name)} has no effect with multi_latent_attention=True, where every head has a key of "
+                "--qk-head-dim and --qk-pos-emb-head-dim channels and a value of --v-head-dim",
+                options=(name, "multi_latent_attention"),
+            )
+    elif model.num_query_groups is not None and not model.group_query_attention:
         yield no_effect(shown(config, "num_query_groups"), without="group_query_attention")
     if model.no_weight_decay_cond_type and not model.qk_layernorm:
         yield requires(shown(config, "no_weight_decay_cond_type"), "qk_layernorm")
