@@ -68,6 +68,45 @@ def test_benchmark_refuses_impossible_measurements(flags: str, monkeypatch, caps
     assert MESSAGES["benchmark"][flags] in capsys.readouterr().err
 
 
+MIXTRAL = "--num-experts 4 --moe-ffn-hidden-size 12"
+MLA = """--multi-latent-attention --q-lora-rank 10 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5
+ --qk-layernorm"""
+DEEPSEEK = f"""{MLA} {MIXTRAL} --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid
+ --moe-shared-expert-intermediate-size 24"""
+
+
+@pytest.mark.parametrize("flags", ["", MIXTRAL, MLA, DEEPSEEK, DEEPSEEK.replace("--q-lora-rank 10", "")])
+def test_peer_has_as_many_parameters(flags: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tools.bench.hf_baseline import model_config
+
+    flags = f"{flags} --untie-embeddings-and-output-weights"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(config_from([*FLAGS, *flags.split()])))
+    assert (
+        sum(parameter.numel() for parameter in model.parameters())
+        == plan(1, *flags.split()).model_states.num_parameters
+    )
+
+
+NO_PEER = [
+    "--mtp-num-layers 1",
+    f"{DEEPSEEK} --attention-output-gate",
+    f"{DEEPSEEK} --moe-shared-expert-intermediate-size 18",
+    f"{DEEPSEEK} --moe-layer-freq [1,0,1,1]",
+    f"{MIXTRAL} --moe-router-score-function sigmoid",
+]
+
+
+@pytest.mark.parametrize("flags", NO_PEER)
+def test_peer_without_the_model_is_refused(flags: str, monkeypatch, capsys) -> None:
+    argv = [*TINY, *flags.split(), "--peer", "transformers"]
+    assert documents.run_script("tools/benchmark.py", argv, monkeypatch) == 2
+    assert "peer=transformers is a Llama, a Mixtral or a DeepSeek-V3" in capsys.readouterr().err
+
+
 def test_weak_and_strong_scaling_batch_sizes() -> None:
     from tools.bench.matrix import plan_results
 

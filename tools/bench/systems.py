@@ -98,8 +98,10 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
             problems.append(f"memory_gib={options.memory_gib:g} is for a CPU; drop it, or use --device cpu")
     except (ConfigError, SetupError) as error:
         return False, getattr(error, "problems", [str(error)])
-    if options.peer and not problems and not transformers_has(config):
-        problems = ["peer=transformers is a Llama or a Mixtral; drop --peer, or the flags of another model"]
+    if options.peer and not problems and transformers_family(config) is None:
+        problems = [
+            "peer=transformers is a Llama, a Mixtral or a DeepSeek-V3; drop --peer, or the flags of another model"
+        ]
     try:
         if not problems and config.data.vocab_size is not None:
             make_run_plan(config, options.nproc, config.data.vocab_size)  # finds more than the check of the options
@@ -108,14 +110,25 @@ def read_config(flags: list[str], options: argparse.Namespace) -> tuple[bool, li
     return config.precision.bf16, problems
 
 
-def transformers_has(config: Any) -> bool:
-    """Return True if the model is a Llama or a Mixtral of a given vocabulary."""
+def transformers_family(config: Any) -> str | None:
+    """Return the family of transformers that has the model: llama, mixtral or deepseek_v3. None if there is none."""
     model = config.model
-    is_llama = (model.activation, model.normalization, model.position_embedding_type) == ("swiglu", "RMSNorm", "rope")
+    kind = (model.activation, model.normalization, model.position_embedding_type)
+    if kind != ("swiglu", "RMSNorm", "rope") or model.add_bias_linear or model.num_mtp_depths:
+        return None
+    if config.data.vocab_size is None:
+        return None
+    is_sigmoid = model.moe_router_score_function == "sigmoid"
+    shared_size = model.moe_shared_expert_intermediate_size or 0
+    if model.multi_latent_attention:
+        is_deepseek = not model.num_experts or (is_sigmoid and shared_size and shared_size % model.expert_ffn_size == 0)
+        dense_first = sorted(model.moe_layers) == list(model.moe_layers)
+        other_attention = not model.qk_layernorm or model.attention_output_gate or not model.qk_pos_emb_head_dim
+        return "deepseek_v3" if is_deepseek and dense_first and not other_attention else None
     same_layers = len({layer.mlp for layer in model.layers}) == 1
-    other_router = model.moe_shared_expert_intermediate_size or model.moe_router_score_function == "sigmoid"
-    has_vocab_size = config.data.vocab_size is not None
-    return is_llama and same_layers and not other_router and not model.add_bias_linear and has_vocab_size
+    if is_sigmoid or shared_size or not same_layers:
+        return None
+    return "mixtral" if model.num_experts else "llama"
 
 
 def limit_memory(size: int | None) -> None:
