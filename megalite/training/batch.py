@@ -107,7 +107,7 @@ def _mtp_arrays(micro: MicroBatch, num_depths: int, positions: bool, padding: bo
         mask_BJT *= micro.loss_mask[:, inside_JT]
     if micro.document_ids is not None:
         mask_BJT *= micro.document_ids[:, label_JT] == micro.document_ids[:, None, :-1]
-    positions_BJT = np.broadcast_to(inside_JT, mask_BJT.shape)
+    positions_BJT = np.tile(inside_JT, (len(micro.tokens), 1, 1))  # torch warns of arrays that it may not write
     if positions:
         assert micro.document_start is not None
         positions_BJT = positions_BJT - micro.document_start[:, inside_JT]

@@ -17,7 +17,7 @@ from train_cases import DOCUMENT_FLAGS, run_from
 
 from megalite.data.datasets.batches import DocumentBoundaries, MicroBatch
 from megalite.parallel.mesh import ABSTRACT, Axis
-from megalite.training.batch import to_host_batch
+from megalite.training.batch import _mtp_arrays, to_host_batch
 from megalite.training.train_step import train_step
 
 S = 16
@@ -90,6 +90,13 @@ def test_counted_labels_see_only_inputs_of_their_document() -> None:
         inputs = range(starts[b, i] + j + 1, i + j + 2)
         assert {ids[b, t] for t in inputs} == {ids[b, i]}
     assert len(counted) > 20
+
+
+def test_arrays_of_one_sample_are_writable() -> None:
+    """A broadcast array of one sample is contiguous, so it would not be copied, and torch would warn of it in the log."""
+    micro = MicroBatch(np.arange(S + 1)[None], np.arange(1), None)
+    arrays = _mtp_arrays(micro, num_depths=2, positions=False, padding=False)
+    assert {name: array.flags.writeable for name, array in arrays.items()} == dict.fromkeys(arrays, True)
 
 
 # ---- gradients
