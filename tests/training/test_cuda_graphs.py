@@ -28,6 +28,9 @@ COMMON = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length
  --make-vocab-size-divisible-by 8 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0"""
 LLAMA = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
  --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --ffn-hidden-size 48"""
+LATENT = """--swiglu --ffn-hidden-size 48 --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+ --multi-latent-attention --q-lora-rank 10 --kv-lora-rank 12 --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 5
+ --qk-layernorm"""
 BORDERS = "--reset-position-ids --eod-mask-loss"
 SELECTIVE = "--recompute-granularity selective"
 FULL = "--recompute-granularity full --recompute-method uniform"
@@ -43,17 +46,14 @@ def build(flags: str, dtype: torch.dtype, tapes: list[Tape]) -> Run:
 
 
 def train(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[float, ...]], Tensor, list[int]]:
-    """Return (loss, gradient norm, z-loss) of each step, the weights, and the number of replays of each tape."""
+    """Return the gradient norm and all losses of each step, the weights, and the number of replays of each tape."""
     tapes: list[Tape] = []
     run = build(flags, dtype, tapes)
     results = [train_step(run) for _ in range(STEPS)]
     run.sync.wait_param_sync()
     weights = torch.cat([bucket.full for bucket in run.sync.param_buckets])
-    return (
-        [(r.loss, r.grad_norm, r.losses.get("z_loss", 0.0)) for r in results],
-        weights,
-        [tape.replays for tape in tapes],
-    )
+    losses = [(r.grad_norm, *r.losses.values()) for r in results]
+    return losses, weights, [tape.replays for tape in tapes]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,9 @@ def train(flags: str, dtype: torch.dtype = torch.float32) -> tuple[list[tuple[fl
         ("", torch.float32),
         (f"{LLAMA} --bf16", torch.bfloat16),
         (f"{LLAMA} {BORDERS} {SELECTIVE} --z-loss-coeff 1e-3", torch.float32),
+        (f"{LATENT} {BORDERS} --mtp-num-layers 2", torch.float32),
+        (f"{LATENT} --mtp-num-layers 1 {SELECTIVE} --recompute-modules mla_up_proj --bf16", torch.bfloat16),
+        (f"{LATENT} {FULL} --mtp-num-layers 2 --mtp-use-repeated-layer --z-loss-coeff 1e-3", torch.float32),
         # a new loss scale at each step
         (f"{FULL} --fp16 --initial-loss-scale 256 --loss-scale-window 1", torch.float16),
     ],
