@@ -263,6 +263,8 @@ def write_args(
         "embedding_multiplier": 1.0,
         "softmax_scale": None,
         "rotary_local_base": None,
+        "qk_norm_epsilon": None,
+        "moe_router_group_score_topk": None,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     }

@@ -253,7 +253,7 @@ class ModelConfig:
         None,
         help=(
             "number of groups from which a token's experts are chosen; a group is ranked by its best k / this number "
-            "experts"
+            "experts, or --moe-router-group-score-topk"
         ),
     )
     moe_router_enable_expert_bias: bool = model(
@@ -335,6 +335,24 @@ class ModelConfig:
     attention_output_gate: bool = model(
         False, help="multiply the output of multi-latent attention by the sigmoid of a projection of its input"
     )
+    mla_rotary_interleaved: bool = model(
+        True, help="multi-latent attention: rotate channels 2i and 2i + 1 as a pair; off: i and i + half"
+    )
+    qk_norm_epsilon: float | None = model(
+        None,
+        exclusive_min=0,
+        effective_property="qk_norm_eps",
+        help="epsilon of the norms of --qk-layernorm; default: --norm-epsilon",
+    )
+    moe_router_group_score_topk: int | None = model(
+        None,
+        exclusive_min=0,
+        effective_property="group_score_topk",
+        help=(
+            "number of a group's best experts whose scores rank it; default: --moe-router-topk / "
+            "--moe-router-group-topk"
+        ),
+    )
 
     @property
     def head_size(self) -> int:
@@ -363,6 +381,19 @@ class ModelConfig:
             return self.num_attention_heads
         # None only without apply_megatron_defaults
         return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def qk_norm_eps(self) -> float:
+        return self.norm_epsilon if self.qk_norm_epsilon is None else self.qk_norm_epsilon
+
+    @property
+    def group_score_topk(self) -> int | None:
+        """The number of best experts that rank a group of experts; None without groups."""
+        if self.moe_router_num_groups is None or self.moe_router_group_topk is None:
+            return None
+        if self.moe_router_group_score_topk is not None:
+            return self.moe_router_group_score_topk
+        return self.moe_router_topk // self.moe_router_group_topk
 
     @property
     def output_init_std(self) -> float:

@@ -80,8 +80,9 @@ class Attention(nn.Module):
                 make_param, name, widths, not self.kv_replicated, model, decay=qk_weight_decay
             )
         elif model.qk_layernorm:
-            self.q_norm = Norm(make_param, f"{name}.q_norm", K, model, decay=qk_weight_decay)
-            self.k_norm = Norm(make_param, f"{name}.k_norm", K, model, decay=qk_weight_decay)
+            eps = model.qk_norm_eps
+            self.q_norm = Norm(make_param, f"{name}.q_norm", K, model, decay=qk_weight_decay, eps=eps)
+            self.k_norm = Norm(make_param, f"{name}.k_norm", K, model, decay=qk_weight_decay, eps=eps)
         sink = ParamSpec(f"{name}.sink", (H,), shards=((0, "tp"),), init=Normal(std), weight_decay=False)
         self.sink = make_param(sink) if model.softmax_type == "learnable" else None
         self.out = make_param(

@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
         D, H = model.hidden_size, model.num_attention_heads
         N, R, V = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
         Lq, L = model.q_lora_rank, model.kv_lora_rank
-        qk_weight_decay = model.no_weight_decay_cond_type is not None
+        qk_norm: Any = dict(decay=model.no_weight_decay_cond_type is not None, eps=model.qk_norm_eps)
 
         def matrix(part: str, rows: int, columns: int, **kwargs: Any) -> nn.Parameter:
             init = Normal(model.output_init_std if part == "out" else model.init_method_std)
@@ -94,11 +94,11 @@ class LatentAttention(nn.Module):
         else:
             self.q_down = matrix("q_down", Lq, D, **replicated)
             if model.qk_layernorm:
-                self.q_norm = Norm(make_param, f"{name}.q_norm", Lq, model, decay=qk_weight_decay)
+                self.q_norm = Norm(make_param, f"{name}.q_norm", Lq, model, **qk_norm)
             self.q_up = matrix("q_up", H * (N + R), Lq, **by_rows)
         self.kv_down = matrix("kv_down", L + R, D, **replicated)
         if model.qk_layernorm:
-            self.kv_norm = Norm(make_param, f"{name}.kv_norm", L, model, decay=qk_weight_decay)
+            self.kv_norm = Norm(make_param, f"{name}.kv_norm", L, model, **qk_norm)
         self.kv_up = matrix("kv_up", H * (N + V), L, **by_rows)
         if model.attention_output_gate:
             self.gate = matrix("gate", H * V, D, **by_rows)
@@ -181,7 +181,8 @@ class LatentAttention(nn.Module):
         q_SBhN, q_pe_SBhR = q_SBhC[..., :N].contiguous(), q_SBhC[..., N:]
         k_pe_SB1R = k_pe_SBR.unsqueeze(2)
         if self.rope is not None:
-            q_pe_SBhR, k_pe_SB1R = (interleaved_to_half(x, R) for x in (q_pe_SBhR, k_pe_SB1R))
+            if self.model.mla_rotary_interleaved:
+                q_pe_SBhR, k_pe_SB1R = (interleaved_to_half(x, R) for x in (q_pe_SBhR, k_pe_SB1R))
             q_pe_SBhR, k_pe_SB1R = self.rotate_qk(q_pe_SBhR, k_pe_SB1R, *ctx.rope[self.rope])
         q_pe_SBhR = q_pe_SBhR.contiguous()
         if keeps_latents:

@@ -33,12 +33,21 @@ def normalize(
 class Norm(nn.Module):
     """The model's LayerNorm or RMSNorm over `size` channels; `decay`: its weight has weight decay.
 
-    With `zero_centered`, the weight is stored as its difference from 1.
+    With `zero_centered`, the weight is stored as its difference from 1. `eps`: default: `norm_epsilon` of the model.
     """
 
-    def __init__(self, make_param: ParamFactory, name: str, size: int, model: ModelConfig, *, decay: bool = False):
+    def __init__(
+        self,
+        make_param: ParamFactory,
+        name: str,
+        size: int,
+        model: ModelConfig,
+        *,
+        decay: bool = False,
+        eps: float | None = None,
+    ):
         super().__init__()
-        self.eps = model.norm_epsilon
+        self.eps = model.norm_epsilon if eps is None else eps
         self.zero_centered = zero_centered = model.apply_layernorm_1p
         self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
         spec = partial(ParamSpec, shape=(size,), partial_grad_axes=("tp",), weight_decay=decay)
@@ -109,7 +118,7 @@ class QKNormAllHeads(nn.Module):
     ):
         super().__init__()
         self.tp = make_param.mesh.tp
-        self.eps = model.norm_epsilon
+        self.eps = model.qk_norm_eps
         self.zero_centered = zero_centered = model.apply_layernorm_1p
         self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
         spec = partial(

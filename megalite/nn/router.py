@@ -6,7 +6,7 @@
     sinkhorn   selected in training = top k of the logits, balanced over a micro-batch   arXiv:2102.03161, sec. 3.2
 
 Every tp and cp rank routes its own tokens. The lower expert wins a tie, on every device. With groups (arXiv:2412.19437,
-sec. 2.1.2) only experts of a token's best groups can be selected.
+sec. 2.1.2) only experts of a token's best groups can be selected; a group is ranked by the scores of its best experts.
 
 Auxiliary losses are weighted by the loss's weight times labels per token (ForwardContext.token_weight), so that they
 are means over tokens for any number of labels and any layout. Padding is routed, but is not part of any count, loss or
@@ -195,7 +195,7 @@ class Router(nn.Module):
         top_groups = self.model.moe_router_group_topk
         if groups is not None and top_groups is not None:
             by_group = scores_NE.unflatten(-1, (groups, -1))
-            group_scores = by_group.topk(self.topk // top_groups, -1).values.sum(-1)
+            group_scores = by_group.topk(self.model.group_score_topk or 1, -1).values.sum(-1)
             excluded = stable_topk(group_scores, groups)[:, top_groups:]
             excluded = excluded[..., None].expand(-1, -1, by_group.shape[2])
             scores_NE = by_group.scatter(1, excluded, -torch.inf).flatten(1)

@@ -255,7 +255,7 @@ OTHERS: dict[str, Any] = {
     "moe_router_dtype": "fp64", "embedding_init_method_std": 0.01, "softmax_scale": 0.3, "rotary_local_base": 100.0,
     "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "q_lora_rank": 8, "rope_type": "yarn",
-    "mtp_num_layers": 1,
+    "mtp_num_layers": 1, "qk_norm_epsilon": 1e-6, "moe_router_group_score_topk": 2,
 }  # fmt: skip
 
 

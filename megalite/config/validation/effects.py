@@ -27,8 +27,17 @@ def position_notes(config: Config) -> Iterator[Problem]:
         yield no_effect(shown(config, "num_query_groups"), without="group_query_attention")
     if model.no_weight_decay_cond_type and not model.qk_layernorm:
         yield requires(shown(config, "no_weight_decay_cond_type"), "qk_layernorm")
+    if model.qk_norm_epsilon is not None and not model.qk_layernorm:
+        yield no_effect(shown(config, "qk_norm_epsilon"), without="qk_layernorm")
     if not model.multi_latent_attention:
-        latent_only = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        latent_only = (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+            "mla_rotary_interleaved",
+        )
         for name in options_set(config, *latent_only):
             yield no_effect(shown(config, name), without="multi_latent_attention")
     if model.no_rope_freq and not model.allows_rope:
@@ -92,6 +101,7 @@ def expert_notes(config: Config) -> Iterator[Problem]:
         "moe_router_topk_scaling_factor",
         "moe_router_num_groups",
         "moe_router_group_topk",
+        "moe_router_group_score_topk",
         "moe_router_enable_expert_bias",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",

@@ -12,6 +12,7 @@ from megalite.config.problems import (
     nearest_multiples,
     options_set,
     requires,
+    shown,
 )
 
 
@@ -110,9 +111,10 @@ def _group_problems(config: Config) -> Iterator[Problem]:
     model = config.model
     num_experts, topk = model.num_experts or 0, model.moe_router_topk
     groups, group_topk = model.moe_router_num_groups, model.moe_router_group_topk
+    score_topk = model.moe_router_group_score_topk
     if groups is None:
-        if group_topk is not None:
-            yield requires(f"moe_router_group_topk={group_topk}", "moe_router_num_groups", also=("num_experts",))
+        for name in options_set(config, "moe_router_group_topk", "moe_router_group_score_topk"):
+            yield requires(shown(config, name), "moe_router_num_groups", also=("num_experts",))
         return
     if group_topk is None:
         yield requires(f"moe_router_num_groups={groups}", "moe_router_group_topk", also=("num_experts",))
@@ -121,9 +123,15 @@ def _group_problems(config: Config) -> Iterator[Problem]:
         yield does_not_divide(
             "moe_router_num_groups", groups, "num_experts", num_experts, also=("moe_router_group_topk",)
         )
-    elif topk % group_topk:
-        also = ("num_experts", "moe_router_num_groups")
+    elif topk % group_topk and score_topk is None:
+        also = ("num_experts", "moe_router_num_groups", "moe_router_group_score_topk")
         yield does_not_divide("moe_router_group_topk", group_topk, "moe_router_topk", topk, also=also)
+    elif score_topk is not None and score_topk > num_experts // groups:
+        yield Problem(
+            f"moe_router_group_score_topk={score_topk} is above the {num_experts // groups} experts in each of "
+            f"moe_router_num_groups={groups} groups; lower it",
+            options=("moe_router_group_score_topk", "moe_router_num_groups", "num_experts"),
+        )
     elif topk * groups > group_topk * num_experts:
         yield Problem(
             f"moe_router_topk={topk} is above the experts in moe_router_group_topk={group_topk} of "

@@ -70,9 +70,9 @@ def position_problems(config: Config) -> Iterator[Problem]:
             f"{shown(config, name)} with position_embedding_type=yarn, which does not take it; remove it",
             options=(name, "position_embedding_type"),
         )
-    if model.yarn_beta_fast <= model.yarn_beta_slow:
+    if model.yarn_beta_fast < model.yarn_beta_slow:  # Kimi K2 has equal ones
         yield Problem(
-            f"yarn_beta_fast={model.yarn_beta_fast:g} is not above yarn_beta_slow={model.yarn_beta_slow:g}; raise it",
+            f"yarn_beta_fast={model.yarn_beta_fast:g} is below yarn_beta_slow={model.yarn_beta_slow:g}; raise it",
             options=("position_embedding_type", "yarn_beta_fast", "yarn_beta_slow"),
         )
     if model.rotary_base == 1:
@@ -142,7 +142,7 @@ def _latent_attention_problems(config: Config) -> Iterator[Problem]:
         )
     for name, reason in (
         ("rotary_percent", "rotates all channels of --qk-pos-emb-head-dim"),
-        ("rotary_interleaved", "always rotates channels 2i and 2i + 1 as a pair"),
+        ("rotary_interleaved", "has --mla-rotary-interleaved for that"),
         ("add_qkv_bias", "has no biases in these projections"),
         ("qk_layernorm_over_heads", "normalizes the latents"),
     ):
