@@ -40,7 +40,7 @@ from megalite.interop.huggingface.model_files import write_model
 from megalite.interop.megatron import torch_dist_format, torch_format
 from megalite.interop.name_mapping import FAMILIES
 from megalite.interop.tensor_mapping import ExportSource, ExternalModel, build_model_config, norm_offsets
-from megalite.models.specs import checkpoint_specs, model_specs
+from megalite.models.specs import checkpoint_specs
 from megalite.optim.loss_scale import LossScaler
 from megalite.training.checkpointing.compatibility import checkpoint_config
 from megalite.training.checkpointing.initial_state import UNKNOWN_VOCABULARY, tokenizer_from_args
@@ -145,9 +145,13 @@ def saved_model(source: Checkpoint) -> ModelConfig:
 def import_hf(args: argparse.Namespace) -> bool:
     """Convert a Hugging Face model into a checkpoint of megalite, and return False if a check fails."""
     external = model_files.open_model(args.from_hf, args.seq_length)
+    if args.check and external.is_quantized:
+        remedy = "give --check-bits, and --check when you export the model"
+        raise CheckpointError(f"{args.from_hf}: logits of quantised weights are not compared; {remedy}")
     tokenizer = usable_tokenizer(lambda: find_tokenizer_in(args.from_hf), external.rows)
     state = start_state(external.options, external.dtype, tokenizer)
-    directory = write_initial_checkpoint(args.save, external.tensors, model_specs(external.model, external.rows), state)
+    specs = checkpoint_specs(external.model, external.rows)
+    directory = write_initial_checkpoint(args.save, external.tensors, specs, state)
     print(f"{directory}: {external.name}, {len(external.tensors)} tensors, vocabulary {external.rows}")
     return run_checks(args, args.from_hf, external, ExportSource(open_checkpoint(directory, verified=True)))
 

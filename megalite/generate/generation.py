@@ -36,7 +36,7 @@ from megalite.kernels.dropout import fold_in
 from megalite.kernels.matmul import matmul
 from megalite.kernels.softcap import soft_cap
 from megalite.models.gpt import LMHead, Stage
-from megalite.models.specs import model_specs
+from megalite.models.specs import checkpoint_specs
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import model_shards
 from megalite.parallel.comm import broadcast_, start_all_gather
@@ -363,7 +363,7 @@ def _from_hugging_face(directory: Path, mesh: Mesh, dtype: torch.dtype) -> TextG
         reason_text = f" ({reason})" if reason else ""
         raise SetupError(f"{hf_model.directory} has no tokenizer that fits{reason_text}; put its tokenizer.json there")
     stage = _build_stage(hf_model.model, mesh, hf_model.rows, dtype)
-    specs = model_specs(hf_model.model, hf_model.rows)
+    specs = checkpoint_specs(hf_model.model, hf_model.rows)
 
     def load_weights() -> None:
         load_external_weights(hf_model.tensors, model_shards(stage, mesh), specs, str(directory), False)

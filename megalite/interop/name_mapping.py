@@ -34,16 +34,21 @@ class TensorRule:
             "row": a vector as a matrix of one row.
         duplicates: The parameter that it repeats in a model without `params`, as a tied head repeats the embedding.
             Files may omit the tensor then.
+        copied_for: The tensor is a copy of the parameter, in models that have the parameter of this name, as each depth
+            of multi-token prediction has a copy of the embedding. Files may omit copies, and exports write them.
     """
 
     external: str
     params: tuple[str, ...]
     form: str = "rows"
     duplicates: tuple[str, ...] = ()
+    copied_for: str = ""
 
 
 def parse_rules(text: str, layer: str) -> tuple[TensorRule, ...]:
     """Parse rules, one per line: `EXTERNAL = PARAM + PARAM (FORM)` or `EXTERNAL = PARAM | DUPLICATED`.
+
+    `EXTERNAL = PARAM copied for OTHER` is a copy of PARAM in models that have the parameter OTHER.
 
     The prefixes `layer.` and `our.` stand for the names of layer n. A line with stars is two rules, one for the weight
     and one for the bias: .* stands for .weight and .bias, and any other * for the empty string and _bias.
@@ -54,14 +59,16 @@ def parse_rules(text: str, layer: str) -> tuple[TensorRule, ...]:
             is_bias = kind == "bias"
             rule = line.strip().replace(".*", f".{kind}").replace("*", "_bias" if is_bias else "")
             external, _, right = rule.partition(" = ")
+            right, _, copied_for = right.partition(" copied for ")
             right, _, duplicates = right.partition(" | ")
             params, _, form = right.partition(" (")
             names = tuple(re.sub(r"^our\.", "layers.{n}.", name) for name in params.split(" + "))
+            copied_for = re.sub(r"^our\.", "layers.{n}.", copied_for)
             if not form or (is_bias and form == "columns)"):  # a vector has no columns
                 form = "rows"
             form = form.strip(")")
             external = re.sub(r"^layer\.", layer, external)
-            tensor_rules.append(TensorRule(external, names, form, (duplicates,) if duplicates else ()))
+            tensor_rules.append(TensorRule(external, names, form, (duplicates,) if duplicates else (), copied_for))
     return tuple(tensor_rules)
 
 
@@ -115,8 +122,11 @@ class ModelFamily(TensorNames):
         window_layout: The layers that may have a sliding window. "all": all or none of them; "by layer": each one;
             "alternate": every second one, unless the file says otherwise; "period": all but every n-th one, unless the
             file says otherwise; "": none.
-        sparse_layers: Some layers may have experts and others none, and the probabilities of the chosen experts need
-            not add up to 1.
+        sparse_layers: The layers that have experts. "": all or none; "by step": those of decoder_sparse_step and
+            mlp_only_layers, and the probabilities of the chosen experts need not add up to 1; "after the first": all
+            but the first first_k_dense_replace; "by layer": those of mlp_layer_types, or all but the first.
+        group_score_topk: Experts may be in n_group groups, each ranked by the scores of its best experts. This is their
+            number. 0: there are no groups.
         even_heads: hidden_size must be a multiple of the number of heads.
         zero_centered_norms: Norm weights are stored as their difference from 1.
         scaled_embedding: The word embedding is multiplied by the square root of hidden_size.
@@ -134,16 +144,22 @@ class ModelFamily(TensorNames):
     tied_by_default: bool = False
     scalings: tuple[str, ...] = ()
     window_layout: Literal["", "all", "by layer", "alternate", "period"] = ""
-    sparse_layers: bool = False
+    sparse_layers: Literal["", "by step", "after the first", "by layer"] = ""
+    group_score_topk: int = 0
     even_heads: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False
     nullable_keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def has_latent_attention(self) -> bool:
+        """True if the family has multi-head latent attention."""
+        return self.fixed_options.get("multi_latent_attention", False)
+
+    @property
     def supports_gqa(self) -> bool:
         """True if the family supports grouped-query attention."""
-        return "num_key_value_heads" in self.derived_keys
+        return "num_key_value_heads" in self.derived_keys and not self.has_latent_attention
 
 
 def _families() -> dict[str, ModelFamily]:

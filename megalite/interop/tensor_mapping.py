@@ -59,6 +59,10 @@ WRAPPERS = {
     "module.": "DistributedDataParallel puts that there: save the model's module",
     "": "rename the tensors",
 }
+COPY_REMEDY = (
+    "depths of multi-token prediction share the model's embedding and head: set num_nextn_predict_layers to 0, and "
+    "remove the tensors of the depths"
+)
 # Limits of the number of layers, and of experts in all layers. More means a damaged file, whose check would take long.
 MAX_LAYERS, MAX_EXPERTS = 10_000, 300_000
 
@@ -73,6 +77,7 @@ class TensorMapping:
         form: The layout of the rectangles in the tensor (see TensorRule).
         groups: The number of key/value groups, for the form "groups".
         is_duplicate: It repeats another external tensor (a head tied to the embedding), and files may omit it.
+        is_written: An export writes it. False for the head of a tied embedding.
     """
 
     external_name: str
@@ -80,6 +85,7 @@ class TensorMapping:
     form: str
     groups: int
     is_duplicate: bool
+    is_written: bool = True
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -173,18 +179,29 @@ def build_mappings(
                 external_name = rule.external.format(n=naming.external_layer(rule.params[0], n), e=e)
                 if rules is naming.alternatives and external_name not in stored_names:
                     continue
-                for is_duplicate, references in ((False, rule.params), (True, rule.duplicates)):
+                is_copy = bool(rule.copied_for)
+                if is_copy and rule.copied_for.format(n=n) not in specs:
+                    continue
+                for is_tied, references in ((False, rule.params), (True, rule.duplicates)):
                     parts = [_resolve_reference(reference.format(n=n, e=e), specs, box_of) for reference in references]
                     existing = tuple(part for part in parts if part is not None)
                     names = {spec.name for spec, _ in existing}
                     if existing and len(existing) == len(parts) and not names & replaced:
-                        mappings.append(TensorMapping(external_name, existing, rule.form, groups, is_duplicate))
+                        is_duplicate, is_written = is_tied or is_copy, is_copy or not is_tied
+                        mappings.append(
+                            TensorMapping(external_name, existing, rule.form, groups, is_duplicate, is_written)
+                        )
                         named |= names
                         break
         replaced = set(named)
     if missing := sorted(set(specs) - named):
         raise CheckpointError(f"{naming.name} has no name for {', '.join(missing[:5])}; choose another family")
     return mappings
+
+
+def numbers_of_layers(model: ModelConfig) -> range:
+    """Return the numbers of all layers, including those of depths of multi-token prediction."""
+    return range(1 + max(number for number, _ in model.numbered_layers))
 
 
 def split(mapping: TensorMapping, external: Tensor) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
@@ -336,7 +353,9 @@ def match_tensors(
     for tensor in sorted(matches, key=lambda tensor: tensor.mapping.is_duplicate):
         first = firsts.setdefault(tuple((spec.name, box) for spec, box in tensor.mapping.parts), tensor)
         if tensor is not first and not torch.equal(tensor.read(), first.read()):
-            lines.append(f"{tensor.location} differs from {first.location}, which it repeats; {remedy}")
+            is_copy = tensor.mapping.is_duplicate and tensor.mapping.is_written
+            advice = COPY_REMEDY if is_copy else remedy
+            lines.append(f"{tensor.location} differs from {first.location}, which it repeats; {advice}")
     raise_problems(lines, title)
     return list(firsts.values())
 
@@ -354,6 +373,7 @@ class ExternalModel:
         tensors: Its tensors.
         args: The arguments that Megatron-LM saved; None for other programs.
         ranks: The tensors of each (tp, ep) rank of Megatron-LM.
+        is_quantized: Its tensors are read from quantized weights, and rounded to their dtype.
     """
 
     directory: Path
@@ -364,6 +384,7 @@ class ExternalModel:
     tensors: Sequence[ExternalTensor]
     args: Namespace | None = None
     ranks: Mapping[tuple[int, int], Mapping[str, FileTensor]] = field(default_factory=dict)
+    is_quantized: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -501,8 +522,9 @@ class ExportSource:
         return keys[0] if keys else f"model/{name}"
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the exported dtype of a parameter."""
-        return self.dtype or self.checkpoint.dtype(self._key(name))
+        """Return the exported dtype of a parameter. State, such as the biases of routers, keeps its own."""
+        key = self._key(name)
+        return self.checkpoint.dtype(key) if self.dtype is None or key.startswith("state/") else self.dtype
 
     def offset(self, name: str) -> float:
         """Return the offset that is added to the stored values of a parameter."""
@@ -513,7 +535,7 @@ class ExportSource:
         values = self.checkpoint.read(self._key(name), box)
         if offset := self.offset(name):
             values = values + offset
-        return values if self.dtype is None else values.to(self.dtype)
+        return values.to(self.dtype_of(name))
 
     def join(self, mapping: TensorMapping) -> Tensor:
         """Return an external tensor."""

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_convert_megatron as megatron_files
@@ -18,8 +19,8 @@ from megalite.interop.huggingface.config_json import read_config
 from megalite.interop.megatron import torch_dist_format as megatron_dist
 from megalite.interop.megatron import torch_format as megatron
 from megalite.interop.name_mapping import FAMILIES
-from megalite.interop.tensor_mapping import ExternalTensor, build_mappings, build_model_config
-from megalite.models.specs import model_specs
+from megalite.interop.tensor_mapping import ExternalTensor, build_mappings, build_model_config, numbers_of_layers
+from megalite.models.specs import checkpoint_specs
 
 ROUNDS = 120
 
@@ -39,19 +40,33 @@ def dist(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTe
     return make
 
 
-def hub(name: str) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
+SIZES = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 8}
+QWEN = {"model_type": "qwen3", "head_dim": 8}
+DEEPSEEK = {"model_type": "deepseek_v3", "kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 6, "v_head_dim": 6}
+DEEPSEEK |= {"qk_rope_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+DEEPSEEK |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+
+
+def hub(name: str, keys: dict[str, Any]) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
     def make(directory: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
         directory.mkdir()
-        sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 20}
-        sizes |= {"num_key_value_heads": 2, "head_dim": 8}
-        config = {"model_type": "qwen3", "intermediate_size": 24, "max_position_embeddings": 8, **sizes}
+        config = {**SIZES, **keys}
         (directory / "config.json").write_text(json.dumps(config))
-        model = build_model_config(read_config(config, None, "")[1], "")
-        mappings = build_mappings(FAMILIES.get("qwen3"), model_specs(model, 20), model.num_kv_groups, range(2))
-        save_file(
-            {recipe.external_name: torch.ones(recipe.shape) for recipe in mappings}, directory / "model.safetensors"
-        )
-        return directory / name, lambda: hugging_face.open_model(directory).tensors
+        family, options = read_config(config, None, "")
+        model = build_model_config(options, "")
+        specs, layers = checkpoint_specs(model, 20), numbers_of_layers(model)
+        tensors = {}
+        for mapping in build_mappings(FAMILIES.get(family), specs, model.num_kv_groups, layers):
+            values = torch.ones(mapping.shape)
+            if "quantization_config" in config and mapping.external_name.endswith("_proj.weight"):
+                blocks = [-(-size // 8) for size in mapping.shape]
+                tensors[f"{mapping.external_name}_scale_inv"] = torch.ones(blocks)
+                values = values.to(torch.float8_e4m3fn)
+            tensors[mapping.external_name] = values
+        save_file(tensors, directory / "model.safetensors")
+        return directory / name, lambda: list(hugging_face.open_model(directory).tensors)
 
     return make
 
@@ -60,8 +75,12 @@ TARGETS = {
     "Megatron-LM": legacy,
     ".metadata": dist(".metadata"),
     "distcp": dist("__0_0.distcp"),
-    "config.json": hub("config.json"),
-    "safetensors": hub("model.safetensors"),
+    "config.json": hub("config.json", QWEN),
+    "safetensors": hub("model.safetensors", QWEN),
+    "config.json of DeepSeek": hub("config.json", DEEPSEEK),
+    "safetensors of DeepSeek": hub("model.safetensors", DEEPSEEK),
+    "config.json of FP8": hub("config.json", {**DEEPSEEK, **FP8}),
+    "safetensors of FP8": hub("model.safetensors", {**DEEPSEEK, **FP8}),
 }
 
 

@@ -1,6 +1,7 @@
 """Tiny transformers models of each family, with weights far from their initial values."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 MODELS["mistral"][1]["sliding_window"] = None  # TOML has no null
 MODELS["gemma2 of one cap"][1]["final_logit_softcapping"] = None
+for name in ("deepseek_v2 lite", "deepseek_v3 moonlight", "youtu of full queries"):
+    MODELS[name][1]["q_lora_rank"] = None
 
 
 def create_model(name: str, directory: Path, **changes: Any) -> Any:
@@ -34,7 +37,8 @@ def create_model(name: str, directory: Path, **changes: Any) -> Any:
     torch.manual_seed(len(name))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in (*model.parameters(), *biases):
             parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(directory)
     return model
@@ -61,10 +65,29 @@ def load_in_fp64(model_dir: Path) -> Any:
 
     weights = load_file(model_dir / "model.safetensors")  # would have a wrong dtype within `in_fp64`
     config = transformers.AutoConfig.from_pretrained(model_dir)
+    config._experts_implementation = "eager"  # others do not multiply in fp64
     with in_fp64():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
-        model.load_state_dict({name: values.double() for name, values in weights.items()}, strict=False)
+        state = {name: values.double() for name, values in stack_experts(weights).items()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and all("lm_head" in name for name in missing), (missing, unexpected)  # a tied head
     return model.eval()
+
+
+def stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights with the matrices of all experts of a layer as one, as transformers 5 has them in memory."""
+    stacked: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name, values in weights.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            experts.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = values
+        else:
+            stacked[name] = values
+    for name, matrices in experts.items():
+        ordered = [matrices[e] for e in sorted(matrices)]
+        stacked[f"{name}.gate_up_proj"] = torch.stack([torch.cat((m["gate"], m["up"])) for m in ordered])
+        stacked[f"{name}.down_proj"] = torch.stack([m["down"] for m in ordered])
+    return stacked
 
 
 def copy_model(directory: Path, target: Path) -> Path:

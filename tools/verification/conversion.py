@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from megalite.checkpoint.format.manifest import CheckpointError
 from megalite.checkpoint.offline import Checkpoint
 from megalite.common.optional_packages import missing_package_message
 from megalite.config.options import ModelConfig
+from megalite.interop.huggingface.config_json import ALIASES
+from megalite.interop.huggingface.model_files import read_json
 from megalite.interop.tensor_mapping import ExportSource, ExternalTensor, Specs
 from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch, ForwardContext
@@ -101,6 +104,19 @@ def require_transformers() -> None:
         raise CheckpointError(f"{message}, or use --check-bits")
 
 
+def _open_with_transformers(directory: Path) -> Any:
+    """Return the model in fp32. A model_type that is another name of a family is read as that."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    keys = read_json(directory / "config.json")
+    kwargs: dict[str, Any] = {}
+    if family := ALIASES.get(str(keys.get("model_type"))):
+        kwargs["config"] = CONFIG_MAPPING[family].from_dict({**keys, "model_type": family})
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True, **kwargs
+    )
+
+
 def compare_logits(
     directory: Path,
     source: Checkpoint,
@@ -122,7 +138,6 @@ def compare_logits(
         CheckpointError: if transformers is not installed, or cannot open the model.
     """
     require_transformers()
-    from transformers import AutoModelForCausalLM
 
     if ids:
         ids_BS = torch.tensor([ids[: model.max_positions]])
@@ -130,9 +145,7 @@ def compare_logits(
         generator = torch.Generator().manual_seed(1234)
         ids_BS = torch.randint(0, vocab_size, (2, min(model.max_positions, 64)), generator=generator)
     try:
-        hf_model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True
-        )
+        hf_model = _open_with_transformers(directory)
     except (ValueError, KeyError, ImportError, RuntimeError) as error:
         # an architecture that it does not have, such as a plugin's, or config.json does not fit the weights
         reason = " ".join(str(error).split())

@@ -2,7 +2,7 @@
 
 Values that cannot be expressed exactly are refused by name. models/families.toml has the meaning of each family's keys.
 This module names no family, and has what tables cannot express: groups, rotary positions, which layers have experts,
-and windows, in one of four layouts:
+how these are chosen, and windows, in one of four layouts:
 
     key j is seen by query i   where i - sliding_window < j <= i, itself included: window_size = sliding_window - 1, 0
     "all" (Mistral)            sliding_window, in all layers; null: in none
@@ -25,13 +25,21 @@ from megalite.config.hybrid_pattern import shown_pattern
 from megalite.config.option import MODEL, option_spec
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern
 from megalite.config.options import ModelConfig, build
+from megalite.interop.huggingface.quantization import quantization_problems
 from megalite.interop.huggingface.rotary import FULL_ATTENTION, SLIDING_ATTENTION, STRETCH, read_rope, write_rope
 from megalite.interop.name_mapping import FAMILIES, ModelFamily
 from megalite.interop.tensor_mapping import raise_problems
 
 Json = dict[str, Any]
 _SCORE_DIVISOR = "query_pre_attn_scalar"
+_NUM_SHARED = "n_shared_experts"
+_NUM_DENSE = "first_k_dense_replace"
+_GROUP_KEYS = ("n_group", "topk_group")
+_GROUP_METHOD = "topk_method"
+_GROUP_METHODS = {False: "greedy", True: "group_limited_greedy"}  # are there groups -> value of the key
+DENSE, SPARSE = "dense", "sparse"  # values of mlp_layer_types
 _CONSTANTS = load_table(__file__, "constants")
+ALIASES: Mapping[str, str] = _CONSTANTS["aliases"]  # model_type -> the family with the same model
 
 
 def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str, Json]:
@@ -46,6 +54,8 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
         CheckpointError: With all problems.
     """
     model_type = config.get("model_type")
+    if isinstance(model_type, str):
+        model_type = ALIASES.get(model_type, model_type)
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         reason = _CONSTANTS["other_models"].get(model_type) if isinstance(model_type, str) else None
         reason = reason or f"is not one of {', '.join(FAMILIES)}; convert a model of one of these"
@@ -61,6 +71,8 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     problems += _read_heads(config, family, options)
     problems += _read_linear_biases(config, family, options)
     problems += _read_scales(config, family, options)
+    problems += _read_shared_expert(config, family, options)
+    problems += _read_expert_groups(config, family, options)
     if options["position_embedding_type"] == "rope":
         problems += read_rope(config, options, family)
     positions = options["max_position_embeddings"]
@@ -107,6 +119,7 @@ def _unsupported_values(config: Json, family: ModelFamily) -> list[str]:
         for key, allowed in family.supported_values.items()
         if config.get(key, allowed[0]) not in allowed and not (allowed[0] is False and config[key] is None)
     ]
+    problems += quantization_problems(config)
     own_keys = family.nullable_keys.values()
     return problems + [
         f"{key}: {reason}"
@@ -117,6 +130,8 @@ def _unsupported_values(config: Json, family: ModelFamily) -> list[str]:
 
 def _read_heads(config: Json, family: ModelFamily, options: Json) -> list[str]:
     """Set the options of query groups and head size; return a problem if the family cannot have this head size."""
+    if family.has_latent_attention:
+        return _latent_head_problems(config, family, options)
     if family.supports_gqa:
         groups = config.get("num_key_value_heads", family.optional.get("num_key_value_heads") or None)
         if groups is not None and groups != options["num_attention_heads"]:
@@ -131,6 +146,18 @@ def _read_heads(config: Json, family: ModelFamily, options: Json) -> list[str]:
     if type(hidden_size) is int and type(heads) is int and head_dim * heads == hidden_size:
         return []
     return [f"head_dim={head_dim!r} is not hidden_size / num_attention_heads, which {family.name} uses"]
+
+
+def _latent_head_problems(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Return a problem for each key of heads that contradicts those of latent attention."""
+    problems = []
+    groups, heads = config.get("num_key_value_heads"), options["num_attention_heads"]
+    if groups not in (None, heads):
+        problems.append(f"num_key_value_heads={groups!r} is not num_attention_heads={heads!r}, as {family.name} needs")
+    head_dim, rotated = config.get("head_dim"), options["qk_pos_emb_head_dim"]
+    if head_dim not in (None, rotated):
+        problems.append(f"head_dim={head_dim!r} is not qk_rope_head_dim={rotated!r}, which {family.name} uses")
+    return problems
 
 
 def _read_linear_biases(config: Json, family: ModelFamily, options: Json) -> list[str]:
@@ -162,6 +189,37 @@ def _read_scales(config: Json, family: ModelFamily, options: Json) -> list[str]:
     return []
 
 
+def _read_shared_expert(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set the width of the shared expert if the family counts it in experts; return the problem, if any."""
+    default = family.optional.get(_NUM_SHARED)
+    if default is None:
+        return []
+    number, width = config.get(_NUM_SHARED, default), options["moe_ffn_hidden_size"]
+    if type(number) is not int or not 0 < number < 1 << 31:
+        return [f"{_NUM_SHARED}={number!r} is not an integer above 0"]
+    if type(width) is int:
+        options["moe_shared_expert_intermediate_size"] = number * width
+    return []
+
+
+def _read_expert_groups(config: Json, family: ModelFamily, options: Json) -> list[str]:
+    """Set the options of groups of experts; return the problem if the family chooses experts in another way."""
+    if not family.group_score_topk:
+        return []
+    groups, group_topk = (config.get(key, family.optional.get(key)) for key in _GROUP_KEYS)
+    if _GROUP_METHOD in family.optional:
+        method = config.get(_GROUP_METHOD, family.optional[_GROUP_METHOD])
+        if method not in _GROUP_METHODS.values():
+            return [f"{_GROUP_METHOD}={method!r} is not {' or '.join(_GROUP_METHODS.values())}"]
+        if method == _GROUP_METHODS[False]:
+            groups = None
+    if groups in (None, 1):
+        return []
+    options |= {"moe_router_num_groups": groups, "moe_router_group_topk": group_topk}
+    options["moe_router_group_score_topk"] = family.group_score_topk
+    return []
+
+
 def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     """Return the reasons why `family` cannot express `model`.
 
@@ -169,6 +227,11 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     """
     if not model.has_only_full_layers:
         return [f"{shown_pattern(model.hybrid_layer_pattern or '')} is not attention and MLP in turn"]
+    if model.num_mtp_depths and model.mtp_layers != model.layers[-1:]:
+        return [f"{shown_pattern(model.hybrid_layer_pattern or '')} has depths unlike the last layer"]
+    problems = _unwritable_experts(model, family)
+    if problems:
+        return problems
     written = write_config(model, family.name, 1, "", {})
     if missing := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
         return [f"{option}={getattr(model, option)}, but {family.name} always has this option" for option in missing]
@@ -186,9 +249,25 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
             if isinstance(effect, int):
                 value, reread_value = effect, external[option]
             lines.append(f"{option}={value} is not {reread_value}")
-    if (family.even_heads or not family.supports_gqa) and model.hidden_size % model.num_attention_heads:
+    needs_even_heads = family.even_heads or not (family.supports_gqa or family.has_latent_attention)
+    if needs_even_heads and model.hidden_size % model.num_attention_heads:
         lines.append(f"hidden_size={model.hidden_size} is not a multiple of {model.num_attention_heads} heads")
     return lines
+
+
+def _unwritable_experts(model: ModelConfig, family: ModelFamily) -> list[str]:
+    """Return why a config.json of `family` cannot have the experts of `model`."""
+    if not model.has_experts:
+        return []
+    problems = []
+    shared, width = model.moe_shared_expert_intermediate_size, model.expert_ffn_size
+    if _NUM_SHARED in family.optional and (shared is None or shared % width):
+        problems.append(
+            f"moe_shared_expert_intermediate_size={shared} is not a multiple of moe_ffn_hidden_size={width}"
+        )
+    if family.sparse_layers == "after the first" and list(model.moe_layers) != sorted(model.moe_layers):
+        problems.append(f"moe_layer_freq={model.moe_layer_freq} has a layer without experts after one with experts")
+    return problems
 
 
 def _functional_options(model: ModelConfig) -> Json:
@@ -216,8 +295,15 @@ def _functional_options(model: ModelConfig) -> Json:
     }
     if not model.has_dense_ffn:
         irrelevant.add("ffn_hidden_size")
-    if not model.multi_latent_attention:
+    if model.multi_latent_attention:
+        irrelevant.add("kv_channels")
+    else:
         irrelevant |= {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
+        irrelevant.add("mla_rotary_interleaved")
+    if not model.qk_layernorm:
+        irrelevant.add("qk_norm_epsilon")
+    if not model.num_mtp_depths:
+        irrelevant.add("mtp_use_repeated_layer")
     if not model.has_experts:
         effects |= dict.fromkeys(name for name in effects if name == "num_experts" or name.startswith("moe_"))
     return {name: effect for name, effect in effects.items() if name not in irrelevant | {"apply_layernorm_1p"}}
@@ -248,7 +334,7 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config: Json = {"architectures": [family.architecture], "model_type": name, "vocab_size": vocab_size}
     values = {**{option: getattr(model, option) for option in family.keys}, "ffn_hidden_size": model.ffn_size}
     values |= {"max_position_embeddings": model.max_positions, "moe_ffn_hidden_size": model.expert_ffn_size}
-    values["num_experts"] = model.num_experts or None
+    values |= {"num_experts": model.num_experts or None, "mtp_num_layers": model.num_mtp_depths}
     config |= {key.split()[0]: values[option] for option, key in family.keys.items()}
     config |= {key: getattr(model, attribute) for key, attribute in family.derived_keys.items()}
     config |= {key: allowed[0] for key, allowed in family.supported_values.items()}
@@ -259,10 +345,7 @@ def write_config(model: ModelConfig, name: str, vocab_size: int, dtype: str, tok
     config["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     config |= write_rope(model, family)
     config |= _write_window(model, family)
-    if family.sparse_layers:
-        dense = [n for n, layer in enumerate(model.layers) if not layer.has_experts]
-        config |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-        config["norm_topk_prob"] = not model.moe_router_pre_softmax
+    config |= _write_experts(model, family)
     return config | {"bos_token_id": None, "eos_token_id": None} | dict(tokens) | {"torch_dtype": dtype}
 
 
@@ -331,13 +414,63 @@ def _write_window(model: ModelConfig, family: ModelFamily) -> Json:
     return keys
 
 
+def _write_experts(model: ModelConfig, family: ModelFamily) -> Json:
+    """Return the keys of the layers with experts, of the shared expert, and of groups of experts."""
+    keys: Json = {}
+    dense = [n for n, layer in enumerate(model.layers) if not layer.has_experts]
+    if family.sparse_layers == "by step":
+        keys |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        keys["norm_topk_prob"] = not model.moe_router_pre_softmax
+    elif family.sparse_layers == "by layer":
+        keys["mlp_layer_types"] = [SPARSE if layer.has_experts else DENSE for layer in model.layers]
+    if family.sparse_layers in ("after the first", "by layer") and dense == list(range(len(dense))):
+        keys[_NUM_DENSE] = len(dense)
+    if _NUM_SHARED in family.optional and model.has_experts:
+        keys[_NUM_SHARED] = (model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_size
+    if family.group_score_topk:
+        groups = (model.moe_router_num_groups or 1, model.moe_router_group_topk or 1)
+        keys |= dict(zip(_GROUP_KEYS, groups, strict=True))
+        if _GROUP_METHOD in family.optional:
+            keys[_GROUP_METHOD] = _GROUP_METHODS[model.moe_router_num_groups is not None]
+    return keys
+
+
 def _read_experts(config: Json, family: ModelFamily, num_layers: int) -> tuple[Json, list[str]]:
     """Return (options, problems) of the layers with experts."""
-    if not family.sparse_layers:
+    first = config.get(_NUM_DENSE)
+    if family.sparse_layers == "after the first" and first is None:
+        first = family.optional[_NUM_DENSE]
+    if family.sparse_layers == "":
         return {}, []
+    if family.sparse_layers != "by step" and first is not None and not (type(first) is int and first >= 0):
+        return {}, [f"{_NUM_DENSE}={first!r} is not a number of layers"]
+    if family.sparse_layers == "after the first":
+        assert type(first) is int
+        has_experts = [n >= first for n in range(num_layers)]
+        if not any(has_experts):
+            return {}, [f"{_NUM_DENSE}={first} leaves no layer with experts; {family.name} has some"]
+        return {"moe_layer_freq": _layer_freq(has_experts)}, []
+    if family.sparse_layers == "by layer":
+        kinds = config.get("mlp_layer_types") or [DENSE] + [SPARSE] * (num_layers - 1)
+        if not isinstance(kinds, list) or len(kinds) != num_layers or any(k not in (DENSE, SPARSE) for k in kinds):
+            return {}, [f"mlp_layer_types is not a list of {num_layers} kinds, {DENSE} or {SPARSE}"]
+        has_experts = [kind == SPARSE for kind in kinds]
+        if first is not None and has_experts != [n >= first for n in range(num_layers)]:
+            shown = "mlp_layer_types" if config.get("mlp_layer_types") else "its default"
+            return {}, [f"{_NUM_DENSE}={first} disagrees with {shown}, {kinds.count(DENSE)} dense layers"]
+        if not any(has_experts):
+            return {}, ["mlp_layer_types has no layer with experts"]
+        return {"moe_layer_freq": _layer_freq(has_experts)}, []
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if type(step) is not int or step < 1 or not isinstance(dense, list) or any(type(n) is not int for n in dense):
         return {}, [f"decoder_sparse_step={step!r}, mlp_only_layers={dense!r} are not a step and a list of layers"]
     has_experts = [(n + 1) % step == 0 and n not in dense for n in range(num_layers)]
-    freq = "1" if all(has_experts) else format_layer_pattern(has_experts, periods=False)
-    return {"moe_layer_freq": freq, "moe_router_pre_softmax": not config.get("norm_topk_prob", False)}, []
+    return {
+        "moe_layer_freq": _layer_freq(has_experts),
+        "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+    }, []
+
+
+def _layer_freq(has_experts: list[bool]) -> str:
+    """Return the layers with experts as a value of `moe_layer_freq`."""
+    return "1" if all(has_experts) else format_layer_pattern(has_experts, periods=False)

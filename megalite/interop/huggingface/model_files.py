@@ -7,6 +7,7 @@ configuration implies, in their shapes. Only safetensors is read, because the ot
 """
 
 import json
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,8 +26,9 @@ from megalite.common.text_file import TextFileError, read_small_text
 from megalite.config.options import ModelConfig
 from megalite.interop import tensor_mapping
 from megalite.interop.huggingface.config_json import Json, read_config, write_config
+from megalite.interop.huggingface.quantization import SCALE_SUFFIX, BlockQuantization, dequantized, read_quantization
 from megalite.interop.name_mapping import FAMILIES, TensorNames
-from megalite.models.specs import model_specs
+from megalite.models.specs import checkpoint_specs
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,12 +58,28 @@ def open_model(directory: Path, seq_length: int | None = None) -> tensor_mapping
     Raises CheckpointError with all problems.
     """
     path = directory / "config.json"
-    family, options = read_config(read_json(path), seq_length, str(path))
+    config = read_json(path)
+    family, options = read_config(config, seq_length, str(path))
+    handles = _files(directory)
+    if options.get("mtp_num_layers") and not _has_depths(handles, options["num_layers"]):
+        options["mtp_num_layers"] = 0
     model, vocab_size = tensor_mapping.build_model_config(options, str(path)), options["vocab_size"]
     if type(vocab_size) is not int or not 0 < vocab_size < 1 << 31:
         raise CheckpointError(f"{path}: vocab_size={vocab_size!r} is out of range; it is damaged")
-    tensors = _tensors(directory, FAMILIES.get(family), model, vocab_size)
-    return tensor_mapping.ExternalModel(directory, family, options, model, vocab_size, tensors)
+    quantization = read_quantization(config)
+    tensors = _tensors(directory, handles, FAMILIES.get(family), model, vocab_size, quantization)
+    return tensor_mapping.ExternalModel(
+        directory, family, options, model, vocab_size, tensors, is_quantized=quantization is not None
+    )
+
+
+def _has_depths(handles: Mapping[str, Any], num_layers: int) -> bool:
+    """Return True if the files have layers after the last one: depths of multi-token prediction.
+
+    transformers names depths in config.json, also for models that it has saved without them.
+    """
+    first_depth = re.compile(rf"(?:.*\.)?layers\.{num_layers}\.")
+    return any(first_depth.match(name) for handle in handles.values() for name in handle.keys())  # noqa: SIM118
 
 
 def _files(directory: Path) -> dict[str, Any]:
@@ -132,13 +150,17 @@ def _open(path: Path) -> Any:
 
 
 def _tensors(
-    directory: Path, naming: TensorNames, model: ModelConfig, vocab_size: int
+    directory: Path,
+    handles: Mapping[str, Any],
+    naming: TensorNames,
+    model: ModelConfig,
+    vocab_size: int,
+    quantization: BlockQuantization | None,
 ) -> list[tensor_mapping.ExternalTensor]:
     """Return every tensor of the model, in the order of the files. Raises CheckpointError with all problems."""
-    handles = _files(directory)
     stored = [name for handle in handles.values() for name in handle.keys()]  # noqa: SIM118
     possible_names = {prefix + name for name in stored for prefix in ("", naming.prefix)}
-    specs, layers = model_specs(model, vocab_size), range(model.num_layers)
+    specs, layers = checkpoint_specs(model, vocab_size), tensor_mapping.numbers_of_layers(model)
     mappings = tensor_mapping.build_mappings(naming, specs, model.num_kv_groups, layers, stored_names=possible_names)
     expected = {mapping.external_name for mapping in mappings}
     title = f"{directory} does not fit its config.json"
@@ -147,7 +169,7 @@ def _tensors(
     problems = []
     for file, handle in handles.items():
         for name in sorted(handle.keys()):
-            full_name = name if name in expected else naming.prefix + name
+            full_name = name if name.removesuffix(SCALE_SUFFIX) in expected else naming.prefix + name
             if full_name in tensors:
                 problems.append(f"{name} in {file}: a duplicate of {tensors[full_name].location}")
             elif full_name in expected or not name.endswith(naming.ignored):
@@ -157,6 +179,9 @@ def _tensors(
                 tensors[full_name] = tensor_mapping.FileTensor(
                     shape, WEIGHT_DTYPES.get(code) or code, f"{name} in {file}", load
                 )
+    if quantization is not None:
+        tensors, scale_problems = dequantized(tensors, quantization)
+        tensor_mapping.raise_problems(problems + scale_problems, title)
     remedy = "set tie_word_embeddings to false in it"
     return tensor_mapping.match_tensors([(tensors, mappings)], title, remedy, problems)
 
@@ -232,11 +257,11 @@ def write_model(
     Raises:
         CheckpointError: The directory cannot be written, or `vocab_size` is above the rows of the embedding.
     """
-    specs = model_specs(model, vocab_size)
+    specs = checkpoint_specs(model, vocab_size)
     all_mappings = tensor_mapping.build_mappings(
-        FAMILIES.get(family), specs, model.num_kv_groups, range(model.num_layers)
+        FAMILIES.get(family), specs, model.num_kv_groups, tensor_mapping.numbers_of_layers(model)
     )
-    mappings = [mapping for mapping in all_mappings if not mapping.is_duplicate]
+    mappings = [mapping for mapping in all_mappings if mapping.is_written]
     rows = min(source.checkpoint.shape(f"model/{spec.name}")[0] for spec in specs.values() if spec.is_vocab)
     if rows < vocab_size:
         raise CheckpointError(f"vocab_size={vocab_size} is above the {rows} rows of the embedding; give at most those")
@@ -260,7 +285,7 @@ def _write_shards(
     mappings: Sequence[tensor_mapping.TensorMapping],
     shard_bytes: int,
 ) -> torch.dtype:
-    """Write the files and their index, and return their widest dtype."""
+    """Write the files and their index, and return the widest dtype of a weight."""
     planned = [
         (
             mapping,
@@ -282,7 +307,7 @@ def _write_shards(
     if len(files) > 1:
         total_bytes = sum(plan.num_bytes for _, plan in planned)
         _write_json(staging_dir / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    return planned[0][1].dtype
+    return next(plan.dtype for mapping, plan in planned if mapping.parts[0][0].is_parameter)
 
 
 def _write_json(path: Path, data: Json) -> None:

@@ -108,12 +108,12 @@ def write_rope(model: ModelConfig, family: ModelFamily) -> Json:
 
 def _supports_partial_rotation(family: ModelFamily) -> bool:
     """Return True if the family may rotate only a part of the channels."""
-    return "rotary_pct" in family.derived_keys
+    return _rotary_keys(family)[1] in family.derived_keys
 
 
 def _rotary_keys(family: ModelFamily) -> tuple[str, str]:
     """Return the family's top-level keys of the base and the rotated fraction."""
-    return _NEOX_KEYS if _supports_partial_rotation(family) else _KEYS
+    return _NEOX_KEYS if _NEOX_KEYS[0] in family.derived_keys else _KEYS
 
 
 def _table_in_use(config: Json, family: ModelFamily) -> tuple[str, Json]:
@@ -131,7 +131,7 @@ def _table_in_use(config: Json, family: ModelFamily) -> tuple[str, Json]:
 def _complete_table(table: Json, config: Json, family: ModelFamily) -> Json:
     """Return the table with rope_type, and with the top-level values of `config` that it lacks."""
     base_key, fraction_key = _rotary_keys(family)
-    fraction = config.get(fraction_key, family.optional.get("rotary_pct", 1.0))
+    fraction = config.get(fraction_key, family.optional.get(fraction_key, 1.0))
     complete: Json = {
         "rope_type": table.get("type", "default"),
         "rope_theta": config.get(base_key, family.optional.get("rope_theta", 10000.0)),
@@ -161,7 +161,7 @@ def _conflicts(config: Json, family: ModelFamily, name: str, used: Json) -> list
 def _ignored_keys(config: Json, family: ModelFamily, used: Json) -> list[str]:
     """Return the problems of keys for the base and the fraction that only other families read."""
     problems = []
-    others = _KEYS if _supports_partial_rotation(family) else _NEOX_KEYS
+    others = _KEYS if _rotary_keys(family) == _NEOX_KEYS else _NEOX_KEYS
     for own_key, other_key, key in zip(_rotary_keys(family), others, _KEYS, strict=True):
         if config.get(other_key) not in (None, used[key]):
             problems.append(
@@ -185,7 +185,10 @@ def _read_kind(table: Json, options: Json, family: ModelFamily) -> list[str]:
     if table[_ORIGINAL] is None:
         return [f"rope scaling without {_ORIGINAL}"]
     if kind == "yarn":
-        return _read_yarn(table, options)
+        problems = _read_yarn(table, options)
+        if not problems and family.has_latent_attention:
+            problems = _latent_scale_problems(table, options)
+        return problems
     options |= {"use_rope_scaling": True, "rope_scaling_factor": table["factor"]}
     defaults = RopeScaling()
     pairs = [(key, table.get(key), getattr(defaults, name)) for key, name in _LLAMA3.items()]
@@ -222,13 +225,35 @@ def _read_yarn(table: Json, options: Json) -> list[str]:
     return [f"rope scaling with attention_factor={attention_factor!r} is not {magnitude:.6g}"]
 
 
+def _latent_scale_problems(table: Json, options: Json) -> list[str]:
+    """Return the problem if latent attention scales scores and rotated channels by different rules.
+
+    In transformers the scores have the factor of mscale_all_dim, even where the tables ignore it because mscale is
+    missing.
+    """
+    all_dim = table.get("mscale_all_dim") or 0.0
+    if all_dim == options["mscale_all_dim"]:
+        return []
+    used = ", ".join(f"{key}={table.get(key)!r}" for key in ("mscale", "attention_factor"))
+    return [f"rope scaling with mscale_all_dim={all_dim!r} and {used} scales only the scores; give both mscale keys"]
+
+
 def write_scaling(model: ModelConfig, family: ModelFamily) -> Json | None:
-    """Return the value of rope_scaling, which all releases of transformers read."""
+    """Return the value of rope_scaling, which all releases of transformers read; None if the family has no such."""
+    scaling = _scaling_table(model, family)
+    if scaling is None or scaling["rope_type"] not in ("default", *family.scalings):
+        return None
+    return scaling
+
+
+def _scaling_table(model: ModelConfig, family: ModelFamily) -> Json | None:
+    """Return the table of the model's scaling, or None without one."""
     if model.position_embedding_type == "yarn":
         values = {key: getattr(model, option) for key, option in _YARN.items()}
         scaling = model.rope_scaling
         assert isinstance(scaling, Yarn)
-        return {"rope_type": "yarn", **values, "attention_factor": scaling.magnitude}
+        keys: Json = {"rope_type": "yarn", **values, "attention_factor": scaling.magnitude}
+        return {"type": "yarn", **keys} if family.has_latent_attention else keys  # read by the models' own code
     if model.rotary_seq_len_interpolation_factor != 1:
         return {"rope_type": "linear", "factor": model.rotary_seq_len_interpolation_factor}
     if model.use_rope_scaling:
