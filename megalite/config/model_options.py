@@ -383,8 +383,9 @@ class ModelConfig:
         return self.num_query_groups or self.num_attention_heads
 
     @property
-    def qk_norm_eps(self) -> float:
-        return self.norm_epsilon if self.qk_norm_epsilon is None else self.qk_norm_epsilon
+    def qk_norm_eps(self) -> float | None:
+        """The epsilon of the norms of queries and keys, or of their latents; None: that of the other norms."""
+        return self.qk_norm_epsilon if self.qk_layernorm and self.qk_norm_epsilon != self.norm_epsilon else None
 
     @property
     def group_score_topk(self) -> int | None:

@@ -127,6 +127,9 @@ class ModelFamily(TensorNames):
             but the first first_k_dense_replace; "by layer": those of mlp_layer_types, or all but the first.
         group_score_topk: Experts may be in n_group groups, each ranked by the scores of its best experts. This is their
             number. 0: there are no groups.
+        query_scale_beta: Queries at position i are multiplied by 1 + this * log(1 + floor(i / n)), where YaRN extends a
+            context of n tokens. megalite does not do that, so that only the first n positions can be used. 0: they are
+            not multiplied.
         even_heads: hidden_size must be a multiple of the number of heads.
         zero_centered_norms: Norm weights are stored as their difference from 1.
         scaled_embedding: The word embedding is multiplied by the square root of hidden_size.
@@ -146,6 +149,7 @@ class ModelFamily(TensorNames):
     window_layout: Literal["", "all", "by layer", "alternate", "period"] = ""
     sparse_layers: Literal["", "by step", "after the first", "by layer"] = ""
     group_score_topk: int = 0
+    query_scale_beta: float = 0.0
     even_heads: bool = False
     zero_centered_norms: bool = False
     scaled_embedding: bool = False

@@ -118,7 +118,7 @@ class QKNormAllHeads(nn.Module):
     ):
         super().__init__()
         self.tp = make_param.mesh.tp
-        self.eps = model.qk_norm_eps
+        self.eps = model.norm_epsilon if model.qk_norm_eps is None else model.qk_norm_eps
         self.zero_centered = zero_centered = model.apply_layernorm_1p
         self.normalize: Callable[..., Any] = normalize  # or compiled (models/torch_compile.py)
         spec = partial(

@@ -26,6 +26,7 @@ REQUIRED_OPTIONS = {
     "window_attn_skip_freq": {"window_size": (7, 0)},
     "moe_layer_freq": {"num_experts": 4},
     "moe_ffn_hidden_size": {"num_experts": 4},
+    "qk_norm_epsilon": {"qk_layernorm": True},
     "moe_router_group_score_topk": {"num_experts": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 2},
     "micro_batch_size": {"global_batch_size": None},
 }

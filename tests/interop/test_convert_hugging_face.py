@@ -20,6 +20,7 @@ from hugging_face_cases import (
     SEQ_LENGTH,
     SHAPE,
     VOCAB_SIZE,
+    causal_lm_class,
     copy_model,
     create_model,
     in_fp64,
@@ -75,9 +76,8 @@ def transformers_logits(model: Any) -> Tensor:
 
 
 def load_transformers(model_dir: Path) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
+    model_type = json.loads((model_dir / "config.json").read_text())["model_type"]
+    return causal_lm_class(model_type).from_pretrained(model_dir, attn_implementation="eager").eval()
 
 
 def compare_files(model_dir: Path, checkpoint_dir: Path) -> Verdict:

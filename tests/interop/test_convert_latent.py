@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,21 @@ def test_presets_equal_the_published_models(preset: str, name: str) -> None:
     assert published.group_score_topk == local.group_score_topk
 
 
+def test_queries_are_not_scaled_in_the_original_context() -> None:
+    """Mistral 4 multiplies queries by 1 + 0.1 log(1 + floor(i / 8192)), which is 1 at the first 8,192 positions."""
+    with pytest.raises(CheckpointError, match="seq_length=8193 is above the model's 8192 positions"):
+        read_config(MISTRAL, 8193, "config.json")
+    family, options = read_config(MISTRAL, None, "config.json")
+    assert (options["seq_length"], options["max_position_embeddings"]) == (8192, 8192)
+    model = build_model_config(options, "")
+    assert write_config(model, family, 93, "bfloat16", {})["max_position_embeddings"] == 1048576
+    longer = build({**options, "max_position_embeddings": 9000}).model
+    with pytest.raises(
+        CheckpointError, match="max_position_embeddings=9000, but mistral4 scales queries after the first"
+    ):
+        choose_family(longer, "mistral4", None)
+
+
 def test_missing_keys_have_transformers_defaults() -> None:
     import transformers
 
@@ -91,6 +107,8 @@ def test_missing_keys_have_transformers_defaults() -> None:
 
 
 V3 = {**SHAPE, "model_type": "deepseek_v3", "num_hidden_layers": 4}
+MISTRAL = {**V3, "model_type": "mistral4", "max_position_embeddings": 1048576, "num_hidden_layers": 2}
+MISTRAL_YARN = {"type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192, "llama_4_scaling_beta": 0.1}
 V2 = {**V3, "model_type": "deepseek_v2", "num_experts_per_tok": 2}
 GLM_LITE = {**V3, "model_type": "glm4_moe_lite"}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12}
@@ -109,6 +127,19 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "V2 halves": ({**V2, "rope_interleave": False}, "rope_interleave=False is not True"),
     "kinds": ({**GLM_LITE, "mlp_layer_types": ["dense"]}, "mlp_layer_types is not a list of 4 kinds"),
     "contradiction": ({**GLM_LITE, "first_k_dense_replace": 2}, "first_k_dense_replace=2 disagrees with its default"),
+    "no yarn": ({**MISTRAL, "rope_parameters": {"rope_type": "default"}}, "type 'default' is not yarn"),
+    "other scale": (
+        {**MISTRAL, "rope_parameters": {**MISTRAL_YARN, "llama_4_scaling_beta": 0.2}},
+        "llama_4_scaling_beta=0.2 is not 0.1",
+    ),
+    "fraction": (
+        {**MISTRAL, "rope_parameters": {**MISTRAL_YARN, "partial_rotary_factor": 0.25}},
+        "partial_rotary_factor=0.25 is not qk_rope_head_dim / 128",
+    ),
+    "positions": (
+        {**MISTRAL, "rope_parameters": {**MISTRAL_YARN, "factor": 64.0}},
+        "max_position_embeddings=1048576 is not factor x original_max_position_embeddings = 524288",
+    ),
     "int4": ({**V3, "quantization_config": {"quant_method": "gptq"}}, "quantised with quant_method='gptq', not fp8"),
     "format": ({**V3, "quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt='e5m2' is not e4m3"),
     "no blocks": ({**V3, "quantization_config": {"quant_method": "fp8"}}, "weight_block_size=None is not the rows"),
@@ -133,7 +164,8 @@ def test_families_with_an_indexer_are_refused_by_name(model_type: str) -> None:
 
 
 EXPORTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"qk_norm_epsilon": 1e-5}, "deepseek_v3", "qk_norm_epsilon=1e-05 is not 1e-06"),
+    ({"qk_norm_epsilon": 1e-4}, "deepseek_v3", "qk_norm_epsilon=0.0001 is not 1e-06"),
+    ({"qk_norm_epsilon": None}, "deepseek_v3", "qk_norm_epsilon=None is not 1e-06"),
     ({"mla_rotary_interleaved": False}, "deepseek_v2", "mla_rotary_interleaved=False is not True"),
     ({"moe_shared_expert_intermediate_size": 50}, "deepseek_v3", "=50 is not a multiple of moe_ffn_hidden_size=24"),
     ({"moe_layer_freq": "[1,0]"}, "deepseek_v3", "moe_layer_freq=[1,0] has a layer without experts after one with"),
@@ -159,12 +191,12 @@ def test_export_names_what_a_family_lacks(changes: dict[str, Any], family: str, 
     options |= {"moe_router_enable_expert_bias": True, "moe_router_num_groups": 2, "moe_router_group_topk": 2}
     assert choose_family(build(options).model, None, None) == "deepseek_v3"
     with pytest.raises(CheckpointError, match=re.escape(reason)):
-        choose_family(build({**options, **changes}).model, family, None)
+        choose_family(replace(build(options).model, **changes), family, None)
 
 
 # ---- logits in fp64
 LATENT = ["deepseek_v2", "deepseek_v2 lite", "deepseek_v3", "deepseek_v3 moonlight", "deepseek_v3 of halves"]
-LATENT += ["glm4_moe", "glm4_moe_lite", "youtu"]
+LATENT += ["glm4_moe", "glm4_moe_lite", "mistral4", "youtu"]
 
 
 def stage_in_fp64(model_dir: Path) -> Stage:

@@ -25,6 +25,14 @@ for name in ("deepseek_v2 lite", "deepseek_v3 moonlight", "youtu of full queries
     MODELS[name][1]["q_lora_rank"] = None
 
 
+def causal_lm_class(model_type: str) -> Any:
+    """Return the class of a language model; AutoModelForCausalLM does not know that of Mistral 4."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "Mistral4ForCausalLM"))
+
+
 def create_model(name: str, directory: Path, **changes: Any) -> Any:
     """Create the model of that name, with changes of its configuration, and save it in `directory`."""
     import transformers
@@ -35,7 +43,7 @@ def create_model(name: str, directory: Path, **changes: Any) -> Any:
     config = getattr(transformers, cls)(**{**values, **changes}, bos_token_id=1, eos_token_id=2)
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(len(name))
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = causal_lm_class(config.model_type)._from_config(config).eval()
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for parameter in (*model.parameters(), *biases):
@@ -67,7 +75,8 @@ def load_in_fp64(model_dir: Path) -> Any:
     config = transformers.AutoConfig.from_pretrained(model_dir)
     config._experts_implementation = "eager"  # others do not multiply in fp64
     with in_fp64():
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager")
+        model_class = causal_lm_class(config.model_type)
+        model = model_class._from_config(config, dtype=torch.float64, attn_implementation="eager")
         state = {name: values.double() for name, values in stack_experts(weights).items()}
         missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and all("lm_head" in name for name in missing), (missing, unexpected)  # a tied head

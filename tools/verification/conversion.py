@@ -21,6 +21,7 @@ from megalite.common.optional_packages import missing_package_message
 from megalite.config.options import ModelConfig
 from megalite.interop.huggingface.config_json import ALIASES
 from megalite.interop.huggingface.model_files import read_json
+from megalite.interop.name_mapping import FAMILIES
 from megalite.interop.tensor_mapping import ExportSource, ExternalTensor, Specs
 from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import Batch, ForwardContext
@@ -106,13 +107,20 @@ def require_transformers() -> None:
 
 def _open_with_transformers(directory: Path) -> Any:
     """Return the model in fp32. A model_type that is another name of a family is read as that."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     keys = read_json(directory / "config.json")
+    model_type = str(keys.get("model_type"))
+    family = ALIASES.get(model_type, model_type)
+    model_class: Any = transformers.AutoModelForCausalLM
     kwargs: dict[str, Any] = {}
-    if family := ALIASES.get(str(keys.get("model_type"))):
-        kwargs["config"] = CONFIG_MAPPING[family].from_dict({**keys, "model_type": family})
-    return AutoModelForCausalLM.from_pretrained(
+    if family in FAMILIES and family in transformers.CONFIG_MAPPING:
+        if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # Mistral 4
+            model_class = getattr(transformers, FAMILIES.get(family).architecture)
+        if family != model_type:
+            kwargs["config"] = transformers.CONFIG_MAPPING[family].from_dict({**keys, "model_type": family})
+    return model_class.from_pretrained(
         directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, local_files_only=True, **kwargs
     )
 

@@ -26,7 +26,14 @@ from megalite.config.option import MODEL, option_spec
 from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN, format_layer_pattern
 from megalite.config.options import ModelConfig, build
 from megalite.interop.huggingface.quantization import quantization_problems
-from megalite.interop.huggingface.rotary import FULL_ATTENTION, SLIDING_ATTENTION, STRETCH, read_rope, write_rope
+from megalite.interop.huggingface.rotary import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    STRETCH,
+    read_rope,
+    unscaled_query_problem,
+    write_rope,
+)
 from megalite.interop.name_mapping import FAMILIES, ModelFamily
 from megalite.interop.tensor_mapping import raise_problems
 
@@ -154,8 +161,12 @@ def _latent_head_problems(config: Json, family: ModelFamily, options: Json) -> l
     groups, heads = config.get("num_key_value_heads"), options["num_attention_heads"]
     if groups not in (None, heads):
         problems.append(f"num_key_value_heads={groups!r} is not num_attention_heads={heads!r}, as {family.name} needs")
-    head_dim, rotated = config.get("head_dim"), options["qk_pos_emb_head_dim"]
-    if head_dim not in (None, rotated):
+    head_dim, rotated, content = config.get("head_dim"), options["qk_pos_emb_head_dim"], options["qk_head_dim"]
+    if family.query_scale_beta and type(rotated) is int and type(content) is int:
+        if head_dim not in (None, rotated + content):
+            rule = f"qk_nope_head_dim + qk_rope_head_dim = {rotated + content}"
+            problems.append(f"head_dim={head_dim!r} is not {rule}, which {family.name} uses")
+    elif head_dim not in (None, rotated):
         problems.append(f"head_dim={head_dim!r} is not qk_rope_head_dim={rotated!r}, which {family.name} uses")
     return problems
 
@@ -232,6 +243,8 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     problems = _unwritable_experts(model, family)
     if problems:
         return problems
+    if family.query_scale_beta and (problem := unscaled_query_problem(model, family)):
+        return [problem]
     written = write_config(model, family.name, 1, "", {})
     if missing := [option for option, key in family.keys.items() if written[key.split()[0]] is None]:
         return [f"{option}={getattr(model, option)}, but {family.name} always has this option" for option in missing]
@@ -300,8 +313,6 @@ def _functional_options(model: ModelConfig) -> Json:
     else:
         irrelevant |= {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
         irrelevant.add("mla_rotary_interleaved")
-    if not model.qk_layernorm:
-        irrelevant.add("qk_norm_epsilon")
     if not model.num_mtp_depths:
         irrelevant.add("mtp_use_repeated_layer")
     if not model.has_experts:

@@ -30,6 +30,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _KEYS = ("rope_theta", "partial_rotary_factor")
 _NEOX_KEYS = ("rotary_emb_base", "rotary_pct")
 _LOCAL_BASE = "rope_local_base_freq"
+_QUERY_SCALE = "llama_4_scaling_beta"
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
@@ -54,6 +55,8 @@ def read_rope(config: Json, options: Json, family: ModelFamily) -> list[str]:
     if base is None or (fraction is None and _supports_partial_rotation(family)):
         key = _rotary_keys(family)[0 if base is None else 1]
         return [f"{key}=None is not a number"]
+    if family.query_scale_beta:
+        return _read_scaled_queries(used, options, family)
     if (
         not _supports_partial_rotation(family)
         and fraction != 1
@@ -62,6 +65,49 @@ def read_rope(config: Json, options: Json, family: ModelFamily) -> list[str]:
         return [f"partial_rotary_factor={fraction!r} is not 1"]
     options |= {"rotary_base": base, "rotary_percent": 1.0 if fraction is None else fraction}
     return _read_kind(used, options, family)
+
+
+def _read_scaled_queries(table: Json, options: Json, family: ModelFamily) -> list[str]:
+    """Add the options of YaRN without the scale of queries at later positions, and return the problems.
+
+    The scale is 1 at the positions of the original context, so that the options have only these.
+    """
+    content, rotated = options["qk_head_dim"], options["qk_pos_emb_head_dim"]
+    if type(content) is not int or type(rotated) is not int:
+        return []  # refused as sizes of heads
+    fraction = table["partial_rotary_factor"]
+    if fraction not in (1.0, _rotated_fraction(content, rotated)):  # 1: the key is missing
+        return [f"partial_rotary_factor={fraction!r} is not qk_rope_head_dim / {content + rotated}"]
+    if table["rope_type"] != "yarn":
+        return [f"rope scaling of type {table['rope_type']!r} is not yarn"]
+    if table.get(_QUERY_SCALE) != family.query_scale_beta:
+        return [f"rope scaling with {_QUERY_SCALE}={table.get(_QUERY_SCALE)!r} is not {family.query_scale_beta}"]
+    options |= {"rotary_base": table["rope_theta"], "rotary_percent": 1.0}
+    if problems := _read_kind(table, options, family):
+        return problems
+    original, factor = table[_ORIGINAL], table["factor"]
+    positions = options["max_position_embeddings"]
+    if positions != factor * original:
+        rule = f"factor x {_ORIGINAL} = {factor * original:g}"
+        return [f"max_position_embeddings={positions!r} is not {rule}"]
+    options["max_position_embeddings"] = original
+    return []
+
+
+def _rotated_fraction(content: int, rotated: int) -> float:
+    """Return the rotated fraction of the channels of a head with latent attention."""
+    return rotated / (content + rotated)
+
+
+def unscaled_query_problem(model: ModelConfig, family: ModelFamily) -> str | None:
+    """Return why a family that scales queries at later positions cannot express `model`, or None."""
+    if model.position_embedding_type != "yarn":
+        return f"position_embedding_type={model.position_embedding_type} is not yarn"
+    original = model.yarn_original_max_position_embeddings
+    if model.max_positions > original:
+        reason = f"{family.name} scales queries after the first {original} positions"
+        return f"max_position_embeddings={model.max_positions}, but {reason}"
+    return None
 
 
 def _has_local_positions(family: ModelFamily) -> bool:
@@ -99,7 +145,14 @@ def _read_local_base(config: Json, options: Json, family: ModelFamily) -> tuple[
 def write_rope(model: ModelConfig, family: ModelFamily) -> Json:
     """Return the keys of scaled frequencies and of layers with a window, which all releases of transformers read."""
     keys: Json = {}
-    if family.scalings:
+    if family.query_scale_beta:
+        # rope_scaling would replace the whole default of transformers' class
+        scaling = write_scaling(model, family) or {}
+        fraction = _rotated_fraction(model.qk_head_dim, model.qk_pos_emb_head_dim)
+        scaling |= {"rope_theta": model.rotary_base, "partial_rotary_factor": fraction}
+        keys["rope_parameters"] = {**scaling, _QUERY_SCALE: family.query_scale_beta}
+        keys["max_position_embeddings"] = int(model.rotary_scaling_factor * model.yarn_original_max_position_embeddings)
+    elif family.scalings:
         keys["rope_scaling"] = write_scaling(model, family)
     if _has_local_positions(family):
         keys[_LOCAL_BASE] = model.rotary_base if model.rotary_local_base is None else model.rotary_local_base
