@@ -60,8 +60,8 @@ WRAPPERS = {
     "": "rename the tensors",
 }
 COPY_REMEDY = (
-    "depths of multi-token prediction share the model's embedding and head: set num_nextn_predict_layers to 0, and "
-    "remove the tensors of the depths"
+    "depths of multi-token prediction share the model's embedding and head: set num_nextn_predict_layers to 0 in "
+    "config.json to leave them out"
 )
 # Limits of the number of layers, and of experts in all layers. More means a damaged file, whose check would take long.
 MAX_LAYERS, MAX_EXPERTS = 10_000, 300_000

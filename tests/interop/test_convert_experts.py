@@ -33,7 +33,7 @@ from megalite.training.checkpointing import initial_state as origin
 
 
 # ---- Hugging Face
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "deepseek_v3"])
 def test_stacked_experts_equal_separate_experts(models, name: str, tmp_path: Path) -> None:
     hf_model, hf_dir = models(name)
     hf_model.save_pretrained(tmp_path / "memory", save_original_format=False)

@@ -12,7 +12,15 @@ import toml_tables
 import torch
 from hugging_face_cases import SEQ_LENGTH, SHAPE, VOCAB_SIZE, copy_model, create_model, load_in_fp64
 from safetensors.torch import load_file, save_file
-from test_convert_hugging_face import assert_same_bits, in_fp64, read_tensors, tokens_BS, transformers_logits
+from test_convert_hugging_face import (
+    MEMORY_BESIDE_TENSORS,
+    assert_same_bits,
+    conversion_peaks,
+    in_fp64,
+    read_tensors,
+    tokens_BS,
+    transformers_logits,
+)
 from test_convert_megatron import tool
 from torch import Tensor
 
@@ -377,6 +385,21 @@ def test_files_decide_about_depths(depth_model: Path, case: str, tmp_path: Path)
         open_model(model_dir)
 
 
+def test_depths_are_left_out_if_the_configuration_has_none(depth_model: Path, tmp_path: Path) -> None:
+    model_dir = copy_model(depth_model, tmp_path / "hf")
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    tensors = load_file(model_dir / "model.safetensors")
+    source = open_model(model_dir)
+    names = {tensor.mapping.external_name for tensor in source.tensors}
+    assert source.model.num_mtp_depths == 0
+    assert names == {name for name in tensors if not re.search(r"layers\.[34]\.", name)}
+    del tensors["model.layers.4.eh_proj.weight"]  # a layer without it is no depth, but num_hidden_layers may be wrong
+    save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.4\.enorm\.weight in .*: not a tensor of this model"):
+        open_model(model_dir)
+
+
 # ---- FP8 weights
 BLOCK = (8, 16)
 
@@ -447,6 +470,26 @@ def test_logits_of_fp8_weights_are_not_compared(tmp_path: Path, capsys) -> None:
     assert tool("--from-hf", model_dir, "--save", tmp_path / "ours", "--check") == 3
     assert "logits of quantised weights are not compared; give --check-bits" in capsys.readouterr().err
     assert not (tmp_path / "ours").exists()
+
+
+def test_fp8_weights_need_memory_for_one_tensor(models, tmp_path: Path) -> None:
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=16)
+    big = tmp_path / "big"
+    create_model("llama", big, **sizes)
+    tensors = {name: values.bfloat16() for name, values in load_file(big / "model.safetensors").items()}
+    matrices = [name for name in tensors if name.endswith("_proj.weight")]
+    for name in matrices:
+        tensors[f"{name}_scale_inv"] = torch.rand([-(-size // 128) for size in tensors[name].shape])
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    total = sum(2 * tensors[name].numel() for name in matrices) / 2**20
+    largest = max(4 * tensors[name].numel() for name in matrices) / 2**20
+    save_file(tensors, big / "model.safetensors")
+    del tensors
+    config = json.loads((big / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (big / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    peaks = conversion_peaks(models("gpt2")[1], big, tmp_path)
+    assert total > 100 and max(peaks) < MEMORY_BESIDE_TENSORS + 4 * largest, peaks
 
 
 FP8_FILES: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, Tensor]], object], str]] = {

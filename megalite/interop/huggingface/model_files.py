@@ -163,12 +163,15 @@ def _tensors(
     specs, layers = checkpoint_specs(model, vocab_size), tensor_mapping.numbers_of_layers(model)
     mappings = tensor_mapping.build_mappings(naming, specs, model.num_kv_groups, layers, stored_names=possible_names)
     expected = {mapping.external_name for mapping in mappings}
+    unused_depths = _unused_depths(stored, naming, model)
     title = f"{directory} does not fit its config.json"
     tensor_mapping.check_wrapped(stored, expected | {name.removeprefix(naming.prefix) for name in expected}, title)
     tensors: dict[str, tensor_mapping.FileTensor] = {}
     problems = []
     for file, handle in handles.items():
         for name in sorted(handle.keys()):
+            if name.startswith(unused_depths):
+                continue
             full_name = name if name.removesuffix(SCALE_SUFFIX) in expected else naming.prefix + name
             if full_name in tensors:
                 problems.append(f"{name} in {file}: a duplicate of {tensors[full_name].location}")
@@ -184,6 +187,17 @@ def _tensors(
         tensor_mapping.raise_problems(problems + scale_problems, title)
     remedy = "set tie_word_embeddings to false in it"
     return tensor_mapping.match_tensors([(tensors, mappings)], title, remedy, problems)
+
+
+def _unused_depths(stored: Sequence[str], naming: TensorNames, model: ModelConfig) -> tuple[str, ...]:
+    """Return the prefixes of the names of depths in the files of a model whose config.json has none.
+
+    A layer after the last one is a depth if it has the projection of one. transformers leaves them out, too.
+    """
+    if model.num_mtp_depths or not any(rule.copied_for for rule in naming.rules):
+        return ()
+    projections = (re.fullmatch(r"((?:.*\.)?layers\.(\d+)\.)eh_proj\.weight", name) for name in stored)
+    return tuple(match[1] for match in projections if match and int(match[2]) >= model.num_layers)
 
 
 def _read(handle: Any, name: str, path: Path) -> Tensor:
