@@ -246,7 +246,7 @@ def write_args(
     They also have the true vocabulary size, for which Megatron-LM has no argument. Raises CheckpointError if
     Megatron-LM does not have such a model.
     """
-    shown = shown_pattern(model.hybrid_layer_pattern or "")
+    shown = shown_pattern(model.with_pattern().hybrid_layer_pattern or "")
     if model.multi_latent_attention:
         raise CheckpointError("multi_latent_attention=True is not converted to Megatron-LM; keep megalite's checkpoint")
     if plugin_mixers := sorted(set(model.layer_parts) - {"attention", *MLP_LETTERS.values()}):

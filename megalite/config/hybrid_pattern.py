@@ -1,6 +1,7 @@
 """The layers of a model as a text with a letter for each part, as in Megatron-LM's hybrid models.
 
-    *   attention          +   multi-latent attention          -   MLP          E   experts
+    *   attention          +   multi-latent attention          G   gated delta net
+    -   MLP                E   experts
     |   border between two pipeline stages
     /   start of a depth of multi-token prediction
 
@@ -9,7 +10,7 @@
     "*|-"        one layer, whose halves are on two stages
     "*-*E/*E/*E" two layers, and two depths of multi-token prediction with a layer each
 
-An attention and the MLP or experts after it are one layer, as in models without a pattern. Any other part is a layer by
+A mixer and the MLP or experts after it are one layer, as in models without a pattern. Any other part is a layer by
 itself. A border does not change the model: the halves of a layer that it separates have the same number. All depths
 have the same letters.
 """
@@ -25,17 +26,17 @@ from megalite.config.option_parsers import MAX_LAYERS_IN_PATTERN
 from megalite.config.registry import REGISTRIES
 
 ATTENTION_LETTERS = {"*": "attention", "+": "latent_attention"}
+RECURRENT_LETTERS = {"G": "gated_delta_net"}
 MLP_LETTERS = {"-": "mlp", "E": "moe"}
 BORDER = "|"
 DEPTH = "/"  # starts a depth of multi-token prediction
 MAX_SHOWN = 80  # characters of a pattern that a message shows
 _HINT = (
-    "use * (attention), + (multi-latent attention), - (MLP), E (experts), | (pipeline border), "
+    "use * (attention), + (multi-latent attention), G (gated delta net), - (MLP), E (experts), | (pipeline border), "
     "/ (multi-token prediction) or a letter of a --plugin"
 )
 _REFUSED = {
     "M": "a Mamba layer",
-    "G": "a gated delta net",
     "K": "Kimi delta attention",
     "D": "sparse attention",
     "C": "compressed sparse attention",
@@ -71,9 +72,9 @@ def _letter(letters: Mapping[str, str], part: str | None) -> str:
 
 
 def mixer_letters() -> dict[str, str]:
-    """Return the name of the mixer for each letter: the kinds of attention, and the mixers of plugins."""
+    """Return the name of the mixer for each letter: the built-in ones, and the mixers of plugins."""
     plugin_mixers = REGISTRIES["mixer"].plugin_components
-    letters = dict(ATTENTION_LETTERS)
+    letters = {**ATTENTION_LETTERS, **RECURRENT_LETTERS}
     for name, mixer in plugin_mixers.items():
         if mixer.letter in letters:
             both = f"{letters[mixer.letter]} and {name}"

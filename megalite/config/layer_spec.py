@@ -1,11 +1,13 @@
 """The layers of a model as data: what models, planner, checkpoints and converters know about a single layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.config.rope_spec import RopeSpec
 
 # The built-in mixers in which a query attends to the keys of earlier positions
 ATTENTION_MIXERS = ("attention", "latent_attention")
+# The built-in mixers that pass a state of constant size from token to token
+RECURRENT_MIXERS = ("gated_delta_net",)
 
 # The auxiliary losses of routers (nn/router.py), and their names in the log
 ROUTER_LOSSES = {
@@ -23,7 +25,8 @@ class LayerSpec:
     Layers with equal specs have equal shapes and costs.
 
     Attributes:
-        mixer: The name of the mixer: one of ATTENTION_MIXERS, or one of a plugin; None: the layer has none.
+        mixer: The name of the mixer: one of ATTENTION_MIXERS or RECURRENT_MIXERS, or one of a plugin; None: the layer
+            has none.
         mlp: The name of the MLP in models/layers.py: MLPS; None: the layer has none.
         window: The number of keys that a query attends to, including its own; None: all earlier ones.
         rope: The rotary positions of queries and keys; None: they are not rotated.
@@ -48,6 +51,16 @@ class LayerSpec:
     @property
     def has_attention(self) -> bool:
         return self.mixer in ATTENTION_MIXERS
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.mixer in RECURRENT_MIXERS
+
+    def with_parts(self, mixer: str | None, mlp: str | None) -> "LayerSpec":
+        """Return the layer with other parts. Only mixers that attend have a window and rotary positions."""
+        if mixer is None or mixer in RECURRENT_MIXERS:
+            return LayerSpec(mixer, mlp)
+        return replace(self, mixer=mixer, mlp=mlp)
 
     @property
     def has_experts(self) -> bool:

@@ -215,9 +215,9 @@ class ModelConfig:
         may_look_like_flag=True,
         aliases=("--hybrid-override-pattern",),
         help=(
-            "layers as a letter for each part: * attention, + multi-latent attention, - MLP, E experts, | a pipeline "
-            "border, / the start of a depth of multi-token prediction; an attention and the MLP or experts after it "
-            "are one layer, as in *-*E"
+            "layers as a letter for each part: * attention, + multi-latent attention, G gated delta net, - MLP, E "
+            "experts, | a pipeline border, / the start of a depth of multi-token prediction; a mixer and the MLP or "
+            "experts after it are one layer, as in *-*E"
         ),
     )
     num_experts: int | None = model(
@@ -333,7 +333,30 @@ class ModelConfig:
         ),
     )
     attention_output_gate: bool = model(
-        False, help="multiply the output of multi-latent attention by the sigmoid of a projection of its input"
+        False, help="multiply the output of attention by the sigmoid of a projection of its input"
+    )
+    experimental_attention_variant: str | None = model(
+        None,
+        choices=("gated_delta_net",),
+        acts_through="hybrid_layer_pattern",
+        help="gated_delta_net: a recurrence in place of attention, in the layers of --linear-attention-freq",
+    )
+    linear_attention_freq: str | None = model(
+        None,
+        acts_through="hybrid_layer_pattern",
+        help=(
+            "N: every N-th layer keeps its attention; or a list, 1 for each layer of "
+            "--experimental-attention-variant, as [1,1,1,0]*12"
+        ),
+    )
+    linear_conv_kernel_dim: int = model(
+        4, exclusive_min=0, help="gated delta net: tokens W that the convolution of queries, keys and values spans"
+    )
+    linear_key_head_dim: int = model(128, exclusive_min=0, help="gated delta net: channels of a query and key head")
+    linear_value_head_dim: int = model(128, exclusive_min=0, help="gated delta net: channels of a value head")
+    linear_num_key_heads: int = model(16, exclusive_min=0, help="gated delta net: number of query and key heads")
+    linear_num_value_heads: int = model(
+        32, exclusive_min=0, help="gated delta net: number of value heads, a multiple of the key heads"
     )
     mla_rotary_interleaved: bool = model(
         True, help="multi-latent attention: rotate channels 2i and 2i + 1 as a pair; off: i and i + half"
@@ -486,6 +509,24 @@ class ModelConfig:
         return self._values_of_layers(bits if pattern.strip().isdigit() else [not bit for bit in bits])
 
     @property
+    def recurrent_layers(self) -> tuple[str | None, ...]:
+        """The recurrent mixer of each layer of a model without a pattern; None: it has attention.
+
+        Raises ValueError if `linear_attention_freq` is invalid.
+        """
+        variant, freq = self.experimental_attention_variant, self.linear_attention_freq
+        if variant is None or freq is None:
+            return (None,) * self.num_layers
+        return tuple(variant if bit else None for bit in parse_layer_pattern(freq, self.num_layers))
+
+    @property
+    def uses_gated_delta_net(self) -> bool:
+        """True if any layer is a gated delta net."""
+        if self.hybrid_layer_pattern is not None:
+            return "G" in self.hybrid_layer_pattern
+        return self.experimental_attention_variant == "gated_delta_net"
+
+    @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The number of keys that a query of each layer attends to, including its own; None: all earlier ones."""
         if not self.window_size or self.window_size[0] == -1:
@@ -535,9 +576,10 @@ class ModelConfig:
                 layer_of_letter.append(layer)
             if layer.mlp is not None:
                 layer_of_letter.append(None)
-        has_window = [layer is not None and layer.window is not None for layer in layer_of_letter]
-        without_rope = [layer is not None and layer.rope is None for layer in layer_of_letter]
-        some_windows = len({layer.window for layer in layer_of_letter if layer is not None}) > 1
+        attending = [None if layer is None or layer.is_recurrent else layer for layer in layer_of_letter]
+        has_window = [layer is not None and layer.window is not None for layer in attending]
+        without_rope = [layer is not None and layer.rope is None for layer in attending]
+        some_windows = len({layer.window for layer in attending if layer is not None}) > 1
         cp_comm_type = self.cp_comm_type
         if len(cp_comm_type) > 1:
             cp_comm_type = tuple("allgather" if layer is None else layer.cp_comm_type for layer in layer_of_letter)
@@ -550,6 +592,8 @@ class ModelConfig:
             else None,
             moe_layer_freq="1",
             cp_comm_type=cp_comm_type,
+            experimental_attention_variant=None,
+            linear_attention_freq=None,
         )
 
     @property
@@ -574,12 +618,8 @@ class ModelConfig:
             raise ValueError(f"has {num_layers} layers, num_layers={self.num_layers}")
         if pattern is None:
             return self._full_layers
-        return tuple(
-            LayerSpec(None, part.mlp)
-            if part.mixer is None
-            else replace(self._full_layers[part.number], mixer=part.mixer, mlp=part.mlp)
-            for part in self._pattern_layers
-        )
+        full_layers = self._full_layers
+        return tuple(full_layers[part.number].with_parts(part.mixer, part.mlp) for part in self._pattern_layers)
 
     @cached_property
     def _full_layers(self) -> tuple[LayerSpec, ...]:
@@ -592,7 +632,7 @@ class ModelConfig:
         rope = local_rope = self._rope if any(self.rope_layers) else None
         if rope is not None and self.rotary_local_base is not None:
             local_rope = RopeSpec(rope.dim, self.rotary_local_base)
-        return tuple(
+        attention_layers = [
             LayerSpec(
                 "latent_attention" if self.multi_latent_attention else "attention",
                 "moe" if has_experts else "mlp",
@@ -603,6 +643,12 @@ class ModelConfig:
             for has_experts, window, has_rope, cp_comm_type in zip(
                 self.moe_layers, self.layer_windows, self.rope_layers, cp_comm_types, strict=True
             )
+        ]
+        if self.hybrid_layer_pattern is not None:
+            return tuple(attention_layers)
+        return tuple(
+            layer if mixer is None else layer.with_parts(mixer, layer.mlp)
+            for layer, mixer in zip(attention_layers, self.recurrent_layers, strict=True)
         )
 
     @cached_property
@@ -623,16 +669,17 @@ class ModelConfig:
     def mtp_layers(self) -> tuple[LayerSpec, ...]:
         """The layers of each depth of multi-token prediction, () without it.
 
-        A depth is like the last layer. A pattern has other parts, but window and positions are those of the last mixer.
+        A depth is like the last layer. A pattern has other parts, but window and positions are those of the last
+        attention.
         """
         if not self.num_mtp_depths:
             return ()
         if self.hybrid_layer_pattern is None:
             return self.layers[-1:]
-        last_mixer = next((spec for spec in reversed(self.layers) if spec.mixer is not None), self._full_layers[-1])
+        mixers = (spec for spec in reversed(self.layers) if spec.mixer is not None and not spec.is_recurrent)
+        last_mixer = next(mixers, self._full_layers[-1])
         return tuple(
-            LayerSpec(None, part.mlp) if part.mixer is None else replace(last_mixer, mixer=part.mixer, mlp=part.mlp)
-            for part in parse_depth_pattern(self.hybrid_layer_pattern)
+            last_mixer.with_parts(part.mixer, part.mlp) for part in parse_depth_pattern(self.hybrid_layer_pattern)
         )
 
     @property
@@ -665,7 +712,7 @@ class ModelConfig:
 
     @property
     def has_only_full_layers(self) -> bool:
-        """True if every layer has attention and then an MLP, as in a model without a pattern."""
+        """True if every layer has attention and then an MLP."""
         return all(layer.has_attention and layer.mlp is not None for layer in self.layers)
 
     @property

@@ -21,6 +21,7 @@ from megalite.config.layer_spec import LayerSpec
 from megalite.config.options import ConfigError, ModelConfig
 from megalite.config.registry import REGISTRIES
 from megalite.nn.attention import Attention
+from megalite.nn.gated_delta_net import GatedDeltaNet
 from megalite.nn.latent_attention import LatentAttention
 from megalite.nn.mlp import MLP
 from megalite.nn.moe import MoELayer
@@ -44,6 +45,13 @@ def build_latent_attention(
         recompute_core="core_attn" in recomputed, recompute_up="mla_up_proj" in recomputed
     )
     return LatentAttention(make_param, name, model, layer, spec, **recompute)
+
+
+def build_gated_delta_net(
+    make_param: ParamFactory, name: str, model: ModelConfig, layer: int, spec: LayerSpec, recomputed: tuple[str, ...]
+) -> GatedDeltaNet:
+    """Return the gated delta net of a layer."""
+    return GatedDeltaNet(make_param, name, model, layer, spec, "gdn" in recomputed)
 
 
 def build_mlp(

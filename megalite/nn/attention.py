@@ -2,6 +2,8 @@
 
     x_sBD --gather--> q_SBhK, k_SBgK, v_SBgK -> rope -> softmax(scale q k^T) v -> o_SBhK @ W --scatter--> y_sBD
 
+With an output gate, sigmoid(x @ W_gate) multiplies o (arXiv:2505.06708).
+
 q [H*K, D] and kv [2, G*K, D] are two parameters. With G >= tp both are split over tp. With G < tp, kv is replicated,
 each rank computes only the group that its query heads use, and the gradients of the replicas are summed over tp, like
 the norms' gradients. A fused qkv tensor could not be described by one box in that case.
@@ -67,12 +69,19 @@ class Attention(nn.Module):
         self.q = make_param(ParamSpec(f"{name}.q", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
         kv_spec = partial(ParamSpec, shards=kv_shards, partial_grad_axes=partial_grad_axes, stacked=True)
         self.kv = make_param(kv_spec(f"{name}.kv", (2, G * K, D), init=Normal(std)))
+        self.gate = self.gate_bias = None
+        if model.attention_output_gate:
+            self.gate = make_param(ParamSpec(f"{name}.gate", (H * K, D), shards=((0, "tp"),), init=Normal(std)))
         self.q_bias = self.kv_bias = self.out_bias = None
         if model.add_bias_linear or model.add_qkv_bias:
             self.q_bias = make_param(
                 ParamSpec(f"{name}.q_bias", (H * K,), shards=((0, "tp"),), init=zero, weight_decay=False)
             )
             self.kv_bias = make_param(kv_spec(f"{name}.kv_bias", (2, G * K), init=zero, weight_decay=False))
+            if model.attention_output_gate:
+                self.gate_bias = make_param(
+                    ParamSpec(f"{name}.gate_bias", (H * K,), shards=((0, "tp"),), init=zero, weight_decay=False)
+                )
         self.q_norm = self.k_norm = self.qk_norm = None
         if model.qk_layernorm and model.qk_layernorm_over_heads:
             widths = (H * K, G * K)
@@ -106,7 +115,8 @@ class Attention(nn.Module):
             rows = slice(self.kv_group * K, (self.kv_group + 1) * K)
             kv = kv[:, rows]
             kv_bias = None if kv_bias is None else kv_bias[:, rows]
-        q, kv_out = column_parallel_linear(x_sBD, [self.q, kv], self.tp, ctx.wgrad_store)
+        weights = [self.q, kv] if self.gate is None else [self.q, kv, self.gate]
+        q, kv_out, *gate = column_parallel_linear(x_sBD, weights, self.tp, ctx.wgrad_store)
         q_SBhK = add_bias(q, self.q_bias).unflatten(-1, (-1, K))
         k_SBgK, v_SBgK = add_bias(kv_out, kv_bias).unflatten(-1, (2, -1, K)).unbind(-3)
         if self.qk_norm is not None:
@@ -133,7 +143,10 @@ class Attention(nn.Module):
         core = partial(self._select_core_attention(batch, ctx), **core_kwargs)
         qkv = (q_SBhK, k_SBgK, v_SBgK)
         o_SBhK = recompute(core, *qkv) if self.recompute_core and self.training else core(*qkv)
-        y_sBD = row_parallel_linear(o_SBhK.flatten(-2), self.out, self.tp, wgrad_store=ctx.wgrad_store)
+        o_SBf = o_SBhK.flatten(-2)
+        if gate:
+            o_SBf = o_SBf * add_bias(gate[0], self.gate_bias).sigmoid()
+        y_sBD = row_parallel_linear(o_SBf, self.out, self.tp, wgrad_store=ctx.wgrad_store)
         return add_bias(y_sBD, self.out_bias)
 
     def _select_core_attention(self, batch: Batch, ctx: ForwardContext) -> Callable[..., Tensor]:

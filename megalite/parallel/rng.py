@@ -11,13 +11,14 @@ layout would have to reshard the generators' state.
 
 import hashlib
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from megalite.parallel.mesh import Mesh
-from megalite.parallel.spec import Constant, ParamSpec
+from megalite.parallel.spec import Constant, Normal, ParamSpec, Uniform
 
 MIN_PARALLEL_NUMEL = 1 << 20  # elements from which on a tensor is drawn by several threads
 
@@ -36,6 +37,14 @@ def _overlapping_indices(span: range, shape: tuple[int, ...], dim: int) -> tuple
     return first % shape[dim], (last - 1) % shape[dim] + 1
 
 
+def _draw(init: Normal | Uniform, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return random values of a distribution, in fp32 on the CPU."""
+    if isinstance(init, Normal):
+        return torch.randn(*shape, generator=generator) * init.std
+    values = init.low + (init.high - init.low) * torch.rand(*shape, generator=generator)
+    return values.log() if init.of_log else values
+
+
 @torch.no_grad()
 def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, span: range | None = None) -> Tensor:
     """Fill `tensor`, this rank's shard of `spec`, with its part of the initial full tensor, and return it.
@@ -43,12 +52,12 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, span: ra
     If `span` is set, only the blocks that overlap these elements of the flattened shard are drawn. Other elements may
     keep their old values; constants always fill the full shard.
     """
-    if isinstance(spec.init, Constant):
-        return tensor.fill_(spec.init.value)
+    init = spec.init
+    if isinstance(init, Constant):
+        return tensor.fill_(init.value)
     box = spec.box(mesh.sizes, mesh.coordinates)
     dim = spec.init_dim
     size = spec.init_block
-    std = spec.init.std
     start, stop = box.start[dim], box.stop[dim]
     shard = tensor
     if span is not None:
@@ -66,7 +75,7 @@ def initialize_(tensor: Tensor, spec: ParamSpec, mesh: Mesh, seed: int, span: ra
         digest = hashlib.sha256(f"{seed}/{spec.name}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits
         # always a full block: the last values of a draw depend on whether its size is a multiple of 16
-        values = torch.randn(size, *row_shape, generator=generator) * std
+        values = _draw(init, (size, *row_shape), generator)
         a, b = max(first, start), min(last, stop)
         rows[a - start : b - start].copy_(values[(slice(a - first, b - first), *row_slices)])
 

@@ -25,7 +25,16 @@ class Constant:
     value: float
 
 
-Init = Normal | Constant
+@dataclass(frozen=True)
+class Uniform:
+    """Initialization from the uniform distribution over [low, high); `of_log`: with the logarithm of such a number."""
+
+    low: float
+    high: float
+    of_log: bool = False
+
+
+Init = Normal | Constant | Uniform
 
 # mesh view -> the axis over which gradients are summed, and the axes along which a parameter is sharded or replicated
 MESH_VIEWS: Mapping[str, tuple[str, tuple[str, ...]]] = {"dense": ("dp_cp", ("tp",)), "expert": ("edp", ("ep", "etp"))}
@@ -80,6 +89,8 @@ class ParamSpec:
             difference from 1.
         keep_fp32: True if the weights are in fp32 in a bf16 or fp16 model, like the decay rates of a recurrence, whose
             steps are smaller than bf16 resolves.
+        is_filter: True for a filter of each channel, like the taps of a convolution: no row meets another channel, so
+            it is not the matrix of a product.
     """
 
     name: str
@@ -99,6 +110,7 @@ class ParamSpec:
     is_parameter: bool = True
     stored_offset: float = 0.0
     keep_fp32: bool = False
+    is_filter: bool = False
 
     @property
     def is_2d(self) -> bool:
@@ -118,7 +130,7 @@ class ParamSpec:
     @property
     def is_matrix(self) -> bool:
         """True if its last two dims are the matrix of a product and all others count matrices; not embeddings, head."""
-        return self.is_2d and not (self.is_vocab or self.is_lookup)
+        return self.is_2d and not (self.is_vocab or self.is_lookup or self.is_filter)
 
     @property
     def stored_name(self) -> str:

@@ -58,6 +58,8 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
         mtp_num_layers=None,
         moe_layer_freq="1",
         cp_comm_type=("allgather",),
+        experimental_attention_variant=None,
+        linear_attention_freq=None,
     )
     kinds = {spec: LayerKind(same_for_all, spec) for spec in model.layers}
     return tuple(kinds[spec] for spec in model.layers)

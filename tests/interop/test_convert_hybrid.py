@@ -381,7 +381,7 @@ def test_older_args_name_the_same_model() -> None:
     "pattern,changes,reason",
     [
         ("M-*-", {}, "hybrid_layer_pattern='M-[*]-' has M, a Mamba layer, which is not supported"),
-        ("G*-", {}, "has G, a gated delta net, which is not supported"),
+        ("G*-", {}, "has G, a gated delta net, which is not converted"),
         ("*-+", {}, "has [+], multi-latent attention, which is not converted"),
         ("*-/*-", {"num_layers": 4}, "has /, multi-token prediction, which is not converted"),
         ("*-x", {}, "has 'x' at position 2"),

@@ -17,6 +17,7 @@ from layout_cases import (
     BF16_TOLERANCE,
     COMMON,
     COVERING_LATENT_ROWS,
+    COVERING_RECURRENT_ROWS,
     COVERING_ROWS,
     CP_ROWS,
     FP64_TOLERANCE,
@@ -25,6 +26,7 @@ from layout_cases import (
     LLAMA,
     PARAMETERS,
     PRESUBMIT_CP_ROWS,
+    RECURRENT_ROWS,
     ROWS,
     TABLES,
     ZERO3,
@@ -218,6 +220,24 @@ def test_latent_attention_equals_one_process(item: Row) -> None:
     """The key that all heads share has the gradient of all heads where these are split (rows with tp).
 
     In NVIDIA/Megatron-LM#6839 and NVIDIA/TransformerEngine#1975 it lacked that of the heads of other ranks.
+    """
+    ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
+    _assert_equals_twin(item, ranks, "float64", FP64_TOLERANCE, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "item",
+    nightly_except(
+        RECURRENT_ROWS,
+        COVERING_RECURRENT_ROWS,
+        row_name,
+        guards=("megalite/nn/gated_delta_net.py", "megalite/nn/recurrent_context_parallel.py"),
+    ),
+)
+def test_recurrent_layers_equal_one_process(item: Row) -> None:
+    """The norm's weight has the gradient of all heads where these are split (rows with tp).
+
+    In NVIDIA/Megatron-LM#7452 its copies drifted apart.
     """
     ranks = run_ranks(item.world, _parts, f"{item.model} {item.layout}", "float64")
     _assert_equals_twin(item, ranks, "float64", FP64_TOLERANCE, 1e-9)

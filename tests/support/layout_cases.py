@@ -88,3 +88,13 @@ COVERING_LATENT_ROWS = cover(
         "compressed queries": "--q-lora-rank" in row.args,
     },
 )
+RECURRENT_ROWS = read_rows("recurrent")
+COVERING_RECURRENT_ROWS = cover(
+    RECURRENT_ROWS,
+    lambda row: {
+        **features(row),
+        "cp": row.value("--context-parallel-size", "1"),
+        "recomputed": "gdn" in row.args,
+        "replicated keys": row.sizes[0] == 4,
+    },
+)

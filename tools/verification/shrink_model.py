@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
-from megalite.config.hybrid_pattern import DEPTH, MLP_LETTERS, without_borders
+from megalite.config.hybrid_pattern import DEPTH, MLP_LETTERS, RECURRENT_LETTERS, without_borders
 from megalite.config.option_parsers import format_layer_pattern, parse_layer_pattern
 from megalite.config.options import Config, ModelConfig
 from tools.verification.kv_sharing import KVSharing
@@ -61,12 +61,14 @@ def shrink_model(config: Config, requested: Layout, layout: Layout, stages: Smal
         changes["hybrid_layer_pattern"] = stages.pattern + depth + depths
         changes |= _shrink_letter_options(model, stages.pattern)
     else:
-        for name in ("window_attn_skip_freq", "no_rope_freq"):
+        for name in ("window_attn_skip_freq", "no_rope_freq", "linear_attention_freq"):
             changes[name] = _shrink_pattern(getattr(model, name), model.num_layers, stages.layers)
         if cp > 1:
             changes["cp_comm_type"] = tuple(model.layers[i].cp_comm_type for i in stages.layers)
     if cp == 1:
         changes["cp_comm_type"] = ("allgather",)
+    if model.uses_gated_delta_net:
+        changes |= _shrink_gated_delta_net(model, requested, layout)
     if model.num_experts:
         moe_layers = str([int(layer.has_experts) for layer in model.layers])
         if model.hybrid_layer_pattern is None:
@@ -83,17 +85,18 @@ def _shrink_letter_options(model: ModelConfig, pattern: str) -> dict[str, Any]:
 
     Each combination of the run's mixers occurs, as far as the small pattern has mixers for them.
     """
-    mixers = [layer for layer in model.layers if layer.mixer is not None]
+    mixers = [layer for layer in model.layers if layer.mixer is not None and not layer.is_recurrent]
     kinds = {(layer.window is not None, layer.rope is None, layer.cp_comm_type) for layer in mixers}
     kinds_in_turn = cycle(sorted(kinds, reverse=True))  # with a window first: one mixer alone has it
+    without_kind = {*MLP_LETTERS, *RECURRENT_LETTERS}
     letters = [
-        (False, False, "allgather") if letter in MLP_LETTERS else next(kinds_in_turn)
+        (False, False, "allgather") if letter in without_kind else next(kinds_in_turn)
         for letter in without_borders(pattern)
     ]
     changes: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None, "cp_comm_type": ("allgather",)}
     windows, without_rope, comm_types = zip(*letters, strict=True)
     small_mixers = [
-        kind for kind, letter in zip(letters, without_borders(pattern), strict=True) if letter not in MLP_LETTERS
+        kind for kind, letter in zip(letters, without_borders(pattern), strict=True) if letter not in without_kind
     ]
     if len({has_window for has_window, *_ in small_mixers}) == 2:
         changes["window_attn_skip_freq"] = format_layer_pattern(windows, periods=False)
@@ -119,6 +122,19 @@ def _shrink_heads(config: Config, requested: Layout, layout: Layout) -> tuple[in
         num_groups *= factor
         num_heads *= factor
     return num_heads, num_groups
+
+
+def _shrink_gated_delta_net(model: ModelConfig, requested: Layout, layout: Layout) -> dict[str, int]:
+    """Return as few key and value heads as keep whether heads are shared, and whether ranks share a key head."""
+    tp, keys = layout.tp, model.linear_num_key_heads
+    small_keys = tp if keys >= requested.tp else max(1, tp * keys // requested.tp)
+    values_per_key = 1 if model.linear_num_value_heads == keys else 2
+    return {
+        "linear_num_key_heads": small_keys,
+        "linear_num_value_heads": _round_up(small_keys * values_per_key, tp),
+        "linear_key_head_dim": MIN_HEAD_SIZE,
+        "linear_value_head_dim": MIN_HEAD_SIZE,
+    }
 
 
 def _shrink_head_size(model: ModelConfig, num_heads: int) -> int:

@@ -40,6 +40,14 @@ def position_notes(config: Config) -> Iterator[Problem]:
         )
         for name in options_set(config, *latent_only):
             yield no_effect(shown(config, name), without="multi_latent_attention")
+    if not model.uses_gated_delta_net:
+        linear_only = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
+        for name in options_set(config, *linear_only, "linear_num_key_heads", "linear_num_value_heads"):
+            yield no_effect(shown(config, name), without="experimental_attention_variant", value="gated_delta_net")
+    if model.linear_attention_freq is not None and model.experimental_attention_variant is None:
+        yield no_effect(
+            shown(config, "linear_attention_freq"), without="experimental_attention_variant", value="gated_delta_net"
+        )
     if model.no_rope_freq and not model.allows_rope:
         yield no_effect(shown(config, "no_rope_freq"), without="position_embedding_type", value="rope")
     if model.rotary_local_base is not None:

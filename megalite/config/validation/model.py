@@ -10,7 +10,7 @@ from megalite.config.hybrid_pattern import (
     parse_depth_pattern,
     shown_pattern,
 )
-from megalite.config.layer_spec import ATTENTION_MIXERS
+from megalite.config.layer_spec import ATTENTION_MIXERS, RECURRENT_MIXERS
 from megalite.config.option import flag_name
 from megalite.config.options import QUICK_GEGLU_OPTIONS, Config
 from megalite.config.problems import (
@@ -110,8 +110,6 @@ def attention_problems(config: Config) -> Iterator[Problem]:
             f"--position-embedding-type {model.rope_type}, or drop it",
             options=("rope_type", "position_embedding_type"),
         )
-    if model.attention_output_gate and not model.multi_latent_attention:
-        yield requires("attention_output_gate=True", "multi_latent_attention")
     if model.multi_latent_attention:
         yield from _latent_attention_problems(config)
         return
@@ -244,6 +242,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
     yield from _head_size_problems(config)
     yield from _list_value_problems(config)
     yield from _pattern_problems(config)
+    yield from _gated_delta_net_problems(config)
     yield from _window_problems(config)
     yield from _balancing_loss_problems(config)
 
@@ -277,7 +276,13 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
         )
     if "latent_attention" in mixers and not model.multi_latent_attention:
         yield requires(f"{pattern} with +", "multi_latent_attention")
-    plugin_mixers = sorted(mixers.difference(ATTENTION_MIXERS))
+    if model.experimental_attention_variant is not None:
+        yield Problem(
+            f"experimental_attention_variant={model.experimental_attention_variant} with {pattern}, whose letters name "
+            "the mixer of each layer; drop it",
+            options=("experimental_attention_variant", "hybrid_layer_pattern"),
+        )
+    plugin_mixers = sorted(mixers.difference(ATTENTION_MIXERS, RECURRENT_MIXERS))
     if config.data.reset_attention_mask:
         for name in plugin_mixers:
             if not getattr(REGISTRIES["mixer"].get(name), "supports_documents", False):
@@ -298,6 +303,31 @@ def _hybrid_model_problems(config: Config) -> Iterator[Problem]:
             f"parallel_residual=True adds a mixer and an MLP to the same input, but {pattern} has layers with only one "
             "of them; drop it",
             options=("parallel_residual", "hybrid_layer_pattern"),
+        )
+
+
+def _gated_delta_net_problems(config: Config) -> Iterator[Problem]:
+    """Yield the problems of recurrent layers and of their heads."""
+    model = config.model
+    variant = model.experimental_attention_variant
+    if variant is not None and model.hybrid_layer_pattern is None and model.linear_attention_freq is None:
+        yield Problem(
+            f"experimental_attention_variant={variant} in no layer; give --linear-attention-freq, as 4 for attention "
+            "in every fourth layer",
+            options=("experimental_attention_variant", "linear_attention_freq"),
+        )
+    if not model.uses_gated_delta_net:
+        return
+    tp = config.parallel.tensor_model_parallel_size
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if values % keys:
+        yield does_not_divide("linear_num_key_heads", keys, "linear_num_value_heads", values)
+    if values % tp:
+        yield does_not_divide("tensor_model_parallel_size", tp, "linear_num_value_heads", values)
+    elif keys % tp and tp % keys:
+        yield Problem(
+            f"tensor_model_parallel_size={tp} and linear_num_key_heads={keys}: neither divides the other; change one",
+            options=("tensor_model_parallel_size", "linear_num_key_heads"),
         )
 
 
@@ -331,6 +361,8 @@ def _list_value_problems(config: Config) -> Iterator[Problem]:
             known.add("moe_act")  # the activation of experts is always recomputed
         if config.model.multi_latent_attention:
             known.add("mla_up_proj")
+        if config.model.uses_gated_delta_net:
+            known.add("gdn")
         for value in dict.fromkeys(value_of(config, name)):
             if value not in known:
                 yield Problem(f"{name}={value} is not available; use {join_or(proposed)}", options=(name,))
@@ -346,6 +378,13 @@ def _pattern_problems(config: Config) -> Iterator[Problem]:
     for name, per_layer, needs_a_layer, condition, cause in (
         ("no_rope_freq", "rope_layers", False, "with rotary positions", "position_embedding_type"),
         ("moe_layer_freq", "moe_layers", bool(model.num_experts), "with experts", "num_experts"),
+        (
+            "linear_attention_freq",
+            "recurrent_layers",
+            model.experimental_attention_variant is not None,
+            "without attention",
+            "experimental_attention_variant",
+        ),
         ("window_attn_skip_freq", "layer_windows", has_window, "with the window", "window_size"),
     ):
         try:

@@ -237,7 +237,7 @@ def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     The model is written as a config.json and read back, and the differences are the reasons.
     """
     if not model.has_only_full_layers:
-        return [f"{shown_pattern(model.hybrid_layer_pattern or '')} is not attention and MLP in turn"]
+        return [f"{shown_pattern(model.with_pattern().hybrid_layer_pattern or '')} is not attention and MLP in turn"]
     if model.num_mtp_depths and model.mtp_layers != model.layers[-1:]:
         return [f"{shown_pattern(model.hybrid_layer_pattern or '')} has depths unlike the last layer"]
     problems = _unwritable_experts(model, family)
@@ -315,6 +315,8 @@ def _functional_options(model: ModelConfig) -> Json:
         irrelevant.add("mla_rotary_interleaved")
     if not model.num_mtp_depths:
         irrelevant.add("mtp_use_repeated_layer")
+    if not model.uses_gated_delta_net:
+        irrelevant |= {name for name in effects if name.startswith("linear_")}
     if not model.has_experts:
         effects |= dict.fromkeys(name for name in effects if name == "num_experts" or name.startswith("moe_"))
     return {name: effect for name, effect in effects.items() if name not in irrelevant | {"apply_layernorm_1p"}}

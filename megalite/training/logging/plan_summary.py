@@ -94,6 +94,10 @@ def format_plan(
             f"{model.seq_length // shape.cp:,} tokens of each sample per cp rank; "
             f"attention gathers {gathered} in {num_gathering} layers, exchanges heads in {num_a2a}"
         )
+    if num_recurrent := sum(layer.is_recurrent for layer in model.layers):
+        rows["recurrence"] = f"gated delta net in {num_recurrent} of {len(model.layers)} layers, in plain torch"
+        if shape.cp > 1:
+            rows["recurrence"] += "; cp ranks gather maps of states"
     if shape.has_experts:
         num_moe_layers = sum(layer.has_experts for layer in model.layers)
         rows["experts"] = (
