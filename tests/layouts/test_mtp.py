@@ -5,6 +5,7 @@ tests/support/reference_model.py, which imports nothing from megalite.
 """
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from layout_cases import COMMON, FP64_TOLERANCE, Row, expand, read_rows, row_nam
 from pairwise import nightly_except
 from ranks import run_ranks
 from reference_model import Model, Rotary, Weights, is_matrix
+from token_files import write_documents
 from torch import Tensor
 from train_cases import run_from
 
@@ -38,7 +40,8 @@ OFTEN = {  # each feature of the depths once: tp, cp, a copy of the embedding, s
 
 def train_rank(flags: str, dtype: str | None = "float64", steps: int = STEPS) -> tuple[list[dict], list[float], list]:
     """Train on this rank; return the losses by name, the gradient norms and the pieces of the weights that it owns."""
-    run = run_from(f"{COMMON} {flags}", dtype=None if dtype is None else getattr(torch, dtype))
+    common = COMMON.replace("--mock-data", "") if "--data-path" in flags else COMMON
+    run = run_from(f"{common} {flags}", dtype=None if dtype is None else getattr(torch, dtype))
     results = [train_step(run) for _ in range(steps)]
     run.sync.wait_param_sync()
     return [dict(r.losses) for r in results], [r.grad_norm for r in results], owned_shards(run.optimizer, "model/")
@@ -48,6 +51,22 @@ def train_rank(flags: str, dtype: str | None = "float64", steps: int = STEPS) ->
 def train_alone(flags: str) -> tuple[list[dict], list[float], dict[str, Tensor]]:
     losses, norms, pieces = train_rank(flags)
     return losses, norms, assemble(pieces)
+
+
+def assert_equals_one_process(
+    ranks: list[tuple[list[dict], list[float], list]], expected: tuple[list[dict], list[float], dict[str, Tensor]]
+) -> None:
+    """Compare the losses and gradient norms of each step, and the weights after the last one."""
+    expected_losses, expected_norms, expected_weights = expected
+    for losses, norms, _ in ranks:
+        np.testing.assert_allclose(norms, expected_norms, rtol=FP64_TOLERANCE, err_msg="gradient norm")
+        for step_losses, expected_step in zip(losses, expected_losses, strict=True):
+            assert step_losses == pytest.approx(expected_step, rel=FP64_TOLERANCE)
+    weights = assemble(piece for _, _, pieces in ranks for piece in pieces)
+    assert weights.keys() == expected_weights.keys()
+    for name, values in expected_weights.items():
+        error = float((weights[name] - values).abs().max() / values.abs().max())
+        assert error <= 1e-9, f"{name} differs by {error:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -61,17 +80,29 @@ def train_alone(flags: str) -> tuple[list[dict], list[float], dict[str, Tensor]]
 )
 def test_depths_train_like_one_process(item: Row) -> None:
     ranks = run_ranks(item.world, train_rank, f"{item.model} {item.layout}")
-    expected_losses, expected_norms, expected_weights = train_alone(item.model)
-    for losses, norms, _ in ranks:
-        np.testing.assert_allclose(norms, expected_norms, rtol=FP64_TOLERANCE, err_msg=f"{item.name}: gradient norm")
-        for step_losses, expected in zip(losses, expected_losses, strict=True):
-            assert step_losses == pytest.approx(expected, rel=FP64_TOLERANCE), item.name
-    weights = assemble(piece for _, _, pieces in ranks for piece in pieces)
-    assert weights.keys() == expected_weights.keys()
-    for name, values in expected_weights.items():
-        error = float((weights[name] - values).abs().max() / values.abs().max())
-        assert error <= 1e-9, f"{item.name}: {name} differs by {error:.1e}"
+    assert_equals_one_process(ranks, train_alone(item.model))
+    expected_losses, *_ = train_alone(item.model)
     assert expected_losses[0]["mtp_1_loss"] != expected_losses[-1]["mtp_1_loss"]
+
+
+DOCUMENT_LAYOUTS = ["A2A cp2", "cp4 tp2", "SPLIT UP pp2 cp2"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    nightly_except(
+        DOCUMENT_LAYOUTS, ["A2A cp2"], str, guards=("megalite/training/batch.py", "megalite/nn/context_parallel.py")
+    ),
+)
+def test_documents_of_any_length_train_like_one_process(layout: str, tmp_path: Path) -> None:
+    """Documents are shorter than a depth, than a rank's chunk of a sample, and than a sample, or longer than it."""
+    rng = np.random.default_rng(5)
+    lengths = [1, 2, 7, 1, 1, 13, 2, 3, 5, 29, 7, 11, 17] * 12
+    prefix = write_documents(tmp_path / "a", [rng.integers(0, 93, length).tolist() for length in lengths])
+    flags = f"{expand('MLA MTP3 BORDERS')} --data-path {prefix} --split 1,0,0"
+    world = 8 if "tp2" in layout else 2 * ("pp2" in layout) + 2
+    ranks = run_ranks(world, train_rank, f"{flags} {expand(layout)}")
+    assert_equals_one_process(ranks, train_alone(flags))
 
 
 def test_depths_change_the_model_and_each_other() -> None:
