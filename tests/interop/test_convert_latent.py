@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import toml_tables
 import torch
-from hugging_face_cases import SEQ_LENGTH, SHAPE, VOCAB_SIZE, copy_model, create_model, load_in_fp64
+from hugging_face_cases import (
+    NUM_DEPTHS,
+    SEQ_LENGTH,
+    SHAPE,
+    VOCAB_SIZE,
+    copy_model,
+    create_model,
+    load_in_fp64,
+    with_depths,
+)
 from safetensors.torch import load_file, save_file
 from test_convert_hugging_face import (
     MEMORY_BESIDE_TENSORS,
@@ -35,6 +44,7 @@ from megalite.models.specs import checkpoint_specs, model_specs
 from megalite.nn.micro_batch import Batch, ForwardContext
 from megalite.nn.parameter import ParamFactory, model_shards
 from megalite.parallel.mesh import Mesh
+from tools import convert_checkpoint
 
 PUBLISHED = toml_tables.read_table("interop/published_configs")
 for published in PUBLISHED.values():
@@ -244,6 +254,25 @@ def test_other_name_of_a_family_is_the_same_model(models, tmp_path: Path, capsys
     assert_same_bits(read_tensors(tmp_path / "back"), read_tensors(model_dir))
 
 
+PLANTED: dict[str, dict[str, Any]] = {
+    "pairs of channels": {"mla_rotary_interleaved": False},
+    "epsilon of latents": {"qk_norm_epsilon": 1e-3},
+    "groups": {"moe_router_group_score_topk": 1},
+    "factor of scores": {"mscale_all_dim": 0.0},
+    "factor of experts": {"moe_router_topk_scaling_factor": 1.0},
+    "no biases of routers": {"moe_router_enable_expert_bias": False},
+}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_check_detects_a_wrong_option(models, mistake: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    real = convert_checkpoint.saved_model
+    monkeypatch.setattr(convert_checkpoint, "saved_model", lambda s: replace(real(s), **PLANTED[mistake]))
+    assert tool("--from-hf", models("deepseek_v3")[1], "--save", tmp_path / "ours", "--check") == 1
+    out = capsys.readouterr().out
+    assert "all bits equal" in out and "logits of 96 random tokens differ by" in out
+
+
 def test_half_precision_keeps_the_biases_of_routers_in_fp32(models, tmp_path: Path) -> None:
     model_dir = models("deepseek_v3 moonlight")[1]
     assert tool("--from-hf", model_dir, "--save", tmp_path / "ours") == 0
@@ -257,33 +286,7 @@ def test_half_precision_keeps_the_biases_of_routers_in_fp32(models, tmp_path: Pa
 
 
 # ---- multi-token prediction
-NUM_DEPTHS = 2
 DEPTH_FAMILIES = ["deepseek_v3 moonlight", "glm4_moe", "deepseek_v3 of halves"]
-
-
-def with_depths(name: str, directory: Path) -> tuple[Path, Path]:
-    """Write a model with depths as they are published; return its directory, and that of a model of all its layers."""
-    num_layers = 3
-    deep_dir = directory / "deep"
-    create_model(name, deep_dir, num_hidden_layers=num_layers + NUM_DEPTHS, first_k_dense_replace=1)
-    tensors, generator = load_file(deep_dir / "model.safetensors"), torch.Generator().manual_seed(7)
-    D = SHAPE["hidden_size"]
-    embedding = tensors["model.embed_tokens.weight"]
-    for n in range(num_layers, num_layers + NUM_DEPTHS):
-        layer = f"model.layers.{n}."
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
-            tensors[f"{layer}{norm}.weight"] = 1 + 0.3 * torch.randn(D, generator=generator)
-        tensors[f"{layer}eh_proj.weight"] = 0.3 * torch.randn(D, 2 * D, generator=generator)
-        tensors[f"{layer}embed_tokens.weight"] = embedding.clone()
-        tensors[f"{layer}shared_head.head.weight"] = tensors.get("lm_head.weight", embedding).clone()
-    model_dir = directory / "model"
-    model_dir.mkdir()
-    save_file(tensors, model_dir / "model.safetensors")
-    config = json.loads((deep_dir / "config.json").read_text())
-    config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": NUM_DEPTHS}
-    config.pop("num_mtp_layers", None)
-    (model_dir / "config.json").write_text(json.dumps(config))
-    return model_dir, deep_dir
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

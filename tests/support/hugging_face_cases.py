@@ -10,6 +10,7 @@ from unittest import mock
 
 import toml_tables
 import torch
+from safetensors.torch import load_file, save_file
 
 CASES = toml_tables.read_table("support/hugging_face_cases")
 SHAPE, GPT2 = CASES["shape"], CASES["gpt2"]
@@ -52,6 +53,34 @@ def create_model(name: str, directory: Path, **changes: Any) -> Any:
     return model
 
 
+NUM_DEPTHS = 2  # of multi-token prediction, in `with_depths`
+
+
+def with_depths(name: str, directory: Path) -> tuple[Path, Path]:
+    """Write a model with depths as they are published; return its directory, and that of a model of all its layers."""
+    num_layers = 3
+    deep_dir = directory / "deep"
+    create_model(name, deep_dir, num_hidden_layers=num_layers + NUM_DEPTHS, first_k_dense_replace=1)
+    tensors, generator = load_file(deep_dir / "model.safetensors"), torch.Generator().manual_seed(7)
+    D = SHAPE["hidden_size"]
+    embedding = tensors["model.embed_tokens.weight"]
+    for n in range(num_layers, num_layers + NUM_DEPTHS):
+        layer = f"model.layers.{n}."
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{layer}{norm}.weight"] = 1 + 0.3 * torch.randn(D, generator=generator)
+        tensors[f"{layer}eh_proj.weight"] = 0.3 * torch.randn(D, 2 * D, generator=generator)
+        tensors[f"{layer}embed_tokens.weight"] = embedding.clone()
+        tensors[f"{layer}shared_head.head.weight"] = tensors.get("lm_head.weight", embedding).clone()
+    model_dir = directory / "model"
+    model_dir.mkdir()
+    save_file(tensors, model_dir / "model.safetensors")
+    config = json.loads((deep_dir / "config.json").read_text())
+    config |= {"num_hidden_layers": num_layers, "num_nextn_predict_layers": NUM_DEPTHS}
+    config.pop("num_mtp_layers", None)
+    (model_dir / "config.json").write_text(json.dumps(config))
+    return model_dir, deep_dir
+
+
 @contextmanager
 def in_fp64() -> Iterator[None]:
     """Compute in fp64 what transformers computes in fp32 whatever the dtype: norms, softmax and rotary positions.
@@ -69,7 +98,6 @@ def in_fp64() -> Iterator[None]:
 def load_in_fp64(model_dir: Path) -> Any:
     """Return a model of transformers in fp64 with eager attention, for use within `in_fp64`."""
     import transformers
-    from safetensors.torch import load_file
 
     weights = load_file(model_dir / "model.safetensors")  # would have a wrong dtype within `in_fp64`
     config = transformers.AutoConfig.from_pretrained(model_dir)

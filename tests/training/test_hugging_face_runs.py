@@ -10,7 +10,16 @@ from typing import Any
 import programs
 import pytest
 import torch
-from hugging_face_cases import SEQ_LENGTH, VOCAB_SIZE, copy_model, in_fp64, load_in_fp64, model_cache, write_tokenizer
+from hugging_face_cases import (
+    SEQ_LENGTH,
+    VOCAB_SIZE,
+    copy_model,
+    in_fp64,
+    load_in_fp64,
+    model_cache,
+    with_depths,
+    write_tokenizer,
+)
 from pairwise import nightly_except
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -104,6 +113,25 @@ def test_first_loss_equals_transformers_under_every_layout(models, name: str) ->
     layouts += EXPERTS if name in ("qwen3_moe", "deepseek_v3") else ["--tensor-model-parallel-size 4"]
     for losses in run_ranks(4, _first_steps, str(model_dir), layouts):
         assert losses == pytest.approx([expected] * len(layouts), rel=1e-5)
+
+
+def _losses_by_name(model_dir: str, layouts: list[str]) -> list[dict[str, float]]:
+    """Return this rank's losses of the first step, for each layout."""
+    return [
+        dict(train_step(start_from_model(hugging_face_config(Path(model_dir), *flags.split()))).losses)
+        for flags in layouts
+    ]
+
+
+def test_depths_start_from_a_model_under_every_layout(tmp_path: Path) -> None:
+    """The last stage of a pipeline has a copy of the embedding, which is read from the files like the first one's."""
+    model_dir, _ = with_depths("glm4_moe", tmp_path)
+    (expected,) = _losses_by_name(str(model_dir), [""])
+    assert {"loss", "mtp_1_loss", "mtp_2_loss"} <= expected.keys() and len(set(expected.values())) == len(expected)
+    layouts = ["--pipeline-model-parallel-size 2", EXPERTS[0], "--zero-stage 3"]
+    for ranks_losses in run_ranks(2, _losses_by_name, str(model_dir), layouts):
+        for layout, losses in zip(layouts, ranks_losses, strict=True):
+            assert losses == pytest.approx(expected, rel=1e-5), layout
 
 
 TEN_STEPS = "--train-iters 10 --lr 0.01 --lr-decay-style constant --weight-decay 0.1 --clip-grad 1"
