@@ -613,6 +613,9 @@ class LogConfig:
     log_throughput: bool = operational(False, help="log TFLOP/s in Megatron-LM's log line")
     log_params_norm: bool = operational(False, help="log the L2 norm of all parameters, after the step")
     log_num_zeros_in_grad: bool = operational(False, help="log the number of gradient elements that are exactly zero")
+    log_noise_scale: bool = operational(
+        False, help="log the gradient noise scale, the batch size whose noise equals the gradient"
+    )
     log_progress: bool = operational(
         False, help="write progress.txt next to the checkpoints: starts, saves, TFLOP/s, tokens"
     )

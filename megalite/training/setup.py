@@ -34,6 +34,7 @@ from megalite.training.batch import to_host_batch
 from megalite.training.datasets import DatasetBundle, NamedDataset, build_datasets
 from megalite.training.expert_balancer import ExpertLoadBalancer
 from megalite.training.monitoring.spike_detector import SpikeDetector
+from megalite.training.noise_scale import NoiseScale
 from megalite.training.plugin_metrics import PluginMetrics
 from megalite.training.state import Loader, Run
 
@@ -155,6 +156,9 @@ def build_run(
     sync, pipeline = _build_pipeline(plan, stages, mesh, dtype or shape.dtype, graphs)
     train_loader, valid_loaders, test_loaders = _open_loaders(plan, sources, mesh)
     rule, matrix_rule = build_update_rules(config)
+    optimizer = DistributedOptimizer(
+        sync, rule, matrix_rule, config.optim.offload_fraction, config.optim.optimizer_offload_dir
+    )
     return Run(
         mesh=mesh,
         pipeline=pipeline,
@@ -163,9 +167,7 @@ def build_run(
         ),
         expert_balancer=ExpertLoadBalancer(stages, mesh, model),
         sync=sync,
-        optimizer=DistributedOptimizer(
-            sync, rule, matrix_rule, config.optim.offload_fraction, config.optim.optimizer_offload_dir
-        ),
+        optimizer=optimizer,
         schedules=build_schedules(plan),
         loss_scaler=build_loss_scaler(config),
         batch_sizes=shape.batch_sizes,
@@ -180,6 +182,7 @@ def build_run(
         clip_grad=config.optim.clip_grad,
         check_finite=train.check_for_nan_in_loss_and_grad,
         vocab_size=sources.vocab_size,
+        noise_scale=NoiseScale(optimizer) if config.log.log_noise_scale else None,
         rerun_mode=train.rerun_mode,
         replica_action=(
             operations.check_replicas_action if operations.check_weight_hash_across_dp_replicas_interval else None

@@ -20,6 +20,7 @@ from megalite.planning.batch_size import BatchSizeSchedule
 from megalite.training.datasets import NamedDataset
 from megalite.training.expert_balancer import ExpertLoadBalancer
 from megalite.training.monitoring.spike_detector import SpikeDetector
+from megalite.training.noise_scale import NoiseScale, NoiseSums
 from megalite.training.plugin_metrics import PluginMetrics
 
 Loader = Prefetcher[Batch]
@@ -65,6 +66,7 @@ class StepSums:
     unscale: float  # the factor that turns a gradient into the mean over `labels`
     zeros: float | None  # elements of the gradient that are 0, if they were counted
     replicas_differ: bool = False  # replicas of the weights that the step used have different checksums
+    noise: NoiseSums | None = None  # if the noise scale is measured
 
     @property
     def finite(self) -> bool:
@@ -114,6 +116,7 @@ class StepResult:
     anomaly: Anomaly | None = None
     replica_mismatch: str | None = None  # message if replicas of the weights differed
     moe_metrics: Mapping[str, Any] = field(default_factory=dict)  # from ExpertLoadBalancer.metrics
+    noise_scale: float | None = None  # the gradient noise scale in labels, if it is measured and known
 
 
 @dataclass
@@ -137,6 +140,7 @@ class Run:
     check_finite: bool
     vocab_size: int
     plugin_metrics: PluginMetrics
+    noise_scale: NoiseScale | None = None  # None if it is not measured
     rerun_mode: str = "disabled"  # --rerun-mode
     replica_action: str | None = None  # --check-replicas-action; None if replicas of weights are not compared
     spikes: SpikeDetector = field(default_factory=SpikeDetector)

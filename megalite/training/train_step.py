@@ -19,10 +19,12 @@ from megalite.parallel.comm import all_reduce_
 from megalite.training.batch import to_device
 from megalite.training.logging.timers import Timers
 from megalite.training.monitoring.rerun import diagnose_step, find_anomaly, format_samples, rerun_forward_backward
+from megalite.training.noise_scale import NoiseSums
 from megalite.training.replica_check import check_replicas, replica_checksums
 from megalite.training.state import Anomaly, InvalidResultError, Run, StepResult, StepSums
 
 REDUCED_FIELDS = ("norm_sq", "labels", "tokens", "stop_requests")  # fields of StepSums
+NOISE_FIELDS = ("noise_local_norm_sq", "noise_norm_sq", "noise_labels_sq")  # fields of NoiseSums
 NO_TIMERS = Timers()  # measures nothing
 REPLICA_FIELDS = ("weights differ", "main weights differ")  # the two elements of replica_checksums
 
@@ -65,6 +67,10 @@ def train_step(
         loss_sums=run.loss_sums,
     )
 
+    noise_scale = run.noise_scale
+    if noise_scale is not None:
+        noise_scale.start_step()
+        run.sync.pre_reduce_hook = noise_scale.add_local_gradients
     with timers("forward-backward", 1):
         run.expert_balancer.reset()
         run.loss_sums.zero_()
@@ -72,6 +78,7 @@ def train_step(
     inject_fault("step.after_forward_backward", mesh.world.rank, step, run.loss_sums.values)
     with timers("all-grads-sync", 1):
         run.sync.finish_grad_sync()
+    run.sync.pre_reduce_hook = None
     if empty_cache_level >= 1 and mesh.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -83,6 +90,8 @@ def train_step(
         raise _invalid_result(run, anomaly, batch_size)
     is_anomalous = anomaly is not None and not anomaly.transient
     skipped = not sums.finite or sums.labels == 0 or (is_anomalous and run.spikes.action != "log")
+    if noise_scale is not None and sums.noise is not None and sums.finite and anomaly is None:
+        noise_scale.update(sums.noise, run.loss_scaler.scale / num_tokens)
     if not skipped:
         _update(run, sums.grad_norm, sums.unscale, timers)
         if empty_cache_level >= 2 and mesh.device.type == "cuda":
@@ -109,6 +118,7 @@ def train_step(
         anomaly=anomaly,
         replica_mismatch=replica_mismatch,
         moe_metrics=run.expert_balancer.metrics(),
+        noise_scale=None if noise_scale is None else noise_scale.labels,
     )
 
 
@@ -169,9 +179,9 @@ def _reduce_step_sums(
 ) -> StepSums:
     """Sum a step's results over the world, in float64; the step's only synchronization with the device.
 
-    The sums are the squared gradient norm, labels, tokens and stop requests; zeros of the gradient and the checksums of
-    replicas if enabled; the losses; and the load of the experts. Sums keep NaN and inf, whereas a maximum may drop a
-    NaN.
+    The sums are the squared gradient norm, labels, tokens and stop requests; zeros of the gradient, its noise and the
+    checksums of replicas if enabled; the losses; and the load of the experts. Sums keep NaN and inf, whereas a maximum
+    may drop a NaN.
 
     Args:
         num_tokens: The tokens of the global batch by which the pipeline divided the gradients.
@@ -181,6 +191,8 @@ def _reduce_step_sums(
     names = [*REDUCED_FIELDS]
     if count_zeros:
         names.append("zeros")
+    if run.noise_scale is not None:
+        names += NOISE_FIELDS
     if run.replica_action:
         names += REPLICA_FIELDS  # must be last
     local_losses = run.loss_sums.local_values(mesh)
@@ -194,9 +206,16 @@ def _reduce_step_sums(
     with mesh.phase_timer.span("optimizer", "gradient norm"):
         local_sums["norm_sq"].copy_(run.optimizer.local_norm_sq())
     if mesh.pp.is_last and mesh.tp.is_first:  # replicated values are counted once per data-parallel rank
-        local_sums["labels"].fill_(float(sum(batch.num_targets for batch in host_batches)))
+        num_labels = float(sum(batch.num_targets for batch in host_batches))
+        local_sums["labels"].fill_(num_labels)
+        if run.noise_scale is not None:
+            local_sums["noise_labels_sq"].fill_(num_labels**2)
         local_sums["tokens"].fill_(float(sum(batch.num_unpadded for batch in host_batches)))
     local_sums["stop_requests"].fill_(float(want_stop))
+    if run.noise_scale is not None:
+        local_norm_sq, norm_sq = run.noise_scale.local_sums().split(1)
+        local_sums["noise_local_norm_sq"].copy_(local_norm_sq)
+        local_sums["noise_norm_sq"].copy_(norm_sq)
     if count_zeros:
         local_sums["zeros"].copy_(run.optimizer.local_num_zeros())
     if run.replica_action:
@@ -207,6 +226,10 @@ def _reduce_step_sums(
     loss_sums = values[len(names) :]
     run.expert_balancer.set_global_counts(counts)
     labels, tokens = global_sums["labels"], global_sums["tokens"]
+    noise = None
+    if run.noise_scale is not None:
+        local_norm_sq, norm_sq, labels_sq = (global_sums[name] for name in NOISE_FIELDS)
+        noise = NoiseSums(local_norm_sq, norm_sq, labels, labels_sq)
     return StepSums(
         **{name: global_sums[name] for name in REDUCED_FIELDS},
         losses=run.loss_sums.means(loss_sums, labels, tokens),
@@ -214,6 +237,7 @@ def _reduce_step_sums(
         unscale=num_tokens / (labels * run.loss_scaler.scale) if labels else 0.0,
         zeros=global_sums.get("zeros"),
         replicas_differ=any(global_sums.get(name, 0.0) for name in REPLICA_FIELDS),
+        noise=noise,
     )
 
 

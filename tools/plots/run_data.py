@@ -28,6 +28,7 @@ CURVE_KEYS = (
     "train/loss",
     "train/lr",
     "train/grad_norm",
+    "train/noise_scale",
     "perf/tokens_per_s_per_gpu",
     "perf/mfu",
     "mem/max_allocated_gib",

@@ -43,6 +43,7 @@ def find_problems(
         *parallel.context_parallel_problems(config),
         *parallel.pipeline_problems(config),
         *parallel.sharding_problems(config),
+        *parallel.noise_scale_problems(config),
         *training.training_problems(config),
         *optimizer.learning_rate_problems(config),
         *optimizer.weight_decay_problems(config),

@@ -103,6 +103,25 @@ def sharding_problems(config: Config) -> Iterator[Problem]:
         yield requires("outer_dp_sharding_strategy=optim", "num_distributed_optimizer_instances", "above 1")
 
 
+def noise_scale_problems(config: Config) -> Iterator[Problem]:
+    parallel = config.parallel
+    stage, cp = parallel.effective_zero_stage, parallel.context_parallel_size
+    if not config.log.log_noise_scale:
+        return
+    if cp > 1:
+        yield Problem(
+            f"log_noise_scale needs the gradients of complete samples, and context_parallel_size={cp} splits samples; "
+            "leave one out",
+            options=("log_noise_scale", "context_parallel_size"),
+        )
+    if stage > 1:
+        yield Problem(
+            f"log_noise_scale needs a rank's gradients of the whole step, and ZeRO stage {stage} reduces them earlier; "
+            "use --zero-stage 1, or leave it out",
+            options=("log_noise_scale", "zero_stage", "use_megatron_fsdp"),
+        )
+
+
 def fsdp_problems(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     stage, strategy = parallel.zero_stage, parallel.data_parallel_sharding_strategy

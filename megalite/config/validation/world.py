@@ -19,6 +19,12 @@ def world_problems(config: Config, world_size: int) -> Iterator[Problem]:
     yield from _sharding_problems(config, dp)
     yield from _expert_problems(config, world_size)
     yield from _batch_size_problems(config, dp)
+    if config.log.log_noise_scale and dp == 1:
+        yield Problem(
+            "log_noise_scale compares the gradients of data-parallel ranks, and there is one; start more ranks, or "
+            "leave it out",
+            options=("log_noise_scale", *LAYOUT, "data_parallel_size"),
+        )
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int:
