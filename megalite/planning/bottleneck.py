@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megalite.planning.layer_kinds import LayerKind, flops_per_token, layers_cost
+from megalite.planning.layer_kinds import LayerKind, flops_per_token, layers_cost, mtp_layer_cost
 from megalite.planning.remedies import remedy
 from megalite.planning.run_plan import RunPlan
 
@@ -134,6 +134,10 @@ def recompute_flops(plan: RunPlan) -> float:
 
     sums = plan.balance.stage_costs.prefix_sums(extra_backward_flops)
     recomputed = sum(float(sums.between(layers.start, layers.stop)[0]) for layers in plan.balance.layer_ranges)
+    model = plan.config.model
+    if model.num_mtp_depths:
+        flops = mtp_layer_cost(model, setting, plan.shape.recompute.recomputes_mtp).flops[1]
+        recomputed += model.num_mtp_depths * (flops - mtp_layer_cost(model, without_recompute).flops[1])
     model_flops = flops_per_token(plan.config.model, plan.shape.padded_vocab) * plan.shape.tokens_per_microbatch
     return recomputed * plan.shape.tp / model_flops
 

@@ -13,6 +13,7 @@ from megalite.config.options import ModelConfig, build
 from megalite.interop.name_mapping import parse_rules
 from megalite.models.families import PRESETS
 from megalite.models.specs import model_specs
+from megalite.planning.bottleneck import recompute_flops
 from megalite.planning.layer_kinds import flops_per_token
 from megalite.planning.run_plan import RunPlan, make_run_plan
 
@@ -105,3 +106,23 @@ def test_window_keys_are_counted() -> None:
     model = build({**PRESETS["llama3-8b"], **WINDOW}).model
     exact = sum(min(i + 1, 1024) for i in range(8192)) / 8192  # with the half of the diagonal that S / 2 leaves out
     assert mean_keys(model, 8192) == pytest.approx(exact, abs=0.5)
+
+
+FULL = "--recompute-granularity full --recompute-method"
+
+
+@pytest.mark.parametrize(
+    "flags,layers,depths",
+    [("", 0, 0), (f"{FULL} uniform", 4, 2), (f"{FULL} block --recompute-num-layers 3", 3, 0)],
+    ids=["none", "uniform", "block"],
+)
+def test_recomputed_flops_are_forwards_of_layers(flags: str, layers: int, depths: int) -> None:
+    """Full recomputation runs the forward of a layer again, and `uniform` also that of each depth."""
+    argv = f"""--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mtp-num-layers 2 --vocab-size 128
+     --mock-data --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --train-iters 2 --device cpu {flags}"""
+    plan = make_run_plan(config_from(argv), 1, 128)
+    model = plan.config.model
+    layer, head = layer_flops(model, 32), head_flops(model, 128)
+    depth = layer + 2 * 2 * model.hidden_size**2
+    total = 3 * (4 * layer + head + 2 * (depth + head))
+    assert recompute_flops(plan) == pytest.approx((layers * layer + depths * depth) / total, rel=1e-12)

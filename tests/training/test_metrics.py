@@ -84,6 +84,19 @@ def test_megatron_log_line_is_exact() -> None:
     assert skipped_line.endswith(end)
 
 
+def test_hfu_counts_recomputed_flops() -> None:
+    """Recomputing a third of the model's FLOPs gives an HFU of 4/3 of the MFU, and a peak below it is too low."""
+    plain = SPEED.add_rates(METRICS)
+    assert plain["hfu"] is None and "HFU" not in log_format.megalite_line(plain, NOW)
+    recomputed = replace(SPEED, recomputed=1 / 3).add_rates(METRICS)
+    assert recomputed["mfu"] == plain["mfu"] == pytest.approx(412.7 / 989.4)
+    assert recomputed["hfu"] == pytest.approx(4 / 3 * 412.7 / 989.4)
+    assert "MFU 41.7%  HFU 55.6%" in log_format.megalite_line(recomputed, NOW)
+    assert log_format.metrics_row(recomputed)["perf/hfu"] == recomputed["hfu"]
+    too_fast = replace(SPEED, recomputed=1.5).add_rates(METRICS)  # 1032 TFLOP/s
+    assert too_fast["too_fast"] and too_fast["mfu"] is too_fast["hfu"] is None
+
+
 def test_megatron_validation_and_timer_lines() -> None:
     expected = "[after dataloaders are built] datetime: 2026-08-22 10:15:03.123456 "
     assert log_format.megatron_text("moment", what="after dataloaders are built", now=NOW) == expected

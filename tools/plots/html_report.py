@@ -297,6 +297,8 @@ def key_metrics(run: RunData) -> Iterator[tuple[str, str]]:
         yield "tokens/s", format_number(speed * run.devices)
     if (mfu := run.last("perf/mfu")) is not None:
         yield "MFU", f"{100 * mfu:.1f} %"
+    if (hfu := run.last("perf/hfu")) is not None:
+        yield "HFU", f"{100 * hfu:.1f} %"
     if (noise_scale := run.last("train/noise_scale")) is not None:
         yield "batch size by noise scale", f"{format_number(noise_scale)} tokens"
     if (wall_s := finite_number(history.get("wall_s") or report.get("wall_s"))) is not None:

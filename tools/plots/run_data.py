@@ -31,6 +31,7 @@ CURVE_KEYS = (
     "train/noise_scale",
     "perf/tokens_per_s_per_gpu",
     "perf/mfu",
+    "perf/hfu",
     "mem/max_allocated_gib",
 )
 OTHER_LOSSES = [metric.key for metric in METRICS if metric.name in ("z_loss", *ROUTER_LOSSES.values())]

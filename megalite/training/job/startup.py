@@ -25,6 +25,7 @@ from megalite.launch.rank_info import RankInfo
 from megalite.models.gpt import Stage
 from megalite.nn.micro_batch import ForwardContext
 from megalite.parallel.comm import all_reduce_
+from megalite.planning.bottleneck import recompute_flops
 from megalite.planning.device_peaks import find_peak
 from megalite.planning.layer_kinds import flops_per_token
 from megalite.planning.run_plan import RunPlan
@@ -54,7 +55,13 @@ def open_metrics_logger(
     """
     log = replace(config.log, log_style=effective_log_style(config))
     peak = find_peak(run.mesh.device, plan.shape.dtype, log.peak_tflops, ranks.local_world_size)
-    speed = Speed(flops_per_token(config.model, plan.shape.padded_vocab), ranks.world_size, peak.tflops, peak.too_low)
+    speed = Speed(
+        flops_per_token(config.model, plan.shape.padded_vocab),
+        ranks.world_size,
+        peak.tflops,
+        peak.too_low,
+        recomputed=recompute_flops(plan) if plan.shape.recompute.granularity is not None else 0.0,
+    )
     save = config.checkpoint.save
     progress = None
     if log.log_progress and save is not None:

@@ -1,6 +1,7 @@
 """The logged metrics (METRICS) and the log lines of both styles, megalite's and Megatron-LM's; pure functions.
 
-MFU is model FLOPs (causal, no recompute) per second over the dense peak of all devices. A metric without a value (the
+MFU is model FLOPs (causal, no recompute) per second over the dense peak of all devices. HFU also counts recomputed
+FLOPs; a run without recomputation has none. A metric without a value (the
 loss if every step was skipped, the MFU of an unknown GPU) is None, and "n/a" in the line; never 0 or -1.
 """
 
@@ -86,14 +87,16 @@ class Speed:
     devices: int
     peak_tflops: float | None  # dense peak of a device; None if unknown
     too_low: str = ""  # explanation and remedy if a run exceeds the peak
+    recomputed: float = 0.0  # recomputed FLOPs, as a multiple of the model's
 
     def add_rates(self, values: Values) -> dict[str, Any]:
         """Return the metrics with rates added; `too_fast` is True if the run is above the peak, which is then wrong."""
         step_s, peak = values["step_s"], self.peak_tflops
         tokens_per_s = values["tokens_per_step"] / step_s / self.devices
         tflops = tokens_per_s * self.flops_per_token / 1e12
-        too_fast = peak is not None and tflops > peak
+        too_fast = peak is not None and tflops * (1 + self.recomputed) > peak
         mfu = None if peak is None or too_fast else tflops / peak
+        hfu = None if mfu is None or not self.recomputed else mfu * (1 + self.recomputed)
         shown_tokens_per_s = f"{tokens_per_s / 1000:.1f}k" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}"
         shown_tflops = f"{tflops:.0f}" if tflops >= 100 else f"{tflops:.3g}"
         shown_mfu = "n/a" if mfu is None else f"{100 * mfu:.1f}%"
@@ -102,11 +105,13 @@ class Speed:
             "tokens_per_s": tokens_per_s,
             "tflops": tflops,
             "mfu": mfu,
+            "hfu": hfu,
             "too_fast": too_fast,
             "step_ms": 1000 * step_s,
             "shown_tokens_per_s": shown_tokens_per_s,
             "shown_tflops": shown_tflops,
             "shown_mfu": shown_mfu,
+            "shown_hfu": None if hfu is None else f"{100 * hfu:.1f}%",
             "rates": f"{shown_tokens_per_s} tok/s/gpu  {shown_tflops} TF/s  MFU {shown_mfu}",
             "data_share": values["data_s"] / step_s,
             "eta": duration((values["last_step"] - values["step"]) * step_s),

@@ -185,7 +185,7 @@ class MetricsLogger:
         if values["too_fast"] and not self._too_fast:
             self._too_fast = True
             self.info(
-                f"note: MFU is n/a: {values['tflops']:.3g} TFLOP/s is above the peak of "
+                f"note: MFU is n/a: {values['tflops'] * (1 + self.speed.recomputed):.3g} TFLOP/s is above the peak of "
                 f"{self.speed.peak_tflops:.3g}: {self.speed.too_low}"
             )
         if self.megatron_style:
