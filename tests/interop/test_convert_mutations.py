@@ -49,7 +49,7 @@ DEEPSEEK |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_nex
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
 
 
-def hub(name: str, keys: dict[str, Any]) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
+def hub(name: str, keys: dict[str, Any] = QWEN) -> Callable[[Path], tuple[Path, Callable[[], list[ExternalTensor]]]]:
     def make(directory: Path) -> tuple[Path, Callable[[], list[ExternalTensor]]]:
         directory.mkdir()
         config = {**SIZES, **keys}
