@@ -80,6 +80,7 @@ def read_config(config: Json, seq_length: int | None, source: str) -> tuple[str,
     problems += _read_scales(config, family, options)
     problems += _read_shared_expert(config, family, options)
     problems += _read_expert_groups(config, family, options)
+    problems += _single_expert_problems("num_experts_per_tok", options.get("moe_router_topk"), family)
     if options["position_embedding_type"] == "rope":
         problems += read_rope(config, options, family)
     positions = options["max_position_embeddings"]
@@ -231,6 +232,17 @@ def _read_expert_groups(config: Json, family: ModelFamily, options: Json) -> lis
     return []
 
 
+def _single_expert_problems(name: str, topk: Any, family: ModelFamily) -> list[str]:
+    """Return the problem of a single expert per token in a family with sigmoid routers.
+
+    These divide the scores of the chosen experts by their sum, which makes a single one 1. megalite keeps a single
+    score, as Megatron-LM does.
+    """
+    if topk != 1 or family.fixed_options.get("moe_router_score_function") != "sigmoid":
+        return []
+    return [f"{name}=1: {family.name} gives a single expert the probability 1, and megalite gives it its score"]
+
+
 def incompatibilities(model: ModelConfig, family: ModelFamily) -> list[str]:
     """Return the reasons why `family` cannot express `model`.
 
@@ -272,7 +284,7 @@ def _unwritable_experts(model: ModelConfig, family: ModelFamily) -> list[str]:
     """Return why a config.json of `family` cannot have the experts of `model`."""
     if not model.has_experts:
         return []
-    problems = []
+    problems = _single_expert_problems("moe_router_topk", model.moe_router_topk, family)
     shared, width = model.moe_shared_expert_intermediate_size, model.expert_ffn_size
     if _NUM_SHARED in family.optional and (shared is None or shared % width):
         problems.append(
