@@ -352,20 +352,19 @@ def _head_size_problems(config: Config) -> Iterator[Problem]:
 
 
 def _list_value_problems(config: Config) -> Iterator[Problem]:
-    has_experts = bool(config.model.num_experts)
+    model = config.model
+    has_experts = bool(model.num_experts)
+    mixer_modules = {"mla_up_proj": model.multi_latent_attention, "gdn": model.uses_gated_delta_net}
     for name, (proposed, accepted) in LIST_VALUES.items():
         if name.startswith("moe") and not has_experts:
             continue
-        known = {*proposed, *accepted}
-        if has_experts:
-            known.add("moe_act")  # the activation of experts is always recomputed
-        if config.model.multi_latent_attention:
-            known.add("mla_up_proj")
-        if config.model.uses_gated_delta_net:
-            known.add("gdn")
+        suggested, known = [*proposed], {*proposed, *accepted}
+        if name == "recompute_modules":
+            suggested += [module for module, is_in_model in mixer_modules.items() if is_in_model]
+            known |= {*suggested, "moe_act"} if has_experts else {*suggested}  # that of experts is always recomputed
         for value in dict.fromkeys(value_of(config, name)):
             if value not in known:
-                yield Problem(f"{name}={value} is not available; use {join_or(proposed)}", options=(name,))
+                yield Problem(f"{name}={value} is not available; use {join_or(suggested)}", options=(name,))
 
 
 def _pattern_problems(config: Config) -> Iterator[Problem]:
